@@ -1,0 +1,1 @@
+//! Empty: the generator is the test `drift`.

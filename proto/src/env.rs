@@ -1,0 +1,292 @@
+//! Every environment variable that xpu_timer reads, and how its value is found: the environment first, then the INI file
+//! named by `XPU_TIMER_CONFIG`, then the default of [`VARIABLES`].
+//!
+//! Each program's `config.rs` builds its typed settings from a [`Source`]. A value that does not parse never stops
+//! anything: the default is used and a [`Problem`] says so.
+
+use std::{cell::RefCell, collections::HashMap, fmt, fs, path::PathBuf, time::Duration};
+
+use crate::v1::RankInfo;
+
+/// One variable of the table.
+#[derive(Debug, Clone, Copy)]
+pub struct Variable {
+    /// Its name in the environment and in the INI file.
+    pub name: &'static str,
+    /// The value when it is set nowhere; empty when there is none.
+    pub default: &'static str,
+    /// What it means, for `--help` and the documentation.
+    pub meaning: &'static str,
+}
+
+macro_rules! variables {
+    ($($name:ident = $default:literal, $meaning:literal;)*) => {
+        /// All variables, in the order of the documentation.
+        pub const VARIABLES: &[Variable] =
+            &[$(Variable { name: stringify!($name), default: $default, meaning: $meaning }),*];
+    };
+}
+
+variables! {
+    POD_NAME = "NOT_SET", "label pod_name";
+    POD_IP = "NOT_SET", "label ip";
+    XPU_TIMER_CONFIG = "", "INI file with any of these variables";
+    XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
+    XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
+    XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status after the dump";
+    XPU_TIMER_BASEPORT = "18888", "control port of the node collector; metrics are on the next one";
+    XPU_TIMER_PORT = "", "metrics port; control is then the one below it";
+    XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";
+    XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
+    XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
+    XPU_TIMER_DISABLE = "0", "1: load and do nothing";
+    XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890";
+    XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
+    XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
+    XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
+    XPU_TIMER_JOB = "", "job name when no scheduler gives one";
+    XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
+    XPU_TIMER_NCCL_LIB_PATH = "", "where the original libnccl is";
+}
+
+/// A value that could not be used.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Problem {
+    /// The variable, or the INI file.
+    pub name: String,
+    /// What it held.
+    pub value: String,
+    /// What is used instead.
+    pub used: String,
+}
+
+impl fmt::Display for Problem {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}={:?} cannot be used, using {:?} instead", self.name, self.value, self.used)
+    }
+}
+
+/// Where values come from.
+pub struct Source {
+    environment: Box<dyn Fn(&str) -> Option<String>>,
+    ini: HashMap<String, String>,
+    problems: RefCell<Vec<Problem>>,
+}
+
+impl Source {
+    /// This process's environment and the INI file that it names.
+    #[must_use]
+    pub fn process() -> Self {
+        let mut source = Self::new(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()), "");
+        if let Some(path) = source.text("XPU_TIMER_CONFIG") {
+            match fs::read_to_string(&path) {
+                Ok(ini) => source.ini = parse_ini(&ini, &path, &source.problems),
+                Err(error) => source.problems.borrow_mut().push(Problem {
+                    name: "XPU_TIMER_CONFIG".into(),
+                    value: format!("{path}: {error}"),
+                    used: "the environment alone".into(),
+                }),
+            }
+        }
+        source
+    }
+
+    /// Any environment, and the text of an INI file (empty for none).
+    #[must_use]
+    pub fn new(environment: impl Fn(&str) -> Option<String> + 'static, ini: &str) -> Self {
+        let problems = RefCell::default();
+        Source { ini: parse_ini(ini, "INI text", &problems), environment: Box::new(environment), problems }
+    }
+
+    /// The bytes of `/proc/PID/environ`.
+    #[must_use]
+    pub fn of_environ(bytes: &[u8]) -> Self {
+        let variables: HashMap<String, String> = bytes
+            .split(|byte| *byte == 0)
+            .filter_map(|entry| String::from_utf8_lossy(entry).split_once('=').map(|(k, v)| (k.into(), v.into())))
+            .collect();
+        Self::new(move |name| variables.get(name).cloned(), "")
+    }
+
+    /// The value of a variable, or its default; `None` when that is empty.
+    ///
+    /// Variables of schedulers, which are not in [`VARIABLES`], have no default.
+    #[must_use]
+    pub fn text(&self, name: &str) -> Option<String> {
+        let default = || VARIABLES.iter().find(|variable| variable.name == name).map(|variable| variable.default.to_string());
+        self.given(name).or_else(default).filter(|value| !value.is_empty())
+    }
+
+    /// A path, as [`Source::text`].
+    #[must_use]
+    pub fn path(&self, name: &str) -> Option<PathBuf> {
+        self.text(name).map(PathBuf::from)
+    }
+
+    /// A number; `None` when it is set nowhere and has no default.
+    #[must_use]
+    pub fn number<T: std::str::FromStr>(&self, name: &str) -> Option<T> {
+        self.parsed(name, |text| text.parse().ok())
+    }
+
+    /// Seconds, whole or with a fraction.
+    #[must_use]
+    pub fn seconds(&self, name: &str) -> Option<Duration> {
+        self.parsed(name, |text| text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()))
+    }
+
+    /// A switch: 1, true, yes, on or 0, false, no, off.
+    #[must_use]
+    pub fn flag(&self, name: &str) -> bool {
+        self.parsed(name, |text| match text.to_ascii_lowercase().as_str() {
+            "1" | "true" | "yes" | "on" => Some(true),
+            "0" | "false" | "no" | "off" => Some(false),
+            _ => None,
+        })
+        .unwrap_or(false)
+    }
+
+    /// Parses a value, notes a [`Problem`] and takes the default when that fails.
+    pub fn parsed<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
+        let default = VARIABLES.iter().find(|variable| variable.name == name).map_or("", |variable| variable.default);
+        let Some(text) = self.given(name) else { return parse(default) };
+        let value = parse(text.trim());
+        if value.is_none() && !text.trim().is_empty() {
+            let used = if default.is_empty() { "nothing".into() } else { default.into() };
+            self.problems.borrow_mut().push(Problem { name: name.into(), value: text, used });
+        }
+        value.or_else(|| parse(default))
+    }
+
+    /// What could not be used so far.
+    #[must_use]
+    pub fn problems(&self) -> Vec<Problem> {
+        self.problems.borrow().clone()
+    }
+
+    fn given(&self, name: &str) -> Option<String> {
+        (self.environment)(name).or_else(|| self.ini.get(&name.to_ascii_lowercase()).cloned())
+    }
+
+    /// Control port of the node collector; metrics are on the next one.
+    #[must_use]
+    pub fn control_port(&self) -> u16 {
+        match self.number::<u16>("XPU_TIMER_PORT") {
+            Some(metrics) if metrics > 1 => metrics - 1,
+            _ => self.number("XPU_TIMER_BASEPORT").unwrap_or(18888),
+        }
+    }
+
+    /// Who this process is in its job, by the variables of torchrun, Open MPI, PMI, PMIx and Slurm, in this order.
+    ///
+    /// `node`, `pid` and `command` are left empty: they are not in the environment.
+    #[must_use]
+    pub fn rank_info(&self) -> RankInfo {
+        // Rank, world size, local rank, local world size.
+        const SCHEDULERS: [[&str; 4]; 5] = [
+            ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
+            ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+            ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
+            ["PMIX_RANK", "", "", ""],
+            ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
+        ];
+        const JOBS: [&str; 6] = [
+            "XPU_TIMER_JOB",
+            "ENV_ARGO_WORKFLOW_NAME",
+            "ELASTIC_JOB_NAME",
+            "TORCHELASTIC_RUN_ID",
+            "PET_RDZV_ID",
+            "SLURM_JOB_ID",
+        ];
+        let found = SCHEDULERS.iter().find_map(|names| self.number(names[0]).map(|rank: i32| (rank, names)));
+        let mut info = RankInfo { rank: -1, local_rank: -1, ..Default::default() };
+        if let Some((rank, names)) = found {
+            info.rank = rank;
+            info.world_size = self.number(names[1]).unwrap_or(0);
+            info.local_rank = self.number(names[2]).unwrap_or(-1);
+            info.local_world_size = self.number(names[3]).unwrap_or(0);
+        }
+        info.attempt = self.number("TORCHELASTIC_RESTART_COUNT").unwrap_or(0);
+        info.job = JOBS.iter().find_map(|name| self.text(name)).unwrap_or_default();
+        info.node = self.text("POD_NAME").unwrap_or_default();
+        info.ip = self.text("POD_IP").unwrap_or_default();
+        info
+    }
+}
+
+/// Keys of every section, in lower case: the original tool's file has no sections.
+fn parse_ini(text: &str, path: &str, problems: &RefCell<Vec<Problem>>) -> HashMap<String, String> {
+    match configparser::ini::Ini::new().read(text.to_string()) {
+        Ok(sections) => {
+            sections.into_values().flatten().filter_map(|(key, value)| value.map(|value| (key, value))).collect()
+        }
+        Err(error) => {
+            problems.borrow_mut().push(Problem {
+                name: "XPU_TIMER_CONFIG".into(),
+                value: format!("{path}: {error}"),
+                used: "the environment alone".into(),
+            });
+            HashMap::new()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn source(pairs: &[(&str, &str)], ini: &str) -> Source {
+        let map: HashMap<String, String> = pairs.iter().map(|(k, v)| (k.to_string(), v.to_string())).collect();
+        Source::new(move |name| map.get(name).cloned(), ini)
+    }
+
+    #[test]
+    fn environment_beats_ini_beats_default() {
+        let ini = "XPU_TIMER_HANG_TIMEOUT=7\nXPU_TIMER_BASEPORT = 20000\n";
+        let source = source(&[("XPU_TIMER_HANG_TIMEOUT", "5")], ini);
+        assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(5)));
+        assert_eq!(source.control_port(), 20000);
+        assert_eq!(source.seconds("XPU_TIMER_SAMPLE_INTERVAL"), Some(Duration::from_secs(5)));
+        assert_eq!(source.problems(), []);
+    }
+
+    #[test]
+    fn a_bad_value_is_named_and_the_default_used() {
+        let source = source(&[("XPU_TIMER_HANG_TIMEOUT", "soon"), ("XPU_TIMER_DISABLE", "maybe")], "");
+        assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(300)));
+        assert!(!source.flag("XPU_TIMER_DISABLE"));
+        assert_eq!(
+            source.problems().iter().map(ToString::to_string).collect::<Vec<_>>(),
+            [
+                "XPU_TIMER_HANG_TIMEOUT=\"soon\" cannot be used, using \"300\" instead",
+                "XPU_TIMER_DISABLE=\"maybe\" cannot be used, using \"0\" instead",
+            ]
+        );
+    }
+
+    #[test]
+    fn negative_and_infinite_seconds_are_bad_values() {
+        for text in ["-1", "inf", "nan", "1e300"] {
+            let source = source(&[("XPU_TIMER_HANG_TIMEOUT", text)], "");
+            assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(300)), "{text}");
+            assert_eq!(source.problems().len(), 1, "{text}");
+        }
+    }
+
+    #[test]
+    fn ranks_come_from_every_scheduler() {
+        let torch = source(&[("RANK", "3"), ("WORLD_SIZE", "8"), ("OMPI_COMM_WORLD_RANK", "1")], "").rank_info();
+        assert_eq!((torch.rank, torch.world_size), (3, 8));
+        let mpi = source(&[("OMPI_COMM_WORLD_RANK", "1"), ("OMPI_COMM_WORLD_SIZE", "2")], "").rank_info();
+        assert_eq!((mpi.rank, mpi.world_size), (1, 2));
+        let slurm = Source::of_environ(b"SLURM_PROCID=5\0SLURM_NTASKS=6\0SLURM_JOB_ID=99\0").rank_info();
+        assert_eq!((slurm.rank, slurm.world_size, slurm.job.as_str()), (5, 6, "99"));
+        assert_eq!(source(&[], "").rank_info().rank, -1);
+    }
+
+    #[test]
+    fn the_metrics_port_decides_the_control_port() {
+        assert_eq!(source(&[("XPU_TIMER_PORT", "19001")], "").control_port(), 19000);
+        assert_eq!(source(&[], "").control_port(), 18888);
+    }
+}

@@ -1,0 +1,27 @@
+//! The wire and file schema of xpu_timer.
+//!
+//! Everything that crosses a process boundary is defined here and nowhere else: the `.stacktrace` file, the flight
+//! record, the hook's shared ring, the messages between hook, node and cluster, and the environment variables.
+//! This crate depends on no other member, does no I/O and holds no unsafe code.
+#![forbid(unsafe_code)]
+
+pub mod env;
+pub mod ring;
+pub mod socket;
+
+/// The `.stacktrace` file format, shared with the original tool.
+#[allow(missing_docs, clippy::all, unused_qualifications)]
+pub mod server {
+    include!("generated/xpu_timer.server.rs");
+}
+
+/// Messages of this project: flight records, hook, evidence and cluster.
+#[allow(missing_docs, clippy::all, unused_qualifications)]
+pub mod v1 {
+    include!("generated/xpu_timer.v1.rs");
+}
+
+pub use prost::Message;
+
+/// Version of the messages between hook, node and cluster. A peer with another one is refused with a clear error.
+pub const PROTOCOL_VERSION: u32 = 1;

@@ -1,0 +1,455 @@
+//! Layout of the hook's flight recorder: a memfd that the hook writes with atomics and the collector reads with `pread`.
+//!
+//! The memfd is an array of little-endian 64-bit words: a header, then fixed tables. Every field is one word, so a
+//! reader never sees half of one. An entry is published by storing its first word last (release); an operation slot that
+//! is reused has its first word cleared before anything else is overwritten, and a reader that finds the first word changed
+//! after reading the rest drops the entry. Words that are filled in later (returned, started, completed, status) only ever
+//! go from 0 to their value.
+//!
+//! This module must not know how the words got there: the writer is `hook/src/recorder.rs`.
+
+use std::{collections::HashMap, io};
+
+use crate::v1::{
+    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Op, OpKind, OpStatus, Operation,
+    RankInfo, Stream,
+};
+
+/// Version of the layout; any change of a constant below changes it.
+pub const VERSION: u32 = 1;
+/// First word of every ring: `XPURING1` in ASCII.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
+
+/// Indices of the header's words.
+pub mod header {
+    /// [`super::MAGIC`], stored last when the ring is set up.
+    pub const MAGIC: usize = 0;
+    /// [`super::VERSION`].
+    pub const VERSION: usize = 1;
+    /// Last turn of the watcher thread, CLOCK_MONOTONIC nanoseconds; 0 before its first turn.
+    pub const HEARTBEAT_NS: usize = 2;
+    /// Driver call that the watcher is inside of: an index into [`super::WATCHER_CALLS`], 0 for none.
+    pub const WATCHER_CALL: usize = 3;
+    /// When the watcher entered that call.
+    pub const WATCHER_SINCE_NS: usize = 4;
+    /// Last launch of anything.
+    pub const LAST_LAUNCH_NS: usize = 5;
+    /// Operations begun; the next ticket.
+    pub const OPS: usize = 6;
+    /// Operations that found no free slot.
+    pub const DROPPED: usize = 7;
+    /// Kernels launched.
+    pub const KERNELS: usize = 8;
+    /// Graphs launched.
+    pub const GRAPHS: usize = 9;
+    /// Collectives launched.
+    pub const COLLECTIVES: usize = 10;
+    /// Panics caught in the hook.
+    pub const PANICS: usize = 11;
+    /// Entries that did not fit the communicator, stream, name or coverage table.
+    pub const OVERFLOWS: usize = 12;
+    /// Words of the header.
+    pub const WORDS: usize = 64;
+}
+
+/// Names of the driver calls that a watcher stamps, by [`header::WATCHER_CALL`].
+pub const WATCHER_CALLS: [&str; 7] = [
+    "",
+    "cuCtxSetCurrent",
+    "cuEventQuery",
+    "cuEventElapsedTime",
+    "ncclCommGetAsyncError",
+    "cuFuncGetName",
+    "cuThreadExchangeStreamCaptureMode",
+];
+
+/// Words of an operation slot.
+pub mod op {
+    /// Ticket plus one; 0 while the slot is free or being rewritten.
+    pub const TICKET: usize = 0;
+    /// Bits 0-7 [`crate::v1::OpKind`], 8-15 [`crate::v1::Op`], 16-23 [`crate::v1::DataType`], 24-31 reduce op, 32-63 thread id.
+    pub const WHAT: usize = 1;
+    /// Identity of the communicator, 0 for none. A host call that creates one stores it when it is known.
+    pub const COMMUNICATOR: usize = 2;
+    /// Sequence number within the communicator.
+    pub const SEQ: usize = 3;
+    /// Elements.
+    pub const COUNT: usize = 4;
+    /// Root or peer as i32 in the low half (-1 none).
+    pub const PEER: usize = 5;
+    /// Stream handle.
+    pub const STREAM: usize = 6;
+    /// Host entry, CLOCK_MONOTONIC nanoseconds.
+    pub const ENTERED_NS: usize = 7;
+    /// Host return.
+    pub const RETURNED_NS: usize = 8;
+    /// When the start event was seen complete.
+    pub const STARTED_NS: usize = 9;
+    /// When the end event was seen complete.
+    pub const COMPLETED_NS: usize = 10;
+    /// Low half [`crate::v1::OpStatus`], high half the driver's error code.
+    pub const STATUS: usize = 11;
+    /// Device time between the events.
+    pub const DEVICE_NS: usize = 12;
+    /// Function handle of a kernel, key into the name table; 0 for none.
+    pub const FUNCTION: usize = 13;
+    /// NCCL group it was launched in; 0 for none.
+    pub const GROUP: usize = 14;
+    /// Words of a slot.
+    pub const WORDS: usize = 16;
+    /// Number of slots. A slot whose operation is still pending is never overwritten: the new one is dropped and counted.
+    pub const SLOTS: usize = 8192;
+}
+
+/// Words of a communicator entry.
+pub mod comm {
+    /// Identity, published last; 0 is a free entry.
+    pub const ID: usize = 0;
+    /// Library handle.
+    pub const HANDLE: usize = 1;
+    /// Low half size, high half this process's rank in it as i32.
+    pub const SIZE_RANK: usize = 2;
+    /// Low half [`crate::v1::CommunicatorState`], high half the device as i32.
+    pub const STATE_DEVICE: usize = 3;
+    /// Identity of the parent; 0 for none.
+    pub const PARENT: usize = 4;
+    /// Collectives launched on the host.
+    pub const LAUNCHED: usize = 5;
+    /// Highest sequence number seen started on the device.
+    pub const STARTED: usize = 6;
+    /// Highest sequence number seen completed on the device.
+    pub const COMPLETED: usize = 7;
+    /// Sends and receives launched.
+    pub const POINT_TO_POINT: usize = 8;
+    /// When its init call was entered.
+    pub const CREATED_NS: usize = 9;
+    /// Words of an entry.
+    pub const WORDS: usize = 16;
+    /// Number of entries.
+    pub const SLOTS: usize = 1024;
+}
+
+/// Words of a stream entry.
+pub mod stream {
+    /// Stream handle plus one, published last; 0 is a free entry.
+    pub const HANDLE: usize = 0;
+    /// Kernels and graphs launched on it.
+    pub const LAUNCHES: usize = 1;
+    /// Function handle of the last kernel.
+    pub const LAST_FUNCTION: usize = 2;
+    /// When that was launched.
+    pub const LAST_NS: usize = 3;
+    /// Words of an entry.
+    pub const WORDS: usize = 4;
+    /// Number of entries.
+    pub const SLOTS: usize = 256;
+}
+
+/// Words of a name entry: the name of a kernel by its function handle.
+pub mod name {
+    /// Function handle, published last; 0 is a free entry.
+    pub const FUNCTION: usize = 0;
+    /// First word of the name: UTF-8 bytes, zero filled, cut at 8 x 31 bytes.
+    pub const TEXT: usize = 1;
+    /// Words of an entry.
+    pub const WORDS: usize = 32;
+    /// Number of entries.
+    pub const SLOTS: usize = 2048;
+}
+
+/// Words of a coverage entry: one function that the hook knows.
+pub mod coverage {
+    /// Layer in the low byte ([`LAYERS`], from 1), status in the next ([`STATUSES`]); published last, 0 is a free entry.
+    pub const STATUS: usize = 0;
+    /// Calls seen.
+    pub const CALLS: usize = 1;
+    /// First word of the name: ASCII bytes, zero filled, cut at 8 x 6 bytes.
+    pub const NAME: usize = 2;
+    /// Words of an entry.
+    pub const WORDS: usize = 8;
+    /// Number of entries.
+    pub const SLOTS: usize = 512;
+    /// Names of the layers.
+    pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
+    /// Reasons for not being hooked; the empty one means that it is.
+    pub const STATUSES: [&str; 4] = ["", "the library is not loaded", "the library does not have it", "nobody asked for it"];
+}
+
+/// Byte offsets of the tables.
+pub mod offset {
+    use super::{comm, coverage, header, name, op, stream};
+    /// Operations.
+    pub const OPS: usize = header::WORDS * 8;
+    /// Communicators.
+    pub const COMMS: usize = OPS + op::SLOTS * op::WORDS * 8;
+    /// Streams.
+    pub const STREAMS: usize = COMMS + comm::SLOTS * comm::WORDS * 8;
+    /// Kernel names.
+    pub const NAMES: usize = STREAMS + stream::SLOTS * stream::WORDS * 8;
+    /// Coverage.
+    pub const COVERAGE: usize = NAMES + name::SLOTS * name::WORDS * 8;
+    /// Size of the memfd in bytes.
+    pub const END: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
+}
+
+/// How many completed operations a flight record keeps behind the pending ones.
+pub const RECENT_OPERATIONS: usize = 256;
+
+/// The header alone, for a reader that only watches progress.
+///
+/// # Errors
+/// `InvalidData` when the bytes are not a ring of this version, or what `read_at` returned.
+pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<[u64; header::WORDS]> {
+    let mut words = [0; header::WORDS];
+    words.copy_from_slice(&read_words(&read_at, 0, header::WORDS)?);
+    if words[header::MAGIC] != MAGIC || words[header::VERSION] != u64::from(VERSION) {
+        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("not a flight ring of layout version {VERSION}")));
+    }
+    Ok(words)
+}
+
+/// Reads a whole ring. `read_at(offset, buffer)` fills the buffer from the memfd; `now_ns` is CLOCK_MONOTONIC.
+///
+/// # Errors
+/// As [`read_header`].
+pub fn read(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    rank: RankInfo,
+    now_ns: u64,
+) -> io::Result<FlightRecord> {
+    let head = read_header(&read_at)?;
+    let names: HashMap<u64, String> = entries::<{ name::WORDS }>(&read_at, offset::NAMES, name::SLOTS)?
+        .into_iter()
+        .map(|words| (words[name::FUNCTION], text(&words[name::TEXT..])))
+        .collect();
+    let name_of = |function: u64| names.get(&function).cloned().unwrap_or_default();
+
+    let mut operations: Vec<Operation> = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?
+        .iter()
+        .map(|words| operation(words, name_of(words[op::FUNCTION])))
+        .collect();
+    operations.sort_by_key(|operation| operation.ticket);
+    let finished = operations.iter().filter(|operation| operation.status() != OpStatus::Pending).count();
+    let mut too_many = finished.saturating_sub(RECENT_OPERATIONS);
+    operations.retain(|operation| {
+        let drop = too_many > 0 && operation.status() != OpStatus::Pending;
+        too_many -= usize::from(drop);
+        !drop
+    });
+
+    Ok(FlightRecord {
+        rank: Some(rank),
+        communicators: entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?.iter().map(communicator).collect(),
+        operations,
+        streams: entries::<{ stream::WORDS }>(&read_at, offset::STREAMS, stream::SLOTS)?
+            .iter()
+            .map(|words| Stream {
+                handle: words[stream::HANDLE] - 1,
+                launches: words[stream::LAUNCHES],
+                last_kernel: name_of(words[stream::LAST_FUNCTION]),
+                last_launch_ns: words[stream::LAST_NS],
+            })
+            .collect(),
+        kernels_launched: head[header::KERNELS],
+        graphs_launched: head[header::GRAPHS],
+        collectives_launched: head[header::COLLECTIVES],
+        last_launch_ns: head[header::LAST_LAUNCH_NS],
+        read_ns: now_ns,
+        health: Some(HookHealth {
+            heartbeat_ns: head[header::HEARTBEAT_NS],
+            watcher_inside: WATCHER_CALLS.get(head[header::WATCHER_CALL] as usize).unwrap_or(&"?").to_string(),
+            watcher_inside_since_ns: head[header::WATCHER_SINCE_NS],
+            dropped: head[header::DROPPED],
+            panics: head[header::PANICS],
+            overflows: head[header::OVERFLOWS],
+        }),
+        coverage: entries::<{ coverage::WORDS }>(&read_at, offset::COVERAGE, coverage::SLOTS)?
+            .iter()
+            .map(|words| {
+                let [layer, status, ..] = words[coverage::STATUS].to_le_bytes();
+                let reason = coverage::STATUSES.get(usize::from(status)).unwrap_or(&"?");
+                HookedFunction {
+                    name: text(&words[coverage::NAME..]),
+                    layer: coverage::LAYERS.get(usize::from(layer)).unwrap_or(&"?").to_string(),
+                    hooked: reason.is_empty(),
+                    reason: reason.to_string(),
+                    calls: words[coverage::CALLS],
+                }
+            })
+            .collect(),
+    })
+}
+
+/// Packs [`op::WHAT`].
+#[must_use]
+pub fn pack_what(kind: OpKind, op: Op, dtype: DataType, reduce_op: u8, tid: u32) -> u64 {
+    kind as u64 | (op as u64) << 8 | (dtype as u64) << 16 | u64::from(reduce_op) << 24 | u64::from(tid) << 32
+}
+
+/// Packs two halves into a word, as [`comm::SIZE_RANK`], [`comm::STATE_DEVICE`] and [`op::STATUS`] want it.
+#[must_use]
+pub fn pack_halves(low: u32, high: u32) -> u64 {
+    u64::from(low) | u64::from(high) << 32
+}
+
+fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
+    let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
+    Operation {
+        ticket: words[op::TICKET] - 1,
+        kind: OpKind::try_from(i32::from(kind)).unwrap_or_default().into(),
+        op: Op::try_from(i32::from(op_code)).unwrap_or_default().into(),
+        communicator: words[op::COMMUNICATOR],
+        seq: words[op::SEQ],
+        count: words[op::COUNT],
+        dtype: DataType::try_from(i32::from(dtype)).unwrap_or_default().into(),
+        reduce_op: u32::from(reduce_op),
+        peer: low(words[op::PEER]) as i32,
+        stream: words[op::STREAM],
+        tid: high(words[op::WHAT]),
+        entered_ns: words[op::ENTERED_NS],
+        returned_ns: words[op::RETURNED_NS],
+        started_ns: words[op::STARTED_NS],
+        completed_ns: words[op::COMPLETED_NS],
+        status: OpStatus::try_from(low(words[op::STATUS]) as i32).unwrap_or_default().into(),
+        error: high(words[op::STATUS]),
+        device_ns: words[op::DEVICE_NS],
+        function,
+        group: words[op::GROUP],
+    }
+}
+
+fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
+    Communicator {
+        id: words[comm::ID],
+        handle: words[comm::HANDLE],
+        size: low(words[comm::SIZE_RANK]),
+        rank: high(words[comm::SIZE_RANK]) as i32,
+        device: high(words[comm::STATE_DEVICE]) as i32,
+        state: CommunicatorState::try_from(low(words[comm::STATE_DEVICE]) as i32).unwrap_or_default().into(),
+        parent: words[comm::PARENT],
+        launched: words[comm::LAUNCHED],
+        started: words[comm::STARTED],
+        completed: words[comm::COMPLETED],
+        point_to_point: words[comm::POINT_TO_POINT],
+        created_ns: words[comm::CREATED_NS],
+    }
+}
+
+/// The published entries of one table. The table is read twice; an entry whose first word changed in between is left out.
+fn entries<const WORDS: usize>(
+    read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    start: usize,
+    slots: usize,
+) -> io::Result<Vec<[u64; WORDS]>> {
+    let table = read_words(read_at, start, slots * WORDS)?;
+    let again = read_words(read_at, start, slots * WORDS)?;
+    Ok(table
+        .chunks_exact(WORDS)
+        .zip(again.chunks_exact(WORDS))
+        .filter(|(entry, again)| entry[0] != 0 && entry[0] == again[0])
+        .map(|(entry, _)| entry.try_into().expect("chunks have WORDS words"))
+        .collect())
+}
+
+fn read_words(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>, start: usize, words: usize) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; words * 8];
+    read_at(start as u64, &mut bytes)?;
+    Ok(bytes.chunks_exact(8).map(|chunk| u64::from_le_bytes(chunk.try_into().expect("chunks have 8 bytes"))).collect())
+}
+
+fn text(words: &[u64]) -> String {
+    let bytes: Vec<u8> = words.iter().flat_map(|word| word.to_le_bytes()).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+fn low(word: u64) -> u32 {
+    word as u32
+}
+
+fn high(word: u64) -> u32 {
+    (word >> 32) as u32
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A ring in a plain vector, written the way the hook does.
+    struct Ring(Vec<u64>);
+
+    impl Ring {
+        fn new() -> Self {
+            let mut words = vec![0; offset::END / 8];
+            words[header::MAGIC] = MAGIC;
+            words[header::VERSION] = u64::from(VERSION);
+            Ring(words)
+        }
+        fn put(&mut self, start: usize, slot: usize, entry: &[u64]) {
+            let first = start / 8 + slot * entry.len();
+            self.0[first..first + entry.len()].copy_from_slice(entry);
+        }
+        fn read(&self) -> io::Result<FlightRecord> {
+            read(
+                |start, buffer| {
+                    let bytes: Vec<u8> = self.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+                    let start = start as usize;
+                    buffer.copy_from_slice(bytes.get(start..start + buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
+                    Ok(())
+                },
+                RankInfo { rank: 3, ..Default::default() },
+                77,
+            )
+        }
+    }
+
+    #[test]
+    fn an_operation_comes_out_as_it_went_in() {
+        let mut ring = Ring::new();
+        let mut words = [0; op::WORDS];
+        words[op::TICKET] = 42 + 1;
+        words[op::WHAT] = pack_what(OpKind::Collective, Op::AllReduce, DataType::Float32, 2, 4321);
+        words[op::COMMUNICATOR] = 0xfeed;
+        words[op::SEQ] = 7;
+        words[op::PEER] = u64::from(-1i32 as u32);
+        words[op::STATUS] = pack_halves(OpStatus::Failed as u32, 700);
+        words[op::FUNCTION] = 0x1000;
+        ring.put(offset::OPS, 5, &words);
+        let mut name_words = [0; name::WORDS];
+        name_words[name::FUNCTION] = 0x1000;
+        name_words[name::TEXT] = u64::from_le_bytes(*b"kernel\0\0");
+        ring.put(offset::NAMES, 0, &name_words);
+
+        let record = ring.read().unwrap();
+        let [operation] = &record.operations[..] else { panic!("one operation, not {}", record.operations.len()) };
+        assert_eq!((operation.ticket, operation.tid, operation.seq), (42, 4321, 7));
+        assert_eq!((operation.op(), operation.dtype()), (Op::AllReduce, DataType::Float32));
+        assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
+        assert_eq!(operation.function, "kernel");
+        assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
+    }
+
+    #[test]
+    fn pending_operations_are_never_cut() {
+        let mut ring = Ring::new();
+        for ticket in 0..op::SLOTS {
+            let mut words = [0; op::WORDS];
+            words[op::TICKET] = ticket as u64 + 1;
+            words[op::STATUS] = u64::from(ticket != 3);
+            ring.put(offset::OPS, ticket, &words);
+        }
+        let operations = ring.read().unwrap().operations;
+        assert_eq!(operations.len(), RECENT_OPERATIONS + 1);
+        assert_eq!(operations[0].ticket, 3);
+        assert_eq!(operations.last().unwrap().ticket, op::SLOTS as u64 - 1);
+    }
+
+    #[test]
+    fn foreign_and_truncated_bytes_are_errors() {
+        let mut ring = Ring::new();
+        ring.0[header::MAGIC] = 1;
+        assert_eq!(ring.read().unwrap_err().kind(), io::ErrorKind::InvalidData);
+        let mut ring = Ring::new();
+        ring.0.truncate(header::WORDS + 9);
+        assert_eq!(ring.read().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+}
