@@ -46,6 +46,8 @@ variables! {
     XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
     XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
+    XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
+    XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected";
     XPU_TIMER_NCCL_LIB_PATH = "", "where the original libnccl is";
 }
 
@@ -113,7 +115,8 @@ impl Source {
     /// Variables of schedulers, which are not in [`VARIABLES`], have no default.
     #[must_use]
     pub fn text(&self, name: &str) -> Option<String> {
-        let default = || VARIABLES.iter().find(|variable| variable.name == name).map(|variable| variable.default.to_string());
+        let default =
+            || VARIABLES.iter().find(|variable| variable.name == name).map(|variable| variable.default.to_string());
         self.given(name).or_else(default).filter(|value| !value.is_empty())
     }
 
@@ -185,7 +188,12 @@ impl Source {
         // Rank, world size, local rank, local world size.
         const SCHEDULERS: [[&str; 4]; 5] = [
             ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"],
-            ["OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"],
+            [
+                "OMPI_COMM_WORLD_RANK",
+                "OMPI_COMM_WORLD_SIZE",
+                "OMPI_COMM_WORLD_LOCAL_RANK",
+                "OMPI_COMM_WORLD_LOCAL_SIZE",
+            ],
             ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
             ["PMIX_RANK", "", "", ""],
             ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],

@@ -11,8 +11,8 @@
 use std::{collections::HashMap, io};
 
 use crate::v1::{
-    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Op, OpKind, OpStatus, Operation,
-    RankInfo, Stream,
+    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Op, OpKind, OpStatus,
+    Operation, RankInfo, Stream,
 };
 
 /// Version of the layout; any change of a constant below changes it.
@@ -172,7 +172,8 @@ pub mod coverage {
     /// Names of the layers.
     pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
     /// Reasons for not being hooked; the empty one means that it is.
-    pub const STATUSES: [&str; 4] = ["", "the library is not loaded", "the library does not have it", "nobody asked for it"];
+    pub const STATUSES: [&str; 4] =
+        ["", "the library is not loaded", "the library does not have it", "nobody asked for it"];
 }
 
 /// Byte offsets of the tables.
@@ -203,7 +204,10 @@ pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Re
     let mut words = [0; header::WORDS];
     words.copy_from_slice(&read_words(&read_at, 0, header::WORDS)?);
     if words[header::MAGIC] != MAGIC || words[header::VERSION] != u64::from(VERSION) {
-        return Err(io::Error::new(io::ErrorKind::InvalidData, format!("not a flight ring of layout version {VERSION}")));
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("not a flight ring of layout version {VERSION}"),
+        ));
     }
     Ok(words)
 }
@@ -239,7 +243,10 @@ pub fn read(
 
     Ok(FlightRecord {
         rank: Some(rank),
-        communicators: entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?.iter().map(communicator).collect(),
+        communicators: entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?
+            .iter()
+            .map(communicator)
+            .collect(),
         operations,
         streams: entries::<{ stream::WORDS }>(&read_at, offset::STREAMS, stream::SLOTS)?
             .iter()
