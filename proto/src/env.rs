@@ -68,9 +68,11 @@ impl fmt::Display for Problem {
     }
 }
 
+type Lookup = dyn Fn(&str) -> Option<String>;
+
 /// Where values come from.
 pub struct Source {
-    environment: Box<dyn Fn(&str) -> Option<String>>,
+    environment: Box<Lookup>,
     ini: HashMap<String, String>,
     problems: RefCell<Vec<Problem>>,
 }

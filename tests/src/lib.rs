@@ -1,1 +1,16 @@
-//! Skeleton.
+//! Harness of the integration tests and of `cargo xtask demo`: built artifacts, jobs in folders of their own, child processes
+//! that are killed on drop, and waits that always have a deadline.
+#![deny(unsafe_code)]
+
+mod artifacts;
+mod job;
+mod process;
+mod tools;
+
+pub use artifacts::{Artifacts, PACKAGES, artifacts};
+pub use job::{Incident, Job, LAUNCHED_BY};
+pub use process::{Output, Process};
+pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};
+
+/// How long a test waits for something that takes well under a second on a quiet machine.
+pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

@@ -1,0 +1,237 @@
+//! A job of its own: folder, port, environment. What it started ends with it.
+
+use std::{
+    env, fs,
+    net::{Ipv4Addr, TcpListener},
+    path::{Path, PathBuf},
+    process::Command,
+    sync::atomic::{AtomicU32, Ordering},
+    time::{Duration, Instant},
+};
+
+use nix::{sys::signal::Signal, unistd::Pid};
+use serde_json::Value;
+
+use crate::{Process, artifacts, http};
+
+/// Variable in the environment of everything that a job starts; by it the job finds its processes again, the collector too.
+pub const LAUNCHED_BY: &str = "XPU_TIMER_LAUNCHED_BY";
+
+/// Settings, folder and processes of one job.
+pub struct Job {
+    /// Base folder: `timeline`, `log`, `tmp` and `rendezvous` lie in it.
+    pub dir: PathBuf,
+    /// Control port of the job's collector; metrics are on the next one.
+    pub port: u16,
+    variables: Vec<(String, String)>,
+    marker: String,
+    _temporary: Option<tempfile::TempDir>,
+}
+
+/// One finished incident folder.
+#[derive(Debug, Clone)]
+pub struct Incident {
+    /// The folder.
+    pub path: PathBuf,
+    /// Its `verdict.json`.
+    pub verdict: Value,
+}
+
+impl Job {
+    /// A job in a temporary folder that is removed with it.
+    ///
+    /// # Panics
+    /// When the folder cannot be made.
+    #[must_use]
+    pub fn new() -> Self {
+        let temporary = tempfile::tempdir().expect("a temporary folder");
+        let mut job = Self::at(temporary.path());
+        job._temporary = Some(temporary);
+        job
+    }
+
+    /// A job in a folder that stays.
+    ///
+    /// # Panics
+    /// When the folder cannot be written.
+    #[must_use]
+    pub fn at(dir: &Path) -> Self {
+        static COUNTER: AtomicU32 = AtomicU32::new(0);
+        let marker = format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
+        let port = free_ports();
+        for name in ["timeline", "log", "tmp", "rendezvous"] {
+            fs::create_dir_all(dir.join(name)).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
+        }
+        let folder = |name: &str| dir.join(name).display().to_string();
+        let library_path = artifacts().sim().display().to_string();
+        let variables = [
+            ("TMPDIR", folder("tmp")),
+            ("XPU_TIMER_TIMELINE_PATH", folder("timeline")),
+            ("XPU_TIMER_LOGGING_DIR", folder("log")),
+            ("XPU_EXAMPLE_RENDEZVOUS", folder("rendezvous")),
+            ("XPU_TIMER_BASEPORT", port.to_string()),
+            ("XPU_TIMER_HANG_TIMEOUT", "5".into()),
+            ("XPU_TIMER_SAMPLE_INTERVAL", "2".into()),
+            ("XPU_TIMER_LINGER", "20".into()),
+            ("LD_LIBRARY_PATH", library_path),
+            ("PYTHONDONTWRITEBYTECODE", "1".into()),
+            (LAUNCHED_BY, marker.clone()),
+        ];
+        let variables = variables.map(|(name, value)| (name.to_string(), value)).to_vec();
+        Job { dir: dir.to_path_buf(), port, variables, marker, _temporary: None }
+    }
+
+    /// Sets a variable for everything that is started from now on.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: &str) -> Self {
+        self.variables.retain(|(old, _)| old != name);
+        self.variables.push((name.into(), value.into()));
+        self
+    }
+
+    /// A command in the job's environment. No variable of the tool or of a scheduler is inherited from the caller.
+    #[must_use]
+    pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = Command::new(program);
+        for (name, _) in env::vars_os() {
+            let text = name.to_string_lossy();
+            let ours = ["XPU_TIMER_", "XPU_SIM_"].iter().any(|prefix| text.starts_with(prefix));
+            if ours || ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LD_PRELOAD"].contains(&&*text) {
+                command.env_remove(&name);
+            }
+        }
+        command.envs(self.variables.iter().map(|(name, value)| (name, value)));
+        command
+    }
+
+    /// `xpu_timer_launch` with a command.
+    #[must_use]
+    pub fn launch(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
+        let mut command = self.command(artifacts().bin("xpu_timer_launch"));
+        command.arg(program);
+        command
+    }
+
+    /// Starts `ranks` processes of the example training program under `xpu_timer_launch`.
+    pub fn train(&self, ranks: u32, arguments: &[&str]) -> Process {
+        let examples = crate::tree().join("tests/examples");
+        let mut command = self.launch(crate::python());
+        command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={ranks}")).arg(examples.join("train.py"));
+        Process::spawn(command.args(arguments))
+    }
+
+    /// Incident folders whose `verdict.json` is there, oldest first.
+    #[must_use]
+    pub fn incidents(&self) -> Vec<Incident> {
+        let entries = fs::read_dir(self.dir.join("timeline")).into_iter().flatten().flatten();
+        let mut folders: Vec<PathBuf> = entries
+            .filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-"))
+            .map(|entry| entry.path())
+            .collect();
+        folders.sort();
+        folders
+            .into_iter()
+            .filter_map(|path| {
+                let verdict = serde_json::from_slice(&fs::read(path.join("verdict.json")).ok()?).ok()?;
+                Some(Incident { path, verdict })
+            })
+            .collect()
+    }
+
+    /// Waits until `latest` points to the `count`-th incident, which is when its folder is finished.
+    ///
+    /// # Panics
+    /// When that does not happen within `deadline`.
+    #[must_use]
+    pub fn wait_incident(&self, count: usize, deadline: Duration) -> Incident {
+        let start = Instant::now();
+        loop {
+            let incidents = self.incidents();
+            let latest = fs::canonicalize(self.dir.join("timeline/latest")).ok();
+            let finished = incidents.last().and_then(|last| fs::canonicalize(&last.path).ok());
+            if incidents.len() >= count && latest.is_some() && latest == finished {
+                return incidents[count - 1].clone();
+            }
+            assert!(
+                start.elapsed() < deadline,
+                "incident {count} not within {deadline:?}; there are {}; logs:\n{}",
+                incidents.len(),
+                self.logs()
+            );
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    /// All log files, for the message of a failed test.
+    #[must_use]
+    pub fn logs(&self) -> String {
+        let entries = fs::read_dir(self.dir.join("log")).into_iter().flatten().flatten();
+        entries
+            .map(|entry| {
+                let text = fs::read(entry.path()).unwrap_or_default();
+                format!("--- {}\n{}\n", entry.path().display(), String::from_utf8_lossy(&text))
+            })
+            .collect()
+    }
+
+    /// The collector's `/status`.
+    ///
+    /// # Errors
+    /// When it does not answer.
+    pub fn status(&self) -> Result<Value, String> {
+        let (_, body) = http("GET", self.port, "/status")?;
+        serde_json::from_str(&body).map_err(|error| format!("/status: {error}: {body}"))
+    }
+
+    /// Processes that carry this job's marker.
+    #[must_use]
+    pub fn processes(&self) -> Vec<i32> {
+        let marker = format!("{LAUNCHED_BY}={}", self.marker);
+        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+        entries
+            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+            .filter(|pid: &i32| {
+                let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+                environ.split(|byte| *byte == 0).any(|variable| variable == marker.as_bytes())
+            })
+            .collect()
+    }
+
+    /// Ends every process of this job and waits until none is left.
+    pub fn end(&self) {
+        let start = Instant::now();
+        while start.elapsed() < Duration::from_secs(10) {
+            let left = self.processes();
+            if left.is_empty() {
+                return;
+            }
+            for pid in left {
+                let _ = nix::sys::signal::kill(Pid::from_raw(pid), Signal::SIGKILL);
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+}
+
+impl Default for Job {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Drop for Job {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
+/// Two neighbouring free ports.
+fn free_ports() -> u16 {
+    loop {
+        let first = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
+        let port = first.local_addr().expect("a bound socket has an address").port();
+        if port < u16::MAX && TcpListener::bind((Ipv4Addr::LOCALHOST, port + 1)).is_ok() {
+            return port;
+        }
+    }
+}

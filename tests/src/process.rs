@@ -1,0 +1,152 @@
+//! A child process whose output is collected, and which does not outlive the test.
+
+use std::{
+    io::{BufRead, BufReader},
+    os::unix::process::ExitStatusExt,
+    process::{Child, Command, ExitStatus, Stdio},
+    sync::{Arc, Mutex},
+    thread::JoinHandle,
+    time::{Duration, Instant},
+};
+
+use crate::wait_until;
+
+/// A running child: killed on drop, and only that process by its pid.
+pub struct Process {
+    child: Child,
+    stdout: Lines,
+    stderr: Lines,
+}
+
+/// What a finished child left.
+#[derive(Debug, Clone)]
+pub struct Output {
+    /// How it ended.
+    pub status: ExitStatus,
+    /// All of its standard output.
+    pub stdout: String,
+    /// All of its standard error.
+    pub stderr: String,
+}
+
+struct Lines {
+    text: Arc<Mutex<String>>,
+    reader: Option<JoinHandle<()>>,
+}
+
+impl Lines {
+    fn follow(stream: impl std::io::Read + Send + 'static) -> Self {
+        let text = Arc::new(Mutex::new(String::new()));
+        let sink = Arc::clone(&text);
+        let reader = std::thread::spawn(move || {
+            let mut stream = BufReader::new(stream);
+            let mut line = Vec::new();
+            while stream.read_until(b'\n', &mut line).is_ok_and(|read| read > 0) {
+                sink.lock().expect("no reader panics").push_str(&String::from_utf8_lossy(&line));
+                line.clear();
+            }
+        });
+        Lines { text, reader: Some(reader) }
+    }
+
+    fn get(&self) -> String {
+        self.text.lock().expect("no reader panics").clone()
+    }
+}
+
+impl Process {
+    /// Starts a command with its output piped and nothing on its standard input.
+    ///
+    /// # Panics
+    /// When it cannot be started.
+    pub fn spawn(command: &mut Command) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+        let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+        let stdout = Lines::follow(child.stdout.take().expect("stdout is piped"));
+        let stderr = Lines::follow(child.stderr.take().expect("stderr is piped"));
+        Process { child, stdout, stderr }
+    }
+
+    /// Process id.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.child.id() as i32
+    }
+
+    /// Standard output so far.
+    #[must_use]
+    pub fn stdout(&self) -> String {
+        self.stdout.get()
+    }
+
+    /// Standard error so far.
+    #[must_use]
+    pub fn stderr(&self) -> String {
+        self.stderr.get()
+    }
+
+    /// Waits until the standard output holds `text`.
+    ///
+    /// # Panics
+    /// When that does not happen within `deadline`, or when the process ends without it.
+    pub fn wait_for(&mut self, text: &str, deadline: Duration) {
+        let start = Instant::now();
+        while !self.stdout().contains(text) {
+            let ended = self.child.try_wait().expect("the child can be waited for");
+            let late = start.elapsed() > deadline;
+            if (ended.is_some() || late) && !self.stdout().contains(text) {
+                let why = ended.map_or("no answer in time".into(), |status| status.to_string());
+                panic!("no {text:?} on stdout ({why})\nstdout: {}\nstderr: {}", self.stdout(), self.stderr());
+            }
+            std::thread::sleep(Duration::from_millis(5));
+        }
+    }
+
+    /// Sends a signal to this process alone.
+    pub fn signal(&self, signal: nix::sys::signal::Signal) {
+        // A process that is gone already is what the caller wants to find out by `wait`.
+        let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal);
+    }
+
+    /// How the process ended, if it has.
+    pub fn try_wait(&mut self) -> Option<ExitStatus> {
+        self.child.try_wait().expect("the child can be waited for")
+    }
+
+    /// Waits for the end and collects the output.
+    ///
+    /// # Panics
+    /// When the process has not ended by the deadline.
+    pub fn wait(mut self, deadline: Duration) -> Output {
+        let mut status = None;
+        wait_until(deadline, "the process ends", || {
+            status = self.try_wait();
+            status.is_some()
+        });
+        // A grandchild may hold the pipes open; what has been written by now is what counts.
+        let patience = Instant::now();
+        for lines in [&mut self.stdout, &mut self.stderr] {
+            let reader = lines.reader.take().expect("taken once");
+            while !reader.is_finished() && patience.elapsed() < Duration::from_secs(2) {
+                std::thread::sleep(Duration::from_millis(2));
+            }
+        }
+        Output { status: status.expect("waited for"), stdout: self.stdout(), stderr: self.stderr() }
+    }
+}
+
+impl Output {
+    /// The exit code as a shell shows it: 128 plus the signal for a killed process.
+    #[must_use]
+    pub fn code(&self) -> i32 {
+        self.status.code().unwrap_or_else(|| 128 + self.status.signal().unwrap_or(0))
+    }
+}
+
+impl Drop for Process {
+    fn drop(&mut self) {
+        // Both fail only when the process has been waited for.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}

@@ -1,0 +1,99 @@
+//! Small things that many tests need.
+
+use std::{
+    env, fs,
+    io::Write,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+/// Root of the source tree.
+#[must_use]
+pub fn tree() -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).parent().expect("tests/ lies in the tree").to_path_buf()
+}
+
+/// Polls until `condition` holds.
+///
+/// # Panics
+/// When it does not within `deadline`.
+#[track_caller]
+pub fn wait_until(deadline: Duration, what: &str, mut condition: impl FnMut() -> bool) {
+    let start = Instant::now();
+    while !condition() {
+        assert!(start.elapsed() < deadline, "not within {deadline:?}: {what}");
+        std::thread::sleep(Duration::from_millis(10));
+    }
+}
+
+/// Says out loud that a test cannot run here. `cargo xtask test` lists the reasons at its end, and fails with CI=true.
+pub fn skip(reason: &str) {
+    let test = std::thread::current().name().unwrap_or("a test").to_string();
+    eprintln!("SKIPPED {test}: {reason}");
+    if let Some(path) = env::var_os("XPU_TIMER_SKIP_LOG") {
+        let line = format!("{test}: {reason}\n");
+        let log = fs::OpenOptions::new().create(true).append(true).open(path);
+        log.and_then(|mut log| log.write_all(line.as_bytes())).expect("the log of skipped tests can be written");
+    }
+}
+
+/// The `python3` of the PATH.
+///
+/// # Panics
+/// When there is none.
+#[must_use]
+pub fn python() -> PathBuf {
+    // The real executable, not a shim that starts a shell first.
+    let output = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
+    let output = output.expect("python3 is on the PATH");
+    PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
+}
+
+/// An installed CPython of a version such as `3.9`, from pyenv or the PATH.
+#[must_use]
+pub fn python_version(version: &str) -> Option<PathBuf> {
+    let pyenv = env::var_os("HOME").map(|home| PathBuf::from(home).join(".pyenv/versions"));
+    let installed = pyenv.and_then(|versions| fs::read_dir(versions).ok()).into_iter().flatten().flatten();
+    let prefix = format!("{version}.");
+    let found = installed
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with(&prefix))
+        .map(|entry| entry.path().join(format!("bin/python{version}")))
+        .find(|python| python.exists());
+    found.or_else(|| {
+        let name = format!("python{version}");
+        let real = Command::new(&name).args(["-c", "import sys; print(sys.executable)"]).output().ok()?;
+        real.status.success().then(|| PathBuf::from(String::from_utf8_lossy(&real.stdout).trim()))
+    })
+}
+
+/// Compiles a C source text with gcc into `dir/name`.
+///
+/// # Panics
+/// With gcc's words when it does not compile.
+pub fn compile_c(dir: &Path, name: &str, source: &str, arguments: &[&str]) -> PathBuf {
+    let file = dir.join(format!("{name}.c"));
+    let output = dir.join(name);
+    fs::write(&file, source).expect("the source can be written");
+    let gcc = Command::new("gcc").arg("-o").arg(&output).arg(&file).args(arguments).output().expect("gcc runs");
+    assert!(gcc.status.success(), "{name}: {}", String::from_utf8_lossy(&gcc.stderr));
+    output
+}
+
+/// One HTTP request to a port of this machine: the status and the body. The method is GET or POST.
+///
+/// # Errors
+/// When nobody listens, or no answer comes within a minute.
+pub fn http(method: &str, port: u16, path: &str) -> Result<(u16, String), String> {
+    let agent: ureq::Agent = ureq::Agent::config_builder()
+        .timeout_global(Some(crate::PATIENCE))
+        .http_status_as_error(false)
+        .proxy(None)
+        .build()
+        .into();
+    let url = format!("http://127.0.0.1:{port}{path}");
+    let response = if method == "POST" { agent.post(&url).send_empty() } else { agent.get(&url).call() };
+    let mut response = response.map_err(|error| format!("{url}: {error}"))?;
+    let body = response.body_mut().read_to_string().map_err(|error| format!("{url}: {error}"))?;
+    Ok((response.status().as_u16(), body))
+}
