@@ -19,12 +19,14 @@ pub const LAUNCHED_BY: &str = "XPU_TIMER_LAUNCHED_BY";
 
 /// Settings, folder and processes of one job.
 pub struct Job {
-    /// Base folder: `timeline`, `log`, `tmp` and `rendezvous` lie in it.
+    /// Base folder: `timeline`, `log` and `rendezvous` lie in it.
     pub dir: PathBuf,
     /// Control port of the job's collector; metrics are on the next one.
     pub port: u16,
     variables: Vec<(String, String)>,
     marker: String,
+    // The folder of the sockets, whose paths must be short.
+    _sockets: tempfile::TempDir,
     _temporary: Option<tempfile::TempDir>,
 }
 
@@ -59,13 +61,14 @@ impl Job {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let marker = format!("{}-{}", std::process::id(), COUNTER.fetch_add(1, Ordering::Relaxed));
         let port = free_ports();
-        for name in ["timeline", "log", "tmp", "rendezvous"] {
+        for name in ["timeline", "log", "rendezvous"] {
             fs::create_dir_all(dir.join(name)).unwrap_or_else(|error| panic!("{}: {error}", dir.display()));
         }
+        let sockets = tempfile::tempdir().expect("a temporary folder");
         let folder = |name: &str| dir.join(name).display().to_string();
         let library_path = artifacts().sim().display().to_string();
         let variables = [
-            ("TMPDIR", folder("tmp")),
+            ("TMPDIR", sockets.path().display().to_string()),
             ("XPU_TIMER_TIMELINE_PATH", folder("timeline")),
             ("XPU_TIMER_LOGGING_DIR", folder("log")),
             ("XPU_EXAMPLE_RENDEZVOUS", folder("rendezvous")),
@@ -78,7 +81,7 @@ impl Job {
             (LAUNCHED_BY, marker.clone()),
         ];
         let variables = variables.map(|(name, value)| (name.to_string(), value)).to_vec();
-        Job { dir: dir.to_path_buf(), port, variables, marker, _temporary: None }
+        Job { dir: dir.to_path_buf(), port, variables, marker, _sockets: sockets, _temporary: None }
     }
 
     /// Sets a variable for everything that is started from now on.

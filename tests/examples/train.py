@@ -1,0 +1,149 @@
+"""A data-parallel training loop on the public CUDA and NCCL interfaces, with ways to go wrong.
+
+Every step takes a batch from a loader that reads ahead in worker threads, launches the kernels of a forward and a backward
+pass, sums the gradients over all ranks with NCCL, and checks the sum. Rank 0 prints one line every few steps.
+
+Faults (on --fault-rank, from --fault-step on):
+    loader   a shard cannot be read: the worker thread blocks in read(2), the main thread waits for its batch
+    pause    as loader, but the shard arrives after --pause seconds
+    killed   the rank kills itself with SIGKILL
+    stopped  the rank stops itself with SIGSTOP
+    raise    the rank ends with a Python exception
+Faults of the device and of the network come from XPU_SIM_FAULT.
+"""
+
+import argparse
+import os
+import queue
+import signal
+import threading
+import time
+
+import cuda
+
+ELEMENTS = 1024
+
+
+class ShardReader(threading.Thread):
+    """Reads shards ahead of the training loop and queues one batch for each."""
+
+    def __init__(self, worker, workers, batches, fault_at, delay):
+        super().__init__(name=f"shard-reader-{worker}", daemon=True)
+        self.shards = range(worker, 1 << 62, workers)
+        self.batches = batches
+        self.fault_at = fault_at
+        self.delay = delay
+
+    def run(self):
+        for shard in self.shards:
+            self.batches[shard % len(self.batches)].put(self.read_shard(shard))
+
+    def read_shard(self, shard):
+        if self.fault_at is not None and shard >= self.fault_at:
+            self.fault_at = None
+            reading, writing = os.pipe()
+            if self.delay:
+                threading.Timer(self.delay, os.write, (writing, b"x")).start()
+            os.read(reading, 1)  # a shard that does not come
+        return float(shard)
+
+
+class DataLoader:
+    """Batches in the order of the shards, from two worker threads that read ahead."""
+
+    def __init__(self, workers=2, fault_at=None, delay=0.0):
+        self.batches = [queue.Queue(maxsize=1) for _ in range(workers)]
+        self.next_shard = 0
+        for worker in range(workers):
+            ShardReader(worker, workers, self.batches, fault_at, delay).start()
+
+    def __iter__(self):
+        return self
+
+    def __next__(self):
+        batch = self.batches[self.next_shard % len(self.batches)].get()
+        self.next_shard += 1
+        return batch
+
+
+class Trainer:
+    """One model replica: buffers, kernels, a compute and a communication stream."""
+
+    def __init__(self, rank, world_size):
+        self.rank = rank
+        self.world_size = world_size
+        self.world = cuda.Communicator.create("world", rank, world_size)
+        self.compute = cuda.Stream()
+        self.gradients = cuda.Buffer(ELEMENTS)
+        self.forward = [cuda.Kernel(f"forward_layer_{layer}", 200) for layer in range(4)]
+        self.backward = [cuda.Kernel(f"backward_layer_{layer}", 300) for layer in range(4)]
+        self.optimizer = cuda.Kernel("adamw_step", 200)
+
+    def train_step(self, batch):
+        for kernel in self.forward:
+            kernel.launch(self.compute)
+        for kernel in self.backward:
+            kernel.launch(self.compute)
+        self.gradients.fill(batch + self.rank)
+        self.world.all_reduce(self.gradients, self.compute)
+        self.optimizer.launch(self.compute)
+        self.compute.synchronize()
+        total = self.gradients.to_list()[0]
+        expected = batch * self.world_size + self.world_size * (self.world_size - 1) / 2
+        if total != expected:
+            raise ArithmeticError(f"sum of the gradients is {total}, not {expected}")
+        return total
+
+
+def parse():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=1 << 30)
+    parser.add_argument("--seconds", type=float, default=float("inf"))
+    parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
+    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise"])
+    parser.add_argument("--fault-rank", type=int, default=2)
+    parser.add_argument("--fault-step", type=int, default=30)
+    parser.add_argument("--pause", type=float, default=10.0)
+    return parser.parse_args()
+
+
+def main():
+    options = parse()
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    fault = options.fault if rank == options.fault_rank else None
+    loader_fault = options.fault_step if fault in ("loader", "pause") else None
+    loader = DataLoader(fault_at=loader_fault, delay=options.pause if fault == "pause" else 0.0)
+    trainer = Trainer(rank, world_size)
+    start = time.monotonic()
+    for step, batch in enumerate(loader):
+        # All ranks must leave at the same step, so the clock of one of them cannot decide alone.
+        if step >= options.steps or (step % 50 == 0 and time_is_up(trainer, start, options.seconds)):
+            break
+        if step == options.fault_step:
+            if fault == "killed":
+                os.kill(os.getpid(), signal.SIGKILL)
+            if fault == "stopped":
+                os.kill(os.getpid(), signal.SIGSTOP)
+            if fault == "raise":
+                raise ValueError("a bad sample")
+        total = trainer.train_step(batch)
+        time.sleep(options.step_ms / 1000)
+        if rank == 0 and step % 10 == 0:
+            print(f"step {step} sum {total}", flush=True)
+    trainer.world.destroy()
+    print(f"rank {rank} done", flush=True)
+
+
+def time_is_up(trainer, start, seconds):
+    if seconds == float("inf"):
+        return False
+    votes = cuda.Buffer(1)
+    votes.fill(1.0 if time.monotonic() - start > seconds else 0.0)
+    trainer.world.all_reduce(votes, trainer.compute)
+    trainer.compute.synchronize()
+    return votes.to_list()[0] > 0
+
+
+if __name__ == "__main__":
+    main()
