@@ -3,7 +3,7 @@
 Every step takes a batch from a loader that reads ahead in worker threads, launches the kernels of a forward and a backward
 pass, sums the gradients over all ranks with NCCL, and checks the sum. Rank 0 prints one line every few steps.
 
-Faults (on --fault-rank, from --fault-step on):
+Faults (on --fault-rank, at each --fault-step):
     loader   a shard cannot be read: the worker thread blocks in read(2), the main thread waits for its batch
     pause    as loader, but the shard arrives after --pause seconds
     killed   the rank kills itself with SIGKILL
@@ -27,11 +27,11 @@ ELEMENTS = 1024
 class ShardReader(threading.Thread):
     """Reads shards ahead of the training loop and queues one batch for each."""
 
-    def __init__(self, worker, workers, batches, fault_at, delay):
+    def __init__(self, worker, workers, batches, late_shards, delay):
         super().__init__(name=f"shard-reader-{worker}", daemon=True)
         self.shards = range(worker, 1 << 62, workers)
         self.batches = batches
-        self.fault_at = fault_at
+        self.late_shards = late_shards
         self.delay = delay
 
     def run(self):
@@ -39,8 +39,7 @@ class ShardReader(threading.Thread):
             self.batches[shard % len(self.batches)].put(self.read_shard(shard))
 
     def read_shard(self, shard):
-        if self.fault_at is not None and shard >= self.fault_at:
-            self.fault_at = None
+        if shard in self.late_shards:
             reading, writing = os.pipe()
             if self.delay:
                 threading.Timer(self.delay, os.write, (writing, b"x")).start()
@@ -51,11 +50,11 @@ class ShardReader(threading.Thread):
 class DataLoader:
     """Batches in the order of the shards, from two worker threads that read ahead."""
 
-    def __init__(self, workers=2, fault_at=None, delay=0.0):
+    def __init__(self, workers=2, late_shards=(), delay=0.0):
         self.batches = [queue.Queue(maxsize=1) for _ in range(workers)]
         self.next_shard = 0
         for worker in range(workers):
-            ShardReader(worker, workers, self.batches, fault_at, delay).start()
+            ShardReader(worker, workers, self.batches, late_shards, delay).start()
 
     def __iter__(self):
         return self
@@ -102,7 +101,7 @@ def parse():
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
     parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise"])
     parser.add_argument("--fault-rank", type=int, default=2)
-    parser.add_argument("--fault-step", type=int, default=30)
+    parser.add_argument("--fault-step", type=int, nargs="+", default=[30])
     parser.add_argument("--pause", type=float, default=10.0)
     return parser.parse_args()
 
@@ -112,15 +111,15 @@ def main():
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda.set_device(int(os.environ["LOCAL_RANK"]))
     fault = options.fault if rank == options.fault_rank else None
-    loader_fault = options.fault_step if fault in ("loader", "pause") else None
-    loader = DataLoader(fault_at=loader_fault, delay=options.pause if fault == "pause" else 0.0)
+    late_shards = options.fault_step if fault in ("loader", "pause") else ()
+    loader = DataLoader(late_shards=late_shards, delay=options.pause if fault == "pause" else 0.0)
     trainer = Trainer(rank, world_size)
     start = time.monotonic()
     for step, batch in enumerate(loader):
         # All ranks must leave at the same step, so the clock of one of them cannot decide alone.
         if step >= options.steps or (step % 50 == 0 and time_is_up(trainer, start, options.seconds)):
             break
-        if step == options.fault_step:
+        if step in options.fault_step:
             if fault == "killed":
                 os.kill(os.getpid(), signal.SIGKILL)
             if fault == "stopped":

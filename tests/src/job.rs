@@ -141,7 +141,17 @@ impl Job {
             .collect()
     }
 
-    /// Waits until `latest` points to the `count`-th incident, which is when its folder is finished.
+    /// The incidents up to the one that `latest` points to, which is set when a folder is finished.
+    #[must_use]
+    pub fn finished_incidents(&self) -> Vec<Incident> {
+        let mut incidents = self.incidents();
+        let latest = fs::canonicalize(self.dir.join("timeline/latest")).ok();
+        let finished = |incident: &Incident| latest.is_some() && fs::canonicalize(&incident.path).ok() == latest;
+        incidents.truncate(incidents.iter().position(finished).map_or(0, |last| last + 1));
+        incidents
+    }
+
+    /// Waits until the `count`-th incident is finished.
     ///
     /// # Panics
     /// When that does not happen within `deadline`.
@@ -149,11 +159,9 @@ impl Job {
     pub fn wait_incident(&self, count: usize, deadline: Duration) -> Incident {
         let start = Instant::now();
         loop {
-            let incidents = self.incidents();
-            let latest = fs::canonicalize(self.dir.join("timeline/latest")).ok();
-            let finished = incidents.last().and_then(|last| fs::canonicalize(&last.path).ok());
-            if incidents.len() >= count && latest.is_some() && latest == finished {
-                return incidents[count - 1].clone();
+            let incidents = self.finished_incidents();
+            if let Some(incident) = incidents.get(count - 1) {
+                return incident.clone();
             }
             assert!(
                 start.elapsed() < deadline,

@@ -1,2 +1,44 @@
-//! Skeleton.
-fn main() {}
+//! `cargo xtask`: the commands of this repository. CI runs the same ones.
+#![forbid(unsafe_code)]
+
+mod demo;
+mod lint;
+mod shell;
+mod test;
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+/// The commands of this repository.
+#[derive(Parser)]
+#[command(name = "cargo xtask", bin_name = "cargo xtask")]
+enum Command {
+    /// Runs four ranks under xpu_timer_launch, makes one of them hang, and prints the verdict
+    Demo(demo::Options),
+    /// Runs every test; with CI=true a skipped test is a failure
+    Test(test::Options),
+    /// Format, clippy, documentation and licences
+    Lint,
+    /// Measures, and prints ratios of two things measured in one run
+    Bench(test::BenchOptions),
+    /// Writes generated code, schemas and goldens anew
+    Bless,
+}
+
+fn main() -> ExitCode {
+    let result = match Command::parse() {
+        Command::Demo(options) => demo::run(&options),
+        Command::Test(options) => test::run(&options),
+        Command::Lint => lint::run(),
+        Command::Bench(options) => test::bench(&options),
+        Command::Bless => test::bless(),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            eprintln!("cargo xtask: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,118 @@
+//! The whole way on real processes: ranks under `xpu_timer_launch`, a hang, a finished incident folder with the right verdict.
+
+use std::{fs, time::Duration};
+
+use serde_json::{Value, json};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, wait_until};
+
+const RANKS: u32 = 4;
+
+fn culprits(incident: &Incident) -> &Value {
+    &incident.verdict["culprits"]
+}
+
+/// Sentence and evidence, for messages and for looking up words.
+fn text(incident: &Incident) -> String {
+    fs::read_to_string(incident.path.join("verdict.txt")).expect("every incident has a verdict.txt")
+}
+
+/// Runs the training program until its first incident is finished.
+fn hang(job: &Job, arguments: &[&str]) -> (Process, Incident) {
+    let ranks = job.train(RANKS, arguments);
+    let incident = job.wait_incident(1, PATIENCE);
+    (ranks, incident)
+}
+
+#[test]
+fn a_data_loader_that_waits_for_a_shard() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=loader"]);
+    let text = text(&incident);
+    assert_eq!(incident.verdict["cause"], "data_loader", "{text}");
+    assert_eq!(culprits(&incident), &json!([2]), "{text}");
+    assert_eq!(incident.verdict["victims"], json!([0, 1, 3]), "{text}");
+    // Where it stands, and where the others wait: collective 31 is one per step (from step 0) plus the vote on time.
+    assert!(text.contains("train.py:"), "{text}");
+    assert!(text.to_lowercase().contains("allreduce") || text.contains("all_reduce"), "{text}");
+
+    for rank in 0..RANKS {
+        let dump = incident.path.join(format!("{rank:05}-{RANKS:05}.stacktrace"));
+        assert!(fs::metadata(&dump).is_ok_and(|file| file.len() > 0), "{}", dump.display());
+    }
+    let python = fs::read_to_string(incident.path.join("py_stack")).expect("py_stack");
+    let stuck = python.lines().find(|line| line.contains("read_shard@")).expect("the reader's stack is drawn");
+    assert!(stuck.contains("@2|0-1/3"), "{stuck}");
+    let native = fs::read_to_string(incident.path.join("cpp_stack")).expect("cpp_stack");
+    assert!(native.contains("@0-1/3|2"), "the victims' common native frames are drawn");
+    let seconds = incident.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
+    assert!(seconds < 2.0 + 3.0, "sample interval 2 s plus 3 s, not {seconds}");
+}
+
+#[test]
+fn a_skipped_collective() {
+    let job = Job::new().with("XPU_SIM_FAULT", "skip:rank=2,n=30");
+    let (_ranks, incident) = hang(&job, &[]);
+    assert_eq!(incident.verdict["cause"], "missing_rank", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn a_stuck_kernel() {
+    let job = Job::new().with("XPU_SIM_FAULT", "stuck_kernel:rank=2,n=200");
+    let (_ranks, incident) = hang(&job, &[]);
+    assert_eq!(incident.verdict["cause"], "kernel_hang", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn a_network_stall() {
+    let job = Job::new().with("XPU_SIM_FAULT", "stall:bytes=200000");
+    let (_ranks, incident) = hang(&job, &[]);
+    assert_eq!(incident.verdict["cause"], "network_stall", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([]), "{}", text(&incident));
+}
+
+#[test]
+fn a_killed_rank() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=killed", "--fault-rank=0"]);
+    assert_eq!(incident.verdict["cause"], "process_dead", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([0]), "{}", text(&incident));
+}
+
+#[test]
+fn a_stopped_rank() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=stopped"]);
+    assert_eq!(incident.verdict["cause"], "process_stopped", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn two_hangs_are_two_incidents_and_a_hang_that_ends_is_closed() {
+    let job = Job::new();
+    // The shards are ten seconds late, five more than the timeout: both hangs resolve by themselves.
+    let ranks = job.train(RANKS, &["--fault=pause", "--fault-step", "20", "60", "--steps=90"]);
+    let first = job.wait_incident(1, PATIENCE);
+    assert_eq!(culprits(&first), &json!([2]), "{}", text(&first));
+    let second = job.wait_incident(2, PATIENCE);
+    assert_eq!(culprits(&second), &json!([2]), "{}", text(&second));
+    let output = ranks.wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    wait_until(PATIENCE, "both incidents are closed as resolved", || {
+        job.incidents().iter().filter(|incident| incident.verdict["status"] == "resolved").count() == 2
+    });
+    assert_eq!(job.incidents().len(), 2);
+}
+
+#[test]
+fn a_healthy_minute_gives_no_incident_and_not_a_word() {
+    let job = Job::new();
+    let output = job.train(RANKS, &["--seconds=60"]).wait(Duration::from_secs(120));
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    assert_eq!(output.stderr, "", "nothing is printed into the job");
+    assert!(output.stdout.lines().all(|line| line.starts_with("step ") || line.starts_with("rank ")), "{}", output.stdout);
+    assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+    let status = job.status().expect("the collector answers");
+    assert_eq!(status["incidents"].as_array().map(Vec::len), Some(0), "{status}");
+}

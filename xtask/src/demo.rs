@@ -1,0 +1,133 @@
+//! `cargo xtask demo`: the main job on real processes. Four ranks of a Python training loop run on the simulated device, one of
+//! them is made to hang, and the verdict of the collector is printed and checked.
+
+use std::{
+    fs,
+    io::{self, Write},
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+use xpu_timer_tests::{Artifacts, Incident, Job, tree};
+
+use crate::shell::need;
+
+/// Options of `demo`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// What goes wrong on rank 2
+    #[arg(long, value_enum, default_value = "loader")]
+    fault: Fault,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Fault {
+    /// A data loader that waits for a shard
+    Loader,
+    /// A collective that the rank leaves out
+    Skip,
+    /// A kernel that never ends
+    Kernel,
+    /// A network on which no more bytes move (all ranks)
+    Stall,
+    /// A rank killed by SIGKILL
+    Killed,
+    /// A rank stopped by SIGSTOP
+    Stopped,
+}
+
+const RANKS: u32 = 4;
+const CULPRIT: u32 = 2;
+const HANG_TIMEOUT: &str = "5";
+/// A run that has no verdict by then has failed.
+const DEADLINE: Duration = Duration::from_secs(28);
+
+impl Fault {
+    /// Arguments of the training program, the fault of the simulated device, the causes that are right, and the culprits.
+    fn plan(self) -> (&'static [&'static str], &'static str, &'static [&'static str], &'static [u32]) {
+        match self {
+            Fault::Loader => (&["--fault=loader"], "", &["data_loader", "missing_rank"], &[CULPRIT]),
+            Fault::Skip => (&[], "skip:rank=2,n=30", &["missing_rank"], &[CULPRIT]),
+            Fault::Kernel => (&[], "stuck_kernel:rank=2,n=200", &["kernel_hang"], &[CULPRIT]),
+            Fault::Stall => (&[], "stall:bytes=200000", &["network_stall"], &[]),
+            Fault::Killed => (&["--fault=killed"], "", &["process_dead"], &[CULPRIT]),
+            Fault::Stopped => (&["--fault=stopped"], "", &["process_stopped"], &[CULPRIT]),
+        }
+    }
+}
+
+pub fn run(options: &Options) -> Result<()> {
+    need("python3", "python3")?;
+    Artifacts::beside_this_executable()?.build(false)?;
+    let (arguments, sim_fault, causes, culprits) = options.fault.plan();
+
+    let dir = tree().join("target/demo");
+    if let Err(error) = fs::remove_dir_all(&dir)
+        && error.kind() != io::ErrorKind::NotFound
+    {
+        return Err(error).with_context(|| format!("{} of the run before", dir.display()));
+    }
+    let job = Job::at(&dir)
+        .with("XPU_TIMER_HANG_TIMEOUT", HANG_TIMEOUT)
+        .with("XPU_TIMER_SAMPLE_INTERVAL", "5")
+        .with("XPU_SIM_FAULT", sim_fault)
+        .with("XPU_TIMER_JOB", "demo");
+
+    let fault = if sim_fault.is_empty() { String::new() } else { format!("XPU_SIM_FAULT='{sim_fault}' ") };
+    println!(
+        "running: {fault}XPU_TIMER_HANG_TIMEOUT={HANG_TIMEOUT} xpu_timer_launch python3 run_ranks.py --nproc={RANKS} train.py {}\n",
+        arguments.join(" ")
+    );
+    io::stdout().flush()?;
+    let mut ranks = job.train(RANKS, arguments);
+    let incident = wait(&job, &mut ranks)?;
+    print(&incident)?;
+    drop(ranks);
+    job.end();
+    check(&incident.verdict, causes, culprits)
+}
+
+/// Waits for the finished incident folder.
+fn wait(job: &Job, ranks: &mut xpu_timer_tests::Process) -> Result<Incident> {
+    let start = std::time::Instant::now();
+    loop {
+        if let Some(incident) = job.finished_incidents().into_iter().next() {
+            return Ok(incident);
+        }
+        let ended = ranks.try_wait();
+        if ended.is_some() || start.elapsed() > DEADLINE {
+            let why =
+                ended.map_or(format!("no verdict within {DEADLINE:?}"), |status| format!("the ranks ended: {status}"));
+            bail!("{why}\nstdout: {}\nstderr: {}\nlogs:\n{}", ranks.stdout(), ranks.stderr(), job.logs());
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+fn print(incident: &Incident) -> Result<()> {
+    let text = fs::read_to_string(incident.path.join("verdict.txt")).context("verdict.txt")?;
+    println!("{}\n", text.trim_end());
+    if let Some(seconds) = incident.verdict["seconds_from_timeout"].as_f64() {
+        println!("from the timeout to the finished folder: {seconds:.1} s, of which 5 s lie between the two samples");
+    }
+    println!("incident folder: {}", incident.path.display());
+    for picture in ["py_stack.svg", "cpp_stack.svg"] {
+        let path = incident.path.join(picture);
+        fs::metadata(&path).with_context(|| format!("{}", path.display()))?;
+        println!("flame graph:     {}", path.display());
+    }
+    Ok(())
+}
+
+/// The demo fails when its verdict is wrong.
+fn check(verdict: &Value, causes: &[&str], culprits: &[u32]) -> Result<()> {
+    let cause = verdict["cause"].as_str().unwrap_or_default();
+    if !causes.contains(&cause) || verdict["culprits"] != serde_json::json!(culprits) {
+        bail!(
+            "the verdict is wrong: cause {cause}, culprits {}; expected {causes:?}, {culprits:?}",
+            verdict["culprits"]
+        );
+    }
+    Ok(())
+}

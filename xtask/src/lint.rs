@@ -1,0 +1,96 @@
+//! `cargo xtask lint`: what CI checks besides the tests.
+
+use std::collections::BTreeSet;
+
+use anyhow::{Context, Result, ensure};
+use serde_json::Value;
+
+use crate::shell::{self, cargo};
+
+/// Licences under which a dependency may be used. Every alternative of an expression with OR is enough.
+const LICENCES: [&str; 11] = [
+    "Apache-2.0",
+    "Apache-2.0 WITH LLVM-exception",
+    "BSD-2-Clause",
+    "BSD-3-Clause",
+    "CDDL-1.0",
+    "ISC",
+    "MIT",
+    "Unicode-3.0",
+    "Unlicense",
+    "Zlib",
+    "0BSD",
+];
+
+pub fn run() -> Result<()> {
+    shell::run(&mut cargo(&["fmt", "--all", "--check"]))?;
+    shell::run(&mut cargo(&["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"]))?;
+    shell::run(cargo(&["doc", "--workspace", "--no-deps", "--quiet"]).env("RUSTDOCFLAGS", "-D warnings"))?;
+    licences()
+}
+
+/// Every dependency that is built for Linux has a licence of the list.
+fn licences() -> Result<()> {
+    let arguments = ["metadata", "--format-version", "1", "--filter-platform", "x86_64-unknown-linux-gnu"];
+    let output = cargo(&arguments).output().context("cargo metadata")?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    let metadata: Value = serde_json::from_slice(&output.stdout).context("cargo metadata")?;
+    let resolved: BTreeSet<&str> =
+        metadata["resolve"]["nodes"].as_array().into_iter().flatten().filter_map(|node| node["id"].as_str()).collect();
+    let mut bad = Vec::new();
+    for package in metadata["packages"].as_array().into_iter().flatten() {
+        if !package["id"].as_str().is_some_and(|id| resolved.contains(id)) {
+            continue;
+        }
+        let licence = package["license"].as_str().unwrap_or("none");
+        if !allowed(licence) {
+            bad.push(format!("{} {}: {licence}", package["name"], package["version"]));
+        }
+    }
+    ensure!(!resolved.is_empty(), "cargo metadata resolved nothing");
+    ensure!(bad.is_empty(), "licences that are not in the list of xtask/src/lint.rs:\n{}", bad.join("\n"));
+    eprintln!("licences of {} packages are fine", resolved.len());
+    Ok(())
+}
+
+/// An SPDX expression, with `/` as the old form of OR: one alternative must consist of allowed licences only.
+fn allowed(expression: &str) -> bool {
+    let expression = expression.replace('/', " OR ");
+    let (mut depth, mut parts, mut start) = (0, Vec::new(), 0);
+    for (index, _) in expression.match_indices(['(', ')', 'O']) {
+        match &expression[index..] {
+            rest if rest.starts_with('(') => depth += 1,
+            rest if rest.starts_with(')') => depth -= 1,
+            rest if rest.starts_with("OR ") && depth == 0 => {
+                parts.push(&expression[start..index]);
+                start = index + 3;
+            }
+            _ => {}
+        }
+    }
+    parts.push(&expression[start..]);
+    parts.iter().any(|part| {
+        part.split(" AND ").all(|term| {
+            let term = term.trim();
+            match term.strip_prefix('(').and_then(|inner| inner.strip_suffix(')')) {
+                Some(inner) => allowed(inner),
+                None => LICENCES.contains(&term),
+            }
+        })
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::allowed;
+
+    #[test]
+    fn expressions() {
+        for good in ["MIT", "MIT/Apache-2.0", "GPL-3.0 OR MIT", "(MIT OR Apache-2.0) AND Unicode-3.0"] {
+            assert!(allowed(good), "{good}");
+        }
+        for bad in ["none", "GPL-3.0", "MIT AND GPL-3.0", "(GPL-3.0 OR AGPL-3.0) AND MIT"] {
+            assert!(!allowed(bad), "{bad}");
+        }
+    }
+}

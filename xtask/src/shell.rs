@@ -1,0 +1,48 @@
+//! Running other programs, loudly.
+
+use std::process::{Command, Stdio};
+
+use anyhow::{Context, Result, bail, ensure};
+
+/// Cargo itself, in the root of the tree.
+pub fn cargo(arguments: &[&str]) -> Command {
+    let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    command.args(arguments).current_dir(xpu_timer_tests::tree());
+    command
+}
+
+/// Runs a command after printing it; a failure is an error that names it.
+pub fn run(command: &mut Command) -> Result<()> {
+    let line = words(command);
+    eprintln!("$ {line}");
+    let status = command.status().with_context(|| line.clone())?;
+    ensure!(status.success(), "{line}: {status}");
+    Ok(())
+}
+
+/// Makes sure that a program of a Debian package is there: installs the package when we may, else says how.
+pub fn need(program: &str, package: &str) -> Result<()> {
+    if which(program) {
+        return Ok(());
+    }
+    let apt = |arguments: &[&str]| Command::new("apt-get").args(arguments).stdout(Stdio::null()).status();
+    if nix::unistd::geteuid().is_root() && which("apt-get") {
+        eprintln!("installing {package}, which has {program}");
+        let _ = apt(&["update", "-qq"]);
+        let _ = apt(&["install", "-y", "-qq", "--no-install-recommends", package]);
+    }
+    if !which(program) {
+        bail!("{program} is missing; install it with: apt-get install {package}");
+    }
+    Ok(())
+}
+
+fn which(program: &str) -> bool {
+    std::env::var_os("PATH")
+        .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(program).is_file()))
+}
+
+fn words(command: &Command) -> String {
+    let words = std::iter::once(command.get_program()).chain(command.get_args());
+    words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
+}

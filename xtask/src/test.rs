@@ -1,0 +1,66 @@
+//! `cargo xtask test`, `bench` and `bless`.
+
+use std::{env, fs};
+
+use anyhow::{Result, bail};
+use xpu_timer_tests::Artifacts;
+
+use crate::shell::{self, cargo, need};
+
+/// Options of `test`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Only tests whose name contains this
+    filter: Option<String>,
+}
+
+/// Options of `bench`.
+#[derive(clap::Args)]
+pub struct BenchOptions {
+    /// What to measure
+    #[arg(value_enum)]
+    what: Bench,
+}
+
+#[derive(Clone, Copy, clap::ValueEnum)]
+enum Bench {
+    /// Folded stacks and pictures of 1,016 ranks, against reading the same files
+    Viewer,
+}
+
+/// Programs that the tests run, and the Debian packages that have them.
+const TOOLS: [(&str, &str); 3] = [("gcc", "gcc"), ("python3", "python3"), ("gdb", "gdb")];
+
+pub fn run(options: &Options) -> Result<()> {
+    for (program, package) in TOOLS {
+        need(program, package)?;
+    }
+    Artifacts::beside_this_executable()?.build(false)?;
+    let skipped = xpu_timer_tests::tree().join("target/skipped-tests.txt");
+    // Gone already when no test was skipped last time.
+    let _ = fs::remove_file(&skipped);
+    let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
+    command.env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
+    if let Some(filter) = &options.filter {
+        command.arg("--").arg(filter);
+    }
+    shell::run(&mut command)?;
+    let skipped = fs::read_to_string(&skipped).unwrap_or_default();
+    if !skipped.is_empty() {
+        eprintln!("skipped tests:\n{skipped}");
+        if env::var("CI").is_ok_and(|value| value == "true") {
+            bail!("with CI=true every test has to run");
+        }
+    }
+    Ok(())
+}
+
+pub fn bench(options: &BenchOptions) -> Result<()> {
+    match options.what {
+        Bench::Viewer => shell::run(&mut cargo(&["run", "--release", "-p", "xpu_timer_viewer", "--example", "bench"])),
+    }
+}
+
+pub fn bless() -> Result<()> {
+    shell::run(cargo(&["test", "--workspace", "--no-fail-fast"]).env("BLESS", "1"))
+}
