@@ -1,0 +1,407 @@
+//! The prefix tree of all stacks of a job: every node is one frame at one place and holds the ranks that stand there.
+//!
+//! Words are interned and children are found by hash, so inserting a stack costs one look-up a frame, whatever the
+//! number of ranks. The tree knows nothing of labels (`folded.rs`) and nothing of files.
+
+use crate::rank_set::RankSet;
+use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
+use std::hash::BuildHasher;
+use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
+
+/// Number of an interned word.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct WordId(u32);
+
+/// Number of a node of one tree.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct NodeId(u32);
+
+impl NodeId {
+    fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// Why a tree that came over the wire is refused.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TreeError {
+    /// A node names a word that is not in the list.
+    UnknownWord {
+        /// Index of the node.
+        node: usize,
+        /// The word it names.
+        word: u32,
+    },
+    /// A node's parent does not stand before it.
+    ParentAfterChild {
+        /// Index of the node.
+        node: usize,
+        /// The parent it names.
+        parent: u32,
+    },
+    /// A run of ranks ends before it begins.
+    BackwardRun {
+        /// Index of the node.
+        node: usize,
+    },
+}
+
+impl std::fmt::Display for TreeError {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            TreeError::UnknownWord { node, word } => {
+                write!(f, "node {node} of the tree names word {word}, which is not there")
+            }
+            TreeError::ParentAfterChild { node, parent } => {
+                write!(f, "node {node} of the tree has parent {parent}, which does not stand before it")
+            }
+            TreeError::BackwardRun { node } => {
+                write!(f, "node {node} of the tree has a run of ranks that ends before it begins")
+            }
+        }
+    }
+}
+
+impl std::error::Error for TreeError {}
+
+/// Words, each stored once. Numbers are given in the order of first use.
+#[derive(Clone, Debug, Default)]
+pub struct Words {
+    texts: Vec<Box<str>>,
+    table: HashTable<u32>,
+    hasher: DefaultHashBuilder,
+}
+
+impl Words {
+    /// The number of a word, which is stored when it is new.
+    pub fn intern(&mut self, word: &str) -> WordId {
+        let hash = self.hasher.hash_one(word);
+        if let Some(&id) = self.table.find(hash, |&id| &*self.texts[id as usize] == word) {
+            return WordId(id);
+        }
+        let id = u32::try_from(self.texts.len()).expect("fewer than 2^32 words, each of which takes memory");
+        self.texts.push(word.into());
+        self.table.insert_unique(hash, id, |&id| self.hasher.hash_one(&*self.texts[id as usize]));
+        WordId(id)
+    }
+
+    /// The text of a word.
+    pub fn text(&self, word: WordId) -> &str {
+        &self.texts[word.0 as usize]
+    }
+
+    /// Number of words.
+    pub fn len(&self) -> usize {
+        self.texts.len()
+    }
+
+    /// True when there is no word.
+    pub fn is_empty(&self) -> bool {
+        self.texts.is_empty()
+    }
+}
+
+/// One frame at one place.
+#[derive(Clone, Debug)]
+pub struct Node {
+    /// The caller; none for a root.
+    pub parent: Option<NodeId>,
+    /// What is drawn.
+    pub word: WordId,
+    /// The ranks whose stacks come by here.
+    pub ranks: RankSet,
+    /// True when the stack of at least one rank ends here.
+    pub end: bool,
+}
+
+/// The merged stacks of many ranks. There may be several roots.
+#[derive(Clone, Debug, Default)]
+pub struct PrefixTree {
+    words: Words,
+    nodes: Vec<Node>,
+    children: HashMap<(Option<NodeId>, WordId), NodeId>,
+}
+
+impl PrefixTree {
+    /// An empty tree.
+    pub fn new() -> Self {
+        PrefixTree::default()
+    }
+
+    /// An empty tree that will use these words.
+    pub fn with_words(words: Words) -> Self {
+        PrefixTree { words, ..PrefixTree::default() }
+    }
+
+    /// The words of the tree.
+    pub fn words(&self) -> &Words {
+        &self.words
+    }
+
+    /// The words of the tree, to intern more of them.
+    pub fn words_mut(&mut self) -> &mut Words {
+        &mut self.words
+    }
+
+    /// The nodes; every parent stands before its children.
+    pub fn nodes(&self) -> &[Node] {
+        &self.nodes
+    }
+
+    /// One node.
+    pub fn node(&self, id: NodeId) -> &Node {
+        &self.nodes[id.index()]
+    }
+
+    /// The text of a node's word.
+    pub fn text(&self, id: NodeId) -> &str {
+        self.words.text(self.node(id).word)
+    }
+
+    /// Inserts one stack, root first, of one rank, and returns the node at which it ends. An empty stack is nothing.
+    pub fn insert<'w>(&mut self, stack: impl IntoIterator<Item = &'w str>, rank: u32) -> Option<NodeId> {
+        let mut at = None;
+        for word in stack {
+            let word = self.words.intern(word);
+            let id = self.child_or_new(at, word);
+            self.nodes[id.index()].ranks.insert(rank);
+            at = Some(id);
+        }
+        self.mark_end(at)
+    }
+
+    /// Inserts one stack, root first, that all of `ranks` have. An empty stack is nothing.
+    pub fn insert_set(&mut self, stack: &[WordId], ranks: &RankSet) -> Option<NodeId> {
+        let mut at = None;
+        for &word in stack {
+            let id = self.child_or_new(at, word);
+            self.nodes[id.index()].ranks.union_with(ranks);
+            at = Some(id);
+        }
+        self.mark_end(at)
+    }
+
+    fn mark_end(&mut self, at: Option<NodeId>) -> Option<NodeId> {
+        if let Some(id) = at {
+            self.nodes[id.index()].end = true;
+        }
+        at
+    }
+
+    /// The child of a node (of the roots, with none) that has this word.
+    pub fn child(&self, parent: Option<NodeId>, word: WordId) -> Option<NodeId> {
+        self.children.get(&(parent, word)).copied()
+    }
+
+    fn child_or_new(&mut self, parent: Option<NodeId>, word: WordId) -> NodeId {
+        let nodes = &mut self.nodes;
+        *self.children.entry((parent, word)).or_insert_with(|| {
+            let id = NodeId(u32::try_from(nodes.len()).expect("fewer than 2^32 nodes, each of which takes memory"));
+            nodes.push(Node { parent, word, ranks: RankSet::new(), end: false });
+            id
+        })
+    }
+
+    /// Adds all stacks of another tree. Merging is commutative as far as anything drawn goes.
+    pub fn merge(&mut self, other: &PrefixTree) {
+        let words: Vec<WordId> = other.words.texts.iter().map(|text| self.words.intern(text)).collect();
+        let mut ids: Vec<NodeId> = Vec::with_capacity(other.nodes.len());
+        for node in &other.nodes {
+            // A parent stands before its children, so its number is known by now.
+            let parent = node.parent.map(|parent| ids[parent.index()]);
+            let id = self.child_or_new(parent, words[node.word.0 as usize]);
+            let mine = &mut self.nodes[id.index()];
+            mine.ranks.union_with(&node.ranks);
+            mine.end |= node.end;
+            ids.push(id);
+        }
+    }
+
+    /// Adds all stacks of a tree that came over the wire. A tree that is refused adds nothing.
+    pub fn merge_message(&mut self, tree: &StackTree) -> Result<(), TreeError> {
+        for (node, n) in tree.nodes.iter().enumerate() {
+            if n.word as usize >= tree.words.len() {
+                return Err(TreeError::UnknownWord { node, word: n.word });
+            }
+            if let Some(parent) = n.parent.filter(|&parent| parent as usize >= node) {
+                return Err(TreeError::ParentAfterChild { node, parent });
+            }
+            if n.ranks.iter().any(|run| run.first > run.last) {
+                return Err(TreeError::BackwardRun { node });
+            }
+        }
+        let words: Vec<WordId> = tree.words.iter().map(|text| self.words.intern(text)).collect();
+        let mut ids: Vec<NodeId> = Vec::with_capacity(tree.nodes.len());
+        for n in &tree.nodes {
+            let parent = n.parent.map(|parent| ids[parent as usize]);
+            let id = self.child_or_new(parent, words[n.word as usize]);
+            let mine = &mut self.nodes[id.index()];
+            for run in &n.ranks {
+                mine.ranks.insert_run(run.first, run.last);
+            }
+            mine.end |= n.end;
+            ids.push(id);
+        }
+        Ok(())
+    }
+
+    /// The tree as a message, in the order of `order`, so that equal trees give equal bytes.
+    pub fn to_message(&self) -> StackTree {
+        let mut message = StackTree::default();
+        let mut words: HashMap<WordId, u32> = HashMap::new();
+        let mut places = vec![0u32; self.nodes.len()];
+        for id in self.order().depth_first() {
+            let node = self.node(id);
+            let word = *words.entry(node.word).or_insert_with(|| {
+                message.words.push(self.words.text(node.word).to_owned());
+                (message.words.len() - 1) as u32
+            });
+            places[id.index()] = message.nodes.len() as u32;
+            message.nodes.push(TreeNode {
+                parent: node.parent.map(|parent| places[parent.index()]),
+                word,
+                ranks: node.ranks.runs().iter().map(|run| RankRun { first: run.first, last: run.last }).collect(),
+                end: node.end,
+            });
+        }
+        message
+    }
+
+    /// The order in which the tree is drawn: children by the bytes of their words, whatever the order of insertion.
+    pub fn order(&self) -> Order {
+        let mut by_text: Vec<u32> = (0..self.words.texts.len() as u32).collect();
+        by_text.sort_unstable_by(|&a, &b| self.words.texts[a as usize].cmp(&self.words.texts[b as usize]));
+        let mut place = vec![0u32; by_text.len()];
+        for (i, &word) in by_text.iter().enumerate() {
+            place[word as usize] = i as u32;
+        }
+        let mut list: Vec<NodeId> = (0..self.nodes.len() as u32).map(NodeId).collect();
+        list.sort_unstable_by_key(|&id| {
+            let node = self.node(id);
+            (node.parent, place[node.word.0 as usize])
+        });
+        // Where the children of each node begin: the roots first (their parent is `None`), then by parent.
+        let mut begin = vec![0u32; self.nodes.len() + 2];
+        for node in &self.nodes {
+            begin[node.parent.map_or(0, |parent| parent.index() + 1) + 1] += 1;
+        }
+        for i in 1..begin.len() {
+            begin[i] += begin[i - 1];
+        }
+        Order { list, begin }
+    }
+}
+
+/// The children of every node in the order of drawing. It describes the tree as it was when it was made.
+#[derive(Clone, Debug)]
+pub struct Order {
+    list: Vec<NodeId>,
+    begin: Vec<u32>,
+}
+
+impl Order {
+    /// The children of a node, or the roots.
+    pub fn children(&self, parent: Option<NodeId>) -> &[NodeId] {
+        let at = parent.map_or(0, |parent| parent.index() + 1);
+        &self.list[self.begin[at] as usize..self.begin[at + 1] as usize]
+    }
+
+    /// All nodes, every one right before its subtree. Stacks may be deep, so nothing here recurses.
+    pub fn depth_first(&self) -> impl Iterator<Item = NodeId> + '_ {
+        let mut stack: Vec<NodeId> = self.children(None).iter().rev().copied().collect();
+        std::iter::from_fn(move || {
+            let id = stack.pop()?;
+            stack.extend(self.children(Some(id)).iter().rev());
+            Some(id)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tree(stacks: &[(&str, u32)]) -> PrefixTree {
+        let mut tree = PrefixTree::new();
+        for (stack, rank) in stacks {
+            tree.insert(stack.split(';').filter(|word| !word.is_empty()), *rank);
+        }
+        tree
+    }
+
+    fn shown(tree: &PrefixTree) -> Vec<String> {
+        tree.order()
+            .depth_first()
+            .map(|id| {
+                let node = tree.node(id);
+                format!(
+                    "{:?}>{}@{}{}",
+                    node.parent.map(|p| tree.text(p)),
+                    tree.text(id),
+                    node.ranks,
+                    ["", "!"][usize::from(node.end)]
+                )
+            })
+            .collect()
+    }
+
+    #[test]
+    fn a_stack_that_ends_within_another_marks_its_node() {
+        let tree = tree(&[("a;b;c", 0), ("a;b", 1), ("a;d", 1)]);
+        assert_eq!(shown(&tree), ["None>a@0-1", "Some(\"a\")>b@0-1!", "Some(\"b\")>c@0!", "Some(\"a\")>d@1!"]);
+    }
+
+    #[test]
+    fn the_same_word_at_two_places_is_two_nodes() {
+        assert_eq!(
+            shown(&tree(&[("a;a", 0), ("b;a", 0)])),
+            ["None>a@0", "Some(\"a\")>a@0!", "None>b@0", "Some(\"b\")>a@0!"]
+        );
+    }
+
+    #[test]
+    fn an_empty_stack_is_nothing() {
+        let tree = tree(&[("", 0)]);
+        assert!(tree.nodes().is_empty());
+        assert_eq!(tree.order().depth_first().count(), 0);
+    }
+
+    #[test]
+    fn merging_in_any_order_gives_the_same_tree() {
+        let (a, b) = (tree(&[("m;x", 3), ("m;y;z", 0)]), tree(&[("m;y", 7), ("n", 3)]));
+        let mut ab = a.clone();
+        ab.merge(&b);
+        let mut ba = b.clone();
+        ba.merge(&a);
+        assert_eq!(shown(&ab), shown(&ba));
+        assert_eq!(ab.to_message(), ba.to_message());
+        let mut by_message = PrefixTree::new();
+        by_message.merge_message(&b.to_message()).unwrap();
+        by_message.merge_message(&a.to_message()).unwrap();
+        assert_eq!(shown(&by_message), shown(&ab));
+    }
+
+    #[test]
+    fn a_broken_message_is_refused_whole() {
+        let good = tree(&[("a;b", 0)]).to_message();
+        let mut tree = PrefixTree::new();
+        let mut bad = good.clone();
+        bad.nodes[1].word = 9;
+        assert_eq!(tree.merge_message(&bad), Err(TreeError::UnknownWord { node: 1, word: 9 }));
+        let mut bad = good.clone();
+        bad.nodes[0].parent = Some(0);
+        assert_eq!(tree.merge_message(&bad), Err(TreeError::ParentAfterChild { node: 0, parent: 0 }));
+        let mut bad = good;
+        bad.nodes[1].ranks[0] = RankRun { first: 2, last: 1 };
+        assert_eq!(tree.merge_message(&bad), Err(TreeError::BackwardRun { node: 1 }));
+        assert!(tree.nodes().is_empty());
+    }
+
+    #[test]
+    fn a_very_deep_stack_does_not_recurse() {
+        let words: Vec<String> = (0..200_000).map(|i| (i % 7).to_string()).collect();
+        let mut tree = PrefixTree::new();
+        tree.insert(words.iter().map(String::as_str), 0);
+        assert_eq!(tree.order().depth_first().count(), 200_000);
+    }
+}
