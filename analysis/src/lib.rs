@@ -4,5 +4,11 @@
 #![forbid(unsafe_code)]
 
 pub mod folded;
+mod judge;
 pub mod prefix_tree;
 pub mod rank_set;
+mod text;
+pub mod verdict;
+
+pub use judge::judge;
+pub use verdict::{Cause, Confidence, Status, Timing, Verdict};

@@ -1,0 +1,277 @@
+//! Words for people: lists of ranks, names of operations, and `verdict.txt`.
+
+use std::fmt::Write as _;
+
+use xpu_timer_proto::v1::{DataType, Op, Operation};
+
+use crate::verdict::{CommunicatorReport, OperationState, Verdict};
+
+/// Width of `verdict.txt`, in columns.
+const WIDTH: usize = 100;
+/// A list of ranks in prose is cut after so many runs.
+const MAX_RUNS: usize = 12;
+
+/// `0-2, 5`: ascending runs of ranks, cut when there are too many.
+pub(crate) fn runs(ranks: &[u32]) -> String {
+    let mut text = String::new();
+    let mut count = 0;
+    let mut rest = ranks;
+    while let Some((&first, _)) = rest.split_first() {
+        let length =
+            rest.iter().enumerate().take_while(|(index, rank)| u64::from(**rank) == u64::from(first) + *index as u64);
+        let length = length.count().max(1);
+        if count == MAX_RUNS {
+            let _ = write!(text, " and {} more", rest.len());
+            break;
+        }
+        if count > 0 {
+            text.push_str(", ");
+        }
+        let _ = match length {
+            1 => write!(text, "{first}"),
+            _ => write!(text, "{first}-{}", rest[length - 1]),
+        };
+        count += 1;
+        rest = &rest[length..];
+    }
+    text
+}
+
+/// `rank 2`, `ranks 0-1, 3`, or `no rank`.
+pub(crate) fn ranks(ranks: &[u32]) -> String {
+    match ranks {
+        [] => "no rank".to_owned(),
+        [one] => format!("rank {one}"),
+        many => format!("ranks {}", runs(many)),
+    }
+}
+
+/// The text with its first letter in upper case.
+pub(crate) fn capital(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
+}
+
+/// `all_reduce` and the like.
+pub(crate) fn op_name(op: Op) -> &'static str {
+    match op {
+        Op::Unspecified => "operation",
+        Op::AllReduce => "all_reduce",
+        Op::Reduce => "reduce",
+        Op::Broadcast => "broadcast",
+        Op::AllGather => "all_gather",
+        Op::ReduceScatter => "reduce_scatter",
+        Op::AllToAll => "all_to_all",
+        Op::Gather => "gather",
+        Op::Scatter => "scatter",
+        Op::Send => "send",
+        Op::Recv => "recv",
+        Op::Barrier => "barrier",
+        Op::CommInit => "comm_init",
+        Op::CommSplit => "comm_split",
+        Op::CommFinalize => "comm_finalize",
+        Op::CommDestroy => "comm_destroy",
+        Op::CommAbort => "comm_abort",
+        Op::GroupEnd => "group_end",
+        Op::Kernel => "kernel",
+        Op::Graph => "graph_launch",
+    }
+}
+
+/// `float32` and the like; empty when unknown.
+pub(crate) fn dtype_name(dtype: DataType) -> &'static str {
+    match dtype {
+        DataType::Unspecified => "",
+        DataType::Int8 => "int8",
+        DataType::Uint8 => "uint8",
+        DataType::Int32 => "int32",
+        DataType::Uint32 => "uint32",
+        DataType::Int64 => "int64",
+        DataType::Uint64 => "uint64",
+        DataType::Float16 => "float16",
+        DataType::Float32 => "float32",
+        DataType::Float64 => "float64",
+        DataType::Bfloat16 => "bfloat16",
+        DataType::Float8E4m3 => "float8_e4m3",
+        DataType::Float8E5m2 => "float8_e5m2",
+    }
+}
+
+/// A communicator's identity as people see it; as short as the number allows.
+pub(crate) fn communicator(id: u64) -> String {
+    format!("{id:#x}")
+}
+
+/// `all_reduce of 1024 x float32`.
+pub(crate) fn shape(operation: &Operation) -> String {
+    let name = match operation.op() {
+        Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => &operation.function,
+        op => op_name(op),
+    };
+    match dtype_name(operation.dtype()) {
+        "" => name.to_owned(),
+        dtype => format!("{name} of {} x {dtype}", operation.count),
+    }
+}
+
+/// An operation as it stands in `verdict.json`.
+pub(crate) fn operation_state(operation: &Operation) -> OperationState {
+    OperationState {
+        op: match operation.op() {
+            Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => operation.function.clone(),
+            op => op_name(op).to_owned(),
+        },
+        communicator: (operation.communicator != 0).then(|| communicator(operation.communicator)),
+        seq: operation.seq,
+        count: operation.count,
+        dtype: dtype_name(operation.dtype()).to_owned(),
+        peer: u32::try_from(operation.peer).ok(),
+        started: operation.started_ns != 0,
+    }
+}
+
+impl Verdict {
+    /// `verdict.txt`: the sentence, then the evidence, who waits where, and what was ruled out; at most 100 columns wide
+    /// unless a single word is longer.
+    #[must_use]
+    pub fn to_text(&self) -> String {
+        let mut text = String::new();
+        paragraph(&mut text, &self.sentence, "");
+        text.push('\n');
+        let culprits = if self.culprits.is_empty() { "none".to_owned() } else { runs(&self.culprits) };
+        let victims = if self.victims.is_empty() { "none".to_owned() } else { runs(&self.victims) };
+        paragraph(&mut text, &format!("cause:       {} ({} confidence)", self.cause, self.confidence.name()), "");
+        paragraph(&mut text, &format!("culprits:    {culprits}"), "             ");
+        paragraph(&mut text, &format!("victims:     {victims}"), "             ");
+        let job = if self.job.is_empty() { String::new() } else { format!("{}, ", self.job) };
+        paragraph(
+            &mut text,
+            &format!(
+                "job:         {job}{} ranks, attempt {}, incident {}",
+                self.world_size, self.attempt, self.incident
+            ),
+            "             ",
+        );
+
+        section(&mut text, "Evidence", self.evidence.iter().map(|line| line.text.clone()));
+        section(&mut text, "Who waits where", self.communicators.iter().flat_map(communicator_lines));
+        section(&mut text, "Where the ranks stand", self.ranks.iter().map(rank_line));
+        section(
+            &mut text,
+            "Ruled out",
+            self.ruled_out.iter().map(|ruled_out| format!("{}: {}", ruled_out.cause, ruled_out.reason)),
+        );
+        section(&mut text, "Errors", self.timing.errors.iter().cloned());
+        text
+    }
+}
+
+fn communicator_lines(report: &CommunicatorReport) -> Vec<String> {
+    let mut lines = Vec::new();
+    for group in &report.groups {
+        let state = match &group.waits_in {
+            Some(operation) => {
+                let dtype = match operation.dtype.as_str() {
+                    "" => String::new(),
+                    dtype => format!(" of {} x {dtype}", operation.count),
+                };
+                let state = if operation.started { "started, not completed" } else { "launched, not started" };
+                let peer = operation.peer.map_or(String::new(), |peer| format!(", peer {peer}"));
+                format!("{} {}{dtype}{peer}, {state}", operation.op, operation.seq)
+            }
+            None => format!("nothing pending, {} launched and {} completed", group.launched, group.completed),
+        };
+        lines.push(format!("{} ({} ranks): {}: {state}", report.id, report.size, ranks(&group.ranks)));
+    }
+    if !report.silent.is_empty() {
+        lines.push(format!("{} ({} ranks): {}: no flight record", report.id, report.size, ranks(&report.silent)));
+    }
+    if report.unnamed > 0 {
+        lines.push(format!("{} ({} ranks): {} members not seen", report.id, report.size, report.unnamed));
+    }
+    lines
+}
+
+fn rank_line(group: &crate::verdict::RankGroup) -> String {
+    let mut line = format!("{}: {}", ranks(&group.ranks), group.presence);
+    if !group.process_state.is_empty() {
+        let _ = write!(line, ", {}", group.process_state);
+    }
+    let location = &group.location;
+    if let Some(python) = &location.python {
+        let _ = write!(line, ", {} at {python}", location.python_function.as_deref().unwrap_or("?"));
+    }
+    if let Some(native) = &location.native {
+        let _ = write!(line, ", in C function {native}");
+    }
+    for error in &group.errors {
+        let _ = write!(line, "; {error}");
+    }
+    line
+}
+
+fn section(text: &mut String, title: &str, lines: impl Iterator<Item = String>) {
+    let mut lines = lines.peekable();
+    if lines.peek().is_none() {
+        return;
+    }
+    let _ = write!(text, "\n{title}\n");
+    for line in lines {
+        paragraph(text, &format!("  - {line}"), "    ");
+    }
+}
+
+/// Adds one paragraph, broken between words; lines after the first begin with `indent`. Control characters, which would
+/// break the form, become spaces.
+fn paragraph(text: &mut String, content: &str, indent: &str) {
+    let content: String = content.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect();
+    let mut column = 0;
+    for word in content.split_inclusive(' ') {
+        let length = word.trim_end().chars().count();
+        if column > indent.len() && column + length > WIDTH {
+            while text.ends_with(' ') {
+                text.pop();
+            }
+            text.push('\n');
+            text.push_str(indent);
+            column = indent.len();
+        }
+        text.push_str(word);
+        column += word.chars().count();
+    }
+    while text.ends_with(' ') {
+        text.pop();
+    }
+    text.push('\n');
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ranks_are_listed_as_runs() {
+        assert_eq!(ranks(&[]), "no rank");
+        assert_eq!(ranks(&[7]), "rank 7");
+        assert_eq!(ranks(&[0, 1, 3]), "ranks 0-1, 3");
+        assert_eq!(ranks(&[4, 5, 6, 7]), "ranks 4-7");
+        assert_eq!(ranks(&[u32::MAX - 1, u32::MAX]), "ranks 4294967294-4294967295");
+        let odd: Vec<u32> = (0..40).map(|rank| 2 * rank).collect();
+        assert!(runs(&odd).ends_with("22 and 28 more"), "{}", runs(&odd));
+    }
+
+    #[test]
+    fn paragraphs_keep_their_width_and_their_words() {
+        let words: Vec<String> = (0..80).map(|number| format!("word{number}")).collect();
+        let mut text = String::new();
+        paragraph(&mut text, &words.join(" "), "    ");
+        assert!(text.lines().count() > 3);
+        assert!(text.lines().all(|line| line.chars().count() <= WIDTH && !line.ends_with(' ')), "{text}");
+        assert_eq!(text.split_whitespace().collect::<Vec<_>>(), words);
+        assert!(text.lines().skip(1).all(|line| line.starts_with("    word")), "{text}");
+
+        let mut text = String::new();
+        paragraph(&mut text, &format!("a\nb {}", "x".repeat(300)), "  ");
+        assert_eq!(text, format!("a b\n  {}\n", "x".repeat(300)));
+    }
+}
