@@ -53,7 +53,7 @@ pub mod header {
 }
 
 /// Names of the driver calls that a watcher stamps, by [`header::WATCHER_CALL`].
-pub const WATCHER_CALLS: [&str; 7] = [
+pub const WATCHER_CALLS: [&str; 9] = [
     "",
     "cuCtxSetCurrent",
     "cuEventQuery",
@@ -61,6 +61,8 @@ pub const WATCHER_CALLS: [&str; 7] = [
     "ncclCommGetAsyncError",
     "cuFuncGetName",
     "cuThreadExchangeStreamCaptureMode",
+    "cuEventCreate",
+    "cuEventDestroy",
 ];
 
 /// Words of an operation slot.
@@ -299,7 +301,9 @@ pub fn pack_halves(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
-fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
+/// The message of one published slot; `function` is the name of [`op::FUNCTION`].
+#[must_use]
+pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
     Operation {
         ticket: words[op::TICKET] - 1,
