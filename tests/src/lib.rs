@@ -3,11 +3,13 @@
 #![deny(unsafe_code)]
 
 mod artifacts;
+mod forky;
 mod job;
 mod process;
 mod tools;
 
 pub use artifacts::{Artifacts, PACKAGES, artifacts};
+pub use forky::{apt_get, forky, forky_with_torch, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};
 pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};

@@ -1,0 +1,197 @@
+//! A second Debian (forky) under `target/forky`: CPython 3.14 and 3.15, a current PyTorch, and processes with another root.
+//!
+//! It is set up once per tree by debootstrap, which needs root and the machine's Debian mirror. Commands run in it in a mount
+//! and PID namespace of their own, so that nothing stays mounted and nothing stays running.
+
+use std::{
+    ffi::OsStr,
+    fs,
+    io::{self, Write},
+    path::{Path, PathBuf},
+    process::{Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use nix::fcntl::{Flock, FlockArg};
+
+/// What the small root holds beyond a minimal Debian.
+const PACKAGES: &str = "python3.14,python3.15";
+/// Setting up takes about 30 s; a slow mirror may take much longer, a dead one must not take for ever.
+const SETUP_DEADLINE: Duration = Duration::from_secs(900);
+
+/// The small root, with python3.14 and python3.15; about 330 MB, set up when it is not there.
+///
+/// # Errors
+/// In one line, when it is not there and cannot be set up.
+pub fn forky() -> Result<PathBuf> {
+    set_up("forky", |root| debootstrap(root))
+}
+
+/// The large root, which also has python3-torch; about 1.9 GB. For the benchmark only.
+///
+/// # Errors
+/// In one line, when it is not there and cannot be set up.
+pub fn forky_with_torch() -> Result<PathBuf> {
+    let small = forky()?;
+    set_up("forky-torch", |root| {
+        let mut copy = Command::new("cp");
+        copy.args(["-a", "--reflink=auto", "--"]).arg(small.join(".")).arg(root);
+        finish(&mut copy, "copy of the small root")?;
+        let install =
+            "apt-get update -qq && apt-get install -y -qq --no-install-recommends python3-torch && apt-get clean";
+        let mut inside = run_in_forky(root, "sh");
+        inside.args(["-c", install]).env("DEBIAN_FRONTEND", "noninteractive");
+        finish(&mut inside, "python3-torch in the forky root")
+    })
+}
+
+/// A command that runs a program inside a root: with namespaces of its own for mounts and for process ids, its own `/proc`, and
+/// pid 1. When the process of this command is killed, everything inside goes with it.
+#[must_use]
+pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("unshare");
+    command.args(["--mount", "--pid", "--fork", "--kill-child=KILL", "--mount-proc"]).arg("--root").arg(root);
+    command.args(["--wd", "/", "--"]).arg(program);
+    command
+        .env_clear()
+        .env("PATH", "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin")
+        .env("HOME", "/")
+        .env("LANG", "C.UTF-8");
+    command
+}
+
+/// Makes `target/NAME` by filling a folder beside it and renaming that. A lock file keeps two processes from doing it at once.
+fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
+    let target = crate::tree().join("target");
+    let root = target.join(name);
+    if root.exists() {
+        return Ok(root);
+    }
+    ensure!(nix::unistd::geteuid().is_root(), "{} is missing, and only root can set it up", root.display());
+    fs::create_dir_all(&target)?;
+    let _lock = lock(&target.join(format!("{name}.lock")))?;
+    if root.exists() {
+        return Ok(root);
+    }
+    let temporary = target.join(format!("{name}.new"));
+    remove(&temporary)?;
+    fs::create_dir(&temporary).with_context(|| format!("{}", temporary.display()))?;
+    eprintln!("setting up {}", root.display());
+    if let Err(error) = fill(&temporary) {
+        // The message about the failure counts more than one about the rest of it on disk, which the next run removes.
+        let _ = remove(&temporary);
+        return Err(error.context(format!("{} cannot be set up", root.display())));
+    }
+    fs::rename(&temporary, &root)?;
+    Ok(root)
+}
+
+fn remove(folder: &Path) -> Result<()> {
+    match fs::remove_dir_all(folder) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(error).with_context(|| format!("{}", folder.display()))
+        }
+        _ => Ok(()),
+    }
+}
+
+fn lock(path: &Path) -> Result<Flock<fs::File>> {
+    let start = Instant::now();
+    let mut file = fs::File::create(path).with_context(|| format!("{}", path.display()))?;
+    loop {
+        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
+            Ok(lock) => return Ok(lock),
+            Err((back, nix::errno::Errno::EWOULDBLOCK)) => file = back,
+            Err((_, error)) => return Err(error).with_context(|| format!("{}", path.display())),
+        }
+        ensure!(start.elapsed() < SETUP_DEADLINE, "{} is held for {SETUP_DEADLINE:?} already", path.display());
+        std::thread::sleep(Duration::from_millis(100));
+    }
+}
+
+fn debootstrap(root: &Path) -> Result<()> {
+    let debootstrap = Path::new("/usr/sbin/debootstrap");
+    if !debootstrap.exists() {
+        apt_get(&["update", "-qq"])?;
+        apt_get(&["install", "-y", "-qq", "--no-install-recommends", "debootstrap"])?;
+    }
+    // The last word names the script: a debootstrap older than forky knows only that of sid.
+    let include = format!("--include={PACKAGES}");
+    let mut command = Command::new(debootstrap);
+    command.args(["--variant=minbase", &include, "forky"]).arg(root).args([&mirror()?, "sid"]);
+    finish(&mut command, "debootstrap")?;
+    // Downloaded packages are not needed any more, and another user must be able to walk into the root.
+    let _ = remove(&root.join("var/cache/apt/archives"));
+    fs::create_dir_all(root.join("var/cache/apt/archives/partial"))?;
+    fs::set_permissions(root, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
+    Ok(())
+}
+
+/// The first Debian mirror of the machine's apt sources, in either of their two formats.
+fn mirror() -> Result<String> {
+    let mut sources = vec![PathBuf::from("/etc/apt/sources.list")];
+    sources.extend(fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten().map(|entry| entry.path()));
+    sources[1..].sort();
+    let texts = sources.iter().filter_map(|path| fs::read_to_string(path).ok());
+    texts.filter_map(|text| mirror_in(&text)).next().context("no Debian mirror in /etc/apt/sources.list*")
+}
+
+fn mirror_in(text: &str) -> Option<String> {
+    let lines = text.lines().map(str::trim).filter(|line| line.starts_with("URIs:") || line.starts_with("deb "));
+    let mut words = lines.flat_map(str::split_whitespace);
+    words.find(|word| word.contains("://") && word.trim_end_matches('/').ends_with("/debian")).map(str::to_string)
+}
+
+/// `apt-get` of this machine, waiting for another one that is at work.
+///
+/// # Errors
+/// In one line: what failed and its last words.
+pub fn apt_get(arguments: &[&str]) -> Result<()> {
+    ensure!(nix::unistd::geteuid().is_root(), "only root can run: apt-get {}", arguments.join(" "));
+    let mut command = Command::new("apt-get");
+    command.args(["-o", "DPkg::Lock::Timeout=300"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
+    finish(&mut command, &format!("apt-get {}", arguments.join(" ")))
+}
+
+/// Runs a command to its end, with a deadline; a failure is one line with the last line that it printed.
+fn finish(command: &mut Command, what: &str) -> Result<()> {
+    let mut log = tempfile::tempfile()?;
+    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
+    let mut child = command.spawn().with_context(|| format!("{what} cannot be started"))?;
+    let start = Instant::now();
+    let status = loop {
+        if let Some(status) = child.try_wait()? {
+            break status;
+        }
+        if start.elapsed() > SETUP_DEADLINE {
+            child.kill()?;
+            child.wait()?;
+            bail!("{what} did not end within {SETUP_DEADLINE:?}");
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    };
+    if !status.success() {
+        let mut text = String::new();
+        io::Seek::rewind(&mut log)?;
+        let _ = io::Read::read_to_string(&mut log, &mut text);
+        let _ = io::stderr().flush();
+        bail!("{what}: {status}: {}", text.trim_end().lines().next_back().unwrap_or("no words"));
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::mirror_in;
+
+    #[test]
+    fn mirrors_in_both_formats() {
+        let deb822 =
+            "Types: deb\n# http://snapshot.debian.org/archive/debian/2025/\nURIs: http://deb.debian.org/debian\n";
+        assert_eq!(mirror_in(deb822).as_deref(), Some("http://deb.debian.org/debian"));
+        let line = "# deb http://old/debian x\ndeb [signed-by=/a] http://mirror.example/debian/ bookworm main\n";
+        assert_eq!(mirror_in(line).as_deref(), Some("http://mirror.example/debian/"));
+        assert_eq!(mirror_in("deb https://packages.cloud.google.com/apt cloud-sdk-bookworm main"), None);
+    }
+}
