@@ -12,6 +12,13 @@ use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct WordId(u32);
 
+impl WordId {
+    /// Place of the word in the order of first use, from 0.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
 /// Number of a node of one tree.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct NodeId(u32);

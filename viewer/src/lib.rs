@@ -1,1 +1,147 @@
-//! Skeleton.
+//! Merges the stacks of all ranks of a job into folded stacks and flame graphs, and says in a few lines who stands where.
+//!
+//! It works on a folder of `.stacktrace` files alone, ours or the original tool's, on any machine. The binary is a shell
+//! around [`run`].
+#![forbid(unsafe_code)]
+
+pub mod colour;
+pub mod dump;
+pub mod folder;
+pub mod merge;
+pub mod output;
+pub mod picture;
+pub mod stacks;
+pub mod summary;
+
+use anyhow::{Context, bail};
+use clap::Parser;
+use dump::Dump;
+use folder::{DumpFile, Folder, clean, name_of};
+use merge::{Merged, Merger};
+use picture::Picture;
+use std::fs::File;
+use std::io::{self, Read, Write};
+use std::path::{Path, PathBuf};
+
+/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg and py_stack.svg.
+///
+/// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents ($XPU_TIMER_TIMELINE_PATH), it takes
+/// the latest one. Each frame is labelled func@file:line@HAS|LEAK: HAS are the ranks that stand there, LEAK all others.
+#[derive(Debug, Clone, Parser)]
+#[command(version, after_help = EXIT_CODES)]
+pub struct Args {
+    /// Folder of the .stacktrace files, or of incidents
+    #[arg(short, long, value_name = "DIR", default_value = "./")]
+    pub path: PathBuf,
+    /// Folder to write to, made if need be [default: the folder of the .stacktrace files]
+    #[arg(long, value_name = "DIR")]
+    pub output: Option<PathBuf>,
+}
+
+const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could not be read are named on stderr and left out); \
+1 there is nothing to draw, or it could not be written; 2 wrong usage.";
+
+/// Does all that the command does. The summary goes to `out`, what is wrong with single files to `err`.
+pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
+    let (path, listed, chosen) = find(&args.path)?;
+    // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
+    for warning in listed.warnings() {
+        let _ = writeln!(err, "warning: {warning}");
+    }
+    for file in &listed.misnamed {
+        let _ = writeln!(err, "warning: {} is left out: its name is not RANK-WORLD.stacktrace", name_of(file));
+    }
+    let merged = merge_files(&listed.files, |file, why| {
+        let _ = writeln!(err, "warning: {} is left out: {why}", name_of(&file.path));
+    });
+    for ((field, text), ranks) in &merged.complaints {
+        let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
+        for line in text.lines() {
+            let _ = writeln!(err, "  {}", clean(line));
+        }
+    }
+    if merged.ranks.is_empty() {
+        bail!("{} holds no .stacktrace file that can be read", shown(&path));
+    }
+    let output = args.output.as_deref().unwrap_or(&path);
+    let written = write_all(&merged, listed.world, output)?;
+    let mut text = String::new();
+    if chosen {
+        text = format!("Latest incident: {}\n\n", shown(&path));
+    }
+    text.push_str(&summary::summary(&merged, listed.world, summary::verdict_sentence(&path).as_deref(), &written));
+    match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
+        // Whoever read the summary has seen enough of it.
+        Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
+        result => result.context("cannot write the summary"),
+    }
+}
+
+/// The folder that is meant, what it holds, and whether it was chosen among several incidents.
+fn find(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
+    let scan = |path: &Path| Folder::scan(path).with_context(|| format!("cannot read the folder {}", shown(path)));
+    let listed = scan(path)?;
+    if listed.files.is_empty() && listed.misnamed.is_empty() {
+        let latest = folder::latest_incident(path).with_context(|| format!("cannot search {}", shown(path)))?;
+        match latest {
+            Some(incident) => {
+                let listed = scan(&incident)?;
+                return Ok((incident, listed, true));
+            }
+            None => bail!("{} holds no .stacktrace file and no incident", shown(path)),
+        }
+    }
+    Ok((path.to_owned(), listed, false))
+}
+
+/// Reads and merges files one at a time; what cannot be read is told and left out.
+pub fn merge_files(files: &[DumpFile], mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display)) -> Merged {
+    let mut merger = Merger::default();
+    let mut bytes = Vec::new();
+    for file in files {
+        if let Err(error) = read_into(&file.path, &mut bytes) {
+            left_out(file, &error);
+            continue;
+        }
+        match Dump::decode(&bytes) {
+            Ok(dump) => merger.add(file.rank, &dump),
+            Err(error) => left_out(file, &error),
+        }
+    }
+    merger.finish()
+}
+
+/// Reads a whole file into a buffer that is used again and again.
+fn read_into(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
+    // Opening a pipe would wait for its writer.
+    if !std::fs::metadata(path)?.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    bytes.clear();
+    File::open(path)?.read_to_end(bytes)?;
+    Ok(())
+}
+
+/// Writes the four files and returns their paths.
+pub fn write_all(merged: &Merged, world: u32, output: &Path) -> anyhow::Result<Vec<PathBuf>> {
+    std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
+    let mut written = Vec::new();
+    for (name, tree) in [("cpp", &merged.native), ("py", &merged.python)] {
+        let mut picture = Picture::new(tree, world);
+        let context =
+            |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
+        let text = format!("{name}_stack");
+        let path = output::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
+        written.push(path.with_context(|| context(&text))?);
+        let svg = format!("{name}_stack.svg");
+        let title = format!("merge stack in {name}");
+        let path = output::write_file(output, &svg, |out| picture.write_svg(&title, out));
+        written.push(path.with_context(|| context(&svg))?);
+    }
+    Ok(written)
+}
+
+/// A path for people and terminals.
+fn shown(path: &Path) -> String {
+    clean(&path.to_string_lossy())
+}

@@ -1,0 +1,428 @@
+//! Decodes the part of a `.stacktrace` file that the viewer draws, without copying it.
+//!
+//! A folder of a large job holds hundreds of megabytes, of which the pictures need two strings a frame. So this reads
+//! the wire format itself and skips the rest: whatever `prost` accepts, this accepts, with the same strings.
+
+use std::borrow::Cow;
+use std::ops::Range;
+
+/// One frame.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Frame<'a> {
+    /// Function name.
+    pub func: &'a str,
+    /// `path:line`, or the shared object.
+    pub file: &'a str,
+}
+
+/// One thread.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Thread<'a> {
+    /// Kernel thread id; 0 when unknown.
+    pub tid: u32,
+    /// Name of the thread. The kernel cuts names after 15 bytes, perhaps within a character, so these are bytes.
+    pub name: &'a [u8],
+    /// Its frames, leaf first: a range of `Dump::frames`.
+    pub frames: Range<usize>,
+}
+
+/// What one file says.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Dump<'a> {
+    /// Process id.
+    pub pid: i32,
+    /// For example `S (sleeping)`.
+    pub process_state: &'a str,
+    /// What went wrong while native stacks were taken.
+    pub pstack_stderr: Cow<'a, str>,
+    /// What went wrong while Python stacks were taken.
+    pub pyspy_stderr: Cow<'a, str>,
+    /// Native threads.
+    pub native: Vec<Thread<'a>>,
+    /// Python threads.
+    pub python: Vec<Thread<'a>>,
+    /// The frames of all threads.
+    pub frames: Vec<Frame<'a>>,
+}
+
+/// Why a file is no dump.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+pub enum DecodeError {
+    /// The file ends within a field.
+    #[error("it ends within a field at byte {offset}")]
+    Truncated {
+        /// Where the field begins.
+        offset: usize,
+    },
+    /// These bytes are no protobuf message.
+    #[error("byte {offset} begins no protobuf field")]
+    NoField {
+        /// Where they are.
+        offset: usize,
+    },
+    /// A field has another type than in the schema.
+    #[error("field {field} at byte {offset} has a wrong type")]
+    WrongType {
+        /// Number of the field.
+        field: u32,
+        /// Where it begins.
+        offset: usize,
+    },
+    /// A name is no text.
+    #[error("the text at byte {offset} is not UTF-8")]
+    NotUtf8 {
+        /// Where the text begins.
+        offset: usize,
+    },
+    /// None of the fields of a dump is there; an empty file is of this kind.
+    #[error("it holds no dump")]
+    NoDump,
+}
+
+/// Wire types of protobuf.
+const VARINT: u8 = 0;
+const FIXED64: u8 = 1;
+const BYTES: u8 = 2;
+const GROUP: u8 = 3;
+const END_GROUP: u8 = 4;
+const FIXED32: u8 = 5;
+
+/// Groups within unknown fields may nest this deep.
+const MAX_GROUPS: usize = 100;
+
+impl<'a> Dump<'a> {
+    /// Decodes a whole file.
+    pub fn decode(file: &'a [u8]) -> Result<Dump<'a>, DecodeError> {
+        let mut dump = Dump::default();
+        let mut known = false;
+        let mut reader = Reader { file, at: 0, end: file.len() };
+        while let Some(field) = reader.next_field()? {
+            known |= matches!(field.number, 1..=11 | 100..=105);
+            match field.number {
+                1 => {
+                    let thread = dump.thread(reader.message(field)?, &NATIVE)?;
+                    dump.native.push(thread);
+                }
+                2 => {
+                    let thread = dump.thread(reader.message(field)?, &PYTHON)?;
+                    dump.python.push(thread);
+                }
+                // An int32 is its varint cut to 32 bits.
+                3 => dump.pid = reader.varint(field)? as i32,
+                6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
+                8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
+                11 => dump.process_state = reader.text(field)?,
+                _ => reader.skip(field)?,
+            }
+        }
+        if known { Ok(dump) } else { Err(DecodeError::NoDump) }
+    }
+
+    /// The frames of one thread, leaf first.
+    pub fn frames_of(&self, thread: &Thread<'a>) -> &[Frame<'a>] {
+        &self.frames[thread.frames.clone()]
+    }
+
+    fn thread(&mut self, mut reader: Reader<'a>, fields: &ThreadFields) -> Result<Thread<'a>, DecodeError> {
+        let begin = self.frames.len();
+        let mut thread = Thread::default();
+        while let Some(field) = reader.next_field()? {
+            if field.number == fields.frames {
+                self.frames.push(frame(reader.message(field)?)?);
+            } else if field.number == fields.tid {
+                thread.tid = reader.varint(field)? as u32;
+            } else if field.number == fields.name {
+                thread.name = reader.bytes(field)?;
+            } else {
+                reader.skip(field)?;
+            }
+        }
+        thread.frames = begin..self.frames.len();
+        Ok(thread)
+    }
+}
+
+/// The numbers by which the two kinds of thread differ; their frames have the same ones.
+struct ThreadFields {
+    tid: u32,
+    name: u32,
+    frames: u32,
+}
+
+const NATIVE: ThreadFields = ThreadFields { tid: 1, name: 2, frames: 3 };
+const PYTHON: ThreadFields = ThreadFields { tid: 4, name: 3, frames: 7 };
+
+fn frame<'a>(mut reader: Reader<'a>) -> Result<Frame<'a>, DecodeError> {
+    let mut frame = Frame { func: "", file: "" };
+    while let Some(field) = reader.next_field()? {
+        match field.number {
+            1 => frame.func = reader.text(field)?,
+            2 => frame.file = reader.text(field)?,
+            _ => reader.skip(field)?,
+        }
+    }
+    Ok(frame)
+}
+
+/// A field whose value comes next.
+#[derive(Clone, Copy)]
+struct Field {
+    number: u32,
+    wire: u8,
+    offset: usize,
+}
+
+impl Field {
+    fn of_type(self, wire: u8) -> Result<(), DecodeError> {
+        if self.wire == wire { Ok(()) } else { Err(DecodeError::WrongType { field: self.number, offset: self.offset }) }
+    }
+}
+
+/// Reads one message, which lies at `at..end` of the file.
+#[derive(Clone, Copy)]
+struct Reader<'a> {
+    file: &'a [u8],
+    at: usize,
+    end: usize,
+}
+
+impl<'a> Reader<'a> {
+    #[inline]
+    fn next_field(&mut self) -> Result<Option<Field>, DecodeError> {
+        if self.at == self.end {
+            return Ok(None);
+        }
+        let offset = self.at;
+        let key = self.raw_varint()?;
+        let wire = (key & 7) as u8;
+        match u32::try_from(key >> 3) {
+            Ok(number) if number > 0 && key <= u64::from(u32::MAX) && wire <= FIXED32 => {
+                Ok(Some(Field { number, wire, offset }))
+            }
+            _ => Err(DecodeError::NoField { offset }),
+        }
+    }
+
+    #[inline]
+    fn raw_varint(&mut self) -> Result<u64, DecodeError> {
+        let offset = self.at;
+        let mut value = 0u64;
+        for (i, &byte) in self.file[self.at..self.end].iter().take(10).enumerate() {
+            value |= u64::from(byte & 0x7f) << (7 * i);
+            if byte < 0x80 {
+                self.at += i + 1;
+                // The tenth byte has room for one bit.
+                return if i == 9 && byte > 1 { Err(DecodeError::NoField { offset }) } else { Ok(value) };
+            }
+        }
+        Err(if self.end - self.at < 10 { DecodeError::Truncated { offset } } else { DecodeError::NoField { offset } })
+    }
+
+    fn varint(&mut self, field: Field) -> Result<u64, DecodeError> {
+        field.of_type(VARINT)?;
+        self.raw_varint()
+    }
+
+    #[inline]
+    fn advance(&mut self, bytes: u64, offset: usize) -> Result<Range<usize>, DecodeError> {
+        match usize::try_from(bytes) {
+            Ok(bytes) if bytes <= self.end - self.at => {
+                let range = self.at..self.at + bytes;
+                self.at = range.end;
+                Ok(range)
+            }
+            _ => Err(DecodeError::Truncated { offset }),
+        }
+    }
+
+    #[inline]
+    fn message(&mut self, field: Field) -> Result<Reader<'a>, DecodeError> {
+        field.of_type(BYTES)?;
+        let length = self.raw_varint()?;
+        let range = self.advance(length, field.offset)?;
+        Ok(Reader { file: self.file, at: range.start, end: range.end })
+    }
+
+    #[inline]
+    fn bytes(&mut self, field: Field) -> Result<&'a [u8], DecodeError> {
+        let inner = self.message(field)?;
+        Ok(&self.file[inner.at..inner.end])
+    }
+
+    #[inline]
+    fn text(&mut self, field: Field) -> Result<&'a str, DecodeError> {
+        let inner = self.message(field)?;
+        std::str::from_utf8(&self.file[inner.at..inner.end]).map_err(|_| DecodeError::NotUtf8 { offset: inner.at })
+    }
+
+    #[inline]
+    fn skip(&mut self, field: Field) -> Result<(), DecodeError> {
+        self.skip_nested(field, MAX_GROUPS)
+    }
+
+    fn skip_nested(&mut self, field: Field, groups: usize) -> Result<(), DecodeError> {
+        match field.wire {
+            VARINT => drop(self.raw_varint()?),
+            FIXED64 => drop(self.advance(8, field.offset)?),
+            FIXED32 => drop(self.advance(4, field.offset)?),
+            BYTES => drop(self.message(field)?),
+            GROUP if groups > 0 => loop {
+                match self.next_field()? {
+                    None => return Err(DecodeError::Truncated { offset: field.offset }),
+                    Some(end) if end.wire == END_GROUP && end.number == field.number => break,
+                    Some(inner) => self.skip_nested(inner, groups - 1)?,
+                }
+            },
+            _ => return Err(DecodeError::NoField { offset: field.offset }),
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use xpu_timer_proto::Message;
+    use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+
+    /// What the pictures need of a message, by `prost`.
+    fn drawn(message: &Stacktrace) -> (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>) {
+        let native = message.stacktrace.iter();
+        let python = message.py_stacktrace.iter();
+        (
+            message.pid,
+            message.process_state.clone(),
+            native.map(|t| t.frames.iter().map(|f| (f.func_name.clone(), f.file_name.clone())).collect()).collect(),
+            python.map(|t| t.frames.iter().map(|f| (f.func_name.clone(), f.file_name.clone())).collect()).collect(),
+        )
+    }
+
+    fn drawn_here(dump: &Dump<'_>) -> (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>) {
+        let of = |threads: &[Thread<'_>]| {
+            threads
+                .iter()
+                .map(|t| dump.frames_of(t).iter().map(|f| (f.func.to_owned(), f.file.to_owned())).collect())
+                .collect()
+        };
+        (dump.pid, dump.process_state.to_owned(), of(&dump.native), of(&dump.python))
+    }
+
+    fn sample() -> Stacktrace {
+        let native = |name: &str| PstackStacktrace {
+            pid: 77,
+            thread_name: name.into(),
+            frames: vec![
+                PstackFrame {
+                    func_name: "poll".into(),
+                    file_name: "/lib/libc.so.6".into(),
+                    pc: 1 << 60,
+                    ..Default::default()
+                },
+                PstackFrame { func_name: "main".into(), origin: "#1 main".into(), ..Default::default() },
+            ],
+            syscall: Some(-1),
+            ..Default::default()
+        };
+        Stacktrace {
+            stacktrace: vec![native("a"), native("b")],
+            py_stacktrace: vec![PySpyStacktrace {
+                os_thread_id: 9,
+                thread_name: "MainThread".into(),
+                frames: vec![PySpyFrame { func_name: "f".into(), file_name: "x.py:3".into(), module: "m".into() }],
+                ..Default::default()
+            }],
+            pid: -5,
+            rank: 3,
+            process_state: "D (disk sleep)".into(),
+            pyspy_stderr: "no such process".into(),
+            command: "python".into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn reads_what_prost_writes() {
+        let message = sample();
+        let bytes = message.encode_to_vec();
+        let dump = Dump::decode(&bytes).unwrap();
+        assert_eq!(drawn_here(&dump), drawn(&message));
+        assert_eq!(dump.pyspy_stderr, "no such process");
+        assert_eq!((dump.python[0].tid, dump.python[0].name), (9, &b"MainThread"[..]));
+        assert_eq!(dump.native[1].tid, 77);
+    }
+
+    #[test]
+    fn every_cut_is_an_error_or_a_shorter_message_as_for_prost() {
+        let bytes = sample().encode_to_vec();
+        let mut errors = 0;
+        for cut in 1..bytes.len() {
+            let (ours, theirs) = (Dump::decode(&bytes[..cut]), Stacktrace::decode(&bytes[..cut]));
+            assert_eq!(ours.is_ok(), theirs.is_ok(), "cut at {cut}");
+            errors += usize::from(ours.is_err());
+        }
+        assert!(errors > bytes.len() / 2);
+    }
+
+    #[test]
+    fn no_dump_is_told_from_a_dump() {
+        assert_eq!(Dump::decode(b""), Err(DecodeError::NoDump));
+        assert_eq!(Dump::decode(&[0; 64]), Err(DecodeError::NoField { offset: 0 }));
+        // Field 90 alone: a message of some other program.
+        assert_eq!(Dump::decode(&[0xd0, 0x05, 0x01]), Err(DecodeError::NoDump));
+        assert!(Dump::decode(b"\x7fELF\x02\x01\x01").is_err());
+        assert!(Dump::decode(b"{\"json\": true}").is_err());
+        assert_eq!(Dump::decode(&[0x5a, 2, b'a', 0xff]), Err(DecodeError::NotUtf8 { offset: 2 }));
+        assert_eq!(Dump::decode(&[0x58, 2]), Err(DecodeError::WrongType { field: 11, offset: 0 }));
+        assert_eq!(Dump::decode(&[0x5a, 200, 1]), Err(DecodeError::Truncated { offset: 0 }));
+    }
+
+    #[test]
+    fn a_thread_name_that_is_cut_within_a_character_does_not_cost_the_rank() {
+        let thread = [0x12, 2, b'a', 0xe6];
+        let mut file = vec![0x0a, thread.len() as u8];
+        file.extend(thread);
+        assert_eq!(Dump::decode(&file).unwrap().native[0].name, [b'a', 0xe6]);
+    }
+
+    #[test]
+    fn groups_of_unknown_fields_are_skipped_as_deep_as_prost_does() {
+        for depth in [1, 50, 99, 100, 101, 102, 5_000] {
+            // Field 20, group; field 11 afterwards.
+            let mut file = [0xa3, 0x01].repeat(depth);
+            file.extend([0xa4, 0x01].repeat(depth));
+            file.extend([0x5a, 1, b'S']);
+            assert_eq!(Dump::decode(&file).is_ok(), Stacktrace::decode(&file[..]).is_ok(), "depth {depth}");
+        }
+    }
+
+    /// Ours skips fields 100 and up, and texts that are not drawn, so it may accept more than `prost`, never less.
+    fn compare(bytes: &[u8]) -> Result<(), TestCaseError> {
+        match (Dump::decode(bytes), Stacktrace::decode(bytes)) {
+            (Ok(dump), Ok(message)) => prop_assert_eq!(drawn_here(&dump), drawn(&message)),
+            (Err(DecodeError::NoDump), Ok(message)) => prop_assert_eq!(message, Stacktrace::default()),
+            (Err(error), Ok(_)) => prop_assert!(false, "prost accepts it: {error}"),
+            (_, Err(_)) => {}
+        }
+        Ok(())
+    }
+
+    proptest! {
+        #[test]
+        fn arbitrary_bytes_are_no_panic(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            compare(&bytes)?;
+        }
+
+        #[test]
+        fn a_changed_file_is_read_as_prost_reads_it(
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),
+        ) {
+            let mut bytes = sample().encode_to_vec();
+            for (at, byte) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = byte;
+            }
+            compare(&bytes)?;
+        }
+    }
+}

@@ -1,0 +1,187 @@
+//! Finds the dumps of a folder: which files there are, whose they are, and which of several incidents is meant.
+
+use std::fs;
+use std::io;
+use std::path::{Path, PathBuf};
+
+/// One `.stacktrace` file with a proper name.
+#[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct DumpFile {
+    /// Rank, from the name.
+    pub rank: u32,
+    /// World size, from the name.
+    pub world: u32,
+    /// Where it lies.
+    pub path: PathBuf,
+}
+
+/// What a folder holds.
+#[derive(Debug, Default)]
+pub struct Folder {
+    /// The dumps, by rank.
+    pub files: Vec<DumpFile>,
+    /// Files that end in `.stacktrace` and are named in no way that tells a rank.
+    pub misnamed: Vec<PathBuf>,
+    /// The largest world size of any name.
+    pub world: u32,
+}
+
+/// Rank and world of a file name: `digits-digits.stacktrace`.
+pub fn parse_name(name: &str) -> Option<(u32, u32)> {
+    let (rank, world) = name.strip_suffix(".stacktrace")?.split_once('-')?;
+    // `parse` alone would take a leading plus sign.
+    let number = |digits: &str| digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())?;
+    Some((number(rank)?, number(world)?))
+}
+
+impl Folder {
+    /// Lists a folder.
+    pub fn scan(path: &Path) -> io::Result<Folder> {
+        let mut folder = Folder::default();
+        for entry in fs::read_dir(path)? {
+            let entry = entry?;
+            let name = entry.file_name();
+            if !name.as_encoded_bytes().ends_with(b".stacktrace") {
+                continue;
+            }
+            match name.to_str().and_then(parse_name) {
+                Some((rank, world)) => folder.files.push(DumpFile { rank, world, path: path.join(&name) }),
+                None => folder.misnamed.push(path.join(&name)),
+            }
+        }
+        // The order of a directory is the file system's own affair; nothing may depend on it.
+        folder.files.sort_unstable();
+        folder.misnamed.sort_unstable();
+        folder.world = folder.files.iter().map(|file| file.world).max().unwrap_or(0);
+        Ok(folder)
+    }
+
+    /// What is odd about the names, one sentence each.
+    pub fn warnings(&self) -> Vec<String> {
+        let mut warnings = Vec::new();
+        let mixed: Vec<_> = self.files.iter().filter(|file| file.world != self.world).collect();
+        if !mixed.is_empty() {
+            let world = self.world;
+            warnings.push(format!("the folder mixes worlds; labels are of the largest, {world}: {}", names(&mixed)));
+        }
+        let beyond: Vec<_> = self.files.iter().filter(|file| file.rank >= file.world).collect();
+        if !beyond.is_empty() {
+            warnings.push(format!("a rank beyond its world: {}", names(&beyond)));
+        }
+        // The files are sorted by rank.
+        let same = self.files.chunk_by(|a, b| a.rank == b.rank).filter(|files| files.len() > 1);
+        let same: Vec<_> = same.flatten().collect();
+        if !same.is_empty() {
+            warnings.push(format!("several files of one rank, drawn together: {}", names(&same)));
+        }
+        warnings
+    }
+}
+
+/// A warning names so many files.
+const NAMES_SHOWN: usize = 8;
+
+fn names(files: &[&DumpFile]) -> String {
+    let mut shown = files.iter().take(NAMES_SHOWN).map(|file| name_of(&file.path)).collect::<Vec<_>>().join(", ");
+    if files.len() > NAMES_SHOWN {
+        shown.push_str(&format!(" and {} more", files.len() - NAMES_SHOWN));
+    }
+    shown
+}
+
+/// The last part of a path, for people.
+pub fn name_of(path: &Path) -> String {
+    clean(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
+}
+
+/// A text without control characters: names come from anywhere and go to a terminal.
+pub fn clean(text: &str) -> String {
+    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+}
+
+/// The newest `incident-…` folder within a folder that holds no dumps itself, as `$XPU_TIMER_TIMELINE_PATH` does.
+///
+/// The names begin with the time of the incident, so the last one by name is the latest. A folder without any dump
+/// (the collector may be writing it just now) is passed over.
+pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
+    let mut incidents = Vec::new();
+    for entry in fs::read_dir(path)? {
+        let entry = entry?;
+        if entry.file_name().as_encoded_bytes().starts_with(b"incident-") && entry.path().is_dir() {
+            incidents.push(entry.path());
+        }
+    }
+    incidents.sort_unstable();
+    for incident in incidents.into_iter().rev() {
+        if !Folder::scan(&incident)?.files.is_empty() {
+            return Ok(Some(incident));
+        }
+    }
+    Ok(None)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names() {
+        assert_eq!(parse_name("00006-00008.stacktrace"), Some((6, 8)));
+        assert_eq!(parse_name("123456-200000.stacktrace"), Some((123_456, 200_000)));
+        assert_eq!(parse_name("0-1.stacktrace"), Some((0, 1)));
+        assert_eq!(parse_name("00000000000000000001-2.stacktrace"), Some((1, 2)));
+        for bad in [
+            "00006_00008.stacktrace",
+            "-8.stacktrace",
+            "6-.stacktrace",
+            "6.stacktrace",
+            "+6-8.stacktrace",
+            "6-8-9.stacktrace",
+            "a6-8.stacktrace",
+            "6-8.stacktrace.tmp",
+            "4294967296-8.stacktrace",
+            "٣-8.stacktrace",
+            ".stacktrace",
+        ] {
+            assert_eq!(parse_name(bad), None, "{bad}");
+        }
+    }
+
+    fn folder(names: &[&str]) -> Folder {
+        let dir = tempfile::tempdir().unwrap();
+        for name in names {
+            fs::write(dir.path().join(name), "").unwrap();
+        }
+        Folder::scan(dir.path()).unwrap()
+    }
+
+    #[test]
+    fn odd_folders_are_warned_of_by_name() {
+        assert_eq!(folder(&["0-2.stacktrace", "1-2.stacktrace", "readme"]).warnings(), Vec::<String>::new());
+        let mixed = folder(&["0-2.stacktrace", "1-4.stacktrace", "9-4.stacktrace", "x.stacktrace"]);
+        assert_eq!(mixed.world, 4);
+        assert_eq!(name_of(&mixed.misnamed[0]), "x.stacktrace");
+        let warnings = mixed.warnings();
+        assert!(warnings[0].contains("mixes worlds") && warnings[0].contains("0-2.stacktrace"), "{warnings:?}");
+        assert!(warnings[1].contains("beyond") && warnings[1].ends_with("9-4.stacktrace"), "{warnings:?}");
+        assert_eq!(warnings.len(), 2);
+        let twice = folder(&["0-2.stacktrace", "00-2.stacktrace"]).warnings();
+        assert!(twice[0].contains("several files of one rank"), "{twice:?}");
+    }
+
+    #[test]
+    fn the_latest_incident_with_a_dump_is_meant() {
+        let dir = tempfile::tempdir().unwrap();
+        for name in
+            ["incident-20260101T000000Z-1", "incident-20261121T101500Z-3", "incident-20261121T101800Z-4", "other"]
+        {
+            fs::create_dir(dir.path().join(name)).unwrap();
+        }
+        assert_eq!(latest_incident(dir.path()).unwrap(), None);
+        for name in ["incident-20260101T000000Z-1", "incident-20261121T101500Z-3", "other"] {
+            fs::write(dir.path().join(name).join("0-1.stacktrace"), "").unwrap();
+        }
+        let latest = latest_incident(dir.path()).unwrap().unwrap();
+        assert_eq!(name_of(&latest), "incident-20261121T101500Z-3");
+    }
+}

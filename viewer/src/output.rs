@@ -1,0 +1,51 @@
+//! Writes files so that a reader never sees half of one.
+
+use std::fs::Permissions;
+use std::io::{self, BufWriter, Write};
+use std::os::unix::fs::PermissionsExt;
+use std::path::{Path, PathBuf};
+
+/// Writes a file of a folder under a temporary name and renames it. Returns its path.
+pub fn write_file(
+    folder: &Path,
+    name: &str,
+    fill: impl FnOnce(&mut BufWriter<&mut std::fs::File>) -> io::Result<()>,
+) -> io::Result<PathBuf> {
+    let mut file = tempfile::Builder::new()
+        .prefix(&format!(".{name}."))
+        .suffix(".tmp")
+        // As any other file: what the umask leaves of it. The default is for secrets.
+        .permissions(Permissions::from_mode(0o666))
+        .tempfile_in(folder)?;
+    let mut writer = BufWriter::with_capacity(1 << 16, file.as_file_mut());
+    fill(&mut writer)?;
+    writer.flush()?;
+    drop(writer);
+    let path = folder.join(name);
+    file.persist(&path).map_err(|error| error.error)?;
+    Ok(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use std::fs;
+
+    #[test]
+    fn a_failure_leaves_the_old_file_and_nothing_else() {
+        let dir = tempfile::tempdir().unwrap();
+        write_file(dir.path(), "x", |out| out.write_all(b"old")).unwrap();
+        write_file(dir.path(), "x", |out| {
+            out.write_all(b"half")?;
+            Err(io::Error::other("disk full"))
+        })
+        .unwrap_err();
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"old");
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+        write_file(dir.path(), "x", |out| out.write_all(b"new")).unwrap();
+        assert_eq!(fs::read(dir.path().join("x")).unwrap(), b"new");
+        let mode = fs::metadata(dir.path().join("x")).unwrap().permissions().mode();
+        assert_eq!(mode & 0o400, 0o400);
+        assert_eq!(mode & 0o111, 0);
+    }
+}

@@ -1,0 +1,232 @@
+//! One picture of one kind of stack: its folded text, and the flame graph that `inferno` draws of it.
+//!
+//! `inferno` parses lines made for profilers, so what our words may hold and its lines may not is dealt with here.
+
+use crate::colour::colour;
+use inferno::flamegraph::{self, Options, color::BackgroundColor, color::PaletteMap};
+use std::borrow::Cow;
+use std::convert::Infallible;
+use std::io;
+use xpu_timer_analysis::folded::walk;
+use xpu_timer_analysis::prefix_tree::PrefixTree;
+
+/// Width of a flame graph in pixels.
+const WIDTH: usize = 1600;
+
+/// What is written of one tree.
+#[derive(Debug)]
+pub struct Picture {
+    folded: String,
+    /// `folded` in the words of `inferno`; none when they are the same.
+    drawn: Option<String>,
+    colours: PaletteMap,
+}
+
+impl Picture {
+    /// Puts the labels and lines of a tree together.
+    pub fn new(tree: &PrefixTree, world: u32) -> Picture {
+        let mut folded = String::new();
+        let mut colours = PaletteMap::default();
+        let mut differs = false;
+        each_step(tree, world, |label, path, root, end| {
+            let drawn = drawable(label, root);
+            differs |= matches!(drawn, Cow::Owned(_));
+            colours.insert(drawn, colour(label));
+            if end {
+                folded.push_str(path);
+                folded.push_str(" 1\n");
+            }
+        });
+        let drawn = differs.then(|| {
+            let mut text = String::with_capacity(folded.len());
+            for line in folded.lines() {
+                for (i, label) in line.split(';').enumerate() {
+                    text.push_str(if i == 0 { "" } else { ";" });
+                    text.push_str(&drawable(label, i == 0));
+                }
+                text.push('\n');
+            }
+            text
+        });
+        Picture { folded, drawn, colours }
+    }
+
+    /// The folded text: one line per end node.
+    pub fn folded(&self) -> &str {
+        &self.folded
+    }
+
+    /// Draws the flame graph. Equal trees give equal bytes.
+    pub fn write_svg(&mut self, title: &str, out: impl io::Write) -> io::Result<()> {
+        let mut options = Options::default();
+        options.title = title.to_owned();
+        options.image_width = Some(WIDTH);
+        options.min_width = 0.0;
+        options.bgcolors = Some(BackgroundColor::Grey);
+        // Every label is in the map; were one not, its colour would still not be left to chance.
+        options.palette_map = Some(&mut self.colours);
+        options.deterministic = true;
+        // The lines stand in the order of the tree, which keeps the frames of one node together. Sorting them as texts
+        // would not: `a;x` sorts behind `a b`. This mode takes the lines as they are, from the last to the first.
+        options.flame_chart = true;
+        if self.folded.is_empty() {
+            // It draws a picture that says so, and calls that an error.
+            return flamegraph::from_lines(&mut options, [], out)
+                .or_else(|error| if error.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(error) });
+        }
+        let text = self.drawn.as_deref().unwrap_or(&self.folded);
+        flamegraph::from_lines(&mut options, text.lines().rev(), out)
+    }
+}
+
+fn each_step(tree: &PrefixTree, world: u32, mut visit: impl FnMut(&str, &str, bool, bool)) {
+    let done: Result<(), Infallible> = walk(tree, world, |step| {
+        visit(step.label, step.path, step.root, step.end);
+        Ok(())
+    });
+    match done {
+        Ok(()) => {}
+        Err(never) => match never {},
+    }
+}
+
+/// A label as `inferno` can draw it.
+///
+/// It trims lines and skips those that begin with `# `, which an invisible character in front prevents; and it writes
+/// two characters that must not stand in XML.
+fn drawable(label: &str, root: bool) -> Cow<'_, str> {
+    let hidden = root && (label.starts_with(char::is_whitespace) || label.starts_with("# "));
+    let forbidden = |c| matches!(c, '\u{fffe}' | '\u{ffff}');
+    if !hidden && !label.contains(forbidden) {
+        return Cow::Borrowed(label);
+    }
+    let mut text = String::with_capacity(label.len() + 3);
+    text.push_str(if hidden { "\u{200b}" } else { "" });
+    text.extend(label.chars().map(|c| if forbidden(c) { char::REPLACEMENT_CHARACTER } else { c }));
+    Cow::Owned(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use xpu_timer_analysis::folded::push_word;
+
+    fn tree(stacks: &[(Vec<String>, u32)]) -> PrefixTree {
+        let mut tree = PrefixTree::new();
+        for (stack, rank) in stacks {
+            let words = stack.iter().map(|func| {
+                let mut word = String::new();
+                push_word(&mut word, func, "f");
+                word
+            });
+            tree.insert(words.collect::<Vec<_>>().iter().map(String::as_str), *rank);
+        }
+        tree
+    }
+
+    fn svg(tree: &PrefixTree) -> String {
+        let mut out = Vec::new();
+        Picture::new(tree, 8).write_svg("merge stack in cpp", &mut out).unwrap();
+        String::from_utf8(out).unwrap()
+    }
+
+    /// The frames but `all`, sorted: label and number of stacks, as an XML parser reads the picture.
+    fn frames(svg: &str) -> Vec<(String, usize)> {
+        let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+        let document = roxmltree::Document::parse_with_options(svg, options).expect("well-formed XML");
+        let mut frames = Vec::new();
+        for group in document.descendants().filter(|n| n.has_tag_name(("http://www.w3.org/2000/svg", "g"))) {
+            let child = |name| group.children().find(|n| n.tag_name().name() == name);
+            let (Some(title), Some(rect)) = (child("title"), child("rect")) else { continue };
+            assert!(rect.attribute("width").unwrap().trim_end_matches('%').parse::<f64>().unwrap() > 0.0);
+            let (label, count) = title.text().unwrap().rsplit_once(" (").unwrap();
+            frames.push((label.to_owned(), count.split_once(' ').unwrap().0.replace(',', "").parse().unwrap()));
+        }
+        frames.sort();
+        let all = frames.iter().position(|(label, _)| label == "all").expect("the frame of all stacks");
+        frames.remove(all);
+        frames
+    }
+
+    fn labels_drawn(svg: &str) -> Vec<String> {
+        frames(svg).into_iter().map(|(label, _)| label).collect()
+    }
+
+    fn stacks(of: &[&[&str]]) -> Vec<(Vec<String>, u32)> {
+        of.iter().map(|stack| (stack.iter().map(|&w| w.to_owned()).collect(), 0)).collect()
+    }
+
+    #[test]
+    fn what_inferno_would_trim_skip_or_choke_on_is_drawn() {
+        let odd = [
+            " lead",
+            "# comment",
+            "tail ",
+            "1",
+            "a 1",
+            "a 1 2",
+            "",
+            "<&\"'>",
+            "]]>",
+            "a\u{ffff}b",
+            "--",
+            "-",
+            "x_[k]",
+            "\u{3000}x",
+        ];
+        let odd: Vec<[&str; 1]> = odd.iter().map(|&w| [w]).collect();
+        let list: Vec<&[&str]> = odd.iter().map(|s| &s[..]).collect();
+        let drawn = labels_drawn(&svg(&tree(&stacks(&list))));
+        assert_eq!(drawn.len(), odd.len(), "{drawn:?}");
+        for word in
+            ["# comment@f@0|1-7", " lead@f", "tail @f", "a 1 2@f", "<&\"'>@f", "]]>@f", "a\u{fffd}b@f", "x_[k]@f"]
+        {
+            assert!(drawn.iter().any(|label| label.contains(word)), "{word} in {drawn:?}");
+        }
+    }
+
+    #[test]
+    fn lines_whose_text_sorts_apart_stay_one_frame() {
+        // As texts, `a@f…` < `a@f… b@f…` < `a@f…;c@f…`, which would split the frame of `a`.
+        let tree = tree(&stacks(&[&["a"], &["a@f@0|1-7 b"], &["a", "c"]]));
+        let frames = frames(&svg(&tree));
+        assert_eq!(frames.len(), 3, "{frames:?}");
+        assert!(frames.contains(&("a@f@0|1-7".to_owned(), 2)), "{frames:?}");
+    }
+
+    #[test]
+    fn an_empty_picture_says_so_and_is_no_error() {
+        let svg = svg(&PrefixTree::new());
+        assert!(
+            roxmltree::Document::parse_with_options(
+                &svg,
+                roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() }
+            )
+            .is_ok()
+        );
+        assert!(svg.contains("No valid input"));
+    }
+
+    #[test]
+    fn a_stack_of_3000_frames_is_drawn_whole() {
+        let stack: Vec<String> = (0..3_000).map(|i| format!("recurse_{i}")).collect();
+        assert_eq!(labels_drawn(&svg(&tree(&[(stack, 3)]))).len(), 3_000);
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig::with_cases(48))]
+        #[test]
+        fn every_node_is_one_frame_of_well_formed_xml(
+            stacks in prop::collection::vec((prop::collection::vec(".{0,3}", 1..4), 0u32..8), 1..12),
+        ) {
+            let tree = tree(&stacks);
+            let svg = svg(&tree);
+            let mut expected: Vec<String> = Vec::new();
+            each_step(&tree, 8, |label, _, root, _| expected.push(drawable(label, root).into_owned()));
+            expected.sort();
+            prop_assert_eq!(labels_drawn(&svg), expected);
+            prop_assert_eq!(&svg, &self::svg(&tree));
+        }
+    }
+}

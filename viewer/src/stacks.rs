@@ -1,0 +1,154 @@
+//! The different stacks of one picture, and the ranks that have each of them.
+//!
+//! Whole stacks repeat across ranks. So every frame becomes the number of its word, every stack the numbers of its words,
+//! and a rank only adds itself to the stacks that it has; the tree is built once, from stacks that all differ.
+
+use crate::dump::Frame;
+use hashbrown::{DefaultHashBuilder, HashTable};
+use std::hash::BuildHasher;
+use xpu_timer_analysis::folded::{self, DROPPED_FROM};
+use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId, Words};
+use xpu_timer_analysis::rank_set::RankSet;
+
+/// Number of a stack.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
+pub struct StackId(u32);
+
+/// One stack that at least one rank has.
+#[derive(Debug)]
+struct Stack {
+    /// Root first; never empty.
+    words: Box<[WordId]>,
+    ranks: RankSet,
+}
+
+/// The different stacks of one picture.
+#[derive(Debug, Default)]
+pub struct Stacks {
+    words: Words,
+    /// Words by function and file, so that a frame that was seen before is not put together again. Each stands with the
+    /// hash of its frame; a word that needed cleaning is not in here, because it does not tell what it was made from.
+    by_frame: HashTable<(u64, WordId)>,
+    /// By number of the word: true when it and everything leafward of it is not drawn.
+    dropped: Vec<bool>,
+    stacks: Vec<Stack>,
+    by_words: HashTable<(u64, StackId)>,
+    hasher: DefaultHashBuilder,
+    /// The stack and the word at work, kept for their memory.
+    stack: Vec<WordId>,
+    text: String,
+}
+
+impl Stacks {
+    /// Adds one stack of one rank; its number, or nothing when no word of it is drawn.
+    pub fn add(&mut self, leaf_first: &[Frame<'_>], rank: u32) -> Option<StackId> {
+        self.stack.clear();
+        for frame in leaf_first.iter().rev() {
+            let word = self.word(frame);
+            if self.dropped[word.index()] {
+                break;
+            }
+            self.stack.push(word);
+        }
+        if self.stack.is_empty() {
+            return None;
+        }
+        let id = self.intern_stack();
+        self.stacks[id.0 as usize].ranks.insert(rank);
+        Some(id)
+    }
+
+    fn word(&mut self, frame: &Frame<'_>) -> WordId {
+        let hash = self.hasher.hash_one((frame.func.as_bytes(), frame.file.as_bytes()));
+        let words = &self.words;
+        if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_word_of(words.text(word), frame)) {
+            return word;
+        }
+        self.text.clear();
+        folded::push_word(&mut self.text, frame.func, frame.file);
+        let word = self.words.intern(&self.text);
+        if word.index() == self.dropped.len() {
+            self.dropped.push(self.text.contains(DROPPED_FROM));
+        }
+        if is_word_of(&self.text, frame) {
+            self.by_frame.insert_unique(hash, (hash, word), |&(hash, _)| hash);
+        }
+        word
+    }
+
+    fn intern_stack(&mut self) -> StackId {
+        let hash = self.hasher.hash_one(&self.stack[..]);
+        let (stacks, stack) = (&self.stacks, &self.stack);
+        if let Some(&(_, id)) = self.by_words.find(hash, |&(_, id)| *stacks[id.0 as usize].words == **stack) {
+            return id;
+        }
+        let id = StackId(u32::try_from(stacks.len()).expect("fewer than 2^32 stacks, each of which takes memory"));
+        self.stacks.push(Stack { words: self.stack[..].into(), ranks: RankSet::new() });
+        self.by_words.insert_unique(hash, (hash, id), |&(hash, _)| hash);
+        id
+    }
+
+    /// The words of a stack, root first.
+    pub fn words_of(&self, id: StackId) -> &[WordId] {
+        &self.stacks[id.0 as usize].words
+    }
+
+    /// Number of different stacks.
+    pub fn len(&self) -> usize {
+        self.stacks.len()
+    }
+
+    /// True when no stack was drawn.
+    pub fn is_empty(&self) -> bool {
+        self.stacks.is_empty()
+    }
+
+    /// The tree of all stacks. What `words_of` tells is gone afterwards; the numbers of the words stay.
+    pub fn into_tree(self) -> PrefixTree {
+        let mut tree = PrefixTree::with_words(self.words);
+        for stack in &self.stacks {
+            tree.insert_set(&stack.words, &stack.ranks);
+        }
+        tree
+    }
+}
+
+/// True when the word is that of the frame, character by character.
+fn is_word_of(word: &str, frame: &Frame<'_>) -> bool {
+    let (word, func, file) = (word.as_bytes(), frame.func.as_bytes(), frame.file.as_bytes());
+    word.len() == func.len() + 1 + file.len()
+        && word[func.len()] == b'@'
+        && word.starts_with(func)
+        && word.ends_with(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn frame<'a>(func: &'a str, file: &'a str) -> Frame<'a> {
+        Frame { func, file }
+    }
+
+    #[test]
+    fn words_are_equal_when_their_text_is() {
+        let mut stacks = Stacks::default();
+        let a = stacks.add(&[frame("a", "b@c")], 0);
+        assert_eq!(stacks.add(&[frame("a@b", "c")], 1), a, "the same text from another frame");
+        let semicolon = stacks.add(&[frame("operator;", "x")], 0);
+        assert_eq!(stacks.add(&[frame("operator,", "x")], 1), semicolon, "the same text after cleaning");
+        assert_eq!(stacks.add(&[frame("operator;", "x")], 2), semicolon);
+        assert_eq!(stacks.len(), 2);
+        assert_eq!(folded::folded(&stacks.into_tree(), 3), "a@b@c@0-1|2 1\noperator,@x@0-2| 1\n");
+    }
+
+    #[test]
+    fn a_dropped_word_ends_the_stack() {
+        let mut stacks = Stacks::default();
+        let short = stacks.add(&[frame("root", "r")], 0);
+        assert_eq!(stacks.add(&[frame("leaf", "l"), frame("x.lto_priv.3", "m"), frame("root", "r")], 1), short);
+        assert_eq!(stacks.add(&[frame("leaf", "l"), frame("x", "lto_priv")], 1), None);
+        assert_eq!(stacks.add(&[], 1), None);
+        assert_eq!(folded::folded(&stacks.into_tree(), 2), "root@r@0-1| 1\n");
+    }
+}
