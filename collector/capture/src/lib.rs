@@ -1,1 +1,149 @@
-//! Skeleton.
+//! Native and Python stacks of other processes, almost always without stopping them.
+//!
+//! A blocked thread is read as it sleeps: stack pointer and program counter from `/proc`, its stack with
+//! `process_vm_readv`, and unchanged context-switch counts as the proof that it did not run meanwhile. Only the rest is
+//! stopped, one thread at a time, for as long as it takes to copy registers and stack. Unwinding and symbolizing happen
+//! on the copies, when nothing is stopped any more.
+#![deny(unsafe_code)]
+
+mod address_space;
+mod children;
+mod error;
+mod image;
+mod memory;
+mod native;
+mod process;
+mod procfs;
+mod ptrace;
+mod python;
+mod registers;
+mod symbolize;
+mod unwind;
+mod worker;
+
+use std::{
+    collections::{HashMap, HashSet},
+    sync::Arc,
+    time::{Duration, Instant},
+};
+
+use xpu_timer_proto::server::ProcessSample;
+
+pub use error::Error;
+
+use crate::{
+    image::Images,
+    process::Interpreter,
+    symbolize::Symbolizer,
+    worker::{Answer, Job},
+};
+
+/// What to capture, and how long it may take.
+#[derive(Debug, Clone)]
+pub struct Options {
+    /// For the whole capture, all processes together.
+    pub deadline: Duration,
+    /// Also capture all descendants of the given processes.
+    pub children: bool,
+    /// Take native stacks.
+    pub native: bool,
+    /// Take Python stacks.
+    pub python: bool,
+    /// How long the search for source lines may take in all. Names are always looked up.
+    pub lines_budget: Duration,
+    /// Stop every thread instead of only those that need it: for measurements and tests.
+    pub force_ptrace: bool,
+}
+
+impl Default for Options {
+    fn default() -> Self {
+        Options {
+            deadline: Duration::from_secs(5),
+            children: false,
+            native: true,
+            python: true,
+            lines_budget: Duration::from_secs(1),
+            force_ptrace: false,
+        }
+    }
+}
+
+/// The stacks of one process, or the reason why there are none.
+#[derive(Debug, Clone, Default)]
+pub struct ProcessCapture {
+    /// Process id.
+    pub pid: i32,
+    /// Process id of its parent; 0 when unknown.
+    pub parent_pid: i32,
+    /// argv joined by spaces, else the name that the kernel knows, in brackets.
+    pub command: String,
+    /// The stacks, the state, and what could not be had.
+    pub sample: ProcessSample,
+    /// All descendants, flattened, parents before their children. Empty unless asked for.
+    pub children: Vec<ProcessCapture>,
+}
+
+/// Captures the processes of one node. It keeps what is expensive to find out - unwind tables, names, source lines,
+/// where the interpreters of known processes lie - from one capture to the next.
+pub struct Capturer {
+    images: Arc<Images>,
+    symbolizer: Symbolizer,
+    interpreters: HashMap<i32, Interpreter>,
+}
+
+impl Default for Capturer {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl Capturer {
+    /// A capturer with empty caches.
+    #[must_use]
+    pub fn new() -> Self {
+        Capturer { images: Arc::default(), symbolizer: Symbolizer::default(), interpreters: HashMap::new() }
+    }
+
+    /// One entry for each pid, in the order given. A process that cannot be captured is an entry whose sample says why in
+    /// `errors`. It returns by the deadline even when the kernel does not answer for one of them.
+    pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
+        let deadline = Instant::now() + options.deadline;
+        let asked: HashSet<i32> = pids.iter().copied().collect();
+        let mut jobs: Vec<Job> = Vec::new();
+        let mut descendants = Vec::new();
+        for pid in pids {
+            let below = if options.children { children::descendants(*pid, &asked) } else { Vec::new() };
+            descendants.push(below.len());
+            for pid in std::iter::once(*pid).chain(below) {
+                let interpreter = self.interpreters.remove(&pid);
+                jobs.push(Job { pid, interpreter, options: options.clone(), deadline });
+            }
+        }
+        let answers = worker::run(jobs, &self.images, deadline);
+        let mut raw = Vec::with_capacity(answers.len());
+        for answer in answers {
+            let Answer { pid, process, interpreter } = answer;
+            if let Some(interpreter) = interpreter {
+                self.interpreters.insert(pid, interpreter);
+            }
+            raw.push(process);
+        }
+        self.interpreters.retain(|pid, interpreter| interpreter.is_alive(*pid));
+        let lines_deadline = deadline.min(Instant::now() + options.lines_budget);
+        let mut captured = self.symbolizer.finish(raw, lines_deadline).into_iter();
+        self.images.trim();
+        descendants
+            .into_iter()
+            .map(|below| {
+                let mut process = captured.next().expect("one answer for each job");
+                process.children = captured.by_ref().take(below).collect();
+                process
+            })
+            .collect()
+    }
+}
+
+const _: fn() = || {
+    fn is_send<T: Send>() {}
+    is_send::<Capturer>();
+};

@@ -1,0 +1,56 @@
+//! The descendants of a process.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::procfs;
+
+/// How many descendants of one process are looked at.
+const LIMIT: usize = 1024;
+
+/// All descendants of `pid`, parents first. Processes in `skip`, and what is below them, are left out: they are captured
+/// in their own right.
+pub(crate) fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
+    let mut found = vec![pid];
+    let mut parents: Option<HashMap<i32, Vec<i32>>> = None;
+    let mut next = 0;
+    while next < found.len() && found.len() <= LIMIT {
+        let parent = found[next];
+        next += 1;
+        let children = children(parent).unwrap_or_else(|| {
+            // A kernel without CONFIG_PROC_CHILDREN: every process names its parent.
+            parents.get_or_insert_with(all_children).get(&parent).cloned().unwrap_or_default()
+        });
+        for child in children {
+            if child != std::process::id() as i32 && !skip.contains(&child) && !found.contains(&child) {
+                found.push(child);
+            }
+        }
+    }
+    found.split_off(1)
+}
+
+/// Children of all threads; `None` when the kernel does not list them.
+fn children(pid: i32) -> Option<Vec<i32>> {
+    let mut children = Vec::new();
+    for tid in procfs::threads(pid).unwrap_or_default() {
+        match std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
+            Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
+            // A thread that ended meanwhile has no folder any more; a kernel that does not list has the folder.
+            Err(_) if std::path::Path::new(&format!("/proc/{pid}/task/{tid}")).exists() => return None,
+            Err(_) => {}
+        }
+    }
+    children.sort_unstable();
+    Some(children)
+}
+
+fn all_children() -> HashMap<i32, Vec<i32>> {
+    let mut children: HashMap<i32, Vec<i32>> = HashMap::new();
+    for entry in std::fs::read_dir("/proc").into_iter().flatten().flatten() {
+        let Some(pid) = entry.file_name().to_str().and_then(|name| name.parse().ok()) else { continue };
+        if let Ok(stat) = procfs::stat(pid) {
+            children.entry(stat.parent).or_default().push(pid);
+        }
+    }
+    children
+}

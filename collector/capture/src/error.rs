@@ -1,0 +1,82 @@
+//! What can go wrong with a single thread or process. None of it ends a capture.
+
+use std::{io, path::PathBuf};
+
+/// Why something could not be captured.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// The process does not exist, or ended while it was looked at.
+    #[error("process {0} is gone")]
+    Gone(i32),
+    /// A file of `/proc` cannot be read.
+    #[error("{path}: {source}", path = path.display())]
+    Procfs {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        source: io::Error,
+    },
+    /// Memory of the target cannot be read.
+    #[error("memory of process {pid} at {address:#x}: {source}")]
+    Memory {
+        /// Process or thread id.
+        pid: i32,
+        /// First address asked for.
+        address: u64,
+        /// Why.
+        source: io::Error,
+    },
+    /// The caller may not look into this process.
+    #[error(
+        "no permission to look into process {pid} of uid {uid}: run as that user or with CAP_SYS_PTRACE, and check \
+         /proc/sys/kernel/yama/ptrace_scope"
+    )]
+    Permission {
+        /// Process id.
+        pid: i32,
+        /// Owner of the process.
+        uid: u32,
+    },
+    /// Another program traces the thread.
+    #[error("thread {tid} is already traced by process {tracer} ({name})")]
+    Traced {
+        /// Thread id.
+        tid: i32,
+        /// Process id of the tracer.
+        tracer: i32,
+        /// Its name.
+        name: String,
+    },
+    /// ptrace refused.
+    #[error("ptrace of thread {tid}: {source}")]
+    Ptrace {
+        /// Thread id.
+        tid: i32,
+        /// Why.
+        source: io::Error,
+    },
+    /// The thread did not come to a stop in time.
+    #[error("thread {tid} did not stop within {waited_us} us")]
+    NoStop {
+        /// Thread id.
+        tid: i32,
+        /// How long it was waited for.
+        waited_us: u64,
+    },
+    /// An ELF file or image cannot be used.
+    #[error("{path}: {reason}", path = path.display())]
+    Image {
+        /// Which file.
+        path: PathBuf,
+        /// Why.
+        reason: String,
+    },
+    /// The interpreter of a process cannot be read.
+    #[error("Python stacks of process {pid}: {reason}")]
+    Python {
+        /// Process id.
+        pid: i32,
+        /// Why.
+        reason: String,
+    },
+}

@@ -1,0 +1,316 @@
+//! ELF objects that processes have mapped: where they are opened, their unwind tables, and the cache of them.
+//!
+//! An object is found once for the whole node, however many ranks map it, by device, inode, size and time.
+
+use std::{
+    collections::HashMap,
+    fs::File,
+    hash::{DefaultHasher, Hash, Hasher},
+    ops::{Deref, Range},
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex, MutexGuard,
+        atomic::{AtomicU64, Ordering},
+    },
+};
+
+use gimli::{
+    BaseAddresses, DebugFrame, EhFrame, EhFrameHdr, EndianSlice, LittleEndian, UnwindContext, UnwindSection,
+    UnwindTableRow,
+};
+use object::{
+    Object, ObjectSection,
+    elf::{PF_X, PT_LOAD},
+    read::elf::{ElfFile64, ProgramHeader},
+};
+
+use crate::{Error, memory, procfs::Mapping};
+
+/// Images kept from one capture to the next.
+const KEPT: usize = 1024;
+
+pub(crate) type Slice<'a> = EndianSlice<'a, LittleEndian>;
+pub(crate) type Elf<'a> = ElfFile64<'a, object::LittleEndian>;
+
+/// The bytes of an object.
+pub(crate) enum Bytes {
+    File(memmap2::Mmap),
+    Memory(Vec<u8>),
+}
+
+impl Deref for Bytes {
+    type Target = [u8];
+
+    fn deref(&self) -> &[u8] {
+        match self {
+            Bytes::File(map) => map,
+            Bytes::Memory(bytes) => bytes,
+        }
+    }
+}
+
+/// Maps a whole file.
+#[allow(unsafe_code)]
+pub(crate) fn map_file(file: &File) -> std::io::Result<Bytes> {
+    // SAFETY: the map is private and only read. Objects that are in use are replaced by renaming, not by truncation, which
+    // is what would take pages away below us; the loader relies on the same.
+    let map = unsafe { memmap2::Mmap::map(file) }?;
+    Ok(Bytes::File(map))
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Load {
+    offset: u64,
+    size: u64,
+    address: u64,
+    executable: bool,
+}
+
+#[derive(Debug, Clone, Default)]
+struct Section {
+    range: Range<usize>,
+    address: u64,
+}
+
+/// One ELF object with its unwind tables.
+pub(crate) struct Image {
+    /// Names the object within this process.
+    pub id: u64,
+    /// As the target calls it.
+    pub path: String,
+    /// Root folder of a process that sees it under that path, for files that belong to it.
+    pub root: PathBuf,
+    pub bytes: Bytes,
+    pub build_id: Option<Vec<u8>>,
+    loads: Vec<Load>,
+    eh_frame: Option<Section>,
+    eh_frame_hdr: Option<Section>,
+    debug_frame: Option<Section>,
+    text: u64,
+    got: u64,
+    used: AtomicU64,
+}
+
+impl Image {
+    fn parse(bytes: Bytes, path: &str, root: PathBuf) -> Result<Self, Error> {
+        let failed = |reason: String| Error::Image { path: path.into(), reason };
+        let elf = Elf::parse(&*bytes).map_err(|error| failed(error.to_string()))?;
+        let endian = elf.endian();
+        let loads = elf.elf_program_headers().iter().filter(|header| header.p_type(endian) == PT_LOAD);
+        let loads = loads
+            .map(|header| Load {
+                offset: header.p_offset(endian),
+                size: header.p_filesz(endian),
+                address: header.p_vaddr(endian),
+                executable: header.p_flags(endian).0 & PF_X.0 != 0,
+            })
+            .collect();
+        let section = |name: &str| {
+            let section = elf.section_by_name(name)?;
+            let (offset, size) = section.file_range()?;
+            let range = usize::try_from(offset).ok()?..usize::try_from(offset.checked_add(size)?).ok()?;
+            // A compressed section would have to be unpacked for its life; compilers never compress unwind tables but
+            // .debug_frame, which is the last resort.
+            let plain = section.compressed_file_range().ok()?.format == object::CompressionFormat::None;
+            (range.end <= bytes.len() && plain).then_some(Section { range, address: section.address() })
+        };
+        let address = |name: &str| elf.section_by_name(name).map_or(0, |section| section.address());
+        static NEXT: AtomicU64 = AtomicU64::new(0);
+        Ok(Image {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            path: path.to_string(),
+            root,
+            build_id: elf.build_id().ok().flatten().map(<[u8]>::to_vec),
+            loads,
+            eh_frame: section(".eh_frame"),
+            eh_frame_hdr: section(".eh_frame_hdr"),
+            debug_frame: section(".debug_frame"),
+            text: address(".text"),
+            got: address(".got"),
+            used: AtomicU64::new(0),
+            bytes,
+        })
+    }
+
+    /// Difference between addresses in the process and in the file, for one mapping of the object. Segments need not start
+    /// at a page, and two may share one, so it is the segment whose first page the mapping starts with that counts.
+    pub fn bias(&self, mapping: &Mapping) -> Option<u64> {
+        let first_page = |load: &&Load| load.offset & !0xfff == mapping.offset;
+        let within = |load: &&Load| {
+            load.offset & !0xfff <= mapping.offset && mapping.offset < load.offset.saturating_add(load.size)
+        };
+        let usable = || self.loads.iter().filter(|load| load.executable == mapping.executable);
+        let load = usable().find(first_page).or_else(|| usable().find(within));
+        let load = load.or_else(|| self.loads.iter().find(within))?;
+        Some(mapping.start.wrapping_sub(mapping.offset).wrapping_add(load.offset).wrapping_sub(load.address))
+    }
+
+    fn slice(&self, section: &Section) -> &[u8] {
+        &self.bytes[section.range.clone()]
+    }
+
+    /// The rules that recover the caller of the function at `address`, and whether it is the frame of a signal handler.
+    /// `None` when no table covers the address.
+    pub fn row<'ctx>(
+        &self,
+        address: u64,
+        context: &'ctx mut UnwindContext<usize>,
+    ) -> Option<(&'ctx UnwindTableRow<usize>, bool, RuleSection)> {
+        let bases = self.bases();
+        if let Some(section) = &self.eh_frame {
+            let eh_frame = EhFrame::new(self.slice(section), LittleEndian);
+            let fde = match self.eh_frame_table(&bases, &eh_frame, address) {
+                Some(found) => found,
+                None => eh_frame.fde_for_address(&bases, address, EhFrame::cie_from_offset),
+            };
+            if let Ok(fde) = fde {
+                let signal = fde.is_signal_trampoline();
+                let row = fde.unwind_info_for_address(&eh_frame, &bases, context, address).ok()?;
+                return Some((row, signal, RuleSection::EhFrame));
+            }
+        }
+        let debug_frame = DebugFrame::new(self.slice(self.debug_frame.as_ref()?), LittleEndian);
+        let fde = debug_frame.fde_for_address(&bases, address, DebugFrame::cie_from_offset).ok()?;
+        let signal = fde.is_signal_trampoline();
+        let row = fde.unwind_info_for_address(&debug_frame, &bases, context, address).ok()?;
+        Some((row, signal, RuleSection::DebugFrame))
+    }
+
+    fn eh_frame_table<'a>(
+        &'a self,
+        bases: &BaseAddresses,
+        eh_frame: &EhFrame<Slice<'a>>,
+        address: u64,
+    ) -> Option<gimli::Result<gimli::FrameDescriptionEntry<Slice<'a>>>> {
+        let header = EhFrameHdr::new(self.slice(self.eh_frame_hdr.as_ref()?), LittleEndian);
+        let header = header.parse(bases, 8).ok()?;
+        Some(header.table()?.fde_for_address(eh_frame, bases, address, EhFrame::cie_from_offset))
+    }
+
+    fn bases(&self) -> BaseAddresses {
+        let address = |section: &Option<Section>| section.as_ref().map_or(0, |section| section.address);
+        BaseAddresses::default()
+            .set_eh_frame(address(&self.eh_frame))
+            .set_eh_frame_hdr(address(&self.eh_frame_hdr))
+            .set_text(self.text)
+            .set_got(self.got)
+    }
+
+    /// The bytes of an expression that stands in a rule.
+    pub fn expression(
+        &self,
+        expression: &gimli::UnwindExpression<usize>,
+        section: RuleSection,
+    ) -> Option<gimli::Expression<Slice<'_>>> {
+        match section {
+            RuleSection::EhFrame => {
+                expression.get(&EhFrame::new(self.slice(self.eh_frame.as_ref()?), LittleEndian)).ok()
+            }
+            RuleSection::DebugFrame => {
+                expression.get(&DebugFrame::new(self.slice(self.debug_frame.as_ref()?), LittleEndian)).ok()
+            }
+        }
+    }
+
+    /// Parsed again at each use: it costs a few microseconds and borrows nothing.
+    pub fn elf(&self) -> Option<Elf<'_>> {
+        ElfFile64::<object::LittleEndian>::parse(&*self.bytes).ok()
+    }
+}
+
+/// Which table a row came from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum RuleSection {
+    EhFrame,
+    DebugFrame,
+}
+
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+enum Key {
+    File { device: u64, inode: u64, size: u64, modified_ns: i128 },
+    Memory { hash: u64, size: usize },
+}
+
+/// All images known on this node.
+#[derive(Default)]
+pub(crate) struct Images {
+    known: Mutex<HashMap<Key, Option<Arc<Image>>>>,
+    clock: AtomicU64,
+}
+
+impl Images {
+    /// The object behind a mapping of a process. The files are opened without any lock held, because a process in trouble
+    /// can make that wait.
+    pub fn get(&self, pid: i32, tid: i32, mapping: &Mapping) -> Option<Arc<Image>> {
+        if mapping.path == "[vdso]" {
+            let bytes = memory::read_exact(tid, mapping.start, (mapping.end - mapping.start) as usize).ok()?;
+            let mut hasher = DefaultHasher::new();
+            bytes.hash(&mut hasher);
+            let key = Key::Memory { hash: hasher.finish(), size: bytes.len() };
+            return self.known_or(key, || Image::parse(Bytes::Memory(bytes), "[vdso]", PathBuf::from("/")));
+        }
+        if !mapping.path.starts_with('/') {
+            return None;
+        }
+        let file = open(pid, mapping)?;
+        let metadata = file.metadata().ok()?;
+        let key = Key::File {
+            device: metadata.dev(),
+            inode: metadata.ino(),
+            size: metadata.size(),
+            modified_ns: i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec()),
+        };
+        let path = mapping.path.as_str();
+        self.known_or(key, || {
+            let bytes =
+                map_file(&file).map_err(|error| Error::Image { path: path.into(), reason: error.to_string() })?;
+            Image::parse(bytes, path, PathBuf::from(format!("/proc/{pid}/root")))
+        })
+    }
+
+    fn known_or(&self, key: Key, parse: impl FnOnce() -> Result<Image, Error>) -> Option<Arc<Image>> {
+        let now = self.clock.fetch_add(1, Ordering::Relaxed);
+        let known = self.lock().get(&key).cloned();
+        let image = known.unwrap_or_else(|| {
+            let image = parse().inspect_err(|error| tracing::debug!("{error}")).ok().map(Arc::new);
+            // Two ranks may have parsed it at the same time; all keep the one that came first.
+            self.lock().entry(key).or_insert(image).clone()
+        })?;
+        image.used.store(now, Ordering::Relaxed);
+        Some(image)
+    }
+
+    /// Forgets what has not been used for longest.
+    pub fn trim(&self) {
+        let mut known = self.lock();
+        if known.len() <= KEPT {
+            return;
+        }
+        let mut used: Vec<u64> = known.values().flatten().map(|image| image.used.load(Ordering::Relaxed)).collect();
+        used.sort_unstable();
+        let limit = used.len().checked_sub(KEPT / 2).map_or(0, |index| used[index]);
+        known.retain(|_, image| image.as_ref().is_some_and(|image| image.used.load(Ordering::Relaxed) >= limit));
+    }
+
+    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Option<Arc<Image>>>> {
+        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    }
+}
+
+/// Opens exactly the file that is mapped, also when its path now names another one, or lies in another mount namespace.
+fn open(pid: i32, mapping: &Mapping) -> Option<File> {
+    if let Ok(file) = File::open(format!("/proc/{pid}/map_files/{:x}-{:x}", mapping.start, mapping.end)) {
+        return Some(file);
+    }
+    // Without the privilege for that, the path is all there is, and the inode says whether it is still the same file.
+    if mapping.path.ends_with(" (deleted)") {
+        return None;
+    }
+    let inside = format!("/proc/{pid}/root{}", mapping.path);
+    let candidates = [Path::new(&inside), Path::new(&mapping.path)];
+    candidates.into_iter().find_map(|path| {
+        let file = File::open(path).ok()?;
+        (file.metadata().ok()?.ino() == mapping.inode).then_some(file)
+    })
+}

@@ -1,0 +1,309 @@
+//! The files of `/proc` that describe processes and threads, parsed. Everything here reads, nothing stops.
+
+use std::{fs, io, path::PathBuf};
+
+use crate::Error;
+
+/// One line of a maps file.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct Mapping {
+    pub start: u64,
+    pub end: u64,
+    pub offset: u64,
+    pub executable: bool,
+    pub readable: bool,
+    pub inode: u64,
+    /// As the kernel prints it: a path, `[stack]`, or empty.
+    pub path: String,
+}
+
+/// What `/proc/PID/task/TID/status` tells.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Status {
+    pub name: String,
+    /// `S (sleeping)`.
+    pub state: String,
+    pub tracer: i32,
+    pub uid: u32,
+    /// The thread id in the innermost PID namespace.
+    pub namespaced_tid: i32,
+    /// Voluntary and involuntary switches together.
+    pub switches: u64,
+}
+
+impl Status {
+    pub fn letter(&self) -> u8 {
+        self.state.bytes().next().unwrap_or(b'X')
+    }
+}
+
+/// What `/proc/PID/task/TID/syscall` tells.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Syscall {
+    /// On a CPU, or waiting for one.
+    Running,
+    /// Asleep; number -1 when it is not in a system call (a page fault, a stop).
+    Blocked { number: i64, arguments: Option<[u64; 6]>, sp: u64, pc: u64 },
+}
+
+/// What `/proc/PID/stat` tells.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(crate) struct Stat {
+    pub name: String,
+    pub state: char,
+    pub parent: i32,
+    pub cpu_ticks: u64,
+    /// Ticks after boot; together with the pid it names a process for good.
+    pub start_time: u64,
+}
+
+fn read(path: PathBuf) -> Result<String, Error> {
+    match fs::read(&path) {
+        Ok(bytes) => Ok(String::from_utf8_lossy(&bytes).into_owned()),
+        Err(source) => Err(Error::Procfs { path, source }),
+    }
+}
+
+fn task(pid: i32, tid: i32, file: &str) -> PathBuf {
+    PathBuf::from(format!("/proc/{pid}/task/{tid}/{file}"))
+}
+
+/// True for the errors that mean "this process or thread has ended".
+pub(crate) fn is_gone(error: &Error) -> bool {
+    match error {
+        Error::Gone(_) => true,
+        Error::Procfs { source, .. } | Error::Ptrace { source, .. } | Error::Memory { source, .. } => {
+            source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ESRCH)
+        }
+        _ => false,
+    }
+}
+
+/// True for the errors that mean "not allowed".
+pub(crate) fn is_denied(error: &Error) -> bool {
+    match error {
+        Error::Procfs { source, .. } | Error::Ptrace { source, .. } | Error::Memory { source, .. } => {
+            source.kind() == io::ErrorKind::PermissionDenied
+        }
+        _ => false,
+    }
+}
+
+/// Thread ids of a process, ascending.
+pub(crate) fn threads(pid: i32) -> Result<Vec<i32>, Error> {
+    let path = PathBuf::from(format!("/proc/{pid}/task"));
+    let entries = fs::read_dir(&path).map_err(|source| Error::Procfs { path, source })?;
+    let mut tids: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    tids.sort_unstable();
+    Ok(tids)
+}
+
+pub(crate) fn status(pid: i32, tid: i32) -> Result<Status, Error> {
+    Ok(parse_status(&read(task(pid, tid, "status"))?))
+}
+
+fn parse_status(text: &str) -> Status {
+    let mut status = Status::default();
+    for line in text.lines() {
+        let Some((key, value)) = line.split_once(':') else { continue };
+        let value = value.trim();
+        match key {
+            "Name" => status.name = value.to_string(),
+            "State" => status.state = value.to_string(),
+            "TracerPid" => status.tracer = value.parse().unwrap_or(0),
+            "Uid" => status.uid = value.split_whitespace().next().and_then(|uid| uid.parse().ok()).unwrap_or(0),
+            "NSpid" => {
+                status.namespaced_tid = value.split_whitespace().last().and_then(|tid| tid.parse().ok()).unwrap_or(0);
+            }
+            "voluntary_ctxt_switches" | "nonvoluntary_ctxt_switches" => {
+                status.switches += value.parse::<u64>().unwrap_or(0);
+            }
+            _ => {}
+        }
+    }
+    status
+}
+
+pub(crate) fn syscall(pid: i32, tid: i32) -> Result<Syscall, Error> {
+    let text = read(task(pid, tid, "syscall"))?;
+    parse_syscall(&text).ok_or_else(|| Error::Procfs {
+        path: task(pid, tid, "syscall"),
+        source: io::Error::new(io::ErrorKind::InvalidData, format!("unknown form {:?}", text.trim())),
+    })
+}
+
+fn parse_syscall(text: &str) -> Option<Syscall> {
+    let mut fields = text.split_whitespace();
+    let first = fields.next()?;
+    if first == "running" {
+        return Some(Syscall::Running);
+    }
+    let number = first.parse().ok()?;
+    let values: Option<Vec<u64>> =
+        fields.map(|field| u64::from_str_radix(field.strip_prefix("0x")?, 16).ok()).collect();
+    match values?.as_slice() {
+        [sp, pc] => Some(Syscall::Blocked { number, arguments: None, sp: *sp, pc: *pc }),
+        [arguments @ .., sp, pc] if arguments.len() == 6 => {
+            let arguments = arguments.try_into().ok();
+            Some(Syscall::Blocked { number, arguments, sp: *sp, pc: *pc })
+        }
+        _ => None,
+    }
+}
+
+/// Kernel function that the thread sleeps in; empty when it runs or the kernel does not tell.
+pub(crate) fn wchan(pid: i32, tid: i32) -> String {
+    match read(task(pid, tid, "wchan")) {
+        Ok(text) if text != "0" => text.trim().to_string(),
+        _ => String::new(),
+    }
+}
+
+/// Names of the kernel functions on the thread's kernel stack, leaf first; empty without the privilege to read them.
+pub(crate) fn kernel_stack(pid: i32, tid: i32) -> Vec<String> {
+    read(task(pid, tid, "stack")).map(|text| parse_kernel_stack(&text)).unwrap_or_default()
+}
+
+fn parse_kernel_stack(text: &str) -> Vec<String> {
+    text.lines()
+        .filter_map(|line| line.split_once("] ").map(|(_, function)| function))
+        .map(|function| function.split('+').next().unwrap_or(function).to_string())
+        .collect()
+}
+
+/// CPU time of one thread. `schedstat` counts nanoseconds, `stat` only ticks.
+pub(crate) fn thread_cpu_ns(pid: i32, tid: i32) -> u64 {
+    let exact = read(task(pid, tid, "schedstat")).ok();
+    let exact = exact.and_then(|text| text.split_whitespace().next()?.parse().ok());
+    exact.unwrap_or_else(|| {
+        let text = read(task(pid, tid, "stat")).unwrap_or_default();
+        parse_stat(&text).map_or(0, |stat| ticks_to_ns(stat.cpu_ticks))
+    })
+}
+
+pub(crate) fn stat(pid: i32) -> Result<Stat, Error> {
+    let path = PathBuf::from(format!("/proc/{pid}/stat"));
+    parse_stat(&read(path)?).ok_or(Error::Gone(pid))
+}
+
+fn parse_stat(text: &str) -> Option<Stat> {
+    // The name may hold spaces and brackets itself, so the last bracket ends it.
+    let (head, tail) = text.rsplit_once(')')?;
+    let name = head.split_once('(')?.1.to_string();
+    let fields: Vec<&str> = tail.split_whitespace().collect();
+    let number = |field: usize| fields.get(field)?.parse::<u64>().ok();
+    Some(Stat {
+        name,
+        state: fields.first()?.chars().next()?,
+        parent: fields.get(1)?.parse().ok()?,
+        cpu_ticks: number(11)? + number(12)?,
+        start_time: number(19)?,
+    })
+}
+
+pub(crate) fn ticks_to_ns(ticks: u64) -> u64 {
+    let per_second = nix::unistd::sysconf(nix::unistd::SysconfVar::CLK_TCK).ok().flatten().unwrap_or(100);
+    ticks * 1_000_000_000 / per_second.max(1) as u64
+}
+
+/// Bytes that read and write calls moved; 0 when it cannot be read.
+pub(crate) fn io_bytes(pid: i32) -> u64 {
+    let text = read(PathBuf::from(format!("/proc/{pid}/io"))).unwrap_or_default();
+    let of = |name: &str| {
+        text.lines().find_map(|line| line.strip_prefix(name)?.trim().parse::<u64>().ok()).unwrap_or_default()
+    };
+    of("rchar:") + of("wchar:")
+}
+
+/// argv joined by spaces, at most 4,096 bytes; the kernel's name in brackets for a process without one.
+pub(crate) fn command(pid: i32) -> String {
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    let arguments = bytes.split(|byte| *byte == 0).map(|argument| String::from_utf8_lossy(argument));
+    let mut command = arguments.collect::<Vec<_>>().join(" ").trim().to_string();
+    if command.is_empty() {
+        return stat(pid).map(|stat| format!("[{}]", stat.name)).unwrap_or_default();
+    }
+    while command.len() > 4096 {
+        command.pop();
+    }
+    command
+}
+
+pub(crate) fn maps(pid: i32, tid: i32) -> Result<Vec<Mapping>, Error> {
+    Ok(read(task(pid, tid, "maps"))?.lines().filter_map(parse_mapping).collect())
+}
+
+fn parse_mapping(line: &str) -> Option<Mapping> {
+    let mut rest = line;
+    let mut field = || {
+        rest = rest.trim_start();
+        let end = rest.find(' ').unwrap_or(rest.len());
+        let (word, tail) = rest.split_at(end);
+        rest = tail;
+        word
+    };
+    let (start, end) = field().split_once('-')?;
+    let permissions = field().as_bytes();
+    let offset = u64::from_str_radix(field(), 16).ok()?;
+    field();
+    let inode = field().parse().ok()?;
+    Some(Mapping {
+        start: u64::from_str_radix(start, 16).ok()?,
+        end: u64::from_str_radix(end, 16).ok()?,
+        offset,
+        readable: permissions.first() == Some(&b'r'),
+        executable: permissions.get(2) == Some(&b'x'),
+        inode,
+        path: rest.trim_start().to_string(),
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn syscall_lines() {
+        assert_eq!(parse_syscall("running\n"), Some(Syscall::Running));
+        let blocked = parse_syscall("-1 0x7ffe 0x401000\n");
+        assert_eq!(blocked, Some(Syscall::Blocked { number: -1, arguments: None, sp: 0x7ffe, pc: 0x401000 }));
+        let futex = parse_syscall("202 0x1 0x2 0x3 0x4 0x5 0x6 0x7f00 0x7f01\n");
+        let arguments = Some([1, 2, 3, 4, 5, 6]);
+        assert_eq!(futex, Some(Syscall::Blocked { number: 202, arguments, sp: 0x7f00, pc: 0x7f01 }));
+        assert_eq!(parse_syscall(""), None);
+        assert_eq!(parse_syscall("1 0x2"), None);
+    }
+
+    #[test]
+    fn mappings_with_odd_paths() {
+        let line = "7f00-7f10 r-xp 00001000 08:01 42                 /a b/c (deleted)";
+        let mapping = parse_mapping(line).unwrap();
+        assert_eq!((mapping.start, mapping.end, mapping.offset, mapping.inode), (0x7f00, 0x7f10, 0x1000, 42));
+        assert!(mapping.executable && mapping.readable);
+        assert_eq!(mapping.path, "/a b/c (deleted)");
+        assert_eq!(parse_mapping("7f00-7f10 ---p 00000000 00:00 0 ").unwrap().path, "");
+    }
+
+    #[test]
+    fn names_with_brackets() {
+        let text = format!("12 (a) b) S 7 {}", (3..52).map(|n| n.to_string()).collect::<Vec<_>>().join(" "));
+        let stat = parse_stat(&text).unwrap();
+        assert_eq!((stat.name.as_str(), stat.state, stat.parent), ("a) b", 'S', 7));
+    }
+
+    #[test]
+    fn own_process() {
+        let pid = std::process::id() as i32;
+        let status = status(pid, pid).unwrap();
+        assert!(status.switches > 0 && status.namespaced_tid == pid);
+        assert!(maps(pid, pid).unwrap().iter().any(|mapping| mapping.path == "[vdso]"));
+        assert!(threads(pid).unwrap().contains(&pid));
+        assert!(is_gone(&stat(i32::MAX).unwrap_err()));
+    }
+
+    #[test]
+    fn kernel_stacks() {
+        let text = "[<0>] futex_wait_queue+0x60/0x90\n[<0>] do_futex+0x1/0x2\n";
+        assert_eq!(parse_kernel_stack(text), ["futex_wait_queue", "do_futex"]);
+    }
+}

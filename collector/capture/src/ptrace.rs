@@ -1,0 +1,142 @@
+//! Stopping a thread for as long as it takes to copy its registers and its stack, and never longer.
+//!
+//! SEIZE and INTERRUPT send no signal. A stopped thread is released by `Drop`. The calls of one [`Stop`] must come from one
+//! OS thread; the kernel releases what that thread still holds when it ends.
+
+use std::{
+    io,
+    time::{Duration, Instant},
+};
+
+use nix::unistd::Pid;
+
+use crate::{Error, procfs, registers::Registers};
+
+/// A thread that is stopped, until this is dropped.
+pub(crate) struct Stop {
+    tid: i32,
+    since: Instant,
+    stopped: bool,
+    /// The signal that it was about to be told of; it gets it when it goes on.
+    signal: i32,
+}
+
+impl Stop {
+    /// Stops one thread. A thread that sleeps uninterruptibly would never answer, so the caller must not ask for one.
+    pub fn new(pid: i32, tid: i32, deadline: Instant) -> Result<Self, Error> {
+        let mut stop = Self::request(pid, tid)?;
+        stop.wait(pid, deadline)?;
+        Ok(stop)
+    }
+
+    /// Asks one thread to stop, without waiting until it has.
+    pub fn request(pid: i32, tid: i32) -> Result<Self, Error> {
+        let nix_tid = Pid::from_raw(tid);
+        nix::sys::ptrace::seize(nix_tid, nix::sys::ptrace::Options::empty())
+            .map_err(|errno| explain(pid, tid, errno.into()))?;
+        let stop = Stop { tid, since: Instant::now(), stopped: false, signal: 0 };
+        nix::sys::ptrace::interrupt(nix_tid).map_err(|errno| explain(pid, tid, errno.into()))?;
+        Ok(stop)
+    }
+
+    /// Waits until the thread has stopped.
+    pub fn wait(&mut self, pid: i32, deadline: Instant) -> Result<(), Error> {
+        let asked = Instant::now();
+        let mut pause = Duration::from_micros(5);
+        while !self.stopped {
+            match wait_stopped(self.tid) {
+                Ok(Some(signal)) => {
+                    self.stopped = true;
+                    self.signal = signal;
+                    return Ok(());
+                }
+                Ok(None) => {}
+                Err(source) => return Err(Error::Ptrace { tid: self.tid, source }),
+            }
+            if Instant::now() >= deadline {
+                return Err(Error::NoStop { tid: self.tid, waited_us: asked.elapsed().as_micros() as u64 });
+            }
+            if asked.elapsed() > Duration::from_millis(1) {
+                let letter = procfs::status(pid, self.tid).map_or(b'X', |status| status.letter());
+                if matches!(letter, b'Z' | b'X') {
+                    return Err(Error::Gone(self.tid));
+                }
+                pause = Duration::from_micros(200);
+            }
+            std::thread::sleep(pause);
+        }
+        Ok(())
+    }
+
+    pub fn registers(&self) -> Result<Registers, Error> {
+        let registers = nix::sys::ptrace::getregs(Pid::from_raw(self.tid))
+            .map_err(|errno| Error::Ptrace { tid: self.tid, source: errno.into() })?;
+        Ok(Registers::from_ptrace(&registers))
+    }
+
+    /// Lets the thread go on, and says for how long it was stopped at most.
+    pub fn release(self) -> Duration {
+        let since = self.since;
+        drop(self);
+        since.elapsed()
+    }
+}
+
+impl Drop for Stop {
+    fn drop(&mut self) {
+        if !self.stopped {
+            // Only a stopped thread can be detached from. One that has not answered yet may have done so by now.
+            if let Ok(Some(signal)) = wait_stopped(self.tid) {
+                self.signal = signal;
+            }
+        }
+        detach(self.tid, self.signal);
+    }
+}
+
+fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
+    if source.raw_os_error() == Some(libc::EPERM)
+        && let Ok(status) = procfs::status(pid, tid)
+    {
+        if status.tracer != 0 {
+            let name = procfs::stat(status.tracer).map(|stat| stat.name).unwrap_or_default();
+            return Error::Traced { tid, tracer: status.tracer, name };
+        }
+        if matches!(status.letter(), b'Z' | b'X') {
+            return Error::Gone(tid);
+        }
+        return Error::Permission { pid, uid: status.uid };
+    }
+    Error::Ptrace { tid, source }
+}
+
+/// `Some` when the thread has stopped, with the signal it is to get afterwards, or 0. Never waits, and never takes the exit
+/// status of a process away from its parent, which may be this one.
+#[allow(unsafe_code)]
+fn wait_stopped(tid: i32) -> io::Result<Option<i32>> {
+    // SAFETY: siginfo_t is plain data for which zeroes are valid.
+    let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
+    let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
+    // SAFETY: `info` is valid for writing, and the flags are those of waitid.
+    let result = unsafe { libc::waitid(libc::P_PID, tid as libc::id_t, &mut info, flags) };
+    if result != 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: waitid has filled in the fields of a child event, or left the zeroes.
+    let (reported, status) = unsafe { (info.si_pid(), info.si_status()) };
+    if reported == 0 {
+        return Ok(None);
+    }
+    // An event (the interrupt, a group stop) has its number above the signal and delivers nothing.
+    let event = status >> 8;
+    Ok(Some(if event == 0 { status & 0xff } else { 0 }))
+}
+
+#[allow(unsafe_code)]
+fn detach(tid: i32, signal: i32) {
+    // SAFETY: PTRACE_DETACH takes a thread id and a signal number and touches no memory of this process.
+    let result = unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal as usize) };
+    if result != 0 {
+        tracing::debug!("thread {tid} was not released: {}", io::Error::last_os_error());
+    }
+}

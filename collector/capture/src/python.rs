@@ -1,0 +1,111 @@
+//! Python stacks, read from the interpreter's own structures by py-spy as a library.
+
+use std::{
+    collections::HashMap,
+    panic::{AssertUnwindSafe, catch_unwind},
+    path::Path,
+};
+
+use object::{Object, ObjectSymbol};
+use py_spy::{Config, PythonSpy, StackTrace, config::LockingStrategy};
+use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
+
+use crate::{address_space::AddressSpace, memory, native::Thread, procfs};
+
+/// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
+const TID_IN_PTHREAD: u64 = 0x2d0;
+
+/// Whether the process runs an interpreter at all.
+pub(crate) fn is_python(tid: i32, space: &AddressSpace<'_>) -> bool {
+    let file_name = |path: &str| Path::new(path).file_name().map(|name| name.to_string_lossy().into_owned());
+    let is_library = |name: &str| name.starts_with("libpython") && name.contains(".so");
+    if space.mappings().any(|mapping| file_name(&mapping.path).is_some_and(|name| is_library(&name))) {
+        return true;
+    }
+    let exe = std::fs::read_link(format!("/proc/{tid}/exe")).unwrap_or_default().to_string_lossy().into_owned();
+    if file_name(&exe).is_some_and(|name| name.starts_with("python")) {
+        return true;
+    }
+    // A program that carries the interpreter within itself exports it for its extension modules.
+    let main = space.mappings().find(|mapping| mapping.executable && mapping.path == exe);
+    let image = main.and_then(|mapping| space.located(mapping.start)).map(|located| &located.image);
+    let elf = image.and_then(|image| image.elf());
+    elf.is_some_and(|elf| elf.dynamic_symbols().any(|symbol| symbol.name_bytes() == Ok(b"Py_GetVersion")))
+}
+
+/// Finds the interpreter of a process.
+pub(crate) fn attach(tid: i32) -> Result<PythonSpy, String> {
+    let config = Config { blocking: LockingStrategy::NonBlocking, full_filenames: true, ..Config::default() };
+    guarded(|| PythonSpy::new(tid, &config).map_err(|error| format!("{error:#}")))
+}
+
+/// All Python threads, as they are at this moment.
+pub(crate) fn walk(spy: &mut PythonSpy, pid: i32, threads: &[Thread]) -> Result<Vec<PySpyStacktrace>, String> {
+    let traces = guarded(|| spy.get_stack_traces().map_err(|error| format!("{error:#}")))?;
+    let outside: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
+    let namespaced: HashMap<i32, &Thread> =
+        threads.iter().map(|thread| (thread.status.namespaced_tid, thread)).collect();
+    let convert = |trace: StackTrace| {
+        let inside = trace.os_thread_id.map(|tid| tid as i32).or_else(|| tid_of_pthread(spy.pid, trace.thread_id));
+        // The interpreter knows the id of its own PID namespace, which usually is also ours.
+        let thread = inside.and_then(|tid| namespaced.get(&tid).or_else(|| outside.get(&tid)));
+        PySpyStacktrace {
+            pid: pid as u32,
+            thread_id: trace.thread_id,
+            thread_name: trace.thread_name.unwrap_or_default(),
+            os_thread_id: thread.map_or(0, |thread| thread.tid as u32),
+            active: thread.is_some_and(|thread| thread.running || thread.status.letter() == b'R'),
+            owns_gil: trace.owns_gil,
+            frames: trace.frames.into_iter().filter(|frame| !is_pseudo(frame)).map(frame).collect(),
+        }
+    };
+    Ok(traces.into_iter().map(convert).collect())
+}
+
+fn frame(frame: py_spy::Frame) -> PySpyFrame {
+    PySpyFrame {
+        func_name: frame.name,
+        file_name: format!("{}:{}", frame.filename, frame.line),
+        module: frame.module.unwrap_or_default(),
+    }
+}
+
+/// CPython 3.13 shows the code with which it cleans up after `__init__` as a frame; it is in no file.
+fn is_pseudo(frame: &py_spy::Frame) -> bool {
+    frame.line == 0 && frame.name == "__init__" && frame.filename == "__init__"
+}
+
+/// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
+fn tid_of_pthread(tid: i32, pthread: u64) -> Option<i32> {
+    let bytes = memory::read_exact(tid, pthread.checked_add(TID_IN_PTHREAD)?, 4).ok()?;
+    Some(i32::from_le_bytes(bytes.try_into().ok()?))
+}
+
+/// Context switches of all threads, and whether they run.
+pub(crate) fn switches(pid: i32, threads: &[Thread]) -> HashMap<u32, (u64, bool)> {
+    let status = |thread: &Thread| {
+        let status = procfs::status(pid, thread.tid).ok()?;
+        Some((thread.tid as u32, (status.switches, status.letter() == b'R')))
+    };
+    threads.iter().filter_map(status).collect()
+}
+
+/// Whether a Python thread may have run between the two counts. A thread of unknown id, or one that came or went, counts.
+pub(crate) fn moved(
+    traces: &[PySpyStacktrace],
+    before: &HashMap<u32, (u64, bool)>,
+    after: &HashMap<u32, (u64, bool)>,
+) -> bool {
+    traces.iter().any(|trace| {
+        let (before, after) = (before.get(&trace.os_thread_id), after.get(&trace.os_thread_id));
+        match (before, after) {
+            (Some((before, was_running)), Some((after, runs))) => before != after || *was_running || *runs,
+            _ => true,
+        }
+    })
+}
+
+/// The structures may be torn while they are read, and a defect in reading them must not cost the native stacks.
+fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
+    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("its structures could not be followed".into()))
+}

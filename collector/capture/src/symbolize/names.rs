@@ -1,0 +1,168 @@
+//! Function names from symbol tables: one pass over all symbols against the sorted addresses that are wanted, and only what
+//! was found is demangled.
+
+use std::{fs::File, path::PathBuf, sync::Arc};
+
+use object::{
+    SymbolIndex,
+    elf::{SHN_UNDEF, STB_GLOBAL, STB_WEAK, STT_FUNC, STT_GNU_IFUNC, STT_NOTYPE, Sym64},
+    read::elf::{ElfFile64, FileHeader, Sym, SymbolTable},
+};
+
+use crate::image::{Bytes, Image, map_file};
+
+/// The best symbol for one address so far.
+#[derive(Clone, Copy, Default)]
+struct Hit<'a> {
+    rank: Rank,
+    name: &'a [u8],
+}
+
+/// Which of several symbols that hold an address is shown; the greater one wins.
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
+struct Rank {
+    /// A symbol whose size says that it holds the address, before one that merely lies before it.
+    sized: bool,
+    /// The closest start.
+    start: u64,
+    function: bool,
+    /// Global before weak before local.
+    binding: u8,
+    /// `poll` before `__poll`: the public name.
+    underscores: std::cmp::Reverse<usize>,
+}
+
+/// Names of the functions that hold the addresses, which are sorted.
+pub(super) fn find(image: &Image, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
+    let mut hits = vec![Hit::default(); addresses.len()];
+    if addresses.is_empty() {
+        return Vec::new();
+    }
+    let debug = debug_file(image);
+    let debug = debug.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
+    let elf = image.elf();
+    if let Some(elf) = &debug {
+        scan(elf.endian(), elf.elf_symbol_table(), addresses, &mut hits);
+    }
+    if let Some(elf) = &elf {
+        scan(elf.endian(), elf.elf_symbol_table(), addresses, &mut hits);
+        scan(elf.endian(), elf.elf_dynamic_symbol_table(), addresses, &mut hits);
+    }
+    hits.iter().map(|hit| (!hit.name.is_empty()).then(|| demangle(hit.name).into())).collect()
+}
+
+fn scan<'a, Header>(
+    endian: object::LittleEndian,
+    table: &SymbolTable<'a, Header>,
+    addresses: &[u64],
+    hits: &mut [Hit<'a>],
+) where
+    Header: FileHeader<Endian = object::LittleEndian, Sym = Sym64<object::LittleEndian>>,
+{
+    let (Some(first), Some(last)) = (addresses.first(), addresses.last()) else { return };
+    for (index, symbol) in table.iter().enumerate() {
+        let start = symbol.st_value(endian);
+        let kind = symbol.st_type();
+        if start > *last || start == 0 || !matches!(kind, STT_FUNC | STT_GNU_IFUNC | STT_NOTYPE) {
+            continue;
+        }
+        if symbol.st_shndx(endian) == SHN_UNDEF {
+            continue;
+        }
+        let size = symbol.st_size(endian);
+        // A symbol without a size reaches as far as the next one; the rank sorts that out.
+        let end = if size == 0 { u64::MAX } else { start.saturating_add(size) };
+        if end <= *first {
+            continue;
+        }
+        let from = addresses.partition_point(|address| *address < start);
+        for (address, hit) in addresses[from..].iter().zip(&mut hits[from..]) {
+            if *address >= end {
+                break;
+            }
+            let mut rank = Rank {
+                sized: size != 0,
+                start,
+                function: kind != STT_NOTYPE,
+                binding: match symbol.st_bind() {
+                    STB_GLOBAL => 2,
+                    STB_WEAK => 1,
+                    _ => 0,
+                },
+                underscores: std::cmp::Reverse(usize::MAX),
+            };
+            if (rank.sized, rank.start, rank.function, rank.binding)
+                < (hit.rank.sized, hit.rank.start, hit.rank.function, hit.rank.binding)
+            {
+                continue;
+            }
+            let name = table.symbol_name(endian, symbol).unwrap_or_default();
+            // Some linkers write the version of a symbol into its name.
+            let name = name.split(|byte| *byte == b'@').next().unwrap_or_default();
+            if name.is_empty() || name.starts_with(b"$") || table.shndx(endian, SymbolIndex(index)) == Some(0) {
+                continue;
+            }
+            rank.underscores = std::cmp::Reverse(name.iter().take_while(|byte| **byte == b'_').count());
+            if hit.name.is_empty() || rank > hit.rank {
+                *hit = Hit { rank, name };
+            }
+        }
+    }
+}
+
+/// Debian and others keep symbols and line tables in files of their own, named by build id.
+pub(super) fn debug_file(image: &Image) -> Option<Bytes> {
+    let id: String = image.build_id.as_ref()?.iter().map(|byte| format!("{byte:02x}")).collect();
+    let (first, rest) = id.split_at_checked(2)?;
+    let inside = format!("usr/lib/debug/.build-id/{first}/{rest}.debug");
+    [image.root.join(&inside), PathBuf::from("/").join(&inside)]
+        .iter()
+        .find_map(|path| map_file(&File::open(path).ok()?).ok())
+}
+
+/// C++ and Rust names as they stand in the source, without parameters; anything else as it is.
+pub(super) fn demangle(name: &[u8]) -> String {
+    let text = String::from_utf8_lossy(name);
+    // Rust's older mangling looks like C++ with a hash at the end, so it is tried first.
+    if let Ok(rust) = rustc_demangle::try_demangle(&text) {
+        return format!("{rust:#}");
+    }
+    if text.starts_with("_Z")
+        && let Ok(symbol) = cpp_demangle::Symbol::new(text.as_bytes())
+    {
+        let options = cpp_demangle::DemangleOptions::new().no_params().no_return_type();
+        if let Ok(name) = symbol.demangle_with_options(&options) {
+            return name;
+        }
+    }
+    text.into_owned()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn demangles_what_is_mangled() {
+        assert_eq!(demangle(b"poll"), "poll");
+        assert_eq!(demangle(b"_ZN3foo3barEiPKc"), "foo::bar");
+        assert_eq!(demangle(b"_ZN4core3fmt5Write9write_fmt17h0123456789abcdefE"), "core::fmt::Write::write_fmt");
+        assert_eq!(demangle(b"_RNvC6_123foo3bar"), "123foo::bar");
+        assert_eq!(demangle(b"_Znot_mangled"), "_Znot_mangled");
+    }
+
+    #[test]
+    fn the_public_name_of_a_function_wins() {
+        let rank = |sized, start, binding, underscores| Rank {
+            sized,
+            start,
+            function: true,
+            binding,
+            underscores: std::cmp::Reverse(underscores),
+        };
+        assert!(rank(true, 10, 0, 0) > rank(false, 20, 2, 0), "a size is worth more than a close start");
+        assert!(rank(true, 20, 0, 0) > rank(true, 10, 2, 0));
+        assert!(rank(true, 10, 2, 2) > rank(true, 10, 1, 0));
+        assert!(rank(true, 10, 2, 0) > rank(true, 10, 2, 2));
+    }
+}

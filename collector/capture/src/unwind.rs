@@ -1,0 +1,245 @@
+//! From registers and copied memory to program counters. It follows the call frame information with all registers, through
+//! signal frames and expressions, and falls back to frame pointers where there is none. It touches no process.
+
+use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, UnwindExpression, Value};
+
+use crate::{
+    address_space::{AddressSpace, Located},
+    image::RuleSection,
+    memory::Regions,
+    registers::{self, FRAME_POINTER, PC, Registers, STACK_POINTER},
+};
+
+/// Frames of one thread; a stack that is deeper ends there and says so.
+pub(crate) const MAX_FRAMES: usize = 100_000;
+
+/// One frame before it has a name.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct RawFrame {
+    pub pc: u64,
+    /// True when `pc` is the next instruction to run (the leaf, and what a signal interrupted), false for a return address,
+    /// whose call lies before it.
+    pub exact: bool,
+}
+
+impl RawFrame {
+    /// An address within the instruction that the frame is at.
+    pub fn lookup(&self) -> u64 {
+        if self.exact { self.pc } else { self.pc.wrapping_sub(1) }
+    }
+}
+
+/// Why unwinding ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// At the root: nothing called this.
+    Root,
+    /// The copy does not hold this address.
+    Memory(u64),
+    /// A register is needed that nobody told.
+    Register(usize),
+    /// No rules for this address, and the frame pointer leads nowhere.
+    NoRules(u64),
+    /// The rules for this address cannot be followed.
+    BadRules(u64),
+    /// The caller would lie below its callee.
+    Backwards(u64),
+    /// More than [`MAX_FRAMES`].
+    Limit,
+}
+
+impl End {
+    /// What to tell a person; empty for a whole stack.
+    pub fn describe(&self) -> String {
+        match self {
+            End::Root => String::new(),
+            End::Memory(address) => format!("memory at {address:#x} could not be read"),
+            End::Register(register) => format!("register {} is not known", registers::name(*register)),
+            End::NoRules(pc) => format!("no unwind information for {pc:#x}"),
+            End::BadRules(pc) => format!("unwind information for {pc:#x} cannot be followed"),
+            End::Backwards(pc) => format!("the stack runs backwards at {pc:#x}"),
+            End::Limit => format!("more than {MAX_FRAMES} frames"),
+        }
+    }
+}
+
+/// Unwinds one thread.
+pub(crate) fn unwind(
+    mut registers: Registers,
+    memory: &Regions,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+) -> (Vec<RawFrame>, End) {
+    let mut frames = Vec::new();
+    let mut exact = true;
+    loop {
+        let frame = RawFrame { pc: registers.pc(), exact };
+        frames.push(frame);
+        if frames.len() >= MAX_FRAMES {
+            return (frames, End::Limit);
+        }
+        let step = match space.located(frame.lookup()) {
+            Some(located) => step_by_rules(frame, located, &registers, memory, context),
+            None => None,
+        };
+        let step = step.unwrap_or_else(|| step_without_rules(frame, &registers, memory, space));
+        let (caller, signal) = match step {
+            Ok(step) => step,
+            Err(end) => return (frames, end),
+        };
+        // A handler on a stack of its own may lie anywhere, everything else lies above its callee.
+        if !signal && caller.sp() <= registers.sp() {
+            return (frames, End::Backwards(frame.pc));
+        }
+        if caller.pc() == 0 {
+            return (frames, End::Root);
+        }
+        registers = caller;
+        exact = signal;
+    }
+}
+
+type Step = Result<(Registers, bool), End>;
+
+fn step_by_rules(
+    frame: RawFrame,
+    located: &Located,
+    registers: &Registers,
+    memory: &Regions,
+    context: &mut UnwindContext<usize>,
+) -> Option<Step> {
+    let address = frame.lookup().wrapping_sub(located.bias);
+    let (row, signal, section) = located.image.row(address, context)?;
+    let evaluate = |expression: &UnwindExpression<usize>, initial: Option<u64>| {
+        evaluate(expression, section, initial, located, registers, memory, frame.pc)
+    };
+    let cfa = match row.cfa() {
+        CfaRule::RegisterAndOffset { register, offset } => {
+            let register = usize::from(register.0);
+            match registers.get(register) {
+                Some(value) => value.wrapping_add_signed(*offset),
+                None => return Some(Err(End::Register(register))),
+            }
+        }
+        CfaRule::Expression(expression) => match evaluate(expression, None) {
+            Ok(value) => value,
+            Err(end) => return Some(Err(end)),
+        },
+    };
+    let mut caller = registers.preserved();
+    // The definition of the CFA: the stack pointer of the caller before its call. A signal frame overrides it below.
+    caller.set(STACK_POINTER, cfa);
+    let mut return_address = None;
+    for (register, rule) in row.registers() {
+        let register = usize::from(register.0);
+        let read = |address: u64| memory.number(address, 8).ok_or(End::Memory(address));
+        let value = match rule {
+            RegisterRule::Undefined => Ok(None),
+            RegisterRule::SameValue => Ok(registers.get(register)),
+            RegisterRule::Offset(offset) => read(cfa.wrapping_add_signed(*offset)).map(Some),
+            RegisterRule::ValOffset(offset) => Ok(Some(cfa.wrapping_add_signed(*offset))),
+            RegisterRule::Register(other) => Ok(registers.get(usize::from(other.0))),
+            RegisterRule::Expression(expression) => {
+                evaluate(expression, Some(cfa)).and_then(|address| read(address).map(Some))
+            }
+            RegisterRule::ValExpression(expression) => evaluate(expression, Some(cfa)).map(Some),
+            RegisterRule::Constant(value) => Ok(Some(*value)),
+            _ => Err(End::BadRules(frame.pc)),
+        };
+        match value {
+            Ok(value) if register == PC => return_address = Some(value),
+            Ok(value) => caller.put(register, value),
+            // A register other than the return address may turn out never to be needed.
+            Err(end) if register == PC => return Some(Err(end)),
+            Err(_) => caller.put(register, None),
+        }
+    }
+    match return_address {
+        // An undefined return address is how the functions at the root of a thread say so.
+        Some(None) => Some(Err(End::Root)),
+        None => Some(Err(End::BadRules(frame.pc))),
+        Some(Some(pc)) => {
+            caller.set(PC, pc);
+            Some(Ok((caller, signal)))
+        }
+    }
+}
+
+/// Code without call frame information: made at run time, or assembly. The chain of frame pointers may lead on.
+fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Regions, space: &AddressSpace<'_>) -> Step {
+    let mut caller = registers.preserved();
+    let sp = registers.sp();
+    if frame.exact && !space.is_executable(frame.pc) {
+        // A call of a bad pointer has pushed its return address and nothing else.
+        let pc = memory.number(sp, 8).ok_or(End::Memory(sp))?;
+        if space.is_executable(pc) {
+            caller.set(PC, pc);
+            caller.set(STACK_POINTER, sp.wrapping_add(8));
+            return Ok((caller, false));
+        }
+        return Err(End::NoRules(frame.pc));
+    }
+    let Some(fp) = registers.get(FRAME_POINTER) else { return Err(End::Register(FRAME_POINTER)) };
+    if fp == 0 {
+        return Err(End::Root);
+    }
+    if fp < sp || !fp.is_multiple_of(8) {
+        return Err(End::NoRules(frame.pc));
+    }
+    let above = fp.wrapping_add(8);
+    let pc = memory.number(above, 8).ok_or(End::Memory(above))?;
+    if pc != 0 && !space.is_executable(pc) {
+        return Err(End::NoRules(frame.pc));
+    }
+    caller.put(FRAME_POINTER, memory.number(fp, 8));
+    caller.set(PC, pc);
+    caller.set(STACK_POINTER, fp.wrapping_add(16));
+    Ok((caller, false))
+}
+
+/// Evaluates a DWARF expression of a rule.
+fn evaluate(
+    expression: &UnwindExpression<usize>,
+    section: RuleSection,
+    initial: Option<u64>,
+    located: &Located,
+    registers: &Registers,
+    memory: &Regions,
+    pc: u64,
+) -> Result<u64, End> {
+    let bad = End::BadRules(pc);
+    let encoding = gimli::Encoding { address_size: 8, format: gimli::Format::Dwarf32, version: 4 };
+    let expression = located.image.expression(expression, section).ok_or(bad)?;
+    let mut evaluation = expression.evaluation(encoding);
+    evaluation.set_max_iterations(10_000);
+    if let Some(initial) = initial {
+        evaluation.set_initial_value(initial);
+    }
+    let mut state = evaluation.evaluate().map_err(|_| bad)?;
+    loop {
+        state = match state {
+            EvaluationResult::Complete => break,
+            EvaluationResult::RequiresMemory { address, size, .. } => {
+                let value = memory.number(address, usize::from(size)).ok_or(End::Memory(address))?;
+                evaluation.resume_with_memory(Value::Generic(value)).map_err(|_| bad)?
+            }
+            EvaluationResult::RequiresRegister { register, .. } => {
+                let register = usize::from(register.0);
+                let value = registers.get(register).ok_or(End::Register(register))?;
+                evaluation.resume_with_register(Value::Generic(value)).map_err(|_| bad)?
+            }
+            EvaluationResult::RequiresRelocatedAddress(address) => {
+                evaluation.resume_with_relocated_address(address.wrapping_add(located.bias)).map_err(|_| bad)?
+            }
+            _ => return Err(bad),
+        };
+    }
+    match evaluation.as_result() {
+        [piece] => match piece.location {
+            Location::Address { address } => Ok(address),
+            Location::Value { value: Value::Generic(value) } => Ok(value),
+            _ => Err(bad),
+        },
+        _ => Err(bad),
+    }
+}
