@@ -48,15 +48,12 @@ class _UniqueId(Structure):
 
 
 class _Config(Structure):
-    """The head of ncclConfig_t; the rest keeps NCCL's "undefined"."""
+    """ncclConfig_t of NCCL 2.14, its shortest form, which every later version accepts."""
 
-    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int), ("rest", c_int * 31)]
-
-    UNDEFINED = -(2**31)
+    _fields_ = [("size", c_size_t), ("magic", c_uint), ("version", c_uint), ("blocking", c_int)]
 
     def __init__(self, blocking):
-        # 2.18.1 is the first version with this head followed by the members that `rest` leaves undefined.
-        super().__init__(ctypes.sizeof(_Config), 0xCAFEBEEF, 21801, int(blocking), (c_int * 31)(*[self.UNDEFINED] * 31))
+        super().__init__(ctypes.sizeof(_Config), 0xCAFEBEEF, 21400, int(blocking))
 
 
 def _load(*sonames):

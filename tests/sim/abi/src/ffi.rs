@@ -1,0 +1,205 @@
+//! Arguments that come from C.
+//!
+//! A C function trusts its caller about every pointer; so do these types. They gather that trust in one place, so that
+//! the functions themselves are written in safe Rust.
+
+#![allow(unsafe_code)]
+
+use std::ffi::{CStr, c_char};
+
+/// A required pointer was NULL.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct NullPointer;
+
+/// A pointer through which a function returns a `T`.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy)]
+pub struct Out<T>(*mut T);
+
+impl<T> Out<T> {
+    /// Returns `value` to the caller.
+    pub fn set(self, value: T) -> Result<(), NullPointer> {
+        self.at(0, value)
+    }
+
+    /// Returns `value` unless the caller does not want to know.
+    pub fn set_if_wanted(self, value: T) {
+        let _ = self.set(value);
+    }
+
+    /// Writes the element `index` of an array.
+    pub fn at(self, index: usize, value: T) -> Result<(), NullPointer> {
+        if self.0.is_null() {
+            return Err(NullPointer);
+        }
+        // SAFETY: the C caller passed a pointer to writable memory for a T (or an array long enough), or NULL.
+        unsafe { self.0.add(index).write_unaligned(value) };
+        Ok(())
+    }
+
+    /// Whether the caller passed NULL.
+    #[must_use]
+    pub fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// The address.
+    #[must_use]
+    pub fn address(self) -> usize {
+        self.0 as usize
+    }
+
+    /// The same pointer, seen as another type.
+    #[must_use]
+    pub fn cast<U>(self) -> Out<U> {
+        Out(self.0.cast())
+    }
+
+    /// A pointer of this process.
+    #[must_use]
+    pub fn to(target: &mut T) -> Self {
+        Out(target)
+    }
+}
+
+/// A pointer from which a function reads a `T`, or an array of them.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy)]
+pub struct In<T>(*const T);
+
+impl<T: Copy> In<T> {
+    /// The value.
+    pub fn get(self) -> Result<T, NullPointer> {
+        self.at(0)
+    }
+
+    /// The element `index` of an array.
+    pub fn at(self, index: usize) -> Result<T, NullPointer> {
+        if self.0.is_null() {
+            return Err(NullPointer);
+        }
+        // SAFETY: the C caller passed a pointer to a readable T (or an array long enough), or NULL.
+        Ok(unsafe { self.0.add(index).read_unaligned() })
+    }
+
+    /// Whether the caller passed NULL.
+    #[must_use]
+    pub fn is_null(self) -> bool {
+        self.0.is_null()
+    }
+
+    /// The same pointer, seen as another type.
+    #[must_use]
+    pub fn cast<U>(self) -> In<U> {
+        In(self.0.cast())
+    }
+
+    /// The address.
+    #[must_use]
+    pub fn address(self) -> usize {
+        self.0 as usize
+    }
+
+    /// A pointer of this process.
+    #[must_use]
+    pub fn from(source: &T) -> Self {
+        In(source)
+    }
+
+    /// A pointer to the first of several.
+    #[must_use]
+    pub fn from_slice(source: &[T]) -> Self {
+        In(source.as_ptr())
+    }
+
+    /// The pointer at an address, NULL for 0.
+    #[must_use]
+    pub fn from_address(address: usize) -> Self {
+        In(address as *const T)
+    }
+
+    /// NULL.
+    #[must_use]
+    pub fn null() -> Self {
+        In(std::ptr::null())
+    }
+}
+
+/// A string of C.
+#[repr(transparent)]
+#[derive(Debug, Clone, Copy)]
+pub struct Text(*const c_char);
+
+impl Text {
+    /// A copy of the string; what is not UTF-8 is replaced.
+    pub fn get(self) -> Result<String, NullPointer> {
+        if self.0.is_null() {
+            return Err(NullPointer);
+        }
+        // SAFETY: the C caller passed a string that ends with NUL, or NULL.
+        Ok(unsafe { CStr::from_ptr(self.0) }.to_string_lossy().into_owned())
+    }
+
+    /// A string of this process that lives as long as it.
+    #[must_use]
+    pub const fn of(text: &'static CStr) -> Self {
+        Text(text.as_ptr())
+    }
+
+    /// NULL.
+    #[must_use]
+    pub const fn null() -> Self {
+        Text(std::ptr::null())
+    }
+
+    /// The string at an address.
+    #[must_use]
+    pub fn at(address: usize) -> Self {
+        Text(address as *const c_char)
+    }
+
+    /// A string that stays where it is as long as its owner.
+    #[must_use]
+    pub fn borrowed(text: &CStr) -> Self {
+        Text(text.as_ptr())
+    }
+}
+
+// SAFETY: a Text is made from static or owned strings only where it is shared; reading a string needs no exclusion.
+unsafe impl Sync for Text {}
+
+/// Copies `count` bytes; the ranges may overlap.
+pub fn copy(to: usize, from: usize, count: usize) {
+    if count > 0 {
+        // SAFETY: "device" memory is memory of this process, and as on a device the caller vouches for both ranges.
+        unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) };
+    }
+}
+
+/// Writes `value`, `width` bytes wide (1, 2 or 4), `count` times.
+pub fn fill(to: usize, value: u32, width: usize, count: usize) {
+    for index in 0..count {
+        copy(to + index * width, (&raw const value) as usize, width);
+    }
+}
+
+/// A copy of the bytes at an address.
+#[must_use]
+pub fn bytes(from: usize, count: usize) -> Box<[u8]> {
+    let mut bytes = vec![0u8; count].into_boxed_slice();
+    copy(bytes.as_mut_ptr() as usize, from, count);
+    bytes
+}
+
+/// Reads the `index`-th `T` of an array at an address.
+#[must_use]
+pub fn read<T: Copy>(from: usize, index: usize) -> T {
+    // SAFETY: as with `copy`, the caller vouches for the range, and every T used here is valid for all bit patterns.
+    unsafe { (from as *const T).add(index).read_unaligned() }
+}
+
+/// Writes the `index`-th `T` of an array at an address.
+pub fn write<T: Copy>(to: usize, index: usize, value: T) {
+    // SAFETY: as with `copy`, the caller vouches for the range.
+    unsafe { (to as *mut T).add(index).write_unaligned(value) };
+}

@@ -1,0 +1,55 @@
+//! Handles: what C sees of an object is its address, and a table says which addresses are alive.
+//!
+//! An address that was freed may be handed out again, as with the real libraries; one that was never handed out, or is
+//! freed already, is an error and not a crash.
+
+use std::{
+    collections::HashMap,
+    sync::{Arc, PoisonError, RwLock},
+};
+
+/// The living objects of one kind.
+#[derive(Debug)]
+pub struct Handles<T> {
+    table: RwLock<Option<HashMap<usize, Arc<T>>>>,
+}
+
+impl<T> Handles<T> {
+    /// An empty table.
+    #[must_use]
+    pub const fn new() -> Self {
+        Handles { table: RwLock::new(None) }
+    }
+
+    /// Adds an object and returns its handle.
+    pub fn insert(&self, object: Arc<T>) -> usize {
+        let handle = Arc::as_ptr(&object) as usize;
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.get_or_insert_default().insert(handle, object);
+        handle
+    }
+
+    /// The object of a handle.
+    pub fn get(&self, handle: usize) -> Option<Arc<T>> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        table.as_ref()?.get(&handle).cloned()
+    }
+
+    /// Takes an object out.
+    pub fn remove(&self, handle: usize) -> Option<Arc<T>> {
+        let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
+        table.as_mut()?.remove(&handle)
+    }
+
+    /// All objects, in no order.
+    pub fn all(&self) -> Vec<Arc<T>> {
+        let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
+        table.as_ref().map(|table| table.values().cloned().collect()).unwrap_or_default()
+    }
+}
+
+impl<T> Default for Handles<T> {
+    fn default() -> Self {
+        Self::new()
+    }
+}

@@ -1,0 +1,262 @@
+//! Initialization, errors, `cuGetProcAddress`, devices and contexts.
+
+use std::sync::atomic::Ordering;
+
+use sim_abi::{
+    cuda::{CUDA_VERSION, ContextHandle, CuError, Device, driver_name, error_text},
+    ffi::{Out, Text},
+};
+
+use super::{Missing, driver_api};
+use crate::{
+    capture,
+    context::{self, Context},
+    memory, process, stream,
+};
+
+pub use any_time::ENTRIES as ANY_TIME;
+
+/// What works before `cuInit`.
+mod any_time {
+    use super::*;
+
+    driver_api! { call_any_time:
+        fn cuInit(flags: u32) {
+            if flags != 0 {
+                return Err(CuError::INVALID_VALUE);
+            }
+            process::initialize()
+        }
+
+        fn cuDriverGetVersion(version: Out<i32>) {
+            Ok(version.set(CUDA_VERSION)?)
+        }
+
+        fn cuGetErrorName(error: i32, text: Out<Text>) {
+            text.set(driver_name(error).unwrap_or(Text::null()))?;
+            driver_name(error).map(drop).ok_or(CuError::INVALID_VALUE)
+        }
+
+        fn cuGetErrorString(error: i32, text: Out<Text>) {
+            text.set(error_text(error).unwrap_or(Text::null()))?;
+            error_text(error).map(drop).ok_or(CuError::INVALID_VALUE)
+        }
+
+        since 11030 fn cuGetProcAddress(symbol: Text, function: Out<*const ()>, version: i32, flags: u64) {
+            let found = super::super::find(&symbol.get()?, version, flags & PER_THREAD != 0);
+            function.set(found.unwrap_or(std::ptr::null()))?;
+            found.map(drop).map_err(|_| CuError::NOT_FOUND)
+        }
+
+        since 12000 fn cuGetProcAddress_v2(symbol: Text, function: Out<*const ()>, version: i32, flags: u64, status: Out<i32>) {
+            let found = super::super::find(&symbol.get()?, version, flags & PER_THREAD != 0);
+            function.set(found.unwrap_or(std::ptr::null()))?;
+            status.set_if_wanted(found.map_or_else(|missing: Missing| missing as i32, |_| 0));
+            // With a status to look at, a missing function is an answer and not an error.
+            if found.is_err() && status.is_null() { Err(CuError::NOT_FOUND) } else { Ok(()) }
+        }
+    }
+
+    /// CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
+    const PER_THREAD: u64 = 2;
+}
+
+/// CUdevice_attribute numbers and what an H100-like device answers; every other attribute is 0.
+const ATTRIBUTES: &[(i32, i32)] = &[
+    (1, 1024), // threads of a block
+    (2, 1024), // block x, y, z
+    (3, 1024),
+    (4, 64),
+    (5, i32::MAX), // grid x, y, z
+    (6, 65535),
+    (7, 65535),
+    (8, 49152),       // shared memory of a block
+    (9, 65536),       // constant memory
+    (10, 32),         // warp
+    (11, i32::MAX),   // pitch
+    (12, 65536),      // registers of a block
+    (13, 1_980_000),  // clock, kHz
+    (14, 512),        // texture alignment
+    (15, 1),          // overlap
+    (16, 132),        // multiprocessors
+    (19, 1),          // can map host memory
+    (31, 1),          // concurrent kernels
+    (36, 2_619_000),  // memory clock, kHz
+    (37, 5120),       // memory bus
+    (38, 52_428_800), // L2
+    (39, 2048),       // threads of a multiprocessor
+    (40, 3),          // copy engines
+    (41, 1),          // unified addressing
+    (75, 9),          // compute capability
+    (76, 0),
+    (78, 1),       // stream priorities
+    (81, 233_472), // shared memory of a multiprocessor
+    (82, 65536),   // registers of a multiprocessor
+    (83, 1),       // managed memory
+    (95, 1),       // cooperative launch
+    (97, 232_448), // shared memory of a block, opted in
+    (106, 32),     // blocks of a multiprocessor
+    (115, 1),      // memory pools
+];
+
+/// CU_DEVICE_ATTRIBUTE_PCI_BUS_ID.
+const PCI_BUS_ID: i32 = 33;
+
+driver_api! { call:
+    fn cuDeviceGetCount(count: Out<i32>) {
+        Ok(count.set(context::device_count())?)
+    }
+
+    fn cuDeviceGet(device: Out<Device>, ordinal: i32) {
+        Ok(device.set(context::device(ordinal)?)?)
+    }
+
+    fn cuDeviceGetName(name: Out<u8>, length: i32, device: Device) {
+        context::device(device)?;
+        let text = b"Simulated device\0";
+        for (index, byte) in text.iter().take(usize::try_from(length).unwrap_or(0)).enumerate() {
+            name.at(index, *byte)?;
+        }
+        Ok(())
+    }
+
+    fn cuDeviceGetUuid(uuid: Out<[u8; 16]>, device: Device) {
+        Ok(uuid.set(uuid_of(context::device(device)?))?)
+    }
+
+    fn cuDeviceGetUuid_v2(uuid: Out<[u8; 16]>, device: Device) {
+        Ok(uuid.set(uuid_of(context::device(device)?))?)
+    }
+
+    fn cuDeviceTotalMem_v2(bytes: Out<usize>, device: Device) {
+        context::device(device)?;
+        Ok(bytes.set(memory::TOTAL_BYTES)?)
+    }
+
+    fn cuDeviceGetAttribute(value: Out<i32>, attribute: i32, device: Device) {
+        context::device(device)?;
+        let known = ATTRIBUTES.iter().find(|(number, _)| *number == attribute).map_or(0, |(_, value)| *value);
+        Ok(value.set(if attribute == PCI_BUS_ID { device + 1 } else { known })?)
+    }
+
+    fn cuDeviceGetPCIBusId(text: Out<u8>, length: i32, device: Device) {
+        let id = format!("0000:{:02x}:00.0\0", context::device(device)? + 1);
+        if usize::try_from(length).unwrap_or(0) < id.len() {
+            return Err(CuError::INVALID_VALUE);
+        }
+        id.bytes().enumerate().try_for_each(|(index, byte)| text.at(index, byte))?;
+        Ok(())
+    }
+
+    fn cuDeviceCanAccessPeer(can: Out<i32>, device: Device, peer: Device) {
+        Ok(can.set(i32::from(context::device(device)? != context::device(peer)?))?)
+    }
+
+    fn cuDevicePrimaryCtxRetain(context: Out<ContextHandle>, device: Device) {
+        Ok(context.set(Context::retain_primary(context::device(device)?).handle())?)
+    }
+
+    fn cuDevicePrimaryCtxRelease_v2(device: Device) {
+        Context::release_primary(context::device(device)?, false)
+    }
+
+    fn cuDevicePrimaryCtxReset_v2(device: Device) {
+        Context::release_primary(context::device(device)?, true)
+    }
+
+    fn cuDevicePrimaryCtxGetState(device: Device, flags: Out<u32>, active: Out<i32>) {
+        let (set, exists) = Context::primary_state(context::device(device)?);
+        flags.set(set)?;
+        Ok(active.set(i32::from(exists))?)
+    }
+
+    fn cuDevicePrimaryCtxSetFlags_v2(device: Device, flags: u32) {
+        let context = Context::retain_primary(context::device(device)?);
+        context.flags.store(flags, Ordering::Relaxed);
+        Context::release_primary(device, false)
+    }
+
+    fn cuCtxCreate_v2(handle: Out<ContextHandle>, flags: u32, device: Device) {
+        let context = Context::create(context::device(device)?, flags);
+        handle.set(context.handle())?;
+        context::push(context);
+        Ok(())
+    }
+
+    fn cuCtxDestroy_v2(handle: ContextHandle) {
+        let context = Context::find(handle)?;
+        context.destroy();
+        // Only at the top of this thread's stack it is taken away; elsewhere it stays and is an error when used.
+        if let Ok(top) = context::pop() && top.handle() != handle {
+            context::push(top);
+        }
+        Ok(())
+    }
+
+    fn cuCtxGetCurrent(handle: Out<ContextHandle>) {
+        Ok(handle.set(Context::current().map_or(0, |context| context.handle()))?)
+    }
+
+    fn cuCtxSetCurrent(handle: ContextHandle) {
+        context::set_current(match handle {
+            0 => None,
+            handle => Some(Context::find(handle)?),
+        });
+        Ok(())
+    }
+
+    fn cuCtxPushCurrent_v2(handle: ContextHandle) {
+        context::push(Context::find(handle)?);
+        Ok(())
+    }
+
+    fn cuCtxPopCurrent_v2(handle: Out<ContextHandle>) {
+        let context = context::pop()?;
+        handle.set_if_wanted(context.handle());
+        Ok(())
+    }
+
+    fn cuCtxGetDevice(device: Out<Device>) {
+        Ok(device.set(Context::current()?.device)?)
+    }
+
+    fn cuCtxGetFlags(flags: Out<u32>) {
+        Ok(flags.set(Context::current()?.flags.load(Ordering::Relaxed))?)
+    }
+
+    since 12000 fn cuCtxGetId(handle: ContextHandle, id: Out<u64>) {
+        let context = if handle == 0 { Context::current()? } else { Context::find(handle)? };
+        Ok(id.set(context.id)?)
+    }
+
+    fn cuCtxGetApiVersion(_context: ContextHandle, version: Out<u32>) {
+        Ok(version.set(3020)?)
+    }
+
+    fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
+        least.set_if_wanted(stream::LEAST_PRIORITY);
+        greatest.set_if_wanted(stream::GREATEST_PRIORITY);
+        Ok(())
+    }
+
+    fn cuCtxSynchronize() {
+        let context = Context::current()?;
+        capture::check_permitted()?;
+        context.synchronize();
+        Ok(())
+    }
+
+    fn cuCtxEnablePeerAccess(peer: ContextHandle, _flags: u32) {
+        Context::find(peer).map(drop)
+    }
+
+    fn cuCtxDisablePeerAccess(peer: ContextHandle) {
+        Context::find(peer).map(drop)
+    }
+}
+
+fn uuid_of(device: Device) -> [u8; 16] {
+    let mut uuid = *b"simulated-dev-00";
+    uuid[15] = device as u8;
+    uuid
+}

@@ -1,0 +1,155 @@
+//! Modules, libraries, functions and launches.
+
+use std::ffi::CStr;
+
+use sim_abi::{
+    cuda::{CuError, FunctionHandle, LaunchConfig, ModuleHandle, StreamHandle},
+    ffi::{In, Out, Text},
+};
+
+use super::driver_api;
+use crate::{
+    context::Context,
+    module::{FUNCTIONS, Module, launch},
+    stream,
+};
+
+driver_api! { call:
+    fn cuModuleLoadData(module: Out<ModuleHandle>, image: In<u8>) {
+        Context::current()?;
+        Ok(module.set(Module::load(image)?)?)
+    }
+
+    fn cuModuleLoadDataEx(module: Out<ModuleHandle>, image: In<u8>, _count: u32, _options: usize, _values: usize) {
+        Context::current()?;
+        Ok(module.set(Module::load(image)?)?)
+    }
+
+    fn cuModuleLoadFatBinary(module: Out<ModuleHandle>, image: In<u8>) {
+        Context::current()?;
+        Ok(module.set(Module::load(image)?)?)
+    }
+
+    fn cuModuleUnload(module: ModuleHandle) {
+        Module::unload(module)
+    }
+
+    fn cuModuleGetFunction(function: Out<FunctionHandle>, module: ModuleHandle, name: Text) {
+        Ok(function.set(Module::function(module, &name.get()?)?)?)
+    }
+
+    since 12000 fn cuLibraryLoadData(
+        library: Out<ModuleHandle>,
+        image: In<u8>,
+        _jit_options: usize,
+        _jit_values: usize,
+        _jit_count: u32,
+        _options: usize,
+        _values: usize,
+        _count: u32
+    ) {
+        Ok(library.set(Module::load(image)?)?)
+    }
+
+    since 12000 fn cuLibraryUnload(library: ModuleHandle) {
+        Module::unload(library)
+    }
+
+    since 12000 fn cuLibraryGetKernel(kernel: Out<FunctionHandle>, library: ModuleHandle, name: Text) {
+        Ok(kernel.set(Module::function(library, &name.get()?)?)?)
+    }
+
+    since 12000 fn cuLibraryGetModule(module: Out<ModuleHandle>, library: ModuleHandle) {
+        Ok(module.set(library)?)
+    }
+
+    since 12000 fn cuKernelGetFunction(function: Out<FunctionHandle>, kernel: FunctionHandle) {
+        FUNCTIONS.get(kernel).ok_or(CuError::INVALID_HANDLE)?;
+        Ok(function.set(kernel)?)
+    }
+
+    since 12030 fn cuKernelGetName(name: Out<*const CStrByte>, kernel: FunctionHandle) {
+        Ok(name.set(name_of(kernel)?)?)
+    }
+
+    since 12030 fn cuFuncGetName(name: Out<*const CStrByte>, function: FunctionHandle) {
+        Ok(name.set(name_of(function)?)?)
+    }
+
+    fn cuFuncGetModule(module: Out<ModuleHandle>, function: FunctionHandle) {
+        Ok(module.set(FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?.module)?)
+    }
+
+    fn cuFuncGetAttribute(value: Out<i32>, attribute: i32, function: FunctionHandle) {
+        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+        // Threads of a block, registers, PTX and binary version; the others are 0.
+        Ok(value.set(match attribute { 0 => 1024, 4 => 32, 5 | 6 => 90, _ => 0 })?)
+    }
+
+    fn cuFuncSetAttribute(function: FunctionHandle, _attribute: i32, _value: i32) {
+        FUNCTIONS.get(function).map(drop).ok_or(CuError::INVALID_HANDLE)
+    }
+
+    fn cuFuncSetCacheConfig(function: FunctionHandle, _config: i32) {
+        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+        Ok(())
+    }
+
+    fn cuOccupancyMaxActiveBlocksPerMultiprocessor(
+        count: Out<i32>, function: FunctionHandle, block_size: i32, _shared_bytes: usize
+    ) {
+        FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+        Ok(count.set((2048 / block_size.max(1)).min(32))?)
+    }
+
+    since 4000 ptsz cuLaunchKernel_ptsz(stream) fn cuLaunchKernel(
+        function: FunctionHandle,
+        grid_x: u32, grid_y: u32, grid_z: u32,
+        block_x: u32, block_y: u32, block_z: u32,
+        shared_bytes: u32,
+        stream: StreamHandle,
+        _params: usize,
+        extra: In<usize>
+    ) {
+        let config = LaunchConfig {
+            grid: [grid_x, grid_y, grid_z],
+            block: [block_x, block_y, block_z],
+            shared_bytes,
+            stream,
+            attributes: 0,
+            attribute_count: 0,
+        };
+        launch(function, &config, extra)
+    }
+
+    since 9000 ptsz cuLaunchCooperativeKernel_ptsz(stream) fn cuLaunchCooperativeKernel(
+        function: FunctionHandle,
+        grid_x: u32, grid_y: u32, grid_z: u32,
+        block_x: u32, block_y: u32, block_z: u32,
+        shared_bytes: u32,
+        stream: StreamHandle,
+        _params: usize
+    ) {
+        let (grid, block) = ([grid_x, grid_y, grid_z], [block_x, block_y, block_z]);
+        let config = LaunchConfig { grid, block, shared_bytes, stream, attributes: 0, attribute_count: 0 };
+        launch(function, &config, In::null())
+    }
+
+    since 11060 fn cuLaunchKernelEx(config: In<LaunchConfig>, function: FunctionHandle, _params: usize, extra: In<usize>) {
+        launch(function, &config.get()?, extra)
+    }
+
+    since 11060 fn cuLaunchKernelEx_ptsz(config: In<LaunchConfig>, function: FunctionHandle, _params: usize, extra: In<usize>) {
+        let config = config.get()?;
+        launch(function, &LaunchConfig { stream: stream::per_thread(config.stream), ..config }, extra)
+    }
+}
+
+/// A byte of a C string that belongs to the function it names.
+type CStrByte = std::ffi::c_char;
+
+/// The name lives as long as the function, which its module keeps.
+fn name_of(function: FunctionHandle) -> Result<*const CStrByte, CuError> {
+    let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
+    Ok(CStr::as_ptr(&function.name))
+}

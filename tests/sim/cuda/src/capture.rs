@@ -1,0 +1,237 @@
+//! Stream capture: what is permitted meanwhile, and the list of work that comes out.
+//!
+//! A graph is kept as the order in which its work was captured. That is one of the orders its dependencies allow, and a
+//! launch runs it that way; the dependencies themselves only decide whether a forked stream was joined again.
+
+use std::{
+    cell::Cell,
+    collections::{BTreeSet, HashMap},
+    sync::{
+        Arc, Mutex, MutexGuard, PoisonError, Weak,
+        atomic::{AtomicU64, AtomicUsize, Ordering},
+    },
+    thread::{self, ThreadId},
+};
+
+use sim_abi::{cuda::CuError, handles::Handles};
+
+use crate::{stream::Stream, work::Work};
+
+/// CUstreamCaptureMode, of a capture and of a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Mode {
+    Global,
+    ThreadLocal,
+    Relaxed,
+}
+
+impl Mode {
+    /// The mode of the driver's number.
+    pub fn new(number: u32) -> Result<Self, CuError> {
+        [Mode::Global, Mode::ThreadLocal, Mode::Relaxed].get(number as usize).copied().ok_or(CuError::INVALID_VALUE)
+    }
+}
+
+/// The work of a graph, in an order that may be run.
+pub struct Graph(pub Mutex<Vec<Work>>);
+
+/// An instantiated graph.
+pub struct Exec(pub Arc<[Work]>);
+
+/// All living graphs.
+pub static GRAPHS: Handles<Graph> = Handles::new();
+/// All living instantiated graphs.
+pub static EXECS: Handles<Exec> = Handles::new();
+
+static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
+/// The length of `ACTIVE`, to be read without its lock.
+static ACTIVE_COUNT: AtomicUsize = AtomicUsize::new(0);
+
+thread_local! {
+    static THREAD_MODE: Cell<Mode> = const { Cell::new(Mode::Global) };
+}
+
+/// cuThreadExchangeStreamCaptureMode.
+pub fn exchange_thread_mode(mode: Mode) -> Mode {
+    THREAD_MODE.replace(mode)
+}
+
+/// Refuses what could disturb a capture: a query, a wait, an allocation. The captures that forbid it are invalid then.
+pub fn check_permitted() -> Result<(), CuError> {
+    if ACTIVE_COUNT.load(Ordering::Acquire) == 0 || THREAD_MODE.get() == Mode::Relaxed {
+        return Ok(());
+    }
+    let (thread, thread_mode) = (thread::current().id(), THREAD_MODE.get());
+    let forbids = |capture: &&Arc<Capture>| match capture.mode {
+        Mode::Relaxed => false,
+        Mode::ThreadLocal => capture.thread == thread,
+        Mode::Global => capture.thread == thread || thread_mode == Mode::Global,
+    };
+    let forbidding: Vec<_> = active().iter().filter(forbids).cloned().collect();
+    forbidding.iter().for_each(|capture| capture.invalidate());
+    if forbidding.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_UNSUPPORTED) }
+}
+
+/// See the module.
+pub struct Capture {
+    pub id: u64,
+    mode: Mode,
+    thread: ThreadId,
+    /// The queue's id of the stream in which it began.
+    origin: u64,
+    state: Mutex<State>,
+}
+
+struct State {
+    valid: bool,
+    ended: bool,
+    /// Each with the nodes that it comes after.
+    nodes: Vec<(Work, Vec<usize>)>,
+    /// By the queue's id: the stream, and the nodes after which its next one comes.
+    streams: HashMap<u64, (Weak<Stream>, Vec<usize>)>,
+}
+
+impl Capture {
+    /// cuStreamBeginCapture.
+    pub fn begin(stream: &Arc<Stream>, mode: Mode) -> Result<(), CuError> {
+        static NEXT: AtomicU64 = AtomicU64::new(1);
+        if stream.is_legacy() {
+            return Err(CuError::CAPTURE_UNSUPPORTED);
+        }
+        if stream.capture().is_some() {
+            return Err(CuError::ILLEGAL_STATE);
+        }
+        let origin = stream.queue.id;
+        let capture = Arc::new(Capture {
+            id: NEXT.fetch_add(1, Ordering::Relaxed),
+            mode,
+            thread: thread::current().id(),
+            origin,
+            state: Mutex::new(State {
+                valid: true,
+                ended: false,
+                nodes: Vec::new(),
+                streams: HashMap::from([(origin, (Arc::downgrade(stream), Vec::new()))]),
+            }),
+        });
+        stream.set_capture(Some(Arc::clone(&capture)));
+        let mut active = active();
+        active.push(capture);
+        ACTIVE_COUNT.store(active.len(), Ordering::Release);
+        Ok(())
+    }
+
+    /// cuStreamEndCapture: the graph's handle.
+    pub fn end(stream: &Arc<Stream>) -> Result<usize, CuError> {
+        let capture = stream.capture().ok_or(CuError::ILLEGAL_STATE)?;
+        if stream.queue.id != capture.origin {
+            capture.invalidate();
+            return Err(CuError::CAPTURE_UNMATCHED);
+        }
+        if capture.mode != Mode::Relaxed && capture.thread != thread::current().id() {
+            return Err(CuError::CAPTURE_WRONG_THREAD);
+        }
+        capture.finish();
+        let mut state = capture.lock();
+        if !state.valid {
+            return Err(CuError::CAPTURE_INVALIDATED);
+        }
+        if !state.all_joined(capture.origin) {
+            return Err(CuError::CAPTURE_UNJOINED);
+        }
+        let nodes = std::mem::take(&mut state.nodes).into_iter().map(|(work, _)| work).collect();
+        Ok(GRAPHS.insert(Arc::new(Graph(Mutex::new(nodes)))))
+    }
+
+    /// No stream takes part any more.
+    pub fn finish(self: &Arc<Self>) {
+        let mut active = active();
+        active.retain(|other| !Arc::ptr_eq(self, other));
+        ACTIVE_COUNT.store(active.len(), Ordering::Release);
+        drop(active);
+        let mut state = self.lock();
+        state.ended = true;
+        let streams: Vec<_> = state.streams.values().filter_map(|(stream, _)| stream.upgrade()).collect();
+        drop(state);
+        streams.iter().for_each(|stream| stream.set_capture(None));
+    }
+
+    /// Something that is not permitted happened: the capture yields no graph.
+    pub fn invalidate(&self) {
+        self.lock().valid = false;
+    }
+
+    /// Whether it can still yield a graph.
+    pub fn is_valid(&self) -> bool {
+        self.lock().valid
+    }
+
+    /// Appends work of a stream that takes part.
+    pub fn add(&self, stream: &Stream, work: Work) -> Result<(), CuError> {
+        let mut state = self.lock();
+        if !state.valid {
+            return Err(CuError::CAPTURE_INVALIDATED);
+        }
+        let node = state.nodes.len();
+        let (_, last) = state.streams.get_mut(&stream.queue.id).ok_or(CuError::ILLEGAL_STATE)?;
+        let after = std::mem::replace(last, vec![node]);
+        state.nodes.push((work, after));
+        Ok(())
+    }
+
+    /// The nodes after which the stream's next one comes.
+    pub fn last(&self, stream: &Stream) -> Result<Vec<usize>, CuError> {
+        let state = self.lock();
+        if !state.valid {
+            return Err(CuError::CAPTURE_INVALIDATED);
+        }
+        state.streams.get(&stream.queue.id).map(|(_, last)| last.clone()).ok_or(CuError::ILLEGAL_STATE)
+    }
+
+    /// `stream` waits for an event captured here, and takes part from now on.
+    pub fn join(self: &Arc<Self>, stream: &Arc<Stream>, after: &[usize]) -> Result<(), CuError> {
+        if let Some(other) = stream.capture().filter(|other| !Arc::ptr_eq(self, other)) {
+            other.invalidate();
+            self.invalidate();
+            return Err(CuError::CAPTURE_MERGE);
+        }
+        if stream.is_legacy() {
+            self.invalidate();
+            return Err(CuError::CAPTURE_IMPLICIT);
+        }
+        let mut state = self.lock();
+        if state.ended {
+            return Err(CuError::CAPTURED_EVENT);
+        }
+        if !state.valid {
+            return Err(CuError::CAPTURE_INVALIDATED);
+        }
+        let (_, last) = state.streams.entry(stream.queue.id).or_insert_with(|| (Arc::downgrade(stream), Vec::new()));
+        last.extend(after);
+        drop(state);
+        stream.set_capture(Some(Arc::clone(self)));
+        Ok(())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl State {
+    /// Whether everything captured comes before what `origin` would do next.
+    fn all_joined(&self, origin: u64) -> bool {
+        let mut before = BTreeSet::new();
+        let mut next: Vec<usize> = self.streams.get(&origin).map(|(_, last)| last.clone()).unwrap_or_default();
+        while let Some(node) = next.pop() {
+            if before.insert(node) {
+                next.extend(&self.nodes[node].1);
+            }
+        }
+        self.streams.values().all(|(_, last)| last.iter().all(|node| before.contains(node)))
+    }
+}
+
+fn active() -> MutexGuard<'static, Vec<Arc<Capture>>> {
+    ACTIVE.lock().unwrap_or_else(PoisonError::into_inner)
+}

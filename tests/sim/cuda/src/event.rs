@@ -1,0 +1,173 @@
+//! Events: the latest record counts.
+
+use std::{
+    sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError},
+    time::Instant,
+};
+
+use sim_abi::{cuda::CuError, handles::Handles};
+
+use crate::{
+    capture::{self, Capture},
+    context::Context,
+    stream::Stream,
+    work::Work,
+};
+
+/// CU_EVENT_DISABLE_TIMING.
+const DISABLE_TIMING: u32 = 2;
+
+/// All living events.
+pub static EVENTS: Handles<Event> = Handles::new();
+
+/// One record of an event, on its way through a stream.
+#[derive(Default)]
+pub struct Marker {
+    time: Mutex<Option<Instant>>,
+    done: Condvar,
+}
+
+impl Marker {
+    /// The stream has come this far.
+    pub fn complete(&self) {
+        *self.time.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
+        self.done.notify_all();
+    }
+
+    /// When it was completed, if it was.
+    fn time(&self) -> Option<Instant> {
+        *self.time.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Waits until it is completed.
+    pub fn wait(&self) {
+        let mut time = self.time.lock().unwrap_or_else(PoisonError::into_inner);
+        while time.is_none() {
+            time = self.done.wait(time).unwrap_or_else(PoisonError::into_inner);
+        }
+    }
+}
+
+enum Record {
+    Never,
+    InStream(Arc<Marker>),
+    /// Recorded while its stream was capturing, after these nodes.
+    Captured(Arc<Capture>, Vec<usize>),
+}
+
+/// See the module.
+pub struct Event {
+    context: Arc<Context>,
+    timing: bool,
+    record: Mutex<Record>,
+}
+
+impl Event {
+    /// A new event of a context.
+    pub fn create(context: Arc<Context>, flags: u32) -> usize {
+        EVENTS.insert(Arc::new(Event {
+            context,
+            timing: flags & DISABLE_TIMING == 0,
+            record: Mutex::new(Record::Never),
+        }))
+    }
+
+    /// The event of a handle.
+    pub fn find(handle: usize) -> Result<Arc<Self>, CuError> {
+        EVENTS.get(handle).ok_or(CuError::INVALID_HANDLE)
+    }
+
+    /// Records it; `external` makes it a node of its own when the stream is capturing.
+    pub fn record(self: &Arc<Self>, stream: &Arc<Stream>, external: bool) -> Result<(), CuError> {
+        if !Arc::ptr_eq(&self.context, &stream.context) {
+            return Err(CuError::INVALID_HANDLE);
+        }
+        match stream.capture() {
+            Some(capture) if external => capture.add(stream, Work::RecordAtLaunch(Arc::clone(self))),
+            Some(capture) => {
+                let after = capture.last(stream)?;
+                *self.lock() = Record::Captured(capture, after);
+                Ok(())
+            }
+            None => {
+                // The record must be in the stream before it is visible here: a full queue may block for ever, and
+                // meanwhile a query answers for the record before.
+                let marker = Arc::<Marker>::default();
+                stream.submit(Work::Record(Arc::clone(&marker)))?;
+                *self.lock() = Record::InStream(marker);
+                Ok(())
+            }
+        }
+    }
+
+    /// A record that the caller puts into a stream.
+    pub fn renew(&self) -> Arc<Marker> {
+        let marker = Arc::<Marker>::default();
+        *self.lock() = Record::InStream(Arc::clone(&marker));
+        marker
+    }
+
+    /// Makes `stream` wait for the latest record.
+    pub fn awaited_by(self: &Arc<Self>, stream: &Arc<Stream>) -> Result<(), CuError> {
+        let marker = match &*self.lock() {
+            Record::Never => return Ok(()),
+            Record::InStream(marker) => Arc::clone(marker),
+            Record::Captured(capture, after) => return capture.join(stream, after),
+        };
+        match stream.capture() {
+            // The captured work would depend on work outside the graph.
+            Some(capture) => {
+                capture.invalidate();
+                Err(CuError::CAPTURE_ISOLATION)
+            }
+            None if marker.time().is_some() => Ok(()),
+            None => stream.submit(Work::Await(marker)),
+        }
+    }
+
+    /// `Ok` when the latest record is complete, or there was none.
+    pub fn query(&self) -> Result<(), CuError> {
+        match self.outside_capture()? {
+            Some(marker) if marker.time().is_none() => Err(CuError::NOT_READY),
+            _ => Ok(()),
+        }
+    }
+
+    /// Waits for the latest record.
+    pub fn synchronize(&self) -> Result<(), CuError> {
+        if let Some(marker) = self.outside_capture()? {
+            marker.wait();
+        }
+        Ok(())
+    }
+
+    /// Milliseconds from this event to another.
+    pub fn elapsed_ms(&self, end: &Event) -> Result<f32, CuError> {
+        let times = [self, end].map(|event| match &*event.lock() {
+            Record::InStream(marker) if event.timing => marker.time().ok_or(CuError::NOT_READY),
+            Record::Captured(..) => Err(CuError::CAPTURED_EVENT),
+            _ => Err(CuError::INVALID_HANDLE),
+        });
+        let [start, end] = [times[0]?, times[1]?];
+        let ms = |time: std::time::Duration| time.as_secs_f64() * 1e3;
+        Ok(end.checked_duration_since(start).map_or_else(|| -ms(start.duration_since(end)), ms) as f32)
+    }
+
+    /// The latest record. Asking for it is not permitted for a captured event, nor while a capture forbids it.
+    fn outside_capture(&self) -> Result<Option<Arc<Marker>>, CuError> {
+        let marker = match &*self.lock() {
+            Record::Captured(capture, _) => {
+                capture.invalidate();
+                return Err(CuError::CAPTURED_EVENT);
+            }
+            Record::InStream(marker) => Some(Arc::clone(marker)),
+            Record::Never => None,
+        };
+        capture::check_permitted()?;
+        Ok(marker)
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Record> {
+        self.record.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,157 @@
+//! Device memory, which is host memory, and what is known about addresses.
+
+#![allow(unsafe_code)]
+
+use std::{
+    collections::BTreeMap,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+};
+
+use sim_abi::{
+    cuda::{CuError, Device, DevicePointer, StreamHandle},
+    ffi,
+};
+
+use crate::{capture, stream::Stream, work::Work};
+
+/// Memory of each device.
+pub const TOTAL_BYTES: usize = 80 << 30;
+const ALIGNMENT: usize = 512;
+
+/// What an address belongs to.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    Device,
+    Managed,
+    /// Page-locked by allocation.
+    Host,
+    /// Page-locked by cuMemHostRegister: the memory is the caller's.
+    Registered,
+}
+
+/// A range of memory.
+#[derive(Debug, Clone, Copy)]
+pub struct Block {
+    pub address: DevicePointer,
+    pub size: usize,
+    pub kind: Kind,
+    pub device: Device,
+}
+
+static BLOCKS: Mutex<BTreeMap<DevicePointer, Block>> = Mutex::new(BTreeMap::new());
+
+fn blocks() -> MutexGuard<'static, BTreeMap<DevicePointer, Block>> {
+    BLOCKS.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Allocates.
+pub fn allocate(size: usize, kind: Kind, device: Device) -> Result<DevicePointer, CuError> {
+    if size == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if kind == Kind::Device && size > free_bytes(device) {
+        return Err(CuError::OUT_OF_MEMORY);
+    }
+    let mut pointer = std::ptr::null_mut();
+    // SAFETY: pointer is written when the call succeeds; the alignment is a power of two.
+    if unsafe { libc::posix_memalign(&raw mut pointer, ALIGNMENT, size) } != 0 {
+        return Err(CuError::OUT_OF_MEMORY);
+    }
+    let address = pointer as usize;
+    blocks().insert(address, Block { address, size, kind, device });
+    Ok(address)
+}
+
+/// cuMemHostRegister.
+pub fn register(address: usize, size: usize, device: Device) -> Result<(), CuError> {
+    if address == 0 || size == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if find(address).is_some() {
+        return Err(CuError::ALREADY_REGISTERED);
+    }
+    blocks().insert(address, Block { address, size, kind: Kind::Registered, device });
+    Ok(())
+}
+
+/// cuMemHostUnregister.
+pub fn unregister(address: usize) -> Result<(), CuError> {
+    let mut blocks = blocks();
+    match blocks.get(&address) {
+        Some(block) if block.kind == Kind::Registered => {
+            blocks.remove(&address);
+            Ok(())
+        }
+        _ => Err(CuError::NOT_REGISTERED),
+    }
+}
+
+/// Frees what `allocate` returned.
+pub fn free(address: DevicePointer) -> Result<(), CuError> {
+    let mut blocks = blocks();
+    match blocks.get(&address) {
+        Some(block) if block.kind != Kind::Registered => {
+            blocks.remove(&address);
+            // SAFETY: the table says that it came from posix_memalign and was not freed since.
+            unsafe { libc::free(address as *mut libc::c_void) };
+            Ok(())
+        }
+        _ => Err(CuError::INVALID_VALUE),
+    }
+}
+
+/// The block that an address lies in.
+pub fn find(address: usize) -> Option<Block> {
+    let (_, block) = blocks().range(..=address).next_back().map(|(address, block)| (*address, *block))?;
+    (address < block.address + block.size).then_some(block)
+}
+
+/// Bytes that are left on a device.
+pub fn free_bytes(device: Device) -> usize {
+    let of_device = |block: &&Block| block.kind == Kind::Device && block.device == device;
+    TOTAL_BYTES.saturating_sub(blocks().values().filter(of_device).map(|block| block.size).sum())
+}
+
+/// cuMemcpyAsync. As on the real thing, pageable host memory is read before this returns and written before it returns.
+pub fn copy_async(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
+    let stream = Stream::find(stream)?;
+    if count == 0 {
+        return Ok(());
+    }
+    if to == 0 || from == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    if find(from).is_none() {
+        let bytes: Arc<[u8]> = ffi::bytes(from, count).into();
+        stream.submit(Work::Write { to, bytes })?;
+    } else {
+        stream.submit(Work::Copy { to, from, count })?;
+    }
+    if find(to).is_none() && stream.capture().is_none() {
+        stream.queue.wait(stream.queue.last());
+    }
+    Ok(())
+}
+
+/// Puts work into a default stream and waits for it.
+pub fn run_now(work: Work, stream: StreamHandle) -> Result<(), CuError> {
+    let stream = Stream::find(stream)?;
+    if stream.is_legacy() {
+        stream.check_legacy_permitted()?;
+    }
+    capture::check_permitted()?;
+    stream.submit(work)?;
+    stream.queue.wait(stream.queue.last());
+    Ok(())
+}
+
+/// cuMemcpy and its kin.
+pub fn copy_now(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
+    if count == 0 {
+        return Ok(());
+    }
+    if to == 0 || from == 0 {
+        return Err(CuError::INVALID_VALUE);
+    }
+    run_now(Work::Copy { to, from, count }, stream)
+}

@@ -1,0 +1,60 @@
+//! What holds for the whole process: whether `cuInit` was called, and whether this is the child of a fork after it.
+
+#![allow(unsafe_code)]
+
+use std::{
+    hint::black_box,
+    sync::{
+        Once,
+        atomic::{AtomicBool, Ordering},
+    },
+};
+
+use sim_abi::{
+    cuda::{CuError, code},
+    fault, trace,
+};
+
+static INITIALIZED: AtomicBool = AtomicBool::new(false);
+static FORKED: AtomicBool = AtomicBool::new(false);
+
+extern "C" fn in_child() {
+    // The worker threads are not here and any lock may be held for ever, so this must be all that the child does.
+    FORKED.store(true, Ordering::Relaxed);
+}
+
+/// `cuInit`.
+pub fn initialize() -> Result<(), CuError> {
+    static ONCE: Once = Once::new();
+    if FORKED.load(Ordering::Relaxed) {
+        return Err(CuError::NOT_INITIALIZED);
+    }
+    ONCE.call_once(|| {
+        fault::faults(true);
+        // SAFETY: in_child stays loaded with this library, which nothing unloads: the C library keeps it for atfork.
+        unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
+        INITIALIZED.store(true, Ordering::Release);
+    });
+    Ok(())
+}
+
+/// The frame of an exported function: refuses before `cuInit` and after fork, traces.
+#[inline]
+pub fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
+    let ready = INITIALIZED.load(Ordering::Acquire) && !FORKED.load(Ordering::Relaxed);
+    call_any_time(name, || if ready { body() } else { Err(CuError::NOT_INITIALIZED) })
+}
+
+/// As [`call`], for what works before `cuInit`.
+#[inline]
+pub fn call_any_time(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
+    let code = code(body());
+    trace::returned(name, code);
+    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    black_box(code)
+}
+
+/// Positive number of an environment variable.
+pub fn setting(name: &str, default: usize) -> usize {
+    std::env::var(name).ok().and_then(|text| text.trim().parse().ok()).filter(|value| *value > 0).unwrap_or(default)
+}

@@ -1,0 +1,191 @@
+//! Streams: in-order queues, and the order that the legacy default stream adds between them.
+
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    sync::{Arc, Mutex, PoisonError},
+};
+
+use sim_abi::{
+    cuda::{CuError, STREAM_LEGACY, STREAM_PER_THREAD, StreamHandle},
+    handles::Handles,
+};
+
+use crate::{
+    capture::{self, Capture},
+    context::Context,
+    queue::Queue,
+    work::Work,
+};
+
+/// CU_STREAM_NON_BLOCKING: no implicit order with the legacy stream.
+pub const NON_BLOCKING: u32 = 1;
+
+/// The streams that were created and not destroyed.
+pub static STREAMS: Handles<Stream> = Handles::new();
+
+thread_local! {
+    /// The per-thread default stream of each context, by the context's id.
+    static PER_THREAD: RefCell<HashMap<u64, Arc<Stream>>> = RefCell::default();
+}
+
+/// See the module.
+pub struct Stream {
+    pub context: Arc<Context>,
+    pub queue: Arc<Queue>,
+    pub flags: u32,
+    pub priority: i32,
+    legacy: bool,
+    capture: Mutex<Option<Arc<Capture>>>,
+    /// The place in each other queue, by its id, that this one was made to wait for.
+    awaited: Mutex<HashMap<u64, u64>>,
+}
+
+impl Stream {
+    /// A stream of a context, known to it.
+    fn new(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Arc<Self> {
+        let stream = Arc::new(Stream {
+            context: Arc::clone(context),
+            queue: Queue::new(),
+            flags,
+            priority: priority.clamp(GREATEST_PRIORITY, LEAST_PRIORITY),
+            legacy,
+            capture: Mutex::default(),
+            awaited: Mutex::default(),
+        });
+        context.add_stream(&stream);
+        stream
+    }
+
+    /// cuStreamCreate.
+    pub fn create(context: &Arc<Context>, flags: u32, priority: i32) -> StreamHandle {
+        STREAMS.insert(Self::new(context, flags, priority, false))
+    }
+
+    /// The stream of a handle; the default ones are those of the current context.
+    pub fn find(handle: StreamHandle) -> Result<Arc<Self>, CuError> {
+        match handle {
+            0 | STREAM_LEGACY => {
+                let context = Context::current()?;
+                Ok(context.legacy(|| Self::new(&context, 0, 0, true)))
+            }
+            STREAM_PER_THREAD => {
+                let context = Context::current()?;
+                PER_THREAD.with_borrow_mut(|streams| {
+                    Ok(streams.entry(context.id).or_insert_with(|| Self::new(&context, 0, 0, false)).clone())
+                })
+            }
+            handle => STREAMS.get(handle).ok_or(CuError::INVALID_HANDLE),
+        }
+    }
+
+    /// cuStreamDestroy: what was submitted is still done.
+    pub fn destroy(handle: StreamHandle) -> Result<(), CuError> {
+        STREAMS.remove(handle).map(drop).ok_or(CuError::INVALID_HANDLE)
+    }
+
+    /// The capture that it takes part in.
+    pub fn capture(&self) -> Option<Arc<Capture>> {
+        self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Begins or ends its part in a capture.
+    pub fn set_capture(&self, capture: Option<Arc<Capture>>) {
+        *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = capture;
+    }
+
+    /// Whether the legacy stream and it wait for each other.
+    pub fn is_blocking(&self) -> bool {
+        !self.legacy && self.flags & NON_BLOCKING == 0
+    }
+
+    /// Whether it is the legacy default stream.
+    pub fn is_legacy(&self) -> bool {
+        self.legacy
+    }
+
+    /// Hands work to the stream, or to its capture.
+    pub fn submit(self: &Arc<Self>, work: Work) -> Result<(), CuError> {
+        if let Some(capture) = self.capture() {
+            return capture.add(self, work);
+        }
+        self.order_with_legacy()?;
+        self.queue.push(work.launched()).map(drop)
+    }
+
+    /// Waits until everything submitted so far is done.
+    pub fn synchronize(self: &Arc<Self>) -> Result<(), CuError> {
+        self.check_not_capturing()?;
+        if self.legacy {
+            self.order_with_legacy()?;
+        }
+        self.queue.wait(self.queue.last());
+        Ok(())
+    }
+
+    /// `Ok` when everything submitted so far is done.
+    pub fn query(self: &Arc<Self>) -> Result<(), CuError> {
+        self.check_not_capturing()?;
+        let others = if self.legacy { self.context.blocking_streams() } else { Vec::new() };
+        let busy = std::iter::once(self).chain(&others).any(|stream| stream.queue.pending().is_some());
+        if busy { Err(CuError::NOT_READY) } else { Ok(()) }
+    }
+
+    fn check_not_capturing(&self) -> Result<(), CuError> {
+        if let Some(capture) = self.capture() {
+            capture.invalidate();
+            return Err(CuError::CAPTURE_UNSUPPORTED);
+        }
+        if self.legacy {
+            self.check_legacy_permitted()?;
+        }
+        capture::check_permitted()
+    }
+
+    /// The legacy stream must not wait for a stream that is capturing: there is nothing to wait for.
+    pub fn check_legacy_permitted(&self) -> Result<(), CuError> {
+        let capturing: Vec<_> = self.context.blocking_streams().iter().filter_map(|stream| stream.capture()).collect();
+        capturing.iter().for_each(|capture| capture.invalidate());
+        if capturing.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_IMPLICIT) }
+    }
+
+    /// Work of the legacy stream comes after all work of the blocking streams, and theirs after its.
+    fn order_with_legacy(self: &Arc<Self>) -> Result<(), CuError> {
+        if self.legacy {
+            self.check_legacy_permitted()?;
+            for other in self.context.blocking_streams() {
+                self.await_queue(&other.queue)?;
+            }
+        } else if self.is_blocking()
+            && let Some(legacy) = self.context.existing_legacy()
+        {
+            self.await_queue(&legacy.queue)?;
+        }
+        Ok(())
+    }
+
+    fn await_queue(&self, other: &Arc<Queue>) -> Result<(), CuError> {
+        let Some(position) = other.pending() else { return Ok(()) };
+        let known = self.awaited.lock().unwrap_or_else(PoisonError::into_inner).insert(other.id, position);
+        if known != Some(position) {
+            self.queue.push(Work::AwaitQueue(Arc::clone(other), position))?;
+        }
+        Ok(())
+    }
+}
+
+impl Drop for Stream {
+    fn drop(&mut self) {
+        self.queue.close();
+    }
+}
+
+/// What cuCtxGetStreamPriorityRange answers.
+pub const LEAST_PRIORITY: i32 = 0;
+/// See [`LEAST_PRIORITY`].
+pub const GREATEST_PRIORITY: i32 = -5;
+
+/// What a NULL stream means to a `_ptsz` function.
+pub fn per_thread(handle: StreamHandle) -> StreamHandle {
+    if handle == 0 { STREAM_PER_THREAD } else { handle }
+}

@@ -1,0 +1,119 @@
+//! What a stream can do, one piece at a time, on its worker thread.
+
+use std::{
+    fmt,
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
+    time::Duration,
+};
+
+use sim_abi::{
+    fault::{self, Kind},
+    ffi,
+};
+
+use crate::{
+    event::{Event, Marker},
+    memory,
+    module::{Behaviour, Function},
+    queue::Queue,
+};
+
+/// A function of the host, with its user data (an address of the caller's).
+#[derive(Clone, Copy)]
+pub enum HostCall {
+    /// cuLaunchHostFunc.
+    Plain(extern "C" fn(usize), usize),
+    /// cuStreamAddCallback, with the stream's handle.
+    Callback(extern "C" fn(usize, i32, usize), usize, usize),
+}
+
+/// One piece of work, as it was submitted or captured.
+#[derive(Clone)]
+pub enum Work {
+    /// A kernel and its copied arguments.
+    Kernel { function: Arc<Function>, arguments: Option<Arc<[u8]>>, stuck: bool },
+    /// A call of the host.
+    Host(HostCall),
+    /// A copy within this process's memory.
+    Copy { to: usize, from: usize, count: usize },
+    /// A copy from bytes that were staged when it was submitted.
+    Write { to: usize, bytes: Arc<[u8]> },
+    /// `count` elements of `width` bytes.
+    Fill { to: usize, value: u32, width: usize, count: usize },
+    /// cuMemFreeAsync.
+    Free(usize),
+    /// An event's record.
+    Record(Arc<Marker>),
+    /// A record of an event inside a graph: every launch records it anew.
+    RecordAtLaunch(Arc<Event>),
+    /// A wait for another stream's record.
+    Await(Arc<Marker>),
+    /// A wait for everything that another stream was given so far.
+    AwaitQueue(Arc<Queue>, u64),
+    /// A launched graph.
+    Graph(Arc<[Work]>),
+}
+
+impl fmt::Debug for Work {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Work::Kernel { function, .. } => write!(f, "kernel {}", function.name.to_string_lossy()),
+            Work::Graph(nodes) => write!(f, "graph of {} nodes", nodes.len()),
+            Work::Copy { count, .. } => write!(f, "copy of {count} bytes"),
+            _ => write!(f, "work"),
+        }
+    }
+}
+
+impl Work {
+    /// This work as a launch of now: kernels are counted, and a graph's events get a record of their own.
+    pub fn launched(&self) -> Work {
+        match self {
+            Work::Kernel { function, arguments, .. } => {
+                Work::Kernel { function: function.clone(), arguments: arguments.clone(), stuck: counted(function) }
+            }
+            Work::RecordAtLaunch(event) => Work::Record(event.renew()),
+            Work::Graph(nodes) => Work::Graph(nodes.iter().map(Work::launched).collect()),
+            other => other.clone(),
+        }
+    }
+
+    /// Does it, on the worker of `queue`.
+    pub fn run(self, queue: &Queue) {
+        match self {
+            Work::RecordAtLaunch(_) => {}
+            Work::Kernel { function, arguments, stuck } => match function.behaviour {
+                Behaviour::Host(run) => {
+                    let arguments = arguments.as_deref().unwrap_or_default();
+                    run(arguments.as_ptr() as usize, arguments.len());
+                }
+                Behaviour::Lasts(_) if stuck => queue.sleep(None),
+                Behaviour::Lasts(time) => queue.sleep(Some(time + slower())),
+            },
+            Work::Host(HostCall::Plain(function, data)) => function(data),
+            Work::Host(HostCall::Callback(function, stream, data)) => function(stream, 0, data),
+            Work::Copy { to, from, count } => ffi::copy(to, from, count),
+            Work::Write { to, bytes } => ffi::copy(to, bytes.as_ptr() as usize, bytes.len()),
+            Work::Fill { to, value, width, count } => ffi::fill(to, value, width, count),
+            Work::Free(address) => drop(memory::free(address)),
+            Work::Record(marker) => marker.complete(),
+            Work::Await(marker) => marker.wait(),
+            Work::AwaitQueue(other, position) => other.wait(position),
+            Work::Graph(nodes) => nodes.iter().for_each(|node| node.clone().run(queue)),
+        }
+    }
+}
+
+/// Counts a launch, and says whether the fault `stuck_kernel` means it. NCCL's kernels do not count.
+fn counted(function: &Function) -> bool {
+    static LAUNCHES: AtomicU64 = AtomicU64::new(0);
+    matches!(function.behaviour, Behaviour::Lasts(_))
+        && fault::faults(false).at(Kind::StuckKernel, LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1)
+}
+
+fn slower() -> Duration {
+    Duration::from_millis(fault::faults(false).value(Kind::Slow).unwrap_or(0))
+}
