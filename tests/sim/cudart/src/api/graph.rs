@@ -1,0 +1,42 @@
+//! Graphs.
+
+use sim_abi::{
+    cuda::{ExecHandle, GraphHandle, StreamHandle, check},
+    ffi::Out,
+};
+
+use super::runtime_api;
+
+runtime_api! { with_context:
+    fn cudaGraphCreate(d; graph: Out<GraphHandle>, flags: u32) {
+        check((d.graph_create)(graph, flags))
+    }
+
+    fn cudaGraphDestroy(d; graph: GraphHandle) {
+        check((d.graph_destroy)(graph))
+    }
+
+    fn cudaGraphGetNodes(d; graph: GraphHandle, nodes: Out<usize>, count: Out<usize>) {
+        check((d.graph_nodes)(graph, nodes, count))
+    }
+
+    fn cudaGraphInstantiate(d; exec: Out<ExecHandle>, graph: GraphHandle, flags: u64) {
+        check((d.graph_instantiate)(exec, graph, flags))
+    }
+
+    fn cudaGraphInstantiateWithFlags(d; exec: Out<ExecHandle>, graph: GraphHandle, flags: u64) {
+        check((d.graph_instantiate)(exec, graph, flags))
+    }
+
+    fn cudaGraphExecDestroy(d; exec: ExecHandle) {
+        check((d.graph_exec_destroy)(exec))
+    }
+
+    ptsz cudaGraphUpload_ptsz fn cudaGraphUpload(d; exec: ExecHandle, stream: StreamHandle) {
+        check((d.graph_upload)(exec, stream))
+    }
+
+    ptsz cudaGraphLaunch_ptsz fn cudaGraphLaunch(d; exec: ExecHandle, stream: StreamHandle) {
+        check((d.graph_launch)(exec, stream))
+    }
+}

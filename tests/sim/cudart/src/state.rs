@@ -1,0 +1,105 @@
+//! What the runtime keeps for a thread: its device, its last error, its pushed launch configurations.
+
+use std::{
+    cell::{Cell, RefCell},
+    hint::black_box,
+};
+
+use sim_abi::{
+    cuda::{ContextHandle, CuError, Device, StreamHandle, check, code},
+    ffi::Out,
+    trace,
+};
+
+use crate::driver::{self, Driver};
+
+thread_local! {
+    /// Of any code but success: "not ready" is remembered like an error, too.
+    static LAST_ERROR: Cell<i32> = const { Cell::new(0) };
+    static DEVICE: Cell<Device> = const { Cell::new(0) };
+    static CONFIGURATIONS: RefCell<Vec<Configuration>> = const { RefCell::new(Vec::new()) };
+}
+
+/// What `<<<…>>>` hands over.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Configuration {
+    pub(crate) grid: Dim3,
+    pub(crate) block: Dim3,
+    pub(crate) shared_bytes: usize,
+    pub(crate) stream: StreamHandle,
+}
+
+/// dim3.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct Dim3 {
+    pub(crate) x: u32,
+    pub(crate) y: u32,
+    pub(crate) z: u32,
+}
+
+/// The frame of an exported function: remembers the error, traces.
+#[inline]
+pub(crate) fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
+    let code = code(body());
+    if code != 0 {
+        LAST_ERROR.set(code);
+    }
+    trace::returned(name, code);
+    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    black_box(code)
+}
+
+/// cudaPeekAtLastError, and with `take` cudaGetLastError.
+pub(crate) fn last_error(take: bool) -> i32 {
+    if take { LAST_ERROR.replace(0) } else { LAST_ERROR.get() }
+}
+
+/// The thread's device: that of its context, else the one it has set.
+pub(crate) fn device() -> Result<Device, CuError> {
+    let driver = driver::legacy()?;
+    let mut device = 0;
+    match (driver.context_device)(Out::to(&mut device)) {
+        0 => Ok(device),
+        _ => Ok(DEVICE.get()),
+    }
+}
+
+/// cudaSetDevice: since CUDA 12 it also makes the primary context, and makes it current.
+pub(crate) fn set_device(device: Device) -> Result<(), CuError> {
+    let driver = driver::legacy()?;
+    let mut count = 0;
+    check((driver.device_count)(Out::to(&mut count)))?;
+    if !(0..count).contains(&device) {
+        return Err(CuError::INVALID_DEVICE);
+    }
+    DEVICE.set(device);
+    make_primary_current(driver, device)
+}
+
+/// Every call that needs a context makes one: that is how a fresh thread comes to have one on device 0.
+pub(crate) fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
+    let mut context: ContextHandle = 0;
+    check((driver.context_current)(Out::to(&mut context)))?;
+    if context == 0 {
+        make_primary_current(driver, DEVICE.get())?;
+    }
+    Ok(driver)
+}
+
+fn make_primary_current(driver: &Driver, device: Device) -> Result<(), CuError> {
+    let mut context = 0;
+    // The runtime retains a primary context once and keeps it; the driver hands out the same one either way.
+    check((driver.primary_retain)(Out::to(&mut context), device))?;
+    check((driver.context_set_current)(context))
+}
+
+/// __cudaPushCallConfiguration.
+pub(crate) fn push_configuration(configuration: Configuration) {
+    CONFIGURATIONS.with_borrow_mut(|stack| stack.push(configuration));
+}
+
+/// __cudaPopCallConfiguration.
+pub(crate) fn pop_configuration() -> Result<Configuration, CuError> {
+    CONFIGURATIONS.with_borrow_mut(Vec::pop).ok_or(CuError::INVALID_VALUE)
+}
