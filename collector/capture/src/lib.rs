@@ -8,9 +8,11 @@
 
 mod address_space;
 mod children;
+pub mod dump;
 mod error;
 mod image;
 mod memory;
+pub mod merge;
 mod native;
 mod process;
 mod procfs;
@@ -79,6 +81,9 @@ pub struct ProcessCapture {
     pub command: String,
     /// The stacks, the state, and what could not be had.
     pub sample: ProcessSample,
+    /// For each thread in `sample.py_stacktrace` and each of its frames: whether C code entered the interpreter with it. It
+    /// is what [`merge`] needs to put Python frames in their places in the native stack.
+    pub python_entries: Vec<Vec<bool>>,
     /// All descendants, flattened, parents before their children. Empty unless asked for.
     pub children: Vec<ProcessCapture>,
 }

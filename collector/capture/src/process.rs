@@ -32,6 +32,7 @@ pub(crate) struct RawProcess {
     pub parent_pid: i32,
     pub command: String,
     pub sample: ProcessSample,
+    pub python_entries: Vec<Vec<bool>>,
     /// Frames of the threads in `sample.stacktrace`, in the same order.
     pub frames: Vec<Vec<PlacedFrame>>,
 }
@@ -210,8 +211,8 @@ impl Capture<'_> {
         let before = python::switches(pid, threads);
         let mut walked = python::walk(&mut interpreter.spy, pid, threads);
         let after = python::switches(pid, threads);
-        let moved = |walked: &Result<Vec<_>, String>| match walked {
-            Ok(traces) => python::moved(traces, &before, &after),
+        let moved = |walked: &Result<python::Walk, String>| match walked {
+            Ok(walk) => python::moved(&walk.traces, &before, &after),
             Err(_) => true,
         };
         if moved(&walked) {
@@ -226,7 +227,10 @@ impl Capture<'_> {
             }
         }
         match walked {
-            Ok(traces) => self.process.sample.py_stacktrace = traces,
+            Ok(walk) => {
+                self.process.sample.py_stacktrace = walk.traces;
+                self.process.python_entries = walk.entries;
+            }
             Err(reason) => {
                 self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
                 // What is known of this interpreter may be what is wrong.

@@ -39,27 +39,43 @@ pub(crate) fn attach(tid: i32) -> Result<PythonSpy, String> {
     guarded(|| PythonSpy::new(tid, &config).map_err(|error| format!("{error:#}")))
 }
 
+/// All Python threads of a process.
+pub(crate) struct Walk {
+    pub traces: Vec<PySpyStacktrace>,
+    /// For each frame of each trace, whether C code entered the interpreter with it.
+    pub entries: Vec<Vec<bool>>,
+}
+
 /// All Python threads, as they are at this moment.
-pub(crate) fn walk(spy: &mut PythonSpy, pid: i32, threads: &[Thread]) -> Result<Vec<PySpyStacktrace>, String> {
-    let traces = guarded(|| spy.get_stack_traces().map_err(|error| format!("{error:#}")))?;
+pub(crate) fn walk(spy: &mut PythonSpy, pid: i32, threads: &[Thread]) -> Result<Walk, String> {
+    let found = guarded(|| spy.get_stack_traces().map_err(|error| format!("{error:#}")))?;
     let outside: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
     let namespaced: HashMap<i32, &Thread> =
         threads.iter().map(|thread| (thread.status.namespaced_tid, thread)).collect();
-    let convert = |trace: StackTrace| {
+    let version = (spy.version.major, spy.version.minor);
+    let is_entry = |frame: &py_spy::Frame| match version {
+        (3, 12..) => frame.is_shim_entry,
+        (3, 11) => frame.is_entry,
+        _ => true,
+    };
+    let mut walk = Walk { traces: Vec::with_capacity(found.len()), entries: Vec::with_capacity(found.len()) };
+    for mut trace in found {
+        drop_pseudo_frames(&mut trace);
         let inside = trace.os_thread_id.map(|tid| tid as i32).or_else(|| tid_of_pthread(spy.pid, trace.thread_id));
         // The interpreter knows the id of its own PID namespace, which usually is also ours.
         let thread = inside.and_then(|tid| namespaced.get(&tid).or_else(|| outside.get(&tid)));
-        PySpyStacktrace {
+        walk.entries.push(trace.frames.iter().map(is_entry).collect());
+        walk.traces.push(PySpyStacktrace {
             pid: pid as u32,
             thread_id: trace.thread_id,
             thread_name: trace.thread_name.unwrap_or_default(),
             os_thread_id: thread.map_or(0, |thread| thread.tid as u32),
             active: thread.is_some_and(|thread| thread.running || thread.status.letter() == b'R'),
             owns_gil: trace.owns_gil,
-            frames: trace.frames.into_iter().filter(|frame| !is_pseudo(frame)).map(frame).collect(),
-        }
-    };
-    Ok(traces.into_iter().map(convert).collect())
+            frames: trace.frames.into_iter().map(frame).collect(),
+        });
+    }
+    Ok(walk)
 }
 
 fn frame(frame: py_spy::Frame) -> PySpyFrame {
@@ -71,6 +87,19 @@ fn frame(frame: py_spy::Frame) -> PySpyFrame {
 }
 
 /// CPython 3.13 shows the code with which it cleans up after `__init__` as a frame; it is in no file.
+fn drop_pseudo_frames(trace: &mut StackTrace) {
+    let mut entry = false;
+    // From the root to the leaf, so that the mark of an entry moves on to the frame that was called next.
+    for frame in trace.frames.iter_mut().rev() {
+        if is_pseudo(frame) {
+            entry |= frame.is_shim_entry;
+        } else {
+            frame.is_shim_entry |= std::mem::take(&mut entry);
+        }
+    }
+    trace.frames.retain(|frame| !is_pseudo(frame));
+}
+
 fn is_pseudo(frame: &py_spy::Frame) -> bool {
     frame.line == 0 && frame.name == "__init__" && frame.filename == "__init__"
 }

@@ -88,13 +88,13 @@ impl Symbolizer {
     }
 
     fn finish_one(&self, process: RawProcess) -> ProcessCapture {
-        let RawProcess { pid, parent_pid, command, mut sample, frames } = process;
+        let RawProcess { pid, parent_pid, command, mut sample, python_entries, frames } = process;
         for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
             for frame in &frames {
                 self.expand(frame, &mut thread.frames);
             }
         }
-        ProcessCapture { pid, parent_pid, command, sample, children: Vec::new() }
+        ProcessCapture { pid, parent_pid, command, sample, python_entries, children: Vec::new() }
     }
 
     /// Adds the functions that one frame stands for: those that were inlined, leaf first, and the one they were inlined into.

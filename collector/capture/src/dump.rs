@@ -1,0 +1,138 @@
+//! The command `xpu_timer_dump`: the stacks of running processes as text, JSON or `.stacktrace` files. It needs no collector.
+
+mod files;
+mod find;
+mod json;
+mod text;
+
+use std::{
+    io::{self, IsTerminal, Write},
+    path::PathBuf,
+    process::ExitCode,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, bail};
+use clap::{ArgGroup, Parser};
+
+use crate::{Capturer, Options};
+
+/// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
+///
+/// Threads that sleep are not stopped. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
+/// command line.
+#[derive(Debug, Clone, Parser)]
+#[command(name = "xpu_timer_dump", version)]
+#[command(group(ArgGroup::new("which").required(true).multiple(true).args(["pid", "rank", "all"])))]
+pub struct Arguments {
+    /// Process to dump; may be given several times
+    #[arg(long, short, value_name = "PID")]
+    pub pid: Vec<i32>,
+    /// Process whose environment has this RANK; may be given several times
+    #[arg(long, value_name = "RANK")]
+    pub rank: Vec<u32>,
+    /// Every process on this node that has a RANK
+    #[arg(long)]
+    pub all: bool,
+    /// Native stacks only
+    #[arg(long, group = "what")]
+    pub native: bool,
+    /// Python stacks only
+    #[arg(long, group = "what")]
+    pub python: bool,
+    /// Python frames in their places in the native stack (the default)
+    #[arg(long, group = "what")]
+    pub merged: bool,
+    /// Also dump all descendants
+    #[arg(long)]
+    pub children: bool,
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+    /// Write a `.stacktrace` file for each process into this folder instead of printing
+    #[arg(long, short, value_name = "DIR", conflicts_with = "json")]
+    pub output: Option<PathBuf>,
+    /// Seconds the whole dump may take
+    #[arg(long, value_name = "SECONDS", default_value = "5")]
+    pub timeout: f64,
+    /// Stop every thread while its stack is copied, also those that sleep
+    #[arg(long, hide = true)]
+    pub force_ptrace: bool,
+}
+
+/// Which stacks are shown.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum View {
+    Native,
+    Python,
+    Merged,
+}
+
+/// Runs the command.
+///
+/// # Errors
+/// When no process was found, or the result cannot be written.
+pub fn run(arguments: &Arguments) -> Result<ExitCode> {
+    let logs = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "off".into());
+    // Fails when a test has set one up already.
+    let _ = tracing_subscriber::fmt().with_env_filter(logs).with_writer(io::stderr).try_init();
+    let mut pids = arguments.pid.clone();
+    let ranked = if arguments.all || !arguments.rank.is_empty() { find::ranked() } else { Vec::new() };
+    for rank in &arguments.rank {
+        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
+        let before = pids.len();
+        pids.extend(found);
+        if pids.len() == before {
+            bail!("no process on this node has RANK={rank} in its environment");
+        }
+    }
+    if arguments.all {
+        pids.extend(ranked.iter().map(|process| process.pid));
+    }
+    let mut seen = std::collections::HashSet::new();
+    pids.retain(|pid| seen.insert(*pid));
+    if pids.is_empty() {
+        bail!("no process on this node has a RANK in its environment");
+    }
+    let view = match (arguments.native, arguments.python) {
+        (true, _) => View::Native,
+        (_, true) => View::Python,
+        _ => View::Merged,
+    };
+    let deadline = Duration::try_from_secs_f64(arguments.timeout).context("--timeout")?;
+    let options = Options {
+        deadline,
+        children: arguments.children,
+        // The state of a thread and its name come with its native stack, so only the text without them leaves it out.
+        native: true,
+        python: view != View::Native,
+        lines_budget: if view == View::Python { Duration::ZERO } else { deadline },
+        force_ptrace: arguments.force_ptrace,
+    };
+    let captured = Capturer::new().capture(&pids, &options);
+    let failed = captured.iter().any(|process| {
+        process.sample.stacktrace.iter().all(|thread| thread.frames.is_empty())
+            && process.sample.py_stacktrace.is_empty()
+    });
+    if let Some(folder) = &arguments.output {
+        for path in files::write(folder, &captured)? {
+            println!("{}", path.display());
+        }
+    } else {
+        let mut text = Vec::new();
+        if arguments.json {
+            serde_json::to_writer_pretty(&mut text, &json::processes(&captured, view))?;
+            text.push(b'\n');
+        } else {
+            let colour =
+                io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+            text::print(&mut text, &captured, view, colour)?;
+        }
+        match io::stdout().write_all(&text) {
+            // `| head` has seen enough.
+            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
+            written => written.context("standard output")?,
+        }
+    }
+    Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}

@@ -1,0 +1,218 @@
+//! The dump as text for a person: one block a thread, equal threads folded into one block.
+
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
+
+use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+
+use super::View;
+use crate::{
+    ProcessCapture,
+    merge::{Frame, merge},
+};
+
+const BOLD: &str = "\x1b[1m";
+const RED: &str = "\x1b[31m";
+const CYAN: &str = "\x1b[36m";
+const YELLOW: &str = "\x1b[33m";
+const DIM: &str = "\x1b[2m";
+const RESET: &str = "\x1b[0m";
+
+/// Thread ids named in a folded block.
+const NAMED: usize = 8;
+
+/// Writes all processes and their descendants.
+pub(super) fn print(out: &mut impl Write, captured: &[ProcessCapture], view: View, colour: bool) -> io::Result<()> {
+    let paint = Paint { colour };
+    let mut first = true;
+    for process in captured {
+        for (process, is_child) in
+            std::iter::once((process, false)).chain(process.children.iter().map(|child| (child, true)))
+        {
+            if !std::mem::take(&mut first) {
+                writeln!(out)?;
+            }
+            print_process(out, process, is_child, view, paint)?;
+        }
+    }
+    Ok(())
+}
+
+#[derive(Clone, Copy)]
+struct Paint {
+    colour: bool,
+}
+
+impl Paint {
+    fn with(self, code: &str, text: impl std::fmt::Display) -> String {
+        if self.colour { format!("{code}{text}{RESET}") } else { text.to_string() }
+    }
+}
+
+fn print_process(
+    out: &mut impl Write,
+    process: &ProcessCapture,
+    is_child: bool,
+    view: View,
+    paint: Paint,
+) -> io::Result<()> {
+    let sample = &process.sample;
+    let parent = if is_child { format!(", child of {}", process.parent_pid) } else { String::new() };
+    writeln!(out, "{}", paint.with(BOLD, format!("Process {}: {}", process.pid, clean(&process.command))))?;
+    let times = format!(
+        "captured in {:.1} ms, no thread stopped for more than {} us",
+        sample.capture_ns as f64 / 1e6,
+        sample.longest_stop_ns.div_ceil(1000)
+    );
+    let times = if sample.longest_stop_ns == 0 {
+        format!("captured in {:.1} ms without a stop", sample.capture_ns as f64 / 1e6)
+    } else {
+        times
+    };
+    writeln!(out, "  {}{parent}, {}, {times}", sample.process_state, count(sample.stacktrace.len(), "thread"))?;
+    for error in &sample.errors {
+        writeln!(out, "  {}", paint.with(RED, clean(error)))?;
+    }
+    let mut python: HashMap<u32, usize> = HashMap::new();
+    for (index, thread) in sample.py_stacktrace.iter().enumerate() {
+        python.insert(thread.os_thread_id, index);
+    }
+    // Blocks that read the same, with the threads they stand for, in the order of their first threads.
+    let mut blocks: Vec<(Vec<String>, Vec<String>)> = Vec::new();
+    let mut places: HashMap<Vec<String>, usize> = HashMap::new();
+    let mut shown = vec![false; sample.py_stacktrace.len()];
+    let mut add = |title: String, body: Vec<String>, foldable: bool| {
+        if foldable && let Some(place) = places.get(&body) {
+            let titles: &mut Vec<String> = &mut blocks[*place].1;
+            titles.push(title);
+            return;
+        }
+        if foldable {
+            places.insert(body.clone(), blocks.len());
+        }
+        blocks.push((body, vec![title]));
+    };
+    for thread in &sample.stacktrace {
+        let index = python.get(&thread.pid).copied();
+        let trace = index.map(|index| &sample.py_stacktrace[index]);
+        if let Some(index) = index {
+            shown[index] = true;
+        }
+        if view == View::Python && trace.is_none() {
+            continue;
+        }
+        let entries = index.and_then(|index| process.python_entries.get(index)).map_or(&[][..], Vec::as_slice);
+        let body = body(thread, trace, entries, view, paint);
+        // The holder of the lock and whatever runs is never one of many.
+        let foldable = !thread.state.starts_with('R') && trace.is_none_or(|trace| !trace.owns_gil);
+        add(title(thread, trace, paint), body, foldable);
+    }
+    for (trace, _) in sample.py_stacktrace.iter().zip(&shown).filter(|(_, shown)| !**shown) {
+        let title = format!("Python thread {:#x} {}", trace.thread_id, quoted(&trace.thread_name));
+        let body = trace.frames.iter().map(|frame| python_line(frame, paint)).collect();
+        add(format!("{title}{}", gil(trace, paint)), body, false);
+    }
+    for (body, titles) in &blocks {
+        writeln!(out)?;
+        match titles.as_slice() {
+            [title] => writeln!(out, "{}", paint.with(BOLD, title))?,
+            titles => {
+                writeln!(
+                    out,
+                    "{}",
+                    paint.with(BOLD, format!("{} with the same stack", count(titles.len(), "thread")))
+                )?;
+                for title in titles.iter().take(NAMED) {
+                    writeln!(out, "  {title}")?;
+                }
+                if titles.len() > NAMED {
+                    writeln!(out, "  and {} more", titles.len() - NAMED)?;
+                }
+            }
+        }
+        for line in body {
+            writeln!(out, "{line}")?;
+        }
+    }
+    Ok(())
+}
+
+fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Paint) -> String {
+    let name = trace.map_or("", |trace| trace.thread_name.as_str());
+    let comm = &thread.thread_name;
+    let name =
+        if name.is_empty() || name == comm { quoted(comm) } else { format!("{} ({})", quoted(name), clean(comm)) };
+    let place = if thread.wchan.is_empty() { String::new() } else { format!(" in {}", clean(&thread.wchan)) };
+    format!(
+        "Thread {} {name} {}{place}{}",
+        thread.pid,
+        thread.state,
+        trace.map_or(String::new(), |trace| gil(trace, paint))
+    )
+}
+
+fn gil(trace: &PySpyStacktrace, paint: Paint) -> String {
+    if trace.owns_gil { format!(" {}", paint.with(YELLOW, "holds the GIL")) } else { String::new() }
+}
+
+fn body(
+    thread: &PstackStacktrace,
+    trace: Option<&PySpyStacktrace>,
+    entries: &[bool],
+    view: View,
+    paint: Paint,
+) -> Vec<String> {
+    let python = trace.map_or(&[][..], |trace| trace.frames.as_slice());
+    let python_lines = || python.iter().map(|frame| python_line(frame, paint));
+    if view == View::Python {
+        return python_lines().collect();
+    }
+    let native_lines = || thread.frames.iter().map(|frame| native_line(frame, paint));
+    let mut lines: Vec<String> = Vec::new();
+    if view == View::Native || python.is_empty() {
+        lines.extend(native_lines());
+    } else if let Some(merged) = merge(&thread.frames, python, entries) {
+        lines.extend(merged.iter().map(|frame| match frame {
+            Frame::Native(frame) => native_line(frame, paint),
+            Frame::Python(frame) => python_line(frame, paint),
+        }));
+    } else {
+        lines.push(format!("  {}", paint.with(DIM, "Python:")));
+        lines.extend(python_lines());
+        lines.push(format!("  {}", paint.with(DIM, "native (it does not fit to the Python stack):")));
+        lines.extend(native_lines());
+    }
+    if !thread.incomplete.is_empty() {
+        lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", clean(&thread.incomplete)))));
+    }
+    if thread.capture() == CaptureMethod::KernelOnly || thread.frames.is_empty() {
+        lines.extend(thread.kernel_stack.iter().map(|function| format!("    {} [kernel]", clean(function))));
+    }
+    lines
+}
+
+fn native_line(frame: &PstackFrame, paint: Paint) -> String {
+    let inlined = if frame.inlined { " [inlined]" } else { "" };
+    let name = if frame.func_name == "??" { format!("?? {:#x}", frame.pc) } else { clean(&frame.func_name) };
+    let jit = if frame.module.is_empty() { " [no file: made at run time]" } else { "" };
+    format!("    {name}{} {}", paint.with(DIM, inlined), paint.with(DIM, format!("{}{jit}", clean(&frame.file_name))))
+}
+
+fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
+    format!("    {} {}", paint.with(CYAN, clean(&frame.func_name)), clean(&frame.file_name))
+}
+
+fn quoted(name: &str) -> String {
+    format!("\"{}\"", clean(name))
+}
+
+fn count(number: usize, what: &str) -> String {
+    if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
+}
+
+/// What a process calls itself may hold anything, also sequences that command a terminal.
+fn clean(text: &str) -> String {
+    text.chars().map(|character| if character.is_control() { ' ' } else { character }).collect()
+}
