@@ -6,13 +6,29 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// One frame.
+/// One frame. Whether its names are text is asked once for each name, when it is seen first ([`Frame::text`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// Function name.
-    pub func: &'a str,
+    pub func: &'a [u8],
     /// `path:line`, or the shared object.
-    pub file: &'a str,
+    pub file: &'a [u8],
+}
+
+impl<'a> Frame<'a> {
+    /// A frame of names that are text.
+    pub fn new(func: &'a str, file: &'a str) -> Frame<'a> {
+        Frame { func: func.as_bytes(), file: file.as_bytes() }
+    }
+
+    /// Function and file as text.
+    pub fn text(&self) -> Result<(&'a str, &'a str), DecodeError> {
+        Ok((utf8(self.func)?, utf8(self.file)?))
+    }
+}
+
+fn utf8(bytes: &[u8]) -> Result<&str, DecodeError> {
+    std::str::from_utf8(bytes).map_err(|_| DecodeError::NotUtf8 { text: String::from_utf8_lossy(bytes).into_owned() })
 }
 
 /// One thread.
@@ -46,7 +62,7 @@ pub struct Dump<'a> {
 }
 
 /// Why a file is no dump.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, thiserror::Error)]
+#[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     /// The file ends within a field.
     #[error("it ends within a field at byte {offset}")]
@@ -69,10 +85,10 @@ pub enum DecodeError {
         offset: usize,
     },
     /// A name is no text.
-    #[error("the text at byte {offset} is not UTF-8")]
+    #[error("the name {text:?} is not UTF-8")]
     NotUtf8 {
-        /// Where the text begins.
-        offset: usize,
+        /// The name with a replacement for what is no text.
+        text: String,
     },
     /// None of the fields of a dump is there; an empty file is of this kind.
     #[error("it holds no dump")]
@@ -111,7 +127,7 @@ impl<'a> Dump<'a> {
                 3 => dump.pid = reader.varint(field)? as i32,
                 6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
-                11 => dump.process_state = reader.text(field)?,
+                11 => dump.process_state = utf8(reader.bytes(field)?)?,
                 _ => reader.skip(field)?,
             }
         }
@@ -153,11 +169,11 @@ const NATIVE: ThreadFields = ThreadFields { tid: 1, name: 2, frames: 3 };
 const PYTHON: ThreadFields = ThreadFields { tid: 4, name: 3, frames: 7 };
 
 fn frame<'a>(mut reader: Reader<'a>) -> Result<Frame<'a>, DecodeError> {
-    let mut frame = Frame { func: "", file: "" };
+    let mut frame = Frame { func: b"", file: b"" };
     while let Some(field) = reader.next_field()? {
         match field.number {
-            1 => frame.func = reader.text(field)?,
-            2 => frame.file = reader.text(field)?,
+            1 => frame.func = reader.bytes(field)?,
+            2 => frame.file = reader.bytes(field)?,
             _ => reader.skip(field)?,
         }
     }
@@ -250,12 +266,6 @@ impl<'a> Reader<'a> {
     }
 
     #[inline]
-    fn text(&mut self, field: Field) -> Result<&'a str, DecodeError> {
-        let inner = self.message(field)?;
-        std::str::from_utf8(&self.file[inner.at..inner.end]).map_err(|_| DecodeError::NotUtf8 { offset: inner.at })
-    }
-
-    #[inline]
     fn skip(&mut self, field: Field) -> Result<(), DecodeError> {
         self.skip_nested(field, MAX_GROUPS)
     }
@@ -287,7 +297,7 @@ mod tests {
     use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
     /// What the pictures need of a message, by `prost`.
-    fn drawn(message: &Stacktrace) -> (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>) {
+    fn drawn(message: &Stacktrace) -> Drawn {
         let native = message.stacktrace.iter();
         let python = message.py_stacktrace.iter();
         (
@@ -298,14 +308,20 @@ mod tests {
         )
     }
 
-    fn drawn_here(dump: &Dump<'_>) -> (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>) {
-        let of = |threads: &[Thread<'_>]| {
-            threads
-                .iter()
-                .map(|t| dump.frames_of(t).iter().map(|f| (f.func.to_owned(), f.file.to_owned())).collect())
-                .collect()
+    type Drawn = (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>);
+
+    fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
+        let dump = Dump::decode(file)?;
+        let texts = |t: &Thread<'_>| -> Result<Vec<(String, String)>, DecodeError> {
+            dump.frames_of(t).iter().map(|f| f.text().map(|(a, b)| (a.to_owned(), b.to_owned()))).collect()
         };
-        (dump.pid, dump.process_state.to_owned(), of(&dump.native), of(&dump.python))
+        let (native, python) = (dump.native.iter().map(texts), dump.python.iter().map(texts));
+        Ok((
+            dump.pid,
+            dump.process_state.to_owned(),
+            native.collect::<Result<_, _>>()?,
+            python.collect::<Result<_, _>>()?,
+        ))
     }
 
     fn sample() -> Stacktrace {
@@ -346,7 +362,7 @@ mod tests {
         let message = sample();
         let bytes = message.encode_to_vec();
         let dump = Dump::decode(&bytes).unwrap();
-        assert_eq!(drawn_here(&dump), drawn(&message));
+        assert_eq!(drawn_here(&bytes).unwrap(), drawn(&message));
         assert_eq!(dump.pyspy_stderr, "no such process");
         assert_eq!((dump.python[0].tid, dump.python[0].name), (9, &b"MainThread"[..]));
         assert_eq!(dump.native[1].tid, 77);
@@ -357,7 +373,7 @@ mod tests {
         let bytes = sample().encode_to_vec();
         let mut errors = 0;
         for cut in 1..bytes.len() {
-            let (ours, theirs) = (Dump::decode(&bytes[..cut]), Stacktrace::decode(&bytes[..cut]));
+            let (ours, theirs) = (drawn_here(&bytes[..cut]), Stacktrace::decode(&bytes[..cut]));
             assert_eq!(ours.is_ok(), theirs.is_ok(), "cut at {cut}");
             errors += usize::from(ours.is_err());
         }
@@ -372,7 +388,7 @@ mod tests {
         assert_eq!(Dump::decode(&[0xd0, 0x05, 0x01]), Err(DecodeError::NoDump));
         assert!(Dump::decode(b"\x7fELF\x02\x01\x01").is_err());
         assert!(Dump::decode(b"{\"json\": true}").is_err());
-        assert_eq!(Dump::decode(&[0x5a, 2, b'a', 0xff]), Err(DecodeError::NotUtf8 { offset: 2 }));
+        assert_eq!(Dump::decode(&[0x5a, 2, b'a', 0xff]), Err(DecodeError::NotUtf8 { text: "a\u{fffd}".into() }));
         assert_eq!(Dump::decode(&[0x58, 2]), Err(DecodeError::WrongType { field: 11, offset: 0 }));
         assert_eq!(Dump::decode(&[0x5a, 200, 1]), Err(DecodeError::Truncated { offset: 0 }));
     }
@@ -398,8 +414,8 @@ mod tests {
 
     /// Ours skips fields 100 and up, and texts that are not drawn, so it may accept more than `prost`, never less.
     fn compare(bytes: &[u8]) -> Result<(), TestCaseError> {
-        match (Dump::decode(bytes), Stacktrace::decode(bytes)) {
-            (Ok(dump), Ok(message)) => prop_assert_eq!(drawn_here(&dump), drawn(&message)),
+        match (drawn_here(bytes), Stacktrace::decode(bytes)) {
+            (Ok(ours), Ok(message)) => prop_assert_eq!(ours, drawn(&message)),
             (Err(DecodeError::NoDump), Ok(message)) => prop_assert_eq!(message, Stacktrace::default()),
             (Err(error), Ok(_)) => prop_assert!(false, "prost accepts it: {error}"),
             (_, Err(_)) => {}

@@ -13,6 +13,8 @@ pub struct DumpFile {
     pub world: u32,
     /// Where it lies.
     pub path: PathBuf,
+    /// True for a regular file; a link may lead to one.
+    pub regular: bool,
 }
 
 /// What a folder holds.
@@ -45,7 +47,10 @@ impl Folder {
                 continue;
             }
             match name.to_str().and_then(parse_name) {
-                Some((rank, world)) => folder.files.push(DumpFile { rank, world, path: path.join(&name) }),
+                Some((rank, world)) => {
+                    let regular = entry.file_type().is_ok_and(|kind| kind.is_file());
+                    folder.files.push(DumpFile { rank, world, path: path.join(&name), regular });
+                }
                 None => folder.misnamed.push(path.join(&name)),
             }
         }

@@ -99,26 +99,23 @@ pub fn merge_files(files: &[DumpFile], mut left_out: impl FnMut(&DumpFile, &dyn 
     let mut merger = Merger::default();
     let mut bytes = Vec::new();
     for file in files {
-        if let Err(error) = read_into(&file.path, &mut bytes) {
+        if let Err(error) = read_into(file, &mut bytes) {
             left_out(file, &error);
-            continue;
-        }
-        match Dump::decode(&bytes) {
-            Ok(dump) => merger.add(file.rank, &dump),
-            Err(error) => left_out(file, &error),
+        } else if let Err(error) = Dump::decode(&bytes).and_then(|dump| merger.add(file.rank, &dump)) {
+            left_out(file, &error);
         }
     }
     merger.finish()
 }
 
 /// Reads a whole file into a buffer that is used again and again.
-fn read_into(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
+fn read_into(file: &DumpFile, bytes: &mut Vec<u8>) -> io::Result<()> {
     // Opening a pipe would wait for its writer.
-    if !std::fs::metadata(path)?.is_file() {
+    if !file.regular && !std::fs::metadata(&file.path)?.is_file() {
         return Err(io::Error::other("it is not a regular file"));
     }
     bytes.clear();
-    File::open(path)?.read_to_end(bytes)?;
+    File::open(&file.path)?.read_to_end(bytes)?;
     Ok(())
 }
 

@@ -1,6 +1,6 @@
 //! Merges the dumps of all ranks, one after the other, into two trees and into groups of ranks that stand at one place.
 
-use crate::dump::{Dump, Frame, Thread};
+use crate::dump::{DecodeError, Dump, Frame, Thread};
 use crate::stacks::{StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
@@ -63,26 +63,35 @@ pub struct Merger {
     main: BTreeMap<Option<(Mode, StackId)>, RankSet>,
     states: BTreeMap<String, RankSet>,
     complaints: BTreeMap<(&'static str, String), RankSet>,
+    /// The stacks of the rank at work, kept for its memory.
+    has: Vec<(Mode, StackId)>,
 }
 
 impl Merger {
-    /// Adds the dump of one rank.
-    pub fn add(&mut self, rank: u32, dump: &Dump<'_>) {
-        self.ranks.insert(rank);
-        let state = [Frame { func: STATE, file: dump.process_state }];
+    /// Adds the dump of one rank, or nothing of it when a name in it is no text.
+    pub fn add(&mut self, rank: u32, dump: &Dump<'_>) -> Result<(), DecodeError> {
+        let state = [Frame::new(STATE, dump.process_state)];
         let mut main = None;
+        self.has.clear();
         // Native first, so that the main thread's Python stack, which says more to people, has the last word.
         let threads = [(Mode::Native, &dump.native, &mut self.native), (Mode::Python, &dump.python, &mut self.python)];
         for (mode, threads, stacks) in threads {
-            stacks.add(&state, rank);
+            self.has.extend(stacks.intern(&state)?.map(|id| (mode, id)));
             let chosen = main_thread(dump, threads);
             for (i, thread) in threads.iter().enumerate() {
-                let id = stacks.add(dump.frames_of(thread), rank);
-                if chosen == Some(i) {
-                    main = id.map(|id| (mode, id)).or(main);
+                if let Some(id) = stacks.intern(dump.frames_of(thread))? {
+                    self.has.push((mode, id));
+                    if chosen == Some(i) {
+                        main = Some((mode, id));
+                    }
                 }
             }
         }
+        for &(mode, id) in &self.has {
+            let stacks = if mode == Mode::Native { &mut self.native } else { &mut self.python };
+            stacks.add(id, rank);
+        }
+        self.ranks.insert(rank);
         self.main.entry(main).or_default().insert(rank);
         add_to(&mut self.states, dump.process_state, rank);
         for (field, text) in [("pstack_stderr", &dump.pstack_stderr), ("pyspy_stderr", &dump.pyspy_stderr)] {
@@ -90,6 +99,7 @@ impl Merger {
                 self.complaints.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
             }
         }
+        Ok(())
     }
 
     /// Puts everything together.
@@ -137,7 +147,7 @@ fn main_thread(dump: &Dump<'_>, threads: &[Thread<'_>]) -> Option<usize> {
     let by = |is_main: &dyn Fn(&Thread<'_>) -> bool| threads.iter().position(|t| has_frames(&t) && is_main(t));
     by(&|t| t.name == b"MainThread")
         .or_else(|| by(&|t| pid != 0 && t.tid == pid))
-        .or_else(|| by(&|t| dump.frames_of(t).last().is_some_and(|root| root.func == "<module>")))
+        .or_else(|| by(&|t| dump.frames_of(t).last().is_some_and(|root| root.func == b"<module>")))
         .or_else(|| by(&|_| true))
 }
 
@@ -171,7 +181,7 @@ mod tests {
     fn merged(dumps: &[(u32, Stacktrace)]) -> Merged {
         let mut merger = Merger::default();
         for (rank, dump) in dumps {
-            merger.add(*rank, &Dump::decode(&dump.encode_to_vec()).unwrap());
+            merger.add(*rank, &Dump::decode(&dump.encode_to_vec()).unwrap()).unwrap();
         }
         merger.finish()
     }

@@ -3,7 +3,8 @@
 //! `inferno` parses lines made for profilers, so what our words may hold and its lines may not is dealt with here.
 
 use crate::colour::colour;
-use inferno::flamegraph::{self, Options, color::BackgroundColor, color::PaletteMap};
+use inferno::flamegraph::color::{BackgroundColor, Color, PaletteMap};
+use inferno::flamegraph::{self, Options};
 use std::borrow::Cow;
 use std::convert::Infallible;
 use std::io;
@@ -27,6 +28,8 @@ impl Picture {
     pub fn new(tree: &PrefixTree, world: u32) -> Picture {
         let mut folded = String::new();
         let mut colours = PaletteMap::default();
+        // The frame below all roots, which has no label.
+        colours.insert("", Color { r: 215, g: 215, b: 215 });
         let mut differs = false;
         each_step(tree, world, |label, path, root, end| {
             let drawn = drawable(label, root);
@@ -63,6 +66,8 @@ impl Picture {
         options.image_width = Some(WIDTH);
         options.min_width = 0.0;
         options.bgcolors = Some(BackgroundColor::Grey);
+        // Wide enough for the common monospace fonts, so that no text reaches over the edge of its frame.
+        options.font_width = 0.63;
         // Every label is in the map; were one not, its colour would still not be left to chance.
         options.palette_map = Some(&mut self.colours);
         options.deterministic = true;

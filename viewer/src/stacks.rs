@@ -3,18 +3,25 @@
 //! Whole stacks repeat across ranks. So every frame becomes the number of its word, every stack the numbers of its words,
 //! and a rank only adds itself to the stacks that it has; the tree is built once, from stacks that all differ.
 
-use crate::dump::Frame;
+use crate::dump::{DecodeError, Frame};
 use hashbrown::{DefaultHashBuilder, HashTable};
 use std::hash::BuildHasher;
 use xpu_timer_analysis::folded::{self, DROPPED_FROM};
-use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId, Words};
+use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree, WordId, Words};
 use xpu_timer_analysis::rank_set::RankSet;
 
 /// Number of a stack.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct StackId(u32);
 
-/// One stack that at least one rank has.
+impl StackId {
+    /// Place of the stack in the order of first use, from 0.
+    pub fn index(self) -> usize {
+        self.0 as usize
+    }
+}
+
+/// One stack and the ranks that have it.
 #[derive(Debug)]
 struct Stack {
     /// Root first; never empty.
@@ -31,6 +38,9 @@ pub struct Stacks {
     by_frame: HashTable<(u64, WordId)>,
     /// By number of the word: true when it and everything leafward of it is not drawn.
     dropped: Vec<bool>,
+    /// The word at the root of the stack seen last, and by number of the word the one that followed it last.
+    first: Option<WordId>,
+    next: Vec<Option<WordId>>,
     stacks: Vec<Stack>,
     by_words: HashTable<(u64, StackId)>,
     hasher: DefaultHashBuilder,
@@ -40,40 +50,52 @@ pub struct Stacks {
 }
 
 impl Stacks {
-    /// Adds one stack of one rank; its number, or nothing when no word of it is drawn.
-    pub fn add(&mut self, leaf_first: &[Frame<'_>], rank: u32) -> Option<StackId> {
+    /// The number of a stack; nothing when no word of it is drawn. No rank has it by that.
+    pub fn intern(&mut self, leaf_first: &[Frame<'_>]) -> Result<Option<StackId>, DecodeError> {
         self.stack.clear();
+        let mut guess = self.first;
         for frame in leaf_first.iter().rev() {
-            let word = self.word(frame);
+            // Nearly always the word that followed its caller the last time follows it again.
+            let word = match guess {
+                Some(guess) if is_word_of(self.words.text(guess), frame) => guess,
+                _ => self.word(frame)?,
+            };
+            match self.stack.last() {
+                Some(caller) => self.next[caller.index()] = Some(word),
+                None => self.first = Some(word),
+            }
             if self.dropped[word.index()] {
                 break;
             }
             self.stack.push(word);
+            guess = self.next[word.index()];
         }
-        if self.stack.is_empty() {
-            return None;
-        }
-        let id = self.intern_stack();
-        self.stacks[id.0 as usize].ranks.insert(rank);
-        Some(id)
+        Ok(if self.stack.is_empty() { None } else { Some(self.intern_stack()) })
     }
 
-    fn word(&mut self, frame: &Frame<'_>) -> WordId {
-        let hash = self.hasher.hash_one((frame.func.as_bytes(), frame.file.as_bytes()));
+    /// Says that a rank has a stack.
+    pub fn add(&mut self, id: StackId, rank: u32) {
+        self.stacks[id.0 as usize].ranks.insert(rank);
+    }
+
+    fn word(&mut self, frame: &Frame<'_>) -> Result<WordId, DecodeError> {
+        let hash = self.hasher.hash_one((frame.func, frame.file));
         let words = &self.words;
         if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_word_of(words.text(word), frame)) {
-            return word;
+            return Ok(word);
         }
+        let (func, file) = frame.text()?;
         self.text.clear();
-        folded::push_word(&mut self.text, frame.func, frame.file);
+        folded::push_word(&mut self.text, func, file);
         let word = self.words.intern(&self.text);
         if word.index() == self.dropped.len() {
             self.dropped.push(self.text.contains(DROPPED_FROM));
+            self.next.push(None);
         }
         if is_word_of(&self.text, frame) {
             self.by_frame.insert_unique(hash, (hash, word), |&(hash, _)| hash);
         }
-        word
+        Ok(word)
     }
 
     fn intern_stack(&mut self) -> StackId {
@@ -103,19 +125,24 @@ impl Stacks {
         self.stacks.is_empty()
     }
 
-    /// The tree of all stacks. What `words_of` tells is gone afterwards; the numbers of the words stay.
-    pub fn into_tree(self) -> PrefixTree {
+    /// The tree of all stacks, also of those that no rank has, and the node at which each stack ends, by its number.
+    pub fn into_tree_and_ends(self) -> (PrefixTree, Vec<NodeId>) {
         let mut tree = PrefixTree::with_words(self.words);
-        for stack in &self.stacks {
-            tree.insert_set(&stack.words, &stack.ranks);
-        }
-        tree
+        let ends = self.stacks.iter().filter_map(|stack| tree.insert_set(&stack.words, &stack.ranks)).collect();
+        (tree, ends)
+    }
+
+    /// The tree of the stacks that ranks have. What `words_of` tells is gone afterwards; the numbers of the words stay.
+    pub fn into_tree(mut self) -> PrefixTree {
+        // Stacks of a file that turned out to be broken have no rank.
+        self.stacks.retain(|stack| !stack.ranks.is_empty());
+        self.into_tree_and_ends().0
     }
 }
 
 /// True when the word is that of the frame, character by character.
 fn is_word_of(word: &str, frame: &Frame<'_>) -> bool {
-    let (word, func, file) = (word.as_bytes(), frame.func.as_bytes(), frame.file.as_bytes());
+    let (word, func, file) = (word.as_bytes(), frame.func, frame.file);
     word.len() == func.len() + 1 + file.len()
         && word[func.len()] == b'@'
         && word.starts_with(func)
@@ -127,17 +154,22 @@ mod tests {
     use super::*;
 
     fn frame<'a>(func: &'a str, file: &'a str) -> Frame<'a> {
-        Frame { func, file }
+        Frame { func: func.as_bytes(), file: file.as_bytes() }
+    }
+
+    fn add(stacks: &mut Stacks, leaf_first: &[Frame<'_>], rank: u32) -> Option<StackId> {
+        let id = stacks.intern(leaf_first).unwrap();
+        id.inspect(|&id| stacks.add(id, rank))
     }
 
     #[test]
     fn words_are_equal_when_their_text_is() {
         let mut stacks = Stacks::default();
-        let a = stacks.add(&[frame("a", "b@c")], 0);
-        assert_eq!(stacks.add(&[frame("a@b", "c")], 1), a, "the same text from another frame");
-        let semicolon = stacks.add(&[frame("operator;", "x")], 0);
-        assert_eq!(stacks.add(&[frame("operator,", "x")], 1), semicolon, "the same text after cleaning");
-        assert_eq!(stacks.add(&[frame("operator;", "x")], 2), semicolon);
+        let a = add(&mut stacks, &[frame("a", "b@c")], 0);
+        assert_eq!(add(&mut stacks, &[frame("a@b", "c")], 1), a, "the same text from another frame");
+        let semicolon = add(&mut stacks, &[frame("operator;", "x")], 0);
+        assert_eq!(add(&mut stacks, &[frame("operator,", "x")], 1), semicolon, "the same text after cleaning");
+        assert_eq!(add(&mut stacks, &[frame("operator;", "x")], 2), semicolon);
         assert_eq!(stacks.len(), 2);
         assert_eq!(folded::folded(&stacks.into_tree(), 3), "a@b@c@0-1|2 1\noperator,@x@0-2| 1\n");
     }
@@ -145,10 +177,19 @@ mod tests {
     #[test]
     fn a_dropped_word_ends_the_stack() {
         let mut stacks = Stacks::default();
-        let short = stacks.add(&[frame("root", "r")], 0);
-        assert_eq!(stacks.add(&[frame("leaf", "l"), frame("x.lto_priv.3", "m"), frame("root", "r")], 1), short);
-        assert_eq!(stacks.add(&[frame("leaf", "l"), frame("x", "lto_priv")], 1), None);
-        assert_eq!(stacks.add(&[], 1), None);
+        let short = add(&mut stacks, &[frame("root", "r")], 0);
+        assert_eq!(add(&mut stacks, &[frame("leaf", "l"), frame("x.lto_priv.3", "m"), frame("root", "r")], 1), short);
+        assert_eq!(add(&mut stacks, &[frame("leaf", "l"), frame("x", "lto_priv")], 1), None);
+        assert_eq!(add(&mut stacks, &[], 1), None);
         assert_eq!(folded::folded(&stacks.into_tree(), 2), "root@r@0-1| 1\n");
+    }
+    #[test]
+    fn a_stack_that_no_rank_has_is_not_drawn() {
+        let mut stacks = Stacks::default();
+        stacks.intern(&[frame("left", "out")]).unwrap();
+        let broken = Frame { func: b"\xff", file: b"" };
+        assert!(matches!(stacks.intern(&[broken, frame("root", "r")]), Err(DecodeError::NotUtf8 { .. })));
+        add(&mut stacks, &[frame("f", "x")], 0);
+        assert_eq!(folded::folded(&stacks.into_tree(), 1), "f@x@0| 1\n");
     }
 }
