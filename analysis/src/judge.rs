@@ -1,30 +1,366 @@
-//! From evidence to a verdict.
+//! From evidence to a verdict: match the collectives, follow who waits for whom, let the rules explain where the waiting ends,
+//! and put the findings into one sentence.
 
-use xpu_timer_proto::v1::Evidence;
+use std::collections::BTreeSet;
 
-use crate::verdict::{Cause, Confidence, FORMAT, Timing, TriggerReport, Verdict};
+use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
+
+use crate::{
+    causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
+    graph::{self, Suspect},
+    matching, report,
+    text::{capital, ranks, shape},
+    verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
+    world::World,
+};
+
+/// So many suspects are spelled out in the sentence; the rest is counted.
+const MAX_SPELLED: usize = 3;
+/// So many facts are kept; those of the first culprits come first.
+const MAX_EVIDENCE: usize = 40;
 
 /// Judges one incident: who stopped the job, where, and why.
 ///
-/// Pure and deterministic: the same evidence gives the same verdict, byte for byte.
+/// Pure and deterministic: the same evidence gives the same verdict, byte for byte. What only the collector knows is left at its
+/// default in [`Verdict::timing`].
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
+    let world = World::of(evidence);
+    let comms = matching::communicators(&world);
+    let graph = graph::build(&world, &comms);
+    let mut case = Case { evidence, world, comms, graph, stack_waiters: Vec::new() };
+    let outcome = if moves_on(&case) {
+        not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
+    } else {
+        if case.graph.events.is_empty() {
+            case.graph.suspects = without_events(&mut case);
+        }
+        conclude(&case)
+    };
+    finish(&case, outcome)
+}
+
+/// The verdict before it is written down.
+struct Outcome {
+    cause: Cause,
+    culprits: Vec<usize>,
+    confidence: Confidence,
+    sentence: String,
+    evidence: Vec<EvidenceLine>,
+    main: Option<Suspect>,
+}
+
+fn not_a_hang(why: String, confidence: Confidence) -> Outcome {
+    Outcome {
+        cause: Cause::NotAHang,
+        culprits: Vec::new(),
+        confidence,
+        sentence: format!("No hang is visible: {why}."),
+        evidence: Vec::new(),
+        main: None,
+    }
+}
+
+/// Everything that is pending is younger than the time between the samples, so it was not pending all the while.
+fn moves_on(case: &Case<'_>) -> bool {
+    let evidence = case.evidence;
+    let limit =
+        [evidence.sample_interval_ns, evidence.hang_timeout_ns / 2].into_iter().filter(|limit| *limit > 0).min();
+    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
+    let kind = evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+    matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
+        && !case.graph.events.is_empty()
+        && limit.is_some_and(|limit| oldest < limit)
+        && !case.world.views.iter().any(|view| view.halted() || view.presence == Presence::Missing)
+}
+
+/// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
+/// whose stacks tell that they wait.
+fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
+    let views = &case.world.views;
+    let alone = |view: usize| Suspect::Host { view, events: Vec::new(), guess: false };
+    let all = || 0..views.len();
+    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+
+    // A rank that left in order is no suspect while nobody waits for it.
+    let halted: Vec<usize> =
+        all().filter(|view| views[*view].halted() && views[*view].presence != Presence::Left).collect();
+    let waits = |view: usize| matches!(views[view].host.doing.activity, Activity::DeviceWait | Activity::CommInit);
+    let (waiting, others): (Vec<usize>, Vec<usize>) =
+        all().filter(|view| views[*view].host.stack && !views[*view].halted()).partition(|view| waits(*view));
+    if !halted.is_empty() {
+        case.stack_waiters = waiting;
+        return halted.into_iter().map(alone).collect();
+    }
+    let pending = |view: usize, kind: OpKind| views[view].pending().any(|operation| operation.kind() == kind);
+    let graphs: Vec<usize> = all().filter(|view| pending(*view, OpKind::GraphLaunch)).collect();
+    let outside: Vec<usize> = others.iter().copied().filter(|view| !pending(*view, OpKind::GraphLaunch)).collect();
+    if !graphs.is_empty() && !outside.is_empty() && outside.len() < graphs.len() {
+        case.stack_waiters = graphs;
+        return outside.into_iter().map(alone).collect();
+    }
+    let kernels: Vec<usize> =
+        all().filter(|view| pending(*view, OpKind::Kernel) || pending(*view, OpKind::GraphLaunch)).collect();
+    if !kernels.is_empty() && kind != TriggerKind::Manual {
+        case.stack_waiters = waiting;
+        return kernels.into_iter().map(|view| Suspect::Device { view, events: Vec::new() }).collect();
+    }
+    if !waiting.is_empty() && !others.is_empty() && kind != TriggerKind::Manual {
+        // Those that wait for the device in an ordinary step and those that are elsewhere mix in any healthy job, so only what
+        // stands still counts.
+        let frozen: Vec<usize> = others.iter().copied().filter(|view| views[*view].host.frozen()).collect();
+        case.stack_waiters = waiting;
+        return if frozen.is_empty() { others } else { frozen }.into_iter().map(alone).collect();
+    }
+    let specific = |view: &usize| {
+        !matches!(views[*view].host.doing.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
+            && !waits(*view)
+            && views[*view].host.frozen()
+    };
+    match kind {
+        TriggerKind::Manual => Vec::new(),
+        _ => others.into_iter().filter(specific).map(alone).collect(),
+    }
+}
+
+/// Lets the rules explain the suspects, and weighs the findings.
+fn conclude(case: &Case<'_>) -> Outcome {
+    let mut findings: Vec<(usize, &Suspect, Finding)> = Vec::new();
+    for suspect in &case.graph.suspects {
+        let found = RULES.iter().enumerate().find_map(|(index, rule)| Some((index, (rule.explain)(case, suspect)?)));
+        if let Some((rule, finding)) = found {
+            findings.push((rule, suspect, finding));
+        }
+    }
+    let cause = |rule: usize| RULES[rule].cause;
+    // Who moves is not to blame while somebody else stands still, and the network is not while a rank is.
+    let mild = |rule: usize| matches!(cause(rule), Cause::LongStep | Cause::Compile | Cause::PythonGc);
+    if findings.iter().any(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty()) {
+        findings.retain(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty());
+    } else if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty()) {
+        findings.retain(|(_, _, finding)| !finding.culprits.is_empty());
+    }
+    let dead = |rule: usize| cause(rule) == Cause::ProcessDead;
+    let by_agent = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_agent(case, *view));
+    if findings.iter().any(|(rule, _, finding)| dead(*rule) && !by_agent(finding)) {
+        findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
+    }
+    findings.sort_by_key(|(rule, ..)| *rule);
+    let Some((primary, ..)) = findings.first() else { return unexplained(case) };
+    let primary = *primary;
+
+    let culprits: BTreeSet<usize> =
+        findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
+    let culprits: Vec<usize> = culprits.into_iter().collect();
+    let first: Vec<&(usize, &Suspect, Finding)> = findings.iter().filter(|(rule, ..)| *rule == primary).collect();
+    let mut confidence = first.iter().map(|(_, _, finding)| finding.confidence).min().unwrap_or(Confidence::Low);
+    if first.len() < findings.len() {
+        confidence = confidence.min(Confidence::Medium);
+    }
+    let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
+    let main = first
+        .iter()
+        .map(|(_, suspect, _)| *suspect)
+        .reduce(|best, next| if weight(next) > weight(best) { next } else { best });
+
+    let mut evidence = Vec::new();
+    for (_, _, finding) in &findings {
+        if evidence.len() < MAX_EVIDENCE {
+            evidence.extend(finding.evidence.iter().cloned());
+        }
+    }
+    Outcome {
+        cause: cause(primary),
+        confidence,
+        sentence: sentence(case, &findings, primary, main, &culprits),
+        evidence,
+        main: main.cloned(),
+        culprits,
+    }
+}
+
+fn sentence(
+    case: &Case<'_>,
+    findings: &[(usize, &Suspect, Finding)],
+    primary: usize,
+    main: Option<&Suspect>,
+    culprits: &[usize],
+) -> String {
+    let mut parts: Vec<String> = Vec::new();
+    let spelled = |finding: &Finding| match &finding.says {
+        Says::Rank(says) => format!("{} {says}", ranks(&case.world.ranks(finding.culprits.iter().copied()))),
+        Says::Whole(sentence) => sentence.trim_end_matches('.').to_owned(),
+    };
+    let first: Vec<&Finding> =
+        findings.iter().filter(|(rule, ..)| *rule == primary).map(|(_, _, finding)| finding).collect();
+    let whole = matches!(first[0].says, Says::Whole(_));
+    if whole {
+        parts.push(spelled(first[0]));
+    } else {
+        // Ranks of which the same is to be said are said together.
+        let mut said: Vec<(&Says, Vec<usize>)> = Vec::new();
+        for finding in &first {
+            match said.iter().position(|(says, _)| **says == finding.says) {
+                Some(index) => said[index].1.extend(&finding.culprits),
+                None if said.len() < MAX_SPELLED => said.push((&finding.says, finding.culprits.clone())),
+                None => {}
+            }
+        }
+        let counted: usize = said.iter().map(|(_, views)| views.len()).sum();
+        for (says, views) in &said {
+            let Says::Rank(says) = says else { continue };
+            let who = case.world.ranks(views.iter().copied());
+            let each = if who.len() > 1 { " each" } else { "" };
+            parts.push(format!("{}{each} {says}", ranks(&who)));
+        }
+        let all: usize = first.iter().map(|finding| finding.culprits.len()).sum();
+        if counted < all {
+            parts.push(format!("and so do {} more ranks", all - counted));
+        }
+    }
+    let mut text = parts.join("; ");
+    if let Some(main) = main.filter(|_| !whole) {
+        text.push_str(&case.who_waits(main, culprits));
+    }
+    for (_, _, finding) in findings.iter().filter(|(rule, ..)| *rule != primary).take(MAX_SPELLED) {
+        text.push_str("; also ");
+        text.push_str(&spelled(finding));
+    }
+    text.push('.');
+    capital(&text)
+}
+
+/// No rule explains it: says what is known.
+fn unexplained(case: &Case<'_>) -> Outcome {
+    let views = &case.world.views;
+    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+    let dumps = views.iter().filter(|view| view.host.stack).count();
+    let moving = views.iter().filter(|view| view.host.moved.is_some_and(|moved| moved.any())).count();
+    let nothing_pending = case.graph.events.is_empty();
+    if !views.is_empty()
+        && nothing_pending
+        && dumps == views.len()
+        && (kind == TriggerKind::Manual || moving == views.len())
+    {
+        let why = if moving == views.len() {
+            "no operation is pending, and every rank moves".to_owned()
+        } else {
+            "no operation is pending on any rank".to_owned()
+        };
+        let confidence = if moving == views.len() { Confidence::Medium } else { Confidence::Low };
+        return not_a_hang(why, confidence);
+    }
+    let known = match (views.len(), nothing_pending) {
+        (0, _) => "nothing is known of any rank".to_owned(),
+        (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
+        (all, true) => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
+        (_, false) => "operations are pending, and no rank is seen to hold them up".to_owned(),
+    };
+    Outcome {
+        cause: Cause::Unknown,
+        culprits: Vec::new(),
+        confidence: Confidence::Low,
+        sentence: format!("It is not known why the job stopped: {known}."),
+        evidence: Vec::new(),
+        main: None,
+    }
+}
+
+fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
+    let evidence = case.evidence;
+    let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
+    let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
+    let victims = victims.difference(&culprits).copied();
+    let mut lines = outcome.evidence;
+    lines.truncate(MAX_EVIDENCE);
+    lines.extend(gaps(case));
+    let mut confidence = outcome.confidence;
+    if let Some(cap) = too_young(case) {
+        lines.push(cap);
+        confidence = confidence.min(Confidence::Medium);
+    }
+    let ruled_out = |rule: &Rule| {
+        let reason = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
+        Some(RuledOut { cause: rule.cause, reason })
+    };
     Verdict {
         format: FORMAT,
         incident: evidence.incident.clone(),
         job: evidence.job.clone(),
-        world_size: evidence.world_size,
+        world_size: case.world.size,
         attempt: evidence.attempt,
-        trigger: TriggerReport { kind: "unspecified".to_owned(), rank: None, operation: None },
-        sentence: "It is not known why the job stopped.".to_owned(),
-        cause: Cause::Unknown,
-        confidence: Confidence::Low,
-        culprits: Vec::new(),
-        victims: Vec::new(),
-        evidence: Vec::new(),
-        ruled_out: Vec::new(),
-        communicators: Vec::new(),
-        ranks: Vec::new(),
+        trigger: report::trigger(evidence),
+        sentence: outcome.sentence,
+        cause: outcome.cause,
+        confidence,
+        culprits: case.world.ranks(outcome.culprits.iter().copied()),
+        victims: case.world.ranks(victims),
+        evidence: lines,
+        ruled_out: RULES.iter().filter_map(ruled_out).collect(),
+        communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
+        ranks: report::ranks(&case.world),
         timing: Timing::default(),
     }
+}
+
+/// Ranks that are inside something that others are needed for.
+fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
+    let pends = |view: usize| {
+        case.view(view).pending().any(|operation| matches!(operation.kind(), OpKind::Collective | OpKind::HostCall))
+            || !case.graph.events.is_empty() && case.does(view, Activity::DeviceWait)
+    };
+    let mut waiting: BTreeSet<usize> = (0..case.world.views.len()).filter(|view| pends(*view)).collect();
+    waiting.extend(case.graph.waiters.iter().flatten());
+    waiting.extend(&case.stack_waiters);
+    waiting.retain(|view| !case.view(*view).dead());
+    waiting
+}
+
+/// What is missing in the evidence, and what opened the incident.
+fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
+    let of = |keep: &dyn Fn(usize) -> bool| case.world.ranks((0..case.world.views.len()).filter(|view| keep(*view)));
+    let mut lines = Vec::new();
+    let mut add = |text: &str, who: Vec<u32>| {
+        if !who.is_empty() {
+            lines.push(line(format!("{text} {}", ranks(&who)), who));
+        }
+    };
+    add("nothing is known of", of(&|view| case.view(view).presence == Presence::Missing));
+    let known = |view: usize| case.view(view).presence != Presence::Missing && !case.view(view).dead();
+    add("there is no stack of", of(&|view| known(view) && !case.view(view).host.stack));
+    add("there is no flight record of", of(&|view| known(view) && case.view(view).flight.is_none()));
+    let dropped = |view: usize| {
+        let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
+    };
+    add("the flight record lost operations of", of(&dropped));
+    let stuck = |view: usize| {
+        let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| !health.watcher_inside.is_empty()) && case.view(view).watcher_stale()
+    };
+    add("the watcher is stuck inside a driver call on", of(&stuck));
+    if let Some(trigger) = &case.evidence.trigger
+        && let (Some(operation), Ok(rank)) = (&trigger.operation, u32::try_from(trigger.rank))
+    {
+        let of_comm = match operation.communicator {
+            0 => String::new(),
+            id => format!(" {} of communicator {}", operation.seq, crate::text::communicator(id)),
+        };
+        lines.push(line(format!("rank {rank} signalled first: {}{of_comm}", shape(operation)), vec![rank]));
+    }
+    lines
+}
+
+/// Somebody asked before the hang timeout ran out, so what is pending may still complete.
+fn too_young(case: &Case<'_>) -> Option<EvidenceLine> {
+    let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
+    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
+    (manual && oldest > 0 && oldest < case.evidence.hang_timeout_ns).then(|| {
+        let text = format!(
+            "the oldest operation is pending for {} s, less than the hang timeout of {} s",
+            oldest / 1_000_000_000,
+            case.evidence.hang_timeout_ns / 1_000_000_000
+        );
+        line(text, Vec::new())
+    })
 }

@@ -3,12 +3,18 @@
 //! The same input gives the same output, byte for byte: no I/O, no clock, no threads.
 #![forbid(unsafe_code)]
 
+mod causes;
 pub mod folded;
+mod graph;
 mod judge;
+mod matching;
 pub mod prefix_tree;
 pub mod rank_set;
+mod report;
+mod stacks;
 mod text;
 pub mod verdict;
+mod world;
 
 pub use judge::judge;
 pub use verdict::{Cause, Confidence, Status, Timing, Verdict};

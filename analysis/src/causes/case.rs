@@ -1,0 +1,257 @@
+//! What a rule is shown: the ranks, the communicators and the graph, and the words that rules have in common.
+
+use xpu_timer_proto::v1::{Evidence, Operation, Presence};
+
+use crate::{
+    graph::{Event, Graph, Suspect},
+    matching::Comm,
+    stacks,
+    text::{self, communicator, ranks},
+    verdict::{Activity, Confidence, EvidenceLine},
+    world::{RankView, World},
+};
+
+/// One incident, as the rules see it.
+pub(crate) struct Case<'a> {
+    /// What the verdict is made from.
+    pub evidence: &'a Evidence,
+    /// The ranks.
+    pub world: World<'a>,
+    /// The communicators.
+    pub comms: Vec<Comm<'a>>,
+    /// Who waits for whom.
+    pub graph: Graph,
+    /// Ranks whose stacks alone tell that they wait, when no flight record tells anything; as views.
+    pub stack_waiters: Vec<usize>,
+}
+
+/// A fact about some ranks.
+pub(crate) fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
+    EvidenceLine { text: text.into(), ranks }
+}
+
+impl<'a> Case<'a> {
+    /// A rank.
+    pub fn view(&self, view: usize) -> &RankView<'a> {
+        &self.world.views[view]
+    }
+
+    /// The rank that a suspect of the host kind is, unless it is not known to run at all.
+    pub fn host(&self, suspect: &Suspect) -> Option<usize> {
+        match suspect {
+            Suspect::Host { view, .. } => Some(*view),
+            _ => None,
+        }
+    }
+
+    /// The rank that a suspect is, host or device.
+    pub fn one_rank(&self, suspect: &Suspect) -> Option<usize> {
+        match suspect {
+            Suspect::Host { view, .. } | Suspect::Device { view, .. } => Some(*view),
+            _ => None,
+        }
+    }
+
+    /// Where the main thread of a rank stands, to follow a verb: ` at train.py:41 in load (C function read)`.
+    pub fn place(&self, view: usize) -> String {
+        let location = &self.view(view).host.location;
+        let mut place = String::new();
+        if let Some(python) = &location.python {
+            place.push_str(&format!(" at {}", stacks::short(python)));
+            if let Some(function) = &location.python_function {
+                place.push_str(&format!(" in {function}"));
+            }
+        }
+        match &location.native {
+            Some(native) if place.is_empty() => place.push_str(&format!(" in C function {native}")),
+            Some(native) => place.push_str(&format!(" (C function {native})")),
+            None => {}
+        }
+        place
+    }
+
+    /// The event of a suspect in which most ranks wait; the first of equals.
+    pub fn main_event(&self, suspect: &Suspect) -> Option<Event> {
+        let events = match suspect {
+            Suspect::Host { events, .. } | Suspect::Device { events, .. } | Suspect::Cycle(events) => events,
+            Suspect::Complete(event) => return Some(*event),
+        };
+        let most = events.iter().map(|event| self.graph.waiters_of(*event).len()).max()?;
+        events.iter().copied().find(|event| self.graph.waiters_of(*event).len() == most)
+    }
+
+    /// An operation that stands for an event: that of one of its waiters.
+    pub fn operation(&self, event: Event) -> Option<&'a Operation> {
+        let of_view = |view: usize| match event {
+            Event::Collective { comm, seq } => {
+                let id = self.comms[comm].id;
+                self.view(view).operations().find(|operation| {
+                    crate::world::is_collective(operation) && operation.communicator == id && operation.seq == seq
+                })
+            }
+            Event::PointToPoint { comm, view, peer, recv } => {
+                let id = self.comms[comm].id;
+                let op = if recv { xpu_timer_proto::v1::Op::Recv } else { xpu_timer_proto::v1::Op::Send };
+                self.view(view)
+                    .pending()
+                    .find(|operation| operation.communicator == id && operation.peer == peer && operation.op() == op)
+            }
+            Event::Init { .. } | Event::Split { .. } => {
+                self.view(view).pending().find(|operation| crate::world::is_init(operation))
+            }
+        };
+        match event {
+            Event::PointToPoint { view, .. } => of_view(view),
+            Event::Collective { comm, .. } => self
+                .graph
+                .waiters_of(event)
+                .iter()
+                .copied()
+                .chain(self.comms[comm].members.iter().map(|member| member.view))
+                .find_map(of_view),
+            _ => self.graph.waiters_of(event).iter().copied().find_map(of_view),
+        }
+    }
+
+    /// `all_reduce 31 of communicator 0x1f (4 ranks)`.
+    pub fn describe(&self, event: Event) -> String {
+        let of_comm = |comm: usize| {
+            format!("communicator {} ({} ranks)", communicator(self.comms[comm].id), self.comms[comm].size)
+        };
+        match event {
+            Event::Collective { comm, seq } => {
+                let name = self.operation(event).map_or("collective", |operation| text::op_name(operation.op()));
+                format!("{name} {seq} of {}", of_comm(comm))
+            }
+            Event::PointToPoint { comm, peer, recv, .. } => {
+                let peer = self.comms[comm]
+                    .members
+                    .iter()
+                    .find(|member| member.comm_rank == peer)
+                    .map_or(format!("member {peer}"), |member| format!("rank {}", self.view(member.view).rank));
+                let name = if recv { format!("a recv from {peer}") } else { format!("a send to {peer}") };
+                format!("{name} on {}", of_comm(comm))
+            }
+            Event::Init { comm } => format!("the creation of {}", of_comm(comm)),
+            Event::Split { comm } => format!("a split of {}", of_comm(comm)),
+        }
+    }
+
+    /// The clause that says who waits for a suspect: `; ranks 0-1, 3 wait for it in all_reduce 31 of …`.
+    pub fn who_waits(&self, suspect: &Suspect, culprits: &[usize]) -> String {
+        let it = if culprits.len() > 1 { "them" } else { "it" };
+        if let Some(event) = self.main_event(suspect) {
+            let waiters =
+                self.world.ranks(self.graph.waiters_of(event).iter().copied().filter(|view| !culprits.contains(view)));
+            return match waiters.len() {
+                0 => String::new(),
+                1 => format!("; {} waits for {it} in {}", ranks(&waiters), self.describe(event)),
+                _ => format!("; {} wait for {it} in {}", ranks(&waiters), self.describe(event)),
+            };
+        }
+        let waiters = self.world.ranks(self.stack_waiters.iter().copied().filter(|view| !culprits.contains(view)));
+        let place = self.stack_waiters.first().map_or("", |view| self.view(*view).host.doing.witness.as_str());
+        match waiters.len() {
+            0 => String::new(),
+            1 => format!("; {} waits in {place}", ranks(&waiters)),
+            _ => format!("; {} wait in {place}", ranks(&waiters)),
+        }
+    }
+
+    /// Confidence in a suspect of the host kind: high only when its stacks and the records of all members of what the others
+    /// wait in are there, and agree in both samples.
+    pub fn host_confidence(&self, suspect: &Suspect) -> Confidence {
+        let Suspect::Host { view, events, guess } = suspect else { return Confidence::Medium };
+        let host = &self.view(*view).host;
+        if *guess || events.is_empty() || !host.stack || host.moved.is_none() || !host.same_in_both || !host.frozen() {
+            return Confidence::Medium;
+        }
+        self.members_confidence(events)
+    }
+
+    /// High when every member of the events' communicators is known, medium otherwise.
+    pub fn members_confidence(&self, events: &[Event]) -> Confidence {
+        let known = |event: &Event| {
+            let (Event::Collective { comm, .. }
+            | Event::PointToPoint { comm, .. }
+            | Event::Init { comm }
+            | Event::Split { comm }) = *event;
+            let comm = &self.comms[comm];
+            let silent = comm.silent.iter().all(|view| crate::matching::certainly_absent(&self.world, *view));
+            silent && comm.unnamed == 0 && comm.members.iter().all(|member| !self.lossy(member.view))
+        };
+        if events.iter().all(known) { Confidence::High } else { Confidence::Medium }
+    }
+
+    /// The record of a rank is incomplete by its own account.
+    fn lossy(&self, view: usize) -> bool {
+        let health = self.view(view).flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
+    }
+
+    /// The main thread of a rank does this in its last sample.
+    pub fn does(&self, view: usize, activity: Activity) -> bool {
+        self.view(view).host.doing.activity == activity
+    }
+
+    /// Facts on where a rank stands, for the evidence.
+    pub fn standing(&self, view: usize) -> Vec<EvidenceLine> {
+        let content = self.view(view);
+        let rank = content.rank;
+        let mut lines = Vec::new();
+        let host = &content.host;
+        if let Some(python) = &host.location.python {
+            let function = host.location.python_function.as_deref().unwrap_or("?");
+            let samples = match (host.moved, host.same_in_both) {
+                (None, _) => " (one sample)",
+                (Some(moved), _) if moved.own_frame => ", and stood elsewhere in the first sample",
+                (Some(_), true) => ", in both samples",
+                (Some(_), false) => "",
+            };
+            lines.push(line(format!("rank {rank}: main thread in {function} at {python}{samples}"), vec![rank]));
+        }
+        if let Some(native) = &host.location.native {
+            lines.push(line(format!("rank {rank}: innermost C function {native}"), vec![rank]));
+        }
+        if let Some(moved) = host.moved {
+            lines.push(line(
+                format!(
+                    "rank {rank}: between the samples {:.0} % of a processor used, {} bytes read or written",
+                    moved.cpu_share * 100.0,
+                    moved.io_bytes
+                ),
+                vec![rank],
+            ));
+        }
+        if !host.stack {
+            let why = content.evidence.map(|evidence| evidence.errors.join("; ")).filter(|why| !why.is_empty());
+            let why = why.map_or(String::new(), |why| format!(": {why}"));
+            let what = match content.presence {
+                Presence::Missing => "nothing is known of it",
+                _ => "no stack",
+            };
+            lines.push(line(format!("rank {rank}: {what}{why}"), vec![rank]));
+        }
+        lines
+    }
+
+    /// The counters of a suspect against those of the others, for the evidence.
+    pub fn counters(&self, view: usize, event: Event) -> Option<EvidenceLine> {
+        let Event::Collective { comm, seq } = event else { return None };
+        let rank = self.view(view).rank;
+        let waiters = self.world.ranks(self.graph.waiters_of(event).iter().copied());
+        let id = communicator(self.comms[comm].id);
+        let others = match waiters.len() {
+            0 => String::new(),
+            _ => format!("; {} in number {seq}", ranks(&waiters)),
+        };
+        let text = match self.comms[comm].member(view) {
+            Some(member) => format!(
+                "rank {rank}: {} collectives launched, {} begun and {} completed on communicator {id}{others}",
+                member.launched, member.started, member.completed
+            ),
+            None => format!("rank {rank}: no collective recorded on communicator {id}{others}"),
+        };
+        Some(line(text, vec![rank]))
+    }
+}

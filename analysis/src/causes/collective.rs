@@ -1,0 +1,121 @@
+//! What the members of one collective say of it: the operation each of them runs, who has completed it, who has not.
+
+use std::collections::BTreeMap;
+
+use xpu_timer_proto::v1::{Op, Operation};
+
+use super::Case;
+use crate::{
+    graph::{Event, Suspect},
+    world::is_collective,
+};
+
+/// One collective over its members.
+pub(super) struct Collective<'a> {
+    /// The event.
+    pub event: Event,
+    /// View and recorded operation of every member whose record has it.
+    pub operations: Vec<(usize, &'a Operation)>,
+    /// Members that are inside.
+    pub inside: Vec<usize>,
+    /// Members that have completed it.
+    pub passed: Vec<usize>,
+}
+
+impl<'a> Collective<'a> {
+    /// The collective of a suspect that all have entered.
+    pub fn of(case: &Case<'a>, suspect: &Suspect) -> Option<Self> {
+        let Suspect::Complete(event @ Event::Collective { comm, seq }) = *suspect else { return None };
+        let comm = &case.comms[comm];
+        let operations = comm
+            .members
+            .iter()
+            .filter_map(|member| {
+                let at = |operation: &&Operation| {
+                    is_collective(operation) && operation.communicator == comm.id && operation.seq == seq
+                };
+                // The newest operations are the likeliest, and stand last.
+                let found = case.view(member.view).flight?.operations.iter().rev().find(at)?;
+                Some((member.view, found))
+            })
+            .collect();
+        let passed = comm.members.iter().filter(|member| member.completed >= seq).map(|member| member.view).collect();
+        let inside = comm.members.iter().filter(|member| member.completed < seq).map(|member| member.view).collect();
+        Some(Collective { event, operations, inside, passed })
+    }
+
+    /// The members by a property of their operation, when they differ in it: first the group that is right, then those that
+    /// are not, and whether that is more than a guess.
+    pub fn dissent<Key: Ord + Clone>(&self, case: &Case<'a>, key: impl Fn(&Operation) -> Key) -> Option<Dissent<Key>> {
+        let mut groups: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
+        for (view, operation) in &self.operations {
+            groups.entry(key(operation)).or_default().push(*view);
+        }
+        if groups.len() < 2 {
+            return None;
+        }
+        let largest = groups.values().map(Vec::len).max()?;
+        let leaders: Vec<&Key> =
+            groups.iter().filter(|(_, views)| views.len() == largest).map(|(key, _)| key).collect();
+        let (right, certain) = match leaders[..] {
+            [only] => (Some(only.clone()), true),
+            // No majority: the history of the ranks may tell what was due.
+            _ => (self.expected(case, &key).filter(|expected| leaders.contains(&expected)), false),
+        };
+        let culprits =
+            groups.iter().filter(|(key, _)| right.as_ref() != Some(*key)).flat_map(|(_, views)| views.clone());
+        Some(Dissent { culprits: culprits.collect(), right, groups, certain })
+    }
+
+    /// What the ranks' common history says was due: the operations of this communicator repeat with some period, and the one
+    /// a period ago tells. Only a history of at least two whole periods that all ranks share is believed.
+    fn expected<Key: Ord + Clone>(&self, case: &Case<'a>, key: &impl Fn(&Operation) -> Key) -> Option<Key> {
+        let Event::Collective { comm, seq } = self.event else { return None };
+        let id = case.comms[comm].id;
+        let history = |view: usize| -> Option<Vec<Key>> {
+            let mut known: BTreeMap<u64, Key> = BTreeMap::new();
+            for operation in case.view(view).operations() {
+                if is_collective(operation) && operation.communicator == id && operation.seq < seq {
+                    known.insert(operation.seq, key(operation));
+                }
+            }
+            // Without gaps, the newest first.
+            let keys: Vec<Key> = (1..seq).rev().map_while(|seq| known.get(&seq).cloned()).take(128).collect();
+            (!keys.is_empty()).then_some(keys)
+        };
+        let histories: Vec<Vec<Key>> = self.operations.iter().filter_map(|(view, _)| history(*view)).collect();
+        let shortest = histories.iter().min_by_key(|history| history.len())?.clone();
+        if histories.iter().any(|history| history[..shortest.len()] != shortest[..]) {
+            return None;
+        }
+        let period = (1..=shortest.len() / 2)
+            .find(|period| shortest.iter().zip(&shortest[*period..]).all(|(newer, older)| newer == older))?;
+        // The next one is what stood a period before it, and index 0 is the newest.
+        shortest.get(period - 1).cloned()
+    }
+}
+
+/// How the members of a collective differ.
+pub(super) struct Dissent<Key> {
+    /// Members that are not with the right group; all when no group is known to be right.
+    pub culprits: Vec<usize>,
+    /// What the right group does; absent when nothing tells which group is right.
+    pub right: Option<Key>,
+    /// All groups.
+    pub groups: BTreeMap<Key, Vec<usize>>,
+    /// A majority decided, not the history.
+    pub certain: bool,
+}
+
+/// All members give the same number of elements in this operation: everywhere but in all-to-all, whose sums count.
+pub(super) fn equal_sizes(op: Op) -> bool {
+    matches!(
+        op,
+        Op::AllReduce | Op::Reduce | Op::Broadcast | Op::AllGather | Op::ReduceScatter | Op::Gather | Op::Scatter
+    )
+}
+
+/// An operation that no rank can complete before all others have entered it.
+pub(super) fn synchronizes(op: Op) -> bool {
+    matches!(op, Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Barrier)
+}

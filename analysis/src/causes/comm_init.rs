@@ -1,0 +1,80 @@
+//! `comm_init`: a communicator is being created, and not all of its ranks take part.
+//!
+//! Ranks are inside the call that creates or splits a communicator (or, by their stacks, in the store behind it); a member has not
+//! made that call, or its call returned without the others. When all members are inside, nobody is to blame: the network between
+//! them is. A member that is dead, stopped, in its data loader or in input or output is that first.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::{
+    graph::{Event, Suspect},
+    verdict::Activity,
+};
+use xpu_timer_proto::v1::Presence;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) = suspect {
+        let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+        let unnamed = match *event {
+            Event::Init { comm } | Event::Split { comm } => case.comms[comm].unnamed,
+            _ => 0,
+        };
+        let rest = if unnamed > 0 {
+            format!("; {unnamed} of its members are not known")
+        } else {
+            " and it does not end: look at the network between them".to_owned()
+        };
+        let what = case.describe(*event);
+        return Some(Finding {
+            culprits: Vec::new(),
+            says: Says::Whole(format!(
+                "{} {} in {what}{rest}.",
+                crate::text::capital(&crate::text::ranks(&inside)),
+                if inside.len() == 1 { "is" } else { "are" }
+            )),
+            confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
+            evidence: vec![line(format!("{} in {what}", crate::text::ranks(&inside)), inside)],
+        });
+    }
+    let view = case.host(suspect)?;
+    let event = case.main_event(suspect);
+    let by_stacks = event.is_none()
+        && !case.stack_waiters.is_empty()
+        && case.stack_waiters.iter().all(|view| case.does(*view, Activity::CommInit));
+    if !by_stacks && !matches!(event, Some(Event::Init { .. } | Event::Split { .. })) {
+        return None;
+    }
+    let content = case.view(view);
+    let returned = match event {
+        Some(Event::Init { comm }) => case.comms[comm].member(view).is_some(),
+        _ => false,
+    };
+    let says = if returned {
+        format!(
+            "has left the creation of a communicator that the others are still in; it is{}",
+            or_unknown(case.place(view))
+        )
+    } else if content.presence == Presence::Unregistered {
+        format!(
+            "has made no device call yet and has not joined the communicator; it is{}",
+            or_unknown(case.place(view))
+        )
+    } else {
+        format!("has not joined the communicator; it is{}", or_unknown(case.place(view)))
+    };
+    let confidence = if returned || by_stacks { Confidence::Medium } else { case.host_confidence(suspect) };
+    let mut evidence: Vec<_> = event
+        .map(|event| {
+            let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
+            line(format!("{} in {}", crate::text::ranks(&inside), case.describe(event)), inside)
+        })
+        .into_iter()
+        .collect();
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
+}
+
+fn or_unknown(place: String) -> String {
+    if place.is_empty() { " at an unknown place".to_owned() } else { place }
+}

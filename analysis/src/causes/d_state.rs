@@ -1,0 +1,35 @@
+//! `d_state`: others wait for a rank whose main thread sleeps uninterruptibly in the kernel.
+//!
+//! The main thread is in state `D` in both samples, in the same kernel function, and did not run in between. The kernel waits
+//! for a disk, a network file system or a driver; no signal reaches the process, not even SIGKILL. It comes before
+//! `storage_io`, which is the same wait where a signal would end it.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use crate::graph::Suspect;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::DState, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.one_rank(suspect)?;
+    let content = case.view(view);
+    let sleep = content.host.d_sleep.as_ref().filter(|sleep| sleep.main)?;
+    let place = if sleep.wchan.is_empty() { String::new() } else { format!(" in kernel function {}", sleep.wchan) };
+    let mut evidence = vec![line(
+        format!("rank {}: main thread in state D{place} in both samples, without having run in between", content.rank),
+        vec![content.rank],
+    )];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+    evidence.extend(case.standing(view));
+    Some(Finding {
+        culprits: vec![view],
+        says: Says::Rank(format!("sleeps uninterruptibly{place}{}", case.place(view))),
+        confidence: Confidence::High,
+        evidence,
+    })
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let states = || culprits.iter().map(|view| &case.view(*view).host).filter(|host| !host.state.is_empty());
+    (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
+        .then(|| "no thread sleeps uninterruptibly in both samples".to_owned())
+}

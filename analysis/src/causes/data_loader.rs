@@ -1,0 +1,32 @@
+//! `data_loader`: others wait for a rank whose main thread waits for its next batch.
+//!
+//! The main thread stands in the `__next__` of a loader or in the `get` of a queue that a loader's frames surround, in both
+//! samples. A reader thread or worker process that is stuck in input or output, dead or stopped, makes it certain and is
+//! named; so is the cause behind the cause. A loader that makes progress is slow, not stuck: medium confidence.
+
+use super::{Case, Cause, Finding, Rule, Says, line};
+use crate::{graph::Suspect, stacks, verdict::Activity};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
+    let content = case.view(view);
+    let rank = content.rank;
+    let mut evidence = vec![line(format!("rank {rank}: main thread in {}", content.host.doing.witness), vec![rank])];
+    let helper = content.evidence.and_then(|evidence| evidence.dump.as_ref()).and_then(stacks::stuck_helper);
+    let mut says = format!("waits for its data loader{}", case.place(view));
+    if let Some(helper) = helper {
+        says.push_str(&format!(", whose {} {}", helper.who, helper.place));
+        evidence.push(line(format!("rank {rank}: {} {}", helper.who, helper.place), vec![rank]));
+    }
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let culprit = *culprits.first()?;
+    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::DataLoader)))
+        .then(|| "the main thread is not in a data loader".to_owned())
+}

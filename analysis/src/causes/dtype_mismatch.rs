@@ -1,0 +1,24 @@
+//! `dtype_mismatch`: all ranks have entered the same operation with different element types.
+//!
+//! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
+//! that sends the same bytes as another type differs in both.
+
+use super::{Case, Cause, Finding, Rule, collective::Collective, never_mistaken, op_mismatch::finding};
+use crate::{
+    graph::Suspect,
+    text::{dtype_name, op_name},
+};
+use xpu_timer_proto::v1::DataType;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::DtypeMismatch, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let collective = Collective::of(case, suspect)?;
+    let dissent = collective.dissent(case, |operation| operation.dtype)?;
+    let op = collective.operations.first()?.1.op();
+    let name = |dtype: &i32| {
+        let dtype = dtype_name(DataType::try_from(*dtype).unwrap_or_default());
+        format!("{} of {}", op_name(op), if dtype.is_empty() { "an unknown type" } else { dtype })
+    };
+    Some(finding(case, &collective, dissent, name))
+}

@@ -1,0 +1,30 @@
+//! `gil_deadlock`: others wait for a rank in which Python's global lock is held by a thread that is blocked in native code.
+//!
+//! The same thread holds the lock in both samples, it neither ran nor used a processor in between, and at least one other
+//! thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
+
+use super::{Case, Cause, Finding, Rule, Says, line};
+use crate::{graph::Suspect, stacks, verdict::Activity};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::GilDeadlock, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.one_rank(suspect)?;
+    let content = case.view(view);
+    let holder = stacks::gil_holder(content.evidence?.dump.as_ref()?)?;
+    let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
+    let says = format!(
+        "is deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} other threads wait for it",
+        holder.thread, holder.function, holder.waiting
+    );
+    let mut evidence = vec![line(format!("rank {}: {says}, in both samples", content.rank), vec![content.rank])];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let culprit = *culprits.first()?;
+    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::Gil)))
+        .then(|| "the main thread does not wait for Python's global lock".to_owned())
+}

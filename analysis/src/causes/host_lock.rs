@@ -1,0 +1,34 @@
+//! `host_lock`: others wait for a rank whose main thread waits for a lock or a condition of its own process.
+//!
+//! The innermost native functions of the main thread wait for a mutex, a condition, a semaphore or another thread, in both samples;
+//! it is no queue of a data loader, no wait for the device and not Python's global lock. Who holds the lock is not known from
+//! outside, so the confidence is medium.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use crate::{graph::Suspect, verdict::Activity};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::HostLock, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Lock))?;
+    let content = case.view(view);
+    if !content.host.same_in_both || !content.host.frozen() {
+        return None;
+    }
+    let mut evidence =
+        vec![line(format!("rank {}: main thread in {}", content.rank, content.host.doing.witness), vec![content.rank])];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+    evidence.extend(case.standing(view));
+    Some(Finding {
+        culprits: vec![view],
+        says: Says::Rank(format!("waits for a lock of its own process{}", case.place(view))),
+        confidence: case.host_confidence(suspect).min(Confidence::Medium),
+        evidence,
+    })
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let culprit = *culprits.first()?;
+    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::Lock)))
+        .then(|| "the main thread does not wait for a lock".to_owned())
+}

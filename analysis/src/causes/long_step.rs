@@ -1,0 +1,35 @@
+//! `long_step`: others wait for a rank that is busy and moves. Not a hang.
+//!
+//! Between the samples the rank's bytes flow, or its own Python code went on to another line: an evaluation, a checkpoint or a
+//! preprocessing that takes longer than the timeout. A processor that is busy at one and the same line proves nothing, because an
+//! endless loop is busy as well. Never high confidence.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use crate::{graph::Suspect, verdict::Activity};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::LongStep, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.host(suspect)?;
+    let content = case.view(view);
+    let moved = content.host.moved.filter(|moved| moved.io || moved.own_frame)?;
+    if matches!(content.host.doing.activity, Activity::DeviceWait | Activity::CommInit) {
+        return None;
+    }
+    let how = if moved.own_frame { "its Python code goes on" } else { "its bytes flow" };
+    let mut evidence = vec![line(format!("rank {}: {how} between the samples", content.rank), vec![content.rank])];
+    evidence.extend(case.standing(view));
+    Some(Finding {
+        culprits: vec![view],
+        says: Says::Rank(format!("is busy{}: {how}, so this is probably a long step and not a hang", case.place(view))),
+        confidence: Confidence::Medium,
+        evidence,
+    })
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let culprit = *culprits.first()?;
+    let frozen = culprits.iter().all(|view| case.view(*view).host.moved.is_some() && case.view(*view).host.frozen());
+    let who = if culprits.len() == 1 { format!("rank {}", case.view(culprit).rank) } else { "the culprits".to_owned() };
+    frozen.then(|| format!("nothing moved on {who} between the two samples"))
+}

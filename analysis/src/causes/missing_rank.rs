@@ -1,0 +1,153 @@
+//! `missing_rank`: a rank has not entered the collective that its peers wait in.
+//!
+//! Its sequence number in that communicator is lower than the one that its peers' devices have begun, and nothing shows that it waits
+//! for somebody else; or its number is not known, and everybody else is in. No more specific cause explains what it does.
+//!
+//! The second form is a rank that waits like the others and has one collective fewer: all have launched number N, the others are
+//! inside it, and this rank has completed it. An operation that needs all ranks cannot complete on one alone, so that rank's call
+//! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
+//! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
+
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    collective::{Collective, synchronizes},
+    line,
+};
+use crate::{
+    graph::{Event, Suspect},
+    text::{capital, ranks},
+    verdict::Activity,
+};
+use xpu_timer_proto::v1::{OpStatus, Presence};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(collective) = Collective::of(case, suspect) {
+        return skipped(case, &collective);
+    }
+    let Suspect::Host { view, events, guess } = suspect else { return None };
+    if events.is_empty() && case.stack_waiters.is_empty() {
+        return None;
+    }
+    let content = case.view(*view);
+    let event = case.main_event(suspect);
+    let place = case.place(*view);
+    let stands = match (content.presence, place.is_empty()) {
+        (Presence::Missing, _) => ", and nothing is known of it".to_owned(),
+        (_, true) => ", and where it stands is not known".to_owned(),
+        (_, false) => format!("; it stands{place}"),
+    };
+    let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
+    let busy = content.host.moved.is_some_and(|moved| moved.cpu_share >= 0.8)
+        && content.host.doing.activity != Activity::DeviceWait;
+    let busy = if busy { ", busy on a processor" } else { "" };
+    let says = if *guess {
+        format!("is probably not in {what}: all others are{stands}")
+    } else {
+        format!("has not entered {what}{stands}{busy}")
+    };
+    // A processor that is busy at one line is no sign of progress, so only what moved otherwise lowers the confidence.
+    let confidence = match event {
+        Some(_)
+            if content.host.moved.is_some_and(|moved| !moved.io && !moved.own_frame)
+                && content.host.stack
+                && !guess =>
+        {
+            case.members_confidence(events)
+        }
+        Some(_) => case.host_confidence(suspect),
+        None => Confidence::Low,
+    };
+    let confidence =
+        if case.does(*view, Activity::DeviceWait) { confidence.min(Confidence::Medium) } else { confidence };
+    let mut evidence: Vec<_> = event.and_then(|event| case.counters(*view, event)).into_iter().collect();
+    evidence.extend(case.standing(*view));
+    Some(Finding { culprits: vec![*view], says: Says::Rank(says), confidence, evidence })
+}
+
+fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
+    let synchronizing = !collective.operations.is_empty()
+        && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
+    let (passed, inside) = (&collective.passed, &collective.inside);
+    // When most ranks have completed it, the rest is what is slow or stalled.
+    if passed.is_empty() || inside.is_empty() || passed.len() > inside.len() || !synchronizing {
+        return None;
+    }
+    let proven = passed.iter().all(|view| shows_skip(case, collective, *view));
+    let what = case.describe(collective.event);
+    let culprits = case.world.ranks(passed.iter().copied());
+    let others = case.world.ranks(inside.iter().copied());
+    let one = culprits.len() == 1;
+    let place = if one { case.place(passed[0]) } else { String::new() };
+    let gone = passed.iter().all(|view| case.view(*view).dead());
+    let stands = match (place.is_empty(), gone) {
+        (_, true) => "; it has ended since".to_owned(),
+        (true, false) => String::new(),
+        (false, false) => format!("; it stands{place}"),
+    };
+    let sentence = format!(
+        "{} skipped {what}: {} call returned without taking part, so {} {} one collective fewer than {}, {} still in it{stands}.",
+        capital(&ranks(&culprits)),
+        if one { "its" } else { "their" },
+        if one { "it" } else { "they" },
+        if one { "has run" } else { "have run" },
+        ranks(&others),
+        if others.len() == 1 { "which is" } else { "which are" },
+    );
+    let mut evidence = vec![line(
+        format!("{} completed {what}, which needs all its ranks; {} did not", ranks(&culprits), ranks(&others)),
+        culprits,
+    )];
+    if proven {
+        evidence.push(line(
+            "it completed too early or too fast to have taken part",
+            case.world.ranks(passed.iter().copied()),
+        ));
+    }
+    for &view in passed.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let confidence = if proven { case.members_confidence(&[collective.event]) } else { Confidence::Medium };
+    Some(Finding { culprits: passed.clone(), says: Says::Whole(sentence), confidence, evidence })
+}
+
+/// Whether clocks or device times prove that a rank completed the collective without the others.
+pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usize) -> bool {
+    let of =
+        |view: usize| collective.operations.iter().find(|(other, _)| *other == view).map(|(_, operation)| *operation);
+    let Some(operation) = of(view).filter(|operation| operation.status() == OpStatus::Completed) else { return false };
+    // Clocks are those of the node, so they are compared within one node only.
+    let node = case.view(view).node();
+    let before_others = operation.completed_ns != 0
+        && node.is_some()
+        && collective
+            .inside
+            .iter()
+            .filter(|other| case.view(**other).node() == node)
+            .filter_map(|other| of(*other))
+            .any(|other| other.entered_ns > operation.completed_ns);
+    let usual = case
+        .view(view)
+        .operations()
+        .filter(|other| {
+            other.status() == OpStatus::Completed
+                && other.ticket != operation.ticket
+                && (other.op, other.count, other.dtype, other.communicator)
+                    == (operation.op, operation.count, operation.dtype, operation.communicator)
+        })
+        .map(|other| other.device_ns)
+        .filter(|device_ns| *device_ns > 0);
+    let usual: Vec<u64> = usual.collect();
+    // The first run of an operation is slow, so a few are needed before their shortest one says anything.
+    let too_fast = usual.len() >= 4 && usual.iter().min().is_some_and(|shortest| operation.device_ns < shortest / 4);
+    before_others || too_fast
+}
+
+fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+    let complete = case.graph.suspects.iter().find_map(|suspect| match suspect {
+        Suspect::Complete(event @ Event::Collective { .. }) => Some(*event),
+        _ => None,
+    })?;
+    Some(format!("all ranks have entered {}", case.describe(complete)))
+}

@@ -1,0 +1,75 @@
+//! `network_stall`: all ranks agree, all have entered, and nothing moves.
+//!
+//! Every member of the communicator has launched the same operation with the same number, size and type; every device has begun it,
+//! and it does not complete. No rank is behind and none differs, so no rank is to blame: the data does not move. The confidence is
+//! high only when the records of all members are there; a rank that completed while others did not makes it medium.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
+use crate::{
+    graph::{Event, Suspect},
+    text::{capital, ranks},
+};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Complete(event) = suspect else { return None };
+    let waiters = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+    let what = case.describe(*event);
+    match event {
+        Event::Collective { comm, .. } => {
+            let collective = Collective::of(case, suspect)?;
+            let unnamed = case.comms[*comm].unnamed;
+            let stale = collective.inside.iter().any(|view| case.view(*view).watcher_stale());
+            let alone = case.comms[*comm].size < 2;
+            let confidence = match () {
+                () if unnamed > 0 || alone => Confidence::Low,
+                () if stale
+                    || !collective.passed.is_empty()
+                    || collective.operations.len() < case.comms[*comm].members.len() =>
+                {
+                    Confidence::Medium
+                }
+                () => case.members_confidence(&[*event]),
+            };
+            let mut evidence =
+                vec![line(format!("{}: {what} has begun and has not completed", ranks(&waiters)), waiters.clone())];
+            if !collective.passed.is_empty() {
+                let passed = case.world.ranks(collective.passed.iter().copied());
+                evidence.push(line(format!("{}: {what} has completed", ranks(&passed)), passed));
+            }
+            if unnamed > 0 {
+                evidence.push(line(
+                    format!("{unnamed} of its members are not known; one of them may be to blame"),
+                    Vec::new(),
+                ));
+            }
+            let verb = if waiters.len() == 1 { "is" } else { "are" };
+            Some(Finding {
+                culprits: Vec::new(),
+                says: Says::Whole(format!(
+                    "{} {verb} in the same {what}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
+                    capital(&ranks(&waiters)),
+                )),
+                confidence,
+                evidence,
+            })
+        }
+        Event::PointToPoint { .. } => Some(Finding {
+            culprits: Vec::new(),
+            says: Says::Whole(format!(
+                "{} is in {what}, its peer is in the counterpart, and nothing moves between them: look at the network.",
+                capital(&ranks(&waiters))
+            )),
+            confidence: Confidence::Medium,
+            evidence: vec![line(format!("{}: {what} and its counterpart have begun", ranks(&waiters)), waiters)],
+        }),
+        Event::Init { .. } | Event::Split { .. } => None,
+    }
+}
+
+fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
+    let culprit = *culprits.first()?;
+    let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { view, events, .. } | Suspect::Device { view, events } if *view == culprit && !events.is_empty()));
+    behind.then(|| format!("rank {} is not in the operation that the others wait in", case.view(culprit).rank))
+}

@@ -1,0 +1,89 @@
+//! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
+//!
+//! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
+//! show different operations, or different roots of the same operation. The culprits are those that differ from the largest
+//! group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
+//! all members are named, with low confidence.
+
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    collective::{Collective, Dissent},
+    line,
+};
+use crate::{
+    graph::Suspect,
+    text::{op_name, ranks},
+};
+use xpu_timer_proto::v1::{Op, Operation};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
+
+fn key(operation: &Operation) -> (i32, i32) {
+    let rooted = matches!(operation.op(), Op::Reduce | Op::Broadcast | Op::Gather | Op::Scatter);
+    (operation.op, if rooted { operation.peer } else { -1 })
+}
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let collective = Collective::of(case, suspect)?;
+    let dissent = collective.dissent(case, key)?;
+    let name = |&(op, root): &(i32, i32)| {
+        let name = op_name(Op::try_from(op).unwrap_or_default());
+        if root >= 0 { format!("{name} with root {root}") } else { name.to_owned() }
+    };
+    Some(finding(case, &collective, dissent, name))
+}
+
+/// The finding on members that differ; shared by the three mismatches.
+pub(super) fn finding<Key: Ord + Clone>(
+    case: &Case<'_>,
+    collective: &Collective<'_>,
+    dissent: Dissent<Key>,
+    name: impl Fn(&Key) -> String,
+) -> Finding {
+    let at = case.describe(collective.event);
+    let (_, place) = at.split_once(' ').unwrap_or(("", &at));
+    let group = |views: &Vec<usize>| case.world.ranks(views.iter().copied());
+    let does = |views: &Vec<usize>, key: &Key| {
+        let who = group(views);
+        format!("{} {} {}", ranks(&who), if who.len() == 1 { "runs" } else { "run" }, name(key))
+    };
+    let odd: Vec<String> = dissent
+        .groups
+        .iter()
+        .filter(|(key, _)| dissent.right.as_ref() != Some(*key))
+        .map(|(key, views)| {
+            let place = if views.len() == 1 { case.place(views[0]) } else { String::new() };
+            does(views, key) + &place
+        })
+        .collect();
+    let right = dissent.right.as_ref().and_then(|key| dissent.groups.get_key_value(key));
+    let sentence = match right {
+        Some((key, views)) => {
+            format!("At number {place}, {} while {}.", odd.join(" and "), does(views, key))
+        }
+        None => format!("At number {place}, the ranks differ: {}.", odd.join(", ")),
+    };
+    let mut evidence: Vec<_> = dissent
+        .groups
+        .iter()
+        .map(|(key, views)| line(format!("{} at number {place}", does(views, key)), group(views)))
+        .collect();
+    if right.is_some() && !dissent.certain {
+        evidence.push(line("no group is the larger one; the operations before decide which one was due", Vec::new()));
+    }
+    for &view in dissent.culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let confidence = match (right.is_some(), dissent.certain) {
+        (false, _) => Confidence::Low,
+        (true, false) => Confidence::Medium,
+        (true, true) => case.members_confidence(&[collective.event]),
+    };
+    Finding { culprits: dissent.culprits, says: Says::Whole(sentence), confidence, evidence }
+}
+
+fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+    let event = case.graph.events.iter().find(|event| matches!(event, crate::graph::Event::Collective { .. }))?;
+    let operation = case.operation(*event)?;
+    Some(format!("all ranks that are in it run {}", op_name(operation.op())))
+}

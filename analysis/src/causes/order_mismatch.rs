@@ -1,0 +1,52 @@
+//! `order_mismatch`: ranks enter several communicators in different orders, and wait for each other.
+//!
+//! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
+//! first and wait for others, who are in the second and wait for them. The culprits are the ranks in the collective that the
+//! fewest wait in; when as many wait in each, all are named, with lower confidence.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::{
+    graph::Suspect,
+    text::{capital, ranks},
+};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let waited: Vec<_> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
+    let count = |event| case.graph.waiters_of(event).len();
+    let fewest = waited.iter().map(|event| count(*event)).min()?;
+    let most = waited.iter().map(|event| count(*event)).max()?;
+    let odd: Vec<_> = waited.iter().copied().filter(|event| fewest == most || count(*event) == fewest).collect();
+    let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    culprits.sort_unstable();
+    culprits.dedup();
+    let parts: Vec<String> = waited
+        .iter()
+        .take(4)
+        .map(|event| {
+            let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+            format!("{} in {}", ranks(&inside), case.describe(*event))
+        })
+        .collect();
+    let evidence = waited.iter().take(8).map(|event| {
+        let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+        line(format!("{} in {}", ranks(&inside), case.describe(*event)), inside)
+    });
+    let mut evidence: Vec<_> = evidence.collect();
+    for &view in culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let who = case.world.ranks(culprits.iter().copied());
+    Some(Finding {
+        says: Says::Whole(format!(
+            "{} entered the communicators in another order than the others, and all wait for each other: {}.",
+            capital(&ranks(&who)),
+            parts.join(", ")
+        )),
+        confidence: if fewest == most { Confidence::Low } else { Confidence::Medium },
+        culprits,
+        evidence,
+    })
+}

@@ -1,0 +1,47 @@
+//! `p2p_cycle`: sends and receives wait for each other in a circle.
+//!
+//! Following who waits for whom leads back to where it began, over at least two sends or receives, and every host on the way is
+//! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree on the order. All ranks that
+//! wait in such a send or receive are named, because the fault is in their common plan.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::{
+    graph::{Event, Suspect},
+    text::{capital, ranks},
+};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let transfers: Vec<Event> =
+        events.iter().copied().filter(|event| matches!(event, Event::PointToPoint { .. })).collect();
+    if transfers.len() < 2 {
+        return None;
+    }
+    let mut culprits: Vec<usize> = transfers.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    culprits.sort_unstable();
+    culprits.dedup();
+    let who = case.world.ranks(culprits.iter().copied());
+    let evidence = transfers.iter().take(8).map(|event| {
+        let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+        line(format!("{}: {}", ranks(&inside), case.describe(*event)), inside)
+    });
+    let evidence = evidence.collect();
+    let first = case.describe(transfers[0]);
+    Some(Finding {
+        says: Says::Whole(format!(
+            "{} wait for each other in a circle of sends and receives: {} is in {first}, and so on round.",
+            capital(&ranks(&who)),
+            ranks(&case.world.ranks(case.graph.waiters_of(transfers[0]).iter().copied())),
+        )),
+        confidence: case.members_confidence(&transfers).min(hosts_confidence(case, &culprits)),
+        culprits,
+        evidence,
+    })
+}
+
+/// A circle is certain only when the stacks of its ranks are known.
+pub(super) fn hosts_confidence(case: &Case<'_>, views: &[usize]) -> Confidence {
+    if views.iter().all(|view| case.view(*view).host.stack) { Confidence::High } else { Confidence::Medium }
+}

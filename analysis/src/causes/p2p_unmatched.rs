@@ -1,0 +1,59 @@
+//! `p2p_unmatched`: a receive without its send, or a send without its receive.
+//!
+//! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
+//! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
+//! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::graph::{Event, Suspect};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let event = match suspect {
+        Suspect::Host { events, .. } if !events.is_empty() => {
+            let only = events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));
+            case.main_event(suspect).filter(|_| only)?
+        }
+        Suspect::Cycle(events) => {
+            let mut unmatched = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. }));
+            let first = *unmatched.next()?;
+            if unmatched.next().is_some() || events.len() < 2 {
+                return None;
+            }
+            first
+        }
+        _ => return None,
+    };
+    let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
+    let culprit = match suspect {
+        Suspect::Host { view, .. } => *view,
+        _ => case.comms[comm].members.iter().find(|member| member.comm_rank == peer)?.view,
+    };
+    let waiting = case.view(waiter).rank;
+    let missing =
+        if recv { format!("has not sent to rank {waiting}") } else { format!("does not receive from rank {waiting}") };
+    let confidence = match suspect {
+        Suspect::Host { .. } => case.host_confidence(suspect),
+        _ => Confidence::Medium,
+    };
+    let rank = case.view(culprit).rank;
+    let mut evidence = vec![line(
+        format!("rank {waiting}: {} has begun and rank {rank} has no counterpart pending", case.describe(event)),
+        vec![waiting],
+    )];
+    evidence.extend(case.standing(culprit));
+    let says = match suspect {
+        Suspect::Host { .. } => Says::Rank(format!("{missing}; it stands{}", stands(case.place(culprit)))),
+        _ => Says::Whole(format!(
+            "Rank {rank} {missing}, which waits in {}, and waits itself for rank {waiting}; it stands{}.",
+            case.describe(event),
+            stands(case.place(culprit))
+        )),
+    };
+    Some(Finding { culprits: vec![culprit], says, confidence, evidence })
+}
+
+fn stands(place: String) -> String {
+    if place.is_empty() { " at an unknown place".to_owned() } else { place }
+}

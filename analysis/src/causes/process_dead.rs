@@ -1,0 +1,77 @@
+//! `process_dead`: others wait for a rank whose process is gone.
+//!
+//! The rank's process vanished without a goodbye, said goodbye and left, or is a zombie; and a collective, a point-to-point
+//! operation or the creation of a communicator waits for it, or nobody waits yet and it did not leave in order. Death beats
+//! every other explanation of the same rank. When several ranks are gone, those that were ended from outside by SIGTERM are
+//! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank.
+//!
+//! A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
+//! that ended by itself there did not take part in it; that is `missing_rank`.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
+use crate::{graph::Suspect, text::ranks};
+use xpu_timer_proto::v1::Presence;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(view) = case.host(suspect).filter(|view| case.view(*view).dead()) {
+        let mut evidence =
+            vec![line(format!("rank {}: {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
+        evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+        return Some(Finding {
+            culprits: vec![view],
+            says: Says::Rank(how(case, view)),
+            confidence: Confidence::High,
+            evidence,
+        });
+    }
+    // Killed after it completed what the others are still in.
+    let collective = Collective::of(case, suspect)?;
+    let killed = |view: &usize| {
+        case.view(*view).presence == Presence::Dead && !super::missing_rank::shows_skip(case, &collective, *view)
+    };
+    if collective.passed.is_empty() || !collective.passed.iter().all(killed) {
+        return None;
+    }
+    let dead = case.world.ranks(collective.passed.iter().copied());
+    let sentence = format!(
+        "{} {} gone; the others are still inside {}.",
+        crate::text::capital(&ranks(&dead)),
+        if dead.len() == 1 { "is" } else { "are" },
+        case.describe(collective.event)
+    );
+    let evidence = collective
+        .passed
+        .iter()
+        .map(|view| line(format!("rank {}: {}", case.view(*view).rank, how(case, *view)), vec![case.view(*view).rank]));
+    Some(Finding {
+        culprits: collective.passed.clone(),
+        says: Says::Whole(sentence),
+        confidence: Confidence::Medium,
+        evidence: evidence.collect(),
+    })
+}
+
+/// What became of the process: `is dead (killed by SIGKILL)`.
+fn how(case: &Case<'_>, view: usize) -> String {
+    let content = case.view(view);
+    let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
+    let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
+    match content.presence {
+        Presence::Left => format!("has left the job{exit}"),
+        _ if content.host.state.starts_with('Z') => format!("is dead: its process is a zombie{exit}"),
+        _ => format!("is dead: its process is gone{exit}"),
+    }
+}
+
+/// Whether a dead rank was ended from outside in an orderly way.
+pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
+    case.view(view).evidence.is_some_and(|evidence| evidence.exit.contains("SIGTERM"))
+}
+
+fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+    let views = &case.world.views;
+    let alive = views.iter().all(|view| view.presence == Presence::Present && !view.dead());
+    (alive && !views.is_empty()).then(|| format!("the processes of all {} ranks are alive", views.len()))
+}

@@ -1,0 +1,31 @@
+//! `process_stopped`: others wait for a rank whose process is stopped.
+//!
+//! The state of the process is `T` (a signal such as SIGSTOP or a job control key) or `t` (a debugger holds it) in the last
+//! sample. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use crate::graph::Suspect;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::ProcessStopped, explain, rule_out };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let view = case.one_rank(suspect).filter(|view| case.view(*view).host.stopped())?;
+    let content = case.view(view);
+    let by = if content.host.state.starts_with('t') { "by a debugger" } else { "by a signal" };
+    let mut evidence =
+        vec![line(format!("rank {}: process state {}", content.rank, content.host.state), vec![content.rank])];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
+    evidence.extend(case.standing(view));
+    Some(Finding {
+        culprits: vec![view],
+        says: Says::Rank(format!("is stopped {by} (state {}){}", content.host.state, case.place(view))),
+        confidence: Confidence::High,
+        evidence,
+    })
+}
+
+fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
+    let states = || case.world.views.iter().filter(|view| !view.host.state.is_empty());
+    (states().next().is_some() && states().all(|view| !view.host.stopped()))
+        .then(|| "no process is in state T".to_owned())
+}

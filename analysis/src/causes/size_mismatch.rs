@@ -1,0 +1,56 @@
+//! `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
+//!
+//! As `op_mismatch`, with the same operation everywhere and different counts. All-to-all is left out, because its ranks may
+//! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; which
+//! of the two is wrong cannot be told, so both are named.
+
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    collective::{Collective, equal_sizes},
+    line, never_mistaken,
+    op_mismatch::finding,
+};
+use crate::{
+    graph::{Event, Suspect},
+    text::{ranks, shape},
+};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Complete(event @ Event::PointToPoint { .. }) = suspect {
+        return point_to_point(case, *event);
+    }
+    let collective = Collective::of(case, suspect)?;
+    if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op())) {
+        return None;
+    }
+    let dissent = collective.dissent(case, |operation| operation.count)?;
+    let op = collective.operations.first()?.1.op();
+    let name = |count: &u64| format!("{} of {count} elements", crate::text::op_name(op));
+    Some(finding(case, &collective, dissent, name))
+}
+
+fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
+    let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
+    let own = case.comms[comm].member(view)?.comm_rank;
+    let other = case.comms[comm].members.iter().find(|member| member.comm_rank == peer)?.view;
+    let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+    let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
+    if mine.count == theirs.count {
+        return None;
+    }
+    // Both ends are suspects of their own; either gives the same finding.
+    let mut ends = [(case.view(view).rank, mine), (case.view(other).rank, theirs)];
+    ends.sort_by_key(|end| end.0);
+    let culprits = case.world.ranks([view, other]);
+    let sentence = format!(
+        "Rank {} runs {} and its peer rank {} {}: the sizes differ.",
+        ends[0].0,
+        shape(ends[0].1),
+        ends[1].0,
+        shape(ends[1].1)
+    );
+    let evidence = vec![line(format!("{} have both begun and differ in size", ranks(&culprits)), culprits)];
+    Some(Finding { culprits: vec![view, other], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}

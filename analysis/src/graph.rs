@@ -1,0 +1,516 @@
+//! Who waits for whom: the wait-for graph over all communicators, and the places where the waiting ends.
+//!
+//! A node is the host of a rank (it has not launched something), the device of a rank (it has launched something that has not
+//! begun), or an event: a collective, a point-to-point operation, or the creation of a communicator. Edges go from the one
+//! that waits to what it waits for. Where no edge goes on, there is the suspect. The graph has a number of edges linear in
+//! the number of memberships, because the collectives of one communicator are chained: who waits for number 9 waits for all
+//! that number 8 waits for.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, Operation, Presence};
+
+use crate::{
+    matching::{Comm, certainly_absent},
+    verdict::Activity,
+    world::{World, is_init, is_p2p},
+};
+
+/// Something that ranks wait in.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub(crate) enum Event {
+    /// A collective of the communicator with this index, by its sequence number.
+    Collective { comm: usize, seq: u64 },
+    /// The oldest pending send or receive of a rank on a communicator with a peer.
+    PointToPoint { comm: usize, view: usize, peer: i32, recv: bool },
+    /// The creation of a communicator.
+    Init { comm: usize },
+    /// The split of a communicator.
+    Split { comm: usize },
+}
+
+/// Where a chain of waiting ends.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Suspect {
+    /// A rank has not made the call that others wait for, and nothing shows that it waits itself.
+    Host {
+        /// The rank's view.
+        view: usize,
+        /// What the others wait in; empty when nobody waits.
+        events: Vec<Event>,
+        /// No record tells that it is absent; it is suspected because nobody else is.
+        guess: bool,
+    },
+    /// A rank has launched what others wait for (or waits for its own device), and its device has not begun it.
+    Device {
+        /// The rank's view.
+        view: usize,
+        /// What the others wait in.
+        events: Vec<Event>,
+    },
+    /// All ranks have entered, and it does not complete.
+    Complete(Event),
+    /// Ranks wait for each other in a circle.
+    Cycle(Vec<Event>),
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Node {
+    Host(usize),
+    Device(usize),
+    Event(usize),
+}
+
+/// The graph of one job.
+#[derive(Debug)]
+pub(crate) struct Graph {
+    /// All events, ascending.
+    pub events: Vec<Event>,
+    /// Ranks that are inside an event, begun on their device; by event.
+    pub waiters: Vec<Vec<usize>>,
+    /// Where the waiting ends.
+    pub suspects: Vec<Suspect>,
+}
+
+impl Graph {
+    /// The ranks inside an event.
+    pub fn waiters_of(&self, event: Event) -> &[usize] {
+        self.events.binary_search(&event).map_or(&[], |index| &self.waiters[index])
+    }
+}
+
+/// Builds the graph and follows it to its ends.
+pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
+    let mut builder = Builder::new(world, comms);
+    builder.collect_events();
+    builder.collectives();
+    builder.point_to_point();
+    builder.inits();
+    builder.hosts();
+    let suspects = builder.suspects();
+    Graph { events: builder.events, waiters: builder.waiters, suspects }
+}
+
+struct Builder<'w, 'a> {
+    world: &'w World<'a>,
+    comms: &'w [Comm<'a>],
+    by_id: HashMap<u64, usize>,
+    events: Vec<Event>,
+    waiters: Vec<Vec<usize>>,
+    /// The oldest pending sends and receives of each rank, one for each communicator, peer and direction.
+    transfers: Vec<BTreeMap<Event, &'a Operation>>,
+    /// Edges by node; see `number`.
+    edges: Vec<Vec<usize>>,
+    /// Hosts whose edge to their device is an assumption: their stack does not say that they wait.
+    soft: Vec<bool>,
+    /// Hosts that are suspected only because their peers wait and they have no record.
+    guess: Vec<bool>,
+}
+
+impl<'w, 'a> Builder<'w, 'a> {
+    fn new(world: &'w World<'a>, comms: &'w [Comm<'a>]) -> Self {
+        let by_id: HashMap<u64, usize> = comms.iter().enumerate().map(|(index, comm)| (comm.id, index)).collect();
+        let transfers = (0..world.views.len()).map(|view| transfers_of(world, &by_id, view)).collect();
+        let views = world.views.len();
+        Builder {
+            world,
+            comms,
+            by_id,
+            events: Vec::new(),
+            waiters: Vec::new(),
+            transfers,
+            edges: Vec::new(),
+            soft: vec![false; views],
+            guess: vec![false; views],
+        }
+    }
+
+    fn number(&self, node: Node) -> usize {
+        let views = self.world.views.len();
+        match node {
+            Node::Host(view) => view,
+            Node::Device(view) => views + view,
+            Node::Event(event) => 2 * views + event,
+        }
+    }
+
+    fn node(&self, number: usize) -> Node {
+        let views = self.world.views.len();
+        match number {
+            host if host < views => Node::Host(host),
+            device if device < 2 * views => Node::Device(device - views),
+            event => Node::Event(event - 2 * views),
+        }
+    }
+
+    fn edge(&mut self, from: Node, to: Node) {
+        let (from, to) = (self.number(from), self.number(to));
+        self.edges[from].push(to);
+    }
+
+    fn event(&self, event: Event) -> Node {
+        // Every event was collected before any edge is drawn.
+        Node::Event(self.events.binary_search(&event).unwrap_or(0))
+    }
+
+    fn collect_events(&mut self) {
+        let mut events = BTreeSet::new();
+        for (comm, content) in self.comms.iter().enumerate() {
+            for member in &content.members {
+                if let Some(seq) = member.waits_at {
+                    events.insert(Event::Collective { comm, seq });
+                }
+                if member.initializing {
+                    events.insert(Event::Init { comm });
+                }
+            }
+        }
+        for view in 0..self.world.views.len() {
+            events.extend(self.transfers[view].keys().copied());
+            events.extend(self.split_of(view));
+        }
+        self.events = events.into_iter().collect();
+        self.waiters = vec![Vec::new(); self.events.len()];
+        self.edges = vec![Vec::new(); 2 * self.world.views.len() + self.events.len()];
+    }
+
+    fn split_of(&self, view: usize) -> Option<Event> {
+        let split =
+            self.world.views[view].pending().find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
+        self.by_id.get(&split.communicator).map(|&comm| Event::Split { comm })
+    }
+
+    /// What a rank that has not made a call leads to: its host, unless it cannot run at all, which is the same node.
+    fn collectives(&mut self) {
+        let comms = self.comms;
+        for (comm, content) in comms.iter().enumerate().filter(|(_, content)| content.busy()) {
+            let seqs: Vec<u64> = {
+                let seqs: BTreeSet<u64> = content.members.iter().filter_map(|member| member.waits_at).collect();
+                seqs.into_iter().collect()
+            };
+            if seqs.is_empty() {
+                continue;
+            }
+            let at = |seq: u64| Event::Collective { comm, seq };
+            for pair in seqs.windows(2) {
+                let (from, to) = (self.event(at(pair[1])), self.event(at(pair[0])));
+                self.edge(from, to);
+            }
+            // The first event that each member holds up.
+            let mut held = vec![false; seqs.len()];
+            for member in &content.members {
+                let view = &self.world.views[member.view];
+                if let Some(seq) = member.waits_at
+                    && member.started >= seq
+                {
+                    let event = self.event(at(seq));
+                    self.edge(Node::Device(member.view), event);
+                    self.wait(event, member.view);
+                }
+                let passed = if view.dead() { member.completed } else { member.launched };
+                let late = seqs.partition_point(|seq| *seq <= passed);
+                if let Some(seq) = seqs.get(late) {
+                    let event = self.event(at(*seq));
+                    self.edge(event, Node::Host(member.view));
+                    held[late] = true;
+                }
+                let begun = member.started.max(member.completed);
+                let blocked = seqs.partition_point(|seq| *seq <= begun);
+                if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
+                    let event = self.event(at(*seq));
+                    let to = if view.halted() { Node::Host(member.view) } else { Node::Device(member.view) };
+                    self.edge(event, to);
+                    held[blocked] = true;
+                }
+            }
+            let first = self.event(at(seqs[0]));
+            let absent = content.silent.iter().filter(|view| certainly_absent(self.world, **view));
+            for &view in absent {
+                self.edge(first, Node::Host(view));
+                held[0] = true;
+            }
+            if held[0] {
+                continue;
+            }
+            // Everybody who is known is in. A member of whom nothing is known is suspected before the network is, and so is
+            // one that cannot run, because its threads move the data.
+            for &view in &content.silent {
+                self.guess[view] = true;
+                self.edge(first, Node::Host(view));
+            }
+            for member in &content.members {
+                if content.silent.is_empty() && self.world.views[member.view].halted() && member.completed < seqs[0] {
+                    self.edge(first, Node::Host(member.view));
+                }
+            }
+        }
+    }
+
+    fn wait(&mut self, event: Node, view: usize) {
+        if let Node::Event(index) = event {
+            self.waiters[index].push(view);
+        }
+    }
+
+    fn point_to_point(&mut self) {
+        let comms = self.comms;
+        // Rank within a communicator to view, for the communicators that need it.
+        let mut members: HashMap<usize, HashMap<i32, usize>> = HashMap::new();
+        for view in 0..self.world.views.len() {
+            let transfers: Vec<(Event, &Operation)> =
+                self.transfers[view].iter().map(|(event, operation)| (*event, *operation)).collect();
+            for (event, operation) in transfers {
+                let Event::PointToPoint { comm, peer, recv, .. } = event else { continue };
+                let node = self.event(event);
+                if operation.started_ns != 0 {
+                    self.edge(Node::Device(view), node);
+                    self.wait(node, view);
+                } else {
+                    // It waits for its own device first.
+                    self.edge(node, Node::Device(view));
+                    continue;
+                }
+                let by_rank = members.entry(comm).or_insert_with(|| {
+                    comms[comm].members.iter().map(|member| (member.comm_rank, member.view)).collect()
+                });
+                let Some(&other) = by_rank.get(&peer) else {
+                    for &silent in &comms[comm].silent {
+                        self.guess[silent] |= !certainly_absent(self.world, silent);
+                        self.edge(node, Node::Host(silent));
+                    }
+                    continue;
+                };
+                let own = comms[comm].member(view).map_or(-1, |member| member.comm_rank);
+                let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+                match self.transfers[other].get(&counterpart) {
+                    None => self.edge(node, Node::Host(other)),
+                    Some(_) if self.world.views[other].halted() => self.edge(node, Node::Host(other)),
+                    Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
+                    Some(_) => {}
+                }
+            }
+        }
+    }
+
+    fn inits(&mut self) {
+        let comms = self.comms;
+        for (comm, content) in comms.iter().enumerate() {
+            let initializing: Vec<usize> =
+                content.members.iter().filter(|member| member.initializing).map(|member| member.view).collect();
+            if initializing.is_empty() {
+                continue;
+            }
+            let node = self.event(Event::Init { comm });
+            for &view in &initializing {
+                self.edge(Node::Host(view), node);
+                self.wait(node, view);
+                if self.world.views[view].halted() {
+                    self.edge(node, Node::Host(view));
+                }
+            }
+            for &view in &content.silent {
+                self.guess[view] |= !certainly_absent(self.world, view);
+                self.edge(node, Node::Host(view));
+            }
+            // A rank whose creation has returned while others are still inside did not take part in it.
+            let returned = |state| {
+                matches!(state, CommunicatorState::Ready | CommunicatorState::Failed | CommunicatorState::Aborted)
+            };
+            if content.silent.is_empty() && content.unnamed == 0 {
+                for member in content.members.iter().filter(|member| returned(member.state)) {
+                    self.edge(node, Node::Host(member.view));
+                }
+            }
+        }
+        for view in 0..self.world.views.len() {
+            if let Some(event) = self.split_of(view) {
+                let node = self.event(event);
+                self.edge(Node::Host(view), node);
+                self.wait(node, view);
+            }
+        }
+        for index in 0..self.events.len() {
+            if let Event::Split { comm } = self.events[index] {
+                let inside: BTreeSet<usize> = self.waiters[index].iter().copied().collect();
+                let outside =
+                    comms[comm].members.iter().map(|member| member.view).chain(comms[comm].silent.iter().copied());
+                for view in outside.filter(|view| !inside.contains(view)) {
+                    self.edge(Node::Event(index), Node::Host(view));
+                }
+            }
+        }
+    }
+
+    /// What a host that has not made a call waits for itself, by its stack.
+    fn hosts(&mut self) {
+        for view in 0..self.world.views.len() {
+            let content = &self.world.views[view];
+            let in_host_call = !self.edges[self.number(Node::Host(view))].is_empty();
+            if content.halted() {
+                let number = self.number(Node::Host(view));
+                self.edges[number].clear();
+                continue;
+            }
+            if in_host_call || content.presence == Presence::Unregistered || content.presence == Presence::Missing {
+                continue;
+            }
+            let device_waits = !self.edges[self.number(Node::Device(view))].is_empty();
+            let kernel = content.pending().any(|operation| {
+                matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch) || operation.started_ns == 0
+            });
+            match content.host.doing.activity {
+                Activity::DeviceWait => self.edge(Node::Host(view), Node::Device(view)),
+                Activity::DataLoader | Activity::Io | Activity::Compile | Activity::Gc => {}
+                _ if device_waits || kernel && !content.host.stack => {
+                    self.soft[view] = true;
+                    self.edge(Node::Host(view), Node::Device(view));
+                }
+                _ => {}
+            }
+        }
+    }
+
+    /// The strongly connected components from which no edge leads away, as suspects.
+    fn suspects(&self) -> Vec<Suspect> {
+        let base = 2 * self.world.views.len();
+        let roots = base..base + self.events.len();
+        let components = sinks(&self.edges, roots);
+        let mut into: HashMap<usize, Vec<Event>> = HashMap::new();
+        for (index, event) in self.events.iter().enumerate() {
+            for &to in &self.edges[base + index] {
+                if to < base {
+                    into.entry(to).or_default().push(*event);
+                }
+            }
+        }
+        let events_into = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
+        let mut suspects = Vec::new();
+        for component in components {
+            match (component.len(), self.node(component[0])) {
+                (1, Node::Host(view)) => {
+                    suspects.push(Suspect::Host {
+                        view,
+                        events: events_into(Node::Host(view)),
+                        guess: self.guess[view],
+                    });
+                }
+                (1, Node::Device(view)) => {
+                    let mut events = events_into(Node::Device(view));
+                    if events.is_empty() {
+                        events = events_into(Node::Host(view));
+                    }
+                    suspects.push(Suspect::Device { view, events });
+                }
+                (1, Node::Event(event)) => suspects.push(Suspect::Complete(self.events[event])),
+                _ => self.cycle(&component, &events_into, &mut suspects),
+            }
+        }
+        // A guess counts only when there is nothing better.
+        if suspects.iter().any(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. })) {
+            suspects.retain(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. }));
+        }
+        suspects
+    }
+
+    /// A circle is real only when every host in it is known to wait. One that was merely assumed to wait is the suspect.
+    fn cycle(&self, component: &[usize], events_into: &dyn Fn(Node) -> Vec<Event>, suspects: &mut Vec<Suspect>) {
+        let hosts: Vec<usize> = component
+            .iter()
+            .filter_map(|number| match self.node(*number) {
+                Node::Host(view) => Some(view),
+                _ => None,
+            })
+            .collect();
+        let soft: Vec<usize> = hosts.iter().copied().filter(|view| self.soft[*view]).collect();
+        // When no host is known to wait, their stacks tell nothing, and the circle is the better explanation.
+        if !soft.is_empty() && soft.len() < hosts.len() || soft.len() == 1 {
+            suspects.extend(soft.into_iter().map(|view| Suspect::Host {
+                view,
+                events: events_into(Node::Host(view)),
+                guess: self.guess[view],
+            }));
+            return;
+        }
+        let mut events: Vec<Event> = component
+            .iter()
+            .filter_map(|number| match self.node(*number) {
+                Node::Event(event) => Some(self.events[event]),
+                _ => None,
+            })
+            .collect();
+        events.sort_unstable();
+        suspects.push(Suspect::Cycle(events));
+    }
+}
+
+fn transfers_of<'a>(world: &World<'a>, by_id: &HashMap<u64, usize>, view: usize) -> BTreeMap<Event, &'a Operation> {
+    let mut found = BTreeMap::new();
+    for operation in world.views[view].pending().filter(|operation| is_p2p(operation)) {
+        if let Some(&comm) = by_id.get(&operation.communicator) {
+            let recv = operation.op() == Op::Recv;
+            found.entry(Event::PointToPoint { comm, view, peer: operation.peer, recv }).or_insert(operation);
+        }
+    }
+    found
+}
+
+/// Tarjan's algorithm without recursion, from the given roots; only the components without an edge that leaves them.
+/// Components come in the order of their smallest node, which is the order of ranks.
+fn sinks(edges: &[Vec<usize>], roots: std::ops::Range<usize>) -> Vec<Vec<usize>> {
+    const NEW: usize = usize::MAX;
+    let mut order = vec![NEW; edges.len()];
+    let mut low = vec![0; edges.len()];
+    let mut component_of = vec![NEW; edges.len()];
+    let mut components: Vec<Vec<usize>> = Vec::new();
+    let mut counter = 0;
+    let mut stack: Vec<usize> = Vec::new();
+    let mut work: Vec<(usize, usize)> = Vec::new();
+    for root in roots {
+        if order[root] != NEW {
+            continue;
+        }
+        work.push((root, 0));
+        while let Some((node, next)) = work.pop() {
+            if next == 0 {
+                order[node] = counter;
+                low[node] = counter;
+                counter += 1;
+                stack.push(node);
+            }
+            if let Some(&to) = edges[node].get(next) {
+                work.push((node, next + 1));
+                if order[to] == NEW {
+                    work.push((to, 0));
+                } else if component_of[to] == NEW {
+                    low[node] = low[node].min(order[to]);
+                }
+                continue;
+            }
+            if low[node] == order[node] {
+                let mut component = Vec::new();
+                while let Some(member) = stack.pop() {
+                    component_of[member] = components.len();
+                    component.push(member);
+                    if member == node {
+                        break;
+                    }
+                }
+                component.sort_unstable();
+                components.push(component);
+            }
+            if let Some(&(parent, _)) = work.last() {
+                low[parent] = low[parent].min(low[node]);
+            }
+        }
+    }
+    let mut sinks: Vec<Vec<usize>> = components
+        .iter()
+        .enumerate()
+        .filter(|(index, component)| {
+            component.iter().all(|node| edges[*node].iter().all(|to| component_of[*to] == *index))
+        })
+        .map(|(_, component)| component.clone())
+        .collect();
+    sinks.sort_unstable();
+    sinks
+}

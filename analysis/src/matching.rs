@@ -1,0 +1,225 @@
+//! Collective matching: for every communicator, who is at which sequence number and in which operation.
+//!
+//! Ranks are compared within one communicator only. A communicator is the same one on all its ranks by its identity; the
+//! members that no flight record tells of are inferred where that can be done without a guess about the layout of the job,
+//! else only counted.
+
+use std::collections::{BTreeMap, BTreeSet, HashMap};
+
+use xpu_timer_proto::v1::{CommunicatorState, Op, Operation, Presence};
+
+use crate::world::{World, is_collective, is_init};
+
+/// One rank in one communicator.
+#[derive(Debug)]
+pub(crate) struct Member<'a> {
+    /// Index of its view.
+    pub view: usize,
+    /// Its rank in the communicator; -1 when unknown.
+    pub comm_rank: i32,
+    /// State as this rank sees it.
+    pub state: CommunicatorState,
+    /// Collectives launched on the host.
+    pub launched: u64,
+    /// Collectives begun on the device.
+    pub started: u64,
+    /// Collectives completed on the device.
+    pub completed: u64,
+    /// Its oldest collective here that has not completed.
+    pub oldest: Option<&'a Operation>,
+    /// Sequence number it waits at: that of `oldest`, or by the counters when the operation itself was dropped.
+    pub waits_at: Option<u64>,
+    /// It is inside the call that creates the communicator.
+    pub initializing: bool,
+}
+
+/// One communicator.
+#[derive(Debug)]
+pub(crate) struct Comm<'a> {
+    /// Identity.
+    pub id: u64,
+    /// Number of its ranks; at least the number of its known members.
+    pub size: u32,
+    /// Members with a flight record that tells of it, ascending by view.
+    pub members: Vec<Member<'a>>,
+    /// Views of members without one, as far as they could be inferred.
+    pub silent: Vec<usize>,
+    /// Members that could not be inferred.
+    pub unnamed: u32,
+}
+
+impl Comm<'_> {
+    /// Something is pending on it.
+    pub fn busy(&self) -> bool {
+        self.members.iter().any(|member| member.waits_at.is_some() || member.initializing)
+    }
+
+    /// The member that a view is.
+    pub fn member(&self, view: usize) -> Option<&Member<'_>> {
+        self.members.binary_search_by_key(&view, |member| member.view).ok().map(|index| &self.members[index])
+    }
+}
+
+/// All communicators of a job, ascending by identity.
+pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
+    let mut comms: BTreeMap<u64, Comm<'a>> = BTreeMap::new();
+    for view in 0..world.views.len() {
+        add_members(&mut comms, world, view);
+    }
+    let mut comms: Vec<Comm> = comms.into_values().collect();
+    for comm in &mut comms {
+        comm.size = comm.size.max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
+        if comm.busy() {
+            infer_silent(comm, world);
+        }
+    }
+    comms
+}
+
+fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view: usize) {
+    let Some(flight) = world.views[view].flight else { return };
+    // The oldest pending and the newest collective of each communicator, and the communicators being created.
+    let mut oldest: HashMap<u64, &Operation> = HashMap::new();
+    let mut newest: HashMap<u64, u64> = HashMap::new();
+    let mut creating: HashMap<u64, &Operation> = HashMap::new();
+    for operation in world.views[view].pending() {
+        if is_collective(operation) {
+            let first = oldest.entry(operation.communicator).or_insert(operation);
+            if operation.seq < first.seq {
+                *first = operation;
+            }
+            let last = newest.entry(operation.communicator).or_default();
+            *last = operation.seq.max(*last);
+        } else if is_init(operation) && operation.op() == Op::CommInit && operation.communicator != 0 {
+            creating.entry(operation.communicator).or_insert(operation);
+        }
+    }
+    let mut add = |id: u64, size: u32, member: Member<'a>| {
+        let comm = comms.entry(id).or_insert_with(|| Comm {
+            id,
+            size: 0,
+            members: Vec::new(),
+            silent: Vec::new(),
+            unnamed: 0,
+        });
+        comm.size = comm.size.max(size);
+        // A rank that reports a communicator twice keeps its first entry.
+        if comm.members.last().is_none_or(|last| last.view != view) {
+            comm.members.push(member);
+        }
+    };
+    for communicator in flight.communicators.iter().filter(|communicator| communicator.id != 0) {
+        let id = communicator.id;
+        let ended = matches!(communicator.state(), CommunicatorState::Finalized | CommunicatorState::Aborted);
+        let operation = oldest.remove(&id).filter(|_| !ended);
+        let by_counters = || {
+            // Only a record that lost operations leaves the counters as the last witness.
+            let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);
+            (lost && !ended && communicator.launched > communicator.completed).then(|| communicator.completed + 1)
+        };
+        let waits_at = operation.map(|operation| operation.seq).or_else(by_counters);
+        let started = match operation {
+            Some(operation) if operation.started_ns != 0 => communicator.started.max(operation.seq),
+            Some(operation) => communicator.started.min(operation.seq.saturating_sub(1)),
+            None => communicator.started,
+        };
+        let initializing = communicator.state() == CommunicatorState::Initializing;
+        creating.remove(&id);
+        add(
+            id,
+            communicator.size,
+            Member {
+                view,
+                comm_rank: communicator.rank,
+                state: communicator.state(),
+                launched: communicator.launched.max(newest.get(&id).copied().unwrap_or(0)),
+                started,
+                completed: match operation {
+                    Some(operation) => communicator.completed.min(operation.seq.saturating_sub(1)),
+                    None => communicator.completed,
+                },
+                oldest: operation,
+                waits_at,
+                initializing,
+            },
+        );
+    }
+    // Operations whose communicator did not fit the table, and communicators whose creation is all that is known of them.
+    let bare = oldest.into_values().map(|operation| (operation, false));
+    let bare: BTreeMap<u64, (&Operation, bool)> = bare
+        .chain(creating.into_values().map(|operation| (operation, true)))
+        .map(|(operation, initializing)| (operation.communicator, (operation, initializing)))
+        .collect();
+    for (id, (operation, initializing)) in bare {
+        add(
+            id,
+            0,
+            Member {
+                view,
+                comm_rank: -1,
+                state: CommunicatorState::Unspecified,
+                launched: newest.get(&id).copied().unwrap_or(0),
+                started: if operation.started_ns == 0 { operation.seq.saturating_sub(1) } else { operation.seq },
+                completed: operation.seq.saturating_sub(1),
+                oldest: (!initializing).then_some(operation),
+                waits_at: (!initializing).then_some(operation.seq),
+                initializing,
+            },
+        );
+    }
+}
+
+/// Finds the members of which no flight record tells. Three ways, each exact or not taken: the communicator is the whole
+/// job; its known members lie on a straight line of ranks; or just as many ranks as are missing have no record at all.
+fn infer_silent(comm: &mut Comm<'_>, world: &World<'_>) {
+    let missing = (comm.size as usize).saturating_sub(comm.members.len());
+    if missing == 0 {
+        return;
+    }
+    let known: BTreeSet<usize> = comm.members.iter().map(|member| member.view).collect();
+    let found: Vec<usize> = if comm.size as usize == world.views.len() {
+        (0..world.views.len()).filter(|view| !known.contains(view)).collect()
+    } else {
+        on_the_line(comm, world).unwrap_or_else(|| {
+            let quiet: Vec<usize> = (0..world.views.len()).filter(|view| world.views[*view].flight.is_none()).collect();
+            if quiet.len() == missing { quiet } else { Vec::new() }
+        })
+    };
+    comm.unnamed = u32::try_from(missing - found.len().min(missing)).unwrap_or(u32::MAX);
+    comm.silent = found;
+}
+
+fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
+    let points: Vec<(i64, i64)> = comm
+        .members
+        .iter()
+        .filter(|member| member.comm_rank >= 0)
+        .map(|member| (i64::from(member.comm_rank), i64::from(world.views[member.view].rank)))
+        .collect();
+    let (first, last) = (points.iter().min()?, points.iter().max()?);
+    let (run, rise) = (last.0 - first.0, last.1 - first.1);
+    if run == 0 || rise % run != 0 || comm.size as usize > world.views.len() {
+        return None;
+    }
+    let slope = rise / run;
+    let at = |comm_rank: i64| first.1 + slope * (comm_rank - first.0);
+    if slope == 0 || points.iter().any(|(comm_rank, rank)| at(*comm_rank) != *rank) {
+        return None;
+    }
+    let taken: BTreeSet<i64> = points.iter().map(|point| point.0).collect();
+    (0..i64::from(comm.size))
+        .filter(|comm_rank| !taken.contains(comm_rank))
+        .map(|comm_rank| {
+            let rank = u32::try_from(at(comm_rank)).ok()?;
+            let view = world.views.binary_search_by_key(&rank, |view| view.rank).ok()?;
+            // A rank that tells of other communicators, but not of this one, has not joined it yet: that is a member too.
+            (comm.member(view).is_none()).then_some(view)
+        })
+        .collect()
+}
+
+/// Whether a member without a flight record is certainly not in the operation that its peers wait in.
+pub(crate) fn certainly_absent(world: &World<'_>, view: usize) -> bool {
+    let view = &world.views[view];
+    view.dead() || view.presence == Presence::Unregistered || view.flight.is_some()
+}

@@ -1,0 +1,128 @@
+//! The parts of a verdict that do not judge: who is where, by equal state.
+
+use std::collections::{BTreeMap, HashMap};
+
+use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
+
+use crate::{
+    causes::Case,
+    graph::Event,
+    text::{communicator, operation_state},
+    verdict::{Activity, CommunicatorGroup, CommunicatorReport, Location, OperationState, RankGroup, TriggerReport},
+    world::World,
+};
+
+/// What opened the incident.
+pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
+    let Some(trigger) = &evidence.trigger else {
+        return TriggerReport { kind: "unspecified".to_owned(), rank: None, operation: None };
+    };
+    let kind = match trigger.kind() {
+        TriggerKind::Unspecified => "unspecified",
+        TriggerKind::Operation => "operation",
+        TriggerKind::Idle => "idle",
+        TriggerKind::Heartbeat => "heartbeat",
+        TriggerKind::Death => "death",
+        TriggerKind::Manual => "manual",
+    };
+    TriggerReport {
+        kind: kind.to_owned(),
+        rank: u32::try_from(trigger.rank).ok(),
+        operation: trigger.operation.as_ref().map(operation_state),
+    }
+}
+
+/// `present` and the like.
+pub(crate) fn presence_name(presence: Presence) -> &'static str {
+    match presence {
+        Presence::Present => "present",
+        Presence::Dead => "dead",
+        Presence::Left => "left",
+        Presence::Unregistered => "unregistered",
+        Presence::Unspecified | Presence::Missing => "missing",
+    }
+}
+
+/// Every communicator on which something is pending; the one of the given event first, the others by identity.
+pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<CommunicatorReport> {
+    let first = first.map(|event| match event {
+        Event::Collective { comm, .. }
+        | Event::PointToPoint { comm, .. }
+        | Event::Init { comm }
+        | Event::Split { comm } => comm,
+    });
+    // The oldest pending operation of each rank on each communicator.
+    let mut pending: HashMap<(usize, u64), &Operation> = HashMap::new();
+    for (view, content) in case.world.views.iter().enumerate() {
+        for operation in content.pending().filter(|operation| operation.communicator != 0) {
+            pending.entry((view, operation.communicator)).or_insert(operation);
+        }
+    }
+    let mut reports: Vec<(bool, CommunicatorReport)> = case
+        .comms
+        .iter()
+        .enumerate()
+        .filter(|(_, comm)| {
+            comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.view, comm.id)))
+        })
+        .map(|(index, comm)| {
+            let mut groups: BTreeMap<(u64, u64, u64, Option<OperationState>), Vec<u32>> = BTreeMap::new();
+            for member in &comm.members {
+                let operation = member.oldest.or_else(|| pending.get(&(member.view, comm.id)).copied());
+                let key = (member.completed, member.started, member.launched, operation.map(operation_state));
+                groups.entry(key).or_default().push(case.view(member.view).rank);
+            }
+            let groups = groups
+                .into_iter()
+                .map(|((completed, started, launched, waits_in), ranks)| CommunicatorGroup {
+                    ranks,
+                    launched,
+                    started,
+                    completed,
+                    waits_in,
+                })
+                .collect();
+            let report = CommunicatorReport {
+                id: communicator(comm.id),
+                size: comm.size,
+                groups,
+                silent: case.world.ranks(comm.silent.iter().copied()),
+                unnamed: comm.unnamed,
+            };
+            (first != Some(index), report)
+        })
+        .collect();
+    reports.sort_by_key(|(later, _)| *later);
+    reports.into_iter().map(|(_, report)| report).collect()
+}
+
+/// Where every rank stands, the smallest group first.
+pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
+    type Key = (&'static str, String, Activity, Option<bool>, Location, Vec<String>);
+    let mut groups: BTreeMap<Key, Vec<u32>> = BTreeMap::new();
+    for view in &world.views {
+        let key = (
+            presence_name(view.presence),
+            view.host.state.clone(),
+            view.host.doing.activity,
+            view.host.moved.map(|moved| moved.any()),
+            view.host.location.clone(),
+            view.evidence.map(|evidence| evidence.errors.clone()).unwrap_or_default(),
+        );
+        groups.entry(key).or_default().push(view.rank);
+    }
+    let mut groups: Vec<RankGroup> = groups
+        .into_iter()
+        .map(|((presence, process_state, activity, moved, location, errors), ranks)| RankGroup {
+            ranks,
+            presence: presence.to_owned(),
+            process_state,
+            activity,
+            moved,
+            location,
+            errors,
+        })
+        .collect();
+    groups.sort_by(|one, other| one.ranks.len().cmp(&other.ranks.len()).then_with(|| one.ranks.cmp(&other.ranks)));
+    groups
+}

@@ -1,0 +1,231 @@
+//! The words by which a stack tells what its thread does. Tables only; how they are asked stands in the parent module.
+
+/// Native functions in which a thread creates a communicator or waits for its store.
+pub(super) const INIT_NATIVE: &[&str] = &[
+    "CommInit",
+    "CommSplit",
+    "CommShrink",
+    "CommGrow",
+    "bootstrapInit",
+    "c10d::TCPStore",
+    "c10d::FileStore",
+    "c10d::PrefixStore",
+];
+/// Python functions that do, inside `torch/distributed`.
+pub(super) const INIT_PYTHON: &[&str] = &[
+    "init_process_group",
+    "_store_based_barrier",
+    "rendezvous",
+    "_create_c10d_store",
+    "new_group",
+    "_new_process_group_helper",
+];
+
+/// Native functions in which communicators, or the process, end.
+pub(super) const TEARDOWN_NATIVE: &[&str] = &[
+    "CommDestroy",
+    "CommAbort",
+    "CommFinalize",
+    "Py_FinalizeEx",
+    "__run_exit_handlers",
+    "__cxa_finalize",
+    "wait_for_thread_shutdown",
+];
+/// Python functions in which they end.
+pub(super) const TEARDOWN_PYTHON: &[&str] = &["destroy_process_group", "_python_exit", "_exit_function"];
+
+/// Parts of native functions, in lower case, that wait for the device or are a collective of a library.
+pub(super) const DEVICE_NATIVE: &[&str] = &[
+    "streamsynchronize",
+    "devicesynchronize",
+    "eventsynchronize",
+    "ctxsynchronize",
+    "streamwaitvalue",
+    "cudamemcpy",
+    "cumemcpy",
+    "hipmemcpy",
+    "mcmemcpy",
+    "musamemcpy",
+    "launchkernel",
+    "launchcooperativekernel",
+    "graphlaunch",
+    "worknccl",
+    "gloo::",
+    "c10d::processgroup",
+    "mpi_allreduce",
+    "mpi_barrier",
+    "mpi_bcast",
+    "mpi_wait",
+    "mpi_recv",
+    "mpi_send",
+    "mpi_allgather",
+    "mpi_alltoall",
+    "mpi_reduce",
+];
+/// Beginnings of the C functions of the collective libraries.
+pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl"];
+/// Python functions that wait for the device or in a collective; only inside `torch/` or a module called `cuda`.
+pub(super) const DEVICE_PYTHON: &[&str] =
+    &["synchronize", "barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "monitored_barrier"];
+
+/// Native functions of the garbage collector of CPython 3.8 to 3.15.
+pub(super) const GC_NATIVE: &[&str] = &[
+    "gc_collect_main",
+    "gc_collect_region",
+    "gc_collect_young",
+    "gc_collect_increment",
+    "gc_collect_full",
+    "gc_collect_generations",
+    "collect_generations",
+    "deduce_unreachable",
+    "_PyGC_Collect",
+    "PyGC_Collect",
+];
+
+/// Parts of the path of a Python frame that compiles.
+pub(super) const COMPILE_PATHS: &[&str] = &[
+    "/torch/_inductor/",
+    "/torch/_dynamo/convert_frame",
+    "/torch/_dynamo/symbolic_convert",
+    "/torch/_dynamo/output_graph",
+    "/torch/utils/cpp_extension",
+    "/triton/compiler/",
+    "/triton/runtime/build",
+    "/torch/_functorch/aot_autograd",
+];
+/// Functions in those files that also run a compiled graph, so that they prove nothing.
+pub(super) const COMPILE_NOT: &[&str] = &["runner", "call", "run", "__call__"];
+/// Native functions of compilers inside the process.
+pub(super) const COMPILE_NATIVE: &[&str] = &["nvrtcCompileProgram", "nvPTXCompilerCompile", "llvm::", "mlir::"];
+/// Programs that compile.
+pub(super) const COMPILERS: &[&str] = &[
+    "nvcc", "cicc", "ptxas", "cc1plus", "cc1", "ninja", "g++", "gcc", "c++", "cc", "clang", "clang++", "ld", "hipcc",
+    "mxcc",
+];
+
+/// Functions of a data loader, whatever its file.
+pub(super) const LOADER_FUNCTIONS: &[&str] = &[
+    "__next__",
+    "_next_data",
+    "_get_data",
+    "_try_get_data",
+    "_next_index",
+    "next_batch",
+    "get_batch",
+    "load_batch",
+    "fetch_batch",
+    "read_batch",
+];
+/// Parts of a file name, in lower case, that belong to a data loader.
+pub(super) const LOADER_FILES: &[&str] = &["dataloader", "data_loader", "/utils/data/"];
+/// Parts of a function or file name, in lower case, that make a queue the queue of a loader.
+pub(super) const LOADER_HINTS: &[&str] =
+    &["next", "load", "data", "batch", "fetch", "sample", "shard", "prefetch", "read"];
+/// Files of the standard library whose functions below are waits for another thread or process.
+pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.py", "/multiprocessing/connection.py"];
+/// Functions in those files.
+pub(super) const QUEUE_FUNCTIONS: &[&str] =
+    &["get", "recv", "recv_bytes", "_recv", "_recv_bytes", "poll", "_poll", "wait"];
+
+/// System calls of x86-64 that move bytes of a file, or wait until it is safe on its disk.
+pub(super) const IO_SYSCALLS: &[i64] = &[
+    0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285, 295,
+    296, 306, 326, 328,
+];
+/// Their functions in the C library.
+pub(super) const IO_NATIVE: &[&str] = &[
+    "read",
+    "write",
+    "pread",
+    "pwrite",
+    "pread64",
+    "pwrite64",
+    "readv",
+    "writev",
+    "preadv",
+    "pwritev",
+    "fsync",
+    "fdatasync",
+    "msync",
+    "sync",
+    "syncfs",
+    "open",
+    "open64",
+    "openat",
+    "openat64",
+    "stat",
+    "lstat",
+    "fstat",
+    "unlink",
+    "rename",
+    "mkdir",
+    "getdents64",
+    "sendfile",
+    "sendfile64",
+    "fallocate",
+    "ftruncate",
+    "copy_file_range",
+];
+/// Parts of kernel functions in which a thread waits for a file, a pipe or a disk.
+pub(super) const IO_WCHAN: &[&str] = &[
+    "pipe_read",
+    "pipe_write",
+    "pipe_wait",
+    "fuse_",
+    "request_wait_answer",
+    "nfs",
+    "rpc_wait",
+    "io_schedule",
+    "folio_wait",
+    "wait_on_page",
+    "jbd2",
+    "xfs_",
+    "ext4_",
+    "ceph_",
+    "lustre",
+    "ll_",
+    "cl_sync",
+    "gpfs",
+    "wait_on_buffer",
+    "submit_bio_wait",
+];
+
+/// Functions of the C library that sleep.
+pub(super) const SLEEP_NATIVE: &[&str] = &["nanosleep", "clock_nanosleep", "usleep", "sleep"];
+/// `nanosleep` and `clock_nanosleep` of x86-64.
+pub(super) const SLEEP_SYSCALLS: &[i64] = &[35, 230];
+
+/// Parts of functions in which a thread waits for a lock or a condition.
+pub(super) const LOCK_NATIVE: &[&str] = &[
+    "futex",
+    "lll_lock_wait",
+    "pthread_mutex_lock",
+    "pthread_rwlock",
+    "pthread_cond_wait",
+    "pthread_cond_timedwait",
+    "pthread_cond_clockwait",
+    "sem_wait",
+    "sem_timedwait",
+    "sem_clockwait",
+    "PyThread_acquire_lock",
+    "pthread_join",
+    "pthread_clockjoin",
+];
+/// `futex` of x86-64.
+pub(super) const FUTEX_SYSCALL: i64 = 202;
+
+/// Beginnings and parts of the paths of frames that are not the user's own.
+pub(super) const LIBRARY_PATHS: &[&str] = &[
+    "site-packages/",
+    "dist-packages/",
+    "/lib/python2",
+    "/lib/python3",
+    "/lib64/python3",
+    "/torch/",
+    "importlib",
+    "<frozen",
+    "<string>",
+];
+/// Files of the standard library that stand around a script: what starts it, or starts its thread.
+pub(super) const STARTERS: &[&str] =
+    &["runpy.py", "threading.py", "importlib", "<frozen", "<string>", "multiprocessing/"];

@@ -1,0 +1,139 @@
+//! The ranks of a job as the judge sees them: one view a rank, in ascending order, missing ranks included.
+
+use xpu_timer_proto::v1::{Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence};
+
+use crate::stacks::{self, Host};
+
+/// Missing ranks get a view of their own up to this world size; beyond it a claim of size is not believed.
+const MAX_WORLD: u32 = 1 << 20;
+
+/// One rank.
+#[derive(Debug)]
+pub(crate) struct RankView<'a> {
+    /// Rank in the job.
+    pub rank: u32,
+    /// Whether its process is there.
+    pub presence: Presence,
+    /// What was collected of it; absent for a missing rank.
+    pub evidence: Option<&'a RankEvidence>,
+    /// Its flight record.
+    pub flight: Option<&'a FlightRecord>,
+    /// Its process and main thread.
+    pub host: Host,
+}
+
+impl<'a> RankView<'a> {
+    fn of(evidence: &'a RankEvidence) -> Self {
+        let dump = evidence.dump.as_ref();
+        let presence = match evidence.presence() {
+            Presence::Unspecified if dump.is_some() || evidence.flight.is_some() => Presence::Present,
+            Presence::Unspecified => Presence::Missing,
+            presence => presence,
+        };
+        RankView {
+            rank: evidence.rank,
+            presence,
+            evidence: Some(evidence),
+            flight: evidence.flight.as_ref().or_else(|| dump.and_then(|dump| dump.flight_record.as_ref())),
+            host: dump.map(stacks::read).unwrap_or_default(),
+        }
+    }
+
+    fn missing(rank: u32) -> Self {
+        RankView { rank, presence: Presence::Missing, evidence: None, flight: None, host: Host::default() }
+    }
+
+    /// Its process is gone.
+    pub fn dead(&self) -> bool {
+        matches!(self.presence, Presence::Dead | Presence::Left) || self.host.gone()
+    }
+
+    /// Its process cannot run, whatever its stacks say.
+    pub fn halted(&self) -> bool {
+        self.dead() || self.host.stopped() || self.host.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
+    }
+
+    /// Operations that have neither completed nor failed, oldest first.
+    pub fn pending(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
+        self.operations().filter(|operation| operation.status() == OpStatus::Pending)
+    }
+
+    /// All recorded operations, oldest first.
+    pub fn operations(&self) -> impl Iterator<Item = &'a Operation> + use<'a> {
+        self.flight.into_iter().flat_map(|flight| flight.operations.iter())
+    }
+
+    /// The name of the node, when it is known.
+    pub fn node(&self) -> Option<&'a str> {
+        let node = self.evidence.map(|evidence| evidence.node.as_str()).filter(|node| !node.is_empty());
+        node.or_else(|| self.flight?.rank.as_ref().map(|info| info.node.as_str()).filter(|node| !node.is_empty()))
+    }
+
+    /// The watcher has not turned for so long that what the record says of the device is old.
+    pub fn watcher_stale(&self) -> bool {
+        const STALE_NS: u64 = 2_000_000_000;
+        self.flight.is_some_and(|flight| {
+            flight.health.as_ref().is_some_and(|health| {
+                health.heartbeat_ns != 0 && flight.read_ns.saturating_sub(health.heartbeat_ns) > STALE_NS
+            })
+        })
+    }
+
+    /// Age of its oldest pending operation.
+    pub fn pending_ns(&self) -> u64 {
+        let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
+        self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
+    }
+}
+
+/// Whether an operation is a collective: it counts in its communicator's sequence.
+pub(crate) fn is_collective(operation: &Operation) -> bool {
+    operation.kind() == OpKind::Collective && operation.communicator != 0 && !is_p2p(operation)
+}
+
+/// Whether an operation is a send or a receive.
+pub(crate) fn is_p2p(operation: &Operation) -> bool {
+    operation.kind() == OpKind::Collective && matches!(operation.op(), Op::Send | Op::Recv)
+}
+
+/// Whether an operation is a host call that ends only when all ranks of a new communicator have made it.
+pub(crate) fn is_init(operation: &Operation) -> bool {
+    operation.kind() == OpKind::HostCall && matches!(operation.op(), Op::CommInit | Op::CommSplit)
+}
+
+/// All ranks of a job, ascending.
+#[derive(Debug)]
+pub(crate) struct World<'a> {
+    /// One view a rank.
+    pub views: Vec<RankView<'a>>,
+    /// Ranks of the job: what the evidence says, or more when a higher rank was seen.
+    pub size: u32,
+}
+
+impl<'a> World<'a> {
+    /// Reads the evidence. Entries out of order are sorted; of several entries of one rank the first counts.
+    pub fn of(evidence: &'a Evidence) -> Self {
+        let mut views: Vec<RankView> = evidence.ranks.iter().map(RankView::of).collect();
+        views.sort_by_key(|view| view.rank);
+        views.dedup_by_key(|view| view.rank);
+        let highest = views.last().map_or(0, |view| view.rank.saturating_add(1));
+        let size = evidence.world_size.max(highest);
+        if evidence.world_size <= MAX_WORLD && views.len() < evidence.world_size as usize {
+            let known = std::mem::take(&mut views);
+            let mut known = known.into_iter().peekable();
+            for rank in 0..evidence.world_size {
+                views.push(known.next_if(|view| view.rank == rank).unwrap_or_else(|| RankView::missing(rank)));
+            }
+            views.extend(known);
+        }
+        World { views, size }
+    }
+
+    /// The ranks of some views, ascending.
+    pub fn ranks(&self, views: impl IntoIterator<Item = usize>) -> Vec<u32> {
+        let mut ranks: Vec<u32> = views.into_iter().map(|view| self.views[view].rank).collect();
+        ranks.sort_unstable();
+        ranks.dedup();
+        ranks
+    }
+}
