@@ -1,1 +1,46 @@
-//! Skeleton.
+//! `libxpu_timer_hook.so`, preloaded into the training process: records launches and collectives, signals a hang.
+//!
+//! Architecture Invariant: nothing here can make a hooked call fail, wait, or return something else than the original; a process that
+//! makes no device call gets no thread, no socket and no memory. The way in is [`hooked`]; the data goes to [`recorder`];
+//! [`watcher`] does the rest on a thread of its own. A hooked function is a row in [`nccl`], [`driver`] or [`runtime`].
+#![deny(unsafe_code)]
+
+mod abi;
+mod bracket;
+mod comms;
+#[allow(unsafe_code)]
+mod config;
+#[allow(unsafe_code)]
+mod device;
+#[allow(unsafe_code)]
+mod driver;
+mod family;
+mod hooked;
+mod inject;
+mod launch;
+#[allow(unsafe_code)]
+mod lookup;
+#[allow(unsafe_code)]
+mod nccl;
+#[allow(unsafe_code)]
+mod original;
+#[allow(unsafe_code)]
+mod queue;
+mod recorder;
+#[allow(unsafe_code)]
+mod ring;
+#[allow(unsafe_code)]
+mod runtime;
+#[allow(unsafe_code)]
+mod start;
+#[allow(unsafe_code)]
+mod sys;
+mod thread_state;
+#[allow(unsafe_code)]
+mod watcher;
+
+/// Every hooked function; the order is that of the coverage table.
+fn functions() -> impl Iterator<Item = &'static original::Function> {
+    let tables = [nccl::FUNCTIONS, driver::FUNCTIONS, driver::get_proc_address::FUNCTIONS, runtime::FUNCTIONS];
+    tables.into_iter().flatten().copied()
+}

@@ -1,0 +1,160 @@
+//! One operation between two events of its stream, and the rules for touching a stream from a launching thread.
+//!
+//! An operation is handed to the watcher before anything that can block, so that a launch that never returns is seen too.
+
+use std::{
+    ffi::c_int,
+    sync::atomic::{AtomicUsize, Ordering},
+};
+
+use xpu_timer_proto::{
+    ring::op,
+    v1::{CommunicatorState, OpStatus},
+};
+
+use crate::{
+    abi::{NCCL_IN_PROGRESS, SUCCESS},
+    config::Bracket,
+    device::{Device, device},
+    hooked::After,
+    recorder::{Begin, Recorder, state},
+    sys,
+};
+
+/// An operation that the host is inside of; an index of a slot.
+#[derive(Clone, Copy)]
+pub struct Open(pub usize);
+
+/// Whether a launch on `stream` is only being captured: nothing happens on the device, and an event there would be an error.
+pub fn is_captured(stream: usize) -> bool {
+    device().is_some_and(|device| device.is_capturing(stream))
+}
+
+/// Begins an operation and records its start event.
+pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<Open> {
+    let index = recorder.begin(what)?;
+    recorder.hand_over(index, sys::now_ns());
+    start(recorder, index);
+    Some(Open(index))
+}
+
+/// Records the start event of an operation, unless there is nothing to record it with.
+pub fn start(recorder: &'static Recorder, index: usize) {
+    if recorder.bracket.load(Ordering::Relaxed) == Bracket::None as u32 {
+        return;
+    }
+    let slot = &recorder.slots[index];
+    let stream = slot.stream.load(Ordering::Relaxed);
+    let Some(device) = device() else { return };
+    let Some(context) = device.context_of(stream) else { return };
+    slot.context.store(context, Ordering::Relaxed);
+    record(recorder, device, index, &slot.start);
+}
+
+/// Records a new event into `place`; on failure the place stays empty.
+fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &AtomicUsize) {
+    let slot = &recorder.slots[index];
+    let (context, stream) = (slot.context.load(Ordering::Relaxed), slot.stream.load(Ordering::Relaxed));
+    let current = device.current();
+    let elsewhere = current != context;
+    if elsewhere && device.make_current(context).is_err() {
+        return;
+    }
+    let pool = recorder.pools.of(context);
+    let event = pool.and_then(|pool| pool.pop()).or_else(|| device.create_event().ok());
+    if let Some(event) = event {
+        match device.record_event(event, stream) {
+            Ok(()) => place.store(event, Ordering::Release),
+            // The context was reset, and its spare events went with it; they must not be used again.
+            Err(_) => while pool.is_some_and(|pool| pool.pop().is_some()) {},
+        }
+    }
+    if elsewhere {
+        // The context was current a moment ago; that it cannot be again is not ours to repair.
+        let _ = device.make_current(current);
+    }
+}
+
+/// The call of an operation has returned: the end event, or what else its answer says. `index` leads its followers.
+pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
+    let now = sys::now_ns();
+    for member in members(recorder, index) {
+        recorder.returned(member, now);
+    }
+    let comm = comm_of(recorder, index);
+    match result {
+        SUCCESS => finish(recorder, index),
+        NCCL_IN_PROGRESS if comm.is_some() => {
+            if let Some(comm) = comm {
+                recorder.wait_for_comm(comm, index);
+            }
+        }
+        error => close_all(recorder, index, OpStatus::Failed, error as u32, now),
+    }
+}
+
+/// The operation is in the stream as a whole: its end event, and from now on the device decides.
+pub fn finish(recorder: &'static Recorder, index: usize) {
+    let slot = &recorder.slots[index];
+    if slot.start.load(Ordering::Relaxed) != 0
+        && let Some(device) = device()
+    {
+        record(recorder, device, index, &slot.end);
+    }
+    if slot.end.load(Ordering::Relaxed) == 0 {
+        // Nobody can tell when it completes. It must not look like a hang.
+        close_all(recorder, index, OpStatus::Completed, 0, 0);
+    } else {
+        slot.state.store(state::ARMED, Ordering::Release);
+    }
+}
+
+/// Ends an operation and its followers by the host's word. Members first: the watcher frees them all with the leader.
+pub fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, error: u32, now_ns: u64) {
+    for member in members(recorder, index).skip(1) {
+        recorder.settle(member, status, error, now_ns);
+    }
+    recorder.close(index, status, error, now_ns);
+}
+
+/// The slots that the events of `index` bracket, itself first. Not to be used once the watcher may free them.
+pub fn members(recorder: &'static Recorder, index: usize) -> impl Iterator<Item = usize> {
+    chain(recorder, index as u32 + 1, |recorder, slot| recorder.slots[slot].follower.load(Ordering::Relaxed))
+}
+
+/// Follows a chain of slots whose links are slots plus one. A link is read before its slot is handed out, so that the slot
+/// may be given away meanwhile.
+pub fn chain(
+    recorder: &'static Recorder,
+    first: u32,
+    next: impl Fn(&Recorder, usize) -> u32,
+) -> impl Iterator<Item = usize> {
+    let mut link = first;
+    // No chain is longer than the table; a broken one ends.
+    (0..op::SLOTS).map_while(move |_| {
+        let slot = link.checked_sub(1)? as usize;
+        link = next(recorder, slot);
+        Some(slot)
+    })
+}
+
+/// Communicator of an operation.
+pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
+    recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(|comm| comm as usize)
+}
+
+/// What a completed operation counts as: after an abort its kernel has left, but it did not do its work.
+pub fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
+    match comm_of(recorder, index).map(|comm| recorder.comm_state(comm)) {
+        Some(CommunicatorState::Aborted) => OpStatus::Aborted,
+        _ => OpStatus::Completed,
+    }
+}
+
+impl After for Option<Open> {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if let Some(Open(index)) = self {
+            close(recorder, index, result);
+        }
+    }
+}

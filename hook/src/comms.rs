@@ -1,0 +1,257 @@
+//! The communicator table: identities that are equal on all ranks without reading any library's internals.
+//!
+//! An entry belongs to the thread that created the communicator until its handle is published; the counters are shared.
+
+use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
+
+use xpu_timer_proto::{
+    ring::{comm, header, offset, pack_halves},
+    v1::CommunicatorState,
+};
+
+use crate::recorder::Recorder;
+
+/// Private side of an entry.
+#[derive(Default)]
+struct Entry {
+    /// Library handle while the communicator lives, else 0.
+    handle: AtomicU64,
+    /// 0 free, 1 taken, 2 dead and reusable.
+    life: AtomicU32,
+    /// Splits so far: the number that makes the children's identities differ.
+    splits: AtomicU32,
+    /// Operations that wait for a nonblocking call to finish; slot plus one.
+    waiting: AtomicU32,
+    state: AtomicU32,
+}
+
+const FREE: u32 = 0;
+const TAKEN: u32 = 1;
+const DEAD: u32 = 2;
+
+/// All communicators of the process.
+pub struct Comms {
+    entries: Box<[Entry]>,
+    /// Entries from here on have never been used.
+    used: AtomicUsize,
+}
+
+/// What is known of a communicator when it is created.
+#[derive(Debug, Clone, Copy)]
+pub struct NewComm {
+    /// Identity, equal on all ranks.
+    pub id: u64,
+    /// Ranks, 0 while unknown.
+    pub size: u32,
+    /// This process's rank, -1 while unknown.
+    pub rank: i32,
+    /// Device, -1 while unknown.
+    pub device: i32,
+    /// Identity of the parent, 0 for none.
+    pub parent: u64,
+    /// When the call was entered.
+    pub created_ns: u64,
+}
+
+/// A 64-bit hash that is the same on every machine and never 0. FNV-1a, finished by the mixer of MurmurHash3, because
+/// FNV's high bits are weak for short input.
+pub fn hash(parts: &[&[u8]]) -> u64 {
+    let mut hash = 0xcbf2_9ce4_8422_2325u64;
+    for byte in parts.iter().flat_map(|part| part.iter()) {
+        hash = (hash ^ u64::from(*byte)).wrapping_mul(0x0000_0100_0000_01b3);
+    }
+    for factor in [0xff51_afd7_ed55_8ccd, 0xc4ce_b9fe_1a85_ec53] {
+        hash = (hash ^ (hash >> 33)).wrapping_mul(factor);
+    }
+    (hash ^ (hash >> 33)).max(1)
+}
+
+impl Comms {
+    /// An empty table.
+    pub fn new() -> Self {
+        Comms { entries: (0..comm::SLOTS).map(|_| Entry::default()).collect(), used: AtomicUsize::new(0) }
+    }
+
+    /// How many entries have ever been used.
+    pub fn used(&self) -> usize {
+        self.used.load(Ordering::Acquire).min(comm::SLOTS)
+    }
+
+    /// The live communicator of a handle. The newest first: those are the ones in use.
+    #[inline]
+    pub fn find(&self, handle: usize) -> Option<usize> {
+        if handle == 0 {
+            return None;
+        }
+        (0..self.used()).rev().find(|index| self.entries[*index].handle.load(Ordering::Acquire) == handle as u64)
+    }
+
+    fn take(&self) -> Option<usize> {
+        let claim = |index: usize, from: u32| {
+            let life = &self.entries[index].life;
+            life.compare_exchange(from, TAKEN, Ordering::Acquire, Ordering::Relaxed).is_ok().then_some(index)
+        };
+        let fresh = self.used.fetch_add(1, Ordering::AcqRel);
+        if fresh < comm::SLOTS {
+            return claim(fresh, FREE);
+        }
+        self.used.store(comm::SLOTS, Ordering::Release);
+        (0..comm::SLOTS).find_map(|index| claim(index, DEAD))
+    }
+}
+
+impl Recorder {
+    fn comm_entry(&self, index: usize) -> &'static [AtomicU64] {
+        self.ring.entry(offset::COMMS, index, comm::WORDS)
+    }
+
+    /// A word of a communicator entry.
+    pub fn comm_word(&self, index: usize, word: usize) -> &'static AtomicU64 {
+        &self.comm_entry(index)[word]
+    }
+
+    /// Publishes a communicator that is being created. `None` when the table is full of live ones; that is counted.
+    pub fn create_comm(&self, new: &NewComm) -> Option<usize> {
+        let Some(index) = self.comms.take() else {
+            self.count(header::OVERFLOWS);
+            return None;
+        };
+        let private = &self.comms.entries[index];
+        private.handle.store(0, Ordering::Relaxed);
+        private.splits.store(0, Ordering::Relaxed);
+        private.waiting.store(0, Ordering::Relaxed);
+        private.state.store(CommunicatorState::Initializing as u32, Ordering::Relaxed);
+        let words = self.comm_entry(index);
+        words[comm::ID].store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        for word in &words[1..] {
+            word.store(0, Ordering::Relaxed);
+        }
+        words[comm::SIZE_RANK].store(pack_halves(new.size, new.rank as u32), Ordering::Relaxed);
+        let state = CommunicatorState::Initializing as u32;
+        words[comm::STATE_DEVICE].store(pack_halves(state, new.device as u32), Ordering::Relaxed);
+        words[comm::PARENT].store(new.parent, Ordering::Relaxed);
+        words[comm::CREATED_NS].store(new.created_ns, Ordering::Relaxed);
+        words[comm::ID].store(new.id, Ordering::Release);
+        Some(index)
+    }
+
+    /// The library has given a communicator its handle.
+    pub fn set_comm_handle(&self, index: usize, handle: usize) {
+        self.comm_word(index, comm::HANDLE).store(handle as u64, Ordering::Relaxed);
+        self.comms.entries[index].handle.store(handle as u64, Ordering::Release);
+    }
+
+    /// Size and rank, once they are known.
+    pub fn set_comm_size_rank(&self, index: usize, size: u32, rank: i32) {
+        self.comm_word(index, comm::SIZE_RANK).store(pack_halves(size, rank as u32), Ordering::Relaxed);
+    }
+
+    /// Moves a communicator to another state.
+    pub fn set_comm_state(&self, index: usize, state: CommunicatorState) {
+        self.comms.entries[index].state.store(state as u32, Ordering::Release);
+        let word = self.comm_word(index, comm::STATE_DEVICE);
+        let device = word.load(Ordering::Relaxed) >> 32;
+        word.store(u64::from(state as u32) | device << 32, Ordering::Release);
+    }
+
+    /// The state of a communicator.
+    pub fn comm_state(&self, index: usize) -> CommunicatorState {
+        let state = self.comms.entries[index].state.load(Ordering::Acquire);
+        CommunicatorState::try_from(state as i32).unwrap_or_default()
+    }
+
+    /// The handle is not valid any more; the entry stays readable until its place is needed.
+    pub fn retire_comm(&self, index: usize) {
+        let entry = &self.comms.entries[index];
+        entry.handle.store(0, Ordering::Release);
+        entry.life.store(DEAD, Ordering::Release);
+    }
+
+    /// Identity of a communicator.
+    pub fn comm_id(&self, index: usize) -> u64 {
+        self.comm_word(index, comm::ID).load(Ordering::Relaxed)
+    }
+
+    /// Number of the next split of a communicator, from 0. Every rank of it splits in the same order.
+    pub fn next_split(&self, index: usize) -> u32 {
+        self.comms.entries[index].splits.fetch_add(1, Ordering::Relaxed)
+    }
+
+    /// Puts an operation on the list of those that wait until a nonblocking call of this communicator is through.
+    pub fn wait_for_comm(&self, index: usize, slot: usize) {
+        let head = &self.comms.entries[index].waiting;
+        let mut first = head.load(Ordering::Acquire);
+        loop {
+            self.slots[slot].next.store(first, Ordering::Relaxed);
+            match head.compare_exchange_weak(first, slot as u32 + 1, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => return,
+                Err(now) => first = now,
+            }
+        }
+    }
+
+    /// Takes that list; it is the caller's alone.
+    pub fn take_waiting(&self, index: usize) -> u32 {
+        let head = &self.comms.entries[index].waiting;
+        if head.load(Ordering::Relaxed) == 0 { 0 } else { head.swap(0, Ordering::AcqRel) }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::Descriptor;
+
+    fn recorder() -> Recorder {
+        Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()
+    }
+
+    fn new(id: u64) -> NewComm {
+        NewComm { id, size: 4, rank: 2, device: 0, parent: 0, created_ns: 1 }
+    }
+
+    #[test]
+    fn the_hash_is_pinned_because_all_ranks_must_agree() {
+        assert_eq!(hash(&[b"abc"]), hash(&[b"a", b"bc"]));
+        assert_ne!(hash(&[&[0; 128]]), hash(&[&[0; 127]]));
+        assert_eq!(hash(&[b"xpu_timer"]), 0x321d_1fe7_222b_e266);
+    }
+
+    #[test]
+    fn a_reused_handle_is_the_new_communicator() {
+        let recorder = recorder();
+        let first = recorder.create_comm(&new(10)).unwrap();
+        assert_eq!(recorder.comms.find(0x50), None);
+        recorder.set_comm_handle(first, 0x50);
+        assert_eq!(recorder.comms.find(0x50), Some(first));
+        recorder.retire_comm(first);
+        assert_eq!(recorder.comms.find(0x50), None);
+        let second = recorder.create_comm(&new(11)).unwrap();
+        recorder.set_comm_handle(second, 0x50);
+        assert_eq!(recorder.comms.find(0x50).map(|index| recorder.comm_id(index)), Some(11));
+    }
+
+    #[test]
+    fn a_full_table_reuses_the_dead_and_counts_what_does_not_fit() {
+        let recorder = recorder();
+        let all: Vec<usize> = (0..comm::SLOTS).map(|id| recorder.create_comm(&new(id as u64 + 1)).unwrap()).collect();
+        assert!(recorder.create_comm(&new(5)).is_none());
+        assert_eq!(recorder.ring.header(header::OVERFLOWS).load(Ordering::Relaxed), 1);
+        recorder.retire_comm(all[7]);
+        assert_eq!(recorder.create_comm(&new(5)), Some(7));
+    }
+
+    #[test]
+    fn waiting_operations_are_taken_once() {
+        let recorder = recorder();
+        let comm = recorder.create_comm(&new(1)).unwrap();
+        assert_eq!(recorder.take_waiting(comm), 0);
+        recorder.wait_for_comm(comm, 3);
+        recorder.wait_for_comm(comm, 9);
+        let first = recorder.take_waiting(comm);
+        assert_eq!(first, 10);
+        assert_eq!(recorder.slots[9].next.load(Ordering::Relaxed), 4);
+        assert_eq!(recorder.take_waiting(comm), 0);
+    }
+}

@@ -1,0 +1,269 @@
+//! The driver functions that the hook calls itself, and its spare events.
+//!
+//! Called on launching threads (capture check, context, two event records) and on the watcher; never a runtime function,
+//! because that would create a context of its own.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_uint, c_void},
+    sync::{
+        OnceLock,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use crate::{
+    abi::{Context, Event, SUCCESS, Stream},
+    family::FAMILIES,
+    original::{loaded, look_up},
+    queue::Queue,
+    recorder::Recorder,
+};
+
+/// The functions of the loaded driver.
+pub struct Device {
+    event_create: unsafe extern "C" fn(*mut Event, c_uint) -> c_int,
+    event_record: unsafe extern "C" fn(Event, Stream) -> c_int,
+    event_query: unsafe extern "C" fn(Event) -> c_int,
+    event_elapsed: unsafe extern "C" fn(*mut f32, Event, Event) -> c_int,
+    event_destroy: unsafe extern "C" fn(Event) -> c_int,
+    stream_is_capturing: unsafe extern "C" fn(Stream, *mut c_int) -> c_int,
+    stream_context: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
+    get_current: unsafe extern "C" fn(*mut Context) -> c_int,
+    set_current: unsafe extern "C" fn(Context) -> c_int,
+    get_device: unsafe extern "C" fn(*mut c_int) -> c_int,
+    exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
+    function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
+}
+
+/// The driver, once it is loaded. A driver that lacks one of the functions is not used: then nothing is bracketed.
+pub fn device() -> Option<&'static Device> {
+    static DEVICE: OnceLock<Device> = OnceLock::new();
+    if let Some(device) = DEVICE.get() {
+        return Some(device);
+    }
+    let device = find()?;
+    // Two threads may both have found it; both found the same.
+    let _ = DEVICE.set(device);
+    DEVICE.get()
+}
+
+#[cold]
+fn find() -> Option<Device> {
+    for family in &FAMILIES {
+        for soname in family.driver {
+            let Some(library) = loaded(soname) else { continue };
+            let names = &family.device;
+            // SAFETY: each function is asked for by the name whose type the field has in the driver's public ABI.
+            let device = unsafe {
+                Device {
+                    event_create: typed(library, names.event_create)?,
+                    event_record: typed(library, names.event_record)?,
+                    event_query: typed(library, names.event_query)?,
+                    event_elapsed: typed(library, names.event_elapsed)?,
+                    event_destroy: typed(library, names.event_destroy)?,
+                    stream_is_capturing: typed(library, names.stream_is_capturing)?,
+                    stream_context: typed(library, names.stream_context)?,
+                    get_current: typed(library, names.get_current)?,
+                    set_current: typed(library, names.set_current)?,
+                    get_device: typed(library, names.get_device)?,
+                    exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
+                    function_name: typed(library, names.function_name),
+                }
+            };
+            return Some(device);
+        }
+    }
+    None
+}
+
+/// A function of a library as a function pointer of type `F`.
+///
+/// # Safety
+/// `F` is the type of the function of that name.
+unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
+    const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
+    let address = look_up(library, name);
+    // SAFETY: a function pointer has the size of an address, asserted above, and the caller vouches for its type.
+    (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// A driver's answer other than success.
+pub type Code = c_int;
+
+fn check(code: c_int) -> Result<(), Code> {
+    if code == SUCCESS { Ok(()) } else { Err(code) }
+}
+
+impl Device {
+    /// Whether a stream is being captured. An error counts as yes: the driver gives one for a stream that cannot be asked
+    /// because another one captures.
+    pub fn is_capturing(&self, stream: usize) -> bool {
+        let mut status = 0;
+        // SAFETY: the stream is the one that the host is launching on; `status` is valid.
+        let code = unsafe { (self.stream_is_capturing)(stream as Stream, &mut status) };
+        code != SUCCESS || status != 0
+    }
+
+    /// The context that a launch on `stream` happens in: the stream's own, or the thread's for the default streams.
+    pub fn context_of(&self, stream: usize) -> Option<usize> {
+        let mut context: Context = std::ptr::null_mut();
+        // SAFETY: as above.
+        let code = unsafe {
+            if stream > 2 {
+                (self.stream_context)(stream as Stream, &mut context)
+            } else {
+                (self.get_current)(&mut context)
+            }
+        };
+        (code == SUCCESS && !context.is_null()).then_some(context as usize)
+    }
+
+    /// The thread's context, 0 for none.
+    pub fn current(&self) -> usize {
+        let mut context: Context = std::ptr::null_mut();
+        // SAFETY: `context` is valid.
+        unsafe { (self.get_current)(&mut context) };
+        context as usize
+    }
+
+    /// Makes a context the thread's.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn make_current(&self, context: usize) -> Result<(), Code> {
+        // SAFETY: a context that a launch was seen in; the driver answers an error for one that is gone.
+        check(unsafe { (self.set_current)(context as Context) })
+    }
+
+    /// The thread's device, -1 for none.
+    pub fn device_number(&self) -> i32 {
+        let mut device = -1;
+        // SAFETY: `device` is valid.
+        if unsafe { (self.get_device)(&mut device) } == SUCCESS { device } else { -1 }
+    }
+
+    /// A new event in the thread's context, with timing.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn create_event(&self) -> Result<usize, Code> {
+        let mut event: Event = std::ptr::null_mut();
+        // SAFETY: `event` is valid.
+        check(unsafe { (self.event_create)(&mut event, 0) })?;
+        Ok(event as usize)
+    }
+
+    /// Records an event.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn record_event(&self, event: usize, stream: usize) -> Result<(), Code> {
+        // SAFETY: an event of ours that is in nobody else's hands, and the stream of a launch.
+        check(unsafe { (self.event_record)(event as Event, stream as Stream) })
+    }
+
+    /// 0 for complete, 600 for not yet, else an error.
+    pub fn query_event(&self, event: usize) -> Code {
+        // SAFETY: an event of ours.
+        unsafe { (self.event_query)(event as Event) }
+    }
+
+    /// Time between two complete events.
+    pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<u64> {
+        let mut milliseconds = 0.0f32;
+        // SAFETY: events of ours, both complete.
+        let code = unsafe { (self.event_elapsed)(&mut milliseconds, start as Event, end as Event) };
+        (code == SUCCESS).then_some((f64::from(milliseconds) * 1e6) as u64)
+    }
+
+    /// Destroys an event.
+    pub fn destroy_event(&self, event: usize) {
+        // SAFETY: an event of ours that nothing refers to any more.
+        unsafe { (self.event_destroy)(event as Event) };
+    }
+
+    /// Switches the thread to relaxed capture mode, so that its queries break no other thread's capture.
+    ///
+    /// # Errors
+    /// The driver's code.
+    pub fn relax_capture(&self) -> Result<(), Code> {
+        let mut mode = crate::abi::CAPTURE_MODE_RELAXED;
+        // SAFETY: `mode` is valid.
+        check(unsafe { (self.exchange_capture_mode)(&mut mode) })
+    }
+}
+
+/// Asks the driver for a kernel's name, on the thread that is just launching it, and keeps it.
+pub fn name_function(recorder: &Recorder, function: u64) {
+    let Some(ask) = device().and_then(|device| device.function_name) else { return };
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: a function that is being launched is valid; `name` is valid for writing.
+    let code = unsafe { ask(&mut name, function as *mut c_void) };
+    if code == SUCCESS && !name.is_null() {
+        // SAFETY: the driver's string lives as long as the function's module, and the caller is using that.
+        recorder.add_name(function, unsafe { CStr::from_ptr(name) }.to_bytes());
+    }
+}
+
+/// Contexts whose events are kept for reuse; those of further ones are made and destroyed each time.
+pub const CONTEXTS: usize = 16;
+/// Spare events a context keeps; more are destroyed.
+pub const SPARE: usize = 512;
+/// The watcher keeps at least this many.
+pub const LOW: usize = 32;
+
+/// Spare events by context.
+pub struct EventPools {
+    contexts: [AtomicUsize; CONTEXTS],
+    events: [Queue<SPARE>; CONTEXTS],
+}
+
+impl EventPools {
+    /// Empty pools.
+    pub fn new() -> Self {
+        EventPools {
+            contexts: [const { AtomicUsize::new(0) }; CONTEXTS],
+            events: std::array::from_fn(|_| Queue::new()),
+        }
+    }
+
+    /// The spare events of a context, which gets its pool when it is first seen.
+    pub fn of(&self, context: usize) -> Option<&Queue<SPARE>> {
+        for (known, events) in self.contexts.iter().zip(&self.events) {
+            let found = known.load(Ordering::Relaxed);
+            let ours = found == context
+                || found == 0
+                    && match known.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed) {
+                        Ok(_) => true,
+                        Err(other) => other == context,
+                    };
+            if ours {
+                return Some(events);
+            }
+        }
+        None
+    }
+
+    /// Contexts with a pool.
+    pub fn contexts(&self) -> impl Iterator<Item = (usize, &Queue<SPARE>)> {
+        let known = self.contexts.iter().map(|context| context.load(Ordering::Relaxed));
+        known.zip(&self.events).take_while(|(context, _)| *context != 0)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_context_keeps_its_pool_and_the_seventeenth_has_none() {
+        let pools = EventPools::new();
+        pools.of(0x10).unwrap().push(7).unwrap();
+        for context in 2..=CONTEXTS {
+            assert_eq!(pools.of(context * 0x10).unwrap().len(), 0);
+        }
+        assert!(pools.of(0xfff0).is_none());
+        assert_eq!(pools.of(0x10).unwrap().pop(), Some(7));
+        assert_eq!(pools.contexts().count(), CONTEXTS);
+    }
+}

@@ -1,0 +1,178 @@
+//! The one way into the hook: a macro that makes a row of the function table, its wrappers and its exported symbol, and the
+//! path that every hooked call takes.
+//!
+//! What a row adds is called before the real function and its answer after it. Whatever happens there, the real function is
+//! called with the caller's arguments, and its result and errno are what the caller gets.
+
+use std::{
+    ffi::c_int,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::atomic::Ordering,
+};
+
+use xpu_timer_proto::ring::{coverage, header, offset};
+
+use crate::{
+    original::Function,
+    recorder::Recorder,
+    start, sys,
+    thread_state::{self, IN_HOOK},
+};
+
+/// What a row does when the real function has returned.
+pub trait After {
+    /// `result` is what the real function answered.
+    fn after(self, recorder: &'static Recorder, result: c_int);
+}
+
+impl After for () {
+    fn after(self, _: &'static Recorder, _: c_int) {}
+}
+
+/// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
+struct Leave(u8);
+
+impl Drop for Leave {
+    #[inline]
+    fn drop(&mut self) {
+        thread_state::with(|thread| thread.inside.set(self.0));
+    }
+}
+
+/// Runs a part of the hook; a panic in it is counted and ends there.
+#[inline]
+pub fn guarded<R>(part: impl FnOnce() -> R) -> Option<R> {
+    catch_unwind(AssertUnwindSafe(part)).map_err(panicked).ok()
+}
+
+#[cold]
+fn panicked(payload: Box<dyn std::any::Any + Send>) {
+    // Dropping a payload can panic again.
+    std::mem::forget(payload);
+    if let Some(recorder) = start::running() {
+        recorder.count(header::PANICS);
+    }
+}
+
+/// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
+#[inline]
+pub fn around<T: After>(
+    function: &'static Function,
+    (bit, bypass): (u8, u8),
+    before: impl FnOnce(&'static Recorder, u8) -> T,
+    real: impl FnOnce() -> c_int,
+) -> c_int {
+    let inside = thread_state::with(|thread| thread.inside.get());
+    if inside & bypass != 0 {
+        return real();
+    }
+    let errno = sys::errno();
+    let saved = errno.get();
+    thread_state::with(|thread| thread.inside.set(inside | bit | IN_HOOK));
+    let leave = Leave(inside);
+    let token = guarded(|| {
+        let recorder = start::recorder()?;
+        called(recorder, function);
+        Some((recorder, before(recorder, inside)))
+    })
+    .flatten();
+    thread_state::with(|thread| thread.inside.set(inside | bit));
+    errno.set(saved);
+    let result = real();
+    if let Some((recorder, token)) = token {
+        let saved = errno.get();
+        thread_state::with(|thread| thread.inside.set(inside | bit | IN_HOOK));
+        guarded(|| {
+            // In a child that was forked inside the real call, what was begun belongs to the parent.
+            if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                token.after(recorder, result);
+            }
+        });
+        errno.set(saved);
+    }
+    drop(leave);
+    result
+}
+
+/// The path of a look-up such as cuGetProcAddress, which starts nothing.
+pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
+    let result = real();
+    if result == 0 && !start::disabled() {
+        let errno = sys::errno();
+        let saved = errno.get();
+        guarded(|| {
+            if let Some(recorder) = start::running() {
+                called(recorder, function);
+            }
+            after();
+        });
+        errno.set(saved);
+    }
+    result
+}
+
+#[inline]
+fn called(recorder: &'static Recorder, function: &'static Function) {
+    let index = function.coverage.load(Ordering::Relaxed) as usize;
+    let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
+    entry[coverage::CALLS].fetch_add(1, Ordering::Relaxed);
+    if recorder.inject.load(Ordering::Relaxed) {
+        crate::inject::maybe_panic(function);
+    }
+}
+
+/// Makes hooked functions from rows:
+///
+/// `name(argument: type, …), missing code => |recorder, inside| what to do before;`
+///
+/// `missing` is what a caller gets when the original is not there. The expression after `=>` answers an [`After`].
+/// `FUNCTIONS` lists the rows.
+macro_rules! hooked {
+    (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
+     $($name:ident($($arg:ident: $type:ty),* $(,)?) => $before:expr;)*) => {
+        $(
+            #[allow(non_snake_case, missing_docs)]
+            pub mod $name {
+                use super::*;
+
+                pub static FUNCTION: $crate::original::Function = $crate::original::Function::new(
+                    match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                        Ok(name) => name,
+                        Err(_) => unreachable!(),
+                    },
+                    $crate::family::Library::$library,
+                    [
+                        $crate::original::Wrapper($name as *const ()),
+                        $crate::original::Wrapper(wrapper::<1> as *const ()),
+                        $crate::original::Wrapper(wrapper::<2> as *const ()),
+                        $crate::original::Wrapper(wrapper::<3> as *const ()),
+                    ],
+                );
+
+                type Real = unsafe extern "C-unwind" fn($($type),*) -> std::ffi::c_int;
+
+                #[inline]
+                unsafe extern "C-unwind" fn wrapper<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
+                    let real = FUNCTION.real(SLOT);
+                    if real.is_null() {
+                        return $missing;
+                    }
+                    // SAFETY: the address of the original of this row, whose type is the library's public ABI.
+                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
+                    // SAFETY: the caller's own arguments.
+                    $crate::hooked::around(&FUNCTION, ($bit, $bypass), $before, || unsafe { real($($arg),*) })
+                }
+
+                #[cfg_attr(not(test), unsafe(no_mangle))]
+                pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper::<0>($($arg),*) }
+                }
+            }
+        )*
+
+        /// The rows of this table.
+        pub static FUNCTIONS: &[&$crate::original::Function] = &[$(&$name::FUNCTION),*];
+    };
+}
+pub(crate) use hooked;

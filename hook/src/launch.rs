@@ -1,0 +1,108 @@
+//! Kernel and graph launches, counted exactly once whatever layers see them.
+//!
+//! The driver layer counts, because every launch passes it and it knows the kernel. The runtime layer counts what the driver
+//! layer did not see. A launch inside a collective is that collective, and only its stream is noted.
+
+use std::{ffi::c_int, sync::atomic::Ordering};
+
+use xpu_timer_proto::{
+    ring::header,
+    v1::{Op, OpKind},
+};
+
+use crate::{
+    bracket::{self, Open},
+    config::Bracket,
+    hooked::After,
+    recorder::{Begin, Recorder},
+    sys,
+    thread_state::{self, IN_COLLECTIVES},
+};
+
+/// What is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// A kernel, by its handle.
+    Kernel(usize),
+    /// An instantiated graph.
+    Graph(usize),
+}
+
+/// A launch on the driver layer.
+#[inline]
+pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<Open> {
+    thread_state::with(|thread| thread.seen_by_driver.set(true));
+    if inside & IN_COLLECTIVES != 0 {
+        recorder.on_stream(stream, kernel(what), sys::coarse_now_ns());
+        return None;
+    }
+    count(recorder, what, stream)
+}
+
+/// A launch on the runtime layer.
+#[inline]
+pub fn by_runtime(what: What, stream: usize) -> ByRuntime {
+    thread_state::with(|thread| thread.seen_by_driver.set(false));
+    ByRuntime { what, stream }
+}
+
+/// A runtime launch whose driver launch may or may not be seen.
+pub struct ByRuntime {
+    what: What,
+    stream: usize,
+}
+
+impl After for ByRuntime {
+    #[inline]
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
+            // The host stub is not a function of the driver: it has no name to ask for, so its handle is not kept.
+            let now = sys::coarse_now_ns();
+            match self.what {
+                What::Kernel(_) => recorder.count(header::KERNELS),
+                What::Graph(_) => recorder.count(header::GRAPHS),
+            }
+            recorder.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
+            recorder.on_stream(self.stream, 0, now);
+        }
+    }
+}
+
+fn kernel(what: What) -> u64 {
+    match what {
+        What::Kernel(function) => function as u64,
+        What::Graph(_) => 0,
+    }
+}
+
+#[inline]
+fn count(recorder: &'static Recorder, what: What, stream: usize) -> Option<Open> {
+    let now = sys::coarse_now_ns();
+    recorder.on_stream(stream, kernel(what), now);
+    recorder.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
+    let mode = recorder.bracket.load(Ordering::Relaxed);
+    match what {
+        What::Kernel(function) => {
+            recorder.count(header::KERNELS);
+            if mode != Bracket::All as u32 {
+                return None;
+            }
+            bracketed(recorder, stream, Begin { function: function as u64, ..Begin::new(OpKind::Kernel, Op::Kernel) })
+        }
+        What::Graph(exec) => {
+            recorder.count(header::GRAPHS);
+            if mode == Bracket::None as u32 {
+                return None;
+            }
+            bracketed(recorder, stream, Begin { function: exec as u64, ..Begin::new(OpKind::GraphLaunch, Op::Graph) })
+        }
+    }
+}
+
+/// A captured launch is not one: it has no slot, and the graph that it becomes part of has.
+fn bracketed(recorder: &'static Recorder, stream: usize, what: Begin) -> Option<Open> {
+    if bracket::is_captured(stream) {
+        return None;
+    }
+    bracket::open(recorder, &Begin { stream, ..what })
+}

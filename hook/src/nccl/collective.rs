@@ -1,0 +1,59 @@
+//! Collectives, sends and receives: a sequence number, a slot, and two events around the launch.
+
+use std::{ffi::c_int, sync::atomic::Ordering};
+
+use xpu_timer_proto::{
+    ring::{comm, header},
+    v1::{DataType, Op, OpKind},
+};
+
+use super::{communicator::known, group};
+use crate::{
+    abi::{Comm, Stream},
+    bracket::{self, Open},
+    recorder::{Begin, Recorder},
+    thread_state,
+};
+
+/// Arguments of a call that matter.
+pub struct Call {
+    pub op: Op,
+    pub count: usize,
+    pub dtype: c_int,
+    pub reduce: c_int,
+    pub peer: c_int,
+}
+
+/// Before a collective. In a group it is only queued; the end of the group brackets it.
+pub fn collective(recorder: &'static Recorder, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
+    let stream = stream as usize;
+    // A captured collective does not happen now: it gets no number, because each replay of its graph would need one.
+    if bracket::is_captured(stream) {
+        return None;
+    }
+    let comm = known(recorder, handle);
+    let point_to_point = matches!(call.op, Op::Send | Op::Recv);
+    let counter = if point_to_point { comm::POINT_TO_POINT } else { comm::LAUNCHED };
+    let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
+    if !point_to_point {
+        recorder.count(header::COLLECTIVES);
+    }
+    let what = Begin {
+        dtype: DataType::try_from(call.dtype.saturating_add(1)).unwrap_or_default(),
+        reduce: call.reduce as u8,
+        comm,
+        communicator: comm.map_or(0, |comm| recorder.comm_id(comm)),
+        seq,
+        count: call.count as u64,
+        peer: call.peer,
+        stream,
+        ..Begin::new(OpKind::Collective, call.op)
+    };
+    if thread_state::with(|thread| thread.group_depth.get()) > 0 {
+        if let Some(index) = recorder.begin(&what) {
+            group::queue(recorder, index);
+        }
+        return None;
+    }
+    bracket::open(recorder, &what)
+}

@@ -1,0 +1,393 @@
+//! The life of communicators: identity, state, and the host calls that can block until the peers come.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicU32, Ordering},
+};
+
+use xpu_timer_proto::{
+    ring::op,
+    v1::{CommunicatorState, Op, OpKind, OpStatus},
+};
+
+use super::group;
+use crate::{
+    abi::{Comm, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
+    bracket::{chain, close_all, comm_of},
+    comms::{NewComm, hash},
+    device::device,
+    hooked::After,
+    original::comm_number,
+    recorder::{Begin, Recorder},
+    sys, thread_state,
+};
+
+/// Bytes of an array of unique ids.
+pub fn bytes_of<'a>(ids: *const UniqueId, count: c_int) -> &'a [u8] {
+    if ids.is_null() || count <= 0 {
+        return &[];
+    }
+    // SAFETY: the caller's array of `count` ids, valid during the call that this is used in.
+    unsafe { std::slice::from_raw_parts(ids.cast::<u8>(), count as usize * size_of::<UniqueId>()) }
+}
+
+/// Bytes of an array of ints.
+pub fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
+    if ints.is_null() || count <= 0 {
+        return &[];
+    }
+    // SAFETY: the caller's array of `count` ints, valid during the call that this is used in.
+    unsafe { std::slice::from_raw_parts(ints.cast::<u8>(), count as usize * size_of::<c_int>()) }
+}
+
+/// A handle that the library wrote.
+fn handle_at(place: usize) -> usize {
+    let place = place as *const *mut c_void;
+    // SAFETY: null, or the caller's place for the communicator, which the library has written by now.
+    unsafe { place.as_ref() }.map_or(0, |comm| *comm as usize)
+}
+
+/// The communicator of a handle. One that was created where the hook did not see it gets an identity of its own: it cannot be
+/// matched with other ranks', but its operations are still watched.
+pub fn known(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
+    recorder.comms.find(handle as usize).or_else(|| adopt(recorder, handle))
+}
+
+#[cold]
+fn adopt(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
+    if handle.is_null() {
+        return None;
+    }
+    let index = recorder.create_comm(&NewComm {
+        id: local_id(),
+        size: 0,
+        rank: -1,
+        device: device().map_or(-1, |device| device.device_number()),
+        parent: 0,
+        created_ns: sys::now_ns(),
+    })?;
+    ready(recorder, index, handle as usize);
+    Some(index)
+}
+
+/// An identity that no other process has.
+fn local_id() -> u64 {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    hash(&[b"local", &sys::now_ns().to_le_bytes(), &std::process::id().to_le_bytes(), &count.to_le_bytes()])
+}
+
+/// A communicator can be used. Its size and rank are asked for when nobody said them.
+fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
+    recorder.set_comm_handle(index, handle);
+    recorder.set_comm_state(index, CommunicatorState::Ready);
+    complete(recorder, index, handle);
+}
+
+fn complete(recorder: &'static Recorder, index: usize, handle: usize) {
+    let known = recorder.comm_word(index, xpu_timer_proto::ring::comm::SIZE_RANK).load(Ordering::Relaxed);
+    if known as u32 == 0 {
+        let comm = handle as *mut c_void;
+        let size = comm_number(c"ncclCommCount", comm).unwrap_or(0);
+        let rank = comm_number(c"ncclCommUserRank", comm).unwrap_or(-1);
+        recorder.set_comm_size_rank(index, size as u32, rank);
+    }
+}
+
+/// Begins a host call; in a group it is queued.
+fn host_call(
+    recorder: &'static Recorder,
+    op: Op,
+    name: &'static str,
+    comm: Option<usize>,
+    communicator: u64,
+    peer: i32,
+) -> Option<usize> {
+    let what = Begin {
+        comm,
+        communicator,
+        seq: recorder.next_host_call(),
+        peer,
+        function: recorder.name_key(name),
+        ..Begin::new(OpKind::HostCall, op)
+    };
+    recorder.begin(&what)
+}
+
+/// A call that makes one communicator.
+pub struct Creating {
+    /// Slot of the host call, unless there was none, or it is queued in a group.
+    slot: Option<usize>,
+    comm: Option<usize>,
+    output: usize,
+}
+
+fn create(recorder: &'static Recorder, op: Op, name: &'static str, new: &NewComm, output: *mut Comm) -> Creating {
+    let comm = recorder.create_comm(new);
+    let slot = host_call(recorder, op, name, comm, new.id, -1);
+    let creating = Creating { slot, comm, output: output as usize };
+    let Some(index) = slot else { return creating };
+    if thread_state::with(|thread| thread.group_depth.get()) > 0 {
+        recorder.slots[index].output.store(output as usize, Ordering::Relaxed);
+        group::queue(recorder, index);
+        return Creating { slot: None, comm: None, output: 0 };
+    }
+    recorder.hand_over(index, sys::now_ns());
+    creating
+}
+
+impl After for Creating {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        created(recorder, self.slot, self.comm, handle_at(self.output), result);
+    }
+}
+
+fn created(recorder: &'static Recorder, slot: Option<usize>, comm: Option<usize>, handle: usize, result: c_int) {
+    let now = sys::now_ns();
+    if let Some(slot) = slot {
+        recorder.returned(slot, now);
+    }
+    if let Some(comm) = comm {
+        match result {
+            SUCCESS => ready(recorder, comm, handle),
+            NCCL_IN_PROGRESS => recorder.set_comm_handle(comm, handle),
+            _ => {
+                recorder.set_comm_state(comm, CommunicatorState::Failed);
+                recorder.retire_comm(comm);
+            }
+        }
+    }
+    match (slot, comm, result) {
+        (Some(slot), Some(comm), NCCL_IN_PROGRESS) => recorder.wait_for_comm(comm, slot),
+        (Some(slot), _, SUCCESS) => recorder.close(slot, OpStatus::Completed, 0, now),
+        (Some(slot), _, error) => recorder.close(slot, OpStatus::Failed, error as u32, now),
+        (None, ..) => {}
+    }
+}
+
+/// The group that a creating call was queued in has ended: only now its communicator is valid.
+pub fn grouped_init_returned(recorder: &'static Recorder, slot: usize, result: c_int) {
+    let output = recorder.slots[slot].output.load(Ordering::Relaxed);
+    let comm = comm_of(recorder, slot);
+    created(recorder, Some(slot), comm, if output == 0 { 0 } else { handle_at(output) }, result);
+}
+
+/// Before a ncclCommInitRank of any form.
+pub fn init(
+    recorder: &'static Recorder,
+    name: &'static str,
+    id: &[&[u8]],
+    size: c_int,
+    rank: c_int,
+    output: *mut Comm,
+) -> Creating {
+    let new = NewComm {
+        id: hash(id),
+        size: size as u32,
+        rank,
+        device: device().map_or(-1, |device| device.device_number()),
+        parent: 0,
+        created_ns: sys::now_ns(),
+    };
+    create(recorder, Op::CommInit, name, &new, output)
+}
+
+/// A child of a communicator; every rank of the parent calls this in the same order.
+fn child(recorder: &'static Recorder, parent: Comm, what: &[u8], color: c_int) -> NewComm {
+    let parent = known(recorder, parent);
+    let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
+    let number = parent.map_or(0, |parent| recorder.next_split(parent));
+    NewComm {
+        id: hash(&[&parent_id.to_le_bytes(), &number.to_le_bytes(), &color.to_le_bytes(), what]),
+        size: 0,
+        rank: -1,
+        device: device().map_or(-1, |device| device.device_number()),
+        parent: parent_id,
+        created_ns: sys::now_ns(),
+    }
+}
+
+/// Before ncclCommSplit. A rank without color takes part in the call but gets no communicator.
+pub fn split(recorder: &'static Recorder, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
+    let new = child(recorder, parent, b"split", color);
+    if color != NCCL_SPLIT_NOCOLOR {
+        return create(recorder, Op::CommSplit, "ncclCommSplit", &new, output);
+    }
+    let slot = host_call(recorder, Op::CommSplit, "ncclCommSplit", None, new.parent, -1);
+    let Some(index) = slot else { return Creating { slot, comm: None, output: 0 } };
+    if thread_state::with(|thread| thread.group_depth.get()) > 0 {
+        group::queue(recorder, index);
+        return Creating { slot: None, comm: None, output: 0 };
+    }
+    recorder.hand_over(index, sys::now_ns());
+    Creating { slot, comm: None, output: 0 }
+}
+
+/// Before ncclCommShrink: the ranks that stay agree on who leaves.
+pub fn shrink(recorder: &'static Recorder, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
+    let new = child(recorder, parent, excluded, 0);
+    create(recorder, Op::CommSplit, "ncclCommShrink", &new, output)
+}
+
+/// A call that makes the communicators of several devices of this process.
+pub struct CreatingAll {
+    slot: Option<usize>,
+    id: u64,
+    first: usize,
+    count: usize,
+}
+
+/// Before ncclCommInitAll.
+pub fn init_all(recorder: &'static Recorder, comms: *mut Comm, devices: c_int) -> CreatingAll {
+    let id = local_id();
+    let slot = host_call(recorder, Op::CommInit, "ncclCommInitAll", None, id, -1);
+    if let Some(slot) = slot {
+        recorder.hand_over(slot, sys::now_ns());
+    }
+    CreatingAll { slot, id, first: comms as usize, count: devices.max(0) as usize }
+}
+
+impl After for CreatingAll {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        let now = sys::now_ns();
+        if let Some(slot) = self.slot {
+            recorder.returned(slot, now);
+            let status = if result == SUCCESS { OpStatus::Completed } else { OpStatus::Failed };
+            recorder.close(slot, status, result as u32, now);
+        }
+        if result != SUCCESS {
+            return;
+        }
+        for rank in 0..self.count {
+            let comm = recorder.create_comm(&NewComm {
+                id: self.id,
+                size: self.count as u32,
+                rank: rank as i32,
+                device: -1,
+                parent: 0,
+                created_ns: now,
+            });
+            if let Some(comm) = comm {
+                ready(recorder, comm, handle_at(self.first + rank * size_of::<Comm>()));
+            }
+        }
+    }
+}
+
+/// What becomes of a communicator after the call.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Made {
+    /// The handle is invalid.
+    Gone,
+    /// The handle can still be used.
+    Kept,
+}
+
+/// A call that ends a communicator.
+pub struct Ending {
+    slot: Option<usize>,
+    comm: Option<usize>,
+    made: Made,
+    state: CommunicatorState,
+}
+
+fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, made: Made) -> Ending {
+    let index = recorder.comms.find(comm as usize);
+    let id = index.map_or(0, |index| recorder.comm_id(index));
+    let slot = host_call(recorder, op, name, index, id, -1);
+    if let Some(slot) = slot {
+        recorder.hand_over(slot, sys::now_ns());
+    }
+    let state = match op {
+        Op::CommAbort => CommunicatorState::Aborted,
+        _ => CommunicatorState::Finalized,
+    };
+    Ending { slot, comm: index, made, state }
+}
+
+/// Before ncclCommFinalize.
+pub fn finalized(recorder: &'static Recorder, comm: Comm) -> Ending {
+    ending(recorder, Op::CommFinalize, "ncclCommFinalize", comm, Made::Kept)
+}
+
+/// Before ncclCommDestroy.
+pub fn destroyed(recorder: &'static Recorder, comm: Comm) -> Ending {
+    ending(recorder, Op::CommDestroy, "ncclCommDestroy", comm, Made::Gone)
+}
+
+/// Before ncclCommAbort or ncclCommRevoke. From now on what completes did so because its kernel left.
+pub fn aborted(recorder: &'static Recorder, comm: Comm, made: Made) -> Ending {
+    let name = if made == Made::Gone { "ncclCommAbort" } else { "ncclCommRevoke" };
+    let ending = ending(recorder, Op::CommAbort, name, comm, made);
+    if let Some(index) = ending.comm {
+        recorder.set_comm_state(index, CommunicatorState::Aborted);
+    }
+    ending
+}
+
+impl After for Ending {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        let now = sys::now_ns();
+        let waits = result == NCCL_IN_PROGRESS && self.made == Made::Kept;
+        if let Some(slot) = self.slot {
+            recorder.returned(slot, now);
+            match (self.comm, result) {
+                (Some(comm), NCCL_IN_PROGRESS) if waits => recorder.wait_for_comm(comm, slot),
+                (_, SUCCESS | NCCL_IN_PROGRESS) => recorder.close(slot, OpStatus::Completed, 0, now),
+                (_, error) => recorder.close(slot, OpStatus::Failed, error as u32, now),
+            }
+        }
+        let Some(comm) = self.comm else { return };
+        if waits {
+            return;
+        }
+        if recorder.comm_state(comm) != CommunicatorState::Aborted {
+            recorder.set_comm_state(comm, self.state);
+        }
+        if self.made == Made::Gone {
+            // What still waited for the library to get ready never will.
+            let next = |recorder: &Recorder, slot: usize| recorder.slots[slot].next.load(Ordering::Relaxed);
+            for slot in chain(recorder, recorder.take_waiting(comm), next) {
+                close_all(recorder, slot, OpStatus::Aborted, 0, now);
+            }
+            recorder.retire_comm(comm);
+        }
+    }
+}
+
+/// A poll of a communicator's state by the host, which is how a nonblocking one becomes ready.
+pub struct Polled {
+    comm: usize,
+    error: usize,
+}
+
+/// Before ncclCommGetAsyncError.
+pub fn async_error(comm: Comm, error: *mut c_int) -> Polled {
+    Polled { comm: comm as usize, error: error as usize }
+}
+
+impl After for Polled {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        let Some(comm) = recorder.comms.find(self.comm) else { return };
+        if result != SUCCESS || self.error == 0 {
+            return;
+        }
+        // SAFETY: the caller's place, which the call has just written.
+        let state = unsafe { *(self.error as *const c_int) };
+        if state == NCCL_IN_PROGRESS {
+            return;
+        }
+        if state == SUCCESS && recorder.comm_state(comm) == CommunicatorState::Initializing {
+            ready(recorder, comm, self.comm);
+        }
+        group::settle_waiting(recorder, comm, state);
+    }
+}
+
+impl Recorder {
+    /// Kind of a begun operation.
+    pub fn kind(&self, slot: usize) -> OpKind {
+        let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
+        OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
+    }
+}

@@ -1,0 +1,139 @@
+//! Groups: between ncclGroupStart and the outermost ncclGroupEnd calls are only queued. One pair of events a stream brackets
+//! all operations of the group on that stream: the first is their leader.
+
+use std::{ffi::c_int, sync::atomic::Ordering};
+
+use xpu_timer_proto::v1::{OpKind, OpStatus};
+
+use super::communicator;
+use crate::{
+    abi::SUCCESS,
+    bracket::{self, chain, close, close_all},
+    hooked::After,
+    recorder::Recorder,
+    sys,
+    thread_state::{self, ThreadState},
+};
+
+/// What ncclGroupStart leaves for its return.
+pub struct Started;
+
+/// Before ncclGroupStart.
+pub fn group_start(recorder: &'static Recorder) -> Started {
+    thread_state::with(|thread| {
+        let depth = thread.group_depth.get();
+        thread.group_depth.set(depth + 1);
+        if depth == 0 {
+            thread.group.set(recorder.next_group());
+            thread.group_first.set(0);
+            thread.group_last.set(0);
+        }
+    });
+    Started
+}
+
+impl After for Started {
+    fn after(self, _: &'static Recorder, result: c_int) {
+        if result != SUCCESS {
+            thread_state::with(|thread| {
+                leave(thread);
+            });
+        }
+    }
+}
+
+/// One level down; the first slot of the list when that was the last level.
+fn leave(thread: &ThreadState) -> u32 {
+    let depth = thread.group_depth.get();
+    thread.group_depth.set(depth.saturating_sub(1));
+    if depth != 1 {
+        return 0;
+    }
+    thread.group.set(0);
+    thread.group_last.set(0);
+    thread.group_first.replace(0)
+}
+
+/// Adds a slot that was begun to the thread's open group.
+pub fn queue(recorder: &'static Recorder, index: usize) {
+    let link = index as u32 + 1;
+    thread_state::with(|thread| {
+        match thread.group_last.replace(link) {
+            0 => thread.group_first.set(link),
+            last => recorder.slots[last as usize - 1].next.store(link, Ordering::Relaxed),
+        };
+    });
+}
+
+/// The operations of a group whose end is being called: a chain of leaders and host calls.
+pub struct Ended {
+    first: u32,
+}
+
+fn next(recorder: &Recorder, slot: usize) -> u32 {
+    recorder.slots[slot].next.load(Ordering::Relaxed)
+}
+
+fn is_host_call(recorder: &Recorder, slot: usize) -> bool {
+    recorder.kind(slot) == OpKind::HostCall
+}
+
+/// Before ncclGroupEnd: at the outermost one everything is handed to the watcher, and the start events go into the streams.
+pub fn group_end(recorder: &'static Recorder) -> Ended {
+    let first = thread_state::with(leave);
+    let now = sys::now_ns();
+    let mut last: Option<usize> = None;
+    for slot in chain(recorder, first, next) {
+        let stream = recorder.slots[slot].stream.load(Ordering::Relaxed);
+        let leader = if is_host_call(recorder, slot) || last.is_none() {
+            None
+        } else {
+            chain(recorder, first, next).take_while(|other| *other != slot).find(|other| {
+                !is_host_call(recorder, *other) && recorder.slots[*other].stream.load(Ordering::Relaxed) == stream
+            })
+        };
+        match (leader, last) {
+            (Some(leader), Some(last)) => {
+                let behind = recorder.slots[leader].follower.load(Ordering::Relaxed);
+                recorder.slots[slot].follower.store(behind, Ordering::Relaxed);
+                recorder.slots[leader].follower.store(slot as u32 + 1, Ordering::Relaxed);
+                recorder.slots[last].next.store(next(recorder, slot), Ordering::Relaxed);
+            }
+            _ => last = Some(slot),
+        }
+    }
+    for slot in chain(recorder, first, next) {
+        recorder.hand_over(slot, now);
+        if !is_host_call(recorder, slot) {
+            bracket::start(recorder, slot);
+        }
+    }
+    Ended { first }
+}
+
+impl After for Ended {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        for slot in chain(recorder, self.first, next) {
+            if is_host_call(recorder, slot) {
+                communicator::grouped_init_returned(recorder, slot, result);
+            } else {
+                close(recorder, slot, result);
+            }
+        }
+    }
+}
+
+/// A nonblocking call of a communicator is through: its operations get their end events, its init its end.
+pub fn settle_waiting(recorder: &'static Recorder, comm: usize, result: c_int) {
+    let now = sys::now_ns();
+    for slot in chain(recorder, recorder.take_waiting(comm), next) {
+        if is_host_call(recorder, slot) {
+            let status = if result == SUCCESS { OpStatus::Completed } else { OpStatus::Failed };
+            recorder.close(slot, status, result as u32, now);
+        } else if result == SUCCESS {
+            bracket::finish(recorder, slot);
+        } else {
+            close_all(recorder, slot, OpStatus::Failed, result as u32, now);
+        }
+    }
+}

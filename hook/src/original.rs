@@ -1,0 +1,245 @@
+//! The originals of hooked functions: one row each, and up to four originals a row, each with a wrapper of its own.
+//!
+//! Slot 0 belongs to the exported symbol; its original is what the caller's reference would have been bound to without the
+//! hook. The other slots belong to pointers that dlsym or cuGetProcAddress gave out: a second library, or a form
+//! of the function that is not the exported one, so no caller ever lands in another original than its own.
+
+use std::{
+    ffi::{CStr, c_char, c_int, c_void},
+    sync::atomic::{AtomicPtr, AtomicU32, Ordering},
+};
+
+use crate::{
+    family::{FAMILIES, Library},
+    thread_state::in_hook,
+};
+
+/// Originals a row.
+pub const SLOTS: usize = 4;
+
+/// Address of a wrapper.
+#[derive(Clone, Copy)]
+pub struct Wrapper(pub *const ());
+// SAFETY: the address of code.
+unsafe impl Sync for Wrapper {}
+// SAFETY: as above.
+unsafe impl Send for Wrapper {}
+
+/// One hooked function.
+pub struct Function {
+    /// Its C name.
+    pub name: &'static CStr,
+    /// Where the original is.
+    pub library: Library,
+    /// Its entry in the coverage table, set before anything is recorded.
+    pub coverage: AtomicU32,
+    reals: [AtomicPtr<c_void>; SLOTS],
+    wrappers: [Wrapper; SLOTS],
+}
+
+/// The dynamic linker's own look-up, with the hook's library as the caller.
+pub type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
+
+impl Function {
+    /// A row of the table.
+    pub const fn new(name: &'static CStr, library: Library, wrappers: [Wrapper; SLOTS]) -> Self {
+        Function {
+            name,
+            library,
+            coverage: AtomicU32::new(0),
+            reals: [const { AtomicPtr::new(std::ptr::null_mut()) }; SLOTS],
+            wrappers,
+        }
+    }
+
+    /// Name as text; the rows' names are ASCII.
+    pub fn text(&self) -> &'static str {
+        self.name.to_str().unwrap_or("?")
+    }
+
+    /// The original of a slot, or null when there is none.
+    #[inline]
+    pub fn real(&self, slot: usize) -> *mut c_void {
+        let real = self.reals[slot].load(Ordering::Acquire);
+        if real.is_null() && slot == 0 { self.resolve() } else { real }
+    }
+
+    /// Whether any original is known.
+    pub fn is_known(&self) -> bool {
+        self.reals.iter().any(|real| !real.load(Ordering::Relaxed).is_null())
+    }
+
+    /// Looks for the exported symbol's original: the next definition in the global scope, else the one in a library of a known soname.
+    #[cold]
+    pub fn resolve(&self) -> *mut c_void {
+        let known = self.reals[0].load(Ordering::Acquire);
+        if !known.is_null() {
+            return known;
+        }
+        // An errno of ours must not show in the host, and a hooked function that the loader calls must not be recorded.
+        let errno = crate::sys::errno();
+        let saved = errno.get();
+        let found = in_hook(|| self.search());
+        errno.set(saved);
+        if !found.is_null() {
+            self.reals[0].store(found, Ordering::Release);
+        }
+        found
+    }
+
+    fn search(&self) -> *mut c_void {
+        let next = look_up(libc::RTLD_NEXT, self.name);
+        if usable(next) {
+            return next;
+        }
+        for family in &FAMILIES {
+            for soname in family.sonames(self.library) {
+                let Some(library) = loaded(soname) else { continue };
+                if self.library == Library::Collectives {
+                    let mut name = [0u8; 64];
+                    let real = prefixed(family.original_prefix, self.name, &mut name)
+                        .map_or(std::ptr::null_mut(), |name| look_up(library, name));
+                    if usable(real) {
+                        return real;
+                    }
+                }
+                let real = look_up(library, self.name);
+                if usable(real) {
+                    return real;
+                }
+            }
+        }
+        std::ptr::null_mut()
+    }
+
+    /// The wrapper for an original that the host looked up by itself. The original as it is when it is ours already, or
+    /// when all slots are taken.
+    pub fn wrap(&self, real: *mut c_void) -> *mut c_void {
+        if !usable(real) {
+            return real;
+        }
+        for (slot, wrapper) in self.reals.iter().zip(&self.wrappers) {
+            // Slot 0 is found by `resolve` alone: what a handle gives may be another library than the exported symbol's.
+            let is_first = std::ptr::eq(slot, &self.reals[0]);
+            let known = slot.load(Ordering::Acquire);
+            let taken = known == real
+                || !is_first
+                    && known.is_null()
+                    && match slot.compare_exchange(std::ptr::null_mut(), real, Ordering::AcqRel, Ordering::Acquire) {
+                        Ok(_) => true,
+                        Err(other) => other == real,
+                    };
+            if taken {
+                return wrapper.0.cast_mut().cast();
+            }
+        }
+        real
+    }
+}
+
+fn prefixed<'a>(prefix: &CStr, name: &CStr, buffer: &'a mut [u8; 64]) -> Option<&'a CStr> {
+    let (prefix, name) = (prefix.to_bytes(), name.to_bytes_with_nul());
+    buffer.get_mut(..prefix.len())?.copy_from_slice(prefix);
+    buffer.get_mut(prefix.len()..prefix.len() + name.len())?.copy_from_slice(name);
+    CStr::from_bytes_until_nul(buffer).ok()
+}
+
+fn usable(address: *mut c_void) -> bool {
+    !address.is_null() && !is_ours(address)
+}
+
+/// Whether an address is one of the hook's wrappers.
+pub fn is_ours(address: *mut c_void) -> bool {
+    crate::functions().any(|function| function.wrappers.iter().any(|wrapper| wrapper.0 == address.cast_const().cast()))
+}
+
+/// A library that the process has loaded, by soname. The reference that this takes keeps it loaded, on purpose: an
+/// original must not vanish under its wrapper.
+pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
+    // SAFETY: a C string; RTLD_NOLOAD loads nothing and runs no constructor.
+    let handle = unsafe { libc::dlopen(soname.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
+    (!handle.is_null()).then_some(handle)
+}
+
+/// The linker's own dlsym, called from the hook.
+pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
+    // SAFETY: the handle is one of the linker's, the name a C string.
+    unsafe { real_dlsym()(handle, name.as_ptr()) }
+}
+
+/// The linker's own dlsym, or that of the next preloaded library that wraps it.
+#[inline]
+pub fn real_dlsym() -> Dlsym {
+    static REAL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+    let mut real = REAL.load(Ordering::Relaxed);
+    if real.is_null() {
+        for version in [c"GLIBC_2.34", c"GLIBC_2.17", c"GLIBC_2.2.5"] {
+            // SAFETY: C strings; dlvsym is not interposed.
+            real = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) };
+            if !real.is_null() {
+                break;
+            }
+        }
+        REAL.store(real, Ordering::Relaxed);
+    }
+    if real.is_null() {
+        return nothing;
+    }
+    // SAFETY: the address of a function of this type.
+    unsafe { std::mem::transmute::<*mut c_void, Dlsym>(real) }
+}
+
+/// Stands in on a system whose C library has no dlsym that we know: every look-up fails, nothing crashes.
+unsafe extern "C" fn nothing(_: *mut c_void, _: *const c_char) -> *mut c_void {
+    std::ptr::null_mut()
+}
+
+/// Calls a collective library's function that takes a communicator and gives an int, when it is there.
+pub fn comm_number(name: &'static CStr, comm: *mut c_void) -> Option<c_int> {
+    type Getter = unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int;
+    let row = Function::new(name, Library::Collectives, [Wrapper(std::ptr::null()); SLOTS]);
+    let real = row.resolve();
+    if real.is_null() {
+        return None;
+    }
+    let mut number = 0;
+    // SAFETY: ncclCommCount, ncclCommUserRank and ncclCommCuDevice have this type; the caller's communicator is live.
+    let result = unsafe { std::mem::transmute::<*mut c_void, Getter>(real)(comm, &mut number) };
+    (result == 0).then_some(number)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn row() -> Function {
+        let wrappers = [1usize, 2, 3, 4].map(|address| Wrapper(address as *const ()));
+        Function::new(c"ncclNothing", Library::Collectives, wrappers)
+    }
+
+    #[test]
+    fn every_original_gets_a_wrapper_of_its_own_until_there_is_none_left() {
+        let row = row();
+        let wrap = |real: usize| row.wrap(real as *mut c_void) as usize;
+        assert_eq!(wrap(0x1000), 2);
+        assert_eq!(wrap(0x2000), 3);
+        assert_eq!(wrap(0x1000), 2);
+        assert_eq!(wrap(0x3000), 4);
+        assert_eq!(wrap(0x4000), 0x4000);
+        assert_eq!(wrap(0), 0);
+        assert_eq!(row.real(2) as usize, 0x2000);
+    }
+
+    #[test]
+    fn a_library_that_is_not_loaded_gives_no_original() {
+        let row = row();
+        assert!(row.resolve().is_null());
+        assert!(!row.is_known());
+    }
+
+    #[test]
+    fn the_real_dlsym_finds_libc_from_here() {
+        assert!(!look_up(libc::RTLD_DEFAULT, c"malloc").is_null());
+        assert!(look_up(libc::RTLD_DEFAULT, c"xpu_timer_no_such_function").is_null());
+    }
+}

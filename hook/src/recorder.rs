@@ -1,0 +1,419 @@
+//! The flight recorder: the only writer of the ring.
+//!
+//! Everything here is called from launching threads and takes no lock, allocates nothing and makes no system call; what does
+//! not fit is counted. A slot is written by the thread that launched, then handed to the watcher through a queue; only
+//! the watcher frees it, so a pending operation is never overwritten.
+
+use std::{
+    io,
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+};
+
+use xpu_timer_proto::{
+    ring::{self, header, name, offset, op, pack_halves, pack_what, stream},
+    v1::{DataType, Op, OpKind, OpStatus},
+};
+
+use crate::{
+    comms::Comms,
+    device::EventPools,
+    queue::Queue,
+    ring::{Ring, store_text},
+    sys::{self, Descriptor},
+    thread_state,
+};
+
+/// Life of a slot, in [`Slot::state`].
+pub mod state {
+    /// Nobody's.
+    pub const FREE: u32 = 0;
+    /// Begun, in a group that is still open: not launched yet.
+    pub const QUEUED: u32 = 1;
+    /// The host is inside the call, or a nonblocking call is in progress.
+    pub const OPEN: u32 = 2;
+    /// Both events are in the stream: the device decides.
+    pub const ARMED: u32 = 3;
+    /// The host decided; the status is in the ring.
+    pub const CLOSED: u32 = 4;
+}
+
+/// What the process keeps to itself about an operation slot.
+#[derive(Default)]
+pub struct Slot {
+    /// One of [`state`].
+    pub state: AtomicU32,
+    /// Index of its communicator plus one, 0 for none.
+    pub comm: AtomicU32,
+    /// Since when it counts as pending; a queued one from the end of its group.
+    pub since_ns: AtomicU64,
+    /// Context, stream and events as addresses; 0 for none.
+    pub context: AtomicUsize,
+    /// As above.
+    pub stream: AtomicUsize,
+    /// As above.
+    pub start: AtomicUsize,
+    /// As above.
+    pub end: AtomicUsize,
+    /// Where a grouped init call leaves its communicator.
+    pub output: AtomicUsize,
+    /// Next of its group, or of the operations that wait for a nonblocking communicator; slot plus one.
+    pub next: AtomicU32,
+    /// Next of the operations that the same pair of events brackets; slot plus one.
+    pub follower: AtomicU32,
+}
+
+/// What is known of an operation when it begins.
+pub struct Begin {
+    /// Kind.
+    pub kind: OpKind,
+    /// Operation.
+    pub op: Op,
+    /// Element type.
+    pub dtype: DataType,
+    /// Reduce operation.
+    pub reduce: u8,
+    /// Index in the communicator table.
+    pub comm: Option<usize>,
+    /// Identity of the communicator.
+    pub communicator: u64,
+    /// Sequence number.
+    pub seq: u64,
+    /// Elements.
+    pub count: u64,
+    /// Root or peer, -1 for none.
+    pub peer: i32,
+    /// Stream as the library was given it.
+    pub stream: usize,
+    /// Key into the name table.
+    pub function: u64,
+}
+
+impl Begin {
+    /// An operation without communicator.
+    pub fn new(kind: OpKind, op: Op) -> Self {
+        Begin {
+            kind,
+            op,
+            dtype: DataType::Unspecified,
+            reduce: 0,
+            comm: None,
+            communicator: 0,
+            seq: 0,
+            count: 0,
+            peer: -1,
+            stream: 0,
+            function: 0,
+        }
+    }
+}
+
+/// Kernels whose name has been asked for; twice the name table, so that a look-up ends soon.
+const SEEN: usize = name::SLOTS * 2;
+
+/// The recorder of this process.
+pub struct Recorder {
+    /// Shared with the collector.
+    pub ring: Ring,
+    /// Private side of the operation slots.
+    pub slots: Box<[Slot]>,
+    /// Slots on their way to the watcher.
+    pub begun: Queue<{ op::SLOTS }>,
+    /// Communicators.
+    pub comms: Comms,
+    /// Spare events.
+    pub pools: EventPools,
+    /// A test asked for panics; see [`crate::inject`].
+    pub inject: AtomicBool,
+    /// What is bracketed; see [`crate::config::Bracket`].
+    pub bracket: AtomicU32,
+    seen: Box<[AtomicU64]>,
+    names: AtomicUsize,
+    groups: AtomicU64,
+    host_calls: AtomicU64,
+}
+
+impl Recorder {
+    /// A recorder with an empty ring.
+    ///
+    /// # Errors
+    /// When there is no memory or descriptor for the ring.
+    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+        Ok(Recorder {
+            ring: Ring::create(descriptor)?,
+            slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
+            begun: Queue::new(),
+            comms: Comms::new(),
+            pools: EventPools::new(),
+            inject: AtomicBool::new(false),
+            bracket: AtomicU32::new(0),
+            seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
+            names: AtomicUsize::new(0),
+            groups: AtomicU64::new(0),
+            host_calls: AtomicU64::new(0),
+        })
+    }
+
+    /// Adds one to a word of the header.
+    #[inline]
+    pub fn count(&self, header: usize) {
+        self.ring.header(header).fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// Number of a new group, from 1.
+    pub fn next_group(&self) -> u64 {
+        self.groups.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Number of a new host call, from 1.
+    pub fn next_host_call(&self) -> u64 {
+        self.host_calls.fetch_add(1, Ordering::Relaxed) + 1
+    }
+
+    /// Takes a slot and publishes the operation in it as pending. `None` when the slot's operation of the lap before is still
+    /// pending; that is counted.
+    pub fn begin(&self, what: &Begin) -> Option<usize> {
+        let now = sys::now_ns();
+        self.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
+        let ticket = self.ring.header(header::OPS).fetch_add(1, Ordering::Relaxed);
+        let index = ticket as usize % op::SLOTS;
+        let slot = &self.slots[index];
+        if slot.state.compare_exchange(state::FREE, state::QUEUED, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            self.count(header::DROPPED);
+            return None;
+        }
+        slot.comm.store(what.comm.map_or(0, |comm| comm as u32 + 1), Ordering::Relaxed);
+        slot.since_ns.store(now, Ordering::Relaxed);
+        slot.stream.store(what.stream, Ordering::Relaxed);
+        for word in [&slot.context, &slot.start, &slot.end, &slot.output] {
+            word.store(0, Ordering::Relaxed);
+        }
+        slot.next.store(0, Ordering::Relaxed);
+        slot.follower.store(0, Ordering::Relaxed);
+
+        let (tid, group) = thread_state::with(|thread| (thread.tid(), thread.group.get()));
+        let words = self.ring.op(index);
+        words[op::TICKET].store(0, Ordering::Relaxed);
+        std::sync::atomic::fence(Ordering::Release);
+        for (word, value) in [
+            (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, tid)),
+            (op::COMMUNICATOR, what.communicator),
+            (op::SEQ, what.seq),
+            (op::COUNT, what.count),
+            (op::PEER, u64::from(what.peer as u32)),
+            (op::STREAM, what.stream as u64),
+            (op::ENTERED_NS, now),
+            (op::RETURNED_NS, 0),
+            (op::STARTED_NS, 0),
+            (op::COMPLETED_NS, 0),
+            (op::STATUS, pack_halves(OpStatus::Pending as u32, 0)),
+            (op::DEVICE_NS, 0),
+            (op::FUNCTION, what.function),
+            (op::GROUP, group),
+        ] {
+            words[word].store(value, Ordering::Relaxed);
+        }
+        words[op::TICKET].store(ticket + 1, Ordering::Release);
+        Some(index)
+    }
+
+    /// Hands a slot to the watcher, open: from now on its age counts.
+    pub fn hand_over(&self, index: usize, now_ns: u64) {
+        let slot = &self.slots[index];
+        slot.since_ns.store(now_ns, Ordering::Relaxed);
+        slot.state.store(state::OPEN, Ordering::Release);
+        // The queue has a cell for every slot, and a slot is in it at most once.
+        let pushed = self.begun.push(index);
+        debug_assert!(pushed.is_ok());
+    }
+
+    /// The host has left the call.
+    pub fn returned(&self, index: usize, now_ns: u64) {
+        self.ring.op(index)[op::RETURNED_NS].store(now_ns, Ordering::Relaxed);
+    }
+
+    /// The host knows how the operation ended. `completed_ns` 0: it ended, but nobody saw when. The watcher frees the slot.
+    pub fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+        self.settle(index, status, error, completed_ns);
+        self.slots[index].state.store(state::CLOSED, Ordering::Release);
+    }
+
+    /// Writes how an operation ended, and what that says of its communicator.
+    pub fn settle(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
+        let words = self.ring.op(index);
+        words[op::COMPLETED_NS].store(completed_ns, Ordering::Relaxed);
+        words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
+    }
+
+    /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
+    #[inline]
+    pub fn on_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
+        let key = stream_handle as u64 + 1;
+        let mut index = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % stream::SLOTS;
+        for _ in 0..stream::SLOTS {
+            let entry = self.ring.entry(offset::STREAMS, index, stream::WORDS);
+            let found = entry[stream::HANDLE].load(Ordering::Relaxed);
+            let ours = found == key
+                || found == 0
+                    && match entry[stream::HANDLE].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed) {
+                        Ok(_) => true,
+                        Err(other) => other == key,
+                    };
+            if ours {
+                entry[stream::LAUNCHES].fetch_add(1, Ordering::Relaxed);
+                entry[stream::LAST_NS].store(now_ns, Ordering::Relaxed);
+                if function != 0 && entry[stream::LAST_FUNCTION].swap(function, Ordering::Relaxed) != function {
+                    self.see_function(function);
+                }
+                return;
+            }
+            index = (index + 1) % stream::SLOTS;
+        }
+        self.count(header::OVERFLOWS);
+    }
+
+    /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
+    /// the watcher came to it, its module might be unloaded.
+    fn see_function(&self, function: u64) {
+        let mut index = (function.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN;
+        for _ in 0..SEEN {
+            match self.seen[index].load(Ordering::Relaxed) {
+                0 => {
+                    if self.seen[index].compare_exchange(0, function, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
+                        crate::device::name_function(self, function);
+                        return;
+                    }
+                }
+                found if found == function => return,
+                _ => index = (index + 1) % SEEN,
+            }
+        }
+    }
+
+    /// Adds a name for a function key. The caller does so once for each key.
+    pub fn add_name(&self, function: u64, text: &[u8]) {
+        let index = self.names.fetch_add(1, Ordering::Relaxed);
+        if index >= name::SLOTS {
+            self.names.store(name::SLOTS, Ordering::Relaxed);
+            self.count(header::OVERFLOWS);
+            return;
+        }
+        let entry = self.ring.entry(offset::NAMES, index, name::WORDS);
+        store_text(&entry[name::TEXT..], &text[..text.len().min(crate::ring::NAME_BYTES)]);
+        entry[name::FUNCTION].store(function, Ordering::Release);
+    }
+
+    /// Makes sure that a host call has its name; its key is the address of a static string.
+    pub fn name_key(&self, text: &'static str) -> u64 {
+        let key = text.as_ptr() as u64;
+        let known = (0..self.names.load(Ordering::Relaxed).min(name::SLOTS)).any(|index| {
+            self.ring.entry(offset::NAMES, index, name::WORDS)[name::FUNCTION].load(Ordering::Relaxed) == key
+        });
+        if !known {
+            self.add_name(key, text.as_bytes());
+        }
+        key
+    }
+
+    /// The message of an operation, for a signal.
+    pub fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
+        let words = std::array::from_fn(|word| self.ring.op(index)[word].load(Ordering::Acquire));
+        let function: u64 = words[op::FUNCTION];
+        let text = (0..self.names.load(Ordering::Relaxed).min(name::SLOTS))
+            .map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
+            .find(|entry| function != 0 && entry[name::FUNCTION].load(Ordering::Relaxed) == function)
+            .map(|entry| {
+                let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
+                let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
+                String::from_utf8_lossy(&bytes).into_owned()
+            });
+        ring::operation(&words, text.unwrap_or_default())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn recorder() -> Recorder {
+        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
+        Recorder::create(descriptor).unwrap()
+    }
+
+    fn read(recorder: &Recorder) -> xpu_timer_proto::v1::FlightRecord {
+        let fd = recorder.ring.descriptor.get().unwrap();
+        let path = format!("/proc/self/fd/{fd}");
+        let file = std::fs::File::open(path).unwrap();
+        ring::read(
+            |at, buffer| std::os::unix::fs::FileExt::read_exact_at(&file, buffer, at),
+            Default::default(),
+            sys::now_ns(),
+        )
+        .unwrap()
+    }
+
+    #[test]
+    fn an_operation_is_readable_from_outside_at_every_step() {
+        let recorder = recorder();
+        let what = Begin { seq: 3, count: 10, stream: 0x70, ..Begin::new(OpKind::Collective, Op::AllReduce) };
+        let slot = recorder.begin(&what).unwrap();
+        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
+        assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, sys::gettid()));
+        recorder.hand_over(slot, sys::now_ns());
+        recorder.returned(slot, 77);
+        recorder.close(slot, OpStatus::Failed, 700, 99);
+        let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
+        assert_eq!((operation.status(), operation.error, operation.returned_ns), (OpStatus::Failed, 700, 77));
+        assert_eq!(recorder.operation(slot), *operation);
+    }
+
+    #[test]
+    fn a_pending_slot_is_never_overwritten_and_the_loss_is_counted() {
+        let recorder = recorder();
+        let begin = || recorder.begin(&Begin { seq: 1, ..Begin::new(OpKind::Collective, Op::Send) });
+        for lap in 0..op::SLOTS {
+            let slot = begin().unwrap();
+            if lap != 5 {
+                recorder.slots[slot].state.store(state::FREE, Ordering::Relaxed);
+            }
+        }
+        let second: Vec<Option<usize>> = (0..op::SLOTS).map(|_| begin()).collect();
+        assert_eq!(second.iter().filter(|slot| slot.is_none()).count(), 1);
+        assert!(second[5].is_none());
+        let record = read(&recorder);
+        assert_eq!(record.health.unwrap().dropped, 1);
+        assert_eq!(record.operations[0].ticket, 5);
+    }
+
+    #[test]
+    fn streams_count_from_many_threads_and_overflow_is_counted() {
+        let recorder = recorder();
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for stream in 0..200 {
+                        recorder.on_stream(stream * 64, 0, 1);
+                    }
+                });
+            }
+        });
+        let streams = read(&recorder).streams;
+        assert_eq!(streams.len(), 200);
+        assert!(streams.iter().all(|stream| stream.launches == 4), "{streams:?}");
+        for stream in 0..100 {
+            recorder.on_stream(100_000 + stream * 64, 0, 1);
+        }
+        assert_eq!(read(&recorder).health.unwrap().overflows, 200 + 100 - stream::SLOTS as u64);
+    }
+
+    #[test]
+    fn names_are_kept_once_and_cut() {
+        let recorder = recorder();
+        let key = recorder.name_key("ncclCommInitRank");
+        assert_eq!(recorder.name_key("ncclCommInitRank"), key);
+        recorder.add_name(7, &[b'k'; 1000]);
+        let slot = recorder.begin(&Begin { function: 7, ..Begin::new(OpKind::Kernel, Op::Kernel) }).unwrap();
+        assert_eq!(recorder.operation(slot).function.len(), crate::ring::NAME_BYTES);
+        assert_eq!(read(&recorder).operations[0].function.len(), crate::ring::NAME_BYTES);
+    }
+}

@@ -1,0 +1,193 @@
+//! The lazy start at the first device call, and the ends: fork and exit.
+//!
+//! Until that call the process has nothing of the hook but its code: no thread, no descriptor, no memory. A forked child is such a process again.
+
+use std::{
+    ffi::OsString,
+    os::unix::ffi::OsStringExt,
+    sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+};
+
+use xpu_timer_proto::ring::{coverage, header, offset};
+
+use crate::{
+    config, inject,
+    recorder::Recorder,
+    ring::{COVERAGE_NAME_BYTES, store_text},
+    sys::{self, Descriptor},
+    thread_state::{self, in_hook},
+    watcher,
+};
+
+static RECORDER: AtomicPtr<Recorder> = AtomicPtr::new(std::ptr::null_mut());
+static STAGE: AtomicU32 = AtomicU32::new(IDLE);
+static RETRY_AT_NS: AtomicU64 = AtomicU64::new(0);
+static DISABLED: AtomicU32 = AtomicU32::new(0);
+static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
+
+/// The ring's memfd.
+static RING: Descriptor = Descriptor::none();
+/// The connection to the node collector, kept by the watcher.
+pub static CONNECTION: Descriptor = Descriptor::none();
+/// Process id of the node collector, for PR_SET_PTRACER in children; 0 while unknown.
+pub static COLLECTOR_PID: AtomicI32 = AtomicI32::new(0);
+/// The process is ending: no driver call from the watcher any more.
+pub static ENDING: AtomicBool = AtomicBool::new(false);
+
+const IDLE: u32 = 0;
+const STARTING: u32 = 1;
+const OFF: u32 = 2;
+
+/// After a start that failed for want of descriptors or memory, the next is tried this much later.
+const RETRY_NS: u64 = 1_000_000_000;
+
+/// The process's recorder if it has started.
+#[inline]
+pub fn running() -> Option<&'static Recorder> {
+    let recorder = RECORDER.load(Ordering::Acquire);
+    // SAFETY: null, or a recorder that is never freed.
+    unsafe { recorder.as_ref() }
+}
+
+/// The process's recorder, started if this is the first device call. `None` when the hook is off or could not start.
+#[inline]
+pub fn recorder() -> Option<&'static Recorder> {
+    running().or_else(start)
+}
+
+#[cold]
+fn start() -> Option<&'static Recorder> {
+    if STAGE.load(Ordering::Relaxed) == OFF || sys::coarse_now_ns() < RETRY_AT_NS.load(Ordering::Relaxed) {
+        return None;
+    }
+    match STAGE.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire) {
+        Ok(_) => {}
+        Err(STARTING) => {
+            // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
+            for _ in 0..1000 {
+                std::thread::yield_now();
+                if let Some(recorder) = running() {
+                    return Some(recorder);
+                }
+                if STAGE.load(Ordering::Acquire) != STARTING {
+                    break;
+                }
+            }
+            return running();
+        }
+        Err(_) => return running(),
+    }
+    if disabled() {
+        STAGE.store(OFF, Ordering::Release);
+        return None;
+    }
+    let started = in_hook(set_up);
+    if started.is_none() {
+        RETRY_AT_NS.store(sys::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
+    }
+    STAGE.store(IDLE, Ordering::Release);
+    started
+}
+
+fn set_up() -> Option<&'static Recorder> {
+    let recorder = Recorder::create(&RING).ok()?;
+    let environment = config::snapshot();
+    recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
+    inject::configure(&recorder, &environment);
+    for (index, function) in crate::functions().take(coverage::SLOTS).enumerate() {
+        function.coverage.store(index as u32, Ordering::Relaxed);
+        let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
+        let name = function.name.to_bytes();
+        store_text(&entry[coverage::NAME..], &name[..name.len().min(COVERAGE_NAME_BYTES)]);
+        watcher::publish_coverage(&recorder, function, index, watcher::NOT_LOADED);
+    }
+    let recorder: &'static Recorder = Box::leak(Box::new(recorder));
+    if !FORK_HANDLER.swap(true, Ordering::Relaxed) {
+        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what the handlers do.
+        unsafe {
+            libc::pthread_atfork(None, None, Some(after_fork_in_child));
+            libc::atexit(at_exit);
+        }
+    }
+    RECORDER.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
+    watcher::spawn(recorder, environment);
+    Some(recorder)
+}
+
+/// Turns the hook off for the rest of this process.
+pub fn turn_off() {
+    STAGE.store(OFF, Ordering::Release);
+    RECORDER.store(std::ptr::null_mut(), Ordering::Release);
+    CONNECTION.close();
+    RING.close();
+}
+
+/// `XPU_TIMER_DISABLE`, read once.
+pub fn disabled() -> bool {
+    match DISABLED.load(Ordering::Relaxed) {
+        0 => {
+            // SAFETY: a C string; the value is copied before anything else can change the environment.
+            let value = unsafe { libc::getenv(c"XPU_TIMER_DISABLE".as_ptr()) };
+            let text = (!value.is_null()).then(|| {
+                // SAFETY: getenv's string is terminated.
+                let bytes = unsafe { std::ffi::CStr::from_ptr(value) }.to_bytes();
+                OsString::from_vec(bytes.to_vec()).to_string_lossy().into_owned()
+            });
+            let source = xpu_timer_proto::env::Source::new(move |_| text.clone(), "");
+            let disabled = source.flag("XPU_TIMER_DISABLE");
+            DISABLED.store(1 + u32::from(disabled), Ordering::Relaxed);
+            disabled
+        }
+        known => known == 2,
+    }
+}
+
+/// Runs in the only thread of a forked child, where only async-signal-safe functions are allowed.
+extern "C" fn after_fork_in_child() {
+    let errno = sys::errno();
+    let saved = errno.get();
+    if RECORDER.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() && STAGE.load(Ordering::Relaxed) == OFF {
+        return;
+    }
+    STAGE.store(IDLE, Ordering::Release);
+    thread_state::with(thread_state::ThreadState::after_fork);
+    CONNECTION.close();
+    RING.close();
+    // The child's stacks are part of a dump, and the permission is not inherited.
+    let collector = COLLECTOR_PID.load(Ordering::Relaxed);
+    if collector > 0 {
+        sys::allow_tracer(collector);
+    }
+    errno.set(saved);
+}
+
+/// Says goodbye, and keeps the watcher out of a driver that is being torn down: handlers run last in, first out, so the
+/// driver's own comes after this one.
+extern "C" fn at_exit() {
+    let Some(recorder) = running() else { return };
+    ENDING.store(true, Ordering::SeqCst);
+    if let Some(fd) = CONNECTION.get() {
+        let goodbye = watcher::GOODBYE;
+        // SAFETY: the descriptor is a socket of ours, checked just now; nothing waits and no signal is raised.
+        unsafe {
+            libc::send(fd, goodbye.as_ptr().cast(), goodbye.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+        }
+    }
+    // The watcher is normally asleep, or microseconds inside an event query.
+    let deadline = sys::now_ns() + 50_000_000;
+    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && sys::now_ns() < deadline {
+        std::thread::yield_now();
+    }
+}
+
+/// Runs when the library is loaded: only what must be there before anything can go wrong.
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = {
+    extern "C" fn on_load() {
+        // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
+        std::panic::set_hook(Box::new(|_| {}));
+    }
+    on_load
+};

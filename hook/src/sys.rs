@@ -1,0 +1,192 @@
+//! The few system facilities that the hook uses, in the form that a guest in a foreign process needs: no failure ends
+//! anything, descriptors stay out of the host's way, and a descriptor that the host closed behind our back is noticed.
+
+use std::{
+    cell::Cell,
+    ffi::{c_int, c_void},
+    io,
+    sync::atomic::{AtomicI32, AtomicU64, Ordering},
+};
+
+/// Descriptors of the hook start here, where no program expects its own.
+const FIRST_DESCRIPTOR: c_int = 200;
+
+/// CLOCK_MONOTONIC in nanoseconds.
+#[inline]
+pub fn now_ns() -> u64 {
+    clock_ns(libc::CLOCK_MONOTONIC)
+}
+
+/// The same clock as of the last timer tick, a few milliseconds old and several times cheaper to read.
+#[inline]
+pub fn coarse_now_ns() -> u64 {
+    clock_ns(libc::CLOCK_MONOTONIC_COARSE)
+}
+
+#[inline]
+fn clock_ns(clock: libc::clockid_t) -> u64 {
+    let mut time = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+    // SAFETY: `time` is a valid timespec; both clocks exist since Linux 2.6.32.
+    unsafe { libc::clock_gettime(clock, &mut time) };
+    time.tv_sec as u64 * 1_000_000_000 + time.tv_nsec as u64
+}
+
+/// The calling thread's errno, to be put back before the host looks at it.
+#[inline]
+pub fn errno() -> &'static Cell<c_int> {
+    // SAFETY: the location is valid for as long as the thread lives and only this thread touches it; the reference does not
+    // leave the calling function, so it does not outlive the thread.
+    unsafe { Cell::from_mut(&mut *libc::__errno_location()) }
+}
+
+/// The kernel's id of the calling thread.
+pub fn gettid() -> u32 {
+    // SAFETY: gettid takes nothing and cannot fail.
+    unsafe { libc::gettid() as u32 }
+}
+
+/// A descriptor that is ours until somebody else closes it: hosts do close every descriptor they do not know, and the
+/// number then belongs to one of their files.
+#[derive(Debug)]
+pub struct Descriptor {
+    fd: AtomicI32,
+    device: AtomicU64,
+    inode: AtomicU64,
+}
+
+impl Descriptor {
+    /// No descriptor.
+    pub const fn none() -> Self {
+        Descriptor { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
+    }
+
+    /// Takes over `fd`, under a high number when there is one.
+    ///
+    /// # Errors
+    /// When it is not a descriptor; it is closed then.
+    pub fn set(&self, fd: c_int) -> io::Result<()> {
+        // SAFETY: the caller just opened `fd`; a failure leaves it as it is.
+        let high = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR) };
+        let fd = if high >= 0 {
+            close(fd);
+            high
+        } else {
+            fd
+        };
+        let (device, inode) = match identity(fd) {
+            Ok(identity) => identity,
+            Err(error) => {
+                close(fd);
+                return Err(error);
+            }
+        };
+        self.device.store(device, Ordering::Relaxed);
+        self.inode.store(inode, Ordering::Relaxed);
+        self.fd.store(fd, Ordering::Release);
+        Ok(())
+    }
+
+    /// The number, if it still is what it was.
+    pub fn get(&self) -> Option<c_int> {
+        let fd = self.fd.load(Ordering::Acquire);
+        if fd < 0 {
+            return None;
+        }
+        let known = (self.device.load(Ordering::Relaxed), self.inode.load(Ordering::Relaxed));
+        (identity(fd).ok() == Some(known)).then_some(fd)
+    }
+
+    /// Closes it, unless it is somebody else's by now. Async-signal-safe, so a forked child can call it.
+    pub fn close(&self) {
+        if let Some(fd) = self.get() {
+            close(fd);
+        }
+        self.fd.store(-1, Ordering::Release);
+    }
+}
+
+fn identity(fd: c_int) -> io::Result<(u64, u64)> {
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: `stat` is valid for writing; a bad descriptor gives EBADF.
+    match unsafe { libc::fstat(fd, &mut stat) } {
+        0 => Ok((stat.st_dev, stat.st_ino)),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Closes a descriptor that this module's caller opened.
+pub fn close(fd: c_int) {
+    // SAFETY: the callers pass descriptors that they own.
+    unsafe { libc::close(fd) };
+}
+
+/// A shared memory file of `bytes` zero bytes, all of it allocated, and its mapping.
+///
+/// # Errors
+/// What the system answered; nothing is left open then.
+pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
+    // SAFETY: the name is a C string; the flags are valid.
+    let fd = unsafe { libc::memfd_create(c"xpu_timer_ring".as_ptr(), libc::MFD_CLOEXEC) };
+    if fd < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // Allocated now: a page that cannot be had later would be a SIGBUS in the host.
+    // SAFETY: `fd` is ours.
+    let allocated = match unsafe { libc::fallocate(fd, 0, 0, bytes as libc::off_t) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    };
+    let mapped = allocated.and_then(|()| {
+        let access = libc::PROT_READ | libc::PROT_WRITE;
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        let memory = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, libc::MAP_SHARED, fd, 0) };
+        if memory == libc::MAP_FAILED { Err(io::Error::last_os_error()) } else { Ok(memory) }
+    });
+    match mapped {
+        Ok(memory) => Ok((fd, memory)),
+        Err(error) => {
+            close(fd);
+            Err(error)
+        }
+    }
+}
+
+/// Lets `pid` trace this process under Yama; without Yama, or for a process that is gone, nothing happens.
+/// Async-signal-safe. A forked child does not inherit it.
+pub fn allow_tracer(pid: i32) {
+    // SAFETY: PR_SET_PTRACER takes an integer and changes nothing but the permission.
+    unsafe { libc::prctl(libc::PR_SET_PTRACER, pid as libc::c_ulong, 0, 0, 0) };
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_descriptor_closed_behind_our_back_is_not_ours_any_more() {
+        let (fd, _) = shared_memory(4096).unwrap();
+        let ours = Descriptor::none();
+        assert_eq!(ours.get(), None);
+        ours.set(fd).unwrap();
+        let number = ours.get().expect("just opened");
+        assert!(number >= FIRST_DESCRIPTOR);
+        // The host closes all that it does not know, and opens a file of its own.
+        close(number);
+        assert_eq!(ours.get(), None);
+        let (other, _) = shared_memory(4096).unwrap();
+        // SAFETY: `other` is open, and `number` was closed above.
+        assert_eq!(unsafe { libc::dup2(other, number) }, number);
+        assert_eq!(ours.get(), None);
+        ours.close();
+        assert!(identity(number).is_ok(), "the host's file stays open");
+        close(number);
+        close(other);
+    }
+
+    #[test]
+    fn the_coarse_clock_is_the_same_clock() {
+        let (coarse, fine) = (coarse_now_ns(), now_ns());
+        assert!(fine >= coarse && fine - coarse < 1_000_000_000, "{coarse} {fine}");
+    }
+}

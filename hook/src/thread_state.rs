@@ -1,0 +1,83 @@
+//! What the hook knows of the calling thread: which hooked calls it is inside of, and its NCCL group.
+//!
+//! A few words of thread-local memory without destructor: it is there from the first to the last instruction of a thread,
+//! and small, because it is part of the stack that the host sized for its threads.
+
+use std::cell::Cell;
+
+/// Inside a collective library's function.
+pub const IN_COLLECTIVES: u8 = 1;
+/// Inside a function of the runtime API.
+pub const IN_RUNTIME: u8 = 2;
+/// Inside a function of the driver API.
+pub const IN_DRIVER: u8 = 4;
+/// Inside the hook's own code; nothing that it calls is recorded.
+pub const IN_HOOK: u8 = 8;
+
+/// State of one thread.
+pub struct ThreadState {
+    /// The `IN_*` bits.
+    pub inside: Cell<u8>,
+    /// The driver has seen a launch since the runtime call began.
+    pub seen_by_driver: Cell<bool>,
+    /// Depth of ncclGroupStart.
+    pub group_depth: Cell<u32>,
+    /// Number of the open group.
+    pub group: Cell<u64>,
+    /// First and last slot of the open group's operations, plus one; 0 for none.
+    pub group_first: Cell<u32>,
+    /// As above.
+    pub group_last: Cell<u32>,
+    tid: Cell<u32>,
+}
+
+thread_local! {
+    static STATE: ThreadState = const {
+        ThreadState {
+            inside: Cell::new(0),
+            seen_by_driver: Cell::new(false),
+            group_depth: Cell::new(0),
+            group: Cell::new(0),
+            group_first: Cell::new(0),
+            group_last: Cell::new(0),
+            tid: Cell::new(0),
+        }
+    };
+}
+
+/// The calling thread's state.
+#[inline]
+pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
+    STATE.with(use_it)
+}
+
+impl ThreadState {
+    /// The thread's id, asked for once.
+    pub fn tid(&self) -> u32 {
+        if self.tid.get() == 0 {
+            self.tid.set(crate::sys::gettid());
+        }
+        self.tid.get()
+    }
+
+    /// Forgets what belongs to the parent process, in the only thread that a forked child has.
+    pub fn after_fork(&self) {
+        self.tid.set(0);
+        self.group.set(0);
+        self.group_first.set(0);
+        self.group_last.set(0);
+    }
+}
+
+/// Runs the hook's own code: whatever hooked function it reaches goes straight through.
+pub fn in_hook<R>(code: impl FnOnce() -> R) -> R {
+    struct Restore(u8);
+    impl Drop for Restore {
+        fn drop(&mut self) {
+            with(|state| state.inside.set(self.0));
+        }
+    }
+    let before = with(|state| state.inside.replace(state.inside.get() | IN_HOOK));
+    let _restore = Restore(before);
+    code()
+}

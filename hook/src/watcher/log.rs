@@ -1,0 +1,32 @@
+//! The hook's log: one line for each thing that is wrong, and no file when nothing is.
+
+use std::{fs::OpenOptions, io::Write, path::PathBuf};
+
+/// More lines than this help nobody.
+const MOST_LINES: u32 = 200;
+
+/// A log file that is opened when there is something to say, and closed again: a descriptor is not kept in a foreign process.
+pub struct Log {
+    path: PathBuf,
+    lines: u32,
+}
+
+impl Log {
+    /// A log at `path`.
+    pub fn new(path: PathBuf) -> Self {
+        Log { path, lines: 0 }
+    }
+
+    /// Appends a line. Where the file cannot be written there is no log.
+    pub fn say(&mut self, text: &str) {
+        self.lines += 1;
+        if self.lines > MOST_LINES {
+            return;
+        }
+        let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let line = format!("{}.{:03} {text}\n", seconds.as_secs(), seconds.subsec_millis());
+        if let Ok(mut file) = OpenOptions::new().create(true).append(true).open(&self.path) {
+            let _ = file.write_all(line.as_bytes());
+        }
+    }
+}

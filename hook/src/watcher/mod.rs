@@ -1,0 +1,191 @@
+//! The watcher thread: sees operations start and complete, signals a hang, talks to the node collector.
+//!
+//! It calls driver functions only, each stamped before it is entered, because each can block for ever; then the collector sees
+//! the stamp and the heartbeat that stopped. Nothing that the host does waits for this thread.
+
+mod connection;
+mod coverage;
+mod log;
+mod tracker;
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use xpu_timer_proto::{
+    ring::{comm, header},
+    v1::{HangSignal, RankInfo, hook_message::Message},
+};
+
+use crate::{
+    config::{Config, Environment},
+    hooked::guarded,
+    recorder::Recorder,
+    start, sys, thread_state,
+};
+use connection::Connection;
+pub use connection::GOODBYE;
+pub use coverage::{NOT_LOADED, publish_coverage};
+use log::Log;
+use tracker::{Tracker, Verdict};
+
+/// Name of the thread.
+const NAME: &str = "xpu_timer_watch";
+/// Enough for the messages and the log; the host's limits count it.
+const STACK_BYTES: usize = 256 * 1024;
+
+/// Pause after a turn in which something completed, and the longest pauses with and without anything pending.
+const SHORTEST: Duration = Duration::from_millis(5);
+const LONGEST_PENDING: Duration = Duration::from_millis(100);
+const LONGEST_IDLE: Duration = Duration::from_millis(250);
+
+/// Starts the thread, with all signals blocked so that none of the host's is delivered to it. Without the thread, operations are
+/// still recorded; the heartbeat of 0 says that nobody watches them.
+pub fn spawn(recorder: &'static Recorder, environment: Environment) {
+    // SAFETY: both sets are valid for writing before they are read, and the mask is put back.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES);
+        // Its handle is dropped: nobody ever joins it.
+        let _ = thread.spawn(move || {
+            thread_state::in_hook(|| guarded(|| Watcher::new(recorder, environment).run()));
+        });
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+    }
+}
+
+struct Watcher {
+    recorder: &'static Recorder,
+    config: Config,
+    tracker: Tracker,
+    connection: Connection,
+    log: Log,
+    rank: RankInfo,
+    /// Slot and ticket of the operation that was signalled as hanging.
+    signalled: Option<(usize, u64)>,
+    panics: u64,
+    coverage: coverage::Survey,
+}
+
+impl Watcher {
+    fn new(recorder: &'static Recorder, environment: Environment) -> Self {
+        let config = Config::read(environment);
+        recorder.bracket.store(config.bracket as u32, Ordering::Relaxed);
+        Watcher {
+            recorder,
+            tracker: Tracker::new(recorder),
+            connection: Connection::new(config.socket.clone()),
+            log: Log::new(config.log.clone()),
+            rank: config.hello.rank.clone().unwrap_or_default(),
+            signalled: None,
+            panics: 0,
+            coverage: coverage::Survey::new(),
+            config,
+        }
+    }
+
+    fn run(mut self) {
+        if self.config.disabled {
+            start::turn_off();
+            return;
+        }
+        for problem in std::mem::take(&mut self.config.problems) {
+            self.log.say(&problem);
+        }
+        let mut pause = SHORTEST;
+        loop {
+            self.beat();
+            if start::ENDING.load(Ordering::SeqCst) {
+                // The rest of the process's life belongs to its exit handlers.
+                std::thread::sleep(LONGEST_IDLE);
+                continue;
+            }
+            let progress = self.turn();
+            let longest = if self.tracker.is_idle() { LONGEST_IDLE } else { LONGEST_PENDING };
+            pause = if progress { SHORTEST } else { (pause * 2).min(longest) };
+            self.connection.wait(pause);
+        }
+    }
+
+    fn beat(&self) {
+        self.recorder.ring.header(header::HEARTBEAT_NS).store(sys::now_ns(), Ordering::Relaxed);
+    }
+
+    /// One turn; whether anything completed.
+    fn turn(&mut self) -> bool {
+        // A panic of one part must not end the others for ever.
+        let progress = guarded(|| self.tracker.turn()).unwrap_or(false);
+        guarded(|| self.judge());
+        guarded(|| self.talk());
+        guarded(|| self.chores());
+        progress
+    }
+
+    /// Signals the oldest pending operation when it is too old, and what became of it.
+    fn judge(&mut self) {
+        let now = sys::now_ns();
+        if let Some((slot, ticket)) = self.signalled {
+            match self.tracker.verdict(slot, ticket) {
+                Verdict::Pending => return,
+                Verdict::Completed => {
+                    self.connection.send(Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket }));
+                }
+                // The collector reads the failure or the abort in the ring; neither is a recovery.
+                Verdict::Ended => {}
+            }
+            self.signalled = None;
+        }
+        let Some((slot, since_ns)) = self.tracker.oldest() else { return };
+        if u128::from(now.saturating_sub(since_ns)) > self.config.hang_timeout.as_nanos() {
+            let operation = self.recorder.operation(slot);
+            self.signalled = Some((slot, operation.ticket));
+            self.coverage.refresh(self.recorder, now);
+            self.connection.send(self.hang(slot));
+        }
+    }
+
+    fn hang(&self, slot: usize) -> Message {
+        let since_ns = self.recorder.slots[slot].since_ns.load(Ordering::Relaxed);
+        let operation = self.recorder.operation(slot);
+        Message::Hang(HangSignal { operation: Some(operation), pending_ns: sys::now_ns().saturating_sub(since_ns) })
+    }
+
+    fn talk(&mut self) {
+        let mut hello = self.config.hello.clone();
+        hello.rank = Some(self.rank.clone());
+        let connected = self.connection.turn(&hello, self.recorder.ring.descriptor, &mut self.log);
+        if connected && let Some((slot, _)) = self.signalled {
+            // A new collector knows nothing of a hang that is still pending.
+            self.connection.send(self.hang(slot));
+        }
+    }
+
+    fn chores(&mut self) {
+        let now = sys::now_ns();
+        if self.rank.rank < 0 {
+            self.learn_rank();
+        }
+        let panics = self.recorder.ring.header(header::PANICS).load(Ordering::Relaxed);
+        if panics != self.panics {
+            self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
+            self.panics = panics;
+        }
+        self.coverage.turn(self.recorder, now);
+    }
+
+    /// Takes rank and world from the first communicator when no scheduler told them.
+    fn learn_rank(&mut self) {
+        if self.recorder.comms.used() == 0 {
+            return;
+        }
+        let [id, size_rank] =
+            [comm::ID, comm::SIZE_RANK].map(|word| self.recorder.comm_word(0, word).load(Ordering::Acquire));
+        let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
+        if id != 0 && size != 0 && rank >= 0 {
+            self.rank.rank = rank;
+            self.rank.world_size = size;
+            self.connection.send(Message::Rank(self.rank.clone()));
+        }
+    }
+}

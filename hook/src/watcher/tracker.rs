@@ -1,0 +1,284 @@
+//! Which operations have started and completed. A stream works in order, so only its oldest operation is asked for.
+
+use std::{
+    collections::{HashMap, VecDeque},
+    sync::atomic::Ordering,
+};
+
+use xpu_timer_proto::{
+    ring::{comm, header, op, pack_halves},
+    v1::{OpKind, OpStatus},
+};
+
+use crate::{
+    abi::{NOT_READY, SUCCESS},
+    bracket,
+    device::{Device, LOW, device},
+    recorder::{Recorder, state},
+    start, sys,
+};
+
+/// Indices into [`xpu_timer_proto::ring::WATCHER_CALLS`].
+mod call {
+    pub const SET_CURRENT: u64 = 1;
+    pub const EVENT_QUERY: u64 = 2;
+    pub const EVENT_ELAPSED: u64 = 3;
+    pub const EXCHANGE_CAPTURE_MODE: u64 = 6;
+    pub const EVENT_CREATE: u64 = 7;
+    pub const EVENT_DESTROY: u64 = 8;
+}
+
+/// What became of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Verdict {
+    /// Still pending.
+    Pending,
+    /// It has done its work.
+    Completed,
+    /// It failed or was aborted.
+    Ended,
+}
+
+/// The watcher's own books.
+pub struct Tracker {
+    recorder: &'static Recorder,
+    /// Operations by stream and, for host calls, by thread; oldest first.
+    lanes: HashMap<Lane, VecDeque<usize>>,
+    context: usize,
+    relaxed: bool,
+    pending: usize,
+}
+
+/// Where operations complete in order.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+enum Lane {
+    Stream {
+        context: usize,
+        stream: usize,
+    },
+    /// A host call has a lane of its own: others of its thread may be nonblocking and overtake it.
+    Host(usize),
+}
+
+impl Tracker {
+    /// Nothing pending.
+    pub fn new(recorder: &'static Recorder) -> Self {
+        Tracker { recorder, lanes: HashMap::new(), context: 0, relaxed: false, pending: 0 }
+    }
+
+    /// Whether nothing is pending.
+    pub fn is_idle(&self) -> bool {
+        self.pending == 0
+    }
+
+    /// Looks at everything once; whether anything came or went.
+    pub fn turn(&mut self) -> bool {
+        let mut progress = false;
+        while let Some(slot) = self.recorder.begun.pop() {
+            let lane = match self.recorder.kind(slot) {
+                OpKind::HostCall => Lane::Host(slot),
+                _ => Lane::Stream {
+                    context: self.recorder.slots[slot].context.load(Ordering::Relaxed),
+                    stream: self.recorder.slots[slot].stream.load(Ordering::Relaxed),
+                },
+            };
+            self.lanes.entry(lane).or_default().push_back(slot);
+            progress = true;
+        }
+        let mut lanes = std::mem::take(&mut self.lanes);
+        lanes.retain(|_, lane| {
+            while let Some(slot) = lane.front().copied() {
+                if !self.is_over(slot) {
+                    break;
+                }
+                lane.pop_front();
+                progress = true;
+            }
+            !lane.is_empty()
+        });
+        self.pending = lanes.values().map(VecDeque::len).sum();
+        self.lanes = lanes;
+        self.fill_pools();
+        progress
+    }
+
+    /// The operation that is pending for the longest time, and since when.
+    pub fn oldest(&self) -> Option<(usize, u64)> {
+        self.lanes
+            .values()
+            .filter_map(|lane| lane.front().copied())
+            .map(|slot| (slot, self.recorder.slots[slot].since_ns.load(Ordering::Relaxed)))
+            .min_by_key(|(_, since_ns)| *since_ns)
+    }
+
+    /// What became of an operation that was pending.
+    pub fn verdict(&self, slot: usize, ticket: u64) -> Verdict {
+        let words = self.recorder.ring.op(slot);
+        let status = words[op::STATUS].load(Ordering::Acquire) as u32 as i32;
+        if words[op::TICKET].load(Ordering::Acquire) != ticket + 1 {
+            // The slot is another operation's already, which happens only after this one ended.
+            return Verdict::Completed;
+        }
+        match OpStatus::try_from(status) {
+            Ok(OpStatus::Pending) => Verdict::Pending,
+            Ok(OpStatus::Completed) => Verdict::Completed,
+            _ => Verdict::Ended,
+        }
+    }
+
+    /// Whether a slot's operation has ended; then its slot and those of its followers are free.
+    fn is_over(&mut self, slot: usize) -> bool {
+        let entry = &self.recorder.slots[slot];
+        match entry.state.load(Ordering::Acquire) {
+            state::OPEN => {
+                let start = entry.start.load(Ordering::Acquire);
+                self.look_at_start(slot, start);
+                false
+            }
+            state::ARMED => self.look_at_end(slot),
+            state::CLOSED => {
+                self.free(slot);
+                true
+            }
+            // Not handed over: cannot be here.
+            _ => true,
+        }
+    }
+
+    fn look_at_start(&mut self, slot: usize, start: usize) {
+        let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
+        if start == 0 || started.load(Ordering::Relaxed) != 0 {
+            return;
+        }
+        if self.query(slot, start) == Some(SUCCESS) {
+            let now = sys::now_ns();
+            for member in bracket::members(self.recorder, slot) {
+                self.started(member, now);
+            }
+        }
+    }
+
+    fn look_at_end(&mut self, slot: usize) -> bool {
+        let entry = &self.recorder.slots[slot];
+        let (start, end) = (entry.start.load(Ordering::Relaxed), entry.end.load(Ordering::Relaxed));
+        let (status, error) = match self.query(slot, end) {
+            // No driver call is allowed now.
+            None => return false,
+            Some(NOT_READY) => {
+                self.look_at_start(slot, start);
+                return false;
+            }
+            Some(SUCCESS) => (bracket::completed_status(self.recorder, slot), 0),
+            Some(code) => (OpStatus::Failed, code as u32),
+        };
+        let now = sys::now_ns();
+        let elapsed = if error == 0 { self.elapsed(start, end) } else { None };
+        for member in bracket::members(self.recorder, slot) {
+            let words = self.recorder.ring.op(member);
+            if error == 0 {
+                let entered = words[op::ENTERED_NS].load(Ordering::Relaxed);
+                self.started(member, now.saturating_sub(elapsed.unwrap_or(0)).max(entered));
+                words[op::DEVICE_NS].store(elapsed.unwrap_or(0), Ordering::Relaxed);
+                self.raise(member, comm::COMPLETED);
+            }
+            words[op::COMPLETED_NS].store(now, Ordering::Relaxed);
+            words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
+        }
+        self.free(slot);
+        true
+    }
+
+    /// Stamps the start, unless it was seen before.
+    fn started(&self, slot: usize, now: u64) {
+        let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
+        let _ = started.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
+        self.raise(slot, comm::STARTED);
+    }
+
+    /// Raises a communicator's counter to the operation's number. Sends and receives have numbers of their own.
+    fn raise(&self, slot: usize, counter: usize) {
+        use xpu_timer_proto::v1::Op;
+        let words = self.recorder.ring.op(slot);
+        let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
+        let point_to_point = [Op::Send, Op::Recv].iter().any(|op| *op as i32 == i32::from(code));
+        if let Some(index) = bracket::comm_of(self.recorder, slot).filter(|_| !point_to_point) {
+            let seq = words[op::SEQ].load(Ordering::Relaxed);
+            // Only while the entry is still this communicator's: dead ones are reused.
+            if self.recorder.comm_id(index) == words[op::COMMUNICATOR].load(Ordering::Relaxed) {
+                self.recorder.comm_word(index, counter).fetch_max(seq, Ordering::Relaxed);
+            }
+        }
+    }
+
+    /// Gives the events back and frees the slots.
+    fn free(&mut self, slot: usize) {
+        let entry = &self.recorder.slots[slot];
+        let context = entry.context.load(Ordering::Relaxed);
+        for place in [&entry.start, &entry.end] {
+            let event = place.swap(0, Ordering::Relaxed);
+            if event == 0 {
+                continue;
+            }
+            let pool = self.recorder.pools.of(context);
+            if pool.is_none_or(|pool| pool.push(event).is_err()) {
+                self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
+            }
+        }
+        // Followers are in no queue; their links are read before they are given away.
+        for member in bracket::members(self.recorder, slot) {
+            self.recorder.slots[member].state.store(state::FREE, Ordering::Release);
+        }
+    }
+
+    /// Keeps spare events ready in every context that launches were seen in.
+    fn fill_pools(&mut self) {
+        for (context, pool) in self.recorder.pools.contexts() {
+            while pool.len() < LOW {
+                let event = self.call(context, call::EVENT_CREATE, Device::create_event);
+                let Some(Ok(event)) = event else { break };
+                if pool.push(event).is_err() {
+                    self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
+                    break;
+                }
+            }
+        }
+    }
+
+    fn query(&mut self, slot: usize, event: usize) -> Option<i32> {
+        let context = self.recorder.slots[slot].context.load(Ordering::Relaxed);
+        self.call(context, call::EVENT_QUERY, |device| device.query_event(event))
+    }
+
+    fn elapsed(&mut self, start: usize, end: usize) -> Option<u64> {
+        self.call(self.context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end)).flatten()
+    }
+
+    /// A driver call in a context, stamped before it is entered. `None` when it must not or cannot be made.
+    fn call<R>(&mut self, context: usize, what: u64, function: impl FnOnce(&Device) -> R) -> Option<R> {
+        let device = device()?;
+        if !self.relaxed {
+            // Without it a query would break a capture of another thread.
+            self.relaxed = self.stamped(call::EXCHANGE_CAPTURE_MODE, || device.relax_capture())?.is_ok();
+            if !self.relaxed {
+                return None;
+            }
+        }
+        if context != 0 && context != self.context {
+            self.stamped(call::SET_CURRENT, || device.make_current(context))?.ok()?;
+            self.context = context;
+        }
+        self.stamped(what, || function(device))
+    }
+
+    fn stamped<R>(&self, what: u64, function: impl FnOnce() -> R) -> Option<R> {
+        let [call, since] =
+            [header::WATCHER_CALL, header::WATCHER_SINCE_NS].map(|word| self.recorder.ring.header(word));
+        since.store(sys::now_ns(), Ordering::Relaxed);
+        // The exit handler sets its flag and then looks at the stamp; this stamps and then looks at the flag. One sees the other.
+        call.store(what, Ordering::SeqCst);
+        let result = (!start::ENDING.load(Ordering::SeqCst)).then(function);
+        call.store(0, Ordering::SeqCst);
+        since.store(0, Ordering::Relaxed);
+        result
+    }
+}
