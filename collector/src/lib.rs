@@ -1,1 +1,34 @@
-//! Skeleton.
+//! The node collector: ranks register here, hangs become incidents, incidents become folders with a verdict.
+//!
+//! [`node::run`] is the program. The state lives in [`core`] and is owned by one thread; what takes long (a dump, an HTTP request)
+//! runs beside it and talks to it by messages.
+#![deny(unsafe_code)]
+
+pub mod captures;
+pub mod cli;
+pub mod clock;
+pub mod config;
+pub mod connections;
+pub mod core;
+pub mod dump;
+pub mod error;
+pub mod evidence;
+pub mod folder;
+pub mod http;
+pub mod inbox;
+pub mod incident;
+pub mod metrics;
+pub mod monitor;
+pub mod node;
+mod pidfd;
+pub mod process;
+pub mod records;
+pub mod registry;
+pub mod ring_file;
+pub mod safe_path;
+pub mod socket;
+pub mod status;
+pub mod subjects;
+pub mod viewer;
+
+pub use error::Error;

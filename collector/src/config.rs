@@ -1,0 +1,104 @@
+//! All settings of the node collector, from the environment table of `proto`.
+
+use std::{env, path::PathBuf, time::Duration};
+
+use rustix::process::getuid;
+use xpu_timer_proto::{
+    env::{Problem, Source},
+    socket,
+};
+
+/// Settings of one node collector.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// The socket that hooks and launchers connect to.
+    pub socket: PathBuf,
+    /// Control port on loopback.
+    pub control_port: u16,
+    /// Metrics port on loopback; `None` when there is no port above the control port.
+    pub metrics_port: Option<u16>,
+    /// The variable that decided the ports, for messages.
+    pub port_variable: &'static str,
+    /// Where incident folders go when a rank does not say so itself.
+    pub timeline_path: PathBuf,
+    /// Where they go when that cannot be written.
+    pub fallback_path: PathBuf,
+    /// Between the two samples, for ranks that do not say so themselves.
+    pub sample_interval: Duration,
+    /// Hang timeout, for ranks that do not say so themselves.
+    pub hang_timeout: Duration,
+    /// Label `pod_name`, and the node in the dumps when a rank does not say it.
+    pub node: String,
+    /// Label `ip`.
+    pub ip: String,
+    /// The collector ends when nothing has been connected for this long.
+    pub linger: Option<Duration>,
+}
+
+impl Settings {
+    /// From this process's environment. The problems are values that could not be used, for the log.
+    #[must_use]
+    pub fn from_process(linger: Option<Duration>) -> (Self, Vec<Problem>) {
+        let source = Source::process();
+        let settings = Self::new(&source, linger, env::temp_dir(), getuid().as_raw());
+        (settings, source.problems())
+    }
+
+    /// From any source.
+    #[must_use]
+    pub fn new(source: &Source, linger: Option<Duration>, temporary: PathBuf, uid: u32) -> Self {
+        let control_port = source.control_port();
+        let port_variable = match source.text("XPU_TIMER_PORT") {
+            Some(_) => "XPU_TIMER_PORT",
+            None => "XPU_TIMER_BASEPORT",
+        };
+        let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
+        let text = |name| source.text(name).unwrap_or_default();
+        Settings {
+            socket: source.path("XPU_TIMER_SOCKET").unwrap_or_else(|| socket::path(&temporary, uid, control_port)),
+            control_port,
+            metrics_port: control_port.checked_add(1),
+            port_variable,
+            timeline_path: source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
+            fallback_path: socket::directory(&temporary, uid).join("timeline"),
+            sample_interval: seconds("XPU_TIMER_SAMPLE_INTERVAL"),
+            hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
+            node: text("POD_NAME"),
+            ip: text("POD_IP"),
+            linger,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(pairs: &'static [(&str, &str)]) -> Settings {
+        let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+        Settings::new(&Source::new(find, ""), None, "/t".into(), 7)
+    }
+
+    #[test]
+    fn defaults() {
+        let settings = settings(&[]);
+        assert_eq!(settings.socket, PathBuf::from("/t/xpu_timer-7/18888.sock"));
+        assert_eq!((settings.control_port, settings.metrics_port), (18888, Some(18889)));
+        assert_eq!(settings.timeline_path, PathBuf::from("/root/timeline"));
+        assert_eq!(settings.fallback_path, PathBuf::from("/t/xpu_timer-7/timeline"));
+        assert_eq!((settings.sample_interval.as_secs(), settings.hang_timeout.as_secs()), (5, 300));
+    }
+
+    #[test]
+    fn the_metrics_port_names_its_variable() {
+        let settings = settings(&[("XPU_TIMER_PORT", "65535"), ("XPU_TIMER_SOCKET", "/s/x.sock")]);
+        assert_eq!((settings.control_port, settings.metrics_port), (65534, Some(65535)));
+        assert_eq!(settings.port_variable, "XPU_TIMER_PORT");
+        assert_eq!(settings.socket, PathBuf::from("/s/x.sock"));
+    }
+
+    #[test]
+    fn the_last_port_has_no_next_one() {
+        assert_eq!(settings(&[("XPU_TIMER_BASEPORT", "65535")]).metrics_port, None);
+    }
+}

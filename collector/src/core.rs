@@ -1,0 +1,571 @@
+//! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    path::PathBuf,
+    sync::{Arc, mpsc},
+    thread,
+    time::Duration,
+};
+
+use rustix::process::Signal;
+use serde_json::{Value, json};
+use tokio::sync::oneshot;
+use tracing::{info, warn};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    ring::{self, header},
+    v1::{HangSignal, Hello, HookMessage, hook_message::Message},
+};
+
+use crate::{
+    captures::Captures,
+    clock::{self, Now},
+    config::Settings,
+    dump::{self, Hurry, Outcome, Plan},
+    error::chain,
+    inbox::{Command, Inbox, Refusal},
+    incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
+    monitor::{Monitor, Observation},
+    process::{self, Handle},
+    records,
+    registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
+    ring_file::RingFile,
+    subjects,
+};
+
+/// What came of an incident, for `/status`.
+#[derive(Debug, Clone, Default)]
+pub struct Told {
+    /// Its folder.
+    pub path: Option<PathBuf>,
+    /// The verdict in one sentence; empty until there is one.
+    pub sentence: String,
+    /// Cause of the verdict.
+    pub cause: String,
+    /// What went wrong.
+    pub errors: Vec<String>,
+}
+
+type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
+
+/// The state of a node collector.
+pub struct Core {
+    /// Settings.
+    pub settings: Settings,
+    /// Ranks.
+    pub registry: Registry,
+    /// Incidents.
+    pub engine: Engine,
+    /// What came of them.
+    pub told: BTreeMap<String, Told>,
+    /// What the collector itself cannot do, for `/status`.
+    pub problems: Vec<String>,
+    /// Incidents opened so far.
+    pub opened: u64,
+    /// When it was started.
+    pub started: Now,
+    /// Name of this node.
+    pub node: String,
+    inbox: Inbox,
+    monitor: Monitor,
+    captures: Arc<Captures>,
+    hurry: Arc<Hurry>,
+    boot: String,
+    waiting: BTreeMap<String, Vec<DumpReply>>,
+    searched: BTreeSet<PathBuf>,
+    // Ranks that were told to end, and when they are made to.
+    ending: Vec<(u64, Arc<Handle>)>,
+}
+
+/// Between the polite and the final signal of XPU_TIMER_HANG_KILL.
+const KILL_AFTER_NS: u64 = 5_000_000_000;
+/// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
+const RECONNECT: Duration = Duration::from_secs(10);
+
+impl Jobs for Registry {
+    fn is_alive(&self, job: &JobKey, attempt: u32) -> bool {
+        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.presence.is_alive())
+    }
+}
+
+impl Core {
+    /// An empty node.
+    #[must_use]
+    pub fn new(settings: Settings, captures: Captures, inbox: Inbox) -> Self {
+        let node = match settings.node.as_str() {
+            "" | "NOT_SET" => process::host_name(),
+            name => name.to_string(),
+        };
+        Core {
+            settings,
+            registry: Registry::default(),
+            engine: Engine::default(),
+            told: BTreeMap::new(),
+            problems: Vec::new(),
+            opened: 0,
+            started: Now::get(),
+            node,
+            inbox,
+            monitor: Monitor::default(),
+            captures: Arc::new(captures),
+            hurry: Arc::default(),
+            boot: process::boot_id(),
+            waiting: BTreeMap::new(),
+            searched: BTreeSet::new(),
+            ending: Vec::new(),
+        }
+    }
+
+    /// A hook said something.
+    ///
+    /// # Errors
+    /// When it must not be listened to any longer; the text says why.
+    pub fn message(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        message: HookMessage,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        let known = self.registry.by_connection(connection).map(|rank| rank.id);
+        match (message.message, known) {
+            (Some(Message::Hello(hello)), None) => self.hello(connection, pid, &hello, descriptor, now),
+            (Some(Message::Hello(_)), Some(_)) => Err("said hello twice".into()),
+            (None, _) => Err("sent a message of an unknown kind".into()),
+            (Some(_), None) => Err("spoke before its hello".into()),
+            (Some(Message::Hang(hang)), Some(id)) => self.hang(id, hang, now),
+            (Some(Message::Resolved(resolved)), Some(id)) => {
+                if let Some(rank) = self.registry.get(id) {
+                    let cause = Cause::Operation { pid: cause_pid(rank), ticket: resolved.ticket };
+                    info!("{}: the operation with ticket {} completed after all", rank.title(), resolved.ticket);
+                    self.engine.lift(&rank.job, &cause, now);
+                }
+                Ok(())
+            }
+            (Some(Message::Rank(info)), Some(_)) => {
+                if let Some(registered) = self.registry.changed(connection, info, now.mono_ns) {
+                    self.registered(&registered, "changed");
+                }
+                Ok(())
+            }
+            (Some(Message::Goodbye(_)), Some(_)) => {
+                if let Some(rank) = self.registry.goodbye(connection, now.mono_ns).and_then(|id| self.registry.get(id))
+                {
+                    info!("{} says goodbye", rank.title());
+                    self.engine.gone(&rank.job, cause_pid(rank), now);
+                }
+                Ok(())
+            }
+        }
+    }
+
+    fn hello(
+        &mut self,
+        connection: ConnectionId,
+        pid: i32,
+        hello: &Hello,
+        descriptor: Option<std::os::fd::OwnedFd>,
+        now: Now,
+    ) -> Result<(), String> {
+        if hello.protocol != PROTOCOL_VERSION || hello.ring_version != ring::VERSION {
+            return Err(format!(
+                "speaks protocol {} with ring layout {}, this collector {PROTOCOL_VERSION} with {}; use the hook and the \
+                 collector of one release",
+                hello.protocol,
+                hello.ring_version,
+                ring::VERSION
+            ));
+        }
+        let process = Handle::open(pid)
+            .inspect_err(|error| warn!("pid {pid} registers and cannot be looked at: {error}"))
+            .ok()
+            .map(Arc::new);
+        let ring = match descriptor.map(|descriptor| RingFile::new(descriptor, pid)) {
+            Some(Ok(ring)) => Some(Arc::new(ring)),
+            Some(Err(error)) => {
+                warn!("{error}; its flight record will be missing");
+                None
+            }
+            None => {
+                warn!("pid {pid} registers without a ring; its flight record will be missing");
+                None
+            }
+        };
+        let registered = self.registry.hello(connection, process, hello, ring, &self.settings, now.mono_ns);
+        self.registered(&registered, "registered");
+        self.search(registered.id, now);
+        Ok(())
+    }
+
+    fn registered(&self, registered: &Registered, what: &str) {
+        if let Some(rank) = self.registry.get(registered.id) {
+            let helper = if rank.auxiliary { ", a helper of it" } else { "" };
+            info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
+        }
+        if registered.new_attempt {
+            info!("it begins a new attempt; the ranks of the one before have left");
+        }
+        if let Some(remark) = &registered.remark {
+            warn!("{remark}");
+        }
+    }
+
+    /// Looks for what an earlier collector left open where this rank's incidents go.
+    fn search(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let wait = rank.settings.hang_timeout + RECONNECT;
+        for path in [rank.settings.timeline_path.clone(), self.settings.fallback_path.clone()] {
+            if !self.searched.insert(path.clone()) {
+                continue;
+            }
+            for (folder, record) in records::open_in(&path, &self.boot) {
+                info!("incident {} was left open by an earlier collector", record.id);
+                self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
+                self.engine.adopt(record, u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX), now);
+            }
+        }
+    }
+
+    fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
+        let operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        let Some(rank) = self.registry.get(id) else { return Ok(()) };
+        let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
+        info!(
+            "{}: {:?} with ticket {} is pending for {:.1} s",
+            rank.title(),
+            operation.op(),
+            operation.ticket,
+            clock::seconds(hang.pending_ns)
+        );
+        let raise = Raise {
+            cause: Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket },
+            since_ns: operation.entered_ns,
+            late_ns: hang.pending_ns.saturating_sub(timeout),
+            operation: Some(operation),
+            ..raise(rank)
+        };
+        self.raise(raise, now);
+        Ok(())
+    }
+
+    /// A connection ended.
+    pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
+        if let Some(id) = self.registry.disconnected(connection) {
+            self.ended(id, now);
+        }
+    }
+
+    /// Looks whether a process has ended, and what follows.
+    pub fn ended(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
+        if !self.registry.ended(id, process.exit(), now.mono_ns) {
+            return;
+        }
+        let Some(rank) = self.registry.get(id) else { return };
+        let how = rank.exit.as_deref().unwrap_or("it is not known how");
+        warn!("{} ended without a goodbye: {how}", rank.title());
+        let raise =
+            Raise { cause: Cause::Death { pid: cause_pid(rank) }, since_ns: now.mono_ns, late_ns: 0, ..raise(rank) };
+        self.engine.gone(&raise.job, process.pid, now);
+        if !rank.auxiliary {
+            self.raise(raise, now);
+        }
+    }
+
+    fn raise(&mut self, raise: Raise, now: Now) {
+        if let Some(action) = self.engine.raise(raise, now) {
+            self.act(action, now);
+        }
+    }
+
+    /// Once a second.
+    pub fn tick(&mut self, now: Now) {
+        let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
+        let observations: Vec<Observation> =
+            self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?))).collect();
+        let conditions = self.monitor.look(&observations, now.mono_ns);
+        for observed in &observations {
+            let Some(rank) = self.registry.get(observed.id) else { continue };
+            let cause = Cause::Heartbeat { pid: cause_pid(rank) };
+            if conditions.stuck.contains(&rank.id) {
+                let late_ns =
+                    now.mono_ns.saturating_sub(observed.heartbeat_ns + nanoseconds(rank.settings.hang_timeout));
+                self.raise(Raise { cause, since_ns: observed.heartbeat_ns, late_ns, ..raise(rank) }, now);
+            } else {
+                self.engine.lift(&rank.job, &cause, now);
+            }
+        }
+        for job in self.registry.jobs() {
+            let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
+            let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
+            if conditions.idle.contains(&job) {
+                let timeout = ranks.iter().map(|rank| rank.idle_timeout).max().unwrap_or_default();
+                let late_ns = now.mono_ns.saturating_sub(last + nanoseconds(timeout));
+                let attempt = self.attempt(&job);
+                let cause = Cause::Idle;
+                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns: last, late_ns }, now);
+            } else {
+                self.engine.lift(&job, &Cause::Idle, now);
+                self.forgive_deaths(&job, last, now);
+            }
+        }
+        for action in self.engine.tick(&self.registry, now) {
+            self.act(action, now);
+        }
+        self.end_the_rest(now);
+        self.registry.forget(now.mono_ns);
+    }
+
+    /// A job that still launches long after one of its ranks died lives well without it.
+    fn forgive_deaths(&mut self, job: &JobKey, last_launch_ns: u64, now: Now) {
+        let dead = self.registry.ranks().filter(|rank| rank.job == *job && rank.ended_ns > 0);
+        let over: Vec<i32> = dead
+            .filter(|rank| last_launch_ns > rank.ended_ns + nanoseconds(rank.settings.hang_timeout))
+            .map(cause_pid)
+            .collect();
+        for pid in over {
+            self.engine.lift(job, &Cause::Death { pid }, now);
+        }
+    }
+
+    fn living(&self) -> impl Iterator<Item = &Rank> {
+        self.registry.ranks().filter(|rank| rank.presence.is_alive() && !rank.auxiliary)
+    }
+
+    fn attempt(&self, job: &JobKey) -> u32 {
+        self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
+    }
+
+    /// A message from another thread.
+    pub fn command(&mut self, command: Command, now: Now) {
+        match command {
+            // Whoever asked may be gone by now; that is no loss.
+            Command::Status(reply) => drop(reply.send(crate::status::status(self, now))),
+            Command::Metrics(reply) => drop(reply.send(crate::metrics::text(self, now))),
+            Command::Folders(reply) => drop(reply.send(self.folders())),
+            Command::Dump { job, reply } => self.manual(job.as_deref(), reply, now),
+            Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Stop => self.hurry.set(),
+        }
+    }
+
+    fn folders(&self) -> Vec<PathBuf> {
+        let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
+        folders.extend(self.registry.ranks().map(|rank| rank.settings.timeline_path.clone()));
+        folders.into_iter().collect()
+    }
+
+    fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+        let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
+        let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+        let matching: Vec<&JobKey> =
+            alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();
+        let refusal = match matching.as_slice() {
+            [job] => {
+                let job = (*job).clone();
+                let attempt = self.attempt(&job);
+                let raise = Raise {
+                    attempt,
+                    rank: -1,
+                    cause: Cause::Manual,
+                    operation: None,
+                    since_ns: now.mono_ns,
+                    late_ns: 0,
+                    job: job.clone(),
+                };
+                self.raise(raise, now);
+                if let Some(incident) = self.engine.in_work(&job) {
+                    self.waiting.entry(incident.id.clone()).or_default().push(reply);
+                }
+                return;
+            }
+            [] if alive.is_empty() => Refusal::NoJob("no rank is registered".into()),
+            [] => Refusal::NoJob(format!("no such job; there are: {}", names())),
+            _ => Refusal::WhichJob(format!("name one with ?job=; there are: {}", names())),
+        };
+        drop(reply.send(Err(refusal)));
+    }
+
+    fn act(&mut self, action: Action, now: Now) {
+        match action {
+            Action::Dump(id) => self.dump(&id),
+            Action::Close(id, state) => self.close(&id, state, now),
+        }
+    }
+
+    /// Starts the work of an incident.
+    fn dump(&mut self, id: &str) {
+        let Some(incident) = self.engine.get(id) else { return };
+        let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
+        let of_job = self.registry.of_job(&incident.job);
+        let settings = of_job.first().map(|rank| &rank.settings);
+        let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
+        let plan = Plan {
+            incident: incident.id.clone(),
+            key: incident.job.clone(),
+            attempt: incident.attempt,
+            trigger: incident.trigger.clone(),
+            opened: incident.opened,
+            late_ns: incident.late_ns,
+            subjects,
+            node: self.node.clone(),
+            hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
+            sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
+            timeline_path: path.clone(),
+            fallback_path: self.settings.fallback_path.clone(),
+        };
+        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
+        self.opened += 1;
+        self.told.insert(id.to_string(), Told::default());
+        let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
+        let (give, take) = mpsc::channel();
+        let work = move || {
+            if let Ok(plan) = take.recv() {
+                inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
+            }
+        };
+        match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
+            Ok(_) => drop(give.send(plan)),
+            // Out of threads: it is done here, and everything else waits for it.
+            Err(error) => {
+                warn!("incident {id}: no thread for its dump: {error}");
+                let outcome = dump::run(plan, &self.captures, &self.hurry);
+                self.inbox.post(Command::Finished(Box::new(outcome)));
+            }
+        }
+    }
+
+    fn finished(&mut self, outcome: Outcome, now: Now) {
+        let Outcome { incident: id, path, verdict, sampled_ns } = outcome;
+        let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
+        warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
+        let answer = json!({ "incident": id, "path": path });
+        let told = Told {
+            path: path.clone(),
+            sentence: verdict.sentence,
+            cause: verdict.cause.to_string(),
+            errors: verdict.timing.errors,
+        };
+        self.told.insert(id.clone(), told);
+        let action = self.engine.dumped(&id, now);
+        if let (Some(path), Some(incident)) = (path, self.engine.get(&id)) {
+            let record = Record {
+                id: id.clone(),
+                boot: self.boot.clone(),
+                job: incident.job.name.clone(),
+                instance: incident.job.instance.clone(),
+                attempt: incident.attempt,
+                opened_unix_ns: incident.opened.unix_ns,
+                opened_mono_ns: incident.opened.mono_ns,
+                dumped_mono_ns: sampled_ns,
+                seen: incident.seen.clone(),
+            };
+            dump::write_record(&path, &record);
+        }
+        if let Some(action) = action {
+            self.act(action, now);
+        }
+        for reply in self.waiting.remove(&id).unwrap_or_default() {
+            drop(reply.send(Ok(answer.clone())));
+        }
+        self.kill(&id, now);
+    }
+
+    fn close(&mut self, id: &str, state: State, now: Now) {
+        let resolved = state == State::Resolved;
+        info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
+        let Some(path) = self.told.get(id).and_then(|told| told.path.clone()) else { return };
+        let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
+        let changed = dump::change_verdict(&path, |verdict| {
+            verdict.timing.status = status;
+            verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
+        });
+        if let Err(error) = changed {
+            warn!("incident {id}: {}", chain(&error));
+        }
+    }
+
+    /// XPU_TIMER_HANG_KILL: ends the ranks of a job that still hangs, so that its agent starts them again.
+    fn kill(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.engine.get(id) else { return };
+        let hangs = incident.causes.iter().any(|cause| *cause != Cause::Manual);
+        let ranks: Vec<&Rank> = self.registry.of_job(&incident.job);
+        if !hangs || !ranks.iter().any(|rank| rank.settings.hang_kill) {
+            return;
+        }
+        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
+        for rank in ranks.into_iter().filter(|rank| rank.presence.is_alive()) {
+            let Some(process) = &rank.process else { continue };
+            if let Err(error) = process.signal(Signal::TERM) {
+                warn!("{} cannot be ended: {error}", rank.title());
+            }
+            self.ending.push((now.mono_ns + KILL_AFTER_NS, Arc::clone(process)));
+        }
+    }
+
+    fn end_the_rest(&mut self, now: Now) {
+        self.ending.retain(|(due_ns, process)| {
+            if *due_ns <= now.mono_ns && !process.is_dead() {
+                // It fails when the process has just ended.
+                let _ = process.signal(Signal::KILL);
+            }
+            *due_ns > now.mono_ns
+        });
+    }
+
+    /// Whether something is in work that must not be cut off.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.engine.is_busy() || !self.ending.is_empty()
+    }
+
+    /// Whether a dump is being written.
+    #[must_use]
+    pub fn is_dumping(&self) -> bool {
+        self.engine.incidents().any(|incident| incident.state == State::Open)
+    }
+}
+
+/// A process outside this PID namespace has no pid here; its entry's number stands for it.
+fn cause_pid(rank: &Rank) -> i32 {
+    match rank.pid() {
+        0 => -i32::try_from(rank.id).unwrap_or(i32::MAX),
+        pid => pid,
+    }
+}
+
+fn raise(rank: &Rank) -> Raise {
+    Raise {
+        job: rank.job.clone(),
+        attempt: rank.info.attempt,
+        rank: rank.info.rank,
+        cause: Cause::Manual,
+        operation: None,
+        since_ns: 0,
+        late_ns: 0,
+    }
+}
+
+fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
+    Some((rank.id, rank.ring.as_ref()?.header().ok()?))
+}
+
+fn observation(rank: &Rank, words: &[u64; header::WORDS]) -> Observation {
+    Observation {
+        job: rank.job.clone(),
+        id: rank.id,
+        stopped: rank.process.as_ref().and_then(|process| process.stat()).is_some_and(|stat| stat.is_stopped()),
+        heartbeat_ns: words[header::HEARTBEAT_NS],
+        last_launch_ns: words[header::LAST_LAUNCH_NS],
+        registered_ns: rank.registered_ns,
+        hang_timeout: rank.settings.hang_timeout,
+        idle_timeout: rank.settings.idle_timeout,
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

@@ -1,0 +1,313 @@
+//! The work of one incident, on a thread of its own: two samples, the rings, the verdict, the folder, the viewer. Every step has a
+//! deadline, and a step that fails is an entry in the result.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::{Condvar, Mutex},
+    time::{Duration, Instant},
+};
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Status, Verdict, judge};
+use xpu_timer_proto::{
+    Message,
+    v1::{Evidence, RankEvidence, Trigger},
+};
+
+use crate::{
+    captures::Captures,
+    clock::{self, Now},
+    error::{Error, chain},
+    evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
+    folder::Folder,
+    incident::Record,
+    registry::JobKey,
+    subjects, viewer,
+};
+
+/// What is to be dumped.
+#[derive(Debug)]
+pub struct Plan {
+    /// Name of the incident.
+    pub incident: String,
+    /// Attempt.
+    pub attempt: u32,
+    /// What opened the incident.
+    pub trigger: Trigger,
+    /// When.
+    pub opened: Now,
+    /// How long before that the timeout had run out.
+    pub late_ns: u64,
+    /// The job.
+    pub key: JobKey,
+    /// Its registered ranks on this node, ascending.
+    pub subjects: Vec<Subject>,
+    /// Name of this node.
+    pub node: String,
+    /// Hang timeout of the job.
+    pub hang_timeout: Duration,
+    /// Between the two samples.
+    pub sample_interval: Duration,
+    /// Where the folder goes.
+    pub timeline_path: PathBuf,
+    /// Where it goes when it cannot go there.
+    pub fallback_path: PathBuf,
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub struct Outcome {
+    /// Name of the incident.
+    pub incident: String,
+    /// Its folder; `None` when none could be made.
+    pub path: Option<PathBuf>,
+    /// The verdict.
+    pub verdict: Verdict,
+    /// When the second sample was complete, CLOCK_MONOTONIC.
+    pub sampled_ns: u64,
+}
+
+/// Lets waiting dumps go on at once when the collector is told to end.
+#[derive(Debug, Default)]
+pub struct Hurry {
+    set: Mutex<bool>,
+    changed: Condvar,
+}
+
+impl Hurry {
+    /// No more waiting from now on.
+    pub fn set(&self) {
+        *self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner) = true;
+        self.changed.notify_all();
+    }
+
+    fn wait_until(&self, deadline: Instant) {
+        let set = self.set.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
+        let left = deadline.saturating_duration_since(Instant::now());
+        // Whether it was the time or the hurry makes no difference.
+        drop(self.changed.wait_timeout_while(set, left, |set| !*set));
+    }
+}
+
+/// For one sample of all ranks of the node.
+const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
+/// From the trigger to the finished folder, beyond the sample interval.
+const BUDGET: Duration = Duration::from_millis(2700);
+/// The viewer gets this much even when the samples used up the budget.
+const SHORTEST_VIEW: Duration = Duration::from_millis(300);
+
+/// Dumps, judges and writes one incident.
+pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
+    let begun = Instant::now();
+    subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node);
+    let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
+    sample(&mut plan, captures, 0, &mut taken);
+    hurry.wait_until(begun + plan.sample_interval);
+    sample(&mut plan, captures, 1, &mut taken);
+    let sampled = Now::get();
+
+    let evidence = evidence(&plan, taken);
+    let mut verdict = judge(&evidence);
+    verdict.timing.status = Status::Open;
+    verdict.timing.opened_at = Some(clock::rfc3339(plan.opened.unix_ns));
+    verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
+    let path = write(&plan, &evidence, &mut verdict, begun + plan.sample_interval + BUDGET);
+    Outcome { incident: plan.incident, path, verdict, sampled_ns: sampled.mono_ns }
+}
+
+/// One look at all ranks. Ranks whose process is gone are left to their rings.
+fn sample(plan: &mut Plan, captures: &Captures, which: usize, taken: &mut BTreeMap<u32, Taken>) {
+    for subject in &mut plan.subjects {
+        subject.refresh();
+    }
+    let pids: BTreeMap<i32, u32> =
+        plan.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
+    let asked: Vec<i32> = pids.keys().copied().collect();
+    let result = captures.capture(&asked, CAPTURE_DEADLINE);
+    for subject in &plan.subjects {
+        subject.read_ring(which == 1, taken.entry(subject.rank).or_default());
+    }
+    match result {
+        Ok(processes) => {
+            for process in processes {
+                let Some(taken) = pids.get(&process.pid).and_then(|rank| taken.get_mut(rank)) else { continue };
+                if has_stacks(&process.sample) {
+                    taken.samples[which] = Some(process);
+                } else {
+                    taken.errors.extend(process.sample.errors);
+                }
+            }
+        }
+        Err(error) => {
+            warn!("incident {}: sample {} of pids {asked:?} failed: {error}", plan.incident, which + 1);
+            for rank in pids.values() {
+                taken.entry(*rank).or_default().errors.push(format!("sample {}: {error}", which + 1));
+            }
+        }
+    }
+    // A process that ended meanwhile is dead, not just unreadable.
+    for subject in &mut plan.subjects {
+        subject.refresh();
+    }
+}
+
+fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
+    let (world_size, here) = subjects::world(&plan.subjects);
+    let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
+    if let Some(here) = here {
+        ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
+    }
+    for subject in &plan.subjects {
+        ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
+    }
+    Evidence {
+        incident: plan.incident.clone(),
+        job: plan.key.name.clone(),
+        world_size,
+        attempt: plan.attempt,
+        trigger: Some(plan.trigger.clone()),
+        ranks: ranks.into_values().collect(),
+        hang_timeout_ns: nanoseconds(plan.hang_timeout),
+        sample_interval_ns: nanoseconds(plan.sample_interval),
+    }
+}
+
+/// Writes the folder. What cannot be written is said in the log and in the verdict.
+fn write(plan: &Plan, evidence: &Evidence, verdict: &mut Verdict, deadline: Instant) -> Option<PathBuf> {
+    let incident = &plan.incident;
+    let folder = match Folder::create(&plan.timeline_path, &plan.fallback_path, incident) {
+        Ok((folder, None)) => folder,
+        Ok((folder, Some(error))) => {
+            let problem = format!(
+                "{} cannot be used ({}), the folder is {}",
+                plan.timeline_path.display(),
+                chain(&error),
+                folder.path.display()
+            );
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            folder
+        }
+        Err(error) => {
+            let problem = format!("no folder could be made: {}", chain(&error));
+            warn!("incident {incident}: {problem}");
+            verdict.timing.errors.push(problem);
+            return None;
+        }
+    };
+
+    let mut problems = Problems::default();
+    let world = evidence.world_size;
+    for subject in &plan.subjects {
+        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
+        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
+        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+    }
+    problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
+    folder.release_reserve();
+    verdict.timing.errors.extend(problems.report(incident));
+    finish_times(plan, verdict);
+    write_verdict(&folder, verdict);
+
+    let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
+    if let Err(problem) = viewer::run(&folder.path, left) {
+        warn!("incident {incident}: {problem}");
+        verdict.timing.errors.push(problem);
+    }
+    finish_times(plan, verdict);
+    write_verdict(&folder, verdict);
+    if let Err(error) = folder.link_latest() {
+        warn!("incident {incident}: {}", chain(&error));
+    }
+    Some(folder.path)
+}
+
+fn finish_times(plan: &Plan, verdict: &mut Verdict) {
+    let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
+    verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
+}
+
+/// Writes `verdict.json` and `verdict.txt`, and says in the log what could not be written.
+pub fn write_verdict(folder: &Folder, verdict: &Verdict) {
+    let json = serde_json::to_vec_pretty(verdict).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}").into());
+    for (name, bytes) in [("verdict.txt", verdict.to_text().into_bytes()), ("verdict.json", json)] {
+        if let Err(error) = folder.write(name, &bytes) {
+            warn!("incident {}: {}", verdict.incident, chain(&error));
+        }
+    }
+}
+
+/// Reads a folder's verdict again, changes it, and writes it back.
+///
+/// # Errors
+/// When it cannot be read.
+pub fn change_verdict(path: &Path, change: impl FnOnce(&mut Verdict)) -> Result<(), Error> {
+    let file = path.join("verdict.json");
+    let bytes = std::fs::read(&file).map_err(Error::path("read", &file))?;
+    let mut verdict: Verdict =
+        serde_json::from_slice(&bytes).map_err(|error| Error::path("read", &file)(error.into()))?;
+    change(&mut verdict);
+    write_verdict(&Folder { path: path.into() }, &verdict);
+    Ok(())
+}
+
+/// Name of the file in which one collector tells the next what it knew of an incident.
+pub const RECORD: &str = ".collector.json";
+
+/// Writes the record.
+pub fn write_record(path: &Path, record: &Record) {
+    let json = serde_json::to_vec_pretty(record).unwrap_or_default();
+    if let Err(error) = (Folder { path: path.into() }).write(RECORD, &json) {
+        info!("incident {}: a restarted collector will not know it: {}", record.id, chain(&error));
+    }
+}
+
+fn without_dumps(evidence: &Evidence) -> Evidence {
+    let ranks = evidence.ranks.iter().map(|rank| RankEvidence {
+        rank: rank.rank,
+        presence: rank.presence,
+        dump: None,
+        flight: rank.flight.clone(),
+        node: rank.node.clone(),
+        errors: rank.errors.clone(),
+        exit: rank.exit.clone(),
+    });
+    Evidence {
+        ranks: ranks.collect(),
+        incident: evidence.incident.clone(),
+        job: evidence.job.clone(),
+        trigger: evidence.trigger.clone(),
+        ..*evidence
+    }
+}
+
+/// A full disk refuses every file with the same words: they are said once, with the number of files.
+#[derive(Default)]
+struct Problems {
+    first: Option<String>,
+    count: usize,
+}
+
+impl Problems {
+    fn note(&mut self, result: Result<(), Error>) {
+        if let Err(error) = result {
+            self.count += 1;
+            self.first.get_or_insert_with(|| chain(&error));
+        }
+    }
+
+    fn report(self, incident: &str) -> Option<String> {
+        let first = self.first?;
+        let problem = match self.count {
+            1 => first,
+            count => format!("{first} (and {} more files)", count - 1),
+        };
+        warn!("incident {incident}: {problem}");
+        Some(problem)
+    }
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}

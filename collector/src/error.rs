@@ -1,0 +1,88 @@
+//! What can go wrong in the collector, each with the path, port, pid or rank that it is about.
+
+use std::{io, path::PathBuf};
+
+/// An error of this crate.
+#[derive(Debug, thiserror::Error)]
+pub enum Error {
+    /// A folder that must belong to this user alone does not.
+    #[error("folder {} {problem}", path.display())]
+    Folder {
+        /// The folder.
+        path: PathBuf,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// A file or folder could not be read or written.
+    #[error("cannot {action} {}", path.display())]
+    Path {
+        /// `create`, `write` and the like.
+        action: &'static str,
+        /// What it was done to.
+        path: PathBuf,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+    /// Another collector holds the lock of this socket.
+    #[error("a collector runs already for {} (pid {pid})", path.display())]
+    Running {
+        /// The socket.
+        path: PathBuf,
+        /// Its pid, as the lock file says.
+        pid: String,
+    },
+    /// A descriptor that a hook handed over is not a ring.
+    #[error("the descriptor handed over by pid {pid} is no ring: {problem}")]
+    Ring {
+        /// The peer.
+        pid: i32,
+        /// What is wrong with it.
+        problem: String,
+    },
+    /// Nothing could be captured.
+    #[error("capture: {0}")]
+    Capture(String),
+    /// The operating system refused something that the collector cannot do without.
+    #[error("cannot {action}")]
+    System {
+        /// What was tried.
+        action: &'static str,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
+}
+
+impl Error {
+    /// For `map_err`: an error about a path.
+    pub fn path(action: &'static str, path: impl Into<PathBuf>) -> impl FnOnce(io::Error) -> Error {
+        let path = path.into();
+        move |source| Error::Path { action, path, source }
+    }
+
+    /// For `map_err`: an error of the system.
+    pub fn system<E: Into<io::Error>>(action: &'static str) -> impl FnOnce(E) -> Error {
+        move |source| Error::System { action, source: source.into() }
+    }
+
+    /// Whether the disk was full or a quota used up.
+    #[must_use]
+    pub fn is_full(&self) -> bool {
+        let Error::Path { source, .. } = self else { return false };
+        matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
+    }
+}
+
+/// An error and its sources in one line.
+#[must_use]
+pub fn chain(error: &dyn std::error::Error) -> String {
+    let mut text = error.to_string();
+    let mut source = error.source();
+    while let Some(error) = source {
+        text.push_str(": ");
+        text.push_str(&error.to_string());
+        source = error.source();
+    }
+    text
+}

@@ -1,0 +1,168 @@
+//! The incident folder on disk: new files under temporary names, then renamed; a full or read-only disk is reported and survived.
+
+use std::{
+    fs,
+    io::{self, Write},
+    os::unix::fs::{OpenOptionsExt, symlink},
+    path::{Path, PathBuf},
+};
+
+use crate::{
+    error::Error,
+    safe_path::{create_directories, private_directory},
+};
+
+/// One incident folder that this collector made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Folder {
+    /// `incident-…`.
+    pub path: PathBuf,
+}
+
+/// Set aside while the dumps are written, so that the verdict still fits when they fill the disk.
+const RESERVE: &str = ".reserve";
+const RESERVE_BYTES: usize = 256 * 1024;
+
+impl Folder {
+    /// Makes `incident-ID` in `root`, or in `fallback` when that cannot be written; then the error says why.
+    ///
+    /// # Errors
+    /// When neither can be written.
+    pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
+        let error = match create_directories(root).and_then(|()| Self::create_in(root, id)) {
+            Ok(folder) => return Ok((folder, None)),
+            Err(error) => error,
+        };
+        // Both are in the temporary directory, where everybody may put things.
+        if let Some(parent) = fallback.parent() {
+            private_directory(parent)?;
+        }
+        private_directory(fallback)?;
+        Ok((Self::create_in(fallback, id)?, Some(error)))
+    }
+
+    fn create_in(root: &Path, id: &str) -> Result<Folder, Error> {
+        let path = root.join(format!("incident-{id}"));
+        fs::create_dir(&path).map_err(Error::path("create", &path))?;
+        let folder = Folder { path };
+        if let Err(error) = folder.write_new(RESERVE, &vec![0; RESERVE_BYTES]) {
+            // No room for anything: another place is needed.
+            let _ = fs::remove_dir_all(&folder.path);
+            return Err(error);
+        }
+        Ok(folder)
+    }
+
+    /// Writes a file.
+    ///
+    /// # Errors
+    /// When it cannot be written whole; then nothing of it is left, and an older file of that name stays.
+    pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+        let temporary = format!(".{name}.new");
+        // What a killed collector may have left.
+        let _ = fs::remove_file(self.path.join(&temporary));
+        self.write_new(&temporary, bytes)?;
+        let to = self.path.join(name);
+        fs::rename(self.path.join(&temporary), &to).map_err(Error::path("write", to))
+    }
+
+    /// Gives back the room that was set aside.
+    pub fn release_reserve(&self) {
+        // It is gone when this is done twice.
+        let _ = fs::remove_file(self.path.join(RESERVE));
+    }
+
+    /// Makes `latest` beside the folder point to it, in one step.
+    ///
+    /// # Errors
+    /// When the link cannot be made, for example because `latest` is a folder.
+    pub fn link_latest(&self) -> Result<(), Error> {
+        let (Some(root), Some(name)) = (self.path.parent(), self.path.file_name()) else { return Ok(()) };
+        let latest = root.join("latest");
+        let temporary = root.join(format!(".latest-{}", name.to_string_lossy()));
+        let _ = fs::remove_file(&temporary);
+        let made = symlink(name, &temporary).and_then(|()| fs::rename(&temporary, &latest));
+        made.map_err(|error| {
+            let _ = fs::remove_file(&temporary);
+            Error::path("link", latest)(error)
+        })
+    }
+
+    fn write_new(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+        let path = self.path.join(name);
+        let written = || -> io::Result<()> {
+            let mut options = fs::OpenOptions::new();
+            let mut file = options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(&path)?;
+            file.write_all(bytes)?;
+            // A network file system may report a full disk only here.
+            Ok(nix::unistd::close(file)?)
+        };
+        written().map_err(|error| {
+            let _ = fs::remove_file(&path);
+            Error::path("write", &path)(error)
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn files_are_whole_or_not_there() {
+        let temporary = tempfile::tempdir().unwrap();
+        let root = temporary.path().join("a/b");
+        let (folder, notice) = Folder::create(&root, &temporary.path().join("f"), "1").unwrap();
+        assert!(notice.is_none());
+        folder.write("verdict.json", b"one").unwrap();
+        folder.write("verdict.json", b"two").unwrap();
+        folder.release_reserve();
+        let names: Vec<String> = fs::read_dir(&folder.path)
+            .unwrap()
+            .map(|entry| entry.unwrap().file_name().into_string().unwrap())
+            .collect();
+        assert_eq!(names, ["verdict.json"]);
+        assert_eq!(fs::read(folder.path.join("verdict.json")).unwrap(), b"two");
+        let error = folder.write("no/such", b"x").unwrap_err();
+        assert!(!error.is_full() && error.to_string().contains("no/such"), "{error}");
+    }
+
+    #[test]
+    fn latest_follows_and_a_folder_of_that_name_is_left_alone() {
+        let temporary = tempfile::tempdir().unwrap();
+        let make = |id: &str| Folder::create(temporary.path(), temporary.path(), id).unwrap().0;
+        let (one, two) = (make("1"), make("2"));
+        let latest = temporary.path().join("latest");
+        one.link_latest().unwrap();
+        two.link_latest().unwrap();
+        assert_eq!(fs::read_link(&latest).unwrap(), PathBuf::from("incident-2"));
+        fs::remove_file(&latest).unwrap();
+        fs::create_dir(&latest).unwrap();
+        assert!(one.link_latest().is_err());
+        assert!(latest.is_dir());
+        assert_eq!(fs::read_dir(temporary.path()).unwrap().count(), 3, "no temporary link is left");
+    }
+
+    #[test]
+    fn a_path_that_cannot_be_written_is_replaced_and_named() {
+        let temporary = tempfile::tempdir().unwrap();
+        let file = temporary.path().join("file");
+        fs::write(&file, "").unwrap();
+        let fallback = temporary.path().join("own/timeline");
+        let (folder, notice) = Folder::create(&file.join("below"), &fallback, "1").unwrap();
+        assert_eq!(folder.path, fallback.join("incident-1"));
+        assert!(notice.unwrap().to_string().contains("file/below"));
+    }
+
+    #[test]
+    fn a_link_planted_in_the_temporary_directory_is_not_followed() {
+        let temporary = tempfile::tempdir().unwrap();
+        let target = temporary.path().join("target");
+        fs::create_dir(&target).unwrap();
+        let own = temporary.path().join("own");
+        symlink(&target, &own).unwrap();
+        let error = Folder::create(Path::new("/proc/nowhere"), &own.join("timeline"), "1").unwrap_err();
+        assert!(error.to_string().contains("not a folder"), "{error}");
+        assert_eq!(fs::read_dir(&target).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,82 @@
+//! What other threads (HTTP, dumps, signals) tell the node's loop, which alone owns the state.
+
+use std::{
+    os::fd::OwnedFd,
+    sync::{Arc, mpsc},
+};
+
+use rustix::event::{EventfdFlags, eventfd};
+use serde_json::Value;
+use tokio::sync::oneshot;
+
+use crate::{dump::Outcome, error::Error};
+
+/// A message to the loop.
+#[derive(Debug)]
+pub enum Command {
+    /// `/status`.
+    Status(oneshot::Sender<Value>),
+    /// `/metrics`.
+    Metrics(oneshot::Sender<String>),
+    /// `POST /dump`.
+    Dump {
+        /// Name of the job; `None` when there is only one.
+        job: Option<String>,
+        /// The finished dump, or why there is none.
+        reply: oneshot::Sender<Result<Value, Refusal>>,
+    },
+    /// Folders that may hold incidents.
+    Folders(oneshot::Sender<Vec<std::path::PathBuf>>),
+    /// A dump is finished.
+    Finished(Box<Outcome>),
+    /// SIGTERM or SIGINT.
+    Stop,
+}
+
+/// Why a dump by hand was not made.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub enum Refusal {
+    /// There is no such job; the text says which there are.
+    NoJob(String),
+    /// There are several, and none was named.
+    WhichJob(String),
+}
+
+/// The sending side; cheap to clone.
+#[derive(Debug, Clone)]
+pub struct Inbox {
+    sender: mpsc::Sender<Command>,
+    wake: Arc<OwnedFd>,
+}
+
+impl Inbox {
+    /// An inbox and its receiver.
+    ///
+    /// # Errors
+    /// When there are no descriptors.
+    pub fn new() -> Result<(Inbox, mpsc::Receiver<Command>), Error> {
+        let (sender, receiver) = mpsc::channel();
+        let wake =
+            eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).map_err(Error::system("make an eventfd"))?;
+        Ok((Inbox { sender, wake: Arc::new(wake) }, receiver))
+    }
+
+    /// Sends a message and wakes the loop. Nobody is there to hear it when the loop has ended.
+    pub fn post(&self, command: Command) {
+        let _ = self.sender.send(command);
+        // It only fails when the counter is full: then the loop is awake anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// For poll: readable when there is a message.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.wake
+    }
+
+    /// Takes the wake-ups that have come so far.
+    pub fn clear(&self) {
+        // It only fails when there are none.
+        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+}

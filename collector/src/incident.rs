@@ -1,0 +1,396 @@
+//! Incidents as a state machine: what opens one, what joins it, what closes it. Pure: time and everything seen are passed in, what
+//! is to be done is passed out.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
+
+use crate::{clock::Now, registry::JobKey};
+
+/// Something that is wrong as long as it stands in an incident.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", tag = "kind")]
+pub enum Cause {
+    /// An operation is pending for too long.
+    Operation {
+        /// Process that signalled.
+        pid: i32,
+        /// Ticket of the operation.
+        ticket: u64,
+    },
+    /// No rank launches anything.
+    Idle,
+    /// A watcher stands still.
+    Heartbeat {
+        /// Its process.
+        pid: i32,
+    },
+    /// A process ended without a goodbye.
+    Death {
+        /// The process.
+        pid: i32,
+    },
+    /// Somebody asked for a dump. Nothing is wrong by that alone.
+    Manual,
+}
+
+impl Cause {
+    fn kind(&self) -> TriggerKind {
+        match self {
+            Cause::Operation { .. } => TriggerKind::Operation,
+            Cause::Idle => TriggerKind::Idle,
+            Cause::Heartbeat { .. } => TriggerKind::Heartbeat,
+            Cause::Death { .. } => TriggerKind::Death,
+            Cause::Manual => TriggerKind::Manual,
+        }
+    }
+
+    fn pid(&self) -> Option<i32> {
+        match self {
+            Cause::Operation { pid, .. } | Cause::Heartbeat { pid } | Cause::Death { pid } => Some(*pid),
+            Cause::Idle | Cause::Manual => None,
+        }
+    }
+}
+
+/// A cause that came up, and where.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Raise {
+    /// The job.
+    pub job: JobKey,
+    /// Its attempt.
+    pub attempt: u32,
+    /// The rank that it came from; -1 for none.
+    pub rank: i32,
+    /// What is wrong.
+    pub cause: Cause,
+    /// The operation of [`Cause::Operation`].
+    pub operation: Option<Operation>,
+    /// Since when nothing moved, CLOCK_MONOTONIC: the operation was entered, the last launch, the last heartbeat, the death.
+    pub since_ns: u64,
+    /// How long ago the timeout ran out.
+    pub late_ns: u64,
+}
+
+/// Where an incident is in its life.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize)]
+#[serde(rename_all = "snake_case")]
+pub enum State {
+    /// Its dump is in work.
+    Open,
+    /// Its folder is there; the hang lasts.
+    Dumped,
+    /// What was wrong is over.
+    Resolved,
+    /// The job ended, or it was asked for by hand and is finished.
+    Ended,
+    /// Found on disk after a restart; whether the hang lasts is not known yet.
+    Adopted,
+}
+
+impl State {
+    fn is_open(self) -> bool {
+        matches!(self, State::Open | State::Dumped)
+    }
+}
+
+/// One incident.
+#[derive(Debug, Clone)]
+pub struct Incident {
+    /// Name: UTC time and a number.
+    pub id: String,
+    /// The job.
+    pub job: JobKey,
+    /// Its attempt.
+    pub attempt: u32,
+    /// What opened it.
+    pub trigger: Trigger,
+    /// When it was opened.
+    pub opened: Now,
+    /// How long before that the timeout had run out.
+    pub late_ns: u64,
+    /// Where it is in its life.
+    pub state: State,
+    /// What is wrong now.
+    pub causes: BTreeSet<Cause>,
+    /// Everything that was ever wrong in it.
+    pub seen: BTreeSet<Cause>,
+    /// When its folder was finished.
+    pub dumped: Option<Now>,
+    /// When it was closed.
+    pub closed: Option<Now>,
+    // Since when nothing is wrong any more, and whether that is because ranks went away.
+    quiet_since_ns: Option<u64>,
+    went_away: bool,
+    // How long an adopted incident waits for a signal.
+    adopted_until_ns: u64,
+}
+
+impl Incident {
+    /// Whether it is (or was) more than a dump by hand.
+    #[must_use]
+    pub fn is_hang(&self) -> bool {
+        self.seen.iter().any(|cause| *cause != Cause::Manual)
+    }
+
+    fn add(&mut self, cause: Cause) {
+        self.quiet_since_ns = None;
+        self.seen.insert(cause.clone());
+        self.causes.insert(cause);
+    }
+
+    fn remove(&mut self, keep: impl Fn(&Cause) -> bool, now_ns: u64) -> bool {
+        let before = self.causes.len();
+        self.causes.retain(keep);
+        let hang_left = self.causes.iter().any(|cause| *cause != Cause::Manual);
+        if self.causes.len() < before && !hang_left {
+            self.quiet_since_ns = Some(now_ns);
+        }
+        self.causes.len() < before
+    }
+}
+
+/// What is to be done.
+#[derive(Debug, Clone, PartialEq)]
+pub enum Action {
+    /// Dump the job of this incident.
+    Dump(String),
+    /// Write down that it is over.
+    Close(String, State),
+}
+
+/// What the engine must know of jobs.
+pub trait Jobs {
+    /// Whether any rank of this attempt (and no later attempt) runs.
+    fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
+}
+
+/// All incidents of a node.
+#[derive(Debug, Default)]
+pub struct Engine {
+    incidents: BTreeMap<String, Incident>,
+    // Deaths whose grace has not run out, with the end of it.
+    deaths: Vec<(u64, Raise)>,
+}
+
+/// After the death of one rank the others may be about to end as well: a job that ends altogether is no incident.
+pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
+/// A hang is over when nothing has been wrong for this long: what resolves on one rank is noticed later on another one.
+pub const QUIET_NS: u64 = 1_000_000_000;
+/// Closed incidents are kept for `/status`; the folders stay.
+const MAX_CLOSED: usize = 500;
+
+impl Engine {
+    /// All incidents, oldest first.
+    pub fn incidents(&self) -> impl DoubleEndedIterator<Item = &Incident> {
+        self.incidents.values()
+    }
+
+    /// One incident.
+    #[must_use]
+    pub fn get(&self, id: &str) -> Option<&Incident> {
+        self.incidents.get(id)
+    }
+
+    /// Whether a job hangs as far as is known.
+    #[must_use]
+    pub fn hangs(&self, job: &JobKey) -> bool {
+        self.incidents.values().any(|incident| incident.job == *job && incident.state.is_open() && incident.is_hang())
+    }
+
+    /// Whether a dump is in work.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        !self.deaths.is_empty() || self.incidents.values().any(|incident| incident.state == State::Open)
+    }
+
+    /// Something is wrong: joins the job's open incident, or opens one.
+    pub fn raise(&mut self, raise: Raise, now: Now) -> Option<Action> {
+        let of_job = |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt;
+        // A hang that was dumped takes its later signals even while a dump by hand is in work.
+        let mut open: Vec<&mut Incident> =
+            self.incidents.values_mut().filter(of_job).filter(|incident| incident.state.is_open()).collect();
+        open.sort_by_key(|incident| !incident.is_hang());
+        if let Some(incident) = open.into_iter().next()
+            && (raise.cause != Cause::Manual || incident.state == State::Open)
+        {
+            incident.add(raise.cause);
+            return None;
+        }
+        let adopted = self.incidents.values_mut().filter(of_job).find(|incident| {
+            let dumped_ns = incident.dumped.map_or(incident.opened.mono_ns, |dumped| dumped.mono_ns);
+            incident.state == State::Adopted && (incident.seen.contains(&raise.cause) || raise.since_ns < dumped_ns)
+        });
+        if let Some(incident) = adopted
+            && raise.cause != Cause::Manual
+        {
+            incident.state = State::Dumped;
+            incident.add(raise.cause);
+            return None;
+        }
+        if matches!(raise.cause, Cause::Death { .. }) && raise.since_ns + DEATH_GRACE_NS > now.mono_ns {
+            self.deaths.push((raise.since_ns + DEATH_GRACE_NS, raise));
+            return None;
+        }
+        Some(self.open(raise, now))
+    }
+
+    fn open(&mut self, raise: Raise, now: Now) -> Action {
+        // The part after the second keeps the names in the order of time.
+        let nanos = now.unix_ns % 1_000_000_000;
+        let mut id = format!("{}-{nanos:08x}", crate::clock::compact(now.unix_ns));
+        while self.incidents.contains_key(&id) {
+            id.push('0');
+        }
+        let trigger = Trigger {
+            kind: raise.cause.kind().into(),
+            rank: raise.rank,
+            operation: raise.operation,
+            unix_ns: now.unix_ns,
+        };
+        let incident = Incident {
+            id: id.clone(),
+            job: raise.job,
+            attempt: raise.attempt,
+            trigger,
+            opened: now,
+            late_ns: raise.late_ns,
+            state: State::Open,
+            causes: BTreeSet::from([raise.cause.clone()]),
+            seen: BTreeSet::from([raise.cause]),
+            dumped: None,
+            closed: None,
+            quiet_since_ns: None,
+            went_away: false,
+            adopted_until_ns: 0,
+        };
+        self.incidents.insert(id.clone(), incident);
+        Action::Dump(id)
+    }
+
+    /// The incident whose dump a request by hand has joined or opened.
+    #[must_use]
+    pub fn in_work(&self, job: &JobKey) -> Option<&Incident> {
+        self.incidents.values().rev().find(|incident| incident.job == *job && incident.state == State::Open)
+    }
+
+    /// Something is no longer wrong.
+    pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
+        for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
+            incident.remove(|other| other != cause, now.mono_ns);
+        }
+    }
+
+    /// A process left or died: what it had signalled can no longer resolve.
+    pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
+        for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
+            let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
+            if incident.remove(keep, now.mono_ns) && incident.quiet_since_ns.is_some() {
+                incident.went_away = true;
+            }
+        }
+    }
+
+    /// The folder of an incident is finished, or could not be made.
+    pub fn dumped(&mut self, id: &str, now: Now) -> Option<Action> {
+        let incident = self.incidents.get_mut(id)?;
+        incident.dumped = Some(now);
+        incident.state = State::Dumped;
+        incident.causes.remove(&Cause::Manual);
+        if incident.is_hang() {
+            return None;
+        }
+        Some(close(incident, State::Ended, now))
+    }
+
+    /// Closes what is over, and opens what waited for its grace.
+    pub fn tick(&mut self, jobs: &impl Jobs, now: Now) -> Vec<Action> {
+        let mut actions = Vec::new();
+        let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
+        self.deaths = waiting;
+        let due: Vec<(u64, Raise)> = due;
+        for (_, death) in due {
+            if jobs.is_alive(&death.job, death.attempt) {
+                actions.extend(self.raise(death, now));
+            }
+        }
+        for incident in self.incidents.values_mut() {
+            let over = match incident.state {
+                State::Dumped if !jobs.is_alive(&incident.job, incident.attempt) => Some(State::Ended),
+                State::Dumped => incident
+                    .quiet_since_ns
+                    .filter(|since| since + QUIET_NS <= now.mono_ns)
+                    .map(|_| if incident.went_away { State::Ended } else { State::Resolved }),
+                State::Adopted if incident.adopted_until_ns <= now.mono_ns => {
+                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    Some(if alive { State::Resolved } else { State::Ended })
+                }
+                _ => None,
+            };
+            if let Some(state) = over {
+                actions.push(close(incident, state, now));
+            }
+        }
+        let closed: Vec<String> =
+            self.incidents.values().filter(|incident| incident.closed.is_some()).map(|i| i.id.clone()).collect();
+        for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
+            self.incidents.remove(id);
+        }
+        actions
+    }
+
+    /// An incident that an earlier collector left open on disk. Its signals come again if its hang lasts.
+    pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
+        let incident = Incident {
+            id: record.id.clone(),
+            job: JobKey { name: record.job, instance: record.instance },
+            attempt: record.attempt,
+            trigger: Trigger::default(),
+            opened: Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns },
+            late_ns: 0,
+            state: State::Adopted,
+            causes: BTreeSet::new(),
+            seen: record.seen,
+            dumped: Some(Now { mono_ns: record.dumped_mono_ns, unix_ns: record.opened_unix_ns }),
+            closed: None,
+            quiet_since_ns: None,
+            went_away: false,
+            adopted_until_ns: now.mono_ns + wait_ns,
+        };
+        self.incidents.entry(record.id).or_insert(incident);
+    }
+}
+
+fn close(incident: &mut Incident, state: State, now: Now) -> Action {
+    incident.state = state;
+    incident.closed = Some(now);
+    Action::Close(incident.id.clone(), state)
+}
+
+/// What a collector writes beside the verdict for the one that is started after it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Record {
+    /// Name of the incident.
+    pub id: String,
+    /// Boot in which the monotonic times and pids mean something.
+    pub boot: String,
+    /// [`JobKey::name`].
+    pub job: String,
+    /// [`JobKey::instance`].
+    pub instance: String,
+    /// Attempt.
+    pub attempt: u32,
+    /// When it was opened.
+    pub opened_unix_ns: u64,
+    /// The same, CLOCK_MONOTONIC.
+    pub opened_mono_ns: u64,
+    /// When its second sample was taken.
+    pub dumped_mono_ns: u64,
+    /// What was wrong.
+    pub seen: BTreeSet<Cause>,
+}
+
+#[cfg(test)]
+#[path = "incident_tests.rs"]
+mod tests;

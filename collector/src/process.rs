@@ -1,0 +1,289 @@
+//! What /proc tells of a process, its identity (pid and start time), its end, and a handle that cannot hit another process.
+
+use std::{fs, io, os::fd::OwnedFd, os::unix::fs::MetadataExt};
+
+use nix::sys::signal;
+use rustix::{
+    event::{PollFd, PollFlags, Timespec, poll},
+    process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
+};
+use xpu_timer_proto::{env::Source, v1::RankInfo};
+
+use crate::pidfd;
+
+/// Fields of `/proc/PID/stat` that the collector uses.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Stat {
+    /// One letter, as `ps` shows it.
+    pub state: char,
+    /// Parent.
+    pub parent: i32,
+    /// Start time in clock ticks since boot: with the pid it identifies a process.
+    pub start: u64,
+    /// Wait status of a zombie, 0 otherwise.
+    pub wait_status: i32,
+}
+
+impl Stat {
+    /// `None` when there is no such process.
+    #[must_use]
+    pub fn of(pid: i32) -> Option<Stat> {
+        Self::parse(&fs::read_to_string(format!("/proc/{pid}/stat")).ok()?)
+    }
+
+    fn parse(line: &str) -> Option<Stat> {
+        // The command stands in parentheses and may hold any character, parentheses included.
+        let fields: Vec<&str> = line.rsplit_once(')')?.1.split_whitespace().collect();
+        Some(Stat {
+            state: fields.first()?.chars().next()?,
+            parent: fields.get(1)?.parse().ok()?,
+            start: fields.get(19)?.parse().ok()?,
+            wait_status: fields.get(49).and_then(|field| field.parse().ok()).unwrap_or(0),
+        })
+    }
+
+    /// Stopped by a signal or a debugger.
+    #[must_use]
+    pub fn is_stopped(&self) -> bool {
+        matches!(self.state, 'T' | 't')
+    }
+
+    /// No longer running.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        matches!(self.state, 'Z' | 'X' | 'x')
+    }
+}
+
+/// Whether `ancestor` is a parent, grandparent, … of `pid`.
+#[must_use]
+pub fn descends(pid: i32, ancestor: i32) -> bool {
+    let mut pid = pid;
+    // A chain that changes under the reader could go round in circles.
+    for _ in 0..64 {
+        match Stat::of(pid) {
+            Some(stat) if stat.parent == ancestor => return true,
+            Some(stat) if stat.parent > 1 => pid = stat.parent,
+            _ => return false,
+        }
+    }
+    false
+}
+
+/// argv, joined by spaces, at most 4,096 bytes.
+#[must_use]
+pub fn command(pid: i32) -> String {
+    let mut bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    bytes.truncate(4096);
+    String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace('\0', " ")
+}
+
+/// A process that is held on to: the handle never means another process that got the same pid.
+#[derive(Debug)]
+pub struct Handle {
+    /// Its pid in the collector's namespace.
+    pub pid: i32,
+    /// Start time, as in [`Stat`].
+    pub start: u64,
+    fd: OwnedFd,
+}
+
+impl Handle {
+    /// # Errors
+    /// When there is no such process.
+    pub fn open(pid: i32) -> io::Result<Handle> {
+        let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
+        let fd = pidfd_open(raw, PidfdFlags::empty())?;
+        let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
+        let handle = Handle { pid, start, fd };
+        // The start time is that of this process only if the process was still there after it had been read.
+        if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
+            return Err(io::ErrorKind::NotFound.into());
+        }
+        Ok(handle)
+    }
+
+    /// For poll: readable once the process has ended.
+    #[must_use]
+    pub fn fd(&self) -> &OwnedFd {
+        &self.fd
+    }
+
+    /// Whether the process has ended, a zombie included.
+    #[must_use]
+    pub fn is_dead(&self) -> bool {
+        let mut fds = [PollFd::new(&self.fd, PollFlags::IN)];
+        let none = Timespec { tv_sec: 0, tv_nsec: 0 };
+        matches!(poll(&mut fds, Some(&none)), Ok(1..))
+    }
+
+    /// The process's stat line, if the pid is still this process.
+    #[must_use]
+    pub fn stat(&self) -> Option<Stat> {
+        Stat::of(self.pid).filter(|stat| stat.start == self.start)
+    }
+
+    /// How it ended: `exit code 1`, `killed by SIGKILL`; `None` while it runs, and when the kernel does not tell.
+    #[must_use]
+    pub fn exit(&self) -> Option<String> {
+        if !self.is_dead() {
+            return None;
+        }
+        let zombie = self.stat().filter(Stat::is_dead).map(|stat| stat.wait_status);
+        pidfd::wait_status(&self.fd).or(zombie).map(describe)
+    }
+
+    /// Sends a signal to this process and no other.
+    ///
+    /// # Errors
+    /// When it has ended, or belongs to somebody else.
+    pub fn signal(&self, signal: Signal) -> io::Result<()> {
+        Ok(pidfd_send_signal(&self.fd, signal)?)
+    }
+}
+
+/// A wait status in words.
+fn describe(status: i32) -> String {
+    let number = status & 0x7f;
+    if number == 0 {
+        return format!("exit code {}", (status >> 8) & 0xff);
+    }
+    let name = signal::Signal::try_from(number).map_or_else(|_| format!("signal {number}"), |s| s.as_str().into());
+    let core = if status & 0x80 == 0 { "" } else { " (core dumped)" };
+    format!("killed by {name}{core}")
+}
+
+/// A process of this user that carries the environment of a rank and was started under our launcher.
+#[derive(Debug, Clone)]
+pub struct Found {
+    /// Pid.
+    pub pid: i32,
+    /// Parent.
+    pub parent: i32,
+    /// Start time.
+    pub start: u64,
+    /// Who it is in its job.
+    pub info: RankInfo,
+    /// Which of several jobs of one name; see [`instance`].
+    pub instance: String,
+}
+
+/// All processes of `uid` with a rank in their environment and our hook in `LD_PRELOAD` or mapped.
+#[must_use]
+pub fn scan(uid: u32) -> Vec<Found> {
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter(|entry| entry.metadata().is_ok_and(|folder| folder.uid() == uid))
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter_map(found)
+        .collect()
+}
+
+fn found(pid: i32) -> Option<Found> {
+    let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
+    let source = Source::of_environ(&environ);
+    let mut info = source.rank_info();
+    if info.rank < 0 || !(source.text("LD_PRELOAD").is_some_and(|list| list.contains(HOOK)) || maps_hook(pid)) {
+        return None;
+    }
+    let stat = Stat::of(pid).filter(|stat| !stat.is_dead())?;
+    info.pid = pid;
+    info.command = command(pid);
+    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance(&source) })
+}
+
+const HOOK: &str = "xpu_timer_hook";
+
+fn maps_hook(pid: i32) -> bool {
+    fs::read(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.windows(HOOK.len()).any(|word| word == HOOK.as_bytes()))
+}
+
+/// What tells jobs of one name on one node apart, such as two runs of torchrun, which are both called `none`: the
+/// rendezvous of torch, the namespace of PMIx, the step of Slurm. Equal on all ranks of a job; empty when none is set.
+#[must_use]
+pub fn instance(source: &Source) -> String {
+    let torch = source.text("MASTER_PORT").map(|port| {
+        let address = source.text("MASTER_ADDR").unwrap_or_default();
+        format!("{address}:{port}")
+    });
+    torch.or_else(|| source.text("PMIX_NAMESPACE")).or_else(|| source.text("SLURM_STEP_ID")).unwrap_or_default()
+}
+
+/// [`instance`] of a running process.
+#[must_use]
+pub fn instance_of(pid: i32) -> String {
+    fs::read(format!("/proc/{pid}/environ")).map(|environ| instance(&Source::of_environ(&environ))).unwrap_or_default()
+}
+
+/// Name of this machine.
+#[must_use]
+pub fn host_name() -> String {
+    fs::read_to_string("/proc/sys/kernel/hostname").map(|name| name.trim().to_string()).unwrap_or_default()
+}
+
+/// Identity of this boot: CLOCK_MONOTONIC and start times of another boot mean nothing in this one.
+#[must_use]
+pub fn boot_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::Command;
+
+    use super::*;
+
+    #[test]
+    fn a_command_with_parentheses_does_not_confuse_the_parser() {
+        let mut fields = vec!["0"; 50];
+        (fields[0], fields[1], fields[19], fields[49]) = ("T", "42", "777", "9");
+        let stat = Stat::parse(&format!("12 (a) b (c)) {}\n", fields.join(" "))).unwrap();
+        assert_eq!(stat, Stat { state: 'T', parent: 42, start: 777, wait_status: 9 });
+        assert!(stat.is_stopped() && !stat.is_dead());
+        assert_eq!(Stat::parse("12 (x"), None);
+    }
+
+    #[test]
+    fn the_end_of_a_process_is_told() {
+        let wait = |child: &mut std::process::Child| {
+            let handle = Handle::open(child.id() as i32).unwrap();
+            child.kill().unwrap();
+            // Not yet waited for: a zombie. Then reaped: only the pidfd knows.
+            while !handle.is_dead() {
+                std::thread::yield_now();
+            }
+            let zombie = handle.exit();
+            child.wait().unwrap();
+            (zombie, handle.exit(), handle.stat())
+        };
+        let (zombie, reaped, stat) = wait(&mut Command::new("sleep").arg("60").spawn().unwrap());
+        assert_eq!(zombie.as_deref(), Some("killed by SIGKILL"));
+        // Kernels before 6.15 do not tell of a reaped process.
+        assert!(reaped.is_none() || reaped.as_deref() == Some("killed by SIGKILL"), "{reaped:?}");
+        assert_eq!(stat, None);
+    }
+
+    #[test]
+    fn wait_statuses_in_words() {
+        assert_eq!(describe(0), "exit code 0");
+        assert_eq!(describe(3 << 8), "exit code 3");
+        assert_eq!(describe(11 | 0x80), "killed by SIGSEGV (core dumped)");
+        assert_eq!(describe(40), "killed by signal 40");
+    }
+
+    #[test]
+    fn a_child_descends_from_its_parent() {
+        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
+        let (pid, own) = (child.id() as i32, std::process::id() as i32);
+        assert!(descends(pid, own) && !descends(own, pid));
+        child.kill().unwrap();
+        child.wait().unwrap();
+    }
+
+    #[test]
+    fn jobs_of_one_name_are_told_apart() {
+        assert_eq!(instance(&Source::of_environ(b"MASTER_ADDR=h\0MASTER_PORT=29500\0")), "h:29500");
+        assert_eq!(instance(&Source::of_environ(b"PMIX_NAMESPACE=prterun-1\0")), "prterun-1");
+        assert_eq!(instance(&Source::of_environ(b"PATH=/bin\0")), "");
+    }
+}

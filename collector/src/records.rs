@@ -1,0 +1,88 @@
+//! Incidents on disk: those that an earlier collector left open, and the list of all.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::{Value, json};
+use xpu_timer_analysis::{Status, Verdict};
+
+use crate::{dump::RECORD, incident::Record};
+
+/// Only the newest folders are looked at: an open incident is not older than its job.
+const NEWEST: usize = 200;
+/// No verdict is larger; a file that is was not written by a collector.
+const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
+
+/// Incidents of this boot whose verdict still says `open`, with their folders.
+#[must_use]
+pub fn open_in(root: &Path, boot: &str) -> Vec<(PathBuf, Record)> {
+    let mut folders = folders(root);
+    folders.reverse();
+    let of = |folder: PathBuf| {
+        let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
+        let open = verdict(&folder)?.timing.status == Status::Open;
+        (open && record.boot == boot).then_some((folder, record))
+    };
+    folders.into_iter().take(NEWEST).filter_map(of).collect()
+}
+
+/// All incidents below some folders, oldest first, as `/incidents` shows them.
+#[must_use]
+pub fn list(roots: &[PathBuf]) -> Vec<Value> {
+    let mut all: Vec<(String, Value)> = Vec::new();
+    for folder in roots.iter().flat_map(|root| folders(root)) {
+        let Some(verdict) = verdict(&folder) else { continue };
+        let line = json!({
+            "incident": id(&folder),
+            "path": folder,
+            "job": verdict.job,
+            "status": verdict.timing.status,
+            "opened_at": verdict.timing.opened_at,
+            "cause": verdict.cause,
+            "culprits": verdict.culprits,
+            "sentence": verdict.sentence,
+        });
+        all.push((id(&folder), line));
+    }
+    all.sort_by(|one, other| one.0.cmp(&other.0));
+    all.into_iter().map(|(_, line)| line).collect()
+}
+
+/// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.
+#[must_use]
+pub fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
+    let folder = roots.iter().flat_map(|root| folders(root)).find(|folder| id(folder) == wanted)?;
+    read(&folder.join("verdict.json"))
+}
+
+fn id(folder: &Path) -> String {
+    let name = folder.file_name().unwrap_or_default().to_string_lossy();
+    name.strip_prefix("incident-").unwrap_or(&name).to_string()
+}
+
+fn folders(root: &Path) -> Vec<PathBuf> {
+    let mut folders: Vec<PathBuf> = fs::read_dir(root)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-"))
+        .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
+        .map(|entry| entry.path())
+        .collect();
+    folders.sort();
+    folders
+}
+
+fn verdict(folder: &Path) -> Option<Verdict> {
+    serde_json::from_slice(&read(&folder.join("verdict.json"))?).ok()
+}
+
+fn read(path: &Path) -> Option<Vec<u8>> {
+    let status = fs::symlink_metadata(path).ok()?;
+    if !status.is_file() || status.len() > MAX_JSON_BYTES {
+        return None;
+    }
+    fs::read(path).ok()
+}

@@ -1,0 +1,492 @@
+//! Which ranks there are: by job, attempt and rank, and by process (pid and start time). No sockets and no clock of its own.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    fmt,
+    path::PathBuf,
+    sync::Arc,
+    time::Duration,
+};
+
+use xpu_timer_proto::v1::{Hello, RankInfo};
+
+use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
+
+/// Tells jobs apart.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct JobKey {
+    /// The job's name; may be empty.
+    pub name: String,
+    /// Which of several jobs of this name: [`process::instance`], or the pid of a process without a rank.
+    pub instance: String,
+}
+
+impl fmt::Display for JobKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match (self.name.as_str(), self.instance.as_str()) {
+            ("", "") => f.write_str("(no name)"),
+            (name, "") => f.write_str(name),
+            ("", instance) => f.write_str(instance),
+            (name, instance) => write!(f, "{name} ({instance})"),
+        }
+    }
+}
+
+/// Identity of an entry, never used again.
+pub type RankId = u64;
+/// Identity of a connection, never used again.
+pub type ConnectionId = u64;
+
+/// Whether the process of an entry is there.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Presence {
+    /// Connected.
+    Present,
+    /// Alive, but its connection ended: it executed another program, or will come again.
+    Detached,
+    /// Gone without a goodbye.
+    Dead,
+    /// Said goodbye, or belongs to an earlier attempt.
+    Left,
+}
+
+impl Presence {
+    /// As `/status` shows it.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Presence::Present => "present",
+            Presence::Detached => "detached",
+            Presence::Dead => "dead",
+            Presence::Left => "left",
+        }
+    }
+
+    /// Whether its process runs.
+    #[must_use]
+    pub fn is_alive(self) -> bool {
+        matches!(self, Presence::Present | Presence::Detached)
+    }
+}
+
+/// What a rank said about its job's settings.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct JobSettings {
+    /// Seconds an operation may stay incomplete.
+    pub hang_timeout: Duration,
+    /// Without any launch; zero is off.
+    pub idle_timeout: Duration,
+    /// Between the two samples.
+    pub sample_interval: Duration,
+    /// Folder of the incident folders.
+    pub timeline_path: PathBuf,
+    /// End the ranks after the dump.
+    pub hang_kill: bool,
+}
+
+impl JobSettings {
+    fn new(hello: &Hello, settings: &Settings) -> Self {
+        let or = |ms: u64, default| if ms == 0 { default } else { Duration::from_millis(ms) };
+        JobSettings {
+            hang_timeout: or(hello.hang_timeout_ms, settings.hang_timeout),
+            idle_timeout: Duration::from_millis(hello.idle_timeout_ms),
+            sample_interval: or(hello.sample_interval_ms, settings.sample_interval),
+            timeline_path: match hello.timeline_path.as_str() {
+                "" => settings.timeline_path.clone(),
+                path => path.into(),
+            },
+            hang_kill: hello.hang_kill,
+        }
+    }
+}
+
+/// One registered process.
+#[derive(Debug)]
+pub struct Rank {
+    /// Identity of this entry.
+    pub id: RankId,
+    /// Its job.
+    pub job: JobKey,
+    /// Who it says that it is.
+    pub info: RankInfo,
+    /// The process; `None` when it cannot be seen from this PID namespace.
+    pub process: Option<Arc<Handle>>,
+    /// Its flight record; `None` when it handed over none.
+    pub ring: Option<Arc<RingFile>>,
+    /// What it said of its job.
+    pub settings: JobSettings,
+    /// Whether it is there.
+    pub presence: Presence,
+    /// A helper process of a rank, which inherited the rank's variables: watched, but no rank of its own.
+    pub auxiliary: bool,
+    /// How it ended, when known.
+    pub exit: Option<String>,
+    /// CLOCK_MONOTONIC at which it registered.
+    pub registered_ns: u64,
+    /// CLOCK_MONOTONIC at which it ended or left.
+    pub ended_ns: u64,
+    connection: Option<ConnectionId>,
+}
+
+impl Rank {
+    /// Pid in the collector's namespace; 0 when not visible.
+    #[must_use]
+    pub fn pid(&self) -> i32 {
+        self.process.as_ref().map_or(0, |process| process.pid)
+    }
+
+    /// For messages.
+    #[must_use]
+    pub fn title(&self) -> String {
+        format!("rank {} (pid {}) of job {}", self.info.rank, self.pid(), self.job)
+    }
+}
+
+/// What registering changed besides the new entry.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct Registered {
+    /// The new or updated entry.
+    pub id: RankId,
+    /// Jobs of which an earlier attempt was superseded.
+    pub new_attempt: bool,
+    /// One sentence for the log, when something is odd.
+    pub remark: Option<String>,
+}
+
+/// All entries.
+#[derive(Debug, Default)]
+pub struct Registry {
+    ranks: BTreeMap<RankId, Rank>,
+    next: RankId,
+}
+
+/// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
+const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
+/// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
+const MAX_ENDED: usize = 4096;
+
+impl Registry {
+    /// All entries, oldest first.
+    pub fn ranks(&self) -> impl Iterator<Item = &Rank> {
+        self.ranks.values()
+    }
+
+    /// One entry.
+    #[must_use]
+    pub fn get(&self, id: RankId) -> Option<&Rank> {
+        self.ranks.get(&id)
+    }
+
+    /// The entry of a connection.
+    #[must_use]
+    pub fn by_connection(&self, connection: ConnectionId) -> Option<&Rank> {
+        self.ranks.values().find(|rank| rank.connection == Some(connection))
+    }
+
+    /// All jobs that have an entry.
+    #[must_use]
+    pub fn jobs(&self) -> BTreeSet<JobKey> {
+        self.ranks.values().map(|rank| rank.job.clone()).collect()
+    }
+
+    /// The ranks of a job in its newest attempt, ascending, at most one entry a rank; helpers are left out.
+    #[must_use]
+    pub fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
+        let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary);
+        let attempt = entries().map(|rank| rank.info.attempt).max().unwrap_or(0);
+        let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
+        for rank in entries().filter(|rank| rank.info.attempt == attempt) {
+            // The entry that is alive, else the newest, which comes last.
+            let keep =
+                ranks.get(&rank.info.rank).is_some_and(|old| old.presence.is_alive() && !rank.presence.is_alive());
+            if !keep {
+                ranks.insert(rank.info.rank, rank);
+            }
+        }
+        ranks.into_values().collect()
+    }
+
+    /// Whether any process of a job runs.
+    #[must_use]
+    pub fn is_alive(&self, job: &JobKey) -> bool {
+        self.ranks.values().any(|rank| rank.job == *job && rank.presence.is_alive())
+    }
+
+    /// A hook said hello.
+    pub fn hello(
+        &mut self,
+        connection: ConnectionId,
+        process: Option<Arc<Handle>>,
+        hello: &Hello,
+        ring: Option<Arc<RingFile>>,
+        settings: &Settings,
+        now_ns: u64,
+    ) -> Registered {
+        let info = hello.rank.clone().unwrap_or_else(|| RankInfo { rank: -1, ..Default::default() });
+        let instance = process.as_ref().map(|process| process::instance_of(process.pid)).unwrap_or_default();
+        let same = |rank: &Rank| match (&rank.process, &process) {
+            (Some(old), Some(new)) => (old.pid, old.start) == (new.pid, new.start),
+            _ => false,
+        };
+        let known = self.ranks.values().find(|rank| same(rank)).map(|rank| rank.id);
+        let id = known.unwrap_or_else(|| {
+            self.next += 1;
+            self.next
+        });
+        let rank = Rank {
+            id,
+            job: key(&info, instance, process.as_ref().map_or(0, |process| process.pid)),
+            info,
+            process,
+            ring,
+            settings: JobSettings::new(hello, settings),
+            presence: Presence::Present,
+            auxiliary: false,
+            exit: None,
+            registered_ns: now_ns,
+            ended_ns: 0,
+            connection: Some(connection),
+        };
+        self.ranks.insert(id, rank);
+        self.settle(id, now_ns)
+    }
+
+    /// A rank or its world became known or changed. `None` when the connection has not said hello.
+    pub fn changed(&mut self, connection: ConnectionId, info: RankInfo, now_ns: u64) -> Option<Registered> {
+        let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
+        let instance = rank.process.as_ref().map(|process| process::instance_of(process.pid)).unwrap_or_default();
+        rank.job = key(&info, instance, rank.pid());
+        rank.info = info;
+        let id = rank.id;
+        Some(self.settle(id, now_ns))
+    }
+
+    /// The process of this connection ends by itself.
+    pub fn goodbye(&mut self, connection: ConnectionId, now_ns: u64) -> Option<RankId> {
+        let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
+        rank.presence = Presence::Left;
+        rank.ended_ns = now_ns;
+        Some(rank.id)
+    }
+
+    /// A connection ended; the process may live on.
+    pub fn disconnected(&mut self, connection: ConnectionId) -> Option<RankId> {
+        let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
+        rank.connection = None;
+        if rank.presence == Presence::Present {
+            rank.presence = Presence::Detached;
+        }
+        Some(rank.id)
+    }
+
+    /// A process ended. True when nobody had said goodbye.
+    pub fn ended(&mut self, id: RankId, exit: Option<String>, now_ns: u64) -> bool {
+        let Some(rank) = self.ranks.get_mut(&id) else { return false };
+        rank.exit = exit.or(rank.exit.take());
+        let died = rank.presence.is_alive();
+        if died {
+            rank.presence = Presence::Dead;
+            rank.ended_ns = now_ns;
+        }
+        died
+    }
+
+    /// Forgets jobs that ended long ago.
+    pub fn forget(&mut self, now_ns: u64) {
+        let alive: BTreeSet<JobKey> =
+            self.ranks.values().filter(|rank| rank.presence.is_alive()).map(|rank| rank.job.clone()).collect();
+        self.ranks.retain(|_, rank| {
+            alive.contains(&rank.job) || rank.presence.is_alive() || now_ns < rank.ended_ns + FORGET_AFTER_NS
+        });
+        let ended: Vec<RankId> =
+            self.ranks.values().filter(|rank| !rank.presence.is_alive()).map(|rank| rank.id).collect();
+        for id in ended.iter().take(ended.len().saturating_sub(MAX_ENDED)) {
+            self.ranks.remove(id);
+        }
+    }
+
+    /// Finds the place of a new or changed entry among the others of its job.
+    fn settle(&mut self, id: RankId, now_ns: u64) -> Registered {
+        let mut result = Registered { id, ..Default::default() };
+        let Some(new) = self.ranks.get(&id) else { return result };
+        let (job, rank, attempt, pid) = (new.job.clone(), new.info.rank, new.info.attempt, new.pid());
+
+        let mut auxiliary = Vec::new();
+        let mut superseded = Vec::new();
+        for old in self.ranks.values().filter(|old| old.id != id && old.job == job) {
+            if old.info.attempt < attempt {
+                superseded.push(old.id);
+                result.new_attempt |= !old.auxiliary;
+            } else if old.info.attempt == attempt && old.info.rank == rank && !old.auxiliary {
+                if !old.presence.is_alive() {
+                    superseded.push(old.id);
+                } else if process::descends(pid, old.pid()) {
+                    auxiliary.push(id);
+                } else if process::descends(old.pid(), pid) {
+                    auxiliary.push(old.id);
+                } else {
+                    superseded.push(old.id);
+                    result.remark = Some(format!(
+                        "two living processes say that they are rank {rank} of job {job}: pid {} and pid {pid}; the newer one is \
+                         taken. Give the jobs different names with XPU_TIMER_JOB if they are two",
+                        old.pid()
+                    ));
+                }
+            }
+        }
+        for id in auxiliary {
+            if let Some(rank) = self.ranks.get_mut(&id) {
+                rank.auxiliary = true;
+            }
+        }
+        for id in superseded {
+            if let Some(rank) = self.ranks.get_mut(&id) {
+                rank.presence = Presence::Left;
+                rank.ended_ns = now_ns;
+            }
+        }
+        result
+    }
+}
+
+/// A process that does not know its rank is a job of its own until it does.
+fn key(info: &RankInfo, instance: String, pid: i32) -> JobKey {
+    let instance = if info.rank < 0 { format!("pid {pid}") } else { instance };
+    JobKey { name: info.job.clone(), instance }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Child, Command};
+
+    use xpu_timer_proto::env::Source;
+
+    use super::*;
+
+    struct Sleeper(Child);
+    impl Sleeper {
+        fn new() -> Self {
+            Sleeper(Command::new("sleep").arg("600").env_clear().env("PATH", "/bin:/usr/bin").spawn().unwrap())
+        }
+        fn handle(&self) -> Option<Arc<Handle>> {
+            Some(Arc::new(Handle::open(self.0.id() as i32).unwrap()))
+        }
+    }
+    impl Drop for Sleeper {
+        fn drop(&mut self) {
+            let _ = self.0.kill();
+            let _ = self.0.wait();
+        }
+    }
+
+    fn settings() -> Settings {
+        Settings::new(&Source::new(|_| None, ""), None, "/tmp".into(), 0)
+    }
+
+    fn hello(rank: i32, attempt: u32) -> Hello {
+        let rank = RankInfo { rank, world_size: 4, attempt, job: "j".into(), ..Default::default() };
+        Hello { rank: Some(rank), ..Default::default() }
+    }
+
+    fn job() -> JobKey {
+        JobKey { name: "j".into(), instance: String::new() }
+    }
+
+    fn ranks(registry: &Registry) -> Vec<(i32, Presence)> {
+        registry.of_job(&job()).iter().map(|rank| (rank.info.rank, rank.presence)).collect()
+    }
+
+    #[test]
+    fn goodbye_is_left_silence_is_detached_then_dead() {
+        let (a, b) = (Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        registry.hello(10, a.handle(), &hello(1, 0), None, &settings(), 5);
+        let second = registry.hello(11, b.handle(), &hello(0, 0), None, &settings(), 5).id;
+        assert_eq!(ranks(&registry), [(0, Presence::Present), (1, Presence::Present)]);
+        let left = registry.goodbye(10, 6).unwrap();
+        registry.disconnected(10);
+        assert_eq!(registry.disconnected(11), Some(second));
+        assert_eq!(ranks(&registry), [(0, Presence::Detached), (1, Presence::Left)]);
+        assert!(!registry.ended(left, Some("exit code 0".into()), 7), "it had said goodbye");
+        assert!(registry.ended(second, Some("killed by SIGKILL".into()), 7));
+        assert_eq!(ranks(&registry), [(0, Presence::Dead), (1, Presence::Left)]);
+        assert!(!registry.is_alive(&job()));
+        registry.forget(8);
+        assert_eq!(registry.ranks().count(), 2);
+        registry.forget(8 + FORGET_AFTER_NS);
+        assert_eq!(registry.ranks().count(), 0);
+    }
+
+    #[test]
+    fn the_same_process_keeps_its_entry_and_another_one_of_that_pid_does_not() {
+        let a = Sleeper::new();
+        let mut registry = Registry::default();
+        let first = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1).id;
+        registry.disconnected(1);
+        let again = registry.hello(2, a.handle(), &hello(0, 0), None, &settings(), 2).id;
+        assert_eq!((first, ranks(&registry)), (again, vec![(0, Presence::Present)]));
+        let mut reused = Handle::open(a.0.id() as i32).unwrap();
+        reused.start += 1;
+        assert!(registry.ended(again, None, 3));
+        let other = registry.hello(3, Some(Arc::new(reused)), &hello(0, 0), None, &settings(), 4).id;
+        assert_ne!(other, first);
+        assert_eq!(ranks(&registry), [(0, Presence::Present)]);
+        assert_eq!(registry.get(first).unwrap().presence, Presence::Left);
+    }
+
+    #[test]
+    fn a_new_attempt_supersedes_the_old_one() {
+        let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        let old = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1).id;
+        registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), 1);
+        let result = registry.hello(3, c.handle(), &hello(0, 1), None, &settings(), 2);
+        assert!(result.new_attempt && result.remark.is_none());
+        assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
+        assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
+    }
+
+    #[test]
+    fn a_helper_of_a_rank_is_no_rank() {
+        // The shell stays the parent of a process that inherited its variables.
+        let shell = Sleeper(Command::new("sh").args(["-c", "sleep 600 & wait"]).spawn().unwrap());
+        let mut child = None;
+        while child.is_none() {
+            let children = std::fs::read_to_string(format!("/proc/{0}/task/{0}/children", shell.0.id())).unwrap();
+            child = children.trim().parse::<i32>().ok();
+        }
+        let child = child.unwrap();
+        let mut registry = Registry::default();
+        let helper = Some(Arc::new(Handle::open(child).unwrap()));
+        let parent = registry.hello(1, shell.handle(), &hello(0, 0), None, &settings(), 1).id;
+        let helper = registry.hello(2, helper, &hello(0, 0), None, &settings(), 2).id;
+        assert!(registry.get(helper).unwrap().auxiliary && !registry.get(parent).unwrap().auxiliary);
+        assert_eq!(registry.of_job(&job())[0].id, parent);
+        Handle::open(child).unwrap().signal(rustix::process::Signal::KILL).unwrap();
+    }
+
+    #[test]
+    fn two_strangers_of_one_rank_are_remarked() {
+        let (a, b) = (Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1);
+        let result = registry.hello(2, b.handle(), &hello(0, 0), None, &settings(), 2);
+        assert!(result.remark.unwrap().contains("XPU_TIMER_JOB"));
+        assert_eq!(registry.of_job(&job())[0].id, result.id);
+    }
+
+    #[test]
+    fn processes_without_a_rank_are_jobs_of_their_own_until_they_have_one() {
+        let (a, b) = (Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        for (connection, sleeper) in [(1, &a), (2, &b)] {
+            registry.hello(connection, sleeper.handle(), &hello(-1, 0), None, &settings(), 1);
+        }
+        assert_eq!(registry.jobs().len(), 2);
+        for (connection, rank) in [(1, 0), (2, 1)] {
+            registry.changed(connection, hello(rank, 0).rank.unwrap(), 2).unwrap();
+        }
+        assert_eq!(ranks(&registry), [(0, Presence::Present), (1, Presence::Present)]);
+        assert_eq!(registry.changed(9, RankInfo::default(), 2), None);
+    }
+}

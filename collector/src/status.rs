@@ -1,0 +1,66 @@
+//! `/status`: ranks, incidents and problems of a node as JSON.
+
+use serde_json::{Value, json};
+use xpu_timer_proto::ring::header;
+
+use crate::{clock, clock::Now, core::Core, incident::Incident, registry::Rank};
+
+/// The whole page.
+#[must_use]
+pub fn status(core: &Core, now: Now) -> Value {
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "node": core.node,
+        "socket": core.settings.socket,
+        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(core.started.mono_ns)),
+        "ranks": core.registry.ranks().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
+        "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
+        "problems": core.problems,
+    })
+}
+
+fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
+    let words = rank.ring.as_ref().and_then(|ring| ring.header().ok());
+    let word = |index: usize| words.map(|words| words[index]);
+    let age = |index: usize| {
+        word(index).filter(|time| *time > 0).map(|time| clock::seconds(now.mono_ns.saturating_sub(time)))
+    };
+    json!({
+        "job": rank.job.to_string(),
+        "attempt": rank.info.attempt,
+        "rank": rank.info.rank,
+        "local_rank": rank.info.local_rank,
+        "world_size": rank.info.world_size,
+        "pid": rank.pid(),
+        "presence": rank.presence.name(),
+        "auxiliary": rank.auxiliary,
+        "exit": rank.exit,
+        "hang": core.engine.hangs(&rank.job),
+        "heartbeat_age_s": age(header::HEARTBEAT_NS),
+        "last_launch_age_s": age(header::LAST_LAUNCH_NS),
+        "kernels": word(header::KERNELS),
+        "graphs": word(header::GRAPHS),
+        "collectives": word(header::COLLECTIVES),
+        "dropped": word(header::DROPPED),
+        "panics": word(header::PANICS),
+        "timeline_path": rank.settings.timeline_path,
+        "command": rank.info.command,
+    })
+}
+
+fn incident(core: &Core, incident: &Incident) -> Value {
+    let told = core.told.get(&incident.id).cloned().unwrap_or_default();
+    json!({
+        "incident": incident.id,
+        "job": incident.job.to_string(),
+        "attempt": incident.attempt,
+        "state": incident.state,
+        "opened_at": clock::rfc3339(incident.opened.unix_ns),
+        "closed_at": incident.closed.map(|closed| clock::rfc3339(closed.unix_ns)),
+        "path": told.path,
+        "cause": told.cause,
+        "sentence": told.sentence,
+        "errors": told.errors,
+    })
+}

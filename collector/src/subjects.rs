@@ -1,0 +1,138 @@
+//! The ranks of one incident: those that registered, and those that never did because they made no device call.
+
+use std::{collections::BTreeMap, ops::Range, path::Path, sync::Arc};
+
+use rustix::process::getuid;
+use xpu_timer_proto::v1::Presence as Shown;
+
+use crate::{
+    evidence::Subject,
+    process::{self, Found, Handle},
+    registry::{JobKey, Presence, Rank, Registry},
+};
+
+/// The registered ranks of a job.
+#[must_use]
+pub fn registered(registry: &Registry, job: &JobKey, node: &str) -> Vec<Subject> {
+    registry.of_job(job).into_iter().map(|rank| subject(rank, node)).collect()
+}
+
+fn subject(rank: &Rank, node: &str) -> Subject {
+    let named = !matches!(rank.info.node.as_str(), "" | "NOT_SET");
+    Subject {
+        // A process that does not know its rank is a job of its own, and its only rank.
+        rank: u32::try_from(rank.info.rank).unwrap_or(0),
+        presence: match rank.presence {
+            Presence::Present | Presence::Detached => Shown::Present,
+            Presence::Dead => Shown::Dead,
+            Presence::Left => Shown::Left,
+        },
+        info: rank.info.clone(),
+        process: rank.process.clone(),
+        ring: rank.ring.clone(),
+        exit: rank.exit.clone(),
+        node: if named { rank.info.node.clone() } else { node.to_string() },
+    }
+}
+
+/// Adds the processes of the job's other ranks that run under our hook and never registered.
+pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32, node: &str) {
+    let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
+    for found in process::scan(getuid().as_raw()) {
+        let same_job = found.info.job == job.name && found.instance == job.instance && found.info.attempt == attempt;
+        if same_job && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
+            by_rank.entry(found.info.rank).or_default().push(found);
+        }
+    }
+    for (_, mut candidates) in by_rank {
+        let pid = main_process(&candidates, is_shell);
+        let Some(index) = candidates.iter().position(|found| found.pid == pid) else { continue };
+        let found = candidates.swap_remove(index);
+        let Ok(handle) = Handle::open(found.pid) else { continue };
+        if handle.start != found.start {
+            continue;
+        }
+        subjects.push(Subject {
+            rank: found.info.rank as u32,
+            presence: Shown::Unregistered,
+            info: found.info,
+            process: Some(Arc::new(handle)),
+            ring: None,
+            exit: None,
+            node: node.to_string(),
+        });
+    }
+    subjects.sort_by_key(|subject| subject.rank);
+}
+
+/// All processes below a rank inherit its variables. The rank is the topmost one, below the shells that only started it.
+fn main_process(candidates: &[Found], is_shell: impl Fn(i32) -> bool) -> i32 {
+    let is_candidate = |pid: i32| candidates.iter().any(|found| found.pid == pid);
+    let Some(top) = candidates.iter().filter(|found| !is_candidate(found.parent)).min_by_key(|found| found.start)
+    else {
+        return candidates.first().map_or(0, |found| found.pid);
+    };
+    let mut pid = top.pid;
+    while is_shell(pid) {
+        let mut below = candidates.iter().filter(|found| found.parent == pid);
+        match (below.next(), below.next()) {
+            (Some(only), None) => pid = only.pid,
+            _ => break,
+        }
+    }
+    pid
+}
+
+fn is_shell(pid: i32) -> bool {
+    let program = std::fs::read_link(format!("/proc/{pid}/exe")).unwrap_or_default();
+    let name = Path::new(&program).file_name().unwrap_or_default().to_string_lossy().into_owned();
+    ["sh", "bash", "dash", "zsh", "ksh", "busybox"].contains(&name.as_str())
+}
+
+/// World size of a job, and which of its ranks run on this node; `None` when that cannot be told.
+#[must_use]
+pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
+    let known = subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0);
+    let highest = subjects.iter().map(|subject| subject.rank + 1).max().unwrap_or(0);
+    let here = subjects.iter().find_map(|subject| {
+        let local = u32::try_from(subject.info.local_rank).ok()?;
+        let count = subject.info.local_world_size;
+        let first = subject.rank.checked_sub(local)?;
+        (count > local).then_some(first..first + count)
+    });
+    (known.max(highest), here)
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::RankInfo;
+
+    use super::*;
+
+    fn found(pid: i32, parent: i32) -> Found {
+        Found { pid, parent, start: pid as u64, info: RankInfo::default(), instance: String::new() }
+    }
+
+    #[test]
+    fn the_rank_is_below_its_shell_and_above_its_workers() {
+        let family = [found(12, 11), found(10, 1), found(13, 11), found(11, 10)];
+        assert_eq!(main_process(&family, |pid| pid == 10), 11);
+        assert_eq!(main_process(&family, |_| false), 10);
+        assert_eq!(main_process(&family[..2], |pid| pid == 10), 10, "a shell with no child of its own");
+        assert_eq!(main_process(&[found(12, 11), found(13, 11), found(11, 1)], |_| true), 11, "two children");
+    }
+
+    fn subject(rank: u32, local_rank: i32, local_world_size: u32, world_size: u32) -> Subject {
+        let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
+        let node = String::new();
+        Subject { rank, presence: Shown::Present, info, process: None, ring: None, exit: None, node }
+    }
+
+    #[test]
+    fn the_ranks_of_this_node() {
+        assert_eq!(world(&[subject(9, 1, 8, 16)]), (16, Some(8..16)));
+        assert_eq!(world(&[subject(0, -1, 0, 0), subject(3, -1, 0, 0)]), (4, None));
+        assert_eq!(world(&[subject(0, 0, 0, 2)]), (2, None));
+        assert_eq!(world(&[]), (0, None));
+    }
+}
