@@ -43,6 +43,12 @@ impl<T> Out<T> {
         self.0.is_null()
     }
 
+    /// The pointer to the element `index` of an array.
+    #[must_use]
+    pub fn offset(self, index: usize) -> Self {
+        Out(self.0.wrapping_add(index))
+    }
+
     /// The address.
     #[must_use]
     pub fn address(self) -> usize {

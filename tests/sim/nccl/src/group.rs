@@ -1,0 +1,175 @@
+//! Groups: what is called between ncclGroupStart and ncclGroupEnd begins together at the outermost end.
+//!
+//! A call outside a group is a group of its own.
+
+use std::{cell::RefCell, sync::Arc, thread};
+
+use sim_abi::{
+    cuda::StreamHandle,
+    ffi::Out,
+    nccl::{CommHandle, NcclError},
+};
+
+use crate::{communicator::Communicator, task::Task};
+
+/// Something that meets other ranks on the host, and yields a communicator.
+pub(crate) struct Job {
+    pub(crate) communicator: Arc<Communicator>,
+    /// Where the caller wants its handle.
+    pub(crate) handle: Out<CommHandle>,
+    pub(crate) run: Box<dyn FnOnce() -> Result<(), NcclError> + Send>,
+}
+
+/// The tasks of one communicator for one stream.
+type Batch = (Arc<Communicator>, StreamHandle, Vec<Task>);
+
+#[derive(Default)]
+struct Group {
+    depth: u32,
+    error: Option<NcclError>,
+    jobs: Vec<Job>,
+    batches: Vec<Batch>,
+}
+
+thread_local! {
+    static GROUP: RefCell<Group> = RefCell::default();
+}
+
+/// ncclGroupStart.
+pub(crate) fn start() {
+    GROUP.with_borrow_mut(|group| group.depth += 1);
+}
+
+/// ncclGroupEnd.
+pub(crate) fn end() -> Result<(), NcclError> {
+    let ended = GROUP.with_borrow_mut(|group| match group.depth {
+        0 => Err(NcclError::INVALID_USAGE),
+        1 => Ok(Some(std::mem::take(group))),
+        _ => {
+            group.depth -= 1;
+            Ok(None)
+        }
+    })?;
+    let Some(group) = ended else { return Ok(()) };
+    if let Some(error) = group.error {
+        group.jobs.iter().for_each(|job| give_up(job));
+        return Err(error);
+    }
+    let jobs = run_jobs(group.jobs);
+    if jobs.is_err_and(|error| error != NcclError::IN_PROGRESS) {
+        return jobs;
+    }
+    launch(group.batches).and(jobs)
+}
+
+/// Remembers that a call inside a group failed: the group will not begin.
+pub(crate) fn note_error(error: NcclError) {
+    GROUP.with_borrow_mut(|group| {
+        if group.depth > 0 && error != NcclError::IN_PROGRESS {
+            group.error.get_or_insert(error);
+        }
+    });
+}
+
+/// Adds a task, as part of the group or as one of its own.
+pub(crate) fn add(communicator: Arc<Communicator>, stream: StreamHandle, task: Task) -> Result<(), NcclError> {
+    let alone = GROUP.with_borrow_mut(|group| {
+        if group.depth == 0 {
+            return Some(vec![(communicator, stream, vec![task])]);
+        }
+        let same = |batch: &&mut Batch| Arc::ptr_eq(&batch.0, &communicator) && batch.1 == stream;
+        match group.batches.iter_mut().find(same) {
+            Some((.., tasks)) => tasks.push(task),
+            None => group.batches.push((communicator, stream, vec![task])),
+        }
+        None
+    });
+    alone.map_or(Ok(()), launch)
+}
+
+/// Adds a job, as part of the group or as one of its own.
+pub(crate) fn submit(job: Job) -> Result<(), NcclError> {
+    let alone = GROUP.with_borrow_mut(|group| {
+        if group.depth > 0 {
+            group.jobs.push(job);
+            return None;
+        }
+        Some(job)
+    });
+    match alone {
+        // On the caller's own thread, which is where it is seen to be blocked.
+        Some(job) if job.communicator.blocking => finish(job.communicator, job.handle, (job.run)()),
+        Some(job) => run_jobs(vec![job]),
+        None => Ok(()),
+    }
+}
+
+fn run_jobs(jobs: Vec<Job>) -> Result<(), NcclError> {
+    let mut result = Ok(());
+    let mut waiting = Vec::new();
+    for Job { communicator, handle, run } in jobs {
+        let (blocking, worker) = (communicator.blocking, Arc::clone(&communicator));
+        if !blocking {
+            // The caller asks the communicator how far it is, so it needs it at once.
+            let _ = handle.set(communicator.handle());
+        }
+        let spawned = thread::Builder::new().name("sim-nccl-init".into()).spawn(move || {
+            let result = run();
+            if !blocking {
+                worker.set_result(result);
+            }
+            result
+        });
+        match spawned {
+            Ok(thread) if blocking => waiting.push((communicator, handle, thread)),
+            Ok(_) => result = result.and(Err(NcclError::IN_PROGRESS)),
+            Err(_) => result = finish(communicator, handle, Err(NcclError::SYSTEM)),
+        }
+    }
+    for (communicator, handle, thread) in waiting {
+        let ended = thread.join().unwrap_or(Err(NcclError::INTERNAL));
+        result = finish(communicator, handle, ended).and(result);
+    }
+    result
+}
+
+/// Hands out a blocking communicator, or takes it back.
+fn finish(
+    communicator: Arc<Communicator>,
+    handle: Out<CommHandle>,
+    result: Result<(), NcclError>,
+) -> Result<(), NcclError> {
+    communicator.set_result(result);
+    if result.is_err() {
+        communicator.forget();
+    }
+    // A rank without a colour has taken part in a split and gets no communicator.
+    let known = Communicator::find(communicator.handle()).is_ok();
+    let _ = handle.set(if known { communicator.handle() } else { 0 });
+    result
+}
+
+fn give_up(job: &Job) {
+    job.communicator.forget();
+    let _ = job.handle.set(0);
+}
+
+/// One kernel for each batch. A nonblocking communicator launches in the background.
+fn launch(batches: Vec<Batch>) -> Result<(), NcclError> {
+    let (blocking, background): (Vec<_>, Vec<_>) =
+        batches.into_iter().partition(|(communicator, ..)| communicator.blocking);
+    for (communicator, stream, tasks) in blocking {
+        communicator.launch(stream, &tasks)?;
+    }
+    if background.is_empty() {
+        return Ok(());
+    }
+    background.iter().for_each(|(communicator, ..)| communicator.set_result(Err(NcclError::IN_PROGRESS)));
+    let run = move || {
+        for (communicator, stream, tasks) in background {
+            communicator.set_result(communicator.launch(stream, &tasks));
+        }
+    };
+    thread::Builder::new().name("sim-nccl-group".into()).spawn(run).map_err(|_| NcclError::SYSTEM)?;
+    Err(NcclError::IN_PROGRESS)
+}
