@@ -1,1 +1,99 @@
-//! Skeleton.
+//! The word in front of the user's command: starts the node collector when none answers, puts the hook in front of LD_PRELOAD, and
+//! becomes the command.
+//!
+//! Nothing that goes wrong on the way keeps the command from running: it is said once on stderr, in one line, and the command runs
+//! without the tool. Exit codes: the command's own; 127 when it is not found, 126 when it cannot be executed, 2 for wrong usage.
+#![deny(unsafe_code)]
+
+mod cli;
+mod collector;
+mod config;
+#[allow(unsafe_code)]
+mod detach;
+mod preload;
+#[allow(unsafe_code)]
+mod signals;
+
+use std::{
+    ffi::{CString, OsString},
+    io::Write,
+    os::unix::ffi::OsStrExt,
+    process::ExitCode,
+};
+
+use nix::errno::Errno;
+
+use cli::Request;
+use config::Config;
+
+/// Exit code for wrong usage.
+const USAGE: u8 = 2;
+/// Exit code of a shell for a command that is there but cannot be executed.
+const NOT_EXECUTABLE: u8 = 126;
+/// Exit code of a shell for a command that is not there.
+const NOT_FOUND: u8 = 127;
+
+/// Runs with the arguments behind the program's name. Returns only when the command could not be executed, or was none.
+#[must_use]
+pub fn main(arguments: Vec<OsString>) -> ExitCode {
+    match cli::parse(arguments) {
+        Request::Help => print(&cli::help()),
+        Request::Version => print(&format!("xpu_timer_launch {}\n", env!("CARGO_PKG_VERSION"))),
+        Request::Wrong(why) => {
+            say(&format!("{why}\n{}", cli::USAGE));
+            ExitCode::from(USAGE)
+        }
+        Request::Run(command) => run(&command),
+    }
+}
+
+fn run(command: &[OsString]) -> ExitCode {
+    let config = Config::read();
+    let mut changes = Vec::new();
+    if !config.disabled {
+        if let Err(error) = collector::ensure(&config) {
+            say(&format!("running without the node collector: {error:#}"));
+        }
+        changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
+        match preload::in_front(&config, std::env::var_os("LD_PRELOAD")) {
+            Ok(value) => changes.push(("LD_PRELOAD", value)),
+            Err(error) => say(&format!("running without the hook: {error:#}")),
+        }
+    }
+    ExitCode::from(become_command(command, &changes))
+}
+
+/// Replaces this process. The exit code for when that fails.
+fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
+    let text = |text: &OsString| CString::new(text.as_bytes());
+    let kept = std::env::vars_os().filter(|(name, _)| changes.iter().all(|(changed, _)| *name != **changed));
+    let changed = changes.iter().map(|(name, value)| (OsString::from(name), value.clone()));
+    let environment: Result<Vec<CString>, _> = kept
+        .chain(changed)
+        .map(|(mut name, value)| {
+            name.push("=");
+            name.push(value);
+            text(&name)
+        })
+        .collect();
+    let arguments: Result<Vec<CString>, _> = command.iter().map(text).collect();
+    let (Ok(environment), Ok(arguments)) = (environment, arguments) else {
+        // Neither an argument nor the environment of a process can hold a NUL, so neither did.
+        return NOT_EXECUTABLE;
+    };
+    signals::as_inherited();
+    let Err(error) = nix::unistd::execvpe(&arguments[0], &arguments, &environment);
+    say(&format!("{}: {}", command[0].display(), error.desc()));
+    if error == Errno::ENOENT || error == Errno::ENOTDIR { NOT_FOUND } else { NOT_EXECUTABLE }
+}
+
+/// The product, on stdout; a reader that went away is content.
+fn print(text: &str) -> ExitCode {
+    let _ = std::io::stdout().write_all(text.as_bytes());
+    ExitCode::SUCCESS
+}
+
+/// One line on stderr, in one write, so that the lines of several ranks do not mix. Nobody can be told when stderr is closed.
+fn say(text: &str) {
+    let _ = std::io::stderr().write_all(format!("xpu_timer_launch: {text}\n").as_bytes());
+}

@@ -1,0 +1,124 @@
+//! The command line: options of our own end at the first word that is none, because the rest is the user's command.
+
+use std::ffi::OsString;
+
+use xpu_timer_proto::env::VARIABLES;
+
+/// One line of usage.
+pub const USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
+
+/// Variables that `--help` shows.
+const SHOWN: [&str; 13] = [
+    "XPU_TIMER_HANG_TIMEOUT",
+    "XPU_TIMER_IDLE_TIMEOUT",
+    "XPU_TIMER_HANG_KILL",
+    "XPU_TIMER_TIMELINE_PATH",
+    "XPU_TIMER_SAMPLE_INTERVAL",
+    "XPU_TIMER_BASEPORT",
+    "XPU_TIMER_LOGGING_DIR",
+    "XPU_TIMER_DAEMON_PATH",
+    "XPU_TIMER_HOOK_PATH",
+    "XPU_TIMER_LINGER",
+    "XPU_TIMER_COLLECTOR",
+    "XPU_TIMER_CONFIG",
+    "XPU_TIMER_DISABLE",
+];
+
+/// What the user wants.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Request {
+    /// `--help`.
+    Help,
+    /// `--version`.
+    Version,
+    /// Run a command; never empty.
+    Run(Vec<OsString>),
+    /// Something else, and why it is wrong.
+    Wrong(String),
+}
+
+/// Reads the arguments behind the program's name.
+pub fn parse(mut arguments: Vec<OsString>) -> Request {
+    let first = arguments.first().map(|first| first.to_string_lossy().into_owned());
+    match first.as_deref() {
+        None => Request::Wrong("no command".into()),
+        Some("--help" | "-h") => Request::Help,
+        Some("--version" | "-V") => Request::Version,
+        Some("--") => {
+            arguments.remove(0);
+            if arguments.is_empty() { Request::Wrong("no command".into()) } else { Request::Run(arguments) }
+        }
+        Some(option) if option.starts_with('-') => Request::Wrong(format!("unknown option {option}")),
+        Some("") => Request::Wrong("the command is empty".into()),
+        Some(_) => Request::Run(arguments),
+    }
+}
+
+/// The text of `--help`.
+pub fn help() -> String {
+    let mut text = format!(
+        "\
+Runs a command, such as `python train.py` or `torchrun …`, so that a hang of its GPU ranks is found and explained.
+
+{USAGE}
+
+Starts the node collector (xpu_timer_collector node) if none answers for this user and port, puts libxpu_timer_hook.so in front of
+LD_PRELOAD, and becomes the command: exit code, signals, input and output are its own. If the collector cannot be started, the
+command runs without it, and one line on stderr says why.
+
+When a hang is found, a folder with the verdict and the stacks of all ranks appears below XPU_TIMER_TIMELINE_PATH.
+
+Environment (name, default, meaning):
+"
+    );
+    for name in SHOWN {
+        if let Some(variable) = VARIABLES.iter().find(|variable| variable.name == name) {
+            let default = if variable.default.is_empty() { "-" } else { variable.default };
+            text.push_str(&format!("  {name:<26} {default:<15} {}\n", variable.meaning));
+        }
+    }
+    text.push_str(
+        "
+Exit codes of its own: 2 wrong usage, 126 the command cannot be executed, 127 the command is not found.
+",
+    );
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn request(words: &[&str]) -> Request {
+        parse(words.iter().map(OsString::from).collect())
+    }
+
+    fn run(words: &[&str]) -> Request {
+        Request::Run(words.iter().map(OsString::from).collect())
+    }
+
+    #[test]
+    fn options_end_where_the_command_begins() {
+        assert_eq!(request(&["python", "--help"]), run(&["python", "--help"]));
+        assert_eq!(request(&["--", "--help"]), run(&["--help"]));
+        assert_eq!(request(&["--", "--", "x"]), run(&["--", "x"]));
+        assert_eq!(request(&["--help", "python"]), Request::Help);
+        assert_eq!(request(&["-V"]), Request::Version);
+    }
+
+    #[test]
+    fn what_cannot_be_run_is_wrong() {
+        for words in [&[][..], &["--"], &["--verbose", "x"], &[""]] {
+            assert!(matches!(request(words), Request::Wrong(_)), "{words:?}");
+        }
+    }
+
+    #[test]
+    fn help_knows_every_variable_that_it_shows_and_fits_a_screen() {
+        let help = help();
+        for name in SHOWN {
+            assert!(help.contains(name), "{name} is not in the table of variables");
+        }
+        assert!(help.lines().count() <= 40, "{}", help.lines().count());
+    }
+}

@@ -1,0 +1,229 @@
+//! The node collector: asks whether one answers, starts one if not, and waits for it, but not for ever.
+
+use std::{
+    fs::{File, OpenOptions},
+    io,
+    os::{
+        fd::{AsFd, AsRawFd, OwnedFd},
+        unix::fs::{MetadataExt, OpenOptionsExt},
+    },
+    path::{Path, PathBuf},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use nix::{
+    errno::Errno,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{
+        AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, recv, socket,
+        sockopt::PeerCredentials,
+    },
+};
+use xpu_timer_proto::{
+    Message,
+    socket::MAX_PACKET_BYTES,
+    v1::{NodeReply, node_reply},
+};
+
+use crate::{config::Config, detach};
+
+/// How long a collector may take from its start to its first Welcome.
+const START_DEADLINE: Duration = Duration::from_secs(5);
+/// How long one that listens already may take.
+const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
+/// After a collector ended at once, another launcher's may just be coming up.
+const OTHER_DEADLINE: Duration = Duration::from_millis(500);
+const POLL_INTERVAL: Duration = Duration::from_millis(10);
+
+/// Makes sure that a node collector answers.
+///
+/// # Errors
+/// Why none does, with the place of its log.
+pub fn ensure(config: &Config) -> Result<()> {
+    match ask(&config.socket, ANSWER_DEADLINE) {
+        Ok(()) => return Ok(()),
+        Err(Silence::Absent) => {}
+        Err(why) => bail!("{}: {why}", config.socket.display()),
+    }
+    let program = find(config)?;
+    let (log, log_path) = open_log(config);
+    let arguments = ["node", "--linger", &config.linger];
+    let mut child =
+        detach::spawn(&program, &arguments, log).with_context(|| format!("{} cannot be started", program.display()))?;
+
+    let begun = Instant::now();
+    let mut deadline = START_DEADLINE;
+    let mut ended = false;
+    loop {
+        let why = match ask(&config.socket, deadline.saturating_sub(begun.elapsed())) {
+            Ok(()) => return Ok(()),
+            Err(why) => why,
+        };
+        if !ended && child.has_ended() {
+            ended = true;
+            deadline = deadline.min(begun.elapsed() + OTHER_DEADLINE);
+        }
+        if begun.elapsed() >= deadline {
+            let what = if ended { "ended at once" } else { "does not answer" };
+            bail!("{} {what} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
+        }
+        child.wait(POLL_INTERVAL, ended);
+    }
+}
+
+/// Why nobody answers.
+#[derive(Debug)]
+enum Silence {
+    /// Nobody listens.
+    Absent,
+    /// Somebody does, but it is not a collector that we can use.
+    Other(String),
+}
+
+impl std::fmt::Display for Silence {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        match self {
+            Silence::Absent => f.write_str("nobody listens there"),
+            Silence::Other(why) => f.write_str(why),
+        }
+    }
+}
+
+impl From<Errno> for Silence {
+    fn from(error: Errno) -> Self {
+        match error {
+            Errno::ENOENT | Errno::ECONNREFUSED | Errno::ENOTDIR => Silence::Absent,
+            // It ended between our connect and its Welcome.
+            Errno::ECONNRESET => Silence::Absent,
+            other => Silence::Other(other.desc().into()),
+        }
+    }
+}
+
+/// Whether a collector of this user says Welcome.
+fn ask(path: &Path, patience: Duration) -> Result<(), Silence> {
+    let begun = Instant::now();
+    let address = UnixAddr::new(path)?;
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let connection = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None)?;
+    loop {
+        match connect(connection.as_raw_fd(), &address) {
+            Ok(()) => break,
+            // Its backlog is full: many ranks start at once.
+            Err(Errno::EAGAIN) if begun.elapsed() < patience => std::thread::sleep(POLL_INTERVAL),
+            Err(error) => return Err(error.into()),
+        }
+    }
+    let owner = getsockopt(&connection, PeerCredentials)?.uid();
+    if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
+        return Err(Silence::Other(format!("the socket belongs to user {owner}")));
+    }
+    welcome(&connection, patience.saturating_sub(begun.elapsed()))
+}
+
+fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), Silence> {
+    let mut waiting = [PollFd::new(connection.as_fd(), PollFlags::POLLIN)];
+    let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
+    if poll(&mut waiting, timeout)? == 0 {
+        return Err(Silence::Other("it listens but does not say Welcome".into()));
+    }
+    let mut packet = vec![0; MAX_PACKET_BYTES];
+    let length = recv(connection.as_raw_fd(), &mut packet, MsgFlags::empty())?;
+    if length == 0 {
+        return Err(Silence::Absent);
+    }
+    match NodeReply::decode(&packet[..length]).map(|reply| reply.message) {
+        Ok(Some(node_reply::Message::Welcome(_))) => Ok(()),
+        _ => Err(Silence::Other("what listens there is not a node collector of this version".into())),
+    }
+}
+
+fn find(config: &Config) -> Result<PathBuf> {
+    const FILE: &str = "xpu_timer_collector";
+    if let Some(daemon) = &config.daemon {
+        // The collector is started in the root folder.
+        return std::path::absolute(daemon).with_context(|| format!("XPU_TIMER_DAEMON_PATH={}", daemon.display()));
+    }
+    let beside = config.beside.as_ref().map(|folder| folder.join(FILE));
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let places = beside.into_iter().chain(std::env::split_paths(&path).map(|folder| folder.join(FILE)));
+    places
+        .filter_map(|place| std::path::absolute(place).ok())
+        .find(|place| place.is_file())
+        .with_context(|| format!("{FILE} is neither beside this program nor on the PATH; set XPU_TIMER_DAEMON_PATH"))
+}
+
+/// The collector's log and its name; /dev/null where it cannot be written.
+fn open_log(config: &Config) -> (File, String) {
+    let log = open_own(&config.log).and_then(|file| {
+        if !config.append {
+            file.set_len(0)?;
+        }
+        Ok(file)
+    });
+    match log {
+        Ok(file) => (file, config.log.display().to_string()),
+        Err(error) => {
+            let null = OpenOptions::new().write(true).open("/dev/null");
+            let null = null.expect("a system without /dev/null runs no shell either");
+            (null, format!("none, because {}: {error}", config.log.display()))
+        }
+    }
+}
+
+/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut.
+fn open_own(path: &Path) -> io::Result<File> {
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = OpenOptions::new().create(true).append(true).mode(0o644).custom_flags(flags).open(path)?;
+    let metadata = file.metadata()?;
+    if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {
+        return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
+    }
+    Ok(file)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nobody_at_the_socket_is_absent_and_not_an_error() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("18888.sock");
+        assert!(matches!(ask(&path, ANSWER_DEADLINE), Err(Silence::Absent)));
+        // A socket file that its listener left behind.
+        let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
+        drop(listener);
+        assert!(path.exists());
+        // A stream socket there is another program's: connecting with another type is an error of its own.
+        assert!(ask(&path, ANSWER_DEADLINE).is_err());
+    }
+
+    #[test]
+    fn a_log_behind_a_link_is_not_touched() {
+        let folder = tempfile::tempdir().unwrap();
+        let victim = folder.path().join("victim");
+        std::fs::write(&victim, "precious").unwrap();
+        let link = folder.path().join("xpu_timer_collector.log");
+        std::os::unix::fs::symlink(&victim, &link).unwrap();
+        let (_, name) = open_log(&Config { log: link, append: false, ..Config::read() });
+        assert!(name.starts_with("none"), "{name}");
+        assert_eq!(std::fs::read_to_string(victim).unwrap(), "precious");
+    }
+
+    #[test]
+    fn the_log_of_the_run_before_is_cut_unless_it_is_kept() {
+        use std::io::Write;
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("log");
+        let write = |append| {
+            let (mut file, _) = open_log(&Config { log: log.clone(), append, ..Config::read() });
+            file.write_all(b"x").unwrap();
+            std::fs::read_to_string(&log).unwrap()
+        };
+        assert_eq!(write(false), "x");
+        assert_eq!(write(true), "xx");
+        assert_eq!(write(false), "x");
+    }
+}

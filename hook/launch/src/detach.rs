@@ -1,0 +1,116 @@
+//! Starts a program that belongs to nobody: its own session, no descriptors of ours, and not in the command's process tree.
+//!
+//! By a process in between, which ends at once. This program has one thread, so forking it is safe.
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    os::{
+        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        unix::process::CommandExt,
+    },
+    path::Path,
+    process::{Command, Stdio},
+    time::Duration,
+};
+
+use nix::{
+    fcntl::OFlag,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::wait::waitpid,
+    unistd::{ForkResult, fork, pipe2, setsid},
+};
+
+/// A detached program.
+pub struct Detached {
+    /// None where the kernel has no pidfd (before 5.3): then its end goes unnoticed.
+    process: Option<OwnedFd>,
+}
+
+impl Detached {
+    /// Whether it has ended.
+    pub fn has_ended(&mut self) -> bool {
+        self.poll(Duration::ZERO)
+    }
+
+    /// Sleeps, at most until it ends.
+    pub fn wait(&mut self, pause: Duration, ended: bool) {
+        if ended || self.process.is_none() {
+            std::thread::sleep(pause);
+        } else {
+            self.poll(pause);
+        }
+    }
+
+    fn poll(&self, pause: Duration) -> bool {
+        let Some(process) = &self.process else { return false };
+        let mut waiting = [PollFd::new(process.as_fd(), PollFlags::POLLIN)];
+        let timeout = PollTimeout::try_from(pause).unwrap_or(PollTimeout::ZERO);
+        poll(&mut waiting, timeout).is_ok_and(|ready| ready > 0)
+    }
+}
+
+/// Starts `program` with its output in `log`.
+///
+/// # Errors
+/// When it cannot be executed.
+pub fn spawn(program: &Path, arguments: &[&str], log: File) -> io::Result<Detached> {
+    let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+    let output = log.try_clone()?;
+    // SAFETY: this process has one thread.
+    match unsafe { fork() }? {
+        ForkResult::Child => {
+            drop(read);
+            let answer = in_between(program, arguments, log, output, write.as_raw_fd());
+            let _ = File::from(write).write_all(&answer);
+            // SAFETY: ends the process in between without running what the parent registered for its own exit.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            drop(write);
+            let mut answer = Vec::new();
+            File::from(read).read_to_end(&mut answer)?;
+            // Only fails when somebody else reaped it, which is as good.
+            let _ = waitpid(child, None);
+            let answer: [u8; 4] = answer.try_into().map_err(|_| io::Error::other("no answer from the fork"))?;
+            match i32::from_ne_bytes(answer) {
+                pid if pid > 0 => Ok(Detached { process: open_pidfd(pid) }),
+                error => Err(io::Error::from_raw_os_error(-error)),
+            }
+        }
+    }
+}
+
+/// Starts the program from a session of its own; its pid, or the negated error.
+fn in_between(program: &Path, arguments: &[&str], log: File, output: File, keep: i32) -> [u8; 4] {
+    // A session leader's child has no way back to the terminal.
+    let _ = setsid();
+    close_on_exec(keep);
+    let mut command = Command::new(program);
+    command.args(arguments).current_dir("/").process_group(0);
+    command.stdin(Stdio::null()).stdout(log).stderr(output);
+    // What the user preloads is meant for the command, and the hook is not for the collector.
+    command.env_remove("LD_PRELOAD");
+    match command.spawn() {
+        Ok(child) => (child.id() as i32).to_ne_bytes(),
+        Err(error) => (-error.raw_os_error().unwrap_or(libc::ENOENT)).to_ne_bytes(),
+    }
+}
+
+/// Marks every inherited descriptor, so that the collector holds no pipe or file of the user's open.
+fn close_on_exec(keep: i32) {
+    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
+    let open: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
+    for fd in open.into_iter().filter(|fd| *fd > 2 && *fd != keep) {
+        // SAFETY: sets a flag of a descriptor; one that is closed by now gives an error.
+        unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
+    }
+}
+
+fn open_pidfd(pid: i32) -> Option<OwnedFd> {
+    // SAFETY: a system call of two integers. The pid may be another process's by now only if the program has ended and
+    // 2^22 others have started within a millisecond.
+    let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
+    // SAFETY: a descriptor that was just opened and that nobody else knows.
+    (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd as i32) })
+}
