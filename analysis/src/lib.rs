@@ -11,7 +11,11 @@ mod matching;
 pub mod prefix_tree;
 pub mod rank_set;
 mod report;
+#[cfg(test)]
+mod scenarios;
 mod stacks;
+#[cfg(test)]
+mod testing;
 mod text;
 pub mod verdict;
 mod world;

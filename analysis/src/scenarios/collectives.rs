@@ -1,0 +1,242 @@
+//! All ranks have entered: they differ, one of them skipped, or nothing moves. And communicators that are being created.
+
+use super::expect;
+use crate::{
+    Cause, Confidence,
+    testing::{Job, SECOND, Stack},
+};
+use xpu_timer_proto::v1::{CommunicatorState, DataType, Op, Operation, Presence};
+
+fn all_enter(world: u32, odd: u32, op: Op, change: impl Fn(&mut Operation)) -> Job {
+    let mut job = Job::with_world(world, 30);
+    for rank in 0..world {
+        if rank == odd {
+            job.enter_with(0x77, rank, op, &change);
+        } else {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+    }
+    job
+}
+
+#[test]
+fn all_agree_and_nothing_moves() {
+    let verdict = all_enter(4, 9, Op::AllReduce, |_| ()).judge();
+    expect(&verdict, Cause::NetworkStall, &[], Confidence::High);
+    assert_eq!(verdict.victims, [0, 1, 2, 3]);
+    assert!(verdict.sentence.contains("all_reduce 31 of communicator 0x77 (4 ranks)"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_lost_member_is_suspected_before_the_network() {
+    let mut job = all_enter(4, 9, Op::AllReduce, |_| ());
+    job.lost(3);
+    expect(&job.judge(), Cause::MissingRank, &[3], Confidence::Medium);
+}
+
+#[test]
+fn another_operation() {
+    for odd in [0, 2] {
+        let verdict = all_enter(4, odd, Op::AllGather, |_| ()).judge();
+        expect(&verdict, Cause::OpMismatch, &[odd], Confidence::High);
+        assert!(
+            verdict.sentence.contains("all_gather") && verdict.sentence.contains("all_reduce"),
+            "{}",
+            verdict.sentence
+        );
+    }
+}
+
+#[test]
+fn another_root() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.enter_with(0x77, rank, Op::Broadcast, |operation| operation.peer = i32::from(rank == 1));
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::OpMismatch, &[1], Confidence::High);
+    assert!(verdict.sentence.contains("root 1"), "{}", verdict.sentence);
+}
+
+#[test]
+fn another_size_and_another_type() {
+    let size = all_enter(4, 2, Op::AllReduce, |operation| operation.count = 4096).judge();
+    expect(&size, Cause::SizeMismatch, &[2], Confidence::High);
+    assert!(size.sentence.contains("4096") && size.sentence.contains("1024"), "{}", size.sentence);
+    let dtype = all_enter(4, 1, Op::AllReduce, |operation| operation.dtype = DataType::Bfloat16.into()).judge();
+    expect(&dtype, Cause::DtypeMismatch, &[1], Confidence::High);
+}
+
+#[test]
+fn sizes_of_all_to_all_may_differ() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.enter_with(0x77, rank, Op::AllToAll, |operation| operation.count = 10 + u64::from(rank));
+    }
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::High);
+}
+
+#[test]
+fn of_two_ranks_the_one_that_breaks_the_pattern_is_named() {
+    // Both ranks alternate all_reduce and all_gather; rank 1 runs all_reduce out of turn.
+    for odd in [0, 1] {
+        let mut job = Job::new(2);
+        job.comm(0x77, &[0, 1]);
+        for step in 0..30 {
+            for rank in 0..2 {
+                job.complete(0x77, rank, |operation| {
+                    operation.op = if step % 2 == 0 { Op::AllReduce } else { Op::AllGather }.into()
+                });
+            }
+        }
+        for rank in 0..2 {
+            job.enter(0x77, rank, if rank == odd { Op::AllGather } else { Op::AllReduce });
+        }
+        expect(&job.judge(), Cause::OpMismatch, &[odd], Confidence::Medium);
+    }
+}
+
+#[test]
+fn of_two_ranks_without_a_pattern_both_are_named() {
+    let mut job = Job::with_world(2, 0);
+    job.enter(0x77, 0, Op::AllGather);
+    job.enter(0x77, 1, Op::AllReduce);
+    expect(&job.judge(), Cause::OpMismatch, &[0, 1], Confidence::Low);
+}
+
+/// Rank `odd` completed all_reduce 31 at once; the others are inside it.
+fn skip(odd: u32, device_ns: u64) -> Job {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        if rank == odd {
+            job.complete(0x77, rank, |operation| {
+                operation.device_ns = device_ns;
+                operation.entered_ns += 100 * SECOND;
+                operation.completed_ns = operation.entered_ns + 3_000_000;
+            });
+        } else {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+    }
+    job
+}
+
+#[test]
+fn a_skipped_collective_is_missing_although_it_was_launched() {
+    for odd in [0, 2] {
+        let verdict = skip(odd, 900).judge();
+        expect(&verdict, Cause::MissingRank, &[odd], Confidence::High);
+        assert!(verdict.sentence.contains("skipped all_reduce 31"), "{}", verdict.sentence);
+    }
+    // Without the proof of the clock it may be a network that stopped in the middle.
+    expect(&skip(2, 40_000).judge(), Cause::MissingRank, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_skip_is_found_when_the_rank_waits_in_the_next_collective() {
+    let mut job = skip(2, 900);
+    job.enter(0x77, 2, Op::AllReduce);
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn a_rank_that_skipped_and_ended_skipped() {
+    let mut job = skip(2, 900);
+    job.rank(2).presence = Presence::Left.into();
+    job.rank(2).dump = None;
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("ended since"), "{}", verdict.sentence);
+    // Without proof, an orderly end is a skip as well, and a kill is a death.
+    let mut job = skip(2, 40_000);
+    job.rank(2).presence = Presence::Left.into();
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+    let mut job = skip(2, 40_000);
+    job.dies(2, "killed by SIGKILL");
+    expect(&job.judge(), Cause::ProcessDead, &[2], Confidence::Medium);
+}
+
+#[test]
+fn the_clock_of_the_node_proves_a_skip() {
+    let mut job = skip(2, 40_000);
+    let completed_ns = job.flight(2).operations.last().unwrap().completed_ns;
+    job.flight(0).operations.last_mut().unwrap().entered_ns = completed_ns + 1;
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::High);
+    // Clocks of two nodes do not compare.
+    job.rank(0).node = "node-1".into();
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_broadcast_that_its_root_has_completed_is_no_skip() {
+    let mut job = Job::with_world(4, 30);
+    job.complete(0x77, 0, |operation| (operation.op, operation.peer) = (Op::Broadcast.into(), 0));
+    for rank in 1..4 {
+        job.enter_with(0x77, rank, Op::Broadcast, |operation| operation.peer = 0);
+    }
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::Medium);
+}
+
+#[test]
+fn most_have_completed_and_the_rest_stalls() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..3 {
+        job.complete(0x77, rank, |operation| operation.device_ns = 50_000);
+    }
+    job.enter(0x77, 3, Op::AllReduce);
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::Medium);
+}
+
+#[test]
+fn a_rank_that_has_not_joined_a_new_communicator() {
+    let mut job = Job::new(4);
+    for rank in [0, 1, 3] {
+        job.creates(0x99, 4, rank, rank as i32);
+    }
+    job.stands(2, Stack::sleep());
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[2], Confidence::High);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    job.rank(2).presence = Presence::Unregistered.into();
+    job.rank(2).flight = None;
+    expect(&job.judge(), Cause::CommInit, &[2], Confidence::High);
+    job.stands(2, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::High);
+    job.lost(2);
+    expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_creation_that_returned_on_one_rank_only() {
+    let mut job = Job::new(4);
+    for rank in [0, 1, 3] {
+        job.creates(0x99, 4, rank, rank as i32);
+    }
+    job.comm(0x99, &[2]);
+    job.flight(2).communicators[0].rank = 2;
+    job.stands(2, Stack::sleep());
+    expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
+}
+
+#[test]
+fn all_are_in_the_creation_and_it_does_not_end() {
+    let mut job = Job::new(4);
+    for rank in 0..4 {
+        job.creates(0x99, 4, rank, rank as i32);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 2, 3]);
+}
+
+#[test]
+fn aborted_communicators_do_not_wait() {
+    let mut job = all_enter(4, 9, Op::AllReduce, |_| ());
+    for rank in 0..4 {
+        job.flight(rank).communicators[0].state = CommunicatorState::Aborted.into();
+    }
+    assert_eq!(job.judge().culprits, [0; 0]);
+    assert_ne!(job.judge().cause, Cause::NetworkStall);
+}

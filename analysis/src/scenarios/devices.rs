@@ -1,0 +1,122 @@
+//! The device of a rank is the reason, or the watcher that tells of it cannot be believed.
+
+use super::expect;
+use crate::{
+    Cause, Confidence,
+    testing::{Job, SECOND},
+};
+use xpu_timer_proto::v1::{Op, TriggerKind};
+
+fn queued(culprit: u32) -> Job {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        if rank == culprit {
+            job.queue(0x77, rank, Op::AllReduce);
+        } else {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+    }
+    job
+}
+
+#[test]
+fn a_collective_that_is_launched_and_does_not_begin_is_blocked_by_something_else() {
+    let mut job = queued(2);
+    job.last_kernel(2, "backward_layer_3");
+    let verdict = job.judge();
+    expect(&verdict, Cause::KernelHang, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("backward_layer_3"), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+
+    let mut job = queued(0);
+    job.kernel(0, "stuck_kernel");
+    let verdict = job.judge();
+    expect(&verdict, Cause::KernelHang, &[0], Confidence::High);
+    assert!(verdict.sentence.contains("stuck_kernel does not end"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_host_that_waits_for_its_device_without_a_collective_has_a_stuck_kernel() {
+    let mut job = Job::with_world(4, 30);
+    for rank in [0, 1, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.last_kernel(2, "adamw_step");
+    let verdict = job.judge();
+    expect(&verdict, Cause::KernelHang, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("adamw_step"), "{}", verdict.sentence);
+}
+
+#[test]
+fn several_collectives_in_flight_do_not_confuse() {
+    let mut job = queued(2);
+    for rank in 0..4 {
+        for _ in 0..5 {
+            job.queue(0x77, rank, Op::AllReduce);
+        }
+    }
+    expect(&job.judge(), Cause::KernelHang, &[2], Confidence::High);
+}
+
+#[test]
+fn a_watcher_that_does_not_turn_is_not_believed() {
+    let mut job = queued(2);
+    let flight = job.flight(2);
+    flight.health.as_mut().unwrap().heartbeat_ns = flight.read_ns - 30 * SECOND;
+    expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Low);
+}
+
+#[test]
+fn a_record_that_lost_operations_is_not_trusted_fully() {
+    let mut job = queued(2);
+    job.flight(0).health.as_mut().unwrap().dropped = 3;
+    expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_job_of_one_rank() {
+    let mut job = Job::with_world(1, 3);
+    job.queue(0x77, 0, Op::AllReduce);
+    job.kernel(0, "stuck_kernel");
+    assert_eq!((job.judge().cause, job.judge().culprits), (Cause::KernelHang, vec![0]));
+    let mut job = Job::new(1);
+    job.kernel(0, "stuck_kernel");
+    expect(&job.judge(), Cause::KernelHang, &[0], Confidence::Medium);
+}
+
+#[test]
+fn one_rank_has_not_launched_its_graph() {
+    use crate::testing::Stack;
+    let mut job = Job::new(4);
+    for rank in [0, 1, 3] {
+        job.push(
+            rank,
+            xpu_timer_proto::v1::Operation {
+                kind: xpu_timer_proto::v1::OpKind::GraphLaunch.into(),
+                started_ns: 5,
+                ..Job::operation(0, 0, Op::Graph)
+            },
+        );
+    }
+    job.stands(2, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_dump_on_demand_of_a_healthy_job_is_no_hang() {
+    let mut job = Job::with_world(4, 30);
+    job.trigger(TriggerKind::Manual);
+    assert_eq!(job.judge().cause, Cause::NotAHang);
+    for rank in 0..4 {
+        job.enter_with(0x77, rank, Op::AllReduce, |operation| operation.entered_ns += 59 * SECOND + SECOND / 2);
+    }
+    expect(&job.judge(), Cause::NotAHang, &[], Confidence::Medium);
+}
+
+#[test]
+fn a_dump_on_demand_of_a_young_hang_is_a_hang() {
+    let mut job = queued(2);
+    job.evidence.hang_timeout_ns = 600 * SECOND;
+    job.trigger(TriggerKind::Manual);
+    expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Medium);
+}

@@ -1,0 +1,247 @@
+//! Chains over several communicators: tensor, pipeline and data parallel groups, sends and receives, and circles.
+
+use super::expect;
+use crate::{
+    Cause, Confidence,
+    testing::{Job, Stack},
+};
+use xpu_timer_proto::v1::{Op, Operation};
+
+const PIPELINE: u64 = 0x300;
+
+/// Eight ranks: tensor groups of two (0x100 + i), data groups of two (0x200 + i), pipeline groups of two (0x300 + i).
+/// Rank = 4 * stage + 2 * replica + shard.
+fn three_dimensions() -> Job {
+    let mut job = Job::new(8);
+    for index in 0..4u32 {
+        let (stage, replica) = (index / 2, index % 2);
+        let first = 4 * stage + 2 * replica;
+        job.comm(0x100 + u64::from(index), &[first, first + 1]);
+        let (stage, shard) = (index / 2, index % 2);
+        job.comm(0x200 + u64::from(index), &[4 * stage + shard, 4 * stage + 2 + shard]);
+        let (replica, shard) = (index / 2, index % 2);
+        job.comm(PIPELINE + u64::from(index), &[2 * replica + shard, 4 + 2 * replica + shard]);
+    }
+    for rank in 0..8 {
+        let comms: Vec<u64> =
+            job.flight(rank).communicators.iter().map(|comm| comm.id).filter(|id| *id < PIPELINE).collect();
+        for id in comms {
+            job.done(id, rank, 10);
+        }
+    }
+    job
+}
+
+fn tensor(rank: u32) -> u64 {
+    0x100 + u64::from(rank / 2)
+}
+
+fn data(rank: u32) -> u64 {
+    0x200 + u64::from(2 * (rank / 4) + rank % 2)
+}
+
+fn pipeline(rank: u32) -> u64 {
+    PIPELINE + u64::from(rank % 4)
+}
+
+#[test]
+fn the_culprit_stands_three_groups_away_from_most_victims() {
+    for (culprit, stack, cause) in [
+        (1, Stack::loader(), Cause::DataLoader),
+        (1, Stack::checkpoint(), Cause::StorageIo),
+        (1, Stack::sleep(), Cause::MissingRank),
+    ] {
+        let mut job = three_dimensions();
+        // Rank 1 is stuck; rank 0 waits for it in their tensor group; the second stage of this replica waits for both.
+        job.enter(tensor(0), 0, Op::AllReduce);
+        for rank in [4, 5] {
+            job.transfer(pipeline(rank), rank, Op::Recv, 0);
+        }
+        // The other replica is through and waits for the gradients of this one.
+        for rank in [2, 3, 6, 7] {
+            job.enter(data(rank), rank, Op::AllReduce);
+        }
+        job.stands(culprit, stack);
+        let verdict = job.judge();
+        expect(&verdict, cause, &[culprit], Confidence::High);
+        assert_eq!(verdict.victims, [0, 2, 3, 4, 5, 6, 7], "{}", verdict.to_text());
+    }
+}
+
+#[test]
+fn a_chain_ends_at_a_stuck_kernel() {
+    let mut job = three_dimensions();
+    job.queue(tensor(0), 1, Op::AllReduce);
+    job.enter(tensor(0), 0, Op::AllReduce);
+    for rank in [2, 3] {
+        job.enter(data(rank), rank, Op::AllReduce);
+    }
+    expect(&job.judge(), Cause::KernelHang, &[1], Confidence::High);
+}
+
+#[test]
+fn a_chain_ends_at_a_stall_of_one_group() {
+    let mut job = three_dimensions();
+    job.enter(tensor(0), 0, Op::AllReduce);
+    job.enter(tensor(0), 1, Op::AllReduce);
+    for rank in [2, 3] {
+        job.enter(data(rank), rank, Op::AllReduce);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::NetworkStall, &[], Confidence::High);
+    assert!(verdict.sentence.contains("0x100"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_victim_whose_collective_waits_behind_another_of_its_own_is_no_culprit() {
+    // Rank 0 has launched its data collective too, behind the tensor one that waits for rank 1.
+    let mut job = three_dimensions();
+    job.enter(tensor(0), 0, Op::AllReduce);
+    job.queue(data(0), 0, Op::AllReduce);
+    job.enter(data(0), 2, Op::AllReduce);
+    job.stands(1, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[1], Confidence::High);
+}
+
+#[test]
+fn numbers_of_different_communicators_are_not_compared() {
+    let mut job = Job::new(4);
+    job.comm(0x1, &[0, 1]);
+    job.comm(0x2, &[2, 3]);
+    for rank in [0, 1] {
+        job.done(0x1, rank, 500);
+    }
+    for rank in [2, 3] {
+        job.done(0x2, rank, 3);
+    }
+    job.enter(0x2, 2, Op::AllReduce);
+    job.stands(3, Stack::sleep());
+    expect(&job.judge(), Cause::MissingRank, &[3], Confidence::High);
+}
+
+#[test]
+fn a_rank_with_an_unknown_stack_is_followed_to_the_one_it_waits_for() {
+    // Rank 0 polls in its own code for a collective that rank 1 holds up; the stack does not say that it waits.
+    let mut job = three_dimensions();
+    job.enter(tensor(0), 0, Op::AllReduce);
+    job.stands(0, Stack::new(&[("poll_work", "/job/train.py:7")], &["clock_nanosleep"]));
+    job.enter(data(0), 2, Op::AllReduce);
+    job.stands(1, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[1], Confidence::High);
+}
+
+#[test]
+fn a_rank_that_sleeps_while_its_own_collective_waits_for_a_victim_is_the_culprit() {
+    let mut job = Job::new(3);
+    job.comm(0x1, &[0, 1, 2]);
+    job.comm(0x2, &[1, 2]);
+    // Rank 2 launched 0x2 asynchronously and then fell asleep; rank 1 waits for it in 0x1 before it gets to 0x2.
+    job.enter(0x1, 0, Op::AllReduce);
+    job.enter(0x1, 1, Op::AllReduce);
+    job.enter(0x2, 2, Op::AllReduce);
+    job.stands(2, Stack::sleep());
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.culprits), (Cause::MissingRank, vec![2]));
+}
+
+#[test]
+fn communicators_entered_in_opposite_orders() {
+    let mut job = Job::new(4);
+    job.comm(0x1, &[0, 1, 2, 3]);
+    job.comm(0x2, &[0, 1, 2, 3]);
+    for rank in [0, 1, 3] {
+        job.enter(0x1, rank, Op::AllReduce);
+    }
+    job.enter(0x2, 2, Op::AllReduce);
+    let verdict = job.judge();
+    expect(&verdict, Cause::OrderMismatch, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("0x1") && verdict.sentence.contains("0x2"), "{}", verdict.sentence);
+
+    let mut job = Job::new(2);
+    job.comm(0x1, &[0, 1]);
+    job.comm(0x2, &[0, 1]);
+    job.enter(0x1, 0, Op::AllReduce);
+    job.enter(0x2, 1, Op::AllReduce);
+    expect(&job.judge(), Cause::OrderMismatch, &[0, 1], Confidence::Low);
+}
+
+#[test]
+fn opposite_orders_with_both_collectives_launched() {
+    // As before, and each rank has launched the other collective behind the first in its stream.
+    let mut job = Job::new(4);
+    job.comm(0x1, &[0, 1, 2, 3]);
+    job.comm(0x2, &[0, 1, 2, 3]);
+    for rank in [0, 1, 2, 3] {
+        let (first, second) = if rank == 2 { (0x2, 0x1) } else { (0x1, 0x2) };
+        job.enter(first, rank, Op::AllReduce);
+        job.queue(second, rank, Op::AllReduce);
+    }
+    expect(&job.judge(), Cause::OrderMismatch, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_receive_without_its_send() {
+    let mut job = Job::new(4);
+    job.comm(PIPELINE, &[0, 1, 2, 3]);
+    job.transfer(PIPELINE, 1, Op::Recv, 0);
+    job.stands(0, Stack::sleep());
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[0], Confidence::High);
+    assert!(verdict.sentence.contains("has not sent to rank 1"), "{}", verdict.sentence);
+    job.stands(0, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[0], Confidence::High);
+    job.dies(0, "exit code 1");
+    expect(&job.judge(), Cause::ProcessDead, &[0], Confidence::High);
+}
+
+#[test]
+fn a_receive_whose_sender_waits_in_a_collective_for_it() {
+    let mut job = Job::with_world(4, 5);
+    job.transfer(0x77, 1, Op::Recv, 0);
+    for rank in [0, 2, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    expect(&job.judge(), Cause::P2pUnmatched, &[0], Confidence::Medium);
+}
+
+#[test]
+fn two_ranks_that_both_send_first() {
+    let mut job = Job::new(4);
+    job.comm(PIPELINE, &[0, 1, 2, 3]);
+    job.transfer(PIPELINE, 1, Op::Send, 2);
+    job.transfer(PIPELINE, 2, Op::Send, 1);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pCycle, &[1, 2], Confidence::High);
+    // With the receives launched behind the sends it is the same circle.
+    for (rank, peer) in [(1, 2), (2, 1)] {
+        job.push(rank, Operation { peer, ..Job::operation(PIPELINE, 2, Op::Recv) });
+    }
+    expect(&job.judge(), Cause::P2pCycle, &[1, 2], Confidence::High);
+}
+
+#[test]
+fn a_matched_pair_that_does_not_move() {
+    let mut job = Job::new(2);
+    job.comm(PIPELINE, &[0, 1]);
+    job.transfer(PIPELINE, 0, Op::Send, 1);
+    job.transfer(PIPELINE, 1, Op::Recv, 0);
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::Medium);
+    job.flight(1).operations[0].count = 7;
+    expect(&job.judge(), Cause::SizeMismatch, &[0, 1], Confidence::Medium);
+}
+
+#[test]
+fn lost_members_of_a_strided_group_are_found() {
+    // Data groups of ranks 0, 4, 8, 12 and so on: rank 8 is lost, and all others of its group wait.
+    let mut job = Job::new(16);
+    for group in 0..4u32 {
+        let ranks: Vec<u32> = (0..4).map(|index| group + 4 * index).collect();
+        job.comm(u64::from(group) + 1, &ranks);
+    }
+    for rank in [0, 4, 12] {
+        job.enter(1, rank, Op::AllReduce);
+    }
+    job.lost(8);
+    job.lost(9);
+    expect(&job.judge(), Cause::MissingRank, &[8], Confidence::Medium);
+}

@@ -1,0 +1,338 @@
+//! The host of a rank is the reason: it is dead, stopped, in its loader, in input or output, in a lock, or just elsewhere.
+
+use super::expect;
+use crate::{
+    Cause, Confidence, Verdict,
+    testing::{Job, SECOND, Stack, native_thread, python_thread},
+};
+use xpu_timer_proto::v1::{Op, Presence, TriggerKind};
+
+/// Four ranks of which all but one wait in all_reduce 31.
+fn behind(culprit: u32, stack: Stack) -> Job {
+    let mut job = Job::with_world(4, 30);
+    for rank in (0..4).filter(|rank| *rank != culprit) {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(culprit, stack);
+    job
+}
+
+fn sentence(verdict: &Verdict) -> &str {
+    &verdict.sentence
+}
+
+#[test]
+fn a_rank_in_its_loader_is_named_with_its_place_and_who_waits_where() {
+    let verdict = behind(2, Stack::loader()).judge();
+    expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    assert_eq!(
+        sentence(&verdict),
+        "Rank 2 waits for its data loader at train.py:66 in __next__ (C function __futex_abstimed_wait_common64); \
+         ranks 0-1, 3 wait for it in all_reduce 31 of communicator 0x77 (4 ranks)."
+    );
+    let text = verdict.to_text();
+    assert!(text.contains("/job/train.py:66"), "{text}");
+    assert!(text.lines().all(|line| line.chars().count() <= 100), "{text}");
+    for cause in [Cause::ProcessDead, Cause::ProcessStopped, Cause::NetworkStall, Cause::OpMismatch, Cause::LongStep] {
+        assert!(verdict.ruled_out.iter().any(|ruled_out| ruled_out.cause == cause), "{cause} in {text}");
+    }
+}
+
+#[test]
+fn rank_0_can_be_the_culprit() {
+    expect(&behind(0, Stack::loader()).judge(), Cause::DataLoader, &[0], Confidence::High);
+    expect(&behind(0, Stack::sleep()).judge(), Cause::MissingRank, &[0], Confidence::High);
+}
+
+#[test]
+fn a_reader_thread_in_a_read_is_named() {
+    let mut job = behind(2, Stack::loader());
+    let frames =
+        [("read_shard", "/job/train.py:46".to_owned()), ("run", "/usr/lib/python3.11/threading.py:1045".to_owned())];
+    job.thread(
+        2,
+        native_thread(5002, &["__libc_read", "os_read"], "S (sleeping)", "pipe_read", Some(0), 9),
+        Some(python_thread(5002, "shard-reader-0", &frames)),
+    );
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
+    assert!(
+        sentence(&verdict).contains("whose thread shard-reader-0 is inside read at read_shard (train.py:46)"),
+        "{}",
+        sentence(&verdict)
+    );
+}
+
+#[test]
+fn a_dead_worker_process_is_named() {
+    let mut job = behind(1, Stack::loader());
+    job.child(1, "python train.py", "Z (zombie)");
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[1], Confidence::High);
+    assert!(sentence(&verdict).contains("worker process 4242 is dead"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn a_write_that_does_not_progress_is_storage_and_one_that_does_is_a_long_step() {
+    expect(&behind(3, Stack::checkpoint()).judge(), Cause::StorageIo, &[3], Confidence::High);
+    let slow = behind(3, Stack::checkpoint().moving_bytes(500 << 20)).judge();
+    expect(&slow, Cause::LongStep, &[3], Confidence::Medium);
+}
+
+#[test]
+fn by_the_kernel_function_alone_it_is_storage_but_a_socket_is_not() {
+    let read = |wchan| Stack::new(&[("load", "/job/train.py:9")], &["??"]).state("S (sleeping)", wchan);
+    expect(&behind(1, read("request_wait_answer")).judge(), Cause::StorageIo, &[1], Confidence::High);
+    expect(&behind(1, read("sk_wait_data")).judge(), Cause::MissingRank, &[1], Confidence::High);
+}
+
+#[test]
+fn a_dead_rank_that_is_behind_is_dead_whoever_it_is() {
+    for culprit in 0..4 {
+        let mut job = behind(culprit, Stack::loader());
+        job.dies(culprit, "killed by SIGKILL");
+        let verdict = job.judge();
+        expect(&verdict, Cause::ProcessDead, &[culprit], Confidence::High);
+        assert!(sentence(&verdict).contains("killed by SIGKILL"), "{}", sentence(&verdict));
+    }
+}
+
+#[test]
+fn a_rank_killed_inside_the_collective_is_dead() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.dies(1, "killed by SIGKILL");
+    expect(&job.judge(), Cause::ProcessDead, &[1], Confidence::High);
+}
+
+#[test]
+fn of_several_dead_ranks_those_that_the_agent_ended_are_not_to_blame() {
+    let mut job = behind(2, Stack::loader());
+    job.dies(2, "exit code 1");
+    job.dies(3, "killed by SIGTERM");
+    expect(&job.judge(), Cause::ProcessDead, &[2], Confidence::High);
+}
+
+#[test]
+fn a_death_for_which_nobody_waits_yet_is_told() {
+    let mut job = Job::with_world(4, 30);
+    job.trigger(TriggerKind::Death);
+    job.dies(2, "killed by SIGSEGV");
+    expect(&job.judge(), Cause::ProcessDead, &[2], Confidence::High);
+}
+
+#[test]
+fn a_rank_that_left_while_others_wait_for_it_is_named() {
+    let mut job = behind(2, Stack::loader());
+    job.rank(2).presence = Presence::Left.into();
+    job.rank(2).dump = None;
+    let verdict = job.judge();
+    expect(&verdict, Cause::ProcessDead, &[2], Confidence::High);
+    assert!(sentence(&verdict).contains("has left"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn a_stopped_rank_is_stopped_wherever_it_stands() {
+    for stack in [Stack::loader(), Stack::device_wait(), Stack::sleep()] {
+        let job = behind(2, stack.state("T (stopped)", ""));
+        expect(&job.judge(), Cause::ProcessStopped, &[2], Confidence::High);
+    }
+    let traced = behind(2, Stack::sleep().state("t (tracing stop)", "")).judge();
+    expect(&traced, Cause::ProcessStopped, &[2], Confidence::High);
+    assert!(sentence(&traced).contains("debugger"), "{}", sentence(&traced));
+}
+
+#[test]
+fn a_rank_stopped_inside_the_collective_is_stopped() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(3, Stack::device_wait().state("T (stopped)", ""));
+    expect(&job.judge(), Cause::ProcessStopped, &[3], Confidence::High);
+}
+
+#[test]
+fn uninterruptible_sleep_counts_when_it_lasts() {
+    let job = behind(2, Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
+    let verdict = job.judge();
+    expect(&verdict, Cause::DState, &[2], Confidence::High);
+    assert!(sentence(&verdict).contains("nfs_wait_bit"), "{}", sentence(&verdict));
+
+    // In D both times, but it ran in between: slow storage, not a sleep that lasts.
+    let mut job = behind(2, Stack::checkpoint().state("D (disk sleep)", "folio_wait_bit").moving_bytes(1 << 30));
+    job.rank(2).dump.as_mut().unwrap().stacktrace[0].context_switches += 7;
+    expect(&job.judge(), Cause::LongStep, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_lock_is_a_lock_with_medium_confidence() {
+    expect(&behind(2, Stack::lock()).judge(), Cause::HostLock, &[2], Confidence::Medium);
+}
+
+/// A rank whose main thread waits for the global lock that a native thread holds.
+fn gil(holder_runs: bool) -> Job {
+    let mut job = behind(2, Stack::new(&[("step", "/job/train.py:20")], &["pthread_cond_timedwait", "take_gil"]));
+    let mut python = python_thread(5002, "plugin", &[("callback", "/job/plugin.py:5".to_owned())]);
+    python.owns_gil = true;
+    let native = native_thread(5002, &["pthread_mutex_lock", "plugin_wait"], "S (sleeping)", "", None, 9);
+    job.thread(2, native, Some(python));
+    if holder_runs {
+        job.rank(2).dump.as_mut().unwrap().stacktrace[1].context_switches = 10;
+    }
+    job
+}
+
+#[test]
+fn a_holder_of_the_global_lock_that_is_blocked_is_a_deadlock_and_one_that_runs_is_not() {
+    let verdict = gil(false).judge();
+    expect(&verdict, Cause::GilDeadlock, &[2], Confidence::High);
+    assert!(sentence(&verdict).contains("thread plugin holds it"), "{}", sentence(&verdict));
+    assert_eq!(gil(true).judge().cause, Cause::MissingRank);
+}
+
+#[test]
+fn compiling_and_collecting_are_no_hangs() {
+    let inductor = Stack::new(
+        &[("compile_fx", "/v/site-packages/torch/_inductor/compile_fx.py:9"), ("main", "/job/train.py:5")],
+        &["?"],
+    );
+    expect(&behind(1, inductor).judge(), Cause::Compile, &[1], Confidence::Medium);
+    let mut job = behind(1, Stack::new(&[("build", "/job/train.py:5")], &["wait4"]));
+    job.child(1, "/usr/local/cuda/bin/nvcc -c x.cu", "S (sleeping)");
+    expect(&job.judge(), Cause::Compile, &[1], Confidence::Medium);
+    let gc = Stack::new(&[("step", "/job/train.py:5")], &["visit_decref", "subtract_refs", "gc_collect_main"])
+        .busy(5 * SECOND);
+    expect(&behind(1, gc).judge(), Cause::PythonGc, &[1], Confidence::Medium);
+}
+
+#[test]
+fn a_compiled_model_that_runs_is_not_compiling() {
+    let running = Stack::new(
+        &[("__call__", "/v/site-packages/torch/_inductor/output_code.py:9"), ("hook", "/job/train.py:5")],
+        &["clock_nanosleep"],
+    );
+    expect(&behind(1, running).judge(), Cause::MissingRank, &[1], Confidence::High);
+}
+
+#[test]
+fn teardown_after_an_exception() {
+    let stack = Stack::new(
+        &[
+            ("destroy_process_group", "/v/site-packages/torch/distributed/distributed_c10d.py:9"),
+            ("main", "/job/train.py:9"),
+        ],
+        &["sem_wait", "ncclCommDestroy"],
+    );
+    assert_eq!(behind(1, stack).judge().cause, Cause::Teardown);
+}
+
+#[test]
+fn an_evaluation_that_goes_on_is_a_long_step_and_an_endless_loop_is_not() {
+    let evaluating = Stack::new(&[("evaluate", "/job/eval.py:70")], &["matmul"])
+        .busy(5 * SECOND)
+        .was_at("evaluate", "/job/eval.py:12");
+    expect(&behind(0, evaluating).judge(), Cause::LongStep, &[0], Confidence::Medium);
+    let looping = Stack::new(&[("spin", "/job/eval.py:70")], &["_PyEval_EvalFrameDefault"]).busy(5 * SECOND);
+    let verdict = behind(0, looping).judge();
+    expect(&verdict, Cause::MissingRank, &[0], Confidence::High);
+    assert!(sentence(&verdict).contains("busy on a processor"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn two_culprits_are_both_named() {
+    let mut job = Job::with_world(8, 30);
+    for rank in [0, 1, 3, 4, 6, 7] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(2, Stack::loader());
+    job.stands(5, Stack::loader());
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[2, 5], Confidence::High);
+    assert!(sentence(&verdict).starts_with("Ranks 2, 5 each wait"), "{}", sentence(&verdict));
+
+    job.stands(5, Stack::checkpoint());
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[2, 5], Confidence::Medium);
+    assert!(sentence(&verdict).contains("also rank 5 is stuck in write"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn who_moves_is_not_to_blame_while_another_stands_still() {
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 1, Op::AllReduce);
+    job.stands(2, Stack::loader());
+    job.stands(3, Stack::checkpoint().moving_bytes(1 << 30));
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::High);
+}
+
+#[test]
+fn without_a_dump_the_culprit_is_known_and_the_confidence_is_lower() {
+    let mut job = behind(2, Stack::loader());
+    job.no_dump(2);
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert!(verdict.to_text().contains("permission denied"), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_rank_of_which_nothing_is_known_is_suspected() {
+    let mut job = behind(2, Stack::loader());
+    job.lost(2);
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_lost_rank_is_not_suspected_while_another_is_behind() {
+    let mut job = Job::with_world(8, 30);
+    for rank in [0, 1, 3, 4, 5, 6] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(2, Stack::loader());
+    job.lost(7);
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
+}
+
+#[test]
+fn an_unregistered_rank_is_behind() {
+    let mut job = behind(2, Stack::sleep());
+    job.rank(2).presence = Presence::Unregistered.into();
+    job.rank(2).flight = None;
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::High);
+}
+
+#[test]
+fn a_job_that_computes_nothing_is_judged_by_its_stacks() {
+    let gloo = || {
+        Stack::new(
+            &[("all_reduce", "/v/site-packages/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:9")],
+            &["epoll_wait", "gloo::transport::tcp::Pair::recv"],
+        )
+    };
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.stands(rank, gloo());
+    }
+    expect(&job.judge(), Cause::Unknown, &[], Confidence::Low);
+    job.stands(1, Stack::loader());
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[1], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 2, 3]);
+    job.stands(1, Stack::sleep());
+    expect(&job.judge(), Cause::MissingRank, &[1], Confidence::Low);
+}
+
+#[test]
+fn all_ranks_in_their_loaders() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.stands(rank, Stack::loader());
+    }
+    expect(&job.judge(), Cause::DataLoader, &[0, 1, 2, 3], Confidence::Medium);
+}

@@ -1,0 +1,234 @@
+//! What must hold for every verdict: the same for renumbered ranks and reordered arrival, no panic on any input.
+
+use proptest::{collection::vec, prelude::*};
+use xpu_timer_proto::{
+    Message,
+    v1::{Communicator, Evidence, Op, Operation, RankEvidence},
+};
+
+use crate::{
+    Cause, Confidence, Verdict, judge,
+    testing::{Job, Stack},
+};
+
+fn stacks() -> Vec<Stack> {
+    vec![
+        Stack::loader(),
+        Stack::checkpoint(),
+        Stack::sleep(),
+        Stack::lock(),
+        Stack::device_wait(),
+        Stack::checkpoint().moving_bytes(1 << 30),
+        Stack::sleep().state("T (stopped)", ""),
+    ]
+}
+
+/// Jobs of eight ranks with a world communicator and two halves, of which some ranks are somewhere else.
+fn any_job() -> impl Strategy<Value = Job> {
+    (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(does, stands)| {
+        let mut job = Job::with_world(8, 6);
+        job.comm(0x1, &[0, 1, 2, 3]);
+        job.comm(0x2, &[4, 5, 6, 7]);
+        for rank in 0..8u32 {
+            let half = if rank < 4 { 0x1 } else { 0x2 };
+            match does[rank as usize] {
+                0 => job.stands(rank, stacks()[stands[rank as usize]].clone()),
+                1 => job.enter(half, rank, Op::AllReduce),
+                2 => job.queue(half, rank, Op::AllReduce),
+                3 => job.complete(0x77, rank, |_| ()),
+                4 => job.transfer(half, rank, Op::Recv, ((rank + 1) % 4) as i32),
+                _ => job.enter(0x77, rank, Op::AllReduce),
+            }
+        }
+        job
+    })
+}
+
+fn core(verdict: &Verdict) -> (Cause, Vec<u32>, Vec<u32>, Confidence) {
+    (verdict.cause, verdict.culprits.clone(), verdict.victims.clone(), verdict.confidence)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn renumbering_the_ranks_renumbers_the_verdict(job in any_job(), order in Just((0..8u32).collect::<Vec<_>>()).prop_shuffle()) {
+        let (cause, culprits, victims, confidence) = core(&job.judge());
+        let renumber = |ranks: Vec<u32>| {
+            let mut ranks: Vec<u32> = ranks.into_iter().map(|rank| order[rank as usize]).collect();
+            ranks.sort_unstable();
+            ranks
+        };
+        let expected = (cause, renumber(culprits), renumber(victims), confidence);
+        let renumbered = job.renumbered(&order).judge();
+        prop_assert_eq!(core(&renumbered), expected, "{}\n{}", job.judge().to_text(), renumbered.to_text());
+    }
+
+    #[test]
+    fn the_order_of_arrival_does_not_matter(job in any_job(), order in Just((0..8usize).collect::<Vec<_>>()).prop_shuffle()) {
+        let mut shuffled = job.clone();
+        shuffled.evidence.ranks = order.iter().map(|index| job.evidence.ranks[*index].clone()).collect();
+        prop_assert_eq!(shuffled.judge(), job.judge());
+    }
+
+    #[test]
+    fn culprits_and_victims_are_ranks_in_order_and_apart(job in any_job()) {
+        let verdict = job.judge();
+        for ranks in [&verdict.culprits, &verdict.victims] {
+            prop_assert!(ranks.windows(2).all(|pair| pair[0] < pair[1]) && ranks.iter().all(|rank| *rank < 8));
+        }
+        prop_assert!(verdict.victims.iter().all(|rank| !verdict.culprits.contains(rank)));
+        prop_assert!(verdict.sentence.ends_with('.'));
+        prop_assert!(verdict.to_text().lines().all(|line| line.chars().count() <= 100));
+    }
+
+    #[test]
+    fn absurd_evidence_does_no_harm(ranks in vec(absurd_rank(), 0..6), world_size in any::<u32>(), limits in any::<(u64, u64)>()) {
+        let evidence = Evidence { world_size, ranks, hang_timeout_ns: limits.0, sample_interval_ns: limits.1, ..Default::default() };
+        let verdict = judge(&evidence);
+        prop_assert_eq!(&judge(&evidence), &verdict);
+        prop_assert!(!verdict.to_text().is_empty());
+        let json = serde_json::to_string(&verdict).unwrap();
+        prop_assert_eq!(serde_json::from_str::<Verdict>(&json).unwrap(), verdict);
+    }
+
+    #[test]
+    fn damaged_evidence_does_no_harm(at in any::<prop::sample::Index>(), byte in any::<u8>()) {
+        let mut job = Job::with_world(3, 2);
+        job.enter(0x77, 0, Op::AllReduce);
+        job.stands(1, Stack::loader());
+        let mut bytes = job.evidence.encode_to_vec();
+        let at = at.index(bytes.len());
+        bytes[at] = byte;
+        if let Ok(evidence) = Evidence::decode(&bytes[..]) {
+            let _ = judge(&evidence).to_text();
+        }
+    }
+}
+
+prop_compose! {
+    fn absurd_operation()(
+        numbers in any::<(u64, u64, u64, u64)>(), kinds in (0..6i32, 0..45i32, -2..20i32, 0..5i32),
+        communicator in 0..3u64, seq in prop_oneof![0..4u64, Just(u64::MAX)], peer in any::<i32>(), started in 0..2u64,
+    ) -> Operation {
+        Operation {
+            ticket: numbers.0, count: numbers.1, stream: numbers.2, entered_ns: numbers.3, kind: kinds.0, op: kinds.1,
+            dtype: kinds.2, status: kinds.3, communicator, seq, peer: peer % 3, started_ns: started, ..Default::default()
+        }
+    }
+}
+
+prop_compose! {
+    fn absurd_communicator()(
+        id in 0..3u64, size in prop_oneof![0..4u32, any::<u32>()], rank in prop_oneof![-1..4i32, any::<i32>()],
+        counters in (any::<u64>(), 0..4u64, 0..4u64), state in -1..7i32,
+    ) -> Communicator {
+        let (launched, started, completed) = counters;
+        Communicator { id, size, rank, launched, started, completed, state, ..Default::default() }
+    }
+}
+
+prop_compose! {
+    fn absurd_rank()(
+        rank in prop_oneof![0..4u32, any::<u32>()], presence in -1..7i32, stack in prop::option::of(0..7usize),
+        operations in vec(absurd_operation(), 0..6), communicators in vec(absurd_communicator(), 0..4), flight in any::<bool>(),
+    ) -> RankEvidence {
+        let mut job = Job::new(1);
+        if let Some(stack) = stack {
+            job.stands(0, stacks()[stack].clone());
+        }
+        let mut entry = job.rank(0).clone();
+        entry.rank = rank;
+        entry.presence = presence;
+        match flight {
+            true => {
+                let record = entry.flight.as_mut().unwrap();
+                record.operations = operations;
+                record.communicators = communicators;
+            }
+            false => entry.flight = None,
+        }
+        if stack.is_none() {
+            entry.dump = None;
+        }
+        entry
+    }
+}
+
+#[test]
+fn empty_evidence_is_unknown() {
+    let verdict = judge(&Evidence::default());
+    super::expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    let verdict = judge(&Evidence { world_size: 4, ..Default::default() });
+    super::expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert_eq!(verdict.ranks.len(), 1);
+    assert_eq!(verdict.ranks[0].ranks, [0, 1, 2, 3]);
+}
+
+#[test]
+fn with_one_dump_in_eight_missing_there_is_no_confident_mistake() {
+    for lost in 0..8 {
+        for culprit in 0..8 {
+            let mut job = Job::with_world(8, 6);
+            for rank in (0..8).filter(|rank| *rank != culprit) {
+                job.enter(0x77, rank, Op::AllReduce);
+            }
+            job.stands(culprit, Stack::loader());
+            job.lost(lost);
+            let verdict = job.judge();
+            let right = verdict.culprits == [culprit];
+            assert!(right && (lost == culprit || verdict.cause == Cause::DataLoader), "{}", verdict.to_text());
+            assert!(verdict.confidence < Confidence::High, "{}", verdict.to_text());
+        }
+    }
+}
+
+#[test]
+fn a_big_job_is_judged_in_linear_time() {
+    // Tensor groups of 8 and data groups over the rest: 16,384 ranks. A rank far from most is in its loader.
+    const RANKS: u32 = 16_384;
+    let mut job = Job::new(RANKS);
+    let mut members: std::collections::BTreeMap<u64, Vec<u32>> = std::collections::BTreeMap::new();
+    for rank in 0..RANKS {
+        members.entry(0x1_0000 + u64::from(rank / 8)).or_default().push(rank);
+        members.entry(0x2_0000 + u64::from(rank % 8)).or_default().push(rank);
+    }
+    for entry in &mut job.evidence.ranks {
+        let rank = entry.rank;
+        let flight = entry.flight.as_mut().unwrap();
+        for (id, waits) in
+            [(0x1_0000 + u64::from(rank / 8), rank / 8 == 5), (0x2_0000 + u64::from(rank % 8), rank / 8 != 5)]
+        {
+            let ranks = &members[&id];
+            let comm_rank = ranks.binary_search(&rank).unwrap() as i32;
+            let waits = waits && rank != 42;
+            flight.communicators.push(Communicator {
+                id,
+                size: ranks.len() as u32,
+                rank: comm_rank,
+                state: 2,
+                launched: 7 + u64::from(waits),
+                started: 7 + u64::from(waits),
+                completed: 7,
+                ..Default::default()
+            });
+            if waits {
+                flight.operations.push(Operation { started_ns: 1, ..Job::operation(id, 8, Op::AllReduce) });
+            }
+        }
+    }
+    job.evidence.ranks[42] = {
+        let mut small = Job::new(43);
+        small.stands(42, Stack::loader());
+        let flight = job.evidence.ranks[42].flight.take();
+        RankEvidence { flight, ..small.evidence.ranks.swap_remove(42) }
+    };
+    let start = std::time::Instant::now();
+    let verdict = job.judge();
+    let elapsed = start.elapsed();
+    super::expect(&verdict, Cause::DataLoader, &[42], Confidence::High);
+    assert_eq!(verdict.victims.len(), RANKS as usize - 1);
+    println!("{RANKS} ranks judged in {elapsed:?}");
+    // Quadratic work over 16,384 ranks takes minutes without optimization; the limit allows for a loaded machine.
+    assert!(elapsed < std::time::Duration::from_secs(20), "{elapsed:?}");
+}

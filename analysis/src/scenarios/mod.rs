@@ -1,0 +1,20 @@
+//! Hangs as evidence, and the verdicts that are right for them: one file for each family of causes, and what must hold for all.
+
+mod collectives;
+mod devices;
+mod graphs;
+mod hosts;
+mod laws;
+
+use crate::{Cause, Confidence, Verdict};
+
+/// Checks the core of a verdict; on a difference the whole text is shown.
+#[track_caller]
+fn expect(verdict: &Verdict, cause: Cause, culprits: &[u32], confidence: Confidence) {
+    let text = verdict.to_text();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (cause, culprits), "\n{text}");
+    assert_eq!(verdict.confidence, confidence, "\n{text}");
+    assert!(verdict.victims.iter().all(|victim| !culprits.contains(victim)), "\n{text}");
+    assert!(verdict.ruled_out.iter().all(|ruled_out| ruled_out.cause != cause), "\n{text}");
+    assert!(verdict.sentence.ends_with('.') && !verdict.sentence.contains(".."), "\n{text}");
+}
