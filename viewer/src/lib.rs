@@ -10,6 +10,7 @@ pub mod folder;
 pub mod merge;
 pub mod output;
 pub mod picture;
+pub mod report;
 pub mod stacks;
 pub mod summary;
 
@@ -44,16 +45,23 @@ const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could 
 /// Does all that the command does. The summary goes to `out`, what is wrong with single files to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     let (path, listed, chosen) = find(&args.path)?;
-    // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
-    for warning in listed.warnings() {
-        let _ = writeln!(err, "warning: {warning}");
-    }
-    for file in &listed.misnamed {
-        let _ = writeln!(err, "warning: {} is left out: its name is not RANK-WORLD.stacktrace", name_of(file));
-    }
-    let merged = merge_files(&listed.files, |file, why| {
-        let _ = writeln!(err, "warning: {} is left out: {why}", name_of(&file.path));
+    let mut notes = listed.warnings();
+    let misnamed = listed.misnamed.iter().map(|file| name_of(file));
+    notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
+    let mut report = report::Builder::default();
+    let merged = merge_files_with(
+        &listed.files,
+        |file, bytes, dump| report.add_file(file.rank, bytes, dump),
+        |file, why| notes.push(format!("{} is left out: {why}", name_of(&file.path))),
+    );
+    let verdict = report::read_verdict(&path).unwrap_or_else(|why| {
+        notes.push(format!("verdict.json is left out: {why}"));
+        None
     });
+    // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
+    for note in &notes {
+        let _ = writeln!(err, "warning: {note}");
+    }
     for ((field, text), ranks) in &merged.complaints {
         let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
         for line in text.lines() {
@@ -64,7 +72,10 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         bail!("{} holds no .stacktrace file that can be read", shown(&path));
     }
     let output = args.output.as_deref().unwrap_or(&path);
-    let written = write_all(&merged, listed.world, output)?;
+    let mut written = write_all(&merged, listed.world, output)?;
+    let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
+    let report = report.finish(&name, listed.world, &merged, verdict, notes);
+    written.push(write_report(&report, output)?);
     let mut text = String::new();
     if chosen {
         text = format!("Latest incident: {}\n\n", shown(&path));
@@ -95,14 +106,26 @@ fn find(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
 }
 
 /// Reads and merges files one at a time; what cannot be read is told and left out.
-pub fn merge_files(files: &[DumpFile], mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display)) -> Merged {
+pub fn merge_files(files: &[DumpFile], left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display)) -> Merged {
+    merge_files_with(files, |_, _, _| {}, left_out)
+}
+
+/// As `merge_files`; `also` gets every file that was merged, and what was decoded of it.
+pub fn merge_files_with(
+    files: &[DumpFile],
+    mut also: impl FnMut(&DumpFile, &[u8], &Dump<'_>),
+    mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display),
+) -> Merged {
     let mut merger = Merger::default();
     let mut bytes = Vec::new();
     for file in files {
         if let Err(error) = read_into(file, &mut bytes) {
             left_out(file, &error);
-        } else if let Err(error) = Dump::decode(&bytes).and_then(|dump| merger.add(file.rank, &dump)) {
-            left_out(file, &error);
+            continue;
+        }
+        match Dump::decode(&bytes).and_then(|dump| merger.add(file.rank, &dump).map(|()| dump)) {
+            Ok(dump) => also(file, &bytes, &dump),
+            Err(error) => left_out(file, &error),
         }
     }
     merger.finish()
@@ -136,6 +159,13 @@ pub fn write_all(merged: &Merged, world: u32, output: &Path) -> anyhow::Result<V
         written.push(path.with_context(|| context(&svg))?);
     }
     Ok(written)
+}
+
+/// Writes `report.html` and returns its path.
+pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<PathBuf> {
+    let page = report::render(report).context("cannot put report.html together")?;
+    output::write_file(output, "report.html", |out| out.write_all(page.as_bytes()))
+        .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))
 }
 
 /// A path for people and terminals.

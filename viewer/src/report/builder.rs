@@ -1,0 +1,472 @@
+//! Takes in the dumps of all ranks, one after the other, and puts the report together. Nothing of a dump is kept but
+//! numbers of what was seen before.
+
+use super::communicators::Communicators;
+use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Tree, Trees};
+use super::mixed::mix;
+use crate::dump::{Dump, Frame};
+use crate::merge::{Merged, Mode};
+use crate::stacks::{StackId, Stacks};
+use std::collections::{BTreeMap, HashMap};
+use std::hash::Hash;
+use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace, Stacktrace};
+
+/// Things, each stored once, numbered in the order of first use.
+#[derive(Debug)]
+struct Table<T> {
+    items: Vec<T>,
+    numbers: HashMap<T, u32>,
+}
+
+impl<T: Clone + Eq + Hash> Table<T> {
+    fn new() -> Self {
+        Table { items: Vec::new(), numbers: HashMap::new() }
+    }
+
+    fn number(&mut self, item: T) -> u32 {
+        if let Some(&number) = self.numbers.get(&item) {
+            return number;
+        }
+        let number = u32::try_from(self.items.len()).expect("fewer than 2^32 things, each of which takes memory");
+        self.items.push(item.clone());
+        self.numbers.insert(item, number);
+        number
+    }
+}
+
+/// Texts, of which the empty one is number 0.
+#[derive(Debug)]
+struct Texts(Table<String>);
+
+impl Texts {
+    fn number(&mut self, text: &str) -> TextId {
+        match self.0.numbers.get(text) {
+            Some(&number) => number,
+            None => self.0.number(text.to_owned()),
+        }
+    }
+}
+
+/// Puts a [`Report`] together.
+#[derive(Debug)]
+pub struct Builder {
+    texts: Texts,
+    native: Stacks,
+    python: Stacks,
+    mixed: Stacks,
+    /// At least one native thread was found to be a Python thread.
+    matched: bool,
+    /// Until `finish`, the numbers in here are those of stacks, not of nodes.
+    threads: Table<Thread>,
+    lists: Table<Vec<i64>>,
+    ranks: BTreeMap<u32, Rank>,
+    communicators: Communicators,
+    captured_ns: u64,
+    between_ns: u64,
+}
+
+impl Default for Builder {
+    fn default() -> Self {
+        let mut texts = Table::new();
+        texts.number(String::new());
+        Builder {
+            texts: Texts(texts),
+            native: Stacks::default(),
+            python: Stacks::default(),
+            mixed: Stacks::default(),
+            matched: false,
+            threads: Table::new(),
+            lists: Table::new(),
+            ranks: BTreeMap::new(),
+            communicators: Communicators::default(),
+            captured_ns: 0,
+            between_ns: 0,
+        }
+    }
+}
+
+/// What one look at one process gives.
+struct Seen {
+    sample: Sample,
+    /// By thread id: what it was, and how often it had run.
+    threads: HashMap<u32, (Thread, u64)>,
+    /// The main thread's.
+    main: Option<Thread>,
+}
+
+/// One thread in both languages; at least one of the two is there.
+#[derive(Clone, Copy)]
+struct Pair<'a> {
+    native: Option<&'a PstackStacktrace>,
+    python: Option<&'a PySpyStacktrace>,
+}
+
+impl Pair<'_> {
+    fn tid(&self) -> u32 {
+        self.native.map(|thread| thread.pid).or(self.python.map(|thread| thread.os_thread_id)).unwrap_or(0)
+    }
+}
+
+impl Builder {
+    /// Adds the file of one rank, which `dump` was decoded from.
+    pub fn add_file(&mut self, rank: u32, file: &[u8], dump: &Dump<'_>) {
+        match <Stacktrace as xpu_timer_proto::Message>::decode(file) {
+            Ok(message) => self.add(rank, &message),
+            // A thread name that is cut within a character is no text, and a strict decoder refuses the file for it.
+            Err(_) => self.add(rank, &message_of(dump)),
+        }
+    }
+
+    /// Adds the dump of one rank. Of several dumps of one rank, all count in the trees and the first one is shown.
+    pub fn add(&mut self, rank: u32, dump: &Stacktrace) {
+        let first = dump.first_sample.as_ref().map(|first| self.process(first, dump.pid, None));
+        let seen = self.sample(
+            (&dump.stacktrace, &dump.py_stacktrace, &dump.process_state),
+            dump.pid,
+            Some(rank),
+            first.as_ref(),
+        );
+        let times = dump.first_sample.as_ref().zip(dump.last_sample.as_ref());
+        let moved = times.zip(first.as_ref()).map(|((a, b), first)| movement(a, b, first, &seen));
+        if let Some((a, b)) = times {
+            self.between_ns = self.between_ns.max(b.captured_unix_ns.saturating_sub(a.captured_unix_ns));
+        }
+        let samples = [&dump.first_sample, &dump.last_sample].into_iter().flatten();
+        for sample in samples.clone() {
+            self.captured_ns = self.captured_ns.max(sample.captured_unix_ns);
+        }
+        if let Some(flight) = &dump.flight_record {
+            self.communicators.add(rank, flight);
+        }
+        let complaints = [&dump.pstack_stderr, &dump.pyspy_stderr];
+        let errors = complaints.into_iter().chain(samples.flat_map(|sample| &sample.errors));
+        let mut errors: Vec<TextId> = errors
+            .map(|text| text.trim())
+            .filter(|text| !text.is_empty())
+            .map(|text| self.texts.number(text))
+            .collect();
+        errors.sort_unstable();
+        errors.dedup();
+        let children = dump.children.iter().map(|child| {
+            let mut looks: Vec<Seen> = Vec::new();
+            for sample in &child.samples {
+                let look = self.process(sample, child.pid, looks.last());
+                looks.push(look);
+            }
+            let moved = match (&child.samples[..], &looks[..]) {
+                ([a, .., b], [before, .., after]) => Some(movement(a, b, before, after)),
+                _ => None,
+            };
+            Child {
+                pid: child.pid,
+                parent: child.parent_pid,
+                command: self.texts.number(&child.command),
+                samples: looks.iter().map(|look| look.sample).collect(),
+                moved,
+            }
+        });
+        let children = children.collect();
+        let entry = Rank {
+            rank,
+            pid: dump.pid,
+            node: self.texts.number(&dump.node),
+            command: self.texts.number(&dump.command),
+            errors,
+            first: first.map(|first| first.sample),
+            last: seen.sample,
+            moved,
+            children,
+        };
+        self.ranks.entry(rank).or_insert(entry);
+    }
+
+    fn process(&mut self, sample: &ProcessSample, pid: i32, before: Option<&Seen>) -> Seen {
+        self.sample((&sample.stacktrace, &sample.py_stacktrace, &sample.process_state), pid, None, before)
+    }
+
+    /// Numbers everything in one sample. Its stacks count for `rank`, if any, in the trees.
+    fn sample(
+        &mut self,
+        (native, python, state): (&[PstackStacktrace], &[PySpyStacktrace], &str),
+        pid: i32,
+        rank: Option<u32>,
+        before: Option<&Seen>,
+    ) -> Seen {
+        let pairs = pair(native, python);
+        let main = main_thread(&pairs, pid);
+        let (mut numbers, mut tids) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
+        let (mut last_tid, mut threads, mut main_kind) = (0, HashMap::with_capacity(pairs.len()), None);
+        for (place, pair) in pairs.iter().enumerate() {
+            let mut thread = self.thread(pair, rank);
+            let switches = pair.native.map_or(0, |thread| thread.context_switches);
+            let earlier = before.and_then(|before| before.threads.get(&pair.tid()));
+            thread.ran = earlier.is_some_and(|(_, earlier)| *earlier != switches);
+            numbers.push(i64::from(self.threads.number(thread.clone())));
+            tids.push(i64::from(pair.tid()) - last_tid);
+            last_tid = i64::from(pair.tid());
+            if main == Some(place) {
+                main_kind = Some(thread.clone());
+            }
+            threads.insert(pair.tid(), (thread, switches));
+        }
+        let sample = Sample {
+            state: self.texts.number(state),
+            threads: self.lists.number(numbers),
+            tids: self.lists.number(tids),
+            main: main.map(|place| u32::try_from(place).unwrap_or(u32::MAX)),
+        };
+        Seen { sample, threads, main: main_kind }
+    }
+
+    fn thread(&mut self, pair: &Pair<'_>, rank: Option<u32>) -> Thread {
+        let native: Vec<Frame<'_>> = pair.native.map_or(Vec::new(), |thread| {
+            thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
+        });
+        let python: Vec<Frame<'_>> = pair.python.map_or(Vec::new(), |thread| {
+            thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
+        });
+        self.matched |= !native.is_empty() && !python.is_empty();
+        let add = |stacks: &mut Stacks, frames: &[Frame<'_>]| {
+            // These names were strings, so that they are text, which is all that could be refused here.
+            let id = stacks.intern(frames).ok().flatten()?;
+            if let Some(rank) = rank {
+                stacks.add(id, rank);
+            }
+            Some(number_of(id))
+        };
+        let mut thread = Thread {
+            native: add(&mut self.native, &native),
+            python: add(&mut self.python, &python),
+            mixed: add(&mut self.mixed, &mix(&native, &python)),
+            ..Thread::default()
+        };
+        if let Some(python) = pair.python {
+            thread.name = self.texts.number(&python.thread_name);
+            thread.gil = python.owns_gil;
+        }
+        if let Some(native) = pair.native {
+            if thread.name == 0 {
+                thread.name = self.texts.number(&native.thread_name);
+            }
+            thread.state = self.texts.number(&native.state);
+            thread.wchan = self.texts.number(&native.wchan);
+            thread.kernel = self.texts.number(&native.kernel_stack.join("\n"));
+            thread.incomplete = self.texts.number(&native.incomplete);
+            thread.capture = self.texts.number(match native.capture() {
+                CaptureMethod::Unspecified => "",
+                CaptureMethod::ZeroStop => "without stopping it",
+                CaptureMethod::Ptrace => "while it was stopped for some microseconds",
+                CaptureMethod::KernelOnly => "kernel only",
+            });
+        }
+        thread
+    }
+
+    /// Puts everything together. `notes` is what a reader should know of the folder, one sentence each.
+    pub fn finish(
+        self,
+        folder: &str,
+        world: u32,
+        merged: &Merged,
+        verdict: Option<Verdict>,
+        notes: Vec<String>,
+    ) -> Report {
+        let Builder { mut texts, native, python, mixed, matched, mut threads, lists, ranks, .. } = self;
+        let mut sets = Table::new();
+        let mixed = if matched { mixed } else { Stacks::default() };
+        let (native, native_ends) = tree(native, &mut texts, &mut sets);
+        let (python, python_ends) = tree(python, &mut texts, &mut sets);
+        let (mixed, mixed_ends) = tree(mixed, &mut texts, &mut sets);
+        for thread in &mut threads.items {
+            let place = |stack: Option<u32>, ends: &[u32]| ends.get(stack? as usize).copied();
+            thread.native = place(thread.native, &native_ends);
+            thread.python = place(thread.python, &python_ends);
+            thread.mixed = place(thread.mixed, &mixed_ends);
+        }
+        let groups = merged.groups.iter().map(|group| Group {
+            ranks: sets.number(group.ranks.to_string()),
+            mode: group.place.as_ref().map(|place| match place.mode {
+                Mode::Python => "python",
+                Mode::Native => "native",
+            }),
+            deepest: group.place.as_ref().map(|place| texts.number(&place.deepest)),
+            own: group.place.as_ref().and_then(|place| place.own.as_ref()).map(|own| texts.number(own)),
+        });
+        let groups = groups.collect();
+        let states: Vec<(u32, &str)> =
+            ranks.values().map(|rank| (rank.rank, texts.0.items[rank.last.state as usize].as_str())).collect();
+        let conditions = conditions(world, &states, verdict.as_ref());
+        let conditions = conditions
+            .into_iter()
+            .map(|(condition, ranks)| Conditions { condition, ranks: sets.number(ranks.to_string()) })
+            .collect();
+        let mut communicators = verdict.as_ref().map(|verdict| verdict.communicators.clone()).unwrap_or_default();
+        communicators.extend(self.communicators.finish(&communicators));
+        let ms = |ns: u64| (ns > 0).then_some(ns / 1_000_000);
+        Report {
+            folder: folder.to_owned(),
+            world,
+            verdict,
+            notes,
+            captured_ms: ms(self.captured_ns),
+            between_ms: ms(self.between_ns),
+            texts: texts.0.items,
+            sets: sets.items,
+            trees: Trees { python, native, mixed },
+            groups,
+            conditions,
+            communicators,
+            threads: threads.items,
+            lists: lists.items,
+            ranks: ranks.into_values().collect(),
+        }
+    }
+}
+
+/// A number of a stack for `Thread`; places in a table of at most 2^32 stacks.
+fn number_of(stack: StackId) -> u32 {
+    u32::try_from(stack.index()).expect("a stack is numbered by 32 bits")
+}
+
+/// The tree of some stacks in the order of drawing, and the place at which each stack ends.
+fn tree(stacks: Stacks, texts: &mut Texts, sets: &mut Table<String>) -> (Tree, Vec<u32>) {
+    let (merged, ends) = stacks.into_tree_and_ends();
+    let mut places = HashMap::with_capacity(merged.nodes().len());
+    let mut tree = Tree::default();
+    for (place, id) in (0u32..).zip(merged.order().depth_first()) {
+        let node = merged.node(id);
+        let depth = node.parent.and_then(|parent| places.get(&parent)).map_or(0, |&parent: &u32| {
+            // A parent stands before its children, in the places and in the depths.
+            tree.depth[parent as usize] + 1
+        });
+        places.insert(id, place);
+        tree.depth.push(depth);
+        tree.word.push(texts.number(merged.text(id)));
+        tree.ranks.push(sets.number(node.ranks.to_string()));
+    }
+    let ends = ends.iter().filter_map(|id| places.get(id).copied()).collect();
+    (tree, ends)
+}
+
+/// Native and Python threads together, by the kernel's thread id, in the order of the native ones.
+fn pair<'a>(native: &'a [PstackStacktrace], python: &'a [PySpyStacktrace]) -> Vec<Pair<'a>> {
+    let mut by_tid: HashMap<u32, usize> = HashMap::with_capacity(python.len());
+    for (i, thread) in python.iter().enumerate().filter(|(_, thread)| thread.os_thread_id != 0) {
+        by_tid.entry(thread.os_thread_id).or_insert(i);
+    }
+    let mut alone = vec![true; python.len()];
+    let mut pairs = Vec::with_capacity(native.len());
+    for thread in native {
+        let matched = by_tid.remove(&thread.pid);
+        matched.into_iter().for_each(|i| alone[i] = false);
+        pairs.push(Pair { native: Some(thread), python: matched.map(|i| &python[i]) });
+    }
+    let rest = python.iter().zip(alone).filter(|(_, alone)| *alone);
+    pairs.extend(rest.map(|(thread, _)| Pair { native: None, python: Some(thread) }));
+    pairs
+}
+
+/// The main thread, as `merge` chooses it: by the name of its Python thread, its id, the module at its root, else the
+/// first one that has a stack.
+fn main_thread(pairs: &[Pair<'_>], pid: i32) -> Option<usize> {
+    let pid = u32::try_from(pid).unwrap_or(0);
+    let python = |is_main: &dyn Fn(&PySpyStacktrace) -> bool| {
+        pairs.iter().position(|pair| pair.python.is_some_and(|thread| !thread.frames.is_empty() && is_main(thread)))
+    };
+    python(&|thread| thread.thread_name == "MainThread")
+        .or_else(|| pairs.iter().position(|pair| pid != 0 && pair.tid() == pid))
+        .or_else(|| python(&|thread| thread.frames.last().is_some_and(|root| root.func_name == "<module>")))
+        .or_else(|| python(&|_| true))
+        .or_else(|| pairs.iter().position(|pair| pair.native.is_some_and(|thread| !thread.frames.is_empty())))
+}
+
+/// What changed between two looks at one process.
+fn movement(a: &ProcessSample, b: &ProcessSample, before: &Seen, after: &Seen) -> Moved {
+    let stack = |thread: &Thread| (thread.native, thread.python);
+    let mut stacks = before.threads.keys().filter(|tid| !after.threads.contains_key(tid)).count();
+    let mut ran = 0;
+    for (tid, (thread, _)) in &after.threads {
+        let same = before.threads.get(tid).is_some_and(|(earlier, _)| stack(earlier) == stack(thread));
+        stacks += usize::from(!same);
+        ran += usize::from(thread.ran);
+    }
+    let io_bytes = if a.io_bytes == 0 || b.io_bytes == 0 { 0 } else { b.io_bytes.saturating_sub(a.io_bytes) };
+    Moved {
+        cpu_ms: b.cpu_time_ns.saturating_sub(a.cpu_time_ns) / 1_000_000,
+        io_bytes,
+        main: matches!((&before.main, &after.main), (Some(before), Some(after)) if stack(before) != stack(after)),
+        stacks: u32::try_from(stacks).unwrap_or(u32::MAX),
+        ran: u32::try_from(ran).unwrap_or(u32::MAX),
+    }
+}
+
+/// The condition of every rank of the world, and of every rank beyond it that has a dump.
+fn conditions(world: u32, states: &[(u32, &str)], verdict: Option<&Verdict>) -> Vec<(Condition, RankSet)> {
+    let mut of: BTreeMap<Condition, RankSet> = BTreeMap::new();
+    let mut known = RankSet::new();
+    let mut put = |condition: Condition, rank: u32| {
+        if known.insert(rank) {
+            of.entry(condition).or_default().insert(rank);
+        }
+    };
+    // What the collector saw of the process comes before the state that a dump was taken in: the process may be gone by now.
+    for group in verdict.into_iter().flat_map(|verdict| &verdict.ranks) {
+        let condition = match group.presence.as_str() {
+            "dead" => Condition::Dead,
+            "left" => Condition::Left,
+            _ => continue,
+        };
+        group.ranks.iter().for_each(|&rank| put(condition, rank));
+    }
+    for &(rank, state) in states {
+        let condition = match state.bytes().next() {
+            Some(b'T' | b't') => Condition::Stopped,
+            Some(b'D') => Condition::DState,
+            Some(b'Z' | b'X' | b'x') => Condition::Dead,
+            _ => Condition::Alive,
+        };
+        put(condition, rank);
+    }
+    let missing = known.complement(world);
+    if !missing.is_empty() {
+        of.insert(Condition::NoDump, missing);
+    }
+    of.into_iter().collect()
+}
+
+/// The message that a dump would have been decoded from, as far as the viewer's own decoder reads it.
+fn message_of(dump: &Dump<'_>) -> Stacktrace {
+    use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
+    let name = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
+    let native = dump.native.iter().map(|thread| PstackStacktrace {
+        pid: thread.tid,
+        thread_name: name(thread.name),
+        frames: dump
+            .frames_of(thread)
+            .iter()
+            .map(|frame| PstackFrame { func_name: name(frame.func), file_name: name(frame.file), ..Default::default() })
+            .collect(),
+        ..Default::default()
+    });
+    let python = dump.python.iter().map(|thread| PySpyStacktrace {
+        os_thread_id: thread.tid,
+        thread_name: name(thread.name),
+        frames: dump
+            .frames_of(thread)
+            .iter()
+            .map(|frame| PySpyFrame { func_name: name(frame.func), file_name: name(frame.file), ..Default::default() })
+            .collect(),
+        ..Default::default()
+    });
+    Stacktrace {
+        stacktrace: native.collect(),
+        py_stacktrace: python.collect(),
+        pid: dump.pid,
+        process_state: dump.process_state.to_owned(),
+        pstack_stderr: dump.pstack_stderr.clone().into_owned(),
+        pyspy_stderr: dump.pyspy_stderr.clone().into_owned(),
+        ..Default::default()
+    }
+}

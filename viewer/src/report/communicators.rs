@@ -1,0 +1,152 @@
+//! Who is at which operation, from flight records alone, in the form of the verdict. It serves folders that hold no
+//! verdict, and communicators that the verdict passes over because nothing is pending on them.
+
+use std::collections::BTreeMap;
+use xpu_timer_analysis::verdict::{CommunicatorGroup, CommunicatorReport, OperationState};
+use xpu_timer_proto::v1::{FlightRecord, Op, OpKind, OpStatus, Operation};
+
+/// Launched, started and completed collectives.
+type Counts = (u64, u64, u64);
+
+/// Everything known of one communicator.
+#[derive(Debug, Default)]
+struct Seen {
+    size: u32,
+    ranks: BTreeMap<u32, (Counts, Option<OperationState>)>,
+}
+
+/// Takes in one flight record after the other.
+#[derive(Debug, Default)]
+pub struct Communicators {
+    seen: BTreeMap<u64, Seen>,
+}
+
+impl Communicators {
+    /// Adds the flight record of one rank.
+    pub fn add(&mut self, rank: u32, flight: &FlightRecord) {
+        for communicator in &flight.communicators {
+            let seen = self.seen.entry(communicator.id).or_default();
+            seen.size = seen.size.max(communicator.size);
+            let counts = (communicator.launched, communicator.started, communicator.completed);
+            seen.ranks.insert(rank, (counts, oldest_pending(flight, communicator.id)));
+        }
+    }
+
+    /// The communicators that the verdict does not list, those with something pending first.
+    pub fn finish(self, listed: &[CommunicatorReport]) -> Vec<CommunicatorReport> {
+        let mut reports: Vec<CommunicatorReport> = self
+            .seen
+            .into_iter()
+            .map(|(id, seen)| (format!("{id:#x}"), seen))
+            .filter(|(id, _)| listed.iter().all(|report| report.id != *id))
+            .map(|(id, seen)| report(id, seen))
+            .collect();
+        reports.sort_by_key(|report| report.groups.iter().all(|group| group.waits_in.is_none()));
+        reports
+    }
+}
+
+fn report(id: String, seen: Seen) -> CommunicatorReport {
+    let known = u32::try_from(seen.ranks.len()).unwrap_or(u32::MAX);
+    let mut groups: BTreeMap<(Counts, Option<OperationState>), Vec<u32>> = BTreeMap::new();
+    for (rank, state) in seen.ranks {
+        groups.entry(state).or_default().push(rank);
+    }
+    // The map is in the order of the counts, so that those that are behind come first.
+    let groups = groups
+        .into_iter()
+        .map(|(((launched, started, completed), waits_in), ranks)| CommunicatorGroup {
+            ranks,
+            launched,
+            started,
+            completed,
+            waits_in,
+        })
+        .collect();
+    CommunicatorReport { id, size: seen.size, groups, silent: Vec::new(), unnamed: seen.size.saturating_sub(known) }
+}
+
+fn oldest_pending(flight: &FlightRecord, communicator: u64) -> Option<OperationState> {
+    let of_this = |operation: &&Operation| {
+        operation.communicator == communicator
+            && operation.kind() != OpKind::HostCall
+            && operation.status() == OpStatus::Pending
+    };
+    flight.operations.iter().filter(of_this).min_by_key(|operation| operation.ticket).map(state)
+}
+
+fn state(operation: &Operation) -> OperationState {
+    let plain = |name: &str, prefix: &str| name.strip_prefix(prefix).unwrap_or(name).to_ascii_lowercase();
+    let op = match operation.op() {
+        Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => operation.function.clone(),
+        op => plain(op.as_str_name(), "OP_"),
+    };
+    let dtype = plain(operation.dtype().as_str_name(), "DATA_TYPE_");
+    OperationState {
+        op,
+        communicator: Some(format!("{:#x}", operation.communicator)),
+        seq: operation.seq,
+        count: operation.count,
+        dtype: if dtype == "unspecified" { String::new() } else { dtype },
+        peer: u32::try_from(operation.peer).ok(),
+        started: operation.started_ns != 0,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use xpu_timer_proto::v1::{Communicator, DataType};
+
+    fn flight(launched: u64, pending: Option<u64>) -> FlightRecord {
+        let operation = |seq| Operation {
+            kind: OpKind::Collective.into(),
+            op: Op::AllReduce.into(),
+            communicator: 0xab,
+            seq,
+            count: 4,
+            dtype: DataType::Float32.into(),
+            peer: -1,
+            ..Default::default()
+        };
+        FlightRecord {
+            communicators: vec![Communicator {
+                id: 0xab,
+                size: 4,
+                launched,
+                completed: launched,
+                ..Default::default()
+            }],
+            operations: pending.map(operation).into_iter().collect(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn ranks_in_one_state_are_one_line_and_those_behind_come_first() {
+        let mut communicators = Communicators::default();
+        communicators.add(0, &flight(11, Some(11)));
+        communicators.add(1, &flight(10, None));
+        communicators.add(3, &flight(11, Some(11)));
+        let reports = communicators.finish(&[]);
+        assert_eq!(reports.len(), 1);
+        assert_eq!((reports[0].id.as_str(), reports[0].size, reports[0].unnamed), ("0xab", 4, 1));
+        let lines: Vec<_> = reports[0].groups.iter().map(|group| (group.ranks.clone(), group.launched)).collect();
+        assert_eq!(lines, [(vec![1], 10), (vec![0, 3], 11)]);
+        let waits = reports[0].groups[1].waits_in.as_ref().unwrap();
+        assert_eq!(
+            (waits.op.as_str(), waits.seq, waits.dtype.as_str(), waits.peer),
+            ("all_reduce", 11, "float32", None)
+        );
+    }
+
+    #[test]
+    fn what_the_verdict_lists_is_not_listed_again() {
+        let mut first = Communicators::default();
+        first.add(0, &flight(1, None));
+        let listed = first.finish(&[]);
+        let mut second = Communicators::default();
+        second.add(0, &flight(1, None));
+        assert!(second.finish(&listed).is_empty());
+    }
+}

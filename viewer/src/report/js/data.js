@@ -1,0 +1,92 @@
+// The data of the page, unpacked, and what is shown at the moment.
+
+const D = JSON.parse(byId("data").textContent);
+const WORLD = D.world;
+const SETS = [];
+const setOf = (id) => (SETS[id] ??= parseRuns(D.sets[id]));
+const RANKS = new Map(D.ranks.map((rank) => [rank.rank, rank]));
+const WITH_DUMP = runsOf(D.ranks.map((rank) => rank.rank));
+const HIGHEST = Math.max(WORLD, WITH_DUMP.length ? WITH_DUMP[WITH_DUMP.length - 1] + 1 : 0);
+/** So many ranks are drawn one by one. */
+const MOST_CELLS = 20000;
+
+const VERDICT = D.verdict;
+const CULPRITS = VERDICT ? runsOf(VERDICT.culprits) : [];
+
+/** What became of a rank: letter or sign in its cell, word for people. */
+const CONDITIONS = {
+  alive: { sign: "", word: "running or sleeping" },
+  stopped: { sign: "‖", word: "stopped" },
+  d_state: { sign: "D", word: "D state: stuck in the kernel" },
+  dead: { sign: "✕", word: "dead" },
+  left: { sign: "–", word: "left the job" },
+  no_dump: { sign: "?", word: "no dump" },
+};
+const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
+const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => holds(runs, rank))?.condition ?? "no_dump";
+
+/** Groups with their colours: what holds a culprit is red, the largest others have a colour of their own. */
+const COLOURS = 6;
+const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }));
+{
+  let next = 0;
+  for (const group of GROUPS) {
+    if (intersect(group.runs, CULPRITS).length) group.colour = "culprit";
+    else group.colour = next < COLOURS ? `g${next++}` : "rest";
+  }
+}
+const groupOf = (rank) => GROUPS.find(({ runs }) => holds(runs, rank));
+
+/** What the verdict says of each rank. */
+const STANDS = new Map();
+for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) STANDS.set(rank, group);
+
+/** Function and file of a frame's word, `func@file`. Both may hold an `@`. */
+function splitWord(word) {
+  const found = word.search(/@(?=\/|<|\?\?|[^@\s]*\.py:\d+$)/);
+  const at = found > 0 ? found : word.lastIndexOf("@");
+  return at < 0 ? [word, ""] : [word.slice(0, at), word.slice(at + 1)];
+}
+
+/** Frames that belong to the interpreter, to torch or to other libraries. */
+const LIBRARY = /site-packages\/|dist-packages\/|\/lib(64)?\/python\d|\/torch\/|^<|importlib|\.so(\.|$)|^\?\?$/;
+const isOwn = (file) => /\.py:\d+$/.test(file) && !LIBRARY.test(file);
+
+/** One of the three trees: parents, and what each node is called. Unpacked when it is first shown. */
+const TREES = {};
+function treeOf(mode) {
+  if (TREES[mode]) return TREES[mode];
+  const { depth, word, ranks } = D.trees[mode];
+  const parent = new Int32Array(depth.length).fill(-1);
+  const open = [];
+  for (let i = 0; i < depth.length; i++) {
+    open.length = depth[i];
+    parent[i] = open.length ? open[open.length - 1] : -1;
+    open.push(i);
+  }
+  return (TREES[mode] = { mode, depth, word, ranks, parent });
+}
+
+/** The words of a stack that ends at a node, leaf first. */
+function stackOf(mode, node) {
+  const tree = treeOf(mode);
+  const words = [];
+  for (let at = node; at >= 0; at = tree.parent[at]) words.push(D.texts[tree.word[at]]);
+  return words;
+}
+
+/** The threads of a sample, with their ids. */
+function threadsOf(sample) {
+  let tid = 0;
+  const tids = D.lists[sample.tids].map((difference) => (tid += difference));
+  return D.lists[sample.threads].map((thread, i) => ({ ...D.threads[thread], tid: tids[i], main: i === sample.main }));
+}
+
+/** What is shown: ranks that all is limited to, ranks of the chosen frame, the rank whose stacks are open. */
+const view = { filter: null, why: "", frame: null, rank: null };
+const watchers = [];
+function show(changes) {
+  Object.assign(view, changes);
+  watchers.forEach((watcher) => watcher(changes));
+}
+const onlyRanks = (runs, why) => show({ filter: runs, why });

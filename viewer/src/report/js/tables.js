@@ -1,0 +1,323 @@
+// The verdict and the tables: who stands where, who is at which operation, what moved.
+
+/** Causes in plain words. */
+const CAUSES = {
+  process_dead: "A process is dead",
+  process_stopped: "A process is stopped",
+  d_state: "Stuck in the kernel (D state)",
+  gil_deadlock: "Deadlock on Python's global lock",
+  data_loader: "Waiting for the data loader",
+  storage_io: "Stuck in storage I/O",
+  compile: "Compiling: not a hang",
+  python_gc: "Collecting garbage: not a hang",
+  teardown: "Shutting down while others go on",
+  host_lock: "Stuck on a lock",
+  comm_init: "A communicator is not complete",
+  p2p_unmatched: "A send or receive without its partner",
+  missing_rank: "A rank did not come to the collective",
+  kernel_hang: "A kernel does not end",
+  op_mismatch: "Ranks run different operations",
+  size_mismatch: "Ranks pass different sizes",
+  dtype_mismatch: "Ranks pass different types",
+  p2p_cycle: "Ranks wait for each other in a circle",
+  order_mismatch: "Ranks use communicators in different orders",
+  network_stall: "The network does not move",
+  long_step: "A long step: not a hang",
+  not_a_hang: "Not a hang",
+  unknown: "Cause unknown",
+};
+
+const heading = (id, text, note) => [el("h2", { id }, text), note ? el("p", { class: "hint" }, note) : null];
+
+/** A frame's word: function, then its file. */
+function frameText(word, className = "frame") {
+  const [func, file] = splitWord(word);
+  return el("span", { class: `${className}${isOwn(file) ? " own" : ""}`, title: word }, el("b", {}, func || "??"), file && el("span", { class: "file" }, file));
+}
+
+/** Ranks as a button that opens the only one, or limits the view to all of them. */
+function rankButton(runs, why) {
+  const one = sizeOf(runs) === 1;
+  return el(
+    "button",
+    {
+      type: "button",
+      class: "ranks",
+      title: one ? `Show the stacks of rank ${runs[0]}` : `Show only ${ranksText(runs)}`,
+      onclick: () => (one ? openRank(runs[0]) : onlyRanks(runs, why)),
+    },
+    capital(ranksText(runs, 8)),
+  );
+}
+
+/** A table whose cells carry the titles of their columns, so that a phone can show them as a list. */
+function table(columns, rows) {
+  const cell = (content, i) => el("td", { "data-title": columns[i] }, content);
+  return el(
+    "table",
+    {},
+    el("thead", {}, el("tr", {}, columns.map((title) => el("th", { scope: "col" }, title)))),
+    el("tbody", {}, rows.map(({ cells, className }) => el("tr", { class: className }, cells.map(cell)))),
+  );
+}
+
+/** A table that begins with its first rows. */
+function longTable(columns, rows, most, what) {
+  if (rows.length <= most) return table(columns, rows);
+  const box = el("div", {});
+  const all = () => box.replaceChildren(table(columns, rows));
+  box.append(
+    table(columns, rows.slice(0, most)),
+    el("button", { type: "button", class: "small", onclick: all }, `Show all ${plural(rows.length, what)}`),
+  );
+  return box;
+}
+
+function buildVerdict() {
+  const box = byId("verdict");
+  if (!VERDICT) {
+    const places = GROUPS.filter((group) => group.deepest).length;
+    const smallest = GROUPS.length > 1 ? GROUPS[GROUPS.length - 1] : null;
+    box.classList.add("without");
+    box.append(
+      el("p", { class: "cause" }, "No verdict in this folder"),
+      el(
+        "h1",
+        {},
+        `${sizeOf(WITH_DUMP)} of ${plural(WORLD, "rank")} have a dump; their main threads stand at ${plural(places, "place")}.`,
+      ),
+    );
+    if (smallest?.deepest) {
+      box.append(
+        el(
+          "p",
+          {},
+          "The stacks alone do not tell who is to blame. The smallest group is the place to look first: ",
+          rankButton(smallest.runs, "the smallest group"),
+          " in ",
+          frameText(D.texts[smallest.deepest]),
+          ".",
+        ),
+      );
+    }
+    return;
+  }
+  const guilty = CULPRITS.length > 0;
+  box.classList.toggle("guilty", guilty);
+  box.append(
+    el(
+      "p",
+      { class: "cause" },
+      el("span", { class: "tag" }, CAUSES[VERDICT.cause] ?? VERDICT.cause),
+      el("span", { class: `confidence ${VERDICT.confidence}` }, `${VERDICT.confidence} confidence`),
+      VERDICT.status && VERDICT.status !== "open" ? el("span", { class: "confidence" }, VERDICT.status) : null,
+    ),
+    el("h1", {}, VERDICT.sentence),
+  );
+  const shown = VERDICT.culprits.slice(0, 4);
+  if (shown.length) box.append(el("div", { class: "culprits" }, shown.map(culpritCard)));
+  const more = VERDICT.culprits.slice(shown.length);
+  if (more.length) box.append(el("p", {}, "And ", rankButton(runsOf(more), "culprits"), "."));
+  const evidence = VERDICT.evidence.map((line) => {
+    const runs = runsOf(line.ranks);
+    // A line that names its ranks itself needs no button that repeats them.
+    const button = runs.length && !/\branks? \d/i.test(line.text) ? rankButton(runs, "evidence") : null;
+    return el("li", {}, button, button ? " " : null, line.text);
+  });
+  if (evidence.length) box.append(el("h2", {}, "Why we think so"), el("ul", { class: "evidence" }, evidence));
+  if (VERDICT.ruled_out.length) {
+    box.append(
+      el(
+        "details",
+        { id: "ruled-out" },
+        el("summary", {}, `Ruled out (${VERDICT.ruled_out.length})`),
+        el(
+          "ul",
+          {},
+          VERDICT.ruled_out.map(({ cause, reason }) => el("li", {}, el("b", {}, CAUSES[cause] ?? cause), `: ${reason}`)),
+        ),
+      ),
+    );
+  }
+  const trigger = VERDICT.trigger;
+  const facts = [
+    ["Waiting", VERDICT.victims.length ? ranksText(runsOf(VERDICT.victims)) : "no rank"],
+    ["Job", [VERDICT.job, plural(VERDICT.world_size, "rank"), VERDICT.attempt ? `restart ${VERDICT.attempt}` : ""].filter(Boolean).join(", ")],
+    ["Incident", VERDICT.incident],
+    ["Opened", VERDICT.opened_at ?? ""],
+    ["Opened by", trigger ? [trigger.kind, typeof trigger.rank === "number" ? `rank ${trigger.rank}` : ""].filter(Boolean).join(", ") : ""],
+    ["Verdict after", typeof VERDICT.seconds_from_timeout === "number" ? `${VERDICT.seconds_from_timeout.toFixed(1)} s from the timeout` : ""],
+  ];
+  box.append(factList(facts));
+}
+
+const factList = (facts) =>
+  el(
+    "dl",
+    { class: "facts" },
+    facts.filter(([, value]) => value).map(([name, value]) => el("div", {}, el("dt", {}, name), el("dd", {}, value))),
+  );
+
+function culpritCard(rank) {
+  const entry = RANKS.get(rank);
+  const stands = STANDS.get(rank);
+  const condition = conditionOf(rank);
+  const where = stands?.location ?? {};
+  const about = [
+    entry?.node ? D.texts[entry.node] : "",
+    entry?.pid ? `pid ${entry.pid}` : "",
+    condition === "alive" && entry ? D.texts[entry.last.state] : CONDITIONS[condition].word,
+  ];
+  return el(
+    "div",
+    { class: "culprit-card" },
+    el("p", { class: "who" }, el("b", {}, `Rank ${rank}`), el("span", { class: "muted" }, about.filter(Boolean).join(" · "))),
+    where.python
+      ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), el("span", { class: "file" }, where.python))
+      : null,
+    where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
+    (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
+    entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
+  );
+}
+
+function buildGroups() {
+  const section = byId("groups");
+  section.append(
+    ...heading("groups-title", "Who stands where", "Ranks whose main threads have the same stack, the largest group first.").filter(Boolean),
+  );
+  if (!GROUPS.length) {
+    section.append(el("p", {}, "No rank has a dump."));
+    return;
+  }
+  const rows = GROUPS.map((group) => ({
+    className: group.colour === "culprit" ? "hot" : "",
+    cells: [
+      [el("i", { class: `key ${group.colour}`, "aria-hidden": "true" }), rankButton(group.runs, "one group")],
+      `${sizeOf(group.runs)}`,
+      group.deepest ? frameText(D.texts[group.deepest]) : "no stack of the main thread",
+      group.own ? frameText(D.texts[group.own]) : el("span", { class: "muted" }, "shared with others"),
+    ],
+  }));
+  // A culprit is what the reader came for, so its group is never among the rows that are folded away.
+  rows.sort((a, b) => Number(b.className === "hot") - Number(a.className === "hot"));
+  section.append(longTable(["Ranks", "Count", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
+}
+
+function buildCommunicators() {
+  const section = byId("communicators");
+  const head = heading(
+    "communicators-title",
+    "Who is at which collective",
+    "Numbers count the collectives of one communicator. A rank with a lower number than its peers is behind, and they wait for it.",
+  );
+  section.append(...head);
+  if (!D.communicators.length) {
+    section.lastElementChild.textContent = "No flight records in this folder, so only the stacks tell where the ranks are.";
+    return;
+  }
+  const boxes = D.communicators.map((communicator) => {
+    const { id, size, groups, silent, unnamed } = communicator;
+    const furthest = Math.max(0, ...groups.map((group) => group.launched));
+    const rows = groups.map((group) => {
+      const runs = runsOf(group.ranks);
+      const behind = group.launched < furthest;
+      const waits = group.waits_in;
+      const shape = waits?.dtype ? ` of ${waits.count.toLocaleString("en")} × ${waits.dtype}` : "";
+      const peer = typeof waits?.peer === "number" ? `, peer ${waits.peer}` : "";
+      return {
+        className: behind || intersect(runs, CULPRITS).length ? "hot" : "",
+        cells: [
+          rankButton(runs, `on communicator ${id}`),
+          waits ? `${waits.op}${waits.seq ? ` ${waits.seq}` : ""}${shape}${peer}` : "nothing pending",
+          waits ? (waits.started ? "started, not completed" : "launched, not started") : behind ? "has not launched the next one" : "all done",
+          [`${group.launched} / ${group.started} / ${group.completed}`, behind ? el("span", { class: "tag small" }, `${furthest - group.launched} behind`) : null],
+        ],
+      };
+    });
+    if (silent.length) rows.push({ cells: [rankButton(runsOf(silent), "without a flight record"), "no flight record", "", ""] });
+    if (unnamed) rows.push({ cells: [plural(unnamed, "member"), "not seen", "", ""] });
+    return el(
+      "div",
+      { class: "communicator" },
+      el("h3", {}, `Communicator ${id}`, el("span", { class: "muted" }, ` ${plural(size, "rank")}`)),
+      longTable(["Ranks", "Operation", "State", "Launched / started / completed"], rows, 10, "state"),
+    );
+  });
+  const most = 8;
+  section.append(...boxes.slice(0, most));
+  if (boxes.length > most) {
+    const rest = el("details", {}, el("summary", {}, `${plural(boxes.length - most, "more communicator")}`));
+    rest.addEventListener("toggle", () => rest.childElementCount === 1 && rest.append(...boxes.slice(most)));
+    section.append(rest);
+  }
+}
+
+/** A process counts as busy when it used at least this share of a processor; less is the noise of watchers. */
+const BUSY_SHARE = 0.2;
+const MOVING_BYTES_PER_SECOND = 16384;
+
+function movedText(moved) {
+  const seconds = (D.between_ms || 1000) / 1000;
+  const parts = [];
+  if (moved.main) parts.push("main thread went on");
+  if (moved.cpu_ms / 1000 >= BUSY_SHARE * seconds) parts.push("computes");
+  if (moved.io_bytes >= MOVING_BYTES_PER_SECOND * seconds) parts.push("reads or writes");
+  if (!parts.length && moved.stacks) parts.push("only other threads moved");
+  return parts.length ? parts.join(", ") : "nothing moved";
+}
+
+function buildMoved() {
+  const section = byId("moved");
+  const ranks = D.ranks.filter((rank) => rank.moved);
+  const apart = D.between_ms ? `The two samples are ${timeText(D.between_ms)} apart. ` : "";
+  section.append(...heading("moved-title", "What moved between the two samples", `${apart}What stands still in both is stuck; what moves is slow, or alive.`));
+  if (!ranks.length) {
+    section.lastElementChild.textContent = "The dumps hold one sample each, so nothing can be said about movement.";
+    return;
+  }
+  const classes = new Map();
+  for (const rank of ranks) {
+    const text = movedText(rank.moved);
+    let step = "";
+    if (rank.moved.main) {
+      const [from, to] = [rank.first, rank.last].map(mainLeaf);
+      if (from && to) step = `${from} → ${to}`;
+    }
+    const key = `${text}\n${step}`;
+    if (!classes.has(key)) classes.set(key, { text, step, ranks: [] });
+    classes.get(key).ranks.push(rank);
+  }
+  const range = (of, format) => {
+    const [low, high] = [Math.min(...of), Math.max(...of)].map(format);
+    return low === high ? low : `${low} to ${high}`;
+  };
+  const rows = [...classes.values()]
+    .sort((a, b) => b.ranks.length - a.ranks.length)
+    .map(({ text, step, ranks: members }) => ({
+      cells: [
+        rankButton(runsOf(members.map((rank) => rank.rank)), text),
+        [capital(text), step && el("div", { class: "file" }, step)],
+        range(members.map((rank) => rank.moved.cpu_ms), timeText),
+        range(members.map((rank) => rank.moved.io_bytes), bytesText),
+        range(members.map((rank) => rank.moved.stacks), String),
+        range(members.map((rank) => rank.moved.ran), String),
+      ],
+    }));
+  section.append(longTable(["Ranks", "What", "CPU time", "Read and written", "Threads with another stack", "Threads that ran"], rows, 12, "kind"));
+}
+
+/** The innermost frame of the main thread, Python before native. */
+function mainLeaf(sample) {
+  if (sample.main === undefined) return "";
+  const thread = D.threads[D.lists[sample.threads][sample.main]];
+  const mode = thread.python !== undefined ? "python" : "native";
+  return thread[mode] === undefined ? "" : stackOf(mode, thread[mode])[0];
+}
+
+function buildNotes() {
+  if (!D.notes.length) return;
+  const section = byId("notes");
+  section.hidden = false;
+  section.append(...heading("notes-title", "Notes on this folder").filter(Boolean), el("ul", {}, D.notes.map((note) => el("li", {}, note))));
+}

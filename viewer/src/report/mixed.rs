@@ -1,0 +1,120 @@
+//! Python frames at their place within a native stack.
+//!
+//! The interpreter runs Python code in `_PyEval_EvalFrameDefault`: one call of it for every Python frame up to CPython
+//! 3.10, one for every entry into the interpreter since. A dump does not tell which Python frames an entry runs, so their
+//! place is exact when there is one entry, or one for every frame; else the native frames between the entries are left
+//! out, which keeps the order of all that is shown.
+
+use crate::dump::Frame;
+
+/// The function that runs Python code. Compilers append suffixes such as `.cold`.
+const EVAL: &[u8] = b"_PyEval_EvalFrameDefault";
+
+/// Beginnings of the functions by which the interpreter calls itself; they say nothing about the program.
+const PLUMBING: &[&[u8]] = &[
+    b"PyEval_",
+    b"PyObject_Call",
+    b"PyObject_Vectorcall",
+    b"PyRun_",
+    b"PyVectorcall_",
+    b"Py_BytesMain",
+    b"Py_Main",
+    b"Py_RunMain",
+    b"_PyEval_",
+    b"_PyFunction_",
+    b"_PyObject_Call",
+    b"_PyObject_FastCall",
+    b"_PyObject_MakeTpCall",
+    b"_PyObject_Vectorcall",
+    b"_PyRun_",
+    b"_PyVectorcall_",
+    b"cfunction_",
+    b"context_run",
+    b"method_vectorcall",
+    b"object_vacall",
+    b"partial_vectorcall",
+    b"pymain_",
+    b"pythread_wrapper",
+    b"run_eval_code_obj",
+    b"run_mod",
+    b"slot_tp_",
+    b"thread_run",
+    b"vectorcall_",
+];
+
+/// One thread's stack with the frames of both languages, leaf first as its parts are.
+pub fn mix<'a>(native: &[Frame<'a>], python: &[Frame<'a>]) -> Vec<Frame<'a>> {
+    let entries: Vec<usize> = (0..native.len()).filter(|&i| native[i].func.starts_with(EVAL)).collect();
+    let (Some(&leafmost), Some(&rootmost)) = (entries.first(), entries.last()) else {
+        // The unwinder did not get as far as the interpreter, or there is no native stack at all.
+        return if python.is_empty() { native.to_vec() } else { python.to_vec() };
+    };
+    let mut mixed = Vec::with_capacity(native.len() + python.len());
+    if entries.len() == python.len() {
+        let mut frames = python.iter();
+        for frame in native {
+            if frame.func.starts_with(EVAL) {
+                mixed.extend(frames.next());
+            } else {
+                push(&mut mixed, frame);
+            }
+        }
+    } else {
+        native[..leafmost].iter().for_each(|frame| push(&mut mixed, frame));
+        mixed.extend(python);
+        native[rootmost + 1..].iter().for_each(|frame| push(&mut mixed, frame));
+    }
+    mixed
+}
+
+fn push<'a>(mixed: &mut Vec<Frame<'a>>, frame: &Frame<'a>) {
+    if !PLUMBING.iter().any(|prefix| frame.func.starts_with(prefix)) {
+        mixed.push(*frame);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mixed(native: &str, python: &str) -> String {
+        let native = native.replace('*', "_PyEval_EvalFrameDefault");
+        let frames = |text: &'static str| -> Vec<Frame<'static>> {
+            text.split_whitespace().map(|func| Frame { func: func.as_bytes(), file: b"" }).collect()
+        };
+        let (native, python): (&'static str, &'static str) = (native.leak(), python.to_owned().leak());
+        mix(&frames(native), &frames(python))
+            .iter()
+            .map(|frame| String::from_utf8_lossy(frame.func))
+            .collect::<Vec<_>>()
+            .join(" ")
+    }
+
+    #[test]
+    fn one_entry_runs_all_python_frames() {
+        assert_eq!(
+            mixed("sem_wait take_gil *.cold main", "get next <module>"),
+            "sem_wait take_gil get next <module> main"
+        );
+    }
+
+    #[test]
+    fn one_entry_for_each_python_frame_keeps_what_lies_between() {
+        assert_eq!(
+            mixed("poll * _PyFunction_Vectorcall sort_list * Py_RunMain main", "key <module>"),
+            "poll key sort_list <module> main"
+        );
+    }
+
+    #[test]
+    fn frames_whose_place_is_unknown_are_left_out_and_the_order_stays() {
+        assert_eq!(mixed("poll * backward * main", "hook step <module>"), "poll hook step <module> main");
+    }
+
+    #[test]
+    fn a_thread_without_entries_shows_what_there_is() {
+        assert_eq!(mixed("poll start_thread", ""), "poll start_thread");
+        assert_eq!(mixed("", "get <module>"), "get <module>");
+        assert_eq!(mixed("poll", "get <module>"), "get <module>");
+    }
+}
