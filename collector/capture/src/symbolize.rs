@@ -105,6 +105,8 @@ impl Symbolizer {
         let module = placed.image.as_ref().map_or(placed.path.as_str(), |image| image.path.as_str());
         let module = module.strip_suffix(" (deleted)").unwrap_or(module);
         let module_address = placed.image.as_ref().map_or(0, |_| placed.frame.pc.wrapping_sub(placed.bias));
+        let (name, sources) =
+            if placed.frame.signal { (Some("<signal handler called>"), &[][..]) } else { (name, sources) };
         let count = sources.len().max(1);
         for index in 0..count {
             let source = sources.get(index);

@@ -20,6 +20,8 @@ pub(crate) struct RawFrame {
     /// True when `pc` is the next instruction to run (the leaf, and what a signal interrupted), false for a return address,
     /// whose call lies before it.
     pub exact: bool,
+    /// True for the code that the kernel makes a signal handler return to.
+    pub signal: bool,
 }
 
 impl RawFrame {
@@ -73,7 +75,7 @@ pub(crate) fn unwind(
     let mut frames = Vec::new();
     let mut exact = true;
     loop {
-        let frame = RawFrame { pc: registers.pc(), exact };
+        let frame = RawFrame { pc: registers.pc(), exact, signal: false };
         frames.push(frame);
         if frames.len() >= MAX_FRAMES {
             return (frames, End::Limit);
@@ -87,8 +89,13 @@ pub(crate) fn unwind(
             Ok(step) => step,
             Err(end) => return (frames, end),
         };
-        // A handler on a stack of its own may lie anywhere, everything else lies above its callee.
-        if !signal && caller.sp() <= registers.sp() {
+        if signal && let Some(frame) = frames.last_mut() {
+            frame.signal = true;
+        }
+        // A handler on a stack of its own may lie anywhere, everything else lies above its callee; only a leaf may have
+        // taken its return address off the stack, as vfork does.
+        let above = caller.sp() > registers.sp() || (frame.exact && caller.sp() == registers.sp());
+        if !signal && !above {
             return (frames, End::Backwards(frame.pc));
         }
         if caller.pc() == 0 {

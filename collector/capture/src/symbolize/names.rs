@@ -26,10 +26,16 @@ struct Rank {
     /// The closest start.
     start: u64,
     function: bool,
-    /// Global before weak before local.
-    binding: u8,
-    /// `poll` before `__poll`: the public name.
+    exported: bool,
+    /// `poll` before `__poll`: the public name, which often is the weak one.
     underscores: std::cmp::Reverse<usize>,
+    global: bool,
+}
+
+impl Rank {
+    fn without_name(&self) -> (bool, u64, bool, bool) {
+        (self.sized, self.start, self.function, self.exported)
+    }
 }
 
 /// Names of the functions that hold the addresses, which are sorted.
@@ -84,16 +90,12 @@ fn scan<'a, Header>(
                 sized: size != 0,
                 start,
                 function: kind != STT_NOTYPE,
-                binding: match symbol.st_bind() {
-                    STB_GLOBAL => 2,
-                    STB_WEAK => 1,
-                    _ => 0,
-                },
-                underscores: std::cmp::Reverse(usize::MAX),
+                exported: matches!(symbol.st_bind(), STB_GLOBAL | STB_WEAK),
+                underscores: std::cmp::Reverse(0),
+                global: symbol.st_bind() == STB_GLOBAL,
             };
-            if (rank.sized, rank.start, rank.function, rank.binding)
-                < (hit.rank.sized, hit.rank.start, hit.rank.function, hit.rank.binding)
-            {
+            // Most symbols lose already here, before their names are looked at.
+            if !hit.name.is_empty() && rank.without_name() < hit.rank.without_name() {
                 continue;
             }
             let name = table.symbol_name(endian, symbol).unwrap_or_default();
@@ -153,16 +155,17 @@ mod tests {
 
     #[test]
     fn the_public_name_of_a_function_wins() {
-        let rank = |sized, start, binding, underscores| Rank {
+        let rank = |sized, start, exported, underscores, global| Rank {
             sized,
             start,
             function: true,
-            binding,
+            exported,
             underscores: std::cmp::Reverse(underscores),
+            global,
         };
-        assert!(rank(true, 10, 0, 0) > rank(false, 20, 2, 0), "a size is worth more than a close start");
-        assert!(rank(true, 20, 0, 0) > rank(true, 10, 2, 0));
-        assert!(rank(true, 10, 2, 2) > rank(true, 10, 1, 0));
-        assert!(rank(true, 10, 2, 0) > rank(true, 10, 2, 2));
+        assert!(rank(true, 10, false, 0, false) > rank(false, 20, true, 0, true), "a size beats a close start");
+        assert!(rank(true, 20, false, 0, false) > rank(true, 10, true, 0, true), "the closest start");
+        assert!(rank(true, 10, true, 0, false) > rank(true, 10, true, 2, true), "poll, and not __poll");
+        assert!(rank(true, 10, true, 2, false) > rank(true, 10, false, 0, false), "what is exported, and not an alias");
     }
 }

@@ -1,0 +1,220 @@
+//! Processes in trouble: the capture says what it can, changes nothing, and comes back in time.
+
+use std::{process::Command, time::Instant};
+
+use nix::{
+    sys::{ptrace, signal::Signal},
+    unistd::Pid,
+};
+use xpu_timer_capture::{Capturer, Options};
+use xpu_timer_proto::server::CaptureMethod;
+use xpu_timer_tests::{PATIENCE, Process, wait_until};
+
+use super::target::{
+    LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, start, thread,
+};
+
+#[test]
+fn a_process_that_never_was_is_an_entry_with_a_reason() {
+    let captured = capture(i32::MAX - 1);
+    assert_eq!(captured.sample.process_state, "X (dead)");
+    assert!(captured.sample.errors[0].contains("is gone"), "{:?}", captured.sample.errors);
+    assert!(captured.sample.stacktrace.is_empty());
+}
+
+#[test]
+fn order_and_number_of_entries_are_those_of_the_pids() {
+    let one = start(&optimized(), &["poll"]);
+    let other = start(&optimized(), &["futex"]);
+    let pids = [other.pid(), i32::MAX - 1, one.pid()];
+    let captured = Capturer::new().capture(&pids, &Options { deadline: PATIENCE, ..Options::default() });
+    assert_eq!(captured.iter().map(|process| process.pid).collect::<Vec<_>>(), pids);
+    assert!(captured[1].sample.stacktrace.is_empty() && !captured[0].sample.stacktrace.is_empty());
+}
+
+#[test]
+fn stopped_processes_stay_stopped_and_tell_their_stacks() {
+    for (mode, leaf) in [("spin", "in_spin"), ("poll", "in_poll")] {
+        let process = start(&optimized(), &[mode]);
+        capture_until(process.pid(), "it has arrived", |sample| names(&sample.stacktrace[0]).contains(&leaf));
+        process.signal(Signal::SIGSTOP);
+        let wanted = [&[leaf], &LEVELS[..], &["main"]].concat();
+        let captured = capture_until(process.pid(), "SIGSTOP", |sample| {
+            sample.process_state == "T (stopped)" && has_run(&sample.stacktrace[0], &wanted)
+        });
+        assert_eq!(thread(&captured.sample, process.pid()).state, "T (stopped)");
+        let forced = Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() };
+        let forced = capture_with(process.pid(), &forced);
+        assert!(has_run(&forced.sample.stacktrace[0], &wanted), "{}", describe(&forced.sample));
+        let state = || {
+            let status = std::fs::read_to_string(format!("/proc/{}/status", process.pid())).expect("it lives");
+            status.lines().find_map(|line| line.strip_prefix("State:\t")).expect("a state").to_string()
+        };
+        assert_eq!(state(), "T (stopped)", "a capture must not make it go on");
+        process.signal(Signal::SIGCONT);
+        wait_until(PATIENCE, "it goes on", || !state().starts_with('T'));
+    }
+}
+
+#[test]
+fn the_threads_of_a_leader_that_has_ended() {
+    let process = start(&optimized(), &["zombie_leader"]);
+    let wanted = [&["in_futex"], &LEVELS[..], &["become_alone"]].concat();
+    let captured = capture_until(process.pid(), "zombie leader", |sample| {
+        sample.process_state == "Z (zombie)" && sample.stacktrace.iter().any(|thread| has_run(thread, &wanted))
+    });
+    let leader = thread(&captured.sample, process.pid());
+    assert_eq!(leader.state, "Z (zombie)");
+    assert!(leader.frames.is_empty() && leader.incomplete.contains("has ended"), "{:?}", leader.incomplete);
+    assert_eq!(leader.capture(), CaptureMethod::KernelOnly);
+    assert!(captured.sample.stacktrace.iter().any(|thread| thread.thread_name == "survivor"));
+}
+
+#[test]
+fn a_zombie_says_so() {
+    let process = start(&optimized(), &["poll"]);
+    process.signal(Signal::SIGKILL);
+    // Nobody has waited for it yet.
+    let captured = capture_until(process.pid(), "zombie", |sample| sample.process_state == "Z (zombie)");
+    assert!(captured.sample.errors[0].contains("has ended"), "{:?}", captured.sample.errors);
+}
+
+#[test]
+fn a_thread_in_uninterruptible_sleep_is_never_traced() {
+    let process = start(&optimized(), &["vfork"]);
+    let captured = capture_until(process.pid(), "D state", |sample| sample.process_state.starts_with('D'));
+    let thread = thread(&captured.sample, process.pid());
+    assert_ne!(thread.capture(), CaptureMethod::Ptrace);
+    assert_eq!(captured.sample.longest_stop_ns, 0);
+    assert!(!thread.wchan.is_empty());
+    assert!(
+        has_run(thread, &["in_vfork", "level_three", "level_two", "level_one", "main"]),
+        "{}",
+        describe(&captured.sample)
+    );
+    // The child of vfork is a descendant like any other.
+    assert_eq!(captured.children.len(), 1);
+    assert_eq!(captured.children[0].parent_pid, process.pid());
+    // By force it is not stopped either, and that is no reason to wait.
+    let began = Instant::now();
+    let forced = Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() };
+    let forced = capture_with(process.pid(), &forced);
+    assert!(began.elapsed() < SOON);
+    assert!(forced.sample.stacktrace[0].incomplete.contains("uninterruptibly"), "{}", describe(&forced.sample));
+    nix::sys::signal::kill(Pid::from_raw(captured.children[0].pid), Signal::SIGKILL).expect("the child can be killed");
+}
+
+#[test]
+fn a_process_that_somebody_else_traces() {
+    let process = start(&optimized(), &["spin"]);
+    let pid = Pid::from_raw(process.pid());
+    ptrace::seize(pid, ptrace::Options::empty()).expect("a child can be traced");
+    let captured = capture(process.pid());
+    let running = thread(&captured.sample, process.pid());
+    assert!(running.incomplete.contains("already traced by process"), "{}", describe(&captured.sample));
+    // Once its tracer has stopped it, it stands still and can be read as it is.
+    ptrace::interrupt(pid).expect("a traced process can be interrupted");
+    let captured = capture_until(process.pid(), "tracing stop", |sample| {
+        sample.process_state.starts_with('t') && has_run(&sample.stacktrace[0], &["in_spin", "level_three"])
+    });
+    assert_eq!(thread(&captured.sample, process.pid()).capture(), CaptureMethod::ZeroStop);
+    ptrace::detach(pid, None).expect("a stopped process can be released");
+}
+
+#[test]
+fn processes_that_die_in_the_middle() {
+    let options = Options { deadline: PATIENCE, children: true, ..Options::default() };
+    let mut capturer = Capturer::new();
+    let mut states = Vec::new();
+    for round in 0..20u64 {
+        let process = start(&optimized(), &["threads", "50"]);
+        let pid = process.pid();
+        let killer = std::thread::spawn(move || {
+            // Spread over the time that a capture takes, so that some rounds hit each of its steps.
+            std::thread::sleep(std::time::Duration::from_micros(round * 300));
+            drop(process);
+        });
+        let captured = capturer.capture(&[pid], &options);
+        killer.join().expect("the killer ends");
+        assert_eq!(captured.len(), 1);
+        let state = captured[0].sample.process_state.clone();
+        assert!(!state.is_empty());
+        // Whatever is said to be whole must be so.
+        for thread in captured[0].sample.stacktrace.iter().filter(|thread| thread.incomplete.is_empty()) {
+            let last = names(thread).last().copied();
+            assert!(
+                thread.frames.is_empty() || matches!(last, Some("_start" | "clone3" | "__clone3" | "clone")),
+                "{}",
+                describe(&captured[0].sample)
+            );
+        }
+        states.push(state);
+    }
+    // After the last one, the process is gone for sure.
+    let gone = capturer.capture(&[i32::MAX - 1], &options);
+    assert_eq!(gone[0].sample.process_state, "X (dead)");
+}
+
+#[test]
+fn a_sleeping_call_is_not_interrupted() {
+    let process = start(&optimized(), &["epoll"]);
+    capture_until(process.pid(), "epoll_wait", |sample| has_run(&sample.stacktrace[0], &["in_epoll", "level_three"]));
+    for _ in 0..50 {
+        let captured = capture(process.pid());
+        assert_eq!(captured.sample.longest_stop_ns, 0, "{}", describe(&captured.sample));
+    }
+    // Only a call that was interrupted would have printed something by now; the count of switches shows that none was.
+    assert!(!process.stdout().contains("EINTR"));
+    // The control: a stop does interrupt this call, and the program does tell.
+    capture_with(process.pid(), &Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() });
+    wait_until(PATIENCE, "a stop shows as EINTR", || process.stdout().contains("EINTR"));
+}
+
+#[test]
+fn no_stack_is_wrong_while_threads_come_and_go() {
+    let process = start(&optimized(), &["churn"]);
+    let mut capturer = Capturer::new();
+    let options = Options { deadline: PATIENCE, ..Options::default() };
+    let (mut checked, mut stopped) = (0, 0);
+    for _ in 0..300 {
+        let captured = capturer.capture(&[process.pid()], &options).remove(0);
+        for thread in &captured.sample.stacktrace {
+            let frames = names(thread);
+            let own: Vec<&str> =
+                frames.iter().copied().filter(|name| name.starts_with("left_") || name.starts_with("right_")).collect();
+            if own.is_empty() {
+                continue;
+            }
+            let side = own[0].split('_').next().unwrap_or_default();
+            let chain = ["three", "two", "one", "root"].map(|level| format!("{side}_{level}"));
+            // A thread is at some depth of its chain, and never in both.
+            let whole = (0..chain.len()).any(|from| own.iter().copied().eq(chain[from..].iter().map(String::as_str)));
+            assert!(whole || !thread.incomplete.is_empty(), "{}", describe(&captured.sample));
+            checked += usize::from(whole);
+            stopped += usize::from(thread.capture() == CaptureMethod::Ptrace);
+        }
+    }
+    eprintln!("{checked} stacks of short-lived threads checked, {stopped} of them taken by a stop");
+    assert!(checked > 300, "there was something to check");
+}
+
+#[test]
+fn no_permission_says_what_is_missing() {
+    use std::os::unix::process::CommandExt;
+    if !nix::unistd::geteuid().is_root() {
+        return xpu_timer_tests::skip("only root can become somebody else");
+    }
+    let process = start(&optimized(), &["poll"]);
+    // The command is put where another user can run it.
+    let artifacts = xpu_timer_tests::artifacts();
+    let folder = tempfile::Builder::new().permissions(std::os::unix::fs::PermissionsExt::from_mode(0o755)).tempdir();
+    let folder = folder.expect("a temporary folder");
+    let copy = folder.path().join("xpu_timer_dump");
+    std::fs::copy(artifacts.bin("xpu_timer_dump"), &copy).expect("the command can be copied");
+    let mut command = Command::new(&copy);
+    command.args(["--pid", &process.pid().to_string()]).uid(65534).gid(65534);
+    let output = Process::spawn(&mut command).wait(PATIENCE);
+    assert_eq!(output.code(), 1, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("no permission to look into process"), "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("CAP_SYS_PTRACE"), "{}", output.stdout);
+}

@@ -1,0 +1,241 @@
+//! Python stacks of every CPython that is installed, and the command line over them.
+
+use std::{path::Path, process::Command};
+
+use serde_json::Value;
+use xpu_timer_capture::merge::{Frame, merge};
+use xpu_timer_proto::server::PySpyStacktrace;
+use xpu_timer_tests::{PATIENCE, Process, artifacts, python, python_version, skip};
+
+use super::target::{capture_until, describe};
+
+// TMP
+const VERSIONS: [&str; 6] = ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13"];
+
+/// Line numbers are part of what is tested.
+const SCRIPT: &str = "\
+import threading, time
+gate = threading.Event()
+def inner():
+    gate.wait()
+def outer():
+    inner()
+class Model:
+    def __init__(self):
+        self.forward()
+    def forward(self):
+        step()
+def step():
+    time.sleep(100000)
+def spin():
+    total = 0
+    while True:
+        total += 1
+import sys
+for index in range(3):
+    threading.Thread(target=outer, name=f'worker-{index}', daemon=True).start()
+if 'spin' in sys.argv:
+    threading.Thread(target=spin, name='spinner', daemon=True).start()
+print('ids', threading.get_native_id(), *[t.native_id for t in threading.enumerate()], flush=True)
+print('ready', flush=True)
+Model()
+";
+
+fn start(python: &Path, folder: &Path, arguments: &[&str]) -> (Process, String) {
+    let script = folder.join("script.py");
+    std::fs::write(&script, SCRIPT).expect("the script can be written");
+    let mut process = Process::spawn(Command::new(python).arg(&script).args(arguments));
+    process.wait_for("ready", PATIENCE);
+    (process, script.display().to_string())
+}
+
+/// `name:line` of the frames that are in the script.
+fn own(trace: &PySpyStacktrace, script: &str) -> Vec<String> {
+    let own = |frame: &xpu_timer_proto::server::PySpyFrame| {
+        let line = frame.file_name.strip_prefix(script)?;
+        Some(format!("{}{line}", frame.func_name.rsplit('.').next().unwrap_or_default()))
+    };
+    trace.frames.iter().filter_map(own).collect()
+}
+
+#[test]
+fn every_version_shows_its_threads() {
+    for version in VERSIONS {
+        let Some(python) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let (process, script) = start(&python, folder.path(), &[]);
+        let main = ["step:13", "forward:11", "__init__:9", "<module>:25"];
+        let worker = ["inner:4", "outer:6"];
+        let captured = capture_until(process.pid(), version, |sample| {
+            let count =
+                |wanted: &[&str]| sample.py_stacktrace.iter().filter(|trace| own(trace, &script) == wanted).count();
+            let asleep = sample.longest_stop_ns == 0;
+            asleep && sample.py_stacktrace.len() == 4 && count(&main) == 1 && count(&worker) == 3
+        });
+        let sample = &captured.sample;
+        assert!(sample.errors.is_empty(), "{version}: {:?}", sample.errors);
+        let mut names: Vec<&str> = sample.py_stacktrace.iter().map(|trace| trace.thread_name.as_str()).collect();
+        names.sort_unstable();
+        assert_eq!(names, ["MainThread", "worker-0", "worker-1", "worker-2"], "{version}");
+        // The script says which kernel threads these are.
+        let stdout = process.stdout();
+        let ids = stdout.lines().find_map(|line| line.strip_prefix("ids ")).expect("the script tells").to_string();
+        let mut ids: Vec<u32> = ids.split(' ').skip(1).map(|id| id.parse().expect("a number")).collect();
+        let mut ours: Vec<u32> = sample.py_stacktrace.iter().map(|trace| trace.os_thread_id).collect();
+        ids.sort_unstable();
+        ours.sort_unstable();
+        assert_eq!(ours, ids, "{version}");
+        for (trace, entries) in sample.py_stacktrace.iter().zip(&captured.python_entries) {
+            assert!(!trace.owns_gil && !trace.active, "{version}: nobody runs");
+            assert!(trace.frames.iter().all(|frame| !frame.file_name.ends_with(":0")), "{version}: {trace:?}");
+            // Each Python thread fits into the native stack of its kernel thread.
+            let native = sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
+            let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
+            let merged = merge(&native.frames, &trace.frames, entries);
+            let merged = merged.unwrap_or_else(|| panic!("{version}: not merged\n{}", describe(sample)));
+            let python = merged.iter().filter(|frame| matches!(frame, Frame::Python(_))).count();
+            assert_eq!(python, trace.frames.len());
+            assert!(matches!(merged[0], Frame::Native(_)), "the leaf is in C");
+        }
+    }
+}
+
+#[test]
+fn the_holder_of_the_lock_is_named() {
+    for version in VERSIONS {
+        let Some(python) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let (process, script) = start(&python, folder.path(), &["spin"]);
+        let captured = capture_until(process.pid(), version, |sample| {
+            let spins = |trace: &&PySpyStacktrace| trace.owns_gil && own(trace, &script).len() == 1;
+            sample.py_stacktrace.iter().any(|trace| spins(&trace))
+        });
+        let holders: Vec<&PySpyStacktrace> =
+            captured.sample.py_stacktrace.iter().filter(|trace| trace.owns_gil).collect();
+        assert_eq!(holders.len(), 1, "{version}");
+        assert_eq!(holders[0].thread_name, "spinner", "{version}");
+        let line = own(holders[0], &script)[0].clone();
+        assert!(line == "spin:16" || line == "spin:17", "{version}: {line}");
+        assert!(captured.sample.longest_stop_ns > 0, "a thread that runs has to be stopped");
+    }
+}
+
+#[test]
+fn forked_children_have_stacks_of_their_own() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let script = folder.path().join("loader.py");
+    let text = "\
+import multiprocessing, time
+def fetch():
+    time.sleep(100000)
+def worker(index):
+    fetch()
+if __name__ == '__main__':
+    fork = multiprocessing.get_context('fork')
+    workers = [fork.Process(target=worker, args=(n,), daemon=True) for n in range(2)]
+    for each in workers: each.start()
+    print('ready', flush=True)
+    workers[0].join()
+";
+    std::fs::write(&script, text).expect("the script can be written");
+    let mut process = Process::spawn(Command::new(python()).arg(&script));
+    process.wait_for("ready", PATIENCE);
+    let script = script.display().to_string();
+    let mut capturer = xpu_timer_capture::Capturer::new();
+    let options = xpu_timer_capture::Options { deadline: PATIENCE, children: true, ..Default::default() };
+    let mut children = Vec::new();
+    xpu_timer_tests::wait_until(PATIENCE, "two workers that fetch", || {
+        let captured = capturer.capture(&[process.pid()], &options).remove(0);
+        children = captured.children;
+        let fetching = |sample: &xpu_timer_proto::server::ProcessSample| {
+            sample
+                .py_stacktrace
+                .iter()
+                .any(|trace| own(trace, &script).starts_with(&["fetch:3".into(), "worker:5".into()]))
+        };
+        children.len() == 2 && children.iter().all(|child| fetching(&child.sample))
+    });
+    for child in &children {
+        assert_eq!(child.parent_pid, process.pid());
+        assert!(child.command.contains("loader.py"), "{:?}", child.command);
+        assert!(child.sample.stacktrace.iter().any(|thread| !thread.frames.is_empty()));
+    }
+}
+
+#[test]
+fn the_command_prints_what_a_person_reads() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let (process, script) = start(&python(), folder.path(), &[]);
+    let main = ["step:13", "forward:11", "__init__:9", "<module>:25"];
+    capture_until(process.pid(), "it sleeps", |sample| {
+        sample.py_stacktrace.iter().any(|trace| own(trace, &script) == main)
+            && sample.py_stacktrace.iter().filter(|trace| own(trace, &script) == ["inner:4", "outer:6"]).count() == 3
+    });
+    let dump = |arguments: &[&str]| {
+        let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
+        command.args(["--timeout", "60", "--pid"]).arg(process.pid().to_string()).args(arguments);
+        let output = Process::spawn(&mut command).wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{arguments:?}: {}{}", output.stdout, output.stderr);
+        output.stdout
+    };
+    let text = dump(&[]);
+    assert!(text.contains(&format!("Process {}: ", process.pid())), "{text}");
+    assert!(text.contains("3 threads with the same stack"), "{text}");
+    assert!(text.contains("\"worker-2\" (python"), "{text}");
+    assert!(text.contains(&format!("    step {script}:13\n")), "{text}");
+    assert!(text.contains("\"MainThread\""), "{text}");
+    assert!(!text.contains('\x1b'), "no colours into a pipe");
+    // C below Python, and the interpreter's loop replaced.
+    let step = text.find(&format!("    step {script}")).expect("in the text");
+    assert!(text.find("sleep").is_some_and(|sleep| sleep < step), "{text}");
+    assert!(!text.contains("_PyEval_EvalFrameDefault"), "{text}");
+    let text = dump(&["--python"]);
+    assert!(text.contains("step") && !text.contains("PyEval"), "{text}");
+    let text = dump(&["--native"]);
+    assert!(text.contains("_PyEval_EvalFrameDefault") && !text.contains("script.py:13"), "{text}");
+
+    let json: Value = serde_json::from_str(&dump(&["--json"])).expect("JSON");
+    assert_eq!(json[0]["pid"], process.pid());
+    let traces = json[0]["py_stacktrace"].as_array().expect("a list");
+    assert_eq!(traces.len(), 4);
+    assert!(traces.iter().any(|trace| trace["frames"][0]["file_name"] == format!("{script}:13")));
+    assert_eq!(json[0]["stacktrace"].as_array().map(Vec::len), Some(4));
+
+    let files = folder.path().join("files");
+    dump(&["--output", &files.display().to_string()]);
+    let bytes = std::fs::read(files.join("00000-00001.stacktrace")).expect("a file for rank 0 of 1");
+    let message: xpu_timer_proto::server::Stacktrace = xpu_timer_proto::Message::decode(&bytes[..]).expect("a message");
+    assert_eq!(message.pid, process.pid());
+    assert_eq!(message.py_stacktrace.len(), 4);
+    assert_eq!(message.process_state, "S (sleeping)");
+}
+
+#[test]
+fn the_command_finds_processes_by_rank() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let script = folder.path().join("script.py");
+    std::fs::write(&script, "import time\nprint('ready', flush=True)\ntime.sleep(100000)\n").expect("a script");
+    // A rank that no other test or job on this machine has.
+    let rank = 1_000_000 + std::process::id();
+    let mut process = Process::spawn(
+        Command::new(python()).arg(&script).env("RANK", rank.to_string()).env("WORLD_SIZE", (rank + 1).to_string()),
+    );
+    process.wait_for("ready", PATIENCE);
+    let dump = |rank: u32| {
+        let mut command = Command::new(artifacts().bin("xpu_timer_dump"));
+        command.args(["--timeout", "60", "--rank", &rank.to_string()]);
+        Process::spawn(&mut command).wait(PATIENCE)
+    };
+    let found = dump(rank);
+    assert_eq!(found.code(), 0, "{}", found.stderr);
+    assert!(found.stdout.contains(&format!("Process {}: ", process.pid())), "{}", found.stdout);
+    let missing = dump(rank + 1);
+    assert_eq!(missing.code(), 1);
+    assert!(missing.stderr.contains(&format!("RANK={}", rank + 1)), "{}", missing.stderr);
+}
