@@ -1,0 +1,45 @@
+//! Measures the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
+//! machine; what counts are ratios of medians of alternating repetitions, and agreement with what the others see.
+#![forbid(unsafe_code)]
+
+mod agreement;
+mod capture;
+mod churn;
+mod report;
+mod rivals;
+mod stops;
+mod targets;
+mod timing;
+mod tools;
+
+use std::path::PathBuf;
+
+use anyhow::Result;
+
+/// What the program does.
+#[derive(clap::Parser)]
+#[command(name = "xpu_timer_bench")]
+pub enum Command {
+    /// Runs the whole benchmark of the stack capture and prints a table; fails when a limit does not hold
+    Capture(capture::Options),
+    /// Runs a command alone and prints the peak of its resident memory in bytes
+    #[command(hide = true)]
+    Peak {
+        /// The program
+        program: PathBuf,
+        /// Its arguments
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+}
+
+/// Runs a command.
+///
+/// # Errors
+/// When something could not be measured at all.
+pub fn run(command: &Command) -> Result<bool> {
+    match command {
+        Command::Capture(options) => capture::run(options),
+        Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
+    }
+}

@@ -1,0 +1,17 @@
+//! The program behind `cargo xtask bench capture`.
+#![forbid(unsafe_code)]
+
+use std::process::ExitCode;
+
+use clap::Parser;
+
+fn main() -> ExitCode {
+    match xpu_timer_bench::run(&xpu_timer_bench::Command::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xpu_timer_bench: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,117 @@
+//! The table: one line a figure, with its limit and whether it holds.
+
+use std::{fmt::Write, fs, path::Path};
+
+use anyhow::{Context, Result};
+
+/// One measured figure.
+struct Line {
+    what: String,
+    figure: String,
+    limit: String,
+    verdict: &'static str,
+}
+
+/// All figures of a run, in sections.
+#[derive(Default)]
+pub struct Report {
+    sections: Vec<(String, Vec<Line>)>,
+    all_hold: bool,
+}
+
+/// The lines between which the generated part of the document lies.
+const MARKS: [&str; 2] = ["<!-- begin: written by the command above -->", "<!-- end -->"];
+
+impl Report {
+    /// An empty report, in which every limit holds.
+    pub fn new() -> Self {
+        Report { sections: Vec::new(), all_hold: true }
+    }
+
+    /// Starts a section and prints its title.
+    pub fn section(&mut self, title: &str) {
+        println!("\n{title}");
+        self.sections.push((title.to_string(), Vec::new()));
+    }
+
+    /// A figure that informs and has no limit.
+    pub fn note(&mut self, what: &str, figure: impl Into<String>) {
+        self.line(what, figure.into(), String::new(), "");
+    }
+
+    /// A figure with a limit.
+    pub fn check(&mut self, what: &str, figure: impl Into<String>, limit: &str, holds: bool) {
+        self.all_hold &= holds;
+        self.line(what, figure.into(), limit.to_string(), if holds { "ok" } else { "NOT" });
+    }
+
+    /// Something that could not be measured: it counts as a limit that does not hold.
+    pub fn failed(&mut self, what: &str, error: &anyhow::Error) {
+        self.check(what, format!("not measured: {error:#}"), "", false);
+    }
+
+    fn line(&mut self, what: &str, figure: String, limit: String, verdict: &'static str) {
+        println!("  {what:<66} {figure:>22}  {limit:<16} {verdict}");
+        if let Some((_, lines)) = self.sections.last_mut() {
+            lines.push(Line { what: what.to_string(), figure, limit, verdict });
+        }
+    }
+
+    /// Whether every limit holds.
+    pub fn all_hold(&self) -> bool {
+        self.all_hold
+    }
+
+    fn markdown(&self) -> String {
+        let mut text = String::new();
+        for (title, lines) in &self.sections {
+            let _ = writeln!(text, "\n### {title}\n\n| figure | measured | limit | |\n|---|---:|---|---|");
+            for line in lines {
+                let _ = writeln!(text, "| {} | {} | {} | {} |", line.what, line.figure, line.limit, line.verdict);
+            }
+        }
+        text
+    }
+
+    /// Replaces the generated part of a document.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        let old = fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
+        let new = replace(&old, &self.markdown()).with_context(|| format!("{}: no marks", path.display()))?;
+        let temporary = path.with_extension("md.new");
+        fs::write(&temporary, new)?;
+        fs::rename(&temporary, path).with_context(|| format!("{}", path.display()))
+    }
+}
+
+fn replace(document: &str, generated: &str) -> Option<String> {
+    let (before, rest) = document.split_once(MARKS[0])?;
+    let (_, after) = rest.split_once(MARKS[1])?;
+    Some(format!("{before}{}\n{generated}\n{}{after}", MARKS[0], MARKS[1]))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn one_broken_limit_is_enough() {
+        let mut report = Report::new();
+        report.section("s");
+        report.note("n", "1");
+        report.check("a", "1", "below 2", true);
+        assert!(report.all_hold());
+        report.check("b", "3", "below 2", false);
+        report.check("c", "1", "below 2", true);
+        assert!(!report.all_hold());
+        assert!(report.markdown().contains("| b | 3 | below 2 | NOT |"));
+    }
+
+    #[test]
+    fn only_the_generated_part_is_replaced() {
+        let document = format!("head\n{}\nold\n{}\ntail\n", MARKS[0], MARKS[1]);
+        let once = replace(&document, "new").unwrap();
+        assert!(once.starts_with("head\n") && once.ends_with("tail\n") && !once.contains("old"));
+        assert_eq!(replace(&once, "new").unwrap(), once);
+        assert!(replace("no marks", "new").is_none());
+    }
+}

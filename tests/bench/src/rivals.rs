@@ -1,0 +1,200 @@
+//! The other tools: how long they take, and what they see.
+
+use std::{
+    collections::HashMap,
+    path::Path,
+    process::{Child, Command, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail};
+use serde_json::Value;
+
+use crate::tools::Tools;
+
+/// A tool that hangs has lost.
+const DEADLINE: Duration = Duration::from_secs(120);
+
+/// `gdb -batch -ex "thread apply all bt"`, as the original tool runs it.
+pub fn gdb(tools: &Tools, pid: i32) -> Command {
+    let mut command = Command::new(&tools.gdb);
+    command.args(["-nx", "-batch", "-p", &pid.to_string(), "-ex", "thread apply all bt"]);
+    command
+}
+
+/// `py-spy dump -j`.
+pub fn py_spy(tools: &Tools, pid: i32) -> Command {
+    let mut command = Command::new(&tools.py_spy);
+    command.args(["dump", "-j", "-p", &pid.to_string()]);
+    command
+}
+
+/// `eu-stack -n 0`: without the limit of 256 frames.
+pub fn eu_stack(tools: &Tools, pid: i32) -> Command {
+    let mut command = Command::new(&tools.eu_stack);
+    command.args(["-n", "0", "-p", &pid.to_string()]);
+    command
+}
+
+/// `pystack remote --native-all`.
+pub fn pystack(tools: &Tools, pid: i32) -> Command {
+    let mut command = Command::new(&tools.pystack);
+    command.args(["remote", "--native-all", &pid.to_string()]);
+    command
+}
+
+/// Whether the work on several ranks is done one rank after the other or on all ranks at once.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub enum Order {
+    Sequential,
+    Parallel,
+}
+
+/// Wall time of running, for every pid, the given commands one after the other. The output goes where nobody reads it.
+pub fn wall(pids: &[i32], order: Order, commands: &[&(dyn Fn(i32) -> Command + Sync)]) -> Result<Duration> {
+    let start = Instant::now();
+    let run_rank = |pid: i32| commands.iter().try_for_each(|command| run_quiet(&mut command(pid)));
+    match order {
+        Order::Sequential => pids.iter().try_for_each(|pid| run_rank(*pid))?,
+        Order::Parallel => std::thread::scope(|scope| {
+            let ranks: Vec<_> = pids.iter().map(|pid| scope.spawn(move || run_rank(*pid))).collect();
+            ranks.into_iter().try_for_each(|rank| rank.join().expect("no rank's thread panics"))
+        })?,
+    }
+    Ok(start.elapsed())
+}
+
+/// Runs one command, without looking at what it prints.
+pub fn run_quiet(command: &mut Command) -> Result<()> {
+    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).env_remove("DEBUGINFOD_URLS");
+    let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
+    let status = wait(&mut child).with_context(|| format!("{command:?}"))?;
+    // eu-stack fails when one single thread could not be unwound to its end; its time counts all the same.
+    if status != Some(0) && !Path::new(command.get_program()).ends_with("eu-stack") {
+        bail!("{command:?} failed: {status:?}");
+    }
+    Ok(())
+}
+
+fn wait(child: &mut Child) -> Result<Option<i32>> {
+    // The clock of the caller must not be rounded by polling, so a thread of its own watches the deadline.
+    let pid = nix::unistd::Pid::from_raw(child.id() as i32);
+    let (done, watch) = std::sync::mpsc::channel::<()>();
+    let watcher = std::thread::spawn(move || {
+        if watch.recv_timeout(DEADLINE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
+            // Not reaped yet, so the pid is still this child's.
+            let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
+        }
+    });
+    let status = child.wait()?;
+    drop(done);
+    watcher.join().expect("the watcher does not panic");
+    Ok(status.code())
+}
+
+/// The text that a tool prints.
+pub fn output(command: &mut Command) -> Result<String> {
+    let output = command.stdin(Stdio::null()).env_remove("DEBUGINFOD_URLS").output();
+    let output = output.with_context(|| format!("{command:?}"))?;
+    let text = String::from_utf8_lossy(&output.stdout).into_owned();
+    if text.is_empty() {
+        bail!("{command:?}: {}", String::from_utf8_lossy(&output.stderr).trim_end());
+    }
+    Ok(text)
+}
+
+/// The program counters of one thread as eu-stack sees them.
+#[derive(Debug, Default, PartialEq, Eq)]
+pub struct NativeStack {
+    pub pcs: Vec<u64>,
+    /// eu-stack said that it could not go on.
+    pub gave_up: bool,
+}
+
+/// What eu-stack says of a process: its stacks, then its complaints.
+pub fn eu_stack_output(tools: &Tools, pid: i32) -> Result<String> {
+    let mut command = eu_stack(tools, pid);
+    let output = command.stdin(Stdio::null()).env_remove("DEBUGINFOD_URLS").output();
+    let output = output.with_context(|| format!("{command:?}"))?;
+    Ok(format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)))
+}
+
+/// By thread id.
+pub fn parse_eu_stack(text: &str) -> HashMap<i32, NativeStack> {
+    let mut threads: HashMap<i32, NativeStack> = HashMap::new();
+    let mut current = 0;
+    for line in text.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        match words[..] {
+            ["TID", tid] => {
+                current = tid.trim_end_matches(':').parse().unwrap_or(0);
+                threads.insert(current, NativeStack::default());
+            }
+            [number, pc, ..] if number.starts_with('#') => {
+                let pc = u64::from_str_radix(pc.trim_start_matches("0x"), 16).ok();
+                let stack = threads.entry(current).or_default();
+                stack.pcs.extend(pc);
+                stack.gave_up |= pc.is_none();
+            }
+            [_, "dwfl_thread_getframes", "tid", tid, ..] => {
+                threads.entry(tid.parse().unwrap_or(0)).or_default().gave_up = true;
+            }
+            _ => {}
+        }
+    }
+    threads
+}
+
+/// One Python thread: pthread id and thread id, and its frames, leaf first, as `(function, path:line)`.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct PythonStack {
+    pub thread_id: u64,
+    pub os_thread_id: Option<u32>,
+    pub owns_gil: bool,
+    pub frames: Vec<(String, String)>,
+}
+
+/// The output of `py-spy dump -j`, without the pseudo frames of CPython 3.13.
+pub fn parse_py_spy(text: &str) -> Result<Vec<PythonStack>> {
+    let json: Value = serde_json::from_str(text).context("py-spy's JSON")?;
+    let threads = json.as_array().context("py-spy's JSON is no list")?;
+    Ok(threads.iter().map(python_stack).collect())
+}
+
+fn python_stack(thread: &Value) -> PythonStack {
+    let frame = |frame: &Value| {
+        let text = |key: &str| frame[key].as_str().unwrap_or_default().to_string();
+        (text("name"), format!("{}:{}", text("filename"), frame["line"]))
+    };
+    let frames = thread["frames"].as_array().into_iter().flatten().map(frame);
+    PythonStack {
+        thread_id: thread["thread_id"].as_u64().unwrap_or_default(),
+        os_thread_id: thread["os_thread_id"].as_u64().and_then(|tid| tid.try_into().ok()),
+        owns_gil: thread["owns_gil"].as_bool().unwrap_or_default(),
+        frames: frames.filter(|(_, place)| !place.ends_with("__init__:0")).collect(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn eu_stack_text() {
+        let text = "PID 7 - process\nTID 7:\n#0  0x00007f0000001000 poll\n#1  0x00005500000010ab main\nTID 9:\n\
+                    #0  0x00007f0000001000\n\neu-stack: dwfl_thread_getframes tid 9 at 0x7f0000001000 in <unknown>: No DWARF\n";
+        let threads = parse_eu_stack(text);
+        assert_eq!(threads[&7], NativeStack { pcs: vec![0x7f0000001000, 0x5500000010ab], gave_up: false });
+        assert_eq!(threads[&9], NativeStack { pcs: vec![0x7f0000001000], gave_up: true });
+    }
+
+    #[test]
+    fn py_spy_json() {
+        let text = r#"[{"thread_id": 140, "os_thread_id": 7, "owns_gil": true, "frames": [
+            {"name": "wait", "filename": "/lib/threading.py", "line": 12},
+            {"name": "__init__", "filename": "__init__", "line": 0}]}]"#;
+        let threads = parse_py_spy(text).unwrap();
+        assert_eq!(threads[0].frames, [("wait".to_string(), "/lib/threading.py:12".to_string())]);
+        assert_eq!((threads[0].thread_id, threads[0].os_thread_id, threads[0].owns_gil), (140, Some(7), true));
+    }
+}

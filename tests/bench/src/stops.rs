@@ -1,0 +1,177 @@
+//! For how long a capture stops the target, measured by two witnesses that are not the engine: a library that is preloaded into
+//! the capturing process and notes every ptrace call, and a thread of the target that reads the clock in a loop.
+
+use std::{
+    collections::HashMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::Duration,
+};
+
+use anyhow::{Context, Result, ensure};
+use nix::time::{ClockId, clock_gettime};
+use xpu_timer_capture::{Capturer, Options};
+use xpu_timer_tests::{compile_c, tree};
+
+use crate::{rivals::run_quiet, targets::Spinner, timing::median, tools::Tools};
+
+/// One thread was stopped, at most from the first to the second time.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Stop {
+    start_ns: u64,
+    end_ns: u64,
+}
+
+/// What the ptrace calls of one capture say.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Stops {
+    /// The time during which at least one thread was stopped.
+    pub union_ns: u64,
+    /// The longest stop of one thread.
+    pub longest_ns: u64,
+    /// How many threads were stopped.
+    pub count: usize,
+}
+
+/// The preloaded library.
+pub struct PtraceLog {
+    library: PathBuf,
+    log: PathBuf,
+    _folder: tempfile::TempDir,
+}
+
+impl PtraceLog {
+    /// Compiles it.
+    pub fn build() -> Result<Self> {
+        let folder = tempfile::tempdir()?;
+        let source = fs::read_to_string(tree().join("tests/bench/targets/ptrace_log.c"))?;
+        let library = compile_c(folder.path(), "libptrace_log.so", &source, &["-shared", "-fPIC", "-O2", "-ldl"]);
+        let log = folder.path().join("log");
+        Ok(PtraceLog { library, log, _folder: folder })
+    }
+
+    /// Runs `xpu_timer_dump` under the library.
+    pub fn dump(&self, tools: &Tools, pid: i32, force_ptrace: bool) -> Result<Stops> {
+        // The log of an earlier run must not pass for that of this one.
+        let _ = fs::remove_file(&self.log);
+        let mut command = dump(tools, &[pid]);
+        command.env("LD_PRELOAD", &self.library).env("XPU_BENCH_PTRACE_LOG", &self.log);
+        if force_ptrace {
+            command.arg("--force-ptrace");
+        }
+        run_quiet(&mut command)?;
+        let log = fs::read_to_string(&self.log).context("the log of the ptrace calls")?;
+        stops(&log)
+    }
+}
+
+/// `xpu_timer_dump` of some processes, as JSON.
+pub fn dump(tools: &Tools, pids: &[i32]) -> Command {
+    let mut command = Command::new(&tools.dump);
+    command.arg("--json");
+    for pid in pids {
+        command.args(["--pid", &pid.to_string()]);
+    }
+    command
+}
+
+fn stops(log: &str) -> Result<Stops> {
+    let mut open: HashMap<&str, u64> = HashMap::new();
+    let mut stops = Vec::new();
+    for line in log.lines() {
+        let words: Vec<&str> = line.split_whitespace().collect();
+        let [what, tid, ns] = words[..] else { anyhow::bail!("the log of the ptrace calls has {line:?}") };
+        let ns: u64 = ns.parse()?;
+        if what == "S" {
+            ensure!(open.insert(tid, ns).is_none(), "thread {tid} is stopped twice");
+        } else if let Some(start_ns) = open.remove(tid) {
+            stops.push(Stop { start_ns, end_ns: ns });
+        }
+    }
+    ensure!(open.is_empty(), "threads that were not let go: {:?}", open.keys());
+    let longest_ns = stops.iter().map(|stop| stop.end_ns - stop.start_ns).max().unwrap_or(0);
+    Ok(Stops { union_ns: union_ns(&mut stops), longest_ns, count: stops.len() })
+}
+
+fn union_ns(stops: &mut [Stop]) -> u64 {
+    stops.sort_by_key(|stop| stop.start_ns);
+    let (mut total, mut covered) = (0, 0);
+    for stop in stops {
+        total += stop.end_ns.saturating_sub(stop.start_ns.max(covered));
+        covered = covered.max(stop.end_ns);
+    }
+    total
+}
+
+/// Medians of the longest gaps that the spinning thread saw.
+pub struct Gaps {
+    pub quiet: Duration,
+    pub captured: Duration,
+    /// The engine's own word on the longest stop, median.
+    pub engine: Duration,
+}
+
+/// Windows with and without a capture, in turn.
+pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
+    const MARGIN: Duration = Duration::from_millis(20);
+    let mut capturer = Capturer::new();
+    let warm = Options::default();
+    capturer.capture(&[pid], &warm);
+    let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
+    let length = wall * 3 + MARGIN * 2;
+    let (mut quiet, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new());
+    let mut tries = 0;
+    while captured.len() < windows {
+        tries += 1;
+        ensure!(tries < windows * 4, "no capture lies within the window of {length:?} in which the thread spins");
+        spinner.start(length)?;
+        quiet.push(spinner.finish()?.longest_gap_ns);
+        spinner.start(length)?;
+        std::thread::sleep(MARGIN);
+        let start = monotonic_ns()?;
+        let result = capturer.capture(&[pid], &warm);
+        let end = monotonic_ns()?;
+        let window = spinner.finish()?;
+        if window.start_ns < start && end < window.end_ns {
+            captured.push(window.longest_gap_ns);
+            engine.push(result.iter().map(|process| process.sample.longest_stop_ns).max().unwrap_or(0));
+        }
+    }
+    let [quiet, captured, engine] = [quiet, captured, engine].map(|values| Duration::from_nanos(median(values)));
+    Ok(Gaps { quiet, captured, engine })
+}
+
+fn monotonic_ns() -> Result<u64> {
+    let now = clock_gettime(ClockId::CLOCK_MONOTONIC)?;
+    Ok(Duration::from(now).as_nanos() as u64)
+}
+
+/// The highest resident set of a command, in bytes: a helper process runs it alone, and tells what its child needed.
+pub fn peak_memory(command: &Command) -> Result<u64> {
+    let mut helper = Command::new(std::env::current_exe()?);
+    helper.arg("peak").arg("--").arg(command.get_program()).args(command.get_args());
+    let output = helper.output()?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    text.trim().parse().with_context(|| format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr)))
+}
+
+/// The other side of [`peak_memory`].
+pub fn peak(program: &Path, arguments: &[String]) -> Result<()> {
+    run_quiet(Command::new(program).args(arguments))?;
+    let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_CHILDREN)?;
+    println!("{}", usage.max_rss() * 1024);
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn overlapping_stops_count_once() {
+        let log = "S 1 100\nS 2 150\nC 1 200\nC 2 260\nS 3 1000\nC 3 1040\n";
+        assert_eq!(stops(log).unwrap(), Stops { union_ns: 200, longest_ns: 110, count: 3 });
+        assert!(stops("S 1 100\n").is_err(), "a thread that was not let go");
+    }
+}

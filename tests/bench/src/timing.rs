@@ -1,0 +1,75 @@
+//! Repetitions and medians.
+
+use std::time::{Duration, Instant};
+
+use anyhow::Result;
+
+/// One way of doing the thing that is measured.
+pub type Contender<'a> = (&'a str, Box<dyn FnMut() -> Result<Duration> + 'a>);
+
+/// Runs all contenders in turn, `repetitions` rounds, and gives the median of each in the given order. Taking turns makes a
+/// busy moment of the machine hit all of them alike.
+pub fn alternate(repetitions: usize, contenders: &mut [Contender<'_>]) -> Result<Vec<Duration>> {
+    let mut times: Vec<Vec<Duration>> = vec![Vec::new(); contenders.len()];
+    for _ in 0..repetitions {
+        for ((_, run), times) in contenders.iter_mut().zip(&mut times) {
+            times.push(run()?);
+        }
+    }
+    Ok(times.into_iter().map(median).collect())
+}
+
+/// The middle one; of an even number the upper of the two in the middle.
+pub fn median<T: Ord + Copy>(mut values: Vec<T>) -> T {
+    values.sort_unstable();
+    values[values.len() / 2]
+}
+
+/// How long something takes.
+pub fn time<T>(run: impl FnOnce() -> T) -> (Duration, T) {
+    let start = Instant::now();
+    let result = run();
+    (start.elapsed(), result)
+}
+
+/// Milliseconds for a table.
+pub fn ms(time: Duration) -> String {
+    let ms = time.as_secs_f64() * 1e3;
+    if ms < 10.0 { format!("{ms:.2} ms") } else { format!("{ms:.0} ms") }
+}
+
+/// How many times as long.
+pub fn ratio(theirs: Duration, ours: Duration) -> f64 {
+    theirs.as_secs_f64() / ours.as_secs_f64()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn turns_and_medians() {
+        let mut order = std::cell::RefCell::new(Vec::new());
+        let mut slow = [9, 1, 5].into_iter();
+        let mut contenders: [Contender<'_>; 2] = [
+            (
+                "a",
+                Box::new(|| {
+                    order.borrow_mut().push('a');
+                    Ok(Duration::from_millis(slow.next().unwrap()))
+                }),
+            ),
+            (
+                "b",
+                Box::new(|| {
+                    order.borrow_mut().push('b');
+                    Ok(Duration::from_millis(2))
+                }),
+            ),
+        ];
+        let medians = alternate(3, &mut contenders).unwrap();
+        drop(contenders);
+        assert_eq!(medians, [Duration::from_millis(5), Duration::from_millis(2)]);
+        assert_eq!(order.get_mut().iter().collect::<String>(), "ababab");
+    }
+}
