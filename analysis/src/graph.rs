@@ -351,7 +351,7 @@ impl<'w, 'a> Builder<'w, 'a> {
                 self.edges[number].clear();
                 continue;
             }
-            if in_host_call || content.presence == Presence::Unregistered || content.presence == Presence::Missing {
+            if in_host_call || content.presence == Presence::Unregistered || content.unseen() {
                 continue;
             }
             let device_waits = !self.edges[self.number(Node::Device(view))].is_empty();

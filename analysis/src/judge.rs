@@ -71,7 +71,7 @@ fn moves_on(case: &Case<'_>) -> bool {
     matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
         && !case.graph.events.is_empty()
         && limit.is_some_and(|limit| oldest < limit)
-        && !case.world.views.iter().any(|view| view.halted() || view.presence == Presence::Missing)
+        && !case.world.views.iter().any(|view| view.halted() || view.unseen())
 }
 
 /// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
@@ -126,7 +126,11 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
 /// Lets the rules explain the suspects, and weighs the findings.
 fn conclude(case: &Case<'_>) -> Outcome {
     let mut findings: Vec<(usize, &Suspect, Finding)> = Vec::new();
-    for suspect in &case.graph.suspects {
+    let unseen = |suspect: &Suspect| matches!(suspect, Suspect::Host { view, guess: true, .. } if case.view(*view).presence == Presence::Unspecified);
+    let guesses =
+        case.graph.suspects.iter().filter(|suspect| matches!(suspect, Suspect::Host { guess: true, .. })).count();
+    // A rank of another node is not accused for being there.
+    for suspect in case.graph.suspects.iter().filter(|suspect| !unseen(suspect)) {
         let found = RULES.iter().enumerate().find_map(|(index, rule)| Some((index, (rule.explain)(case, suspect)?)));
         if let Some((rule, finding)) = found {
             findings.push((rule, suspect, finding));
@@ -156,6 +160,10 @@ fn conclude(case: &Case<'_>) -> Outcome {
     let mut confidence = first.iter().map(|(_, _, finding)| finding.confidence).min().unwrap_or(Confidence::Low);
     if first.len() < findings.len() {
         confidence = confidence.min(Confidence::Medium);
+    }
+    // Of several ranks of which nothing is known, any one may be the culprit.
+    if guesses > 1 {
+        confidence = Confidence::Low;
     }
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
     let main = first
@@ -254,7 +262,20 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         (0, _) => "nothing is known of any rank".to_owned(),
         (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
         (all, true) => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
-        (_, false) => "operations are pending, and no rank is seen to hold them up".to_owned(),
+        (_, false) => {
+            let unseen = case.world.ranks((0..views.len()).filter(|view| views[*view].unseen()));
+            let whom = match unseen.len() {
+                0 => "no rank is seen to hold it up".to_owned(),
+                _ => format!("the reason lies with {}, of which nothing is known here", ranks(&unseen)),
+            };
+            let busiest = case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
+            let waits = busiest.map_or("operations are pending".to_owned(), |event| {
+                let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
+                let verb = if inside.len() == 1 { "waits" } else { "wait" };
+                format!("{} {verb} in {}", ranks(&inside), case.describe(event))
+            });
+            format!("{waits}, and {whom}")
+        }
     };
     Outcome {
         cause: Cause::Unknown,
@@ -325,8 +346,8 @@ fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
             lines.push(line(format!("{text} {}", ranks(&who)), who));
         }
     };
-    add("nothing is known of", of(&|view| case.view(view).presence == Presence::Missing));
-    let known = |view: usize| case.view(view).presence != Presence::Missing && !case.view(view).dead();
+    add("nothing is known of", of(&|view| case.view(view).unseen()));
+    let known = |view: usize| !case.view(view).unseen() && !case.view(view).dead();
     add("there is no stack of", of(&|view| known(view) && !case.view(view).host.stack));
     add("there is no flight record of", of(&|view| known(view) && case.view(view).flight.is_none()));
     let dropped = |view: usize| {

@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::v1::{CommunicatorState, Op, Operation, Presence};
+use xpu_timer_proto::v1::{CommunicatorState, FlightRecord, Op, Operation, Presence};
 
 use crate::world::{World, is_collective, is_init};
 
@@ -221,5 +221,6 @@ fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
 /// Whether a member without a flight record is certainly not in the operation that its peers wait in.
 pub(crate) fn certainly_absent(world: &World<'_>, view: usize) -> bool {
     let view = &world.views[view];
-    view.dead() || view.presence == Presence::Unregistered || view.flight.is_some()
+    let whole = |flight: &FlightRecord| flight.health.as_ref().is_none_or(|health| health.overflows == 0);
+    view.dead() || view.presence == Presence::Unregistered || view.flight.is_some_and(whole)
 }

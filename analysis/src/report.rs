@@ -39,7 +39,8 @@ pub(crate) fn presence_name(presence: Presence) -> &'static str {
         Presence::Dead => "dead",
         Presence::Left => "left",
         Presence::Unregistered => "unregistered",
-        Presence::Unspecified | Presence::Missing => "missing",
+        Presence::Missing => "missing",
+        Presence::Unspecified => "not seen",
     }
 }
 

@@ -8,6 +8,8 @@ use crate::verdict::{CommunicatorReport, OperationState, Verdict};
 
 /// Width of `verdict.txt`, in columns.
 const WIDTH: usize = 100;
+/// A section of `verdict.txt` is cut after so many points.
+const MAX_LINES: usize = 30;
 /// A list of ranks in prose is cut after so many runs.
 const MAX_RUNS: usize = 12;
 
@@ -216,8 +218,12 @@ fn section(text: &mut String, title: &str, lines: impl Iterator<Item = String>) 
         return;
     }
     let _ = write!(text, "\n{title}\n");
-    for line in lines {
+    for line in lines.by_ref().take(MAX_LINES) {
         paragraph(text, &format!("  - {line}"), "    ");
+    }
+    let rest = lines.count();
+    if rest > 0 {
+        let _ = writeln!(text, "  - and {rest} more in verdict.json");
     }
 }
 

@@ -240,7 +240,7 @@ pub enum Activity {
 pub struct RankGroup {
     /// Ranks in the job, ascending.
     pub ranks: Vec<u32>,
-    /// `present`, `dead`, `left`, `unregistered` or `missing`.
+    /// `present`, `dead`, `left`, `unregistered`, `missing`, or `not seen` for a rank of another node.
     pub presence: String,
     /// As in `/proc/PID/status`: `S (sleeping)`; empty when no dump tells.
     pub process_state: String,

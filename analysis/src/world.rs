@@ -12,7 +12,7 @@ const MAX_WORLD: u32 = 1 << 20;
 pub(crate) struct RankView<'a> {
     /// Rank in the job.
     pub rank: u32,
-    /// Whether its process is there.
+    /// Whether its process is there. `Unspecified` is a rank that cannot be seen from here, as those of other nodes.
     pub presence: Presence,
     /// What was collected of it; absent for a missing rank.
     pub evidence: Option<&'a RankEvidence>,
@@ -27,7 +27,6 @@ impl<'a> RankView<'a> {
         let dump = evidence.dump.as_ref();
         let presence = match evidence.presence() {
             Presence::Unspecified if dump.is_some() || evidence.flight.is_some() => Presence::Present,
-            Presence::Unspecified => Presence::Missing,
             presence => presence,
         };
         RankView {
@@ -46,6 +45,11 @@ impl<'a> RankView<'a> {
     /// Its process is gone.
     pub fn dead(&self) -> bool {
         matches!(self.presence, Presence::Dead | Presence::Left) || self.host.gone()
+    }
+
+    /// Nothing at all is known of it.
+    pub fn unseen(&self) -> bool {
+        matches!(self.presence, Presence::Missing | Presence::Unspecified)
     }
 
     /// Its process cannot run, whatever its stacks say.

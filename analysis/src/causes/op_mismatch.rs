@@ -5,6 +5,8 @@
 //! group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
 //! all members are named, with low confidence.
 
+use std::collections::HashMap;
+
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
     collective::{Collective, Dissent},
@@ -83,7 +85,15 @@ pub(super) fn finding<Key: Ord + Clone>(
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
-    let event = case.graph.events.iter().find(|event| matches!(event, crate::graph::Event::Collective { .. }))?;
-    let operation = case.operation(*event)?;
-    Some(format!("all ranks that are in it run {}", op_name(operation.op())))
+    // By what each rank waits in; `oldest` is that operation.
+    let mut waits: HashMap<(u64, u64), (i32, i32)> = HashMap::new();
+    for comm in &case.comms {
+        for operation in comm.members.iter().filter_map(|member| member.oldest) {
+            let first = waits.entry((comm.id, operation.seq)).or_insert_with(|| key(operation));
+            if *first != key(operation) {
+                return None;
+            }
+        }
+    }
+    (!waits.is_empty()).then(|| "ranks that are at the same number of a communicator run the same operation".to_owned())
 }

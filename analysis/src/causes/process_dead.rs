@@ -17,7 +17,7 @@ pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_ou
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(view) = case.host(suspect).filter(|view| case.view(*view).dead()) {
         let mut evidence =
-            vec![line(format!("rank {}: {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
+            vec![line(format!("rank {} {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
         return Some(Finding {
             culprits: vec![view],
@@ -44,7 +44,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let evidence = collective
         .passed
         .iter()
-        .map(|view| line(format!("rank {}: {}", case.view(*view).rank, how(case, *view)), vec![case.view(*view).rank]));
+        .map(|view| line(format!("rank {} {}", case.view(*view).rank, how(case, *view)), vec![case.view(*view).rank]));
     Some(Finding {
         culprits: collective.passed.clone(),
         says: Says::Whole(sentence),

@@ -336,3 +336,35 @@ fn all_ranks_in_their_loaders() {
     }
     expect(&job.judge(), Cause::DataLoader, &[0, 1, 2, 3], Confidence::Medium);
 }
+
+#[test]
+fn ranks_of_other_nodes_are_not_accused() {
+    use xpu_timer_proto::v1::RankEvidence;
+    let mut job = Job::with_world(8, 30);
+    for rank in 0..8 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    for rank in 4..8 {
+        *job.rank(rank) = RankEvidence { rank, errors: vec!["runs on another node".into()], ..Default::default() };
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(sentence(&verdict).contains("the reason lies with ranks 4-7"), "{}", sentence(&verdict));
+    // A culprit that can be seen is named all the same.
+    job.flight(2).operations.pop();
+    job.flight(2).communicators[0].launched = 30;
+    job.flight(2).communicators[0].started = 30;
+    job.stands(2, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
+}
+
+#[test]
+fn of_several_lost_ranks_none_is_sure() {
+    let mut job = Job::with_world(8, 30);
+    for rank in 0..8 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.lost(3);
+    job.lost(6);
+    expect(&job.judge(), Cause::MissingRank, &[3, 6], Confidence::Low);
+}
