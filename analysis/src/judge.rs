@@ -365,7 +365,7 @@ fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
     {
         let of_comm = match operation.communicator {
             0 => String::new(),
-            id => format!(" {} of communicator {}", operation.seq, crate::text::communicator(id)),
+            id => format!(", number {} of communicator {}", operation.seq, crate::text::communicator(id)),
         };
         lines.push(line(format!("rank {rank} signalled first: {}{of_comm}", shape(operation)), vec![rank]));
     }

@@ -72,8 +72,8 @@ impl Stack {
         Self::new(
             &[
                 ("wait", "/usr/lib/python3.11/threading.py:320"),
-                ("get", "/usr/lib/python3.11/queue.py:171"),
-                ("__next__", "/job/train.py:66"),
+                ("Queue.get", "/usr/lib/python3.11/queue.py:171"),
+                ("DataLoader.__next__", "/job/train.py:66"),
                 ("main", "/job/train.py:130"),
                 ("<module>", "/job/train.py:160"),
             ],

@@ -28,7 +28,7 @@ fn a_rank_in_its_loader_is_named_with_its_place_and_who_waits_where() {
     assert_eq!(verdict.victims, [0, 1, 3]);
     assert_eq!(
         sentence(&verdict),
-        "Rank 2 waits for its data loader at train.py:66 in __next__ (C function __futex_abstimed_wait_common64); \
+        "Rank 2 waits for its data loader at train.py:66 in DataLoader.__next__ (C function __futex_abstimed_wait_common64); \
          ranks 0-1, 3 wait for it in all_reduce 31 of communicator 0x77 (4 ranks)."
     );
     let text = verdict.to_text();

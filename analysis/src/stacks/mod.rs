@@ -245,6 +245,11 @@ fn contains_any(text: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| text.contains(part))
 }
 
+/// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
+fn bare(function: &str) -> &str {
+    function.rsplit('.').next().unwrap_or(function)
+}
+
 /// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
 /// `clock_nanosleep`, `read@plt` is `read`.
 fn plain(function: &str) -> &str {
@@ -319,7 +324,7 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
     let native = thread.functions().find(|function| contains_any(function, words::INIT_NATIVE));
     native.map(str::to_owned).or_else(|| {
         let of_torch = |frame: &&PySpyFrame| {
-            frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&frame.func_name.as_str())
+            frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
         };
         thread.python().iter().find(of_torch).map(shown)
     })
@@ -328,7 +333,7 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
 fn tears_down(thread: &Thread<'_>) -> Option<String> {
     let native = thread.functions().find(|function| contains_any(function, words::TEARDOWN_NATIVE));
     native.map(str::to_owned).or_else(|| {
-        thread.python().iter().find(|frame| words::TEARDOWN_PYTHON.contains(&frame.func_name.as_str())).map(shown)
+        thread.python().iter().find(|frame| words::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
     })
 }
 
@@ -343,7 +348,7 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
     thread.functions().find(waits).map(str::to_owned).or_else(|| {
         // Without native frames the names of Python's wrappers must do.
         let of_wrapper = |frame: &&PySpyFrame| {
-            words::DEVICE_PYTHON.contains(&frame.func_name.as_str())
+            words::DEVICE_PYTHON.contains(&bare(&frame.func_name))
                 && (frame.file_name.contains("torch/") || short(&frame.file_name).starts_with("cuda."))
         };
         thread.python().iter().take(4).find(of_wrapper).map(shown)
@@ -362,7 +367,7 @@ fn compiles(thread: &Thread<'_>) -> Option<String> {
     native.map(str::to_owned).or_else(|| {
         let compiler = |frame: &&PySpyFrame| {
             contains_any(&frame.file_name, words::COMPILE_PATHS)
-                && !words::COMPILE_NOT.contains(&frame.func_name.as_str())
+                && !words::COMPILE_NOT.contains(&bare(&frame.func_name))
         };
         thread.python().iter().find(compiler).map(shown)
     })
@@ -372,8 +377,8 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     let frames = thread.python();
     let of_loader = |frame: &&PySpyFrame| {
         let file = frame.file_name.to_ascii_lowercase();
-        words::LOADER_FUNCTIONS.contains(&frame.func_name.as_str())
-            || (frame.func_name.contains("next") || frame.func_name.contains("get"))
+        words::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
+            || ["next", "get"].iter().any(|part| bare(&frame.func_name).contains(part))
                 && contains_any(&file, words::LOADER_FILES)
     };
     if let Some(frame) = frames.iter().find(of_loader) {
@@ -381,7 +386,7 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     }
     // A queue is a loader's when one of the frames around it speaks of data.
     let queue = frames.iter().take(5).find(|frame| {
-        words::QUEUE_FUNCTIONS.contains(&frame.func_name.as_str())
+        words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
             && words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
     })?;
     let hinted = frames
