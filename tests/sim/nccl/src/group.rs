@@ -52,7 +52,7 @@ pub(crate) fn end() -> Result<(), NcclError> {
     })?;
     let Some(group) = ended else { return Ok(()) };
     if let Some(error) = group.error {
-        group.jobs.iter().for_each(|job| give_up(job));
+        group.jobs.iter().for_each(give_up);
         return Err(error);
     }
     let jobs = run_jobs(group.jobs);
