@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
-use xpu_timer_viewer::Args;
+use xpu_timer_viewer::{Args, Choice};
 
 /// Benchmark of xpu_timer_stacktrace_viewer.
 #[derive(Parser)]
@@ -31,6 +31,9 @@ struct Options {
     /// Each file gets so many threads whose stack no other file has
     #[arg(long, default_value_t = 0)]
     unique: usize,
+    /// Write report.html too, which reads all of every file
+    #[arg(long)]
+    html: bool,
     /// Fail when the viewer takes longer than so many times the reading
     #[arg(long, default_value_t = 6.0)]
     max_ratio: f64,
@@ -54,7 +57,8 @@ fn main() -> anyhow::Result<()> {
 
     let read = fastest(options.rounds, || read_all(&input, bytes))?;
     println!("reading:        {:8.1} ms  ({:.1} GB/s)", ms(read), bytes as f64 / read.as_secs_f64() / 1e9);
-    let args = Args { path: input.clone(), output: Some(dir.join("output")) };
+    let choice = Choice { folded: true, svg: true, html: options.html, ..Choice::default() };
+    let args = Args { path: input.clone(), output: Some(dir.join("output")), choice };
     reset_peak()?;
     let before = memory("VmRSS")?;
     let view = fastest(options.rounds, || {

@@ -24,7 +24,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 
-/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg and py_stack.svg.
+/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and report.html.
 ///
 /// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents ($XPU_TIMER_TIMELINE_PATH), it takes
 /// the latest one. Each frame is labelled func@file:line@HAS|LEAK: HAS are the ranks that stand there, LEAK all others.
@@ -37,6 +37,33 @@ pub struct Args {
     /// Folder to write to, made if need be [default: the folder of the .stacktrace files]
     #[arg(long, value_name = "DIR")]
     pub output: Option<PathBuf>,
+    /// Which files to write
+    #[command(flatten)]
+    pub choice: Choice,
+}
+
+/// Which files are written: all, unless some are chosen.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, clap::Args)]
+#[command(next_help_heading = "Files (all, unless some are chosen)")]
+pub struct Choice {
+    /// Write no file but those chosen, only the summary
+    #[arg(long)]
+    pub text: bool,
+    /// Write cpp_stack and py_stack
+    #[arg(long)]
+    pub folded: bool,
+    /// Write cpp_stack.svg and py_stack.svg
+    #[arg(long)]
+    pub svg: bool,
+    /// Write report.html
+    #[arg(long)]
+    pub html: bool,
+}
+
+impl Choice {
+    fn or_all(self) -> Choice {
+        if self == Choice::default() { Choice { text: true, folded: true, svg: true, html: true } } else { self }
+    }
 }
 
 const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could not be read are named on stderr and left out); \
@@ -48,10 +75,15 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let mut notes = listed.warnings();
     let misnamed = listed.misnamed.iter().map(|file| name_of(file));
     notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
-    let mut report = report::Builder::default();
+    let choice = args.choice.or_all();
+    let mut report = choice.html.then(report::Builder::default);
     let merged = merge_files_with(
         &listed.files,
-        |file, bytes, dump| report.add_file(file.rank, bytes, dump),
+        |file, bytes, dump| {
+            if let Some(report) = &mut report {
+                report.add_file(file.rank, bytes, dump);
+            }
+        },
         |file, why| notes.push(format!("{} is left out: {why}", name_of(&file.path))),
     );
     let verdict = report::read_verdict(&path).unwrap_or_else(|why| {
@@ -72,10 +104,12 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         bail!("{} holds no .stacktrace file that can be read", shown(&path));
     }
     let output = args.output.as_deref().unwrap_or(&path);
-    let mut written = write_all(&merged, listed.world, output)?;
-    let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-    let report = report.finish(&name, listed.world, &merged, verdict, notes);
-    written.push(write_report(&report, output)?);
+    let mut written = write_all(&merged, listed.world, output, choice)?;
+    if let Some(report) = report {
+        let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
+        let report = report.finish(&name, listed.world, &merged, verdict, notes);
+        written.push(write_report(&report, output)?);
+    }
     let mut text = String::new();
     if chosen {
         text = format!("Latest incident: {}\n\n", shown(&path));
@@ -142,21 +176,28 @@ fn read_into(file: &DumpFile, bytes: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the four files and returns their paths.
-pub fn write_all(merged: &Merged, world: u32, output: &Path) -> anyhow::Result<Vec<PathBuf>> {
+/// Writes the folded stacks and the pictures that are chosen, and returns their paths.
+pub fn write_all(merged: &Merged, world: u32, output: &Path, choice: Choice) -> anyhow::Result<Vec<PathBuf>> {
     std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
     let mut written = Vec::new();
+    if !choice.folded && !choice.svg {
+        return Ok(written);
+    }
     for (name, tree) in [("cpp", &merged.native), ("py", &merged.python)] {
         let mut picture = Picture::new(tree, world);
         let context =
             |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
-        let text = format!("{name}_stack");
-        let path = output::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
-        written.push(path.with_context(|| context(&text))?);
-        let svg = format!("{name}_stack.svg");
-        let title = format!("merge stack in {name}");
-        let path = output::write_file(output, &svg, |out| picture.write_svg(&title, out));
-        written.push(path.with_context(|| context(&svg))?);
+        if choice.folded {
+            let text = format!("{name}_stack");
+            let path = output::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
+            written.push(path.with_context(|| context(&text))?);
+        }
+        if choice.svg {
+            let svg = format!("{name}_stack.svg");
+            let title = format!("merge stack in {name}");
+            let path = output::write_file(output, &svg, |out| picture.write_svg(&title, out));
+            written.push(path.with_context(|| context(&svg))?);
+        }
     }
     Ok(written)
 }

@@ -1,0 +1,548 @@
+//! The viewer on folders that a disk can hold: its files, its summary, its warnings and its exit codes.
+
+use proptest::prelude::*;
+use std::collections::{BTreeMap, BTreeSet};
+use std::ffi::OsStr;
+use std::fs;
+use std::io;
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+use xpu_timer_proto::Message;
+use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, skip, tree};
+
+const FILES: [&str; 4] = ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg"];
+
+fn binary() -> PathBuf {
+    artifacts().bin("xpu_timer_stacktrace_viewer")
+}
+
+fn run(arguments: &[&OsStr]) -> Output {
+    Process::spawn(Command::new(binary()).args(arguments)).wait(PATIENCE)
+}
+
+fn view(folder: &Path) -> Output {
+    run(&["--path".as_ref(), folder.as_ref()])
+}
+
+fn view_ok(folder: &Path) -> Output {
+    let output = view(folder);
+    assert_eq!(output.code(), 0, "stdout: {}\nstderr: {}", output.stdout, output.stderr);
+    output
+}
+
+/// Stacks root first, words joined by `;`, each word `func@file`.
+fn dump(state: &str, native: &[&str], python: &[&str]) -> Stacktrace {
+    fn words(stack: &str) -> impl Iterator<Item = (String, String)> + '_ {
+        stack.split(';').rev().map(|word| {
+            let (func, file) = word.rsplit_once('@').expect("func@file");
+            (func.to_owned(), file.to_owned())
+        })
+    }
+    let native = native.iter().map(|stack| PstackStacktrace {
+        frames: words(stack)
+            .map(|(func_name, file_name)| PstackFrame { func_name, file_name, ..PstackFrame::default() })
+            .collect(),
+        ..PstackStacktrace::default()
+    });
+    let python = python.iter().map(|stack| PySpyStacktrace {
+        frames: words(stack)
+            .map(|(func_name, file_name)| PySpyFrame { func_name, file_name, ..PySpyFrame::default() })
+            .collect(),
+        ..PySpyStacktrace::default()
+    });
+    Stacktrace {
+        stacktrace: native.collect(),
+        py_stacktrace: python.collect(),
+        process_state: state.into(),
+        ..Stacktrace::default()
+    }
+}
+
+fn put(folder: &Path, name: &str, dump: &Stacktrace) {
+    fs::write(folder.join(name), dump.encode_to_vec()).unwrap();
+}
+
+fn lines(path: &Path) -> BTreeSet<String> {
+    let text = fs::read_to_string(path).unwrap();
+    let lines: Vec<&str> = text.lines().collect();
+    let set: BTreeSet<String> = lines.iter().map(|&line| line.to_owned()).collect();
+    assert_eq!(set.len(), lines.len(), "duplicate lines in {}", path.display());
+    set
+}
+
+fn set(lines: &[&str]) -> BTreeSet<String> {
+    lines.iter().map(|&line| line.to_owned()).collect()
+}
+
+/// The labels of all frames of a picture, as an XML parser reads them.
+fn drawn(path: &Path) -> Vec<String> {
+    let svg = fs::read_to_string(path).unwrap();
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(&svg, options).expect("well-formed XML");
+    assert_eq!(document.root_element().attribute("width"), Some("1600"));
+    let titles = document.descendants().filter(|node| node.has_tag_name(("http://www.w3.org/2000/svg", "title")));
+    let labels = titles.filter_map(|title| title.text()?.rsplit_once(" (").map(|(label, _)| label.to_owned()));
+    labels.filter(|label| label != "all").collect()
+}
+
+/// Every label of a folded text, once per place in the tree.
+fn labels(lines: &BTreeSet<String>) -> Vec<String> {
+    let mut places = BTreeSet::new();
+    for line in lines {
+        let path = line.strip_suffix(" 1").expect("every line counts once");
+        places.extend(path.match_indices(';').map(|(at, _)| path[..at].to_owned()).chain([path.to_owned()]));
+    }
+    let mut labels: Vec<String> = places.iter().map(|path| path.rsplit(';').next().unwrap().to_owned()).collect();
+    labels.sort();
+    labels
+}
+
+fn assert_pictures_show_all(folder: &Path) {
+    for name in ["cpp_stack", "py_stack"] {
+        let mut drawn = drawn(&folder.join(format!("{name}.svg")));
+        drawn.sort();
+        assert_eq!(drawn, labels(&lines(&folder.join(name))), "{name}");
+    }
+}
+
+fn copy_rank6(to: &Path, reversed: bool) {
+    let mut files: Vec<PathBuf> =
+        fs::read_dir(tree().join("tests/fixtures/rank6/in")).unwrap().map(|entry| entry.unwrap().path()).collect();
+    files.sort();
+    if reversed {
+        files.reverse();
+    }
+    for file in files {
+        fs::copy(&file, to.join(file.file_name().unwrap())).unwrap();
+    }
+}
+
+#[test]
+fn a_real_hang_comes_out_as_the_original_tool_made_it() {
+    let dir = tempfile::tempdir().unwrap();
+    copy_rank6(dir.path(), false);
+    let output = view_ok(dir.path());
+    assert_eq!(output.stderr, "");
+    for (name, bytes) in [("cpp_stack", 89_136), ("py_stack", 6_009)] {
+        let golden = tree().join("tests/fixtures/rank6/golden").join(name);
+        assert_eq!(lines(&dir.path().join(name)), lines(&golden), "{name}");
+        assert_eq!(fs::metadata(dir.path().join(name)).unwrap().len(), bytes, "{name}");
+        let svg = fs::read_to_string(dir.path().join(format!("{name}.svg"))).unwrap();
+        let title = format!("merge stack in {}", name.strip_suffix("_stack").unwrap());
+        assert!(svg.contains(&title), "{title}");
+    }
+    assert_pictures_show_all(dir.path());
+    assert!(output.stdout.starts_with("8 of 8 ranks have a dump."), "{}", output.stdout);
+    assert!(output.stdout.contains("  rank 6\n      at barrier ("), "{}", output.stdout);
+    for name in FILES {
+        assert!(output.stdout.contains(&format!("{}\n", dir.path().join(name).display())), "{}", output.stdout);
+    }
+}
+
+#[test]
+fn the_same_files_give_the_same_bytes_in_any_order() {
+    let (first, second) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    copy_rank6(first.path(), false);
+    copy_rank6(second.path(), true);
+    view_ok(first.path());
+    view_ok(second.path());
+    // The second time, the files are there already.
+    view_ok(second.path());
+    for name in FILES {
+        let (a, b) = (fs::read(first.path().join(name)).unwrap(), fs::read(second.path().join(name)).unwrap());
+        assert!(a == b, "{name} differs");
+    }
+    // One more for the report.
+    assert_eq!(fs::read_dir(second.path()).unwrap().count(), 8 + FILES.len() + 1, "no temporary file is left");
+}
+
+#[test]
+fn files_that_are_no_dumps_are_named_and_left_out() {
+    let dir = tempfile::tempdir().unwrap();
+    let good = dump("R (running)", &["main@a.c:1"], &["<module>@t.py:1"]);
+    let bytes = good.encode_to_vec();
+    put(dir.path(), "00000-00012.stacktrace", &good);
+    let write = |name: &str, bytes: &[u8]| fs::write(dir.path().join(name), bytes).unwrap();
+    write("00001-00012.stacktrace", &bytes[..bytes.len() - 3]);
+    write("00002-00012.stacktrace", b"");
+    write("00003-00012.stacktrace", b"This is no protobuf message, but a note that somebody left here.\n");
+    write("00004-00012.stacktrace", b"\x7fELF\x02\x01\x01\0\0\0\0\0\0\0\0\0");
+    write("00005-00012.stacktrace", &[0u8; 4096]);
+    let mut latin = bytes.clone();
+    let at = latin.windows(4).position(|w| w == b"main").unwrap();
+    latin[at] = 0xe4;
+    write("00006-00012.stacktrace", &latin);
+    fs::create_dir(dir.path().join("00007-00012.stacktrace")).unwrap();
+    std::os::unix::fs::symlink("/nowhere/at/all", dir.path().join("00008-00012.stacktrace")).unwrap();
+    nix::unistd::mkfifo(&dir.path().join("00009-00012.stacktrace"), nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for name in ["rank3.stacktrace", "00010_00012.stacktrace", "99999999999-00012.stacktrace"] {
+        put(dir.path(), name, &good);
+    }
+    put(dir.path(), "00011-00012.stacktrace.tmp", &good);
+    write("notes.txt", b"not mine");
+    let output = view_ok(dir.path());
+    for rank in 1..10 {
+        assert!(
+            output.stderr.contains(&format!("{rank:05}-00012.stacktrace is left out: ")),
+            "{rank}: {}",
+            output.stderr
+        );
+    }
+    for name in ["rank3.stacktrace", "00010_00012.stacktrace", "99999999999-00012.stacktrace"] {
+        assert!(output.stderr.contains(&format!("{name} is left out: its name")), "{name}: {}", output.stderr);
+    }
+    assert_eq!(output.stderr.lines().count(), 12, "{}", output.stderr);
+    assert_eq!(lines(&dir.path().join("cpp_stack")), set(&["State@R (running)@0|1-11 1", "main@a.c:1@0|1-11 1"]));
+    assert_eq!(lines(&dir.path().join("py_stack")), set(&["State@R (running)@0|1-11 1", "<module>@t.py:1@0|1-11 1"]));
+    assert!(output.stdout.contains("Without a dump: ranks 1-11 (11)"), "{}", output.stdout);
+}
+
+#[test]
+fn exit_codes() {
+    let dir = tempfile::tempdir().unwrap();
+    let empty = view(dir.path());
+    assert_eq!(empty.code(), 1);
+    assert!(empty.stderr.contains("no .stacktrace file") && empty.stdout.is_empty(), "{}", empty.stderr);
+    let absent = view(&dir.path().join("absent"));
+    assert_eq!(absent.code(), 1);
+    assert!(absent.stderr.contains("absent"), "{}", absent.stderr);
+    fs::write(dir.path().join("00000-00001.stacktrace"), "junk").unwrap();
+    let broken = view(dir.path());
+    assert_eq!(broken.code(), 1);
+    assert!(broken.stderr.contains("00000-00001.stacktrace is left out"), "{}", broken.stderr);
+    assert!(!dir.path().join("cpp_stack").exists());
+    assert_eq!(view(&dir.path().join("00000-00001.stacktrace")).code(), 1, "a file is no folder");
+    assert_eq!(run(&["--no-such-option".as_ref()]).code(), 2);
+    let help = run(&["--help".as_ref()]);
+    assert_eq!(help.code(), 0);
+    assert!(help.stdout.contains("Exit codes:") && help.stdout.contains("--output"), "{}", help.stdout);
+    put(dir.path(), "00000-00001.stacktrace", &dump("R", &[], &[]));
+    let unwritable = run(&["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), "/proc/self/fd".as_ref()]);
+    assert_eq!(unwritable.code(), 1);
+    assert!(unwritable.stderr.contains("cannot write /proc/self/fd/cpp_stack"), "{}", unwritable.stderr);
+}
+
+#[test]
+fn the_default_folder_is_the_current_one() {
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "00000-00001.stacktrace", &dump("R", &["f@x"], &[]));
+    let output = Process::spawn(Command::new(binary()).current_dir(dir.path())).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    assert_eq!(lines(&dir.path().join("cpp_stack")), set(&["State@R@0| 1", "f@x@0| 1"]));
+    assert_eq!(lines(&dir.path().join("py_stack")), set(&["State@R@0| 1"]));
+}
+
+#[test]
+fn words_never_break_a_line_and_lto_priv_is_dropped() {
+    let dir = tempfile::tempdir().unwrap();
+    let native = PstackStacktrace {
+        // Leaf first.
+        frames: [("leaf", "l"), ("a.lto_priv.0", "m"), ("x;\ny\t\u{1b}[1m", "p\0q"), ("", "")]
+            .map(|(func, file)| PstackFrame { func_name: func.into(), file_name: file.into(), ..Default::default() })
+            .into(),
+        ..Default::default()
+    };
+    let only_lto = PstackStacktrace {
+        frames: vec![PstackFrame { func_name: "f".into(), file_name: "lto_priv".into(), ..Default::default() }],
+        ..Default::default()
+    };
+    let empty = PstackStacktrace::default();
+    let stacktrace = vec![native, only_lto, empty];
+    put(dir.path(), "0-1.stacktrace", &Stacktrace { stacktrace, process_state: "T;\r\n".into(), ..Default::default() });
+    view_ok(dir.path());
+    assert_eq!(lines(&dir.path().join("cpp_stack")), set(&["State@T,  @0| 1", "@@0|;x, y  [1m@p q@0| 1"]));
+    assert_pictures_show_all(dir.path());
+}
+
+#[test]
+fn characters_that_xml_or_the_drawing_library_cannot_take() {
+    let dir = tempfile::tempdir().unwrap();
+    let stacks = ["# x@f", " x@f", "x@f ", "<&>\"'@]]>", "größe@模型.py:1", "a 1@f 2", "\u{3000}@\u{a0}", "--@", "@--"];
+    put(dir.path(), "0-1.stacktrace", &dump("R", &stacks, &["\u{fffe}@\u{ffff}", "\u{7f}\u{80}@\u{9f}"]));
+    view_ok(dir.path());
+    let cpp: BTreeSet<String> = drawn(&dir.path().join("cpp_stack.svg")).into_iter().collect();
+    for stack in stacks {
+        // A character without width keeps what stands in front of a line from being trimmed or skipped.
+        let label = format!("{stack}@0|");
+        assert!(cpp.iter().any(|drawn| drawn.trim_start_matches('\u{200b}') == label), "{label:?} in {cpp:?}");
+    }
+    assert_eq!(cpp.len(), stacks.len() + 1);
+    assert_eq!(drawn(&dir.path().join("py_stack.svg")).len(), 3);
+    assert!(lines(&dir.path().join("py_stack")).contains("\u{fffe}@\u{ffff}@0| 1"));
+}
+
+#[test]
+fn deep_stacks_and_many_stacks_lose_nothing() {
+    let dir = tempfile::tempdir().unwrap();
+    let deep = (0..3_000).map(|i| format!("f{i}@deep.py:{i}")).collect::<Vec<_>>().join(";");
+    for rank in 0..4 {
+        let many: Vec<String> = (0..5_000).map(|i| format!("main@a.c:1;f{rank}_{i}@b.c:{i}")).collect();
+        let many: Vec<&str> = many.iter().map(String::as_str).collect();
+        put(dir.path(), &format!("{rank}-4.stacktrace"), &dump("R", &many, &[&deep]));
+    }
+    view_ok(dir.path());
+    assert_eq!(lines(&dir.path().join("cpp_stack")).len(), 20_001);
+    assert_eq!(lines(&dir.path().join("py_stack")).len(), 2);
+    assert_eq!(drawn(&dir.path().join("cpp_stack.svg")).len(), 20_002);
+    assert_eq!(drawn(&dir.path().join("py_stack.svg")).len(), 3_001);
+}
+
+#[test]
+fn worlds_of_any_size_and_mixed_ones() {
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "000007-200000.stacktrace", &dump("R", &["f@x"], &[]));
+    put(dir.path(), "123456-200000.stacktrace", &dump("R", &["f@x"], &[]));
+    assert_eq!(view_ok(dir.path()).stderr, "");
+    let label = "7/123456|0-6/8-123455/123457-199999";
+    let expected = [format!("State@R@{label} 1"), format!("f@x@{label} 1")];
+    assert_eq!(lines(&dir.path().join("cpp_stack")), expected.into());
+
+    let dir = tempfile::tempdir().unwrap();
+    for name in ["00000-00002.stacktrace", "00001-00004.stacktrace", "00009-00004.stacktrace"] {
+        put(dir.path(), name, &dump("R", &["f@x"], &[]));
+    }
+    let output = view_ok(dir.path());
+    for name in ["00000-00002.stacktrace", "00009-00004.stacktrace"] {
+        assert!(output.stderr.contains(name), "{name}: {}", output.stderr);
+    }
+    assert_eq!(lines(&dir.path().join("cpp_stack")), set(&["State@R@0-1/9|2-3 1", "f@x@0-1/9|2-3 1"]));
+}
+
+#[test]
+fn what_the_tools_complained_of_is_shown_once_with_its_ranks() {
+    let dir = tempfile::tempdir().unwrap();
+    for rank in 0..4 {
+        let mut dump = dump("R", &[], &[]);
+        dump.pstack_stderr = if rank == 2 { "ptrace: \u{1b}[31mno\nsecond line\n".into() } else { String::new() };
+        dump.pyspy_stderr = if rank < 3 { "no interpreter".into() } else { " \n".into() };
+        put(dir.path(), &format!("{rank}-4.stacktrace"), &dump);
+    }
+    let output = view_ok(dir.path());
+    assert_eq!(
+        output.stderr,
+        "pstack_stderr of rank 2:\n  ptrace: \u{fffd}[31mno\n  second line\npyspy_stderr of ranks 0-2 (3):\n  no interpreter\n"
+    );
+    assert!(!output.stdout.contains("no interpreter"));
+}
+
+#[test]
+fn odd_folder_names() {
+    let dir = tempfile::tempdir().unwrap();
+    let names: [&[u8]; 5] = [b"with space", "模型".as_bytes(), b"-p", b"a;b\nc", b"latin\xe4"];
+    for name in names {
+        let folder = dir.path().join(OsStr::from_bytes(name));
+        fs::create_dir(&folder).unwrap();
+        put(&folder, "00000-00001.stacktrace", &dump("R", &["f@x"], &[]));
+        let output = view_ok(&folder);
+        assert_eq!(lines(&folder.join("cpp_stack")).len(), 2);
+        assert!(!output.stdout.contains("\nc"), "a path stays on its line: {:?}", output.stdout);
+    }
+}
+
+#[test]
+fn a_read_only_folder_is_viewed_with_output() {
+    let (dir, out) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+    put(dir.path(), "00000-00001.stacktrace", &dump("R", &["f@x"], &[]));
+    let script = "mount --bind \"$1\" \"$1\" && mount -o remount,ro,bind \"$1\" || exit 77; shift; exec \"$@\"";
+    let viewer = |more: &[&OsStr]| {
+        let mut command = Command::new("unshare");
+        command.args(["-m", "sh", "-c", script, "sh"]).arg(dir.path()).arg(binary()).arg("-p").arg(dir.path());
+        Process::spawn(command.args(more)).wait(PATIENCE)
+    };
+    let into = out.path().join("made/on/demand");
+    let output = viewer(&["--output".as_ref(), into.as_ref()]);
+    if output.code() == 77 || output.stderr.contains("unshare") {
+        return skip("no permission for a mount namespace");
+    }
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    assert_eq!(lines(&into.join("cpp_stack")), set(&["State@R@0| 1", "f@x@0| 1"]));
+    let refused = viewer(&[]);
+    assert_eq!(refused.code(), 1);
+    assert!(refused.stderr.contains("--output") && refused.stderr.contains("Read-only"), "{}", refused.stderr);
+    assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn the_folder_of_incidents_means_the_latest_one() {
+    let dir = tempfile::tempdir().unwrap();
+    for (name, func) in [("incident-20261121T100000Z-1", "old"), ("incident-20261121T110000Z-2", "new")] {
+        let incident = dir.path().join(name);
+        fs::create_dir(&incident).unwrap();
+        put(&incident, "00000-00001.stacktrace", &dump("D (disk sleep)", &[], &[&format!("{func}@t.py:1")]));
+        fs::write(incident.join("verdict.json"), format!("{{\"sentence\": \"Rank 0 stands in {func}.\"}}")).unwrap();
+    }
+    let output = view_ok(dir.path());
+    let latest = dir.path().join("incident-20261121T110000Z-2");
+    let expected = format!(
+        "Latest incident: {0}\n\nRank 0 stands in new.\n\n1 of 1 ranks have a dump. It stands here:\n  rank 0\n      at new (t.py:1)\n\
+         \nState D (disk sleep): rank 0\n\n{0}/cpp_stack\n{0}/cpp_stack.svg\n{0}/py_stack\n{0}/py_stack.svg\n{0}/report.html\n",
+        latest.display()
+    );
+    assert_eq!(output.stdout, expected);
+    assert!(!dir.path().join("cpp_stack").exists());
+}
+
+#[test]
+fn options_choose_what_is_written() {
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "00000-00001.stacktrace", &dump("R", &["f@x"], &["g@t.py:1"]));
+    for (options, expected) in [
+        (&["--text"][..], &[][..]),
+        (&["--folded"], &["cpp_stack", "py_stack"]),
+        (&["--svg"], &["cpp_stack.svg", "py_stack.svg"]),
+        (&["--folded", "--svg"], &FILES),
+        (&["--html"], &["report.html"]),
+        (&["--text", "--html"], &["report.html"]),
+    ] {
+        let out = tempfile::tempdir().unwrap();
+        let mut arguments: Vec<&OsStr> =
+            vec!["-p".as_ref(), dir.path().as_ref(), "--output".as_ref(), out.path().as_ref()];
+        arguments.extend(options.iter().map(OsStr::new));
+        let output = run(&arguments);
+        assert_eq!(output.code(), 0, "{options:?}: {}", output.stderr);
+        let written = fs::read_dir(out.path()).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        assert_eq!(written.collect::<BTreeSet<_>>(), set(expected), "{options:?}");
+        assert!(output.stdout.contains("at g (t.py:1)"), "the summary is always there: {}", output.stdout);
+    }
+}
+
+#[test]
+fn a_closed_pipe_is_success_and_a_full_disk_is_not() {
+    let dir = tempfile::tempdir().unwrap();
+    put(dir.path(), "00000-00001.stacktrace", &dump("R", &["f@x"], &[]));
+    let status = |stdout: Stdio| {
+        let mut command = Command::new(binary());
+        let mut child = command.arg("-p").arg(dir.path()).stdout(stdout).stderr(Stdio::null()).spawn().unwrap();
+        let mut status = None;
+        xpu_timer_tests::wait_until(PATIENCE, "the viewer ends", || {
+            status = child.try_wait().unwrap();
+            status.is_some()
+        });
+        status.unwrap().code()
+    };
+    let (reader, writer) = io::pipe().unwrap();
+    drop(reader);
+    assert_eq!(status(writer.into()), Some(0));
+    assert!(dir.path().join("cpp_stack").exists());
+    let full = fs::OpenOptions::new().write(true).open("/dev/full").unwrap();
+    assert_eq!(status(full.into()), Some(1));
+}
+
+/// The lines that a folder of dumps must give, by sets of numbers and without any tree.
+fn expected(dumps: &BTreeMap<u32, Stacktrace>, world: u32, python: bool) -> BTreeSet<String> {
+    let clean = |text: &str| -> String {
+        text.chars()
+            .map(|c| {
+                if c == ';' {
+                    ','
+                } else if c.is_control() {
+                    ' '
+                } else {
+                    c
+                }
+            })
+            .collect()
+    };
+    let mut ranks_of: BTreeMap<Vec<String>, BTreeSet<u32>> = BTreeMap::new();
+    let mut ends: BTreeSet<Vec<String>> = BTreeSet::new();
+    for (&rank, dump) in dumps {
+        let native = dump.stacktrace.iter().map(|t| t.frames.iter().map(|f| (&f.func_name, &f.file_name)).collect());
+        let py = dump.py_stacktrace.iter().map(|t| t.frames.iter().map(|f| (&f.func_name, &f.file_name)).collect());
+        let state = "State".to_owned();
+        let mut stacks: Vec<Vec<(&String, &String)>> = vec![vec![(&state, &dump.process_state)]];
+        if python {
+            stacks.extend(py)
+        } else {
+            stacks.extend(native)
+        }
+        for stack in stacks {
+            let words = stack.iter().rev().map(|(func, file)| format!("{}@{}", clean(func), clean(file)));
+            let words: Vec<String> = words.take_while(|word| !word.contains("lto_priv")).collect();
+            for depth in 1..=words.len() {
+                ranks_of.entry(words[..depth].to_vec()).or_default().insert(rank);
+            }
+            if !words.is_empty() {
+                ends.insert(words);
+            }
+        }
+    }
+    let runs = |ranks: &dyn Fn(u32) -> bool| {
+        let mut runs: Vec<(u32, u32)> = Vec::new();
+        for rank in (0..world).filter(|&rank| ranks(rank)) {
+            match runs.last_mut() {
+                Some((_, last)) if *last + 1 == rank => *last = rank,
+                _ => runs.push((rank, rank)),
+            }
+        }
+        let text = runs.iter().map(|(a, b)| if a == b { a.to_string() } else { format!("{a}-{b}") });
+        text.collect::<Vec<_>>().join("/")
+    };
+    let line = |words: &Vec<String>| {
+        let labels = (1..=words.len()).map(|depth| {
+            let has = &ranks_of[&words[..depth]];
+            let (has, leak) = (runs(&|rank| has.contains(&rank)), runs(&|rank| !has.contains(&rank)));
+            format!("{}@{has}|{leak}", words[depth - 1])
+        });
+        labels.collect::<Vec<_>>().join(";") + " 1"
+    };
+    ends.iter().map(line).collect()
+}
+
+fn name() -> impl Strategy<Value = String> {
+    prop_oneof![6 => "[ab]", 1 => Just("x.lto_priv.1".to_owned()), 1 => "[a;@ |/#\\n\u{e4}\u{85}]{0,3}", 1 => any::<String>()]
+}
+
+fn any_dump() -> impl Strategy<Value = Stacktrace> {
+    let frames = || prop::collection::vec((name(), name()), 0..5);
+    let threads = || prop::collection::vec(frames(), 0..4);
+    (threads(), threads(), prop_oneof!["[RSD]", name()]).prop_map(|(native, python, process_state)| {
+        let native = native.into_iter().map(|frames| PstackStacktrace {
+            frames: frames
+                .into_iter()
+                .map(|(func_name, file_name)| PstackFrame { func_name, file_name, ..Default::default() })
+                .collect(),
+            ..Default::default()
+        });
+        let python = python.into_iter().map(|frames| PySpyStacktrace {
+            frames: frames
+                .into_iter()
+                .map(|(func_name, file_name)| PySpyFrame { func_name, file_name, ..Default::default() })
+                .collect(),
+            ..Default::default()
+        });
+        Stacktrace {
+            stacktrace: native.collect(),
+            py_stacktrace: python.collect(),
+            pid: 1,
+            process_state,
+            ..Default::default()
+        }
+    })
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 64, failure_persistence: None, ..ProptestConfig::default() })]
+    #[test]
+    fn any_job_comes_out_as_the_definition_says(
+        dumps in prop::collection::btree_map(0u32..12, any_dump(), 1..8),
+        absent in 0u32..3,
+    ) {
+        let world = dumps.keys().last().unwrap() + 1 + absent;
+        let dir = tempfile::tempdir().unwrap();
+        for (rank, dump) in &dumps {
+            put(dir.path(), &format!("{rank:05}-{world:05}.stacktrace"), dump);
+        }
+        view_ok(dir.path());
+        for (file, python) in [("cpp_stack", false), ("py_stack", true)] {
+            let text = fs::read_to_string(dir.path().join(file)).unwrap();
+            let lines: Vec<String> = text.split_terminator('\n').map(str::to_owned).collect();
+            let unique: BTreeSet<String> = lines.iter().cloned().collect();
+            prop_assert_eq!(unique.len(), lines.len(), "duplicate lines");
+            prop_assert_eq!(unique, expected(&dumps, world, python));
+            // `any::<String>` holds none of the two characters that are replaced in pictures only.
+            drawn(&dir.path().join(format!("{file}.svg")));
+        }
+    }
+}
