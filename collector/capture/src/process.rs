@@ -8,6 +8,7 @@ use std::{
 
 use gimli::UnwindContext;
 use py_spy::PythonSpy;
+use read_process_memory::{Pages, through};
 use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
 
 use crate::{
@@ -199,7 +200,8 @@ impl Capture<'_> {
             return;
         }
         if self.interpreter.as_ref().is_none_or(|interpreter| interpreter.start_time != start_time) {
-            self.interpreter = match python::attach(live) {
+            let (attached, _) = through(Pages::new(live), || python::attach(live));
+            self.interpreter = match attached {
                 Ok(spy) => Some(Interpreter { spy, start_time }),
                 Err(reason) => {
                     self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
@@ -207,36 +209,52 @@ impl Capture<'_> {
                 }
             };
         }
-        let Some(interpreter) = &mut self.interpreter else { return };
+        let Some(mut interpreter) = self.interpreter.take() else { return };
+        let spy = &mut interpreter.spy;
         let before = python::switches(pid, threads);
-        let mut walked = python::walk(&mut interpreter.spy, pid, threads);
+        let (mut walked, pages) = through(Pages::new(live), || python::walk(spy, pid, threads));
         let after = python::switches(pid, threads);
-        let moved = |walked: &Result<python::Walk, String>| match walked {
+        let moved = match &walked {
             Ok(walk) => python::moved(&walk.traces, &before, &after),
             Err(_) => true,
         };
-        if moved(&walked) {
-            let (stops, problem) = stop_all(pid, threads, self.deadline);
-            walked = python::walk(&mut interpreter.spy, pid, threads);
-            let longest = stops.into_iter().map(Stop::release).max().unwrap_or_default().as_nanos() as u64;
-            let sample = &mut self.process.sample;
-            sample.longest_stop_ns = sample.longest_stop_ns.max(longest);
+        if moved {
+            // What the first walk touched is fetched at once while all stand still, and walked when they run again. Only
+            // when that leads to other pages, the walk itself has to be done during a stop.
+            let (pages, mut problem) = self.while_stopped(threads, || Pages::fetch(live, &pages.addresses()));
+            let (second, pages) = through(pages, || python::walk(spy, pid, threads));
+            walked = second;
+            if walked.is_err() || pages.misses() > 0 {
+                let known = pages.addresses();
+                let work = || through(Pages::fetch(live, &known), || python::walk(spy, pid, threads)).0;
+                (walked, problem) = self.while_stopped(threads, work);
+            }
             if let (Ok(_), Some(problem)) = (&walked, problem) {
                 let reason = format!("read while threads ran, so they may be wrong: {problem}");
-                sample.errors.push(Error::Python { pid, reason }.to_string());
+                self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
             }
         }
         match walked {
             Ok(walk) => {
                 self.process.sample.py_stacktrace = walk.traces;
                 self.process.python_entries = walk.entries;
+                self.interpreter = Some(interpreter);
             }
             Err(reason) => {
+                // What is known of this interpreter may be what is wrong, so it is not kept.
                 self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
-                // What is known of this interpreter may be what is wrong.
-                self.interpreter = None;
             }
         }
+    }
+
+    /// Does something while all threads stand still that can be made to.
+    fn while_stopped<T>(&mut self, threads: &[Thread], work: impl FnOnce() -> T) -> (T, Option<Error>) {
+        let (stops, problem) = stop_all(self.pid, threads, self.deadline);
+        let result = work();
+        let longest = stops.into_iter().map(Stop::release).max().unwrap_or_default().as_nanos() as u64;
+        let sample = &mut self.process.sample;
+        sample.longest_stop_ns = sample.longest_stop_ns.max(longest);
+        (result, problem)
     }
 
     fn keep(&mut self, threads: Vec<Thread>, space: Option<&AddressSpace<'_>>) {
