@@ -1,3 +1,4 @@
 //! All integration tests in one binary: one module an area.
+mod capture;
 mod sim;
 mod viewer;
