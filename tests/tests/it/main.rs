@@ -1,4 +1,9 @@
 //! All integration tests in one binary: one module an area.
 mod capture;
+mod collector;
+mod hook;
+mod launch;
+mod namespaces;
+mod report;
 mod sim;
 mod viewer;

@@ -1,0 +1,500 @@
+//! The node collector against processes that play hooks: what it registers, what becomes an incident, what it survives.
+
+mod fake;
+
+use std::{
+    fs,
+    io::{Read, Write},
+    net::{Ipv4Addr, TcpListener, TcpStream},
+    path::Path,
+    process::Command,
+    time::Duration,
+};
+
+use fake::{FakeHook, collector, encode, metrics, socket_of};
+use nix::sys::signal::Signal;
+use serde_json::{Value, json};
+use xpu_timer_proto::{
+    Message as _, PROTOCOL_VERSION, ring,
+    server::Stacktrace,
+    v1::{Evidence, Hello, Presence, RankInfo, hook_message::Message},
+};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, skip, wait_until};
+
+/// Entries of `/status` under `list` for which `test` holds.
+fn count(job: &Job, list: &str, test: impl Fn(&Value) -> bool) -> usize {
+    let status = job.status().unwrap_or_default();
+    status[list].as_array().map_or(0, |entries| entries.iter().filter(|entry| test(entry)).count())
+}
+
+fn wait_ranks(job: &Job, presence: &str, number: usize) {
+    wait_until(PATIENCE, &format!("{number} ranks are {presence}"), || {
+        count(job, "ranks", |rank| rank["presence"] == presence) == number
+    });
+}
+
+fn wait_state(job: &Job, state: &str, number: usize) {
+    wait_until(PATIENCE, &format!("{number} incidents are {state}"), || {
+        count(job, "incidents", |incident| incident["state"] == state) == number
+    });
+}
+
+fn evidence(incident: &Incident) -> Evidence {
+    let bytes = fs::read(incident.path.join("evidence.bin")).expect("evidence.bin");
+    Evidence::decode(&bytes[..]).expect("evidence.bin is an Evidence")
+}
+
+fn dump(incident: &Incident, rank: u32, world: u32) -> Stacktrace {
+    let path = incident.path.join(format!("{rank:05}-{world:05}.stacktrace"));
+    let bytes = fs::read(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+    Stacktrace::decode(&bytes[..]).expect("a .stacktrace is a Stacktrace")
+}
+
+fn hooks(job: &Job, name: &str, ranks: i32) -> Vec<FakeHook> {
+    let hooks = (0..ranks).map(|rank| FakeHook::connected(job, name, rank, ranks as u32)).collect();
+    wait_ranks(job, "present", ranks as usize);
+    hooks
+}
+
+#[test]
+fn a_hang_is_dumped_judged_resolved_and_the_next_one_is_another() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks: Vec<FakeHook> = (0..3).map(|rank| FakeHook::connected(&job, "one", rank, 4)).collect();
+    wait_ranks(&job, "present", 3);
+    // Rank 3 runs under the hook (whose file need not exist for that) and never registers.
+    let mut silent = job.command(xpu_timer_tests::python());
+    silent.args(["-c", "import sys; print('up', flush=True); sys.stdin.read(); import time; time.sleep(600)"]);
+    silent.envs([("RANK", "3"), ("WORLD_SIZE", "4"), ("XPU_TIMER_JOB", "one")]);
+    let mut silent = Process::spawn(silent.env("LD_PRELOAD", "/nowhere/libxpu_timer_hook.so"));
+    silent.wait_for("up", PATIENCE);
+    assert!(metrics(&job).contains(
+        "XPU_TIMER_COMMON_HANG{ip=\"NOT_SET\",job_name=\"one\",pod_name=\"NOT_SET\",rank=\"0\",local_rank=\"0\"} 0\n"
+    ));
+
+    hooks[0].hang(7);
+    hooks[1].hang(7);
+    let first = job.wait_incident(1, PATIENCE);
+    let page = metrics(&job);
+    for rank in 0..3 {
+        assert!(page.contains(&format!("rank=\"{rank}\",local_rank=\"{rank}\"}} 1\n")), "{page}");
+    }
+    let seconds = first.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
+    assert!(seconds < 0.7 + 3.0, "sample interval 0.7 s plus 3 s, not {seconds}");
+    assert_eq!(first.verdict["status"], "open");
+    for rank in 0..4 {
+        let dump = dump(&first, rank, 4);
+        assert_eq!(dump.rank, rank as i32);
+        assert!(dump.py_stacktrace.iter().any(|thread| !thread.frames.is_empty()), "rank {rank} is a Python process");
+        assert!(!dump.stacktrace.is_empty() && dump.process_state.starts_with(['S', 'R']), "rank {rank}");
+        let (sample, last) = (dump.first_sample.expect("first sample"), dump.last_sample.expect("last sample"));
+        assert!(sample.captured_unix_ns < last.captured_unix_ns);
+        let flight = dump.flight_record.map(|flight| flight.operations.len());
+        assert_eq!(flight, [Some(1), Some(1), Some(0), None][rank as usize], "rank {rank}");
+    }
+    let all = evidence(&first);
+    let presence: Vec<Presence> = all.ranks.iter().map(|rank| rank.presence()).collect();
+    assert_eq!(presence, [Presence::Present, Presence::Present, Presence::Present, Presence::Unregistered]);
+    assert_eq!((all.world_size, all.job.as_str(), all.trigger.expect("trigger").rank), (4, "one", 0));
+    assert!(all.ranks.iter().all(|rank| rank.dump.is_none()), "the dumps are files of their own");
+    assert!(!first.path.join(".reserve").exists());
+    assert!(fs::metadata(first.path.join("cpp_stack.svg")).is_ok_and(|file| file.len() > 0), "{}", first.verdict);
+    assert_eq!(first.verdict["errors"], json!([]));
+
+    // A late signal joins; all of them have to resolve.
+    hooks[2].hang(5);
+    hooks[0].resolve(7);
+    hooks[1].resolve(7);
+    wait_until(PATIENCE, "the signals are in", || metrics(&job).contains("xpu_timer_incidents_open 1\n"));
+    hooks[2].resolve(5);
+    wait_state(&job, "resolved", 1);
+    wait_until(PATIENCE, "the folder says so", || job.incidents()[0].verdict["status"] == "resolved");
+    assert!(job.incidents()[0].verdict["resolved_at"].is_string());
+    assert!(!metrics(&job).contains("} 1\nXPU"), "{}", metrics(&job));
+
+    hooks[1].hang(9);
+    let second = job.wait_incident(2, PATIENCE);
+    assert_ne!(first.path, second.path);
+    assert_eq!(fs::read_link(job.dir.join("timeline/latest")).expect("latest"), second.path.file_name().expect("name"));
+    let (code, list) = http("GET", job.port, "/incidents").expect("/incidents");
+    let list: Value = serde_json::from_str(&list).expect("JSON");
+    assert_eq!((code, list.as_array().map(Vec::len), &list[0]["status"]), (200, Some(2), &json!("resolved")));
+    let id = list[1]["incident"].as_str().expect("an id");
+    let (code, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("/incidents/ID");
+    assert_eq!((code, serde_json::from_str::<Value>(&verdict).expect("JSON")), (200, second.verdict));
+    assert_eq!(http("GET", job.port, "/incidents/..%2F..%2Fetc").expect("an answer").0, 404);
+}
+
+#[test]
+fn a_restarted_collector_knows_the_hang_that_it_dumped() {
+    let job = Job::new();
+    let first = collector(&job, &[]);
+    let mut hooks = hooks(&job, "again", 2);
+    hooks[0].hang(7);
+    let entered_ns = hooks[0].now_ns();
+    let _ = job.wait_incident(1, PATIENCE);
+    wait_state(&job, "dumped", 1);
+    first.signal(Signal::SIGKILL);
+    drop(first.wait(PATIENCE));
+
+    let second = collector(&job, &[]);
+    for hook in &mut hooks {
+        hook.tell("closed");
+        hook.join(&job);
+    }
+    wait_state(&job, "adopted", 1);
+    hooks[0].signal(7, entered_ns);
+    // This rank had not signalled before, but its operation is as old.
+    hooks[1].signal(3, entered_ns);
+    wait_state(&job, "dumped", 1);
+    assert!(metrics(&job).contains("xpu_timer_incidents_total 0\n"), "{}", second.stderr());
+    hooks[0].resolve(7);
+    hooks[1].resolve(3);
+    wait_until(PATIENCE, "the folder says resolved", || job.incidents()[0].verdict["status"] == "resolved");
+    hooks[0].hang(8);
+    let _ = job.wait_incident(2, PATIENCE);
+    assert_eq!(job.incidents().len(), 2);
+}
+
+#[test]
+fn nonsense_is_survived_and_named() {
+    let job = Job::new();
+    let collector = collector(&job, &[]);
+    let mut bad = FakeHook::start(&job, "bad", 0, 1);
+    let good = bad.hello.clone();
+    let old = Hello { protocol: PROTOCOL_VERSION + 1, ..good.clone() };
+    let packets = [
+        ("deadbeef".to_string(), "a packet that is no message"),
+        ("00".repeat(20_000), "a packet of more than 16384 bytes"),
+        ("fa0600".into(), "a message of an unknown kind"),
+        (encode(Message::Hello(old)), "speaks protocol 2"),
+        (encode(Message::Rank(RankInfo::default())), "spoke before its hello"),
+    ];
+    for (packet, named) in packets {
+        bad.connect(&job);
+        bad.tell(&format!("send {packet}"));
+        bad.tell("closed");
+        wait_until(PATIENCE, named, || collector.stderr().contains(named));
+    }
+    bad.connect(&job);
+    // A descriptor that would block or never end when it is read.
+    bad.tell(&format!("hello_with {} /dev/zero", encode(Message::Hello(good.clone()))));
+    wait_until(PATIENCE, "the descriptor is named", || collector.stderr().contains("is no ring: not a memfd"));
+    wait_ranks(&job, "present", 1);
+    bad.send(Message::Hello(good));
+    bad.tell("closed");
+    wait_until(PATIENCE, "it is named", || collector.stderr().contains("said hello twice"));
+
+    bad.tell(&format!("flood {} 900", socket_of(&job).display()));
+    let mut hook = FakeHook::connected(&job, "good", 0, 1);
+    wait_until(PATIENCE, "a good hook registers", || count(&job, "ranks", |rank| rank["job"] == "good") == 1);
+    hook.word(ring::header::KERNELS, 12);
+    wait_until(PATIENCE, "its ring is read", || count(&job, "ranks", |rank| rank["kernels"] == 12) == 1);
+    hook.goodbye();
+    wait_until(PATIENCE, "it has left", || {
+        count(&job, "ranks", |rank| rank["job"] == "good" && rank["presence"] == "left") == 1
+    });
+    assert_eq!(http("GET", job.port, "/health").expect("/health").0, 200);
+    let lines = collector.stderr().lines().filter(|line| line.contains("WARN")).count();
+    assert!(lines < 100, "a flood of connections is not a flood of lines: {lines}");
+}
+
+/// An incident whose folder could not be made where it should; `what` is in the way.
+fn in_fallback(job: &Job, timeline: &Path, what: &str) {
+    let collector = collector(job, &[]);
+    let mut hook = FakeHook::start(job, "homeless", 0, 1);
+    hook.hello.timeline_path = timeline.display().to_string();
+    hook.join(job);
+    hook.hang(1);
+    wait_state(job, "dumped", 1);
+    let status = job.status().expect("/status");
+    let path = Path::new(status["incidents"][0]["path"].as_str().expect("a path"));
+    assert!(path.starts_with(socket_of(job).parent().expect("a folder").join("timeline")), "{}", path.display());
+    let said = status["incidents"][0]["errors"][0].as_str().expect("an error").to_string();
+    assert!(said.contains(what) && said.contains(&timeline.display().to_string()), "{said}");
+    assert!(collector.stderr().contains(what));
+    let verdict: Value =
+        serde_json::from_slice(&fs::read(path.join("verdict.json")).expect("verdict.json")).expect("JSON");
+    assert_eq!(verdict["errors"][0], json!(said));
+    assert!(path.join("00000-00001.stacktrace").exists());
+}
+
+#[test]
+fn a_timeline_path_that_cannot_be_written_is_replaced_and_named() {
+    let job = Job::new();
+    let file = job.dir.join("file");
+    fs::write(&file, "").expect("a file");
+    in_fallback(&job, &file.join("timeline"), "Not a directory");
+}
+
+/// A small file system, unmounted on drop.
+struct Tmpfs(std::path::PathBuf);
+
+impl Tmpfs {
+    fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
+        fs::create_dir(&path).expect("a folder");
+        let mount =
+            Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "none"]).arg(&path).output();
+        match mount {
+            Ok(output) if output.status.success() => Some(Tmpfs(path)),
+            other => {
+                skip(&format!("a full disk needs a small tmpfs, and mount says {other:?}"));
+                None
+            }
+        }
+    }
+}
+
+impl Drop for Tmpfs {
+    fn drop(&mut self) {
+        // Nothing can be done about one that stays.
+        let _ = Command::new("umount").arg("-l").arg(&self.0).status();
+    }
+}
+
+#[test]
+fn a_full_disk_is_replaced_and_named() {
+    let job = Job::new();
+    let Some(disk) = Tmpfs::new(job.dir.join("disk"), 128) else { return };
+    in_fallback(&job, &disk.0, "No space left on device");
+}
+
+#[test]
+fn a_disk_that_fills_up_halfway_still_holds_the_verdict() {
+    let job = Job::new();
+    // Room for what is set aside for the verdict, and for nothing else.
+    let Some(disk) = Tmpfs::new(job.dir.join("disk"), 264) else { return };
+    let collector = collector(&job, &[]);
+    let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "full", rank, 2)).collect();
+    for hook in &mut hooks {
+        hook.hello.timeline_path = disk.0.display().to_string();
+        hook.hello.rank.as_mut().expect("a rank").command = "x".repeat(4000);
+        hook.join(&job);
+    }
+    hooks[0].hang(1);
+    wait_state(&job, "dumped", 1);
+    let status = job.status().expect("/status");
+    let incident = &status["incidents"][0];
+    let path = Path::new(incident["path"].as_str().expect("a path"));
+    assert!(path.starts_with(&disk.0), "{incident}");
+    assert!(
+        incident["errors"][0].as_str().is_some_and(|error| error.contains("No space left on device")),
+        "{incident}"
+    );
+    let verdict: Value =
+        serde_json::from_slice(&fs::read(path.join("verdict.json")).expect("verdict.json")).expect("JSON");
+    assert!(verdict["sentence"].is_string() && verdict["errors"][0] == incident["errors"][0], "{verdict}");
+    assert!(path.join("verdict.txt").exists());
+    assert!(collector.stderr().contains("No space left on device"));
+}
+
+#[test]
+fn a_rank_that_is_killed_is_an_incident_and_its_ring_is_read() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks = hooks(&job, "killed", 3);
+    hooks[1].word(ring::header::COLLECTIVES, 41);
+    hooks[1].kill(Signal::SIGKILL);
+    hooks[1].wait();
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["trigger"]["kind"], "death");
+    let all = evidence(&incident);
+    assert_eq!((all.ranks[1].presence(), all.ranks[0].presence()), (Presence::Dead, Presence::Present));
+    assert_eq!(all.ranks[1].flight.as_ref().expect("the ring outlives its process").collectives_launched, 41);
+    // Linux before 6.15 does not tell how a process ended that its parent has reaped.
+    assert!(["killed by SIGKILL", ""].contains(&all.ranks[1].exit.as_str()), "{}", all.ranks[1].exit);
+    assert_eq!(dump(&incident, 1, 3).process_state, "X (dead)");
+    assert_eq!(incident.verdict["cause"], "process_dead", "{}", incident.verdict);
+    assert_eq!(incident.verdict["culprits"], json!([1]));
+    for hook in &mut hooks {
+        hook.kill_if_alive();
+    }
+    wait_until(PATIENCE, "the job's end ends the incident", || job.incidents()[0].verdict["status"] == "ended");
+}
+
+#[test]
+fn a_rank_that_dies_in_the_middle_of_its_dump_is_an_entry_with_what_there_is() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "middle", rank, 2)).collect();
+    for hook in &mut hooks {
+        hook.hello.sample_interval_ms = 5000;
+        hook.join(&job);
+    }
+    wait_ranks(&job, "present", 2);
+    hooks[0].hang(3);
+    wait_state(&job, "open", 1);
+    // The first sample takes milliseconds; the second one comes five seconds later.
+    wait_until(PATIENCE, "the first sample is taken", || {
+        count(&job, "ranks", |rank| rank["presence"] == "present") == 2
+    });
+    hooks[1].kill(Signal::SIGKILL);
+    hooks[1].wait();
+    let incident = job.wait_incident(1, PATIENCE);
+    let all = evidence(&incident);
+    assert_eq!((all.ranks[0].presence(), all.ranks[1].presence()), (Presence::Present, Presence::Dead));
+    assert!(all.ranks[1].errors.iter().any(|error| error.contains("the process is gone")), "{:?}", all.ranks[1].errors);
+    assert!(!dump(&incident, 0, 2).stacktrace.is_empty());
+    assert_eq!(dump(&incident, 1, 2).rank, 1);
+    assert_eq!(job.incidents().len(), 1, "the death joined the incident");
+}
+
+#[test]
+fn two_jobs_have_incidents_of_their_own() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut red = FakeHook::connected(&job, "red", 0, 1);
+    let mut blue = FakeHook::connected(&job, "blue", 0, 1);
+    let mut green = FakeHook::connected(&job, "green", 0, 1);
+    wait_ranks(&job, "present", 3);
+    red.hang(1);
+    blue.hang(1);
+    wait_state(&job, "dumped", 2);
+    let mut jobs: Vec<String> = job.incidents().iter().map(|one| one.verdict["job"].as_str().unwrap().into()).collect();
+    jobs.sort();
+    assert_eq!(jobs, ["blue", "red"]);
+    let page = metrics(&job);
+    for (name, value) in [("red", 1), ("blue", 1), ("green", 0)] {
+        let line = format!(
+            "XPU_TIMER_COMMON_HANG{{ip=\"NOT_SET\",job_name=\"{name}\",pod_name=\"NOT_SET\",rank=\"0\",local_rank=\"0\"}} {value}\n"
+        );
+        assert!(page.contains(&line), "{page}");
+    }
+    let (code, answer) = http("POST", job.port, "/dump").expect("/dump");
+    assert!(code == 400 && answer.contains("blue, green, red"), "{code} {answer}");
+    let (code, answer) = http("POST", job.port, "/dump?job=green").expect("/dump");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    assert_eq!(code, 200, "{answer}");
+    let path = Path::new(answer["path"].as_str().expect("a path"));
+    let verdict: Value =
+        serde_json::from_slice(&fs::read(path.join("verdict.json")).expect("verdict.json")).expect("JSON");
+    assert_eq!((&verdict["status"], &verdict["trigger"]["kind"]), (&json!("ended"), &json!("manual")));
+    green.goodbye();
+    assert_eq!(http("POST", job.port, "/dump?job=violet").expect("/dump").0, 404);
+}
+
+#[test]
+fn a_watcher_that_stands_still_is_noticed() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks = hooks(&job, "silent", 2);
+    hooks[1].tell("beat off");
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["trigger"]["kind"], "heartbeat");
+    assert_eq!(incident.verdict["trigger"]["rank"], 1);
+    hooks[1].tell("beat on");
+    wait_state(&job, "resolved", 1);
+}
+
+#[test]
+fn a_job_that_launches_nothing_is_noticed() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "idle", rank, 2)).collect();
+    for hook in &mut hooks {
+        hook.hello.idle_timeout_ms = 1500;
+        hook.tell("launch on");
+        hook.join(&job);
+    }
+    wait_ranks(&job, "present", 2);
+    // One rank that launches is enough.
+    hooks[1].tell("launch off");
+    wait_until(PATIENCE, "rank 1 is idle for long", || {
+        count(&job, "ranks", |rank| rank["last_launch_age_s"].as_f64().is_some_and(|age| age > 3.0)) == 1
+    });
+    assert_eq!(count(&job, "incidents", |_| true), 0);
+    hooks[0].tell("launch off");
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["trigger"]["kind"], "idle");
+    hooks[0].tell("launch on");
+    wait_state(&job, "resolved", 1);
+}
+
+#[test]
+fn hang_kill_ends_the_ranks_with_a_failure() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(&job, "kill", rank, 2)).collect();
+    for hook in &mut hooks {
+        hook.hello.hang_kill = true;
+        hook.join(&job);
+    }
+    wait_ranks(&job, "present", 2);
+    // It does not end by SIGTERM, because it is stopped.
+    hooks[1].kill(Signal::SIGSTOP);
+    hooks[0].hang(1);
+    let _ = job.wait_incident(1, PATIENCE);
+    for hook in &mut hooks {
+        assert!(!hook.wait().success());
+    }
+    wait_state(&job, "ended", 1);
+}
+
+#[test]
+fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
+    let job = Job::new();
+    let first = collector(&job, &["--linger", "1"]);
+    let mut hook = FakeHook::connected(&job, "linger", 0, 1);
+    wait_ranks(&job, "present", 1);
+
+    let other = Process::spawn(job.command(artifacts().bin("xpu_timer_collector")).arg("node")).wait(PATIENCE);
+    assert_eq!(other.code(), 0, "{}", other.stderr);
+    assert!(other.stderr.contains("runs already") && other.stderr.contains(&first.pid().to_string()));
+
+    hook.tell("disconnect");
+    let ended = first.wait(PATIENCE);
+    assert_eq!(ended.code(), 0, "{}", ended.stderr);
+    assert!(!socket_of(&job).exists());
+
+    let second = collector(&job, &[]);
+    let mut hook = FakeHook::start(&job, "term", 0, 1);
+    hook.hello.sample_interval_ms = 60_000;
+    hook.join(&job);
+    hook.hang(1);
+    wait_state(&job, "open", 1);
+    second.signal(Signal::SIGTERM);
+    let ended = second.wait(PATIENCE);
+    assert_eq!(ended.code(), 0, "{}", ended.stderr);
+    assert!(!socket_of(&job).exists());
+    assert_eq!(
+        job.finished_incidents().len(),
+        1,
+        "the dump in work is finished, without its long wait\n{}",
+        ended.stderr
+    );
+}
+
+#[test]
+fn a_taken_port_is_named_and_only_local_pages_are_answered() {
+    let job = Job::new();
+    let taken = TcpListener::bind((Ipv4Addr::LOCALHOST, job.port)).expect("the port is free");
+    let one = collector(&job, &[]);
+    let said = one.stderr();
+    assert!(said.contains(&format!("port {}", job.port)) && said.contains("XPU_TIMER_BASEPORT"), "{said}");
+    let mut hook = FakeHook::connected(&job, "port", 0, 1);
+    wait_until(PATIENCE, "the other endpoint works", || metrics(&job).contains("xpu_timer_ranks 1\n"));
+    hook.hang(1);
+    let _ = job.wait_incident(1, PATIENCE);
+    drop((one, taken));
+
+    let _two = collector(&job, &[]);
+    let ask = |request: &str| {
+        let mut stream = TcpStream::connect((Ipv4Addr::LOCALHOST, job.port)).expect("it listens");
+        stream.set_read_timeout(Some(Duration::from_secs(60))).expect("a timeout");
+        stream.write_all(request.as_bytes()).expect("it reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("it answers");
+        answer.lines().next().unwrap_or_default().to_string()
+    };
+    assert_eq!(ask("GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"), "HTTP/1.1 200 OK");
+    assert_eq!(
+        ask("GET /health HTTP/1.1\r\nHost: evil.example\r\nConnection: close\r\n\r\n"),
+        "HTTP/1.1 403 Forbidden"
+    );
+    let posted = "POST /dump HTTP/1.1\r\nHost: localhost\r\nOrigin: http://evil.example\r\nConnection: close\r\nContent-Length: 0\r\n\r\n";
+    assert_eq!(ask(posted), "HTTP/1.1 403 Forbidden");
+    assert_eq!(
+        ask("GET /dump HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"),
+        "HTTP/1.1 405 Method Not Allowed"
+    );
+}
