@@ -254,8 +254,6 @@ impl<'w, 'a> Builder<'w, 'a> {
 
     fn point_to_point(&mut self) {
         let comms = self.comms;
-        // Rank within a communicator to view, for the communicators that need it.
-        let mut members: HashMap<usize, HashMap<i32, usize>> = HashMap::new();
         for view in 0..self.world.views.len() {
             let transfers: Vec<(Event, &Operation)> =
                 self.transfers[view].iter().map(|(event, operation)| (*event, *operation)).collect();
@@ -270,10 +268,7 @@ impl<'w, 'a> Builder<'w, 'a> {
                     self.edge(node, Node::Device(view));
                     continue;
                 }
-                let by_rank = members.entry(comm).or_insert_with(|| {
-                    comms[comm].members.iter().map(|member| (member.comm_rank, member.view)).collect()
-                });
-                let Some(&other) = by_rank.get(&peer) else {
+                let Some(other) = comms[comm].view_of(peer) else {
                     for &silent in &comms[comm].silent {
                         self.guess[silent] |= !certainly_absent(self.world, silent);
                         self.edge(node, Node::Host(silent));

@@ -7,11 +7,10 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
     causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
-    graph::{self, Suspect},
-    matching, report,
+    graph::Suspect,
+    report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    world::World,
 };
 
 /// So many suspects are spelled out in the sentence; the rest is counted.
@@ -25,10 +24,7 @@ const MAX_EVIDENCE: usize = 40;
 /// default in [`Verdict::timing`].
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
-    let world = World::of(evidence);
-    let comms = matching::communicators(&world);
-    let graph = graph::build(&world, &comms);
-    let mut case = Case { evidence, world, comms, graph, stack_waiters: Vec::new() };
+    let mut case = Case::of(evidence);
     let outcome = if moves_on(&case) {
         not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
     } else {
@@ -350,11 +346,7 @@ fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
     let known = |view: usize| !case.view(view).unseen() && !case.view(view).dead();
     add("there is no stack of", of(&|view| known(view) && !case.view(view).host.stack));
     add("there is no flight record of", of(&|view| known(view) && case.view(view).flight.is_none()));
-    let dropped = |view: usize| {
-        let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
-        health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
-    };
-    add("the flight record lost operations of", of(&dropped));
+    add("the flight record lost operations of", of(&|view| case.view(view).lossy()));
     let stuck = |view: usize| {
         let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
         health.is_some_and(|health| !health.watcher_inside.is_empty()) && case.view(view).watcher_stale()

@@ -46,12 +46,20 @@ pub(crate) struct Comm<'a> {
     pub silent: Vec<usize>,
     /// Members that could not be inferred.
     pub unnamed: u32,
+    /// Views of the known members by their rank in it, ascending.
+    by_comm_rank: Vec<(i32, usize)>,
 }
 
 impl Comm<'_> {
     /// Something is pending on it.
     pub fn busy(&self) -> bool {
         self.members.iter().any(|member| member.waits_at.is_some() || member.initializing)
+    }
+
+    /// The view of the member with this rank in the communicator.
+    pub fn view_of(&self, comm_rank: i32) -> Option<usize> {
+        let index = self.by_comm_rank.binary_search_by_key(&comm_rank, |(comm_rank, _)| *comm_rank).ok()?;
+        Some(self.by_comm_rank[index].1)
     }
 
     /// The member that a view is.
@@ -69,6 +77,10 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     let mut comms: Vec<Comm> = comms.into_values().collect();
     for comm in &mut comms {
         comm.size = comm.size.max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
+        comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.view)).collect();
+        comm.by_comm_rank.sort_unstable();
+        // Of two members that claim the same rank the first counts.
+        comm.by_comm_rank.dedup_by_key(|(comm_rank, _)| *comm_rank);
         if comm.busy() {
             infer_silent(comm, world);
         }
@@ -101,6 +113,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
             members: Vec::new(),
             silent: Vec::new(),
             unnamed: 0,
+            by_comm_rank: Vec::new(),
         });
         comm.size = comm.size.max(size);
         // A rank that reports a communicator twice keeps its first entry.

@@ -83,6 +83,12 @@ impl<'a> RankView<'a> {
         })
     }
 
+    /// Its record is incomplete by its own account.
+    pub fn lossy(&self) -> bool {
+        let health = self.flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
+    }
+
     /// Age of its oldest pending operation.
     pub fn pending_ns(&self) -> u64 {
         let read_ns = self.flight.map_or(0, |flight| flight.read_ns);

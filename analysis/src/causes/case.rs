@@ -3,8 +3,8 @@
 use xpu_timer_proto::v1::{Evidence, Operation, Presence};
 
 use crate::{
-    graph::{Event, Graph, Suspect},
-    matching::Comm,
+    graph::{self, Event, Graph, Suspect},
+    matching::{self, Comm},
     stacks,
     text::{self, communicator, ranks},
     verdict::{Activity, Confidence, EvidenceLine},
@@ -23,6 +23,10 @@ pub(crate) struct Case<'a> {
     pub graph: Graph,
     /// Ranks whose stacks alone tell that they wait, when no flight record tells anything; as views.
     pub stack_waiters: Vec<usize>,
+    /// By communicator: every member is known, by a record that lost nothing.
+    whole: Vec<bool>,
+    /// By event: the ranks inside it, as text. Written once, because many suspects share an event.
+    waiters_text: Vec<String>,
 }
 
 /// A fact about some ranks.
@@ -31,6 +35,26 @@ pub(crate) fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
 }
 
 impl<'a> Case<'a> {
+    /// Matches the communicators and follows who waits for whom.
+    pub fn of(evidence: &'a Evidence) -> Self {
+        let world = World::of(evidence);
+        let comms = matching::communicators(&world);
+        let graph = graph::build(&world, &comms);
+        let whole = |comm: &Comm<'_>| {
+            comm.unnamed == 0
+                && comm.silent.iter().all(|view| matching::certainly_absent(&world, *view))
+                && comm.members.iter().all(|member| !world.views[member.view].lossy())
+        };
+        let whole = comms.iter().map(whole).collect();
+        let waiters_text = graph.waiters.iter().map(|views| ranks(&world.ranks(views.iter().copied()))).collect();
+        Case { evidence, world, comms, graph, stack_waiters: Vec::new(), whole, waiters_text }
+    }
+
+    /// The ranks inside an event, as text.
+    pub fn waiters_text(&self, event: Event) -> &str {
+        self.graph.events.binary_search(&event).map_or("no rank", |index| &self.waiters_text[index])
+    }
+
     /// A rank.
     pub fn view(&self, view: usize) -> &RankView<'a> {
         &self.world.views[view]
@@ -124,11 +148,10 @@ impl<'a> Case<'a> {
                 format!("{name} {seq} of {}", of_comm(comm))
             }
             Event::PointToPoint { comm, peer, recv, .. } => {
-                let peer = self.comms[comm]
-                    .members
-                    .iter()
-                    .find(|member| member.comm_rank == peer)
-                    .map_or(format!("member {peer}"), |member| format!("rank {}", self.view(member.view).rank));
+                let peer = match self.comms[comm].view_of(peer) {
+                    Some(view) => format!("rank {}", self.view(view).rank),
+                    None => format!("member {peer}"),
+                };
                 let name = if recv { format!("a recv from {peer}") } else { format!("a send to {peer}") };
                 format!("{name} on {}", of_comm(comm))
             }
@@ -176,17 +199,9 @@ impl<'a> Case<'a> {
             | Event::PointToPoint { comm, .. }
             | Event::Init { comm }
             | Event::Split { comm }) = *event;
-            let comm = &self.comms[comm];
-            let silent = comm.silent.iter().all(|view| crate::matching::certainly_absent(&self.world, *view));
-            silent && comm.unnamed == 0 && comm.members.iter().all(|member| !self.lossy(member.view))
+            self.whole[comm]
         };
         if events.iter().all(known) { Confidence::High } else { Confidence::Medium }
-    }
-
-    /// The record of a rank is incomplete by its own account.
-    fn lossy(&self, view: usize) -> bool {
-        let health = self.view(view).flight.and_then(|flight| flight.health.as_ref());
-        health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
     }
 
     /// The main thread of a rank does this in its last sample.
@@ -239,11 +254,10 @@ impl<'a> Case<'a> {
     pub fn counters(&self, view: usize, event: Event) -> Option<EvidenceLine> {
         let Event::Collective { comm, seq } = event else { return None };
         let rank = self.view(view).rank;
-        let waiters = self.world.ranks(self.graph.waiters_of(event).iter().copied());
         let id = communicator(self.comms[comm].id);
-        let others = match waiters.len() {
+        let others = match self.graph.waiters_of(event).len() {
             0 => String::new(),
-            _ => format!("; {} in number {seq}", ranks(&waiters)),
+            _ => format!("; {} in number {seq}", self.waiters_text(event)),
         };
         let text = match self.comms[comm].member(view) {
             Some(member) => format!(

@@ -1,12 +1,13 @@
 //! `comm_init`: a communicator is being created, and not all of its ranks take part.
 //!
 //! Ranks are inside the call that creates or splits a communicator (or, by their stacks, in the store behind it); a member has not
-//! made that call, or its call returned without the others. When all members are inside, nobody is to blame: the network between
+//! made that call, or its call returned without the others, who wait for it there while it uses the communicator already. When all members are inside, nobody is to blame: the network between
 //! them is. A member that is dead, stopped, in its data loader or in input or output is that first.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
 use crate::{
     graph::{Event, Suspect},
+    text::{capital, ranks},
     verdict::Activity,
 };
 use xpu_timer_proto::v1::Presence;
@@ -30,12 +31,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             culprits: Vec::new(),
             says: Says::Whole(format!(
                 "{} {} in {what}{rest}.",
-                crate::text::capital(&crate::text::ranks(&inside)),
+                capital(&ranks(&inside)),
                 if inside.len() == 1 { "is" } else { "are" }
             )),
             confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
-            evidence: vec![line(format!("{} in {what}", crate::text::ranks(&inside)), inside)],
+            evidence: vec![line(format!("{} in {what}", ranks(&inside)), inside)],
         });
+    }
+    if let Suspect::Cycle(events) = suspect {
+        return ahead(case, events);
     }
     let view = case.host(suspect)?;
     let event = case.main_event(suspect);
@@ -64,15 +68,48 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("has not joined the communicator; it is{}", or_unknown(case.place(view)))
     };
     let confidence = if returned || by_stacks { Confidence::Medium } else { case.host_confidence(suspect) };
-    let mut evidence: Vec<_> = event
-        .map(|event| {
-            let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
-            line(format!("{} in {}", crate::text::ranks(&inside), case.describe(event)), inside)
-        })
-        .into_iter()
-        .collect();
+    let rank = content.rank;
+    let inside = |event| {
+        line(format!("{} in {}; rank {rank} is not", case.waiters_text(event), case.describe(event)), vec![rank])
+    };
+    let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
     evidence.extend(case.standing(view));
     Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
+}
+
+/// Ranks that use the communicator already wait for those that are still in its creation, who wait for them: the creation of the
+/// former returned without the others.
+fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let (event, comm) = events.iter().find_map(|event| match event {
+        Event::Init { comm } => Some((*event, *comm)),
+        _ => None,
+    })?;
+    let of_comm = |event: &&Event| matches!(event, Event::Collective { comm: other, .. } | Event::PointToPoint { comm: other, .. } if *other == comm);
+    let used = *events.iter().find(of_comm)?;
+    let outside: Vec<usize> =
+        case.comms[comm].members.iter().filter(|member| !member.initializing).map(|member| member.view).collect();
+    let (culprits, inside) =
+        (case.world.ranks(outside.iter().copied()), case.world.ranks(case.graph.waiters_of(event).iter().copied()));
+    if culprits.is_empty() {
+        return None;
+    }
+    let (what, next) = (case.describe(event), case.describe(used));
+    let (it, are, their) = if culprits.len() == 1 { ("it", "is", "its") } else { ("they", "are", "their") };
+    let place = if outside.len() == 1 { case.place(outside[0]) } else { String::new() };
+    let sentence = format!(
+        "{} did not take part in {what}: {their} call returned without {}, and {it} {are} now in {next}{place}.",
+        capital(&ranks(&culprits)),
+        ranks(&inside),
+    );
+    let mut evidence = vec![
+        line(format!("{} in {what}", ranks(&inside)), inside),
+        line(format!("{} in {next}", ranks(&culprits)), culprits),
+    ];
+    for &view in outside.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let confidence = case.members_confidence(&[event]);
+    Some(Finding { culprits: outside, says: Says::Whole(sentence), confidence, evidence })
 }
 
 fn or_unknown(place: String) -> String {

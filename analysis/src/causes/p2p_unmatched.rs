@@ -28,7 +28,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
     let culprit = match suspect {
         Suspect::Host { view, .. } => *view,
-        _ => case.comms[comm].members.iter().find(|member| member.comm_rank == peer)?.view,
+        _ => case.comms[comm].view_of(peer)?,
     };
     let waiting = case.view(waiter).rank;
     let missing =

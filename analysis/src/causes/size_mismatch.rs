@@ -34,7 +34,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
     let own = case.comms[comm].member(view)?.comm_rank;
-    let other = case.comms[comm].members.iter().find(|member| member.comm_rank == peer)?.view;
+    let other = case.comms[comm].view_of(peer)?;
     let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
     let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
     if mine.count == theirs.count {

@@ -221,6 +221,21 @@ fn a_creation_that_returned_on_one_rank_only() {
 }
 
 #[test]
+fn a_rank_that_uses_a_communicator_that_the_others_are_still_creating() {
+    let mut job = Job::new(4);
+    for rank in [0, 1, 3] {
+        job.creates(0x99, 4, rank, rank as i32);
+    }
+    job.comm(0x99, &[2]);
+    (job.flight(2).communicators[0].rank, job.flight(2).communicators[0].size) = (2, 4);
+    job.enter(0x99, 2, Op::AllReduce);
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[2], Confidence::High);
+    assert!(verdict.sentence.contains("did not take part in the creation"), "{}", verdict.sentence);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
 fn all_are_in_the_creation_and_it_does_not_end() {
     let mut job = Job::new(4);
     for rank in 0..4 {

@@ -232,3 +232,29 @@ fn a_big_job_is_judged_in_linear_time() {
     // Quadratic work over 16,384 ranks takes minutes without optimization; the limit allows for a loaded machine.
     assert!(elapsed < std::time::Duration::from_secs(20), "{elapsed:?}");
 }
+
+#[test]
+fn a_job_of_which_half_is_to_blame_is_judged_in_linear_time() {
+    const RANKS: u32 = 16_384;
+    let mut job = Job::with_world(4, 1);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.stands(1, Stack::sleep());
+    let (waits, late) = (job.evidence.ranks[0].clone(), job.evidence.ranks[1].clone());
+    job.evidence.world_size = RANKS;
+    job.evidence.ranks = (0..RANKS)
+        .map(|rank| {
+            let mut entry = if rank % 2 == 0 { waits.clone() } else { late.clone() };
+            entry.rank = rank;
+            let communicator = &mut entry.flight.as_mut().unwrap().communicators[0];
+            (communicator.size, communicator.rank) = (RANKS, rank as i32);
+            entry
+        })
+        .collect();
+    let start = std::time::Instant::now();
+    let verdict = job.judge();
+    let elapsed = start.elapsed();
+    assert_eq!((verdict.cause, verdict.culprits.len(), verdict.victims.len()), (Cause::MissingRank, 8192, 8192));
+    println!("{RANKS} ranks judged in {elapsed:?}");
+    assert!(elapsed < std::time::Duration::from_secs(20), "{elapsed:?}");
+    assert!(verdict.to_text().len() < 20_000, "{}", verdict.to_text().len());
+}
