@@ -5,11 +5,15 @@
 //! every other explanation of the same rank. When several ranks are gone, those that were ended from outside by SIGTERM are
 //! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank.
 //!
-//! A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
+//! A rank that left in order right after it launched the collective itself is blamed with medium confidence: its watcher ended with
+//! it, so nobody saw whether its call took part. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
 //! that ended by itself there did not take part in it; that is `missing_rank`.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
-use crate::{graph::Suspect, text::ranks};
+use crate::{
+    graph::{Event, Suspect},
+    text::ranks,
+};
 use xpu_timer_proto::v1::Presence;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_out };
@@ -19,12 +23,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         let mut evidence =
             vec![line(format!("rank {} {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-        return Some(Finding {
-            culprits: vec![view],
-            says: Says::Rank(how(case, view)),
-            confidence: Confidence::High,
-            evidence,
-        });
+        let mut confidence = Confidence::High;
+        if case.view(view).presence == Presence::Left && had_launched(case, view, case.main_event(suspect)) {
+            confidence = Confidence::Medium;
+            let text = format!(
+                "rank {}: it had launched that collective itself and ended in order before its end was seen; it may have skipped it",
+                case.view(view).rank
+            );
+            evidence.push(line(text, vec![case.view(view).rank]));
+        }
+        return Some(Finding { culprits: vec![view], says: Says::Rank(how(case, view)), confidence, evidence });
     }
     // Killed after it completed what the others are still in.
     let collective = Collective::of(case, suspect)?;
@@ -51,6 +59,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence: Confidence::Medium,
         evidence: evidence.collect(),
     })
+}
+
+/// Whether a rank had launched what the others wait in.
+fn had_launched(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
+    let Some(Event::Collective { comm, seq }) = event else { return false };
+    case.comms[comm].member(view).is_some_and(|member| member.launched >= seq)
 }
 
 /// What became of the process: `is dead (killed by SIGKILL)`.

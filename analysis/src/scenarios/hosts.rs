@@ -135,6 +135,17 @@ fn a_rank_that_left_while_others_wait_for_it_is_named() {
 }
 
 #[test]
+fn a_rank_that_left_right_after_its_launch_may_have_skipped() {
+    let mut job = behind(2, Stack::loader());
+    job.queue(0x77, 2, Op::AllReduce);
+    job.rank(2).presence = Presence::Left.into();
+    job.rank(2).dump = None;
+    let verdict = job.judge();
+    expect(&verdict, Cause::ProcessDead, &[2], Confidence::Medium);
+    assert!(verdict.to_text().contains("may have skipped"), "{}", verdict.to_text());
+}
+
+#[test]
 fn a_stopped_rank_is_stopped_wherever_it_stands() {
     for stack in [Stack::loader(), Stack::device_wait(), Stack::sleep()] {
         let job = behind(2, stack.state("T (stopped)", ""));
