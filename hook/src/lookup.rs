@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     driver::get_proc_address,
-    original::{Function, is_ours, look_up, real_dlsym},
+    original::{Function, is_ours, look_up, next_dlsym},
     start,
 };
 
@@ -45,7 +45,7 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
 
 /// Which function answers a look-up.
 unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *const () {
-    let real = real_dlsym() as *const ();
+    let real = next_dlsym() as *const ();
     if handle == libc::RTLD_NEXT || name.is_null() {
         return real;
     }
@@ -68,7 +68,8 @@ unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *const 
 unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> *mut c_void {
     // SAFETY: the caller's C string; `choose` has found it in the table.
     let name = unsafe { CStr::from_ptr(name) };
-    let found = look_up(handle, name);
+    // SAFETY: the caller's arguments; neither of the handles that depend on the caller's place matters for a name of ours.
+    let found = unsafe { next_dlsym()(handle, name.as_ptr()) };
     let answer = catch_unwind(AssertUnwindSafe(|| {
         let Some(function) = find(name.to_bytes()) else { return found };
         if !is_ours(found) {

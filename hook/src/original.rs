@@ -161,32 +161,45 @@ pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
-/// The linker's own dlsym, called from the hook.
+/// The C library's dlsym, called from the hook.
 pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the handle is one of the linker's, the name a C string.
-    unsafe { real_dlsym()(handle, name.as_ptr()) }
+    unsafe { libc_dlsym()(handle, name.as_ptr()) }
 }
 
-/// The linker's own dlsym, or that of the next preloaded library that wraps it.
-#[inline]
-pub fn real_dlsym() -> Dlsym {
+/// The C library's own dlsym. By version, because the plain name is interposed; dlvsym is not.
+fn libc_dlsym() -> Dlsym {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-    let mut real = REAL.load(Ordering::Relaxed);
-    if real.is_null() {
-        for version in [c"GLIBC_2.34", c"GLIBC_2.17", c"GLIBC_2.2.5"] {
-            // SAFETY: C strings; dlvsym is not interposed.
-            real = unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) };
-            if !real.is_null() {
-                break;
-            }
-        }
-        REAL.store(real, Ordering::Relaxed);
+    cached(&REAL, || {
+        [c"GLIBC_2.34", c"GLIBC_2.17", c"GLIBC_2.2.5"]
+            .iter()
+            // SAFETY: C strings.
+            .map(|version| unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) })
+            .find(|found| !found.is_null())
+            .unwrap_or(std::ptr::null_mut())
+    })
+}
+
+/// What a host's look-up would have reached without the hook: the C library's dlsym, or that of another preloaded library
+/// which wraps it too and comes later.
+#[inline]
+pub fn next_dlsym() -> Dlsym {
+    static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+    cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlsym"))
+}
+
+#[inline]
+fn cached(place: &AtomicPtr<c_void>, find: impl FnOnce() -> *mut c_void) -> Dlsym {
+    let mut found = place.load(Ordering::Relaxed);
+    if found.is_null() {
+        found = find();
+        place.store(found, Ordering::Relaxed);
     }
-    if real.is_null() {
+    if found.is_null() {
         return nothing;
     }
     // SAFETY: the address of a function of this type.
-    unsafe { std::mem::transmute::<*mut c_void, Dlsym>(real) }
+    unsafe { std::mem::transmute::<*mut c_void, Dlsym>(found) }
 }
 
 /// Stands in on a system whose C library has no dlsym that we know: every look-up fails, nothing crashes.

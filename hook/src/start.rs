@@ -25,6 +25,10 @@ static RETRY_AT_NS: AtomicU64 = AtomicU64::new(0);
 static DISABLED: AtomicU32 = AtomicU32::new(0);
 static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
 
+/// Threads that are forking, and whether the watcher is just opening a descriptor.
+static FORKING: AtomicU32 = AtomicU32::new(0);
+static OPENING: AtomicBool = AtomicBool::new(false);
+
 /// The ring's memfd.
 static RING: Descriptor = Descriptor::none();
 /// The connection to the node collector, kept by the watcher.
@@ -105,7 +109,7 @@ fn set_up() -> Option<&'static Recorder> {
     if !FORK_HANDLER.swap(true, Ordering::Relaxed) {
         // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what the handlers do.
         unsafe {
-            libc::pthread_atfork(None, None, Some(after_fork_in_child));
+            libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child));
             libc::atexit(at_exit);
         }
     }
@@ -142,8 +146,34 @@ pub fn disabled() -> bool {
     }
 }
 
+/// Opens a descriptor so that no forked child ends up with one that its books do not know; `None` while somebody forks.
+pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
+    // The forking thread sets its mark and then looks at this one; here it is the other way round. One sees the other.
+    OPENING.store(true, Ordering::SeqCst);
+    let opened = (FORKING.load(Ordering::SeqCst) == 0).then(open);
+    OPENING.store(false, Ordering::SeqCst);
+    opened
+}
+
+extern "C" fn before_fork() {
+    FORKING.fetch_add(1, Ordering::SeqCst);
+    // Two system calls of the watcher, if at all; a child with a stray descriptor is better than a host that waits.
+    for _ in 0..100 {
+        if !OPENING.load(Ordering::SeqCst) {
+            break;
+        }
+        std::thread::yield_now();
+    }
+}
+
+extern "C" fn after_fork() {
+    FORKING.fetch_sub(1, Ordering::SeqCst);
+}
+
 /// Runs in the only thread of a forked child, where only async-signal-safe functions are allowed.
 extern "C" fn after_fork_in_child() {
+    FORKING.store(0, Ordering::SeqCst);
+    OPENING.store(false, Ordering::SeqCst);
     let errno = sys::errno();
     let saved = errno.get();
     if RECORDER.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() && STAGE.load(Ordering::Relaxed) == OFF {

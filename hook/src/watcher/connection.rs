@@ -3,7 +3,8 @@
 use std::{
     collections::VecDeque,
     io,
-    path::PathBuf,
+    os::unix::ffi::OsStrExt,
+    path::{Path, PathBuf},
     sync::atomic::Ordering,
     time::{Duration, Instant},
 };
@@ -16,8 +17,8 @@ use xpu_timer_proto::{
 
 use super::log::Log;
 use crate::{
-    start::{COLLECTOR_PID, CONNECTION},
-    sys::{self, Descriptor, allow_tracer},
+    start::{self, COLLECTOR_PID, CONNECTION},
+    sys::{Descriptor, allow_tracer},
 };
 
 /// `HookMessage { goodbye }` on the wire, for the exit handler, which must not allocate.
@@ -106,8 +107,18 @@ impl Connection {
     }
 
     fn connect(&mut self) -> io::Result<()> {
-        let fd = open(&self.path)?;
-        CONNECTION.set(fd)?;
+        let address = address(&self.path)?;
+        let Some(opened) = start::open_outside_fork(|| open().and_then(|fd| CONNECTION.set(fd))) else { return Ok(()) };
+        opened?;
+        let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
+        // SAFETY: a valid address of that size.
+        let connected = unsafe {
+            libc::connect(fd, (&raw const address).cast(), size_of::<libc::sockaddr_un>() as libc::socklen_t)
+        };
+        if connected != 0 {
+            return Err(io::Error::last_os_error());
+        }
+        trusted(fd)?;
         self.stage = Stage::Greeting { since: Instant::now() };
         Ok(())
     }
@@ -183,9 +194,8 @@ impl Connection {
     }
 }
 
-/// A socket that is connected to a collector of this user or of root.
-fn open(path: &std::path::Path) -> io::Result<i32> {
-    use std::os::unix::ffi::OsStrExt;
+/// The address of a socket.
+fn address(path: &Path) -> io::Result<libc::sockaddr_un> {
     let bytes = path.as_os_str().as_bytes();
     // SAFETY: an all-zero sockaddr_un is a valid value of that plain structure.
     let mut address: libc::sockaddr_un = unsafe { std::mem::zeroed() };
@@ -196,25 +206,17 @@ fn open(path: &std::path::Path) -> io::Result<i32> {
     for (place, byte) in address.sun_path.iter_mut().zip(bytes) {
         *place = *byte as libc::c_char;
     }
+    Ok(address)
+}
+
+fn open() -> io::Result<i32> {
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
     // SAFETY: plain integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
-    if fd < 0 {
-        return Err(io::Error::last_os_error());
-    }
-    // SAFETY: a valid address of that size.
-    let connected =
-        unsafe { libc::connect(fd, (&raw const address).cast(), size_of::<libc::sockaddr_un>() as libc::socklen_t) };
-    let result = if connected == 0 { trusted(fd) } else { Err(io::Error::last_os_error()) };
-    match result {
-        Ok(()) => Ok(fd),
-        Err(error) => {
-            sys::close(fd);
-            Err(error)
-        }
-    }
+    if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(fd) }
 }
 
+/// A collector of this user or of root: nobody else gets the ring.
 fn trusted(fd: i32) -> io::Result<()> {
     // SAFETY: geteuid takes nothing and cannot fail.
     let me = unsafe { libc::geteuid() };
@@ -287,9 +289,41 @@ mod tests {
     }
 
     #[test]
-    fn a_path_that_does_not_fit_is_an_error_and_leaks_nothing() {
+    fn a_path_that_does_not_fit_is_an_error() {
         let long = PathBuf::from(format!("/{}", "x".repeat(200)));
-        assert_eq!(open(&long).unwrap_err().kind(), io::ErrorKind::InvalidInput);
-        assert_eq!(open("/nowhere/at/all.sock".as_ref()).unwrap_err().kind(), io::ErrorKind::NotFound);
+        assert_eq!(address(&long).map(|_| ()).unwrap_err().kind(), io::ErrorKind::InvalidInput);
+    }
+
+    #[test]
+    fn a_full_socket_waits_in_the_queue_and_nobody_else_does() {
+        let mut pair = [0; 2];
+        // SAFETY: a place for two descriptors.
+        assert_eq!(unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0, pair.as_mut_ptr()) }, 0);
+        let [ours, theirs] = pair;
+        CONNECTION.set(ours).unwrap();
+        let mut connection = Connection::new(PathBuf::new());
+        connection.stage = Stage::Connected;
+        let mut log = Log::new("/proc/nowhere".into());
+        let resolved = |ticket| Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket });
+        let mut sent = 0;
+        while connection.waiting.len() < MOST_WAITING {
+            connection.send(resolved(sent));
+            connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+            assert!(matches!(connection.stage, Stage::Connected));
+            sent += 1;
+            assert!(sent < 1_000_000, "the socket never fills");
+        }
+        connection.send(resolved(sent));
+        assert_eq!(connection.waiting.len(), MOST_WAITING, "bounded");
+        // The collector wakes up: everything arrives in order.
+        let mut packet = [0; 64];
+        for ticket in 0..sent {
+            connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+            let bytes = receive(theirs, &mut packet).unwrap().expect("a packet");
+            assert_eq!(HookMessage::decode(bytes).unwrap().message, Some(resolved(ticket)));
+        }
+        crate::sys::close(theirs);
+        connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+        assert!(matches!(connection.stage, Stage::Apart { .. }));
     }
 }
