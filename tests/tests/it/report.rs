@@ -1,0 +1,247 @@
+//! `report.html` in a real browser: it opens from disk, says what is wrong, zooms, searches, and obeys the keyboard.
+//! The pictures that the tests take are for people: `target/pictures/*.png`.
+
+mod browser;
+mod folders;
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    time::{Duration, Instant},
+};
+
+use browser::{Browser, DOWN, ENTER, ESCAPE, RIGHT, browser};
+use xpu_timer_tests::{PATIENCE, Process, artifacts, tree, wait_until};
+
+/// Runs the viewer on a folder; the report, and how long the viewer took.
+fn report_of(folder: &Path) -> (PathBuf, Duration) {
+    let start = Instant::now();
+    let viewer = artifacts().bin("xpu_timer_stacktrace_viewer");
+    let output = Process::spawn(Command::new(viewer).arg("--path").arg(folder)).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    (folder.join("report.html"), start.elapsed())
+}
+
+fn rank6() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for entry in fs::read_dir(tree().join("tests/fixtures/rank6/in")).expect("the fixture is there") {
+        let entry = entry.expect("it can be listed");
+        fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("it can be copied");
+    }
+    folder
+}
+
+/// Pictures at a desk in light and dark, and on a phone; nowhere is the page wider than its window.
+fn pictures(browser: &Browser, name: &str) {
+    for (look, scheme, width, phone) in
+        [("light", "light", 1280, false), ("dark", "dark", 1280, false), ("phone", "light", 360, true)]
+    {
+        browser.scheme(scheme);
+        browser.size(width, 900, phone);
+        assert!(browser.fits(), "{name}, {look}: the page is wider than {width}");
+        browser.picture(&format!("{name}-{look}"));
+    }
+    browser.scheme("light");
+    browser.size(1280, 900, false);
+}
+
+fn quiet(browser: &Browser) {
+    assert_eq!(browser.complaints(), Vec::<String>::new());
+}
+
+#[test]
+fn a_real_hang_of_the_original_tool_can_be_explored() {
+    let Some(browser) = browser() else { return };
+    let folder = rank6();
+    browser.open(&report_of(folder.path()).0);
+    assert_eq!(browser.text("h1"), "8 of 8 ranks have a dump; their main threads stand at 5 places.");
+    assert_eq!(browser.count("#strip .cell"), 8);
+    assert_eq!(browser.count("#groups tbody tr"), 5);
+
+    // A click on a frame makes it as wide as the graph, and lights up its ranks.
+    let barrier = "#flame .node[title^='barrier@']";
+    let width = format!(
+        "return document.querySelector(\"{barrier}\").offsetWidth / document.querySelector('.sheet').offsetWidth"
+    );
+    assert!(browser.js(&width).as_f64().expect("a number") < 0.5);
+    browser.click(barrier);
+    assert!(browser.js(&width).as_f64().expect("a number") > 0.97);
+    assert_eq!(browser.count("#strip .cell.in"), 1);
+    assert_eq!(browser.count("#strip .cell.out"), 7);
+    assert!(browser.text("#detail").contains("@6|0-5/7"), "{}", browser.text("#detail"));
+    browser.click("#reset-zoom");
+    assert!(browser.js(&width).as_f64().expect("a number") < 0.5);
+
+    // The search counts frames and ranks, and marks what it found.
+    browser.click("#search");
+    browser.keys("SCHEDULES.py");
+    // As the golden folded text has them.
+    let found = browser.text("#found");
+    assert!(found.starts_with("10 frames on 8 ranks"), "{found}");
+    assert_eq!(browser.count("#flame .node.hit"), 10);
+    browser.keys(ESCAPE);
+    assert_eq!(browser.count("#flame .node.hit, #flame .node.miss"), 0);
+
+    // All threads of the native stacks.
+    browser.click("#tab-native");
+    browser.click("#main-only");
+    assert!(browser.count("#flame .node") > 30);
+    quiet(&browser);
+    browser.js("document.querySelector('#flame').scrollIntoView()");
+    pictures(&browser, "rank6");
+}
+
+#[test]
+fn the_verdict_comes_first_and_a_click_on_a_rank_opens_its_stacks() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    browser.open(&report_of(folder.path()).0);
+    pictures(&browser, "verdict");
+    let sentence = browser.text("h1");
+    assert!(sentence.contains("ank 2"), "{sentence}");
+    assert!(browser.text(".culprit-card").contains("gpu-node-000"));
+    assert_eq!(browser.count("#strip .cell.culprit"), 1);
+    assert!(browser.text("#communicators").contains("1 behind"));
+    // What was ruled out is there for those who ask.
+    assert_eq!(browser.count("#ruled-out[open]"), 0);
+    browser.click("#ruled-out summary");
+    assert_eq!(browser.count("#ruled-out[open]"), 1);
+
+    browser.click("#cell-2");
+    let panel = browser.text("#panel");
+    for text in
+        ["Rank 2", "First sample", "Last sample", "_next_data", "sem_clockwait", "The same stack in both samples"]
+    {
+        assert!(panel.contains(text), "no {text:?} in {panel}");
+    }
+    assert!(panel.contains("1 other thread moved") && panel.contains("4 other threads did not move"), "{panel}");
+    browser.click("#panel details.thread summary");
+    // The content of a fold is made when it opens, which its click does not wait for.
+    let changed = || browser.count("#panel .stack li.changed") == 1;
+    wait_until(PATIENCE, "the line of the heartbeat is marked", changed);
+    browser.click("#panel details.child > summary");
+    let reads = || browser.text("#panel details.child").contains("indexed.py:214");
+    wait_until(PATIENCE, "the stack of the worker is shown", reads);
+    pictures(&browser, "rank-panel");
+    browser.click("#close-panel");
+    assert_eq!(browser.js("return document.activeElement.id"), "cell-2");
+
+    // Python frames stand between those that started the interpreter and those that it calls.
+    browser.click("#tab-mixed");
+    let frames = browser.js("return [...document.querySelectorAll('#flame .node b')].map((node) => node.textContent)");
+    let frames: Vec<&str> = frames.as_array().expect("a list").iter().filter_map(|frame| frame.as_str()).collect();
+    assert_eq!(&frames[..3], ["_start", "__libc_start_main", "<module>"], "{frames:?}");
+    assert!(frames.contains(&"cuCtxSynchronize"), "{frames:?}");
+    quiet(&browser);
+}
+
+#[test]
+fn everything_can_be_done_with_the_keyboard() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::small(folder.path());
+    browser.open(&report_of(folder.path()).0);
+    let focus = || browser.js("return document.activeElement.textContent").as_str().unwrap_or_default().to_owned();
+
+    browser.keys("/");
+    assert_eq!(browser.js("return document.activeElement.id"), "search");
+    browser.keys("synchronize");
+    assert!(browser.text("#found").starts_with("1 frame on 3 ranks"), "{}", browser.text("#found"));
+    browser.keys(ENTER);
+    assert_eq!(browser.count("#flame .node.chosen[title^='synchronize@']"), 1);
+    browser.keys(ESCAPE);
+
+    browser.js("document.querySelector('#flame [tabindex=\"0\"]').focus()");
+    browser.js("document.querySelector('#flame .node').focus()");
+    browser.keys(DOWN);
+    assert!(focus().starts_with("pretrain@"), "{}", focus());
+    browser.keys(DOWN);
+    browser.keys(RIGHT);
+    assert!(focus().starts_with("train@/work/megatron/training/training.py:1232@0-1/3|2"), "{}", focus());
+    browser.keys(ENTER);
+    assert_eq!(browser.js("return document.querySelector('#reset-zoom').disabled"), false);
+    assert_eq!(browser.count("#flame .node[title^='get_batch']"), 0, "it is no part of the zoomed frame");
+    browser.keys(ESCAPE);
+    browser.keys(ESCAPE);
+    assert_eq!(browser.count("#flame .node[title^='get_batch']"), 1);
+
+    browser.js("document.querySelector('#cell-0').focus()");
+    browser.keys(RIGHT);
+    browser.keys(ENTER);
+    assert!(browser.text("#panel").starts_with("Rank 1"));
+    browser.keys(ESCAPE);
+    assert_eq!(browser.js("return document.querySelector('#panel').hidden"), true);
+    assert_eq!(browser.js("return document.activeElement.id"), "cell-1");
+    quiet(&browser);
+}
+
+#[test]
+fn dark_and_light_follow_the_system_until_somebody_chooses() {
+    let Some(browser) = browser() else { return };
+    let folder = rank6();
+    browser.open(&report_of(folder.path()).0);
+    let brightness = || {
+        let colour = browser.js("return getComputedStyle(document.body).backgroundColor.match(/\\d+/g).map(Number)");
+        colour.as_array().expect("three numbers").iter().filter_map(serde_json::Value::as_u64).take(3).sum::<u64>()
+    };
+    browser.scheme("light");
+    assert!(brightness() > 600);
+    browser.scheme("dark");
+    assert!(brightness() < 150);
+    browser.click("#theme");
+    browser.click("#theme");
+    assert_eq!(browser.text("#theme"), "Theme: light");
+    assert!(brightness() > 600);
+    quiet(&browser);
+}
+
+#[test]
+fn a_thousand_ranks_are_a_small_file_and_open_at_once() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::large(folder.path(), 1024, 117);
+    let (report, took) = report_of(folder.path());
+    let bytes = fs::metadata(&report).expect("it was written").len();
+    assert!(bytes < 4_000_000, "{bytes} bytes");
+    let start = Instant::now();
+    browser.open(&report);
+    let opened = start.elapsed();
+    eprintln!("1,024 ranks: viewer {took:?}, report {bytes} bytes, opened in {opened:?}");
+    // An order of magnitude of room for a loaded machine.
+    assert!(opened < Duration::from_secs(15), "{opened:?}");
+    assert_eq!(browser.count("#strip .cell"), 1024);
+    for condition in ["stopped", "d_state", "dead", "no_dump"] {
+        assert_eq!(browser.count(&format!("#strip .cell.{condition}")), 1, "{condition}");
+    }
+    pictures(&browser, "large");
+    // One rank of a thousand is less than a pixel wide, but it is a culprit.
+    browser.click("#flame .many.culprit");
+    assert!(browser.text("#detail").contains("@389|0-388/390-1023"), "{}", browser.text("#detail"));
+    browser.picture("large-zoomed");
+    browser.click("#reset-zoom");
+    browser.click("#main-only");
+    let drawn = browser.count("#flame .node, #flame .many");
+    assert!((10..3000).contains(&drawn), "{drawn} frames are in the page");
+    browser.click("#cell-389");
+    assert!(browser.text("#panel").contains("115 other threads did not move"), "{}", browser.text("#panel"));
+    quiet(&browser);
+}
+
+#[test]
+fn hostile_names_are_shown_and_do_nothing() {
+    let Some(browser) = browser() else { return };
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    folders::hostile(folder.path());
+    browser.open(&report_of(folder.path()).0);
+    assert!(browser.text("h1").starts_with("</script><script>document.title"));
+    browser.click("#cell-0");
+    browser.click("#flame .node");
+    assert_eq!(browser.count("img"), 0);
+    assert_eq!(browser.count("script"), 2);
+    assert_ne!(browser.js("return document.title"), "owned");
+    assert!(browser.text("#panel").contains("onerror="));
+    assert!(browser.fits());
+    quiet(&browser);
+}
