@@ -6,10 +6,11 @@ use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Samp
 use super::mixed::mix;
 use crate::dump::{Dump, Frame};
 use crate::merge::{Merged, Mode};
-use crate::stacks::{StackId, Stacks};
+use crate::stacks::Stacks;
 use std::collections::{BTreeMap, HashMap};
 use std::hash::Hash;
 use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::prefix_tree::NodeId;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace, Stacktrace};
 
@@ -49,13 +50,65 @@ impl Texts {
     }
 }
 
+/// All stacks of one kind.
+#[derive(Debug, Default)]
+struct Layer {
+    stacks: Stacks,
+    /// By number of the stack: the ranks whose main threads have it.
+    main: BTreeMap<u32, RankSet>,
+}
+
+impl Layer {
+    /// The number of a stack, which counts for a rank, if any, and perhaps as the stack of its main thread.
+    fn add(&mut self, frames: &[Frame<'_>], rank: Option<u32>, main: bool) -> Option<u32> {
+        // These names were strings, so that they are text, which is all that could be refused here.
+        let id = self.stacks.intern(frames).ok().flatten()?;
+        let number = u32::try_from(id.index()).expect("a stack is numbered by 32 bits");
+        if let Some(rank) = rank {
+            self.stacks.add(id, rank);
+            if main {
+                self.main.entry(number).or_default().insert(rank);
+            }
+        }
+        Some(number)
+    }
+
+    /// The tree in the order of drawing, and the place at which each stack ends.
+    fn finish(self, texts: &mut Texts, sets: &mut Table<String>) -> (Tree, Vec<u32>) {
+        let (merged, ends) = self.stacks.into_tree_and_ends();
+        // Ranks by main thread, by node: every stack's ranks come by all nodes on the way to its end.
+        let mut main: HashMap<NodeId, RankSet> = HashMap::new();
+        for (stack, ranks) in &self.main {
+            let mut at = ends.get(*stack as usize).copied();
+            while let Some(id) = at {
+                main.entry(id).or_default().union_with(ranks);
+                at = merged.node(id).parent;
+            }
+        }
+        let mut places = HashMap::with_capacity(merged.nodes().len());
+        let mut tree = Tree::default();
+        for (place, id) in (0u32..).zip(merged.order().depth_first()) {
+            let node = merged.node(id);
+            // A parent stands before its children, in the places and in the depths.
+            let parent = node.parent.and_then(|parent| places.get(&parent));
+            tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
+            places.insert(id, place);
+            tree.word.push(texts.number(merged.text(id)));
+            tree.ranks.push(sets.number(node.ranks.to_string()));
+            tree.main.push(sets.number(main.get(&id).map(RankSet::to_string).unwrap_or_default()));
+        }
+        let ends = ends.iter().filter_map(|id| places.get(id).copied()).collect();
+        (tree, ends)
+    }
+}
+
 /// Puts a [`Report`] together.
 #[derive(Debug)]
 pub struct Builder {
     texts: Texts,
-    native: Stacks,
-    python: Stacks,
-    mixed: Stacks,
+    native: Layer,
+    python: Layer,
+    mixed: Layer,
     /// At least one native thread was found to be a Python thread.
     matched: bool,
     /// Until `finish`, the numbers in here are those of stacks, not of nodes.
@@ -73,9 +126,9 @@ impl Default for Builder {
         texts.number(String::new());
         Builder {
             texts: Texts(texts),
-            native: Stacks::default(),
-            python: Stacks::default(),
-            mixed: Stacks::default(),
+            native: Layer::default(),
+            python: Layer::default(),
+            mixed: Layer::default(),
             matched: false,
             threads: Table::new(),
             lists: Table::new(),
@@ -199,7 +252,7 @@ impl Builder {
         let (mut numbers, mut tids) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
         let (mut last_tid, mut threads, mut main_kind) = (0, HashMap::with_capacity(pairs.len()), None);
         for (place, pair) in pairs.iter().enumerate() {
-            let mut thread = self.thread(pair, rank);
+            let mut thread = self.thread(pair, rank, main == Some(place));
             let switches = pair.native.map_or(0, |thread| thread.context_switches);
             let earlier = before.and_then(|before| before.threads.get(&pair.tid()));
             thread.ran = earlier.is_some_and(|(_, earlier)| *earlier != switches);
@@ -220,7 +273,7 @@ impl Builder {
         Seen { sample, threads, main: main_kind }
     }
 
-    fn thread(&mut self, pair: &Pair<'_>, rank: Option<u32>) -> Thread {
+    fn thread(&mut self, pair: &Pair<'_>, rank: Option<u32>, main: bool) -> Thread {
         let native: Vec<Frame<'_>> = pair.native.map_or(Vec::new(), |thread| {
             thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
         });
@@ -228,18 +281,10 @@ impl Builder {
             thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
         });
         self.matched |= !native.is_empty() && !python.is_empty();
-        let add = |stacks: &mut Stacks, frames: &[Frame<'_>]| {
-            // These names were strings, so that they are text, which is all that could be refused here.
-            let id = stacks.intern(frames).ok().flatten()?;
-            if let Some(rank) = rank {
-                stacks.add(id, rank);
-            }
-            Some(number_of(id))
-        };
         let mut thread = Thread {
-            native: add(&mut self.native, &native),
-            python: add(&mut self.python, &python),
-            mixed: add(&mut self.mixed, &mix(&native, &python)),
+            native: self.native.add(&native, rank, main),
+            python: self.python.add(&python, rank, main),
+            mixed: self.mixed.add(&mix(&native, &python), rank, main),
             ..Thread::default()
         };
         if let Some(python) = pair.python {
@@ -275,10 +320,10 @@ impl Builder {
     ) -> Report {
         let Builder { mut texts, native, python, mixed, matched, mut threads, lists, ranks, .. } = self;
         let mut sets = Table::new();
-        let mixed = if matched { mixed } else { Stacks::default() };
-        let (native, native_ends) = tree(native, &mut texts, &mut sets);
-        let (python, python_ends) = tree(python, &mut texts, &mut sets);
-        let (mixed, mixed_ends) = tree(mixed, &mut texts, &mut sets);
+        let mixed = if matched { mixed } else { Layer::default() };
+        let (native, native_ends) = native.finish(&mut texts, &mut sets);
+        let (python, python_ends) = python.finish(&mut texts, &mut sets);
+        let (mixed, mixed_ends) = mixed.finish(&mut texts, &mut sets);
         for thread in &mut threads.items {
             let place = |stack: Option<u32>, ends: &[u32]| ends.get(stack? as usize).copied();
             thread.native = place(thread.native, &native_ends);
@@ -325,31 +370,6 @@ impl Builder {
     }
 }
 
-/// A number of a stack for `Thread`; places in a table of at most 2^32 stacks.
-fn number_of(stack: StackId) -> u32 {
-    u32::try_from(stack.index()).expect("a stack is numbered by 32 bits")
-}
-
-/// The tree of some stacks in the order of drawing, and the place at which each stack ends.
-fn tree(stacks: Stacks, texts: &mut Texts, sets: &mut Table<String>) -> (Tree, Vec<u32>) {
-    let (merged, ends) = stacks.into_tree_and_ends();
-    let mut places = HashMap::with_capacity(merged.nodes().len());
-    let mut tree = Tree::default();
-    for (place, id) in (0u32..).zip(merged.order().depth_first()) {
-        let node = merged.node(id);
-        let depth = node.parent.and_then(|parent| places.get(&parent)).map_or(0, |&parent: &u32| {
-            // A parent stands before its children, in the places and in the depths.
-            tree.depth[parent as usize] + 1
-        });
-        places.insert(id, place);
-        tree.depth.push(depth);
-        tree.word.push(texts.number(merged.text(id)));
-        tree.ranks.push(sets.number(node.ranks.to_string()));
-    }
-    let ends = ends.iter().filter_map(|id| places.get(id).copied()).collect();
-    (tree, ends)
-}
-
 /// Native and Python threads together, by the kernel's thread id, in the order of the native ones.
 fn pair<'a>(native: &'a [PstackStacktrace], python: &'a [PySpyStacktrace]) -> Vec<Pair<'a>> {
     let mut by_tid: HashMap<u32, usize> = HashMap::with_capacity(python.len());
@@ -368,18 +388,22 @@ fn pair<'a>(native: &'a [PstackStacktrace], python: &'a [PySpyStacktrace]) -> Ve
     pairs
 }
 
-/// The main thread, as `merge` chooses it: by the name of its Python thread, its id, the module at its root, else the
-/// first one that has a stack.
+/// The main thread, as `merge` chooses it: among the Python threads that have a stack, else among the native ones; by its
+/// name, its id, the module at its root, else the first.
 fn main_thread(pairs: &[Pair<'_>], pid: i32) -> Option<usize> {
     let pid = u32::try_from(pid).unwrap_or(0);
     let python = |is_main: &dyn Fn(&PySpyStacktrace) -> bool| {
         pairs.iter().position(|pair| pair.python.is_some_and(|thread| !thread.frames.is_empty() && is_main(thread)))
     };
+    let native = |is_main: &dyn Fn(&PstackStacktrace) -> bool| {
+        pairs.iter().position(|pair| pair.native.is_some_and(|thread| !thread.frames.is_empty() && is_main(thread)))
+    };
     python(&|thread| thread.thread_name == "MainThread")
-        .or_else(|| pairs.iter().position(|pair| pid != 0 && pair.tid() == pid))
+        .or_else(|| python(&|thread| pid != 0 && thread.os_thread_id == pid))
         .or_else(|| python(&|thread| thread.frames.last().is_some_and(|root| root.func_name == "<module>")))
         .or_else(|| python(&|_| true))
-        .or_else(|| pairs.iter().position(|pair| pair.native.is_some_and(|thread| !thread.frames.is_empty())))
+        .or_else(|| native(&|thread| pid != 0 && thread.pid == pid))
+        .or_else(|| native(&|_| true))
 }
 
 /// What changed between two looks at one process.

@@ -65,6 +65,8 @@ pub struct Tree {
     pub word: Vec<TextId>,
     /// Ranks that come by every node in the last sample. None come by where only the first sample, or a child process, was.
     pub ranks: Vec<SetId>,
+    /// Ranks whose main threads come by every node in the last sample.
+    pub main: Vec<SetId>,
 }
 
 /// Ranks whose main threads stand at one place.

@@ -25,13 +25,13 @@ const CONDITIONS = {
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
 const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => holds(runs, rank))?.condition ?? "no_dump";
 
-/** Groups with their colours: what holds a culprit is red, the largest others have a colour of their own. */
+/** Groups with their colours: what holds culprits only is red, the largest others have a colour of their own. */
 const COLOURS = 6;
 const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }));
 {
   let next = 0;
   for (const group of GROUPS) {
-    if (intersect(group.runs, CULPRITS).length) group.colour = "culprit";
+    if (CULPRITS.length && isSubset(group.runs, CULPRITS)) group.colour = "culprit";
     else group.colour = next < COLOURS ? `g${next++}` : "rest";
   }
 }
@@ -56,7 +56,7 @@ const isOwn = (file) => /\.py:\d+$/.test(file) && !LIBRARY.test(file);
 const TREES = {};
 function treeOf(mode) {
   if (TREES[mode]) return TREES[mode];
-  const { depth, word, ranks } = D.trees[mode];
+  const { depth, word, ranks, main } = D.trees[mode];
   const parent = new Int32Array(depth.length).fill(-1);
   const open = [];
   for (let i = 0; i < depth.length; i++) {
@@ -64,7 +64,7 @@ function treeOf(mode) {
     parent[i] = open.length ? open[open.length - 1] : -1;
     open.push(i);
   }
-  return (TREES[mode] = { mode, depth, word, ranks, parent });
+  return (TREES[mode] = { mode, depth, word, all: ranks, main, parent });
 }
 
 /** The words of a stack that ends at a node, leaf first. */
@@ -90,3 +90,14 @@ function show(changes) {
   watchers.forEach((watcher) => watcher(changes));
 }
 const onlyRanks = (runs, why) => show({ filter: runs, why });
+
+/** The word of the user's own innermost frame where a group stands, else of its deepest frame; none without a stack. */
+function placeOf(group) {
+  if (group.place !== undefined) return group.place;
+  const sample = RANKS.get(group.runs[0])?.last;
+  const thread = sample?.main === undefined ? null : D.threads[D.lists[sample.threads][sample.main]];
+  const words = thread?.python === undefined ? [] : stackOf("python", thread.python);
+  const deepest = group.deepest === null ? null : D.texts[group.deepest];
+  return (group.place = words.find((word) => isOwn(splitWord(word)[1])) ?? deepest);
+}
+const nameOf = (group) => (placeOf(group) === null ? "no stack" : splitWord(placeOf(group))[0]);

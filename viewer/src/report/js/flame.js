@@ -5,7 +5,7 @@ const ROW = 20;
 const NARROW = 3;
 
 /** Places of all frames of a tree, for the ranks that are shown. */
-function layOut(tree, filter) {
+function layOut(tree, sets, filter) {
   const size = tree.depth.length;
   const counts = new Map();
   const countOf = (set) => {
@@ -18,7 +18,7 @@ function layOut(tree, filter) {
   let total = 0;
   // Every parent stands before its children, so from the end each child comes first.
   for (let i = size - 1; i >= 0; i--) {
-    width[i] = Math.max(countOf(tree.ranks[i]), beneath[i]);
+    width[i] = Math.max(countOf(sets[i]), beneath[i]);
     if (tree.parent[i] >= 0) beneath[tree.parent[i]] += width[i];
     else total += width[i];
   }
@@ -60,7 +60,7 @@ const MODES = { python: "Python", native: "Native", mixed: "Mixed" };
 
 function buildFlames() {
   const section = byId("flames");
-  const state = { mode: "python", zoom: -1, chosen: -1, needle: "", hits: new Set(), hitNodes: [], hitAt: -1 };
+  const state = { mode: "python", main: true, zoom: -1, chosen: -1, needle: "", hits: new Set(), hitNodes: [], hitAt: -1 };
   let tree;
   let places;
 
@@ -76,6 +76,15 @@ function buildFlames() {
     to.focus();
     event.preventDefault();
   });
+  const only = el("input", { type: "checkbox", id: "main-only" });
+  only.checked = state.main;
+  only.addEventListener("change", () => {
+    state.main = only.checked;
+    choose(state.mode);
+  });
+  const quick = CULPRITS.length
+    ? el("button", { type: "button", class: "small", id: "culprits-only", onclick: () => onlyRanks(CULPRITS, "culprits") }, `Only ${ranksText(CULPRITS, 3)}`)
+    : null;
   const search = el("input", { id: "search", type: "search", placeholder: "Search frames  ( / )", "aria-label": "Search frames", autocomplete: "off", spellcheck: "false" });
   const found = el("span", { id: "found", role: "status", "aria-live": "polite", class: "muted" });
   const reset = el("button", { type: "button", class: "small", id: "reset-zoom", onclick: () => zoomTo(-1) }, "Reset zoom");
@@ -85,7 +94,7 @@ function buildFlames() {
   box.append(sheet);
   section.append(
     ...heading("flames-title", "Merged stacks of all ranks", "Outermost call on top. A frame is as wide as the number of ranks in it; below it, ranks part ways."),
-    el("div", { class: "tools" }, tablist, search, found, reset),
+    el("div", { class: "tools" }, [tablist, el("label", {}, only, " Main threads only"), quick], search, found, reset),
     box,
     detail,
   );
@@ -107,12 +116,14 @@ function buildFlames() {
   }
 
   function arrange() {
-    places = layOut(tree, view.filter);
+    places = layOut(tree, sets(), view.filter);
     if (state.zoom >= 0 && places.width[state.zoom] === 0) state.zoom = -1;
     draw();
   }
 
-  const runsOfNode = (node) => setOf(tree.ranks[node]);
+  /** Number of the rank set of every node: of main threads, or of all. */
+  const sets = () => (state.main ? tree.main : tree.all);
+  const runsOfNode = (node) => setOf(sets()[node]);
   const wordOf = (node) => D.texts[tree.word[node]];
   const ranksLabel = (node) => `@${labelOf(runsOfNode(node))}|${labelOf(complement(runsOfNode(node), WORLD))}`;
 
@@ -159,19 +170,24 @@ function buildFlames() {
         narrow = null;
       };
       for (let i = firstBehind(row, from); i < row.length && places.left[row[i]] < to; i++) {
-        const x = (places.left[row[i]] - from) * scale;
-        const w = places.width[row[i]] * scale;
-        if (w >= NARROW) {
+        const node = row[i];
+        const x = (places.left[node] - from) * scale;
+        const w = places.width[node] * scale;
+        // The chosen frame has the focus, so that it is drawn however narrow.
+        if (w >= NARROW || node === state.chosen) {
           close();
-          nodes.push(frameAt(row[i], x, w, false));
-        } else if (narrow && x - narrow.end < 1) {
-          narrow.end = x + w;
-          narrow.count += 1;
-          narrow.hit ||= state.hits.has(row[i]);
-        } else {
-          close();
-          narrow = { x, end: x + w, count: 1, parent: tree.parent[row[i]], hit: state.hits.has(row[i]) };
+          nodes.push(frameAt(node, x, Math.max(w, NARROW), false));
+          continue;
         }
+        if (!narrow || x - narrow.end >= 1) {
+          close();
+          narrow = { x, end: x, count: 0, widest: node, hit: false, culprit: false };
+        }
+        narrow.end = x + w;
+        narrow.count += 1;
+        if (places.width[node] > places.width[narrow.widest]) narrow.widest = node;
+        narrow.hit ||= state.hits.has(node);
+        if (!narrow.culprit && colourOfSet(sets()[node]) === "culprit") [narrow.culprit, narrow.widest] = [true, node];
       }
       close();
     }
@@ -183,7 +199,7 @@ function buildFlames() {
   }
 
   function emptyText() {
-    if (tree.depth.length) return "None of these ranks has a stack of this kind.";
+    if (tree.depth.length) return `None of these ranks has a ${state.main ? "main thread with a " : ""}stack of this kind.`;
     if (state.mode === "mixed") return "No thread has both a Python and a native stack that belong together, so there is nothing to mix.";
     return `The dumps hold no ${MODES[state.mode]} stacks.`;
   }
@@ -192,7 +208,7 @@ function buildFlames() {
     const [func, file] = splitWord(wordOf(node));
     const label = ranksLabel(node);
     const count = sizeOf(runsOfNode(node));
-    const classes = ["node", colourOfSet(tree.ranks[node])];
+    const classes = ["node", colourOfSet(sets()[node])];
     if (above) classes.push("above");
     if (state.chosen === node) classes.push("chosen");
     if (state.needle) classes.push(state.hits.has(node) ? "hit" : "miss");
@@ -218,10 +234,13 @@ function buildFlames() {
     return item;
   }
 
-  function narrowBlock({ x, end, count, parent, hit }, depth) {
-    const item = el("div", { class: `many${hit ? " hit" : ""}`, title: `${plural(count, "narrow frame")}: zoom in to see`, "data-parent": parent });
+  /** Frames that are too narrow to be told apart. Those of culprits are never too narrow to be seen. */
+  function narrowBlock({ x, end, count, widest, hit, culprit }, depth) {
+    const classes = ["many", culprit ? "culprit" : "", hit ? "hit" : ""].filter(Boolean);
+    const title = `${plural(count, "narrow frame")}${culprit ? ", a culprit's among them" : ""}: click to zoom`;
+    const item = el("div", { class: classes.join(" "), title, "data-widest": widest });
     item.style.left = `${x}px`;
-    item.style.width = `${Math.max(1, end - x - 1)}px`;
+    item.style.width = `${Math.max(culprit ? 5 : 1, end - x - 1)}px`;
     item.style.top = `${depth * ROW}px`;
     return item;
   }
@@ -286,7 +305,7 @@ function buildFlames() {
         if (matches.get(word) && runsOfNode(node).length) state.hitNodes.push(node);
       }
       state.hits = new Set(state.hitNodes);
-      const runs = union([...new Set(state.hitNodes.map((node) => tree.ranks[node]))].map(setOf));
+      const runs = union([...new Set(state.hitNodes.map((node) => sets()[node]))].map(setOf));
       found.replaceChildren(`${plural(state.hitNodes.length, "frame")} on ${plural(sizeOf(runs), "rank")}`);
       if (runs.length) {
         const why = `in a frame that matches "${search.value.trim()}"`;
@@ -325,7 +344,8 @@ function buildFlames() {
     const item = event.target.closest(".node, .many");
     if (!item) return;
     if (item.classList.contains("many")) {
-      if (Number(item.dataset.parent) >= 0) zoomTo(Number(item.dataset.parent));
+      zoomTo(Number(item.dataset.widest));
+      pick(Number(item.dataset.widest), true);
       return;
     }
     const node = Number(item.dataset.node);

@@ -9,7 +9,7 @@ function cellTitle(rank) {
   else parts.push(CONDITIONS[condition].word);
   if (entry?.node) parts.push(`on ${D.texts[entry.node]}`);
   const group = groupOf(rank);
-  if (group?.deepest) parts.push(`in ${splitWord(D.texts[group.deepest])[0]}`);
+  if (group) parts.push(`in ${nameOf(group)}`);
   return parts.join(", ");
 }
 
@@ -20,7 +20,7 @@ function buildStrip() {
   const cells = [];
   for (let rank = 0; rank < count; rank++) {
     const condition = conditionOf(rank);
-    const colour = groupOf(rank)?.colour ?? (holds(CULPRITS, rank) ? "culprit" : "none");
+    const colour = holds(CULPRITS, rank) ? "culprit" : (groupOf(rank)?.colour ?? "none");
     const { sign } = CONDITIONS[condition];
     cells.push(
       el(
@@ -96,6 +96,7 @@ function drawFilter() {
 
 function buildLegend() {
   const entries = [];
+  // The culprits first, wherever they stand.
   const chip = (colour, text, runs, why) =>
     el(
       "button",
@@ -103,10 +104,12 @@ function buildLegend() {
       el("i", { class: `key ${colour}` }),
       text,
     );
+  if (CULPRITS.length) {
+    entries.push(chip("culprit", `culprit (${sizeOf(CULPRITS)})`, CULPRITS, "culprits"));
+  }
   for (const group of GROUPS.filter(({ colour }) => colour !== "rest").slice(0, COLOURS + 2)) {
-    const name = group.deepest ? splitWord(D.texts[group.deepest])[0] : "no stack";
-    const culprit = group.colour === "culprit" ? "culprit, " : "";
-    entries.push(chip(group.colour, `${culprit}in ${name} (${sizeOf(group.runs)})`, group.runs, `in ${name}`));
+    if (group.colour === "culprit") continue;
+    entries.push(chip(group.colour, `in ${nameOf(group)} (${sizeOf(group.runs)})`, group.runs, `in ${nameOf(group)}`));
   }
   const rest = GROUPS.filter(({ colour }) => colour === "rest");
   if (rest.length) {

@@ -29,10 +29,16 @@ const CAUSES = {
 
 const heading = (id, text, note) => [el("h2", { id }, text), note ? el("p", { class: "hint" }, note) : null];
 
+/** A path of which the name stands out: `schedules.py:149` in `/data/megatron/core/`. */
+function pathText(path) {
+  const at = path.lastIndexOf("/") + 1;
+  return el("span", { class: "file" }, el("span", { class: "dir" }, path.slice(0, at)), el("span", { class: "name" }, path.slice(at)));
+}
+
 /** A frame's word: function, then its file. */
 function frameText(word, className = "frame") {
   const [func, file] = splitWord(word);
-  return el("span", { class: `${className}${isOwn(file) ? " own" : ""}`, title: word }, el("b", {}, func || "??"), file && el("span", { class: "file" }, file));
+  return el("span", { class: `${className}${isOwn(file) ? " own" : ""}`, title: word }, el("b", {}, func || "??"), file && pathText(file));
 }
 
 /** Ranks as a button that opens the only one, or limits the view to all of them. */
@@ -76,8 +82,7 @@ function longTable(columns, rows, most, what) {
 function buildVerdict() {
   const box = byId("verdict");
   if (!VERDICT) {
-    const places = GROUPS.filter((group) => group.deepest).length;
-    const smallest = GROUPS.length > 1 ? GROUPS[GROUPS.length - 1] : null;
+    const places = GROUPS.filter((group) => group.deepest !== null).length;
     box.classList.add("without");
     box.append(
       el("p", { class: "cause" }, "No verdict in this folder"),
@@ -87,18 +92,13 @@ function buildVerdict() {
         `${sizeOf(WITH_DUMP)} of ${plural(WORLD, "rank")} have a dump; their main threads stand at ${plural(places, "place")}.`,
       ),
     );
-    if (smallest?.deepest) {
-      box.append(
-        el(
-          "p",
-          {},
-          "The stacks alone do not tell who is to blame. The smallest group is the place to look first: ",
-          rankButton(smallest.runs, "the smallest group"),
-          " in ",
-          frameText(D.texts[smallest.deepest]),
-          ".",
-        ),
-      );
+    box.append(el("p", {}, "The stacks alone do not tell who is to blame. Ranks that stand apart from the rest are the first to look at."));
+    // Groups as small as the smallest, if they are few and others are larger.
+    const least = Math.min(...GROUPS.map(({ runs }) => sizeOf(runs)));
+    const small = GROUPS.filter((group) => placeOf(group) !== null && sizeOf(group.runs) === least);
+    if (small.length <= 6 && small.length < GROUPS.length) {
+      const line = (group) => el("li", {}, rankButton(group.runs, "a small group"), " in ", frameText(placeOf(group)));
+      box.append(el("ul", {}, small.map(line)));
     }
     return;
   }
@@ -173,7 +173,7 @@ function culpritCard(rank) {
     { class: "culprit-card" },
     el("p", { class: "who" }, el("b", {}, `Rank ${rank}`), el("span", { class: "muted" }, about.filter(Boolean).join(" · "))),
     where.python
-      ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), el("span", { class: "file" }, where.python))
+      ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), pathText(where.python))
       : null,
     where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
     (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
@@ -195,13 +195,14 @@ function buildGroups() {
     cells: [
       [el("i", { class: `key ${group.colour}`, "aria-hidden": "true" }), rankButton(group.runs, "one group")],
       `${sizeOf(group.runs)}`,
-      group.deepest ? frameText(D.texts[group.deepest]) : "no stack of the main thread",
-      group.own ? frameText(D.texts[group.own]) : el("span", { class: "muted" }, "shared with others"),
+      placeOf(group) === null ? "no stack of the main thread" : frameText(placeOf(group)),
+      group.deepest === null || placeOf(group) === D.texts[group.deepest] ? "" : frameText(D.texts[group.deepest]),
+      group.own === null ? el("span", { class: "muted" }, "none") : frameText(D.texts[group.own]),
     ],
   }));
   // A culprit is what the reader came for, so its group is never among the rows that are folded away.
   rows.sort((a, b) => Number(b.className === "hot") - Number(a.className === "hot"));
-  section.append(longTable(["Ranks", "Count", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
+  section.append(longTable(["Ranks", "Count", "In their own code", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
 }
 
 function buildCommunicators() {
@@ -213,7 +214,8 @@ function buildCommunicators() {
   );
   section.append(...head);
   if (!D.communicators.length) {
-    section.lastElementChild.textContent = "No flight records in this folder, so only the stacks tell where the ranks are.";
+    section.hidden = true;
+    D.notes.push("There are no flight records in this folder, so that only the stacks tell at which operation the ranks are.");
     return;
   }
   const boxes = D.communicators.map((communicator) => {
@@ -226,7 +228,7 @@ function buildCommunicators() {
       const shape = waits?.dtype ? ` of ${waits.count.toLocaleString("en")} × ${waits.dtype}` : "";
       const peer = typeof waits?.peer === "number" ? `, peer ${waits.peer}` : "";
       return {
-        className: behind || intersect(runs, CULPRITS).length ? "hot" : "",
+        className: behind || (CULPRITS.length && isSubset(runs, CULPRITS)) ? "hot" : "",
         cells: [
           rankButton(runs, `on communicator ${id}`),
           waits ? `${waits.op}${waits.seq ? ` ${waits.seq}` : ""}${shape}${peer}` : "nothing pending",
@@ -273,7 +275,8 @@ function buildMoved() {
   const apart = D.between_ms ? `The two samples are ${timeText(D.between_ms)} apart. ` : "";
   section.append(...heading("moved-title", "What moved between the two samples", `${apart}What stands still in both is stuck; what moves is slow, or alive.`));
   if (!ranks.length) {
-    section.lastElementChild.textContent = "The dumps hold one sample each, so nothing can be said about movement.";
+    section.hidden = true;
+    D.notes.push("The dumps hold one sample each, so that nothing can be said about what moves.");
     return;
   }
   const classes = new Map();
