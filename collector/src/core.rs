@@ -315,6 +315,8 @@ impl Core {
         for action in self.engine.tick(&self.registry, now) {
             self.act(action, now);
         }
+        let engine = &self.engine;
+        self.told.retain(|id, _| engine.get(id).is_some());
         self.end_the_rest(now);
         self.registry.forget(now.mono_ns);
     }

@@ -92,6 +92,8 @@ impl Hurry {
 
 /// For one sample of all ranks of the node.
 const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
+/// The first sample finds all caches cold (a libtorch has half a gigabyte), and may use the time up to the second one.
+const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
 /// From the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
 /// The viewer gets this much even when the samples used up the budget.
@@ -102,9 +104,13 @@ pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
-    sample(&mut plan, captures, 0, &mut taken);
+    let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
+    sample(&mut plan, captures, 0, first_deadline, &mut taken);
+    info!("incident {}: the first sample took {:.0?}", plan.incident, begun.elapsed());
     hurry.wait_until(begun + plan.sample_interval);
-    sample(&mut plan, captures, 1, &mut taken);
+    let second = Instant::now();
+    sample(&mut plan, captures, 1, CAPTURE_DEADLINE, &mut taken);
+    info!("incident {}: the second sample took {:.0?}", plan.incident, second.elapsed());
     let sampled = Now::get();
 
     let evidence = evidence(&plan, taken);
@@ -117,14 +123,14 @@ pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 }
 
 /// One look at all ranks. Ranks whose process is gone are left to their rings.
-fn sample(plan: &mut Plan, captures: &Captures, which: usize, taken: &mut BTreeMap<u32, Taken>) {
+fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration, taken: &mut BTreeMap<u32, Taken>) {
     for subject in &mut plan.subjects {
         subject.refresh();
     }
     let pids: BTreeMap<i32, u32> =
         plan.subjects.iter().filter_map(|subject| Some((subject.pid()?, subject.rank))).collect();
     let asked: Vec<i32> = pids.keys().copied().collect();
-    let result = captures.capture(&asked, CAPTURE_DEADLINE);
+    let result = captures.capture(&asked, deadline);
     for subject in &plan.subjects {
         subject.read_ring(which == 1, taken.entry(subject.rank).or_default());
     }
