@@ -272,10 +272,18 @@ impl<'a> Reader<'a> {
 
     fn skip_nested(&mut self, field: Field, groups: usize) -> Result<(), DecodeError> {
         match field.wire {
-            VARINT => drop(self.raw_varint()?),
-            FIXED64 => drop(self.advance(8, field.offset)?),
-            FIXED32 => drop(self.advance(4, field.offset)?),
-            BYTES => drop(self.message(field)?),
+            VARINT => {
+                self.raw_varint()?;
+            }
+            FIXED64 => {
+                self.advance(8, field.offset)?;
+            }
+            FIXED32 => {
+                self.advance(4, field.offset)?;
+            }
+            BYTES => {
+                self.message(field)?;
+            }
             GROUP if groups > 0 => loop {
                 match self.next_field()? {
                     None => return Err(DecodeError::Truncated { offset: field.offset }),

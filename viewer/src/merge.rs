@@ -105,11 +105,8 @@ impl Merger {
     /// Puts everything together.
     pub fn finish(self) -> Merged {
         let stacks_of = |mode| if mode == Mode::Native { &self.native } else { &self.python };
-        let mut paths: Vec<(RankSet, Option<(Mode, Box<[WordId]>)>)> = self
-            .main
-            .into_iter()
-            .map(|(main, ranks)| (ranks, main.map(|(mode, id)| (mode, stacks_of(mode).words_of(id).into()))))
-            .collect();
+        let path_of = |(mode, id)| -> (Mode, Box<[WordId]>) { (mode, stacks_of(mode).words_of(id).into()) };
+        let mut paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
         paths.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
         let (native, python) = (self.native.into_tree(), self.python.into_tree());
         let alone = paths.len() == 1;
