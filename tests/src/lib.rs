@@ -3,12 +3,14 @@
 #![deny(unsafe_code)]
 
 mod artifacts;
+mod fake_collector;
 mod forky;
 mod job;
 mod process;
 mod tools;
 
 pub use artifacts::{Artifacts, PACKAGES, artifacts};
+pub use fake_collector::{Ears, FakeCollector, RECONNECT};
 pub use forky::{apt_get, forky, forky_with_torch, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};

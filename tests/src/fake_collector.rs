@@ -1,0 +1,231 @@
+//! A node collector that only listens: it says Welcome, keeps what the hooks say, and can be deaf, go away and come back.
+
+use std::{
+    fs::{self, File},
+    io::IoSliceMut,
+    os::{
+        fd::{AsFd, AsRawFd, FromRawFd, OwnedFd},
+        unix::fs::FileExt,
+    },
+    path::{Path, PathBuf},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use nix::{
+    cmsg_space,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::socket::{
+        AddressFamily, Backlog, ControlMessageOwned, MsgFlags, SockFlag, SockType, UnixAddr, accept4, bind, getsockopt,
+        listen, recvmsg, send, socket, sockopt::PeerCredentials,
+    },
+};
+use xpu_timer_proto::{
+    Message as _, ring,
+    socket::MAX_PACKET_BYTES,
+    v1::{FlightRecord, HangSignal, Hello, HookMessage, NodeReply, Welcome, hook_message::Message, node_reply},
+};
+
+use crate::wait_until;
+
+/// The collector; its connections end with it, as those of a killed one do.
+pub struct FakeCollector {
+    /// Its socket.
+    pub path: PathBuf,
+    heard: Arc<Mutex<Heard>>,
+    stop: Arc<AtomicBool>,
+    thread: Option<JoinHandle<()>>,
+}
+
+/// All that was heard.
+#[derive(Default)]
+struct Heard {
+    messages: Vec<(i32, Message)>,
+    rings: Vec<(i32, File)>,
+    ended: Vec<i32>,
+}
+
+/// Whether a collector reads what it is sent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Ears {
+    /// Yes.
+    Open,
+    /// It says Welcome and never reads anything.
+    Deaf,
+}
+
+impl FakeCollector {
+    /// Listens at `path`, in place of what was there before.
+    ///
+    /// # Panics
+    /// When it cannot listen there.
+    #[must_use]
+    pub fn listen(path: &Path, ears: Ears) -> Self {
+        let _ = fs::remove_file(path);
+        let flags = SockFlag::SOCK_CLOEXEC;
+        let listener = socket(AddressFamily::Unix, SockType::SeqPacket, flags, None).expect("a socket");
+        bind(listener.as_raw_fd(), &UnixAddr::new(path).expect("a short path")).expect("the path is free");
+        listen(&listener, Backlog::new(64).expect("a valid backlog")).expect("a bound socket listens");
+        let heard = Arc::new(Mutex::new(Heard::default()));
+        let stop = Arc::new(AtomicBool::new(false));
+        let thread = {
+            let (heard, stop) = (Arc::clone(&heard), Arc::clone(&stop));
+            std::thread::spawn(move || serve(&listener, ears, &heard, &stop))
+        };
+        FakeCollector { path: path.into(), heard, stop, thread: Some(thread) }
+    }
+
+    fn pick<T>(&self, pick: impl Fn(&(i32, Message)) -> Option<T>) -> Vec<T> {
+        self.heard.lock().expect("the listening thread does not panic").messages.iter().filter_map(pick).collect()
+    }
+
+    /// Every Hello, with the process that sent it.
+    #[must_use]
+    pub fn hellos(&self) -> Vec<(i32, Hello)> {
+        self.pick(|(pid, message)| match message {
+            Message::Hello(hello) => Some((*pid, hello.clone())),
+            _ => None,
+        })
+    }
+
+    /// Every hang signal.
+    #[must_use]
+    pub fn hangs(&self) -> Vec<(i32, HangSignal)> {
+        self.pick(|(pid, message)| match message {
+            Message::Hang(hang) => Some((*pid, hang.clone())),
+            _ => None,
+        })
+    }
+
+    /// Tickets of what resolved.
+    #[must_use]
+    pub fn resolved(&self) -> Vec<(i32, u64)> {
+        self.pick(|(pid, message)| match message {
+            Message::Resolved(resolved) => Some((*pid, resolved.ticket)),
+            _ => None,
+        })
+    }
+
+    /// Ranks that became known after Hello.
+    #[must_use]
+    pub fn ranks(&self) -> Vec<(i32, xpu_timer_proto::v1::RankInfo)> {
+        self.pick(|(pid, message)| match message {
+            Message::Rank(rank) => Some((*pid, rank.clone())),
+            _ => None,
+        })
+    }
+
+    /// Processes that said goodbye.
+    #[must_use]
+    pub fn goodbyes(&self) -> Vec<i32> {
+        self.pick(|(pid, message)| matches!(message, Message::Goodbye(_)).then_some(*pid))
+    }
+
+    /// Processes whose connection ended.
+    #[must_use]
+    pub fn ended(&self) -> Vec<i32> {
+        self.heard.lock().expect("the listening thread does not panic").ended.clone()
+    }
+
+    /// The flight record of a process, from the descriptor that came with its last Hello.
+    ///
+    /// # Panics
+    /// When it sent none, or something that is no ring.
+    #[must_use]
+    pub fn ring(&self, pid: i32) -> FlightRecord {
+        let heard = self.heard.lock().expect("the listening thread does not panic");
+        let found = heard.rings.iter().rev().find(|(owner, _)| *owner == pid);
+        let (_, file) = found.expect("the process has sent its ring");
+        ring::read(|at, buffer| file.read_exact_at(buffer, at), Default::default(), 0).expect("a ring of this version")
+    }
+
+    /// Waits for the first Hello; its process.
+    ///
+    /// # Panics
+    /// When none comes.
+    pub fn wait_hello(&self) -> i32 {
+        wait_until(crate::PATIENCE, "a Hello", || !self.hellos().is_empty());
+        self.hellos()[0].0
+    }
+}
+
+impl Drop for FakeCollector {
+    fn drop(&mut self) {
+        self.stop.store(true, Ordering::Relaxed);
+        if let Some(thread) = self.thread.take() {
+            let _ = thread.join();
+        }
+    }
+}
+
+fn serve(listener: &OwnedFd, ears: Ears, heard: &Mutex<Heard>, stop: &AtomicBool) {
+    let mut connections: Vec<(OwnedFd, i32)> = Vec::new();
+    while !stop.load(Ordering::Relaxed) {
+        let sockets = std::iter::once(listener.as_fd()).chain(connections.iter().map(|(socket, _)| socket.as_fd()));
+        let mut waiting: Vec<PollFd> = sockets.map(|socket| PollFd::new(socket, PollFlags::POLLIN)).collect();
+        if ears == Ears::Deaf {
+            waiting.truncate(1);
+        }
+        let _ = poll(&mut waiting, PollTimeout::from(20u16));
+        let ready: Vec<bool> = waiting.iter().map(|socket| socket.any().unwrap_or(false)).collect();
+        let mut index = 0;
+        connections.retain(|(socket, pid)| {
+            index += 1;
+            !ready.get(index).copied().unwrap_or(false) || hear(socket, *pid, heard)
+        });
+        if ready[0] {
+            connections.extend(welcome(listener));
+        }
+    }
+}
+
+fn welcome(listener: &OwnedFd) -> Option<(OwnedFd, i32)> {
+    let fd = accept4(listener.as_raw_fd(), SockFlag::SOCK_CLOEXEC).ok()?;
+    let socket = owned(fd);
+    let pid = getsockopt(&socket, PeerCredentials).ok()?.pid();
+    let welcome = Welcome { collector_pid: std::process::id() as i32 };
+    let reply = NodeReply { message: Some(node_reply::Message::Welcome(welcome)) };
+    // A peer that is gone already is found out when it is listened to.
+    let _ = send(socket.as_raw_fd(), &reply.encode_to_vec(), MsgFlags::MSG_NOSIGNAL);
+    Some((socket, pid))
+}
+
+/// Hears one packet; false when there will be no more.
+fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
+    let mut packet = vec![0; MAX_PACKET_BYTES];
+    let mut parts = [IoSliceMut::new(&mut packet)];
+    let mut control = cmsg_space!([i32; 4]);
+    let received = recvmsg::<()>(socket.as_raw_fd(), &mut parts, Some(&mut control), MsgFlags::MSG_CMSG_CLOEXEC);
+    let mut descriptors = Vec::new();
+    let length = received.map_or(0, |message| {
+        for control in message.cmsgs().into_iter().flatten() {
+            if let ControlMessageOwned::ScmRights(rights) = control {
+                descriptors.extend(rights.into_iter().map(owned));
+            }
+        }
+        message.bytes
+    });
+    let mut heard = heard.lock().expect("nobody panics with it");
+    if length == 0 {
+        heard.ended.push(pid);
+        return false;
+    }
+    heard.rings.extend(descriptors.into_iter().map(|ring| (pid, File::from(ring))));
+    if let Some(message) = HookMessage::decode(&packet[..length]).ok().and_then(|message| message.message) {
+        heard.messages.push((pid, message));
+    }
+    true
+}
+
+#[allow(unsafe_code)]
+fn owned(fd: i32) -> OwnedFd {
+    // SAFETY: a descriptor that the kernel has just made for us.
+    unsafe { OwnedFd::from_raw_fd(fd) }
+}
+
+/// How long a hook may take to notice that a collector is back: its longest pause between two attempts, and some.
+pub const RECONNECT: Duration = Duration::from_secs(20);
