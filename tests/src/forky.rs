@@ -61,6 +61,16 @@ pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
     command
 }
 
+/// The pid of what a command of [`run_in_forky`], or another `unshare --fork`, runs: it is the only child of that process.
+///
+/// # Errors
+/// When there is no child yet, or none any more.
+pub fn only_child(pid: i32) -> Result<i32> {
+    let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
+    let child = children.split_whitespace().next().with_context(|| format!("process {pid} has no child"))?;
+    Ok(child.parse()?)
+}
+
 /// Makes `target/NAME` by filling a folder beside it and renaming that. A lock file keeps two processes from doing it at once.
 fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
     let target = crate::tree().join("target");

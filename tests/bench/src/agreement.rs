@@ -77,22 +77,35 @@ fn compare_native(ours: &[PstackStacktrace], theirs: &HashMap<i32, NativeStack>)
 pub fn python(tools: &Tools, captured: &ProcessCapture) -> Result<Score> {
     let theirs = rivals::parse_py_spy(&rivals::output(&mut rivals::py_spy(tools, captured.pid))?)?;
     ensure!(!theirs.is_empty(), "py-spy saw no thread of {}", captured.pid);
-    Ok(compare_python(&captured.sample.py_stacktrace, &theirs))
+    Ok(compare_python(&captured.sample.py_stacktrace, &theirs, own_tid))
 }
 
-fn compare_python(ours: &[PySpyStacktrace], theirs: &[PythonStack]) -> Score {
+/// The id that a thread has in its own namespace of process ids, which is what py-spy tells; the id itself when it is gone.
+fn own_tid(tid: u32) -> u32 {
+    let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
+    let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));
+    ids.and_then(|ids| ids.split_whitespace().next_back()?.parse().ok()).unwrap_or(tid)
+}
+
+fn compare_python(ours: &[PySpyStacktrace], theirs: &[PythonStack], own_tid: impl Fn(u32) -> u32) -> Score {
     let mut score = Score { of: theirs.len().max(ours.len()), ..Score::default() };
     for their in theirs {
         let our = ours.iter().find(|thread| thread.thread_id == their.thread_id);
         let frames = our.map(frames);
-        let same_tid = our.is_some_and(|our| their.os_thread_id.is_none_or(|tid| tid == our.os_thread_id));
+        let same_tid = our.is_some_and(|our| their.os_thread_id.is_none_or(|tid| tid == own_tid(our.os_thread_id)));
         if frames.as_ref() == Some(&their.frames) && same_tid && our.is_some_and(|our| our.owns_gil == their.owns_gil) {
             score.same += 1;
         } else {
             score.differs(|| {
                 let (our, their) = (frames.unwrap_or_default(), &their.frames);
                 let at = our.iter().zip(their).take_while(|(our, their)| our == their).count();
-                format!("{} frames against {}: {:?} against {:?}", our.len(), their.len(), our.get(at), their.get(at))
+                format!(
+                    "{} frames against {}, from frame {at} {:?} against {:?}, thread id the same: {same_tid}",
+                    our.len(),
+                    their.len(),
+                    our.get(at),
+                    their.get(at)
+                )
             });
         }
     }
@@ -139,13 +152,18 @@ mod tests {
             owns_gil: false,
             frames: vec![("wait".into(), "/t.py:3".into())],
         };
-        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()]).same, 1);
+        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()], |tid| tid).same, 1);
         their.owns_gil = true;
-        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()]).same, 0, "another GIL holder");
+        assert_eq!(
+            compare_python(std::slice::from_ref(&ours), &[their.clone()], |tid| tid).same,
+            0,
+            "another GIL holder"
+        );
         their.owns_gil = false;
+        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()], |_| 1).same, 0, "another thread id");
         their.frames[0].1 = "/t.py:4".into();
-        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()]).same, 0, "another line");
-        let score = compare_python(&[ours.clone(), ours], &[]);
+        assert_eq!(compare_python(std::slice::from_ref(&ours), &[their.clone()], |tid| tid).same, 0, "another line");
+        let score = compare_python(&[ours.clone(), ours], &[], |tid| tid);
         assert_eq!((score.same, score.of), (0, 2), "threads that only we see count as different");
     }
 }

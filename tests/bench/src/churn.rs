@@ -123,7 +123,7 @@ pub fn run(language: Language, captures: usize) -> Result<Outcome> {
     target.wait_for("ready", Duration::from_secs(60));
     let pid = target.pid();
     let mut capturer = Capturer::new();
-    let options = Options { lines_budget: Duration::ZERO, native: language == Language::C, ..Options::default() };
+    let options = Options { lines_budget: Duration::ZERO, ..Options::default() };
     let mut result = Outcome::default();
     for _ in 0..captures {
         let before = Table::read(&file)?;

@@ -115,18 +115,22 @@ pub struct Gaps {
 /// Windows with and without a capture, in turn.
 pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     const MARGIN: Duration = Duration::from_millis(20);
+    const REST: Duration = Duration::from_millis(700);
     let mut capturer = Capturer::new();
     let warm = Options::default();
     capturer.capture(&[pid], &warm);
     let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
-    let length = wall * 3 + MARGIN * 2;
+    let length = wall * 2 + MARGIN * 2;
     let (mut quiet, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new());
     let mut tries = 0;
     while captured.len() < windows {
         tries += 1;
+        // The kernel takes the processor away from a real-time thread that has had it for nearly a whole second.
+        std::thread::sleep(length + REST);
         ensure!(tries < windows * 4, "no capture lies within the window of {length:?} in which the thread spins");
         spinner.start(length)?;
         quiet.push(spinner.finish()?.longest_gap_ns);
+        std::thread::sleep(REST);
         spinner.start(length)?;
         std::thread::sleep(MARGIN);
         let start = monotonic_ns()?;

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use tempfile::TempDir;
-use xpu_timer_tests::{Process, compile_c, run_in_forky, tree};
+use xpu_timer_tests::{Process, compile_c, only_child, run_in_forky, tree};
 
 /// Importing torch in eight processes on two busy cores takes its time.
 const PATIENCE: Duration = Duration::from_secs(180);
@@ -62,11 +62,7 @@ impl Python<'_> {
         let pid = started.pid();
         match self {
             Python::Host(_) => Ok(pid),
-            Python::Forky { .. } => {
-                let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
-                let child = children.split_whitespace().next().with_context(|| format!("{pid} has no child"))?;
-                Ok(child.parse()?)
-            }
+            Python::Forky { .. } => only_child(pid),
         }
     }
 }
