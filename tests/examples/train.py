@@ -9,6 +9,10 @@ Faults (on --fault-rank, at each --fault-step):
     killed   the rank kills itself with SIGKILL
     stopped  the rank stops itself with SIGSTOP
     raise    the rank ends with a Python exception
+    skip     the rank leaves the collective out: the sums are silently wrong from here on, and the job hangs at its end, where
+             the others wait for one more collective than this rank has
+    op       the rank broadcasts where the others sum
+    size     the rank sums half as many elements
 Faults of the device and of the network come from XPU_SIM_FAULT.
 """
 
@@ -78,20 +82,37 @@ class Trainer:
         self.backward = [cuda.Kernel(f"backward_layer_{layer}", 300) for layer in range(4)]
         self.optimizer = cuda.Kernel("adamw_step", 200)
 
-    def train_step(self, batch):
+    def train_step(self, batch, fault=None):
         for kernel in self.forward:
             kernel.launch(self.compute)
         for kernel in self.backward:
             kernel.launch(self.compute)
         self.gradients.fill(batch + self.rank)
-        self.world.all_reduce(self.gradients, self.compute)
+        if fault == "op":
+            self.world.broadcast(self.gradients, 0, self.compute)
+        elif fault == "size":
+            self.world.all_reduce(cuda.Buffer(ELEMENTS // 2), self.compute)
+        elif fault != "skip":
+            self.world.all_reduce(self.gradients, self.compute)
         self.optimizer.launch(self.compute)
         self.compute.synchronize()
-        total = self.gradients.to_list()[0]
+        return self.gradients.to_list()[0]
+
+    def check(self, batch, total):
         expected = batch * self.world_size + self.world_size * (self.world_size - 1) / 2
         if total != expected:
             raise ArithmeticError(f"sum of the gradients is {total}, not {expected}")
-        return total
+
+
+def save_model(rank):
+    """Rank 0 writes the model and the others wait for it."""
+    model = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "model")
+    if rank == 0:
+        with open(model + ".part", "w") as file:
+            file.write("weights")
+        os.rename(model + ".part", model)
+    while not os.path.exists(model):
+        time.sleep(0.01)
 
 
 def parse():
@@ -99,7 +120,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
-    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise"])
+    parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, nargs="+", default=[30])
     parser.add_argument("--pause", type=float, default=10.0)
@@ -126,10 +147,13 @@ def main():
                 os.kill(os.getpid(), signal.SIGSTOP)
             if fault == "raise":
                 raise ValueError("a bad sample")
-        total = trainer.train_step(batch)
+        total = trainer.train_step(batch, fault if step in options.fault_step else None)
+        if options.fault != "skip":  # as in real training, where nobody knows the right sum
+            trainer.check(batch, total)
         time.sleep(options.step_ms / 1000)
         if rank == 0 and step % 10 == 0:
             print(f"step {step} sum {total}", flush=True)
+    save_model(rank)
     trainer.world.destroy()
     print(f"rank {rank} done", flush=True)
 

@@ -25,7 +25,7 @@ pub struct Options {
 enum Fault {
     /// A data loader that waits for a shard
     Loader,
-    /// A collective that the rank leaves out
+    /// A collective that the rank leaves out: the job hangs at its end
     Skip,
     /// A kernel that never ends
     Kernel,
@@ -48,7 +48,7 @@ impl Fault {
     fn plan(self) -> (&'static [&'static str], &'static str, &'static [&'static str], &'static [u32]) {
         match self {
             Fault::Loader => (&["--fault=loader"], "", &["data_loader", "missing_rank"], &[CULPRIT]),
-            Fault::Skip => (&[], "skip:rank=2,n=30", &["missing_rank"], &[CULPRIT]),
+            Fault::Skip => (&["--fault=skip", "--steps=60"], "", &["missing_rank"], &[CULPRIT]),
             Fault::Kernel => (&[], "stuck_kernel:rank=2,n=200", &["kernel_hang"], &[CULPRIT]),
             Fault::Stall => (&[], "stall:bytes=200000", &["network_stall"], &[]),
             Fault::Killed => (&["--fault=killed"], "", &["process_dead"], &[CULPRIT]),

@@ -3,7 +3,9 @@
 
 mod words;
 
-use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{
+    ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+};
 
 use crate::verdict::{Activity, Location};
 
@@ -129,7 +131,7 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
         same_in_both: before.is_none_or(|(native, python)| classify(native, python).activity == doing.activity),
-        location: locate(main.0, main.1),
+        location: locate(main.0, main.1, &doing.witness),
         moved: movement(dump, before, main),
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         doing,
@@ -225,16 +227,29 @@ fn is_library(path: &str) -> bool {
     path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
 }
 
-fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> Location {
+fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>, witness: &str) -> Location {
     let own = python.and_then(|thread| own_frame(&thread.frames));
-    let leaf = native.and_then(|thread| thread.frames.iter().find(|frame| named(&frame.func_name)));
+    let told = native.and_then(|thread| telling_function(&thread.frames, witness));
     Location {
         python: own.map(|frame| frame.file_name.clone()),
         python_function: own.map(|frame| frame.func_name.clone()),
-        native: leaf.map(|frame| frame.func_name.clone()).or_else(|| {
+        native: told.map(str::to_owned).or_else(|| {
             native.filter(|thread| !thread.wchan.is_empty()).map(|thread| format!("{} (kernel)", thread.wchan))
         }),
     }
+}
+
+/// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
+/// the function of the C library that was called, without its insides; else what is called from there, without the
+/// insides of a language's runtime; else whatever is innermost.
+fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a str> {
+    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| named(&frame.func_name)).collect();
+    let innermost = frames.first()?;
+    let by_witness = frames.iter().find(|frame| frame.func_name == witness);
+    let library = frames.iter().take_while(|frame| contains_any(&frame.module, words::C_LIBRARY)).count();
+    let entry = library.checked_sub(1).map(|last| frames[last]).filter(|frame| plain(&frame.func_name) != "syscall");
+    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
+    Some(&by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost).func_name)
 }
 
 fn named(function: &str) -> bool {

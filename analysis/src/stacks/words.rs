@@ -21,6 +21,12 @@ pub(super) const INIT_PYTHON: &[&str] = &[
     "_new_process_group_helper",
 ];
 
+/// Parts of the paths of the C library and its companions.
+pub(super) const C_LIBRARY: &[&str] =
+    &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];
+/// Parts of functions that belong to the runtime of a language rather than to anybody's program.
+pub(super) const RUNTIME_INSIDES: &[&str] = &["std::", "core::", "__gthread", "parking_lot"];
+
 /// Native functions in which communicators, or the process, end.
 pub(super) const TEARDOWN_NATIVE: &[&str] = &[
     "CommDestroy",

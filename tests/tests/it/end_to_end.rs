@@ -50,9 +50,41 @@ fn a_data_loader_that_waits_for_a_shard() {
 
 #[test]
 fn a_skipped_collective() {
-    let job = Job::new().with("XPU_SIM_FAULT", "skip:rank=2,n=30");
-    let (_ranks, incident) = hang(&job, &[]);
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=skip", "--steps=60"]);
     assert_eq!(incident.verdict["cause"], "missing_rank", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn another_operation() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=op", "--fault-rank=0"]);
+    assert_eq!(incident.verdict["cause"], "op_mismatch", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([0]), "{}", text(&incident));
+}
+
+#[test]
+fn another_size() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=size"]);
+    assert_eq!(incident.verdict["cause"], "size_mismatch", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn a_rank_that_ends_with_an_exception() {
+    let job = Job::new();
+    let (_ranks, incident) = hang(&job, &["--fault=raise"]);
+    assert_eq!(incident.verdict["cause"], "process_dead", "{}", text(&incident));
+    assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
+}
+
+#[test]
+fn a_rank_that_never_enters_the_communicator() {
+    let job = Job::new().with("XPU_SIM_FAULT", "init_skip:rank=2");
+    let (_ranks, incident) = hang(&job, &[]);
+    assert_eq!(incident.verdict["cause"], "comm_init", "{}", text(&incident));
     assert_eq!(culprits(&incident), &json!([2]), "{}", text(&incident));
 }
 
@@ -111,7 +143,11 @@ fn a_healthy_minute_gives_no_incident_and_not_a_word() {
     let output = job.train(RANKS, &["--seconds=60"]).wait(Duration::from_secs(120));
     assert_eq!(output.code(), 0, "{}", output.stderr);
     assert_eq!(output.stderr, "", "nothing is printed into the job");
-    assert!(output.stdout.lines().all(|line| line.starts_with("step ") || line.starts_with("rank ")), "{}", output.stdout);
+    assert!(
+        output.stdout.lines().all(|line| line.starts_with("step ") || line.starts_with("rank ")),
+        "{}",
+        output.stdout
+    );
     assert_eq!(job.incidents().len(), 0, "{}", job.logs());
     let status = job.status().expect("the collector answers");
     assert_eq!(status["incidents"].as_array().map(Vec::len), Some(0), "{status}");
