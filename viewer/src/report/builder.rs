@@ -2,105 +2,15 @@
 //! numbers of what was seen before.
 
 use super::communicators::Communicators;
-use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Tree, Trees};
+use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Trees};
 use super::mixed::mix;
+use super::numbers::{Layer, Table, Texts};
 use crate::dump::{Dump, Frame};
 use crate::merge::{Merged, Mode};
-use crate::stacks::Stacks;
 use std::collections::{BTreeMap, HashMap};
-use std::hash::Hash;
 use xpu_timer_analysis::Verdict;
-use xpu_timer_analysis::prefix_tree::NodeId;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace, Stacktrace};
-
-/// Things, each stored once, numbered in the order of first use.
-#[derive(Debug)]
-struct Table<T> {
-    items: Vec<T>,
-    numbers: HashMap<T, u32>,
-}
-
-impl<T: Clone + Eq + Hash> Table<T> {
-    fn new() -> Self {
-        Table { items: Vec::new(), numbers: HashMap::new() }
-    }
-
-    fn number(&mut self, item: T) -> u32 {
-        if let Some(&number) = self.numbers.get(&item) {
-            return number;
-        }
-        let number = u32::try_from(self.items.len()).expect("fewer than 2^32 things, each of which takes memory");
-        self.items.push(item.clone());
-        self.numbers.insert(item, number);
-        number
-    }
-}
-
-/// Texts, of which the empty one is number 0.
-#[derive(Debug)]
-struct Texts(Table<String>);
-
-impl Texts {
-    fn number(&mut self, text: &str) -> TextId {
-        match self.0.numbers.get(text) {
-            Some(&number) => number,
-            None => self.0.number(text.to_owned()),
-        }
-    }
-}
-
-/// All stacks of one kind.
-#[derive(Debug, Default)]
-struct Layer {
-    stacks: Stacks,
-    /// By number of the stack: the ranks whose main threads have it.
-    main: BTreeMap<u32, RankSet>,
-}
-
-impl Layer {
-    /// The number of a stack, which counts for a rank, if any, and perhaps as the stack of its main thread.
-    fn add(&mut self, frames: &[Frame<'_>], rank: Option<u32>, main: bool) -> Option<u32> {
-        // These names were strings, so that they are text, which is all that could be refused here.
-        let id = self.stacks.intern(frames).ok().flatten()?;
-        let number = u32::try_from(id.index()).expect("a stack is numbered by 32 bits");
-        if let Some(rank) = rank {
-            self.stacks.add(id, rank);
-            if main {
-                self.main.entry(number).or_default().insert(rank);
-            }
-        }
-        Some(number)
-    }
-
-    /// The tree in the order of drawing, and the place at which each stack ends.
-    fn finish(self, texts: &mut Texts, sets: &mut Table<String>) -> (Tree, Vec<u32>) {
-        let (merged, ends) = self.stacks.into_tree_and_ends();
-        // Ranks by main thread, by node: every stack's ranks come by all nodes on the way to its end.
-        let mut main: HashMap<NodeId, RankSet> = HashMap::new();
-        for (stack, ranks) in &self.main {
-            let mut at = ends.get(*stack as usize).copied();
-            while let Some(id) = at {
-                main.entry(id).or_default().union_with(ranks);
-                at = merged.node(id).parent;
-            }
-        }
-        let mut places = HashMap::with_capacity(merged.nodes().len());
-        let mut tree = Tree::default();
-        for (place, id) in (0u32..).zip(merged.order().depth_first()) {
-            let node = merged.node(id);
-            // A parent stands before its children, in the places and in the depths.
-            let parent = node.parent.and_then(|parent| places.get(&parent));
-            tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
-            places.insert(id, place);
-            tree.word.push(texts.number(merged.text(id)));
-            tree.ranks.push(sets.number(node.ranks.to_string()));
-            tree.main.push(sets.number(main.get(&id).map(RankSet::to_string).unwrap_or_default()));
-        }
-        let ends = ends.iter().filter_map(|id| places.get(id).copied()).collect();
-        (tree, ends)
-    }
-}
 
 /// Puts a [`Report`] together.
 #[derive(Debug)]
@@ -250,7 +160,9 @@ impl Builder {
         let pairs = pair(native, python);
         let main = main_thread(&pairs, pid);
         let (mut numbers, mut tids) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
-        let (mut last_tid, mut threads, mut main_kind) = (0, HashMap::with_capacity(pairs.len()), None);
+        let first_tid = pairs.first().map_or(0, Pair::tid);
+        let mut last_tid = i64::from(first_tid);
+        let (mut threads, mut main_kind) = (HashMap::with_capacity(pairs.len()), None);
         for (place, pair) in pairs.iter().enumerate() {
             let mut thread = self.thread(pair, rank, main == Some(place));
             let switches = pair.native.map_or(0, |thread| thread.context_switches);
@@ -267,6 +179,7 @@ impl Builder {
         let sample = Sample {
             state: self.texts.number(state),
             threads: self.lists.number(numbers),
+            tid: first_tid,
             tids: self.lists.number(tids),
             main: main.map(|place| u32::try_from(place).unwrap_or(u32::MAX)),
         };
@@ -492,5 +405,179 @@ fn message_of(dump: &Dump<'_>) -> Stacktrace {
         pstack_stderr: dump.pstack_stderr.clone().into_owned(),
         pyspy_stderr: dump.pyspy_stderr.clone().into_owned(),
         ..Default::default()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::merge::Merger;
+    use crate::report::data::Tree;
+    use xpu_timer_analysis::judge;
+    use xpu_timer_proto::Message;
+    use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
+    use xpu_timer_proto::v1::{Evidence, Presence, RankEvidence};
+
+    fn native(tid: u32, switches: u64, leaf_first: &str) -> PstackStacktrace {
+        let frame = |func: &str| PstackFrame { func_name: func.into(), file_name: "so".into(), ..Default::default() };
+        PstackStacktrace {
+            pid: tid,
+            context_switches: switches,
+            frames: leaf_first.split(' ').map(frame).collect(),
+            ..Default::default()
+        }
+    }
+
+    fn python(tid: u32, name: &str, leaf_first: &str) -> PySpyStacktrace {
+        let frame =
+            |func: &str| PySpyFrame { func_name: func.into(), file_name: "t.py:1".into(), ..Default::default() };
+        PySpyStacktrace {
+            os_thread_id: tid,
+            thread_name: name.into(),
+            frames: leaf_first.split(' ').map(frame).collect(),
+            ..Default::default()
+        }
+    }
+
+    /// A rank with a main thread, a pool thread that stands still and a thread that goes on.
+    fn rank(pid: u32, leaf: &str, beat: &str) -> Stacktrace {
+        let main = format!("{leaf} <module>");
+        let sample = |switches, beat: &str, ns| ProcessSample {
+            stacktrace: vec![
+                native(pid, 5, "poll _PyEval_EvalFrameDefault main"),
+                native(pid + 1, 5, "futex clone"),
+                native(pid + 2, switches, "poll clone"),
+            ],
+            py_stacktrace: vec![python(pid + 2, "beat", beat), python(pid, "MainThread", &main)],
+            process_state: "S (sleeping)".into(),
+            captured_unix_ns: ns,
+            cpu_time_ns: ns / 10,
+            ..Default::default()
+        };
+        let last = sample(9, beat, 5_000_000_000);
+        Stacktrace {
+            stacktrace: last.stacktrace.clone(),
+            py_stacktrace: last.py_stacktrace.clone(),
+            pid: pid as i32,
+            process_state: last.process_state.clone(),
+            first_sample: Some(sample(8, "tick run", 1_000_000_000)),
+            last_sample: Some(last),
+            node: "n0".into(),
+            ..Default::default()
+        }
+    }
+
+    fn report(dumps: &[(u32, Stacktrace)], world: u32, verdict: Option<Verdict>) -> Report {
+        let (mut builder, mut merger) = (Builder::default(), Merger::default());
+        for (rank, dump) in dumps {
+            let bytes = dump.encode_to_vec();
+            let decoded = Dump::decode(&bytes).unwrap();
+            merger.add(*rank, &decoded).unwrap();
+            builder.add_file(*rank, &bytes, &decoded);
+        }
+        builder.finish("folder", world, &merger.finish(), verdict, Vec::new())
+    }
+
+    /// Every node as its path and its ranks.
+    fn shown(report: &Report, tree: &Tree, sets: &[u32]) -> Vec<String> {
+        let mut path: Vec<&str> = Vec::new();
+        (0..tree.word.len())
+            .map(|node| {
+                path.truncate(tree.depth[node] as usize);
+                path.push(report.texts[tree.word[node] as usize].split('@').next().unwrap());
+                format!("{}@{}", path.join(";"), report.sets[sets[node] as usize])
+            })
+            .collect()
+    }
+
+    #[test]
+    fn trees_hold_the_last_sample_and_know_the_main_threads() {
+        let report = report(&[(0, rank(100, "load", "tick run")), (1, rank(200, "step", "sleep run"))], 2, None);
+        let python = &report.trees.python;
+        let all = ["<module>@0-1", "<module>;load@0", "<module>;step@1", "run@0-1", "run;sleep@1", "run;tick@0"];
+        assert_eq!(shown(&report, python, &python.ranks), all);
+        let main = ["<module>@0-1", "<module>;load@0", "<module>;step@1", "run@", "run;sleep@", "run;tick@"];
+        assert_eq!(shown(&report, python, &python.main), main);
+        let mixed = shown(&report, &report.trees.mixed, &report.trees.mixed.ranks);
+        assert!(mixed.contains(&"main;<module>;load;poll@0".to_owned()), "{mixed:?}");
+        let groups: Vec<_> = report.groups.iter().map(|group| report.sets[group.ranks as usize].as_str()).collect();
+        assert_eq!(groups, ["0", "1"]);
+    }
+
+    #[test]
+    fn what_repeats_across_ranks_stands_once() {
+        let same: Vec<_> = (0..50).map(|i| (i, rank(100 + 10 * i, "load", "tick run"))).collect();
+        let report = report(&same, 50, None);
+        assert_eq!(report.ranks.len(), 50);
+        // One list of threads a sample, and one of the differences of their ids.
+        assert_eq!(report.lists.len(), 3);
+        assert_eq!(report.sets, ["0-49"].map(str::to_owned).into_iter().chain([String::new()]).collect::<Vec<_>>());
+    }
+
+    #[test]
+    fn movement_is_told_by_thread() {
+        let report = report(&[(0, rank(100, "load", "sleep run"))], 1, None);
+        let rank = &report.ranks[0];
+        assert_eq!(rank.moved, Some(Moved { cpu_ms: 400, io_bytes: 0, main: false, stacks: 1, ran: 1 }));
+        assert_eq!(report.between_ms, Some(4000));
+        assert_eq!((rank.last.main, rank.last.tid), (Some(0), 100));
+        let threads = &report.lists[rank.last.threads as usize];
+        let ran: Vec<bool> = threads.iter().map(|&thread| report.threads[thread as usize].ran).collect();
+        assert_eq!(ran, [false, false, true]);
+        // The first sample's stack has a place in the tree although no rank of the last one comes by.
+        let first = report.lists[rank.first.unwrap().threads as usize][2];
+        let node = report.threads[first as usize].python.unwrap() as usize;
+        assert_eq!(report.texts[report.trees.python.word[node] as usize], "tick@t.py:1");
+        assert_eq!(report.sets[report.trees.python.ranks[node] as usize], "");
+    }
+
+    #[test]
+    fn every_rank_has_one_condition() {
+        let state = |state: &str| Stacktrace { process_state: state.into(), ..Default::default() };
+        let dumps = [
+            (0, state("S (sleeping)")),
+            (1, state("T (stopped)")),
+            (2, state("D (disk sleep)")),
+            (3, state("Z (zombie)")),
+        ];
+        let gone = |rank, presence: Presence| RankEvidence { rank, presence: presence.into(), ..Default::default() };
+        let ranks = vec![gone(0, Presence::Dead), gone(4, Presence::Left), gone(5, Presence::Missing)];
+        let verdict = judge(&Evidence { world_size: 7, ranks, ..Default::default() });
+        let report = report(&dumps, 7, Some(verdict));
+        let of: Vec<_> =
+            report.conditions.iter().map(|c| (c.condition, report.sets[c.ranks as usize].as_str())).collect();
+        use Condition::{DState, Dead, Left, NoDump, Stopped};
+        assert_eq!(of, [(Stopped, "1"), (DState, "2"), (Dead, "0/3"), (Left, "4"), (NoDump, "5-6")]);
+    }
+
+    #[test]
+    fn a_thread_name_that_is_cut_within_a_character_costs_nothing() {
+        // Field 1: a thread whose name ends within a character, with a frame `f`.
+        let file = [0x0a, 9, 0x12, 2, b'a', 0xe6, 0x1a, 3, 0x0a, 1, b'f'];
+        let dump = Dump::decode(&file).unwrap();
+        assert!(<Stacktrace as Message>::decode(&file[..]).is_err());
+        let (mut builder, mut merger) = (Builder::default(), Merger::default());
+        merger.add(0, &dump).unwrap();
+        builder.add_file(0, &file, &dump);
+        let report = builder.finish("folder", 1, &merger.finish(), None, Vec::new());
+        assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));
+    }
+
+    #[test]
+    fn no_name_can_leave_the_data() {
+        let mut dump = rank(1, "</script><!--", "x run");
+        dump.node = "</SCRIPT ><img src=x>".into();
+        let page = super::super::render(&report(&[(0, dump)], 1, None)).unwrap();
+        let data = page.split_once("id=\"data\">").unwrap().1.split_once("</script>").unwrap().0;
+        assert!(!data.contains('<'));
+        let value: serde_json::Value = serde_json::from_str(data).unwrap();
+        let texts = value["texts"].as_array().unwrap();
+        assert!(texts.contains(&"</SCRIPT ><img src=x>".into()) && texts.contains(&"</script><!--@t.py:1".into()));
+        for mark in ["/*style*/", "/*data*/", "/*script*/"] {
+            assert!(!page.contains(mark));
+        }
+        for word in ["http:", "https:", "src=", "@import", "url("] {
+            assert!(!page.replace(data, "").contains(word), "the page fetches nothing: {word}");
+        }
     }
 }

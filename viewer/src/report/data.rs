@@ -39,7 +39,7 @@ pub struct Report {
     pub communicators: Vec<CommunicatorReport>,
     /// The different threads.
     pub threads: Vec<Thread>,
-    /// The different lists of numbers: of threads, or of thread ids as the differences from one to the next.
+    /// The different lists of numbers: of threads, or of the differences from one thread's id to the next.
     pub lists: Vec<Vec<i64>>,
     /// The ranks that have a dump, ascending.
     pub ranks: Vec<Rank>,
@@ -143,7 +143,9 @@ pub struct Sample {
     pub state: TextId,
     /// List of threads.
     pub threads: u32,
-    /// List of thread ids: the first one, then the difference of each to the one before.
+    /// Id of the first thread.
+    pub tid: u32,
+    /// List of the differences of each thread's id to the one before; the first one is 0.
     pub tids: u32,
     /// Place of the main thread in the list.
     #[serde(skip_serializing_if = "Option::is_none")]

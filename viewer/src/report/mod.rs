@@ -7,6 +7,7 @@ mod builder;
 mod communicators;
 mod data;
 mod mixed;
+mod numbers;
 mod page;
 
 pub use builder::Builder;

@@ -35,7 +35,12 @@ const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }))
     else group.colour = next < COLOURS ? `g${next++}` : "rest";
   }
 }
-const groupOf = (rank) => GROUPS.find(({ runs }) => holds(runs, rank));
+/** Number of the group of every rank that is drawn, so that none has to be searched for. */
+const OWNERS = new Int32Array(Math.min(HIGHEST, MOST_CELLS)).fill(-1);
+GROUPS.forEach(({ runs }, group) => {
+  for (let i = 0; i < runs.length; i += 2) OWNERS.fill(group, runs[i], runs[i + 1] + 1);
+});
+const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => holds(runs, rank)));
 
 /** What the verdict says of each rank. */
 const STANDS = new Map();
@@ -77,7 +82,7 @@ function stackOf(mode, node) {
 
 /** The threads of a sample, with their ids. */
 function threadsOf(sample) {
-  let tid = 0;
+  let { tid } = sample;
   const tids = D.lists[sample.tids].map((difference) => (tid += difference));
   return D.lists[sample.threads].map((thread, i) => ({ ...D.threads[thread], tid: tids[i], main: i === sample.main }));
 }

@@ -159,7 +159,7 @@ function sampleBox(title, thread, other, mark) {
   }
   if (thread.kernel) box.append(el("h5", {}, "Kernel, innermost call first"), el("pre", {}, D.texts[thread.kernel]));
   if (thread.incomplete) box.append(el("p", { class: "muted" }, `Not whole: ${D.texts[thread.incomplete]}`));
-  if (thread.capture) box.append(el("p", { class: "muted" }, `Taken ${D.texts[thread.capture]}.`));
+  if (thread.capture) box.append(el("p", { class: "muted taken" }, `Taken ${D.texts[thread.capture]}.`));
   if (box.childElementCount === 1) box.append(el("p", { class: "muted" }, "No stack."));
   return box;
 }
