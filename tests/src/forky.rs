@@ -25,7 +25,7 @@ const SETUP_DEADLINE: Duration = Duration::from_secs(900);
 /// # Errors
 /// In one line, when it is not there and cannot be set up.
 pub fn forky() -> Result<PathBuf> {
-    set_up("forky", |root| debootstrap(root))
+    set_up("forky", debootstrap)
 }
 
 /// The large root, which also has python3-torch; about 1.9 GB. For the benchmark only.

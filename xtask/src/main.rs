@@ -1,6 +1,7 @@
 //! `cargo xtask`: the commands of this repository. CI runs the same ones.
 #![forbid(unsafe_code)]
 
+mod bench;
 mod demo;
 mod lint;
 mod shell;
@@ -21,7 +22,7 @@ enum Command {
     /// Format, clippy, documentation and licences
     Lint,
     /// Measures, and prints ratios of two things measured in one run
-    Bench(test::BenchOptions),
+    Bench(bench::Options),
     /// Writes generated code, schemas and goldens anew
     Bless,
 }
@@ -31,7 +32,7 @@ fn main() -> ExitCode {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
         Command::Lint => lint::run(),
-        Command::Bench(options) => test::bench(&options),
+        Command::Bench(options) => bench::run(&options),
         Command::Bless => test::bless(),
     };
     match result {

@@ -1,4 +1,4 @@
-//! `cargo xtask test`, `bench` and `bless`.
+//! `cargo xtask test` and `bless`.
 
 use std::{env, fs};
 
@@ -12,20 +12,6 @@ use crate::shell::{self, cargo, need};
 pub struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
-}
-
-/// Options of `bench`.
-#[derive(clap::Args)]
-pub struct BenchOptions {
-    /// What to measure
-    #[arg(value_enum)]
-    what: Bench,
-}
-
-#[derive(Clone, Copy, clap::ValueEnum)]
-enum Bench {
-    /// Folded stacks and pictures of 1,016 ranks, against reading the same files
-    Viewer,
 }
 
 /// Programs that the tests run, and the Debian packages that have them.
@@ -53,12 +39,6 @@ pub fn run(options: &Options) -> Result<()> {
         }
     }
     Ok(())
-}
-
-pub fn bench(options: &BenchOptions) -> Result<()> {
-    match options.what {
-        Bench::Viewer => shell::run(&mut cargo(&["run", "--release", "-p", "xpu_timer_viewer", "--example", "bench"])),
-    }
 }
 
 pub fn bless() -> Result<()> {

@@ -253,6 +253,9 @@ mod tests {
         let all = names(&links, &leaf);
         assert!(!right(&all[3..], 3..=3), "no churn_thread");
         assert!(!is_right(&["clone3"], 77, 3..=3, true), "inside, but not shown so");
-        assert!(is_right(&["clone3", "start_thread"], 77, 1..=0, false), "not yet inside");
+        assert!(
+            is_right(&["clone3", "start_thread"], 77, std::ops::RangeInclusive::new(1, 0), false),
+            "not yet inside"
+        );
     }
 }

@@ -8,7 +8,7 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Result, bail, ensure};
 use nix::{sys::stat::Mode, unistd::mkfifo};
 use tempfile::TempDir;
 use xpu_timer_tests::{Process, compile_c, only_child, run_in_forky, tree};
