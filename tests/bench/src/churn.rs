@@ -137,7 +137,12 @@ pub fn run(language: Language, captures: usize) -> Result<Outcome> {
         };
         result.captures += 1;
         for (tid, stack) in &stacks {
-            result.check(*tid, stack.as_ref(), &before, &after);
+            let lived: Vec<u32> = match tid {
+                // The capture could not tell whose stack it is; it has to be right for one of them.
+                0 => tids_before.union(&tids_after).map(|tid| *tid as u32).collect(),
+                tid => vec![*tid],
+            };
+            result.check(&lived, stack.as_ref(), &before, &after);
         }
         for tid in tids_before.intersection(&tids_after).map(|tid| *tid as u32) {
             // In Python, a thread is known to the interpreter from before its first generation until after its last.
@@ -188,27 +193,35 @@ fn without_numbers(text: &str) -> String {
 }
 
 impl Outcome {
-    fn check(&mut self, tid: u32, stack: std::result::Result<&Vec<String>, &String>, before: &Table, after: &Table) {
-        let names = match stack {
-            Ok(names) => names,
+    /// Checks one stack, which belongs to one of the given threads.
+    fn check(
+        &mut self,
+        tids: &[u32],
+        stack: std::result::Result<&Vec<String>, &String>,
+        before: &Table,
+        after: &Table,
+    ) {
+        let names: Vec<&str> = match stack {
+            Ok(names) => names.iter().map(String::as_str).collect(),
             Err(reason) => {
-                if known_inside(tid, before, after) {
+                if tids.iter().any(|tid| known_inside(*tid, before, after)) {
                     *self.incomplete.entry(without_numbers(reason)).or_default() += 1;
                 }
                 return;
             }
         };
-        let first = before.generation(tid).map_or(1, |generation| generation & !ENDING);
-        // A thread that the table does not know has not entered any chain.
-        let last = after.generation(tid).map_or(0, |generation| generation & !ENDING);
-        let names: Vec<&str> = names.iter().map(String::as_str).collect();
-        if is_right(&names, tid, first..=last, known_inside(tid, before, after)) {
+        let generations = |tid: u32| {
+            let first = before.generation(tid).map_or(1, |generation| generation & !ENDING);
+            // A thread that the table does not know has not entered any chain.
+            first..=after.generation(tid).map_or(0, |generation| generation & !ENDING)
+        };
+        if tids.iter().any(|tid| is_right(&names, *tid, generations(*tid), known_inside(*tid, before, after))) {
             self.right += 1;
         } else {
             self.wrong += 1;
             self.first_wrong.get_or_insert_with(|| {
-                let chains: Vec<Vec<u32>> = (first..=last).map(|generation| chain(tid, generation)).collect();
-                format!("thread {tid}: {names:?}, possible: {chains:?}")
+                let chains = tids.iter().flat_map(|tid| generations(*tid).map(|generation| chain(*tid, generation)));
+                format!("threads {tids:?}: {names:?}, possible: {:?}", chains.collect::<Vec<_>>())
             });
         }
     }
