@@ -196,7 +196,7 @@ function buildGroups() {
       [el("i", { class: `key ${group.colour}`, "aria-hidden": "true" }), rankButton(group.runs, "one group")],
       `${sizeOf(group.runs)}`,
       placeOf(group) === null ? "no stack of the main thread" : frameText(placeOf(group)),
-      group.deepest === null || placeOf(group) === D.texts[group.deepest] ? "" : frameText(D.texts[group.deepest]),
+      group.deepest === null || placeOf(group) === D.texts[group.deepest] ? el("span", { class: "muted" }, "the same") : frameText(D.texts[group.deepest]),
       group.own === null ? el("span", { class: "muted" }, "none") : frameText(D.texts[group.own]),
     ],
   }));
