@@ -317,11 +317,16 @@ impl Engine {
         }
         for incident in self.incidents.values_mut() {
             let over = match incident.state {
-                State::Dumped if !jobs.is_alive(&incident.job, incident.attempt) => Some(State::Ended),
-                State::Dumped => incident
-                    .quiet_since_ns
-                    .filter(|since| since + QUIET_NS <= now.mono_ns)
-                    .map(|_| if incident.went_away { State::Ended } else { State::Resolved }),
+                State::Dumped => {
+                    // A job that recovered and then ended has recovered all the same.
+                    let alive = jobs.is_alive(&incident.job, incident.attempt);
+                    let quiet = incident.quiet_since_ns.filter(|since| !alive || since + QUIET_NS <= now.mono_ns);
+                    match quiet {
+                        Some(_) if !incident.went_away => Some(State::Resolved),
+                        Some(_) => Some(State::Ended),
+                        None => (!alive).then_some(State::Ended),
+                    }
+                }
                 State::Adopted if incident.adopted_until_ns <= now.mono_ns => {
                     let alive = jobs.is_alive(&incident.job, incident.attempt);
                     Some(if alive { State::Resolved } else { State::Ended })

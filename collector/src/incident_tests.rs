@@ -106,6 +106,16 @@ fn the_end_of_the_job_ends_its_incident() {
 }
 
 #[test]
+fn a_job_that_recovers_and_then_ends_was_resolved() {
+    let (mut engine, id) = hung(operation(1, 7));
+    engine.lift(&job("j"), &operation(1, 7), at(20));
+    engine.gone(&job("j"), 1, at(20));
+    let jobs = alive();
+    jobs.0.set(false);
+    assert_eq!(engine.tick(&jobs, at(20)), [Action::Close(id, State::Resolved)]);
+}
+
+#[test]
 fn a_rank_that_leaves_does_not_resolve_what_it_signalled() {
     let (mut engine, id) = hung(operation(1, 7));
     engine.gone(&job("j"), 1, at(20));
