@@ -146,6 +146,6 @@ mod tests {
                 });
             }
         });
-        assert_eq!(sum.into_inner(), (0..2 * EACH).sum());
+        assert_eq!(sum.into_inner(), (0..2 * EACH).sum::<usize>());
     }
 }

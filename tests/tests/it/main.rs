@@ -1,4 +1,6 @@
 //! All integration tests in one binary: one module an area.
+#![allow(clippy::unwrap_used, reason = "all of this is test code, its helper functions too")]
+
 mod capture;
 mod collector;
 mod end_to_end;

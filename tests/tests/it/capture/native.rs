@@ -12,7 +12,7 @@ use super::target::{
 };
 
 /// Frames from `leaf` to `main`.
-fn run<'a>(leaf: &'a str) -> Vec<&'a str> {
+fn run(leaf: &str) -> Vec<&str> {
     [&[leaf], &LEVELS[..], &["main"]].concat()
 }
 
