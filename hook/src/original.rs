@@ -118,18 +118,17 @@ impl Function {
         if !usable(real) {
             return real;
         }
-        for (slot, wrapper) in self.reals.iter().zip(&self.wrappers) {
-            // Slot 0 is found by `resolve` alone: what a handle gives may be another library than the exported symbol's.
-            let is_first = std::ptr::eq(slot, &self.reals[0]);
-            let known = slot.load(Ordering::Acquire);
-            let taken = known == real
-                || !is_first
-                    && known.is_null()
-                    && match slot.compare_exchange(std::ptr::null_mut(), real, Ordering::AcqRel, Ordering::Acquire) {
-                        Ok(_) => true,
-                        Err(other) => other == real,
-                    };
-            if taken {
+        // The exported symbol's original first, so that a function has one address whichever way it is asked for.
+        if self.resolve() == real {
+            return self.wrappers[0].0.cast_mut().cast();
+        }
+        for (slot, wrapper) in self.reals.iter().zip(&self.wrappers).skip(1) {
+            let empty = std::ptr::null_mut();
+            let known = match slot.compare_exchange(empty, real, Ordering::AcqRel, Ordering::Acquire) {
+                Ok(_) => real,
+                Err(known) => known,
+            };
+            if known == real {
                 return wrapper.0.cast_mut().cast();
             }
         }

@@ -1,8 +1,12 @@
 //! The coverage table: which functions are hooked, and why the others are not.
 //!
-//! Which libraries are loaded is read from /proc/self/maps: asking the dynamic linker could block behind a library's constructor.
+//! Which libraries are loaded is asked of dl_iterate_phdr: dlopen would block behind another library's constructor, and
+//! /proc/self/maps shows what a soname's link points to.
 
-use std::sync::atomic::Ordering;
+use std::{
+    ffi::{CStr, c_int, c_void},
+    sync::atomic::Ordering,
+};
 
 use xpu_timer_proto::ring::{coverage, offset};
 
@@ -44,22 +48,41 @@ impl Survey {
     pub fn refresh(&mut self, recorder: &Recorder, now_ns: u64) {
         self.next_ns = now_ns + SCHEDULE_NS[self.turns.min(SCHEDULE_NS.len() - 1)];
         self.turns += 1;
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap_or_default();
+        let libraries = libraries();
         for (index, function) in crate::functions().take(coverage::SLOTS).enumerate() {
             let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
             let calls = entry[coverage::CALLS].load(Ordering::Relaxed);
-            publish_coverage(recorder, function, index, status(function, calls, &maps));
+            publish_coverage(recorder, function, index, status(function, calls, &libraries));
         }
     }
 }
 
-fn status(function: &Function, calls: u64, maps: &str) -> u8 {
+/// Paths of all loaded objects, as they were opened.
+fn libraries() -> Vec<String> {
+    unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
+        // SAFETY: the linker's own structure and string, and the vector that was passed below.
+        unsafe {
+            let path = CStr::from_ptr((*info).dlpi_name).to_string_lossy().into_owned();
+            (*paths.cast::<Vec<String>>()).push(path);
+        }
+        0
+    }
+    let mut paths = Vec::new();
+    // SAFETY: the callback gets the vector that it expects, and does not keep it.
+    unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) };
+    paths
+}
+
+fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
     if calls > 0 || function.is_known() {
         return HOOKED;
     }
     let loaded = FAMILIES.iter().flat_map(|family| family.sonames(function.library)).any(|soname| {
-        // A file is called by more digits than its soname has: libnccl.so.2.29.7.
-        soname.to_str().is_ok_and(|soname| maps.contains(&format!("/{soname}")))
+        // Opened by soname, or by a name with more digits: libnccl.so.2.29.7.
+        let is_it = |path: &String| {
+            path.rsplit('/').next().zip(soname.to_str().ok()).is_some_and(|(file, soname)| file.starts_with(soname))
+        };
+        libraries.iter().any(is_it)
     });
     match function.library {
         _ if !loaded => NOT_LOADED,
@@ -87,13 +110,19 @@ mod tests {
     use crate::original::{SLOTS, Wrapper};
 
     #[test]
+    fn loaded_objects_are_listed() {
+        assert!(libraries().iter().any(|path| path.contains("libc.so")), "{:?}", libraries());
+    }
+
+    #[test]
     fn the_reason_is_the_first_thing_that_is_missing() {
         let row = |library| Function::new(c"ncclNothing", library, [Wrapper(std::ptr::null()); SLOTS]);
-        let maps = "7f00-7f01 r-xp 0 00:00 0   /usr/lib/libcuda.so.1\n";
-        assert_eq!(status(&row(Library::Collectives), 0, maps), NOT_LOADED);
-        assert_eq!(status(&row(Library::Driver), 0, maps), NOT_ASKED);
-        assert_eq!(status(&row(Library::Driver), 1, ""), HOOKED);
-        assert_eq!(status(&row(Library::Collectives), 0, "/x/libnccl.so.2.29.7\n"), NOT_THERE);
+        let libraries = |path: &str| [path.to_string()];
+        let driver = libraries("/usr/lib/libcuda.so.1");
+        assert_eq!(status(&row(Library::Collectives), 0, &driver), NOT_LOADED);
+        assert_eq!(status(&row(Library::Driver), 0, &driver), NOT_ASKED);
+        assert_eq!(status(&row(Library::Driver), 1, &[]), HOOKED);
+        assert_eq!(status(&row(Library::Collectives), 0, &libraries("/x/libnccl.so.2.29.7")), NOT_THERE);
         let names: Vec<u8> = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED].to_vec();
         assert!(names.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));
     }

@@ -1,6 +1,6 @@
 //! The hook's log: one line for each thing that is wrong, and no file when nothing is.
 
-use std::{fs::OpenOptions, io::Write, path::PathBuf};
+use std::{fs::OpenOptions, io::Write, os::unix::fs::OpenOptionsExt, path::PathBuf};
 
 /// More lines than this help nobody.
 const MOST_LINES: u32 = 200;
@@ -25,7 +25,9 @@ impl Log {
         }
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let line = format!("{}.{:03} {text}\n", seconds.as_secs(), seconds.subsec_millis());
-        if let Ok(mut file) = OpenOptions::new().create(true).append(true).open(&self.path) {
+        // The folder may be /tmp, where a link of somebody else's could wait under this name.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        if let Ok(mut file) = OpenOptions::new().create(true).append(true).custom_flags(flags).open(&self.path) {
             let _ = file.write_all(line.as_bytes());
         }
     }

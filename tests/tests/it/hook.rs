@@ -9,7 +9,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
-use xpu_timer_proto::v1::{CommunicatorState, FlightRecord, Op, OpKind, OpStatus};
+use xpu_timer_proto::v1::{CommunicatorState, FlightRecord, Op, OpKind, OpStatus, Operation};
 use xpu_timer_tests::{
     Ears, FakeCollector, Output, PATIENCE, Process, RECONNECT, artifacts, compile_c, python, tree, wait_until,
 };
@@ -525,7 +525,9 @@ fn the_watcher_takes_no_signal_and_closed_descriptors_are_survived() {
         hits = []\nsignal.signal(signal.SIGUSR1, lambda *_: hits.append(1))\n\
         cuda.set_device(0)\nkernel = cuda.Kernel('k', 10)\nstream = cuda.Stream()\nkernel.launch(stream)\n\
         stream.synchronize()\n\
-        tasks = {open(f'/proc/self/task/{tid}/comm').read().strip(): tid for tid in os.listdir('/proc/self/task')}\n\
+        tasks = {}\n\
+        while 'xpu_timer_watch' not in tasks:\n    \
+            tasks = {open(f'/proc/self/task/{tid}/comm').read().strip(): tid for tid in os.listdir('/proc/self/task')}\n\
         status = open('/proc/self/task/' + tasks['xpu_timer_watch'] + '/status').read()\n\
         print(int(status.split('SigBlk:')[1].split()[0], 16) & (1 << 9) != 0)\n\
         os.kill(os.getpid(), signal.SIGUSR1)\n\
@@ -537,4 +539,136 @@ fn the_watcher_takes_no_signal_and_closed_descriptors_are_survived() {
     let output = run(job.hooked(python()).args(["-c", program]));
     assert_eq!((output.code(), output.stdout.as_str(), output.stderr.as_str()), (0, "True\n1 True\n", ""));
     drop(collector);
+}
+
+/// Runs a check of the simulated device in several ranks under the hook; their flight records.
+fn check(name: &str, ranks: u32, environment: &[(&str, &str)]) -> Vec<FlightRecord> {
+    let job = Job::new();
+    let collector = job.collector();
+    // Imported, because as a program it ends at once, and a collector gets to know a process only if it lives for a moment.
+    let program = format!(
+        "import os, sys, time; sys.path.insert(0, {:?}); import checks; checks.{name}(); print('ok', flush=True)\n\
+         while not os.path.exists('stop'): time.sleep(0.01)\nos._exit(0)",
+        tree().join("tests/tests/it/sim")
+    );
+    let mut processes: Vec<Process> = (0..ranks)
+        .map(|rank| {
+            let mut command = job.hooked(python());
+            command.args(["-B", "-c", &program]).current_dir(job.dir.path()).envs(environment.iter().copied());
+            Process::spawn(command.env("RANK", rank.to_string()).env("WORLD_SIZE", ranks.to_string()))
+        })
+        .collect();
+    for process in &mut processes {
+        process.wait_for("ok\n", PATIENCE);
+    }
+    let pids: Vec<i32> = processes.iter().map(Process::pid).collect();
+    wait_until(PATIENCE, "all Hellos", || {
+        let hellos = collector.hellos();
+        pids.iter().all(|pid| hellos.iter().any(|(greeted, _)| greeted == pid))
+    });
+    // The device has done its work; the watcher sees it in its next turn. The last send of `point_to_point` is never received.
+    let may_hang = |operation: &Operation| operation.group == 0 && matches!(operation.op(), Op::Send | Op::Recv);
+    let settled = |record: &FlightRecord| {
+        record.operations.iter().all(|operation| operation.status() != OpStatus::Pending || may_hang(operation))
+    };
+    if environment.is_empty() {
+        wait_until(PATIENCE, "everything completed", || pids.iter().all(|pid| settled(&collector.ring(*pid))));
+    }
+    let records: Vec<FlightRecord> = pids.iter().map(|pid| collector.ring(*pid)).collect();
+    fs::write(job.path("stop"), "").unwrap();
+    for process in processes {
+        let output = process.wait(PATIENCE);
+        assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{name}: {output:?}");
+    }
+    for health in records.iter().filter_map(|record| record.health.as_ref()) {
+        assert_eq!((health.panics, health.dropped, health.overflows), (0, 0, 0), "{name}");
+    }
+    records
+}
+
+#[test]
+fn the_device_behaves_the_same_under_the_hook() {
+    for name in ["legacy_stream_waits_for_blocking_streams", "capture_rules", "modules", "registered_kernels"] {
+        check(name, 1, &[]);
+    }
+    check("one_process_all_devices", 1, &[]);
+    check("proc_addresses", 1, &[("XPU_SIM_FAULT", "stuck_kernel:n=1")]);
+    check("full_queue_blocks", 1, &[("XPU_SIM_QUEUE_DEPTH", "8"), ("XPU_SIM_FAULT", "stuck_kernel:n=1")]);
+}
+
+#[test]
+fn every_collective_of_four_ranks_is_recorded_alike() {
+    let records = check("collectives", 4, &[]);
+    let signature = |record: &FlightRecord| -> Vec<_> {
+        let collectives = record.operations.iter().filter(|operation| operation.kind() == OpKind::Collective);
+        collectives
+            .map(|one| (one.communicator, one.seq, one.op, one.count, one.dtype, one.reduce_op, one.peer))
+            .collect()
+    };
+    let first = signature(&records[0]);
+    assert!(first.len() > 10, "{first:?}");
+    assert!(records.iter().all(|record| signature(record) == first));
+    for record in &records {
+        let comm = &record.communicators[0];
+        assert_eq!((comm.started, comm.completed), (comm.launched, comm.launched));
+    }
+}
+
+#[test]
+fn a_group_is_bracketed_by_stream_and_completes_as_one() {
+    for record in check("point_to_point", 4, &[]) {
+        let grouped: Vec<_> = record.operations.iter().filter(|operation| operation.group != 0).collect();
+        assert!(grouped.iter().any(|operation| operation.op() == Op::Send));
+        assert!(grouped.iter().any(|operation| operation.op() == Op::Recv));
+        for operation in &grouped {
+            let leader =
+                grouped.iter().find(|other| (other.group, other.stream) == (operation.group, operation.stream));
+            let leader = leader.expect("at least the operation itself");
+            assert_eq!(operation.status(), OpStatus::Completed, "{operation:?}");
+            assert_eq!(operation.completed_ns, leader.completed_ns);
+            assert!(operation.peer >= 0 && operation.completed_ns != 0 && operation.returned_ns != 0, "{operation:?}");
+        }
+    }
+}
+
+#[test]
+fn split_and_shrunk_communicators_have_one_identity_on_all_ranks() {
+    let records = check("split_and_shrink", 4, &[]);
+    let mut ranks_of = std::collections::BTreeMap::<u64, Vec<usize>>::new();
+    for (rank, record) in records.iter().enumerate() {
+        for comm in &record.communicators {
+            ranks_of.entry(comm.id).or_default().push(rank);
+        }
+    }
+    let mut groups: Vec<Vec<usize>> = ranks_of.into_values().collect();
+    groups.sort();
+    // The world; even and odd ranks; all but the rank without color; all but the rank that was left out.
+    assert_eq!(groups, [vec![0, 1, 2], vec![0, 1, 2, 3], vec![0, 2], vec![0, 2, 3], vec![1, 3]]);
+    for record in &records {
+        let world = record.communicators.iter().find(|comm| comm.parent == 0).expect("the world");
+        for child in record.communicators.iter().filter(|comm| comm.parent != 0) {
+            assert_eq!((child.parent, child.state()), (world.id, CommunicatorState::Ready));
+            assert!(child.size > 0 && child.rank >= 0 && child.rank < child.size as i32, "{child:?}");
+        }
+    }
+}
+
+#[test]
+fn nonblocking_communicators_become_ready_when_the_host_sees_it() {
+    for record in check("nonblocking", 2, &[]) {
+        let init = record.operations.iter().find(|operation| operation.op() == Op::CommInit).unwrap();
+        assert_eq!(init.status(), OpStatus::Completed);
+        let reduce = record.operations.iter().rfind(|operation| operation.op() == Op::AllReduce).unwrap();
+        assert_eq!(reduce.status(), OpStatus::Completed, "{reduce:?}");
+        assert!(reduce.completed_ns > 0, "its end event was recorded: {reduce:?}");
+    }
+}
+
+#[test]
+fn an_abort_is_no_completion() {
+    let records = check("abort", 2, &[]);
+    let aborted = records[0].operations.iter().filter(|operation| operation.status() == OpStatus::Aborted);
+    let ops: Vec<Op> = aborted.map(Operation::op).collect();
+    assert_eq!(ops, [Op::AllReduce, Op::AllReduce, Op::CommInit], "{:#?}", records[0].operations);
+    assert!(records[0].communicators.iter().any(|comm| comm.state() == CommunicatorState::Aborted));
 }
