@@ -2,6 +2,7 @@
 ranks, and prints `ok` at its end. Everything goes through the public API of the libraries, without the hook.
 """
 
+import contextlib
 import ctypes
 import os
 import sys
@@ -59,13 +60,14 @@ def workers():
     """Name, CPU ticks and wait channel of the device's threads."""
     found = []
     for tid in os.listdir("/proc/self/task"):
-        with open(f"/proc/self/task/{tid}/comm") as file:
-            name = file.read().strip()
-        if name.startswith("sim-"):
-            with open(f"/proc/self/task/{tid}/stat") as file:
-                fields = file.read().rpartition(")")[2].split()
-            with open(f"/proc/self/task/{tid}/wchan") as file:
-                found.append((name, int(fields[11]) + int(fields[12]), fields[0], file.read()))
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):  # it ended meanwhile
+            with open(f"/proc/self/task/{tid}/comm") as file:
+                name = file.read().strip()
+            if name.startswith("sim-"):
+                with open(f"/proc/self/task/{tid}/stat") as file:
+                    fields = file.read().rpartition(")")[2].split()
+                with open(f"/proc/self/task/{tid}/wchan") as file:
+                    found.append((name, int(fields[11]) + int(fields[12]), fields[0], file.read()))
     return found
 
 
