@@ -1,6 +1,7 @@
 // A file system with one file, whose server answers everything but reads; and threads that hang in it. The mount lies in a
 // namespace of this program, and the server dies with it, so nothing is left behind.
 #define _GNU_SOURCE
+#include <errno.h>
 #include <fcntl.h>
 #include <linux/fuse.h>
 #include <pthread.h>
@@ -23,11 +24,11 @@ static void die(const char *what) {
     exit(1);
 }
 
-static void answer(int device, uint64_t unique, const void *body, size_t length) {
+static void answer(int device, uint64_t unique, int error, const void *body, size_t length) {
     char packet[4096];
-    struct fuse_out_header head = {.len = sizeof head + length, .unique = unique};
+    struct fuse_out_header head = {.len = sizeof head + length, .error = error, .unique = unique};
     memcpy(packet, &head, sizeof head);
-    memcpy(packet + sizeof head, body, length);
+    if (length) memcpy(packet + sizeof head, body, length);
     if (write(device, packet, head.len) < 0) die("answer");
 }
 
@@ -50,26 +51,29 @@ static void serve(int device) {
             // Reads that the kernel does not wait for itself: the threads wait for a locked page, which no signal ends.
             out.flags = FUSE_ASYNC_READ;
             out.max_readahead = 1 << 17;
-            answer(device, head->unique, &out, sizeof out);
+            answer(device, head->unique, 0, &out, sizeof out);
             break;
         }
         case FUSE_LOOKUP: {
             struct fuse_entry_out out = {.nodeid = FILE_NODE, .entry_valid = 1000, .attr_valid = 1000};
             out.attr = attributes(FILE_NODE);
-            answer(device, head->unique, &out, sizeof out);
+            answer(device, head->unique, 0, &out, sizeof out);
             break;
         }
         case FUSE_GETATTR: {
             struct fuse_attr_out out = {.attr_valid = 1000, .attr = attributes(head->nodeid)};
-            answer(device, head->unique, &out, sizeof out);
+            answer(device, head->unique, 0, &out, sizeof out);
             break;
         }
         case FUSE_OPEN: {
             struct fuse_open_out out = {.fh = 1};
-            answer(device, head->unique, &out, sizeof out);
+            answer(device, head->unique, 0, &out, sizeof out);
             break;
         }
-        default: break; // FUSE_READ above all: no answer, ever.
+        case FUSE_READ: break; // No answer, ever.
+        case FUSE_FORGET: case FUSE_BATCH_FORGET: case FUSE_INTERRUPT: break; // None is expected.
+        // Above all FUSE_FLUSH, for which the end of a process waits.
+        default: answer(device, head->unique, -ENOSYS, NULL, 0);
         }
     }
 }
