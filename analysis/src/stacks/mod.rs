@@ -247,7 +247,10 @@ fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a 
     let innermost = frames.first()?;
     let by_witness = frames.iter().find(|frame| frame.func_name == witness);
     let library = frames.iter().take_while(|frame| contains_any(&frame.module, words::C_LIBRARY)).count();
-    let entry = library.checked_sub(1).map(|last| frames[last]).filter(|frame| plain(&frame.func_name) != "syscall");
+    let public = |frame: &&&PstackFrame| {
+        !frame.func_name.starts_with('_') && !frame.func_name.contains('.') && frame.func_name != "syscall"
+    };
+    let entry = frames[..library].iter().rfind(public).copied();
     let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
     Some(&by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost).func_name)
 }
@@ -360,7 +363,9 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
                 .iter()
                 .any(|prefix| lower.strip_prefix(prefix).is_some() && !contains_any(function, words::TEARDOWN_NATIVE))
     };
-    thread.functions().find(waits).map(str::to_owned).or_else(|| {
+    let all = || thread.functions().filter(waits);
+    // A function of the public interface says more than a closure of its implementation.
+    all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
         // Without native frames the names of Python's wrappers must do.
         let of_wrapper = |frame: &&PySpyFrame| {
             words::DEVICE_PYTHON.contains(&bare(&frame.func_name))
@@ -574,4 +579,49 @@ pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
         let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
         (alive && words::COMPILERS.contains(&program)).then(|| program.to_owned())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(witness: &str, stack: &[(&str, &str)]) -> String {
+        let frame = |(function, module): &(&str, &str)| PstackFrame {
+            func_name: (*function).into(),
+            module: (*module).into(),
+            ..Default::default()
+        };
+        let frames: Vec<PstackFrame> = stack.iter().map(frame).collect();
+        telling_function(&frames, witness).unwrap_or("nothing").to_owned()
+    }
+
+    const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
+    const PYTHON: &str = "/usr/lib/libpython3.11.so";
+    const CUDA: &str = "/usr/lib/libcuda.so.1";
+
+    #[test]
+    fn the_function_that_tells_most() {
+        let lock = [
+            ("__futex_abstimed_wait_common64", LIBC),
+            ("__new_sem_wait_slow64.constprop.0", LIBC),
+            ("PyThread_acquire_lock_timed", PYTHON),
+        ];
+        assert_eq!(told("", &lock), "PyThread_acquire_lock_timed");
+        assert_eq!(told("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
+        let device = [("ioctl", LIBC), ("??", CUDA), ("cuStreamSynchronize", CUDA), ("cudaStreamSynchronize", CUDA)];
+        assert_eq!(told("cuStreamSynchronize", &device), "cuStreamSynchronize");
+        let rust = [("syscall", LIBC), ("std::sys::futex_wait", "/app"), ("app::wait", "/app")];
+        assert_eq!(told("", &rust), "app::wait");
+        assert_eq!(told("", &[("syscall", LIBC)]), "syscall");
+        assert_eq!(told("", &[("??", "/app")]), "nothing");
+    }
+
+    #[test]
+    fn a_public_function_says_more_than_a_closure_of_its_inside() {
+        let names = ["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"];
+        let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
+        let native = PstackStacktrace { frames, ..Default::default() };
+        let doing = classify(Some(&native), None);
+        assert_eq!((doing.activity, doing.witness.as_str()), (Activity::DeviceWait, "cuStreamSynchronize"));
+    }
 }
