@@ -124,8 +124,12 @@ fn one_rank(report: &mut Report, tools: &Tools, options: &Options, mut target: T
         ("in process, warm", Box::new(|| Ok(time(|| warm.capture(&one, &CaptureOptions::default())).0))),
         ("gdb + 2 x py-spy", Box::new(|| wall_one(&[&gdb, &py_spy, &py_spy]))),
         ("eu-stack + py-spy", Box::new(|| wall_one(&[&eu_stack, &py_spy]))),
-        ("pystack --native-all", Box::new(|| wall_one(&[&pystack]))),
     ];
+    // It is shown for comparison only, and cannot look into every target.
+    match rivals::run_quiet(&mut pystack(pid)) {
+        Ok(()) => contenders.push(("pystack --native-all", Box::new(|| wall_one(&[&pystack])))),
+        Err(_) => report.note("wall of one rank: pystack --native-all", "fails"),
+    }
     let times = alternate(options.repetitions, &mut contenders)?;
     let names: Vec<&str> = contenders.iter().map(|(name, _)| *name).collect();
     drop(contenders);
