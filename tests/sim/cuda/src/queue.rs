@@ -154,9 +154,19 @@ impl Queue {
             if let Some(work) = state.items.pop_front() {
                 drop(state);
                 trace::note(format_args!("{work:?}"));
-                work.run(self);
+                let record = match work {
+                    Work::Record(marker) => Some(marker),
+                    other => {
+                        other.run(self);
+                        None
+                    }
+                };
                 state = self.lock();
                 state.completed += 1;
+                // With the lock held, so that nobody sees the event complete and its stream still busy, or the other way round.
+                if let Some(marker) = record {
+                    marker.complete();
+                }
                 if state.waiters > 0 {
                     self.progress.notify_all();
                 }
