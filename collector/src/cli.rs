@@ -43,6 +43,9 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     for problem in problems {
         warn!("{problem}");
     }
+    if settings.cluster.is_some() {
+        warn!("XPU_TIMER_COLLECTOR is set, but this version has no cluster role: this node judges its own ranks");
+    }
     match node::run(settings) {
         Err(error @ Error::Running { .. }) => {
             eprintln!("{error}");

@@ -31,6 +31,8 @@ pub struct Settings {
     pub node: String,
     /// Label `ip`.
     pub ip: String,
+    /// The cluster collector that somebody expects to be used.
+    pub cluster: Option<String>,
     /// The collector ends when nothing has been connected for this long.
     pub linger: Option<Duration>,
 }
@@ -65,6 +67,7 @@ impl Settings {
             hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
             node: text("POD_NAME"),
             ip: text("POD_IP"),
+            cluster: source.text("XPU_TIMER_COLLECTOR"),
             linger,
         }
     }

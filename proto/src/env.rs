@@ -40,7 +40,7 @@ variables! {
     XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
     XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
     XPU_TIMER_DISABLE = "0", "1: load and do nothing";
-    XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890";
+    XPU_TIMER_COLLECTOR = "", "cluster collector; not built yet: every node judges its own ranks";
     XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
     XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
@@ -49,7 +49,6 @@ variables! {
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
     XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected";
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
-    XPU_TIMER_NCCL_LIB_PATH = "", "where the original libnccl is";
 }
 
 /// A value that could not be used.
