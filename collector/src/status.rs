@@ -8,13 +8,15 @@ use crate::{clock, clock::Now, core::Core, incident::Incident, registry::Rank};
 /// The whole page.
 #[must_use]
 pub fn status(core: &Core, now: Now) -> Value {
+    let mut ranks: Vec<&Rank> = core.registry.ranks().collect();
+    ranks.sort_by_key(|rank| (&rank.job, rank.info.attempt, rank.info.rank, rank.id));
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
         "node": core.node,
         "socket": core.settings.socket,
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(core.started.mono_ns)),
-        "ranks": core.registry.ranks().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
+        "ranks": ranks.into_iter().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
         "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
         "problems": core.problems,
     })
