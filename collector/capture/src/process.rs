@@ -1,15 +1,15 @@
 //! One process: its state, its threads and its interpreter, in the order that needs the fewest and shortest stops.
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
 use gimli::UnwindContext;
 use py_spy::PythonSpy;
-use read_process_memory::{Pages, through};
-use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
+use read_process_memory::{Pages, Room, through};
+use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace};
 
 use crate::{
     Error, Options,
@@ -24,7 +24,11 @@ use crate::{
 };
 
 /// How long all threads together may take to stop for the interpreter to be read.
-const ALL_STOP_PATIENCE: Duration = Duration::from_millis(500);
+const ALL_STOP_PATIENCE: Duration = Duration::from_millis(200);
+/// How often an interpreter is searched for when it is not found.
+const ATTEMPTS: usize = 4;
+/// Captures in a row without a single Python stack, after which the interpreter is searched for again.
+const MOST_FAILURES: u32 = 3;
 
 /// A process whose native frames have no names yet.
 #[derive(Default)]
@@ -51,6 +55,18 @@ pub(crate) struct PlacedFrame {
 pub(crate) struct Interpreter {
     pub spy: PythonSpy,
     pub start_time: u64,
+    pub failures: u32,
+}
+
+/// How Python threads are read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Round {
+    /// As they are.
+    Asleep,
+    /// What was read before is copied during a stop and walked afterwards.
+    Fetch,
+    /// The walk itself is done during a stop.
+    Walk,
 }
 
 impl Interpreter {
@@ -133,7 +149,10 @@ impl Capture<'_> {
             return Err(Error::Gone(pid));
         }
         // The address space of a leader that has ended is to be had from the threads that live on.
-        let live = threads.iter().find(|thread| !matches!(thread.status.letter(), b'Z' | b'X'));
+        // Threads may end meanwhile, so the leader is the one to ask when it lives, whatever the order of the ids is.
+        let alive = |thread: &&Thread| !matches!(thread.status.letter(), b'Z' | b'X');
+        let leader = threads.iter().find(|thread| thread.tid == pid).filter(alive);
+        let live = leader.or_else(|| threads.iter().find(alive));
         let Some(live) = live.map(|thread| thread.tid) else {
             self.process.sample.errors.push(format!("process {pid} has ended: {}", state_text(stat.state)));
             self.keep(threads, None);
@@ -157,7 +176,7 @@ impl Capture<'_> {
             self.native(&mut threads, &space);
         }
         if self.options.python {
-            self.python(live, &mut threads, &space, stat.start_time);
+            self.python(live, &space, stat.start_time);
         }
         self.keep(threads, Some(&space));
         Ok(())
@@ -194,15 +213,14 @@ impl Capture<'_> {
         threads.retain(|thread| !gone.contains(&thread.tid));
     }
 
-    fn python(&mut self, live: i32, threads: &mut [Thread], space: &AddressSpace<'_>, start_time: u64) {
+    fn python(&mut self, live: i32, space: &AddressSpace<'_>, start_time: u64) {
         let pid = self.pid;
         if !python::is_python(live, space) {
             return;
         }
         if self.interpreter.as_ref().is_none_or(|interpreter| interpreter.start_time != start_time) {
-            let (attached, _) = through(Pages::new(live), || python::attach(live));
-            self.interpreter = match attached {
-                Ok(spy) => Some(Interpreter { spy, start_time }),
+            self.interpreter = match self.attach(live) {
+                Ok(spy) => Some(Interpreter { spy, start_time, failures: 0 }),
                 Err(reason) => {
                     self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
                     None
@@ -210,51 +228,142 @@ impl Capture<'_> {
             };
         }
         let Some(mut interpreter) = self.interpreter.take() else { return };
-        let spy = &mut interpreter.spy;
-        let before = python::switches(pid, threads);
-        let (mut walked, pages) = through(Pages::new(live), || python::walk(spy, pid, threads));
-        let after = python::switches(pid, threads);
-        let moved = match &walked {
-            Ok(walk) => python::moved(&walk.traces, &before, &after),
-            Err(_) => true,
-        };
-        if moved {
-            // What the first walk touched is fetched at once while all stand still, and walked when they run again. Only
-            // when that leads to other pages, the walk itself has to be done during a stop.
-            let (pages, mut problem) = self.while_stopped(threads, || Pages::fetch(live, &pages.addresses()));
-            let (second, pages) = through(pages, || python::walk(spy, pid, threads));
-            walked = second;
-            if walked.is_err() || pages.misses() > 0 {
-                let known = pages.addresses();
-                let work = || through(Pages::fetch(live, &known), || python::walk(spy, pid, threads)).0;
-                (walked, problem) = self.while_stopped(threads, work);
-            }
-            if let (Ok(_), Some(problem)) = (&walked, problem) {
-                let reason = format!("read while threads ran, so they may be wrong: {problem}");
-                self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
-            }
+        interpreter.spy.pid = live;
+        interpreter.spy.process.pid = live;
+        // Thread ids are used again, and then belong to another name.
+        interpreter.spy.python_thread_names.clear();
+        let (traces, problem) = self.python_threads(live, &mut interpreter.spy);
+        interpreter.failures = if traces.is_empty() { interpreter.failures + 1 } else { 0 };
+        (self.process.sample.py_stacktrace, self.process.python_entries) = traces.into_iter().unzip();
+        if let Some(reason) = problem {
+            self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
         }
-        match walked {
-            Ok(walk) => {
-                self.process.sample.py_stacktrace = walk.traces;
-                self.process.python_entries = walk.entries;
-                self.interpreter = Some(interpreter);
-            }
-            Err(reason) => {
-                // What is known of this interpreter may be what is wrong, so it is not kept.
-                self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
-            }
+        // What is known of an interpreter that cannot be read again and again may be what is wrong.
+        if interpreter.failures < MOST_FAILURES {
+            self.interpreter = Some(interpreter);
         }
     }
 
-    /// Does something while all threads stand still that can be made to.
-    fn while_stopped<T>(&mut self, threads: &[Thread], work: impl FnOnce() -> T) -> (T, Option<Error>) {
-        let (stops, problem) = stop_all(self.pid, threads, self.deadline);
+    /// Finds the interpreter. Where it has to be guessed, the guess is tried on structures that may change meanwhile.
+    fn attach(&mut self, live: i32) -> Result<PythonSpy, String> {
+        let mut attached = Err(String::new());
+        for _ in 0..ATTEMPTS {
+            attached = through(Pages::new(live), || python::attach(live)).0;
+            if attached.is_ok() || Instant::now() >= self.deadline {
+                return attached;
+            }
+        }
+        attached
+    }
+
+    /// The stacks of all Python threads. Those that sleep are right when they have slept all the time; the others are read
+    /// again while they stand still. A thread without a whole stack never costs the stacks of others.
+    fn python_threads(
+        &mut self,
+        live: i32,
+        spy: &mut PythonSpy,
+    ) -> (Vec<(PySpyStacktrace, Vec<bool>)>, Option<String>) {
+        let pid = self.pid;
+        let mut right = Vec::new();
+        let mut done = HashSet::new();
+        let mut left: Vec<(PySpyStacktrace, Vec<bool>)> = Vec::new();
+        let mut problem = None;
+        let mut addresses = Vec::new();
+        let mut whole = false;
+        for round in [Round::Asleep, Round::Fetch, Round::Fetch, Round::Walk, Round::Walk, Round::Walk] {
+            if round != Round::Asleep && Instant::now() >= self.deadline {
+                problem = Some("the deadline passed".to_string());
+                break;
+            }
+            let before = python::look(pid);
+            // When all that is missing is known, only that has to stand still.
+            let rest: HashSet<i32> = left.iter().map(|(trace, _)| trace.os_thread_id as i32).collect();
+            let few = (whole && round == Round::Fetch && !rest.contains(&0)).then_some(&rest);
+            let (walked, pages, stopped, stop_problem) = match round {
+                Round::Asleep => {
+                    let (walked, pages) = through(Pages::lenient(live), || python::walk(spy, pid));
+                    (walked, pages, HashSet::new(), None)
+                }
+                Round::Fetch => {
+                    let mut room = Room::new(live, std::mem::take(&mut addresses));
+                    let ((), stopped, stop_problem) = self.while_stopped(few, || room.fill());
+                    let (walked, pages) = through(room.into_pages(), || python::walk(spy, pid));
+                    (walked, pages, stopped, stop_problem)
+                }
+                Round::Walk => {
+                    let mut room = Room::new(live, std::mem::take(&mut addresses));
+                    let work = || {
+                        room.fill();
+                        through(room.into_pages(), || python::walk(spy, pid))
+                    };
+                    let ((walked, pages), stopped, stop_problem) = self.while_stopped(None, work);
+                    (walked, pages, stopped, stop_problem)
+                }
+            };
+            problem = stop_problem.map(|error| error.to_string());
+            addresses = pages.addresses();
+            let after = python::look(pid);
+            let mut walk = match walked {
+                Ok(walk) => walk,
+                Err(reason) => {
+                    problem = Some(reason);
+                    whole = false;
+                    continue;
+                }
+            };
+            // What was not among the pages fetched has been read when the threads ran again.
+            let late = round == Round::Fetch && pages.misses() > 0;
+            whole = pages.failures() == 0;
+            let mut seen = before.clone();
+            seen.extend(after.iter().map(|(tid, status)| (*tid, status.clone())));
+            walk.place(pid, &seen);
+            left.clear();
+            for (trace, entries) in walk.traces.into_iter().zip(walk.entries) {
+                let tid = trace.os_thread_id as i32;
+                let still = !late && stopped.contains(&tid) || python::slept(tid, &before, &after);
+                if done.contains(&tid) {
+                    continue;
+                }
+                if tid != 0 && still {
+                    done.insert(tid);
+                    right.push((trace, entries));
+                } else {
+                    left.push((trace, entries));
+                }
+            }
+            // Whom the interpreter still lists without a thread of that id has just ended, when all others stood still.
+            let listed = !stopped.is_empty() && few.is_none() && !late && problem.is_none() && !done.is_empty();
+            if whole && (left.is_empty() || listed && left.iter().all(|(trace, _)| trace.os_thread_id == 0)) {
+                return (right, None);
+            }
+        }
+        // Threads that exist but could not be stopped are shown as they seemed to be; so is everything when the ids of
+        // threads cannot be told at all.
+        left.retain(|(trace, _)| trace.os_thread_id != 0 || done.is_empty());
+        if left.is_empty() && !right.is_empty() {
+            return (right, None);
+        }
+        let reason = problem.unwrap_or_else(|| "its threads do not stand still".into());
+        if left.is_empty() {
+            return (right, Some(reason));
+        }
+        right.append(&mut left);
+        (right, Some(format!("read while threads ran, so they may be wrong: {reason}")))
+    }
+
+    /// Does something while these threads, or all that can be made to, stand still. Says which of them did.
+    fn while_stopped<T>(
+        &mut self,
+        few: Option<&HashSet<i32>>,
+        work: impl FnOnce() -> T,
+    ) -> (T, HashSet<i32>, Option<Error>) {
+        let (stops, problem) = stop_all(self.pid, few, self.deadline);
         let result = work();
-        let longest = stops.into_iter().map(Stop::release).max().unwrap_or_default().as_nanos() as u64;
+        let stopped = stops.keys().copied().collect();
+        let longest = stops.into_values().map(Stop::release).max().unwrap_or_default().as_nanos() as u64;
         let sample = &mut self.process.sample;
         sample.longest_stop_ns = sample.longest_stop_ns.max(longest);
-        (result, problem)
+        (result, stopped, problem)
     }
 
     fn keep(&mut self, threads: Vec<Thread>, space: Option<&AddressSpace<'_>>) {
@@ -293,27 +402,44 @@ impl Capture<'_> {
     }
 }
 
-/// Stops every thread that can be stopped; threads that sleep uninterruptibly do not run anyway.
-fn stop_all(pid: i32, threads: &[Thread], deadline: Instant) -> (Vec<Stop>, Option<Error>) {
+/// Stops these threads, or all; threads that sleep uninterruptibly do not run anyway. Threads that are started meanwhile are
+/// stopped too: only one that still runs can start another, so this ends.
+fn stop_all(pid: i32, few: Option<&HashSet<i32>>, deadline: Instant) -> (HashMap<i32, Stop>, Option<Error>) {
     let deadline = deadline.min(Instant::now() + ALL_STOP_PATIENCE);
-    let mut stops = Vec::with_capacity(threads.len());
+    let mut stops: HashMap<i32, Stop> = HashMap::new();
+    let mut others = HashSet::new();
     let mut problem = None;
-    for thread in threads {
-        let letter = procfs::status(pid, thread.tid).map_or(b'X', |status| status.letter());
-        if matches!(letter, b'D' | b'Z' | b'X' | b't') {
-            continue;
+    while Instant::now() < deadline {
+        let tids = match few {
+            Some(few) => few.iter().copied().collect(),
+            None => procfs::threads(pid).unwrap_or_default(),
+        };
+        let mut asked = Vec::new();
+        for tid in tids {
+            if stops.contains_key(&tid) || !others.insert(tid) {
+                continue;
+            }
+            let letter = procfs::status(pid, tid).map_or(b'X', |status| status.letter());
+            if matches!(letter, b'D' | b'Z' | b'X' | b't') {
+                continue;
+            }
+            match Stop::request(pid, tid) {
+                Ok(stop) => asked.push((tid, stop)),
+                Err(error) if procfs::is_gone(&error) => {}
+                Err(error) => problem = Some(error),
+            }
         }
-        match Stop::request(pid, thread.tid) {
-            Ok(stop) => stops.push(stop),
-            Err(error) if procfs::is_gone(&error) => {}
-            Err(error) => problem = Some(error),
+        if asked.is_empty() {
+            break;
         }
-    }
-    for stop in &mut stops {
-        if let Err(error) = stop.wait(pid, deadline)
-            && !procfs::is_gone(&error)
-        {
-            problem = Some(error);
+        for (tid, mut stop) in asked {
+            match stop.wait(pid, deadline) {
+                Ok(()) => {
+                    stops.insert(tid, stop);
+                }
+                Err(error) if procfs::is_gone(&error) => {}
+                Err(error) => problem = Some(error),
+            }
         }
     }
     (stops, problem)

@@ -42,7 +42,6 @@ impl Stop {
     /// Waits until the thread has stopped.
     pub fn wait(&mut self, pid: i32, deadline: Instant) -> Result<(), Error> {
         let asked = Instant::now();
-        let mut pause = Duration::from_micros(5);
         while !self.stopped {
             match wait_stopped(self.tid) {
                 Ok(Some(signal)) => {
@@ -56,14 +55,20 @@ impl Stop {
             if Instant::now() >= deadline {
                 return Err(Error::NoStop { tid: self.tid, waited_us: asked.elapsed().as_micros() as u64 });
             }
-            if asked.elapsed() > Duration::from_millis(1) {
-                let letter = procfs::status(pid, self.tid).map_or(b'X', |status| status.letter());
-                if matches!(letter, b'Z' | b'X') {
-                    return Err(Error::Gone(self.tid));
-                }
-                pause = Duration::from_micros(200);
+            // A thread on another CPU answers within microseconds, and one on this CPU needs this CPU: sleeping would add
+            // to the time for which it then stands still.
+            if asked.elapsed() < Duration::from_millis(1) {
+                std::thread::yield_now();
+                continue;
             }
-            std::thread::sleep(pause);
+            match procfs::status(pid, self.tid).map_or(b'X', |status| status.letter()) {
+                b'Z' | b'X' => return Err(Error::Gone(self.tid)),
+                b'D' => {
+                    let waited_us = asked.elapsed().as_micros() as u64;
+                    return Err(Error::NoStop { tid: self.tid, waited_us });
+                }
+                _ => std::thread::sleep(Duration::from_micros(20)),
+            }
         }
         Ok(())
     }
@@ -108,6 +113,12 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
         return Error::Permission { pid, uid: status.uid };
     }
     Error::Ptrace { tid, source }
+}
+
+/// Makes this OS thread's sleeps end when they are to, and not the usual 50 us later.
+pub(crate) fn sleep_exactly() {
+    // It is only about time, so it may fail.
+    let _ = nix::sys::prctl::set_timerslack(1);
 }
 
 /// `Some` when the thread has stopped, with the signal it is to get afterwards, or 0. Never waits, and never takes the exit

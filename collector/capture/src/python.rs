@@ -8,9 +8,13 @@ use std::{
 
 use object::{Object, ObjectSymbol};
 use py_spy::{Config, PythonSpy, StackTrace, config::LockingStrategy};
+use read_process_memory::{ProcessHandle, copy_address};
 use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
 
-use crate::{address_space::AddressSpace, memory, native::Thread, procfs};
+use crate::{
+    address_space::AddressSpace,
+    procfs::{self, Status},
+};
 
 /// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
 const TID_IN_PTHREAD: u64 = 0x2d0;
@@ -40,18 +44,17 @@ pub(crate) fn attach(tid: i32) -> Result<PythonSpy, String> {
 }
 
 /// All Python threads of a process.
+#[derive(Default)]
 pub(crate) struct Walk {
+    /// Their `os_thread_id` is the one that the interpreter knows, until [`Walk::place`] translates it.
     pub traces: Vec<PySpyStacktrace>,
     /// For each frame of each trace, whether C code entered the interpreter with it.
     pub entries: Vec<Vec<bool>>,
 }
 
 /// All Python threads, as they are at this moment.
-pub(crate) fn walk(spy: &mut PythonSpy, pid: i32, threads: &[Thread]) -> Result<Walk, String> {
+pub(crate) fn walk(spy: &mut PythonSpy, pid: i32) -> Result<Walk, String> {
     let found = guarded(|| spy.get_stack_traces().map_err(|error| format!("{error:#}")))?;
-    let outside: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
-    let namespaced: HashMap<i32, &Thread> =
-        threads.iter().map(|thread| (thread.status.namespaced_tid, thread)).collect();
     let version = (spy.version.major, spy.version.minor);
     let is_entry = |frame: &py_spy::Frame| match version {
         (3, 12..) => frame.is_shim_entry,
@@ -61,21 +64,54 @@ pub(crate) fn walk(spy: &mut PythonSpy, pid: i32, threads: &[Thread]) -> Result<
     let mut walk = Walk { traces: Vec::with_capacity(found.len()), entries: Vec::with_capacity(found.len()) };
     for mut trace in found {
         drop_pseudo_frames(&mut trace);
-        let inside = trace.os_thread_id.map(|tid| tid as i32).or_else(|| tid_of_pthread(spy.pid, trace.thread_id));
-        // The interpreter knows the id of its own PID namespace, which usually is also ours.
-        let thread = inside.and_then(|tid| namespaced.get(&tid).or_else(|| outside.get(&tid)));
+        let tid = trace.os_thread_id.or_else(|| tid_of_pthread(spy.pid, trace.thread_id));
         walk.entries.push(trace.frames.iter().map(is_entry).collect());
         walk.traces.push(PySpyStacktrace {
             pid: pid as u32,
             thread_id: trace.thread_id,
             thread_name: trace.thread_name.unwrap_or_default(),
-            os_thread_id: thread.map_or(0, |thread| thread.tid as u32),
-            active: thread.is_some_and(|thread| thread.running || thread.status.letter() == b'R'),
+            os_thread_id: tid.and_then(|tid| u32::try_from(tid).ok()).unwrap_or(0),
+            active: false,
             owns_gil: trace.owns_gil,
             frames: trace.frames.into_iter().map(frame).collect(),
         });
     }
     Ok(walk)
+}
+
+impl Walk {
+    /// Translates the thread ids of the interpreter's PID namespace, which usually is also ours. 0 stands for a thread that
+    /// does not exist (any more).
+    pub fn place(&mut self, pid: i32, seen: &Seen) {
+        let same = seen.get(&pid).is_none_or(|leader| leader.namespaced_tid == pid);
+        let outer: HashMap<i32, i32> = seen.iter().map(|(tid, status)| (status.namespaced_tid, *tid)).collect();
+        for trace in &mut self.traces {
+            let tid = trace.os_thread_id as i32;
+            let tid = if same { Some(tid) } else { outer.get(&tid).copied() };
+            let status = tid.and_then(|tid| Some((tid, seen.get(&tid)?)));
+            trace.os_thread_id = status.map_or(0, |(tid, _)| tid as u32);
+            trace.active = status.is_some_and(|(_, status)| status.letter() == b'R');
+        }
+    }
+}
+
+/// All threads at one moment.
+pub(crate) type Seen = HashMap<i32, Status>;
+
+/// Looks at all threads.
+pub(crate) fn look(pid: i32) -> Seen {
+    let tids = procfs::threads(pid).unwrap_or_default();
+    tids.into_iter().filter_map(|tid| Some((tid, procfs::status(pid, tid).ok()?))).collect()
+}
+
+/// Whether a thread has slept from the one moment to the other.
+pub(crate) fn slept(tid: i32, before: &Seen, after: &Seen) -> bool {
+    match (before.get(&tid), after.get(&tid)) {
+        (Some(before), Some(after)) => {
+            before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
+        }
+        _ => false,
+    }
 }
 
 fn frame(frame: py_spy::Frame) -> PySpyFrame {
@@ -105,33 +141,11 @@ fn is_pseudo(frame: &py_spy::Frame) -> bool {
 }
 
 /// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
-fn tid_of_pthread(tid: i32, pthread: u64) -> Option<i32> {
-    let bytes = memory::read_exact(tid, pthread.checked_add(TID_IN_PTHREAD)?, 4).ok()?;
-    Some(i32::from_le_bytes(bytes.try_into().ok()?))
-}
-
-/// Context switches of all threads, and whether they run.
-pub(crate) fn switches(pid: i32, threads: &[Thread]) -> HashMap<u32, (u64, bool)> {
-    let status = |thread: &Thread| {
-        let status = procfs::status(pid, thread.tid).ok()?;
-        Some((thread.tid as u32, (status.switches, status.letter() == b'R')))
-    };
-    threads.iter().filter_map(status).collect()
-}
-
-/// Whether a Python thread may have run between the two counts. A thread of unknown id, or one that came or went, counts.
-pub(crate) fn moved(
-    traces: &[PySpyStacktrace],
-    before: &HashMap<u32, (u64, bool)>,
-    after: &HashMap<u32, (u64, bool)>,
-) -> bool {
-    traces.iter().any(|trace| {
-        let (before, after) = (before.get(&trace.os_thread_id), after.get(&trace.os_thread_id));
-        match (before, after) {
-            (Some((before, was_running)), Some((after, runs))) => before != after || *was_running || *runs,
-            _ => true,
-        }
-    })
+fn tid_of_pthread(tid: i32, pthread: u64) -> Option<u64> {
+    let address = usize::try_from(pthread.checked_add(TID_IN_PTHREAD)?).ok()?;
+    // Like all of the interpreter's memory, it comes from the pages that were copied during a stop.
+    let bytes = copy_address(address, 4, &ProcessHandle::try_from(tid).ok()?).ok()?;
+    Some(u32::from_le_bytes(bytes.try_into().ok()?).into())
 }
 
 /// The structures may be torn while they are read, and a defect in reading them must not cost the native stacks.

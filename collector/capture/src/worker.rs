@@ -15,7 +15,7 @@ use crate::{
     Options,
     image::Images,
     process::{self, Interpreter, RawProcess},
-    procfs,
+    procfs, ptrace,
 };
 
 /// Threads at work at the same time.
@@ -73,6 +73,7 @@ fn spawn(index: usize, job: Job, images: &Arc<Images>, sender: &mpsc::Sender<(us
     let sender = sender.clone();
     let images = Arc::clone(images);
     let work = move || {
+        ptrace::sleep_exactly();
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| process::capture(job, &images)));
         let answer = answer.unwrap_or_else(|_| silent(pid, "a defect of the capture itself, see the log"));

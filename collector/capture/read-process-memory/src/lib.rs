@@ -26,6 +26,8 @@ const LONGEST_KEPT: usize = 64 << 10;
 const BATCH: usize = 512;
 /// Pages kept at most: 64 MB.
 const MOST_PAGES: usize = 16 << 10;
+/// Reads that [`Pages::lenient`] answers with zeroes; whoever makes more of them follows nonsense and has to be told.
+const MOST_FAILURES: usize = 1024;
 
 /// A process id.
 pub type Pid = nix::libc::pid_t;
@@ -90,6 +92,8 @@ pub struct Pages {
     pid: Pid,
     pages: HashMap<usize, Box<[u8]>>,
     misses: usize,
+    lenient: bool,
+    failures: usize,
 }
 
 thread_local! {
@@ -116,30 +120,20 @@ impl Pages {
     /// None yet.
     #[must_use]
     pub fn new(pid: Pid) -> Self {
-        Pages { pid, pages: HashMap::new(), misses: 0 }
+        Pages { pid, pages: HashMap::new(), misses: 0, lenient: false, failures: 0 }
     }
 
-    /// Copies these pages, with as few system calls as possible. Those that cannot be read are left out.
+    /// None yet, and what cannot be read reads as zeroes. Structures that are torn because a thread runs then end early,
+    /// instead of costing those of all threads that do not.
     #[must_use]
-    pub fn fetch(pid: Pid, addresses: &[usize]) -> Self {
-        let mut pages = Pages::new(pid);
-        let mut rest = addresses;
-        let mut bytes = vec![0; BATCH.min(addresses.len()) * PAGE];
-        while !rest.is_empty() {
-            let batch = &rest[..rest.len().min(BATCH)];
-            let remote: Vec<RemoteIoVec> = batch.iter().map(|base| RemoteIoVec { base: *base, len: PAGE }).collect();
-            let local = &mut bytes[..batch.len() * PAGE];
-            let target = nix::unistd::Pid::from_raw(pid);
-            let read = process_vm_readv(target, &mut [IoSliceMut::new(local)], &remote).unwrap_or(0);
-            let whole = read / PAGE;
-            for (address, page) in batch.iter().zip(local.chunks(PAGE)).take(whole) {
-                pages.pages.insert(*address, page.into());
-            }
-            // The call ends at the first page that cannot be read.
-            let done = if whole == batch.len() { whole } else { whole + 1 };
-            rest = &rest[done..];
-        }
-        pages
+    pub fn lenient(pid: Pid) -> Self {
+        Pages { lenient: true, ..Pages::new(pid) }
+    }
+
+    /// Reads that were answered with zeroes.
+    #[must_use]
+    pub fn failures(&self) -> usize {
+        self.failures
     }
 
     /// Addresses of all pages, ascending.
@@ -158,6 +152,18 @@ impl Pages {
 
     /// False when the pages cannot serve the read.
     fn copy(&mut self, address: usize, buffer: &mut [u8]) -> bool {
+        if self.copy_known(address, buffer) {
+            return true;
+        }
+        self.failures += 1;
+        let lenient = self.lenient && self.failures <= MOST_FAILURES;
+        if lenient {
+            buffer.fill(0);
+        }
+        lenient
+    }
+
+    fn copy_known(&mut self, address: usize, buffer: &mut [u8]) -> bool {
         let mut done = 0;
         while done < buffer.len() {
             let Some(at) = address.checked_add(done) else { return false };
@@ -182,6 +188,57 @@ impl Pages {
     }
 }
 
+/// Room for pages that are known to be wanted, made before a stop so that during it there is nothing to do but to copy.
+#[derive(Debug)]
+pub struct Room {
+    pid: Pid,
+    addresses: Vec<usize>,
+    bytes: Vec<u8>,
+    whole: Vec<bool>,
+}
+
+impl Room {
+    /// For the pages at these addresses.
+    #[must_use]
+    pub fn new(pid: Pid, addresses: Vec<usize>) -> Self {
+        let mut bytes = vec![0; addresses.len() * PAGE];
+        // Fresh memory costs a fault a page when it is first written, which would be during the stop.
+        for page in bytes.chunks_mut(PAGE) {
+            page[0] = std::hint::black_box(1);
+        }
+        let whole = vec![false; addresses.len()];
+        Room { pid, addresses, bytes, whole }
+    }
+
+    /// Copies the pages, with as few system calls as possible. Those that cannot be read are left out.
+    pub fn fill(&mut self) {
+        let target = nix::unistd::Pid::from_raw(self.pid);
+        let mut done = 0;
+        while done < self.addresses.len() {
+            let batch = &self.addresses[done..self.addresses.len().min(done + BATCH)];
+            let remote: Vec<RemoteIoVec> = batch.iter().map(|base| RemoteIoVec { base: *base, len: PAGE }).collect();
+            let local = &mut self.bytes[done * PAGE..(done + batch.len()) * PAGE];
+            let read = process_vm_readv(target, &mut [IoSliceMut::new(local)], &remote).unwrap_or(0);
+            let whole = read / PAGE;
+            self.whole[done..done + whole].fill(true);
+            // The call ends at the first page that cannot be read.
+            done += if whole == batch.len() { whole } else { whole + 1 };
+        }
+    }
+
+    /// What was copied, to be read through, leniently.
+    #[must_use]
+    pub fn into_pages(self) -> Pages {
+        let mut pages = Pages::lenient(self.pid);
+        for ((address, page), whole) in self.addresses.into_iter().zip(self.bytes.chunks(PAGE)).zip(self.whole) {
+            if whole {
+                pages.pages.insert(address, page.into());
+            }
+        }
+        pages
+    }
+}
+
 fn read_exact(pid: Pid, address: usize, buffer: &mut [u8]) -> io::Result<()> {
     let wanted = buffer.len();
     let remote = [RemoteIoVec { base: address, len: wanted }];
@@ -200,6 +257,12 @@ fn read_exact(pid: Pid, address: usize, buffer: &mut [u8]) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    fn fetch(pid: Pid, addresses: &[usize]) -> Pages {
+        let mut room = Room::new(pid, addresses.to_vec());
+        room.fill();
+        room.into_pages()
+    }
+
     fn own() -> (Pid, ProcessHandle) {
         let pid = std::process::id() as Pid;
         (pid, ProcessHandle::try_from(pid).unwrap())
@@ -215,7 +278,7 @@ mod tests {
             assert_eq!(copy_address(address + 5000, 10, &handle).unwrap(), text[5000..5010]);
         });
         assert!(pages.misses() >= 5 && pages.misses() <= 6, "one for each page: {}", pages.misses());
-        let fetched = Pages::fetch(pid, &pages.addresses());
+        let fetched = fetch(pid, &pages.addresses());
         assert_eq!(fetched.addresses(), pages.addresses());
         let ((), fetched) = through(fetched, || {
             assert_eq!(copy_address(address, text.len(), &handle).unwrap(), text);
@@ -228,10 +291,19 @@ mod tests {
         let (pid, handle) = own();
         let text = vec![1u8; 3 * PAGE];
         let page = (text.as_ptr() as usize + PAGE - 1) & !(PAGE - 1);
-        let fetched = Pages::fetch(pid, &[0, page, PAGE, page + PAGE]);
+        let fetched = fetch(pid, &[0, page, PAGE, page + PAGE]);
         assert_eq!(fetched.addresses(), [page, page + PAGE]);
-        let (result, _) = through(fetched, || copy_address(16, 8, &handle));
+        let (result, _) = through(Pages::new(pid), || copy_address(16, 8, &handle));
         assert!(result.is_err());
-        assert!(Pages::fetch(pid, &[]).addresses().is_empty());
+        assert!(fetch(pid, &[]).addresses().is_empty());
+    }
+
+    #[test]
+    fn lenient_pages_read_zeroes_and_count_them() {
+        let (pid, handle) = own();
+        let (read, pages) = through(Pages::lenient(pid), || copy_address(16, 8, &handle).unwrap());
+        assert_eq!((read, pages.failures()), (vec![0; 8], 1));
+        let endless = || (0..=MOST_FAILURES).all(|_| copy_address(16, 8, &handle).is_ok());
+        assert!(!through(Pages::lenient(pid), endless).0, "nonsense is not followed for ever");
     }
 }
