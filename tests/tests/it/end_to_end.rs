@@ -3,7 +3,7 @@
 use std::{fs, time::Duration};
 
 use serde_json::{Value, json};
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, wait_until};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
 
 const RANKS: u32 = 4;
 
@@ -56,6 +56,27 @@ fn a_data_loader_that_waits_for_a_shard() {
     assert!(native.contains("@0-1/3|2"), "the victims' common native frames are drawn");
     let seconds = incident.verdict["seconds_from_timeout"].as_f64().expect("seconds_from_timeout");
     assert!(seconds < 2.0 + 3.0, "sample interval 2 s plus 3 s, not {seconds}");
+}
+
+#[test]
+fn every_rank_under_a_launcher_of_its_own_as_mpirun_does_it() {
+    let job = Job::new();
+    let script = tree().join("tests/examples/train.py");
+    let rank = |rank: u32| {
+        let mut command = job.launch(python());
+        command.arg(&script).args(["--fault=loader", "--fault-rank=1"]);
+        let variables = [("RANK", rank), ("LOCAL_RANK", rank), ("WORLD_SIZE", RANKS), ("LOCAL_WORLD_SIZE", RANKS)];
+        Process::spawn(command.envs(variables.map(|(name, value)| (name, value.to_string()))))
+    };
+    // All at once: they must agree on one collector.
+    let ranks: Vec<Process> = (0..RANKS).map(rank).collect();
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(culprits(&incident), &json!([1]), "{}", text(&incident));
+    let collectors = job.processes().into_iter().filter(|pid| {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim().starts_with("xpu_timer_colle"))
+    });
+    assert_eq!(collectors.count(), 1);
+    assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "nothing is said: {:?}", ranks[0].stderr());
 }
 
 #[test]
