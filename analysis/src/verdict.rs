@@ -200,7 +200,7 @@ pub struct Location {
     pub python: Option<String>,
     /// The function of that frame.
     pub python_function: Option<String>,
-    /// The innermost function of the main thread's native stack.
+    /// The function of the main thread's native stack that tells most: the call that blocks, without the insides of libraries.
     pub native: Option<String>,
 }
 

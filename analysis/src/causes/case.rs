@@ -226,7 +226,7 @@ impl<'a> Case<'a> {
             lines.push(line(format!("rank {rank}: main thread in {function} at {python}{samples}"), vec![rank]));
         }
         if let Some(native) = &host.location.native {
-            lines.push(line(format!("rank {rank}: innermost C function {native}"), vec![rank]));
+            lines.push(line(format!("rank {rank}: in C function {native}"), vec![rank]));
         }
         if let Some(moved) = host.moved {
             lines.push(line(
