@@ -112,10 +112,10 @@ fn print(incident: &Incident) -> Result<()> {
         println!("from the timeout to the finished folder: {seconds:.1} s, of which 5 s lie between the two samples");
     }
     println!("incident folder: {}", incident.path.display());
-    for picture in ["py_stack.svg", "cpp_stack.svg"] {
-        let path = incident.path.join(picture);
+    for (what, file) in [("flame graph", "py_stack.svg"), ("flame graph", "cpp_stack.svg"), ("report", "report.html")] {
+        let path = incident.path.join(file);
         fs::metadata(&path).with_context(|| format!("{}", path.display()))?;
-        println!("flame graph:     {}", path.display());
+        println!("{:<16} {}", format!("{what}:"), path.display());
     }
     Ok(())
 }
