@@ -7,6 +7,7 @@ mod causes;
 pub mod folded;
 mod graph;
 mod judge;
+pub mod main_thread;
 mod matching;
 pub mod prefix_tree;
 pub mod rank_set;

@@ -1,7 +1,8 @@
-//! Decodes the part of a `.stacktrace` file that the viewer draws, without copying it.
+//! Decodes the part of a `.stacktrace` file that the viewer shows, without copying it.
 //!
 //! A folder of a large job holds hundreds of megabytes, of which the pictures need two strings a frame. So this reads
-//! the wire format itself and skips the rest: whatever `prost` accepts, this accepts, with the same strings.
+//! the wire format itself and skips the rest: whatever `prost` accepts, this accepts, with the same strings. What only
+//! the report shows (other samples, children, the flight record) stays encoded until [`Sample::decode`] is asked.
 
 use std::borrow::Cow;
 use std::ops::Range;
@@ -31,15 +32,40 @@ fn utf8(bytes: &[u8]) -> Result<&str, DecodeError> {
     std::str::from_utf8(bytes).map_err(|_| DecodeError::NotUtf8 { text: String::from_utf8_lossy(bytes).into_owned() })
 }
 
-/// One thread.
+/// One thread. Its texts are bytes: the kernel cuts names after 15 bytes, perhaps within a character.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Thread<'a> {
     /// Kernel thread id; 0 when unknown.
     pub tid: u32,
-    /// Name of the thread. The kernel cuts names after 15 bytes, perhaps within a character, so these are bytes.
+    /// Name of the thread.
     pub name: &'a [u8],
-    /// Its frames, leaf first: a range of `Dump::frames`.
+    /// Its frames, leaf first: a range of [`Threads::frames`].
     pub frames: Range<usize>,
+    /// `S (sleeping)` and the like; native threads only, as all that follows but `owns_gil`.
+    pub state: &'a [u8],
+    /// Kernel function that it sleeps in.
+    pub wchan: &'a [u8],
+    /// Kernel stack, leaf first.
+    pub kernel_stack: Vec<&'a [u8]>,
+    /// How the stack was taken: a number of `CaptureMethod`.
+    pub capture: i32,
+    /// How often it had run.
+    pub context_switches: u64,
+    /// Why the stack is not whole.
+    pub incomplete: &'a [u8],
+    /// It holds Python's global lock; Python threads only.
+    pub owns_gil: bool,
+}
+
+/// The threads of one process at one moment.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Threads<'a> {
+    /// Native threads.
+    pub native: Vec<Thread<'a>>,
+    /// Python threads.
+    pub python: Vec<Thread<'a>>,
+    /// The frames of all threads.
+    pub frames: Vec<Frame<'a>>,
 }
 
 /// What one file says.
@@ -53,12 +79,50 @@ pub struct Dump<'a> {
     pub pstack_stderr: Cow<'a, str>,
     /// What went wrong while Python stacks were taken.
     pub pyspy_stderr: Cow<'a, str>,
-    /// Native threads.
-    pub native: Vec<Thread<'a>>,
-    /// Python threads.
-    pub python: Vec<Thread<'a>>,
-    /// The frames of all threads.
-    pub frames: Vec<Frame<'a>>,
+    /// The last sample.
+    pub threads: Threads<'a>,
+    /// Encoded [`Sample`]: the first one.
+    pub first_sample: Option<&'a [u8]>,
+    /// Encoded [`Sample`]: the last one without its threads.
+    pub last_sample: Option<&'a [u8]>,
+    /// Encoded `ChildProcess` messages.
+    pub children: Vec<&'a [u8]>,
+    /// Encoded `FlightRecord`.
+    pub flight_record: Option<&'a [u8]>,
+    /// Host or pod.
+    pub node: &'a [u8],
+    /// Command line.
+    pub command: &'a [u8],
+}
+
+/// One look at one process.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Sample<'a> {
+    /// Its threads.
+    pub threads: Threads<'a>,
+    /// For example `S (sleeping)`.
+    pub process_state: &'a [u8],
+    /// Wall clock, nanoseconds since the Unix epoch.
+    pub captured_unix_ns: u64,
+    /// Processor time of the process.
+    pub cpu_time_ns: u64,
+    /// Bytes that read and write calls moved; 0 when unknown.
+    pub io_bytes: u64,
+    /// What could not be taken, one sentence each.
+    pub errors: Vec<&'a [u8]>,
+}
+
+/// A child process of a rank.
+#[derive(Clone, Debug, PartialEq, Eq, Default)]
+pub struct Child<'a> {
+    /// Process id.
+    pub pid: i32,
+    /// Process id of its parent.
+    pub parent: i32,
+    /// Command line.
+    pub command: &'a [u8],
+    /// One or two, in the order of time.
+    pub samples: Vec<Sample<'a>>,
 }
 
 /// Why a file is no dump.
@@ -111,46 +175,74 @@ impl<'a> Dump<'a> {
     pub fn decode(file: &'a [u8]) -> Result<Dump<'a>, DecodeError> {
         let mut dump = Dump::default();
         let mut known = false;
-        let mut reader = Reader { file, at: 0, end: file.len() };
+        let mut reader = Reader::new(file);
         while let Some(field) = reader.next_field()? {
             known |= matches!(field.number, 1..=11 | 100..=105);
             match field.number {
                 1 => {
-                    let thread = dump.thread(reader.message(field)?, &NATIVE)?;
-                    dump.native.push(thread);
+                    let thread = dump.threads.native_thread(reader.message(field)?)?;
+                    dump.threads.native.push(thread);
                 }
                 2 => {
-                    let thread = dump.thread(reader.message(field)?, &PYTHON)?;
-                    dump.python.push(thread);
+                    let thread = dump.threads.python_thread(reader.message(field)?)?;
+                    dump.threads.python.push(thread);
                 }
                 // An int32 is its varint cut to 32 bits.
                 3 => dump.pid = reader.varint(field)? as i32,
                 6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 11 => dump.process_state = utf8(reader.bytes(field)?)?,
+                // The pictures need none of these, so nothing within them can make the file unreadable.
+                100 if field.wire == BYTES => dump.first_sample = Some(reader.bytes(field)?),
+                101 if field.wire == BYTES => dump.last_sample = Some(reader.bytes(field)?),
+                102 if field.wire == BYTES => dump.children.push(reader.bytes(field)?),
+                103 if field.wire == BYTES => dump.flight_record = Some(reader.bytes(field)?),
+                104 if field.wire == BYTES => dump.node = reader.bytes(field)?,
+                105 if field.wire == BYTES => dump.command = reader.bytes(field)?,
                 _ => reader.skip(field)?,
             }
         }
         if known { Ok(dump) } else { Err(DecodeError::NoDump) }
     }
+}
 
+impl<'a> Threads<'a> {
     /// The frames of one thread, leaf first.
     pub fn frames_of(&self, thread: &Thread<'a>) -> &[Frame<'a>] {
         &self.frames[thread.frames.clone()]
     }
 
-    fn thread(&mut self, mut reader: Reader<'a>, fields: &ThreadFields) -> Result<Thread<'a>, DecodeError> {
+    fn native_thread(&mut self, mut reader: Reader<'a>) -> Result<Thread<'a>, DecodeError> {
         let begin = self.frames.len();
         let mut thread = Thread::default();
         while let Some(field) = reader.next_field()? {
-            if field.number == fields.frames {
-                self.frames.push(frame(reader.message(field)?)?);
-            } else if field.number == fields.tid {
-                thread.tid = reader.varint(field)? as u32;
-            } else if field.number == fields.name {
-                thread.name = reader.bytes(field)?;
-            } else {
-                reader.skip(field)?;
+            match (field.number, field.wire) {
+                (3, _) => self.frames.push(frame(reader.message(field)?)?),
+                (1, _) => thread.tid = reader.varint(field)? as u32,
+                (2, _) => thread.name = reader.bytes(field)?,
+                (100, BYTES) => thread.state = reader.bytes(field)?,
+                (101, BYTES) => thread.wchan = reader.bytes(field)?,
+                (102, BYTES) => thread.kernel_stack.push(reader.bytes(field)?),
+                (103, VARINT) => thread.capture = reader.varint(field)? as i32,
+                (104, VARINT) => thread.context_switches = reader.varint(field)?,
+                (106, BYTES) => thread.incomplete = reader.bytes(field)?,
+                _ => reader.skip(field)?,
+            }
+        }
+        thread.frames = begin..self.frames.len();
+        Ok(thread)
+    }
+
+    fn python_thread(&mut self, mut reader: Reader<'a>) -> Result<Thread<'a>, DecodeError> {
+        let begin = self.frames.len();
+        let mut thread = Thread::default();
+        while let Some(field) = reader.next_field()? {
+            match (field.number, field.wire) {
+                (7, _) => self.frames.push(frame(reader.message(field)?)?),
+                (4, _) => thread.tid = reader.varint(field)? as u32,
+                (3, _) => thread.name = reader.bytes(field)?,
+                (6, VARINT) => thread.owns_gil = reader.varint(field)? != 0,
+                _ => reader.skip(field)?,
             }
         }
         thread.frames = begin..self.frames.len();
@@ -158,15 +250,50 @@ impl<'a> Dump<'a> {
     }
 }
 
-/// The numbers by which the two kinds of thread differ; their frames have the same ones.
-struct ThreadFields {
-    tid: u32,
-    name: u32,
-    frames: u32,
+impl<'a> Sample<'a> {
+    /// Decodes a sample.
+    pub fn decode(message: &'a [u8]) -> Result<Sample<'a>, DecodeError> {
+        let mut sample = Sample::default();
+        let mut reader = Reader::new(message);
+        while let Some(field) = reader.next_field()? {
+            match field.number {
+                1 => {
+                    let thread = sample.threads.native_thread(reader.message(field)?)?;
+                    sample.threads.native.push(thread);
+                }
+                2 => {
+                    let thread = sample.threads.python_thread(reader.message(field)?)?;
+                    sample.threads.python.push(thread);
+                }
+                3 => sample.process_state = reader.bytes(field)?,
+                4 => sample.captured_unix_ns = reader.varint(field)?,
+                5 => sample.cpu_time_ns = reader.varint(field)?,
+                6 => sample.io_bytes = reader.varint(field)?,
+                7 => sample.errors.push(reader.bytes(field)?),
+                _ => reader.skip(field)?,
+            }
+        }
+        Ok(sample)
+    }
 }
 
-const NATIVE: ThreadFields = ThreadFields { tid: 1, name: 2, frames: 3 };
-const PYTHON: ThreadFields = ThreadFields { tid: 4, name: 3, frames: 7 };
+impl<'a> Child<'a> {
+    /// Decodes a child process.
+    pub fn decode(message: &'a [u8]) -> Result<Child<'a>, DecodeError> {
+        let mut child = Child::default();
+        let mut reader = Reader::new(message);
+        while let Some(field) = reader.next_field()? {
+            match field.number {
+                1 => child.pid = reader.varint(field)? as i32,
+                2 => child.parent = reader.varint(field)? as i32,
+                3 => child.command = reader.bytes(field)?,
+                4 => child.samples.push(Sample::decode(reader.bytes(field)?)?),
+                _ => reader.skip(field)?,
+            }
+        }
+        Ok(child)
+    }
+}
 
 fn frame<'a>(mut reader: Reader<'a>) -> Result<Frame<'a>, DecodeError> {
     let mut frame = Frame { func: b"", file: b"" };
@@ -203,6 +330,10 @@ struct Reader<'a> {
 }
 
 impl<'a> Reader<'a> {
+    fn new(file: &'a [u8]) -> Self {
+        Reader { file, at: 0, end: file.len() }
+    }
+
     #[inline]
     fn next_field(&mut self) -> Result<Option<Field>, DecodeError> {
         if self.at == self.end {
@@ -321,9 +452,9 @@ mod tests {
     fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
         let dump = Dump::decode(file)?;
         let texts = |t: &Thread<'_>| -> Result<Vec<(String, String)>, DecodeError> {
-            dump.frames_of(t).iter().map(|f| f.text().map(|(a, b)| (a.to_owned(), b.to_owned()))).collect()
+            dump.threads.frames_of(t).iter().map(|f| f.text().map(|(a, b)| (a.to_owned(), b.to_owned()))).collect()
         };
-        let (native, python) = (dump.native.iter().map(texts), dump.python.iter().map(texts));
+        let (native, python) = (dump.threads.native.iter().map(texts), dump.threads.python.iter().map(texts));
         Ok((
             dump.pid,
             dump.process_state.to_owned(),
@@ -372,8 +503,8 @@ mod tests {
         let dump = Dump::decode(&bytes).unwrap();
         assert_eq!(drawn_here(&bytes).unwrap(), drawn(&message));
         assert_eq!(dump.pyspy_stderr, "no such process");
-        assert_eq!((dump.python[0].tid, dump.python[0].name), (9, &b"MainThread"[..]));
-        assert_eq!(dump.native[1].tid, 77);
+        assert_eq!((dump.threads.python[0].tid, dump.threads.python[0].name), (9, &b"MainThread"[..]));
+        assert_eq!(dump.threads.native[1].tid, 77);
     }
 
     #[test]
@@ -406,7 +537,7 @@ mod tests {
         let thread = [0x12, 2, b'a', 0xe6];
         let mut file = vec![0x0a, thread.len() as u8];
         file.extend(thread);
-        assert_eq!(Dump::decode(&file).unwrap().native[0].name, [b'a', 0xe6]);
+        assert_eq!(Dump::decode(&file).unwrap().threads.native[0].name, [b'a', 0xe6]);
     }
 
     #[test]

@@ -77,11 +77,11 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
     let choice = args.choice.or_all();
     let mut report = choice.html.then(report::Builder::default);
-    let merged = merge_files_with(
+    let mut merged = merge_files_with(
         &listed.files,
-        |file, bytes, dump| {
+        |file, dump, merger| {
             if let Some(report) = &mut report {
-                report.add_file(file.rank, bytes, dump);
+                report.add(file.rank, dump, merger);
             }
         },
         |file, why| notes.push(format!("{} is left out: {why}", name_of(&file.path))),
@@ -107,7 +107,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let mut written = write_all(&merged, listed.world, output, choice)?;
     if let Some(report) = report {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-        let report = report.finish(&name, listed.world, &merged, verdict, notes);
+        let report = report.finish(&name, listed.world, &mut merged, verdict, notes);
         written.push(write_report(&report, output)?);
     }
     let mut text = String::new();
@@ -144,10 +144,10 @@ pub fn merge_files(files: &[DumpFile], left_out: impl FnMut(&DumpFile, &dyn std:
     merge_files_with(files, |_, _, _| {}, left_out)
 }
 
-/// As `merge_files`; `also` gets every file that was merged, and what was decoded of it.
+/// As `merge_files`; `also` gets every file that was merged, right after it, and what was decoded of it.
 pub fn merge_files_with(
     files: &[DumpFile],
-    mut also: impl FnMut(&DumpFile, &[u8], &Dump<'_>),
+    mut also: impl FnMut(&DumpFile, &Dump<'_>, &mut Merger),
     mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display),
 ) -> Merged {
     let mut merger = Merger::default();
@@ -158,7 +158,7 @@ pub fn merge_files_with(
             continue;
         }
         match Dump::decode(&bytes).and_then(|dump| merger.add(file.rank, &dump).map(|()| dump)) {
-            Ok(dump) => also(file, &bytes, &dump),
+            Ok(dump) => also(file, &dump, &mut merger),
             Err(error) => left_out(file, &error),
         }
     }

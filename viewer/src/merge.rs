@@ -1,9 +1,10 @@
 //! Merges the dumps of all ranks, one after the other, into two trees and into groups of ranks that stand at one place.
 
-use crate::dump::{DecodeError, Dump, Frame, Thread};
-use crate::stacks::{StackId, Stacks};
+use crate::dump::{DecodeError, Dump, Frame, Threads};
+use crate::stacks::{End, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
+use xpu_timer_analysis::main_thread::{self, Candidate};
 use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId};
 use xpu_timer_analysis::rank_set::RankSet;
 
@@ -44,6 +45,10 @@ pub struct Merged {
     pub native: PrefixTree,
     /// Tree of the Python stacks.
     pub python: PrefixTree,
+    /// By number of the native stack, as [`Merger::intern`] gave it, where it ends.
+    pub native_ends: Vec<End>,
+    /// The same of the Python stacks.
+    pub python_ends: Vec<End>,
     /// Ranks that have a dump.
     pub ranks: RankSet,
     /// All of `ranks`, the largest group first.
@@ -63,34 +68,40 @@ pub struct Merger {
     main: BTreeMap<Option<(Mode, StackId)>, RankSet>,
     states: BTreeMap<String, RankSet>,
     complaints: BTreeMap<(&'static str, String), RankSet>,
-    /// The stacks of the rank at work, kept for its memory.
-    has: Vec<(Mode, StackId)>,
+    last: Interned,
+}
+
+/// The numbers of the stacks of one sample, thread by thread; none where nothing of a stack is drawn.
+#[derive(Clone, Debug, Default)]
+pub struct Interned {
+    /// Of the native threads.
+    pub native: Vec<Option<StackId>>,
+    /// Of the Python threads.
+    pub python: Vec<Option<StackId>>,
+    /// Place of the main thread among the Python threads, else among the native ones.
+    pub main: Option<(Mode, usize)>,
+}
+
+impl Interned {
+    fn stack(&self, (mode, place): (Mode, usize)) -> Option<StackId> {
+        *(if mode == Mode::Native { &self.native } else { &self.python }).get(place)?
+    }
 }
 
 impl Merger {
     /// Adds the dump of one rank, or nothing of it when a name in it is no text.
     pub fn add(&mut self, rank: u32, dump: &Dump<'_>) -> Result<(), DecodeError> {
+        let mut last = std::mem::take(&mut self.last);
+        self.intern_into(&dump.threads, dump.pid, &mut last)?;
         let state = [Frame::new(STATE, dump.process_state)];
-        let mut main = None;
-        self.has.clear();
-        // Native first, so that the main thread's Python stack, which says more to people, has the last word.
-        let threads = [(Mode::Native, &dump.native, &mut self.native), (Mode::Python, &dump.python, &mut self.python)];
-        for (mode, threads, stacks) in threads {
-            self.has.extend(stacks.intern(&state)?.map(|id| (mode, id)));
-            let chosen = main_thread(dump, threads);
-            for (i, thread) in threads.iter().enumerate() {
-                if let Some(id) = stacks.intern(dump.frames_of(thread))? {
-                    self.has.push((mode, id));
-                    if chosen == Some(i) {
-                        main = Some((mode, id));
-                    }
-                }
+        for (stacks, ids) in [(&mut self.native, &last.native), (&mut self.python, &last.python)] {
+            let state = stacks.intern(&state)?;
+            for &id in ids.iter().chain([&state]).flatten() {
+                stacks.add(id, rank);
             }
         }
-        for &(mode, id) in &self.has {
-            let stacks = if mode == Mode::Native { &mut self.native } else { &mut self.python };
-            stacks.add(id, rank);
-        }
+        let main = last.main.and_then(|(mode, place)| Some((mode, last.stack((mode, place))?)));
+        self.last = last;
         self.ranks.insert(rank);
         self.main.entry(main).or_default().insert(rank);
         add_to(&mut self.states, dump.process_state, rank);
@@ -102,13 +113,52 @@ impl Merger {
         Ok(())
     }
 
+    /// The stacks of the dump that was added last.
+    pub fn last(&self) -> &Interned {
+        &self.last
+    }
+
+    /// Numbers the stacks of another sample, which do not count for any rank.
+    pub fn intern(&mut self, threads: &Threads<'_>, pid: i32) -> Result<Interned, DecodeError> {
+        let mut ids = Interned::default();
+        self.intern_into(threads, pid, &mut ids)?;
+        Ok(ids)
+    }
+
+    fn intern_into(&mut self, threads: &Threads<'_>, pid: i32, ids: &mut Interned) -> Result<(), DecodeError> {
+        let all = [
+            (&threads.native, &mut self.native, &mut ids.native),
+            (&threads.python, &mut self.python, &mut ids.python),
+        ];
+        for (threads_of, stacks, ids) in all {
+            ids.clear();
+            for thread in threads_of {
+                ids.push(stacks.intern(threads.frames_of(thread))?);
+            }
+        }
+        let main = |list: &[crate::dump::Thread<'_>]| {
+            let candidates = list.iter().map(|thread| Candidate {
+                tid: thread.tid,
+                name: thread.name,
+                root: threads.frames_of(thread).last().map(|frame| frame.func),
+            });
+            main_thread::of(candidates, pid)
+        };
+        // The main thread's Python stack says more to people.
+        let python =
+            main(&threads.python).map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
+        ids.main = python.or_else(|| main(&threads.native).map(|place| (Mode::Native, place)));
+        Ok(())
+    }
+
     /// Puts everything together.
     pub fn finish(self) -> Merged {
         let stacks_of = |mode| if mode == Mode::Native { &self.native } else { &self.python };
         let path_of = |(mode, id)| -> (Mode, Box<[WordId]>) { (mode, stacks_of(mode).words_of(id).into()) };
         let mut paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
         paths.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
-        let (native, python) = (self.native.into_tree(), self.python.into_tree());
+        let (native, native_ends) = self.native.into_tree();
+        let (python, python_ends) = self.python.into_tree();
         let alone = paths.len() == 1;
         let groups = paths
             .into_iter()
@@ -122,7 +172,16 @@ impl Merger {
                 Group { ranks, place }
             })
             .collect();
-        Merged { native, python, ranks: self.ranks, groups, states: self.states, complaints: self.complaints }
+        Merged {
+            native,
+            python,
+            native_ends,
+            python_ends,
+            ranks: self.ranks,
+            groups,
+            states: self.states,
+            complaints: self.complaints,
+        }
     }
 }
 
@@ -135,17 +194,6 @@ fn add_to(map: &mut BTreeMap<String, RankSet>, key: &str, rank: u32) {
             map.insert(key.to_owned(), RankSet::from_iter([rank]));
         }
     }
-}
-
-/// The main thread, by what the dump tells: its name, its thread id, the module at its root, else the first with a stack.
-fn main_thread(dump: &Dump<'_>, threads: &[Thread<'_>]) -> Option<usize> {
-    let pid = u32::try_from(dump.pid).unwrap_or(0);
-    let has_frames = |t: &&Thread<'_>| !t.frames.is_empty();
-    let by = |is_main: &dyn Fn(&Thread<'_>) -> bool| threads.iter().position(|t| has_frames(&t) && is_main(t));
-    by(&|t| t.name == b"MainThread")
-        .or_else(|| by(&|t| pid != 0 && t.tid == pid))
-        .or_else(|| by(&|t| dump.frames_of(t).last().is_some_and(|root| root.func == b"<module>")))
-        .or_else(|| by(&|_| true))
 }
 
 /// The first word on the way to the leaf at which nobody but these ranks comes by.

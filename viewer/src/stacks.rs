@@ -132,12 +132,27 @@ impl Stacks {
         (tree, ends)
     }
 
-    /// The tree of the stacks that ranks have. What `words_of` tells is gone afterwards; the numbers of the words stay.
-    pub fn into_tree(mut self) -> PrefixTree {
-        // Stacks of a file that turned out to be broken have no rank.
-        self.stacks.retain(|stack| !stack.ranks.is_empty());
-        self.into_tree_and_ends().0
+    /// The tree of the stacks that ranks have, and by its number what became of each stack. What `words_of` tells is gone
+    /// afterwards; the numbers of the words stay.
+    pub fn into_tree(self) -> (PrefixTree, Vec<End>) {
+        let mut tree = PrefixTree::with_words(self.words);
+        let ends = self.stacks.into_iter().map(|stack| {
+            let node = if stack.ranks.is_empty() { None } else { tree.insert_set(&stack.words, &stack.ranks) };
+            node.map_or(End::Undrawn(stack.words), End::Drawn)
+        });
+        let ends = ends.collect();
+        (tree, ends)
     }
+}
+
+/// Where a stack ends in the tree.
+#[derive(Clone, Debug)]
+pub enum End {
+    /// At this node.
+    Drawn(NodeId),
+    /// No rank has it, so it is not in the tree: it is of an earlier sample, of a child process, or of a file that turned
+    /// out to be broken.
+    Undrawn(Box<[WordId]>),
 }
 
 /// True when the word is that of the frame, character by character.
@@ -171,7 +186,7 @@ mod tests {
         assert_eq!(add(&mut stacks, &[frame("operator,", "x")], 1), semicolon, "the same text after cleaning");
         assert_eq!(add(&mut stacks, &[frame("operator;", "x")], 2), semicolon);
         assert_eq!(stacks.len(), 2);
-        assert_eq!(folded::folded(&stacks.into_tree(), 3), "a@b@c@0-1|2 1\noperator,@x@0-2| 1\n");
+        assert_eq!(folded::folded(&stacks.into_tree().0, 3), "a@b@c@0-1|2 1\noperator,@x@0-2| 1\n");
     }
 
     #[test]
@@ -181,7 +196,7 @@ mod tests {
         assert_eq!(add(&mut stacks, &[frame("leaf", "l"), frame("x.lto_priv.3", "m"), frame("root", "r")], 1), short);
         assert_eq!(add(&mut stacks, &[frame("leaf", "l"), frame("x", "lto_priv")], 1), None);
         assert_eq!(add(&mut stacks, &[], 1), None);
-        assert_eq!(folded::folded(&stacks.into_tree(), 2), "root@r@0-1| 1\n");
+        assert_eq!(folded::folded(&stacks.into_tree().0, 2), "root@r@0-1| 1\n");
     }
     #[test]
     fn a_stack_that_no_rank_has_is_not_drawn() {
@@ -190,6 +205,6 @@ mod tests {
         let broken = Frame { func: b"\xff", file: b"" };
         assert!(matches!(stacks.intern(&[broken, frame("root", "r")]), Err(DecodeError::NotUtf8 { .. })));
         add(&mut stacks, &[frame("f", "x")], 0);
-        assert_eq!(folded::folded(&stacks.into_tree(), 1), "f@x@0| 1\n");
+        assert_eq!(folded::folded(&stacks.into_tree().0, 1), "f@x@0| 1\n");
     }
 }

@@ -4,21 +4,30 @@
 use super::communicators::Communicators;
 use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Trees};
 use super::mixed::mix;
-use super::numbers::{Layer, Table, Texts};
-use crate::dump::{Dump, Frame};
-use crate::merge::{Merged, Mode};
-use std::collections::{BTreeMap, HashMap};
+use super::numbers::{MainRanks, Table, Texts, draw};
+use crate::dump::{self, Dump, Threads};
+use crate::merge::{Interned, Merged, Merger, Mode};
+use crate::stacks::{End, StackId, Stacks};
+use hashbrown::HashMap;
+use std::collections::BTreeMap;
 use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::Message;
+use xpu_timer_proto::server::CaptureMethod;
+use xpu_timer_proto::v1::FlightRecord;
 
 /// Puts a [`Report`] together.
 #[derive(Debug)]
 pub struct Builder {
     texts: Texts,
-    native: Layer,
-    python: Layer,
-    mixed: Layer,
+    /// Mixed stacks; the others are the merger's.
+    mixed: Stacks,
+    /// Mixed stacks by what they were mixed from: the same two stacks give the same one.
+    mixed_of: HashMap<(Option<u32>, Option<u32>), Option<StackId>>,
+    main_native: MainRanks,
+    main_python: MainRanks,
+    main_mixed: MainRanks,
     /// At least one native thread was found to be a Python thread.
     matched: bool,
     /// Until `finish`, the numbers in here are those of stacks, not of nodes.
@@ -33,12 +42,14 @@ pub struct Builder {
 impl Default for Builder {
     fn default() -> Self {
         let mut texts = Table::new();
-        texts.number(String::new());
+        texts.number("");
         Builder {
             texts: Texts(texts),
-            native: Layer::default(),
-            python: Layer::default(),
-            mixed: Layer::default(),
+            mixed: Stacks::default(),
+            mixed_of: HashMap::new(),
+            main_native: MainRanks::new(),
+            main_python: MainRanks::new(),
+            main_mixed: MainRanks::new(),
             matched: false,
             threads: Table::new(),
             lists: Table::new(),
@@ -53,91 +64,74 @@ impl Default for Builder {
 /// What one look at one process gives.
 struct Seen {
     sample: Sample,
-    /// By thread id: what it was, and how often it had run.
+    /// By thread id: what it was, and how often it had run. Filled only when there is another look to compare with.
     threads: HashMap<u32, (Thread, u64)>,
     /// The main thread's.
     main: Option<Thread>,
 }
 
-/// One thread in both languages; at least one of the two is there.
-#[derive(Clone, Copy)]
-struct Pair<'a> {
-    native: Option<&'a PstackStacktrace>,
-    python: Option<&'a PySpyStacktrace>,
+/// Who looks, and what at.
+struct Look<'a> {
+    threads: &'a Threads<'a>,
+    /// The numbers of its stacks.
+    stacks: &'a Interned,
+    state: &'a [u8],
+    /// The rank that its stacks count for in the trees, if any.
+    rank: Option<u32>,
+    /// Another look at the same process will be, or was, compared with this one.
+    compared: bool,
 }
 
-impl Pair<'_> {
-    fn tid(&self) -> u32 {
-        self.native.map(|thread| thread.pid).or(self.python.map(|thread| thread.os_thread_id)).unwrap_or(0)
-    }
+/// One thread in both languages; at least one of the two is there. Places in the lists of native and Python threads.
+#[derive(Clone, Copy)]
+struct Pair {
+    native: Option<usize>,
+    python: Option<usize>,
 }
 
 impl Builder {
-    /// Adds the file of one rank, which `dump` was decoded from.
-    pub fn add_file(&mut self, rank: u32, file: &[u8], dump: &Dump<'_>) {
-        match <Stacktrace as xpu_timer_proto::Message>::decode(file) {
-            Ok(message) => self.add(rank, &message),
-            // A thread name that is cut within a character is no text, and a strict decoder refuses the file for it.
-            Err(_) => self.add(rank, &message_of(dump)),
-        }
-    }
-
-    /// Adds the dump of one rank. Of several dumps of one rank, all count in the trees and the first one is shown.
-    pub fn add(&mut self, rank: u32, dump: &Stacktrace) {
-        let first = dump.first_sample.as_ref().map(|first| self.process(first, dump.pid, None));
-        let seen = self.sample(
-            (&dump.stacktrace, &dump.py_stacktrace, &dump.process_state),
-            dump.pid,
-            Some(rank),
-            first.as_ref(),
-        );
-        let times = dump.first_sample.as_ref().zip(dump.last_sample.as_ref());
-        let moved = times.zip(first.as_ref()).map(|((a, b), first)| movement(a, b, first, &seen));
+    /// Adds the dump of one rank, which `merger` took in last. Of several dumps of one rank, all count in the trees and
+    /// the first one is shown.
+    pub fn add(&mut self, rank: u32, dump: &Dump<'_>, merger: &mut Merger) {
+        // A sample that cannot be decoded is as good as none; the threads of the last one are not within it.
+        let first = dump.first_sample.and_then(|first| dump::Sample::decode(first).ok());
+        let last = dump.last_sample.and_then(|last| dump::Sample::decode(last).ok());
+        let before = first.as_ref().and_then(|first| self.process(first, dump.pid, None, merger));
+        let look = Look {
+            threads: &dump.threads,
+            stacks: merger.last(),
+            state: dump.process_state.as_bytes(),
+            rank: Some(rank),
+            compared: before.is_some(),
+        };
+        let seen = self.look(&look, before.as_ref());
+        let times = first.as_ref().zip(last.as_ref());
+        let moved = times.zip(before.as_ref()).map(|((a, b), before)| movement(a, b, before, &seen));
         if let Some((a, b)) = times {
             self.between_ns = self.between_ns.max(b.captured_unix_ns.saturating_sub(a.captured_unix_ns));
         }
-        let samples = [&dump.first_sample, &dump.last_sample].into_iter().flatten();
+        let samples = [&first, &last].into_iter().flatten();
         for sample in samples.clone() {
             self.captured_ns = self.captured_ns.max(sample.captured_unix_ns);
         }
-        if let Some(flight) = &dump.flight_record {
-            self.communicators.add(rank, flight);
+        if let Some(flight) = dump.flight_record.and_then(|flight| FlightRecord::decode(flight).ok()) {
+            self.communicators.add(rank, &flight);
         }
-        let complaints = [&dump.pstack_stderr, &dump.pyspy_stderr];
-        let errors = complaints.into_iter().chain(samples.flat_map(|sample| &sample.errors));
-        let mut errors: Vec<TextId> = errors
-            .map(|text| text.trim())
-            .filter(|text| !text.is_empty())
-            .map(|text| self.texts.number(text))
-            .collect();
+        let complaints = [&dump.pstack_stderr, &dump.pyspy_stderr].map(|text| text.as_bytes());
+        let errors = complaints.into_iter().chain(samples.flat_map(|sample| sample.errors.iter().copied()));
+        let mut errors: Vec<TextId> =
+            errors.map(<[u8]>::trim_ascii).filter(|text| !text.is_empty()).map(|text| self.texts.bytes(text)).collect();
         errors.sort_unstable();
         errors.dedup();
-        let children = dump.children.iter().map(|child| {
-            let mut looks: Vec<Seen> = Vec::new();
-            for sample in &child.samples {
-                let look = self.process(sample, child.pid, looks.last());
-                looks.push(look);
-            }
-            let moved = match (&child.samples[..], &looks[..]) {
-                ([a, .., b], [before, .., after]) => Some(movement(a, b, before, after)),
-                _ => None,
-            };
-            Child {
-                pid: child.pid,
-                parent: child.parent_pid,
-                command: self.texts.number(&child.command),
-                samples: looks.iter().map(|look| look.sample).collect(),
-                moved,
-            }
-        });
-        let children = children.collect();
+        let children = dump.children.iter().filter_map(|child| dump::Child::decode(child).ok());
+        let children = children.map(|child| self.child(&child, merger)).collect();
         let entry = Rank {
             rank,
             pid: dump.pid,
-            node: self.texts.number(&dump.node),
-            command: self.texts.number(&dump.command),
+            node: self.texts.bytes(dump.node),
+            command: self.texts.bytes(dump.command),
             errors,
-            first: first.map(|first| first.sample),
+            first: before.map(|before| before.sample),
             last: seen.sample,
             moved,
             children,
@@ -145,106 +139,167 @@ impl Builder {
         self.ranks.entry(rank).or_insert(entry);
     }
 
-    fn process(&mut self, sample: &ProcessSample, pid: i32, before: Option<&Seen>) -> Seen {
-        self.sample((&sample.stacktrace, &sample.py_stacktrace, &sample.process_state), pid, None, before)
+    fn child(&mut self, child: &dump::Child<'_>, merger: &mut Merger) -> Child {
+        let mut looks: Vec<(&dump::Sample<'_>, Seen)> = Vec::new();
+        for sample in &child.samples {
+            if let Some(seen) = self.process(sample, child.pid, looks.last().map(|(_, seen)| seen), merger) {
+                looks.push((sample, seen));
+            }
+        }
+        let moved = match &looks[..] {
+            [(a, before), .., (b, after)] => Some(movement(a, b, before, after)),
+            _ => None,
+        };
+        Child {
+            pid: child.pid,
+            parent: child.parent,
+            command: self.texts.bytes(child.command),
+            samples: looks.iter().map(|(_, seen)| seen.sample).collect(),
+            moved,
+        }
     }
 
-    /// Numbers everything in one sample. Its stacks count for `rank`, if any, in the trees.
-    fn sample(
+    /// A look that counts for no rank; nothing when a name in it is no text.
+    fn process(
         &mut self,
-        (native, python, state): (&[PstackStacktrace], &[PySpyStacktrace], &str),
+        sample: &dump::Sample<'_>,
         pid: i32,
-        rank: Option<u32>,
         before: Option<&Seen>,
-    ) -> Seen {
+        merger: &mut Merger,
+    ) -> Option<Seen> {
+        let stacks = merger.intern(&sample.threads, pid).ok()?;
+        let (threads, state) = (&sample.threads, sample.process_state);
+        Some(self.look(&Look { threads, stacks: &stacks, state, rank: None, compared: true }, before))
+    }
+
+    /// Numbers everything in one sample.
+    fn look(&mut self, look: &Look<'_>, before: Option<&Seen>) -> Seen {
+        let Threads { native, python, .. } = look.threads;
         let pairs = pair(native, python);
-        let main = main_thread(&pairs, pid);
+        let main = look.stacks.main.and_then(|(mode, place)| {
+            pairs.iter().position(|pair| Some(place) == if mode == Mode::Native { pair.native } else { pair.python })
+        });
+        let tid_of =
+            |pair: &Pair| pair.native.map_or_else(|| pair.python.map_or(0, |i| python[i].tid), |i| native[i].tid);
         let (mut numbers, mut tids) = (Vec::with_capacity(pairs.len()), Vec::with_capacity(pairs.len()));
-        let first_tid = pairs.first().map_or(0, Pair::tid);
+        let first_tid = pairs.first().map_or(0, tid_of);
         let mut last_tid = i64::from(first_tid);
-        let (mut threads, mut main_kind) = (HashMap::with_capacity(pairs.len()), None);
+        let (mut threads, mut main_kind) = (HashMap::new(), None);
         for (place, pair) in pairs.iter().enumerate() {
-            let mut thread = self.thread(pair, rank, main == Some(place));
-            let switches = pair.native.map_or(0, |thread| thread.context_switches);
-            let earlier = before.and_then(|before| before.threads.get(&pair.tid()));
+            let is_main = main == Some(place);
+            let mut thread = self.thread(look, *pair, is_main);
+            let tid = tid_of(pair);
+            let switches = pair.native.map_or(0, |i| native[i].context_switches);
+            let earlier = before.and_then(|before| before.threads.get(&tid));
             thread.ran = earlier.is_some_and(|(_, earlier)| *earlier != switches);
-            numbers.push(i64::from(self.threads.number(thread.clone())));
-            tids.push(i64::from(pair.tid()) - last_tid);
-            last_tid = i64::from(pair.tid());
-            if main == Some(place) {
+            numbers.push(i64::from(self.threads.number(&thread)));
+            tids.push(i64::from(tid) - last_tid);
+            last_tid = i64::from(tid);
+            if is_main {
                 main_kind = Some(thread.clone());
             }
-            threads.insert(pair.tid(), (thread, switches));
+            if look.compared {
+                threads.insert(tid, (thread, switches));
+            }
         }
         let sample = Sample {
-            state: self.texts.number(state),
-            threads: self.lists.number(numbers),
+            state: self.texts.bytes(look.state),
+            threads: self.lists.number(&numbers),
             tid: first_tid,
-            tids: self.lists.number(tids),
+            tids: self.lists.number(&tids),
             main: main.map(|place| u32::try_from(place).unwrap_or(u32::MAX)),
         };
         Seen { sample, threads, main: main_kind }
     }
 
-    fn thread(&mut self, pair: &Pair<'_>, rank: Option<u32>, main: bool) -> Thread {
-        let native: Vec<Frame<'_>> = pair.native.map_or(Vec::new(), |thread| {
-            thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
-        });
-        let python: Vec<Frame<'_>> = pair.python.map_or(Vec::new(), |thread| {
-            thread.frames.iter().map(|f| Frame { func: f.func_name.as_bytes(), file: f.file_name.as_bytes() }).collect()
-        });
-        self.matched |= !native.is_empty() && !python.is_empty();
-        let mut thread = Thread {
-            native: self.native.add(&native, rank, main),
-            python: self.python.add(&python, rank, main),
-            mixed: self.mixed.add(&mix(&native, &python), rank, main),
-            ..Thread::default()
+    fn thread(&mut self, look: &Look<'_>, pair: Pair, main: bool) -> Thread {
+        let number = |id: &StackId| id.index() as u32;
+        let native = pair.native.map(|i| (&look.threads.native[i], look.stacks.native[i].as_ref().map(number)));
+        let python = pair.python.map(|i| (&look.threads.python[i], look.stacks.python[i].as_ref().map(number)));
+        let stacks = (native.and_then(|(_, stack)| stack), python.and_then(|(_, stack)| stack));
+        self.matched |= [native, python].iter().flatten().filter(|(thread, _)| !thread.frames.is_empty()).count() == 2;
+        let mixed = match self.mixed_of.get(&stacks) {
+            Some(&mixed) => mixed,
+            None => {
+                let frames = |thread: Option<&dump::Thread<'_>>| match thread {
+                    Some(thread) => look.threads.frames[thread.frames.clone()].to_vec(),
+                    None => Vec::new(),
+                };
+                let (native, python) =
+                    (frames(native.map(|(thread, _)| thread)), frames(python.map(|(thread, _)| thread)));
+                // These names were interned before, so that they are text, which is all that could be refused here.
+                let mixed = self.mixed.intern(&mix(&native, &python)).ok().flatten();
+                self.mixed_of.insert(stacks, mixed);
+                mixed
+            }
         };
-        if let Some(python) = pair.python {
-            thread.name = self.texts.number(&python.thread_name);
+        if let Some(rank) = look.rank {
+            mixed.inspect(|&mixed| self.mixed.add(mixed, rank));
+            if main {
+                let of = [
+                    (&mut self.main_native, stacks.0),
+                    (&mut self.main_python, stacks.1),
+                    (&mut self.main_mixed, mixed.as_ref().map(number)),
+                ];
+                for (main_of, stack) in of {
+                    stack.inspect(|&stack| {
+                        main_of.entry(stack).or_default().insert(rank);
+                    });
+                }
+            }
+        }
+        let mut thread =
+            Thread { native: stacks.0, python: stacks.1, mixed: mixed.as_ref().map(number), ..Thread::default() };
+        if let Some((python, _)) = python {
+            thread.name = self.texts.bytes(python.name);
             thread.gil = python.owns_gil;
         }
-        if let Some(native) = pair.native {
+        if let Some((native, _)) = native {
             if thread.name == 0 {
-                thread.name = self.texts.number(&native.thread_name);
+                thread.name = self.texts.bytes(native.name);
             }
-            thread.state = self.texts.number(&native.state);
-            thread.wchan = self.texts.number(&native.wchan);
-            thread.kernel = self.texts.number(&native.kernel_stack.join("\n"));
-            thread.incomplete = self.texts.number(&native.incomplete);
-            thread.capture = self.texts.number(match native.capture() {
-                CaptureMethod::Unspecified => "",
-                CaptureMethod::ZeroStop => "without stopping it",
-                CaptureMethod::Ptrace => "while it was stopped for some microseconds",
-                CaptureMethod::KernelOnly => "kernel only",
+            thread.state = self.texts.bytes(native.state);
+            thread.wchan = self.texts.bytes(native.wchan);
+            thread.kernel = self.texts.bytes(&native.kernel_stack.join(&b'\n'));
+            thread.incomplete = self.texts.bytes(native.incomplete);
+            thread.capture = self.texts.number(match CaptureMethod::try_from(native.capture) {
+                Ok(CaptureMethod::Unspecified) | Err(_) => "",
+                Ok(CaptureMethod::ZeroStop) => "without stopping it",
+                Ok(CaptureMethod::Ptrace) => "while it was stopped for some microseconds",
+                Ok(CaptureMethod::KernelOnly) => "kernel only",
             });
         }
         thread
     }
 
-    /// Puts everything together. `notes` is what a reader should know of the folder, one sentence each.
+    /// Puts everything together. `notes` is what a reader should know of the folder, one sentence each. The trees of
+    /// `merged` get what only earlier samples and child processes stand at, without ranks: draw all else from it before.
     pub fn finish(
         self,
         folder: &str,
         world: u32,
-        merged: &Merged,
+        merged: &mut Merged,
         verdict: Option<Verdict>,
         notes: Vec<String>,
     ) -> Report {
-        let Builder { mut texts, native, python, mixed, matched, mut threads, lists, ranks, .. } = self;
+        let Builder { mut texts, mixed, matched, mut threads, lists, ranks, .. } = self;
         let mut sets = Table::new();
-        let mixed = if matched { mixed } else { Layer::default() };
-        let (native, native_ends) = native.finish(&mut texts, &mut sets);
-        let (python, python_ends) = python.finish(&mut texts, &mut sets);
-        let (mixed, mixed_ends) = mixed.finish(&mut texts, &mut sets);
+        let used = |stack: fn(&Thread) -> Option<u32>| threads.items.iter().filter_map(stack);
+        let native = complete(&mut merged.native, &merged.native_ends, used(|thread| thread.native));
+        let python = complete(&mut merged.python, &merged.python_ends, used(|thread| thread.python));
+        let (mixed_tree, mixed) = if matched { mixed } else { Stacks::default() }.into_tree_and_ends();
+        let mixed: Vec<_> = mixed.into_iter().map(Some).collect();
+        let (native, native_ends) = draw(&merged.native, &native, &self.main_native, &mut texts, &mut sets);
+        let (python, python_ends) = draw(&merged.python, &python, &self.main_python, &mut texts, &mut sets);
+        let (mixed, mixed_ends) = draw(&mixed_tree, &mixed, &self.main_mixed, &mut texts, &mut sets);
         for thread in &mut threads.items {
-            let place = |stack: Option<u32>, ends: &[u32]| ends.get(stack? as usize).copied();
+            let place = |stack: Option<u32>, ends: &[Option<u32>]| ends.get(stack? as usize).copied().flatten();
             thread.native = place(thread.native, &native_ends);
             thread.python = place(thread.python, &python_ends);
             thread.mixed = place(thread.mixed, &mixed_ends);
         }
         let groups = merged.groups.iter().map(|group| Group {
-            ranks: sets.number(group.ranks.to_string()),
+            ranks: sets.number(&group.ranks.to_string()),
             mode: group.place.as_ref().map(|place| match place.mode {
                 Mode::Python => "python",
                 Mode::Native => "native",
@@ -258,7 +313,7 @@ impl Builder {
         let conditions = conditions(world, &states, verdict.as_ref());
         let conditions = conditions
             .into_iter()
-            .map(|(condition, ranks)| Conditions { condition, ranks: sets.number(ranks.to_string()) })
+            .map(|(condition, ranks)| Conditions { condition, ranks: sets.number(&ranks.to_string()) })
             .collect();
         let mut communicators = verdict.as_ref().map(|verdict| verdict.communicators.clone()).unwrap_or_default();
         communicators.extend(self.communicators.finish(&communicators));
@@ -283,46 +338,43 @@ impl Builder {
     }
 }
 
+/// Puts the stacks that threads have and no rank comes by into the tree; by number of the stack, where it ends, for those
+/// that threads have. The states of processes are no threads.
+fn complete(tree: &mut PrefixTree, ends: &[End], used: impl Iterator<Item = u32>) -> Vec<Option<NodeId>> {
+    let mut nodes: Vec<Option<NodeId>> = vec![None; ends.len()];
+    for stack in used.map(|stack| stack as usize) {
+        if nodes[stack].is_none() {
+            nodes[stack] = match &ends[stack] {
+                End::Drawn(node) => Some(*node),
+                End::Undrawn(words) => tree.insert_set(words, &RankSet::new()),
+            };
+        }
+    }
+    nodes
+}
+
 /// Native and Python threads together, by the kernel's thread id, in the order of the native ones.
-fn pair<'a>(native: &'a [PstackStacktrace], python: &'a [PySpyStacktrace]) -> Vec<Pair<'a>> {
+fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<Pair> {
     let mut by_tid: HashMap<u32, usize> = HashMap::with_capacity(python.len());
-    for (i, thread) in python.iter().enumerate().filter(|(_, thread)| thread.os_thread_id != 0) {
-        by_tid.entry(thread.os_thread_id).or_insert(i);
+    for (i, thread) in python.iter().enumerate().filter(|(_, thread)| thread.tid != 0) {
+        by_tid.entry(thread.tid).or_insert(i);
     }
     let mut alone = vec![true; python.len()];
     let mut pairs = Vec::with_capacity(native.len());
-    for thread in native {
-        let matched = by_tid.remove(&thread.pid);
+    for (i, thread) in native.iter().enumerate() {
+        let matched = by_tid.remove(&thread.tid);
         matched.into_iter().for_each(|i| alone[i] = false);
-        pairs.push(Pair { native: Some(thread), python: matched.map(|i| &python[i]) });
+        pairs.push(Pair { native: Some(i), python: matched });
     }
-    let rest = python.iter().zip(alone).filter(|(_, alone)| *alone);
-    pairs.extend(rest.map(|(thread, _)| Pair { native: None, python: Some(thread) }));
+    let rest = alone.iter().enumerate().filter(|(_, alone)| **alone);
+    pairs.extend(rest.map(|(i, _)| Pair { native: None, python: Some(i) }));
     pairs
 }
 
-/// The main thread, as `merge` chooses it: among the Python threads that have a stack, else among the native ones; by its
-/// name, its id, the module at its root, else the first.
-fn main_thread(pairs: &[Pair<'_>], pid: i32) -> Option<usize> {
-    let pid = u32::try_from(pid).unwrap_or(0);
-    let python = |is_main: &dyn Fn(&PySpyStacktrace) -> bool| {
-        pairs.iter().position(|pair| pair.python.is_some_and(|thread| !thread.frames.is_empty() && is_main(thread)))
-    };
-    let native = |is_main: &dyn Fn(&PstackStacktrace) -> bool| {
-        pairs.iter().position(|pair| pair.native.is_some_and(|thread| !thread.frames.is_empty() && is_main(thread)))
-    };
-    python(&|thread| thread.thread_name == "MainThread")
-        .or_else(|| python(&|thread| pid != 0 && thread.os_thread_id == pid))
-        .or_else(|| python(&|thread| thread.frames.last().is_some_and(|root| root.func_name == "<module>")))
-        .or_else(|| python(&|_| true))
-        .or_else(|| native(&|thread| pid != 0 && thread.pid == pid))
-        .or_else(|| native(&|_| true))
-}
-
 /// What changed between two looks at one process.
-fn movement(a: &ProcessSample, b: &ProcessSample, before: &Seen, after: &Seen) -> Moved {
+fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &Seen) -> Moved {
     let stack = |thread: &Thread| (thread.native, thread.python);
-    let mut stacks = before.threads.keys().filter(|tid| !after.threads.contains_key(tid)).count();
+    let mut stacks = before.threads.keys().filter(|tid| !after.threads.contains_key(*tid)).count();
     let mut ran = 0;
     for (tid, (thread, _)) in &after.threads {
         let same = before.threads.get(tid).is_some_and(|(earlier, _)| stack(earlier) == stack(thread));
@@ -373,49 +425,15 @@ fn conditions(world: u32, states: &[(u32, &str)], verdict: Option<&Verdict>) -> 
     of.into_iter().collect()
 }
 
-/// The message that a dump would have been decoded from, as far as the viewer's own decoder reads it.
-fn message_of(dump: &Dump<'_>) -> Stacktrace {
-    use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
-    let name = |name: &[u8]| String::from_utf8_lossy(name).into_owned();
-    let native = dump.native.iter().map(|thread| PstackStacktrace {
-        pid: thread.tid,
-        thread_name: name(thread.name),
-        frames: dump
-            .frames_of(thread)
-            .iter()
-            .map(|frame| PstackFrame { func_name: name(frame.func), file_name: name(frame.file), ..Default::default() })
-            .collect(),
-        ..Default::default()
-    });
-    let python = dump.python.iter().map(|thread| PySpyStacktrace {
-        os_thread_id: thread.tid,
-        thread_name: name(thread.name),
-        frames: dump
-            .frames_of(thread)
-            .iter()
-            .map(|frame| PySpyFrame { func_name: name(frame.func), file_name: name(frame.file), ..Default::default() })
-            .collect(),
-        ..Default::default()
-    });
-    Stacktrace {
-        stacktrace: native.collect(),
-        py_stacktrace: python.collect(),
-        pid: dump.pid,
-        process_state: dump.process_state.to_owned(),
-        pstack_stderr: dump.pstack_stderr.clone().into_owned(),
-        pyspy_stderr: dump.pyspy_stderr.clone().into_owned(),
-        ..Default::default()
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
     use crate::merge::Merger;
     use crate::report::data::Tree;
     use xpu_timer_analysis::judge;
-    use xpu_timer_proto::Message;
-    use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
+    use xpu_timer_proto::server::{
+        ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
+    };
     use xpu_timer_proto::v1::{Evidence, Presence, RankEvidence};
 
     fn native(tid: u32, switches: u64, leaf_first: &str) -> PstackStacktrace {
@@ -473,9 +491,9 @@ mod tests {
             let bytes = dump.encode_to_vec();
             let decoded = Dump::decode(&bytes).unwrap();
             merger.add(*rank, &decoded).unwrap();
-            builder.add_file(*rank, &bytes, &decoded);
+            builder.add(*rank, &decoded, &mut merger);
         }
-        builder.finish("folder", world, &merger.finish(), verdict, Vec::new())
+        builder.finish("folder", world, &mut merger.finish(), verdict, Vec::new())
     }
 
     /// Every node as its path and its ranks.
@@ -558,8 +576,8 @@ mod tests {
         assert!(<Stacktrace as Message>::decode(&file[..]).is_err());
         let (mut builder, mut merger) = (Builder::default(), Merger::default());
         merger.add(0, &dump).unwrap();
-        builder.add_file(0, &file, &dump);
-        let report = builder.finish("folder", 1, &merger.finish(), None, Vec::new());
+        builder.add(0, &dump, &mut merger);
+        let report = builder.finish("folder", 1, &mut merger.finish(), None, Vec::new());
         assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));
     }
 

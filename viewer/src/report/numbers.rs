@@ -1,11 +1,11 @@
-//! What repeats across ranks, each stored once: texts, lists, and the stacks of one kind with their tree.
+//! What repeats across ranks, each stored once: texts, lists, and the nodes of a tree.
 
 use super::data::{TextId, Tree};
-use crate::dump::Frame;
-use crate::stacks::Stacks;
-use std::collections::{BTreeMap, HashMap};
+use hashbrown::{HashMap, HashSet};
+use std::borrow::Borrow;
+use std::collections::BTreeMap;
 use std::hash::Hash;
-use xpu_timer_analysis::prefix_tree::NodeId;
+use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
 
 /// Things, each stored once, numbered in the order of first use.
@@ -23,13 +23,17 @@ impl<T: Clone + Eq + Hash> Table<T> {
     }
 
     /// The number of a thing, which is stored when it is new.
-    pub fn number(&mut self, item: T) -> u32 {
-        if let Some(&number) = self.numbers.get(&item) {
+    pub fn number<Q>(&mut self, item: &Q) -> u32
+    where
+        Q: Hash + Eq + ToOwned<Owned = T> + ?Sized,
+        T: Borrow<Q>,
+    {
+        if let Some(&number) = self.numbers.get(item) {
             return number;
         }
         let number = u32::try_from(self.items.len()).expect("fewer than 2^32 things, each of which takes memory");
-        self.items.push(item.clone());
-        self.numbers.insert(item, number);
+        self.items.push(item.to_owned());
+        self.numbers.insert(item.to_owned(), number);
         number
     }
 }
@@ -41,61 +45,64 @@ pub struct Texts(pub Table<String>);
 impl Texts {
     /// The number of a text, which is stored when it is new.
     pub fn number(&mut self, text: &str) -> TextId {
-        match self.0.numbers.get(text) {
-            Some(&number) => number,
-            None => self.0.number(text.to_owned()),
+        if text.is_empty() {
+            return 0;
         }
+        self.0.number(text)
+    }
+
+    /// The same of bytes from a dump.
+    pub fn bytes(&mut self, text: &[u8]) -> TextId {
+        self.number(&String::from_utf8_lossy(text))
     }
 }
 
-/// All stacks of one kind.
-#[derive(Debug, Default)]
-pub struct Layer {
-    stacks: Stacks,
-    /// By number of the stack: the ranks whose main threads have it.
-    main: BTreeMap<u32, RankSet>,
-}
+/// Ranks by main thread: by number of the stack, the ranks whose main threads have it.
+pub type MainRanks = BTreeMap<u32, RankSet>;
 
-impl Layer {
-    /// The number of a stack, which counts for a rank, if any, and perhaps as the stack of its main thread.
-    pub fn add(&mut self, frames: &[Frame<'_>], rank: Option<u32>, main: bool) -> Option<u32> {
-        // These names were strings, so that they are text, which is all that could be refused here.
-        let id = self.stacks.intern(frames).ok().flatten()?;
-        let number = u32::try_from(id.index()).expect("a stack is numbered by 32 bits");
-        if let Some(rank) = rank {
-            self.stacks.add(id, rank);
-            if main {
-                self.main.entry(number).or_default().insert(rank);
-            }
+/// The part of a tree that leads to some ends, in the order of drawing, and the place of each end in it.
+pub fn draw(
+    merged: &PrefixTree,
+    ends: &[Option<NodeId>],
+    main_ranks: &MainRanks,
+    texts: &mut Texts,
+    sets: &mut Table<String>,
+) -> (Tree, Vec<Option<u32>>) {
+    // Ranks by main thread, by node: every stack's ranks come by all nodes on the way to its end.
+    let mut main: HashMap<NodeId, RankSet> = HashMap::new();
+    for (stack, ranks) in main_ranks {
+        let mut at = ends.get(*stack as usize).copied().flatten();
+        while let Some(id) = at {
+            main.entry(id).or_default().union_with(ranks);
+            at = merged.node(id).parent;
         }
-        Some(number)
     }
-
-    /// The tree in the order of drawing, and the place at which each stack ends.
-    pub fn finish(self, texts: &mut Texts, sets: &mut Table<String>) -> (Tree, Vec<u32>) {
-        let (merged, ends) = self.stacks.into_tree_and_ends();
-        // Ranks by main thread, by node: every stack's ranks come by all nodes on the way to its end.
-        let mut main: HashMap<NodeId, RankSet> = HashMap::new();
-        for (stack, ranks) in &self.main {
-            let mut at = ends.get(*stack as usize).copied();
-            while let Some(id) = at {
-                main.entry(id).or_default().union_with(ranks);
-                at = merged.node(id).parent;
-            }
+    let mut drawn: HashSet<NodeId> = HashSet::new();
+    for end in ends.iter().flatten() {
+        let mut at = Some(*end);
+        while let Some(id) = at.filter(|&id| drawn.insert(id)) {
+            at = merged.node(id).parent;
         }
-        let mut places = HashMap::with_capacity(merged.nodes().len());
-        let mut tree = Tree::default();
-        for (place, id) in (0u32..).zip(merged.order().depth_first()) {
-            let node = merged.node(id);
-            // A parent stands before its children, in the places and in the depths.
-            let parent = node.parent.and_then(|parent| places.get(&parent));
-            tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
-            places.insert(id, place);
-            tree.word.push(texts.number(merged.text(id)));
-            tree.ranks.push(sets.number(node.ranks.to_string()));
-            tree.main.push(sets.number(main.get(&id).map(RankSet::to_string).unwrap_or_default()));
-        }
-        let ends = ends.iter().filter_map(|id| places.get(id).copied()).collect();
-        (tree, ends)
     }
+    let mut places = HashMap::with_capacity(merged.nodes().len());
+    let mut tree = Tree::default();
+    // Most children are passed by the same ranks as their parents.
+    let mut numbers: HashMap<RankSet, u32> = HashMap::new();
+    let mut number = |ranks: &RankSet, sets: &mut Table<String>| match numbers.get(ranks) {
+        Some(&number) => number,
+        None => *numbers.entry(ranks.clone()).or_insert(sets.number(&ranks.to_string())),
+    };
+    let nobody = RankSet::new();
+    for (place, id) in (0u32..).zip(merged.order().depth_first().filter(|id| drawn.contains(id))) {
+        let node = merged.node(id);
+        // A parent stands before its children, in the places and in the depths.
+        let parent = node.parent.and_then(|parent| places.get(&parent));
+        tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
+        places.insert(id, place);
+        tree.word.push(texts.number(merged.text(id)));
+        tree.ranks.push(number(&node.ranks, sets));
+        tree.main.push(number(main.get(&id).unwrap_or(&nobody), sets));
+    }
+    let ends = ends.iter().map(|id| places.get(&(*id)?).copied()).collect();
+    (tree, ends)
 }
