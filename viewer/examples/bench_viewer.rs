@@ -11,7 +11,8 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
-use xpu_timer_viewer::{Args, Choice};
+use xpu_timer_viewer::narrow::Narrow;
+use xpu_timer_viewer::{Args, Choice, Screen};
 
 /// Benchmark of xpu_timer_stacktrace_viewer.
 #[derive(Parser)]
@@ -58,7 +59,15 @@ fn main() -> anyhow::Result<()> {
     let read = fastest(options.rounds, || read_all(&input, bytes))?;
     println!("reading:        {:8.1} ms  ({:.1} GB/s)", ms(read), bytes as f64 / read.as_secs_f64() / 1e9);
     let choice = Choice { folded: true, svg: true, html: options.html, ..Choice::default() };
-    let args = Args { path: input.clone(), output: Some(dir.join("output")), choice };
+    let args = Args {
+        path: input.clone(),
+        output: Some(dir.join("output")),
+        choice,
+        narrow: Narrow::default(),
+        json: false,
+        list: false,
+        screen: Screen::default(),
+    };
     reset_peak()?;
     let before = memory("VmRSS")?;
     let view = fastest(options.rounds, || {
@@ -70,12 +79,13 @@ fn main() -> anyhow::Result<()> {
     let (peak, ratio) = (memory("VmHWM")?, view.as_secs_f64() / read.as_secs_f64());
     let (fast, small) = (ratio <= options.max_ratio, peak <= options.max_memory);
     let mark = |holds| if holds { "ok" } else { "NOT ok" };
-    println!("viewing:        {:8.1} ms  ({ratio:.2} x reading, limit {}): {}", ms(view), options.max_ratio, mark(fast));
     println!(
-        "peak of memory: {peak:8.1} MiB (limit {}; {before:.1} MiB before): {}",
-        options.max_memory,
-        mark(small)
+        "viewing:        {:8.1} ms  ({ratio:.2} x reading, limit {}): {}",
+        ms(view),
+        options.max_ratio,
+        mark(fast)
     );
+    println!("peak of memory: {peak:8.1} MiB (limit {}; {before:.1} MiB before): {}", options.max_memory, mark(small));
     for name in ["cpp_stack", "cpp_stack.svg", "py_stack", "py_stack.svg"] {
         let path = dir.join("output").join(name);
         let written = fs::read(&path).with_context(|| path.display().to_string())?;

@@ -568,6 +568,29 @@ mod tests {
             compare(&bytes)?;
         }
 
+        /// A real dump of the original tool, cut and changed.
+        #[test]
+        fn a_changed_dump_of_a_real_hang_is_read_as_prost_reads_it(
+            rank in 0..8,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let folder = std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join("../tests/fixtures/rank6/in");
+            let mut bytes = std::fs::read(folder.join(format!("{rank:05}-00008.stacktrace"))).expect("the fixture is there");
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            for (at, byte) in changes {
+                if !bytes.is_empty() {
+                    let at = at.index(bytes.len());
+                    bytes[at] = byte;
+                }
+            }
+            compare(&bytes)?;
+            // The parts that only the report reads end in a value or an error, whatever their bytes.
+            let _ = (Sample::decode(&bytes), Child::decode(&bytes));
+        }
+
         #[test]
         fn a_changed_file_is_read_as_prost_reads_it(
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 1..4),

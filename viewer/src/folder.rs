@@ -104,11 +104,8 @@ pub fn clean(text: &str) -> String {
     text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
 }
 
-/// The newest `incident-…` folder within a folder that holds no dumps itself, as `$XPU_TIMER_TIMELINE_PATH` does.
-///
-/// The names begin with the time of the incident, so the last one by name is the latest. A folder without any dump
-/// (the collector may be writing it just now) is passed over.
-pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
+/// The `incident-…` folders of a folder, the oldest first: their names begin with the time.
+pub fn incidents(path: &Path) -> io::Result<Vec<PathBuf>> {
     let mut incidents = Vec::new();
     for entry in fs::read_dir(path)? {
         let entry = entry?;
@@ -117,7 +114,15 @@ pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
         }
     }
     incidents.sort_unstable();
-    for incident in incidents.into_iter().rev() {
+    Ok(incidents)
+}
+
+/// The newest `incident-…` folder within a folder that holds no dumps itself, as `$XPU_TIMER_TIMELINE_PATH` does.
+///
+/// The names begin with the time of the incident, so the last one by name is the latest. A folder without any dump
+/// (the collector may be writing it just now) is passed over.
+pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
+    for incident in incidents(path)?.into_iter().rev() {
         if !Folder::scan(&incident)?.files.is_empty() {
             return Ok(Some(incident));
         }

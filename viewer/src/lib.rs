@@ -7,7 +7,9 @@
 pub mod colour;
 pub mod dump;
 pub mod folder;
+pub mod incidents;
 pub mod merge;
+pub mod narrow;
 pub mod output;
 pub mod picture;
 pub mod report;
@@ -19,6 +21,7 @@ use clap::Parser;
 use dump::Dump;
 use folder::{DumpFile, Folder, clean, name_of};
 use merge::{Merged, Merger};
+use narrow::Narrow;
 use picture::Picture;
 use std::fs::File;
 use std::io::{self, Read, Write};
@@ -40,6 +43,27 @@ pub struct Args {
     /// Which files to write
     #[command(flatten)]
     pub choice: Choice,
+    /// What is looked at
+    #[command(flatten)]
+    pub narrow: Narrow,
+    /// The summary, or the list, as JSON
+    #[arg(long)]
+    pub json: bool,
+    /// List all incidents of the folder with their time, cause and verdict, and do nothing else
+    #[arg(long)]
+    pub list: bool,
+    /// What stdout can show
+    #[arg(skip)]
+    pub screen: Screen,
+}
+
+/// What can be shown of a text.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Screen {
+    /// Columns; none where lines may be as long as they are.
+    pub width: Option<usize>,
+    /// Whether colours and the like are understood.
+    pub colour: bool,
 }
 
 /// Which files are written: all, unless some are chosen.
@@ -61,8 +85,13 @@ pub struct Choice {
 }
 
 impl Choice {
-    fn or_all(self) -> Choice {
-        if self == Choice::default() { Choice { text: true, folded: true, svg: true, html: true } } else { self }
+    /// Of a part of a folder, nothing is written unless it is chosen: it would replace the files of the whole.
+    fn or_all(self, whole: bool) -> Choice {
+        if self == Choice::default() && whole {
+            Choice { text: true, folded: true, svg: true, html: true }
+        } else {
+            self
+        }
     }
 }
 
@@ -71,14 +100,24 @@ const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could 
 
 /// Does all that the command does. The summary goes to `out`, what is wrong with single files to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
-    let (path, listed, chosen) = find(&args.path)?;
+    if args.list {
+        let list = incidents::list(&args.path, args.json);
+        let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
+        if list.is_empty() {
+            bail!("{} holds no incident", shown(&args.path));
+        }
+        return say(&list, out);
+    }
+    let (path, mut listed, chosen) = find(&args.path)?;
     let mut notes = listed.warnings();
     let misnamed = listed.misnamed.iter().map(|file| name_of(file));
     notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
-    let choice = args.choice.or_all();
+    let choice = args.choice.or_all(args.narrow.is_all());
+    listed.files.retain(|file| args.narrow.takes(file));
     let mut report = choice.html.then(report::Builder::default);
     let mut merged = merge_files_with(
         &listed.files,
+        |dump| args.narrow.apply(&mut dump.threads),
         |file, dump, merger| {
             if let Some(report) = &mut report {
                 report.add(file.rank, dump, merger);
@@ -100,6 +139,9 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
             let _ = writeln!(err, "  {}", clean(line));
         }
     }
+    if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.narrow.rank) {
+        bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
+    }
     if merged.ranks.is_empty() {
         bail!("{} holds no .stacktrace file that can be read", shown(&path));
     }
@@ -107,16 +149,30 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let mut written = write_all(&merged, listed.world, output, choice)?;
     if let Some(report) = report {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-        let report = report.finish(&name, listed.world, &mut merged, verdict, notes);
+        let report = report.finish(&name, listed.world, &mut merged, verdict.clone(), notes);
         written.push(write_report(&report, output)?);
     }
-    let mut text = String::new();
-    if chosen {
-        text = format!("Latest incident: {}\n\n", shown(&path));
-    }
-    text.push_str(&summary::summary(&merged, listed.world, summary::verdict_sentence(&path).as_deref(), &written));
+    let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
+    let about = summary::About {
+        chosen: chosen.then_some(folder.as_str()),
+        world: listed.world,
+        sentence: sentence.as_deref(),
+        verdict: verdict.as_ref(),
+        asked: args.narrow.rank.as_ref(),
+        stacks: !args.narrow.is_all(),
+        written: &written,
+    };
+    let text = if args.json {
+        summary::json(&merged, &about, &folder)?
+    } else {
+        summary::summary(&merged, &about, args.screen)
+    };
+    say(&text, out)
+}
+
+/// Writes what is meant for stdout. Whoever went away before the end has seen enough of it.
+fn say(text: &str, out: &mut dyn Write) -> anyhow::Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
-        // Whoever read the summary has seen enough of it.
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write the summary"),
     }
@@ -141,12 +197,13 @@ fn find(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
 
 /// Reads and merges files one at a time; what cannot be read is told and left out.
 pub fn merge_files(files: &[DumpFile], left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display)) -> Merged {
-    merge_files_with(files, |_, _, _| {}, left_out)
+    merge_files_with(files, |_| {}, |_, _, _| {}, left_out)
 }
 
-/// As `merge_files`; `also` gets every file that was merged, right after it, and what was decoded of it.
+/// As `merge_files`; `narrow` takes away from a dump what nobody asked for, `also` gets every file that was merged, right after it, and what was decoded of it.
 pub fn merge_files_with(
     files: &[DumpFile],
+    mut narrow: impl FnMut(&mut Dump<'_>),
     mut also: impl FnMut(&DumpFile, &Dump<'_>, &mut Merger),
     mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display),
 ) -> Merged {
@@ -157,7 +214,12 @@ pub fn merge_files_with(
             left_out(file, &error);
             continue;
         }
-        match Dump::decode(&bytes).and_then(|dump| merger.add(file.rank, &dump).map(|()| dump)) {
+        let dump = Dump::decode(&bytes).and_then(|mut dump| {
+            narrow(&mut dump);
+            merger.add(file.rank, &dump)?;
+            Ok(dump)
+        });
+        match dump {
             Ok(dump) => also(file, &dump, &mut merger),
             Err(error) => left_out(file, &error),
         }

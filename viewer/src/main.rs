@@ -2,12 +2,14 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
-use std::io::{self, Write};
+use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
-use xpu_timer_viewer::{Args, run};
+use xpu_timer_viewer::{Args, Screen, run};
 
 fn main() -> ExitCode {
-    match run(&Args::parse(), &mut io::stdout().lock(), &mut io::stderr().lock()) {
+    let mut args = Args::parse();
+    args.screen = screen();
+    match run(&args, &mut io::stdout().lock(), &mut io::stderr().lock()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // `eprintln` would panic when nobody reads stderr any more.
@@ -15,4 +17,17 @@ fn main() -> ExitCode {
             ExitCode::FAILURE
         }
     }
+}
+
+/// What stdout can show: nothing but text unless it is a terminal.
+fn screen() -> Screen {
+    let stdout = io::stdout();
+    if !stdout.is_terminal() {
+        return Screen::default();
+    }
+    let set = |name: &str| std::env::var_os(name).filter(|value| !value.is_empty());
+    let colour = set("NO_COLOR").is_none() && set("TERM").is_none_or(|term| term != "dumb");
+    let width =
+        rustix::termios::tcgetwinsize(&stdout).ok().map(|size| usize::from(size.ws_col)).filter(|&width| width > 0);
+    Screen { width, colour }
 }

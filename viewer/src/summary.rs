@@ -1,10 +1,14 @@
 //! The few lines that a person reads first: the verdict, who stands where, who is missing, and what was written.
 
+use crate::Screen;
 use crate::folder::clean;
 use crate::merge::{Group, Merged, Mode};
+use crate::stacks::End;
+use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
 use std::fs;
 use std::path::{Path, PathBuf};
+use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
 
 /// So many groups are shown; the rest is counted.
@@ -12,10 +16,13 @@ const GROUPS_SHOWN: usize = 20;
 /// So many runs of a set of ranks are shown; the rest is counted.
 const RUNS_SHOWN: usize = 12;
 
+/// So many stacks are shown; the rest is counted.
+const STACKS_SHOWN: usize = 40;
+
 /// The verdict of an incident in one sentence, if the folder has one.
 pub fn verdict_sentence(folder: &Path) -> Option<String> {
     let from_json = fs::read(folder.join("verdict.json")).ok().and_then(|json| {
-        let verdict: serde_json::Value = serde_json::from_slice(&json).ok()?;
+        let verdict: Value = serde_json::from_slice(&json).ok()?;
         Some(verdict.get("sentence")?.as_str()?.to_owned())
     });
     let sentence = from_json.or_else(|| {
@@ -27,15 +34,73 @@ pub fn verdict_sentence(folder: &Path) -> Option<String> {
     Some(clean(&sentence)).filter(|sentence| !sentence.trim().is_empty())
 }
 
-/// The summary.
-pub fn summary(merged: &Merged, world: u32, sentence: Option<&str>, written: &[PathBuf]) -> String {
+/// What the summary is about.
+#[derive(Debug, Default)]
+pub struct About<'a> {
+    /// The folder, when it was chosen among several.
+    pub chosen: Option<&'a str>,
+    /// Ranks of the job.
+    pub world: u32,
+    /// The verdict in one sentence.
+    pub sentence: Option<&'a str>,
+    /// The whole verdict.
+    pub verdict: Option<&'a Verdict>,
+    /// The ranks that were asked for; all when nobody asked.
+    pub asked: Option<&'a RankSet>,
+    /// Show the stacks themselves.
+    pub stacks: bool,
+    /// The files that were written.
+    pub written: &'a [PathBuf],
+}
+
+impl About<'_> {
+    /// Ranks that were asked for and have no dump.
+    fn missing(&self, merged: &Merged) -> RankSet {
+        let missing = merged.ranks.complement(self.world);
+        match self.asked {
+            Some(asked) => missing.iter().filter(|&rank| asked.contains(rank)).collect(),
+            None => missing,
+        }
+    }
+
+    /// What the verdict says of processes that are gone: how, and which; with what is known of their end.
+    fn gone(&self) -> Vec<(&'static str, RankSet, String)> {
+        let mut gone: Vec<(&'static str, RankSet, String)> = Vec::new();
+        for group in self.verdict.into_iter().flat_map(|verdict| &verdict.ranks) {
+            let how = match group.presence.as_str() {
+                "dead" => "Dead",
+                "left" => "Left in order",
+                _ => continue,
+            };
+            let ranks: RankSet =
+                group.ranks.iter().copied().filter(|&rank| self.asked.is_none_or(|of| of.contains(rank))).collect();
+            if !ranks.is_empty() {
+                gone.push((how, ranks, clean(&group.errors.join("; "))));
+            }
+        }
+        gone.sort();
+        gone
+    }
+}
+
+/// The summary as text.
+pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
     let mut text = String::new();
     // Writing to a string cannot fail, here and below.
-    if let Some(sentence) = sentence {
-        let _ = writeln!(text, "{sentence}\n");
+    if let Some(sentence) = about.sentence {
+        let (bold, plain) = if screen.colour { ("\u{1b}[1m", "\u{1b}[0m") } else { ("", "") };
+        let _ = writeln!(text, "{bold}{}{plain}\n", wrapped(sentence, screen.width));
+    }
+    if let Some(chosen) = about.chosen {
+        let _ = writeln!(text, "Latest incident: {chosen}\n");
     }
     let (ranks, groups) = (merged.ranks.len(), merged.groups.len());
-    let _ = writeln!(text, "{} of {world} ranks have a dump. {}", ranks, grouped(merged));
+    match about.asked {
+        Some(asked) => {
+            _ = writeln!(text, "{ranks} of the {} ranks asked for have a dump. {}", asked.len(), grouped(merged))
+        }
+        None => _ = writeln!(text, "{ranks} of {} ranks have a dump. {}", about.world, grouped(merged)),
+    }
     for group in merged.groups.iter().take(GROUPS_SHOWN) {
         push_group(&mut text, group);
     }
@@ -43,26 +108,131 @@ pub fn summary(merged: &Merged, world: u32, sentence: Option<&str>, written: &[P
         let rest: u64 = merged.groups[GROUPS_SHOWN..].iter().map(|group| group.ranks.len()).sum();
         let _ = writeln!(text, "  and {} more groups of {rest} ranks in all", groups - GROUPS_SHOWN);
     }
-    let missing = merged.ranks.complement(world);
-    if !missing.is_empty() {
-        let _ = writeln!(text, "\nWithout a dump: {}", ranks_of(&missing));
+    let mut first = true;
+    let mut line = |text: &mut String, line: String| {
+        text.push_str(if std::mem::take(&mut first) { "\n" } else { "" });
+        text.push_str(&line);
+        text.push('\n');
+    };
+    for (how, ranks, why) in about.gone() {
+        let why = if why.is_empty() { why } else { format!(" ({why})") };
+        line(&mut text, format!("{how}: {}{why}", ranks_of(&ranks)));
     }
-    let mut first = missing.is_empty();
+    let missing = about.missing(merged);
+    if !missing.is_empty() {
+        line(&mut text, format!("Without a dump: {}", ranks_of(&missing)));
+    }
     for (state, ranks) in &merged.states {
         // Running and sleeping are what a process does; the others say something of the hang.
         if !matches!(state.bytes().next(), Some(b'R' | b'S') | None) {
-            text.push_str(if first { "\n" } else { "" });
-            first = false;
-            let _ = writeln!(text, "State {}: {}", clean(state), ranks_of(ranks));
+            line(&mut text, format!("State {}: {}", clean(state), ranks_of(ranks)));
         }
     }
-    if !written.is_empty() {
+    if about.stacks {
+        push_stacks(&mut text, merged);
+    }
+    if !about.written.is_empty() {
         text.push('\n');
     }
-    for path in written {
+    for path in about.written {
         let _ = writeln!(text, "{}", clean(&path.to_string_lossy()));
     }
     text
+}
+
+/// The summary as JSON: rank sets as labels write them.
+pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Result<String> {
+    let place_of = |group: &Group| {
+        group.place.as_ref().map(|place| {
+            let mode = if place.mode == Mode::Python { "python" } else { "native" };
+            json!({"mode": mode, "deepest": place.deepest, "own": place.own})
+        })
+    };
+    let groups = merged.groups.iter();
+    let groups: Vec<_> = groups
+        .map(|group| json!({"ranks": group.ranks.to_string(), "count": group.ranks.len(), "place": place_of(group)}))
+        .collect();
+    let states: Map<String, Value> =
+        merged.states.iter().map(|(state, ranks)| (state.clone(), ranks.to_string().into())).collect();
+    let gone = about.gone().into_iter();
+    let gone: Vec<_> =
+        gone.map(|(how, ranks, why)| json!({"how": how, "ranks": ranks.to_string(), "why": why})).collect();
+    let mut value = json!({
+        "folder": folder,
+        "world": about.world,
+        "sentence": about.sentence,
+        "ranks": merged.ranks.to_string(),
+        "missing": about.missing(merged).to_string(),
+        "gone": gone,
+        "groups": groups,
+        "states": states,
+        "written": about.written.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
+    });
+    if about.stacks {
+        let stacks = stacks_of(merged).into_iter();
+        value["stacks"] = stacks
+            .map(|(mode, ranks, words)| {
+                let mode = if mode == Mode::Python { "python" } else { "native" };
+                json!({"mode": mode, "ranks": ranks.to_string(), "leaf_first": words})
+            })
+            .collect();
+    }
+    Ok(serde_json::to_string_pretty(&value)? + "\n")
+}
+
+/// All stacks, those of most ranks first: Python, then native. The words of each are leaf first.
+fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
+    let mut stacks = Vec::new();
+    for (mode, tree, ends) in
+        [(Mode::Python, &merged.python, &merged.python_ends), (Mode::Native, &merged.native, &merged.native_ends)]
+    {
+        for end in ends {
+            let End::Drawn(end) = *end else { continue };
+            let mut words = Vec::new();
+            let mut at = Some(end);
+            while let Some(id) = at {
+                words.push(tree.text(id));
+                at = tree.node(id).parent;
+            }
+            // The state of a process is drawn as a stack of one frame and is no stack.
+            if !matches!(words[..], [word] if word.starts_with("State@")) {
+                stacks.push((mode, &tree.node(end).ranks, words));
+            }
+        }
+    }
+    stacks.sort_by(|a, b| a.0.cmp(&b.0).then_with(|| b.1.len().cmp(&a.1.len())).then_with(|| a.2.cmp(&b.2)));
+    stacks
+}
+
+fn push_stacks(text: &mut String, merged: &Merged) {
+    let stacks = stacks_of(merged);
+    for (mode, ranks, words) in stacks.iter().take(STACKS_SHOWN) {
+        let kind = if *mode == Mode::Python { "Python" } else { "Native" };
+        let _ = writeln!(text, "\n{kind} stack of {}, leaf first", ranks_of(ranks));
+        for word in words {
+            let _ = writeln!(text, "  {}", shown(word));
+        }
+    }
+    if stacks.len() > STACKS_SHOWN {
+        let _ = writeln!(text, "\nand {} more stacks; --json shows all", stacks.len() - STACKS_SHOWN);
+    }
+}
+
+/// A text in lines that fit, broken at spaces.
+fn wrapped(text: &str, width: Option<usize>) -> String {
+    let Some(width) = width else { return text.to_owned() };
+    let (mut lines, mut used) = (String::new(), 0);
+    for word in text.split_whitespace() {
+        let length = word.chars().count();
+        if used > 0 {
+            let fits = used + 1 + length <= width;
+            lines.push(if fits { ' ' } else { '\n' });
+            used = if fits { used + 1 } else { 0 };
+        }
+        lines.push_str(word);
+        used += length;
+    }
+    lines
 }
 
 fn grouped(merged: &Merged) -> String {
@@ -120,6 +290,16 @@ mod tests {
     use crate::merge::{Merger, Place};
 
     #[test]
+    fn a_terminal_gets_a_sentence_that_stands_out_and_fits() {
+        let merged = Merger::default().finish();
+        let about = About { sentence: Some("Rank 5 reads a file."), ..About::default() };
+        let text = summary(&merged, &about, Screen { width: Some(12), colour: true });
+        assert!(text.starts_with("\u{1b}[1mRank 5 reads\na file.\u{1b}[0m\n\n"), "{text:?}");
+        assert!(!summary(&merged, &about, Screen::default()).contains('\u{1b}'));
+        assert_eq!(wrapped("aaaa b cc", Some(3)), "aaaa\nb\ncc", "a word that is too long stands alone");
+    }
+
+    #[test]
     fn ranks_for_people() {
         assert_eq!(ranks_of(&RankSet::from_iter([6])), "rank 6");
         assert_eq!(ranks_of(&RankSet::from_iter([0, 1, 2, 5])), "ranks 0-2, 5 (4)");
@@ -143,7 +323,11 @@ mod tests {
         ];
         merged.states.insert("S (sleeping)".into(), (0..6).collect());
         merged.states.insert("D (disk\u{1b}[1m sleep)".into(), (6..7).collect());
-        let text = summary(&merged, 8, Some("Rank 5 reads."), &["/x/cpp_stack".into()]);
+        let text = summary(
+            &merged,
+            &About { world: 8, sentence: Some("Rank 5 reads."), written: &["/x/cpp_stack".into()], ..About::default() },
+            Screen::default(),
+        );
         assert_eq!(
             text,
             "Rank 5 reads.\n\n\

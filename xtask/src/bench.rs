@@ -1,6 +1,6 @@
 //! `cargo xtask bench`: each benchmark is a program of the crate that it measures, built in the release profile.
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 
 use crate::shell::{self, cargo};
 
@@ -19,9 +19,19 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Folded stacks and pictures of 1,016 ranks, against reading the same files; and the merge of the trees of many nodes
+    /// The viewer on 1,016 and 4,064 ranks, against reading the same files, and the merge of the trees of many nodes; fails
+    /// when a limit does not hold
     Viewer,
 }
+
+/// What `bench viewer` runs: a name, the example, its arguments.
+const VIEWER: &[(&str, &str, &[&str])] = &[
+    ("folded files and pictures, 1,016 ranks", "bench_viewer", &["--files", "1016", "--max-memory", "64"]),
+    ("folded files and pictures, 4,064 ranks", "bench_viewer", &["--files", "4064", "--max-memory", "128"]),
+    ("all that the viewer writes, 1,016 ranks", "bench_viewer", &["--files", "1016", "--html", "--max-memory", "64"]),
+    ("all that the viewer writes, 4,064 ranks", "bench_viewer", &["--files", "4064", "--html", "--max-memory", "128"]),
+    ("trees of 12,500 nodes", "bench_trees", &[]),
+];
 
 pub fn run(options: &Options) -> Result<()> {
     match &options.what {
@@ -32,8 +42,19 @@ pub fn run(options: &Options) -> Result<()> {
             shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Viewer => {
-            for example in ["bench_viewer", "bench_trees"] {
-                shell::run(cargo(&["run", "--release", "-p", "xpu_timer_viewer", "--example"]).arg(example))?;
+            // Every limit is looked at, whatever became of the ones before it.
+            let mut failed = Vec::new();
+            for (name, example, arguments) in VIEWER {
+                println!("== {name}");
+                let mut command =
+                    cargo(&["run", "--quiet", "--release", "-p", "xpu_timer_viewer", "--example", example]);
+                if let Err(error) = shell::run(command.arg("--").args(*arguments)) {
+                    println!("{error:#}");
+                    failed.push(*name);
+                }
+            }
+            if !failed.is_empty() {
+                bail!("a limit does not hold: {}", failed.join("; "));
             }
             Ok(())
         }

@@ -376,7 +376,7 @@ fn the_folder_of_incidents_means_the_latest_one() {
     let output = view_ok(dir.path());
     let latest = dir.path().join("incident-20261121T110000Z-2");
     let expected = format!(
-        "Latest incident: {0}\n\nRank 0 stands in new.\n\n1 of 1 ranks have a dump. It stands here:\n  rank 0\n      at new (t.py:1)\n\
+        "Rank 0 stands in new.\n\nLatest incident: {0}\n\n1 of 1 ranks have a dump. It stands here:\n  rank 0\n      at new (t.py:1)\n\
          \nState D (disk sleep): rank 0\n\n{0}/cpp_stack\n{0}/cpp_stack.svg\n{0}/py_stack\n{0}/py_stack.svg\n{0}/report.html\n",
         latest.display()
     );
@@ -545,4 +545,70 @@ proptest! {
             drawn(&dir.path().join(format!("{file}.svg")));
         }
     }
+}
+
+fn rank6() -> tempfile::TempDir {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    for entry in fs::read_dir(tree().join("tests/fixtures/rank6/in")).expect("the fixture is there") {
+        let entry = entry.expect("it can be listed");
+        fs::copy(entry.path(), folder.path().join(entry.file_name())).expect("it can be copied");
+    }
+    folder
+}
+
+fn narrowed(folder: &Path, arguments: &[&str]) -> Output {
+    let mut all: Vec<&OsStr> = vec!["--path".as_ref(), folder.as_ref()];
+    all.extend(arguments.iter().map(OsStr::new));
+    let output = run(&all);
+    assert_eq!(output.code(), 0, "stdout: {}\nstderr: {}", output.stdout, output.stderr);
+    output
+}
+
+#[test]
+fn narrowing_shows_stacks_and_replaces_no_file() {
+    let folder = rank6();
+    let files = || fs::read_dir(folder.path()).unwrap().count();
+    let before = files();
+    let output = narrowed(folder.path(), &["--rank", "6", "--grep", "barrier"]);
+    assert!(output.stdout.starts_with("1 of the 1 ranks asked for have a dump."), "{}", output.stdout);
+    let frame = output.stdout.lines().find(|line| line.starts_with("  barrier ("));
+    assert!(frame.is_some_and(|line| line.contains(".py:")), "{}", output.stdout);
+    assert!(!output.stdout.contains('\u{1b}'), "a pipe gets plain text");
+    assert_eq!(files(), before, "a part of the folder is not written over the whole");
+
+    let output = narrowed(folder.path(), &["--grep", "barrier", "--json"]);
+    let json: serde_json::Value = serde_json::from_str(&output.stdout).expect("JSON");
+    assert_eq!((&json["world"], &json["ranks"]), (&8.into(), &"0-7".into()));
+    let stacks = json["stacks"].as_array().unwrap();
+    assert!(!stacks.is_empty() && stacks.iter().all(|stack| stack["leaf_first"].to_string().contains("barrier")));
+
+    let none = run(&["--path".as_ref(), folder.path().as_ref(), "--rank".as_ref(), "8-9".as_ref()]);
+    assert_eq!(none.code(), 1);
+    assert!(none.stderr.contains("no dump of ranks 8-9 (2)"), "{}", none.stderr);
+    let usage = run(&["--rank".as_ref(), "3-1".as_ref()]);
+    assert_eq!(usage.code(), 2, "{}", usage.stderr);
+}
+
+#[test]
+fn narrowed_files_are_written_where_they_are_asked_for() {
+    let (folder, output) = (rank6(), tempfile::tempdir().unwrap());
+    narrowed(folder.path(), &["--rank", "6", "--folded", "--output", output.path().to_str().unwrap()]);
+    let python = fs::read_to_string(output.path().join("py_stack")).unwrap();
+    assert!(python.lines().all(|line| line.ends_with("@6|0-5/7 1")), "{python}");
+    assert_eq!(fs::read_dir(output.path()).unwrap().count(), 2);
+}
+
+#[test]
+fn all_incidents_are_listed() {
+    let folder = tempfile::tempdir().unwrap();
+    for name in ["incident-20261121T101800Z-4", "incident-20261121T101500Z-3"] {
+        fs::create_dir(folder.path().join(name)).unwrap();
+    }
+    fs::write(folder.path().join("incident-20261121T101500Z-3/verdict.txt"), "Rank 2 stands.\n").unwrap();
+    let output = narrowed(folder.path(), &["--list"]);
+    let lines: Vec<_> = output.stdout.lines().collect();
+    assert_eq!(lines[..2], ["2026-11-21T10:15:00Z  incident-20261121T101500Z-3", "    Rank 2 stands."]);
+    assert!(lines[2].ends_with("incident-20261121T101800Z-4"), "{lines:?}");
+    let empty = tempfile::tempdir().unwrap();
+    assert_eq!(run(&["--list".as_ref(), "--path".as_ref(), empty.path().as_ref()]).code(), 1);
 }
