@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Parser};
 
-use crate::{Capturer, Options};
+use crate::{Capturer, Options, ProcessCapture};
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
@@ -55,6 +55,9 @@ pub struct Arguments {
     /// Seconds the whole dump may take
     #[arg(long, value_name = "SECONDS", default_value = "5")]
     pub timeout: f64,
+    /// Seconds that source lines of C frames are searched for; names are always found
+    #[arg(long, value_name = "SECONDS", default_value = "0.02")]
+    pub lines: f64,
     /// Stop every thread while its stack is copied, also those that sleep
     #[arg(long, hide = true)]
     pub force_ptrace: bool,
@@ -100,39 +103,70 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         _ => View::Merged,
     };
     let deadline = Duration::try_from_secs_f64(arguments.timeout).context("--timeout")?;
+    let lines = Duration::try_from_secs_f64(arguments.lines).context("--lines")?;
     let options = Options {
         deadline,
         children: arguments.children,
         // The state of a thread and its name come with its native stack, so only the text without them leaves it out.
         native: true,
         python: view != View::Native,
-        lines_budget: if view == View::Python { Duration::ZERO } else { deadline },
+        lines_budget: if view == View::Python { Duration::ZERO } else { lines },
         force_ptrace: arguments.force_ptrace,
     };
-    let captured = Capturer::new().capture(&pids, &options);
-    let failed = captured.iter().any(|process| {
-        process.sample.stacktrace.iter().all(|thread| thread.frames.is_empty())
-            && process.sample.py_stacktrace.is_empty()
-    });
-    if let Some(folder) = &arguments.output {
-        for path in files::write(folder, &captured)? {
-            println!("{}", path.display());
-        }
+    let mut failed = false;
+    let mut capture = |each: &mut dyn FnMut(ProcessCapture) -> Result<()>| {
+        let mut result = Ok(());
+        Capturer::new().capture_each(&pids, &options, |process| {
+            failed |= process.sample.stacktrace.iter().all(|thread| thread.frames.is_empty())
+                && process.sample.py_stacktrace.is_empty();
+            if result.is_ok() {
+                result = each(process);
+            }
+        });
+        result
+    };
+    let mut out = io::BufWriter::with_capacity(1 << 16, io::stdout().lock());
+    let terminal = io::stdout().is_terminal();
+    let written = if let Some(folder) = &arguments.output {
+        let files = files::Files::new(folder, &pids)?;
+        let mut index = 0;
+        capture(&mut |process| {
+            writeln!(out, "{}", files.write(index, process)?.display())?;
+            index += 1;
+            Ok(())
+        })
+    } else if arguments.json {
+        let mut before = "[";
+        capture(&mut |process| {
+            out.write_all(std::mem::replace(&mut before, ",\n").as_bytes())?;
+            let process = json::Process::new(&process, view);
+            if terminal {
+                serde_json::to_writer_pretty(&mut out, &process)
+            } else {
+                serde_json::to_writer(&mut out, &process)
+            }
+            .map_err(io::Error::from)?;
+            Ok(())
+        })
+        .and_then(|()| Ok(out.write_all(b"]\n")?))
     } else {
-        let mut text = Vec::new();
-        if arguments.json {
-            serde_json::to_writer_pretty(&mut text, &json::processes(&captured, view))?;
-            text.push(b'\n');
-        } else {
-            let colour =
-                io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
-            text::print(&mut text, &captured, view, colour)?;
-        }
-        match io::stdout().write_all(&text) {
-            // `| head` has seen enough.
-            Err(error) if error.kind() == io::ErrorKind::BrokenPipe => {}
-            written => written.context("standard output")?,
-        }
+        let colour = terminal && std::env::var_os("NO_COLOR").is_none_or(|value| value.is_empty());
+        let mut first = true;
+        capture(&mut |process| {
+            if !std::mem::take(&mut first) {
+                writeln!(out)?;
+            }
+            Ok(text::print(&mut out, &process, view, colour)?)
+        })
+    };
+    match written.and_then(|()| Ok(out.flush()?)) {
+        // `| head` has seen enough.
+        Err(error) if is_broken_pipe(&error) => {}
+        written => written?,
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+fn is_broken_pipe(error: &anyhow::Error) -> bool {
+    error.downcast_ref::<io::Error>().is_some_and(|error| error.kind() == io::ErrorKind::BrokenPipe)
 }

@@ -10,14 +10,14 @@ use std::{
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
     sync::{
-        Arc, Mutex, MutexGuard,
+        Arc, Mutex, MutexGuard, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
 };
 
 use gimli::{
-    BaseAddresses, DebugFrame, EhFrame, EhFrameHdr, EndianSlice, LittleEndian, UnwindContext, UnwindSection,
-    UnwindTableRow,
+    BaseAddresses, CfaRule, DebugFrame, EhFrame, EhFrameHdr, EndianSlice, LittleEndian, RegisterRule, UnwindContext,
+    UnwindSection, UnwindTableRow,
 };
 use object::{
     Object, ObjectSection,
@@ -29,6 +29,8 @@ use crate::{Error, memory, procfs::Mapping};
 
 /// Images kept from one capture to the next.
 const KEPT: usize = 1024;
+/// Rows kept of one object. Deep stacks and many ranks come by the same few hundred addresses.
+const KEPT_ROWS: usize = 8192;
 
 pub(crate) type Slice<'a> = EndianSlice<'a, LittleEndian>;
 pub(crate) type Elf<'a> = ElfFile64<'a, object::LittleEndian>;
@@ -90,6 +92,24 @@ pub(crate) struct Image {
     text: u64,
     got: u64,
     used: AtomicU64,
+    rows: RwLock<HashMap<u64, Option<Arc<Row>>>>,
+}
+
+/// The rules that recover the caller at one address.
+pub(crate) struct Row {
+    pub cfa: CfaRule<usize>,
+    /// By DWARF number.
+    pub registers: Vec<(usize, RegisterRule<usize>)>,
+    /// Whether it is the frame of a signal handler.
+    pub signal: bool,
+    pub section: RuleSection,
+}
+
+impl Row {
+    fn new(row: &UnwindTableRow<usize>, signal: bool, section: RuleSection) -> Self {
+        let registers = row.registers().map(|(register, rule)| (usize::from(register.0), rule.clone())).collect();
+        Row { cfa: row.cfa().clone(), registers, signal, section }
+    }
 }
 
 impl Image {
@@ -129,6 +149,7 @@ impl Image {
             text: address(".text"),
             got: address(".got"),
             used: AtomicU64::new(0),
+            rows: RwLock::default(),
             bytes,
         })
     }
@@ -150,13 +171,21 @@ impl Image {
         &self.bytes[section.range.clone()]
     }
 
-    /// The rules that recover the caller of the function at `address`, and whether it is the frame of a signal handler.
-    /// `None` when no table covers the address.
-    pub fn row<'ctx>(
-        &self,
-        address: u64,
-        context: &'ctx mut UnwindContext<usize>,
-    ) -> Option<(&'ctx UnwindTableRow<usize>, bool, RuleSection)> {
+    /// The rules for the function at `address`; `None` when no table covers it.
+    pub fn row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Arc<Row>> {
+        if let Some(known) = self.rows.read().unwrap_or_else(PoisonError::into_inner).get(&address) {
+            return known.clone();
+        }
+        let found = self.find_row(address, context).map(Arc::new);
+        let mut rows = self.rows.write().unwrap_or_else(PoisonError::into_inner);
+        if rows.len() >= KEPT_ROWS {
+            rows.clear();
+        }
+        rows.insert(address, found.clone());
+        found
+    }
+
+    fn find_row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Row> {
         let bases = self.bases();
         if let Some(section) = &self.eh_frame {
             let eh_frame = EhFrame::new(self.slice(section), LittleEndian);
@@ -167,14 +196,14 @@ impl Image {
             if let Ok(fde) = fde {
                 let signal = fde.is_signal_trampoline();
                 let row = fde.unwind_info_for_address(&eh_frame, &bases, context, address).ok()?;
-                return Some((row, signal, RuleSection::EhFrame));
+                return Some(Row::new(row, signal, RuleSection::EhFrame));
             }
         }
         let debug_frame = DebugFrame::new(self.slice(self.debug_frame.as_ref()?), LittleEndian);
         let fde = debug_frame.fde_for_address(&bases, address, DebugFrame::cie_from_offset).ok()?;
         let signal = fde.is_signal_trampoline();
         let row = fde.unwind_info_for_address(&debug_frame, &bases, context, address).ok()?;
-        Some((row, signal, RuleSection::DebugFrame))
+        Some(Row::new(row, signal, RuleSection::DebugFrame))
     }
 
     fn eh_frame_table<'a>(
@@ -294,7 +323,7 @@ impl Images {
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Option<Arc<Image>>>> {
-        self.known.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+        self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 

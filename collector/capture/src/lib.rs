@@ -112,6 +112,14 @@ impl Capturer {
     /// One entry for each pid, in the order given. A process that cannot be captured is an entry whose sample says why in
     /// `errors`. It returns by the deadline even when the kernel does not answer for one of them.
     pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
+        let mut captured = Vec::with_capacity(pids.len());
+        self.capture_each(pids, options, |process| captured.push(process));
+        captured
+    }
+
+    /// Like [`Capturer::capture`], with one entry after the other handed to `each`. The names of the frames of only one
+    /// process are spelt out at a time, which is most of the memory that a capture needs.
+    pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(ProcessCapture)) {
         let deadline = Instant::now() + options.deadline;
         let asked: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
@@ -135,16 +143,15 @@ impl Capturer {
         }
         self.interpreters.retain(|pid, interpreter| interpreter.is_alive(*pid));
         let lines_deadline = deadline.min(Instant::now() + options.lines_budget);
-        let mut captured = self.symbolizer.finish(raw, lines_deadline).into_iter();
+        self.symbolizer.prepare(&raw, lines_deadline);
+        let mut raw = raw.into_iter();
+        for below in descendants {
+            let mut process = self.symbolizer.finish(raw.next().expect("one answer for each job"));
+            process.children = raw.by_ref().take(below).map(|child| self.symbolizer.finish(child)).collect();
+            each(process);
+        }
+        self.symbolizer.trim();
         self.images.trim();
-        descendants
-            .into_iter()
-            .map(|below| {
-                let mut process = captured.next().expect("one answer for each job");
-                process.children = captured.by_ref().take(below).collect();
-                process
-            })
-            .collect()
     }
 }
 

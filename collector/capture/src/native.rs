@@ -15,16 +15,17 @@ use crate::{
     unwind::{End, RawFrame, unwind},
 };
 
-/// Bytes of a stack that are copied at first. Most stacks use a few KB of it.
-const FIRST_COPY: usize = 256 << 10;
-/// Bytes copied when that was not enough.
-const FULL_COPY: usize = 64 << 20;
+/// Bytes of a stack that are copied at first, and when that was not enough. Most stacks use a few KB, and a thread may stand
+/// still while they are copied.
+const COPIES: [usize; 3] = [64 << 10, 1 << 20, 64 << 20];
+/// Bytes copied around an address that lies elsewhere.
+const PIECE: usize = 256 << 10;
 /// Below the stack pointer a function may use this much without moving it.
 const RED_ZONE: u64 = 128;
 /// How long one thread may take to come to a stop.
 const STOP_PATIENCE: Duration = Duration::from_millis(250);
 /// How often a copy is widened.
-const WIDENINGS: usize = 4;
+const WIDENINGS: usize = 5;
 
 /// One thread as it was found.
 #[derive(Debug, Clone, Default)]
@@ -183,7 +184,8 @@ fn take(
     context: &mut UnwindContext<usize>,
     mut copied: impl FnMut(usize, &[u64]) -> Result<Option<Copied>, Error>,
 ) -> Result<Option<(Vec<RawFrame>, End, i64)>, Error> {
-    let mut limit = FIRST_COPY;
+    let [mut limit, wider @ ..] = COPIES;
+    let mut wider = wider.into_iter();
     let mut wanted = Vec::new();
     let mut attempt = 0;
     loop {
@@ -195,8 +197,11 @@ fn take(
             && let Some(mapping) = space.mapping(address)
             && mapping.readable
         {
-            if limit == FIRST_COPY && mapping.start <= registers.sp() && registers.sp() < mapping.end {
-                limit = FULL_COPY;
+            if mapping.start <= registers.sp()
+                && registers.sp() < mapping.end
+                && let Some(next) = wider.next()
+            {
+                limit = next;
                 continue;
             }
             if !wanted.contains(&address) {
@@ -212,7 +217,7 @@ fn take(
 fn copy(tid: i32, sp: u64, space: &AddressSpace<'_>, limit: usize, wanted: &[u64]) -> Result<Regions, Error> {
     let mut regions = Vec::with_capacity(1 + wanted.len());
     let stack = std::iter::once((sp, sp.saturating_sub(RED_ZONE), limit));
-    for (address, start, limit) in stack.chain(wanted.iter().map(|address| (*address, *address & !0xfff, FIRST_COPY))) {
+    for (address, start, limit) in stack.chain(wanted.iter().map(|address| (*address, *address & !0xfff, PIECE))) {
         // The main thread's stack may have grown since the mappings were read; then the read ends where it has to.
         let (start, end) = match space.mapping(address) {
             Some(mapping) => (start.max(mapping.start), mapping.end),

@@ -44,8 +44,8 @@ struct Known {
 }
 
 impl Symbolizer {
-    /// Gives all frames of all processes their names, and as many of them as possible their source lines.
-    pub fn finish(&mut self, processes: Vec<RawProcess>, lines_deadline: Instant) -> Vec<ProcessCapture> {
+    /// Finds the names of all frames of all processes, and the source lines of as many of them as possible.
+    pub fn prepare(&mut self, processes: &[RawProcess], lines_deadline: Instant) {
         self.captures += 1;
         let mut seen: HashMap<u64, (Arc<Image>, BTreeSet<u64>)> = HashMap::new();
         for frame in processes.iter().flat_map(|process| &process.frames).flatten() {
@@ -76,18 +76,16 @@ impl Symbolizer {
                     break;
                 }
                 if !known.sources.contains_key(address)
-                    && let Some(found) = known.lines.find(image, *address)
+                    && let Some(found) = known.lines.find(image, *address, lines_deadline)
                 {
                     known.sources.insert(*address, found.into());
                 }
             }
         }
-        let captured = processes.into_iter().map(|process| self.finish_one(process)).collect();
-        self.trim();
-        captured
     }
 
-    fn finish_one(&self, process: RawProcess) -> ProcessCapture {
+    /// Gives the frames of one process what was found.
+    pub fn finish(&self, process: RawProcess) -> ProcessCapture {
         let RawProcess { pid, parent_pid, command, mut sample, python_entries, frames } = process;
         for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
             for frame in &frames {
@@ -139,7 +137,8 @@ impl Symbolizer {
         }
     }
 
-    fn trim(&mut self) {
+    /// Forgets what has not been used for long.
+    pub fn trim(&mut self) {
         // Line tables take the most memory by far, and are quickly read again.
         let captures = self.captures;
         for known in self.objects.values_mut().filter(|known| known.used + 16 < captures) {

@@ -116,11 +116,12 @@ fn step_by_rules(
     context: &mut UnwindContext<usize>,
 ) -> Option<Step> {
     let address = frame.lookup().wrapping_sub(located.bias);
-    let (row, signal, section) = located.image.row(address, context)?;
+    let row = located.image.row(address, context)?;
+    let (signal, section) = (row.signal, row.section);
     let evaluate = |expression: &UnwindExpression<usize>, initial: Option<u64>| {
         evaluate(expression, section, initial, located, registers, memory, frame.pc)
     };
-    let cfa = match row.cfa() {
+    let cfa = match &row.cfa {
         CfaRule::RegisterAndOffset { register, offset } => {
             let register = usize::from(register.0);
             match registers.get(register) {
@@ -137,8 +138,8 @@ fn step_by_rules(
     // The definition of the CFA: the stack pointer of the caller before its call. A signal frame overrides it below.
     caller.set(STACK_POINTER, cfa);
     let mut return_address = None;
-    for (register, rule) in row.registers() {
-        let register = usize::from(register.0);
+    for (register, rule) in &row.registers {
+        let register = *register;
         let read = |address: u64| memory.number(address, 8).ok_or(End::Memory(address));
         let value = match rule {
             RegisterRule::Undefined => Ok(None),

@@ -18,8 +18,10 @@ use crate::{
     procfs, ptrace,
 };
 
-/// Threads at work at the same time.
+/// Threads at work at the same time, at most. Each holds copies of its process's memory.
 const PARALLEL: usize = 16;
+/// Threads at work for each CPU: one may wait for the kernel while another computes.
+const PER_CPU: usize = 2;
 /// A thread that has not answered for this long no longer counts as at work, so that stuck ones do not keep others waiting.
 const SLOW: Duration = Duration::from_millis(500);
 
@@ -43,10 +45,11 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant) -> Ve
     let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
     let mut started: Vec<(usize, Instant)> = Vec::new();
     let (sender, receiver) = mpsc::channel();
+    let parallel = std::thread::available_parallelism().map_or(PARALLEL, |cpus| (cpus.get() * PER_CPU).min(PARALLEL));
     loop {
         started.retain(|(index, _)| answers[*index].is_none());
         let busy = started.iter().filter(|(_, since)| since.elapsed() < SLOW).count();
-        for _ in busy..PARALLEL {
+        for _ in busy..parallel {
             let Some((index, job)) = waiting.pop_front() else { break };
             let pid = job.pid;
             match spawn(index, job, images, &sender) {

@@ -9,54 +9,62 @@ use std::{
 use anyhow::{Context, Result};
 use xpu_timer_proto::{
     Message,
-    server::{ChildProcess, ProcessSample, Stacktrace},
+    server::{ChildProcess, Stacktrace},
 };
 
 use super::find;
 use crate::ProcessCapture;
 
-/// Writes one file for each process. A process without a rank is numbered by its place in the list.
-pub(super) fn write(folder: &Path, captured: &[ProcessCapture]) -> Result<Vec<PathBuf>> {
-    fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
-    let ranks: Vec<Option<find::Ranked>> = captured.iter().map(|process| find::rank_of(process.pid)).collect();
-    let largest = ranks.iter().flatten().map(|ranked| ranked.world_size.max(ranked.rank + 1)).max().unwrap_or(0);
-    let world = largest.max(captured.len() as u32);
-    let mut written = Vec::new();
-    for (index, process) in captured.iter().enumerate() {
-        let rank = if ranks.iter().all(Option::is_some) { ranks[index].map(|ranked| ranked.rank) } else { None };
-        let rank = rank.unwrap_or(index as u32);
-        let path = folder.join(format!("{rank:05}-{world:05}.stacktrace"));
+/// Where the files go, and how they are numbered.
+pub(super) struct Files {
+    folder: PathBuf,
+    ranks: Vec<u32>,
+    world: u32,
+}
+
+impl Files {
+    /// One file for each process. Processes that have no ranks are numbered by their places in the list.
+    pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
+        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        let ranks: Vec<Option<find::Ranked>> = pids.iter().map(|pid| find::rank_of(*pid)).collect();
+        let largest = ranks.iter().flatten().map(|ranked| ranked.world_size.max(ranked.rank + 1)).max().unwrap_or(0);
+        let all: Option<Vec<u32>> = ranks.iter().map(|ranked| ranked.as_ref().map(|ranked| ranked.rank)).collect();
+        let ranks = all.unwrap_or_else(|| (0..pids.len() as u32).collect());
+        Ok(Files { folder: folder.into(), ranks, world: largest.max(pids.len() as u32) })
+    }
+
+    /// Writes the file of the process at that place in the list.
+    pub fn write(&self, index: usize, process: ProcessCapture) -> Result<PathBuf> {
+        let rank = self.ranks[index];
+        let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
-        let temporary = folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
+        let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
         fs::write(&temporary, message(process, rank).encode_to_vec())
             .with_context(|| temporary.display().to_string())?;
         fs::rename(&temporary, &path).with_context(|| path.display().to_string())?;
-        written.push(path);
+        Ok(path)
     }
-    Ok(written)
 }
 
-fn message(process: &ProcessCapture, rank: u32) -> Stacktrace {
-    let sample = process.sample.clone();
-    let child = |child: &ProcessCapture| ChildProcess {
+fn message(process: ProcessCapture, rank: u32) -> Stacktrace {
+    let mut sample = process.sample;
+    let child = |child: ProcessCapture| ChildProcess {
         pid: child.pid,
         parent_pid: child.parent_pid,
-        command: child.command.clone(),
-        samples: vec![child.sample.clone()],
+        command: child.command,
+        samples: vec![child.sample],
     };
+    let (stacktrace, py_stacktrace) =
+        (std::mem::take(&mut sample.stacktrace), std::mem::take(&mut sample.py_stacktrace));
     Stacktrace {
         pid: process.pid,
         rank: rank as i32,
         process_state: sample.process_state.clone(),
-        command: process.command.clone(),
-        children: process.children.iter().map(child).collect(),
-        stacktrace: sample.stacktrace,
-        py_stacktrace: sample.py_stacktrace,
-        last_sample: Some(ProcessSample {
-            stacktrace: Vec::new(),
-            py_stacktrace: Vec::new(),
-            ..process.sample.clone()
-        }),
+        command: process.command,
+        children: process.children.into_iter().map(child).collect(),
+        stacktrace,
+        py_stacktrace,
+        last_sample: Some(sample),
         ..Stacktrace::default()
     }
 }

@@ -1,63 +1,110 @@
-//! The dump as JSON: the field names of the `.stacktrace` schema.
+//! The dump as JSON: the field names of the `.stacktrace` schema. It is written as it is made, without a copy of it all.
 
-use serde_json::{Value, json};
-use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace, PySpyStacktrace};
+use serde::{Serialize, Serializer};
+use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::View;
 use crate::ProcessCapture;
 
-pub(super) fn processes(captured: &[ProcessCapture], view: View) -> Value {
-    captured.iter().map(|capture| process(capture, view)).collect()
+/// One process, for serde.
+#[derive(Serialize)]
+pub(super) struct Process<'a> {
+    pid: i32,
+    parent_pid: i32,
+    command: &'a str,
+    process_state: &'a str,
+    captured_unix_ns: u64,
+    cpu_time_ns: u64,
+    io_bytes: u64,
+    errors: &'a [String],
+    capture_ns: u64,
+    longest_stop_ns: u64,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    stacktrace: Option<List<'a, PstackStacktrace, Native<'a>>>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    py_stacktrace: Option<List<'a, PySpyStacktrace, Python<'a>>>,
+    children: Vec<Process<'a>>,
 }
 
-fn process(process: &ProcessCapture, view: View) -> Value {
-    let sample = &process.sample;
-    let mut value = json!({
-        "pid": process.pid,
-        "parent_pid": process.parent_pid,
-        "command": process.command,
-        "process_state": sample.process_state,
-        "captured_unix_ns": sample.captured_unix_ns,
-        "cpu_time_ns": sample.cpu_time_ns,
-        "io_bytes": sample.io_bytes,
-        "errors": sample.errors,
-        "capture_ns": sample.capture_ns,
-        "longest_stop_ns": sample.longest_stop_ns,
-        "children": processes(&process.children, view),
-    });
-    if view != View::Python {
-        value["stacktrace"] = sample.stacktrace.iter().map(native).collect();
+impl<'a> Process<'a> {
+    pub fn new(process: &'a ProcessCapture, view: View) -> Self {
+        let sample = &process.sample;
+        Process {
+            pid: process.pid,
+            parent_pid: process.parent_pid,
+            command: &process.command,
+            process_state: &sample.process_state,
+            captured_unix_ns: sample.captured_unix_ns,
+            cpu_time_ns: sample.cpu_time_ns,
+            io_bytes: sample.io_bytes,
+            errors: &sample.errors,
+            capture_ns: sample.capture_ns,
+            longest_stop_ns: sample.longest_stop_ns,
+            stacktrace: (view != View::Python).then_some(List(&sample.stacktrace, native)),
+            py_stacktrace: (view != View::Native).then_some(List(&sample.py_stacktrace, python)),
+            children: process.children.iter().map(|child| Process::new(child, view)).collect(),
+        }
     }
-    if view != View::Native {
-        value["py_stacktrace"] = sample.py_stacktrace.iter().map(python).collect();
-    }
-    value
 }
 
-fn native(thread: &PstackStacktrace) -> Value {
-    let frame = |frame: &xpu_timer_proto::server::PstackFrame| {
-        json!({
-            "func_name": frame.func_name,
-            "file_name": frame.file_name,
-            "pc": frame.pc,
-            "module": frame.module,
-            "module_address": frame.module_address,
-            "inlined": frame.inlined,
-        })
-    };
-    json!({
-        "tid": thread.pid,
-        "thread_name": thread.thread_name,
-        "state": thread.state,
-        "wchan": thread.wchan,
-        "kernel_stack": thread.kernel_stack,
-        "capture": method(thread),
-        "context_switches": thread.context_switches,
-        "cpu_time_ns": thread.cpu_time_ns,
-        "incomplete": thread.incomplete,
-        "syscall": thread.syscall,
-        "frames": thread.frames.iter().map(frame).collect::<Value>(),
-    })
+/// A list whose entries are made one by one.
+struct List<'a, T, U>(&'a [T], fn(&'a T) -> U);
+
+impl<T, U: Serialize> Serialize for List<'_, T, U> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.0.iter().map(self.1))
+    }
+}
+
+#[derive(Serialize)]
+struct Native<'a> {
+    tid: u32,
+    thread_name: &'a str,
+    state: &'a str,
+    wchan: &'a str,
+    kernel_stack: &'a [String],
+    capture: &'static str,
+    context_switches: u64,
+    cpu_time_ns: u64,
+    incomplete: &'a str,
+    syscall: Option<i64>,
+    frames: List<'a, PstackFrame, NativeFrame<'a>>,
+}
+
+#[derive(Serialize)]
+struct NativeFrame<'a> {
+    func_name: &'a str,
+    file_name: &'a str,
+    pc: u64,
+    module: &'a str,
+    module_address: u64,
+    inlined: bool,
+}
+
+fn native(thread: &PstackStacktrace) -> Native<'_> {
+    fn frame(frame: &PstackFrame) -> NativeFrame<'_> {
+        NativeFrame {
+            func_name: &frame.func_name,
+            file_name: &frame.file_name,
+            pc: frame.pc,
+            module: &frame.module,
+            module_address: frame.module_address,
+            inlined: frame.inlined,
+        }
+    }
+    Native {
+        tid: thread.pid,
+        thread_name: &thread.thread_name,
+        state: &thread.state,
+        wchan: &thread.wchan,
+        kernel_stack: &thread.kernel_stack,
+        capture: method(thread),
+        context_switches: thread.context_switches,
+        cpu_time_ns: thread.cpu_time_ns,
+        incomplete: &thread.incomplete,
+        syscall: thread.syscall,
+        frames: List(&thread.frames, frame),
+    }
 }
 
 /// How the stack was taken, in a word.
@@ -70,14 +117,32 @@ pub(super) fn method(thread: &PstackStacktrace) -> &'static str {
     }
 }
 
-fn python(thread: &PySpyStacktrace) -> Value {
-    let frame = |frame: &xpu_timer_proto::server::PySpyFrame| json!({ "func_name": frame.func_name, "file_name": frame.file_name });
-    json!({
-        "thread_id": thread.thread_id,
-        "thread_name": thread.thread_name,
-        "os_thread_id": thread.os_thread_id,
-        "active": thread.active,
-        "owns_gil": thread.owns_gil,
-        "frames": thread.frames.iter().map(frame).collect::<Value>(),
-    })
+#[derive(Serialize)]
+struct Python<'a> {
+    thread_id: u64,
+    thread_name: &'a str,
+    os_thread_id: u32,
+    active: bool,
+    owns_gil: bool,
+    frames: List<'a, PySpyFrame, PythonFrame<'a>>,
+}
+
+#[derive(Serialize)]
+struct PythonFrame<'a> {
+    func_name: &'a str,
+    file_name: &'a str,
+}
+
+fn python(thread: &PySpyStacktrace) -> Python<'_> {
+    fn frame(frame: &PySpyFrame) -> PythonFrame<'_> {
+        PythonFrame { func_name: &frame.func_name, file_name: &frame.file_name }
+    }
+    Python {
+        thread_id: thread.thread_id,
+        thread_name: &thread.thread_name,
+        os_thread_id: thread.os_thread_id,
+        active: thread.active,
+        owns_gil: thread.owns_gil,
+        frames: List(&thread.frames, frame),
+    }
 }

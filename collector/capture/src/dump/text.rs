@@ -23,19 +23,13 @@ const RESET: &str = "\x1b[0m";
 /// Thread ids named in a folded block.
 const NAMED: usize = 8;
 
-/// Writes all processes and their descendants.
-pub(super) fn print(out: &mut impl Write, captured: &[ProcessCapture], view: View, colour: bool) -> io::Result<()> {
+/// Writes one process and its descendants.
+pub(super) fn print(out: &mut impl Write, process: &ProcessCapture, view: View, colour: bool) -> io::Result<()> {
     let paint = Paint { colour };
-    let mut first = true;
-    for process in captured {
-        for (process, is_child) in
-            std::iter::once((process, false)).chain(process.children.iter().map(|child| (child, true)))
-        {
-            if !std::mem::take(&mut first) {
-                writeln!(out)?;
-            }
-            print_process(out, process, is_child, view, paint)?;
-        }
+    print_process(out, process, false, view, paint)?;
+    for child in &process.children {
+        writeln!(out)?;
+        print_process(out, child, true, view, paint)?;
     }
     Ok(())
 }

@@ -4,6 +4,7 @@ use std::{
     fmt,
     ops::{Deref, Range},
     sync::Arc,
+    time::{Duration, Instant},
 };
 
 use gimli::{EndianReader, RunTimeEndian};
@@ -31,9 +32,14 @@ pub(super) enum Lines {
 
 impl Lines {
     /// The functions at an address, those inlined first; empty when there are none, `None` when it cannot be told.
-    pub fn find(&mut self, image: &Arc<Image>, address: u64) -> Option<Vec<Source>> {
+    pub fn find(&mut self, image: &Arc<Image>, address: u64, deadline: Instant) -> Option<Vec<Source>> {
         if matches!(self, Lines::Unread) {
-            *self = read(image).map_or(Lines::Absent, |context| Lines::Read(Box::new(context)));
+            *self = match read(image, deadline.saturating_duration_since(Instant::now())) {
+                Reading::Read(context) => Lines::Read(context),
+                Reading::Absent => Lines::Absent,
+                // The next capture may have more time.
+                Reading::TooLong => return None,
+            };
         }
         let Lines::Read(context) = self else { return None };
         let mut frames = context.find_frames(address).skip_all_loads().ok()?;
@@ -47,17 +53,47 @@ impl Lines {
     }
 }
 
-fn read(image: &Arc<Image>) -> Option<addr2line::Context<Reader>> {
-    if let Some(context) = image.elf().and_then(|elf| context(&elf, &Owner::Image(Arc::clone(image)))) {
-        return Some(context);
-    }
-    let bytes = Arc::new(names::debug_file(image)?);
-    let elf = ElfFile64::<object::LittleEndian>::parse(&**bytes).ok()?;
-    context(&elf, &Owner::Bytes(Arc::clone(&bytes)))
+/// Bytes that are inflated in a second, at least.
+const INFLATED_PER_SECOND: u64 = 200 << 20;
+
+/// What came of reading the tables of an object.
+enum Reading {
+    Read(Box<addr2line::Context<Reader>>),
+    Absent,
+    /// They are compressed, and so large that there is no time for it.
+    TooLong,
 }
 
-fn context(elf: &crate::image::Elf<'_>, owner: &Owner) -> Option<addr2line::Context<Reader>> {
-    elf.section_by_name(".debug_info").filter(|section| section.size() > 0)?;
+fn read(image: &Arc<Image>, left: Duration) -> Reading {
+    let own = image.elf().map_or(Reading::Absent, |elf| context(&elf, &Owner::Image(Arc::clone(image)), left));
+    if !matches!(own, Reading::Absent) {
+        return own;
+    }
+    let Some(bytes) = names::debug_file(image).map(Arc::new) else { return Reading::Absent };
+    match ElfFile64::<object::LittleEndian>::parse(&**bytes) {
+        Ok(elf) => context(&elf, &Owner::Bytes(Arc::clone(&bytes)), left),
+        Err(_) => Reading::Absent,
+    }
+}
+
+fn context(elf: &crate::image::Elf<'_>, owner: &Owner, left: Duration) -> Reading {
+    if elf.section_by_name(".debug_info").is_none_or(|section| section.size() == 0) {
+        return Reading::Absent;
+    }
+    let inflated: u64 = elf
+        .sections()
+        .filter(|section| section.name_bytes().is_ok_and(|name| name.starts_with(b".debug_")))
+        .filter_map(|section| section.compressed_file_range().ok())
+        .filter(|place| place.format != object::CompressionFormat::None)
+        .map(|place| place.uncompressed_size)
+        .sum();
+    if Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND) > left {
+        return Reading::TooLong;
+    }
+    load(elf, owner).map_or(Reading::Absent, |context| Reading::Read(Box::new(context)))
+}
+
+fn load(elf: &crate::image::Elf<'_>, owner: &Owner) -> Option<addr2line::Context<Reader>> {
     let load = |id: gimli::SectionId| -> Result<Reader, gimli::Error> {
         let section = elf.section_by_name(id.name());
         let piece = section.and_then(|section| piece(&section, owner)).unwrap_or_default();
