@@ -61,7 +61,8 @@ fn main() -> anyhow::Result<()> {
         ms(labels)
     );
     let total = ms(spent + labels);
-    println!("together {total:.0} ms (limit {})", options.max_ms);
-    ensure!(total <= options.max_ms, "merging takes {total:.0} ms");
+    let holds = total <= options.max_ms;
+    println!("together {total:.0} ms (limit {}): {}", options.max_ms, if holds { "ok" } else { "NOT ok" });
+    ensure!(holds, "merging takes {total:.0} ms");
     Ok(())
 }
