@@ -106,6 +106,10 @@ impl Thread {
                 if let Some(status) = last_status {
                     self.status = status;
                 }
+                // The thread may have been on its way to sleep when it was described.
+                if self.wchan.is_empty() {
+                    self.wchan = procfs::wchan(pid, tid);
+                }
                 // Registers that only a stop can tell; everything else would be no better with one.
                 if matches!(end, End::Register(_)) { Look::Stop } else { Look::Done }
             }
