@@ -20,6 +20,7 @@ import argparse
 import os
 import queue
 import signal
+import sys
 import threading
 import time
 
@@ -152,10 +153,16 @@ def main():
             trainer.check(batch, total)
         time.sleep(options.step_ms / 1000)
         if rank == 0 and step % 10 == 0:
-            print(f"step {step} sum {total}", flush=True)
+            say(f"step {step} sum {total}")
     save_model(rank)
     trainer.world.destroy()
-    print(f"rank {rank} done", flush=True)
+    say(f"rank {rank} done")
+
+
+def say(line):
+    """Prints a line in one write, so that the lines of the ranks do not mix."""
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
 
 
 def time_is_up(trainer, start, seconds):
