@@ -209,6 +209,12 @@ impl<'a> Case<'a> {
         self.view(view).host.doing.activity == activity
     }
 
+    /// The frame or function by which a rank's main thread is classified, for the evidence.
+    pub fn witness(&self, view: usize) -> EvidenceLine {
+        let content = self.view(view);
+        line(format!("rank {}: main thread in {}", content.rank, content.host.doing.witness), vec![content.rank])
+    }
+
     /// Facts on where a rank stands, for the evidence.
     pub fn standing(&self, view: usize) -> Vec<EvidenceLine> {
         let content = self.view(view);

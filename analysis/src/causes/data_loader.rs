@@ -13,7 +13,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
     let content = case.view(view);
     let rank = content.rank;
-    let mut evidence = vec![line(format!("rank {rank}: main thread in {}", content.host.doing.witness), vec![rank])];
+    let mut evidence = vec![case.witness(view)];
     let helper = content.evidence.and_then(|evidence| evidence.dump.as_ref()).and_then(stacks::stuck_helper);
     let mut says = format!("waits for its data loader{}", case.place(view));
     if let Some(helper) = helper {

@@ -4,7 +4,7 @@
 //! it is no queue of a data loader, no wait for the device and not Python's global lock. Who holds the lock is not known from
 //! outside, so the confidence is medium.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use super::{Case, Cause, Confidence, Finding, Rule, Says};
 use crate::{graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::HostLock, explain, rule_out };
@@ -15,8 +15,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !content.host.same_in_both || !content.host.frozen() {
         return None;
     }
-    let mut evidence =
-        vec![line(format!("rank {}: main thread in {}", content.rank, content.host.doing.witness), vec![content.rank])];
+    let mut evidence = vec![case.witness(view)];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
