@@ -132,7 +132,11 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
     let asked: Vec<i32> = pids.keys().copied().collect();
     let result = captures.capture(&asked, deadline);
     for subject in &plan.subjects {
-        subject.read_ring(which == 1, taken.entry(subject.rank).or_default());
+        let taken = taken.entry(subject.rank).or_default();
+        // The flight record is that of the second sample.
+        if which == 1 {
+            subject.read_ring(taken);
+        }
     }
     match result {
         Ok(processes) => {

@@ -4,7 +4,6 @@ use std::{collections::BTreeMap, sync::Arc};
 
 use xpu_timer_capture::ProcessCapture;
 use xpu_timer_proto::{
-    ring::header,
     server::{ChildProcess, ProcessSample, Stacktrace},
     v1::{FlightRecord, Presence, RankEvidence, RankInfo},
 };
@@ -35,10 +34,6 @@ pub struct Subject {
 pub struct Taken {
     /// First and second sample with the children of each.
     pub samples: [Option<ProcessCapture>; 2],
-    /// Ring counters at the first sample.
-    pub first_header: Option<[u64; header::WORDS]>,
-    /// Ring counters at the second sample.
-    pub second_header: Option<[u64; header::WORDS]>,
     /// Flight record, read with the second sample.
     pub flight: Option<FlightRecord>,
     /// What could not be had.
@@ -61,19 +56,14 @@ impl Subject {
         }
     }
 
-    /// Reads the ring's counters, or its whole record, into `taken`.
-    pub fn read_ring(&self, second: bool, taken: &mut Taken) {
+    /// Reads the flight record into `taken`.
+    pub fn read_ring(&self, taken: &mut Taken) {
         let Some(ring) = &self.ring else {
-            if second && self.presence != Presence::Unregistered {
+            if self.presence != Presence::Unregistered {
                 taken.errors.push("no flight record: its hook handed over no ring".into());
             }
             return;
         };
-        if !second {
-            taken.first_header = ring.header().ok();
-            return;
-        }
-        taken.second_header = ring.header().ok();
         match ring.read(self.info.clone()) {
             Ok(flight) => taken.flight = Some(flight),
             Err(error) => taken.errors.push(format!("no flight record: {error}")),
