@@ -725,6 +725,8 @@ def one_process_all_devices():
     assert stays_pending(last, 0.1), "a captured collective has not happened"
     graph.launch(streams[0])
     last.synchronize()
+    # The last rank has its sum; a copy waits for no stream that was made nonblocking, so the first one is waited for by name.
+    streams[0].synchronize()
     assert buffers[0].to_list() == [24.0] * 4
     # A failed call inside a group is the group's failure, and nothing of it begins.
     nccl("ncclGroupStart")
