@@ -3,6 +3,7 @@
 //! Names come first and for all frames: one pass over the symbol tables of each object finds all addresses that were seen in
 //! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture.
 
+mod debug_file;
 mod lines;
 mod names;
 

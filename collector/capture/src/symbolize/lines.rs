@@ -10,7 +10,7 @@ use std::{
 use gimli::{EndianReader, RunTimeEndian};
 use object::{Object, ObjectSection, read::elf::ElfFile64};
 
-use super::names;
+use super::{debug_file::debug_file, names};
 use crate::image::{Bytes, Image};
 
 /// One function at an address, and the line it is at.
@@ -69,7 +69,7 @@ fn read(image: &Arc<Image>, left: Duration) -> Reading {
     if !matches!(own, Reading::Absent) {
         return own;
     }
-    let Some(bytes) = names::debug_file(image).map(Arc::new) else { return Reading::Absent };
+    let Some(bytes) = debug_file(image).map(Arc::new) else { return Reading::Absent };
     match ElfFile64::<object::LittleEndian>::parse(&**bytes) {
         Ok(elf) => context(&elf, &Owner::Bytes(Arc::clone(&bytes)), left),
         Err(_) => Reading::Absent,

@@ -1,7 +1,7 @@
 //! Function names from symbol tables: one pass over all symbols against the sorted addresses that are wanted, and only what
 //! was found is demangled.
 
-use std::{fs::File, path::PathBuf, sync::Arc};
+use std::sync::Arc;
 
 use object::{
     SymbolIndex,
@@ -9,7 +9,8 @@ use object::{
     read::elf::{ElfFile64, FileHeader, Sym, SymbolTable},
 };
 
-use crate::image::{Bytes, Image, map_file};
+use super::debug_file::debug_file;
+use crate::image::Image;
 
 /// The best symbol for one address so far.
 #[derive(Clone, Copy, Default)]
@@ -110,16 +111,6 @@ fn scan<'a, Header>(
             }
         }
     }
-}
-
-/// Debian and others keep symbols and line tables in files of their own, named by build id.
-pub(super) fn debug_file(image: &Image) -> Option<Bytes> {
-    let id: String = image.build_id.as_ref()?.iter().map(|byte| format!("{byte:02x}")).collect();
-    let (first, rest) = id.split_at_checked(2)?;
-    let inside = format!("usr/lib/debug/.build-id/{first}/{rest}.debug");
-    [image.root.join(&inside), PathBuf::from("/").join(&inside)]
-        .iter()
-        .find_map(|path| map_file(&File::open(path).ok()?).ok())
 }
 
 /// C++ and Rust names as they stand in the source, without parameters; anything else as it is.
