@@ -20,6 +20,7 @@ mod ptrace;
 mod python;
 mod registers;
 mod symbolize;
+mod target_files;
 mod unwind;
 mod worker;
 

@@ -9,8 +9,8 @@ use object::{
     read::elf::{ElfFile64, FileHeader, Sym, SymbolTable},
 };
 
-use super::debug_file::debug_file;
-use crate::image::Image;
+use super::debug_file::{debug_file, mini_debug_info};
+use crate::image::{Elf, Image};
 
 /// The best symbol for one address so far.
 #[derive(Clone, Copy, Default)]
@@ -48,7 +48,11 @@ pub(super) fn find(image: &Image, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
     let debug = debug_file(image);
     let debug = debug.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
     let elf = image.elf();
-    if let Some(elf) = &debug {
+    // What a stripped object has packed into itself is of use only when there is nothing better.
+    let has_symbols = |elf: &Elf<'_>| !elf.elf_symbol_table().is_empty();
+    let packed = if debug.iter().chain(&elf).any(has_symbols) { None } else { elf.as_ref().and_then(mini_debug_info) };
+    let packed = packed.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
+    for elf in debug.iter().chain(&packed) {
         scan(elf.endian(), elf.elf_symbol_table(), addresses, &mut hits);
     }
     if let Some(elf) = &elf {
