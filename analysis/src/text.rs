@@ -2,7 +2,7 @@
 
 use std::fmt::Write as _;
 
-use xpu_timer_proto::v1::{DataType, Op, Operation};
+use xpu_timer_proto::v1::{DataType, Matmul, Op, Operation};
 
 use crate::verdict::{CommunicatorReport, OperationState, Verdict};
 
@@ -77,6 +77,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
         Op::GroupEnd => "group_end",
         Op::Kernel => "kernel",
         Op::Graph => "graph_launch",
+        Op::Matmul => "matmul",
     }
 }
 
@@ -106,6 +107,10 @@ pub(crate) fn communicator(id: u64) -> String {
 
 /// `all_reduce of 1024 x float32`.
 pub(crate) fn shape(operation: &Operation) -> String {
+    if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {
+        let batch = if batch > 1 { format!("{batch} x ") } else { String::new() };
+        return format!("{} of {batch}{m} x {n} x {k} {}", operation.function, dtype_name(operation.dtype()));
+    }
     let name = match operation.op() {
         Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => &operation.function,
         op => op_name(op),
@@ -120,7 +125,9 @@ pub(crate) fn shape(operation: &Operation) -> String {
 pub(crate) fn operation_state(operation: &Operation) -> OperationState {
     OperationState {
         op: match operation.op() {
-            Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => operation.function.clone(),
+            Op::Kernel | Op::Graph | Op::Matmul | Op::Unspecified if !operation.function.is_empty() => {
+                operation.function.clone()
+            }
             op => op_name(op).to_owned(),
         },
         communicator: (operation.communicator != 0).then(|| communicator(operation.communicator)),
@@ -254,6 +261,15 @@ fn paragraph(text: &mut String, content: &str, indent: &str) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_matrix_product_is_named_by_its_shape() {
+        let matmul = Matmul { batch: 8, m: 4096, n: 1024, k: 512, ..Matmul::default() };
+        let mut operation = Operation { function: "cublasGemmEx".into(), matmul: Some(matmul), ..Operation::default() };
+        operation.set_op(Op::Matmul);
+        operation.set_dtype(DataType::Bfloat16);
+        assert_eq!(shape(&operation), "cublasGemmEx of 8 x 4096 x 1024 x 512 bfloat16");
+    }
 
     #[test]
     fn ranks_are_listed_as_runs() {

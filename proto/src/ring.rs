@@ -11,7 +11,7 @@
 use std::{collections::HashMap, io};
 
 use crate::v1::{
-    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Op, OpKind, OpStatus,
+    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Matmul, Op, OpKind, OpStatus,
     Operation, RankInfo, Stream,
 };
 
@@ -48,6 +48,8 @@ pub mod header {
     pub const PANICS: usize = 11;
     /// Entries that did not fit the communicator, stream, name or coverage table.
     pub const OVERFLOWS: usize = 12;
+    /// Matrix products called; a call may launch several kernels, or none.
+    pub const MATMULS: usize = 13;
     /// Words of the header.
     pub const WORDS: usize = 64;
 }
@@ -101,6 +103,17 @@ pub mod op {
     pub const WORDS: usize = 16;
     /// Number of slots. A slot whose operation is still pending is never overwritten: the new one is dropped and counted.
     pub const SLOTS: usize = 8192;
+}
+
+/// Words of a slot whose operation is a matrix product. It has no communicator, so those words hold its shape.
+pub mod matmul {
+    use super::op;
+    /// Low half m, high half n.
+    pub const M_N: usize = op::COMMUNICATOR;
+    /// Low half k, high half the batch.
+    pub const K_BATCH: usize = op::SEQ;
+    /// Low half how A is transposed, high half how B is (cublasOperation_t).
+    pub const TRANSPOSES: usize = op::COUNT;
 }
 
 /// Words of a communicator entry.
@@ -305,13 +318,24 @@ pub fn pack_halves(low: u32, high: u32) -> u64 {
 #[must_use]
 pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
+    let op = Op::try_from(i32::from(op_code)).unwrap_or_default();
+    let matmul = (op == Op::Matmul).then(|| Matmul {
+        batch: high(words[matmul::K_BATCH]),
+        m: low(words[matmul::M_N]),
+        n: high(words[matmul::M_N]),
+        k: low(words[matmul::K_BATCH]),
+        trans_a: low(words[matmul::TRANSPOSES]),
+        trans_b: high(words[matmul::TRANSPOSES]),
+    });
+    // The shape of a matrix product lies where a collective has these three.
+    let of_collective = |word: usize| if matmul.is_some() { 0 } else { words[word] };
     Operation {
         ticket: words[op::TICKET] - 1,
         kind: OpKind::try_from(i32::from(kind)).unwrap_or_default().into(),
-        op: Op::try_from(i32::from(op_code)).unwrap_or_default().into(),
-        communicator: words[op::COMMUNICATOR],
-        seq: words[op::SEQ],
-        count: words[op::COUNT],
+        op: op.into(),
+        communicator: of_collective(op::COMMUNICATOR),
+        seq: of_collective(op::SEQ),
+        count: of_collective(op::COUNT),
         dtype: DataType::try_from(i32::from(dtype)).unwrap_or_default().into(),
         reduce_op: u32::from(reduce_op),
         peer: low(words[op::PEER]) as i32,
@@ -326,6 +350,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         device_ns: words[op::DEVICE_NS],
         function,
         group: words[op::GROUP],
+        matmul,
     }
 }
 
@@ -437,6 +462,20 @@ mod tests {
         assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
         assert_eq!(operation.function, "kernel");
         assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
+    }
+
+    #[test]
+    fn a_matrix_product_has_a_shape_and_no_communicator() {
+        let mut words = [0; op::WORDS];
+        words[op::TICKET] = 1;
+        words[op::WHAT] = pack_what(OpKind::Kernel, Op::Matmul, DataType::Bfloat16, 0, 1);
+        words[matmul::M_N] = pack_halves(4096, 1024);
+        words[matmul::K_BATCH] = pack_halves(512, 8);
+        words[matmul::TRANSPOSES] = pack_halves(1, 0);
+        let operation = operation(&words, "cublasGemmEx".into());
+        assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
+        let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
+        assert_eq!((operation.matmul, operation.dtype()), (Some(shape), DataType::Bfloat16));
     }
 
     #[test]

@@ -82,6 +82,26 @@ pub struct Operation {
     /// Group of ncclGroupStart/End it was launched in; 0 for none.
     #[prost(uint64, tag = "20")]
     pub group: u64,
+    /// Only of OP_MATMUL; then `dtype` is the type of A, and `function` the C function that was called.
+    #[prost(message, optional, tag = "21")]
+    pub matmul: ::core::option::Option<Matmul>,
+}
+/// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit 32 bits is cut to the largest.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Matmul {
+    #[prost(uint32, tag = "1")]
+    pub batch: u32,
+    #[prost(uint32, tag = "2")]
+    pub m: u32,
+    #[prost(uint32, tag = "3")]
+    pub n: u32,
+    #[prost(uint32, tag = "4")]
+    pub k: u32,
+    /// cublasOperation_t: 0 as it is, 1 transposed, 2 conjugate transposed.
+    #[prost(uint32, tag = "5")]
+    pub trans_a: u32,
+    #[prost(uint32, tag = "6")]
+    pub trans_b: u32,
 }
 /// One communicator as one rank sees it.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -256,6 +276,8 @@ pub enum Op {
     GroupEnd = 25,
     Kernel = 40,
     Graph = 41,
+    /// A matrix product of cuBLAS or its kin; its kind is KERNEL.
+    Matmul = 42,
 }
 impl Op {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -284,6 +306,7 @@ impl Op {
             Self::GroupEnd => "OP_GROUP_END",
             Self::Kernel => "OP_KERNEL",
             Self::Graph => "OP_GRAPH",
+            Self::Matmul => "OP_MATMUL",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -309,6 +332,7 @@ impl Op {
             "OP_GROUP_END" => Some(Self::GroupEnd),
             "OP_KERNEL" => Some(Self::Kernel),
             "OP_GRAPH" => Some(Self::Graph),
+            "OP_MATMUL" => Some(Self::Matmul),
             _ => None,
         }
     }
@@ -547,6 +571,85 @@ pub struct RankEvidence {
     /// How the process ended, when that is known: `exit code 1`, `killed by SIGKILL`.
     #[prost(string, tag = "7")]
     pub exit: ::prost::alloc::string::String,
+    /// What the judge reads from `dump`, in its place: made on the node, so that stacks need not travel.
+    #[prost(message, optional, tag = "8")]
+    pub host: ::core::option::Option<HostFacts>,
+}
+/// What one process does, read from both samples of its dump.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct HostFacts {
+    /// There is a stack of the main thread.
+    #[prost(bool, tag = "1")]
+    pub stack: bool,
+    #[prost(string, tag = "2")]
+    pub state: ::prost::alloc::string::String,
+    /// What the main thread does in the last sample, and the frame that tells it.
+    #[prost(enumeration = "HostActivity", tag = "3")]
+    pub activity: i32,
+    #[prost(string, tag = "4")]
+    pub witness: ::prost::alloc::string::String,
+    #[prost(bool, tag = "5")]
+    pub same_in_both: bool,
+    #[prost(string, optional, tag = "6")]
+    pub python: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(string, optional, tag = "7")]
+    pub python_function: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(string, optional, tag = "8")]
+    pub native: ::core::option::Option<::prost::alloc::string::String>,
+    /// Absent without two samples.
+    #[prost(message, optional, tag = "9")]
+    pub moved: ::core::option::Option<HostMovement>,
+    #[prost(message, optional, tag = "10")]
+    pub d_sleep: ::core::option::Option<HostSleep>,
+    #[prost(message, optional, tag = "11")]
+    pub stuck_helper: ::core::option::Option<HostHelper>,
+    #[prost(message, optional, tag = "12")]
+    pub gil_holder: ::core::option::Option<HostGilHolder>,
+    #[prost(string, optional, tag = "13")]
+    pub compiler: ::core::option::Option<::prost::alloc::string::String>,
+}
+#[derive(Clone, Copy, PartialEq, ::prost::Message)]
+pub struct HostMovement {
+    #[prost(double, tag = "1")]
+    pub cpu_share: f64,
+    #[prost(uint64, tag = "2")]
+    pub io_bytes: u64,
+    #[prost(bool, tag = "3")]
+    pub io: bool,
+    #[prost(bool, tag = "4")]
+    pub own_frame: bool,
+    #[prost(bool, tag = "5")]
+    pub main_ran: bool,
+}
+/// A thread in uninterruptible sleep.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HostSleep {
+    #[prost(bool, tag = "1")]
+    pub main: bool,
+    #[prost(string, tag = "2")]
+    pub thread: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub wchan: ::prost::alloc::string::String,
+}
+/// A reader thread or worker process that is stuck.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HostHelper {
+    #[prost(string, tag = "1")]
+    pub who: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub place: ::prost::alloc::string::String,
+}
+/// The holder of Python's global lock, blocked while others wait for it.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct HostGilHolder {
+    #[prost(string, tag = "1")]
+    pub thread: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub function: ::prost::alloc::string::String,
+    #[prost(string, optional, tag = "3")]
+    pub place: ::core::option::Option<::prost::alloc::string::String>,
+    #[prost(uint64, tag = "4")]
+    pub waiting: u64,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Trigger {
@@ -624,6 +727,63 @@ impl Presence {
         }
     }
 }
+/// What a main thread does; `analysis::verdict::Activity` explains them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum HostActivity {
+    Unknown = 0,
+    DeviceWait = 1,
+    CommInit = 2,
+    DataLoader = 3,
+    Io = 4,
+    Lock = 5,
+    Gil = 6,
+    Compile = 7,
+    Gc = 8,
+    Sleep = 9,
+    Teardown = 10,
+    Running = 11,
+}
+impl HostActivity {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unknown => "HOST_ACTIVITY_UNKNOWN",
+            Self::DeviceWait => "HOST_ACTIVITY_DEVICE_WAIT",
+            Self::CommInit => "HOST_ACTIVITY_COMM_INIT",
+            Self::DataLoader => "HOST_ACTIVITY_DATA_LOADER",
+            Self::Io => "HOST_ACTIVITY_IO",
+            Self::Lock => "HOST_ACTIVITY_LOCK",
+            Self::Gil => "HOST_ACTIVITY_GIL",
+            Self::Compile => "HOST_ACTIVITY_COMPILE",
+            Self::Gc => "HOST_ACTIVITY_GC",
+            Self::Sleep => "HOST_ACTIVITY_SLEEP",
+            Self::Teardown => "HOST_ACTIVITY_TEARDOWN",
+            Self::Running => "HOST_ACTIVITY_RUNNING",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "HOST_ACTIVITY_UNKNOWN" => Some(Self::Unknown),
+            "HOST_ACTIVITY_DEVICE_WAIT" => Some(Self::DeviceWait),
+            "HOST_ACTIVITY_COMM_INIT" => Some(Self::CommInit),
+            "HOST_ACTIVITY_DATA_LOADER" => Some(Self::DataLoader),
+            "HOST_ACTIVITY_IO" => Some(Self::Io),
+            "HOST_ACTIVITY_LOCK" => Some(Self::Lock),
+            "HOST_ACTIVITY_GIL" => Some(Self::Gil),
+            "HOST_ACTIVITY_COMPILE" => Some(Self::Compile),
+            "HOST_ACTIVITY_GC" => Some(Self::Gc),
+            "HOST_ACTIVITY_SLEEP" => Some(Self::Sleep),
+            "HOST_ACTIVITY_TEARDOWN" => Some(Self::Teardown),
+            "HOST_ACTIVITY_RUNNING" => Some(Self::Running),
+            _ => None,
+        }
+    }
+}
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum TriggerKind {
@@ -669,7 +829,7 @@ impl TriggerKind {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeMessage {
-    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 5, 6")]
+    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8")]
     pub message: ::core::option::Option<node_message::Message>,
 }
 /// Nested message and enum types in `NodeMessage`.
@@ -678,24 +838,27 @@ pub mod node_message {
     pub enum Message {
         #[prost(message, tag = "1")]
         Hello(super::NodeHello),
-        /// A rank registered, changed or left.
+        /// All ranks of the node; sent when one registered, changed or left.
         #[prost(message, tag = "2")]
-        Rank(super::RankEvidence),
-        /// One of the node's ranks hangs.
+        Ranks(super::NodeRanks),
         #[prost(message, tag = "3")]
-        Trigger(super::Trigger),
+        Alarm(super::Alarm),
         #[prost(message, tag = "4")]
-        Dump(super::NodeDump),
+        Captured(super::Captured),
+        /// In parts, once the cluster has asked for it by `Deliver`.
         #[prost(message, tag = "5")]
-        Heartbeat(super::Heartbeat),
-        /// Operations of an incident completed after all.
+        Dump(super::NodeDump),
         #[prost(message, tag = "6")]
-        Resolved(super::IncidentResolved),
+        File(super::DumpFile),
+        #[prost(message, tag = "7")]
+        Update(super::IncidentUpdate),
+        #[prost(message, tag = "8")]
+        Heartbeat(super::Heartbeat),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ClusterMessage {
-    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3")]
+    #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7")]
     pub message: ::core::option::Option<cluster_message::Message>,
 }
 /// Nested message and enum types in `ClusterMessage`.
@@ -707,37 +870,119 @@ pub mod cluster_message {
         #[prost(message, tag = "2")]
         Dump(super::DumpRequest),
         #[prost(message, tag = "3")]
+        Deliver(super::Deliver),
+        #[prost(message, tag = "4")]
+        Fetch(super::FetchFiles),
+        #[prost(message, tag = "5")]
+        Verdict(super::IncidentVerdict),
+        #[prost(message, tag = "6")]
         Closed(super::IncidentClosed),
+        #[prost(message, tag = "7")]
+        Declined(super::AlarmDeclined),
     }
+}
+/// Tells jobs apart: the name alone may be `none` for everybody.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct JobId {
+    #[prost(string, tag = "1")]
+    pub name: ::prost::alloc::string::String,
+    /// The rendezvous of torch, the namespace of PMIx, the step of Slurm; equal on all ranks of a job, empty when unknown.
+    #[prost(string, tag = "2")]
+    pub instance: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeHello {
     #[prost(uint32, tag = "1")]
     pub protocol: u32,
+    /// Host or pod name, for people.
     #[prost(string, tag = "2")]
     pub node: ::prost::alloc::string::String,
+    /// A secret that the node collector draws at its start. It shows that a second stream comes from the same process.
     #[prost(string, tag = "3")]
-    pub job: ::prost::alloc::string::String,
-    /// Ranks registered now; sent whole after every reconnect.
-    #[prost(message, repeated, tag = "4")]
-    pub ranks: ::prost::alloc::vec::Vec<RankInfo>,
+    pub identity: ::prost::alloc::string::String,
+    #[prost(message, optional, tag = "4")]
+    pub ranks: ::core::option::Option<NodeRanks>,
+    /// Incidents that are open on this node.
+    #[prost(message, repeated, tag = "5")]
+    pub incidents: ::prost::alloc::vec::Vec<Alarm>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct NodeRanks {
+    #[prost(message, repeated, tag = "1")]
+    pub ranks: ::prost::alloc::vec::Vec<RankEntry>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct RankEntry {
+    #[prost(message, optional, tag = "1")]
+    pub job: ::core::option::Option<JobId>,
+    /// Without the command.
+    #[prost(message, optional, tag = "2")]
+    pub info: ::core::option::Option<RankInfo>,
+    #[prost(enumeration = "Presence", tag = "3")]
+    pub presence: i32,
+    #[prost(uint64, tag = "4")]
+    pub hang_timeout_ms: u64,
+    #[prost(uint64, tag = "5")]
+    pub sample_interval_ms: u64,
+}
+/// Something is wrong with a job on this node: an incident that it asks for, or has already.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Alarm {
+    /// Name that the node gives it. The cluster takes it, unless the job has an open incident.
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
+    #[prost(message, optional, tag = "2")]
+    pub job: ::core::option::Option<JobId>,
+    #[prost(uint32, tag = "3")]
+    pub attempt: u32,
+    #[prost(message, optional, tag = "4")]
+    pub trigger: ::core::option::Option<Trigger>,
+    /// How long ago the timeout ran out.
+    #[prost(uint64, tag = "5")]
+    pub late_ns: u64,
+    /// The node's own ranks hang now. False when it only takes part in the incident.
+    #[prost(bool, tag = "6")]
+    pub hangs: bool,
+    /// The node has dumped its ranks for it.
+    #[prost(bool, tag = "7")]
+    pub captured: bool,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeWelcome {
-    /// Incidents that the node may still owe a dump for.
+    /// Incidents of the node's jobs that it may still owe a dump for.
     #[prost(message, repeated, tag = "1")]
     pub open: ::prost::alloc::vec::Vec<DumpRequest>,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct DumpRequest {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
-    #[prost(string, tag = "2")]
-    pub job: ::prost::alloc::string::String,
-    #[prost(uint64, tag = "3")]
+    #[prost(message, optional, tag = "2")]
+    pub job: ::core::option::Option<JobId>,
+    #[prost(uint32, tag = "3")]
+    pub attempt: u32,
+    #[prost(message, optional, tag = "4")]
+    pub trigger: ::core::option::Option<Trigger>,
+    #[prost(uint64, tag = "5")]
     pub sample_interval_ms: u64,
-    #[prost(uint64, tag = "4")]
-    pub deadline_ms: u64,
+    /// Ranks that this node registered. One that restarted waits a moment for them to come again.
+    #[prost(message, repeated, tag = "6")]
+    pub ranks: ::prost::alloc::vec::Vec<RankRun>,
+    /// So many operations of each flight record are sent, the newest; all that are pending are.
+    #[prost(uint32, tag = "7")]
+    pub operations: u32,
+}
+/// The node has taken its dump and waits for `Deliver`.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Captured {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
+}
+/// Asks for the dump. Only some nodes are asked at a time, so that the cluster never holds the dumps of all.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Deliver {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
 }
 /// One run of consecutive ranks, both ends included.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -769,7 +1014,17 @@ pub struct StackTree {
     #[prost(message, repeated, tag = "2")]
     pub nodes: ::prost::alloc::vec::Vec<TreeNode>,
 }
-/// What one node delivers for one incident.
+/// The stacks of all ranks of a job as two trees. `stacks.bin` of an incident folder is one of these.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct StackTrees {
+    #[prost(uint32, tag = "1")]
+    pub world_size: u32,
+    #[prost(message, optional, tag = "2")]
+    pub native: ::core::option::Option<StackTree>,
+    #[prost(message, optional, tag = "3")]
+    pub python: ::core::option::Option<StackTree>,
+}
+/// What one node delivers for one incident, or a part of it.
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeDump {
     #[prost(string, tag = "1")]
@@ -778,26 +1033,86 @@ pub struct NodeDump {
     pub native: ::core::option::Option<StackTree>,
     #[prost(message, optional, tag = "3")]
     pub python: ::core::option::Option<StackTree>,
-    /// Flight records, process states and errors; the stacks are in the trees.
+    /// Condensed: flight records, host facts and errors; the stacks are in the trees.
     #[prost(message, repeated, tag = "4")]
     pub ranks: ::prost::alloc::vec::Vec<RankEvidence>,
+    /// Nothing follows.
+    #[prost(bool, tag = "5")]
+    pub last: bool,
+    /// What this node could not do.
+    #[prost(string, repeated, tag = "6")]
+    pub errors: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
 }
-#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct Heartbeat {
-    #[prost(uint64, tag = "1")]
-    pub unix_ns: u64,
-}
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
-pub struct IncidentResolved {
+/// Asks for the `.stacktrace` files of some ranks.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct FetchFiles {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
+    #[prost(message, repeated, tag = "2")]
+    pub ranks: ::prost::alloc::vec::Vec<RankRun>,
+}
+/// A piece of a file that was asked for.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct DumpFile {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
+    /// Empty in the last message of a fetch.
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    #[prost(bytes = "vec", tag = "3")]
+    pub data: ::prost::alloc::vec::Vec<u8>,
+    /// The file is complete.
+    #[prost(bool, tag = "4")]
+    pub last: bool,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct IncidentUpdate {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
+    /// The node's own ranks hang now.
+    #[prost(bool, tag = "2")]
+    pub hangs: bool,
+    /// They no longer hang because they ended.
+    #[prost(bool, tag = "3")]
+    pub ended: bool,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Heartbeat {
+    #[prost(message, repeated, tag = "1")]
+    pub jobs: ::prost::alloc::vec::Vec<JobActivity>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct JobActivity {
+    #[prost(message, optional, tag = "1")]
+    pub job: ::core::option::Option<JobId>,
+    /// Since the last launch of any of the node's ranks.
+    #[prost(uint64, tag = "2")]
+    pub launch_age_ms: u64,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct IncidentVerdict {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
+    #[prost(string, tag = "2")]
+    pub sentence: ::prost::alloc::string::String,
+    #[prost(string, tag = "3")]
+    pub cause: ::prost::alloc::string::String,
+    /// Folder on the cluster collector's machine.
+    #[prost(string, tag = "4")]
+    pub path: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentClosed {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
+}
+/// There is no incident, for example because the job is idle on this node alone.
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct AlarmDeclined {
+    #[prost(string, tag = "1")]
+    pub incident: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
-    pub verdict_json: ::prost::alloc::string::String,
+    pub reason: ::prost::alloc::string::String,
 }
 /// Generated client implementations.
 #[cfg(feature = "grpc")]
@@ -880,6 +1195,7 @@ pub mod cluster_client {
             self.inner = self.inner.max_encoding_message_size(limit);
             self
         }
+        /// The first message of a node is its hello, and the first answer its welcome.
         pub async fn join(
             &mut self,
             request: impl tonic::IntoStreamingRequest<Message = super::NodeMessage>,
@@ -925,6 +1241,7 @@ pub mod cluster_server {
             >
             + std::marker::Send
             + 'static;
+        /// The first message of a node is its hello, and the first answer its welcome.
         async fn join(
             &self,
             request: tonic::Request<tonic::Streaming<super::NodeMessage>>,

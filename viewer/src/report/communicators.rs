@@ -78,7 +78,9 @@ fn oldest_pending(flight: &FlightRecord, communicator: u64) -> Option<OperationS
 fn state(operation: &Operation) -> OperationState {
     let plain = |name: &str, prefix: &str| name.strip_prefix(prefix).unwrap_or(name).to_ascii_lowercase();
     let op = match operation.op() {
-        Op::Kernel | Op::Graph | Op::Unspecified if !operation.function.is_empty() => operation.function.clone(),
+        Op::Kernel | Op::Graph | Op::Matmul | Op::Unspecified if !operation.function.is_empty() => {
+            operation.function.clone()
+        }
         op => plain(op.as_str_name(), "OP_"),
     };
     let dtype = plain(operation.dtype().as_str_name(), "DATA_TYPE_");
