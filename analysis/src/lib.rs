@@ -4,6 +4,7 @@
 #![forbid(unsafe_code)]
 
 mod causes;
+mod facts;
 pub mod folded;
 mod graph;
 mod judge;
@@ -21,5 +22,6 @@ mod text;
 pub mod verdict;
 mod world;
 
+pub use facts::condense;
 pub use judge::judge;
 pub use verdict::{Cause, Confidence, Status, Timing, Verdict};

@@ -456,8 +456,12 @@ impl Job {
         self.evidence.trigger.as_mut().expect("a trigger").kind = kind.into();
     }
 
+    /// The verdict, which must be the same when the nodes condense what they send.
     pub fn judge(&self) -> Verdict {
-        judge(&self.evidence)
+        let verdict = judge(&self.evidence);
+        let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
+        assert_eq!(judge(&Evidence { ranks, ..self.evidence.clone() }), verdict, "of condensed evidence");
+        verdict
     }
 
     /// The same job with its ranks numbered anew: rank `r` becomes `order[r]`. Ranks within communicators stay.

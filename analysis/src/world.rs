@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::{Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence};
 
-use crate::stacks::{self, Host};
+use crate::{facts, stacks::Host};
 
 /// Missing ranks get a view of their own up to this world size; beyond it a claim of size is not believed.
 const MAX_WORLD: u32 = 1 << 20;
@@ -34,7 +34,7 @@ impl<'a> RankView<'a> {
             presence,
             evidence: Some(evidence),
             flight: evidence.flight.as_ref().or_else(|| dump.and_then(|dump| dump.flight_record.as_ref())),
-            host: dump.map(stacks::read).unwrap_or_default(),
+            host: facts::host(evidence),
         }
     }
 

@@ -40,7 +40,15 @@ variables! {
     XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
     XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
     XPU_TIMER_DISABLE = "0", "1: load and do nothing";
-    XPU_TIMER_COLLECTOR = "", "cluster collector; not built yet: every node judges its own ranks";
+    XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890; unset: every node judges its own ranks";
+    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share";
+    XPU_TIMER_COLLECTOR_CA_FILE = "", "PEM file of the authority that a node trusts; default those of the system";
+    XPU_TIMER_CLUSTER_LISTEN = "127.0.0.1:18890", "where the cluster collector listens; beyond loopback only with TLS and a token";
+    XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
+    XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of its key";
+    XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
+    XPU_TIMER_KEEP_INCIDENTS = "200", "so many incident folders are kept; 0: all";
+    XPU_TIMER_KEEP_DAYS = "30", "days after which an incident folder is removed; 0: never";
     XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
     XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";

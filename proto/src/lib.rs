@@ -6,6 +6,7 @@
 #![forbid(unsafe_code)]
 
 pub mod env;
+pub mod family;
 pub mod ring;
 pub mod socket;
 

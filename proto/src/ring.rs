@@ -8,6 +8,8 @@
 //!
 //! This module must not know how the words got there: the writer is `hook/src/recorder.rs`.
 
+pub mod lane;
+
 use std::{collections::HashMap, io};
 
 use crate::v1::{
@@ -16,7 +18,7 @@ use crate::v1::{
 };
 
 /// Version of the layout; any change of a constant below changes it.
-pub const VERSION: u32 = 1;
+pub const VERSION: u32 = 2;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -32,15 +34,15 @@ pub mod header {
     pub const WATCHER_CALL: usize = 3;
     /// When the watcher entered that call.
     pub const WATCHER_SINCE_NS: usize = 4;
-    /// Last launch of anything.
+    /// Last launch of anything by a thread without a [`super::lane`], or of a collective.
     pub const LAST_LAUNCH_NS: usize = 5;
     /// Operations begun; the next ticket.
     pub const OPS: usize = 6;
     /// Operations that found no free slot.
     pub const DROPPED: usize = 7;
-    /// Kernels launched.
+    /// Kernels launched by threads without a [`super::lane`].
     pub const KERNELS: usize = 8;
-    /// Graphs launched.
+    /// Graphs launched by threads without a [`super::lane`].
     pub const GRAPHS: usize = 9;
     /// Collectives launched.
     pub const COLLECTIVES: usize = 10;
@@ -193,9 +195,11 @@ pub mod coverage {
 
 /// Byte offsets of the tables.
 pub mod offset {
-    use super::{comm, coverage, header, name, op, stream};
+    use super::{comm, coverage, header, lane, name, op, stream};
+    /// Lanes.
+    pub const LANES: usize = header::WORDS * 8;
     /// Operations.
-    pub const OPS: usize = header::WORDS * 8;
+    pub const OPS: usize = LANES + lane::SLOTS * lane::WORDS * 8;
     /// Communicators.
     pub const COMMS: usize = OPS + op::SLOTS * op::WORDS * 8;
     /// Streams.
@@ -204,14 +208,18 @@ pub mod offset {
     pub const NAMES: usize = STREAMS + stream::SLOTS * stream::WORDS * 8;
     /// Coverage.
     pub const COVERAGE: usize = NAMES + name::SLOTS * name::WORDS * 8;
+    /// Stream entries of the lanes.
+    pub const LANE_STREAMS: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
+    /// Calls counted by the lanes.
+    pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
     /// Size of the memfd in bytes.
-    pub const END: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
+    pub const END: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
 }
 
 /// How many completed operations a flight record keeps behind the pending ones.
 pub const RECENT_OPERATIONS: usize = 256;
 
-/// The header alone, for a reader that only watches progress.
+/// The header alone, for a reader that only watches progress; the counters of the lanes are added to its own.
 ///
 /// # Errors
 /// `InvalidData` when the bytes are not a ring of this version, or what `read_at` returned.
@@ -224,6 +232,10 @@ pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Re
             format!("not a flight ring of layout version {VERSION}"),
         ));
     }
+    let totals = lane::totals(&read_at)?;
+    words[header::LAST_LAUNCH_NS] = words[header::LAST_LAUNCH_NS].max(totals.last_launch_ns);
+    words[header::KERNELS] += totals.kernels;
+    words[header::GRAPHS] += totals.graphs;
     Ok(words)
 }
 
@@ -263,7 +275,7 @@ pub fn read(
             .map(communicator)
             .collect(),
         operations,
-        streams: entries::<{ stream::WORDS }>(&read_at, offset::STREAMS, stream::SLOTS)?
+        streams: lane::streams(&read_at)?
             .iter()
             .map(|words| Stream {
                 handle: words[stream::HANDLE] - 1,
@@ -285,21 +297,27 @@ pub fn read(
             panics: head[header::PANICS],
             overflows: head[header::OVERFLOWS],
         }),
-        coverage: entries::<{ coverage::WORDS }>(&read_at, offset::COVERAGE, coverage::SLOTS)?
-            .iter()
-            .map(|words| {
-                let [layer, status, ..] = words[coverage::STATUS].to_le_bytes();
-                let reason = coverage::STATUSES.get(usize::from(status)).unwrap_or(&"?");
-                HookedFunction {
-                    name: text(&words[coverage::NAME..]),
-                    layer: coverage::LAYERS.get(usize::from(layer)).unwrap_or(&"?").to_string(),
-                    hooked: reason.is_empty(),
-                    reason: reason.to_string(),
-                    calls: words[coverage::CALLS],
-                }
-            })
-            .collect(),
+        coverage: hooked_functions(&read_at)?,
     })
+}
+
+/// An entry never moves and is never freed, and its name never changes: one read will do.
+fn hooked_functions(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<HookedFunction>> {
+    let calls = lane::calls(read_at)?;
+    let table = read_words(read_at, offset::COVERAGE, coverage::SLOTS * coverage::WORDS)?;
+    let entries = table.chunks_exact(coverage::WORDS).zip(calls).filter(|(words, _)| words[coverage::STATUS] != 0);
+    let function = |(words, by_lanes): (&[u64], u64)| {
+        let [layer, status, ..] = words[coverage::STATUS].to_le_bytes();
+        let reason = coverage::STATUSES.get(usize::from(status)).unwrap_or(&"?");
+        HookedFunction {
+            name: text(&words[coverage::NAME..]),
+            layer: coverage::LAYERS.get(usize::from(layer)).unwrap_or(&"?").to_string(),
+            hooked: reason.is_empty(),
+            reason: reason.to_string(),
+            calls: words[coverage::CALLS] + by_lanes,
+        }
+    };
+    Ok(entries.map(function).collect())
 }
 
 /// Packs [`op::WHAT`].

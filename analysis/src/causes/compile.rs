@@ -5,7 +5,7 @@
 //! hang as well.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
-use crate::{graph::Suspect, stacks, verdict::Activity};
+use crate::{facts, graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_mistaken };
 
@@ -16,7 +16,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("in {}", content.host.doing.witness)
     } else {
         let busy = matches!(content.host.doing.activity, Activity::Unknown | Activity::Lock | Activity::Io);
-        let compiler = stacks::compiler_child(content.evidence?.dump.as_ref()?).filter(|_| busy)?;
+        let compiler = facts::compiler_child(content.evidence?).filter(|_| busy)?;
         format!("it waits for its child process {compiler}")
     };
     let mut evidence = vec![line(format!("rank {}: {witness}", content.rank), vec![content.rank])];

@@ -5,7 +5,7 @@
 //! named; so is the cause behind the cause. A loader that makes progress is slow, not stuck: medium confidence.
 
 use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{graph::Suspect, stacks, verdict::Activity};
+use crate::{facts, graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out };
 
@@ -14,7 +14,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let content = case.view(view);
     let rank = content.rank;
     let mut evidence = vec![case.witness(view)];
-    let helper = content.evidence.and_then(|evidence| evidence.dump.as_ref()).and_then(stacks::stuck_helper);
+    let helper = content.evidence.and_then(facts::stuck_helper);
     let mut says = format!("waits for its data loader{}", case.place(view));
     if let Some(helper) = helper {
         says.push_str(&format!(", whose {} {}", helper.who, helper.place));

@@ -4,14 +4,14 @@
 //! thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
 
 use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{graph::Suspect, stacks, verdict::Activity};
+use crate::{facts, graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::GilDeadlock, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.one_rank(suspect)?;
     let content = case.view(view);
-    let holder = stacks::gil_holder(content.evidence?.dump.as_ref()?)?;
+    let holder = facts::gil_holder(content.evidence?)?;
     let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
     let says = format!(
         "is deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} other threads wait for it",

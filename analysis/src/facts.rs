@@ -1,0 +1,188 @@
+//! What the judge reads of a process, from its dump or from the facts that a node read from the dump in its place; and how a node
+//! condenses what it knows of a rank for the cluster collector. Judging condensed evidence gives the same verdict.
+
+use std::collections::HashSet;
+
+use xpu_timer_proto::v1::{
+    FlightRecord, HostActivity, HostFacts, HostGilHolder, HostHelper, HostMovement, HostSleep, OpStatus, RankEvidence,
+};
+
+use crate::{
+    stacks::{self, DSleep, Doing, GilHolder, Host, Moved, StuckHelper},
+    verdict::{Activity, Location},
+};
+
+/// The evidence of one rank without its dump: the facts that the judge reads from it, the communicators, all operations that are
+/// pending and the newest `operations` of the rest. What only a report shows is left out.
+#[must_use]
+pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
+    let flight = evidence.flight.as_ref().or_else(|| evidence.dump.as_ref()?.flight_record.as_ref());
+    RankEvidence {
+        rank: evidence.rank,
+        presence: evidence.presence,
+        dump: None,
+        flight: flight.map(|flight| condense_flight(flight, operations)),
+        node: evidence.node.clone(),
+        errors: evidence.errors.clone(),
+        exit: evidence.exit.clone(),
+        host: evidence.dump.as_ref().map(read).or_else(|| evidence.host.clone()),
+    }
+}
+
+fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
+    let pending = |index: usize| flight.operations[index].status() == OpStatus::Pending;
+    let done = (0..flight.operations.len()).rev().filter(|index| !pending(*index));
+    let kept: HashSet<usize> = done.take(operations).collect();
+    let kept = |index: &usize| pending(*index) || kept.contains(index);
+    // Of the streams the judge looks at those of pending operations, and at the one that was used last.
+    let handles: HashSet<u64> = (0..flight.operations.len())
+        .filter(|index| pending(*index))
+        .map(|index| flight.operations[index].stream)
+        .collect();
+    let newest = flight.streams.iter().map(|stream| stream.last_launch_ns).max().unwrap_or(0);
+    let stream_kept =
+        |stream: &&xpu_timer_proto::v1::Stream| stream.last_launch_ns == newest || handles.contains(&stream.handle);
+    let mut rank = flight.rank.clone();
+    if let Some(rank) = &mut rank {
+        rank.command.clear();
+    }
+    FlightRecord {
+        rank,
+        communicators: flight.communicators.clone(),
+        operations: (0..flight.operations.len()).filter(kept).map(|index| flight.operations[index].clone()).collect(),
+        streams: flight.streams.iter().filter(stream_kept).cloned().collect(),
+        coverage: Vec::new(),
+        health: flight.health.clone(),
+        ..*flight
+    }
+}
+
+fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
+    let Host { stack, state, doing, same_in_both, location, moved, d_sleep } = stacks::read(dump);
+    HostFacts {
+        stack,
+        state,
+        activity: activity(doing.activity).into(),
+        witness: doing.witness,
+        same_in_both,
+        python: location.python,
+        python_function: location.python_function,
+        native: location.native,
+        moved: moved.map(|Moved { cpu_share, io_bytes, io, own_frame, main_ran }| HostMovement {
+            cpu_share,
+            io_bytes,
+            io,
+            own_frame,
+            main_ran,
+        }),
+        d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
+        stuck_helper: stacks::stuck_helper(dump).map(|StuckHelper { who, place }| HostHelper { who, place }),
+        gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, place, waiting }| HostGilHolder {
+            thread,
+            function,
+            place,
+            waiting: waiting as u64,
+        }),
+        compiler: stacks::compiler_child(dump),
+    }
+}
+
+/// What a rank's process does.
+pub(crate) fn host(evidence: &RankEvidence) -> Host {
+    if let Some(dump) = &evidence.dump {
+        return stacks::read(dump);
+    }
+    let Some(facts) = &evidence.host else { return Host::default() };
+    Host {
+        stack: facts.stack,
+        state: facts.state.clone(),
+        doing: Doing { activity: of_message(facts.activity()), witness: facts.witness.clone() },
+        same_in_both: facts.same_in_both,
+        location: Location {
+            python: facts.python.clone(),
+            python_function: facts.python_function.clone(),
+            native: facts.native.clone(),
+        },
+        moved: facts.moved.as_ref().map(|moved| Moved {
+            cpu_share: moved.cpu_share,
+            io_bytes: moved.io_bytes,
+            io: moved.io,
+            own_frame: moved.own_frame,
+            main_ran: moved.main_ran,
+        }),
+        d_sleep: facts.d_sleep.as_ref().map(|sleep| DSleep {
+            main: sleep.main,
+            thread: sleep.thread.clone(),
+            wchan: sleep.wchan.clone(),
+        }),
+    }
+}
+
+/// As [`stacks::stuck_helper`].
+pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
+    match &evidence.dump {
+        Some(dump) => stacks::stuck_helper(dump),
+        None => {
+            let helper = evidence.host.as_ref()?.stuck_helper.as_ref()?;
+            Some(StuckHelper { who: helper.who.clone(), place: helper.place.clone() })
+        }
+    }
+}
+
+/// As [`stacks::gil_holder`].
+pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
+    match &evidence.dump {
+        Some(dump) => stacks::gil_holder(dump),
+        None => {
+            let holder = evidence.host.as_ref()?.gil_holder.as_ref()?;
+            Some(GilHolder {
+                thread: holder.thread.clone(),
+                function: holder.function.clone(),
+                place: holder.place.clone(),
+                waiting: usize::try_from(holder.waiting).unwrap_or(usize::MAX),
+            })
+        }
+    }
+}
+
+/// As [`stacks::compiler_child`].
+pub(crate) fn compiler_child(evidence: &RankEvidence) -> Option<String> {
+    match &evidence.dump {
+        Some(dump) => stacks::compiler_child(dump),
+        None => evidence.host.as_ref()?.compiler.clone(),
+    }
+}
+
+fn activity(activity: Activity) -> HostActivity {
+    match activity {
+        Activity::Unknown => HostActivity::Unknown,
+        Activity::DeviceWait => HostActivity::DeviceWait,
+        Activity::CommInit => HostActivity::CommInit,
+        Activity::DataLoader => HostActivity::DataLoader,
+        Activity::Io => HostActivity::Io,
+        Activity::Lock => HostActivity::Lock,
+        Activity::Gil => HostActivity::Gil,
+        Activity::Compile => HostActivity::Compile,
+        Activity::Gc => HostActivity::Gc,
+        Activity::Sleep => HostActivity::Sleep,
+        Activity::Teardown => HostActivity::Teardown,
+        Activity::Running => HostActivity::Running,
+    }
+}
+
+fn of_message(activity: HostActivity) -> Activity {
+    match activity {
+        HostActivity::Unknown => Activity::Unknown,
+        HostActivity::DeviceWait => Activity::DeviceWait,
+        HostActivity::CommInit => Activity::CommInit,
+        HostActivity::DataLoader => Activity::DataLoader,
+        HostActivity::Io => Activity::Io,
+        HostActivity::Lock => Activity::Lock,
+        HostActivity::Gil => Activity::Gil,
+        HostActivity::Compile => Activity::Compile,
+        HostActivity::Gc => Activity::Gc,
+        HostActivity::Sleep => Activity::Sleep,
+        HostActivity::Teardown => Activity::Teardown,
+        HostActivity::Running => Activity::Running,
+    }
+}
