@@ -1,4 +1,13 @@
-//! Which thread of a dump is the main thread, for all who group ranks by it.
+//! Which thread of a dump is the main thread: one rule for the judge, for the groups of ranks, and for all who show stacks.
+
+use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
+
+/// The name of Python's main thread.
+pub const NAME: &str = "MainThread";
+
+/// Functions at the root of a main thread, by which it is known where a dump names neither threads nor their ids: those of
+/// a Python program, then those by which any program starts.
+const ROOTS: [&[u8]; 5] = [b"<module>", b"_start", b"__libc_start_main", b"__libc_start_call_main", b"main"];
 
 /// What is known of one thread.
 #[derive(Clone, Copy, Debug)]
@@ -11,17 +20,37 @@ pub struct Candidate<'a> {
     pub root: Option<&'a [u8]>,
 }
 
-/// Place of the main thread among the threads of one language: by its name, its id, the module at its root, else the first
-/// one; always one with a stack.
+impl<'a> From<&'a PstackStacktrace> for Candidate<'a> {
+    fn from(thread: &'a PstackStacktrace) -> Self {
+        let root = thread.frames.last().map(|frame| frame.func_name.as_bytes());
+        Candidate { tid: thread.pid, name: thread.thread_name.as_bytes(), root }
+    }
+}
+
+impl<'a> From<&'a PySpyStacktrace> for Candidate<'a> {
+    fn from(thread: &'a PySpyStacktrace) -> Self {
+        let root = thread.frames.last().map(|frame| frame.func_name.as_bytes());
+        Candidate { tid: thread.os_thread_id, name: thread.thread_name.as_bytes(), root }
+    }
+}
+
+/// Place of the main thread among the threads of one language; none when it is not among them.
+///
+/// It is the thread whose id is that of the process. Where ids are unknown, or of another pid namespace than the process
+/// id, it is the one with the name of Python's main thread, else the one whose root only a main thread has. Where ids are
+/// known and none of this tells it, the dump does not hold it, and another one must not pass for it; else it is the first.
+/// Of several that one sign tells, it is the first that has a stack: the main thread of a process in D state may have none.
 pub fn of<'a>(threads: impl Iterator<Item = Candidate<'a>> + Clone, pid: i32) -> Option<usize> {
     let pid = u32::try_from(pid).unwrap_or(0);
     let by = |is_main: &dyn Fn(&Candidate<'_>) -> bool| {
-        threads.clone().position(|thread| thread.root.is_some() && is_main(&thread))
+        let with_stack = threads.clone().position(|thread| thread.root.is_some() && is_main(&thread));
+        with_stack.or_else(|| threads.clone().position(|thread| is_main(&thread)))
     };
-    by(&|thread| thread.name == b"MainThread")
-        .or_else(|| by(&|thread| pid != 0 && thread.tid == pid))
-        .or_else(|| by(&|thread| thread.root == Some(b"<module>")))
-        .or_else(|| by(&|_| true))
+    let ids_are_known = pid != 0 && threads.clone().any(|thread| thread.tid != 0);
+    by(&|thread| pid != 0 && thread.tid == pid)
+        .or_else(|| by(&|thread| thread.name == NAME.as_bytes()))
+        .or_else(|| by(&|thread| thread.root.is_some_and(|root| ROOTS.contains(&root))))
+        .or_else(|| by(&|_| !ids_are_known))
 }
 
 #[cfg(test)]
@@ -35,20 +64,24 @@ mod tests {
             name: name.as_bytes(),
             root: root.map(str::as_bytes),
         };
-        let mut threads = vec![
-            thread(0, "MainThread", None),
+        let threads = [
+            thread(0, "x", None),
             thread(9, "pool", Some("run")),
             thread(8, "x", Some("<module>")),
-            thread(7, "y", Some("start")),
-            thread(6, "MainThread", Some("start")),
+            thread(7, "MainThread", None),
+            thread(5, "MainThread", Some("start")),
+            thread(6, "y", None),
         ];
         let main = |threads: &[Candidate<'static>], pid| of(threads.iter().copied(), pid);
-        assert_eq!(main(&threads, 7), Some(4));
-        threads.pop();
-        assert_eq!(main(&threads, 7), Some(3));
-        assert_eq!(main(&threads, 5), Some(2));
-        assert_eq!(main(&threads, 0), Some(2), "an unknown process id is the id of no thread");
-        assert_eq!(main(&threads[..2], 5), Some(1));
-        assert_eq!(main(&threads[..1], 5), None);
+        assert_eq!(main(&threads, 9), Some(1), "the id of the process before any name");
+        assert_eq!(main(&threads, 6), Some(5), "also without a stack");
+        assert_eq!(main(&threads, 4), Some(4), "of two with the name, the one with a stack");
+        assert_eq!(main(&threads[..4], 4), Some(3), "also without a stack");
+        assert_eq!(main(&threads[..3], 4), Some(2));
+        assert_eq!(main(&threads[..3], 0), Some(2), "an unknown process id is the id of no thread");
+        assert_eq!(main(&threads[..2], 5), None, "the pool is not the main thread");
+        assert_eq!(main(&threads[..2], 0), Some(1), "one with a stack before one without");
+        assert_eq!(main(&threads[..1], 5), Some(0), "nothing is known of its id");
+        assert_eq!(main(&[], 5), None);
     }
 }

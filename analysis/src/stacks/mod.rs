@@ -7,6 +7,7 @@ use xpu_timer_proto::server::{
     ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
 };
 
+use crate::main_thread::{self, Candidate};
 use crate::verdict::{Activity, Location};
 
 /// A process counts as moving when it used at least this share of a processor between its samples.
@@ -122,9 +123,9 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
         Some(first) if last.native.is_empty() && last.python.is_empty() => first,
         _ => last,
     };
-    let main = main_threads(shown, pid);
+    let main = main_threads(shown, dump.pid);
     let doing = classify(main.0, main.1);
-    let before = first.map(|first| main_threads(first, pid));
+    let before = first.map(|first| main_threads(first, dump.pid));
     let state = if last.state.is_empty() { shown.state } else { last.state };
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
@@ -139,15 +140,10 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
 }
 
 /// The main thread of a process, native and Python.
-fn main_threads<'a>(sample: Sample<'a>, pid: u32) -> (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>) {
-    let native = sample.native.iter().find(|thread| thread.pid == pid).or(sample.native.first());
-    let python = sample
-        .python
-        .iter()
-        .find(|thread| thread.os_thread_id == pid && pid != 0)
-        .or_else(|| sample.python.iter().find(|thread| thread.thread_name == "MainThread"))
-        .or_else(|| sample.python.first().filter(|_| sample.python.len() == 1));
-    (native, python)
+fn main_threads<'a>(sample: Sample<'a>, pid: i32) -> (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>) {
+    let native = main_thread::of(sample.native.iter().map(Candidate::from), pid);
+    let python = main_thread::of(sample.python.iter().map(Candidate::from), pid);
+    (native.map(|place| &sample.native[place]), python.map(|place| &sample.python[place]))
 }
 
 fn movement(
