@@ -18,7 +18,7 @@ use crate::{
     device::{Device, device},
     hooked::After,
     recorder::{Begin, Recorder, state},
-    sys,
+    sys, thread_state,
 };
 
 /// An operation that the host is inside of; an index of a slot.
@@ -72,6 +72,23 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     if elsewhere {
         // The context was current a moment ago; that it cannot be again is not ours to repair.
         let _ = device.make_current(current);
+    }
+}
+
+/// A collective's kernel is launched: it tells the algorithm. It is that of the operations on its stream which the thread is
+/// just calling.
+pub fn runs(recorder: &'static Recorder, stream: usize, kernel: u64) {
+    let first = thread_state::with(|thread| thread.open.get());
+    for leader in chain(recorder, first, |recorder, slot| recorder.slots[slot].next.load(Ordering::Relaxed)) {
+        if recorder.slots[leader].stream.load(Ordering::Relaxed) != stream {
+            continue;
+        }
+        for member in members(recorder, leader) {
+            let function = &recorder.ring.op(member)[op::FUNCTION];
+            if function.load(Ordering::Relaxed) == 0 {
+                function.store(kernel, Ordering::Relaxed);
+            }
+        }
     }
 }
 
@@ -154,6 +171,7 @@ pub fn completed_status(recorder: &Recorder, index: usize) -> OpStatus {
 impl After for Option<Open> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if let Some(Open(index)) = self {
+            thread_state::with(|thread| thread.open.set(0));
             close(recorder, index, result);
         }
     }

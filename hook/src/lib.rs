@@ -10,6 +10,7 @@ mod bracket;
 mod comms;
 #[allow(unsafe_code)]
 mod config;
+mod cost;
 #[allow(unsafe_code)]
 mod device;
 #[allow(unsafe_code)]
@@ -17,6 +18,7 @@ mod driver;
 mod family;
 mod hooked;
 mod inject;
+mod lanes;
 mod launch;
 #[allow(unsafe_code)]
 mod lookup;

@@ -244,9 +244,9 @@ impl Recorder {
         words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
     }
 
-    /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
-    #[inline]
-    pub fn on_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
+    /// A kernel or graph on a stream, by a thread that has no room for it in its lane.
+    #[cold]
+    pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
         let key = stream_handle as u64 + 1;
         let mut index = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % stream::SLOTS;
         for _ in 0..stream::SLOTS {
@@ -273,7 +273,7 @@ impl Recorder {
 
     /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
     /// the watcher came to it, its module might be unloaded.
-    fn see_function(&self, function: u64) {
+    pub fn see_function(&self, function: u64) {
         let mut index = (function.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN;
         for _ in 0..SEEN {
             match self.seen[index].load(Ordering::Relaxed) {
@@ -392,7 +392,7 @@ mod tests {
             for _ in 0..4 {
                 scope.spawn(|| {
                     for stream in 0..200 {
-                        recorder.on_stream(stream * 64, 0, 1);
+                        recorder.on_shared_stream(stream * 64, 0, 1);
                     }
                 });
             }
@@ -401,7 +401,7 @@ mod tests {
         assert_eq!(streams.len(), 200);
         assert!(streams.iter().all(|stream| stream.launches == 4), "{streams:?}");
         for stream in 0..100 {
-            recorder.on_stream(100_000 + stream * 64, 0, 1);
+            recorder.on_shared_stream(100_000 + stream * 64, 0, 1);
         }
         assert_eq!(read(&recorder).health.unwrap().overflows, 200 + 100 - stream::SLOTS as u64);
     }

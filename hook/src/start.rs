@@ -11,7 +11,7 @@ use std::{
 use xpu_timer_proto::ring::{coverage, header, offset};
 
 use crate::{
-    config, inject,
+    config, cost, inject,
     recorder::Recorder,
     ring::{COVERAGE_NAME_BYTES, store_text},
     sys::{self, Descriptor},
@@ -95,6 +95,7 @@ fn start() -> Option<&'static Recorder> {
 
 fn set_up() -> Option<&'static Recorder> {
     let recorder = Recorder::create(&RING).ok()?;
+    cost::calibrate();
     let environment = config::snapshot();
     recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
     inject::configure(&recorder, &environment);

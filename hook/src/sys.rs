@@ -45,6 +45,13 @@ pub fn gettid() -> u32 {
     unsafe { libc::gettid() as u32 }
 }
 
+/// Whether this process has a thread of that id.
+pub fn is_thread(tid: u32) -> bool {
+    // SAFETY: signal 0 is only checked and never sent; both numbers are plain.
+    let answer = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, 0) };
+    answer == 0 || errno().get() != libc::ESRCH
+}
+
 /// A descriptor that is ours until somebody else closes it: hosts do close every descriptor they do not know, and the
 /// number then belongs to one of their files.
 #[derive(Debug)]

@@ -28,6 +28,14 @@ pub struct ThreadState {
     pub group_first: Cell<u32>,
     /// As above.
     pub group_last: Cell<u32>,
+    /// Index of the thread's lane plus one; see [`crate::lanes`].
+    pub lane: Cell<u32>,
+    /// Slot, plus one, of the first operation whose call the thread is inside of; 0 for none.
+    pub open: Cell<u32>,
+    /// Launches until the next one whose cost is measured. The very first ones do more than the others.
+    pub launches_to_sample: Cell<u32>,
+    /// As above, of the collective library's functions.
+    pub collectives_to_sample: Cell<u32>,
     tid: Cell<u32>,
 }
 
@@ -40,6 +48,10 @@ thread_local! {
             group: Cell::new(0),
             group_first: Cell::new(0),
             group_last: Cell::new(0),
+            lane: Cell::new(0),
+            open: Cell::new(0),
+            launches_to_sample: Cell::new(16),
+            collectives_to_sample: Cell::new(4),
             tid: Cell::new(0),
         }
     };
@@ -63,6 +75,8 @@ impl ThreadState {
     /// Forgets what belongs to the parent process, in the only thread that a forked child has.
     pub fn after_fork(&self) {
         self.tid.set(0);
+        self.lane.set(0);
+        self.open.set(0);
         self.group.set(0);
         self.group_first.set(0);
         self.group_last.set(0);

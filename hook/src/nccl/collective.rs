@@ -55,5 +55,7 @@ pub fn collective(recorder: &'static Recorder, call: Call, handle: Comm, stream:
         }
         return None;
     }
-    bracket::open(recorder, &what)
+    let open = bracket::open(recorder, &what);
+    thread_state::with(|thread| thread.open.set(open.map_or(0, |Open(index)| index as u32 + 1)));
+    open
 }

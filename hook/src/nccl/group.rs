@@ -108,11 +108,13 @@ pub fn group_end(recorder: &'static Recorder) -> Ended {
             bracket::start(recorder, slot);
         }
     }
+    thread_state::with(|thread| thread.open.set(first));
     Ended { first }
 }
 
 impl After for Ended {
     fn after(self, recorder: &'static Recorder, result: c_int) {
+        thread_state::with(|thread| thread.open.set(0));
         for slot in chain(recorder, self.first, next) {
             if is_host_call(recorder, slot) {
                 communicator::grouped_init_returned(recorder, slot, result);

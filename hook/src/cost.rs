@@ -1,0 +1,92 @@
+//! What the hook itself costs the host, measured on a few of its calls and told in every dump.
+//!
+//! The time that a hooked call spends here before and after the real function, without the clock readings that this takes. The few
+//! instructions between the caller and the first reading are not in it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xpu_timer_proto::ring::lane;
+
+use crate::{
+    lanes::add,
+    recorder::Recorder,
+    sys,
+    thread_state::{IN_COLLECTIVES, ThreadState},
+};
+
+/// One of so many launches of a thread is measured, at a cost of four clock readings.
+const LAUNCHES: u32 = 256;
+/// One of so many calls of the collective library.
+const COLLECTIVES: u32 = 32;
+/// Nanoseconds of one clock reading; 0 until the recorder starts.
+static CLOCK_NS: AtomicU64 = AtomicU64::new(0);
+
+/// Finds out what a clock reading costs.
+pub fn calibrate() {
+    let reading = || {
+        let first = sys::now_ns();
+        sys::now_ns().saturating_sub(first)
+    };
+    let least = (0..32).map(|_| reading()).min().unwrap_or(0);
+    CLOCK_NS.store(least, Ordering::Relaxed);
+}
+
+/// The measurement of one hooked call; of most calls there is none.
+pub struct Cost {
+    since_ns: u64,
+    spent_ns: u64,
+}
+
+impl Cost {
+    /// The hook is entered; `layer` is the mark of the layer.
+    #[inline]
+    pub fn begin(thread: &ThreadState, layer: u8) -> Self {
+        let (left, period) = if layer == IN_COLLECTIVES {
+            (&thread.collectives_to_sample, COLLECTIVES)
+        } else {
+            (&thread.launches_to_sample, LAUNCHES)
+        };
+        let due = left.get() == 0;
+        left.set(if due { period } else { left.get() } - 1);
+        Cost { since_ns: if due { sys::now_ns() } else { 0 }, spent_ns: 0 }
+    }
+
+    /// The real function is called now.
+    #[inline]
+    pub fn pause(&mut self) {
+        if self.since_ns != 0 {
+            self.spent_ns += sys::now_ns().saturating_sub(self.since_ns + CLOCK_NS.load(Ordering::Relaxed));
+        }
+    }
+
+    /// It has returned.
+    #[inline]
+    pub fn resume(&mut self) {
+        if self.since_ns != 0 {
+            self.since_ns = sys::now_ns();
+        }
+    }
+
+    /// The hook is left.
+    #[inline]
+    pub fn end(mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+        if self.since_ns != 0 {
+            self.pause();
+            self.keep(thread, recorder, layer);
+        }
+    }
+
+    #[cold]
+    fn keep(&self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+        let Some(lane) = recorder.lane_of(thread) else { return };
+        let samples = match layer {
+            _ if self.spent_ns > lane::LONG_NS => lane::LONG_SAMPLES,
+            IN_COLLECTIVES => lane::COLLECTIVE_SAMPLES,
+            _ => lane::LAUNCH_SAMPLES,
+        };
+        let words = recorder.lane_words(lane);
+        add(&words[samples], 1);
+        // The nanoseconds are the word behind the number.
+        add(&words[samples + 1], self.spent_ns);
+    }
+}
