@@ -11,9 +11,11 @@ use std::{
     },
 };
 
+use xpu_timer_proto::family::Place;
+
 use crate::{
     abi::{Context, Event, SUCCESS, Stream},
-    family::FAMILIES,
+    family,
     original::{loaded, look_up},
     queue::Queue,
     recorder::Recorder,
@@ -27,12 +29,29 @@ pub struct Device {
     event_elapsed: unsafe extern "C" fn(*mut f32, Event, Event) -> c_int,
     event_destroy: unsafe extern "C" fn(Event) -> c_int,
     stream_is_capturing: unsafe extern "C" fn(Stream, *mut c_int) -> c_int,
-    stream_context: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
-    get_current: unsafe extern "C" fn(*mut Context) -> c_int,
-    set_current: unsafe extern "C" fn(Context) -> c_int,
-    get_device: unsafe extern "C" fn(*mut c_int) -> c_int,
     exchange_capture_mode: unsafe extern "C" fn(*mut c_int) -> c_int,
+    capture_info: Option<CaptureInfo>,
+    place: PlaceFunctions,
     function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
+}
+
+type CaptureInfo =
+    unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
+
+/// What a thread is bound to. Elsewhere in the hook both are called a context and are a number that is not 0: the address of
+/// the driver's context, or the number of the device plus one.
+enum PlaceFunctions {
+    Context {
+        of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
+        current: unsafe extern "C" fn(*mut Context) -> c_int,
+        set: unsafe extern "C" fn(Context) -> c_int,
+        device: unsafe extern "C" fn(*mut c_int) -> c_int,
+    },
+    Device {
+        of_stream: Option<unsafe extern "C" fn(Stream, *mut c_int) -> c_int>,
+        current: unsafe extern "C" fn(*mut c_int) -> c_int,
+        set: unsafe extern "C" fn(c_int) -> c_int,
+    },
 }
 
 /// The driver, once it is loaded. A driver that lacks one of the functions is not used: then nothing is bracketed.
@@ -49,31 +68,36 @@ pub fn device() -> Option<&'static Device> {
 
 #[cold]
 fn find() -> Option<Device> {
-    for family in &FAMILIES {
-        for soname in family.driver {
-            let Some(library) = loaded(soname) else { continue };
-            let names = &family.device;
-            // SAFETY: each function is asked for by the name whose type the field has in the driver's public ABI.
-            let device = unsafe {
-                Device {
-                    event_create: typed(library, names.event_create)?,
-                    event_record: typed(library, names.event_record)?,
-                    event_query: typed(library, names.event_query)?,
-                    event_elapsed: typed(library, names.event_elapsed)?,
-                    event_destroy: typed(library, names.event_destroy)?,
-                    stream_is_capturing: typed(library, names.stream_is_capturing)?,
-                    stream_context: typed(library, names.stream_context)?,
-                    get_current: typed(library, names.get_current)?,
-                    set_current: typed(library, names.set_current)?,
-                    get_device: typed(library, names.get_device)?,
-                    exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
-                    function_name: typed(library, names.function_name),
-                }
-            };
-            return Some(device);
-        }
+    let names = family::current()?.device.as_ref()?;
+    let sonames = family::current()?.sonames(names.library);
+    let library = sonames.iter().find_map(|soname| loaded(soname))?;
+    // SAFETY: each function is asked for by the name whose type the field has in the family's public ABI.
+    unsafe {
+        Some(Device {
+            event_create: typed(library, names.event_create)?,
+            event_record: typed(library, names.event_record)?,
+            event_query: typed(library, names.event_query)?,
+            event_elapsed: typed(library, names.event_elapsed)?,
+            event_destroy: typed(library, names.event_destroy)?,
+            stream_is_capturing: typed(library, names.stream_is_capturing)?,
+            exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
+            capture_info: typed(library, names.capture_info),
+            place: match &names.place {
+                Place::Context { of_stream, current, set, device } => PlaceFunctions::Context {
+                    of_stream: typed(library, of_stream)?,
+                    current: typed(library, current)?,
+                    set: typed(library, set)?,
+                    device: typed(library, device)?,
+                },
+                Place::Device { of_stream, current, set } => PlaceFunctions::Device {
+                    of_stream: typed(library, of_stream),
+                    current: typed(library, current)?,
+                    set: typed(library, set)?,
+                },
+            },
+            function_name: names.function_name.and_then(|name| typed(library, name)),
+        })
     }
-    None
 }
 
 /// A function of a library as a function pointer of type `F`.
@@ -85,6 +109,11 @@ unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
     let address = look_up(library, name);
     // SAFETY: a function pointer has the size of an address, asserted above, and the caller vouches for its type.
     (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// A device as a context.
+fn numbered(device: c_int) -> usize {
+    (device + 1).max(0) as usize
 }
 
 /// A driver's answer other than success.
@@ -104,26 +133,46 @@ impl Device {
         code != SUCCESS || status != 0
     }
 
+    /// The capture that a stream takes part in, and 0 when there is none or nobody can tell.
+    pub fn capture_of(&self, stream: usize) -> u64 {
+        let Some(info) = self.capture_info else { return 0 };
+        let (mut status, mut id) = (0, 0);
+        let null = std::ptr::null_mut();
+        // SAFETY: as above; what nobody wants to know may be null.
+        let code = unsafe { info(stream as Stream, &mut status, &mut id, null, null, null) };
+        if code == SUCCESS && status != 0 { id } else { 0 }
+    }
+
     /// The context that a launch on `stream` happens in: the stream's own, or the thread's for the default streams.
     pub fn context_of(&self, stream: usize) -> Option<usize> {
-        let mut context: Context = std::ptr::null_mut();
-        // SAFETY: as above.
-        let code = unsafe {
-            if stream > 2 {
-                (self.stream_context)(stream as Stream, &mut context)
-            } else {
-                (self.get_current)(&mut context)
+        let own = stream as Stream;
+        let context = match &self.place {
+            _ if stream <= 2 => self.current(),
+            PlaceFunctions::Context { of_stream, .. } => {
+                let mut context: Context = std::ptr::null_mut();
+                // SAFETY: as above.
+                if unsafe { of_stream(own, &mut context) } == SUCCESS { context as usize } else { 0 }
             }
+            PlaceFunctions::Device { of_stream: Some(of_stream), .. } => {
+                let mut device = -1;
+                // SAFETY: as above.
+                if unsafe { of_stream(own, &mut device) } == SUCCESS { numbered(device) } else { 0 }
+            }
+            PlaceFunctions::Device { of_stream: None, .. } => self.current(),
         };
-        (code == SUCCESS && !context.is_null()).then_some(context as usize)
+        (context != 0).then_some(context)
     }
 
     /// The thread's context, 0 for none.
     pub fn current(&self) -> usize {
-        let mut context: Context = std::ptr::null_mut();
-        // SAFETY: `context` is valid.
-        unsafe { (self.get_current)(&mut context) };
-        context as usize
+        match &self.place {
+            PlaceFunctions::Context { current, .. } => {
+                let mut context: Context = std::ptr::null_mut();
+                // SAFETY: `context` is valid.
+                if unsafe { current(&mut context) } == SUCCESS { context as usize } else { 0 }
+            }
+            PlaceFunctions::Device { .. } => numbered(self.device_number()),
+        }
     }
 
     /// Makes a context the thread's.
@@ -131,15 +180,21 @@ impl Device {
     /// # Errors
     /// The driver's code.
     pub fn make_current(&self, context: usize) -> Result<(), Code> {
-        // SAFETY: a context that a launch was seen in; the driver answers an error for one that is gone.
-        check(unsafe { (self.set_current)(context as Context) })
+        match &self.place {
+            // SAFETY: a context that a launch was seen in; the driver answers an error for one that is gone.
+            PlaceFunctions::Context { set, .. } => check(unsafe { set(context as Context) }),
+            PlaceFunctions::Device { .. } if context == 0 => Ok(()),
+            // SAFETY: a plain number.
+            PlaceFunctions::Device { set, .. } => check(unsafe { set(context as c_int - 1) }),
+        }
     }
 
     /// The thread's device, -1 for none.
     pub fn device_number(&self) -> i32 {
-        let mut device = -1;
-        // SAFETY: `device` is valid.
-        if unsafe { (self.get_device)(&mut device) } == SUCCESS { device } else { -1 }
+        let mut number = -1;
+        let (PlaceFunctions::Context { device: ask, .. } | PlaceFunctions::Device { current: ask, .. }) = &self.place;
+        // SAFETY: `number` is valid.
+        if unsafe { ask(&mut number) } == SUCCESS { number } else { -1 }
     }
 
     /// A new event in the thread's context, with timing.

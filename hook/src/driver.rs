@@ -26,31 +26,32 @@ hooked! {
 
     cuLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
     cuLaunchKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: c_uint, stream: Stream, parameters: Data, extra: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
     cuLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), stream_of(config) as usize);
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream_of(config) as usize);
     cuLaunchKernelEx_ptsz(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), ptsz(stream_of(config)));
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream_of(config)));
     cuLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
     cuLaunchCooperativeKernel_ptsz(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
-        => |recorder, inside| by_driver(recorder, inside, What::Kernel(function as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), ptsz(stream));
     cuGraphLaunch(graph: GraphExec, stream: Stream)
-        => |recorder, inside| by_driver(recorder, inside, What::Graph(graph as usize), stream as usize);
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
-        => |recorder, inside| by_driver(recorder, inside, What::Graph(graph as usize), ptsz(stream));
+        => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
 }
 
 /// The two forms of cuGetProcAddress; the look-ups, which start nothing and record nothing.
 pub mod get_proc_address {
     use super::*;
+    use xpu_timer_proto::family::Library;
+
     use crate::{
-        family::Library,
         hooked::around_lookup,
         original::{Function, SLOTS, Wrapper},
     };

@@ -5,7 +5,7 @@
 //! called with the caller's arguments, and its result and errno are what the caller gets.
 
 use std::{
-    ffi::c_int,
+    ffi::{c_int, c_void},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::atomic::Ordering,
 };
@@ -18,6 +18,17 @@ use crate::{
     start, sys,
     thread_state::{self, IN_HOOK},
 };
+
+/// Where a call came in.
+#[derive(Clone, Copy)]
+pub struct Site {
+    /// The row.
+    pub function: &'static Function,
+    /// The original that is about to be called.
+    pub real: *mut c_void,
+    /// The `IN_*` bits of the thread before the call.
+    pub inside: u8,
+}
 
 /// What a row does when the real function has returned.
 pub trait After {
@@ -57,9 +68,9 @@ fn panicked(payload: Box<dyn std::any::Any + Send>) {
 /// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
 #[inline]
 pub fn around<T: After>(
-    function: &'static Function,
+    (function, address): (&'static Function, *mut c_void),
     (bit, bypass): (u8, u8),
-    before: impl FnOnce(&'static Recorder, u8) -> T,
+    before: impl FnOnce(&'static Recorder, Site) -> T,
     real: impl FnOnce() -> c_int,
 ) -> c_int {
     let inside = thread_state::with(|thread| thread.inside.get());
@@ -73,7 +84,7 @@ pub fn around<T: After>(
     let token = guarded(|| {
         let recorder = start::recorder()?;
         called(recorder, function);
-        Some((recorder, before(recorder, inside)))
+        Some((recorder, before(recorder, Site { function, real: address, inside })))
     })
     .flatten();
     thread_state::with(|thread| thread.inside.set(inside | bit));
@@ -123,14 +134,23 @@ fn called(recorder: &'static Recorder, function: &'static Function) {
 
 /// Makes hooked functions from rows:
 ///
-/// `name(argument: type, …), missing code => |recorder, inside| what to do before;`
+/// `name | name of another family(argument: type, …) => |recorder, site| what to do before;`
 ///
-/// `missing` is what a caller gets when the original is not there. The expression after `=>` answers an [`After`].
-/// `FUNCTIONS` lists the rows.
+/// Names in one row are functions of the same type that mean the same. `missing` is what a caller gets when the original is not
+/// there. The expression after `=>` answers an [`After`]. `FUNCTIONS` lists all names.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
-     $($name:ident($($arg:ident: $type:ty),* $(,)?) => $before:expr;)*) => {
+     $($name:ident $(| $other:ident)* $arguments:tt => $before:expr;)*) => {
         $(
+            $crate::hooked::hooked!(@row $library, $bit, $bypass, $missing, $name, $arguments, $before);
+            $($crate::hooked::hooked!(@row $library, $bit, $bypass, $missing, $other, $arguments, $before);)*
+        )*
+
+        /// The rows of this table.
+        pub static FUNCTIONS: &[&$crate::original::Function] = &[$(&$name::FUNCTION, $(&$other::FUNCTION,)*)*];
+    };
+    (@row $library:ident, $bit:expr, $bypass:expr, $missing:expr, $name:ident, ($($arg:ident: $type:ty),* $(,)?),
+     $before:expr) => {
             #[allow(non_snake_case, missing_docs)]
             pub mod $name {
                 use super::*;
@@ -140,7 +160,7 @@ macro_rules! hooked {
                         Ok(name) => name,
                         Err(_) => unreachable!(),
                     },
-                    $crate::family::Library::$library,
+                    xpu_timer_proto::family::Library::$library,
                     [
                         $crate::original::Wrapper($name as *const ()),
                         $crate::original::Wrapper(wrapper::<1> as *const ()),
@@ -153,14 +173,17 @@ macro_rules! hooked {
 
                 #[inline]
                 unsafe extern "C-unwind" fn wrapper<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
-                    let real = FUNCTION.real(SLOT);
-                    if real.is_null() {
+                    let address = FUNCTION.real(SLOT);
+                    if address.is_null() {
                         return $missing;
                     }
                     // SAFETY: the address of the original of this row, whose type is the library's public ABI.
-                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
-                    // SAFETY: the caller's own arguments.
-                    $crate::hooked::around(&FUNCTION, ($bit, $bypass), $before, || unsafe { real($($arg),*) })
+                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(address) };
+                    let call = || {
+                        // SAFETY: the caller's own arguments.
+                        unsafe { real($($arg),*) }
+                    };
+                    $crate::hooked::around((&FUNCTION, address), ($bit, $bypass), $before, call)
                 }
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
@@ -169,10 +192,6 @@ macro_rules! hooked {
                     unsafe { wrapper::<0>($($arg),*) }
                 }
             }
-        )*
-
-        /// The rows of this table.
-        pub static FUNCTIONS: &[&$crate::original::Function] = &[$(&$name::FUNCTION),*];
     };
 }
 pub(crate) use hooked;

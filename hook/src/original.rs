@@ -9,10 +9,9 @@ use std::{
     sync::atomic::{AtomicPtr, AtomicU32, Ordering},
 };
 
-use crate::{
-    family::{FAMILIES, Library},
-    thread_state::in_hook,
-};
+use xpu_timer_proto::family::Library;
+
+use crate::{family, thread_state::in_hook};
 
 /// Originals a row.
 pub const SLOTS: usize = 4;
@@ -92,7 +91,7 @@ impl Function {
         if usable(next) {
             return next;
         }
-        for family in &FAMILIES {
+        for family in family::in_order() {
             for soname in family.sonames(self.library) {
                 let Some(library) = loaded(soname) else { continue };
                 if self.library == Library::Collectives {

@@ -8,10 +8,12 @@ use std::{
     sync::atomic::Ordering,
 };
 
-use xpu_timer_proto::ring::{coverage, offset};
+use xpu_timer_proto::{
+    family::{FAMILIES, Library},
+    ring::{coverage, offset},
+};
 
 use crate::{
-    family::{FAMILIES, Library},
     original::Function,
     recorder::Recorder,
 };
@@ -87,7 +89,7 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
     match function.library {
         _ if !loaded => NOT_LOADED,
         // A driver function is handed out when it is asked for. The other libraries' are bound by name: nobody did.
-        Library::Driver | Library::Runtime => NOT_ASKED,
+        Library::Driver | Library::Runtime | Library::Blas => NOT_ASKED,
         Library::Collectives if function.resolve().is_null() => NOT_THERE,
         Library::Collectives => HOOKED,
     }
@@ -95,13 +97,8 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
 
 /// Writes one entry's layer and status.
 pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
-    let layer = match function.library {
-        Library::Collectives => 1,
-        Library::Driver => 2,
-        Library::Runtime => 3,
-    };
     let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
-    entry[coverage::STATUS].store(u64::from(u16::from_le_bytes([layer, status])), Ordering::Release);
+    entry[coverage::STATUS].store(u64::from(u16::from_le_bytes([function.library.layer(), status])), Ordering::Release);
 }
 
 #[cfg(test)]
