@@ -10,13 +10,14 @@ use std::{
     sync::atomic::Ordering,
 };
 
-use xpu_timer_proto::ring::{coverage, header, offset};
+use xpu_timer_proto::ring::header;
 
 use crate::{
+    cost::Cost,
     original::Function,
     recorder::Recorder,
     start, sys,
-    thread_state::{self, IN_HOOK},
+    thread_state::{self, IN_HOOK, ThreadState},
 };
 
 /// Where a call came in.
@@ -73,36 +74,42 @@ pub fn around<T: After>(
     before: impl FnOnce(&'static Recorder, Site) -> T,
     real: impl FnOnce() -> c_int,
 ) -> c_int {
-    let inside = thread_state::with(|thread| thread.inside.get());
-    if inside & bypass != 0 {
-        return real();
-    }
-    let errno = sys::errno();
-    let saved = errno.get();
-    thread_state::with(|thread| thread.inside.set(inside | bit | IN_HOOK));
-    let leave = Leave(inside);
-    let token = guarded(|| {
-        let recorder = start::recorder()?;
-        called(recorder, function);
-        Some((recorder, before(recorder, Site { function, real: address, inside })))
-    })
-    .flatten();
-    thread_state::with(|thread| thread.inside.set(inside | bit));
-    errno.set(saved);
-    let result = real();
-    if let Some((recorder, token)) = token {
+    thread_state::with(|thread| {
+        let inside = thread.inside.get();
+        if inside & bypass != 0 {
+            return real();
+        }
+        let errno = sys::errno();
         let saved = errno.get();
-        thread_state::with(|thread| thread.inside.set(inside | bit | IN_HOOK));
-        guarded(|| {
-            // In a child that was forked inside the real call, what was begun belongs to the parent.
-            if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
-                token.after(recorder, result);
-            }
-        });
+        thread.inside.set(inside | bit | IN_HOOK);
+        let leave = Leave(inside);
+        let mut cost = Cost::begin(thread, bit);
+        let token = guarded(|| {
+            let recorder = start::recorder()?;
+            called(recorder, thread, function);
+            Some((recorder, before(recorder, Site { function, real: address, inside })))
+        })
+        .flatten();
+        thread.inside.set(inside | bit);
         errno.set(saved);
-    }
-    drop(leave);
-    result
+        cost.pause();
+        let result = real();
+        cost.resume();
+        if let Some((recorder, token)) = token {
+            let saved = errno.get();
+            thread.inside.set(inside | bit | IN_HOOK);
+            guarded(|| {
+                // In a child that was forked inside the real call, what was begun belongs to the parent.
+                if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                    token.after(recorder, result);
+                    cost.end(thread, recorder, bit);
+                }
+            });
+            errno.set(saved);
+        }
+        drop(leave);
+        result
+    })
 }
 
 /// The path of a look-up such as cuGetProcAddress, which starts nothing.
@@ -113,7 +120,7 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
         let saved = errno.get();
         guarded(|| {
             if let Some(recorder) = start::running() {
-                called(recorder, function);
+                thread_state::with(|thread| called(recorder, thread, function));
             }
             after();
         });
@@ -123,10 +130,8 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
 }
 
 #[inline]
-fn called(recorder: &'static Recorder, function: &'static Function) {
-    let index = function.coverage.load(Ordering::Relaxed) as usize;
-    let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
-    entry[coverage::CALLS].fetch_add(1, Ordering::Relaxed);
+fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
+    recorder.called(thread, function.coverage.load(Ordering::Relaxed) as usize);
     if recorder.inject.load(Ordering::Relaxed) {
         crate::inject::maybe_panic(function);
     }

@@ -52,9 +52,7 @@ impl Survey {
         self.turns += 1;
         let libraries = libraries();
         for (index, function) in crate::functions().take(coverage::SLOTS).enumerate() {
-            let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
-            let calls = entry[coverage::CALLS].load(Ordering::Relaxed);
-            publish_coverage(recorder, function, index, status(function, calls, &libraries));
+            publish_coverage(recorder, function, index, status(function, recorder.calls(index), &libraries));
         }
     }
 }
