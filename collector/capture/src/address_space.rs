@@ -2,10 +2,7 @@
 
 use std::{cell::OnceCell, sync::Arc};
 
-use crate::{
-    image::{Image, Images},
-    procfs::Mapping,
-};
+use crate::{image::Image, images::Images, procfs::Mapping};
 
 /// The mappings of one process, at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
@@ -49,11 +46,19 @@ impl<'a> AddressSpace<'a> {
     pub fn located(&self, address: u64) -> Option<&Located> {
         let (mapping, located) = self.entry(address)?;
         let located = located.get_or_init(|| {
-            let image = self.images.get(self.pid, self.tid, mapping)?;
+            let image = self.images.get(self.pid, self.tid, mapping, self.first(mapping))?;
             let bias = image.bias(mapping)?;
             Some(Located { image, bias })
         });
         located.as_ref()
+    }
+
+    /// The mapping of the first byte of the file that a mapping is of, the nearest one below it.
+    fn first(&self, mapping: &Mapping) -> Option<&Mapping> {
+        let below = self.mappings.partition_point(|(other, _)| other.start <= mapping.start);
+        let same =
+            |other: &&Mapping| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
+        self.mappings[..below].iter().rev().map(|(other, _)| other).find(same)
     }
 
     pub fn mappings(&self) -> impl Iterator<Item = &Mapping> {

@@ -1,16 +1,12 @@
-//! ELF objects that processes have mapped: where they are opened, their unwind tables, and the cache of them.
-//!
-//! An object is found once for the whole node, however many ranks map it, by device, inode, size and time.
+//! One ELF object that processes have mapped, and its unwind tables.
 
 use std::{
     collections::HashMap,
     fs::File,
-    hash::{DefaultHasher, Hash, Hasher},
     ops::{Deref, Range},
-    os::unix::fs::MetadataExt,
-    path::{Path, PathBuf},
+    path::PathBuf,
     sync::{
-        Arc, Mutex, MutexGuard, PoisonError, RwLock,
+        Arc, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -25,10 +21,8 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 
-use crate::{Error, memory, procfs::Mapping};
+use crate::{Error, procfs::Mapping};
 
-/// Images kept from one capture to the next.
-const KEPT: usize = 1024;
 /// Rows kept of one object. Deep stacks and many ranks come by the same few hundred addresses.
 const KEPT_ROWS: usize = 8192;
 
@@ -91,7 +85,8 @@ pub(crate) struct Image {
     debug_frame: Option<Section>,
     text: u64,
     got: u64,
-    used: AtomicU64,
+    /// When it was asked for last, by the clock of [`crate::images::Images`].
+    pub used: AtomicU64,
     rows: RwLock<HashMap<u64, Option<Arc<Row>>>>,
 }
 
@@ -113,7 +108,36 @@ impl Row {
 }
 
 impl Image {
-    fn parse(bytes: Bytes, path: &str, root: PathBuf) -> Result<Self, Error> {
+    pub fn of_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
+        let failed = |error: std::io::Error| Error::Image { path: path.into(), reason: error.to_string() };
+        let image = Self::parse(map_file(file).map_err(failed)?, path, root)?;
+        if remote {
+            // The pages come now, where somebody waits with patience, and an error is an error and not a SIGBUS.
+            image.populate().map_err(failed)?;
+        }
+        Ok(image)
+    }
+
+    /// Reads the tables that names and unwinding need.
+    fn populate(&self) -> std::io::Result<()> {
+        let Bytes::File(map) = &self.bytes else { return Ok(()) };
+        let Some(elf) = self.elf() else { return Ok(()) };
+        for name in [".symtab", ".strtab", ".dynsym", ".dynstr", ".gnu_debugdata", ".eh_frame", ".eh_frame_hdr"] {
+            let range = elf.section_by_name(name).and_then(|section| section.file_range());
+            let Some((start, size)) = range.filter(|(start, size)| start.saturating_add(*size) <= map.len() as u64)
+            else {
+                continue;
+            };
+            match map.advise_range(memmap2::Advice::PopulateRead, start as usize, size as usize) {
+                // Linux before 5.14 cannot do it, and then the pages come when they are used.
+                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
+                _ => {}
+            }
+        }
+        Ok(())
+    }
+
+    pub fn parse(bytes: Bytes, path: &str, root: PathBuf) -> Result<Self, Error> {
         let failed = |reason: String| Error::Image { path: path.into(), reason };
         let elf = Elf::parse(&*bytes).map_err(|error| failed(error.to_string()))?;
         let endian = elf.endian();
@@ -253,93 +277,4 @@ impl Image {
 pub(crate) enum RuleSection {
     EhFrame,
     DebugFrame,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Hash)]
-enum Key {
-    File { device: u64, inode: u64, size: u64, modified_ns: i128 },
-    Memory { hash: u64, size: usize },
-}
-
-/// All images known on this node.
-#[derive(Default)]
-pub(crate) struct Images {
-    known: Mutex<HashMap<Key, Option<Arc<Image>>>>,
-    clock: AtomicU64,
-}
-
-impl Images {
-    /// The object behind a mapping of a process. The files are opened without any lock held, because a process in trouble
-    /// can make that wait.
-    pub fn get(&self, pid: i32, tid: i32, mapping: &Mapping) -> Option<Arc<Image>> {
-        if mapping.path == "[vdso]" {
-            let bytes = memory::read_exact(tid, mapping.start, (mapping.end - mapping.start) as usize).ok()?;
-            let mut hasher = DefaultHasher::new();
-            bytes.hash(&mut hasher);
-            let key = Key::Memory { hash: hasher.finish(), size: bytes.len() };
-            return self.known_or(key, || Image::parse(Bytes::Memory(bytes), "[vdso]", PathBuf::from("/")));
-        }
-        if !mapping.path.starts_with('/') {
-            return None;
-        }
-        let file = open(pid, mapping)?;
-        let metadata = file.metadata().ok()?;
-        let key = Key::File {
-            device: metadata.dev(),
-            inode: metadata.ino(),
-            size: metadata.size(),
-            modified_ns: i128::from(metadata.mtime()) * 1_000_000_000 + i128::from(metadata.mtime_nsec()),
-        };
-        let path = mapping.path.as_str();
-        self.known_or(key, || {
-            let bytes =
-                map_file(&file).map_err(|error| Error::Image { path: path.into(), reason: error.to_string() })?;
-            Image::parse(bytes, path, PathBuf::from(format!("/proc/{pid}/root")))
-        })
-    }
-
-    fn known_or(&self, key: Key, parse: impl FnOnce() -> Result<Image, Error>) -> Option<Arc<Image>> {
-        let now = self.clock.fetch_add(1, Ordering::Relaxed);
-        let known = self.lock().get(&key).cloned();
-        let image = known.unwrap_or_else(|| {
-            let image = parse().inspect_err(|error| tracing::debug!("{error}")).ok().map(Arc::new);
-            // Two ranks may have parsed it at the same time; all keep the one that came first.
-            self.lock().entry(key).or_insert(image).clone()
-        })?;
-        image.used.store(now, Ordering::Relaxed);
-        Some(image)
-    }
-
-    /// Forgets what has not been used for longest.
-    pub fn trim(&self) {
-        let mut known = self.lock();
-        if known.len() <= KEPT {
-            return;
-        }
-        let mut used: Vec<u64> = known.values().flatten().map(|image| image.used.load(Ordering::Relaxed)).collect();
-        used.sort_unstable();
-        let limit = used.len().checked_sub(KEPT / 2).map_or(0, |index| used[index]);
-        known.retain(|_, image| image.as_ref().is_some_and(|image| image.used.load(Ordering::Relaxed) >= limit));
-    }
-
-    fn lock(&self) -> MutexGuard<'_, HashMap<Key, Option<Arc<Image>>>> {
-        self.known.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
-
-/// Opens exactly the file that is mapped, also when its path now names another one, or lies in another mount namespace.
-fn open(pid: i32, mapping: &Mapping) -> Option<File> {
-    if let Ok(file) = File::open(format!("/proc/{pid}/map_files/{:x}-{:x}", mapping.start, mapping.end)) {
-        return Some(file);
-    }
-    // Without the privilege for that, the path is all there is, and the inode says whether it is still the same file.
-    if mapping.path.ends_with(" (deleted)") {
-        return None;
-    }
-    let inside = format!("/proc/{pid}/root{}", mapping.path);
-    let candidates = [Path::new(&inside), Path::new(&mapping.path)];
-    candidates.into_iter().find_map(|path| {
-        let file = File::open(path).ok()?;
-        (file.metadata().ok()?.ino() == mapping.inode).then_some(file)
-    })
 }

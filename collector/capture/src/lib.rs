@@ -10,7 +10,9 @@ mod address_space;
 mod children;
 pub mod dump;
 mod error;
+mod from_memory;
 mod image;
+mod images;
 mod memory;
 pub mod merge;
 mod native;
@@ -35,7 +37,7 @@ use xpu_timer_proto::server::ProcessSample;
 pub use error::Error;
 
 use crate::{
-    image::Images,
+    images::Images,
     process::Interpreter,
     symbolize::Symbolizer,
     worker::{Answer, Job},

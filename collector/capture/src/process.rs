@@ -14,7 +14,8 @@ use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, Py
 use crate::{
     Error, Options,
     address_space::AddressSpace,
-    image::{Image, Images},
+    image::Image,
+    images::Images,
     native::{Look, Thread},
     procfs,
     ptrace::Stop,

@@ -12,6 +12,8 @@ pub(crate) struct Mapping {
     pub offset: u64,
     pub executable: bool,
     pub readable: bool,
+    /// Major and minor number of the file system's device; the major one is 0 when no disk of this machine is behind it.
+    pub device: (u32, u32),
     pub inode: u64,
     /// As the kernel prints it: a path, `[stack]`, or empty.
     pub path: String,
@@ -229,6 +231,20 @@ pub(crate) fn command(pid: i32) -> String {
     command
 }
 
+/// Type of the file system with this device number, as far as the process sees it. This asks no file system.
+pub(crate) fn file_system(pid: i32, device: (u32, u32)) -> Option<String> {
+    let text = read(PathBuf::from(format!("/proc/{pid}/mountinfo"))).ok()?;
+    text.lines().find_map(|line| parse_mount(line, device)).map(str::to_string)
+}
+
+fn parse_mount(line: &str, device: (u32, u32)) -> Option<&str> {
+    // Optional fields stand between the mount point and the dash.
+    let (mount, system) = line.split_once(" - ")?;
+    let (major, minor) = mount.split(' ').nth(2)?.split_once(':')?;
+    let same = (major.parse(), minor.parse()) == (Ok(device.0), Ok(device.1));
+    if same { system.split(' ').next() } else { None }
+}
+
 pub(crate) fn maps(pid: i32, tid: i32) -> Result<Vec<Mapping>, Error> {
     Ok(read(task(pid, tid, "maps"))?.lines().filter_map(parse_mapping).collect())
 }
@@ -245,7 +261,8 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
     let (start, end) = field().split_once('-')?;
     let permissions = field().as_bytes();
     let offset = u64::from_str_radix(field(), 16).ok()?;
-    field();
+    let (major, minor) = field().split_once(':')?;
+    let device = (u32::from_str_radix(major, 16).ok()?, u32::from_str_radix(minor, 16).ok()?);
     let inode = field().parse().ok()?;
     Some(Mapping {
         start: u64::from_str_radix(start, 16).ok()?,
@@ -253,6 +270,7 @@ fn parse_mapping(line: &str) -> Option<Mapping> {
         offset,
         readable: permissions.first() == Some(&b'r'),
         executable: permissions.get(2) == Some(&b'x'),
+        device,
         inode,
         path: rest.trim_start().to_string(),
     })
@@ -276,12 +294,22 @@ mod tests {
 
     #[test]
     fn mappings_with_odd_paths() {
-        let line = "7f00-7f10 r-xp 00001000 08:01 42                 /a b/c (deleted)";
+        let line = "7f00-7f10 r-xp 00001000 08:1f 42                 /a b/c (deleted)";
         let mapping = parse_mapping(line).unwrap();
         assert_eq!((mapping.start, mapping.end, mapping.offset, mapping.inode), (0x7f00, 0x7f10, 0x1000, 42));
         assert!(mapping.executable && mapping.readable);
+        assert_eq!(mapping.device, (8, 31));
         assert_eq!(mapping.path, "/a b/c (deleted)");
         assert_eq!(parse_mapping("7f00-7f10 ---p 00000000 00:00 0 ").unwrap().path, "");
+    }
+
+    #[test]
+    fn mounts() {
+        let line = "36 35 0:42 /a /mnt/b rw,noatime master:1 shared:2 - nfs4 host:/a rw,vers=4.2";
+        assert_eq!(parse_mount(line, (0, 42)), Some("nfs4"));
+        assert_eq!(parse_mount(line, (0, 4)), None);
+        assert_eq!(parse_mount("36 35 254:0 / / rw - ext4 /dev/vda rw", (254, 0)), Some("ext4"));
+        assert_eq!(parse_mount("", (0, 0)), None);
     }
 
     #[test]

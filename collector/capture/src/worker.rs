@@ -13,7 +13,7 @@ use std::{
 
 use crate::{
     Options,
-    image::Images,
+    images::Images,
     process::{self, Interpreter, RawProcess},
     procfs, ptrace,
 };
