@@ -5,8 +5,8 @@ use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
 /// The name of Python's main thread.
 pub const NAME: &str = "MainThread";
 
-/// Functions at the root of a main thread, by which it is known where a dump names neither threads nor their ids: those of
-/// a Python program, then those by which any program starts.
+/// Functions at the root of a main thread: those of a Python program, then those by which any program starts. Every other
+/// thread begins in a function of a threading library.
 const ROOTS: [&[u8]; 5] = [b"<module>", b"_start", b"__libc_start_main", b"__libc_start_call_main", b"main"];
 
 /// What is known of one thread.
@@ -36,10 +36,11 @@ impl<'a> From<&'a PySpyStacktrace> for Candidate<'a> {
 
 /// Place of the main thread among the threads of one language; none when it is not among them.
 ///
-/// It is the thread whose id is that of the process. Where ids are unknown, or of another pid namespace than the process
-/// id, it is the one with the name of Python's main thread, else the one whose root only a main thread has. Where ids are
-/// known and none of this tells it, the dump does not hold it, and another one must not pass for it; else it is the first.
-/// Of several that one sign tells, it is the first that has a stack: the main thread of a process in D state may have none.
+/// It is the one whose root only a main thread has. Where its stack does not reach that far, it is the thread whose id is
+/// that of the process; where ids are unknown, or of another pid namespace than the process id, the one with the name of
+/// Python's main thread. Where ids are known and none of this tells it, the dump does not hold it, and another one must not
+/// pass for it; else it is the first. Of several that one sign tells, it is the first that has a stack: the main thread of a
+/// process in D state may have none.
 pub fn of<'a>(threads: impl Iterator<Item = Candidate<'a>> + Clone, pid: i32) -> Option<usize> {
     let pid = u32::try_from(pid).unwrap_or(0);
     let by = |is_main: &dyn Fn(&Candidate<'_>) -> bool| {
@@ -47,9 +48,9 @@ pub fn of<'a>(threads: impl Iterator<Item = Candidate<'a>> + Clone, pid: i32) ->
         with_stack.or_else(|| threads.clone().position(|thread| is_main(&thread)))
     };
     let ids_are_known = pid != 0 && threads.clone().any(|thread| thread.tid != 0);
-    by(&|thread| pid != 0 && thread.tid == pid)
+    by(&|thread| thread.root.is_some_and(|root| ROOTS.contains(&root)))
+        .or_else(|| by(&|thread| pid != 0 && thread.tid == pid))
         .or_else(|| by(&|thread| thread.name == NAME.as_bytes()))
-        .or_else(|| by(&|thread| thread.root.is_some_and(|root| ROOTS.contains(&root))))
         .or_else(|| by(&|_| !ids_are_known))
 }
 
@@ -67,20 +68,23 @@ mod tests {
         let threads = [
             thread(0, "x", None),
             thread(9, "pool", Some("run")),
-            thread(8, "x", Some("<module>")),
             thread(7, "MainThread", None),
             thread(5, "MainThread", Some("start")),
             thread(6, "y", None),
+            thread(8, "x", Some("<module>")),
         ];
         let main = |threads: &[Candidate<'static>], pid| of(threads.iter().copied(), pid);
-        assert_eq!(main(&threads, 9), Some(1), "the id of the process before any name");
-        assert_eq!(main(&threads, 6), Some(5), "also without a stack");
-        assert_eq!(main(&threads, 4), Some(4), "of two with the name, the one with a stack");
-        assert_eq!(main(&threads[..4], 4), Some(3), "also without a stack");
-        assert_eq!(main(&threads[..3], 4), Some(2));
-        assert_eq!(main(&threads[..3], 0), Some(2), "an unknown process id is the id of no thread");
+        assert_eq!(main(&threads, 9), Some(5), "the root before anything else");
+        assert_eq!(main(&threads[..5], 9), Some(1), "the id of the process before any name");
+        assert_eq!(main(&threads[..5], 6), Some(4), "also without a stack");
+        assert_eq!(main(&threads[..5], 4), Some(3), "of two with the name, the one with a stack");
+        assert_eq!(main(&threads[..3], 4), Some(2), "also without a stack");
         assert_eq!(main(&threads[..2], 5), None, "the pool is not the main thread");
-        assert_eq!(main(&threads[..2], 0), Some(1), "one with a stack before one without");
+        assert_eq!(
+            main(&threads[..2], 0),
+            Some(1),
+            "an unknown process id is the id of no thread; a stack before none"
+        );
         assert_eq!(main(&threads[..1], 5), Some(0), "nothing is known of its id");
         assert_eq!(main(&[], 5), None);
     }
