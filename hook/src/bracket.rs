@@ -175,4 +175,9 @@ impl After for Option<Open> {
             close(recorder, index, result);
         }
     }
+
+    #[inline]
+    fn matters(&self) -> bool {
+        self.is_some()
+    }
 }

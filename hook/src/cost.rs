@@ -39,7 +39,7 @@ pub struct Cost {
 
 impl Cost {
     /// The hook is entered; `layer` is the mark of the layer.
-    #[inline]
+    #[inline(always)]
     pub fn begin(thread: &ThreadState, layer: u8) -> Self {
         let (left, period) = if layer == IN_COLLECTIVES {
             (&thread.collectives_to_sample, COLLECTIVES)
@@ -51,26 +51,31 @@ impl Cost {
         Cost { since_ns: if due { sys::now_ns() } else { 0 }, spent_ns: 0 }
     }
 
-    /// The real function is called now.
+    /// Whether this is one of the few.
     #[inline]
+    pub fn is_measured(&self) -> bool {
+        self.since_ns != 0
+    }
+
+    /// The real function is called now.
+    #[inline(always)]
     pub fn pause(&mut self) {
-        if self.since_ns != 0 {
+        if self.is_measured() {
             self.spent_ns += sys::now_ns().saturating_sub(self.since_ns + CLOCK_NS.load(Ordering::Relaxed));
         }
     }
 
     /// It has returned.
-    #[inline]
+    #[inline(always)]
     pub fn resume(&mut self) {
-        if self.since_ns != 0 {
+        if self.is_measured() {
             self.since_ns = sys::now_ns();
         }
     }
 
     /// The hook is left.
-    #[inline]
     pub fn end(mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
-        if self.since_ns != 0 {
+        if self.is_measured() {
             self.pause();
             self.keep(thread, recorder, layer);
         }

@@ -5,7 +5,7 @@
 //! called with the caller's arguments, and its result and errno are what the caller gets.
 
 use std::{
-    ffi::{c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     panic::{AssertUnwindSafe, catch_unwind},
     sync::atomic::Ordering,
 };
@@ -25,20 +25,39 @@ use crate::{
 pub struct Site {
     /// The row.
     pub function: &'static Function,
-    /// The original that is about to be called.
-    pub real: *mut c_void,
+    /// The slot of its original that is about to be called.
+    pub slot: usize,
     /// The `IN_*` bits of the thread before the call.
     pub inside: u8,
+}
+
+impl Site {
+    /// A function of the library that the original is in, by the first of `names` that it has; see [`Function::companion`].
+    #[inline]
+    pub fn companion(&self, number: usize, names: &'static [&'static CStr]) -> Option<*mut c_void> {
+        self.function.companion(self.slot, number, names)
+    }
 }
 
 /// What a row does when the real function has returned.
 pub trait After {
     /// `result` is what the real function answered.
     fn after(self, recorder: &'static Recorder, result: c_int);
+
+    /// Whether there is anything to do. Most launches have nothing.
+    #[inline]
+    fn matters(&self) -> bool {
+        true
+    }
 }
 
 impl After for () {
     fn after(self, _: &'static Recorder, _: c_int) {}
+
+    #[inline]
+    fn matters(&self) -> bool {
+        false
+    }
 }
 
 /// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
@@ -47,7 +66,7 @@ struct Leave(u8);
 impl Drop for Leave {
     #[inline]
     fn drop(&mut self) {
-        thread_state::with(|thread| thread.inside.set(self.0));
+        thread_state::current().inside.set(self.0);
     }
 }
 
@@ -67,49 +86,50 @@ fn panicked(payload: Box<dyn std::any::Any + Send>) {
 }
 
 /// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
-#[inline]
+#[inline(always)]
 pub fn around<T: After>(
-    (function, address): (&'static Function, *mut c_void),
+    (function, slot): (&'static Function, usize),
     (bit, bypass): (u8, u8),
     before: impl FnOnce(&'static Recorder, Site) -> T,
     real: impl FnOnce() -> c_int,
 ) -> c_int {
-    thread_state::with(|thread| {
-        let inside = thread.inside.get();
-        if inside & bypass != 0 {
-            return real();
-        }
-        let errno = sys::errno();
+    let thread = thread_state::current();
+    let inside = thread.inside.get();
+    if inside & bypass != 0 {
+        return real();
+    }
+    let errno = sys::errno();
+    let saved = errno.get();
+    thread.inside.set(inside | bit | IN_HOOK);
+    let leave = Leave(inside);
+    let mut cost = Cost::begin(thread, bit);
+    let token = guarded(|| {
+        let recorder = start::recorder()?;
+        called(recorder, thread, function);
+        Some((recorder, before(recorder, Site { function, slot, inside })))
+    })
+    .flatten();
+    thread.inside.set(inside | bit);
+    errno.set(saved);
+    cost.pause();
+    let result = real();
+    cost.resume();
+    if let Some((recorder, token)) = token
+        && (token.matters() || cost.is_measured())
+    {
         let saved = errno.get();
         thread.inside.set(inside | bit | IN_HOOK);
-        let leave = Leave(inside);
-        let mut cost = Cost::begin(thread, bit);
-        let token = guarded(|| {
-            let recorder = start::recorder()?;
-            called(recorder, thread, function);
-            Some((recorder, before(recorder, Site { function, real: address, inside })))
-        })
-        .flatten();
-        thread.inside.set(inside | bit);
+        guarded(|| {
+            // In a child that was forked inside the real call, what was begun belongs to the parent.
+            if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                token.after(recorder, result);
+                cost.end(thread, recorder, bit);
+            }
+        });
         errno.set(saved);
-        cost.pause();
-        let result = real();
-        cost.resume();
-        if let Some((recorder, token)) = token {
-            let saved = errno.get();
-            thread.inside.set(inside | bit | IN_HOOK);
-            guarded(|| {
-                // In a child that was forked inside the real call, what was begun belongs to the parent.
-                if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
-                    token.after(recorder, result);
-                    cost.end(thread, recorder, bit);
-                }
-            });
-            errno.set(saved);
-        }
-        drop(leave);
-        result
-    })
+    }
+    drop(leave);
+    result
 }
 
 /// The path of a look-up such as cuGetProcAddress, which starts nothing.
@@ -120,7 +140,7 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
         let saved = errno.get();
         guarded(|| {
             if let Some(recorder) = start::running() {
-                thread_state::with(|thread| called(recorder, thread, function));
+                called(recorder, thread_state::current(), function);
             }
             after();
         });
@@ -129,7 +149,7 @@ pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: im
     result
 }
 
-#[inline]
+#[inline(always)]
 fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
     recorder.called(thread, function.coverage.load(Ordering::Relaxed) as usize);
     if recorder.inject.load(Ordering::Relaxed) {
@@ -178,17 +198,17 @@ macro_rules! hooked {
 
                 #[inline]
                 unsafe extern "C-unwind" fn wrapper<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
-                    let address = FUNCTION.real(SLOT);
-                    if address.is_null() {
+                    let real = FUNCTION.real(SLOT);
+                    if real.is_null() {
                         return $missing;
                     }
                     // SAFETY: the address of the original of this row, whose type is the library's public ABI.
-                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(address) };
+                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
                     let call = || {
                         // SAFETY: the caller's own arguments.
                         unsafe { real($($arg),*) }
                     };
-                    $crate::hooked::around((&FUNCTION, address), ($bit, $bypass), $before, call)
+                    $crate::hooked::around((&FUNCTION, SLOT), ($bit, $bypass), $before, call)
                 }
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]

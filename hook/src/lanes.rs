@@ -25,7 +25,7 @@ pub fn add(word: &AtomicU64, by: u64) {
 
 impl Recorder {
     /// Index of the calling thread's lane.
-    #[inline]
+    #[inline(always)]
     pub fn lane_of(&self, thread: &ThreadState) -> Option<usize> {
         match thread.lane.get() {
             0 => self.take_lane(thread),
@@ -58,7 +58,7 @@ impl Recorder {
     }
 
     /// A call of a hooked function, by the index of its coverage entry.
-    #[inline]
+    #[inline(always)]
     pub fn called(&self, thread: &ThreadState, function: usize) {
         match self.lane_of(thread) {
             Some(lane) => add(&self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function], 1),
@@ -71,17 +71,17 @@ impl Recorder {
 
     /// Calls of a hooked function so far, by all threads.
     pub fn calls(&self, function: usize) -> u64 {
-        let shared = self.ring.entry(offset::COVERAGE, function, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
-        let lanes = (0..lane::SLOTS).map(|lane| {
-            self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function].load(Ordering::Relaxed)
-        });
+        let shared =
+            self.ring.entry(offset::COVERAGE, function, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
+        let lanes = (0..lane::SLOTS)
+            .map(|lane| self.ring.entry(offset::LANE_CALLS, lane, lane::CALL_WORDS)[function].load(Ordering::Relaxed));
         shared + lanes.sum::<u64>()
     }
 
     /// A launch that counts: one of [`header::KERNELS`] and [`header::GRAPHS`].
-    #[inline]
-    pub fn launched(&self, counter: usize, now_ns: u64) {
-        thread_state::with(|thread| match self.lane_of(thread) {
+    #[inline(always)]
+    pub fn launched(&self, thread: &ThreadState, counter: usize, now_ns: u64) {
+        match self.lane_of(thread) {
             Some(lane) => {
                 let words = self.lane_words(lane);
                 words[lane::LAST_LAUNCH_NS].store(now_ns, Ordering::Relaxed);
@@ -91,14 +91,13 @@ impl Recorder {
                 self.ring.header(header::LAST_LAUNCH_NS).store(now_ns, Ordering::Relaxed);
                 self.count(counter);
             }
-        });
+        }
     }
 
     /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
-    #[inline]
-    pub fn on_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
-        let lane = thread_state::with(|thread| self.lane_of(thread));
-        let Some(lane) = lane else { return self.on_shared_stream(stream_handle, function, now_ns) };
+    #[inline(always)]
+    pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {
+        let Some(lane) = self.lane_of(thread) else { return self.on_shared_stream(stream_handle, function, now_ns) };
         let key = stream_handle as u64 + 1;
         let words = self.ring.entry(offset::LANE_STREAMS, lane, lane::STREAM_WORDS);
         for entry in words.chunks_exact(stream::WORDS).take(lane::STREAMS) {
@@ -121,7 +120,7 @@ impl Recorder {
 
     /// A copy of memory in one of the directions of [`lane::COPY_KINDS`].
     pub fn copied(&self, kind: usize, bytes: u64) {
-        if let Some(lane) = thread_state::with(|thread| self.lane_of(thread)) {
+        if let Some(lane) = self.lane_of(thread_state::current()) {
             let words = self.lane_words(lane);
             let kind = kind.min(lane::COPY_KINDS.len() - 1);
             add(&words[lane::COPIES + kind], 1);
@@ -131,7 +130,7 @@ impl Recorder {
 
     /// Memory was asked for.
     pub fn allocated(&self, bytes: u64) {
-        if let Some(lane) = thread_state::with(|thread| self.lane_of(thread)) {
+        if let Some(lane) = self.lane_of(thread_state::current()) {
             add(&self.lane_words(lane)[lane::ALLOCATED_BYTES], bytes);
         }
     }
@@ -161,12 +160,13 @@ mod tests {
             for number in 0..threads {
                 let (recorder, all_up) = (&recorder, &all_up);
                 scope.spawn(move || {
-                    recorder.launched(header::GRAPHS, 5);
+                    let thread = thread_state::current();
+                    recorder.launched(thread, header::GRAPHS, 5);
                     all_up.wait();
                     for _ in 0..1000 {
-                        recorder.launched(header::KERNELS, 7 + number as u64);
-                        recorder.on_stream(64, 9, 7);
-                        thread_state::with(|thread| recorder.called(thread, 3));
+                        recorder.launched(thread, header::KERNELS, 7 + number as u64);
+                        recorder.on_stream(thread, 64, 9, 7);
+                        recorder.called(thread, 3);
                     }
                 });
             }
@@ -182,7 +182,7 @@ mod tests {
         let recorder = recorder();
         for _ in 0..lane::SLOTS * 3 {
             std::thread::scope(|scope| {
-                scope.spawn(|| recorder.launched(header::KERNELS, 1));
+                scope.spawn(|| recorder.launched(thread_state::current(), header::KERNELS, 1));
             });
         }
         assert_eq!(recorder.ring.header(header::KERNELS).load(Ordering::Relaxed), 0, "no thread had to share");
@@ -193,8 +193,8 @@ mod tests {
     fn a_thread_with_many_streams_uses_the_shared_table_for_the_rest() {
         let recorder = recorder();
         for stream in 1..=lane::STREAMS + 2 {
-            recorder.on_stream(stream * 64, 0, 1);
-            recorder.on_stream(stream * 64, 0, 2);
+            recorder.on_stream(thread_state::current(), stream * 64, 0, 1);
+            recorder.on_stream(thread_state::current(), stream * 64, 0, 2);
         }
         let fd = recorder.ring.descriptor.get().unwrap();
         let file = std::fs::File::open(format!("/proc/self/fd/{fd}")).unwrap();

@@ -16,7 +16,7 @@ use crate::{
     hooked::After,
     recorder::{Begin, Recorder},
     sys,
-    thread_state::{self, IN_COLLECTIVES},
+    thread_state::{self, IN_COLLECTIVES, ThreadState},
 };
 
 /// What is launched.
@@ -28,15 +28,18 @@ pub enum What {
     Graph(usize),
 }
 
-/// A launch on the driver layer.
-#[inline]
+/// A launch on the driver layer. One function for all wrappers, with everything else inlined into it: of a wrapper's size there
+/// are dozens.
+#[inline(never)]
 pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<Open> {
-    thread_state::with(|thread| thread.seen_by_driver.set(true));
+    let thread = thread_state::current();
+    thread.seen_by_driver.set(true);
     if inside & IN_COLLECTIVES != 0 {
-        recorder.on_stream(stream, kernel(what), sys::coarse_now_ns());
+        recorder.on_stream(thread, stream, kernel(what), sys::coarse_now_ns());
+        bracket::runs(recorder, stream, kernel(what));
         return None;
     }
-    count(recorder, what, stream)
+    count(recorder, thread, what, stream)
 }
 
 /// A launch on the runtime layer.
@@ -58,12 +61,10 @@ impl After for ByRuntime {
         if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
             // The host stub is not a function of the driver: it has no name to ask for, so its handle is not kept.
             let now = sys::coarse_now_ns();
-            match self.what {
-                What::Kernel(_) => recorder.count(header::KERNELS),
-                What::Graph(_) => recorder.count(header::GRAPHS),
-            }
-            recorder.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
-            recorder.on_stream(self.stream, 0, now);
+            let thread = thread_state::current();
+            let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
+            recorder.launched(thread, counter, now);
+            recorder.on_stream(thread, self.stream, 0, now);
         }
     }
 }
@@ -75,22 +76,21 @@ fn kernel(what: What) -> u64 {
     }
 }
 
-#[inline]
-fn count(recorder: &'static Recorder, what: What, stream: usize) -> Option<Open> {
+#[inline(always)]
+fn count(recorder: &'static Recorder, thread: &ThreadState, what: What, stream: usize) -> Option<Open> {
     let now = sys::coarse_now_ns();
-    recorder.on_stream(stream, kernel(what), now);
-    recorder.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
+    recorder.on_stream(thread, stream, kernel(what), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
     match what {
         What::Kernel(function) => {
-            recorder.count(header::KERNELS);
+            recorder.launched(thread, header::KERNELS, now);
             if mode != Bracket::All as u32 {
                 return None;
             }
             bracketed(recorder, stream, Begin { function: function as u64, ..Begin::new(OpKind::Kernel, Op::Kernel) })
         }
         What::Graph(exec) => {
-            recorder.count(header::GRAPHS);
+            recorder.launched(thread, header::GRAPHS, now);
             if mode == Bracket::None as u32 {
                 return None;
             }
@@ -100,6 +100,7 @@ fn count(recorder: &'static Recorder, what: What, stream: usize) -> Option<Open>
 }
 
 /// A captured launch is not one: it has no slot, and the graph that it becomes part of has.
+#[inline(never)]
 fn bracketed(recorder: &'static Recorder, stream: usize, what: Begin) -> Option<Open> {
     if bracket::is_captured(stream) {
         return None;

@@ -37,6 +37,7 @@ mod runtime;
 mod start;
 #[allow(unsafe_code)]
 mod sys;
+#[allow(unsafe_code)]
 mod thread_state;
 #[allow(unsafe_code)]
 mod watcher;

@@ -11,6 +11,8 @@ pub const IN_COLLECTIVES: u8 = 1;
 pub const IN_RUNTIME: u8 = 2;
 /// Inside a function of the driver API.
 pub const IN_DRIVER: u8 = 4;
+/// Inside a function that multiplies matrices.
+pub const IN_BLAS: u8 = 16;
 /// Inside the hook's own code; nothing that it calls is recorded.
 pub const IN_HOOK: u8 = 8;
 
@@ -57,10 +59,18 @@ thread_local! {
     };
 }
 
+/// The calling thread's state. One address computation, where `with` around a large closure is a call with all its captures.
+#[inline(always)]
+pub fn current() -> &'static ThreadState {
+    // SAFETY: thread-local memory without a destructor lives as long as its thread, and the reference cannot leave the thread,
+    // because cells cannot be shared.
+    unsafe { &*STATE.with(std::ptr::from_ref) }
+}
+
 /// The calling thread's state.
 #[inline]
 pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
-    STATE.with(use_it)
+    use_it(current())
 }
 
 impl ThreadState {
