@@ -13,10 +13,7 @@ use xpu_timer_proto::{
     ring::{coverage, offset},
 };
 
-use crate::{
-    original::Function,
-    recorder::Recorder,
-};
+use crate::{original::Function, recorder::Recorder};
 
 const HOOKED: u8 = 0;
 /// The library is not loaded.
