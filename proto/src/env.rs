@@ -39,6 +39,15 @@ variables! {
     XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";
     XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
     XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
+    XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL = "10", "seconds after which a published kernel metric is made anew";
+    XPU_TIMER_LOCAL_UPDATE_INTERVAL = "1", "seconds between two looks at what the ranks have completed";
+    XPU_TIMER_MM_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of matrix products look back";
+    XPU_TIMER_COLL_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of collectives look back";
+    XPU_TIMER_DEREGISTER_TIME = "300", "seconds after which a silent kernel metric goes away";
+    XPU_TIMER_BUCKETING_METRICS = "1", "0: kernel metrics without the label level";
+    XPU_TIMER_MM_BUCKETING_COUNT = "10", "levels of matrix products, up to what the device can do";
+    XPU_TIMER_COMM_BUCKETING_COUNT = "20", "levels of collectives, up to 400 Gbps";
+    XPU_TIMER_DEVICE_NAME = "", "device whose peak makes the levels of matrix products: P100, V100, A100, A800, H100, H800";
     XPU_TIMER_DISABLE = "0", "1: load and do nothing";
     XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890; unset: every node judges its own ranks";
     XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share";
@@ -226,7 +235,8 @@ impl Source {
         }
         info.attempt = self.number("TORCHELASTIC_RESTART_COUNT").unwrap_or(0);
         info.job = JOBS.iter().find_map(|name| self.text(name)).unwrap_or_default();
-        info.node = self.text("POD_NAME").unwrap_or_default();
+        info.pod_name = self.text("POD_NAME").unwrap_or_default();
+        info.node = info.pod_name.clone();
         info.ip = self.text("POD_IP").unwrap_or_default();
         info
     }

@@ -50,8 +50,6 @@ pub mod header {
     pub const PANICS: usize = 11;
     /// Entries that did not fit the communicator, stream, name or coverage table.
     pub const OVERFLOWS: usize = 12;
-    /// Matrix products called; a call may launch several kernels, or none.
-    pub const MATMULS: usize = 13;
     /// Words of the header.
     pub const WORDS: usize = 64;
 }
@@ -224,19 +222,61 @@ pub const RECENT_OPERATIONS: usize = 256;
 /// # Errors
 /// `InvalidData` when the bytes are not a ring of this version, or what `read_at` returned.
 pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<[u64; header::WORDS]> {
+    read_head(&read_at).map(|(words, _)| words)
+}
+
+/// The header, and the lanes that are already added to it.
+fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<([u64; header::WORDS], lane::Totals)> {
     let mut words = [0; header::WORDS];
-    words.copy_from_slice(&read_words(&read_at, 0, header::WORDS)?);
+    words.copy_from_slice(&read_words(read_at, 0, header::WORDS)?);
     if words[header::MAGIC] != MAGIC || words[header::VERSION] != u64::from(VERSION) {
         return Err(io::Error::new(
             io::ErrorKind::InvalidData,
             format!("not a flight ring of layout version {VERSION}"),
         ));
     }
-    let totals = lane::totals(&read_at)?;
+    let totals = lane::totals(read_at)?;
     words[header::LAST_LAUNCH_NS] = words[header::LAST_LAUNCH_NS].max(totals.last_launch_ns);
     words[header::KERNELS] += totals.kernels;
     words[header::GRAPHS] += totals.graphs;
-    Ok(words)
+    Ok((words, totals))
+}
+
+/// The slots of the tickets `from..from + count`, in the order of the tickets. A slot may hold another ticket: it is not
+/// published yet, was never used because it was still in use, or has been used again since. Slots that change while they are
+/// read are left out.
+///
+/// # Errors
+/// What `read_at` returned.
+pub fn read_slots(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    from: u64,
+    count: usize,
+) -> io::Result<Vec<[u64; op::WORDS]>> {
+    let first = from as usize % op::SLOTS;
+    let count = count.min(op::SLOTS);
+    let until_end = count.min(op::SLOTS - first);
+    let mut slots = entries::<{ op::WORDS }>(&read_at, offset::OPS + first * op::WORDS * 8, until_end)?;
+    slots.extend(entries::<{ op::WORDS }>(&read_at, offset::OPS, count - until_end)?);
+    Ok(slots)
+}
+
+/// Names of kernels and functions by their key.
+///
+/// # Errors
+/// What `read_at` returned.
+pub fn read_names(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<HashMap<u64, String>> {
+    let names = entries::<{ name::WORDS }>(&read_at, offset::NAMES, name::SLOTS)?;
+    Ok(names.into_iter().map(|words| (words[name::FUNCTION], text(&words[name::TEXT..]))).collect())
+}
+
+/// All communicators.
+///
+/// # Errors
+/// What `read_at` returned.
+pub fn read_communicators(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<Communicator>> {
+    let entries = entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?;
+    Ok(entries.iter().map(communicator).collect())
 }
 
 /// Reads a whole ring. `read_at(offset, buffer)` fills the buffer from the memfd; `now_ns` is CLOCK_MONOTONIC.
@@ -248,11 +288,8 @@ pub fn read(
     rank: RankInfo,
     now_ns: u64,
 ) -> io::Result<FlightRecord> {
-    let head = read_header(&read_at)?;
-    let names: HashMap<u64, String> = entries::<{ name::WORDS }>(&read_at, offset::NAMES, name::SLOTS)?
-        .into_iter()
-        .map(|words| (words[name::FUNCTION], text(&words[name::TEXT..])))
-        .collect();
+    let (head, lanes) = read_head(&read_at)?;
+    let names = read_names(&read_at)?;
     let name_of = |function: u64| names.get(&function).cloned().unwrap_or_default();
 
     let mut operations: Vec<Operation> = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?
@@ -270,10 +307,7 @@ pub fn read(
 
     Ok(FlightRecord {
         rank: Some(rank),
-        communicators: entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?
-            .iter()
-            .map(communicator)
-            .collect(),
+        communicators: read_communicators(&read_at)?,
         operations,
         streams: lane::streams(&read_at)?
             .iter()
@@ -296,6 +330,12 @@ pub fn read(
             dropped: head[header::DROPPED],
             panics: head[header::PANICS],
             overflows: head[header::OVERFLOWS],
+            launch_samples: lanes.launch_cost.0,
+            launch_cost_ns: lanes.launch_cost.1,
+            collective_samples: lanes.collective_cost.0,
+            collective_cost_ns: lanes.collective_cost.1,
+            long_samples: lanes.long_cost.0,
+            long_cost_ns: lanes.long_cost.1,
         }),
         coverage: hooked_functions(&read_at)?,
     })

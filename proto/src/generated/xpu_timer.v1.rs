@@ -28,6 +28,9 @@ pub struct RankInfo {
     /// argv, joined by spaces, at most 4,096 bytes.
     #[prost(string, tag = "10")]
     pub command: ::prost::alloc::string::String,
+    /// POD_NAME, for the label of that name; unlike `node` never the host's name.
+    #[prost(string, tag = "11")]
+    pub pod_name: ::prost::alloc::string::String,
 }
 /// One operation. All times are CLOCK_MONOTONIC of the node, in nanoseconds; 0 means not yet.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -186,6 +189,22 @@ pub struct HookHealth {
     /// Communicators, streams or functions that did not fit their tables. Should be 0.
     #[prost(uint64, tag = "6")]
     pub overflows: u64,
+    /// What the hook itself cost the host: how many launches and calls of the collective library were measured, and the
+    /// nanoseconds that they spent in the hook, before and after the real function.
+    #[prost(uint64, tag = "7")]
+    pub launch_samples: u64,
+    #[prost(uint64, tag = "8")]
+    pub launch_cost_ns: u64,
+    #[prost(uint64, tag = "9")]
+    pub collective_samples: u64,
+    #[prost(uint64, tag = "10")]
+    pub collective_cost_ns: u64,
+    /// Measured calls of both kinds that took more than 20 us and are not in the ones above: the thread was interrupted in them,
+    /// or the hook did something for the first time.
+    #[prost(uint64, tag = "11")]
+    pub long_samples: u64,
+    #[prost(uint64, tag = "12")]
+    pub long_cost_ns: u64,
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct FlightRecord {
