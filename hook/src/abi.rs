@@ -57,6 +57,8 @@ pub const SUCCESS: c_int = 0;
 pub const NCCL_IN_PROGRESS: c_int = 7;
 /// `ncclInvalidUsage`, for a call whose original is not there.
 pub const NCCL_INVALID_USAGE: c_int = 5;
+/// `CUBLAS_STATUS_NOT_INITIALIZED`; hipBLAS and mcBLAS have the same.
+pub const BLAS_NOT_INITIALIZED: c_int = 1;
 /// `CUDA_ERROR_NOT_FOUND`.
 pub const DRIVER_NOT_FOUND: c_int = 500;
 /// `cudaErrorSymbolNotFound`.

@@ -24,6 +24,8 @@ pub enum Bracket {
     All = 1,
     /// Nothing.
     None = 2,
+    /// Collectives, graphs and matrix products.
+    Matmuls = 3,
 }
 
 /// The watcher's settings.
@@ -75,8 +77,8 @@ pub fn bracket_of(environment: &Environment) -> Bracket {
 
 fn parse_bracket(text: &str) -> Option<Bracket> {
     match text {
-        // Matrix products are told apart by the cuBLAS layer, which is not there yet.
-        "collectives" | "matmuls" => Some(Bracket::Collectives),
+        "collectives" => Some(Bracket::Collectives),
+        "matmuls" => Some(Bracket::Matmuls),
         "all" => Some(Bracket::All),
         "none" => Some(Bracket::None),
         _ => None,

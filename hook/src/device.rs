@@ -35,8 +35,7 @@ pub struct Device {
     function_name: Option<unsafe extern "C" fn(*mut *const c_char, *mut c_void) -> c_int>,
 }
 
-type CaptureInfo =
-    unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
+type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
 /// What a thread is bound to. Elsewhere in the hook both are called a context and are a number that is not 0: the address of
 /// the driver's context, or the number of the device plus one.

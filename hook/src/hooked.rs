@@ -165,14 +165,16 @@ fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static 
 /// there. The expression after `=>` answers an [`After`]. `FUNCTIONS` lists all names.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
-     $($name:ident $(| $other:ident)* $arguments:tt => $before:expr;)*) => {
+     $($name:ident $(| $other:ident)* ($($arguments:tt)*) => $before:expr;)*) => {
         $(
-            $crate::hooked::hooked!(@row $library, $bit, $bypass, $missing, $name, $arguments, $before);
-            $($crate::hooked::hooked!(@row $library, $bit, $bypass, $missing, $other, $arguments, $before);)*
+            $crate::hooked::hooked!(@names $library, $bit, $bypass, $missing, [$name $($other)*], ($($arguments)*), $before);
         )*
 
         /// The rows of this table.
         pub static FUNCTIONS: &[&$crate::original::Function] = &[$(&$name::FUNCTION, $(&$other::FUNCTION,)*)*];
+    };
+    (@names $library:ident, $bit:expr, $bypass:expr, $missing:expr, [$($name:ident)*], $arguments:tt, $before:expr) => {
+        $($crate::hooked::hooked!(@row $library, $bit, $bypass, $missing, $name, $arguments, $before);)*
     };
     (@row $library:ident, $bit:expr, $bypass:expr, $missing:expr, $name:ident, ($($arg:ident: $type:ty),* $(,)?),
      $before:expr) => {

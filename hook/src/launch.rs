@@ -16,7 +16,7 @@ use crate::{
     hooked::After,
     recorder::{Begin, Recorder},
     sys,
-    thread_state::{self, IN_COLLECTIVES, ThreadState},
+    thread_state::{self, IN_BLAS, IN_COLLECTIVES, ThreadState},
 };
 
 /// What is launched.
@@ -39,7 +39,7 @@ pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: us
         bracket::runs(recorder, stream, kernel(what));
         return None;
     }
-    count(recorder, thread, what, stream)
+    count(recorder, thread, inside, what, stream)
 }
 
 /// A launch on the runtime layer.
@@ -77,14 +77,15 @@ fn kernel(what: What) -> u64 {
 }
 
 #[inline(always)]
-fn count(recorder: &'static Recorder, thread: &ThreadState, what: What, stream: usize) -> Option<Open> {
+fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: What, stream: usize) -> Option<Open> {
     let now = sys::coarse_now_ns();
     recorder.on_stream(thread, stream, kernel(what), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
     match what {
         What::Kernel(function) => {
             recorder.launched(thread, header::KERNELS, now);
-            if mode != Bracket::All as u32 {
+            // The kernels of a matrix product are timed as one operation, the product.
+            if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
                 return None;
             }
             bracketed(recorder, stream, Begin { function: function as u64, ..Begin::new(OpKind::Kernel, Op::Kernel) })

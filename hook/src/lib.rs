@@ -6,6 +6,8 @@
 #![deny(unsafe_code)]
 
 mod abi;
+#[allow(unsafe_code)]
+mod blas;
 mod bracket;
 mod comms;
 #[allow(unsafe_code)]
@@ -17,11 +19,14 @@ mod device;
 mod driver;
 mod family;
 mod hooked;
+#[allow(unsafe_code)]
 mod inject;
 mod lanes;
 mod launch;
 #[allow(unsafe_code)]
 mod lookup;
+#[allow(unsafe_code)]
+mod memory;
 #[allow(unsafe_code)]
 mod nccl;
 #[allow(unsafe_code)]
@@ -44,6 +49,13 @@ mod watcher;
 
 /// Every hooked function; the order is that of the coverage table.
 fn functions() -> impl Iterator<Item = &'static original::Function> {
-    let tables = [nccl::FUNCTIONS, driver::FUNCTIONS, driver::get_proc_address::FUNCTIONS, runtime::FUNCTIONS];
+    let tables = [
+        nccl::FUNCTIONS,
+        driver::FUNCTIONS,
+        driver::get_proc_address::FUNCTIONS,
+        runtime::FUNCTIONS,
+        memory::FUNCTIONS,
+        blas::FUNCTIONS,
+    ];
     tables.into_iter().flatten().copied()
 }

@@ -16,6 +16,9 @@ use crate::{family, thread_state::in_hook};
 /// Originals a row.
 pub const SLOTS: usize = 4;
 
+/// Functions beside an original that a row may ask.
+pub const COMPANIONS: usize = 2;
+
 /// Address of a wrapper.
 #[derive(Clone, Copy)]
 pub struct Wrapper(pub *const ());
@@ -33,6 +36,7 @@ pub struct Function {
     /// Its entry in the coverage table, set before anything is recorded.
     pub coverage: AtomicU32,
     reals: [AtomicPtr<c_void>; SLOTS],
+    companions: [[AtomicPtr<c_void>; COMPANIONS]; SLOTS],
     wrappers: [Wrapper; SLOTS],
 }
 
@@ -47,6 +51,7 @@ impl Function {
             library,
             coverage: AtomicU32::new(0),
             reals: [const { AtomicPtr::new(std::ptr::null_mut()) }; SLOTS],
+            companions: [const { [const { AtomicPtr::new(std::ptr::null_mut()) }; COMPANIONS] }; SLOTS],
             wrappers,
         }
     }
@@ -61,6 +66,19 @@ impl Function {
     pub fn real(&self, slot: usize) -> *mut c_void {
         let real = self.reals[slot].load(Ordering::Acquire);
         if real.is_null() && slot == 0 { self.resolve() } else { real }
+    }
+
+    /// A function of the very object that holds an original, because a handle of one version of a library must never meet the
+    /// functions of another. Looked for once; `None` when the object does not have it.
+    #[inline]
+    pub fn companion(&self, slot: usize, number: usize, names: &[&CStr]) -> Option<*mut c_void> {
+        let place = &self.companions[slot][number];
+        let mut found = place.load(Ordering::Acquire);
+        if found.is_null() {
+            found = names.iter().find_map(|name| beside(self.real(slot), name)).unwrap_or(ABSENT);
+            place.store(found, Ordering::Release);
+        }
+        (found != ABSENT).then_some(found)
     }
 
     /// Whether any original is known.
@@ -133,6 +151,26 @@ impl Function {
         }
         real
     }
+}
+
+/// In the place of a companion that is not there.
+const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
+
+/// The function `name` of the object that `address` lies in.
+#[cold]
+fn beside(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
+    in_hook(|| {
+        // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any address.
+        let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
+        // SAFETY: as above.
+        if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
+            return None;
+        }
+        // SAFETY: the linker's own string.
+        let library = loaded(unsafe { CStr::from_ptr(object.dli_fname) })?;
+        let found = look_up(library, name);
+        usable(found).then_some(found)
+    })
 }
 
 fn prefixed<'a>(prefix: &CStr, name: &CStr, buffer: &'a mut [u8; 64]) -> Option<&'a CStr> {

@@ -62,6 +62,18 @@ pub struct Slot {
     pub follower: AtomicU32,
 }
 
+/// The shape of a matrix product, as [`xpu_timer_proto::v1::Matmul`] has it.
+#[derive(Debug, Clone, Copy)]
+#[allow(missing_docs)]
+pub struct MatmulShape {
+    pub batch: u32,
+    pub m: u32,
+    pub n: u32,
+    pub k: u32,
+    pub trans_a: u32,
+    pub trans_b: u32,
+}
+
 /// What is known of an operation when it begins.
 pub struct Begin {
     /// Kind.
@@ -86,6 +98,8 @@ pub struct Begin {
     pub stream: usize,
     /// Key into the name table.
     pub function: u64,
+    /// Of a matrix product, which has no communicator, number and count.
+    pub matmul: Option<MatmulShape>,
 }
 
 impl Begin {
@@ -103,6 +117,7 @@ impl Begin {
             peer: -1,
             stream: 0,
             function: 0,
+            matmul: None,
         }
     }
 }
@@ -191,14 +206,21 @@ impl Recorder {
         slot.follower.store(0, Ordering::Relaxed);
 
         let (tid, group) = thread_state::with(|thread| (thread.tid(), thread.group.get()));
+        let (communicator, seq, count) = what.matmul.map_or((what.communicator, what.seq, what.count), |shape| {
+            (
+                pack_halves(shape.m, shape.n),
+                pack_halves(shape.k, shape.batch),
+                pack_halves(shape.trans_a, shape.trans_b),
+            )
+        });
         let words = self.ring.op(index);
         words[op::TICKET].store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
         for (word, value) in [
             (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, tid)),
-            (op::COMMUNICATOR, what.communicator),
-            (op::SEQ, what.seq),
-            (op::COUNT, what.count),
+            (op::COMMUNICATOR, communicator),
+            (op::SEQ, seq),
+            (op::COUNT, count),
             (op::PEER, u64::from(what.peer as u32)),
             (op::STREAM, what.stream as u64),
             (op::ENTERED_NS, now),
@@ -274,19 +296,25 @@ impl Recorder {
     /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
     /// the watcher came to it, its module might be unloaded.
     pub fn see_function(&self, function: u64) {
-        let mut index = (function.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN;
+        if self.is_new(function) {
+            crate::device::name_function(self, function);
+        }
+    }
+
+    /// Whether the name of this key has never been asked for; true once for each key.
+    fn is_new(&self, key: u64) -> bool {
+        let mut index = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN;
         for _ in 0..SEEN {
             match self.seen[index].load(Ordering::Relaxed) {
-                0 => {
-                    if self.seen[index].compare_exchange(0, function, Ordering::Relaxed, Ordering::Relaxed).is_ok() {
-                        crate::device::name_function(self, function);
-                        return;
-                    }
+                0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {
+                    return true;
                 }
-                found if found == function => return,
+                0 => {}
+                found if found == key => return false,
                 _ => index = (index + 1) % SEEN,
             }
         }
+        false
     }
 
     /// Adds a name for a function key. The caller does so once for each key.
@@ -302,13 +330,10 @@ impl Recorder {
         entry[name::FUNCTION].store(function, Ordering::Release);
     }
 
-    /// Makes sure that a host call has its name; its key is the address of a static string.
+    /// Makes sure that a function of the host's API has its name; its key is the address of a static string.
     pub fn name_key(&self, text: &'static str) -> u64 {
         let key = text.as_ptr() as u64;
-        let known = (0..self.names.load(Ordering::Relaxed).min(name::SLOTS)).any(|index| {
-            self.ring.entry(offset::NAMES, index, name::WORDS)[name::FUNCTION].load(Ordering::Relaxed) == key
-        });
-        if !known {
+        if self.is_new(key) {
             self.add_name(key, text.as_bytes());
         }
         key

@@ -1,0 +1,88 @@
+//! Functions of the library whose product is called, asked for its stream and its descriptors.
+
+use std::ffi::{CStr, c_int, c_void};
+
+use crate::{
+    abi::{Data, SUCCESS, Stream},
+    hooked::Site,
+};
+
+/// Attributes of a layout.
+pub const TYPE: c_int = 0;
+/// As above.
+pub const ROWS: c_int = 2;
+/// As above.
+pub const COLUMNS: c_int = 3;
+/// As above.
+pub const BATCH: c_int = 5;
+/// Attributes of a product.
+pub const TRANS_A: c_int = 3;
+/// As above.
+pub const TRANS_B: c_int = 4;
+
+/// The stream of a handle; `None` when nobody can tell.
+#[inline]
+pub fn stream_of(site: Site, handle: Data) -> Option<Stream> {
+    type Get = unsafe extern "C" fn(Data, *mut Stream) -> c_int;
+    const NAMES: &[&CStr] = &[c"cublasGetStream_v2", c"hipblasGetStream", c"mcblasGetStream"];
+    let get = site.companion(0, NAMES)?;
+    let mut stream: Stream = std::ptr::null_mut();
+    // SAFETY: the function of this name beside the original, and the handle that the host passes to that.
+    let code = unsafe { std::mem::transmute::<*mut c_void, Get>(get)(handle, &mut stream) };
+    (code == SUCCESS).then_some(stream)
+}
+
+/// (descriptor, attribute, place, its bytes, bytes written*)
+type GetAttribute = unsafe extern "C" fn(Data, c_int, *mut c_void, usize, *mut usize) -> c_int;
+
+/// The functions that tell a layout's and a product's attributes.
+pub struct LayoutFunctions {
+    layout: GetAttribute,
+    product: GetAttribute,
+}
+
+impl LayoutFunctions {
+    /// Those beside an original.
+    pub fn beside(site: Site) -> Option<Self> {
+        const LAYOUT: &[&CStr] = &[
+            c"cublasLtMatrixLayoutGetAttribute",
+            c"hipblasLtMatrixLayoutGetAttribute",
+            c"mcblasLtMatrixLayoutGetAttribute",
+        ];
+        const PRODUCT: &[&CStr] =
+            &[c"cublasLtMatmulDescGetAttribute", c"hipblasLtMatmulDescGetAttribute", c"mcblasLtMatmulDescGetAttribute"];
+        let [layout, product] = [site.companion(0, LAYOUT)?, site.companion(1, PRODUCT)?].map(|function| {
+            // SAFETY: functions of these names have this type.
+            unsafe { std::mem::transmute::<*mut c_void, GetAttribute>(function) }
+        });
+        Some(LayoutFunctions { layout, product })
+    }
+
+    /// A 64-bit attribute of a layout.
+    pub fn size(&self, layout: Data, attribute: c_int) -> Option<u64> {
+        let mut size = 0u64;
+        ask(self.layout, layout, attribute, &mut size).then_some(size)
+    }
+
+    /// A 32-bit attribute of a layout.
+    pub fn number(&self, layout: Data, attribute: c_int) -> Option<i32> {
+        let mut number = 0i32;
+        ask(self.layout, layout, attribute, &mut number).then_some(number)
+    }
+
+    /// A 32-bit attribute of a product.
+    pub fn of_product(&self, product: Data, attribute: c_int) -> Option<i32> {
+        let mut number = 0i32;
+        ask(self.product, product, attribute, &mut number).then_some(number)
+    }
+}
+
+fn ask<T>(get: GetAttribute, descriptor: Data, attribute: c_int, place: &mut T) -> bool {
+    if descriptor.is_null() {
+        return false;
+    }
+    let (mut written, bytes) = (0, size_of::<T>());
+    // SAFETY: the descriptor that the host is passing to the product, and a place of the size that is said.
+    let code = unsafe { get(descriptor, attribute, std::ptr::from_mut(place).cast(), bytes, &mut written) };
+    code == SUCCESS && written == bytes
+}

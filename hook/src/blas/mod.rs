@@ -1,0 +1,85 @@
+//! Layer D: matrix products by cuBLAS and its kin, for their shapes. The kernels that they launch are counted by the driver
+//! layer; here one operation stands for all kernels of a call.
+
+mod layout;
+mod product;
+
+use std::ffi::c_int;
+
+use crate::{
+    abi::{BLAS_NOT_INITIALIZED, Data, Stream},
+    hooked::hooked,
+    thread_state::{IN_BLAS, IN_HOOK},
+};
+use product::{Elements, Shape, by_handle, by_layout};
+
+/// Constant data, passed on.
+type Const = *const std::ffi::c_void;
+
+hooked! {
+    library Blas, mark IN_BLAS, bypass IN_BLAS | IN_HOOK, missing BLAS_NOT_INITIALIZED;
+
+    cublasGemmEx | hipblasGemmEx | mcblasGemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int,
+        alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int, beta: Const, c: Data,
+        c_type: c_int, ldc: c_int, compute: c_int, algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+    cublasGemmEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, a_type: c_int,
+        lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64, compute: c_int,
+        algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+    cublasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx | mcblasGemmStridedBatchedEx(handle: Data, ta: c_int,
+        tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, a_stride: i64,
+        b: Const, b_type: c_int, ldb: c_int, b_stride: i64, beta: Const, c: Data, c_type: c_int, ldc: c_int,
+        c_stride: i64, batch: c_int, compute: c_int, algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+    cublasGemmStridedBatchedEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const,
+        a_type: c_int, lda: i64, a_stride: i64, b: Const, b_type: c_int, ldb: i64, b_stride: i64, beta: Const, c: Data,
+        c_type: c_int, ldc: i64, c_stride: i64, batch: i64, compute: c_int, algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+    cublasGemmBatchedEx | hipblasGemmBatchedEx | mcblasGemmBatchedEx(handle: Data, ta: c_int, tb: c_int, m: c_int,
+        n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int,
+        beta: Const, c: Data, c_type: c_int, ldc: c_int, batch: c_int, compute: c_int, algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+    cublasGemmBatchedEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const,
+        a_type: c_int, lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64,
+        batch: i64, compute: c_int, algorithm: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
+    cublasSgemmEx | mcblasSgemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const,
+        a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int, beta: Const, c: Data, c_type: c_int,
+        ldc: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+    cublasSgemmEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, a_type: c_int,
+        lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
+
+    cublasSgemm_v2 | cublasDgemm_v2 | hipblasSgemm | hipblasDgemm | mcblasSgemm | mcblasDgemm(handle: Data, ta: c_int,
+        tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const,
+        c: Data, ldc: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+    cublasSgemm_v2_64 | cublasDgemm_v2_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const,
+        a: Const, lda: i64, b: Const, ldb: i64, beta: Const, c: Data, ldc: i64)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+    cublasHgemm | hipblasHgemm | mcblasHgemm(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int,
+        alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const, c: Data, ldc: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+    cublasSgemmStridedBatched | cublasDgemmStridedBatched | cublasHgemmStridedBatched | hipblasSgemmStridedBatched
+        | hipblasDgemmStridedBatched | hipblasHgemmStridedBatched | mcblasSgemmStridedBatched
+        | mcblasDgemmStridedBatched | mcblasHgemmStridedBatched(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int,
+        k: c_int, alpha: Const, a: Const, lda: c_int, a_stride: i64, b: Const, ldb: c_int, b_stride: i64, beta: Const,
+        c: Data, ldc: c_int, c_stride: i64, batch: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+    cublasSgemmStridedBatched_64 | cublasDgemmStridedBatched_64 | cublasHgemmStridedBatched_64(handle: Data, ta: c_int,
+        tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, lda: i64, a_stride: i64, b: Const, ldb: i64,
+        b_stride: i64, beta: Const, c: Data, ldc: i64, c_stride: i64, batch: i64)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+    cublasSgemmBatched | cublasDgemmBatched | cublasHgemmBatched | hipblasSgemmBatched | hipblasDgemmBatched
+        | hipblasHgemmBatched | mcblasSgemmBatched | mcblasDgemmBatched | mcblasHgemmBatched(handle: Data, ta: c_int,
+        tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, lda: c_int, b: Const, ldb: c_int, beta: Const,
+        c: Data, ldc: c_int, batch: c_int)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+
+    cublasLtMatmul | hipblasLtMatmul | mcblasLtMatmul(handle: Data, what: Data, alpha: Const, a: Const, a_layout: Data,
+        b: Const, b_layout: Data, beta: Const, c: Const, c_layout: Data, d: Data, d_layout: Data, algorithm: Const,
+        workspace: Data, workspace_bytes: usize, stream: Stream)
+        => |recorder, site| by_layout(recorder, site, what, [a_layout, d_layout], stream);
+}

@@ -1,0 +1,179 @@
+//! One matrix product: its shape, and two events around the call when it is one of those that are timed.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xpu_timer_proto::v1::{DataType, Op, OpKind};
+
+use super::layout::{self, LayoutFunctions};
+use crate::{
+    abi::{Data, Stream},
+    bracket::{self, Open},
+    config::Bracket,
+    hooked::Site,
+    original::Function,
+    recorder::{Begin, MatmulShape, Recorder},
+    sys,
+};
+
+/// When not all products are timed, one of them is after so long a time. That is enough for a rate, costs nothing that can be
+/// felt, and lets a product that never ends be named.
+const SAMPLE_NS: u64 = 20_000_000;
+/// The last sample.
+static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
+
+/// What a call says of its elements.
+pub enum Elements {
+    /// cudaDataType of A.
+    Type(i32),
+    /// The letter in front of `gemm` in the function's name.
+    Letter,
+}
+
+/// m, n, k, batch and transposes, as the caller passed them.
+pub struct Shape {
+    dimensions: [i64; 4],
+    transposes: [i32; 2],
+}
+
+impl Shape {
+    /// From arguments of either width.
+    pub fn of<T: Into<i64>, B: Into<i64>>(m: T, n: T, k: T, batch: B, trans_a: i32, trans_b: i32) -> Self {
+        Shape { dimensions: [m.into(), n.into(), k.into(), batch.into()], transposes: [trans_a, trans_b] }
+    }
+
+    fn cut(&self) -> MatmulShape {
+        let [m, n, k, batch] =
+            self.dimensions.map(|size| u32::try_from(size).unwrap_or(if size < 0 { 0 } else { u32::MAX }));
+        let [trans_a, trans_b] = self.transposes.map(transpose);
+        MatmulShape { m, n, k, batch, trans_a, trans_b }
+    }
+}
+
+/// cublasOperation_t; hipBLAS counts from 111.
+fn transpose(operation: i32) -> u32 {
+    const FIRST_OF_HIP: i32 = 111;
+    u32::try_from(if operation >= FIRST_OF_HIP { operation - FIRST_OF_HIP } else { operation }).unwrap_or(0)
+}
+
+/// Before a product of a library whose handle has the stream.
+#[inline]
+pub fn by_handle(
+    recorder: &'static Recorder,
+    site: Site,
+    handle: Data,
+    elements: Elements,
+    shape: Shape,
+) -> Option<Open> {
+    if !is_timed(recorder) {
+        return None;
+    }
+    let stream = layout::stream_of(site, handle)?;
+    let dtype = match elements {
+        Elements::Type(number) => dtype_of(number),
+        Elements::Letter => dtype_of_name(site.function),
+    };
+    open(recorder, site.function, stream as usize, dtype, shape.cut())
+}
+
+/// Before a product whose shape is in descriptors of the library.
+#[inline]
+pub fn by_layout(
+    recorder: &'static Recorder,
+    site: Site,
+    what: Data,
+    [a, d]: [Data; 2],
+    stream: Stream,
+) -> Option<Open> {
+    if !is_timed(recorder) {
+        return None;
+    }
+    let ask = LayoutFunctions::beside(site)?;
+    let trans_a = transpose(ask.of_product(what, layout::TRANS_A)?);
+    let trans_b = transpose(ask.of_product(what, layout::TRANS_B)?);
+    let [m, n] = [layout::ROWS, layout::COLUMNS].map(|attribute| ask.size(d, attribute));
+    let k = ask.size(a, if trans_a == 0 { layout::COLUMNS } else { layout::ROWS });
+    let batch = ask.number(d, layout::BATCH).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
+    let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
+    let shape = MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b };
+    let dtype = ask.number(a, layout::TYPE).map_or(DataType::Unspecified, dtype_of);
+    open(recorder, site.function, stream as usize, dtype, shape)
+}
+
+/// Whether this product gets events.
+#[inline]
+fn is_timed(recorder: &Recorder) -> bool {
+    let mode = recorder.bracket.load(Ordering::Relaxed);
+    if mode == Bracket::All as u32 || mode == Bracket::Matmuls as u32 {
+        return true;
+    }
+    let (now, last) = (sys::coarse_now_ns(), SAMPLED_NS.load(Ordering::Relaxed));
+    mode != Bracket::None as u32
+        && now.saturating_sub(last) >= SAMPLE_NS
+        && SAMPLED_NS.compare_exchange(last, now, Ordering::Relaxed, Ordering::Relaxed).is_ok()
+}
+
+fn open(
+    recorder: &'static Recorder,
+    function: &'static Function,
+    stream: usize,
+    dtype: DataType,
+    shape: MatmulShape,
+) -> Option<Open> {
+    if bracket::is_captured(stream) {
+        return None;
+    }
+    let function = recorder.name_key(function.text());
+    let what = Begin { dtype, stream, function, matmul: Some(shape), ..Begin::new(OpKind::Kernel, Op::Matmul) };
+    bracket::open(recorder, &what)
+}
+
+/// The element type of a cudaDataType; those that no collective has are unspecified.
+fn dtype_of(number: i32) -> DataType {
+    match number {
+        0 => DataType::Float32,
+        1 => DataType::Float64,
+        2 => DataType::Float16,
+        3 => DataType::Int8,
+        8 => DataType::Uint8,
+        10 => DataType::Int32,
+        12 => DataType::Uint32,
+        14 => DataType::Bfloat16,
+        24 => DataType::Int64,
+        26 => DataType::Uint64,
+        28 => DataType::Float8E4m3,
+        29 => DataType::Float8E5m2,
+        _ => DataType::Unspecified,
+    }
+}
+
+/// `cublasSgemm_v2` multiplies single precision.
+fn dtype_of_name(function: &Function) -> DataType {
+    let name = function.text();
+    match name.find("gemm").and_then(|at| name.as_bytes().get(at.checked_sub(1)?)) {
+        Some(b'S') => DataType::Float32,
+        Some(b'D') => DataType::Float64,
+        Some(b'H') => DataType::Float16,
+        _ => DataType::Unspecified,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::blas::{cublasDgemm_v2_64, cublasHgemmStridedBatched, cublasSgemm_v2, mcblasSgemm};
+
+    #[test]
+    fn the_letter_is_the_type() {
+        assert_eq!(dtype_of_name(&cublasSgemm_v2::FUNCTION), DataType::Float32);
+        assert_eq!(dtype_of_name(&cublasDgemm_v2_64::FUNCTION), DataType::Float64);
+        assert_eq!(dtype_of_name(&cublasHgemmStridedBatched::FUNCTION), DataType::Float16);
+        assert_eq!(dtype_of_name(&mcblasSgemm::FUNCTION), DataType::Float32);
+    }
+
+    #[test]
+    fn sizes_and_transposes_of_all_kinds_fit() {
+        let shape = Shape::of(i64::MAX, 2, -1, 1i64, 112, 1).cut();
+        assert_eq!((shape.m, shape.n, shape.k, shape.batch), (u32::MAX, 2, 0, 1));
+        assert_eq!((shape.trans_a, shape.trans_b), (1, 1));
+    }
+}
