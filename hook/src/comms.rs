@@ -5,11 +5,11 @@
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use xpu_timer_proto::{
-    ring::{comm, header, offset, pack_halves},
-    v1::CommunicatorState,
+    ring::{comm, header, offset, op, pack_halves},
+    v1::{CommunicatorState, Op, OpKind},
 };
 
-use crate::recorder::Recorder;
+use crate::{bracket::comm_of, recorder::Recorder, sys};
 
 /// Private side of an entry.
 #[derive(Default)]
@@ -64,6 +64,13 @@ pub fn hash(parts: &[&[u8]]) -> u64 {
         hash = (hash ^ (hash >> 33)).wrapping_mul(factor);
     }
     (hash ^ (hash >> 33)).max(1)
+}
+
+/// An identity that no other process has.
+pub fn local_id() -> u64 {
+    static COUNT: AtomicU32 = AtomicU32::new(0);
+    let count = COUNT.fetch_add(1, Ordering::Relaxed);
+    hash(&[b"local", &sys::now_ns().to_le_bytes(), &std::process::id().to_le_bytes(), &count.to_le_bytes()])
 }
 
 impl Comms {
@@ -153,6 +160,21 @@ impl Recorder {
         let word = self.comm_word(index, comm::STATE_DEVICE);
         let device = word.load(Ordering::Relaxed) >> 32;
         word.store(u64::from(state as u32) | device << 32, Ordering::Release);
+    }
+
+    /// Raises a counter of an operation's communicator to the operation's number. Sends and receives have numbers of their own.
+    pub fn raise(&self, slot: usize, counter: usize) {
+        let words = self.ring.op(slot);
+        let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
+        let counts = self.kind(slot) == OpKind::Collective
+            && ![Op::Send, Op::Recv].iter().any(|op| *op as i32 == i32::from(code));
+        if let Some(index) = comm_of(self, slot).filter(|_| counts) {
+            let seq = words[op::SEQ].load(Ordering::Relaxed);
+            // Only while the entry is still this communicator's: dead ones are reused.
+            if self.comm_id(index) == words[op::COMMUNICATOR].load(Ordering::Relaxed) {
+                self.comm_word(index, counter).fetch_max(seq, Ordering::Relaxed);
+            }
+        }
     }
 
     /// The state of a communicator.

@@ -20,6 +20,8 @@ mod driver;
 mod family;
 mod hooked;
 #[allow(unsafe_code)]
+mod host;
+#[allow(unsafe_code)]
 mod inject;
 mod lanes;
 mod launch;
@@ -57,5 +59,5 @@ fn functions() -> impl Iterator<Item = &'static original::Function> {
         memory::FUNCTIONS,
         blas::FUNCTIONS,
     ];
-    tables.into_iter().flatten().copied()
+    tables.into_iter().chain(host::TABLES).flatten().copied()
 }

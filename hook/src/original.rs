@@ -126,7 +126,8 @@ impl Function {
                 }
             }
         }
-        std::ptr::null_mut()
+        let mut host = self.library.host_sonames().iter().filter_map(|soname| Some(look_up(loaded(soname)?, self.name)));
+        host.find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
     }
 
     /// The wrapper for an original that the host looked up by itself. The original as it is when it is ours already, or

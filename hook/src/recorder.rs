@@ -17,6 +17,7 @@ use xpu_timer_proto::{
 use crate::{
     comms::Comms,
     device::EventPools,
+    host::open::OpenCalls,
     queue::Queue,
     ring::{Ring, store_text},
     sys::{self, Descriptor},
@@ -135,6 +136,8 @@ pub struct Recorder {
     pub begun: Queue<{ op::SLOTS }>,
     /// Communicators.
     pub comms: Comms,
+    /// What host threads are inside of.
+    pub open_calls: OpenCalls,
     /// Spare events.
     pub pools: EventPools,
     /// A test asked for panics; see [`crate::inject`].
@@ -158,6 +161,7 @@ impl Recorder {
             slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
             begun: Queue::new(),
             comms: Comms::new(),
+            open_calls: OpenCalls::new(),
             pools: EventPools::new(),
             inject: AtomicBool::new(false),
             bracket: AtomicU32::new(0),

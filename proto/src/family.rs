@@ -16,6 +16,10 @@ pub enum Library {
     Runtime,
     /// Matrix products.
     Blas,
+    /// MPI, whose collectives the host runs. It needs no device and belongs to no family.
+    Mpi,
+    /// gloo inside PyTorch, as above.
+    Gloo,
 }
 
 impl Library {
@@ -30,6 +34,18 @@ impl Library {
             Library::Driver => 2,
             Library::Runtime => 3,
             Library::Blas => 4,
+            Library::Mpi | Library::Gloo => 5,
+        }
+    }
+
+    /// Sonames of a library that belongs to no family: Open MPI, MPICH as Debian has it, and the name that MPICH's relatives
+    /// agreed on; PyTorch as it is on PyPI, and Debian's by version.
+    #[must_use]
+    pub const fn host_sonames(self) -> &'static [&'static CStr] {
+        match self {
+            Library::Mpi => &[c"libmpi.so.40", c"libmpich.so.12", c"libmpi.so.12"],
+            Library::Gloo => &[c"libtorch_cpu.so", c"libtorch_cpu.so.2.14", c"libtorch_cpu.so.1.13"],
+            _ => &[],
         }
     }
 }
@@ -117,6 +133,7 @@ impl Family {
             Library::Driver => self.driver,
             Library::Runtime => self.runtime,
             Library::Blas => self.blas,
+            Library::Mpi | Library::Gloo => &[],
         }
     }
 

@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{c_int, c_void},
-    sync::atomic::{AtomicU32, Ordering},
+    sync::atomic::Ordering,
 };
 
 use xpu_timer_proto::{
@@ -14,7 +14,7 @@ use super::group;
 use crate::{
     abi::{Comm, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
     bracket::{chain, close_all, comm_of},
-    comms::{NewComm, hash},
+    comms::{NewComm, hash, local_id},
     device::device,
     hooked::After,
     original::comm_number,
@@ -68,13 +68,6 @@ fn adopt(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
     })?;
     ready(recorder, index, handle as usize);
     Some(index)
-}
-
-/// An identity that no other process has.
-fn local_id() -> u64 {
-    static COUNT: AtomicU32 = AtomicU32::new(0);
-    let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    hash(&[b"local", &sys::now_ns().to_le_bytes(), &std::process::id().to_le_bytes(), &count.to_le_bytes()])
 }
 
 /// A communicator can be used. Its size and rank are asked for when nobody said them.

@@ -74,7 +74,8 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
     if calls > 0 || function.is_known() {
         return HOOKED;
     }
-    let loaded = FAMILIES.iter().flat_map(|family| family.sonames(function.library)).any(|soname| {
+    let of_families = FAMILIES.iter().flat_map(|family| family.sonames(function.library));
+    let loaded = of_families.chain(function.library.host_sonames()).any(|soname| {
         // Opened by soname, or by a name with more digits: libnccl.so.2.29.7.
         let is_it = |path: &String| {
             path.rsplit('/').next().zip(soname.to_str().ok()).is_some_and(|(file, soname)| file.starts_with(soname))
@@ -85,13 +86,17 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
         _ if !loaded => NOT_LOADED,
         // A driver function is handed out when it is asked for. The other libraries' are bound by name: nobody did.
         Library::Driver | Library::Runtime | Library::Blas => NOT_ASKED,
-        Library::Collectives if function.resolve().is_null() => NOT_THERE,
-        Library::Collectives => HOOKED,
+        Library::Collectives | Library::Mpi | Library::Gloo if function.resolve().is_null() => NOT_THERE,
+        Library::Collectives | Library::Mpi | Library::Gloo => HOOKED,
     }
 }
 
 /// Writes one entry's layer and status.
 pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
+    // A process without such a library hears nothing of it.
+    if status == NOT_LOADED && !function.library.host_sonames().is_empty() {
+        return;
+    }
     let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
     entry[coverage::STATUS].store(u64::from(u16::from_le_bytes([function.library.layer(), status])), Ordering::Release);
 }

@@ -68,7 +68,7 @@ impl Tracker {
 
     /// Whether nothing is pending.
     pub fn is_idle(&self) -> bool {
-        self.pending == 0
+        self.pending == 0 && self.recorder.open_calls.slots().next().is_none()
     }
 
     /// Looks at everything once; whether anything came or went.
@@ -107,6 +107,7 @@ impl Tracker {
         self.lanes
             .values()
             .filter_map(|lane| lane.front().copied())
+            .chain(self.recorder.open_calls.slots())
             .map(|slot| (slot, self.recorder.slots[slot].since_ns.load(Ordering::Relaxed)))
             .min_by_key(|(_, since_ns)| *since_ns)
     }
@@ -179,7 +180,7 @@ impl Tracker {
                 let entered = words[op::ENTERED_NS].load(Ordering::Relaxed);
                 self.started(member, now.saturating_sub(elapsed.unwrap_or(0)).max(entered));
                 words[op::DEVICE_NS].store(elapsed.unwrap_or(0), Ordering::Relaxed);
-                self.raise(member, comm::COMPLETED);
+                self.recorder.raise(member, comm::COMPLETED);
             }
             words[op::COMPLETED_NS].store(now, Ordering::Relaxed);
             words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
@@ -192,22 +193,7 @@ impl Tracker {
     fn started(&self, slot: usize, now: u64) {
         let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
         let _ = started.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
-        self.raise(slot, comm::STARTED);
-    }
-
-    /// Raises a communicator's counter to the operation's number. Sends and receives have numbers of their own.
-    fn raise(&self, slot: usize, counter: usize) {
-        use xpu_timer_proto::v1::Op;
-        let words = self.recorder.ring.op(slot);
-        let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
-        let point_to_point = [Op::Send, Op::Recv].iter().any(|op| *op as i32 == i32::from(code));
-        if let Some(index) = bracket::comm_of(self.recorder, slot).filter(|_| !point_to_point) {
-            let seq = words[op::SEQ].load(Ordering::Relaxed);
-            // Only while the entry is still this communicator's: dead ones are reused.
-            if self.recorder.comm_id(index) == words[op::COMMUNICATOR].load(Ordering::Relaxed) {
-                self.recorder.comm_word(index, counter).fetch_max(seq, Ordering::Relaxed);
-            }
-        }
+        self.recorder.raise(slot, comm::STARTED);
     }
 
     /// Gives the events back and frees the slots.

@@ -1,0 +1,260 @@
+//! The loaded MPI library: which of the two binary interfaces it has, and the few functions of its own that the hook calls.
+//!
+//! No header is used. A handle is a pointer in Open MPI and a 32-bit number in MPICH and all that share its interface (Intel
+//! MPI, MVAPICH, Cray MPICH), and the special numbers differ; [`Abi`] is the table. The `PMPI_` names are called, so that no
+//! profiling library sees the hook's own calls.
+
+use std::{
+    ffi::{CStr, c_int, c_void},
+    sync::OnceLock,
+};
+
+use xpu_timer_proto::{family, v1::DataType};
+
+use super::Word;
+use crate::original::{loaded, look_up};
+
+/// What differs between the two interfaces.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Abi {
+    /// Bits of a handle that mean something; the rest of its register may hold anything.
+    mask: u64,
+    /// `MPI_COMM_WORLD`.
+    pub world: u64,
+    /// `MPI_COMM_NULL`.
+    pub comm_null: u64,
+    /// `MPI_REQUEST_NULL`.
+    pub request_null: u64,
+    /// `MPI_ANY_SOURCE`.
+    pub any_source: c_int,
+    /// `MPI_PROC_NULL`.
+    pub proc_null: c_int,
+}
+
+type Getter = unsafe extern "C" fn(Word, *mut c_int) -> c_int;
+type GroupOf = unsafe extern "C" fn(Word, *mut u64) -> c_int;
+type Translate = unsafe extern "C" fn(Word, c_int, *const c_int, Word, *mut c_int) -> c_int;
+type FreeGroup = unsafe extern "C" fn(*mut u64) -> c_int;
+
+/// The library and what is known of it.
+pub struct Library {
+    /// Its interface.
+    pub abi: Abi,
+    types: Vec<(u64, DataType)>,
+    comm_rank: Getter,
+    comm_size: Getter,
+    comm_test_inter: Getter,
+    type_size: Getter,
+    comm_group: GroupOf,
+    group_size: Getter,
+    group_translate: Translate,
+    group_free: FreeGroup,
+}
+
+/// `MPI_IN_PLACE` of both interfaces.
+const IN_PLACE: [isize; 2] = [1, -1];
+
+/// Predefined types: Open MPI's symbol, MPICH's number, and what it is.
+const TYPES: [(&CStr, u64, DataType); 21] = [
+    (c"ompi_mpi_byte", 0x4c00_010d, DataType::Uint8),
+    (c"ompi_mpi_char", 0x4c00_0101, DataType::Int8),
+    (c"ompi_mpi_signed_char", 0x4c00_0118, DataType::Int8),
+    (c"ompi_mpi_unsigned_char", 0x4c00_0102, DataType::Uint8),
+    (c"ompi_mpi_int8_t", 0x4c00_0137, DataType::Int8),
+    (c"ompi_mpi_uint8_t", 0x4c00_013b, DataType::Uint8),
+    (c"ompi_mpi_int", 0x4c00_0405, DataType::Int32),
+    (c"ompi_mpi_unsigned", 0x4c00_0406, DataType::Uint32),
+    (c"ompi_mpi_int32_t", 0x4c00_0439, DataType::Int32),
+    (c"ompi_mpi_uint32_t", 0x4c00_043d, DataType::Uint32),
+    (c"ompi_mpi_long", 0x4c00_0807, DataType::Int64),
+    (c"ompi_mpi_unsigned_long", 0x4c00_0808, DataType::Uint64),
+    (c"ompi_mpi_long_long_int", 0x4c00_0809, DataType::Int64),
+    (c"ompi_mpi_unsigned_long_long", 0x4c00_0819, DataType::Uint64),
+    (c"ompi_mpi_int64_t", 0x4c00_083a, DataType::Int64),
+    (c"ompi_mpi_uint64_t", 0x4c00_083e, DataType::Uint64),
+    (c"ompi_mpi_float", 0x4c00_040a, DataType::Float32),
+    (c"ompi_mpi_double", 0x4c00_080b, DataType::Float64),
+    (c"ompi_mpi_real", 0x4c00_041c, DataType::Float32),
+    (c"ompi_mpi_dblprec", 0x4c00_081f, DataType::Float64),
+    (c"ompi_mpi_integer", 0x4c00_041b, DataType::Int32),
+];
+
+/// The process's MPI library. `None` when its interface is neither of the two that are known; then its calls only count as
+/// host calls that may block.
+pub fn library() -> Option<&'static Library> {
+    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
+    LIBRARY.get_or_init(Library::find).as_ref()
+}
+
+impl Library {
+    fn find() -> Option<Self> {
+        // The next one in the global scope, as the exported functions do it; else one that was loaded into a scope of its own.
+        let next = std::iter::once(libc::RTLD_NEXT);
+        let known = family::Library::Mpi.host_sonames().iter().filter_map(|soname| loaded(soname));
+        next.chain(known).find_map(Self::of)
+    }
+
+    fn of(handle: *mut c_void) -> Option<Self> {
+        // The address that all of the process uses may be that of a copy in the executable, which only the global scope tells.
+        let at = |name: &CStr| match look_up(libc::RTLD_DEFAULT, name) as u64 {
+            0 => look_up(handle, name) as u64,
+            found => found,
+        };
+        let open_mpi = at(c"ompi_mpi_comm_world");
+        let (abi, types) = if open_mpi != 0 {
+            let types = TYPES.iter().map(|(name, _, dtype)| (at(name), *dtype));
+            (Abi::open_mpi(open_mpi, at(c"ompi_mpi_comm_null"), at(c"ompi_request_null")), types.collect())
+        } else if at(c"MPIR_Dup_fn") != 0 {
+            (Abi::MPICH, TYPES.iter().map(|(_, number, dtype)| (*number, *dtype)).collect())
+        } else {
+            return None;
+        };
+        macro_rules! own {
+            ($name:literal) => {{
+                let found = look_up(handle, $name);
+                if found.is_null() {
+                    return None;
+                }
+                // SAFETY: the function of this name has the type of the field that it goes to, by the MPI standard.
+                unsafe { std::mem::transmute(found) }
+            }};
+        }
+        Some(Library {
+            abi,
+            types,
+            comm_rank: own!(c"PMPI_Comm_rank"),
+            comm_size: own!(c"PMPI_Comm_size"),
+            comm_test_inter: own!(c"PMPI_Comm_test_inter"),
+            type_size: own!(c"PMPI_Type_size"),
+            comm_group: own!(c"PMPI_Comm_group"),
+            group_size: own!(c"PMPI_Group_size"),
+            group_translate: own!(c"PMPI_Group_translate_ranks"),
+            group_free: own!(c"PMPI_Group_free"),
+        })
+    }
+
+    fn ask(&self, getter: Getter, handle: u64) -> Option<c_int> {
+        let mut number = 0;
+        // SAFETY: a live handle that the caller of a hooked function passed, and a place for the answer.
+        (unsafe { getter(handle as Word, &mut number) } == 0).then_some(number)
+    }
+
+    /// This process's rank in a communicator and its size.
+    pub fn rank_and_size(&self, comm: u64) -> Option<(i32, u32)> {
+        Some((self.ask(self.comm_rank, comm)?, self.ask(self.comm_size, comm)? as u32))
+    }
+
+    /// Whether a communicator connects two groups.
+    pub fn is_inter(&self, comm: u64) -> bool {
+        self.ask(self.comm_test_inter, comm).is_none_or(|flag| flag != 0)
+    }
+
+    /// The ranks in the world of a communicator's members, in their order; `None` when they cannot be told.
+    pub fn world_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
+        self.with_group(comm, |group| self.world_ranks_of(group))?
+    }
+
+    /// The same for a group.
+    pub fn world_ranks_of(&self, group: u64) -> Option<Vec<c_int>> {
+        let size = self.ask(self.group_size, group)?;
+        let own: Vec<c_int> = (0..size).collect();
+        let mut ranks = vec![0; own.len()];
+        let translated = self.with_group(self.abi.world, |world| {
+            // SAFETY: two live groups, and arrays of `size` numbers.
+            unsafe { (self.group_translate)(group as Word, size, own.as_ptr(), world as Word, ranks.as_mut_ptr()) }
+        })?;
+        (translated == 0).then_some(ranks)
+    }
+
+    fn with_group<R>(&self, comm: u64, use_it: impl FnOnce(u64) -> R) -> Option<R> {
+        let mut group = 0;
+        // SAFETY: a live communicator, and a place that is large enough for a handle of either interface.
+        if unsafe { (self.comm_group)(comm as Word, &mut group) } != 0 {
+            return None;
+        }
+        let result = use_it(self.abi.handle(group as Word));
+        // SAFETY: the group that was just made; nobody else knows it.
+        unsafe { (self.group_free)(&mut group) };
+        Some(result)
+    }
+
+    /// Elements and their type; bytes of an unknown type when it is not a predefined one.
+    pub fn shape(&self, count: i64, dtype: Word) -> (u64, DataType) {
+        let handle = self.abi.handle(dtype);
+        let count = count.max(0) as u64;
+        if let Some((_, dtype)) = self.types.iter().find(|(known, _)| *known == handle) {
+            return (count, *dtype);
+        }
+        let bytes = self.ask(self.type_size, handle).unwrap_or(0).max(0) as u64;
+        (count * bytes, DataType::Unspecified)
+    }
+}
+
+impl Abi {
+    const MPICH: Abi = Abi {
+        mask: 0xffff_ffff,
+        world: 0x4400_0000,
+        comm_null: 0x0400_0000,
+        request_null: 0x2c00_0000,
+        any_source: -2,
+        proc_null: -1,
+    };
+
+    fn open_mpi(world: u64, comm_null: u64, request_null: u64) -> Abi {
+        Abi { mask: u64::MAX, world, comm_null, request_null, any_source: -1, proc_null: -2 }
+    }
+
+    /// A handle without what else its register holds.
+    pub fn handle(&self, word: Word) -> u64 {
+        word as u64 & self.mask
+    }
+
+    /// A handle that the library wrote, or the host keeps in an array.
+    ///
+    /// # Safety
+    /// `place` is null or points to `index + 1` handles.
+    pub unsafe fn handle_at(&self, place: Word, index: usize) -> u64 {
+        match (place, self.mask) {
+            (0, _) => 0,
+            // SAFETY: the caller's promise.
+            (_, u64::MAX) => unsafe { *(place as *const u64).add(index) },
+            // SAFETY: as above; these handles are 32 bits.
+            _ => u64::from(unsafe { *(place as *const u32).add(index) }),
+        }
+    }
+}
+
+/// Whether a buffer argument says that the other buffer is used.
+pub fn in_place(buffer: Word) -> bool {
+    IN_PLACE.contains(&(buffer as isize))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_read_as_wide_as_its_interface_has_it() {
+        let pair: [u32; 4] = [0x4400_0000, 0x8400_0001, 7, 0];
+        let place = pair.as_ptr() as Word;
+        let open_mpi = Abi::open_mpi(1, 2, 3);
+        // SAFETY: four 32-bit or two 64-bit handles.
+        unsafe {
+            assert_eq!(Abi::MPICH.handle_at(place, 1), 0x8400_0001);
+            assert_eq!(open_mpi.handle_at(place, 0), 0x8400_0001_4400_0000);
+            assert_eq!(open_mpi.handle_at(place, 1), 7);
+            assert_eq!(open_mpi.handle_at(0, 0), 0);
+        }
+        assert_eq!(Abi::MPICH.handle(0xdead_beef_4400_0000), Abi::MPICH.world);
+    }
+
+    #[test]
+    fn a_process_without_mpi_has_no_library() {
+        assert!(library().is_none());
+    }
+
+    #[test]
+    fn both_interfaces_say_in_place_in_their_way() {
+        assert!(in_place(1) && in_place(usize::MAX) && !in_place(0) && !in_place(0x1000));
+    }
+}
