@@ -21,7 +21,6 @@ mod family;
 mod hooked;
 #[allow(unsafe_code)]
 mod host;
-#[allow(unsafe_code)]
 mod inject;
 mod lanes;
 mod launch;

@@ -126,7 +126,8 @@ impl Function {
                 }
             }
         }
-        let mut host = self.library.host_sonames().iter().filter_map(|soname| Some(look_up(loaded(soname)?, self.name)));
+        let mut host =
+            self.library.host_sonames().iter().filter_map(|soname| Some(look_up(loaded(soname)?, self.name)));
         host.find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
     }
 
