@@ -8,6 +8,8 @@ use xpu_timer_proto::{
     socket,
 };
 
+use crate::metrics::MetricsSettings;
+
 /// Settings of one node collector.
 #[derive(Debug, Clone)]
 pub struct Settings {
@@ -29,6 +31,8 @@ pub struct Settings {
     pub hang_timeout: Duration,
     /// Label `pod_name`, and the node in the dumps when a rank does not say it.
     pub node: String,
+    /// Windows, intervals and levels of the kernel metrics.
+    pub metrics: MetricsSettings,
     /// Label `ip`.
     pub ip: String,
     /// The cluster collector that somebody expects to be used.
@@ -66,6 +70,7 @@ impl Settings {
             sample_interval: seconds("XPU_TIMER_SAMPLE_INTERVAL"),
             hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
             node: text("POD_NAME"),
+            metrics: MetricsSettings::new(source),
             ip: text("POD_IP"),
             cluster: source.text("XPU_TIMER_COLLECTOR"),
             linger,

@@ -26,6 +26,7 @@ use crate::{
     error::chain,
     inbox::{Command, Inbox, Refusal},
     incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
+    metrics::Sampler,
     monitor::{Monitor, Observation},
     process::{self, Handle},
     records,
@@ -69,6 +70,8 @@ pub struct Core {
     pub node: String,
     inbox: Inbox,
     monitor: Monitor,
+    /// What the ranks' rings say, for `/metrics`.
+    pub sampler: Sampler,
     captures: Arc<Captures>,
     hurry: Arc<Hurry>,
     boot: String,
@@ -97,6 +100,7 @@ impl Core {
             "" | "NOT_SET" => process::host_name(),
             name => name.to_string(),
         };
+        let sampler = Sampler::new(settings.metrics.clone());
         Core {
             settings,
             registry: Registry::default(),
@@ -108,6 +112,7 @@ impl Core {
             node,
             inbox,
             monitor: Monitor::default(),
+            sampler,
             captures: Arc::new(captures),
             hurry: Arc::default(),
             boot: process::boot_id(),
@@ -318,6 +323,7 @@ impl Core {
         let engine = &self.engine;
         self.told.retain(|id, _| engine.get(id).is_some());
         self.end_the_rest(now);
+        self.sampler.turn(living_ranks(&self.registry), now);
         self.registry.forget(now.mono_ns);
     }
 
@@ -334,7 +340,7 @@ impl Core {
     }
 
     fn living(&self) -> impl Iterator<Item = &Rank> {
-        self.registry.ranks().filter(|rank| rank.presence.is_alive() && !rank.auxiliary)
+        living_ranks(&self.registry)
     }
 
     fn attempt(&self, job: &JobKey) -> u32 {
@@ -529,6 +535,10 @@ impl Core {
     pub fn is_dumping(&self) -> bool {
         self.engine.incidents().any(|incident| incident.state == State::Open)
     }
+}
+
+fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
+    registry.ranks().filter(|rank| rank.presence.is_alive() && !rank.auxiliary)
 }
 
 /// A process outside this PID namespace has no pid here; its entry's number stands for it.

@@ -1,7 +1,25 @@
 //! `/metrics`: the Prometheus text format. Only what is measured is there.
+//!
+//! The names in capitals, their labels and their levels are those of the original tool, whose dashboards and whose judge in
+//! DLRover's master read them; `xpu_timer_*` are ours. The kernel metrics come from the ranks' rings ([`sampler`]), at no cost for
+//! the ranks.
 
-use std::fmt::Write;
+mod cursor;
+mod exposition;
+mod meaning;
+mod sampler;
+mod series;
+mod settings;
 
+use xpu_timer_proto::ring::{header, lane};
+
+use self::{
+    exposition::{Labels, Page},
+    meaning::{Family, Key},
+    sampler::Sampled,
+    series::Values,
+};
+pub use self::{sampler::Sampler, settings::MetricsSettings};
 use crate::{
     clock::Now,
     core::Core,
@@ -14,87 +32,200 @@ use crate::{
 pub fn text(core: &Core, now: Now) -> String {
     let mut page = Page::default();
     let ranks: Vec<&Rank> = core.registry.jobs().iter().flat_map(|job| core.registry.of_job(job)).collect();
-    let alive: Vec<&Rank> = ranks.iter().copied().filter(|rank| rank.presence.is_alive()).collect();
+    let alive: Vec<&Rank> = ranks.into_iter().filter(|rank| rank.presence.is_alive()).collect();
+    common(&mut page, core, &alive);
+    let seen: Vec<(Labels, &Sampled)> =
+        alive.iter().filter_map(|rank| Some((labels(core, rank), core.sampler.of(rank.id)?))).collect();
+    kernels(&mut page, &seen);
+    memory(&mut page, &seen);
+    hook(&mut page, &seen);
+    collector(&mut page, core, alive.len(), now);
+    page.text()
+}
+
+/// The metrics that every rank has.
+fn common(page: &mut Page, core: &Core, alive: &[&Rank]) {
     let newest = |rank: &Rank| {
         let of_job = |incident: &&Incident| incident.job == rank.job && incident.closed.is_none();
         core.engine.incidents().rev().find(of_job)
     };
-    let begun = |rank: &Rank| newest(rank).is_some();
-    let ended = |rank: &Rank| newest(rank).is_some_and(|incident| incident.dumped.is_some());
-    let per_rank: [PerRank<'_>; 3] = [
-        ("XPU_TIMER_COMMON_HANG", "1 while the job of this rank hangs.", &|rank| core.engine.hangs(&rank.job)),
+    let begun = |rank: &Rank| Some(u64::from(newest(rank).is_some()));
+    let ended = |rank: &Rank| Some(u64::from(newest(rank).is_some_and(|incident| incident.dumped.is_some())));
+    let spare = |rank: &Rank| Some(core.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
+    let pending = |rank: &Rank| Some(core.sampler.of(rank.id)?.cursor.pending() as u64);
+    let hangs = |rank: &Rank| Some(u64::from(core.engine.hangs(&rank.job)));
+    let per_rank: [PerRank<'_>; 5] = [
+        ("XPU_TIMER_COMMON_HANG", "1 while the job of this rank hangs.", &hangs),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
         ("XPU_TIMER_COMMON_END_DUMP", "1 once the dump of an open incident is finished.", &ended),
+        ("XPU_TIMER_COMMON_POOL_QUEUE_SIZE", "Events that the hook keeps for reuse.", &spare),
+        ("XPU_TIMER_COMMON_WORK_QUEUE_SIZE", "Operations launched and not completed.", &pending),
     ];
     for (name, help, value) in per_rank {
         page.family(name, "gauge", help);
-        for rank in &alive {
-            page.sample(name, &labels(core, rank), u64::from(value(rank)));
+        for rank in alive {
+            if let Some(value) = value(rank) {
+                page.sample(name, &labels(core, rank), value);
+            }
+        }
+        // DLRover's master takes a page without a line of this name for one on which every rank hangs.
+        if name.ends_with("_HANG") && alive.is_empty() {
+            page.sample(name, &node_labels(core), 0);
         }
     }
-
-    page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
-    page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION"))], 1);
-    page.family("xpu_timer_ranks", "gauge", "Ranks that run.");
-    page.sample::<&str>("xpu_timer_ranks", &[], alive.len() as u64);
-    page.family("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.");
-    page.sample::<&str>("xpu_timer_incidents_total", &[], core.opened);
-    page.family("xpu_timer_incidents_open", "gauge", "Incidents that last.");
-    let open = core.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
-    page.sample::<&str>("xpu_timer_incidents_open", &[], open as u64);
-    page.family("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.");
-    page.sample::<&str>(
-        "xpu_timer_uptime_seconds",
-        &[],
-        now.mono_ns.saturating_sub(core.started.mono_ns) / 1_000_000_000,
-    );
-    page.0
 }
 
 /// Name, help and value of a gauge that every rank has.
-type PerRank<'a> = (&'static str, &'static str, &'a dyn Fn(&Rank) -> bool);
+type PerRank<'a> = (&'static str, &'static str, &'a dyn Fn(&Rank) -> Option<u64>);
 
-fn labels(core: &Core, rank: &Rank) -> [(&'static str, String); 5] {
+/// Latency and performance of collectives and matrix products.
+fn kernels(page: &mut Page, seen: &[(Labels, &Sampled)]) {
+    type Part = (&'static str, &'static str, fn(&Values) -> f64);
+    const LATENCIES: [Part; 4] = [
+        ("AVG_LATENCY", "Average device time in microseconds.", |values| values.average),
+        ("MAX_LATENCY", "Longest device time in microseconds.", |values| values.max),
+        ("P99_LATENCY", "Device time in microseconds that 99 of 100 do not exceed.", |values| values.p99),
+        ("MIN_LATENCY", "Shortest device time in microseconds.", |values| values.min),
+    ];
+    const BANDWIDTH: Part = ("BANDWIDTH", "Bus bandwidth in Gbps.", |values| values.performance);
+    const FLOPS: Part = ("FLOPS", "TFLOPS.", |values| values.performance);
+    for (prefix, family, last) in
+        [("XPU_TIMER_COLL_KERNEL_", Family::Collective, BANDWIDTH), ("XPU_TIMER_MM_KERNEL_", Family::Matmul, FLOPS)]
+    {
+        for (suffix, help, value) in LATENCIES.into_iter().chain([last]) {
+            let name = format!("{prefix}{suffix}");
+            page.family(&name, "gauge", help);
+            for (labels, sampled) in seen {
+                for (key, values) in sampled.series.published().filter(|(key, _)| key.family == family) {
+                    page.sample(&name, &with(labels, key), rounded(value(&values)));
+                }
+            }
+        }
+    }
+}
+
+fn with(labels: &Labels, key: &Key) -> Labels {
+    labels.iter().chain(&key.labels).cloned().collect()
+}
+
+/// More digits than a clock has are noise.
+fn rounded(value: f64) -> f64 {
+    (value * 1e6).round() / 1e6
+}
+
+/// Calls that copy, allocate and free memory.
+fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
+    let name = "XPU_TIMER_MEMORY_COUNTER";
+    page.family(name, "gauge", "Calls of functions that copy, allocate or free memory, since the start of the rank.");
+    for (labels, sampled) in seen {
+        let called = |part: &'static str| {
+            sampled.functions.iter().filter(move |function| function.calls > 0 && function.name.contains(part))
+        };
+        for function in ["Malloc", "HostAlloc", "Free"].into_iter().flat_map(called) {
+            let mut labels = labels.clone();
+            labels.push(("operation", function.name.clone()));
+            page.sample(name, &labels, function.calls);
+        }
+        // The directions are counted over all forms of the copying function.
+        let Some(copy) = called("MemcpyAsync").next() else { continue };
+        for (kind, count) in lane::COPY_KINDS.iter().zip(sampled.totals.copies).filter(|(_, count)| *count > 0) {
+            let mut labels = labels.clone();
+            labels.extend([("operation", copy.name.replace("_ptsz", "")), ("kind", kind.to_string())]);
+            page.sample(name, &labels, count);
+        }
+    }
+}
+
+/// What the hooks count, and what they cost.
+fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
+    let word = |index: usize| move |sampled: &Sampled| sampled.head.map(|head| head[index] as f64);
+    let mean = |samples: (u64, u64)| (samples.0 > 0).then(|| samples.1 as f64 / samples.0 as f64 / 1e9);
+    type Value<'a> = &'a dyn Fn(&Sampled) -> Option<f64>;
+    let families: [(&str, &str, &str, Value<'_>); 9] = [
+        ("xpu_timer_kernels_launched_total", "counter", "Kernels launched.", &word(header::KERNELS)),
+        ("xpu_timer_graphs_launched_total", "counter", "Graphs launched.", &word(header::GRAPHS)),
+        ("xpu_timer_collectives_launched_total", "counter", "Collectives launched.", &word(header::COLLECTIVES)),
+        (
+            "xpu_timer_operations_dropped_total",
+            "counter",
+            "Operations without a slot in the ring.",
+            &word(header::DROPPED),
+        ),
+        (
+            "xpu_timer_operations_missed_total",
+            "counter",
+            "Operations that came and went between two looks.",
+            &|sampled| Some(sampled.cursor.missed as f64),
+        ),
+        ("xpu_timer_hook_panics_total", "counter", "Panics caught in the hook; should be 0.", &word(header::PANICS)),
+        ("xpu_timer_allocated_bytes_total", "counter", "Bytes of memory asked for.", &|sampled| {
+            Some(sampled.totals.allocated_bytes as f64)
+        }),
+        ("xpu_timer_hook_launch_seconds", "gauge", "Own time of the hook in one launch, on average.", &|sampled| {
+            mean(sampled.totals.launch_cost)
+        }),
+        (
+            "xpu_timer_hook_collective_seconds",
+            "gauge",
+            "Own time of the hook in one collective, on average.",
+            &|sampled| mean(sampled.totals.collective_cost),
+        ),
+    ];
+    for (name, kind, help, value) in families {
+        page.family(name, kind, help);
+        for (labels, sampled) in seen {
+            if let Some(value) = value(sampled) {
+                page.sample(name, labels, value);
+            }
+        }
+    }
+    let name = "xpu_timer_copied_bytes_total";
+    page.family(name, "counter", "Bytes copied, by direction.");
+    for (labels, sampled) in seen {
+        for (kind, bytes) in lane::COPY_KINDS.iter().zip(sampled.totals.copy_bytes).filter(|(_, bytes)| *bytes > 0) {
+            let mut labels = labels.clone();
+            labels.push(("kind", kind.to_string()));
+            page.sample(name, &labels, bytes);
+        }
+    }
+}
+
+/// The collector itself.
+fn collector(page: &mut Page, core: &Core, ranks: usize, now: Now) {
+    let open = core.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped)).count();
+    let uptime = now.mono_ns.saturating_sub(core.started.mono_ns) / 1_000_000_000;
+    page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
+    page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").to_string())], 1);
+    page.family("xpu_timer_ranks", "gauge", "Ranks that run.");
+    page.sample("xpu_timer_ranks", &[], ranks);
+    page.family("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.");
+    page.sample("xpu_timer_incidents_total", &[], core.opened);
+    page.family("xpu_timer_incidents_open", "gauge", "Incidents that last.");
+    page.sample("xpu_timer_incidents_open", &[], open);
+    page.family("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.");
+    page.sample("xpu_timer_uptime_seconds", &[], uptime);
+}
+
+const UNKNOWN: &str = "NOT_SET";
+
+fn labels(core: &Core, rank: &Rank) -> Labels {
     let or = |value: &str, default: &str| if value.is_empty() { default.to_string() } else { value.to_string() };
-    [
+    vec![
         ("ip", or(&rank.info.ip, &core.settings.ip)),
-        ("job_name", or(&rank.info.job, "NOT_SET")),
-        ("pod_name", or(&rank.info.node, &core.settings.node)),
+        ("job_name", or(&rank.info.job, UNKNOWN)),
+        ("pod_name", or(&rank.info.pod_name, &core.settings.node)),
         ("rank", rank.info.rank.to_string()),
         ("local_rank", rank.info.local_rank.to_string()),
     ]
 }
 
-#[derive(Default)]
-struct Page(String);
-
-impl Page {
-    fn family(&mut self, name: &str, kind: &str, help: &str) {
-        // Writing into a String cannot fail.
-        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
-    }
-
-    fn sample<T: AsRef<str>>(&mut self, name: &str, labels: &[(&str, T)], value: u64) {
-        let list: Vec<String> =
-            labels.iter().map(|(label, text)| format!("{label}=\"{}\"", escape(text.as_ref()))).collect();
-        let braces = if list.is_empty() { String::new() } else { format!("{{{}}}", list.join(",")) };
-        let _ = writeln!(self.0, "{name}{braces} {value}");
-    }
-}
-
-/// Backslash, quote and newline are what the format escapes in a label value.
-fn escape(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn label_values_are_escaped() {
-        let mut page = Page::default();
-        page.sample("m", &[("job_name", "a\"b\\c\nd")], 1);
-        assert_eq!(page.0, "m{job_name=\"a\\\"b\\\\c\\nd\"} 1\n");
-    }
+/// Labels of a node on which no rank runs.
+fn node_labels(core: &Core) -> Labels {
+    vec![
+        ("ip", core.settings.ip.clone()),
+        ("job_name", UNKNOWN.into()),
+        ("pod_name", core.settings.node.clone()),
+        ("rank", "-1".into()),
+        ("local_rank", "-1".into()),
+    ]
 }

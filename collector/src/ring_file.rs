@@ -40,12 +40,20 @@ impl RingFile {
         Ok(ring)
     }
 
+    /// Fills a buffer from an offset; what the readers of [`ring`] want.
+    ///
+    /// # Errors
+    /// When the file ends before, or cannot be read.
+    pub fn read_at(&self, offset: u64, buffer: &mut [u8]) -> io::Result<()> {
+        self.file.read_exact_at(buffer, offset)
+    }
+
     /// The counters and times of the header.
     ///
     /// # Errors
     /// As [`ring::read_header`].
     pub fn header(&self) -> io::Result<[u64; header::WORDS]> {
-        ring::read_header(|offset, buffer| self.file.read_exact_at(buffer, offset))
+        ring::read_header(|offset, buffer| self.read_at(offset, buffer))
     }
 
     /// The whole flight record.
@@ -53,7 +61,7 @@ impl RingFile {
     /// # Errors
     /// As [`ring::read`].
     pub fn read(&self, rank: RankInfo) -> io::Result<FlightRecord> {
-        ring::read(|offset, buffer| self.file.read_exact_at(buffer, offset), rank, Now::get().mono_ns)
+        ring::read(|offset, buffer| self.read_at(offset, buffer), rank, Now::get().mono_ns)
     }
 }
 

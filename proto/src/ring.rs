@@ -50,6 +50,8 @@ pub mod header {
     pub const PANICS: usize = 11;
     /// Entries that did not fit the communicator, stream, name or coverage table.
     pub const OVERFLOWS: usize = 12;
+    /// Events that the hook keeps for reuse.
+    pub const SPARE_EVENTS: usize = 20;
     /// Words of the header.
     pub const WORDS: usize = 64;
 }
@@ -337,14 +339,17 @@ pub fn read(
             long_samples: lanes.long_cost.0,
             long_cost_ns: lanes.long_cost.1,
         }),
-        coverage: hooked_functions(&read_at)?,
+        coverage: read_functions(&read_at)?,
     })
 }
 
-/// An entry never moves and is never freed, and its name never changes: one read will do.
-fn hooked_functions(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<HookedFunction>> {
-    let calls = lane::calls(read_at)?;
-    let table = read_words(read_at, offset::COVERAGE, coverage::SLOTS * coverage::WORDS)?;
+/// All functions that the hook knows. An entry never moves and is never freed, and its name never changes: one read will do.
+///
+/// # Errors
+/// What `read_at` returned.
+pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<HookedFunction>> {
+    let calls = lane::calls(&read_at)?;
+    let table = read_words(&read_at, offset::COVERAGE, coverage::SLOTS * coverage::WORDS)?;
     let entries = table.chunks_exact(coverage::WORDS).zip(calls).filter(|(words, _)| words[coverage::STATUS] != 0);
     let function = |(words, by_lanes): (&[u64], u64)| {
         let [layer, status, ..] = words[coverage::STATUS].to_le_bytes();

@@ -171,6 +171,8 @@ impl Watcher {
             self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
             self.panics = panics;
         }
+        let spare: usize = self.recorder.pools.contexts().map(|(_, events)| events.len()).sum();
+        self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
         self.coverage.turn(self.recorder, now);
     }
 

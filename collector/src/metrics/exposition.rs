@@ -1,0 +1,53 @@
+//! The Prometheus text format, version 0.0.4.
+
+use std::fmt::{Display, Write};
+
+/// The labels of a sample, in the order in which they are written.
+pub type Labels = Vec<(&'static str, String)>;
+
+/// A page that is being written. A family is written once, with all its samples.
+#[derive(Default)]
+pub struct Page(String);
+
+impl Page {
+    /// Begins a family, which may stay without samples.
+    pub fn family(&mut self, name: &str, kind: &str, help: &str) {
+        // Writing into a String cannot fail.
+        let _ = writeln!(self.0, "# HELP {name} {help}\n# TYPE {name} {kind}");
+    }
+
+    /// A sample of the family that was begun last.
+    pub fn sample(&mut self, name: &str, labels: &[(&str, String)], value: impl Display) {
+        let _ = write!(self.0, "{name}");
+        for (index, (label, text)) in labels.iter().enumerate() {
+            let open = if index == 0 { '{' } else { ',' };
+            let _ = write!(self.0, "{open}{label}=\"{}\"", escape(text));
+        }
+        let close = if labels.is_empty() { "" } else { "}" };
+        let _ = writeln!(self.0, "{close} {value}");
+    }
+
+    /// The text.
+    #[must_use]
+    pub fn text(self) -> String {
+        self.0
+    }
+}
+
+/// Backslash, quote and newline are what the format escapes in a label value.
+fn escape(text: &str) -> String {
+    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn label_values_are_escaped() {
+        let mut page = Page::default();
+        page.sample("m", &[("job_name", "a\"b\\c\nd".into()), ("rank", "3".into())], 1);
+        page.sample("n", &[], 2.5);
+        assert_eq!(page.text(), "m{job_name=\"a\\\"b\\\\c\\nd\",rank=\"3\"} 1\nn 2.5\n");
+    }
+}

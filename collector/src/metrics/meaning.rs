@@ -1,0 +1,411 @@
+//! What an operation means in the units of the metrics: bits on the bus, floating-point operations, and the labels of its series.
+//! Pure.
+//!
+//! Bus bandwidth has the factors of nccl-tests, so that the figure of a collective does not depend on the number of ranks. Levels
+//! and label values are those of the original tool, whose dashboards must go on working.
+
+use xpu_timer_proto::v1::{Communicator, DataType, Matmul, Op, OpKind, OpStatus, Operation};
+
+use super::settings::MetricsSettings;
+
+/// What is measured of an operation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Family {
+    /// Bits and Gbps on the bus.
+    Collective,
+    /// Floating-point operations and TFLOPS.
+    Matmul,
+}
+
+/// The series that an operation belongs to, within its rank.
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
+pub struct Key {
+    /// What is measured.
+    pub family: Family,
+    /// Labels besides those of the rank, in the order in which they are written.
+    pub labels: Vec<(&'static str, String)>,
+}
+
+/// How long an operation took, and how much it did.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Done {
+    /// When it completed, CLOCK_MONOTONIC.
+    pub at_ns: u64,
+    /// Device time.
+    pub us: f64,
+    /// Bits on the bus, or floating-point operations.
+    pub amount: f64,
+}
+
+impl Family {
+    /// Gbps or TFLOPS.
+    #[must_use]
+    pub fn performance(self, amount: f64, us: f64) -> f64 {
+        let per_us = match self {
+            Family::Collective => 1e3,
+            Family::Matmul => 1e6,
+        };
+        if us > 0.0 { amount / us / per_us } else { 0.0 }
+    }
+}
+
+/// What the network can do for the levels of collectives.
+const NETWORK_GBPS: f64 = 400.0;
+/// Up to so many bits a collective counts as small.
+const SMALL_BITS: f64 = 8192.0;
+
+/// Series and amount of a collective that has completed, or of all operations that one launch of NCCL does together: those of a
+/// group on one stream, which share their time. `spans_nodes` says whether the communicator has ranks elsewhere. `None` for
+/// what moves nothing or was not timed.
+#[must_use]
+pub fn collective(
+    together: &[(&Operation, &Communicator)],
+    spans_nodes: bool,
+    settings: &MetricsSettings,
+) -> Option<(Key, Done)> {
+    let (first, _) = together.first()?;
+    let timed = first.kind() == OpKind::Collective && first.status() == OpStatus::Completed && first.device_ns > 0;
+    let moving = || together.iter().filter(|(_, communicator)| timed && communicator.size > 1);
+    moving().next()?;
+    let bytes_of = |wanted: &dyn Fn(Op) -> bool| -> f64 {
+        let of_kind = moving().filter(|(operation, _)| wanted(operation.op()));
+        of_kind
+            .filter_map(|(operation, communicator)| {
+                bus_bytes(operation.op(), operation.count, operation.dtype(), communicator.size)
+            })
+            .sum()
+    };
+    // Both directions of a link work at once, and nccl-tests counts one of them.
+    let exchanged = bytes_of(&|op| op == Op::Send).max(bytes_of(&|op| op == Op::Recv));
+    let bits = (exchanged + bytes_of(&|op| !matches!(op, Op::Send | Op::Recv))) * 8.0;
+    let done = Done { at_ns: first.completed_ns, us: first.device_ns as f64 / 1e3, amount: bits };
+    (bits > 0.0).then(|| (collective_key(first, spans_nodes, &done, settings), done))
+}
+
+fn collective_key(operation: &Operation, spans_nodes: bool, done: &Done, settings: &MetricsSettings) -> Key {
+    let mut labels = vec![("dtype", dtype_name(operation.dtype()).to_string())];
+    labels.push(("operation", operation_name(operation.op()).to_string()));
+    if let Some((levels, _)) = settings.levels {
+        let gbps = Family::Collective.performance(done.amount, done.us);
+        labels.push(("level", collective_level(gbps, levels).to_string()));
+    }
+    labels.push(("algorithm", algorithm(&operation.function, operation.op()).unwrap_or("UNKNOWN".into())));
+    labels.push(("transport", if spans_nodes { "InterNode" } else { "IntraNode" }.to_string()));
+    labels.push(("small", u8::from(done.amount <= SMALL_BITS).to_string()));
+    Key { family: Family::Collective, labels }
+}
+
+/// Series and amount of a matrix product that has completed.
+#[must_use]
+pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key, Done)> {
+    let shape = operation.matmul.as_ref()?;
+    if operation.status() != OpStatus::Completed || operation.device_ns == 0 {
+        return None;
+    }
+    let done = Done { at_ns: operation.completed_ns, us: operation.device_ns as f64 / 1e3, amount: flops(shape) };
+    let dtype = dtype_name(operation.dtype());
+    let mut labels = vec![("dtype", dtype.to_string()), ("operation", "Matmul".to_string())];
+    if let Some((_, levels)) = settings.levels {
+        let tflops = Family::Matmul.performance(done.amount, done.us);
+        labels.push(("level", matmul_level(tflops, peak_tflops(&settings.device, dtype), levels).to_string()));
+    }
+    Some((Key { family: Family::Matmul, labels }, done))
+}
+
+/// Floating-point operations of a product: a multiplication and an addition for each of its terms.
+#[must_use]
+pub fn flops(shape: &Matmul) -> f64 {
+    // A product that says nothing of batches is one.
+    2.0 * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
+}
+
+/// Bytes that count for the bus bandwidth of a collective, from the count that each rank passed.
+#[must_use]
+pub fn bus_bytes(op: Op, count: u64, dtype: DataType, ranks: u32) -> Option<f64> {
+    let bytes = count as f64 * f64::from(width(dtype)?);
+    Some(bytes * sizes(op, ranks)? * bus_factor(op, ranks)?)
+}
+
+/// The size of a collective, as nccl-tests counts it, in counts of one rank's call.
+fn sizes(op: Op, ranks: u32) -> Option<f64> {
+    match op {
+        Op::AllReduce | Op::Reduce | Op::Broadcast | Op::Send | Op::Recv => Some(1.0),
+        // The caller passes what one rank gives, or what one rank gets.
+        Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => Some(f64::from(ranks)),
+        _ => None,
+    }
+}
+
+/// Bus bandwidth divided by size over time, as nccl-tests defines it.
+#[must_use]
+pub fn bus_factor(op: Op, ranks: u32) -> Option<f64> {
+    let ranks = f64::from(ranks.max(1));
+    match op {
+        Op::AllReduce => Some(2.0 * (ranks - 1.0) / ranks),
+        Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Gather | Op::Scatter => Some((ranks - 1.0) / ranks),
+        Op::Reduce | Op::Broadcast | Op::Send | Op::Recv => Some(1.0),
+        _ => None,
+    }
+}
+
+/// The original tool counts its levels from 1, and gives the second highest number to what is above the highest.
+fn collective_level(gbps: f64, levels: u32) -> u32 {
+    let level = (gbps.floor() * f64::from(levels) / NETWORK_GBPS) as u32;
+    if level > levels { levels } else { level + 1 }
+}
+
+fn matmul_level(tflops: f64, peak: f64, levels: u32) -> u32 {
+    ((tflops.floor() * f64::from(levels) / peak) as u32).min(levels) + 1
+}
+
+/// Peak of a device in TFLOPS, from the vendor's data sheets: dense, with tensor cores where the type has them. An unknown device
+/// is taken for an A100, and an unknown type for its half precision, as the original tool does.
+fn peak_tflops(device: &str, dtype: &str) -> f64 {
+    // Half precision, fp32, fp64, fp8.
+    let (half, single, double, quarter) = match device {
+        "P100" => (19.05, 9.526, 4.763, None),
+        "V100" => (125.0, 15.7, 7.8, None),
+        "H100" | "H800" => (989.0, 67.0, 67.0, Some(1979.0)),
+        _ => (311.84, 19.49, 9.746, None),
+    };
+    match dtype {
+        "fp16" | "bf16" => half,
+        "fp32" => single,
+        "fp64" => double,
+        "fp8_e4m3" | "fp8_e5m2" => quarter.unwrap_or(312.0),
+        _ => 312.0,
+    }
+}
+
+/// Bytes of an element.
+fn width(dtype: DataType) -> Option<u32> {
+    match dtype {
+        DataType::Int8 | DataType::Uint8 | DataType::Float8E4m3 | DataType::Float8E5m2 => Some(1),
+        DataType::Float16 | DataType::Bfloat16 => Some(2),
+        DataType::Int32 | DataType::Uint32 | DataType::Float32 => Some(4),
+        DataType::Int64 | DataType::Uint64 | DataType::Float64 => Some(8),
+        DataType::Unspecified => None,
+    }
+}
+
+fn dtype_name(dtype: DataType) -> &'static str {
+    match dtype {
+        DataType::Int8 => "int8",
+        DataType::Uint8 => "uint8",
+        DataType::Int32 => "int32",
+        DataType::Uint32 => "uint32",
+        DataType::Int64 => "int64",
+        DataType::Uint64 => "uint64",
+        DataType::Float16 => "fp16",
+        DataType::Float32 => "fp32",
+        DataType::Float64 => "fp64",
+        DataType::Bfloat16 => "bf16",
+        DataType::Float8E4m3 => "fp8_e4m3",
+        DataType::Float8E5m2 => "fp8_e5m2",
+        DataType::Unspecified => "UNKNOWN",
+    }
+}
+
+/// What NCCL calls the kernel of an operation, without its prefix.
+fn operation_name(op: Op) -> &'static str {
+    match op {
+        Op::AllReduce => "AllReduce",
+        Op::Reduce => "Reduce",
+        Op::Broadcast => "Broadcast",
+        Op::AllGather => "AllGather",
+        Op::ReduceScatter => "ReduceScatter",
+        Op::AllToAll => "AllToAll",
+        Op::Gather => "Gather",
+        Op::Scatter => "Scatter",
+        Op::Send | Op::Recv => "SendRecv",
+        _ => "UNKNOWN",
+    }
+}
+
+/// `RING_LL` of `ncclDevKernel_AllReduce_Sum_f16_RING_LL(…)`, of its mangled name, and of the older
+/// `ncclKernel_AllReduce_RING_LL_Sum_half`. `None` when the kernel is another operation's, or its name does not tell.
+#[must_use]
+pub fn algorithm(kernel: &str, op: Op) -> Option<String> {
+    const ALGORITHMS: [&str; 5] = ["RING", "TREE", "COLLNET", "NVLS", "PAT"];
+    const MORE: [&str; 6] = ["TREE", "DIRECT", "CHAIN", "LL", "LL128", "SIMPLE"];
+    let mut words = plain_name(kernel).split('_').skip_while(|word| *word != operation_name(op)).skip(1);
+    let first = words.find(|word| ALGORITHMS.contains(word))?;
+    let rest = words.take_while(|word| MORE.contains(word));
+    Some(std::iter::once(first).chain(rest).collect::<Vec<_>>().join("_"))
+}
+
+/// A kernel's name without its arguments. A mangled one gives the length of its name in front of it.
+fn plain_name(symbol: &str) -> &str {
+    let mangled = symbol.strip_prefix("_Z").and_then(|rest| {
+        let digits = rest.bytes().take_while(u8::is_ascii_digit).count();
+        let length: usize = rest[..digits].parse().ok()?;
+        rest[digits..].get(..length)
+    });
+    mangled.or_else(|| symbol.split('(').next()).unwrap_or(symbol)
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::env::Source;
+
+    use super::*;
+
+    fn settings() -> MetricsSettings {
+        MetricsSettings { device: "A100".into(), ..MetricsSettings::new(&Source::new(|_| None, "")) }
+    }
+
+    fn all_reduce(count: u64, us: u64) -> Operation {
+        Operation {
+            kind: OpKind::Collective.into(),
+            op: Op::AllReduce.into(),
+            dtype: DataType::Float16.into(),
+            status: OpStatus::Completed.into(),
+            count,
+            device_ns: us * 1000,
+            completed_ns: 7,
+            function: "ncclDevKernel_AllReduce_Sum_f16_RING_LL".into(),
+            ..Default::default()
+        }
+    }
+
+    fn communicator(size: u32) -> Communicator {
+        Communicator { size, ..Default::default() }
+    }
+
+    fn labels(key: &Key) -> String {
+        key.labels.iter().map(|(name, value)| format!("{name}={value}")).collect::<Vec<_>>().join(",")
+    }
+
+    /// The factors that nccl-tests documents, and its own examples of sizes.
+    #[test]
+    fn bus_bandwidth_has_the_factors_of_nccl_tests() {
+        let factors = |ranks| {
+            [
+                Op::AllReduce,
+                Op::AllGather,
+                Op::ReduceScatter,
+                Op::AllToAll,
+                Op::Gather,
+                Op::Scatter,
+                Op::Reduce,
+                Op::Broadcast,
+                Op::Send,
+            ]
+            .map(|op| bus_factor(op, ranks).unwrap())
+        };
+        assert_eq!(factors(2), [1.0, 0.5, 0.5, 0.5, 0.5, 0.5, 1.0, 1.0, 1.0]);
+        assert_eq!(factors(8), [1.75, 0.875, 0.875, 0.875, 0.875, 0.875, 1.0, 1.0, 1.0]);
+        assert_eq!(factors(1), [0.0, 0.0, 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 1.0]);
+        assert_eq!(bus_factor(Op::CommInit, 8), None);
+        // An all-gather of 1 GiB on 8 ranks: each passes an eighth of it, and 7/8 of it pass each bus.
+        let eighth = (1u64 << 30) / 8 / 4;
+        assert_eq!(bus_bytes(Op::AllGather, eighth, DataType::Float32, 8), Some(f64::from(1u32 << 30) * 7.0 / 8.0));
+        assert_eq!(bus_bytes(Op::AllReduce, 1000, DataType::Bfloat16, 4), Some(3000.0));
+        assert_eq!(bus_bytes(Op::AllToAll, 1000, DataType::Int64, 4), Some(24_000.0));
+        assert_eq!(bus_bytes(Op::Send, 10, DataType::Uint8, 64), Some(10.0));
+        assert_eq!(bus_bytes(Op::AllReduce, 10, DataType::Unspecified, 2), None);
+    }
+
+    #[test]
+    fn a_collective_has_the_labels_of_the_original_tool() {
+        // 2 ranks, 1 MiB of half precision in 370 us: 22.7 Gbps, the second level of 20 up to 400.
+        let pair = communicator(2);
+        let alone = |operation: &Operation, spans_nodes, settings: &MetricsSettings| {
+            collective(&[(operation, &pair)], spans_nodes, settings).unwrap()
+        };
+        let (key, done) = alone(&all_reduce(1 << 19, 370), false, &settings());
+        assert_eq!(
+            labels(&key),
+            "dtype=fp16,operation=AllReduce,level=2,algorithm=RING_LL,transport=IntraNode,small=0"
+        );
+        assert_eq!((done.at_ns, done.us, done.amount), (7, 370.0, 8.0 * 1024.0 * 1024.0));
+        let (key, _) = alone(&all_reduce(512, 1), true, &settings());
+        assert_eq!(
+            labels(&key),
+            "dtype=fp16,operation=AllReduce,level=1,algorithm=RING_LL,transport=InterNode,small=1"
+        );
+        let bare = MetricsSettings { levels: None, ..settings() };
+        let (key, _) = alone(&all_reduce(512, 1), false, &bare);
+        assert!(!labels(&key).contains("level"));
+    }
+
+    #[test]
+    fn what_was_not_timed_or_moves_nothing_is_in_no_series() {
+        let told =
+            |operation: Operation, size| collective(&[(&operation, &communicator(size))], false, &settings()).is_some();
+        assert!(told(all_reduce(1, 1), 2));
+        assert!(!told(all_reduce(1, 0), 2));
+        assert!(!told(all_reduce(1, 1), 1));
+        assert!(!told(Operation { status: OpStatus::Failed.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!told(Operation { kind: OpKind::HostCall.into(), ..all_reduce(1, 1) }, 2));
+        assert!(!told(Operation { op: Op::CommSplit.into(), ..all_reduce(1, 1) }, 2));
+    }
+
+    #[test]
+    fn operations_of_one_launch_are_one() {
+        let (pair, alone) = (communicator(2), communicator(1));
+        let op = |op: Op, count| Operation { op: op.into(), ..all_reduce(count, 10) };
+        let (sends, receives) = (op(Op::Send, 1000), op(Op::Recv, 3000));
+        let (key, done) =
+            collective(&[(&sends, &pair), (&receives, &pair), (&sends, &alone)], false, &settings()).unwrap();
+        assert_eq!((done.us, done.amount), (10.0, 3000.0 * 16.0));
+        assert!(labels(&key).contains("operation=SendRecv,level=1,algorithm=UNKNOWN"), "{}", labels(&key));
+        let sums = op(Op::AllReduce, 1000);
+        assert_eq!(collective(&[(&sums, &pair), (&sums, &pair)], false, &settings()).unwrap().1.amount, 2000.0 * 16.0);
+        assert_eq!(collective(&[], false, &settings()), None);
+    }
+
+    #[test]
+    fn levels_are_those_of_the_original_tool() {
+        let of_20 = |gbps| collective_level(gbps, 20);
+        assert_eq!(
+            [0.0, 19.9, 20.0, 45.9, 399.9, 400.0, 419.9, 420.0, 3000.0].map(of_20),
+            [1, 1, 2, 3, 20, 21, 21, 20, 20]
+        );
+        let of_10 = |tflops| matmul_level(tflops, 311.84, 10);
+        assert_eq!([0.0, 31.0, 32.0, 311.0, 312.0, 5000.0].map(of_10), [1, 1, 2, 10, 11, 11]);
+    }
+
+    #[test]
+    fn a_matrix_product_is_counted_and_levelled() {
+        let shape = Matmul { batch: 0, m: 4096, n: 4096, k: 4096, ..Default::default() };
+        assert_eq!(flops(&shape), 137_438_953_472.0);
+        let operation = Operation {
+            kind: OpKind::Kernel.into(),
+            op: Op::Matmul.into(),
+            dtype: DataType::Bfloat16.into(),
+            status: OpStatus::Completed.into(),
+            device_ns: 687_195,
+            matmul: Some(shape),
+            ..Default::default()
+        };
+        let (key, done) = matmul(&operation, &settings()).unwrap();
+        // 200 TFLOPS of 311.84.
+        assert_eq!(labels(&key), "dtype=bf16,operation=Matmul,level=7");
+        assert_eq!(Family::Matmul.performance(done.amount, done.us).round(), 200.0);
+        assert_eq!(Family::Matmul.performance(1.0, 0.0), 0.0);
+        let h100 = MetricsSettings { device: "H100".into(), ..settings() };
+        assert_eq!(labels(&matmul(&operation, &h100).unwrap().0), "dtype=bf16,operation=Matmul,level=3");
+        assert!(matmul(&Operation { matmul: None, ..operation }, &settings()).is_none());
+    }
+
+    #[test]
+    fn the_kernel_tells_the_algorithm_of_its_own_operation_only() {
+        let of = |kernel: &str, op| algorithm(kernel, op).unwrap_or_default();
+        assert_eq!(
+            of("ncclDevKernel_AllReduce_Sum_f16_RING_LL(ncclDevKernelArgsStorage<4096ul>)", Op::AllReduce),
+            "RING_LL"
+        );
+        assert_eq!(
+            of("_Z39ncclDevKernel_AllReduce_Sum_f16_RING_LL24ncclDevKernelArgsStorageILm4096EE", Op::AllReduce),
+            "RING_LL"
+        );
+        assert_eq!(of("ncclKernel_AllReduce_RING_LL_Sum_half(ncclDevComm*)", Op::AllReduce), "RING_LL");
+        assert_eq!(of("ncclDevKernel_AllReduce_Sum_f32_NVLS_TREE_SIMPLE", Op::AllReduce), "NVLS_TREE_SIMPLE");
+        assert_eq!(of("mcclDevKernel_AllGather_COLLNET_DIRECT_LL128", Op::AllGather), "COLLNET_DIRECT_LL128");
+        assert_eq!(of("ncclDevKernel_AllReduce_Sum_f16_RING_LL", Op::AllGather), "");
+        assert_eq!(of("ncclDevKernel_SendRecv", Op::Send), "");
+        assert_eq!(of("", Op::AllReduce), "");
+        assert_eq!(of("_Z99short_RING_LL", Op::AllReduce), "");
+    }
+}

@@ -1,0 +1,175 @@
+//! Reads the rings of the living ranks and keeps the series that `/metrics` shows of them.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashMap, HashSet},
+    io,
+};
+
+use tracing::debug;
+use xpu_timer_proto::{
+    ring::{self, header, lane},
+    v1::{Communicator, HookedFunction, OpKind, Operation},
+};
+
+use super::{cursor::Cursor, meaning, series::AllSeries, settings::MetricsSettings};
+use crate::{
+    clock::Now,
+    registry::{Rank, RankId},
+    ring_file::RingFile,
+};
+
+/// All that is known of the living ranks' operations.
+#[derive(Debug)]
+pub struct Sampler {
+    settings: MetricsSettings,
+    looked_ns: u64,
+    ranks: BTreeMap<RankId, Sampled>,
+}
+
+/// What is known of one rank's.
+#[derive(Debug, Default)]
+pub struct Sampled {
+    /// Its kernel metrics.
+    pub series: AllSeries,
+    /// Where the reader of its ring is.
+    pub cursor: Cursor,
+    /// Header of its ring, the lanes added.
+    pub head: Option<[u64; header::WORDS]>,
+    /// Its lanes, added up.
+    pub totals: lane::Totals,
+    /// Calls of its hooked functions, as of `functions_ns`.
+    pub functions: Vec<HookedFunction>,
+    functions_ns: u64,
+    communicators: HashMap<u64, Communicator>,
+    names: HashMap<u64, String>,
+}
+
+impl Sampler {
+    /// Nothing read yet.
+    #[must_use]
+    pub fn new(settings: MetricsSettings) -> Self {
+        Sampler { settings, looked_ns: 0, ranks: BTreeMap::new() }
+    }
+
+    /// What is known of a rank.
+    #[must_use]
+    pub fn of(&self, rank: RankId) -> Option<&Sampled> {
+        self.ranks.get(&rank)
+    }
+
+    /// Looks at all rings, when it is time. What is known of a rank goes with it.
+    pub fn turn<'a>(&mut self, living: impl Iterator<Item = &'a Rank>, now: Now) {
+        if now.mono_ns < self.looked_ns.saturating_add(self.settings.look.as_nanos() as u64) {
+            return;
+        }
+        self.looked_ns = now.mono_ns;
+        let living: Vec<&Rank> = living.collect();
+        let ids: BTreeSet<RankId> = living.iter().map(|rank| rank.id).collect();
+        self.ranks.retain(|id, _| ids.contains(id));
+        let mut completed = Vec::new();
+        for rank in &living {
+            let Some(ring) = &rank.ring else { continue };
+            match self.ranks.entry(rank.id).or_default().read(ring, &self.settings, now) {
+                Ok(operations) => completed.push((*rank, operations)),
+                // The memory of a rank that is just ending, or one that spoils its own ring.
+                Err(error) => debug!("{}: its ring cannot be read: {error}", rank.title()),
+            }
+        }
+        let here = members_here(&living, &self.ranks);
+        for (rank, operations) in completed {
+            if let Some(sampled) = self.ranks.get_mut(&rank.id) {
+                sampled.add(rank, &operations, &here, &self.settings, now);
+            }
+        }
+        for sampled in self.ranks.values_mut() {
+            sampled.series.turn(&self.settings, now.mono_ns);
+        }
+    }
+}
+
+/// How many ranks of each communicator live on this node.
+fn members_here(living: &[&Rank], ranks: &BTreeMap<RankId, Sampled>) -> HashMap<u64, u32> {
+    let mut here = HashMap::new();
+    for sampled in living.iter().filter_map(|rank| ranks.get(&rank.id)) {
+        for id in sampled.communicators.keys() {
+            *here.entry(*id).or_default() += 1;
+        }
+    }
+    here
+}
+
+impl Sampled {
+    /// Reads what has changed; returns what has completed.
+    fn read(&mut self, ring: &RingFile, settings: &MetricsSettings, now: Now) -> io::Result<Vec<Operation>> {
+        let read_at = |at, buffer: &mut [u8]| ring.read_at(at, buffer);
+        let head = ring::read_header(read_at)?;
+        self.head = Some(head);
+        self.totals = lane::totals(&read_at)?;
+        if self.functions_ns == 0 || now.mono_ns >= self.functions_ns + settings.publish.as_nanos() as u64 {
+            self.functions_ns = now.mono_ns;
+            self.functions = ring::read_functions(read_at)?;
+        }
+        let mut operations: Vec<Operation> = Vec::new();
+        let slots = self.cursor.look(read_at, head[header::OPS])?;
+        let unnamed = |words: &&[u64; ring::op::WORDS]| {
+            let function = words[ring::op::FUNCTION];
+            function != 0 && !self.names.contains_key(&function)
+        };
+        let unnamed: HashSet<u64> = slots.iter().filter(unnamed).map(|words| words[ring::op::FUNCTION]).collect();
+        if !unnamed.is_empty() {
+            self.names.extend(ring::read_names(read_at)?);
+            // A name is published before its key is used: what has none by now never gets one.
+            for function in unnamed {
+                self.names.entry(function).or_default();
+            }
+        }
+        for words in &slots {
+            let function = self.names.get(&words[ring::op::FUNCTION]).cloned().unwrap_or_default();
+            operations.push(ring::operation(words, function));
+        }
+        let unknown = |operation: &Operation| {
+            operation.kind() == OpKind::Collective && !self.communicators.contains_key(&operation.communicator)
+        };
+        if operations.iter().any(unknown) {
+            let all = ring::read_communicators(read_at)?;
+            self.communicators = all.into_iter().map(|communicator| (communicator.id, communicator)).collect();
+        }
+        Ok(operations)
+    }
+
+    fn add(
+        &mut self,
+        rank: &Rank,
+        operations: &[Operation],
+        here: &HashMap<u64, u32>,
+        settings: &MetricsSettings,
+        now: Now,
+    ) {
+        // Members of a group on one stream are one launch; others are alone.
+        let mut launches: BTreeMap<(u64, u64, u64), Vec<(&Operation, &Communicator)>> = BTreeMap::new();
+        for operation in operations {
+            if let Some((key, done)) = meaning::matmul(operation, settings) {
+                self.series.add(key, done, now.mono_ns);
+            }
+            let Some(communicator) = self.communicators.get(&operation.communicator) else { continue };
+            let alone = if operation.group == 0 { operation.ticket + 1 } else { 0 };
+            let launch = (operation.group, operation.stream, alone);
+            launches.entry(launch).or_default().push((operation, communicator));
+        }
+        for together in launches.values() {
+            let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
+            if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {
+                self.series.add(key, done, now.mono_ns);
+            }
+        }
+    }
+}
+
+/// Whether a communicator has ranks on other nodes.
+fn spans_nodes(rank: &Rank, communicator: &Communicator, here: &HashMap<u64, u32>) -> bool {
+    let (world, local) = (rank.info.world_size, rank.info.local_world_size);
+    if local > 0 && (world <= local || communicator.size > local) {
+        return world > local;
+    }
+    here.get(&communicator.id).copied().unwrap_or(0) < communicator.size
+}

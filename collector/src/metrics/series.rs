@@ -1,0 +1,182 @@
+//! Series of one rank: what completed within the window, the values that are published of it, and when a series goes away.
+//! No clock of its own.
+
+use std::{
+    collections::{BTreeMap, VecDeque},
+    time::Duration,
+};
+
+use super::{
+    meaning::{Done, Family, Key},
+    settings::MetricsSettings,
+};
+
+/// What is published of a series.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub struct Values {
+    /// Latencies in microseconds.
+    pub average: f64,
+    /// As above.
+    pub max: f64,
+    /// As above; 99 of 100 operations were at most as slow.
+    pub p99: f64,
+    /// As above.
+    pub min: f64,
+    /// Gbps or TFLOPS over all operations together.
+    pub performance: f64,
+}
+
+/// Operations kept of a series within its window; of more, the newest. Enough for a window of ten seconds at 800 a second.
+const KEPT: usize = 8192;
+
+#[derive(Debug, Default)]
+struct Series {
+    done: VecDeque<Done>,
+    heard_ns: u64,
+    published_ns: u64,
+    values: Option<Values>,
+}
+
+/// All series of one rank.
+#[derive(Debug, Default)]
+pub struct AllSeries {
+    series: BTreeMap<Key, Series>,
+}
+
+impl AllSeries {
+    /// An operation of a series has completed.
+    pub fn add(&mut self, key: Key, done: Done, now_ns: u64) {
+        let series = self.series.entry(key).or_default();
+        series.heard_ns = now_ns;
+        if series.done.len() == KEPT {
+            series.done.pop_front();
+        }
+        series.done.push_back(done);
+    }
+
+    /// Publishes what is due and forgets what is silent.
+    pub fn turn(&mut self, settings: &MetricsSettings, now_ns: u64) {
+        let silence = nanoseconds(settings.silence);
+        self.series.retain(|_, series| now_ns.saturating_sub(series.heard_ns) <= silence);
+        for (key, series) in &mut self.series {
+            let due = series.published_ns.saturating_add(nanoseconds(settings.publish));
+            if series.values.is_some() && now_ns < due {
+                continue;
+            }
+            let window = nanoseconds(match key.family {
+                Family::Collective => settings.collective_window,
+                Family::Matmul => settings.matmul_window,
+            });
+            series.done.retain(|done| now_ns.saturating_sub(done.at_ns) <= window);
+            series.published_ns = now_ns;
+            // While nothing completes, the last values stay until the series goes away.
+            series.values = values(key.family, &series.done).or(series.values);
+        }
+    }
+
+    /// What is published now, by key.
+    pub fn published(&self) -> impl Iterator<Item = (&Key, Values)> {
+        self.series.iter().filter_map(|(key, series)| Some((key, series.values?)))
+    }
+}
+
+fn values(family: Family, done: &VecDeque<Done>) -> Option<Values> {
+    let mut latencies: Vec<f64> = done.iter().map(|done| done.us).collect();
+    latencies.sort_by(f64::total_cmp);
+    let (min, max) = (*latencies.first()?, *latencies.last()?);
+    let us: f64 = latencies.iter().sum();
+    // The smallest latency that at least 99 of 100 do not exceed.
+    let rank = (latencies.len() * 99).div_ceil(100);
+    Some(Values {
+        average: us / latencies.len() as f64,
+        max,
+        p99: latencies[rank - 1],
+        min,
+        performance: family.performance(done.iter().map(|done| done.amount).sum(), us),
+    })
+}
+
+fn nanoseconds(duration: Duration) -> u64 {
+    u64::try_from(duration.as_nanos()).unwrap_or(u64::MAX)
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::env::Source;
+
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    fn settings() -> MetricsSettings {
+        MetricsSettings::new(&Source::new(|_| None, ""))
+    }
+
+    fn key(operation: &str) -> Key {
+        Key { family: Family::Collective, labels: vec![("operation", operation.into())] }
+    }
+
+    fn done(at_s: u64, us: f64, bits: f64) -> Done {
+        Done { at_ns: at_s * SECOND, us, amount: bits }
+    }
+
+    fn only(series: &AllSeries) -> Values {
+        let all: Vec<Values> = series.published().map(|(_, values)| values).collect();
+        assert_eq!(all.len(), 1);
+        all[0]
+    }
+
+    #[test]
+    fn latencies_and_bandwidth_of_a_window() {
+        let mut series = AllSeries::default();
+        for us in 1..=200u32 {
+            series.add(key("AllReduce"), done(100, f64::from(us), 1000.0), 100 * SECOND);
+        }
+        series.turn(&settings(), 100 * SECOND);
+        let values = only(&series);
+        assert_eq!((values.min, values.max, values.average, values.p99), (1.0, 200.0, 100.5, 198.0));
+        // 200 kbit in 20,100 us.
+        assert!((values.performance - 200.0 / 20_100.0).abs() < 1e-12);
+    }
+
+    #[test]
+    fn published_values_change_at_the_interval_and_look_back_one_window() {
+        let mut series = AllSeries::default();
+        series.add(key("AllReduce"), done(100, 10.0, 0.0), 100 * SECOND);
+        series.turn(&settings(), 100 * SECOND);
+        series.add(key("AllReduce"), done(105, 30.0, 0.0), 105 * SECOND);
+        series.turn(&settings(), 105 * SECOND);
+        assert_eq!(only(&series).max, 10.0, "it is published every ten seconds");
+        series.turn(&settings(), 110 * SECOND);
+        assert_eq!((only(&series).max, only(&series).average), (30.0, 20.0));
+        series.turn(&settings(), 120 * SECOND);
+        assert_eq!(only(&series).average, 20.0, "nothing new, so the last values stay");
+        series.add(key("AllReduce"), done(131, 5.0, 0.0), 131 * SECOND);
+        series.turn(&settings(), 131 * SECOND);
+        assert_eq!(only(&series).average, 5.0, "only what completed within the window counts");
+    }
+
+    #[test]
+    fn a_silent_series_goes_away_and_its_neighbour_stays() {
+        let mut series = AllSeries::default();
+        series.add(key("AllReduce"), done(100, 1.0, 1.0), 100 * SECOND);
+        series.add(key("AllGather"), done(100, 1.0, 1.0), 100 * SECOND);
+        series.turn(&settings(), 100 * SECOND);
+        series.add(key("AllGather"), done(300, 1.0, 1.0), 300 * SECOND);
+        series.turn(&settings(), 400 * SECOND);
+        assert_eq!(series.published().count(), 2);
+        series.turn(&settings(), 401 * SECOND);
+        let left: Vec<&str> = series.published().map(|(key, _)| key.labels[0].1.as_str()).collect();
+        assert_eq!(left, ["AllGather"]);
+    }
+
+    #[test]
+    fn a_busy_series_keeps_the_newest_and_its_memory() {
+        let mut series = AllSeries::default();
+        for number in 0..KEPT + 100 {
+            series.add(key("AllReduce"), done(1, number as f64, 1.0), SECOND);
+        }
+        series.turn(&settings(), SECOND);
+        assert_eq!((only(&series).min, series.series[&key("AllReduce")].done.len()), (100.0, KEPT));
+    }
+}

@@ -1,0 +1,117 @@
+//! Windows, intervals and levels of the kernel metrics.
+
+use std::{fs, path::Path, time::Duration};
+
+use xpu_timer_proto::env::Source;
+
+/// Settings of the kernel metrics.
+#[derive(Debug, Clone)]
+pub struct MetricsSettings {
+    /// Between two looks at the rings.
+    pub look: Duration,
+    /// After which a published value is made anew.
+    pub publish: Duration,
+    /// How far the metrics of collectives look back.
+    pub collective_window: Duration,
+    /// How far those of matrix products do.
+    pub matmul_window: Duration,
+    /// After which a silent series goes away.
+    pub silence: Duration,
+    /// Levels of collectives and of matrix products; `None` for no label.
+    pub levels: Option<(u32, u32)>,
+    /// The device by whose peak matrix products are levelled.
+    pub device: String,
+}
+
+/// Where NVIDIA's kernel module tells the devices of the machine, one folder each.
+const DEVICES: &str = "/proc/driver/nvidia/gpus";
+
+impl MetricsSettings {
+    /// From any source.
+    #[must_use]
+    pub fn new(source: &Source) -> Self {
+        let seconds = |name| source.seconds(name).unwrap_or(Duration::from_secs(10));
+        // As many levels as fit a label; none would divide by nothing.
+        let levels =
+            |name, default| source.number::<u32>(name).filter(|levels| (1..=1000).contains(levels)).unwrap_or(default);
+        let levels = source
+            .flag("XPU_TIMER_BUCKETING_METRICS")
+            .then(|| (levels("XPU_TIMER_COMM_BUCKETING_COUNT", 20), levels("XPU_TIMER_MM_BUCKETING_COUNT", 10)));
+        MetricsSettings {
+            look: seconds("XPU_TIMER_LOCAL_UPDATE_INTERVAL"),
+            publish: seconds("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL"),
+            collective_window: seconds("XPU_TIMER_COLL_BVAR_WINDOW_SIZE"),
+            matmul_window: seconds("XPU_TIMER_MM_BVAR_WINDOW_SIZE"),
+            silence: seconds("XPU_TIMER_DEREGISTER_TIME"),
+            levels,
+            device: source
+                .text("XPU_TIMER_DEVICE_NAME")
+                .or_else(|| first_device(Path::new(DEVICES)))
+                .unwrap_or_default(),
+        }
+    }
+}
+
+/// The model of the machine's first device, without asking a driver.
+fn first_device(folder: &Path) -> Option<String> {
+    let mut devices: Vec<_> = fs::read_dir(folder).ok()?.flatten().map(|entry| entry.path()).collect();
+    devices.sort();
+    let information = fs::read_to_string(devices.first()?.join("information")).ok()?;
+    let model = information.lines().find_map(|line| line.strip_prefix("Model:"))?;
+    Some(short_name(model))
+}
+
+/// `A100` of `NVIDIA A100-SXM4-80GB` and of `Tesla P100-PCIE-16GB`.
+fn short_name(model: &str) -> String {
+    let mut words = model.split_whitespace();
+    let first = words.next().unwrap_or_default();
+    words.next().unwrap_or(first).split('-').next().unwrap_or_default().to_string()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(pairs: &'static [(&str, &str)]) -> (MetricsSettings, usize) {
+        let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+        let source = Source::new(find, "");
+        (MetricsSettings::new(&source), source.problems().len())
+    }
+
+    #[test]
+    fn the_defaults_are_those_of_the_original_tool() {
+        let (settings, problems) = settings(&[]);
+        let seconds =
+            [settings.look, settings.publish, settings.collective_window, settings.matmul_window, settings.silence];
+        assert_eq!(seconds.map(|time| time.as_secs()), [1, 10, 10, 10, 300]);
+        assert_eq!((settings.levels, problems), (Some((20, 10)), 0));
+    }
+
+    #[test]
+    fn the_environment_decides_and_levels_can_be_off() {
+        let (settings, problems) = settings(&[
+            ("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL", "0.5"),
+            ("XPU_TIMER_COLL_BVAR_WINDOW_SIZE", "60"),
+            ("XPU_TIMER_BUCKETING_METRICS", "0"),
+            ("XPU_TIMER_DEREGISTER_TIME", "soon"),
+            ("XPU_TIMER_DEVICE_NAME", "H100"),
+        ]);
+        assert_eq!((settings.publish.as_millis(), settings.collective_window.as_secs()), (500, 60));
+        assert_eq!((settings.levels, settings.silence.as_secs(), problems), (None, 300, 1));
+        assert_eq!(settings.device, "H100");
+    }
+
+    #[test]
+    fn a_model_has_a_short_name() {
+        for (model, name) in [
+            ("NVIDIA A100-SXM4-80GB", "A100"),
+            ("Tesla P100-PCIE-16GB", "P100"),
+            (" \t NVIDIA H100 80GB HBM3", "H100"),
+            ("Unknown", "Unknown"),
+            ("", ""),
+        ] {
+            assert_eq!(short_name(model), name);
+        }
+        assert_eq!(first_device(Path::new("/nowhere")), None);
+    }
+}
