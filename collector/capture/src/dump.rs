@@ -15,7 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use clap::{ArgGroup, Parser};
 
-use crate::{Capturer, Options, ProcessCapture};
+use crate::{Capturer, Options, Stacks};
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
@@ -114,11 +114,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         force_ptrace: arguments.force_ptrace,
     };
     let mut failed = false;
-    let mut capture = |each: &mut dyn FnMut(ProcessCapture) -> Result<()>| {
+    // The end of this process frees its caches at once; to take them apart one by one would keep the user waiting.
+    let mut capturer = std::mem::ManuallyDrop::new(Capturer::new());
+    let mut capture = |each: &mut dyn FnMut(Stacks) -> Result<()>| {
         let mut result = Ok(());
-        Capturer::new().capture_each(&pids, &options, |process| {
-            failed |= process.sample.stacktrace.iter().all(|thread| thread.frames.is_empty())
-                && process.sample.py_stacktrace.is_empty();
+        capturer.capture_each(&pids, &options, |process| {
+            failed |= process.frames.iter().all(Vec::is_empty) && process.sample.py_stacktrace.is_empty();
             if result.is_ok() {
                 result = each(process);
             }
@@ -131,7 +132,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let files = files::Files::new(folder, &pids)?;
         let mut index = 0;
         capture(&mut |process| {
-            writeln!(out, "{}", files.write(index, process)?.display())?;
+            writeln!(out, "{}", files.write(index, process.into())?.display())?;
             index += 1;
             Ok(())
         })
@@ -139,14 +140,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let mut before = "[";
         capture(&mut |process| {
             out.write_all(std::mem::replace(&mut before, ",\n").as_bytes())?;
-            let process = json::Process::new(&process, view);
-            if terminal {
-                serde_json::to_writer_pretty(&mut out, &process)
-            } else {
-                serde_json::to_writer(&mut out, &process)
-            }
-            .map_err(io::Error::from)?;
-            Ok(())
+            Ok(json::write(&mut out, &process, view, terminal)?)
         })
         .and_then(|()| Ok(out.write_all(b"]\n")?))
     } else {
@@ -156,7 +150,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
             if !std::mem::take(&mut first) {
                 writeln!(out)?;
             }
-            Ok(text::print(&mut out, &process, view, colour)?)
+            Ok(text::print(&mut out, &process.into(), view, colour)?)
         })
     };
     match written.and_then(|()| Ok(out.flush()?)) {

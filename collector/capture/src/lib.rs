@@ -16,11 +16,14 @@ mod images;
 mod memory;
 pub mod merge;
 mod native;
+mod places;
+mod pool;
 mod process;
 mod procfs;
 mod ptrace;
 mod python;
 mod registers;
+mod stacks;
 mod symbolize;
 mod target_files;
 mod unwind;
@@ -35,6 +38,7 @@ use std::{
 use xpu_timer_proto::server::ProcessSample;
 
 pub use error::Error;
+pub use stacks::{Function, Place, Stacks};
 
 use crate::{
     images::Images,
@@ -116,13 +120,13 @@ impl Capturer {
     /// `errors`. It returns by the deadline even when the kernel does not answer for one of them.
     pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
         let mut captured = Vec::with_capacity(pids.len());
-        self.capture_each(pids, options, |process| captured.push(process));
+        self.capture_each(pids, options, |process| captured.push(process.into()));
         captured
     }
 
-    /// Like [`Capturer::capture`], with one entry after the other handed to `each`. The names of the frames of only one
-    /// process are spelt out at a time, which is most of the memory that a capture needs.
-    pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(ProcessCapture)) {
+    /// Like [`Capturer::capture`], with one entry after the other handed to `each`, and with what many frames have in common
+    /// told once.
+    pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(Stacks)) {
         let deadline = Instant::now() + options.deadline;
         let asked: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
@@ -145,8 +149,7 @@ impl Capturer {
             raw.push(process);
         }
         self.interpreters.retain(|pid, interpreter| interpreter.is_alive(*pid));
-        let lines_deadline = deadline.min(Instant::now() + options.lines_budget);
-        self.symbolizer.prepare(&raw, lines_deadline);
+        self.symbolizer.prepare(&raw, options.lines_budget, deadline);
         let mut raw = raw.into_iter();
         for below in descendants {
             let mut process = self.symbolizer.finish(raw.next().expect("one answer for each job"));

@@ -2,7 +2,6 @@
 
 use std::{
     collections::{HashMap, HashSet},
-    sync::Arc,
     time::{Duration, Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -14,13 +13,12 @@ use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, Py
 use crate::{
     Error, Options,
     address_space::AddressSpace,
-    image::Image,
     images::Images,
     native::{Look, Thread},
+    places::{Places, RawPlace},
     procfs,
     ptrace::Stop,
     python,
-    unwind::RawFrame,
     worker::{Answer, Job},
 };
 
@@ -39,17 +37,10 @@ pub(crate) struct RawProcess {
     pub command: String,
     pub sample: ProcessSample,
     pub python_entries: Vec<Vec<bool>>,
-    /// Frames of the threads in `sample.stacktrace`, in the same order.
-    pub frames: Vec<Vec<PlacedFrame>>,
-}
-
-/// A frame and the object that its code belongs to.
-pub(crate) struct PlacedFrame {
-    pub frame: RawFrame,
-    pub image: Option<Arc<Image>>,
-    pub bias: u64,
-    /// Path of the mapping when there is no image for it.
-    pub path: String,
+    /// The places that the frames are at.
+    pub places: Vec<RawPlace>,
+    /// Frames of the threads in `sample.stacktrace`, in the same order, by the numbers of their places.
+    pub frames: Vec<Vec<u32>>,
 }
 
 /// Where the interpreter of a known process lies.
@@ -374,18 +365,9 @@ impl Capture<'_> {
         if !self.options.native {
             return;
         }
+        let mut places = Places::default();
         for thread in threads {
-            let place = |frame: &RawFrame| {
-                let located = space.and_then(|space| space.located(frame.lookup()));
-                let mapping = space.and_then(|space| space.mapping(frame.lookup()));
-                PlacedFrame {
-                    frame: *frame,
-                    image: located.map(|located| Arc::clone(&located.image)),
-                    bias: located.map_or(0, |located| located.bias),
-                    path: mapping.map(|mapping| mapping.path.clone()).unwrap_or_default(),
-                }
-            };
-            self.process.frames.push(thread.frames.iter().map(place).collect());
+            self.process.frames.push(places.of(&thread.frames, space));
             self.process.sample.stacktrace.push(PstackStacktrace {
                 pid: thread.tid as u32,
                 thread_name: thread.status.name.clone(),
@@ -400,6 +382,7 @@ impl Capture<'_> {
                 syscall: thread.syscall,
             });
         }
+        self.process.places = places.list;
     }
 }
 

@@ -1,32 +1,39 @@
 //! Names and source lines of native frames. Nothing is stopped any more when this runs.
 //!
 //! Names come first and for all frames: one pass over the symbol tables of each object finds all addresses that were seen in
-//! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture.
+//! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture. The objects
+//! are worked on in parallel, and one whose file system hangs costs its own names only.
 
 mod debug_file;
 mod lines;
 mod names;
+mod unit;
 
 use std::{
     collections::{BTreeSet, HashMap},
-    sync::Arc,
-    time::Instant,
+    sync::{Arc, OnceLock},
+    time::{Duration, Instant},
 };
-
-use xpu_timer_proto::server::PstackFrame;
 
 use crate::{
-    ProcessCapture,
-    image::Image,
-    process::{PlacedFrame, RawProcess},
+    image::{Bytes, Image},
+    places::RawPlace,
+    pool::{self, Crew},
+    process::RawProcess,
+    stacks::{Function, Place, Stacks},
 };
 
-use lines::{Lines, Source};
+use lines::Lookup;
+use unit::Source;
 
-/// Addresses of one object whose names are kept.
-const KEPT_NAMES: usize = 1 << 16;
-/// Objects whose names are kept.
-const KEPT_OBJECTS: usize = 1024;
+/// Objects at work at the same time, at most.
+const PARALLEL: usize = 8;
+/// Addresses whose names and lines are kept, of all objects together: about 16 MB.
+const KEPT: usize = 1 << 16;
+/// What was not used in so many captures goes first.
+const RECENT: u64 = 16;
+/// How much later than the deadline for lines an object may answer that was at work when it passed.
+const GRACE: Duration = Duration::from_millis(100);
 
 /// Names and lines known so far.
 #[derive(Default)]
@@ -39,119 +46,162 @@ pub(crate) struct Symbolizer {
 #[derive(Default)]
 struct Known {
     names: HashMap<u64, Option<Arc<str>>>,
-    sources: HashMap<u64, Arc<[Source]>>,
-    lines: Lines,
+    sources: HashMap<u64, Arc<[Function]>>,
+    /// It has no line tables.
+    without_lines: bool,
     used: u64,
+}
+
+/// An object, and the addresses in it that nothing is known of yet.
+struct Object {
+    image: Arc<Image>,
+    /// Opened at most once, for names and for lines.
+    debug: OnceLock<Option<Bytes>>,
+    names: Vec<u64>,
+    lines: Vec<u64>,
+}
+
+impl Object {
+    fn debug(&self) -> Option<&Bytes> {
+        self.debug.get_or_init(|| debug_file::debug_file(&self.image)).as_ref()
+    }
 }
 
 impl Symbolizer {
     /// Finds the names of all frames of all processes, and the source lines of as many of them as possible.
-    pub fn prepare(&mut self, processes: &[RawProcess], lines_deadline: Instant) {
+    pub fn prepare(&mut self, processes: &[RawProcess], lines_budget: Duration, deadline: Instant) {
         self.captures += 1;
-        let mut seen: HashMap<u64, (Arc<Image>, BTreeSet<u64>)> = HashMap::new();
-        for frame in processes.iter().flat_map(|process| &process.frames).flatten() {
-            if let Some(image) = &frame.image {
-                let (_, addresses) = seen.entry(image.id).or_insert_with(|| (Arc::clone(image), BTreeSet::new()));
-                addresses.insert(address(frame));
+        let mut objects = self.missing(processes);
+        self.find_names(&objects, deadline);
+        objects.retain(|object| !object.lines.is_empty());
+        // The object with the most addresses first: when the time is short, it goes where it explains most.
+        objects.sort_by_key(|object| (std::cmp::Reverse(object.lines.len()), object.image.id));
+        if !lines_budget.is_zero() {
+            self.find_lines(objects, deadline.min(Instant::now() + lines_budget));
+        }
+    }
+
+    fn missing(&mut self, processes: &[RawProcess]) -> Vec<Arc<Object>> {
+        let mut seen: HashMap<u64, (&Arc<Image>, BTreeSet<u64>)> = HashMap::new();
+        for place in processes.iter().flat_map(|process| &process.places) {
+            if let Some(image) = &place.image {
+                seen.entry(image.id).or_insert_with(|| (image, BTreeSet::new())).1.insert(place.address());
             }
         }
-        let mut seen: Vec<_> = seen.into_values().collect();
-        for (image, addresses) in &seen {
-            let known = self.objects.entry(image.id).or_default();
+        let mut objects = Vec::new();
+        for (id, (image, addresses)) in seen {
+            let known = self.objects.entry(id).or_default();
             known.used = self.captures;
-            if known.names.len() > KEPT_NAMES {
-                known.names.clear();
-                known.sources.clear();
+            let unknown = |is_known: &dyn Fn(&u64) -> bool| -> Vec<u64> {
+                addresses.iter().copied().filter(|address| !is_known(address)).collect()
+            };
+            let names = unknown(&|address| known.names.contains_key(address));
+            let lines = unknown(&|address| known.without_lines || known.sources.contains_key(address));
+            if !names.is_empty() || !lines.is_empty() {
+                objects.push(Arc::new(Object { image: Arc::clone(image), debug: OnceLock::new(), names, lines }));
             }
-            let missing: Vec<u64> =
-                addresses.iter().copied().filter(|address| !known.names.contains_key(address)).collect();
-            let found = names::find(image, &missing);
-            known.names.extend(missing.into_iter().zip(found));
         }
-        // The object with the most frames first: when the time is short, it goes where it explains most.
-        seen.sort_by_key(|(image, addresses)| (std::cmp::Reverse(addresses.len()), image.id));
-        for (image, addresses) in &seen {
-            let known = self.objects.entry(image.id).or_default();
-            for address in addresses {
-                if Instant::now() >= lines_deadline {
-                    break;
-                }
-                if !known.sources.contains_key(address)
-                    && let Some(found) = known.lines.find(image, *address, lines_deadline)
-                {
-                    known.sources.insert(*address, found.into());
-                }
-            }
+        objects
+    }
+
+    fn find_names(&mut self, objects: &[Arc<Object>], deadline: Instant) {
+        let jobs: Vec<Arc<Object>> = objects.iter().filter(|object| !object.names.is_empty()).cloned().collect();
+        let known = &mut self.objects;
+        let started = pool::run(
+            jobs.clone(),
+            &crew(),
+            deadline,
+            |object| names::find(&object.image, object.debug(), &object.names),
+            |index, found| {
+                let object = &jobs[index];
+                let known = known.entry(object.image.id).or_default();
+                known.names.extend(object.names.iter().copied().zip(found));
+            },
+        );
+        if let Err(error) = started {
+            tracing::warn!("no thread to look for names with: {error}");
         }
     }
 
-    /// Gives the frames of one process what was found.
-    pub fn finish(&self, process: RawProcess) -> ProcessCapture {
-        let RawProcess { pid, parent_pid, command, mut sample, python_entries, frames } = process;
-        for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
-            for frame in &frames {
-                self.expand(frame, &mut thread.frames);
-            }
+    fn find_lines(&mut self, objects: Vec<Arc<Object>>, lines_deadline: Instant) {
+        let jobs = objects.clone();
+        let known = &mut self.objects;
+        let started = pool::run(
+            objects,
+            &crew(),
+            lines_deadline + GRACE,
+            move |object| lines::find(&object.image, || object.debug(), &object.lines, lines_deadline),
+            |index, found| {
+                let known = known.entry(jobs[index].image.id).or_default();
+                match found {
+                    Lookup::Absent => known.without_lines = true,
+                    Lookup::Found(found) => {
+                        known.sources.extend(found.into_iter().map(|(address, found)| (address, functions(found))));
+                    }
+                }
+            },
+        );
+        if let Err(error) = started {
+            tracing::warn!("no thread to look for lines with: {error}");
         }
-        ProcessCapture { pid, parent_pid, command, sample, python_entries, children: Vec::new() }
     }
 
-    /// Adds the functions that one frame stands for: those that were inlined, leaf first, and the one they were inlined into.
-    fn expand(&self, placed: &PlacedFrame, frames: &mut Vec<PstackFrame>) {
-        let known = placed.image.as_ref().and_then(|image| self.objects.get(&image.id));
-        let name = known.and_then(|known| known.names.get(&address(placed))?.as_deref());
-        let sources = known.and_then(|known| known.sources.get(&address(placed))).map_or(&[][..], |sources| sources);
-        let module = placed.image.as_ref().map_or(placed.path.as_str(), |image| image.path.as_str());
-        let module = module.strip_suffix(" (deleted)").unwrap_or(module);
-        let module_address = placed.image.as_ref().map_or(0, |_| placed.frame.pc.wrapping_sub(placed.bias));
+    /// Gives the places of one process what was found.
+    pub fn finish(&self, process: RawProcess) -> Stacks {
+        let RawProcess { pid, parent_pid, command, sample, python_entries, places, frames } = process;
+        let mut modules = HashMap::new();
+        let places = places.iter().map(|place| self.place(place, &mut modules)).collect();
+        Stacks { pid, parent_pid, command, sample, python_entries, places, frames, children: Vec::new() }
+    }
+
+    fn place<'a>(&self, raw: &'a RawPlace, modules: &mut HashMap<&'a str, Arc<str>>) -> Place {
+        let known = raw.image.as_ref().and_then(|image| self.objects.get(&image.id));
+        let name = known.and_then(|known| known.names.get(&raw.address())?.clone());
+        let sources = known.and_then(|known| known.sources.get(&raw.address())).map_or(&[][..], |sources| sources);
         let (name, sources) =
-            if placed.frame.signal { (Some("<signal handler called>"), &[][..]) } else { (name, sources) };
-        let count = sources.len().max(1);
-        for index in 0..count {
-            let source = sources.get(index);
-            let inlined = index + 1 < count;
+            if raw.frame.signal { (Some("<signal handler called>".into()), &[][..]) } else { (name, sources) };
+        let module = raw.image.as_ref().map_or(raw.path.as_str(), |image| image.path.as_str());
+        let module = module.strip_suffix(" (deleted)").unwrap_or(module);
+        let mut functions = sources.to_vec();
+        match (functions.last_mut(), name) {
             // The symbol table names the function whose code this is; only what was inlined into it has no symbol.
-            let from_source = source.and_then(|source| source.function.as_deref());
-            let func_name = if inlined { from_source } else { name.or(from_source) }.unwrap_or("??").to_string();
-            let line = source.and_then(|source| source.line.as_deref());
-            let file_name = line.unwrap_or(if module.is_empty() { "??" } else { module }).to_string();
-            let number = frames.len();
-            let place = match line {
-                Some(line) => format!(" at {line}"),
-                None if module.is_empty() => String::new(),
-                None => format!(" from {module}"),
-            };
-            let origin = if inlined {
-                format!("#{number:<3} {func_name} (){place}")
-            } else {
-                format!("#{number:<3} {:#018x} in {func_name} (){place}", placed.frame.pc)
-            };
-            frames.push(PstackFrame {
-                func_name,
-                file_name,
-                origin,
-                pc: placed.frame.pc,
-                module: module.to_string(),
-                module_address,
-                inlined,
-            });
+            (Some(outermost), Some(name)) => outermost.name = name,
+            (Some(_), None) => {}
+            (None, name) => functions.push(Function { name: name.unwrap_or_else(|| "??".into()), line: None }),
+        }
+        Place {
+            pc: raw.frame.pc,
+            module: Arc::clone(modules.entry(module).or_insert_with(|| module.into())),
+            module_address: raw.image.as_ref().map_or(0, |_| raw.frame.pc.wrapping_sub(raw.bias)),
+            functions,
         }
     }
 
     /// Forgets what has not been used for long.
     pub fn trim(&mut self) {
-        // Line tables take the most memory by far, and are quickly read again.
-        let captures = self.captures;
-        for known in self.objects.values_mut().filter(|known| known.used + 16 < captures) {
-            known.lines = Lines::default();
+        let kept = |objects: &HashMap<u64, Known>| -> usize { objects.values().map(|known| known.names.len()).sum() };
+        if kept(&self.objects) <= KEPT {
+            return;
         }
-        if self.objects.len() > KEPT_OBJECTS {
-            self.objects.retain(|_, known| known.used + 16 >= captures);
+        let captures = self.captures;
+        self.objects.retain(|_, known| known.used + RECENT >= captures);
+        if kept(&self.objects) > KEPT {
+            self.objects.retain(|_, known| known.used == captures);
+        }
+        if kept(&self.objects) > KEPT {
+            self.objects.clear();
         }
     }
 }
 
-/// The address that the object's own tables use.
-fn address(frame: &PlacedFrame) -> u64 {
-    frame.frame.lookup().wrapping_sub(frame.bias)
+fn crew() -> Crew {
+    Crew { name: "xpu_symbols", parallel: pool::cpus().min(PARALLEL), jobs_per_thread: usize::MAX }
+}
+
+fn functions(sources: Vec<Source>) -> Arc<[Function]> {
+    let function = |source: Source| Function {
+        name: source.function.map_or_else(|| "??".into(), Into::into),
+        line: source.line.map(Into::into),
+    };
+    sources.into_iter().map(function).collect()
 }

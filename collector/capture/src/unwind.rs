@@ -14,7 +14,7 @@ use crate::{
 pub(crate) const MAX_FRAMES: usize = 100_000;
 
 /// One frame before it has a name.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct RawFrame {
     pub pc: u64,
     /// True when `pc` is the next instruction to run (the leaf, and what a signal interrupted), false for a return address,

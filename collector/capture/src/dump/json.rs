@@ -1,14 +1,24 @@
 //! The dump as JSON: the field names of the `.stacktrace` schema. It is written as it is made, without a copy of it all.
 
+use std::io::{self, Write};
+
 use serde::{Serialize, Serializer};
-use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use serde_json::value::RawValue;
+use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::View;
-use crate::ProcessCapture;
+use crate::{Function, Place, Stacks};
+
+/// Writes one process and its descendants; `pretty` for a person.
+pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
+    let process = Process::new(process, view)?;
+    if pretty { serde_json::to_writer_pretty(out, &process) } else { serde_json::to_writer(out, &process) }?;
+    Ok(())
+}
 
 /// One process, for serde.
 #[derive(Serialize)]
-pub(super) struct Process<'a> {
+struct Process<'a> {
     pid: i32,
     parent_pid: i32,
     command: &'a str,
@@ -20,16 +30,16 @@ pub(super) struct Process<'a> {
     capture_ns: u64,
     longest_stop_ns: u64,
     #[serde(skip_serializing_if = "Option::is_none")]
-    stacktrace: Option<List<'a, PstackStacktrace, Native<'a>>>,
+    stacktrace: Option<Threads<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
     py_stacktrace: Option<List<'a, PySpyStacktrace, Python<'a>>>,
     children: Vec<Process<'a>>,
 }
 
 impl<'a> Process<'a> {
-    pub fn new(process: &'a ProcessCapture, view: View) -> Self {
+    fn new(process: &'a Stacks, view: View) -> serde_json::Result<Self> {
         let sample = &process.sample;
-        Process {
+        Ok(Process {
             pid: process.pid,
             parent_pid: process.parent_pid,
             command: &process.command,
@@ -40,10 +50,42 @@ impl<'a> Process<'a> {
             errors: &sample.errors,
             capture_ns: sample.capture_ns,
             longest_stop_ns: sample.longest_stop_ns,
-            stacktrace: (view != View::Python).then_some(List(&sample.stacktrace, native)),
+            stacktrace: if view == View::Python { None } else { Some(Threads::new(process)?) },
             py_stacktrace: (view != View::Native).then_some(List(&sample.py_stacktrace, python)),
-            children: process.children.iter().map(|child| Process::new(child, view)).collect(),
-        }
+            children: process.children.iter().map(|child| Process::new(child, view)).collect::<Result<_, _>>()?,
+        })
+    }
+}
+
+/// The native threads. A place is at once many frames, so it is spelt out once.
+struct Threads<'a> {
+    process: &'a Stacks,
+    places: Vec<Vec<Box<RawValue>>>,
+}
+
+impl<'a> Threads<'a> {
+    fn new(process: &'a Stacks) -> serde_json::Result<Self> {
+        let places = process.places.iter().map(native_frames).collect::<Result<_, _>>()?;
+        Ok(Threads { process, places })
+    }
+}
+
+impl Serialize for Threads<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        let threads = self.process.sample.stacktrace.iter().zip(&self.process.frames);
+        serializer.collect_seq(threads.map(|(thread, frames)| native(thread, Frames { frames, places: &self.places })))
+    }
+}
+
+/// The frames of one native thread.
+struct Frames<'a> {
+    frames: &'a [u32],
+    places: &'a [Vec<Box<RawValue>>],
+}
+
+impl Serialize for Frames<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.frames.iter().filter_map(|number| self.places.get(*number as usize)).flatten())
     }
 }
 
@@ -68,7 +110,7 @@ struct Native<'a> {
     cpu_time_ns: u64,
     incomplete: &'a str,
     syscall: Option<i64>,
-    frames: List<'a, PstackFrame, NativeFrame<'a>>,
+    frames: Frames<'a>,
 }
 
 #[derive(Serialize)]
@@ -81,17 +123,21 @@ struct NativeFrame<'a> {
     inlined: bool,
 }
 
-fn native(thread: &PstackStacktrace) -> Native<'_> {
-    fn frame(frame: &PstackFrame) -> NativeFrame<'_> {
-        NativeFrame {
-            func_name: &frame.func_name,
-            file_name: &frame.file_name,
-            pc: frame.pc,
-            module: &frame.module,
-            module_address: frame.module_address,
-            inlined: frame.inlined,
-        }
-    }
+fn native_frames(place: &Place) -> serde_json::Result<Vec<Box<RawValue>>> {
+    let frame = |(function, inlined): (&'_ Function, bool)| {
+        serde_json::value::to_raw_value(&NativeFrame {
+            func_name: &function.name,
+            file_name: place.file_name(function),
+            pc: place.pc,
+            module: &place.module,
+            module_address: place.module_address,
+            inlined,
+        })
+    };
+    place.functions().map(frame).collect()
+}
+
+fn native<'a>(thread: &'a PstackStacktrace, frames: Frames<'a>) -> Native<'a> {
     Native {
         tid: thread.pid,
         thread_name: &thread.thread_name,
@@ -103,7 +149,7 @@ fn native(thread: &PstackStacktrace) -> Native<'_> {
         cpu_time_ns: thread.cpu_time_ns,
         incomplete: &thread.incomplete,
         syscall: thread.syscall,
-        frames: List(&thread.frames, frame),
+        frames,
     }
 }
 

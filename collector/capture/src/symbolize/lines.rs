@@ -1,171 +1,146 @@
-//! Source lines and inlined functions, from the DWARF of an object or of its separate debug file.
+//! Source lines and inlined functions, from the DWARF of an object or of its separate debug file. The units that hold the
+//! wanted addresses are found first, and nothing is read of the others.
 
 use std::{
-    fmt,
-    ops::{Deref, Range},
-    sync::Arc,
+    borrow::Cow,
+    collections::{BTreeMap, HashSet},
     time::{Duration, Instant},
 };
 
-use gimli::{EndianReader, RunTimeEndian};
+use gimli::{DebugInfoOffset, Dwarf, DwarfSections, EndianSlice, LittleEndian, SectionId, Unit};
 use object::{Object, ObjectSection, read::elf::ElfFile64};
 
-use super::{debug_file::debug_file, names};
-use crate::image::{Bytes, Image};
-
-/// One function at an address, and the line it is at.
-#[derive(Debug, Clone, Default)]
-pub(super) struct Source {
-    pub function: Option<String>,
-    /// `path:line`.
-    pub line: Option<String>,
-}
-
-/// The line tables of one object, read when they are first asked for.
-#[derive(Default)]
-pub(super) enum Lines {
-    #[default]
-    Unread,
-    Absent,
-    Read(Box<addr2line::Context<Reader>>),
-}
-
-impl Lines {
-    /// The functions at an address, those inlined first; empty when there are none, `None` when it cannot be told.
-    pub fn find(&mut self, image: &Arc<Image>, address: u64, deadline: Instant) -> Option<Vec<Source>> {
-        if matches!(self, Lines::Unread) {
-            *self = match read(image, deadline.saturating_duration_since(Instant::now())) {
-                Reading::Read(context) => Lines::Read(context),
-                Reading::Absent => Lines::Absent,
-                // The next capture may have more time.
-                Reading::TooLong => return None,
-            };
-        }
-        let Lines::Read(context) = self else { return None };
-        let mut frames = context.find_frames(address).skip_all_loads().ok()?;
-        let mut sources = Vec::new();
-        while let Ok(Some(frame)) = frames.next() {
-            let function = frame.function.as_ref().and_then(|function| function.raw_name().ok());
-            let line = frame.location.and_then(|location| Some(format!("{}:{}", location.file?, location.line?)));
-            sources.push(Source { function: function.map(|name| names::demangle(name.as_bytes())), line });
-        }
-        Some(sources)
-    }
-}
+use super::unit::{self, Origins, Source};
+use crate::image::{Bytes, Elf, Image, Slice};
 
 /// Bytes that are inflated in a second, at least.
 const INFLATED_PER_SECOND: u64 = 200 << 20;
+/// The sections that lines and names of functions are in.
+const SECTIONS: [SectionId; 10] = [
+    SectionId::DebugAbbrev,
+    SectionId::DebugAddr,
+    SectionId::DebugAranges,
+    SectionId::DebugInfo,
+    SectionId::DebugLine,
+    SectionId::DebugLineStr,
+    SectionId::DebugRanges,
+    SectionId::DebugRngLists,
+    SectionId::DebugStr,
+    SectionId::DebugStrOffsets,
+];
 
-/// What came of reading the tables of an object.
-enum Reading {
-    Read(Box<addr2line::Context<Reader>>),
+/// What came of looking for lines in one object.
+pub(super) enum Lookup {
+    /// The object has none.
     Absent,
-    /// They are compressed, and so large that there is no time for it.
-    TooLong,
+    /// For each address that was looked for in time.
+    Found(Vec<(u64, Vec<Source>)>),
 }
 
-fn read(image: &Arc<Image>, left: Duration) -> Reading {
-    let own = image.elf().map_or(Reading::Absent, |elf| context(&elf, &Owner::Image(Arc::clone(image)), left));
-    if !matches!(own, Reading::Absent) {
-        return own;
+/// Looks for the lines of the addresses, which are sorted, until the deadline.
+pub(super) fn find<'a>(
+    image: &'a Image,
+    debug: impl FnOnce() -> Option<&'a Bytes>,
+    addresses: &[u64],
+    deadline: Instant,
+) -> Lookup {
+    let own = image.elf().filter(has_lines);
+    let elf = own.or_else(|| ElfFile64::<object::LittleEndian>::parse(&**debug()?).ok().filter(has_lines));
+    let Some(elf) = elf else { return Lookup::Absent };
+    if time_to_inflate(&elf) > deadline.saturating_duration_since(Instant::now()) {
+        return Lookup::Found(Vec::new());
     }
-    let Some(bytes) = debug_file(image).map(Arc::new) else { return Reading::Absent };
-    match ElfFile64::<object::LittleEndian>::parse(&**bytes) {
-        Ok(elf) => context(&elf, &Owner::Bytes(Arc::clone(&bytes)), left),
-        Err(_) => Reading::Absent,
-    }
-}
-
-fn context(elf: &crate::image::Elf<'_>, owner: &Owner, left: Duration) -> Reading {
-    if elf.section_by_name(".debug_info").is_none_or(|section| section.size() == 0) {
-        return Reading::Absent;
-    }
-    let inflated: u64 = elf
-        .sections()
-        .filter(|section| section.name_bytes().is_ok_and(|name| name.starts_with(b".debug_")))
-        .filter_map(|section| section.compressed_file_range().ok())
-        .filter(|place| place.format != object::CompressionFormat::None)
-        .map(|place| place.uncompressed_size)
-        .sum();
-    if Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND) > left {
-        return Reading::TooLong;
-    }
-    load(elf, owner).map_or(Reading::Absent, |context| Reading::Read(Box::new(context)))
-}
-
-fn load(elf: &crate::image::Elf<'_>, owner: &Owner) -> Option<addr2line::Context<Reader>> {
-    let load = |id: gimli::SectionId| -> Result<Reader, gimli::Error> {
-        let section = elf.section_by_name(id.name());
-        let piece = section.and_then(|section| piece(&section, owner)).unwrap_or_default();
-        Ok(EndianReader::new(piece, RunTimeEndian::Little))
+    let load = |id: SectionId| -> Result<Cow<'_, [u8]>, gimli::Error> {
+        let section = SECTIONS.contains(&id).then(|| elf.section_by_name(id.name())).flatten();
+        Ok(section.and_then(|section| section.uncompressed_data().ok()).unwrap_or_default())
     };
-    let dwarf = gimli::Dwarf::load(load).ok()?;
-    addr2line::Context::from_dwarf(dwarf).ok()
+    let Ok(sections) = DwarfSections::load(load) else { return Lookup::Absent };
+    let dwarf = sections.borrow(|bytes| EndianSlice::new(bytes, LittleEndian));
+    Lookup::Found(find_in(&dwarf, addresses, deadline))
 }
 
-/// The bytes of a section: where they lie in the object, or unpacked when they are compressed.
-fn piece<'a>(section: &impl ObjectSection<'a>, owner: &Owner) -> Option<Piece> {
-    let place = section.compressed_file_range().ok()?;
-    if place.format == object::CompressionFormat::None {
-        let start = usize::try_from(place.offset).ok()?;
-        let end = start.checked_add(usize::try_from(place.compressed_size).ok()?)?;
-        return (end <= owner.len()).then(|| Piece { owner: owner.clone(), range: start..end });
-    }
-    let bytes = section.uncompressed_data().ok()?.into_owned();
-    let range = 0..bytes.len();
-    Some(Piece { owner: Owner::Bytes(Arc::new(Bytes::Memory(bytes))), range })
+fn has_lines(elf: &Elf<'_>) -> bool {
+    elf.section_by_name(".debug_info").is_some_and(|section| section.size() != 0)
 }
 
-/// What keeps the bytes of a section alive.
-#[derive(Clone)]
-pub(super) enum Owner {
-    Image(Arc<Image>),
-    Bytes(Arc<Bytes>),
+fn time_to_inflate(elf: &Elf<'_>) -> Duration {
+    let places = SECTIONS.iter().filter_map(|id| elf.section_by_name(id.name())?.compressed_file_range().ok());
+    let packed = places.filter(|place| place.format != object::CompressionFormat::None);
+    let inflated: u64 = packed.map(|place| place.uncompressed_size).sum();
+    Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND)
 }
 
-impl Deref for Owner {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        match self {
-            Owner::Image(image) => &image.bytes,
-            Owner::Bytes(bytes) => bytes,
+fn find_in<'a>(dwarf: &'a Dwarf<Slice<'a>>, addresses: &[u64], deadline: Instant) -> Vec<(u64, Vec<Source>)> {
+    let mut found = Vec::with_capacity(addresses.len());
+    let mut missing: Vec<bool> = vec![true; addresses.len()];
+    let mut origins = Origins::new(dwarf);
+    let mut add = |unit: &Unit<Slice<'a>>, indices: Vec<usize>| {
+        let wanted: Vec<u64> = indices.iter().map(|index| addresses[*index]).collect();
+        let sources = unit::find(unit.unit_ref(dwarf), &wanted, &mut origins);
+        found.extend(wanted.into_iter().zip(sources));
+    };
+    let Index { units, listed } = index(dwarf, addresses, &mut missing);
+    for (offset, indices) in units {
+        if Instant::now() >= deadline {
+            return found;
+        }
+        if let Ok(unit) = dwarf.unit_header(offset).and_then(|header| dwarf.unit(header)) {
+            add(&unit, indices);
         }
     }
-}
-
-/// A part of an owner's bytes.
-#[derive(Clone)]
-pub(super) struct Piece {
-    owner: Owner,
-    range: Range<usize>,
-}
-
-impl Default for Piece {
-    fn default() -> Self {
-        Piece { owner: Owner::Bytes(Arc::new(Bytes::Memory(Vec::new()))), range: 0..0 }
+    // Some compilers write no such index; then each unit tells what it holds.
+    let mut headers = dwarf.units();
+    while missing.contains(&true)
+        && let Ok(Some(header)) = headers.next()
+    {
+        if header.debug_info_offset().is_none_or(|offset| listed.contains(&offset)) {
+            continue;
+        }
+        if Instant::now() >= deadline {
+            return found;
+        }
+        let Ok(unit) = dwarf.unit(header) else { continue };
+        let Ok(mut ranges) = dwarf.unit_ranges(&unit) else { continue };
+        let mut indices = Vec::new();
+        while let Ok(Some(range)) = ranges.next() {
+            indices.extend(unit::within(addresses, range).filter(|index| std::mem::take(&mut missing[*index])));
+        }
+        if !indices.is_empty() {
+            indices.sort_unstable();
+            add(&unit, indices);
+        }
     }
+    // An address without a line is known to have none.
+    let missing = addresses.iter().zip(missing).filter(|(_, missing)| *missing);
+    found.extend(missing.map(|(address, _)| (*address, Vec::new())));
+    found
 }
 
-impl fmt::Debug for Piece {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "Piece({:?})", self.range)
+/// What `.debug_aranges` tells.
+struct Index {
+    /// The units that hold addresses, by the indices of these.
+    units: BTreeMap<DebugInfoOffset, Vec<usize>>,
+    /// All units that it knows.
+    listed: HashSet<DebugInfoOffset>,
+}
+
+fn index(dwarf: &Dwarf<Slice<'_>>, addresses: &[u64], missing: &mut [bool]) -> Index {
+    let mut index = Index { units: BTreeMap::new(), listed: HashSet::new() };
+    let mut headers = dwarf.debug_aranges.headers();
+    while let Ok(Some(header)) = headers.next() {
+        let offset = header.debug_info_offset();
+        index.listed.insert(offset);
+        let mut entries = header.entries();
+        while let Ok(Some(entry)) = entries.next() {
+            for at in unit::within(addresses, entry.range()) {
+                if std::mem::take(&mut missing[at]) {
+                    index.units.entry(offset).or_default().push(at);
+                }
+            }
+        }
     }
-}
-
-impl Deref for Piece {
-    type Target = [u8];
-
-    fn deref(&self) -> &[u8] {
-        &self.owner[self.range.clone()]
+    for indices in index.units.values_mut() {
+        indices.sort_unstable();
     }
+    index
 }
-
-// SAFETY: the bytes lie behind an Arc and are never written again, so they stay where they are when a piece moves.
-#[allow(unsafe_code)]
-unsafe impl gimli::StableDeref for Piece {}
-// SAFETY: a clone holds the same Arc, so it refers to the same bytes.
-#[allow(unsafe_code)]
-unsafe impl gimli::CloneStableDeref for Piece {}
-
-type Reader = EndianReader<RunTimeEndian, Piece>;

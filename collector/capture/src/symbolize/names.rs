@@ -9,8 +9,8 @@ use object::{
     read::elf::{ElfFile64, FileHeader, Sym, SymbolTable},
 };
 
-use super::debug_file::{debug_file, mini_debug_info};
-use crate::image::{Elf, Image};
+use super::debug_file::mini_debug_info;
+use crate::image::{Bytes, Elf, Image};
 
 /// The best symbol for one address so far.
 #[derive(Clone, Copy, Default)]
@@ -40,13 +40,12 @@ impl Rank {
 }
 
 /// Names of the functions that hold the addresses, which are sorted.
-pub(super) fn find(image: &Image, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
+pub(super) fn find(image: &Image, debug: Option<&Bytes>, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
     let mut hits = vec![Hit::default(); addresses.len()];
     if addresses.is_empty() {
         return Vec::new();
     }
-    let debug = debug_file(image);
-    let debug = debug.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
+    let debug = debug.and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
     let elf = image.elf();
     // What a stripped object has packed into itself is of use only when there is nothing better.
     let has_symbols = |elf: &Elf<'_>| !elf.elf_symbol_table().is_empty();
