@@ -46,6 +46,8 @@ mod sys;
 #[allow(unsafe_code)]
 mod thread_state;
 #[allow(unsafe_code)]
+mod tracer;
+#[allow(unsafe_code)]
 mod watcher;
 
 /// Every hooked function; the order is that of the coverage table.

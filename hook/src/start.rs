@@ -5,7 +5,7 @@
 use std::{
     ffi::OsString,
     os::unix::ffi::OsStringExt,
-    sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
 };
 
 use xpu_timer_proto::ring::{coverage, header, offset};
@@ -16,6 +16,7 @@ use crate::{
     ring::{COVERAGE_NAME_BYTES, store_text},
     sys::{self, Descriptor},
     thread_state::{self, in_hook},
+    tracer,
     watcher,
 };
 
@@ -24,6 +25,7 @@ static STAGE: AtomicU32 = AtomicU32::new(IDLE);
 static RETRY_AT_NS: AtomicU64 = AtomicU64::new(0);
 static DISABLED: AtomicU32 = AtomicU32::new(0);
 static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
+static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
 
 /// Threads that are forking, and whether the watcher is just opening a descriptor.
 static FORKING: AtomicU32 = AtomicU32::new(0);
@@ -33,8 +35,6 @@ static OPENING: AtomicBool = AtomicBool::new(false);
 static RING: Descriptor = Descriptor::none();
 /// The connection to the node collector, kept by the watcher.
 pub static CONNECTION: Descriptor = Descriptor::none();
-/// Process id of the node collector, for PR_SET_PTRACER in children; 0 while unknown.
-pub static COLLECTOR_PID: AtomicI32 = AtomicI32::new(0);
 /// The process is ending: no driver call from the watcher any more.
 pub static ENDING: AtomicBool = AtomicBool::new(false);
 
@@ -107,16 +107,22 @@ fn set_up() -> Option<&'static Recorder> {
         watcher::publish_coverage(&recorder, function, index, watcher::NOT_LOADED);
     }
     let recorder: &'static Recorder = Box::leak(Box::new(recorder));
-    if !FORK_HANDLER.swap(true, Ordering::Relaxed) {
-        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what the handlers do.
-        unsafe {
-            libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child));
-            libc::atexit(at_exit);
-        }
+    watch_forks();
+    if !EXIT_HANDLER.swap(true, Ordering::Relaxed) {
+        // SAFETY: a handler of the right type, in a library that is never unloaded. A failure costs what it does.
+        unsafe { libc::atexit(at_exit) };
     }
     RECORDER.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
     watcher::spawn(recorder, environment);
     Some(recorder)
+}
+
+/// Has forked children told of, once.
+pub fn watch_forks() {
+    if !FORK_HANDLER.swap(true, Ordering::Relaxed) {
+        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what they do.
+        unsafe { libc::pthread_atfork(Some(before_fork), Some(after_fork), Some(after_fork_in_child)) };
+    }
 }
 
 /// Turns the hook off for the rest of this process.
@@ -177,6 +183,9 @@ extern "C" fn after_fork_in_child() {
     OPENING.store(false, Ordering::SeqCst);
     let errno = sys::errno();
     let saved = errno.get();
+    // The child's stacks are part of a dump.
+    tracer::allow_in_child();
+    errno.set(saved);
     if RECORDER.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() && STAGE.load(Ordering::Relaxed) == OFF {
         return;
     }
@@ -184,11 +193,6 @@ extern "C" fn after_fork_in_child() {
     thread_state::with(thread_state::ThreadState::after_fork);
     CONNECTION.close();
     RING.close();
-    // The child's stacks are part of a dump, and the permission is not inherited.
-    let collector = COLLECTOR_PID.load(Ordering::Relaxed);
-    if collector > 0 {
-        sys::allow_tracer(collector);
-    }
     errno.set(saved);
 }
 
@@ -219,6 +223,10 @@ static ON_LOAD: extern "C" fn() = {
     extern "C" fn on_load() {
         // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
         std::panic::set_hook(Box::new(|_| {}));
+        let errno = sys::errno();
+        let saved = errno.get();
+        tracer::allow_from_environment();
+        errno.set(saved);
     }
     on_load
 };

@@ -159,13 +159,6 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
     }
 }
 
-/// Lets `pid` trace this process under Yama; without Yama, or for a process that is gone, nothing happens.
-/// Async-signal-safe. A forked child does not inherit it.
-pub fn allow_tracer(pid: i32) {
-    // SAFETY: PR_SET_PTRACER takes an integer and changes nothing but the permission.
-    unsafe { libc::prctl(libc::PR_SET_PTRACER, pid as libc::c_ulong, 0, 0, 0) };
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

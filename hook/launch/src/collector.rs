@@ -36,13 +36,13 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 const OTHER_DEADLINE: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 
-/// Makes sure that a node collector answers.
+/// Makes sure that a node collector answers, and says its process id; 0 when that is of another PID namespace.
 ///
 /// # Errors
 /// Why none does, with the place of its log.
-pub fn ensure(config: &Config) -> Result<()> {
+pub fn ensure(config: &Config) -> Result<i32> {
     match ask(&config.socket, ANSWER_DEADLINE) {
-        Ok(()) => return Ok(()),
+        Ok(pid) => return Ok(pid),
         Err(Silence::Absent) => {}
         Err(why) => bail!("{}: {why}", config.socket.display()),
     }
@@ -57,7 +57,7 @@ pub fn ensure(config: &Config) -> Result<()> {
     let mut ended = false;
     loop {
         let why = match ask(&config.socket, deadline.saturating_sub(begun.elapsed())) {
-            Ok(()) => return Ok(()),
+            Ok(pid) => return Ok(pid),
             Err(why) => why,
         };
         if !ended && child.has_ended() {
@@ -101,8 +101,8 @@ impl From<Errno> for Silence {
     }
 }
 
-/// Whether a collector of this user says Welcome.
-fn ask(path: &Path, patience: Duration) -> Result<(), Silence> {
+/// The process id of the collector of this user that says Welcome.
+fn ask(path: &Path, patience: Duration) -> Result<i32, Silence> {
     let begun = Instant::now();
     let address = UnixAddr::new(path)?;
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -115,11 +115,13 @@ fn ask(path: &Path, patience: Duration) -> Result<(), Silence> {
             Err(error) => return Err(error.into()),
         }
     }
-    let owner = getsockopt(&connection, PeerCredentials)?.uid();
+    let peer = getsockopt(&connection, PeerCredentials)?;
+    let owner = peer.uid();
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
         return Err(Silence::Other(format!("the socket belongs to user {owner}")));
     }
-    welcome(&connection, patience.saturating_sub(begun.elapsed()))
+    welcome(&connection, patience.saturating_sub(begun.elapsed()))?;
+    Ok(peer.pid())
 }
 
 fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), Silence> {

@@ -51,8 +51,10 @@ fn run(command: &[OsString]) -> ExitCode {
     let config = Config::read();
     let mut changes = Vec::new();
     if !config.disabled {
-        if let Err(error) = collector::ensure(&config) {
-            say(&format!("running without the node collector: {error:#}"));
+        match collector::ensure(&config) {
+            // So that also those processes can let it look into them that never connect.
+            Ok(pid) => changes.push(("XPU_TIMER_COLLECTOR_PID", pid.to_string().into())),
+            Err(error) => say(&format!("running without the node collector: {error:#}")),
         }
         changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
         match preload::in_front(&config, std::env::var_os("LD_PRELOAD")) {

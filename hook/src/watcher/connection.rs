@@ -5,7 +5,6 @@ use std::{
     io,
     os::unix::ffi::OsStrExt,
     path::{Path, PathBuf},
-    sync::atomic::Ordering,
     time::{Duration, Instant},
 };
 
@@ -17,8 +16,9 @@ use xpu_timer_proto::{
 
 use super::log::Log;
 use crate::{
-    start::{self, COLLECTOR_PID, CONNECTION},
-    sys::{Descriptor, allow_tracer},
+    start::{self, CONNECTION},
+    sys::Descriptor,
+    tracer,
 };
 
 /// `HookMessage { goodbye }` on the wire, for the exit handler, which must not allocate.
@@ -138,11 +138,7 @@ impl Connection {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the first packet is not Welcome"));
         };
         // The kernel's word for the peer, which also holds between PID namespaces.
-        let collector = peer(fd)?.pid;
-        if collector > 0 {
-            COLLECTOR_PID.store(collector, Ordering::Relaxed);
-            allow_tracer(collector);
-        }
+        tracer::allow(peer(fd)?.pid);
         let ring = ring.get().ok_or_else(|| io::Error::other("the host closed the ring's descriptor"))?;
         let message = HookMessage { message: Some(Message::Hello(hello.clone())) }.encode_to_vec();
         if !send_with_descriptor(fd, &message, ring)? {
