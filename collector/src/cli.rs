@@ -5,7 +5,7 @@ use std::time::Duration;
 use clap::{Parser, Subcommand};
 use tracing::warn;
 
-use crate::{config::Settings, error::Error, node};
+use crate::{cluster, config::Settings, error::Error, node};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -26,6 +26,18 @@ enum Role {
         #[arg(long, value_name = "SECONDS", value_parser = seconds)]
         linger: Option<Duration>,
     },
+    /// Joins the nodes of a cluster: they dial in, and one verdict is made for all ranks of a job
+    ///
+    /// Nodes find it by XPU_TIMER_COLLECTOR. Beyond loopback it listens only with TLS (XPU_TIMER_CLUSTER_CERT_FILE and
+    /// XPU_TIMER_CLUSTER_KEY_FILE) and a token (XPU_TIMER_COLLECTOR_TOKEN_FILE). The same port answers HTTP: /status, /metrics,
+    /// /incidents.
+    ///
+    /// Exit codes: 0 when told to end; 1 when it cannot listen or may not; 2 for a wrong command line.
+    Cluster {
+        /// Address and port to listen on; default XPU_TIMER_CLUSTER_LISTEN
+        #[arg(long, value_name = "ADDRESS:PORT")]
+        listen: Option<String>,
+    },
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -38,13 +50,22 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// What [`node::run`] cannot do without. That one runs already is none.
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
-    let Role::Node { linger } = arguments.command;
+    match arguments.command {
+        Role::Node { linger } => run_node(linger),
+        Role::Cluster { listen } => {
+            let (settings, problems) = cluster::config::Settings::from_process(listen).map_err(anyhow::Error::msg)?;
+            for problem in problems {
+                warn!("{problem}");
+            }
+            Ok(cluster::run(settings)?)
+        }
+    }
+}
+
+fn run_node(linger: Option<Duration>) -> anyhow::Result<()> {
     let (settings, problems) = Settings::from_process(linger);
     for problem in problems {
         warn!("{problem}");
-    }
-    if settings.cluster.is_some() {
-        warn!("XPU_TIMER_COLLECTOR is set, but this version has no cluster role: this node judges its own ranks");
     }
     match node::run(settings) {
         Err(error @ Error::Running { .. }) => {
@@ -64,8 +85,8 @@ mod tests {
     #[test]
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
-        let Role::Node { linger } = Arguments::try_parse_from(["c", "node", "--linger", "1.5"]).unwrap().command;
-        assert_eq!(linger, Some(Duration::from_millis(1500)));
+        let arguments = Arguments::try_parse_from(["c", "node", "--linger", "1.5"]).unwrap();
+        assert!(matches!(arguments.command, Role::Node { linger: Some(linger) } if linger.as_millis() == 1500));
         for wrong in ["-1", "soon", "inf"] {
             assert!(Arguments::try_parse_from(["c", "node", &format!("--linger={wrong}")]).is_err(), "{wrong}");
         }

@@ -1,6 +1,6 @@
 //! All settings of the node collector, from the environment table of `proto`.
 
-use std::{env, path::PathBuf, time::Duration};
+use std::{path::PathBuf, time::Duration};
 
 use rustix::process::getuid;
 use xpu_timer_proto::{
@@ -35,8 +35,16 @@ pub struct Settings {
     pub metrics: MetricsSettings,
     /// Label `ip`.
     pub ip: String,
-    /// The cluster collector that somebody expects to be used.
+    /// The cluster collector; `None` when every node judges its own ranks.
     pub cluster: Option<String>,
+    /// File of the token that nodes and cluster share.
+    pub token_file: Option<PathBuf>,
+    /// Authority that the node trusts; `None` for those of the system.
+    pub ca_file: Option<PathBuf>,
+    /// Where verdicts are posted.
+    pub webhook: Option<String>,
+    /// Which incident folders are kept.
+    pub keep: Keep,
     /// The collector ends when nothing has been connected for this long.
     pub linger: Option<Duration>,
 }
@@ -46,13 +54,13 @@ impl Settings {
     #[must_use]
     pub fn from_process(linger: Option<Duration>) -> (Self, Vec<Problem>) {
         let source = Source::process();
-        let settings = Self::new(&source, linger, env::temp_dir(), getuid().as_raw());
+        let settings = Self::new(&source, linger, getuid().as_raw());
         (settings, source.problems())
     }
 
     /// From any source.
     #[must_use]
-    pub fn new(source: &Source, linger: Option<Duration>, temporary: PathBuf, uid: u32) -> Self {
+    pub fn new(source: &Source, linger: Option<Duration>, uid: u32) -> Self {
         let control_port = source.control_port();
         let port_variable = match source.text("XPU_TIMER_PORT") {
             Some(_) => "XPU_TIMER_PORT",
@@ -61,19 +69,44 @@ impl Settings {
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
         Settings {
-            socket: source.path("XPU_TIMER_SOCKET").unwrap_or_else(|| socket::path(&temporary, uid, control_port)),
+            socket: socket::of(source, uid),
             control_port,
             metrics_port: control_port.checked_add(1),
             port_variable,
             timeline_path: source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
-            fallback_path: socket::directory(&temporary, uid).join("timeline"),
+            fallback_path: socket::directory(&socket::temporary(source), uid).join("timeline"),
             sample_interval: seconds("XPU_TIMER_SAMPLE_INTERVAL"),
             hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
             node: text("POD_NAME"),
             metrics: MetricsSettings::new(source),
             ip: text("POD_IP"),
             cluster: source.text("XPU_TIMER_COLLECTOR"),
+            token_file: source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE"),
+            ca_file: source.path("XPU_TIMER_COLLECTOR_CA_FILE"),
+            webhook: source.text("XPU_TIMER_WEBHOOK"),
+            keep: Keep::new(source),
             linger,
+        }
+    }
+}
+
+/// Which incident folders are kept; zero is no limit.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Keep {
+    /// The newest so many.
+    pub count: usize,
+    /// Those that are not older.
+    pub age: Duration,
+}
+
+impl Keep {
+    /// From any source.
+    #[must_use]
+    pub fn new(source: &Source) -> Self {
+        let days: u32 = source.number("XPU_TIMER_KEEP_DAYS").unwrap_or(0);
+        Keep {
+            count: source.number("XPU_TIMER_KEEP_INCIDENTS").unwrap_or(0),
+            age: Duration::from_secs(u64::from(days) * 24 * 3600),
         }
     }
 }
@@ -84,12 +117,12 @@ mod tests {
 
     fn settings(pairs: &'static [(&str, &str)]) -> Settings {
         let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
-        Settings::new(&Source::new(find, ""), None, "/t".into(), 7)
+        Settings::new(&Source::new(find, ""), None, 7)
     }
 
     #[test]
     fn defaults() {
-        let settings = settings(&[]);
+        let settings = settings(&[("TMPDIR", "/t")]);
         assert_eq!(settings.socket, PathBuf::from("/t/xpu_timer-7/18888.sock"));
         assert_eq!((settings.control_port, settings.metrics_port), (18888, Some(18889)));
         assert_eq!(settings.timeline_path, PathBuf::from("/root/timeline"));

@@ -26,13 +26,16 @@ use crate::{
     error::chain,
     inbox::{Command, Inbox, Refusal},
     incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
+    member::Member,
     metrics::Sampler,
     monitor::{Monitor, Observation},
     process::{self, Handle},
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
+    retention,
     ring_file::RingFile,
     subjects,
+    webhook::Webhook,
 };
 
 /// What came of an incident, for `/status`.
@@ -68,15 +71,18 @@ pub struct Core {
     pub started: Now,
     /// Name of this node.
     pub node: String,
-    inbox: Inbox,
+    /// This node as a member of a cluster.
+    pub member: Member,
+    pub(crate) inbox: Inbox,
     monitor: Monitor,
     /// What the ranks' rings say, for `/metrics`.
     pub sampler: Sampler,
     captures: Arc<Captures>,
     hurry: Arc<Hurry>,
     boot: String,
-    waiting: BTreeMap<String, Vec<DumpReply>>,
+    pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
     searched: BTreeSet<PathBuf>,
+    webhook: Option<Webhook>,
     // Ranks that were told to end, and when they are made to.
     ending: Vec<(u64, Arc<Handle>)>,
 }
@@ -100,6 +106,7 @@ impl Core {
             "" | "NOT_SET" => process::host_name(),
             name => name.to_string(),
         };
+        let webhook = settings.webhook.as_deref().map(Webhook::new);
         let sampler = Sampler::new(settings.metrics.clone());
         Core {
             settings,
@@ -110,6 +117,7 @@ impl Core {
             opened: 0,
             started: Now::get(),
             node,
+            member: Member::default(),
             inbox,
             monitor: Monitor::default(),
             sampler,
@@ -118,6 +126,7 @@ impl Core {
             boot: process::boot_id(),
             waiting: BTreeMap::new(),
             searched: BTreeSet::new(),
+            webhook,
             ending: Vec::new(),
         }
     }
@@ -306,7 +315,8 @@ impl Core {
         for job in self.registry.jobs() {
             let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
             let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
-            if conditions.idle.contains(&job) {
+            self.member.launched(&job, last);
+            if conditions.idle.contains(&job) && !self.member.is_declined(&job, now) {
                 let timeout = ranks.iter().map(|rank| rank.idle_timeout).max().unwrap_or_default();
                 let late_ns = now.mono_ns.saturating_sub(last + nanoseconds(timeout));
                 let attempt = self.attempt(&job);
@@ -320,6 +330,7 @@ impl Core {
         for action in self.engine.tick(&self.registry, now) {
             self.act(action, now);
         }
+        self.tick_member(now);
         let engine = &self.engine;
         self.told.retain(|id, _| engine.get(id).is_some());
         self.end_the_rest(now);
@@ -343,7 +354,8 @@ impl Core {
         living_ranks(&self.registry)
     }
 
-    fn attempt(&self, job: &JobKey) -> u32 {
+    /// The newest attempt of a job here.
+    pub(crate) fn attempt(&self, job: &JobKey) -> u32 {
         self.registry.of_job(job).first().map_or(0, |rank| rank.info.attempt)
     }
 
@@ -356,11 +368,13 @@ impl Core {
             Command::Folders(reply) => drop(reply.send(self.folders())),
             Command::Dump { job, reply } => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),
         }
     }
 
-    fn folders(&self) -> Vec<PathBuf> {
+    /// Folders in which incidents may lie.
+    pub(crate) fn folders(&self) -> Vec<PathBuf> {
         let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
         folders.extend(self.registry.ranks().map(|rank| rank.settings.timeline_path.clone()));
         folders.into_iter().collect()
@@ -399,13 +413,14 @@ impl Core {
 
     fn act(&mut self, action: Action, now: Now) {
         match action {
-            Action::Dump(id) => self.dump(&id),
+            Action::Dump(id) if self.announce(&id, now) => {}
+            Action::Dump(id) => self.dump(&id, None),
             Action::Close(id, state) => self.close(&id, state, now),
         }
     }
 
-    /// Starts the work of an incident.
-    fn dump(&mut self, id: &str) {
+    /// Starts the work of an incident; with `for_cluster` as a part of a job-wide one.
+    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<usize>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
         let of_job = self.registry.of_job(&incident.job);
@@ -420,10 +435,12 @@ impl Core {
             late_ns: incident.late_ns,
             subjects,
             node: self.node.clone(),
+            socket: self.settings.socket.clone(),
             hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
             sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
             timeline_path: path.clone(),
             fallback_path: self.settings.fallback_path.clone(),
+            for_cluster,
         };
         info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
         self.opened += 1;
@@ -447,10 +464,14 @@ impl Core {
     }
 
     fn finished(&mut self, outcome: Outcome, now: Now) {
-        let Outcome { incident: id, path, verdict, sampled_ns } = outcome;
+        let Outcome { incident: id, path, verdict, sampled_ns, part } = outcome;
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
+        let shared = part.is_some();
+        if let (Some(webhook), false) = (&self.webhook, shared) {
+            webhook.post(&verdict, path.as_deref());
+        }
         let told = Told {
             path: path.clone(),
             sentence: verdict.sentence,
@@ -479,12 +500,24 @@ impl Core {
         for reply in self.waiting.remove(&id).unwrap_or_default() {
             drop(reply.send(Ok(answer.clone())));
         }
-        self.kill(&id, now);
+        match part {
+            Some(part) => self.captured(&id, part, now),
+            None => self.kill(&id, now),
+        }
+        self.retire();
+    }
+
+    /// Removes incident folders beyond the number and the age that are kept.
+    fn retire(&self) {
+        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
+        let open = open.map(|incident| incident.id.clone()).collect();
+        retention::start(self.folders(), self.settings.keep, open);
     }
 
     fn close(&mut self, id: &str, state: State, now: Now) {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
+        self.tell_closed(id, resolved);
         let Some(path) = self.told.get(id).and_then(|told| told.path.clone()) else { return };
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
         let changed = dump::change_verdict(&path, |verdict| {
@@ -497,7 +530,7 @@ impl Core {
     }
 
     /// XPU_TIMER_HANG_KILL: ends the ranks of a job that still hangs, so that its agent starts them again.
-    fn kill(&mut self, id: &str, now: Now) {
+    pub(crate) fn kill(&mut self, id: &str, now: Now) {
         let Some(incident) = self.engine.get(id) else { return };
         let hangs = incident.causes.iter().any(|cause| *cause != Cause::Manual);
         let ranks: Vec<&Rank> = self.registry.of_job(&incident.job);

@@ -18,6 +18,7 @@ use xpu_timer_proto::{
 use crate::{
     captures::Captures,
     clock::{self, Now},
+    delivery::{Kept, PART, Part},
     error::{Error, chain},
     evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
     folder::Folder,
@@ -45,6 +46,8 @@ pub struct Plan {
     pub subjects: Vec<Subject>,
     /// Name of this node.
     pub node: String,
+    /// Where this collector listens.
+    pub socket: PathBuf,
     /// Hang timeout of the job.
     pub hang_timeout: Duration,
     /// Between the two samples.
@@ -53,6 +56,8 @@ pub struct Plan {
     pub timeline_path: PathBuf,
     /// Where it goes when it cannot go there.
     pub fallback_path: PathBuf,
+    /// The cluster collector judges: so many operations of each flight record are for it, and nothing is drawn here.
+    pub for_cluster: Option<usize>,
 }
 
 /// What came of it.
@@ -66,6 +71,8 @@ pub struct Outcome {
     pub verdict: Verdict,
     /// When the second sample was complete, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
+    /// What the cluster collector is to have.
+    pub part: Option<Kept>,
 }
 
 /// Lets waiting dumps go on at once when the collector is told to end.
@@ -102,7 +109,7 @@ const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 /// Dumps, judges and writes one incident.
 pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
-    subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node);
+    subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node, &plan.socket);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut plan, captures, 0, first_deadline, &mut taken);
@@ -118,8 +125,19 @@ pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     verdict.timing.status = Status::Open;
     verdict.timing.opened_at = Some(clock::rfc3339(plan.opened.unix_ns));
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
-    let path = write(&plan, &evidence, &mut verdict, begun + plan.sample_interval + BUDGET);
-    Outcome { incident: plan.incident, path, verdict, sampled_ns: sampled.mono_ns }
+    let (path, part) = write(&plan, &evidence, &mut verdict, begun + plan.sample_interval + BUDGET);
+    Outcome { incident: plan.incident, path, verdict, sampled_ns: sampled.mono_ns, part }
+}
+
+/// Name of the folder of an incident. The nodes of a job may share one file system, on which the cluster collector writes the
+/// incident's own folder.
+#[must_use]
+pub fn folder_name(incident: &str, node: Option<&str>) -> String {
+    let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '_' };
+    match node {
+        Some(node) => format!("{incident}-{}", node.chars().map(plain).collect::<String>()),
+        None => incident.into(),
+    }
 }
 
 /// One look at all ranks. Ranks whose process is gone are left to their rings.
@@ -184,10 +202,16 @@ fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
 }
 
 /// Writes the folder. What cannot be written is said in the log and in the verdict.
-fn write(plan: &Plan, evidence: &Evidence, verdict: &mut Verdict, deadline: Instant) -> Option<PathBuf> {
+fn write(
+    plan: &Plan,
+    evidence: &Evidence,
+    verdict: &mut Verdict,
+    deadline: Instant,
+) -> (Option<PathBuf>, Option<Kept>) {
     let incident = &plan.incident;
-    let folder = match Folder::create(&plan.timeline_path, &plan.fallback_path, incident) {
-        Ok((folder, None)) => folder,
+    let name = folder_name(incident, plan.for_cluster.map(|_| plan.node.as_str()));
+    let folder = match Folder::create(&plan.timeline_path, &plan.fallback_path, &name) {
+        Ok((folder, None)) => Some(folder),
         Ok((folder, Some(error))) => {
             let problem = format!(
                 "{} cannot be used ({}), the folder is {}",
@@ -197,28 +221,48 @@ fn write(plan: &Plan, evidence: &Evidence, verdict: &mut Verdict, deadline: Inst
             );
             warn!("incident {incident}: {problem}");
             verdict.timing.errors.push(problem);
-            folder
+            Some(folder)
         }
         Err(error) => {
             let problem = format!("no folder could be made: {}", chain(&error));
             warn!("incident {incident}: {problem}");
             verdict.timing.errors.push(problem);
-            return None;
+            None
         }
     };
 
     let mut problems = Problems::default();
+    let mut part = plan.for_cluster.map(|operations| (Part::default(), operations));
     let world = evidence.world_size;
     for subject in &plan.subjects {
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
         let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
-        problems.note(folder.write(&name, &file_of(subject, rank).encode_to_vec()));
+        let file = file_of(subject, rank);
+        if let Some((part, operations)) = &mut part {
+            part.add(&file, rank, *operations);
+        }
+        if let Some(folder) = &folder {
+            problems.note(folder.write(&name, &file.encode_to_vec()));
+        }
     }
+    let part = part.map(|(part, _)| Box::new(part.finish(incident, verdict.timing.errors.clone())));
+    let Some(folder) = folder else { return (None, part.map(Kept::Here)) };
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
+    let part = part.map(|part| match folder.write(PART, &part.encode_to_vec()) {
+        Ok(()) => Kept::In(folder.path.clone()),
+        Err(error) => {
+            problems.note(Err(error));
+            Kept::Here(part)
+        }
+    });
     folder.release_reserve();
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(plan, verdict);
     write_verdict(&folder, verdict);
+    if part.is_some() {
+        // The pictures of the whole job are drawn where the verdict is made.
+        return (Some(folder.path), part);
+    }
 
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
     if let Err(problem) = viewer::run(&folder.path, left) {
@@ -230,7 +274,7 @@ fn write(plan: &Plan, evidence: &Evidence, verdict: &mut Verdict, deadline: Inst
     if let Err(error) = folder.link_latest() {
         warn!("incident {incident}: {}", chain(&error));
     }
-    Some(folder.path)
+    (Some(folder.path), None)
 }
 
 fn finish_times(plan: &Plan, verdict: &mut Verdict) {
@@ -282,6 +326,7 @@ fn without_dumps(evidence: &Evidence) -> Evidence {
         node: rank.node.clone(),
         errors: rank.errors.clone(),
         exit: rank.exit.clone(),
+        host: rank.host.clone(),
     });
     Evidence {
         ranks: ranks.collect(),

@@ -43,6 +43,15 @@ pub enum Error {
     /// Nothing could be captured.
     #[error("capture: {0}")]
     Capture(String),
+    /// The cluster role cannot listen.
+    #[error("cannot listen on {address}")]
+    Listen {
+        /// Where.
+        address: std::net::SocketAddr,
+        /// Why it failed.
+        #[source]
+        source: io::Error,
+    },
     /// The operating system refused something that the collector cannot do without.
     #[error("cannot {action}")]
     System {

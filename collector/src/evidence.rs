@@ -90,6 +90,7 @@ impl Subject {
             node: self.node.clone(),
             errors,
             exit: self.exit.clone().unwrap_or_default(),
+            host: None,
         }
     }
 }

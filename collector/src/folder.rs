@@ -3,7 +3,7 @@
 use std::{
     fs,
     io::{self, Write},
-    os::unix::fs::{OpenOptionsExt, symlink},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
 };
 
@@ -43,8 +43,13 @@ impl Folder {
 
     fn create_in(root: &Path, id: &str) -> Result<Folder, Error> {
         let path = root.join(format!("incident-{id}"));
-        fs::create_dir(&path).map_err(Error::path("create", &path))?;
+        match fs::create_dir(&path) {
+            // A collector that was restarted in the middle of this incident goes on in its folder.
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_own_folder(&path) => {}
+            made => made.map_err(Error::path("create", &path))?,
+        }
         let folder = Folder { path };
+        folder.release_reserve();
         if let Err(error) = folder.write_new(RESERVE, &vec![0; RESERVE_BYTES]) {
             // No room for anything: another place is needed.
             let _ = fs::remove_dir_all(&folder.path);
@@ -102,6 +107,11 @@ impl Folder {
             Error::path("write", &path)(error)
         })
     }
+}
+
+/// A folder of this user, not a link to one.
+fn is_own_folder(path: &Path) -> bool {
+    fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == rustix::process::getuid().as_raw())
 }
 
 #[cfg(test)]

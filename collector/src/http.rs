@@ -21,9 +21,9 @@ use crate::{
 };
 
 /// The loop answers within milliseconds; this is for a node without any free processor.
-const ANSWER: Duration = Duration::from_secs(10);
+pub const ANSWER: Duration = Duration::from_secs(10);
 /// A dump takes its sample interval, which the user chooses, and some seconds.
-const DUMP: Duration = Duration::from_secs(3600);
+pub const DUMP: Duration = Duration::from_secs(3600);
 
 /// Listens on a loopback port.
 ///
@@ -66,7 +66,9 @@ async fn local_only(request: Request, next: Next) -> Response {
     (StatusCode::FORBIDDEN, "only requests to localhost are answered\n").into_response()
 }
 
-fn is_local(headers: &HeaderMap) -> bool {
+/// Whether a request names this machine and comes from no page of another one.
+#[must_use]
+pub fn is_local(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
     let host = text(header::HOST).is_some_and(is_loopback);
     let origin = text(header::ORIGIN).is_none_or(|origin| {
@@ -91,7 +93,9 @@ async fn ask<T>(inbox: &Inbox, patience: Duration, command: impl FnOnce(oneshot:
     timeout(patience, answer).await.ok()?.ok()
 }
 
-fn no_answer() -> Response {
+/// The loop does not answer.
+#[must_use]
+pub fn no_answer() -> Response {
     (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": "the collector does not answer" }))).into_response()
 }
 
@@ -111,13 +115,21 @@ struct DumpQuery {
 
 async fn dump(State(inbox): State<Inbox>, Query(query): Query<DumpQuery>) -> Response {
     let answer = ask(&inbox, DUMP, |reply| Command::Dump { job: query.job, reply }).await;
-    let refuse = |code, text| (code, Json(json!({ "error": text }))).into_response();
     match answer {
         Some(Ok(answer)) => Json(answer).into_response(),
-        Some(Err(Refusal::NoJob(text))) => refuse(StatusCode::NOT_FOUND, text),
-        Some(Err(Refusal::WhichJob(text))) => refuse(StatusCode::BAD_REQUEST, text),
+        Some(Err(refused)) => refusal(refused),
         None => no_answer(),
     }
+}
+
+/// Why a dump by hand was not made.
+#[must_use]
+pub fn refusal(refused: Refusal) -> Response {
+    let (code, text) = match refused {
+        Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
+        Refusal::WhichJob(text) => (StatusCode::BAD_REQUEST, text),
+    };
+    (code, Json(json!({ "error": text }))).into_response()
 }
 
 async fn incidents(State(inbox): State<Inbox>) -> Response {

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error};
+use crate::{dump::Outcome, error::Error, uplink};
 
 /// A message to the loop.
 #[derive(Debug)]
@@ -29,6 +29,8 @@ pub enum Command {
     Folders(oneshot::Sender<Vec<std::path::PathBuf>>),
     /// A dump is finished.
     Finished(Box<Outcome>),
+    /// The stream to the cluster collector.
+    Uplink(uplink::Event),
     /// SIGTERM or SIGINT.
     Stop,
 }

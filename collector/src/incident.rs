@@ -6,7 +6,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use xpu_timer_proto::v1::{Operation, Trigger, TriggerKind};
 
-use crate::{clock::Now, registry::JobKey};
+use crate::{clock::Now, registry::JobKey, throttle::Throttle};
 
 /// Something that is wrong as long as it stands in an incident.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Serialize, Deserialize)]
@@ -33,6 +33,8 @@ pub enum Cause {
     },
     /// Somebody asked for a dump. Nothing is wrong by that alone.
     Manual,
+    /// The job hangs on another node, the cluster collector says.
+    Cluster,
 }
 
 impl Cause {
@@ -43,13 +45,19 @@ impl Cause {
             Cause::Heartbeat { .. } => TriggerKind::Heartbeat,
             Cause::Death { .. } => TriggerKind::Death,
             Cause::Manual => TriggerKind::Manual,
+            Cause::Cluster => TriggerKind::Unspecified,
         }
+    }
+
+    /// Something that is wrong on this node.
+    fn is_own(&self) -> bool {
+        !matches!(self, Cause::Manual | Cause::Cluster)
     }
 
     fn pid(&self) -> Option<i32> {
         match self {
             Cause::Operation { pid, .. } | Cause::Heartbeat { pid } | Cause::Death { pid } => Some(*pid),
-            Cause::Idle | Cause::Manual => None,
+            Cause::Idle | Cause::Manual | Cause::Cluster => None,
         }
     }
 }
@@ -128,6 +136,26 @@ pub struct Incident {
 }
 
 impl Incident {
+    /// One that is open and about nothing yet.
+    fn new(id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) -> Self {
+        Incident {
+            id: id.into(),
+            job: job.clone(),
+            attempt,
+            trigger,
+            opened: now,
+            late_ns: 0,
+            state: State::Open,
+            causes: BTreeSet::new(),
+            seen: BTreeSet::new(),
+            dumped: None,
+            closed: None,
+            quiet_since_ns: None,
+            went_away: false,
+            adopted_until_ns: 0,
+        }
+    }
+
     /// Whether it is (or was) more than a dump by hand.
     #[must_use]
     pub fn is_hang(&self) -> bool {
@@ -172,6 +200,9 @@ pub struct Engine {
     incidents: BTreeMap<String, Incident>,
     // Deaths whose grace has not run out, with the end of it.
     deaths: Vec<(u64, Raise)>,
+    throttle: Throttle<JobKey>,
+    // What is wrong in jobs that have had too many incidents of late; it opens one when it lasts.
+    held: Vec<Raise>,
 }
 
 /// After the death of one rank the others may be about to end as well: a job that ends altogether is no incident.
@@ -196,7 +227,21 @@ impl Engine {
     /// Whether a job hangs as far as is known.
     #[must_use]
     pub fn hangs(&self, job: &JobKey) -> bool {
-        self.incidents.values().any(|incident| incident.job == *job && incident.state.is_open() && incident.is_hang())
+        let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
+        self.incidents.values().any(of_job) || self.held.iter().any(|raise| raise.job == *job)
+    }
+
+    /// Whether something is wrong with a job's ranks on this node.
+    #[must_use]
+    pub fn hangs_here(&self, job: &JobKey) -> bool {
+        let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
+        open.flat_map(|incident| &incident.causes).any(Cause::is_own)
+    }
+
+    /// What is wrong with jobs that have had too many incidents of late: how many have to wait.
+    #[must_use]
+    pub fn held(&self) -> usize {
+        self.held.len()
     }
 
     /// Whether a dump is in work.
@@ -233,7 +278,40 @@ impl Engine {
             self.deaths.push((raise.since_ns + DEATH_GRACE_NS, raise));
             return None;
         }
+        if raise.cause != Cause::Manual && !self.throttle.allows(&raise.job, now.mono_ns) {
+            let known = |held: &Raise| held.job == raise.job && held.cause == raise.cause;
+            if !self.held.iter().any(known) {
+                self.held.push(raise);
+            }
+            return None;
+        }
         Some(self.open(raise, now))
+    }
+
+    /// The cluster collector asks for a dump. What is wrong with the job on this node is wrong in this incident as well.
+    pub fn request(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
+        let by_hand = trigger.kind() == TriggerKind::Manual;
+        let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
+        let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
+        causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
+        self.held.retain(|held| held.job != *job);
+        let incident =
+            Incident { causes: causes.clone(), seen: causes, ..Incident::new(id, job, attempt, trigger, now) };
+        self.incidents.insert(id.into(), incident);
+    }
+
+    /// An incident that nobody has dumped yet becomes the one that the cluster collector has opened for its job.
+    pub fn rename(&mut self, old: &str, new: &str) {
+        if let Some(mut incident) = self.incidents.remove(old) {
+            incident.id = new.into();
+            incident.add(Cause::Cluster);
+            self.incidents.insert(new.into(), incident);
+        }
+    }
+
+    /// Takes back an incident that nobody has dumped.
+    pub fn withdraw(&mut self, id: &str) {
+        self.incidents.remove(id);
     }
 
     fn open(&mut self, raise: Raise, now: Now) -> Action {
@@ -250,20 +328,10 @@ impl Engine {
             unix_ns: now.unix_ns,
         };
         let incident = Incident {
-            id: id.clone(),
-            job: raise.job,
-            attempt: raise.attempt,
-            trigger,
-            opened: now,
             late_ns: raise.late_ns,
-            state: State::Open,
             causes: BTreeSet::from([raise.cause.clone()]),
             seen: BTreeSet::from([raise.cause]),
-            dumped: None,
-            closed: None,
-            quiet_since_ns: None,
-            went_away: false,
-            adopted_until_ns: 0,
+            ..Incident::new(&id, &raise.job, raise.attempt, trigger, now)
         };
         self.incidents.insert(id.clone(), incident);
         Action::Dump(id)
@@ -277,6 +345,7 @@ impl Engine {
 
     /// Something is no longer wrong.
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
+        self.held.retain(|held| held.job != *job || held.cause != *cause);
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             incident.remove(|other| other != cause, now.mono_ns);
         }
@@ -284,6 +353,7 @@ impl Engine {
 
     /// A process left or died: what it had signalled can no longer resolve.
     pub fn gone(&mut self, job: &JobKey, pid: i32, now: Now) {
+        self.held.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
             if incident.remove(keep, now.mono_ns) && incident.quiet_since_ns.is_some() {
@@ -314,6 +384,15 @@ impl Engine {
             if jobs.is_alive(&death.job, death.attempt) {
                 actions.extend(self.raise(death, now));
             }
+        }
+        let (free, held) = std::mem::take(&mut self.held).into_iter().partition(|held| {
+            jobs.is_alive(&held.job, held.attempt) && self.throttle.would_allow(&held.job, now.mono_ns)
+        });
+        self.held = held;
+        self.held.retain(|held| jobs.is_alive(&held.job, held.attempt));
+        let free: Vec<Raise> = free;
+        for raise in free {
+            actions.extend(self.raise(raise, now));
         }
         for incident in self.incidents.values_mut() {
             let over = match incident.state {
@@ -347,21 +426,14 @@ impl Engine {
 
     /// An incident that an earlier collector left open on disk. Its signals come again if its hang lasts.
     pub fn adopt(&mut self, record: Record, wait_ns: u64, now: Now) {
+        let job = JobKey { name: record.job, instance: record.instance };
+        let opened = Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns };
         let incident = Incident {
-            id: record.id.clone(),
-            job: JobKey { name: record.job, instance: record.instance },
-            attempt: record.attempt,
-            trigger: Trigger::default(),
-            opened: Now { mono_ns: record.opened_mono_ns, unix_ns: record.opened_unix_ns },
-            late_ns: 0,
             state: State::Adopted,
-            causes: BTreeSet::new(),
             seen: record.seen,
             dumped: Some(Now { mono_ns: record.dumped_mono_ns, unix_ns: record.opened_unix_ns }),
-            closed: None,
-            quiet_since_ns: None,
-            went_away: false,
             adopted_until_ns: now.mono_ns + wait_ns,
+            ..Incident::new(&record.id, &job, record.attempt, Trigger::default(), opened)
         };
         self.incidents.entry(record.id).or_insert(incident);
     }

@@ -14,12 +14,12 @@ mod settings;
 use xpu_timer_proto::ring::{header, lane};
 
 use self::{
-    exposition::{Labels, Page},
+    exposition::Labels,
     meaning::{Family, Key},
     sampler::Sampled,
     series::Values,
 };
-pub use self::{sampler::Sampler, settings::MetricsSettings};
+pub use self::{exposition::Page, sampler::Sampler, settings::MetricsSettings};
 use crate::{
     clock::Now,
     core::Core,

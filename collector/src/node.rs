@@ -28,6 +28,7 @@ use crate::{
     process::Handle,
     registry::{ConnectionId, RankId},
     socket::Endpoint,
+    uplink::{self, Address},
 };
 
 const TICK: Duration = Duration::from_secs(1);
@@ -50,11 +51,27 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         .map_err(Error::system("start the HTTP runtime"))?;
     let mut core = Core::new(settings, Captures::default(), inbox.clone());
     core.problems = runtime.block_on(start(&core.settings, &inbox));
+    if let Some(problem) = join_cluster(&core.settings, &runtime, &inbox) {
+        error!("{problem}");
+        core.problems.push(problem);
+    }
     info!("listening on {} as pid {}", core.settings.socket.display(), std::process::id());
     let mut node = Node { core, endpoint, connections: Connections::default(), inbox, commands };
     node.work();
     end(runtime);
     Ok(())
+}
+
+/// Dials the cluster collector, if there is to be one. Without a usable address the node works alone, and says why.
+fn join_cluster(settings: &Settings, runtime: &Runtime, inbox: &Inbox) -> Option<String> {
+    let url = settings.cluster.as_ref()?;
+    match Address::new(url, settings.token_file.as_deref(), settings.ca_file.as_deref()) {
+        Ok(address) => {
+            runtime.spawn(uplink::run(address, inbox.clone()));
+            None
+        }
+        Err(problem) => Some(format!("{problem}; this node works alone")),
+    }
 }
 
 /// Connections that are still open are not waited for.
@@ -97,7 +114,7 @@ async fn start(settings: &Settings, inbox: &Inbox) -> Vec<String> {
 }
 
 /// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select.
-fn raise_descriptor_limit() {
+pub fn raise_descriptor_limit() {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
         warn!("the limit of open files stays at {:?}: {error}", limit.current);

@@ -1,13 +1,17 @@
 //! What /proc tells of a process, its identity (pid and start time), its end, and a handle that cannot hit another process.
 
-use std::{fs, io, os::fd::OwnedFd, os::unix::fs::MetadataExt};
+use std::{
+    fs, io,
+    os::{fd::OwnedFd, unix::fs::MetadataExt},
+    path::PathBuf,
+};
 
 use nix::sys::signal;
 use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
-use xpu_timer_proto::{env::Source, v1::RankInfo};
+use xpu_timer_proto::{env::Source, socket, v1::RankInfo};
 
 use crate::pidfd;
 
@@ -166,6 +170,8 @@ pub struct Found {
     pub info: RankInfo,
     /// Which of several jobs of one name; see [`instance`].
     pub instance: String,
+    /// Socket of the collector that it would talk to.
+    pub socket: PathBuf,
 }
 
 /// All processes of `uid` with a rank in their environment and our hook in `LD_PRELOAD` or mapped.
@@ -175,11 +181,11 @@ pub fn scan(uid: u32) -> Vec<Found> {
     entries
         .filter(|entry| entry.metadata().is_ok_and(|folder| folder.uid() == uid))
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter_map(found)
+        .filter_map(|pid| found(pid, uid))
         .collect()
 }
 
-fn found(pid: i32) -> Option<Found> {
+fn found(pid: i32, uid: u32) -> Option<Found> {
     let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
     let source = Source::of_environ(&environ);
     let mut info = source.rank_info();
@@ -189,7 +195,8 @@ fn found(pid: i32) -> Option<Found> {
     let stat = Stat::of(pid).filter(|stat| !stat.is_dead())?;
     info.pid = pid;
     info.command = command(pid);
-    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance(&source) })
+    let socket = socket::of(&source, uid);
+    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance(&source), socket })
 }
 
 const HOOK: &str = "xpu_timer_hook";
@@ -225,6 +232,12 @@ pub fn host_name() -> String {
 #[must_use]
 pub fn boot_id() -> String {
     fs::read_to_string("/proc/sys/kernel/random/boot_id").map(|id| id.trim().to_string()).unwrap_or_default()
+}
+
+/// Something that nobody guesses and that no other process has.
+#[must_use]
+pub fn random_id() -> String {
+    fs::read_to_string("/proc/sys/kernel/random/uuid").map(|id| id.trim().to_string()).unwrap_or_default()
 }
 
 #[cfg(test)]

@@ -53,16 +53,49 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
 /// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.
 #[must_use]
 pub fn verdict_json(roots: &[PathBuf], wanted: &str) -> Option<Vec<u8>> {
-    let folder = roots.iter().flat_map(|root| folders(root)).find(|folder| id(folder) == wanted)?;
-    read(&folder.join("verdict.json"))
+    read(&find(roots, wanted)?.join("verdict.json"))
 }
 
-fn id(folder: &Path) -> String {
+/// Names and sizes of the files of one incident that are for people; `None` when there is no such incident.
+#[must_use]
+pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
+    let folder = find(roots, wanted)?;
+    let mut files: Vec<(String, u64)> = fs::read_dir(folder)
+        .into_iter()
+        .flatten()
+        .flatten()
+        .filter_map(|entry| {
+            Some((entry.file_name().into_string().ok()?, entry.metadata().ok().filter(|m| m.is_file())?.len()))
+        })
+        .filter(|(name, _)| !name.starts_with('.'))
+        .collect();
+    files.sort();
+    Some(files.into_iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes })).collect())
+}
+
+/// One file of an incident. Both names come from outside and are compared with what is there, never used as a path.
+#[must_use]
+pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<Vec<u8>> {
+    let folder = find(roots, wanted)?;
+    let entry = fs::read_dir(folder).ok()?.flatten().find(|entry| entry.file_name().to_str() == Some(name))?;
+    let visible = !name.starts_with('.') && entry.file_type().is_ok_and(|kind| kind.is_file());
+    if visible { fs::read(entry.path()).ok() } else { None }
+}
+
+fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
+    roots.iter().flat_map(|root| folders(root)).find(|folder| id(folder) == wanted)
+}
+
+/// What follows `incident-` in the name of a folder.
+#[must_use]
+pub fn id(folder: &Path) -> String {
     let name = folder.file_name().unwrap_or_default().to_string_lossy();
     name.strip_prefix("incident-").unwrap_or(&name).to_string()
 }
 
-fn folders(root: &Path) -> Vec<PathBuf> {
+/// Incident folders in one folder, oldest first.
+#[must_use]
+pub fn folders(root: &Path) -> Vec<PathBuf> {
     let mut folders: Vec<PathBuf> = fs::read_dir(root)
         .into_iter()
         .flatten()
@@ -75,7 +108,9 @@ fn folders(root: &Path) -> Vec<PathBuf> {
     folders
 }
 
-fn verdict(folder: &Path) -> Option<Verdict> {
+/// The verdict in a folder.
+#[must_use]
+pub fn verdict(folder: &Path) -> Option<Verdict> {
     serde_json::from_slice(&read(&folder.join("verdict.json"))?).ok()
 }
 

@@ -380,7 +380,7 @@ mod tests {
     }
 
     fn settings() -> Settings {
-        Settings::new(&Source::new(|_| None, ""), None, "/tmp".into(), 0)
+        Settings::new(&Source::new(|_| None, ""), None, 0)
     }
 
     fn hello(rank: i32, attempt: u32) -> Hello {

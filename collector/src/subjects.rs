@@ -35,12 +35,14 @@ fn subject(rank: &Rank, node: &str) -> Subject {
     }
 }
 
-/// Adds the processes of the job's other ranks that run under our hook and never registered.
-pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32, node: &str) {
+/// Adds the processes of the job's other ranks that run under our hook and never registered. They are those that would
+/// talk to this collector's `socket`, for another job of the same name may run beside this one.
+pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32, node: &str, socket: &Path) {
     let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
     for found in process::scan(getuid().as_raw()) {
         let same_job = found.info.job == job.name && found.instance == job.instance && found.info.attempt == attempt;
-        if same_job && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
+        if same_job && found.socket == socket && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank)
+        {
             by_rank.entry(found.info.rank).or_default().push(found);
         }
     }
@@ -110,7 +112,14 @@ mod tests {
     use super::*;
 
     fn found(pid: i32, parent: i32) -> Found {
-        Found { pid, parent, start: pid as u64, info: RankInfo::default(), instance: String::new() }
+        Found {
+            pid,
+            parent,
+            start: pid as u64,
+            info: RankInfo::default(),
+            instance: String::new(),
+            socket: "/s".into(),
+        }
     }
 
     #[test]

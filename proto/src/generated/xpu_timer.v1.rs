@@ -943,6 +943,9 @@ pub struct RankEntry {
     pub hang_timeout_ms: u64,
     #[prost(uint64, tag = "5")]
     pub sample_interval_ms: u64,
+    /// 0 is off.
+    #[prost(uint64, tag = "6")]
+    pub idle_timeout_ms: u64,
 }
 /// Something is wrong with a job on this node: an incident that it asks for, or has already.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

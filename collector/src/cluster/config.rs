@@ -1,0 +1,107 @@
+//! All settings of the cluster role, from the environment table of `proto` and the command line.
+
+use std::{
+    env,
+    net::{SocketAddr, ToSocketAddrs},
+    path::PathBuf,
+};
+
+use rustix::process::getuid;
+use xpu_timer_proto::{
+    env::{Problem, Source},
+    socket,
+};
+
+use crate::config::Keep;
+
+/// Settings of the cluster collector.
+#[derive(Debug, Clone)]
+pub struct Settings {
+    /// Where it listens.
+    pub listen: SocketAddr,
+    /// Certificate and key, PEM.
+    pub identity: Option<(PathBuf, PathBuf)>,
+    /// File of the token.
+    pub token_file: Option<PathBuf>,
+    /// Where incident folders go.
+    pub timeline_path: PathBuf,
+    /// Where they go when that cannot be written.
+    pub fallback_path: PathBuf,
+    /// Where verdicts are posted.
+    pub webhook: Option<String>,
+    /// Which incident folders are kept.
+    pub keep: Keep,
+}
+
+impl Settings {
+    /// From this process's environment; `listen` of the command line comes first.
+    ///
+    /// # Errors
+    /// What is wrong, in a sentence: an address that is none, or one that must not be listened on as things are.
+    pub fn from_process(listen: Option<String>) -> Result<(Self, Vec<Problem>), String> {
+        let source = Source::process();
+        let settings = Self::new(&source, listen, env::temp_dir(), getuid().as_raw())?;
+        Ok((settings, source.problems()))
+    }
+
+    /// From any source.
+    ///
+    /// # Errors
+    /// As [`Settings::from_process`].
+    pub fn new(source: &Source, listen: Option<String>, temporary: PathBuf, uid: u32) -> Result<Self, String> {
+        let text = listen.or_else(|| source.text("XPU_TIMER_CLUSTER_LISTEN")).unwrap_or_default();
+        let listen = text.to_socket_addrs().ok().and_then(|mut addresses| addresses.next());
+        let listen = listen.ok_or_else(|| format!("{text}: not an address and port to listen on"))?;
+        let files = ["XPU_TIMER_CLUSTER_CERT_FILE", "XPU_TIMER_CLUSTER_KEY_FILE"].map(|name| source.path(name));
+        let identity = match files {
+            [Some(certificate), Some(key)] => Some((certificate, key)),
+            [None, None] => None,
+            _ => return Err("XPU_TIMER_CLUSTER_CERT_FILE and XPU_TIMER_CLUSTER_KEY_FILE go together".into()),
+        };
+        let token_file = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE");
+        if !listen.ip().is_loopback() && (identity.is_none() || token_file.is_none()) {
+            return Err(format!(
+                "{listen} is beyond loopback, where TLS and a token are a must: give XPU_TIMER_CLUSTER_CERT_FILE, \
+                 XPU_TIMER_CLUSTER_KEY_FILE and XPU_TIMER_COLLECTOR_TOKEN_FILE"
+            ));
+        }
+        Ok(Settings {
+            listen,
+            identity,
+            token_file,
+            timeline_path: source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
+            fallback_path: socket::directory(&temporary, uid).join("timeline"),
+            webhook: source.text("XPU_TIMER_WEBHOOK"),
+            keep: Keep::new(source),
+        })
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn settings(pairs: &'static [(&str, &str)], listen: Option<&str>) -> Result<Settings, String> {
+        let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+        Settings::new(&Source::new(find, ""), listen.map(str::to_string), "/t".into(), 7)
+    }
+
+    #[test]
+    fn beyond_loopback_takes_tls_and_a_token() {
+        assert_eq!(settings(&[], None).unwrap().listen.to_string(), "127.0.0.1:18890");
+        const CERT: (&str, &str) = ("XPU_TIMER_CLUSTER_CERT_FILE", "/c");
+        const KEY: (&str, &str) = ("XPU_TIMER_CLUSTER_KEY_FILE", "/k");
+        const TOKEN: (&str, &str) = ("XPU_TIMER_COLLECTOR_TOKEN_FILE", "/t");
+        for (pairs, why) in [
+            (&[][..], "TLS and a token are a must"),
+            (&[TOKEN], "TLS and a token are a must"),
+            (&[CERT, KEY], "TLS and a token are a must"),
+            (&[CERT, TOKEN], "go together"),
+        ] {
+            let error = settings(pairs, Some("0.0.0.0:18890")).unwrap_err();
+            assert!(error.contains(why), "{error}");
+        }
+        assert!(settings(&[CERT, KEY, TOKEN], Some("0.0.0.0:18890")).is_ok());
+        assert!(settings(&[], Some("nowhere")).unwrap_err().contains("nowhere"));
+    }
+}

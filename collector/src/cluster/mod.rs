@@ -1,0 +1,131 @@
+//! The cluster role: nodes dial in and keep a stream each, a hang on one of them becomes an incident of the whole job, and its verdict
+//! is made from what all nodes know.
+
+pub mod config;
+pub mod gather;
+pub mod hub;
+pub mod incident;
+pub mod nodes;
+pub mod service;
+pub mod status;
+pub mod web;
+
+use std::{fs, net::SocketAddr, path::Path, sync::atomic::AtomicU64};
+
+use tokio::{
+    net::TcpListener,
+    signal::unix::{SignalKind, signal},
+    sync::mpsc,
+    time::{MissedTickBehavior, interval},
+};
+use tonic::{
+    service::Routes,
+    transport::{Identity, Server, ServerTlsConfig, server::TcpIncoming},
+};
+use tracing::{error, info, warn};
+use xpu_timer_proto::v1::cluster_server::ClusterServer;
+
+use self::{
+    config::Settings,
+    hub::Hub,
+    service::{Service, Token},
+    web::Pages,
+};
+use crate::{
+    clock::Now,
+    delivery::MAX_MESSAGE_BYTES,
+    error::Error,
+    node::raise_descriptor_limit,
+    uplink::{KEEPALIVE, read_token},
+};
+
+/// Messages of nodes that wait for the hub; then the streams are read no further.
+const EVENTS: usize = 1024;
+/// What a node may send without being read: it is asked for one part at a time.
+const WINDOW_BYTES: u32 = 256 * 1024;
+
+/// Runs the cluster collector until it is told to end.
+///
+/// # Errors
+/// When it cannot listen, or a file that it was given cannot be used.
+pub fn run(settings: Settings) -> Result<(), Error> {
+    raise_descriptor_limit();
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::system("start the runtime"))?;
+    let result = runtime.block_on(serve(settings));
+    runtime.shutdown_background();
+    result
+}
+
+async fn serve(settings: Settings) -> Result<(), Error> {
+    let token = settings.token_file.as_deref().map(read_token).transpose()?;
+    let tls = match &settings.identity {
+        Some((certificate, key)) => Some(Identity::from_pem(read(certificate)?, read(key)?)),
+        None => None,
+    };
+    let listener = listen(settings.listen).await?;
+    let (events, mut incoming) = mpsc::channel(EVENTS);
+    let (commands, mut commanded) = mpsc::unbounded_channel();
+    let pages = Pages {
+        commands: commands.clone(),
+        roots: vec![settings.timeline_path.clone(), settings.fallback_path.clone()],
+        token: Token::new(token),
+        local_only: tls.is_none(),
+    };
+    let service = ClusterServer::new(Service { events, next: AtomicU64::new(1) })
+        .max_decoding_message_size(MAX_MESSAGE_BYTES + 64 * 1024);
+    let router = web::router(pages, Routes::new(service).into_axum_router());
+
+    let mut server = Server::builder()
+        .accept_http1(true)
+        .http2_keepalive_interval(Some(KEEPALIVE))
+        .http2_keepalive_timeout(Some(KEEPALIVE))
+        .initial_stream_window_size(WINDOW_BYTES)
+        .initial_connection_window_size(WINDOW_BYTES);
+    let secure = if tls.is_some() { "https" } else { "http" };
+    if let Some(identity) = tls {
+        server = server.tls_config(ServerTlsConfig::new().identity(identity)).map_err(|error| {
+            Error::system("use the certificate")(std::io::Error::other(crate::error::chain(&error)))
+        })?;
+    }
+    info!("listening on {secure}://{} as pid {}", settings.listen, std::process::id());
+    let incoming_connections = TcpIncoming::from(listener).with_nodelay(Some(true));
+    let server = tokio::spawn(server.add_routes(Routes::from(router)).serve_with_incoming(incoming_connections));
+
+    let mut hub = Hub::new(settings, commands, Now::get());
+    let mut ticks = interval(hub::TICK);
+    ticks.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    let mut terminate = signal(SignalKind::terminate()).map_err(Error::system("watch for signals"))?;
+    let mut interrupt = signal(SignalKind::interrupt()).map_err(Error::system("watch for signals"))?;
+    loop {
+        tokio::select! {
+            // In this order: what is asked is answered, and deadlines are looked at, however much comes.
+            biased;
+            _ = terminate.recv() => break,
+            _ = interrupt.recv() => break,
+            Some(command) = commanded.recv() => hub.command(command, Now::get()),
+            _ = ticks.tick() => hub.tick(Now::get()),
+            Some(event) = incoming.recv() => hub.stream(event, Now::get()),
+            else => break,
+        }
+        if server.is_finished() {
+            error!("the server ended");
+            break;
+        }
+    }
+    info!("ended");
+    Ok(())
+}
+
+async fn listen(address: SocketAddr) -> Result<TcpListener, Error> {
+    let listener = TcpListener::bind(address).await;
+    listener.map_err(|source| Error::Listen { address, source })
+}
+
+fn read(path: &Path) -> Result<Vec<u8>, Error> {
+    let bytes = fs::read(path).map_err(Error::path("read", path))?;
+    if bytes.is_empty() {
+        warn!("{} is empty", path.display());
+    }
+    Ok(bytes)
+}

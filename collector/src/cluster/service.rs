@@ -1,0 +1,153 @@
+//! The gRPC side: who may join, and the two directions of a stream.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use tokio::sync::mpsc;
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tonic::{Request, Response, Status, Streaming};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    v1::{ClusterMessage, NodeHello, NodeMessage, cluster_server, node_message::Message},
+};
+
+use super::nodes::{Outgoing, StreamId};
+
+/// What happens on the streams.
+#[derive(Debug)]
+pub enum StreamEvent {
+    /// A node said hello.
+    Joined(StreamId, Box<NodeHello>, Outgoing),
+    /// It said something.
+    Said(StreamId, Box<Message>),
+    /// Its stream ended.
+    Ended(StreamId, String),
+}
+
+/// The token that a request must carry; `None` on loopback without one.
+#[derive(Debug, Clone)]
+pub struct Token(Option<String>);
+
+impl Token {
+    /// With or without one.
+    #[must_use]
+    pub fn new(token: Option<String>) -> Self {
+        Token(token)
+    }
+
+    /// Whether the value of an `authorization` header proves the peer. In a browser the token is the password.
+    #[must_use]
+    pub fn admits(&self, authorization: Option<&str>) -> bool {
+        use base64::{Engine, engine::general_purpose::STANDARD};
+        let Some(token) = &self.0 else { return true };
+        let Some((scheme, value)) = authorization.and_then(|header| header.split_once(' ')) else { return false };
+        if scheme.eq_ignore_ascii_case("basic") {
+            let decoded = STANDARD.decode(value.trim()).ok().and_then(|bytes| String::from_utf8(bytes).ok());
+            return decoded.as_deref().and_then(|pair| pair.split_once(':')).is_some_and(|(_, word)| same(word, token));
+        }
+        scheme.eq_ignore_ascii_case("bearer") && same(value.trim(), token)
+    }
+}
+
+/// Compares without telling by its time how much was right.
+fn same(one: &str, other: &str) -> bool {
+    let difference = one.bytes().zip(other.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
+    one.len() == other.len() && difference == 0
+}
+
+/// The service.
+#[derive(Debug)]
+pub struct Service {
+    /// Where everything goes; bounded, so that a slow hub slows the nodes down.
+    pub events: mpsc::Sender<StreamEvent>,
+    /// Numbers of the streams.
+    pub next: AtomicU64,
+}
+
+/// Messages to one node that may wait. A node that does not read them is cut off.
+const OUTGOING: usize = 64;
+
+#[tonic::async_trait]
+impl cluster_server::Cluster for Service {
+    type JoinStream = ReceiverStream<Result<ClusterMessage, Status>>;
+
+    async fn join(&self, request: Request<Streaming<NodeMessage>>) -> Result<Response<Self::JoinStream>, Status> {
+        let id = self.next.fetch_add(1, Ordering::Relaxed);
+        let mut messages = request.into_inner();
+        let (outgoing, answers) = mpsc::channel(OUTGOING);
+        let events = self.events.clone();
+        tokio::spawn(async move {
+            let why = match messages.next().await {
+                Some(Ok(NodeMessage { message: Some(Message::Hello(hello)) })) => {
+                    match check(&hello) {
+                        Ok(()) => {
+                            let joined = StreamEvent::Joined(id, Box::new(hello), outgoing);
+                            // Whoever hears it ends with the process.
+                            let _ = events.send(joined).await;
+                            listen(id, &mut messages, &events).await
+                        }
+                        Err(status) => {
+                            let _ = outgoing.send(Err(status)).await;
+                            return;
+                        }
+                    }
+                }
+                Some(Ok(_)) => {
+                    let _ =
+                        outgoing.send(Err(Status::failed_precondition("the first message must be the hello"))).await;
+                    return;
+                }
+                _ => return,
+            };
+            let _ = events.send(StreamEvent::Ended(id, why)).await;
+        });
+        Ok(Response::new(ReceiverStream::new(answers)))
+    }
+}
+
+fn check(hello: &NodeHello) -> Result<(), Status> {
+    if hello.protocol != PROTOCOL_VERSION {
+        return Err(Status::failed_precondition(format!(
+            "the node speaks protocol {} and this cluster collector {PROTOCOL_VERSION}; use collectors of one release",
+            hello.protocol
+        )));
+    }
+    // A short one could be guessed, and with it another node's stream be taken over.
+    if hello.identity.len() < 16 {
+        return Err(Status::invalid_argument("the hello has no identity"));
+    }
+    Ok(())
+}
+
+/// Reads until the end; why it ended.
+async fn listen(id: StreamId, messages: &mut Streaming<NodeMessage>, events: &mpsc::Sender<StreamEvent>) -> String {
+    loop {
+        match messages.next().await {
+            None => return "it ended the stream".into(),
+            Some(Err(status)) => return status.message().to_string(),
+            Some(Ok(NodeMessage { message: None })) => {}
+            Some(Ok(NodeMessage { message: Some(message) })) => {
+                if events.send(StreamEvent::Said(id, Box::new(message))).await.is_err() {
+                    return "this collector ends".into();
+                }
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_token_is_a_bearer_token_or_the_password_of_a_browser() {
+        let token = Token::new(Some("s3cret".into()));
+        for good in ["Bearer s3cret", "bearer s3cret", "Basic YW55Ym9keTpzM2NyZXQ="] {
+            assert!(token.admits(Some(good)), "{good}");
+        }
+        for bad in ["Bearer s3cre", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNjcmV0", "Bearer", ""] {
+            assert!(!token.admits(Some(bad)), "{bad}");
+        }
+        assert!(!token.admits(None));
+        assert!(Token::new(None).admits(None));
+    }
+}

@@ -1,0 +1,110 @@
+//! `/status` and `/metrics` of the cluster collector.
+
+use serde_json::{Value, json};
+
+use super::{
+    hub::Hub,
+    incident::{Incident, Progress},
+};
+use crate::{
+    clock::{self, Now},
+    metrics::Page,
+    registry::JobKey,
+};
+
+/// Nodes, jobs and incidents as JSON.
+#[must_use]
+pub fn status(hub: &Hub, now: Now) -> Value {
+    let nodes: Vec<Value> = hub
+        .nodes
+        .iter()
+        .map(|(_, node)| {
+            let away = (!node.is_joined()).then(|| clock::seconds(now.mono_ns.saturating_sub(node.lost_ns)));
+            json!({ "node": node.name, "joined": node.is_joined(), "away_s": away })
+        })
+        .collect();
+    json!({
+        "version": env!("CARGO_PKG_VERSION"),
+        "pid": std::process::id(),
+        "role": "cluster",
+        "listen": hub.settings.listen.to_string(),
+        "uptime_s": clock::seconds(now.mono_ns.saturating_sub(hub.started.mono_ns)),
+        "nodes": nodes,
+        "jobs": hub.nodes.jobs().map(|key| job(hub, key)).collect::<Vec<_>>(),
+        "incidents": hub.incidents.values().map(|one| incident(hub, one)).collect::<Vec<_>>(),
+    })
+}
+
+fn job(hub: &Hub, key: &JobKey) -> Value {
+    let view = hub.nodes.job(key);
+    json!({
+        "job": key.to_string(),
+        "attempt": view.attempt,
+        "world_size": view.world_size,
+        "ranks": hub.nodes.ranks(key, view.attempt).count(),
+        "nodes": view.nodes.len(),
+        "alive": view.alive,
+        "hang": hangs(hub, key),
+    })
+}
+
+fn hangs(hub: &Hub, job: &JobKey) -> bool {
+    hub.incidents.values().any(|one| one.is_open() && !one.is_manual() && one.job == *job)
+}
+
+fn incident(hub: &Hub, incident: &Incident) -> Value {
+    let failed: Vec<String> = incident
+        .parts
+        .iter()
+        .filter_map(|(node, part)| match &part.progress {
+            Progress::Failed(why) => Some(format!("{} (ranks {}): {why}", hub.nodes.name(*node), part.ranks)),
+            _ => None,
+        })
+        .collect();
+    let delivered = incident.parts.values().filter(|part| part.progress == Progress::Delivered).count();
+    json!({
+        "incident": incident.id,
+        "job": incident.job.to_string(),
+        "attempt": incident.attempt,
+        "state": incident.state.name(),
+        "opened_at": clock::rfc3339(incident.opened.unix_ns),
+        "nodes": incident.parts.len(),
+        "delivered": delivered,
+        "failed": failed,
+        "hanging_nodes": incident.hanging.len(),
+        "path": incident.folder,
+        "cause": incident.cause,
+        "culprits": incident.culprits,
+        "sentence": incident.sentence,
+    })
+}
+
+/// The Prometheus text.
+#[must_use]
+pub fn metrics(hub: &Hub, now: Now) -> String {
+    let mut page = Page::default();
+    page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
+    page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").into())], 1);
+    page.family("xpu_timer_job_hang", "gauge", "1 while the job hangs.");
+    for key in hub.nodes.jobs() {
+        page.sample("xpu_timer_job_hang", &[("job_name", key.to_string())], u64::from(hangs(hub, key)));
+    }
+    page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that some node speaks for.");
+    for key in hub.nodes.jobs() {
+        let ranks = hub.nodes.ranks(key, hub.nodes.job(key).attempt).count();
+        page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], ranks as u64);
+    }
+    let joined = hub.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
+    let open = hub.incidents.values().filter(|one| one.is_open()).count() as u64;
+    let uptime_s = now.mono_ns.saturating_sub(hub.started.mono_ns) / 1_000_000_000;
+    for (name, kind, help, value) in [
+        ("xpu_timer_nodes", "gauge", "Nodes that are joined.", joined),
+        ("xpu_timer_incidents_total", "counter", "Incidents opened by this collector.", hub.opened),
+        ("xpu_timer_incidents_open", "gauge", "Incidents that last.", open),
+        ("xpu_timer_uptime_seconds", "gauge", "Since the start of the collector.", uptime_s),
+    ] {
+        page.family(name, kind, help);
+        page.sample(name, &[], value);
+    }
+    page.text()
+}

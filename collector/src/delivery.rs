@@ -1,0 +1,215 @@
+//! What a node delivers to the cluster collector: its part of an incident as trees and condensed evidence, and on request the files.
+
+use std::{
+    fs::File,
+    io::Read,
+    path::{Path, PathBuf},
+};
+
+use tracing::warn;
+use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
+use xpu_timer_proto::{
+    Message as _,
+    server::Stacktrace,
+    v1::{DumpFile, NodeDump, NodeMessage, RankEvidence, RankRun, StackTree, node_message::Message},
+};
+
+use crate::uplink::Sender;
+
+/// The node's part, in the node's incident folder, so that it outlives a restart of either collector.
+pub const PART: &str = "node_dump.bin";
+/// No message is larger. The cluster refuses messages of more than [`MAX_MESSAGE_BYTES`].
+const CHUNK_BYTES: usize = 512 * 1024;
+/// What the cluster takes in one message: a tree is not divided.
+pub const MAX_MESSAGE_BYTES: usize = 16 * 1024 * 1024;
+
+/// Merges the dumps of a node, one after the other.
+#[derive(Debug, Default)]
+pub struct Part {
+    native: PrefixTree,
+    python: PrefixTree,
+    ranks: Vec<RankEvidence>,
+}
+
+impl Part {
+    /// Adds one rank: its file, and its evidence with the newest `operations`.
+    pub fn add(&mut self, file: &Stacktrace, evidence: &RankEvidence, operations: usize) {
+        folded::insert_native(&mut self.native, file, evidence.rank);
+        folded::insert_python(&mut self.python, file, evidence.rank);
+        self.ranks.push(condense(evidence, operations));
+    }
+
+    /// The whole as one message.
+    #[must_use]
+    pub fn finish(self, incident: &str, errors: Vec<String>) -> NodeDump {
+        NodeDump {
+            incident: incident.into(),
+            native: Some(self.native.to_message()),
+            python: Some(self.python.to_message()),
+            ranks: self.ranks,
+            last: true,
+            errors,
+        }
+    }
+}
+
+/// Where a node's part is.
+#[derive(Debug, Clone)]
+pub enum Kept {
+    /// In its folder.
+    In(PathBuf),
+    /// No folder could be made.
+    Here(Box<NodeDump>),
+}
+
+impl Kept {
+    fn read(&self) -> Result<NodeDump, String> {
+        match self {
+            Kept::Here(part) => Ok((**part).clone()),
+            Kept::In(folder) => {
+                let path = folder.join(PART);
+                let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
+                NodeDump::decode(&bytes[..]).map_err(|error| format!("{}: {error}", path.display()))
+            }
+        }
+    }
+}
+
+/// Sends a part; blocks while the cluster is slow. Returns when the stream ends.
+pub fn deliver(incident: &str, kept: &Kept, sender: &Sender) {
+    let part = kept.read().unwrap_or_else(|problem| {
+        warn!("incident {incident}: {problem}");
+        NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
+    });
+    for piece in pieces(part) {
+        if sender.blocking_send(NodeMessage { message: Some(Message::Dump(piece)) }).is_err() {
+            return;
+        }
+    }
+}
+
+/// Divides a part into messages that the cluster takes.
+fn pieces(part: NodeDump) -> Vec<NodeDump> {
+    let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
+    let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
+    let mut pieces = Vec::new();
+    let mut fits = |tree: Option<StackTree>, name: &str| {
+        let tree = tree?;
+        if tree.encoded_len() < MAX_MESSAGE_BYTES {
+            return Some(tree);
+        }
+        errors.push(format!("its {name} stacks are too many to be sent: {} MB", tree.encoded_len() / 1_000_000));
+        None
+    };
+    // The ranks come first: the cluster takes only trees of ranks that it knows to be here.
+    let trees = [
+        NodeDump { native: fits(native, "native"), ..empty() },
+        NodeDump { python: fits(python, "Python"), ..empty() },
+    ];
+    let mut bytes = 0;
+    let mut chunk = empty();
+    for rank in ranks {
+        bytes += rank.encoded_len();
+        chunk.ranks.push(rank);
+        if bytes >= CHUNK_BYTES {
+            pieces.push(std::mem::replace(&mut chunk, empty()));
+            bytes = 0;
+        }
+    }
+    pieces.push(chunk);
+    pieces.extend(trees);
+    pieces.push(NodeDump { last: true, errors, ..empty() });
+    pieces
+}
+
+/// Sends the `.stacktrace` files of some ranks, piece by piece.
+pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Sender) {
+    let send = |file: DumpFile| sender.blocking_send(NodeMessage { message: Some(Message::File(file)) }).is_ok();
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
+    names.sort();
+    for name in names {
+        let asked = rank_of(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
+        if asked && !send_file(incident, &folder.join(&name), &name, &send) {
+            return;
+        }
+    }
+    // It fails when the stream has ended: then nobody waits for it either.
+    send(DumpFile { incident: incident.into(), ..Default::default() });
+}
+
+fn send_file(incident: &str, path: &Path, name: &str, send: &impl Fn(DumpFile) -> bool) -> bool {
+    let Ok(mut file) = File::open(path) else { return true };
+    loop {
+        let mut data = Vec::with_capacity(CHUNK_BYTES);
+        match file.by_ref().take(CHUNK_BYTES as u64).read_to_end(&mut data) {
+            Err(error) => {
+                warn!("{}: {error}", path.display());
+                return true;
+            }
+            Ok(_) => {
+                let last = data.len() < CHUNK_BYTES;
+                if !send(DumpFile { incident: incident.into(), name: name.into(), data, last }) {
+                    return false;
+                }
+                if last {
+                    return true;
+                }
+            }
+        }
+    }
+}
+
+/// The rank of `RRRRR-WWWWW.stacktrace`.
+#[must_use]
+pub fn rank_of(name: &str) -> Option<u32> {
+    let (rank, world) = name.strip_suffix(".stacktrace")?.split_once('-')?;
+    let digits = |text: &str| text.len() >= 5 && text.bytes().all(|byte| byte.is_ascii_digit());
+    (digits(rank) && digits(world)).then(|| rank.parse().ok())?
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::server::{PstackFrame, PstackStacktrace};
+
+    use super::*;
+
+    #[test]
+    fn a_part_is_divided_and_whole_again() {
+        let frames = vec![PstackFrame { func_name: "f".into(), ..Default::default() }];
+        let file = Stacktrace {
+            stacktrace: vec![PstackStacktrace { frames, ..Default::default() }],
+            process_state: "S (sleeping)".into(),
+            ..Default::default()
+        };
+        let mut part = Part::default();
+        for rank in 0..40 {
+            let errors = vec!["x".repeat(100_000)];
+            part.add(&file, &RankEvidence { rank, errors, ..Default::default() }, 16);
+        }
+        let whole = part.finish("1", vec!["e".into()]);
+        let pieces = pieces(whole.clone());
+        assert!(pieces.len() > 8 && pieces.iter().all(|piece| piece.encoded_len() < CHUNK_BYTES + 200_000));
+        assert!(pieces.iter().rev().skip(1).all(|piece| !piece.last) && pieces[pieces.len() - 1].last);
+        let ranks: Vec<u32> = pieces.iter().flat_map(|piece| &piece.ranks).map(|rank| rank.rank).collect();
+        assert_eq!(ranks, (0..40).collect::<Vec<_>>());
+        let last = pieces.len() - 1;
+        assert_eq!((&pieces[last - 2].native, &pieces[last - 1].python), (&whole.native, &whole.python));
+        assert_eq!(pieces[pieces.len() - 1].errors, ["e"]);
+    }
+
+    #[test]
+    fn names_of_dumps() {
+        assert_eq!(rank_of("00012-00064.stacktrace"), Some(12));
+        assert_eq!(rank_of("100012-200000.stacktrace"), Some(100_012));
+        for name in [
+            "verdict.json",
+            "1-2.stacktrace",
+            "00001.stacktrace",
+            "../00001-00002.stacktrace",
+            "0000a-00002.stacktrace",
+        ] {
+            assert_eq!(rank_of(name), None, "{name}");
+        }
+    }
+}

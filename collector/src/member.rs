@@ -1,0 +1,383 @@
+//! This node as a member of a cluster: what it tells the cluster collector of its ranks and incidents, and what that asks of it.
+//! Without an answer the node works alone.
+
+use std::{collections::BTreeMap, sync::Arc, thread};
+
+use tracing::{info, warn};
+use xpu_timer_proto::{
+    PROTOCOL_VERSION,
+    v1::{
+        Alarm, Captured, DumpRequest, FetchFiles, Heartbeat, IncidentUpdate, IncidentVerdict, JobActivity, JobId,
+        NodeHello, NodeRanks, Presence as Shown, RankEntry, RankInfo, cluster_message, node_message::Message,
+    },
+};
+
+use crate::{
+    clock::Now,
+    core::Core,
+    delivery::{self, Kept, PART},
+    dump::folder_name,
+    incident::{Cause, Incident, State},
+    process,
+    registry::{JobKey, Presence, Rank},
+    uplink::{self, Event, Sender},
+};
+
+/// What the node remembers of its cluster.
+#[derive(Debug)]
+pub struct Member {
+    /// Why there is no stream; empty before the first one and while there is one.
+    pub problem: String,
+    /// Whether the cluster has welcomed this node.
+    pub welcomed: bool,
+    identity: String,
+    sender: Option<Sender>,
+    // Incidents that the cluster was told of and has not asked for, with the time at which the node dumps alone.
+    announced: BTreeMap<String, u64>,
+    // Requests that wait for ranks to come again.
+    held: Vec<DumpRequest>,
+    // Parts of job-wide incidents.
+    parts: BTreeMap<String, Arc<Kept>>,
+    // Whether this node's ranks hang in an incident, as the cluster was told last.
+    told_hangs: BTreeMap<String, bool>,
+    told_ranks: Vec<RankEntry>,
+    // Jobs whose idleness the cluster does not believe, and until when that holds.
+    declined: BTreeMap<JobKey, u64>,
+    last_launch: BTreeMap<JobKey, u64>,
+    heartbeat_ns: u64,
+    // XPU_TIMER_HANG_KILL waits for the verdict, and not for ever.
+    kill_ns: BTreeMap<String, u64>,
+}
+
+impl Default for Member {
+    fn default() -> Self {
+        Member {
+            problem: String::new(),
+            welcomed: false,
+            identity: process::random_id(),
+            sender: None,
+            announced: BTreeMap::new(),
+            held: Vec::new(),
+            parts: BTreeMap::new(),
+            told_hangs: BTreeMap::new(),
+            told_ranks: Vec::new(),
+            declined: BTreeMap::new(),
+            last_launch: BTreeMap::new(),
+            heartbeat_ns: 0,
+            kill_ns: BTreeMap::new(),
+        }
+    }
+}
+
+const SECOND: u64 = 1_000_000_000;
+/// A cluster that has not asked for a dump by then is not there, whatever its connection says.
+const ANSWER_NS: u64 = 2 * SECOND;
+/// After a restart of the node collector its hooks connect again within this time.
+const RETURN_NS: u64 = 6 * SECOND;
+const HEARTBEAT_NS: u64 = 10 * SECOND;
+const DECLINED_NS: u64 = 60 * SECOND;
+/// A verdict takes the deadline of the slowest node. Then the ranks are ended without it.
+const VERDICT_NS: u64 = 90 * SECOND;
+/// Parts of incidents that are over are kept for a cluster that comes back.
+const MAX_PARTS: usize = 32;
+
+impl Member {
+    /// Notes the last launch of a job.
+    pub fn launched(&mut self, job: &JobKey, last_ns: u64) {
+        self.last_launch.insert(job.clone(), last_ns);
+    }
+
+    /// Whether the job is idle on this node alone, as the cluster knows.
+    #[must_use]
+    pub fn is_declined(&self, job: &JobKey, now: Now) -> bool {
+        self.declined.get(job).is_some_and(|until| *until > now.mono_ns)
+    }
+
+    /// Sends if there is a stream. One that takes nothing more is given up.
+    fn send(&mut self, message: Message) -> bool {
+        let sent = self.sender.as_ref().is_some_and(|sender| uplink::send(sender, message));
+        if !sent && self.sender.take().is_some() {
+            self.welcomed = false;
+        }
+        sent
+    }
+
+    /// Runs something that may block on the stream.
+    fn apart(&self, work: impl FnOnce(Sender) + Send + 'static) {
+        let Some(sender) = self.sender.clone() else { return };
+        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(sender)) {
+            warn!("no thread for a delivery: {error}");
+        }
+    }
+}
+
+impl Core {
+    /// Something happened on the stream.
+    pub fn uplink(&mut self, event: Event, now: Now) {
+        match event {
+            Event::Opened(sender) => {
+                self.member.sender = Some(sender);
+                self.hello_cluster();
+            }
+            Event::Lost(why) => {
+                self.member.sender = None;
+                self.member.welcomed = false;
+                self.member.problem = why;
+            }
+            Event::Message(message) => self.cluster_says(*message, now),
+        }
+    }
+
+    fn hello_cluster(&mut self) {
+        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
+        let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
+        self.member.told_ranks = self.rank_entries();
+        let hello = NodeHello {
+            protocol: PROTOCOL_VERSION,
+            node: self.node.clone(),
+            identity: self.member.identity.clone(),
+            ranks: Some(NodeRanks { ranks: self.member.told_ranks.clone() }),
+            incidents,
+        };
+        self.member.told_hangs.clear();
+        self.member.send(Message::Hello(hello));
+    }
+
+    fn cluster_says(&mut self, message: cluster_message::Message, now: Now) {
+        match message {
+            cluster_message::Message::Welcome(welcome) => {
+                self.member.welcomed = true;
+                self.member.problem.clear();
+                for request in welcome.open {
+                    self.requested(request, now);
+                }
+            }
+            cluster_message::Message::Dump(request) => self.requested(request, now),
+            cluster_message::Message::Deliver(wanted) => {
+                if let Some(kept) = self.member.parts.get(&wanted.incident).cloned() {
+                    self.member.apart(move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
+                }
+            }
+            cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
+            cluster_message::Message::Verdict(verdict) => self.verdict(verdict, now),
+            cluster_message::Message::Closed(closed) => {
+                if let Some(job) = self.engine.get(&closed.incident).map(|incident| incident.job.clone()) {
+                    self.engine.lift(&job, &Cause::Cluster, now);
+                }
+            }
+            cluster_message::Message::Declined(declined) => {
+                if self.member.announced.remove(&declined.incident).is_none() {
+                    return;
+                }
+                info!("incident {}: {}", declined.incident, declined.reason);
+                if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.job.clone()) {
+                    self.member.declined.insert(job, now.mono_ns + DECLINED_NS);
+                }
+                self.engine.withdraw(&declined.incident);
+            }
+        }
+    }
+
+    /// Tells the cluster of an incident that nobody has dumped yet. False when the node has to do without the cluster.
+    pub fn announce(&mut self, id: &str, now: Now) -> bool {
+        let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
+        let Some(alarm) = self.alarm(incident) else { return false };
+        self.tell_ranks();
+        if !self.member.send(Message::Alarm(alarm)) {
+            return false;
+        }
+        self.member.announced.insert(id.into(), now.mono_ns + ANSWER_NS);
+        true
+    }
+
+    /// `None` for a job that is this node's own affair: processes that do not know their rank.
+    fn alarm(&self, incident: &Incident) -> Option<Alarm> {
+        let shared = self.registry.ranks().any(|rank| rank.job == incident.job && rank.info.rank >= 0);
+        shared.then(|| Alarm {
+            incident: incident.id.clone(),
+            job: Some(job_id(&incident.job)),
+            attempt: incident.attempt,
+            trigger: Some(incident.trigger.clone()),
+            late_ns: incident.late_ns,
+            hangs: self.engine.hangs_here(&incident.job) && incident.state != State::Adopted,
+            captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
+        })
+    }
+
+    /// The cluster asks for a dump.
+    fn requested(&mut self, request: DumpRequest, now: Now) {
+        let Some(job) = request.job.as_ref().map(key) else { return };
+        let id = request.incident.clone();
+        self.find_part(&id);
+        if self.member.parts.contains_key(&id) {
+            self.member.send(Message::Captured(Captured { incident: id }));
+            return;
+        }
+        if self.member.held.iter().any(|held| held.incident == id) {
+            return;
+        }
+        let young = now.mono_ns < self.started.mono_ns + RETURN_NS;
+        let came = |rank: u32| self.registry.of_job(&job).iter().any(|entry| entry.info.rank == rank as i32);
+        let all = request.ranks.iter().flat_map(|run| run.first..=run.last).all(came);
+        if young && !all {
+            self.member.held.push(request);
+            return;
+        }
+        let operations = request.operations as usize;
+        let announced = self.member.announced.keys().find(|own| self.engine.get(own).is_some_and(|one| one.job == job));
+        if let Some(own) = announced.cloned() {
+            self.member.announced.remove(&own);
+            self.engine.rename(&own, &id);
+            // Who waits for a dump by hand waits for this one.
+            if let Some(waiting) = self.waiting.remove(&own) {
+                self.waiting.entry(id.clone()).or_default().extend(waiting);
+            }
+        } else if self.engine.get(&id).is_some_and(|incident| incident.state == State::Open) {
+            return;
+        } else {
+            let of_job = self.registry.of_job(&job);
+            let attempt = of_job.first().map_or(request.attempt, |rank| rank.info.attempt);
+            self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
+        }
+        self.dump(&id, Some(operations));
+    }
+
+    /// A part that an earlier node collector left on disk.
+    fn find_part(&mut self, id: &str) {
+        if self.member.parts.contains_key(id) {
+            return;
+        }
+        let name = format!("incident-{}", folder_name(id, Some(&self.node)));
+        let found = self.folders().into_iter().map(|root| root.join(&name)).find(|folder| folder.join(PART).is_file());
+        if let Some(folder) = found {
+            self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+        }
+    }
+
+    /// This node's part is taken.
+    pub fn captured(&mut self, id: &str, part: Kept, now: Now) {
+        self.member.parts.insert(id.into(), Arc::new(part));
+        while self.member.parts.len() > MAX_PARTS {
+            self.member.parts.pop_first();
+        }
+        self.member.send(Message::Captured(Captured { incident: id.into() }));
+        self.member.kill_ns.insert(id.into(), now.mono_ns + VERDICT_NS);
+    }
+
+    fn fetch(&mut self, fetch: FetchFiles) {
+        self.find_part(&fetch.incident);
+        let folder = match self.member.parts.get(&fetch.incident).map(|kept| &**kept) {
+            Some(Kept::In(folder)) => Some(folder.clone()),
+            _ => None,
+        };
+        self.member.apart(move |sender| {
+            delivery::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
+        });
+    }
+
+    fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
+        warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
+        if let Some(told) = self.told.get_mut(&verdict.incident) {
+            (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
+        }
+        if self.member.kill_ns.remove(&verdict.incident).is_some() {
+            self.kill(&verdict.incident, now);
+        }
+    }
+
+    /// An incident is closed here.
+    pub fn tell_closed(&mut self, id: &str, resolved: bool) {
+        self.member.told_hangs.insert(id.into(), false);
+        self.member.send(Message::Update(IncidentUpdate { incident: id.into(), hangs: false, ended: !resolved }));
+    }
+
+    /// Once a second.
+    pub fn tick_member(&mut self, now: Now) {
+        let late = |due: &u64| *due <= now.mono_ns;
+        let alone: Vec<String> =
+            self.member.announced.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+        for id in alone {
+            self.member.announced.remove(&id);
+            warn!("incident {id}: the cluster collector does not answer; this node works alone");
+            self.dump(&id, None);
+        }
+        for request in std::mem::take(&mut self.member.held) {
+            self.requested(request, now);
+        }
+        let over: Vec<String> =
+            self.member.kill_ns.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+        for id in over {
+            self.member.kill_ns.remove(&id);
+            self.kill(&id, now);
+        }
+        let jobs = self.registry.jobs();
+        self.member.last_launch.retain(|job, _| jobs.contains(job));
+        if !self.member.welcomed {
+            return;
+        }
+        self.tell_ranks();
+        self.tell_hangs();
+        if now.mono_ns >= self.member.heartbeat_ns + HEARTBEAT_NS {
+            self.member.heartbeat_ns = now.mono_ns;
+            let activity = |(job, last): (&JobKey, &u64)| JobActivity {
+                job: Some(job_id(job)),
+                launch_age_ms: now.mono_ns.saturating_sub(*last) / 1_000_000,
+            };
+            let jobs = self.member.last_launch.iter().map(activity).collect();
+            self.member.send(Message::Heartbeat(Heartbeat { jobs }));
+        }
+    }
+
+    fn tell_ranks(&mut self) {
+        let ranks = self.rank_entries();
+        if ranks != self.member.told_ranks {
+            self.member.told_ranks.clone_from(&ranks);
+            self.member.send(Message::Ranks(NodeRanks { ranks }));
+        }
+    }
+
+    fn tell_hangs(&mut self) {
+        let open = self.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped));
+        let now: Vec<(String, bool)> =
+            open.map(|incident| (incident.id.clone(), self.engine.hangs_here(&incident.job))).collect();
+        for (incident, hangs) in now {
+            if self.member.told_hangs.insert(incident.clone(), hangs) != Some(hangs) {
+                self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended: false }));
+            }
+        }
+        let engine = &self.engine;
+        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
+    }
+
+    fn rank_entries(&self) -> Vec<RankEntry> {
+        let jobs = self.registry.jobs();
+        jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).map(entry).collect()
+    }
+}
+
+fn entry(rank: &Rank) -> RankEntry {
+    let milliseconds = |duration: std::time::Duration| u64::try_from(duration.as_millis()).unwrap_or(u64::MAX);
+    RankEntry {
+        job: Some(job_id(&rank.job)),
+        info: Some(RankInfo { command: String::new(), ..rank.info.clone() }),
+        presence: match rank.presence {
+            Presence::Present | Presence::Detached => Shown::Present,
+            Presence::Dead => Shown::Dead,
+            Presence::Left => Shown::Left,
+        }
+        .into(),
+        hang_timeout_ms: milliseconds(rank.settings.hang_timeout),
+        sample_interval_ms: milliseconds(rank.settings.sample_interval),
+        idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
+    }
+}
+
+fn job_id(job: &JobKey) -> JobId {
+    JobId { name: job.name.clone(), instance: job.instance.clone() }
+}
+
+/// The registry's key of a job.
+#[must_use]
+pub fn key(job: &JobId) -> JobKey {
+    JobKey { name: job.name.clone(), instance: job.instance.clone() }
+}

@@ -1,0 +1,99 @@
+//! Removes old incident folders: those beyond a number, and those older than an age. An open one stays.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    thread,
+    time::SystemTime,
+};
+
+use tracing::{info, warn};
+
+use crate::{config::Keep, records};
+
+/// Looks through some folders, on a thread of its own: a network file system may be slow.
+pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
+    let work = move || {
+        for root in roots {
+            retire(&root, keep, &open, SystemTime::now());
+        }
+    };
+    if let Err(error) = thread::Builder::new().name("retention".into()).spawn(work) {
+        warn!("old incidents are not looked for: {error}");
+    }
+}
+
+/// Removes what is not to be kept of the incidents in one folder.
+fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
+    // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove.
+    let ours: Vec<PathBuf> = records::folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
+    let surplus = if keep.count == 0 { 0 } else { ours.len().saturating_sub(keep.count) };
+    for (index, folder) in ours.iter().enumerate() {
+        let age = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
+        let age = age.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
+        let old = !keep.age.is_zero() && age > keep.age;
+        let name = records::id(folder);
+        if (index >= surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
+            continue;
+        }
+        // Renamed first, so that nobody finds half a folder.
+        let grave = root.join(format!(".removed-{name}"));
+        match fs::rename(folder, &grave).and_then(|()| fs::remove_dir_all(&grave)) {
+            Ok(()) => {
+                info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
+            }
+            Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
+        }
+    }
+}
+
+fn is_ours(folder: &Path) -> bool {
+    folder.join("verdict.json").is_file() && folder.join("evidence.bin").is_file()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn names(root: &Path) -> Vec<String> {
+        let entries = fs::read_dir(root).unwrap().map(|entry| entry.unwrap().file_name().into_string().unwrap());
+        let mut names: Vec<String> = entries.collect();
+        names.sort();
+        names
+    }
+
+    fn folder(root: &Path, name: &str, files: &[&str]) {
+        fs::create_dir(root.join(name)).unwrap();
+        for file in files {
+            fs::write(root.join(name).join(file), "x").unwrap();
+        }
+    }
+
+    #[test]
+    fn the_newest_and_the_open_and_what_is_not_ours_stay() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=5 {
+            folder(root.path(), &format!("incident-{number}"), &["verdict.json", "evidence.bin", "x"]);
+        }
+        folder(root.path(), "incident-0-of-a-person", &["verdict.json"]);
+        let keep = Keep { count: 2, age: Duration::ZERO };
+        retire(root.path(), keep, &BTreeSet::from(["1".to_string()]), SystemTime::now());
+        assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
+        retire(root.path(), Keep { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
+        assert_eq!(names(root.path()).len(), 4, "zero is no limit");
+    }
+
+    #[test]
+    fn what_is_old_goes() {
+        let root = tempfile::tempdir().unwrap();
+        folder(root.path(), "incident-1", &["verdict.json", "evidence.bin"]);
+        let keep = Keep { count: 10, age: Duration::from_secs(3600) };
+        retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3500));
+        assert_eq!(names(root.path()).len(), 1);
+        retire(root.path(), keep, &BTreeSet::new(), SystemTime::now() + Duration::from_secs(3700));
+        assert_eq!(names(root.path()).len(), 0);
+    }
+}

@@ -1,0 +1,230 @@
+//! The node's stream to the cluster collector: dials, and dials again with growing pauses. It knows nothing of ranks and incidents:
+//! what comes goes to the loop, which composes what is sent.
+
+use std::{
+    fs,
+    hash::{BuildHasher, RandomState},
+    net::IpAddr,
+    path::Path,
+    time::{Duration, Instant},
+};
+
+use tokio::{sync::mpsc, time::sleep};
+use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tonic::{
+    Request, Status,
+    metadata::{Ascii, MetadataValue},
+    transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Uri},
+};
+use tracing::{info, warn};
+use xpu_timer_proto::v1::{
+    ClusterMessage, NodeMessage, cluster_client::ClusterClient, cluster_message, node_message::Message,
+};
+
+use crate::{
+    error::{Error, chain},
+    inbox::{Command, Inbox},
+};
+
+/// Where the cluster collector is, and how this node proves itself.
+#[derive(Debug, Clone)]
+pub struct Address {
+    endpoint: Endpoint,
+    token: Option<MetadataValue<Ascii>>,
+    /// As the user wrote it.
+    pub url: String,
+}
+
+/// What the stream tells the loop.
+#[derive(Debug)]
+pub enum Event {
+    /// A stream is being opened; its first message must be the hello.
+    Opened(Sender),
+    /// The cluster said something.
+    Message(Box<cluster_message::Message>),
+    /// The stream ended, or could not be opened; the text says why.
+    Lost(String),
+}
+
+/// The sending side of one stream.
+pub type Sender = mpsc::Sender<NodeMessage>;
+
+/// Control messages that may wait: a node sends a few a second.
+const BACKLOG: usize = 256;
+const CONNECT: Duration = Duration::from_secs(5);
+/// A peer whose machine vanished is noticed after twice this long.
+pub const KEEPALIVE: Duration = Duration::from_secs(5);
+const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
+const LONGEST_PAUSE: Duration = Duration::from_secs(15);
+/// The same words about a cluster that cannot be reached are logged once in so long.
+const REPEAT: Duration = Duration::from_secs(600);
+/// A cluster collector sends nothing larger.
+const MAX_MESSAGE_BYTES: usize = 1024 * 1024;
+
+impl Address {
+    /// From the settings.
+    ///
+    /// # Errors
+    /// What is wrong with them, in a sentence. A token never travels in plain text beyond this machine.
+    pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
+        let uri: Uri = url.parse().map_err(|error| format!("XPU_TIMER_COLLECTOR={url}: {error}"))?;
+        let host = uri.host().unwrap_or_default();
+        let secure = match uri.scheme_str() {
+            Some("https") => true,
+            Some("http") => false,
+            _ => return Err(format!("XPU_TIMER_COLLECTOR={url}: it must begin with https:// or http://")),
+        };
+        if !secure && !is_loopback(host) {
+            return Err(format!(
+                "XPU_TIMER_COLLECTOR={url}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
+            ));
+        }
+        let read = |path: &Path| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
+        let token = match token_file {
+            Some(path) => Some(bearer(&read_token(path).map_err(|error| chain(&error))?)?),
+            None => None,
+        };
+        let mut endpoint = Endpoint::from(uri.clone())
+            .connect_timeout(CONNECT)
+            .tcp_nodelay(true)
+            .http2_keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .keep_alive_while_idle(true);
+        if secure {
+            let tls = match ca_file {
+                Some(path) => ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(path)?)),
+                None => ClientTlsConfig::new().with_native_roots(),
+            };
+            endpoint =
+                endpoint.tls_config(tls).map_err(|error| format!("XPU_TIMER_COLLECTOR={url}: {}", chain(&error)))?;
+        }
+        Ok(Address { endpoint, token, url: url.into() })
+    }
+}
+
+/// `localhost` or an address of this machine's loopback.
+#[must_use]
+pub fn is_loopback(host: &str) -> bool {
+    let bare = host.trim_start_matches('[').trim_end_matches(']');
+    host.eq_ignore_ascii_case("localhost") || bare.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
+}
+
+/// The token that nodes and cluster share: the file's text without white space around it.
+///
+/// # Errors
+/// When it cannot be read or is empty.
+pub fn read_token(path: &Path) -> Result<String, Error> {
+    let text = fs::read_to_string(path).map_err(Error::path("read", path))?;
+    match text.trim() {
+        "" => Err(Error::path("use", path)(std::io::Error::other("the token is empty"))),
+        token => Ok(token.into()),
+    }
+}
+
+fn bearer(token: &str) -> Result<MetadataValue<Ascii>, String> {
+    format!("Bearer {token}").parse().map_err(|_| "the token holds characters that a header cannot".to_string())
+}
+
+/// Keeps a stream for as long as the node runs.
+pub async fn run(address: Address, inbox: Inbox) {
+    let mut pause = SHORTEST_PAUSE;
+    let mut said = (String::new(), Instant::now());
+    loop {
+        let begun = Instant::now();
+        let why = match stream(&address, &inbox).await {
+            Ok(()) => "it ended the stream".to_string(),
+            Err(why) => why,
+        };
+        if said.0 != why || said.1.elapsed() > REPEAT {
+            warn!("the cluster collector {}: {why}", address.url);
+            said = (why.clone(), Instant::now());
+        }
+        inbox.post(Command::Uplink(Event::Lost(why)));
+        if begun.elapsed() > LONGEST_PAUSE {
+            pause = SHORTEST_PAUSE;
+        }
+        sleep(jitter(pause)).await;
+        pause = (pause * 2).min(LONGEST_PAUSE);
+    }
+}
+
+/// Somewhere between a half and the whole: a restarted cluster collector must not meet all its nodes at one moment.
+fn jitter(pause: Duration) -> Duration {
+    let random = RandomState::new().hash_one(0) as f64 / u64::MAX as f64;
+    pause.mul_f64(0.5 + random / 2.0)
+}
+
+async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
+    let channel: Channel = address.endpoint.connect().await.map_err(|error| chain(&error))?;
+    let token = address.token.clone();
+    let prove = move |mut request: Request<()>| {
+        if let Some(token) = &token {
+            request.metadata_mut().insert("authorization", token.clone());
+        }
+        Ok(request)
+    };
+    let mut client = ClusterClient::with_interceptor(channel, prove).max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let (sender, messages) = mpsc::channel(BACKLOG);
+    inbox.post(Command::Uplink(Event::Opened(sender)));
+    let answer = client.join(ReceiverStream::new(messages)).await.map_err(|status| words(&status))?;
+    let mut answers = answer.into_inner();
+    while let Some(answer) = answers.next().await {
+        let ClusterMessage { message } = answer.map_err(|status| words(&status))?;
+        if let Some(message) = message {
+            if matches!(message, cluster_message::Message::Welcome(_)) {
+                info!("joined the cluster collector {}", address.url);
+            }
+            inbox.post(Command::Uplink(Event::Message(Box::new(message))));
+        }
+    }
+    Ok(())
+}
+
+fn words(status: &Status) -> String {
+    format!("{}: {}", status.code().description(), status.message())
+}
+
+/// Sends a control message. False when the stream has ended or is stuck, which ends it.
+pub fn send(sender: &Sender, message: Message) -> bool {
+    sender.try_send(NodeMessage { message: Some(message) }).is_ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn plain_text_stays_on_this_machine() {
+        for url in ["http://127.0.0.1:18890", "http://localhost:1", "http://[::1]:1"] {
+            assert!(Address::new(url, None, None).is_ok(), "{url}");
+        }
+        for (url, why) in [
+            ("http://10.0.0.1:18890", "plain text is for loopback only"),
+            ("http://localhost.evil.example:1", "plain text is for loopback only"),
+            ("collector:18890", "must begin with https://"),
+            ("ftp://x", "must begin with https://"),
+        ] {
+            let error = Address::new(url, None, None).unwrap_err();
+            assert!(error.contains(why) && error.contains(url), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_token_is_a_line_of_a_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("token");
+        fs::write(&path, " secret\n").unwrap();
+        assert_eq!(read_token(&path).unwrap(), "secret");
+        fs::write(&path, "\n").unwrap();
+        assert!(chain(&read_token(&path).unwrap_err()).contains("the token is empty"));
+        let error = Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err();
+        assert!(error.contains("none"), "{error}");
+    }
+
+    #[test]
+    fn pauses_differ_and_stay_within_bounds() {
+        let pauses: Vec<Duration> = (0..50).map(|_| jitter(LONGEST_PAUSE)).collect();
+        assert!(pauses.iter().all(|pause| *pause >= LONGEST_PAUSE / 2 && *pause <= LONGEST_PAUSE));
+        assert!(pauses.iter().any(|pause| *pause != pauses[0]));
+    }
+}

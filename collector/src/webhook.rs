@@ -1,0 +1,88 @@
+//! Posts verdicts to a URL as JSON. Each on a thread of its own that tries some times and then gives up: a service that does not
+//! answer must not hold up anything.
+
+use std::{
+    path::{Path, PathBuf},
+    thread,
+    time::Duration,
+};
+
+use serde_json::{Value, json};
+use tracing::{info, warn};
+use xpu_timer_analysis::Verdict;
+
+use crate::web_client;
+
+/// Where verdicts go.
+#[derive(Debug, Clone)]
+pub struct Webhook {
+    url: String,
+}
+
+const DEADLINE: Duration = Duration::from_secs(10);
+/// Between the tries.
+const PAUSES: [Duration; 4] =
+    [Duration::from_secs(1), Duration::from_secs(5), Duration::from_secs(20), Duration::from_secs(60)];
+
+impl Webhook {
+    /// To any URL; whether it answers is seen at the first verdict.
+    #[must_use]
+    pub fn new(url: &str) -> Self {
+        Webhook { url: url.into() }
+    }
+
+    /// Posts a verdict, and returns at once.
+    pub fn post(&self, verdict: &Verdict, folder: Option<&Path>) {
+        let (url, body) = (self.url.clone(), body(verdict, folder.map(Path::to_path_buf)));
+        let incident = verdict.incident.clone();
+        let work = move || send(&url, &incident, &body);
+        if let Err(error) = thread::Builder::new().name("webhook".into()).spawn(work) {
+            warn!("incident {}: no thread for the webhook: {error}", verdict.incident);
+        }
+    }
+}
+
+/// `text` is what chat services show; the rest is for programs.
+fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
+    json!({
+        "text": format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence),
+        "incident": verdict.incident,
+        "job": verdict.job,
+        "attempt": verdict.attempt,
+        "world_size": verdict.world_size,
+        "cause": verdict.cause,
+        "confidence": verdict.confidence,
+        "culprits": verdict.culprits,
+        "sentence": verdict.sentence,
+        "opened_at": verdict.timing.opened_at,
+        "path": folder,
+    })
+}
+
+fn send(url: &str, incident: &str, body: &Value) {
+    let agent = web_client::agent(DEADLINE, None);
+    let text = body.to_string();
+    let mut pauses = PAUSES.iter();
+    loop {
+        let answer = agent.post(url).header("content-type", "application/json").send(&text);
+        let problem = match answer {
+            Ok(answer) if answer.status().is_success() => {
+                info!("incident {incident}: posted to the webhook");
+                return;
+            }
+            // Words of ours that it does not like will not please it the next time.
+            Ok(answer) if answer.status().is_client_error() && answer.status() != 429 => {
+                warn!("incident {incident}: the webhook answers {}", answer.status());
+                return;
+            }
+            Ok(answer) => format!("it answers {}", answer.status()),
+            Err(error) => error.to_string(),
+        };
+        let Some(pause) = pauses.next() else {
+            warn!("incident {incident}: the webhook is given up: {problem}");
+            return;
+        };
+        info!("incident {incident}: the webhook failed, again in {pause:?}: {problem}");
+        thread::sleep(*pause);
+    }
+}
