@@ -12,7 +12,7 @@ use std::{
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Result, bail};
 use clap::{ArgGroup, Parser};
 
 use crate::{Capturer, Options, Stacks};
@@ -26,7 +26,7 @@ use crate::{Capturer, Options, Stacks};
 #[command(group(ArgGroup::new("which").required(true).multiple(true).args(["pid", "rank", "all"])))]
 pub struct Arguments {
     /// Process to dump; may be given several times
-    #[arg(long, short, value_name = "PID")]
+    #[arg(long, short, value_name = "PID", value_parser = clap::value_parser!(i32).range(1..))]
     pub pid: Vec<i32>,
     /// Process whose environment has this RANK; may be given several times
     #[arg(long, value_name = "RANK")]
@@ -53,14 +53,19 @@ pub struct Arguments {
     #[arg(long, short, value_name = "DIR", conflicts_with = "json")]
     pub output: Option<PathBuf>,
     /// Seconds the whole dump may take
-    #[arg(long, value_name = "SECONDS", default_value = "5")]
-    pub timeout: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
+    pub timeout: Duration,
     /// Seconds that source lines of C frames are searched for; names are always found
-    #[arg(long, value_name = "SECONDS", default_value = "0.02")]
-    pub lines: f64,
+    #[arg(long, value_name = "SECONDS", default_value = "0.02", value_parser = seconds)]
+    pub lines: Duration,
     /// Stop every thread while its stack is copied, also those that sleep
     #[arg(long, hide = true)]
     pub force_ptrace: bool,
+}
+
+fn seconds(text: &str) -> Result<Duration, String> {
+    let seconds: f64 = text.parse().map_err(|_| "not a number of seconds".to_string())?;
+    Duration::try_from_secs_f64(seconds).map_err(|_| "not a number of seconds".to_string())
 }
 
 /// Which stacks are shown.
@@ -102,15 +107,13 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         (_, true) => View::Python,
         _ => View::Merged,
     };
-    let deadline = Duration::try_from_secs_f64(arguments.timeout).context("--timeout")?;
-    let lines = Duration::try_from_secs_f64(arguments.lines).context("--lines")?;
     let options = Options {
-        deadline,
+        deadline: arguments.timeout,
         children: arguments.children,
         // The state of a thread and its name come with its native stack, so only the text without them leaves it out.
         native: true,
         python: view != View::Native,
-        lines_budget: if view == View::Python { Duration::ZERO } else { lines },
+        lines_budget: if view == View::Python { Duration::ZERO } else { arguments.lines },
         force_ptrace: arguments.force_ptrace,
     };
     let mut failed = false;

@@ -1,6 +1,7 @@
 //! `.stacktrace` files, as the viewer reads them.
 
 use std::{
+    collections::HashSet,
     fs,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
@@ -23,13 +24,15 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// One file for each process. Processes that have no ranks are numbered by their places in the list.
+    /// One file for each process. When not all of them have ranks, or two have the same (of two jobs), they are numbered by their
+    /// places in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
-        fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+        fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
         let ranks: Vec<Option<find::Ranked>> = pids.iter().map(|pid| find::rank_of(*pid)).collect();
         let largest = ranks.iter().flatten().map(|ranked| ranked.world_size.max(ranked.rank + 1)).max().unwrap_or(0);
         let all: Option<Vec<u32>> = ranks.iter().map(|ranked| ranked.as_ref().map(|ranked| ranked.rank)).collect();
-        let ranks = all.unwrap_or_else(|| (0..pids.len() as u32).collect());
+        let distinct = |ranks: &Vec<u32>| ranks.iter().collect::<HashSet<_>>().len() == ranks.len();
+        let ranks = all.filter(distinct).unwrap_or_else(|| (0..pids.len() as u32).collect());
         Ok(Files { folder: folder.into(), ranks, world: largest.max(pids.len() as u32) })
     }
 
@@ -39,9 +42,12 @@ impl Files {
         let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
-        fs::write(&temporary, message(process, rank).encode_to_vec())
-            .with_context(|| temporary.display().to_string())?;
-        fs::rename(&temporary, &path).with_context(|| path.display().to_string())?;
+        let written = fs::write(&temporary, message(process, rank).encode_to_vec());
+        if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
+            // It may not even be there.
+            let _ = fs::remove_file(&temporary);
+            return Err(error).with_context(|| format!("{} cannot be written", path.display()));
+        }
         Ok(path)
     }
 }

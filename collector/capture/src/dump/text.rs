@@ -54,18 +54,18 @@ fn print_process(
 ) -> io::Result<()> {
     let sample = &process.sample;
     let parent = if is_child { format!(", child of {}", process.parent_pid) } else { String::new() };
-    writeln!(out, "{}", paint.with(BOLD, format!("Process {}: {}", process.pid, clean(&process.command))))?;
-    let times = format!(
-        "captured in {:.1} ms, no thread stopped for more than {} us",
-        sample.capture_ns as f64 / 1e6,
-        sample.longest_stop_ns.div_ceil(1000)
-    );
-    let times = if sample.longest_stop_ns == 0 {
-        format!("captured in {:.1} ms without a stop", sample.capture_ns as f64 / 1e6)
-    } else {
-        times
+    let command = if process.command.is_empty() { "?".into() } else { clean(&process.command) };
+    writeln!(out, "{}", paint.with(BOLD, format!("Process {}: {command}", process.pid)))?;
+    let taken = format!("captured in {:.1} ms", sample.capture_ns as f64 / 1e6);
+    let times = match (sample.stacktrace.is_empty() && sample.py_stacktrace.is_empty(), sample.longest_stop_ns) {
+        (true, _) => "nothing captured".into(),
+        (false, 0) => format!("{taken} without a stop"),
+        (false, ns) => format!("{taken}, no thread stopped for more than {} us", ns.div_ceil(1000)),
     };
     writeln!(out, "  {}{parent}, {}, {times}", sample.process_state, count(sample.stacktrace.len(), "thread"))?;
+    if view == View::Python && sample.py_stacktrace.is_empty() && sample.errors.is_empty() {
+        writeln!(out, "  no Python runs in this process")?;
+    }
     for error in &sample.errors {
         writeln!(out, "  {}", paint.with(RED, clean(error)))?;
     }
