@@ -22,6 +22,8 @@ mod hooked;
 #[allow(unsafe_code)]
 mod host;
 mod inject;
+#[allow(unsafe_code)]
+mod inline;
 mod lanes;
 mod launch;
 #[allow(unsafe_code)]

@@ -6,7 +6,7 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    sync::atomic::{AtomicPtr, AtomicU32, Ordering},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering},
 };
 
 use xpu_timer_proto::family::Library;
@@ -37,6 +37,7 @@ pub struct Function {
     pub coverage: AtomicU32,
     reals: [AtomicPtr<c_void>; SLOTS],
     companions: [[AtomicPtr<c_void>; COMPANIONS]; SLOTS],
+    has_hidden_copy: AtomicBool,
     wrappers: [Wrapper; SLOTS],
 }
 
@@ -52,6 +53,7 @@ impl Function {
             coverage: AtomicU32::new(0),
             reals: [const { AtomicPtr::new(std::ptr::null_mut()) }; SLOTS],
             companions: [const { [const { AtomicPtr::new(std::ptr::null_mut()) }; COMPANIONS] }; SLOTS],
+            has_hidden_copy: AtomicBool::new(false),
             wrappers,
         }
     }
@@ -79,6 +81,35 @@ impl Function {
             place.store(found, Ordering::Release);
         }
         (found != ABSENT).then_some(found)
+    }
+
+    /// A slot without original and its wrapper, for a function that is about to be replaced. Slot 0 is never spare.
+    pub fn spare_slot(&self) -> Option<(usize, *const ())> {
+        let slot = (1..SLOTS).rev().find(|slot| self.reals[*slot].load(Ordering::Relaxed).is_null())?;
+        Some((slot, self.wrappers[slot].0))
+    }
+
+    /// Gives a slot its original.
+    pub fn fill_slot(&self, slot: usize, real: *mut c_void) {
+        self.reals[slot].store(real, Ordering::Release);
+    }
+
+    /// Takes the original of a slot away: its library is not loaded any more.
+    pub fn free_slot(&self, slot: usize) {
+        self.reals[slot].store(std::ptr::null_mut(), Ordering::Release);
+        for companion in &self.companions[slot] {
+            companion.store(std::ptr::null_mut(), Ordering::Release);
+        }
+    }
+
+    /// A copy of this function was found whose callers cannot be seen.
+    pub fn out_of_reach(&self) {
+        self.has_hidden_copy.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there is such a copy.
+    pub fn has_hidden_copy(&self) -> bool {
+        self.has_hidden_copy.load(Ordering::Relaxed)
     }
 
     /// Whether any original is known.

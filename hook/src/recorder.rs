@@ -343,20 +343,33 @@ impl Recorder {
         key
     }
 
+    fn names(&self) -> impl Iterator<Item = &'static [AtomicU64]> {
+        let entries = 0..self.names.load(Ordering::Relaxed).min(name::SLOTS);
+        entries.map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
+    }
+
+    /// Whether a kernel or function of such a name was seen.
+    pub fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
+        self.names().any(|entry| is_it(&name_in(entry)))
+    }
+
     /// The message of an operation, for a signal.
     pub fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
         let words = std::array::from_fn(|word| self.ring.op(index)[word].load(Ordering::Acquire));
         let function: u64 = words[op::FUNCTION];
-        let text = (0..self.names.load(Ordering::Relaxed).min(name::SLOTS))
-            .map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
-            .find(|entry| function != 0 && entry[name::FUNCTION].load(Ordering::Relaxed) == function)
-            .map(|entry| {
-                let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
-                let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
-                String::from_utf8_lossy(&bytes).into_owned()
-            });
+        let text = self
+            .names()
+            .find(|entry| function != 0 && entry[name::FUNCTION].load(Ordering::Acquire) == function)
+            .map(name_in);
         ring::operation(&words, text.unwrap_or_default())
     }
+}
+
+/// The text of an entry of the name table.
+fn name_in(entry: &[AtomicU64]) -> String {
+    let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
+    let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
 }
 
 #[cfg(test)]

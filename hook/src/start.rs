@@ -16,8 +16,7 @@ use crate::{
     ring::{COVERAGE_NAME_BYTES, store_text},
     sys::{self, Descriptor},
     thread_state::{self, in_hook},
-    tracer,
-    watcher,
+    tracer, watcher,
 };
 
 static RECORDER: AtomicPtr<Recorder> = AtomicPtr::new(std::ptr::null_mut());
@@ -216,17 +215,18 @@ extern "C" fn at_exit() {
 }
 
 /// Runs when the library is loaded: only what must be there before anything can go wrong.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn on_load() {
+    // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
+    std::panic::set_hook(Box::new(|_| {}));
+    let errno = sys::errno();
+    let saved = errno.get();
+    crate::hooked::guarded(tracer::allow_from_environment);
+    crate::hooked::guarded(|| in_hook(crate::inline::start));
+    errno.set(saved);
+}
+
 #[cfg(not(test))]
 #[used]
 #[unsafe(link_section = ".init_array")]
-static ON_LOAD: extern "C" fn() = {
-    extern "C" fn on_load() {
-        // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
-        std::panic::set_hook(Box::new(|_| {}));
-        let errno = sys::errno();
-        let saved = errno.get();
-        tracer::allow_from_environment();
-        errno.set(saved);
-    }
-    on_load
-};
+static ON_LOAD: extern "C" fn() = on_load;

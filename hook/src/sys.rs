@@ -52,6 +52,16 @@ pub fn is_thread(tid: u32) -> bool {
     answer == 0 || errno().get() != libc::ESRCH
 }
 
+/// Whether the process has one thread only. False when nobody can tell.
+pub fn is_alone() -> bool {
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
+    // A folder has a link for itself, one from above, and one from each folder in it.
+    known && stat.st_nlink == 3
+}
+
 /// A descriptor that is ours until somebody else closes it: hosts do close every descriptor they do not know, and the
 /// number then belongs to one of their files.
 #[derive(Debug)]

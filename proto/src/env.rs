@@ -61,6 +61,7 @@ variables! {
     XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
     XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
+    XPU_TIMER_INLINE = "auto", "code that is replaced where no symbol can be interposed: off; auto: collectives and matrix products linked statically or bound to themselves, gloo; all: the driver and the runtime too";
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
     XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
     XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children; set by xpu_timer_launch";

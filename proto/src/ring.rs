@@ -189,8 +189,14 @@ pub mod coverage {
     /// Names of the layers.
     pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
     /// Reasons for not being hooked; the empty one means that it is.
-    pub const STATUSES: [&str; 4] =
-        ["", "the library is not loaded", "the library does not have it", "nobody asked for it"];
+    pub const STATUSES: [&str; 6] = [
+        "",
+        "the library is not loaded",
+        "the library does not have it",
+        "nobody asked for it",
+        "calls inside a library that holds a copy of its own are not seen, because its code cannot be replaced",
+        "its kernels run and no call of it is seen: linked statically into something, without symbols",
+    ];
 }
 
 /// Byte offsets of the tables.

@@ -11,7 +11,7 @@ use std::{
 use anyhow::{Context, Result, ensure};
 
 /// The packages whose programs and libraries the tests run.
-pub const PACKAGES: [&str; 9] = [
+pub const PACKAGES: [&str; 13] = [
     "xpu_timer_hook",
     "xpu_timer_launch",
     "xpu_timer_capture",
@@ -20,14 +20,22 @@ pub const PACKAGES: [&str; 9] = [
     "sim_cuda",
     "sim_cudart",
     "sim_cudart12",
+    "sim_cublas",
+    "sim_cublas12",
+    "sim_cublaslt",
+    "sim_cublaslt12",
     "sim_nccl",
 ];
 
 /// Simulated libraries: what cargo calls them, and their real sonames.
-const SIM: [(&str, &str); 4] = [
+const SIM: [(&str, &str); 8] = [
     ("libsim_cuda.so", "libcuda.so.1"),
     ("libsim_cudart.so", "libcudart.so.13"),
     ("libsim_cudart12.so", "libcudart.so.12"),
+    ("libsim_cublas.so", "libcublas.so.13"),
+    ("libsim_cublas12.so", "libcublas.so.12"),
+    ("libsim_cublaslt.so", "libcublasLt.so.13"),
+    ("libsim_cublaslt12.so", "libcublasLt.so.12"),
     ("libsim_nccl.so", "libnccl.so.2"),
 ];
 

@@ -20,6 +20,11 @@ const HOOKED: u8 = 0;
 pub const NOT_LOADED: u8 = 1;
 const NOT_THERE: u8 = 2;
 const NOT_ASKED: u8 = 3;
+const HIDDEN_COPY: u8 = 4;
+const UNSEEN: u8 = 5;
+
+/// In the mangled names of a collective library's kernels: NCCL's and RCCL's, and those before 2.19.
+const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
 
 /// When the table is made anew after the start; then every minute, and at a hang.
 const SCHEDULE_NS: [u64; 4] = [100_000_000, 1_000_000_000, 10_000_000_000, 60_000_000_000];
@@ -48,8 +53,14 @@ impl Survey {
         self.next_ns = now_ns + SCHEDULE_NS[self.turns.min(SCHEDULE_NS.len() - 1)];
         self.turns += 1;
         let libraries = libraries();
+        let is_collective = |name: &str| COLLECTIVE_KERNELS.iter().any(|part| name.contains(part));
+        let unseen = recorder.comms.used() == 0 && recorder.any_name(is_collective);
         for (index, function) in crate::functions().take(coverage::SLOTS).enumerate() {
-            publish_coverage(recorder, function, index, status(function, recorder.calls(index), &libraries));
+            let status = match status(function, recorder.calls(index), &libraries) {
+                NOT_LOADED if unseen && function.library == Library::Collectives => UNSEEN,
+                status => status,
+            };
+            publish_coverage(recorder, function, index, status);
         }
     }
 }
@@ -71,6 +82,9 @@ fn libraries() -> Vec<String> {
 }
 
 fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
+    if function.has_hidden_copy() {
+        return HIDDEN_COPY;
+    }
     if calls > 0 || function.is_known() {
         return HOOKED;
     }
@@ -120,7 +134,10 @@ mod tests {
         assert_eq!(status(&row(Library::Driver), 0, &driver), NOT_ASKED);
         assert_eq!(status(&row(Library::Driver), 1, &[]), HOOKED);
         assert_eq!(status(&row(Library::Collectives), 0, &libraries("/x/libnccl.so.2.29.7")), NOT_THERE);
-        let names: Vec<u8> = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED].to_vec();
-        assert!(names.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));
+        let hidden = row(Library::Collectives);
+        hidden.out_of_reach();
+        assert_eq!(status(&hidden, 7, &[]), HIDDEN_COPY, "also when other calls of it were seen");
+        let all = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED, HIDDEN_COPY, UNSEEN];
+        assert!(all.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));
     }
 }

@@ -174,7 +174,7 @@ impl Communicator {
         let mut arguments = Vec::with_capacity(kernel::HEAD_WORDS + tasks.len() * Task::WORDS);
         arguments.extend([self.number, u64::from(counted)]);
         arguments.extend(tasks.iter().flat_map(Task::encode));
-        let launched = launch(driver, self.context, &first.kernel_name(), stream, &arguments);
+        let launched = launch(&first.kernel_name(), stream, &arguments);
         if launched.is_err() && counted {
             self.finished();
         }

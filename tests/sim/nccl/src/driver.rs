@@ -1,17 +1,12 @@
 //! The driver's functions that NCCL uses, and the launch of its kernels.
 
-use std::{
-    ffi::CString,
-    sync::{Mutex, OnceLock, PoisonError},
-};
+use std::sync::OnceLock;
 
 use sim_abi::{
-    cuda::{
-        ContextHandle, CuError, Device, DevicePointer, EventHandle, FunctionHandle, HOST_IMAGE, HostImage,
-        LAUNCH_BUFFER_POINTER, LAUNCH_BUFFER_SIZE, LAUNCH_END, LaunchConfig, ModuleHandle, StreamHandle, check,
-    },
+    cuda::{ContextHandle, CuError, Device, DevicePointer, EventHandle, StreamHandle, check},
     driver_table,
-    ffi::{In, Out, Text},
+    ffi::Out,
+    launch::HostKernels,
     nccl::NcclError,
 };
 
@@ -26,9 +21,6 @@ driver_table! {
         context_device = c"cuCtxGetDevice" (Out<Device>);
         device_count = c"cuDeviceGetCount" (Out<i32>);
         primary_retain = c"cuDevicePrimaryCtxRetain" (Out<ContextHandle>, Device);
-        module_load = c"cuModuleLoadData" (Out<ModuleHandle>, In<HostImage>);
-        module_function = c"cuModuleGetFunction" (Out<FunctionHandle>, ModuleHandle, Text);
-        launch_ex = c"cuLaunchKernelEx" (In<LaunchConfig>, FunctionHandle, usize, In<usize>);
         is_capturing = c"cuStreamIsCapturing" (StreamHandle, Out<i32>);
         event_create = c"cuEventCreate" (Out<EventHandle>, u32);
         event_destroy = c"cuEventDestroy" (EventHandle);
@@ -66,49 +58,8 @@ pub(crate) fn current_context(driver: &Driver) -> Result<ContextHandle, NcclErro
     Ok(context)
 }
 
-/// Launches the kernel `name` with an argument buffer and no parameters.
-pub(crate) fn launch(
-    driver: &Driver,
-    context: ContextHandle,
-    name: &str,
-    stream: StreamHandle,
-    arguments: &[u64],
-) -> Result<(), NcclError> {
-    let function = function(driver, context, name)?;
-    let bytes = size_of_val(arguments);
-    let extra = [
-        LAUNCH_BUFFER_POINTER,
-        arguments.as_ptr() as usize,
-        LAUNCH_BUFFER_SIZE,
-        (&raw const bytes) as usize,
-        LAUNCH_END,
-    ];
-    let config = LaunchConfig {
-        grid: [2, 1, 1],
-        block: [544, 1, 1],
-        shared_bytes: 0,
-        stream,
-        attributes: 0,
-        attribute_count: 0,
-    };
-    cuda((driver.launch_ex)(In::from(&config), function, 0, In::from_slice(&extra)))
-}
-
-/// The function of a kernel in a context; there are few of either.
-fn function(driver: &Driver, context: ContextHandle, name: &str) -> Result<FunctionHandle, NcclError> {
-    static MODULES: Mutex<Vec<(ContextHandle, ModuleHandle)>> = Mutex::new(Vec::new());
-    let mut modules = MODULES.lock().unwrap_or_else(PoisonError::into_inner);
-    let module = match modules.iter().find(|(known, _)| *known == context) {
-        Some((_, module)) => *module,
-        None => {
-            let (mut module, image) = (0, HostImage { magic: HOST_IMAGE, run: kernel::run });
-            cuda((driver.module_load)(Out::to(&mut module), In::from(&image)))?;
-            modules.push((context, module));
-            module
-        }
-    };
-    drop(modules);
-    let (mut function, name) = (0, CString::new(name).map_err(|_| NcclError::INTERNAL)?);
-    cuda((driver.module_function)(Out::to(&mut function), module, Text::borrowed(&name)))?;
-    Ok(function)
+/// Launches the kernel `name` in the thread's context.
+pub(crate) fn launch(name: &str, stream: StreamHandle, arguments: &[u64]) -> Result<(), NcclError> {
+    static KERNELS: HostKernels = HostKernels::new(kernel::run);
+    KERNELS.launch(name, stream, arguments).map_err(|_| NcclError::UNHANDLED_CUDA)
 }

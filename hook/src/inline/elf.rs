@@ -1,0 +1,272 @@
+//! A loaded object as the dynamic linker knows it: its symbols, and which of them it binds to itself.
+//!
+//! Read at a moment when the linker may hold its lock, so nothing here calls the linker.
+
+use std::ffi::{CStr, c_char, c_int, c_void};
+
+/// Head of the linker's `link_map`, which is public.
+#[repr(C)]
+pub struct LinkMap {
+    /// Added to all addresses in the object.
+    pub base: usize,
+    name: *const c_char,
+    dynamic: *const Entry,
+    /// The next object, null for the last.
+    pub next: *const LinkMap,
+}
+
+/// An entry of the dynamic section.
+#[repr(C)]
+#[derive(Clone, Copy)]
+struct Entry {
+    tag: i64,
+    value: usize,
+}
+
+const DT_NULL: i64 = 0;
+const DT_STRTAB: i64 = 5;
+const DT_SYMTAB: i64 = 6;
+const DT_SONAME: i64 = 14;
+const DT_SYMBOLIC: i64 = 16;
+const DT_TEXTREL: i64 = 22;
+const DT_FLAGS: i64 = 30;
+const DT_GNU_HASH: i64 = 0x6fff_fef5;
+/// A program that exports nothing imports no more than this.
+const MOST_SYMBOL_BYTES: usize = 1 << 20;
+const DF_SYMBOLIC: usize = 2;
+const DF_TEXTREL: usize = 4;
+
+/// A function symbol of an object.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Symbol {
+    /// Where its code is.
+    pub address: usize,
+    /// Bytes of code, 0 when nobody says.
+    pub size: usize,
+}
+
+/// A loaded object.
+pub struct Object {
+    /// Added to all addresses in it.
+    pub base: usize,
+    name: *const c_char,
+    symbols: *const libc::Elf64_Sym,
+    strings: *const c_char,
+    hash: *const u32,
+    soname: Option<usize>,
+    /// Its own references go to its own definitions, whatever was preloaded.
+    pub is_symbolic: bool,
+    /// The linker changes its code after it was mapped.
+    pub moves_code: bool,
+}
+
+impl Object {
+    /// The object of a link map; `None` for one without symbols.
+    ///
+    /// # Safety
+    /// `map` is in the linker's list, and stays there while the object is used.
+    pub unsafe fn of(map: *const LinkMap) -> Option<Self> {
+        // SAFETY: the caller's word.
+        let map = unsafe { &*map };
+        let mut object = Object {
+            base: map.base,
+            name: map.name,
+            symbols: std::ptr::null(),
+            strings: std::ptr::null(),
+            hash: std::ptr::null(),
+            soname: None,
+            is_symbolic: false,
+            moves_code: false,
+        };
+        // The linker adds the base to the addresses of the section where it can write to it, and not elsewhere.
+        let address = |value: usize| if value < map.base { value + map.base } else { value };
+        let mut entry = map.dynamic;
+        while !entry.is_null() {
+            // SAFETY: the dynamic section ends with DT_NULL.
+            let Entry { tag, value } = unsafe { *entry };
+            match tag {
+                DT_NULL => break,
+                DT_STRTAB => object.strings = address(value) as *const c_char,
+                DT_SYMTAB => object.symbols = address(value) as *const libc::Elf64_Sym,
+                DT_GNU_HASH => object.hash = address(value) as *const u32,
+                DT_SONAME => object.soname = Some(value),
+                DT_SYMBOLIC => object.is_symbolic = true,
+                DT_TEXTREL => object.moves_code = true,
+                DT_FLAGS => {
+                    object.is_symbolic |= value & DF_SYMBOLIC != 0;
+                    object.moves_code |= value & DF_TEXTREL != 0;
+                }
+                _ => {}
+            }
+            // SAFETY: as above.
+            entry = unsafe { entry.add(1) };
+        }
+        (!object.symbols.is_null() && !object.strings.is_null()).then_some(object)
+    }
+
+    /// The path that it was loaded from; empty for the program itself.
+    pub fn path(&self) -> &CStr {
+        if self.name.is_null() {
+            return c"";
+        }
+        // SAFETY: the linker's own string.
+        unsafe { CStr::from_ptr(self.name) }
+    }
+
+    /// Its soname, else the last part of its path.
+    pub fn soname(&self) -> &[u8] {
+        match self.soname {
+            // SAFETY: an offset into the object's own strings.
+            Some(offset) => unsafe { CStr::from_ptr(self.strings.add(offset)) }.to_bytes(),
+            None => self.path().to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default(),
+        }
+    }
+
+    /// The function that it defines and exports under `name`.
+    pub fn exported(&self, name: &CStr) -> Option<Symbol> {
+        if self.hash.is_null() {
+            return None;
+        }
+        let hash = gnu_hash(name.to_bytes());
+        // SAFETY: the table of DT_GNU_HASH: four words, the filter, the buckets, the chains; all indices come from it.
+        unsafe {
+            let (buckets, first) = (*self.hash, *self.hash.add(1));
+            let (filter_words, shift) = (*self.hash.add(2), *self.hash.add(3));
+            if buckets == 0 || filter_words == 0 {
+                return None;
+            }
+            let filter = self.hash.add(4).cast::<u64>();
+            let word = filter.add((hash / 64 % filter_words) as usize).read_unaligned();
+            if word >> (hash % 64) & word >> ((hash >> (shift % 32)) % 64) & 1 == 0 {
+                return None;
+            }
+            let bucket = filter.add(filter_words as usize).cast::<u32>();
+            let chain = bucket.add(buckets as usize);
+            let mut index = *bucket.add((hash % buckets) as usize);
+            while index >= first {
+                let found = *chain.add((index - first) as usize);
+                let symbol = &*self.symbols.add(index as usize);
+                if found | 1 == hash | 1 && CStr::from_ptr(self.strings.add(symbol.st_name as usize)) == name {
+                    return self.function(symbol);
+                }
+                if found & 1 == 1 {
+                    return None;
+                }
+                index += 1;
+            }
+        }
+        None
+    }
+
+    /// A symbol of this object as a function with code of its own.
+    pub fn function(&self, symbol: &libc::Elf64_Sym) -> Option<Symbol> {
+        const FUNCTION: u8 = 2;
+        let is_code = symbol.st_info & 0xf == FUNCTION && symbol.st_shndx != 0 && symbol.st_value != 0;
+        let address = self.base.wrapping_add(symbol.st_value as usize);
+        is_code.then_some(Symbol { address, size: symbol.st_size as usize })
+    }
+
+    /// Symbols that it takes from other objects.
+    pub fn imported(&self) -> impl Iterator<Item = (&CStr, *const libc::Elf64_Sym)> {
+        (1..self.imports_end()).filter_map(|index| {
+            // SAFETY: an index below that of a symbol of the table, and an offset into the object's strings.
+            unsafe {
+                let symbol = self.symbols.add(index);
+                let name = || CStr::from_ptr(self.strings.add((*symbol).st_name as usize));
+                ((*symbol).st_shndx == 0).then(|| (name(), symbol))
+            }
+        })
+    }
+
+    /// They stand in front of those that the hash table holds. A table that holds none does not say where they end; then it is
+    /// the strings, which every static linker puts behind the symbols.
+    fn imports_end(&self) -> usize {
+        if self.hash.is_null() {
+            return 0;
+        }
+        // SAFETY: the table, as in `exported`.
+        unsafe {
+            let (buckets, first, filter_words) = (*self.hash, *self.hash.add(1), *self.hash.add(2));
+            let bucket = self.hash.add(4 + 2 * filter_words as usize);
+            if (0..buckets as usize).any(|index| *bucket.add(index) != 0) {
+                return first as usize;
+            }
+        }
+        let bytes = (self.strings as usize).checked_sub(self.symbols as usize).unwrap_or(0);
+        if bytes < MOST_SYMBOL_BYTES { bytes / size_of::<libc::Elf64_Sym>() } else { 0 }
+    }
+
+    /// Whether the bytes at `address` are code of this object.
+    pub fn holds_code(&self, address: usize) -> bool {
+        struct Question {
+            base: usize,
+            address: usize,
+            yes: bool,
+        }
+        unsafe extern "C" fn look(info: *mut libc::dl_phdr_info, _: usize, question: *mut c_void) -> c_int {
+            // SAFETY: the linker's own structure and array, and the question that was passed below.
+            let (info, question) = unsafe { (&*info, &mut *question.cast::<Question>()) };
+            if info.dlpi_addr as usize != question.base {
+                return 0;
+            }
+            // SAFETY: as above.
+            let segments = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
+            question.yes = segments.iter().any(|segment| {
+                let start = question.base.wrapping_add(segment.p_vaddr as usize);
+                let is_code = segment.p_type == libc::PT_LOAD && segment.p_flags & libc::PF_X != 0;
+                is_code && question.address.wrapping_sub(start) < segment.p_filesz as usize
+            });
+            1
+        }
+        let mut question = Question { base: self.base, address, yes: false };
+        // SAFETY: the callback gets the question that it expects, and does not keep it.
+        unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) };
+        question.yes
+    }
+}
+
+fn gnu_hash(name: &[u8]) -> u32 {
+    name.iter().fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The C library as the linker knows it.
+    fn libc_object() -> Object {
+        let mut map = super::super::loader::first();
+        while !map.is_null() {
+            // SAFETY: the linker's list; nothing is unloaded meanwhile.
+            let object = unsafe { Object::of(map) };
+            if let Some(object) = object.filter(|object| object.soname() == b"libc.so.6") {
+                return object;
+            }
+            // SAFETY: as above.
+            map = unsafe { (*map).next };
+        }
+        panic!("no C library");
+    }
+
+    #[test]
+    fn exported_functions_are_where_the_linker_says() {
+        let object = libc_object();
+        for name in [c"malloc", c"qsort", c"pthread_create"] {
+            let found = object.exported(name).unwrap_or_else(|| panic!("{name:?}"));
+            assert_eq!(found.address, crate::original::look_up(libc::RTLD_DEFAULT, name) as usize, "{name:?}");
+            assert!(object.holds_code(found.address) && found.size > 0);
+        }
+        assert_eq!(object.exported(c"xpu_timer_no_such_function"), None);
+        assert_eq!(object.exported(c"environ"), None, "data is no function");
+        assert!(!object.holds_code(std::ptr::from_ref(&object) as usize));
+        assert!(!object.is_symbolic);
+    }
+
+    #[test]
+    fn imports_are_the_symbols_without_a_place() {
+        let names: Vec<String> =
+            libc_object().imported().map(|(name, _)| name.to_string_lossy().into_owned()).collect();
+        assert!(names.iter().any(|name| name == "__tls_get_addr"), "{names:?}");
+        assert!(!names.iter().any(|name| name == "malloc"));
+    }
+}

@@ -1,0 +1,140 @@
+//! Word of every library that is loaded, after it is mapped and before anything of it has run: the linker calls an empty function
+//! for debuggers then, and here that function jumps to [`loaded`].
+//!
+//! It is called with the linker's lock held, so nothing here calls the linker, and nothing waits.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicBool, AtomicI32, Ordering},
+};
+
+use super::elf::LinkMap;
+use crate::{hooked::guarded, sys, thread_state::in_hook};
+
+/// The linker's `r_debug`, which is public.
+#[repr(C)]
+struct Debug {
+    version: c_int,
+    first: *const LinkMap,
+    /// The function that is called.
+    call: usize,
+    state: c_int,
+    linker_base: usize,
+}
+
+/// The list of objects is complete.
+const CONSISTENT: c_int = 0;
+
+unsafe extern "C" {
+    static _r_debug: Debug;
+}
+
+/// The first object of the linker's list: the program.
+pub fn first() -> *const LinkMap {
+    // SAFETY: the linker's own structure, there from the start; another thread may be adding to the end of the list.
+    unsafe { (&raw const _r_debug.first).read_volatile() }
+}
+
+/// Makes the linker call [`loaded`], unless its function is not the empty one that it should be, or the system does not let code be
+/// changed; the answer says so.
+pub fn listen() -> bool {
+    // SAFETY: as above.
+    let call = unsafe { (&raw const _r_debug.call).read_volatile() };
+    if call == 0 {
+        return false;
+    }
+    // SAFETY: the linker's function, and the padding behind it up to the next one, which the linker aligns at 16 bytes.
+    let code = unsafe { std::slice::from_raw_parts(call as *const u8, 16) };
+    if !is_empty_function(code) {
+        return false;
+    }
+    let distance = (loaded as *const () as i64).wrapping_sub(call as i64 + 5);
+    let Ok(distance) = i32::try_from(distance) else { return false };
+    let mut jump = [0xe9, 0, 0, 0, 0];
+    jump[1..].copy_from_slice(&distance.to_le_bytes());
+    // SAFETY: the process is being started and has no second thread; the bytes are an empty function and its padding.
+    unsafe { write_code(call, &jump) }
+}
+
+/// Whether this is a function that only returns, and has room for a jump with the padding behind it.
+fn is_empty_function(code: &[u8]) -> bool {
+    const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
+    let body = code.strip_prefix(&ENDBR64).unwrap_or(code);
+    // A plain return, or one with a prefix for old processors.
+    let Some(padding) = body.strip_prefix(&[0xf3, 0xc3]).or_else(|| body.strip_prefix(&[0xc3])) else { return false };
+    let mut decoder = iced_x86::Decoder::new(64, padding, iced_x86::DecoderOptions::NONE);
+    let mut space = code.len() - padding.len();
+    while space < 5 {
+        let filler = decoder.decode();
+        if !matches!(filler.mnemonic(), iced_x86::Mnemonic::Nop | iced_x86::Mnemonic::Int3) {
+            return false;
+        }
+        space += filler.len();
+    }
+    true
+}
+
+/// # Safety
+/// Nobody runs these bytes meanwhile, and they are code.
+unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
+    const PAGE: usize = 4096;
+    let start = address / PAGE * PAGE;
+    let length = (address + bytes.len()).next_multiple_of(PAGE) - start;
+    let change = |access| {
+        // SAFETY: whole pages of the linker's code, which stay readable and executable.
+        unsafe { libc::mprotect(start as *mut c_void, length, access) == 0 }
+    };
+    if !change(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) {
+        return false;
+    }
+    // SAFETY: writable now.
+    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
+    change(libc::PROT_READ | libc::PROT_EXEC);
+    true
+}
+
+/// A thread is at work here. In a forked child the mark may be one of a thread that it does not have: then it listens no more.
+static AT_WORK: AtomicI32 = AtomicI32::new(0);
+static DEAF: AtomicBool = AtomicBool::new(false);
+
+/// Called by the linker before and after each change of its list.
+extern "C" fn loaded() {
+    // SAFETY: as above.
+    let state = unsafe { (&raw const _r_debug.state).read_volatile() };
+    if state != CONSISTENT || DEAF.load(Ordering::Relaxed) {
+        return;
+    }
+    if AT_WORK.swap(1, Ordering::Acquire) != 0 {
+        DEAF.store(true, Ordering::Relaxed);
+        return;
+    }
+    let errno = sys::errno();
+    let saved = errno.get();
+    guarded(|| in_hook(super::look_at_new));
+    errno.set(saved);
+    AT_WORK.store(0, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_an_empty_function_with_room_is_replaced() {
+        // As in glibc: ret, and a filler of eleven bytes.
+        let real = [0xc3, 0x66, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x0f, 0x1f, 0x40, 0];
+        assert!(is_empty_function(&real));
+        assert!(is_empty_function(&[0xf3, 0x0f, 0x1e, 0xfa, 0xc3, 0x90, 0x90, 0x90]));
+        assert!(is_empty_function(&[0xf3, 0xc3, 0x90, 0x90, 0x90, 0x90]));
+        assert!(!is_empty_function(&[0xcc, 0x90, 0x90, 0x90, 0x90, 0x90]), "a debugger's breakpoint");
+        assert!(!is_empty_function(&[0x55, 0xc3, 0x90, 0x90, 0x90, 0x90]), "it does something");
+        assert!(!is_empty_function(&[0xc3, 0x90, 0x55, 0x90, 0x90, 0x90]), "the next function begins too early");
+    }
+
+    #[test]
+    fn the_linker_of_this_machine_can_be_listened_to() {
+        assert!(!first().is_null());
+        // SAFETY: the linker's structure and its function.
+        assert!(is_empty_function(unsafe { std::slice::from_raw_parts(_r_debug.call as *const u8, 16) }));
+    }
+}
