@@ -205,6 +205,13 @@ fn stop_times(report: &mut Report, tools: &Tools, options: &Options, pid: i32, t
     if let Some(spinner) = target.spinner() {
         let gaps = stops::gaps(spinner, pid, repetitions)?;
         report.note("a spinning thread's longest gap without a capture", ms(gaps.quiet));
+        // A witness that sees nothing proves nothing.
+        report.check(
+            "a spinning thread's longest gap when it is held for 1 ms",
+            ms(gaps.held),
+            "at least 1 ms",
+            gaps.held >= stops::HELD,
+        );
         let added = gaps.captured.saturating_sub(gaps.quiet);
         let limit = Duration::from_micros(200);
         report.check("a spinning thread's longest gap with a capture", ms(gaps.captured), "0.2 ms more", added < limit);

@@ -42,7 +42,7 @@ impl Report {
     /// A figure with a limit.
     pub fn check(&mut self, what: &str, figure: impl Into<String>, limit: &str, holds: bool) {
         self.all_hold &= holds;
-        self.line(what, figure.into(), limit.to_string(), if holds { "ok" } else { "NOT" });
+        self.line(what, figure.into(), limit.to_string(), if holds { "met" } else { "NOT met" });
     }
 
     /// Something that could not be measured: it counts as a limit that does not hold.
@@ -103,7 +103,7 @@ mod tests {
         report.check("b", "3", "below 2", false);
         report.check("c", "1", "below 2", true);
         assert!(!report.all_hold());
-        assert!(report.markdown().contains("| b | 3 | below 2 | NOT |"));
+        assert!(report.markdown().contains("| b | 3 | below 2 | NOT met |"));
     }
 
     #[test]

@@ -6,11 +6,18 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, ensure};
-use nix::time::{ClockId, clock_gettime};
+use nix::{
+    sys::{
+        ptrace,
+        wait::{WaitPidFlag, waitpid},
+    },
+    time::{ClockId, clock_gettime},
+    unistd::Pid,
+};
 use xpu_timer_capture::{Capturer, Options};
 use xpu_timer_tests::{compile_c, tree};
 
@@ -107,9 +114,29 @@ fn union_ns(stops: &mut [Stop]) -> u64 {
 /// Medians of the longest gaps that the spinning thread saw.
 pub struct Gaps {
     pub quiet: Duration,
+    /// With a stop of [`HELD`] that the benchmark itself makes: proof that the witness sees stops.
+    pub held: Duration,
     pub captured: Duration,
     /// The engine's own word on the longest stop, median.
     pub engine: Duration,
+}
+
+/// How long the benchmark stops the spinning thread to see whether it notices.
+pub const HELD: Duration = Duration::from_millis(1);
+
+/// Stops a thread for [`HELD`].
+fn hold(tid: i32) -> Result<()> {
+    let tid = Pid::from_raw(tid);
+    ptrace::seize(tid, ptrace::Options::empty())?;
+    // Released by the end of this process at the latest, whatever goes wrong below.
+    ptrace::interrupt(tid)?;
+    waitpid(tid, Some(WaitPidFlag::__WALL))?;
+    let since = Instant::now();
+    while since.elapsed() < HELD {
+        std::hint::spin_loop();
+    }
+    ptrace::detach(tid, None)?;
+    Ok(())
 }
 
 /// Windows with and without a capture, in turn.
@@ -121,7 +148,7 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     capturer.capture(&[pid], &warm);
     let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
     let length = wall * 2 + MARGIN * 2;
-    let (mut quiet, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new());
+    let (mut quiet, mut held, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut tries = 0;
     while captured.len() < windows {
         tries += 1;
@@ -129,7 +156,13 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
         std::thread::sleep(length + REST);
         ensure!(tries < windows * 4, "no capture lies within the window of {length:?} in which the thread spins");
         spinner.start(length)?;
-        quiet.push(spinner.finish()?.longest_gap_ns);
+        let window = spinner.finish()?;
+        quiet.push(window.longest_gap_ns);
+        std::thread::sleep(REST);
+        spinner.start(length)?;
+        std::thread::sleep(MARGIN);
+        hold(window.tid)?;
+        held.push(spinner.finish()?.longest_gap_ns);
         std::thread::sleep(REST);
         spinner.start(length)?;
         std::thread::sleep(MARGIN);
@@ -142,8 +175,9 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
             engine.push(result.iter().map(|process| process.sample.longest_stop_ns).max().unwrap_or(0));
         }
     }
-    let [quiet, captured, engine] = [quiet, captured, engine].map(|values| Duration::from_nanos(median(values)));
-    Ok(Gaps { quiet, captured, engine })
+    let [quiet, held, captured, engine] =
+        [quiet, held, captured, engine].map(|values| Duration::from_nanos(median(values)));
+    Ok(Gaps { quiet, held, captured, engine })
 }
 
 fn monotonic_ns() -> Result<u64> {

@@ -167,6 +167,8 @@ pub struct Window {
     pub end_ns: u64,
     /// The longest time between two readings of the clock.
     pub longest_gap_ns: u64,
+    /// The thread itself.
+    pub tid: i32,
 }
 
 impl Spinner {
@@ -187,7 +189,7 @@ impl Spinner {
         let mut line = String::new();
         self.answers.read_line(&mut line)?;
         let numbers: Vec<u64> = line.split_whitespace().map(str::parse).collect::<Result<_, _>>()?;
-        let [start_ns, end_ns, longest_gap_ns] = numbers[..] else { bail!("the spinner says {line:?}") };
-        Ok(Window { start_ns, end_ns, longest_gap_ns })
+        let [start_ns, end_ns, longest_gap_ns, tid] = numbers[..] else { bail!("the spinner says {line:?}") };
+        Ok(Window { start_ns, end_ns, longest_gap_ns, tid: tid as i32 })
     }
 }

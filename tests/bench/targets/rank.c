@@ -58,7 +58,7 @@ static uint64_t now_ns(void) {
 
 struct spinner { char commands[256]; char answers[256]; };
 
-// For each line "milliseconds" on the pipe of commands: spins that long and answers "start end longest_gap", in nanoseconds.
+// For each line "milliseconds" on the pipe of commands: spins that long and answers "start end longest_gap tid", in nanoseconds.
 static void *spin(void *argument) {
     struct spinner *names = argument;
     // Without a real-time priority an ordinary preemption looks like a stop; where that is not permitted, the comparison with
@@ -75,7 +75,8 @@ static void *spin(void *argument) {
             if (now - last > longest) longest = now - last;
             last = now;
         }
-        fprintf(answers, "%llu %llu %llu\n", (unsigned long long)start, (unsigned long long)last, (unsigned long long)longest);
+        fprintf(answers, "%llu %llu %llu %d\n", (unsigned long long)start, (unsigned long long)last,
+                (unsigned long long)longest, gettid());
         fflush(answers);
     }
     return NULL;

@@ -1,0 +1,61 @@
+/* A driver and a collective library that do nothing, under the names that the hook looks for. What a call through the hook costs
+ * more than the same call under its other name, `bare_…`, is the hook's. Compiled twice: with -DDRIVER and with -DCOLLECTIVES. */
+#include <stddef.h>
+#include <string.h>
+
+#define EXPORT __attribute__((visibility("default"), noinline))
+
+#ifdef DRIVER
+static int context;
+#define LAUNCH(name)                                                                                                             \
+    EXPORT int name(void *function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,                \
+                    unsigned shared, void *stream, void **parameters, void **extra) {                                            \
+        __asm__ volatile("" ::: "memory");                                                                                       \
+        return 0;                                                                                                                \
+    }
+LAUNCH(cuLaunchKernel)
+LAUNCH(bare_cuLaunchKernel)
+#define RECORD(name)                                                                                                             \
+    EXPORT int name(void *event, void *stream) {                                                                                 \
+        __asm__ volatile("" ::: "memory");                                                                                       \
+        return 0;                                                                                                                \
+    }
+RECORD(cuEventRecord)
+RECORD(bare_cuEventRecord)
+EXPORT int cuEventCreate(void **event, unsigned flags) {
+    static size_t last = 0x1000;
+    *event = (void *)__atomic_add_fetch(&last, 16, __ATOMIC_RELAXED);
+    return 0;
+}
+EXPORT int cuEventQuery(void *event) { return 0; }
+EXPORT int cuEventElapsedTime(float *ms, void *start, void *end) { *ms = 0.01f; return 0; }
+EXPORT int cuEventDestroy_v2(void *event) { return 0; }
+EXPORT int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
+EXPORT int cuStreamGetCtx(void *stream, void **out) { *out = &context; return 0; }
+EXPORT int cuCtxGetCurrent(void **out) { *out = &context; return 0; }
+EXPORT int cuCtxSetCurrent(void *to) { return 0; }
+EXPORT int cuCtxGetDevice(int *device) { *device = 0; return 0; }
+EXPORT int cuThreadExchangeStreamCaptureMode(int *mode) { return 0; }
+EXPORT int cuFuncGetName(const char **name, void *function) { *name = "kernel"; return 0; }
+#endif
+
+#ifdef COLLECTIVES
+typedef struct { char internal[128]; } Id;
+static char comms[64];
+static int made;
+#define ALL_REDUCE(name)                                                                                                         \
+    EXPORT int name(const void *send, void *receive, size_t count, int type, int op, void *comm, void *stream) {                 \
+        __asm__ volatile("" ::: "memory");                                                                                       \
+        return 0;                                                                                                                \
+    }
+ALL_REDUCE(ncclAllReduce)
+ALL_REDUCE(pncclAllReduce)
+ALL_REDUCE(bare_ncclAllReduce)
+EXPORT int ncclGetUniqueId(Id *id) { memset(id, ++made, sizeof *id); return 0; }
+EXPORT int pncclCommInitRank(void **comm, int size, Id id, int rank) { *comm = &comms[__atomic_fetch_add(&made, 1, __ATOMIC_RELAXED) % 64]; return 0; }
+EXPORT int ncclCommInitRank(void **comm, int size, Id id, int rank) { return pncclCommInitRank(comm, size, id, rank); }
+EXPORT int ncclCommCount(void *comm, int *count) { *count = 4; return 0; }
+EXPORT int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
+EXPORT int ncclCommCuDevice(void *comm, int *device) { *device = 0; return 0; }
+EXPORT int ncclCommGetAsyncError(void *comm, int *error) { *error = 0; return 0; }
+#endif
