@@ -105,6 +105,14 @@ pub(crate) fn communicator(id: u64) -> String {
     format!("{id:#x}")
 }
 
+/// The name of a collective: what it is, or the function behind it where that says more, such as `MPI_Finalize`.
+pub(crate) fn name(operation: &Operation) -> &str {
+    match operation.op() {
+        Op::Unspecified | Op::Barrier if !operation.function.is_empty() => &operation.function,
+        op => op_name(op),
+    }
+}
+
 /// `all_reduce of 1024 x float32`.
 pub(crate) fn shape(operation: &Operation) -> String {
     if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {

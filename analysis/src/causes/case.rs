@@ -144,19 +144,24 @@ impl<'a> Case<'a> {
         };
         match event {
             Event::Collective { comm, seq } => {
-                let name = self.operation(event).map_or("collective", |operation| text::op_name(operation.op()));
+                let name = self.operation(event).map_or("collective", text::name);
                 format!("{name} {seq} of {}", of_comm(comm))
             }
             Event::PointToPoint { comm, peer, recv, .. } => {
                 let peer = match self.comms[comm].view_of(peer) {
                     Some(view) => format!("rank {}", self.view(view).rank),
+                    None if peer < 0 => "any rank".to_owned(),
                     None => format!("member {peer}"),
                 };
                 let name = if recv { format!("a recv from {peer}") } else { format!("a send to {peer}") };
                 format!("{name} on {}", of_comm(comm))
             }
             Event::Init { comm } => format!("the creation of {}", of_comm(comm)),
-            Event::Split { comm } => format!("a split of {}", of_comm(comm)),
+            Event::Split { comm } => match self.operation(event).map(|operation| operation.function.as_str()) {
+                // MPI has several calls that make a communicator out of another one.
+                Some(function) if function.starts_with("MPI_") => format!("{function} of {}", of_comm(comm)),
+                _ => format!("a split of {}", of_comm(comm)),
+            },
         }
     }
 

@@ -14,25 +14,23 @@ use super::{
 };
 use crate::{
     graph::Suspect,
-    text::{op_name, ranks},
+    text::{name, ranks},
 };
 use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
-fn key(operation: &Operation) -> (i32, i32) {
+fn key(operation: &Operation) -> (String, i32) {
     let rooted = matches!(operation.op(), Op::Reduce | Op::Broadcast | Op::Gather | Op::Scatter);
-    (operation.op, if rooted { operation.peer } else { -1 })
+    (name(operation).to_owned(), if rooted { operation.peer } else { -1 })
 }
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
     let dissent = collective.dissent(case, key)?;
-    let name = |&(op, root): &(i32, i32)| {
-        let name = op_name(Op::try_from(op).unwrap_or_default());
-        if root >= 0 { format!("{name} with root {root}") } else { name.to_owned() }
-    };
-    Some(finding(case, &collective, dissent, name))
+    let words =
+        |(name, root): &(String, i32)| if *root >= 0 { format!("{name} with root {root}") } else { name.clone() };
+    Some(finding(case, &collective, dissent, words))
 }
 
 /// The finding on members that differ; shared by the three mismatches.
@@ -86,7 +84,7 @@ pub(super) fn finding<Key: Ord + Clone>(
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
     // By what each rank waits in; `oldest` is that operation.
-    let mut waits: HashMap<(u64, u64), (i32, i32)> = HashMap::new();
+    let mut waits: HashMap<(u64, u64), (String, i32)> = HashMap::new();
     for comm in &case.comms {
         for operation in comm.members.iter().filter_map(|member| member.oldest) {
             let first = waits.entry((comm.id, operation.seq)).or_insert_with(|| key(operation));
