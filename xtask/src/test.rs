@@ -14,8 +14,17 @@ pub struct Options {
     filter: Option<String>,
 }
 
-/// Programs that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 3] = [("gcc", "gcc"), ("python3", "python3"), ("gdb", "gdb")];
+/// Programs and modules that the tests run, and the Debian packages that have them.
+const TOOLS: [(&str, &str); 8] = [
+    ("gcc", "gcc"),
+    ("python3", "python3"),
+    ("gdb", "gdb"),
+    ("/usr/bin/mpirun.openmpi", "openmpi-bin"),
+    ("/usr/bin/mpicc.openmpi", "libopenmpi-dev"),
+    ("/usr/bin/mpirun.mpich", "mpich"),
+    ("/usr/bin/mpicc.mpich", "libmpich-dev"),
+    ("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
+];
 
 pub fn run(options: &Options) -> Result<()> {
     for (program, package) in TOOLS {

@@ -184,7 +184,6 @@ pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, 
             seq: meaning.seq,
             count: meaning.count,
             peer: meaning.peer,
-            function: recorder.name_key(name),
             ..Begin::new(OpKind::Collective, meaning.op)
         });
     }

@@ -1,0 +1,282 @@
+//! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away is named, and a job that goes
+//! on is left alone.
+
+use std::{
+    collections::BTreeMap,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::OnceLock,
+};
+
+use serde_json::json;
+use xpu_timer_proto::{Message, server::Stacktrace, v1::FlightRecord};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, skip, tree, wait_until};
+
+const RANKS: u32 = 4;
+/// Rounds of the C program before its fault.
+const ROUNDS: u64 = 20;
+/// The Python that Debian's mpi4py is made for.
+const DEBIAN_PYTHON: &str = "/usr/bin/python3";
+const MPI4PY: &str = "/usr/lib/python3/dist-packages/mpi4py/__init__.py";
+
+/// An MPI library and its programs.
+#[derive(Clone, Copy)]
+enum Mpi {
+    Open,
+    Mpich,
+}
+
+impl Mpi {
+    fn compiler(self) -> &'static str {
+        match self {
+            Mpi::Open => "/usr/bin/mpicc.openmpi",
+            Mpi::Mpich => "/usr/bin/mpicc.mpich",
+        }
+    }
+
+    /// The words in front of the program, the launcher of the MPI library being the first one.
+    fn words(self) -> Vec<&'static str> {
+        match self {
+            Mpi::Open => vec!["mpirun.openmpi", "--oversubscribe", "-n", "4"],
+            Mpi::Mpich => vec!["mpirun.mpich", "-n", "4"],
+        }
+    }
+
+    /// The C program, compiled once by each library.
+    fn program(self) -> Option<&'static Path> {
+        static PROGRAMS: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
+        let program = PROGRAMS[self as usize].get_or_init(|| {
+            if !Path::new(self.compiler()).exists() {
+                return None;
+            }
+            let folder = tree().join("target/tmp");
+            fs::create_dir_all(&folder).expect("target/tmp");
+            let program = folder.join(format!("mpi_ranks_{}_{}", self as usize, std::process::id()));
+            let source = tree().join("tests/tests/it/mpi/ranks.c");
+            let mut compile = Command::new(self.compiler());
+            let output =
+                compile.args(["-O1", "-g", "-o"]).arg(&program).arg(source).output().expect("the compiler runs");
+            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+            Some(program)
+        });
+        if program.is_none() {
+            skip(&format!("{} is missing; cargo xtask test installs it as root", self.compiler()));
+        }
+        program.as_deref()
+    }
+}
+
+/// A job whose ranks hang soon, and in which root may run mpirun.
+fn job() -> Job {
+    Job::new()
+        .with("OMPI_ALLOW_RUN_AS_ROOT", "1")
+        .with("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1")
+        .with("XPU_TIMER_HANG_TIMEOUT", "4")
+        .with("XPU_TIMER_SAMPLE_INTERVAL", "1")
+}
+
+fn start(job: &Job, mpi: Mpi, program: &Path, arguments: &[&str]) -> Process {
+    let words = mpi.words();
+    Process::spawn(job.launch(words[0]).args(&words[1..]).arg(program).args(arguments))
+}
+
+/// The first incident of the C program with a fault on rank 2; `None` where the library is missing.
+fn hang(job: &Job, mpi: Mpi, fault: &str) -> Option<Incident> {
+    let ranks = start(job, mpi, mpi.program()?, &[fault]);
+    let incident = job.wait_incident(1, PATIENCE);
+    drop(ranks);
+    Some(incident)
+}
+
+fn text(incident: &Incident) -> String {
+    fs::read_to_string(incident.path.join("verdict.txt")).expect("every incident has a verdict.txt")
+}
+
+#[track_caller]
+fn check(incident: &Incident, cause: &str, culprits: &[u32], parts: &[&str]) {
+    let text = text(incident);
+    assert_eq!(incident.verdict["cause"], cause, "{text}");
+    assert_eq!(incident.verdict["culprits"], json!(culprits), "{text}");
+    let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+    for part in parts {
+        assert!(sentence.contains(part), "{part} in: {sentence}");
+    }
+}
+
+#[track_caller]
+fn expect(mpi: Mpi, fault: &str, cause: &str, culprits: &[u32], parts: &[&str]) {
+    let job = job();
+    if let Some(incident) = hang(&job, mpi, fault) {
+        check(&incident, cause, culprits, parts);
+    }
+}
+
+fn flight(incident: &Incident, rank: u32) -> FlightRecord {
+    let file = incident.path.join(format!("{rank:05}-{RANKS:05}.stacktrace"));
+    let bytes = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    Stacktrace::decode(&bytes[..]).expect("a dump").flight_record.expect("a flight record")
+}
+
+#[test]
+fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
+    let job = job();
+    let Some(incident) = hang(&job, Mpi::Open, "allreduce") else { return };
+    check(&incident, "missing_rank", &[2], &["has not entered all_reduce", "C function pause", "ranks 0-1, 3 wait"]);
+    assert_eq!(incident.verdict["confidence"], "high", "{}", text(&incident));
+
+    let record = flight(&incident, 0);
+    let calls: BTreeMap<&str, u64> = record.coverage.iter().map(|row| (row.name.as_str(), row.calls)).collect();
+    // Rank 0 runs all collectives on the world, on its half and on a pair.
+    let each = 3 * ROUNDS;
+    for (name, count) in [
+        ("MPI_Allreduce", 2 * each + 1),
+        ("MPI_Barrier", each + 2 * ROUNDS),
+        ("MPI_Alltoallw", each),
+        ("MPI_Reduce_scatter_block", each),
+        ("MPI_Exscan", each),
+        ("MPI_Ibarrier", each),
+        ("MPI_Waitall", each),
+        ("MPI_Sendrecv", 2 * ROUNDS),
+        ("MPI_Ssend", 2 * ROUNDS),
+        ("MPI_Wait", 12 * ROUNDS),
+        ("MPI_Cart_sub", ROUNDS),
+        ("MPI_Comm_create_group", ROUNDS),
+        ("MPI_Init", 1),
+        ("MPI_Init_thread", 0),
+    ] {
+        assert_eq!(calls.get(name), Some(&count), "{name} of {calls:?}");
+    }
+    let health = record.health.expect("health");
+    assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
+    assert!(record.operations.iter().all(|operation| operation.communicator != 0), "all of them mean something");
+
+    // Communicators are the same ones on all their ranks, and no others are.
+    let ids = |rank: u32| -> Vec<u64> {
+        flight(&incident, rank).communicators.iter().filter(|comm| comm.size == 2).map(|comm| comm.id).collect()
+    };
+    let [zero, one, two, three] = [0, 1, 2, 3].map(ids);
+    let common = |a: &[u64], b: &[u64]| a.iter().filter(|id| b.contains(id)).count() as u64;
+    assert_eq!((common(&zero, &two), common(&one, &three)), (ROUNDS, ROUNDS), "halves");
+    assert_eq!(common(&zero, &one), 2 * ROUNDS, "pairs, made in two ways");
+    assert_eq!((common(&two, &three), common(&zero, &three), common(&one, &two)), (0, 0, 0));
+}
+
+#[test]
+fn a_broadcast_without_its_root() {
+    expect(Mpi::Open, "bcast", "missing_rank", &[2], &["has not entered broadcast", "C function pause"]);
+}
+
+#[test]
+fn a_receive_without_its_send() {
+    expect(Mpi::Open, "recv", "p2p_unmatched", &[2], &["has not sent to rank 1", "C function pause"]);
+}
+
+#[test]
+fn a_send_that_nobody_receives() {
+    expect(Mpi::Open, "send", "missing_rank", &[2], &["C function pause", "ranks 0, 3 wait for it in barrier"]);
+}
+
+#[test]
+fn a_wait_that_never_completes() {
+    expect(Mpi::Open, "wait", "missing_rank", &[2], &["C function pause"]);
+    expect(Mpi::Open, "iallreduce", "missing_rank", &[2], &["has not entered all_reduce", "C function pause"]);
+}
+
+#[test]
+fn a_rank_that_is_missing_in_its_half_of_the_job() {
+    expect(Mpi::Open, "half", "missing_rank", &[2], &["C function pause"]);
+}
+
+#[test]
+fn a_rank_that_does_not_take_part_in_a_split() {
+    expect(Mpi::Open, "split", "comm_init", &[2], &["MPI_Comm_split", "C function pause"]);
+}
+
+#[test]
+fn ranks_that_all_send_before_they_receive() {
+    expect(Mpi::Open, "cycle", "p2p_cycle", &[0, 1, 2, 3], &["circle of sends and receives"]);
+}
+
+#[test]
+fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
+    expect(Mpi::Open, "init", "comm_init", &[2], &["C function pause"]);
+    expect(Mpi::Open, "finalize", "missing_rank", &[2], &["MPI_Finalize", "C function pause"]);
+}
+
+#[test]
+fn mpich_has_other_handles_and_the_same_verdicts() {
+    expect(Mpi::Mpich, "recv", "p2p_unmatched", &[2], &["has not sent to rank 1", "C function pause"]);
+    expect(Mpi::Mpich, "half", "missing_rank", &[2], &["C function pause"]);
+}
+
+#[test]
+fn every_rank_under_a_launcher_of_its_own() {
+    let Some(program) = Mpi::Open.program() else { return };
+    let job = job();
+    let words = Mpi::Open.words();
+    let mut command = job.command(words[0]);
+    command.args(&words[1..]).arg(artifacts().bin("xpu_timer_launch")).arg(program).arg("allreduce");
+    let _ranks = Process::spawn(&mut command);
+    check(&job.wait_incident(1, PATIENCE), "missing_rank", &[2], &["C function pause"]);
+}
+
+#[test]
+fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
+    for (mpi, fault) in [(Mpi::Open, "forgotten"), (Mpi::Mpich, "none")] {
+        let Some(program) = mpi.program() else { continue };
+        let job = job();
+        let output = start(&job, mpi, program, &[fault]).wait(PATIENCE * 2);
+        assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
+        let mut done: Vec<&str> = output.stdout.lines().collect();
+        done.sort_unstable();
+        assert_eq!(done, ["rank 0 done", "rank 1 done", "rank 2 done", "rank 3 done"]);
+        assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+    }
+}
+
+/// The Python program with a fault on rank 2; the sentence must name the line that the rank stands on.
+fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
+    if !Path::new(MPI4PY).exists() || !Path::new(Mpi::Open.compiler()).exists() {
+        skip("python3-mpi4py is missing; cargo xtask test installs it as root");
+        return;
+    }
+    let script = tree().join("tests/examples/mpi_train.py");
+    let source = fs::read_to_string(&script).expect("the example");
+    let line = source.lines().position(|line| line.contains("time.sleep(0.5)")).expect("where a rank stays") + 1;
+    let job = job();
+    let script = script.display().to_string();
+    let _ranks = start(&job, Mpi::Open, Path::new(DEBIAN_PYTHON), &[&script, "--fault", fault]);
+    let incident = job.wait_incident(1, PATIENCE);
+    check(&incident, cause, &[2], &[&format!("mpi_train.py:{line} in evaluate_forever")]);
+    check(&incident, cause, &[2], parts);
+}
+
+#[test]
+fn python_ranks_that_stay_away_from_a_collective() {
+    expect_in_python("Allreduce", "missing_rank", &["ranks 0-1, 3 wait for it in all_reduce"]);
+    expect_in_python("bcast", "missing_rank", &["ranks 0-1, 3 wait for it in broadcast"]);
+    expect_in_python("barrier", "missing_rank", &["ranks 0-1, 3 wait for it in barrier"]);
+}
+
+#[test]
+fn python_ranks_that_wait_for_a_message() {
+    expect_in_python("recv", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
+    expect_in_python("wait", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
+}
+
+#[test]
+fn a_job_without_mpi_hears_nothing_of_it() {
+    let job = Job::new();
+    let _ranks = job.train(1, &[]);
+    wait_until(PATIENCE, "the rank has registered", || {
+        job.status().is_ok_and(|status| status["ranks"].as_array().is_some_and(|ranks| !ranks.is_empty()))
+    });
+    http("POST", job.port, "/dump").expect("a dump by hand");
+    let incident = job.wait_incident(1, PATIENCE);
+    let file = incident.path.join("00000-00001.stacktrace");
+    let dump = Stacktrace::decode(&fs::read(&file).expect("the dump")[..]).expect("a dump");
+    let record = dump.flight_record.expect("a flight record");
+    assert!(!record.coverage.is_empty());
+    assert!(record.coverage.iter().all(|row| row.layer != "host"), "{:?}", record.coverage);
+}
