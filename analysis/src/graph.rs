@@ -177,7 +177,8 @@ impl<'w, 'a> Builder<'w, 'a> {
     fn split_of(&self, view: usize) -> Option<Event> {
         let split =
             self.world.views[view].pending().find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
-        self.by_id.get(&split.communicator).map(|&comm| Event::Split { comm })
+        let comm = *self.by_id.get(&split.communicator)?;
+        Some(Event::Split { comm })
     }
 
     /// What a rank that has not made a call leads to: its host, unless it cannot run at all, which is the same node.
@@ -396,7 +397,13 @@ impl<'w, 'a> Builder<'w, 'a> {
                     }
                     suspects.push(Suspect::Device { view, events });
                 }
-                (1, Node::Event(event)) => suspects.push(Suspect::Complete(self.events[event])),
+                (1, Node::Event(event)) => {
+                    let ahead = self.gone_ahead(event, &into);
+                    if ahead.is_empty() {
+                        suspects.push(Suspect::Complete(self.events[event]));
+                    }
+                    suspects.extend(ahead);
+                }
                 _ => self.cycle(&component, &events_into, &mut suspects),
             }
         }
@@ -405,6 +412,21 @@ impl<'w, 'a> Builder<'w, 'a> {
             suspects.retain(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. }));
         }
         suspects
+    }
+
+    /// Ranks that are in the creation of a communicator while others wait for all of them in that of an earlier one: they have
+    /// left that one without the others, and it is no wonder that nobody comes to theirs.
+    fn gone_ahead(&self, event: usize, into: &HashMap<usize, Vec<Event>>) -> Vec<Suspect> {
+        let creation = |event: &Event| matches!(event, Event::Init { .. } | Event::Split { .. });
+        if !creation(&self.events[event]) {
+            return Vec::new();
+        }
+        let suspect = |&view: &usize| {
+            let missed: Vec<Event> =
+                into.get(&self.number(Node::Host(view)))?.iter().copied().filter(creation).collect();
+            (!missed.is_empty()).then_some(Suspect::Host { view, events: missed, guess: self.guess[view] })
+        };
+        self.waiters[event].iter().map(suspect).collect::<Option<Vec<_>>>().unwrap_or_default()
     }
 
     /// A circle is real only when every host in it is known to wait. One that was merely assumed to wait is the suspect.

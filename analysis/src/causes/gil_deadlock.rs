@@ -1,7 +1,7 @@
 //! `gil_deadlock`: others wait for a rank in which Python's global lock is held by a thread that is blocked in native code.
 //!
-//! The same thread holds the lock in both samples, it neither ran nor used a processor in between, and at least one other
-//! thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
+//! The same thread holds the lock in both samples, it stands at the same place and used no processor in between, and at least
+//! one other thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
 
 use super::{Case, Cause, Finding, Rule, Says, line};
 use crate::{facts, graph::Suspect, verdict::Activity};

@@ -7,9 +7,13 @@
 //! inside it, and this rank has completed it. An operation that needs all ranks cannot complete on one alone, so that rank's call
 //! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
 //! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
+//!
+//! The third form is a circle of ranks that wait for each other, in which a rank left out a collective that it had always made at
+//! this point.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
+    circle::{self, Break},
     collective::{Collective, synchronizes},
     line,
 };
@@ -25,6 +29,9 @@ pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_ou
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
         return skipped(case, &collective);
+    }
+    if matches!(suspect, Suspect::Cycle(_)) {
+        return circle::broken(case, suspect, &[Break::Collective]);
     }
     let Suspect::Host { view, events, guess } = suspect else { return None };
     if events.is_empty() && case.stack_waiters.is_empty() {

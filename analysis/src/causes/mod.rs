@@ -5,6 +5,7 @@
 //! to the next; the first that explains it wins, so the order of the list is part of the rules.
 
 mod case;
+mod circle;
 mod collective;
 mod comm_init;
 mod compile;

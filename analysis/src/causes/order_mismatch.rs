@@ -1,10 +1,15 @@
 //! `order_mismatch`: ranks enter several communicators in different orders, and wait for each other.
 //!
 //! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
-//! first and wait for others, who are in the second and wait for them. The culprits are the ranks in the collective that the
+//! first and wait for others, who are in the second and wait for them. The culprits are the ranks that
+//! exchanged two collectives which they had always made the other way round; where no past tells, those in the collective that the
 //! fewest wait in; when as many wait in each, all are named, with lower confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    circle::{self, Break},
+    line, never_mistaken,
+};
 use crate::{
     graph::Suspect,
     text::{capital, ranks},
@@ -13,6 +18,9 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(found) = circle::broken(case, suspect, &[Break::Order]) {
+        return Some(found);
+    }
     let Suspect::Cycle(events) = suspect else { return None };
     let waited: Vec<_> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
     let count = |event| case.graph.waiters_of(event).len();

@@ -2,9 +2,14 @@
 //!
 //! Following who waits for whom leads back to where it began, over at least two sends or receives, and every host on the way is
 //! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree on the order. All ranks that
-//! wait in such a send or receive are named, because the fault is in their common plan.
+//! wait in such a send or receive are named, because the fault is in their common plan; unless only some of them made their operations in another order
+//! than ever before, and then it is those.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    circle::{self, Break},
+    line, never_mistaken,
+};
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
@@ -13,10 +18,13 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(found) = circle::broken(case, suspect, &[Break::TransferOrder]) {
+        return Some(found);
+    }
     let Suspect::Cycle(events) = suspect else { return None };
     let transfers: Vec<Event> =
         events.iter().copied().filter(|event| matches!(event, Event::PointToPoint { .. })).collect();
-    if transfers.len() < 2 {
+    if transfers.len() < 2 || circle::deviants(case, suspect).is_some() {
         return None;
     }
     let mut culprits: Vec<usize> = transfers.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();

@@ -3,13 +3,24 @@
 //! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
 //! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many.
+//! In a circle, the rank is named that left out a send or receive which it had always made at this point.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    circle::{self, Break},
+    line, never_mistaken,
+};
 use crate::graph::{Event, Suspect};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(found) = circle::broken(case, suspect, &[Break::Transfer]) {
+        return Some(found);
+    }
+    if circle::deviants(case, suspect).is_some() {
+        return None;
+    }
     let event = match suspect {
         Suspect::Host { events, .. } if !events.is_empty() => {
             let only = events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));

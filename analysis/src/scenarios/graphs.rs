@@ -196,12 +196,17 @@ fn a_receive_without_its_send() {
 
 #[test]
 fn a_receive_whose_sender_waits_in_a_collective_for_it() {
-    let mut job = Job::with_world(4, 5);
-    job.transfer(0x77, 1, Op::Recv, 0);
-    for rank in [0, 2, 3] {
-        job.enter(0x77, rank, Op::AllReduce);
-    }
-    expect(&job.judge(), Cause::P2pUnmatched, &[0], Confidence::Medium);
+    let judge = |steps| {
+        let mut job = Job::with_world(4, steps);
+        job.transfer(0x77, 1, Op::Recv, 0);
+        for rank in [0, 2, 3] {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+        job.judge()
+    };
+    expect(&judge(2), Cause::P2pUnmatched, &[0], Confidence::Medium);
+    // With a past to compare with it is the rank that has never received at this point.
+    expect(&judge(5), Cause::MissingRank, &[1], Confidence::Medium);
 }
 
 #[test]

@@ -192,7 +192,7 @@ fn gil(holder_runs: bool) -> Job {
     let native = native_thread(5002, &["pthread_mutex_lock", "plugin_wait"], "S (sleeping)", "", None, 9);
     job.thread(2, native, Some(python));
     if holder_runs {
-        job.rank(2).dump.as_mut().unwrap().stacktrace[1].context_switches = 10;
+        job.rank(2).dump.as_mut().unwrap().stacktrace[1].cpu_time_ns = SECOND / 10;
     }
     job
 }

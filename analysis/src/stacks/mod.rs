@@ -12,6 +12,8 @@ use crate::verdict::{Activity, Location};
 
 /// A process counts as moving when it used at least this share of a processor between its samples.
 const BUSY_SHARE: f64 = 0.2;
+/// More than a thread runs because it is stopped and released for the captures.
+const STOPS_NS: u64 = 5_000_000;
 /// Less than so many bytes a second is the noise of logs and of watchers' pipes, not progress of input or output.
 const MOVING_BYTES_PER_SECOND: f64 = 16_384.0;
 
@@ -535,10 +537,11 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     }
     let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
     let (before, after) = (find(first)?, find(last)?);
-    let blocked = after.context_switches == before.context_switches
-        && after.cpu_time_ns == before.cpu_time_ns
+    // A capture may have to stop it for a moment, which counts as running.
+    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
         && !after.state.starts_with('R')
-        && !after.frames.is_empty();
+        && !after.frames.is_empty()
+        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
     let waiting = last
         .native
         .iter()

@@ -135,7 +135,7 @@ pub(super) const QUEUE_FUNCTIONS: &[&str] =
 
 /// System calls of x86-64 that move bytes of a file, or wait until it is safe on its disk.
 pub(super) const IO_SYSCALLS: &[i64] = &[
-    0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285, 295,
+    0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 73, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285, 295,
     296, 306, 326, 328,
 ];
 /// Their functions in the C library.
@@ -171,6 +171,8 @@ pub(super) const IO_NATIVE: &[&str] = &[
     "fallocate",
     "ftruncate",
     "copy_file_range",
+    "flock",
+    "lockf",
 ];
 /// Parts of kernel functions in which a thread waits for a file, a pipe or a disk.
 pub(super) const IO_WCHAN: &[&str] = &[

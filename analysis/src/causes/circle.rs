@@ -1,0 +1,130 @@
+//! Who of the ranks that wait for each other in a circle did something else than it had always done.
+//!
+//! In a circle everybody waits and nobody is behind, so the culprit is told by its past: of all ranks in the circle some left the
+//! pattern of their operations, and the others kept theirs. It is no proof, because a change of plan may have been right and the
+//! others may have missed it; so the confidence is never high.
+
+use super::{Case, Confidence, Finding, Says, line};
+use crate::{
+    graph::{Event, Suspect},
+    history::{Deviation, Token, deviation},
+    text::{capital, communicator, op_name, ranks},
+};
+
+/// Beyond so many ranks in a circle nobody's past is searched.
+const MOST: usize = 4096;
+
+/// What the ranks that left their pattern did.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Break {
+    /// They left out a collective.
+    Collective,
+    /// They left out a send or a receive.
+    Transfer,
+    /// They exchanged two collectives.
+    Order,
+    /// They exchanged two operations, at least one of them a send or a receive.
+    TransferOrder,
+}
+
+impl Break {
+    fn of(deviation: &Deviation) -> Self {
+        match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.came.is_p2p()) {
+            (true, true) => Break::TransferOrder,
+            (true, false) => Break::Order,
+            (false, true) => Break::Transfer,
+            (false, false) => Break::Collective,
+        }
+    }
+}
+
+/// The ranks of a circle that left their pattern, as views, and how; `None` when none of them did, or all.
+pub(super) fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    inside.sort_unstable();
+    inside.dedup();
+    if inside.len() > MOST {
+        return None;
+    }
+    let found: Vec<(usize, Deviation)> =
+        inside.iter().filter_map(|view| Some((*view, deviation(case.view(*view))?))).collect();
+    let first = Break::of(&found.first()?.1);
+    (found.len() < inside.len()).then_some((first, found))
+}
+
+/// The finding of a rule whose kind of break it was.
+pub(super) fn broken(case: &Case<'_>, suspect: &Suspect, kinds: &[Break]) -> Option<Finding> {
+    let (kind, found) = deviants(case, suspect)?;
+    if !kinds.contains(&kind) {
+        return None;
+    }
+    let Suspect::Cycle(events) = suspect else { return None };
+    let culprits: Vec<usize> = found.iter().map(|(view, _)| *view).collect();
+    let who = case.world.ranks(culprits.iter().copied());
+    let (first, deviation) = &found[0];
+    let did = match kind {
+        Break::Collective | Break::Transfer => format!(
+            "did not make the {} that it had always made before the {}",
+            describe(case, *first, deviation.expected),
+            describe(case, *first, deviation.came)
+        ),
+        Break::Order | Break::TransferOrder => format!(
+            "made the {} before the {}, and had always made them the other way round",
+            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.expected)
+        ),
+    };
+    let waits: Vec<String> = events
+        .iter()
+        .filter(|event| !case.graph.waiters_of(**event).is_empty())
+        .take(4)
+        .map(|event| in_event(case, *event))
+        .collect();
+    let mut evidence = Vec::new();
+    for (view, deviation) in found.iter().take(4) {
+        let rank = case.view(*view).rank;
+        evidence.push(line(
+            format!(
+                "rank {rank}: {} came where it had been the {} all {} times before",
+                describe(case, *view, deviation.came),
+                describe(case, *view, deviation.expected),
+                deviation.times
+            ),
+            vec![rank],
+        ));
+        evidence.extend(case.standing(*view));
+    }
+    evidence.extend(events.iter().take(8).map(|event| {
+        let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
+        line(in_event(case, *event), inside)
+    }));
+    Some(Finding {
+        culprits,
+        says: Says::Whole(format!(
+            "{} {did}, and now the ranks wait for each other in a circle: {}.",
+            capital(&ranks(&who)),
+            waits.join(", ")
+        )),
+        confidence: Confidence::Medium,
+        evidence,
+    })
+}
+
+fn in_event(case: &Case<'_>, event: Event) -> String {
+    format!("{} in {}", case.waiters_text(event), case.describe(event))
+}
+
+fn describe(case: &Case<'_>, view: usize, token: Token) -> String {
+    let name = op_name(token.op);
+    if !token.is_p2p() {
+        return format!("{name} of communicator {}", communicator(token.communicator));
+    }
+    let comm = case.comms.iter().find(|comm| comm.id == token.communicator && comm.member(view).is_some());
+    let peer = comm.and_then(|comm| comm.view_of(token.peer)).map(|peer| case.view(peer).rank);
+    let towards = if name == "send" { "to" } else { "from" };
+    match peer {
+        Some(rank) => format!("{name} {towards} rank {rank}"),
+        None => format!("{name} {towards} member {} of communicator {}", token.peer, communicator(token.communicator)),
+    }
+}

@@ -1,0 +1,151 @@
+//! The pattern that a rank's operations have kept so far, and where it was left.
+//!
+//! Training repeats itself: after the same few operations comes the same next one. When ranks wait for each other in a circle,
+//! their counters agree and their stacks look alike, and what tells the rank that did something else from those that
+//! suffer is its own past.
+
+use std::collections::HashMap;
+
+use xpu_timer_proto::v1::{Op, OpKind, Operation};
+
+use crate::world::RankView;
+
+/// The longest context, in operations.
+const LONGEST: usize = 16;
+/// So often, at least, the same must have followed before it counts as a rule.
+const OFTEN: u32 = 3;
+
+/// What one operation is, for its rank: the same one of the next step is equal.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub(crate) struct Token {
+    /// Identity of the communicator.
+    pub communicator: u64,
+    /// Operation.
+    pub op: Op,
+    /// Root or peer, -1 for none.
+    pub peer: i32,
+}
+
+impl Token {
+    fn of(operation: &Operation) -> Self {
+        Token { communicator: operation.communicator, op: operation.op(), peer: operation.peer }
+    }
+
+    /// Whether it is a send or a receive.
+    pub fn is_p2p(self) -> bool {
+        matches!(self.op, Op::Send | Op::Recv)
+    }
+}
+
+/// How a rank left its pattern.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Deviation {
+    /// What had always come at this point.
+    pub expected: Token,
+    /// What came.
+    pub came: Token,
+    /// How often it had been `expected`.
+    pub times: u32,
+    /// What was expected came right after: the two changed places.
+    pub swapped: bool,
+}
+
+/// What has followed one context so far.
+struct Follower {
+    token: Token,
+    times: u32,
+    always: bool,
+}
+
+/// The last time that a rank did not do what it had always done at this point; `None` when it never did otherwise, or when too
+/// little of its past is recorded.
+pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
+    let tokens: Vec<Token> = view
+        .operations()
+        .filter(|operation| operation.kind() == OpKind::Collective && operation.communicator != 0)
+        .map(Token::of)
+        .collect();
+    let mut followers: HashMap<&[Token], Follower> = HashMap::new();
+    let mut last: Option<(usize, Deviation)> = None;
+    for (index, token) in tokens.iter().enumerate() {
+        let contexts = (1..=LONGEST.min(index)).rev().map(|length| &tokens[index - length..index]);
+        // The longest context that has been seen often enough decides.
+        let known = contexts.clone().find_map(|context| followers.get(context).filter(|known| known.times >= OFTEN));
+        // What comes soon after a surprise may be another one for no other reason.
+        let recovered = last.is_none_or(|(before, _)| index > before + LONGEST);
+        let surprise = known.filter(|known| known.always && known.token != *token && recovered);
+        if let Some(known) = surprise.filter(|_| !comes_again(&tokens, index)) {
+            let swapped = tokens.get(index + 1) == Some(&known.token);
+            last = Some((index, Deviation { expected: known.token, came: *token, times: known.times, swapped }));
+        }
+        for context in contexts {
+            let follower = followers.entry(context).or_insert(Follower { token: *token, times: 0, always: true });
+            follower.times += 1;
+            follower.always &= follower.token == *token;
+        }
+    }
+    last.map(|(_, deviation)| deviation)
+}
+
+/// Whether what came at `index` comes again after the same operations: then it is part of the pattern, seen for the first time.
+fn comes_again(tokens: &[Token], index: usize) -> bool {
+    let start = index.saturating_sub(LONGEST / 4);
+    let surprise = &tokens[start..=index];
+    tokens[index + 1..].windows(surprise.len()).any(|later| later == surprise)
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::{Evidence, FlightRecord, RankEvidence};
+
+    use super::*;
+    use crate::world::World;
+
+    /// `a` to `z` are collectives of a communicator each, `S` and `R` a send and a receive of one.
+    fn of(text: &str) -> Option<Deviation> {
+        let operation = |letter: u8| {
+            let op = match letter {
+                b'S' => Op::Send,
+                b'R' => Op::Recv,
+                _ => Op::AllReduce,
+            };
+            Operation {
+                kind: OpKind::Collective.into(),
+                op: op.into(),
+                communicator: if op == Op::AllReduce { letter.into() } else { 1 },
+                peer: -1,
+                ..Operation::default()
+            }
+        };
+        let flight = FlightRecord { operations: text.bytes().map(operation).collect(), ..FlightRecord::default() };
+        let rank = RankEvidence { flight: Some(flight), ..RankEvidence::default() };
+        let evidence = Evidence { ranks: vec![rank], world_size: 1, ..Evidence::default() };
+        deviation(&World::of(&evidence).views[0])
+    }
+
+    fn letters(text: &str) -> Option<(u8, u8, bool)> {
+        let letter = |token: Token| match token.op {
+            Op::Send => b'S',
+            Op::Recv => b'R',
+            _ => token.communicator as u8,
+        };
+        of(text).map(|found| (letter(found.expected), letter(found.came), found.swapped))
+    }
+
+    #[test]
+    fn what_always_came_and_did_not() {
+        assert_eq!(letters("SRSRSRSRR"), Some((b'S', b'R', false)));
+        assert_eq!(letters("ttdwttdwttdwttdwttw"), Some((b'd', b'w', false)), "left out");
+        assert_eq!(letters("ttdwttdwttdwttdwttwd"), Some((b'd', b'w', true)), "changed places");
+        assert_eq!(letters("tttdtttdtttdtttdttd"), Some((b't', b'd', false)), "one of a run");
+    }
+
+    #[test]
+    fn no_pattern_is_left_where_there_is_none() {
+        assert_eq!(letters("SRSRSRSR"), None);
+        assert_eq!(letters("RttttSRttttSRttttS"), None, "the end of the first run");
+        assert_eq!(letters("SRR"), None, "too short a past");
+        assert_eq!(letters("abcadbacbdcabdacdb"), None, "no rule");
+        assert_eq!(letters(""), None);
+    }
+}
