@@ -1,0 +1,21 @@
+//! All scenarios, and the truth about each.
+//!
+//! A cause is accepted when a person who knows how the hang was made would call it right. Where two words of the list fit, the
+//! first one is what we would say.
+
+mod collectives;
+mod healthy;
+mod hosts;
+
+use anyhow::{Result, ensure};
+
+use crate::scenario::Scenario;
+
+/// The scenarios whose name contains `filter`.
+pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
+    let all = [collectives::scenarios(), hosts::scenarios(), healthy::scenarios()].concat();
+    let chosen: Vec<Scenario> =
+        all.into_iter().filter(|scenario| filter.is_none_or(|filter| scenario.name.contains(filter))).collect();
+    ensure!(!chosen.is_empty(), "no scenario is called {:?}", filter.unwrap_or_default());
+    Ok(chosen)
+}

@@ -1,0 +1,74 @@
+//! Hangs whose reason lies in one process, or in what it asks of the machine.
+
+use crate::scenario::{Scenario, hybrid};
+
+const IO: &[&str] = &["storage_io"];
+const LOADER: &[&str] = &["data_loader"];
+const LOADER_IO: &[&str] = &["data_loader", "storage_io"];
+const DEAD: &[&str] = &["process_dead"];
+const STOPPED: &[&str] = &["process_stopped"];
+const GIL: &[&str] = &["gil_deadlock"];
+const LOCK: &[&str] = &["host_lock"];
+/// It is merely somewhere else: that it is missing is all there is to say.
+const ELSEWHERE: &[&str] = &["missing_rank", "long_step"];
+const ELSEWHERE_LOCK: &[&str] = &["host_lock", "missing_rank"];
+const INIT: &[&str] = &["comm_init", "storage_io", "missing_rank"];
+
+pub fn scenarios() -> Vec<Scenario> {
+    vec![
+        // A loader or a checkpoint in input and output.
+        hybrid("load-fifo-dp2", 1, 1, 2).fault("fifo@1:load").is(LOADER_IO, &[1]),
+        hybrid("load-fifo-rank0", 1, 1, 4).fault("fifo@0:load").is(LOADER_IO, &[0]),
+        hybrid("load-fifo-3d", 2, 2, 2).fault("fifo@6:load").is(LOADER_IO, &[6]),
+        hybrid("load-fifo-two", 1, 1, 8).fault("fifo@2+5:load").is(LOADER_IO, &[2, 5]),
+        hybrid("load-fifo-64", 2, 4, 8).fault("fifo@37:load").is(LOADER_IO, &[37]),
+        hybrid("load-socket", 1, 1, 4).fault("socket_read@3:load").is(LOADER_IO, &[3]),
+        hybrid("load-queue", 1, 1, 4).fault("empty_queue@2:load").is(LOADER, &[2]),
+        hybrid("load-worker-killed", 1, 1, 4).fault("worker_killed@1:load").is(LOADER, &[1]),
+        hybrid("load-worker-fifo", 2, 1, 2).fault("worker_fifo@2:load").is(LOADER_IO, &[2]),
+        hybrid("load-worker-sleeps", 1, 1, 4).fault("worker_sleeps@0:load").is(LOADER, &[0]),
+        hybrid("load-worker-lock", 1, 1, 4).fault("worker_lock@3:load").is(LOADER, &[3]),
+        hybrid("checkpoint-pipe", 1, 1, 4).fault("pipe_write@0:checkpoint").is(IO, &[0]),
+        hybrid("checkpoint-fifo-3d", 2, 2, 2).fault("fifo@3:checkpoint").is(IO, &[3]),
+        hybrid("checkpoint-upload", 1, 2, 2)
+            .fault("upload@0:checkpoint")
+            .is(&["storage_io", "missing_rank", "host_lock"], &[0]),
+        hybrid("checkpoint-file-lock", 1, 1, 4).fault("file_lock@2:checkpoint").is(&["storage_io", "host_lock"], &[2]),
+        hybrid("stdout-full", 1, 1, 4).fault("stdout_full@1:optimizer").is(IO, &[1]),
+        hybrid("pipe-read-pp4", 1, 4, 1).fault("pipe_read@2:backward").is(IO, &[2]),
+        hybrid("uninterruptible", 1, 1, 4).fault("uninterruptible@2:checkpoint").is(&["d_state"], &[2]),
+        // Locks.
+        hybrid("gil-main", 1, 1, 4).fault("gil_main@2:forward").is(GIL, &[2]),
+        hybrid("gil-thread", 2, 1, 2).fault("gil_thread@3:backward").is(GIL, &[3]),
+        hybrid("gil-rank0", 1, 2, 2).fault("gil_thread@0:optimizer").is(GIL, &[0]),
+        hybrid("lock-order", 1, 1, 4).fault("lock_order@1:forward").is(LOCK, &[1]),
+        hybrid("lock-order-pp", 1, 4, 1).fault("lock_order@0:forward").is(LOCK, &[0]),
+        hybrid("lock-native", 2, 2, 1).fault("native_lock@3:optimizer").is(LOCK, &[3]),
+        hybrid("event", 1, 1, 4).fault("event@2:evaluate").is(ELSEWHERE_LOCK, &[2]),
+        hybrid("join", 1, 1, 4).fault("join@1:evaluate").is(ELSEWHERE_LOCK, &[1]),
+        // Ended or stopped.
+        hybrid("killed-rank0", 1, 1, 4).fault("killed@0").is(DEAD, &[0]),
+        hybrid("killed-3d", 2, 2, 2).fault("killed@5:backward").is(DEAD, &[5]),
+        hybrid("killed-two", 1, 1, 8).fault("killed@1+6").is(DEAD, &[1, 6]),
+        hybrid("killed-64", 4, 4, 4).fault("killed@50").is(DEAD, &[50]),
+        hybrid("segfault", 1, 2, 2).fault("segfault@3").is(DEAD, &[3]),
+        hybrid("left-early", 1, 1, 4).fault("leave@2:load").is(DEAD, &[2]),
+        hybrid("left-at-once", 1, 1, 4).fault("leave_at_once@1:optimizer").is(DEAD, &[1]),
+        hybrid("stopped-dp2", 1, 1, 2).fault("stopped@0").is(STOPPED, &[0]),
+        hybrid("stopped-3d", 2, 2, 2).fault("stopped@7:forward").is(STOPPED, &[7]),
+        hybrid("stopped-two", 1, 1, 8).fault("stopped@3+4").is(STOPPED, &[3, 4]),
+        hybrid("teardown", 1, 1, 4).fault("error@2:forward").is(&["teardown", "process_dead"], &[2]),
+        hybrid("teardown-3d", 2, 2, 2).fault("error@4:backward").is(&["teardown", "process_dead"], &[4]),
+        // Busy with something else.
+        hybrid("busy", 1, 1, 4).fault("busy@3:evaluate").is(ELSEWHERE, &[3]),
+        hybrid("busy-3d", 2, 2, 2).fault("busy@1:forward").is(ELSEWHERE, &[1]),
+        hybrid("sleep", 1, 1, 4).fault("sleep@0:evaluate").is(&["missing_rank"], &[0]),
+        hybrid("garbage", 1, 1, 4).fault("collect@2:optimizer").is(&["python_gc", "missing_rank", "long_step"], &[2]),
+        hybrid("compile", 1, 1, 4).fault("compile_kernels@1:forward").is(&["compile", "missing_rank"], &[1]),
+        // Before and after training.
+        hybrid("start-fifo", 1, 1, 4).fault("fifo@2:start").is(INIT, &[2]),
+        hybrid("start-killed", 1, 1, 4).fault("killed@3:start").is(&["process_dead", "comm_init"], &[3]),
+        hybrid("start-sleep-3d", 2, 2, 2).fault("sleep@5:start").is(&["comm_init", "missing_rank"], &[5]),
+        hybrid("end-fifo", 1, 1, 4).option("--steps=40").fault("fifo@1:end").is(&["storage_io", "teardown"], &[1]),
+    ]
+}

@@ -1,0 +1,88 @@
+//! Runs the hang corpus and prints how often the verdict was right: `cargo xtask hangs`.
+#![forbid(unsafe_code)]
+
+mod corpus;
+mod folder;
+mod run;
+mod scenario;
+mod score;
+
+use std::{path::PathBuf, process::ExitCode};
+
+use clap::Parser;
+use xpu_timer_analysis::judge;
+
+/// Every way in which a job can hang, as real processes on the simulated device
+#[derive(Parser)]
+#[command(name = "xpu_timer_hangs")]
+enum Command {
+    /// Runs scenarios and compares their verdicts with the truth
+    Run {
+        /// Only scenarios whose name contains this
+        filter: Option<String>,
+        /// So many jobs at the same time
+        #[arg(long, default_value_t = 3)]
+        jobs: usize,
+        /// Where the jobs keep their folders
+        #[arg(long, default_value = "target/hangs")]
+        output: PathBuf,
+    },
+    /// Judges the folders of an earlier run again, after a change of a rule
+    Again {
+        /// Only scenarios whose name contains this
+        filter: Option<String>,
+        /// Where the jobs kept their folders
+        #[arg(long, default_value = "target/hangs")]
+        output: PathBuf,
+    },
+    /// Judges one incident folder of any job again
+    Judge {
+        /// The incident folder
+        folder: PathBuf,
+        /// As `verdict.json` has it
+        #[arg(long)]
+        json: bool,
+    },
+    /// Names of all scenarios
+    List,
+}
+
+fn main() -> ExitCode {
+    match work(Command::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("xpu_timer_hangs: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn work(command: Command) -> anyhow::Result<bool> {
+    match command {
+        Command::Run { filter, jobs, output } => {
+            let scenarios = corpus::matching(filter.as_deref())?;
+            let results = run::all(scenarios, jobs, &output);
+            Ok(score::report(&results, &output))
+        }
+        Command::Again { filter, output } => {
+            let results = run::again(corpus::matching(filter.as_deref())?, &output)?;
+            Ok(score::report(&results, &output))
+        }
+        Command::Judge { folder, json } => {
+            let verdict = judge(&folder::evidence(&folder)?);
+            if json {
+                println!("{}", serde_json::to_string_pretty(&verdict)?);
+            } else {
+                print!("{}", verdict.to_text());
+            }
+            Ok(true)
+        }
+        Command::List => {
+            for scenario in corpus::matching(None)? {
+                println!("{scenario}");
+            }
+            Ok(true)
+        }
+    }
+}

@@ -1,0 +1,143 @@
+//! Running scenarios: each as a job of its own, several at the same time.
+
+use std::{
+    fs,
+    path::Path,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, anyhow};
+use xpu_timer_analysis::judge;
+use xpu_timer_tests::{Incident, Job, Process, compile_c, python, tree};
+
+use crate::{
+    folder,
+    scenario::{Scenario, Truth},
+    score::{Outcome, Said},
+};
+
+/// From the start of the processes to the end of the first incident.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+const VFORK: &str = r"
+#include <unistd.h>
+
+void block_in_vfork(void)
+{
+    if (vfork() == 0)
+        for (;;)
+            pause();
+}
+";
+
+/// Runs all, `jobs` at a time, and prints a line for each as it ends.
+pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Vec<Outcome> {
+    // The harness builds what it runs once for the process; not in several threads at once.
+    let _ = xpu_timer_tests::artifacts();
+    let compiled = tempfile::tempdir().expect("a temporary folder");
+    let library = compile_c(compiled.path(), "block_in_vfork.so", VFORK, &["-shared", "-fPIC"]);
+    let library = library.display().to_string();
+    let next = AtomicUsize::new(0);
+    let outcomes: Mutex<Vec<(usize, Outcome)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.max(1) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(scenario) = scenarios.get(index) else { return };
+                    let outcome = one(scenario, &library, &output.join(&scenario.name));
+                    println!("{outcome}");
+                    outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
+                }
+            });
+        }
+    });
+    let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
+    outcomes.sort_by_key(|(index, _)| *index);
+    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
+}
+
+/// Judges what an earlier run left.
+pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
+    let mut outcomes = Vec::new();
+    for scenario in scenarios.into_iter().filter(|scenario| matches!(scenario.truth, Truth::Hang { .. })) {
+        let latest = output.join(&scenario.name).join("timeline/latest");
+        if !latest.exists() {
+            continue;
+        }
+        let said = Said::of(&serde_json::to_value(judge(&folder::evidence(&latest)?))?);
+        let outcome = Outcome { scenario, said: said.map(Some), wall: Duration::ZERO };
+        println!("{outcome}");
+        outcomes.push(outcome);
+    }
+    Ok(outcomes)
+}
+
+fn one(scenario: &Scenario, library: &str, folder: &Path) -> Outcome {
+    let start = Instant::now();
+    let said = run(scenario, library, folder);
+    Outcome { scenario: scenario.clone(), said, wall: start.elapsed() }
+}
+
+fn run(scenario: &Scenario, library: &str, folder: &Path) -> Result<Option<Said>> {
+    if folder.exists() {
+        fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
+    }
+    fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    let folder = folder.canonicalize()?;
+    let examples = tree().join("tests/examples");
+    let mut job = Job::at(&folder)
+        .with("PYTHONPATH", &examples.display().to_string())
+        .with("XPU_HANGS_LIBRARY", library)
+        .with("XPU_SIM_DEVICES", "64");
+    for (name, value) in &scenario.environment {
+        job = job.with(name, value);
+    }
+    let mut command = job.launch(python());
+    command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={}", scenario.world));
+    command.arg(tree().join("tests/hangs/programs/hybrid.py")).args(&scenario.arguments);
+    let mut ranks = Process::spawn(&mut command);
+    match &scenario.truth {
+        Truth::Hang { .. } => Said::of(&hang(&job, &mut ranks)?.verdict).map(Some),
+        Truth::Healthy => healthy(&job, ranks),
+    }
+}
+
+fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
+    let start = Instant::now();
+    loop {
+        if let Some(incident) = job.finished_incidents().into_iter().next() {
+            return Ok(incident);
+        }
+        if let Some(status) = ranks.try_wait()
+            && job.incidents().is_empty()
+            && start.elapsed() > Duration::from_secs(20)
+        {
+            return Err(anyhow!("the job ended ({status}) without an incident; {}", tail(&ranks.stderr())));
+        }
+        if start.elapsed() > PATIENCE {
+            return Err(anyhow!("no incident within {PATIENCE:?}; {}", tail(&ranks.stderr())));
+        }
+        std::thread::sleep(Duration::from_millis(50));
+    }
+}
+
+fn healthy(job: &Job, ranks: Process) -> Result<Option<Said>> {
+    let output = ranks.wait(PATIENCE);
+    if let Some(incident) = job.incidents().into_iter().next() {
+        return Said::of(&incident.verdict).map(Some);
+    }
+    if output.code() != 0 || !output.stderr.is_empty() {
+        return Err(anyhow!("the job ended with {}; {}", output.code(), tail(&output.stderr)));
+    }
+    Ok(None)
+}
+
+fn tail(text: &str) -> String {
+    let lines: Vec<&str> = text.lines().collect();
+    lines[lines.len().saturating_sub(3)..].join(" | ")
+}

@@ -1,0 +1,81 @@
+//! One scenario: the job, and the truth about it.
+
+use std::fmt;
+
+/// What a job does, and what is to be said of it.
+#[derive(Debug, Clone)]
+pub struct Scenario {
+    /// Unique; words joined by `-`.
+    pub name: String,
+    /// Number of ranks.
+    pub world: u32,
+    /// Of `hybrid.py`.
+    pub arguments: Vec<String>,
+    /// Besides that of every job.
+    pub environment: Vec<(&'static str, String)>,
+    /// The truth.
+    pub truth: Truth,
+}
+
+/// What is true of a scenario, known from how it was made.
+#[derive(Debug, Clone)]
+pub enum Truth {
+    /// It hangs, and these ranks stopped it.
+    Hang {
+        /// Causes that a person who knows everything would accept, the best one first.
+        causes: &'static [&'static str],
+        /// Ascending; empty when no rank is to blame.
+        culprits: Vec<u32>,
+    },
+    /// It runs to its end, and nothing is to be reported.
+    Healthy,
+}
+
+impl fmt::Display for Scenario {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:34} {:3} ranks  {}", self.name, self.world, self.arguments.join(" "))?;
+        self.environment.iter().try_for_each(|(name, value)| write!(f, " {name}={value}"))
+    }
+}
+
+/// A job with tensor, pipeline and data parallelism of these sizes.
+pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
+    let sizes = [("--tp", tp), ("--pp", pp), ("--dp", dp)];
+    Scenario {
+        name: name.into(),
+        world: tp * pp * dp,
+        arguments: sizes.iter().map(|(option, size)| format!("{option}={size}")).collect(),
+        environment: Vec::new(),
+        truth: Truth::Healthy,
+    }
+}
+
+impl Scenario {
+    /// Adds an option of `hybrid.py`.
+    pub fn option(mut self, option: &str) -> Self {
+        self.arguments.push(option.into());
+        self
+    }
+
+    /// Adds a fault of `hybrid.py`.
+    pub fn fault(self, fault: &str) -> Self {
+        self.option(&format!("--fault={fault}"))
+    }
+
+    /// Adds a fault of the simulated device.
+    pub fn device(mut self, fault: &str) -> Self {
+        self.environment.push(("XPU_SIM_FAULT", fault.into()));
+        self
+    }
+
+    /// It hangs because of these ranks.
+    pub fn is(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
+        self.truth = Truth::Hang { causes, culprits: culprits.to_vec() };
+        self
+    }
+
+    /// It runs for so many seconds without anything to report.
+    pub fn healthy(self, seconds: u32) -> Self {
+        self.option(&format!("--seconds={seconds}"))
+    }
+}

@@ -1,0 +1,181 @@
+//! How often the verdict was right.
+
+use std::{fmt, path::Path, time::Duration};
+
+use anyhow::{Context, Result};
+use serde_json::Value;
+use xpu_timer_analysis::judge;
+
+use crate::{
+    folder,
+    scenario::{Scenario, Truth},
+};
+
+/// Shares that the corpus must reach.
+const CULPRITS_RIGHT: f64 = 0.95;
+const CAUSES_RIGHT: f64 = 0.90;
+const CULPRITS_RIGHT_WITH_GAPS: f64 = 0.85;
+/// Of so many dumps one is taken away.
+const ONE_MISSING_OF: u32 = 8;
+
+/// What a verdict said.
+#[derive(Debug, Clone)]
+pub struct Said {
+    cause: String,
+    culprits: Vec<u32>,
+    confidence: String,
+    sentence: String,
+    seconds: f64,
+}
+
+impl Said {
+    /// From a `verdict.json`.
+    pub fn of(verdict: &Value) -> Result<Self> {
+        let text = |name: &str| verdict[name].as_str().map(str::to_owned).with_context(|| format!("no {name}"));
+        let culprits = verdict["culprits"].as_array().context("no culprits")?;
+        Ok(Said {
+            cause: text("cause")?,
+            culprits: culprits.iter().filter_map(|rank| u32::try_from(rank.as_u64()?).ok()).collect(),
+            confidence: text("confidence")?,
+            sentence: text("sentence")?,
+            seconds: verdict["seconds_from_timeout"].as_f64().unwrap_or(0.0),
+        })
+    }
+}
+
+/// What came of a scenario.
+pub struct Outcome {
+    /// The scenario.
+    pub scenario: Scenario,
+    /// What was said, or nothing; an error when it could not be run.
+    pub said: Result<Option<Said>>,
+    /// For how long it ran.
+    pub wall: Duration,
+}
+
+impl Outcome {
+    fn culprits_right(&self) -> bool {
+        match (&self.scenario.truth, &self.said) {
+            (Truth::Hang { culprits, .. }, Ok(Some(said))) => *culprits == said.culprits,
+            (Truth::Healthy, Ok(None)) => true,
+            _ => false,
+        }
+    }
+
+    fn cause_right(&self) -> bool {
+        match (&self.scenario.truth, &self.said) {
+            (Truth::Hang { causes, .. }, Ok(Some(said))) => causes.contains(&said.cause.as_str()),
+            (Truth::Healthy, Ok(None)) => true,
+            _ => false,
+        }
+    }
+
+    /// A rank is accused with high confidence, wrongly.
+    fn confident_mistake(&self) -> bool {
+        let accused = |said: &Said| said.confidence == "high" && !said.culprits.is_empty();
+        matches!(&self.said, Ok(Some(said)) if accused(said)) && !self.culprits_right()
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mark = match (self.culprits_right(), self.cause_right()) {
+            (true, true) => "ok    ",
+            (true, false) => "CAUSE ",
+            (false, _) => "WRONG ",
+        };
+        let name = &self.scenario.name;
+        let wall = self.wall.as_secs_f64();
+        match &self.said {
+            Err(error) => return write!(f, "{mark} {name:24} {wall:5.1} s  {error:#}"),
+            Ok(None) => write!(f, "{mark} {name:24} {wall:5.1} s  no incident")?,
+            Ok(Some(said)) => write!(
+                f,
+                "{mark} {name:24} {wall:5.1} s  {} {:?}, {}, {:.1} s after the timeout",
+                said.cause, said.culprits, said.confidence, said.seconds
+            )?,
+        }
+        if self.culprits_right() && self.cause_right() {
+            return Ok(());
+        }
+        if let Truth::Hang { causes, culprits } = &self.scenario.truth {
+            write!(f, "\n        truth: {} {culprits:?}", causes.join(" or "))?;
+        }
+        if let Ok(Some(said)) = &self.said {
+            write!(f, "\n        said: {}", said.sentence)?;
+        }
+        Ok(())
+    }
+}
+
+/// Prints the sums, and says whether they are good enough.
+pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
+    let (hangs, healthy): (Vec<&Outcome>, Vec<&Outcome>) =
+        outcomes.iter().partition(|outcome| matches!(outcome.scenario.truth, Truth::Hang { .. }));
+    let count = |outcomes: &[&Outcome], right: fn(&Outcome) -> bool| outcomes.iter().filter(|one| right(one)).count();
+    let share = |part: usize, all: usize| if all == 0 { 1.0 } else { part as f64 / all as f64 };
+    let culprits = count(&hangs, Outcome::culprits_right);
+    let causes = count(&hangs, Outcome::cause_right);
+    let mistakes = count(&hangs, Outcome::confident_mistake);
+    let false_alarms = healthy.len() - count(&healthy, Outcome::culprits_right);
+    let gaps = with_gaps(&hangs, output);
+    let mut good = true;
+    let mut line = |met: bool, text: String| {
+        good &= met;
+        println!("{:8} {text}", if met { "met" } else { "NOT met" });
+    };
+    println!();
+    let all = hangs.len();
+    let limit = CULPRITS_RIGHT * 100.0;
+    let met = share(culprits, all) >= CULPRITS_RIGHT;
+    line(met, format!("culprits right in {culprits} of {all} hangs (at least {limit} %)"));
+    let limit = CAUSES_RIGHT * 100.0;
+    line(share(causes, all) >= CAUSES_RIGHT, format!("cause right in {causes} of {all} hangs (at least {limit} %)"));
+    line(mistakes == 0, format!("{mistakes} wrong culprits with high confidence"));
+    line(false_alarms == 0, format!("{false_alarms} of {} healthy runs with an incident or a failure", healthy.len()));
+    let limit = CULPRITS_RIGHT_WITH_GAPS * 100.0;
+    let met = share(gaps.right, gaps.all) >= CULPRITS_RIGHT_WITH_GAPS;
+    line(
+        met,
+        format!(
+            "one dump in {ONE_MISSING_OF} missing: culprits right in {} of {} (at least {limit} %)",
+            gaps.right, gaps.all
+        ),
+    );
+    line(
+        gaps.mistakes == 0,
+        format!("one dump in {ONE_MISSING_OF} missing: {} wrong with high confidence", gaps.mistakes),
+    );
+    good
+}
+
+#[derive(Default)]
+struct Gaps {
+    all: usize,
+    right: usize,
+    mistakes: usize,
+}
+
+/// Judges every hang again, eight times, each time without the dumps of another eighth of the ranks.
+fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
+    let mut gaps = Gaps::default();
+    for outcome in hangs {
+        let folder = output.join(&outcome.scenario.name).join("timeline/latest");
+        let Ok(evidence) = folder::evidence(&folder) else { continue };
+        for missing in 0..ONE_MISSING_OF {
+            let mut evidence = evidence.clone();
+            for rank in evidence.ranks.iter_mut().filter(|rank| rank.rank % ONE_MISSING_OF == missing) {
+                rank.dump = None;
+            }
+            let said = serde_json::to_value(judge(&evidence)).context("a verdict").and_then(|value| Said::of(&value));
+            let again = Outcome { scenario: outcome.scenario.clone(), said: said.map(Some), wall: Duration::ZERO };
+            gaps.all += 1;
+            gaps.right += usize::from(again.culprits_right());
+            gaps.mistakes += usize::from(again.confident_mistake());
+            if again.confident_mistake() {
+                println!("without ranks {missing} + {ONE_MISSING_OF}n:\n{again}");
+            }
+        }
+    }
+    gaps
+}
