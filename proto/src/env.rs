@@ -4,7 +4,11 @@
 //! Each program's `config.rs` builds its typed settings from a [`Source`]. A value that does not parse never stops
 //! anything: the default is used and a [`Problem`] says so.
 
+mod effective;
+
 use std::{cell::RefCell, collections::HashMap, fmt, fs, path::PathBuf, time::Duration};
+
+pub use effective::{Origin, Setting};
 
 use crate::v1::RankInfo;
 
@@ -100,7 +104,13 @@ impl Source {
     /// This process's environment and the INI file that it names.
     #[must_use]
     pub fn process() -> Self {
-        let mut source = Self::new(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()), "");
+        Self::with_ini(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+    }
+
+    /// Any environment, and the INI file that it names.
+    #[must_use]
+    pub fn with_ini(environment: impl Fn(&str) -> Option<String> + 'static) -> Self {
+        let mut source = Self::new(environment, "");
         if let Some(path) = source.text("XPU_TIMER_CONFIG") {
             match fs::read_to_string(&path) {
                 Ok(ini) => source.ini = parse_ini(&ini, &path, &source.problems),

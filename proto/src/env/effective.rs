@@ -1,0 +1,147 @@
+//! The variables as they are in force: value, where it comes from, and what is wrong with it. For people who ask.
+
+use super::{Problem, Source, VARIABLES, Variable};
+
+/// Where a value comes from.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Origin {
+    /// The environment.
+    Environment,
+    /// The INI file that `XPU_TIMER_CONFIG` names.
+    Ini,
+    /// Nowhere: the default.
+    Default,
+}
+
+/// One variable as it is in force.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Setting {
+    /// Its name.
+    pub name: &'static str,
+    /// What it means.
+    pub meaning: &'static str,
+    /// The value in force; empty for none.
+    pub value: String,
+    /// Its default; empty for none.
+    pub default: &'static str,
+    /// Where the value was given. One that cannot be used is not in force, and its origin is still told.
+    pub origin: Origin,
+    /// Why the given value is not in force.
+    pub problem: Option<Problem>,
+}
+
+/// What a value must be.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Text,
+    Flag,
+    Seconds,
+    Number,
+    Port,
+    Choice(&'static [&'static str]),
+}
+
+fn kind(variable: &Variable) -> Kind {
+    match variable.name {
+        "XPU_TIMER_HANG_TIMEOUT"
+        | "XPU_TIMER_IDLE_TIMEOUT"
+        | "XPU_TIMER_SAMPLE_INTERVAL"
+        | "XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL"
+        | "XPU_TIMER_LOCAL_UPDATE_INTERVAL"
+        | "XPU_TIMER_MM_BVAR_WINDOW_SIZE"
+        | "XPU_TIMER_COLL_BVAR_WINDOW_SIZE"
+        | "XPU_TIMER_DEREGISTER_TIME" => Kind::Seconds,
+        "XPU_TIMER_HANG_KILL" | "XPU_TIMER_LOGGING_APPEND" | "XPU_TIMER_DISABLE" | "XPU_TIMER_BUCKETING_METRICS" => {
+            Kind::Flag
+        }
+        "XPU_TIMER_MM_BUCKETING_COUNT"
+        | "XPU_TIMER_COMM_BUCKETING_COUNT"
+        | "XPU_TIMER_LINGER"
+        | "XPU_TIMER_KEEP_INCIDENTS"
+        | "XPU_TIMER_KEEP_DAYS"
+        | "XPU_TIMER_COLLECTOR_PID" => Kind::Number,
+        "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
+        "XPU_TIMER_BRACKET" => Kind::Choice(&["collectives", "matmuls", "all", "none"]),
+        "XPU_TIMER_INLINE" => Kind::Choice(&["off", "auto", "all"]),
+        _ => Kind::Text,
+    }
+}
+
+impl Source {
+    /// All variables of the table.
+    #[must_use]
+    pub fn settings(&self) -> Vec<Setting> {
+        VARIABLES.iter().map(|variable| self.setting(variable)).collect()
+    }
+
+    fn setting(&self, variable: &'static Variable) -> Setting {
+        let name = variable.name;
+        let before = self.problems().len();
+        // What it is does not matter here, only whether it can be used.
+        match kind(variable) {
+            Kind::Text => {}
+            Kind::Flag => _ = self.flag(name),
+            Kind::Seconds => _ = self.seconds(name),
+            Kind::Number => _ = self.number::<u64>(name),
+            Kind::Port => _ = self.number::<u16>(name),
+            Kind::Choice(words) => _ = self.parsed(name, |text| words.contains(&text).then_some(())),
+        }
+        let problem = self.problems().into_iter().nth(before);
+        let origin = match () {
+            () if (self.environment)(name).is_some() => Origin::Environment,
+            () if self.given(name).is_some() => Origin::Ini,
+            () => Origin::Default,
+        };
+        let value = if problem.is_some() { variable.default.into() } else { self.text(name).unwrap_or_default() };
+        Setting { name, meaning: variable.meaning, value, default: variable.default, origin, problem }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn setting(pairs: &'static [(&str, &str)], ini: &str, name: &str) -> Setting {
+        let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+        Source::new(find, ini).settings().into_iter().find(|setting| setting.name == name).unwrap()
+    }
+
+    #[test]
+    fn value_origin_and_default() {
+        let ini = "XPU_TIMER_HANG_TIMEOUT=7\nXPU_TIMER_BASEPORT=20000\n";
+        let of = |name| {
+            let setting = setting(&[("XPU_TIMER_HANG_TIMEOUT", "5")], ini, name);
+            (setting.value, setting.origin, setting.problem)
+        };
+        assert_eq!(of("XPU_TIMER_HANG_TIMEOUT"), ("5".into(), Origin::Environment, None));
+        assert_eq!(of("XPU_TIMER_BASEPORT"), ("20000".into(), Origin::Ini, None));
+        assert_eq!(of("XPU_TIMER_SAMPLE_INTERVAL"), ("5".into(), Origin::Default, None));
+        assert_eq!(of("XPU_TIMER_COLLECTOR"), (String::new(), Origin::Default, None));
+    }
+
+    #[test]
+    fn a_bad_value_is_told_and_the_default_is_in_force() {
+        const PAIRS: &[(&str, &str)] = &[
+            ("XPU_TIMER_HANG_TIMEOUT", "soon"),
+            ("XPU_TIMER_DISABLE", "maybe"),
+            ("XPU_TIMER_BASEPORT", "70000"),
+            ("XPU_TIMER_BRACKET", "everything"),
+            ("XPU_TIMER_LINGER", "-1"),
+        ];
+        for (name, bad) in PAIRS {
+            let setting = setting(PAIRS, "", name);
+            assert_eq!((setting.value.as_str(), setting.origin), (setting.default, Origin::Environment), "{name}");
+            assert_eq!(setting.problem.unwrap().value, *bad);
+        }
+    }
+
+    #[test]
+    fn every_default_is_a_value_that_can_be_used() {
+        let source = Source::new(|_| None, "");
+        assert!(source.settings().iter().all(|setting| setting.problem.is_none()));
+        // A number, a switch or a port that nobody checks would be a value that nobody complains about.
+        let unchecked = |variable: &&Variable| kind(variable) == Kind::Text && variable.default.parse::<f64>().is_ok();
+        let names: Vec<&str> = VARIABLES.iter().filter(unchecked).map(|variable| variable.name).collect();
+        assert_eq!(names, [""; 0]);
+    }
+}
