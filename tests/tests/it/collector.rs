@@ -1,6 +1,6 @@
 //! The node collector against processes that play hooks: what it registers, what becomes an incident, what it survives.
 
-mod fake;
+pub mod fake;
 
 use std::{
     fs,
