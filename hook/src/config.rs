@@ -96,7 +96,6 @@ impl Config {
                 String::new()
             })
         });
-        let temporary = value(&environment, "TMPDIR").filter(|path| !path.is_empty()).unwrap_or("/tmp").to_string();
         let source = Source::new(lookup(environment), &ini.unwrap_or_default());
 
         let seconds = |name: &str, fallback: u64| source.seconds(name).unwrap_or(Duration::from_secs(fallback));
@@ -104,9 +103,7 @@ impl Config {
         let idle_timeout = source.seconds("XPU_TIMER_IDLE_TIMEOUT").unwrap_or(hang_timeout * 2);
         // SAFETY: geteuid takes nothing and cannot fail.
         let uid = unsafe { libc::geteuid() };
-        let socket = source
-            .path("XPU_TIMER_SOCKET")
-            .unwrap_or_else(|| socket::path(temporary.as_ref(), uid, source.control_port()));
+        let socket = socket::of(&source, uid);
         let log = source
             .path("XPU_TIMER_LOGGING_DIR")
             .unwrap_or_else(|| "/tmp".into())

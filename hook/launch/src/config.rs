@@ -31,10 +31,9 @@ impl Config {
     pub fn read() -> Self {
         let source = Source::process();
         let uid = nix::unistd::geteuid().as_raw();
-        let default = || socket::path(&std::env::temp_dir(), uid, source.control_port());
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
-            socket: source.path("XPU_TIMER_SOCKET").unwrap_or_else(default),
+            socket: socket::of(&source, uid),
             daemon: source.path("XPU_TIMER_DAEMON_PATH"),
             hook: source.path("XPU_TIMER_HOOK_PATH"),
             log: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()).join("xpu_timer_collector.log"),
