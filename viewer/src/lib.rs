@@ -117,7 +117,7 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     let mut report = choice.html.then(report::Builder::default);
     let mut merged = merge_files_with(
         &listed.files,
-        |dump| args.narrow.apply(&mut dump.threads),
+        |dump| args.narrow.apply(dump),
         |file, dump, merger| {
             if let Some(report) = &mut report {
                 report.add(file.rank, dump, merger);

@@ -1,6 +1,6 @@
 //! Merges the dumps of all ranks, one after the other, into two trees and into groups of ranks that stand at one place.
 
-use crate::dump::{DecodeError, Dump, Frame, Threads};
+use crate::dump::{DecodeError, Dump, Frame, Thread, Threads};
 use crate::stacks::{End, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
@@ -136,18 +136,10 @@ impl Merger {
                 ids.push(stacks.intern(threads.frames_of(thread))?);
             }
         }
-        let main = |list: &[crate::dump::Thread<'_>]| {
-            let candidates = list.iter().map(|thread| Candidate {
-                tid: thread.tid,
-                name: thread.name,
-                root: threads.frames_of(thread).last().map(|frame| frame.func),
-            });
-            main_thread::of(candidates, pid)
-        };
+        let (native, python) = main_threads(threads, pid);
         // The main thread's Python stack says more to people.
-        let python =
-            main(&threads.python).map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
-        ids.main = python.or_else(|| main(&threads.native).map(|place| (Mode::Native, place)));
+        let python = python.map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
+        ids.main = python.or_else(|| native.map(|place| (Mode::Native, place)));
         Ok(())
     }
 
@@ -183,6 +175,19 @@ impl Merger {
             complaints: self.complaints,
         }
     }
+}
+
+/// Places of the main thread among the native and among the Python threads.
+pub fn main_threads(threads: &Threads<'_>, pid: i32) -> (Option<usize>, Option<usize>) {
+    let main = |list: &[Thread<'_>]| {
+        let candidates = list.iter().map(|thread| Candidate {
+            tid: thread.tid,
+            name: thread.name,
+            root: threads.frames_of(thread).last().map(|frame| frame.func),
+        });
+        main_thread::of(candidates, pid)
+    };
+    (main(&threads.native), main(&threads.python))
 }
 
 fn add_to(map: &mut BTreeMap<String, RankSet>, key: &str, rank: u32) {

@@ -1,7 +1,10 @@
 //! Narrows a folder to some ranks, some threads, or the stacks that hold a text.
 
-use crate::dump::{Thread, Threads};
+use crate::dump::{Dump, Thread, Threads};
 use crate::folder::DumpFile;
+use crate::merge::main_threads;
+use std::collections::HashSet;
+use xpu_timer_analysis::main_thread;
 use xpu_timer_analysis::rank_set::RankSet;
 
 /// What is looked at: everything, unless something is asked for.
@@ -11,7 +14,7 @@ pub struct Narrow {
     /// Only these ranks, such as 6 or 0-3,7
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub rank: Option<RankSet>,
-    /// Only threads with this id, or whose name holds this text
+    /// Only threads with this id, or whose name in Python or in the kernel holds this text, in any case
     #[arg(long, value_name = "TID|NAME")]
     pub thread: Option<String>,
     /// Only stacks with a function or file that holds this text
@@ -30,24 +33,65 @@ impl Narrow {
         self.rank.as_ref().is_none_or(|ranks| ranks.contains(file.rank))
     }
 
-    /// Leaves the threads out that nobody asked for.
-    pub fn apply(&self, threads: &mut Threads<'_>) {
-        if self.thread.is_none() && self.grep.is_none() {
+    /// Leaves the threads out that nobody asked for. The other samples, and the children, are left out with them: what
+    /// would be compared with them is not there any more.
+    pub fn apply(&self, dump: &mut Dump<'_>) {
+        if !self.some_threads() {
             return;
         }
-        let Threads { native, python, frames } = threads;
-        let wanted = |thread: &Thread<'_>| {
-            let named = |text: &String| {
-                text.parse().is_ok_and(|tid: u32| tid != 0 && tid == thread.tid) || holds(thread.name, text)
-            };
-            let greps = |text: &String| {
+        dump.first_sample = None;
+        dump.children.clear();
+        let named = self.thread.as_ref().map(|text| named(dump, text));
+        let Threads { native, python, frames } = &mut dump.threads;
+        let greps = |thread: &Thread<'_>| {
+            let holds_it = |text: &String| {
                 frames[thread.frames.clone()].iter().any(|frame| holds(frame.func, text) || holds(frame.file, text))
             };
-            self.thread.as_ref().is_none_or(named) && self.grep.as_ref().is_none_or(greps)
+            self.grep.as_ref().is_none_or(holds_it)
         };
-        native.retain(wanted);
-        python.retain(wanted);
+        for (threads, of_native) in [(native, true), (python, false)] {
+            let mut place = 0;
+            threads.retain(|thread| {
+                let is_named = named.as_ref().is_none_or(|both| (if of_native { &both.0 } else { &both.1 })[place]);
+                place += 1;
+                is_named && greps(thread)
+            });
+        }
     }
+
+    /// True when threads are chosen among those of a rank.
+    pub fn some_threads(&self) -> bool {
+        self.thread.is_some() || self.grep.is_some()
+    }
+}
+
+/// Whether each native and each Python thread of a dump is meant by a thread id or a part of a name. A thread that has two
+/// names, one in Python and one in the kernel, goes by both, and the main thread also by its name in Python where the dump
+/// holds no names.
+fn named(dump: &Dump<'_>, text: &str) -> (Vec<bool>, Vec<bool>) {
+    let Threads { native, python, .. } = &dump.threads;
+    let tid = text.parse().ok().filter(|&tid: &u32| tid != 0);
+    let holds_it = |name: &[u8]| holds(&name.to_ascii_lowercase(), &text.to_ascii_lowercase());
+    let own = |thread: &Thread<'_>| tid == Some(thread.tid) || holds_it(thread.name);
+    let mut named: (Vec<bool>, Vec<bool>) = (native.iter().map(own).collect(), python.iter().map(own).collect());
+    let ids = |list: &[Thread<'_>], named: &[bool]| -> HashSet<u32> {
+        list.iter()
+            .zip(named)
+            .filter(|(thread, named)| **named && thread.tid != 0)
+            .map(|(thread, _)| thread.tid)
+            .collect()
+    };
+    let (of_native, of_python) = (ids(native, &named.0), ids(python, &named.1));
+    let main = main_threads(&dump.threads, dump.pid);
+    let is_main_name = holds_it(main_thread::NAME.as_bytes());
+    for (threads, named, others, main) in
+        [(native, &mut named.0, &of_python, main.0), (python, &mut named.1, &of_native, main.1)]
+    {
+        for (place, (thread, named)) in threads.iter().zip(named).enumerate() {
+            *named |= others.contains(&thread.tid) || (is_main_name && main == Some(place));
+        }
+    }
+    named
 }
 
 fn holds(bytes: &[u8], text: &str) -> bool {
@@ -88,23 +132,39 @@ mod tests {
     fn threads_by_id_name_and_frames() {
         let thread =
             |tid, name: &'static str, at| Thread { tid, name: name.as_bytes(), frames: at, ..Thread::default() };
-        let all = || Threads {
-            native: vec![thread(7, "main", 0..1), thread(8, "pool7", 1..2)],
-            python: vec![thread(7, "MainThread", 2..3)],
-            frames: vec![Frame::new("poll", "libc.so"), Frame::new("futex", "libc.so"), Frame::new("step", "t.py:1")],
+        let threads = || Threads {
+            native: vec![thread(7, "python3", 0..1), thread(8, "pool7", 1..2)],
+            python: vec![thread(7, "MainThread", 2..3), thread(8, "feeder", 3..4)],
+            frames: vec![
+                Frame::new("poll", "libc.so"),
+                Frame::new("futex", "libc.so"),
+                Frame::new("step", "t.py:1"),
+                Frame::new("put", "q.py:1"),
+            ],
         };
-        let left = |thread: Option<&str>, grep: Option<&str>| {
-            let mut threads = all();
+        let left = |thread: Option<&str>, grep: Option<&str>, pid| {
+            let mut dump = Dump { threads: threads(), pid, first_sample: Some(b""), ..Dump::default() };
             let narrow = Narrow { thread: thread.map(Into::into), grep: grep.map(Into::into), ..Narrow::default() };
-            narrow.apply(&mut threads);
-            (threads.native.len(), threads.python.len())
+            narrow.apply(&mut dump);
+            assert_eq!(dump.first_sample.is_some(), !narrow.some_threads());
+            let names = |threads: &[Thread<'_>]| -> Vec<String> {
+                threads.iter().map(|thread| String::from_utf8_lossy(thread.name).into_owned()).collect()
+            };
+            [names(&dump.threads.native), names(&dump.threads.python)].concat().join(" ")
         };
-        assert_eq!(left(None, None), (2, 1));
-        assert_eq!(left(Some("7"), None), (2, 1), "two by their id, one by its name");
-        assert_eq!(left(Some("8"), None), (1, 0));
-        assert_eq!(left(Some("Main"), None), (0, 1));
-        assert_eq!(left(None, Some("libc")), (2, 0));
-        assert_eq!(left(Some("7"), Some("futex")), (1, 0));
-        assert_eq!(left(None, Some("nowhere")), (0, 0));
+        assert_eq!(left(None, None, 7), "python3 pool7 MainThread feeder");
+        assert_eq!(
+            left(Some("7"), None, 7),
+            "python3 pool7 MainThread feeder",
+            "two by their id, the others by a name"
+        );
+        assert_eq!(left(Some("8"), None, 7), "pool7 feeder");
+        assert_eq!(left(Some("feeder"), None, 7), "pool7 feeder", "the same thread has two names");
+        assert_eq!(left(Some("MainThread"), None, 7), "python3 MainThread");
+        assert_eq!(left(Some("main"), None, 8), "python3 pool7 MainThread feeder", "one by its name, one by its id");
+        assert_eq!(left(Some("Main"), Some("libc"), 7), "python3");
+        assert_eq!(left(None, Some("libc"), 7), "python3 pool7");
+        assert_eq!(left(None, Some("nowhere"), 7), "");
+        assert_eq!(left(Some("nobody"), None, 7), "");
     }
 }

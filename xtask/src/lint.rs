@@ -8,7 +8,7 @@ use serde_json::Value;
 use crate::shell::{self, cargo};
 
 /// Licences under which a dependency may be used. Every alternative of an expression with OR is enough.
-const LICENCES: [&str; 11] = [
+const LICENCES: [&str; 12] = [
     "Apache-2.0",
     "Apache-2.0 WITH LLVM-exception",
     "BSD-2-Clause",
@@ -20,6 +20,7 @@ const LICENCES: [&str; 11] = [
     "Unlicense",
     "Zlib",
     "0BSD",
+    "NCSA",
 ];
 
 pub fn run() -> Result<()> {

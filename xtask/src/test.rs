@@ -5,6 +5,7 @@ use std::{env, fs};
 use anyhow::{Result, bail};
 use xpu_timer_tests::Artifacts;
 
+use crate::fuzz;
 use crate::shell::{self, cargo, need};
 
 /// Options of `test`.
@@ -40,6 +41,9 @@ pub fn run(options: &Options) -> Result<()> {
         command.arg("--").arg(filter);
     }
     shell::run(&mut command)?;
+    if options.filter.is_none() {
+        fuzz::run(&fuzz::Options::short())?;
+    }
     let skipped = fs::read_to_string(&skipped).unwrap_or_default();
     if !skipped.is_empty() {
         eprintln!("skipped tests:\n{skipped}");

@@ -1,0 +1,258 @@
+//! What the viewer must hold for any bytes that a disk can give it. Each function panics when it does not hold.
+//!
+//! `cargo xtask fuzz` feeds them with what coverage leads to; the tests here feed them with the corpus that is kept and
+//! with changed dumps of a real hang, without any fuzzer.
+
+use std::convert::Infallible;
+
+use xpu_timer_analysis::folded;
+use xpu_timer_analysis::prefix_tree::PrefixTree;
+use xpu_timer_proto::Message;
+use xpu_timer_proto::server::{PstackFrame, PySpyFrame, Stacktrace};
+use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
+use xpu_timer_viewer::merge::Merger;
+use xpu_timer_viewer::picture::Picture;
+use xpu_timer_viewer::report;
+
+/// A file is read as `prost` reads it, or it is an error. The decoder skips texts that are not drawn, so it may accept
+/// more than `prost`, never less.
+pub fn decode(bytes: &[u8]) {
+    // The parts that only the report reads end in a value or an error, whatever their bytes.
+    let _ = (Sample::decode(bytes), Child::decode(bytes));
+    match (drawn_here(bytes), Stacktrace::decode(bytes)) {
+        (Ok(ours), Ok(message)) => assert_eq!(ours, drawn_by_prost(&message)),
+        (Err(DecodeError::NoDump), Ok(message)) => assert_eq!(message, Stacktrace::default()),
+        (Err(error), Ok(_)) => panic!("prost accepts it: {error}"),
+        (_, Err(_)) => {}
+    }
+}
+
+/// Between two files of a folder. No encoder writes a number in this way, so no real dump holds it.
+const NEXT_FILE: [u8; 2] = [0xff, 0];
+
+/// A folder: the files of rank 0, 1, … are the parts between [`NEXT_FILE`], one more rank is absent. What the viewer
+/// writes of it is what the collector's way to the same trees gives; the pictures are well-formed and hold every frame;
+/// the report holds every rank.
+pub fn folder(bytes: &[u8]) {
+    let (mut files, mut from) = (Vec::new(), 0);
+    while let Some(to) = bytes[from..].windows(2).position(|window| window == NEXT_FILE) {
+        files.push(&bytes[from..from + to]);
+        from += to + 2;
+    }
+    files.push(&bytes[from..]);
+    files.truncate(24);
+    let world = files.len() as u32 + 1;
+    let (mut merger, mut builder) = (Merger::default(), report::Builder::default());
+    let (mut native, mut python) = (PrefixTree::new(), PrefixTree::new());
+    // What only this decoder accepts has no second way to be merged.
+    let (mut ranks, mut alike) = (0, true);
+    for (rank, file) in (0..).zip(&files) {
+        let Ok(dump) = Dump::decode(file) else { continue };
+        if merger.add(rank, &dump).is_err() {
+            continue;
+        }
+        builder.add(rank, &dump, &mut merger);
+        ranks += 1;
+        match Stacktrace::decode(*file) {
+            Ok(message) => {
+                folded::insert_native(&mut native, &message, rank);
+                folded::insert_python(&mut python, &message, rank);
+            }
+            Err(_) => alike = false,
+        }
+    }
+    let mut merged = merger.finish();
+    assert_eq!(merged.ranks.len(), ranks);
+    assert_eq!(merged.groups.iter().map(|group| group.ranks.len()).sum::<u64>(), ranks, "every rank is in one group");
+    for (tree, expected) in [(&merged.native, &native), (&merged.python, &python)] {
+        let mut picture = Picture::new(tree, world);
+        if alike {
+            assert_eq!(picture.folded(), folded::folded(expected, world));
+        }
+        let mut svg = Vec::new();
+        picture.write_svg("merge stack in cpp", &mut svg).expect("writing to memory");
+        let mut steps = 0;
+        let walked: Result<(), Infallible> = folded::walk(tree, world, |_| {
+            steps += 1;
+            Ok(())
+        });
+        walked.unwrap_or_else(|never| match never {});
+        assert_eq!(frames(&svg), steps, "every node is one frame");
+    }
+    let report = builder.finish("folder", world, &mut merged, None, Vec::new());
+    let page = report::render(&report).expect("a page");
+    let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>")).expect("data").0;
+    let data: serde_json::Value = serde_json::from_str(data).expect("JSON");
+    assert_eq!(data["ranks"].as_array().map(Vec::len), Some(ranks as usize));
+}
+
+/// Panics on what begins with one certain word. Guessing takes 2^64 attempts; coverage leads to it, letter by letter. By
+/// this `cargo xtask fuzz` knows that its fuzzer is guided.
+pub fn planted(bytes: &[u8]) {
+    assert!(!matches!(bytes, [b'p', b'l', b'a', b'n', b't', b'e', b'd', b'!', ..]), "the planted word was found");
+}
+
+/// What is drawn of a dump: process id, state, and the frames of the native and the Python threads.
+type Drawn = (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>);
+
+fn drawn_by_prost(message: &Stacktrace) -> Drawn {
+    let native = |frame: &PstackFrame| (frame.func_name.clone(), frame.file_name.clone());
+    let python = |frame: &PySpyFrame| (frame.func_name.clone(), frame.file_name.clone());
+    (
+        message.pid,
+        message.process_state.clone(),
+        message.stacktrace.iter().map(|thread| thread.frames.iter().map(native).collect()).collect(),
+        message.py_stacktrace.iter().map(|thread| thread.frames.iter().map(python).collect()).collect(),
+    )
+}
+
+fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
+    let dump = Dump::decode(file)?;
+    let texts = |thread: &Thread<'_>| -> Result<Vec<(String, String)>, DecodeError> {
+        let frames = dump.threads.frames_of(thread).iter();
+        frames.map(|frame| frame.text().map(|(func, file)| (func.to_owned(), file.to_owned()))).collect()
+    };
+    let (native, python) = (dump.threads.native.iter().map(texts), dump.threads.python.iter().map(texts));
+    Ok((dump.pid, dump.process_state.to_owned(), native.collect::<Result<_, _>>()?, python.collect::<Result<_, _>>()?))
+}
+
+/// Number of frames of a picture, without the one of all stacks, as an XML parser reads it.
+fn frames(svg: &[u8]) -> usize {
+    let svg = std::str::from_utf8(svg).expect("text");
+    let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
+    let document = roxmltree::Document::parse_with_options(svg, options).expect("well-formed XML");
+    let titles = document.descendants().filter(|node| node.has_tag_name(("http://www.w3.org/2000/svg", "title")));
+    titles.filter(|title| title.text().is_some_and(|text| !text.starts_with("all ("))).count()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+    use std::path::Path;
+    use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
+
+    fn files_of(folder: &str) -> Vec<Vec<u8>> {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        let mut paths: Vec<_> = std::fs::read_dir(folder).unwrap().map(|entry| entry.unwrap().path()).collect();
+        paths.sort();
+        assert!(!paths.is_empty());
+        paths.iter().map(|path| std::fs::read(path).unwrap()).collect()
+    }
+
+    fn sample() -> Stacktrace {
+        let native = |name: &str| PstackStacktrace {
+            pid: 77,
+            thread_name: name.into(),
+            frames: vec![
+                PstackFrame {
+                    func_name: "poll".into(),
+                    file_name: "/lib/libc.so.6".into(),
+                    pc: 1 << 60,
+                    ..Default::default()
+                },
+                PstackFrame { func_name: "main".into(), origin: "#1 main".into(), ..Default::default() },
+            ],
+            syscall: Some(-1),
+            ..Default::default()
+        };
+        Stacktrace {
+            stacktrace: vec![native("a"), native("b")],
+            py_stacktrace: vec![PySpyStacktrace {
+                os_thread_id: 9,
+                thread_name: "MainThread".into(),
+                frames: vec![PySpyFrame { func_name: "f".into(), file_name: "x.py:3".into(), module: "m".into() }],
+                ..Default::default()
+            }],
+            pid: -5,
+            rank: 3,
+            process_state: "D (disk sleep)".into(),
+            pyspy_stderr: "no such process".into(),
+            command: "python".into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn reads_what_prost_writes() {
+        let message = sample();
+        let bytes = message.encode_to_vec();
+        let dump = Dump::decode(&bytes).unwrap();
+        assert_eq!(drawn_here(&bytes).unwrap(), drawn_by_prost(&message));
+        assert_eq!(dump.pyspy_stderr, "no such process");
+        assert_eq!((dump.threads.python[0].tid, dump.threads.python[0].name), (9, &b"MainThread"[..]));
+        assert_eq!(dump.threads.native[1].tid, 77);
+    }
+
+    #[test]
+    fn every_cut_is_an_error_or_a_shorter_message_as_for_prost() {
+        let bytes = sample().encode_to_vec();
+        let mut errors = 0;
+        for cut in 1..bytes.len() {
+            let (ours, theirs) = (drawn_here(&bytes[..cut]), Stacktrace::decode(&bytes[..cut]));
+            assert_eq!(ours.is_ok(), theirs.is_ok(), "cut at {cut}");
+            errors += usize::from(ours.is_err());
+        }
+        assert!(errors > bytes.len() / 2);
+    }
+
+    #[test]
+    fn groups_of_unknown_fields_are_skipped_as_deep_as_prost_does() {
+        for depth in [1, 50, 99, 100, 101, 102, 5_000] {
+            // Field 20, group; field 11 afterwards.
+            let mut file = [0xa3, 0x01].repeat(depth);
+            file.extend([0xa4, 0x01].repeat(depth));
+            file.extend([0x5a, 1, b'S']);
+            assert_eq!(Dump::decode(&file).is_ok(), Stacktrace::decode(&file[..]).is_ok(), "depth {depth}");
+        }
+    }
+
+    #[test]
+    fn the_kept_corpus_holds() {
+        files_of("corpus/decode").iter().for_each(|bytes| decode(bytes));
+        files_of("corpus/folder").iter().for_each(|bytes| folder(bytes));
+    }
+
+    #[test]
+    fn a_real_hang_is_the_same_both_ways() {
+        let real = files_of("../../tests/fixtures/rank6/in");
+        assert!(real.iter().all(|file| !file.windows(2).any(|window| window == NEXT_FILE)), "no file of it is split");
+        folder(&real.join(&NEXT_FILE[..]));
+        real.iter().for_each(|bytes| decode(bytes));
+    }
+
+    #[test]
+    #[should_panic(expected = "the planted word was found")]
+    fn the_planted_word_is_there_to_be_found() {
+        planted(b"planted!");
+    }
+
+    proptest! {
+        #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
+        #[test]
+        fn arbitrary_bytes_hold(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            decode(&bytes);
+            folder(&bytes);
+        }
+
+        /// A real dump of the original tool, cut and changed.
+        #[test]
+        fn a_changed_dump_of_a_real_hang_is_read_as_prost_reads_it(
+            rank in 0usize..8,
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let mut bytes = files_of("../../tests/fixtures/rank6/in").swap_remove(rank);
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            for (at, byte) in changes {
+                if !bytes.is_empty() {
+                    let at = at.index(bytes.len());
+                    bytes[at] = byte;
+                }
+            }
+            decode(&bytes);
+        }
+    }
+}

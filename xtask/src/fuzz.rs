@@ -1,0 +1,123 @@
+//! `cargo xtask fuzz`: coverage-guided fuzzing of what reads outside bytes, with stable Rust.
+//!
+//! The coverage counters are LLVM's own, which `rustc` passes on; libFuzzer comes from crates.io as source.
+
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::{env, fs};
+
+use anyhow::{Context, Result, ensure};
+
+use crate::shell::{self, cargo, need};
+
+/// Options of `fuzz`.
+#[derive(clap::Args)]
+pub struct Options {
+    /// How long each target is fuzzed
+    #[arg(default_value_t = 60)]
+    seconds: u32,
+    /// Adds to the kept corpus what covers more than it does
+    #[arg(long)]
+    keep: bool,
+}
+
+impl Options {
+    /// As a part of all tests: some seconds, after which the next run begins where this one ended.
+    pub fn short() -> Options {
+        Options { seconds: 5, keep: false }
+    }
+}
+
+/// The only machine that this project is built for; with a target named, cargo leaves build scripts without counters.
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+/// What makes the compiler count the branches taken, and tell libFuzzer what is compared with what.
+const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
+    -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
+    -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
+
+/// Each is a function of `viewer/fuzz`.
+const TARGETS: [&str; 2] = ["decode", "folder"];
+
+/// A guided fuzzer finds the planted word in about a million attempts; guessing it takes 2^64.
+const PLANTED_ATTEMPTS: u32 = 50_000_000;
+
+pub fn run(options: &Options) -> Result<()> {
+    let folder = build()?;
+    guided(&folder)?;
+    for name in TARGETS {
+        fuzz(&folder, name, options.seconds)?;
+        if options.keep {
+            keep(&folder, name)?;
+        }
+    }
+    Ok(())
+}
+
+/// The programs, built; the folder they lie in.
+fn build() -> Result<PathBuf> {
+    need("g++", "g++")?;
+    let mut build = cargo(&["build", "--release", "-p", "xpu_timer_viewer_fuzz", "--bins", "--features", "fuzzer"]);
+    shell::run(build.args(["--target", TARGET]).env("RUSTFLAGS", COUNTERS))?;
+    let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| xpu_timer_tests::tree().join("target"), PathBuf::from);
+    Ok(target.join(TARGET).join("release"))
+}
+
+/// A fuzzer without guidance finds nothing and looks well. So it has to find what was planted.
+fn guided(folder: &Path) -> Result<()> {
+    let work = work("planted")?;
+    // What an earlier run found must not help this one.
+    let corpus = work.join("corpus");
+    fs::remove_dir_all(&corpus).and_then(|()| fs::create_dir_all(&corpus)).context("target/fuzz")?;
+    let output = program(folder, "planted", &work)
+        .args([format!("-runs={PLANTED_ATTEMPTS}"), "-max_total_time=120".into(), "-max_len=16".into()])
+        .arg(corpus)
+        .output()
+        .context("fuzz_planted")?;
+    let text = String::from_utf8_lossy(&output.stderr);
+    ensure!(
+        text.contains("the planted word was found"),
+        "the fuzzer is not guided: it did not find the planted word\n{text}"
+    );
+    eprintln!("the fuzzer is guided: it found the planted word");
+    Ok(())
+}
+
+fn fuzz(folder: &Path, name: &str, seconds: u32) -> Result<()> {
+    let work = work(name)?;
+    let corpus = work.join("corpus");
+    let count = |folder: &Path| fs::read_dir(folder).map_or(0, Iterator::count);
+    let before = count(&corpus);
+    let mut command = program(folder, name, &work);
+    // New inputs go to the first folder; the others are read.
+    command.args([format!("-max_total_time={seconds}"), "-verbosity=0".into(), "-print_final_stats=1".into()]);
+    shell::run(command.arg(&corpus).arg(kept(name)).arg(xpu_timer_tests::tree().join("tests/fixtures/rank6/in")))
+        .with_context(|| format!("the input is in {}", work.display()))?;
+    eprintln!("{name}: {} inputs, {before} before", count(&corpus));
+    Ok(())
+}
+
+fn keep(folder: &Path, name: &str) -> Result<()> {
+    let work = work(name)?;
+    // Inputs of the size of a real dump are among the fixtures.
+    let mut command = program(folder, name, &work);
+    command.args(["-merge=1", "-max_len=2048"]).arg(kept(name)).arg(work.join("corpus"));
+    shell::run(&mut command)
+}
+
+fn program(folder: &Path, name: &str, work: &Path) -> Command {
+    let mut command = Command::new(folder.join(format!("fuzz_{name}")));
+    // Where it leaves the input that made a target panic.
+    command.arg(format!("-artifact_prefix={}/", work.display())).args(["-timeout=20", "-rss_limit_mb=2048"]);
+    command
+}
+
+fn kept(name: &str) -> PathBuf {
+    xpu_timer_tests::tree().join("viewer/fuzz/corpus").join(name)
+}
+
+fn work(name: &str) -> Result<PathBuf> {
+    let work = xpu_timer_tests::tree().join("target/fuzz").join(name);
+    fs::create_dir_all(work.join("corpus")).with_context(|| work.display().to_string())?;
+    Ok(work)
+}
