@@ -2,7 +2,7 @@
 
 use std::{cell::OnceCell, sync::Arc};
 
-use crate::{image::Image, images::Images, procfs::Mapping};
+use crate::{image::Image, images::Images, perf_map::PerfMap, procfs::Mapping};
 
 /// The mappings of one process, at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
@@ -11,6 +11,7 @@ pub(crate) struct AddressSpace<'a> {
     /// A live thread; the leader may have ended.
     tid: i32,
     mappings: Vec<(Mapping, OnceCell<Option<Located>>)>,
+    perf_map: OnceCell<PerfMap>,
 }
 
 /// An object, and where it is mapped.
@@ -25,7 +26,7 @@ impl<'a> AddressSpace<'a> {
     pub fn new(images: &'a Images, pid: i32, tid: i32, mut mappings: Vec<Mapping>) -> Self {
         mappings.sort_by_key(|mapping| mapping.start);
         let mappings = mappings.into_iter().map(|mapping| (mapping, OnceCell::new())).collect();
-        AddressSpace { images, pid, tid, mappings }
+        AddressSpace { images, pid, tid, mappings, perf_map: OnceCell::new() }
     }
 
     fn entry(&self, address: u64) -> Option<&(Mapping, OnceCell<Option<Located>>)> {
@@ -59,6 +60,11 @@ impl<'a> AddressSpace<'a> {
         let same =
             |other: &&Mapping| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
         self.mappings[..below].iter().rev().map(|(other, _)| other).find(same)
+    }
+
+    /// What the process tells of the code that it made at run time; read when it is first asked for.
+    pub fn perf_map(&self) -> &PerfMap {
+        self.perf_map.get_or_init(|| PerfMap::of(self.pid))
     }
 
     pub fn mappings(&self) -> impl Iterator<Item = &Mapping> {

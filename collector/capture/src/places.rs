@@ -5,13 +5,18 @@ use std::{collections::HashMap, sync::Arc};
 
 use crate::{address_space::AddressSpace, image::Image, unwind::RawFrame};
 
+/// The module of code that is in no file, but was made by the process itself.
+pub(crate) const RUN_TIME: &str = "[jit]";
+
 /// Where frames are, and the object that the code there belongs to.
 pub(crate) struct RawPlace {
     pub frame: RawFrame,
     pub image: Option<Arc<Image>>,
     pub bias: u64,
-    /// Path of the mapping when there is no image for it.
+    /// Path of the mapping when there is no image for it, or [`RUN_TIME`].
     pub path: String,
+    /// The name of a function that was made at run time, as its process tells it.
+    pub name: Option<Arc<str>>,
 }
 
 impl RawPlace {
@@ -39,16 +44,18 @@ impl Places {
             return *number;
         }
         let located = space.and_then(|space| space.located(frame.lookup()));
-        let path = match located {
-            Some(_) => String::new(),
-            None => space.and_then(|space| space.mapping(frame.lookup())).map_or_else(String::new, |m| m.path.clone()),
-        };
+        let mapping = space.filter(|_| located.is_none()).and_then(|space| space.mapping(frame.lookup()));
+        let made = mapping.is_some_and(|mapping| mapping.executable && mapping.is_memory());
+        let path =
+            if made { RUN_TIME.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
+        let name = space.filter(|_| made).and_then(|space| space.perf_map().find(frame.lookup()));
         let number = self.list.len() as u32;
         self.list.push(RawPlace {
             frame,
             image: located.map(|located| Arc::clone(&located.image)),
             bias: located.map_or(0, |located| located.bias),
             path,
+            name: name.map(Into::into),
         });
         self.numbers.insert(frame, number);
         number

@@ -19,6 +19,14 @@ pub(crate) struct Mapping {
     pub path: String,
 }
 
+impl Mapping {
+    /// Whether no file that outlives the process is behind it.
+    pub fn is_memory(&self) -> bool {
+        const KINDS: [&str; 6] = ["[heap]", "[stack", "[anon", "/memfd:", "/dev/zero", "/SYSV"];
+        self.path.is_empty() || KINDS.iter().any(|kind| self.path.starts_with(kind))
+    }
+}
+
 /// What `/proc/PID/task/TID/status` tells.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Status {

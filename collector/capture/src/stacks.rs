@@ -32,7 +32,7 @@ pub struct Stacks {
 pub struct Place {
     /// Program counter in the process.
     pub pc: u64,
-    /// Path of the object that it lies in; empty for code that was made at run time.
+    /// Path of the object that it lies in; `[jit]` for code that was made at run time, empty when nothing is mapped there.
     pub module: Arc<str>,
     /// The program counter by the addresses of the object; 0 without one.
     pub module_address: u64,

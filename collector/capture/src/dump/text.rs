@@ -190,8 +190,7 @@ fn body(
 fn native_line(frame: &PstackFrame, paint: Paint) -> String {
     let inlined = if frame.inlined { " [inlined]" } else { "" };
     let name = if frame.func_name == "??" { format!("?? {:#x}", frame.pc) } else { clean(&frame.func_name) };
-    let jit = if frame.module.is_empty() { " [no file: made at run time]" } else { "" };
-    format!("    {name}{} {}", paint.with(DIM, inlined), paint.with(DIM, format!("{}{jit}", clean(&frame.file_name))))
+    format!("    {name}{} {}", paint.with(DIM, inlined), paint.with(DIM, clean(&frame.file_name)))
 }
 
 fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
