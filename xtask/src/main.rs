@@ -3,6 +3,7 @@
 
 mod bench;
 mod demo;
+mod fuzz;
 mod lint;
 mod shell;
 mod test;
@@ -19,6 +20,14 @@ enum Command {
     Demo(demo::Options),
     /// Runs every test; with CI=true a skipped test is a failure
     Test(test::Options),
+    /// Fuzzes what reads outside bytes, guided by coverage; `test` does it for some seconds
+    Fuzz(fuzz::Options),
+    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict is right
+    Hangs {
+        /// Part of the names of some scenarios, and options such as `--jobs 4`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Format, clippy, documentation and licences
     Lint,
     /// Measures, and prints ratios of two things measured in one run
@@ -31,6 +40,10 @@ fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
+        Command::Fuzz(options) => fuzz::run(&options),
+        Command::Hangs { arguments } => {
+            shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", "run"]).args(arguments))
+        }
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Bless => test::bless(),
