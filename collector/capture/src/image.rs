@@ -6,7 +6,7 @@ use std::{
     ops::{Deref, Range},
     path::PathBuf,
     sync::{
-        Arc, PoisonError, RwLock,
+        Arc, OnceLock, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
     },
 };
@@ -21,7 +21,7 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 
-use crate::{Error, procfs::Mapping};
+use crate::{Error, procfs::Mapping, python::Runtime};
 
 /// Rows kept of one object. Deep stacks and many ranks come by the same few hundred addresses.
 const KEPT_ROWS: usize = 8192;
@@ -88,6 +88,8 @@ pub(crate) struct Image {
     /// When it was asked for last, by the clock of [`crate::images::Images`].
     pub used: AtomicU64,
     rows: RwLock<HashMap<u64, Option<Arc<Row>>>>,
+    /// The interpreter in it, if there is one.
+    pub python: OnceLock<Option<Arc<Runtime>>>,
 }
 
 /// The rules that recover the caller at one address.
@@ -174,6 +176,7 @@ impl Image {
             got: address(".got"),
             used: AtomicU64::new(0),
             rows: RwLock::default(),
+            python: OnceLock::new(),
             bytes,
         })
     }
@@ -207,6 +210,19 @@ impl Image {
         }
         rows.insert(address, found.clone());
         found
+    }
+
+    /// Where the function that holds an address begins and ends, as the unwind tables have it. Compilers may split what is one
+    /// function in the source into several of these.
+    pub fn function(&self, address: u64) -> Option<Range<u64>> {
+        let bases = self.bases();
+        let eh_frame = EhFrame::new(self.slice(self.eh_frame.as_ref()?), LittleEndian);
+        let fde = match self.eh_frame_table(&bases, &eh_frame, address) {
+            Some(found) => found,
+            None => eh_frame.fde_for_address(&bases, address, EhFrame::cie_from_offset),
+        };
+        let fde = fde.ok().filter(|fde| fde.contains(address))?;
+        Some(fde.initial_address()..fde.end_address())
     }
 
     fn find_row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Row> {

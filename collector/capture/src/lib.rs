@@ -16,7 +16,6 @@ mod images;
 mod memory;
 pub mod merge;
 mod native;
-mod perf_map;
 mod places;
 mod pool;
 mod process;
@@ -31,7 +30,7 @@ mod unwind;
 mod worker;
 
 use std::{
-    collections::{HashMap, HashSet},
+    collections::HashSet,
     sync::Arc,
     time::{Duration, Instant},
 };
@@ -41,12 +40,7 @@ use xpu_timer_proto::server::ProcessSample;
 pub use error::Error;
 pub use stacks::{Function, Place, Stacks};
 
-use crate::{
-    images::Images,
-    process::Interpreter,
-    symbolize::Symbolizer,
-    worker::{Answer, Job},
-};
+use crate::{images::Images, symbolize::Symbolizer, worker::Job};
 
 /// What to capture, and how long it may take.
 #[derive(Debug, Clone)]
@@ -101,7 +95,6 @@ pub struct ProcessCapture {
 pub struct Capturer {
     images: Arc<Images>,
     symbolizer: Symbolizer,
-    interpreters: HashMap<i32, Interpreter>,
 }
 
 impl Default for Capturer {
@@ -114,7 +107,7 @@ impl Capturer {
     /// A capturer with empty caches.
     #[must_use]
     pub fn new() -> Self {
-        Capturer { images: Arc::default(), symbolizer: Symbolizer::default(), interpreters: HashMap::new() }
+        Capturer { images: Arc::default(), symbolizer: Symbolizer::default() }
     }
 
     /// One entry for each pid, in the order given. A process that cannot be captured is an entry whose sample says why in
@@ -136,20 +129,10 @@ impl Capturer {
             let below = if options.children { children::descendants(*pid, &asked) } else { Vec::new() };
             descendants.push(below.len());
             for pid in std::iter::once(*pid).chain(below) {
-                let interpreter = self.interpreters.remove(&pid);
-                jobs.push(Job { pid, interpreter, options: options.clone(), deadline });
+                jobs.push(Job { pid, options: options.clone(), deadline });
             }
         }
-        let answers = worker::run(jobs, &self.images, deadline);
-        let mut raw = Vec::with_capacity(answers.len());
-        for answer in answers {
-            let Answer { pid, process, interpreter } = answer;
-            if let Some(interpreter) = interpreter {
-                self.interpreters.insert(pid, interpreter);
-            }
-            raw.push(process);
-        }
-        self.interpreters.retain(|pid, interpreter| interpreter.is_alive(*pid));
+        let raw = worker::run(jobs, &self.images, deadline);
         self.symbolizer.prepare(&raw, options.lines_budget, deadline);
         let mut raw = raw.into_iter();
         for below in descendants {

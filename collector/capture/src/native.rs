@@ -129,13 +129,15 @@ impl Thread {
         }
     }
 
-    /// Stops the thread and takes its stack. On failure what was known before stays, with the reason.
+    /// Stops the thread and takes its stack, and does something else while it is stopped. When it has to be stopped again
+    /// because too little was copied, the last time counts. On failure what was known before stays, with the reason.
     pub fn stop(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
         deadline: Instant,
+        also: &mut dyn FnMut(),
     ) -> Result<(), Error> {
         // It may have fallen into an uninterruptible sleep since it was looked at.
         let status = procfs::status(pid, self.tid)?;
@@ -151,6 +153,7 @@ impl Thread {
             let stop = Stop::new(pid, tid, deadline)?;
             let registers = stop.registers()?;
             let regions = copy(tid, registers.sp(), space, limit, wanted);
+            also();
             longest = longest.max(stop.release());
             Ok(Some((registers, regions?, 0)))
         });

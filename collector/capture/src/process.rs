@@ -1,14 +1,13 @@
 //! One process: its state, its threads and its interpreter, in the order that needs the fewest and shortest stops.
 
 use std::{
-    collections::{HashMap, HashSet},
-    time::{Duration, Instant, SystemTime, UNIX_EPOCH},
+    cell::OnceCell,
+    collections::HashMap,
+    time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
 use gimli::UnwindContext;
-use py_spy::PythonSpy;
-use read_process_memory::{Pages, Room, through};
-use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace, PySpyStacktrace};
+use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
 
 use crate::{
     Error, Options,
@@ -16,18 +15,13 @@ use crate::{
     images::Images,
     native::{Look, Thread},
     places::{Places, RawPlace},
-    procfs,
-    ptrace::Stop,
-    python,
-    worker::{Answer, Job},
+    procfs::{self, Status},
+    python::{self, Agreement, Python, PythonThread},
+    worker::Job,
 };
 
-/// How long all threads together may take to stop for the interpreter to be read.
-const ALL_STOP_PATIENCE: Duration = Duration::from_millis(200);
-/// How often an interpreter is searched for when it is not found.
+/// How often a thread is stopped until its Python and its native stack agree.
 const ATTEMPTS: usize = 4;
-/// Captures in a row without a single Python stack, after which the interpreter is searched for again.
-const MOST_FAILURES: u32 = 3;
 
 /// A process whose native frames have no names yet.
 #[derive(Default)]
@@ -41,31 +35,6 @@ pub(crate) struct RawProcess {
     pub places: Vec<RawPlace>,
     /// Frames of the threads in `sample.stacktrace`, in the same order, by the numbers of their places.
     pub frames: Vec<Vec<u32>>,
-}
-
-/// Where the interpreter of a known process lies.
-pub(crate) struct Interpreter {
-    pub spy: PythonSpy,
-    pub start_time: u64,
-    pub failures: u32,
-}
-
-/// How Python threads are read.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Round {
-    /// As they are.
-    Asleep,
-    /// What was read before is copied during a stop and walked afterwards.
-    Fetch,
-    /// The walk itself is done during a stop.
-    Walk,
-}
-
-impl Interpreter {
-    /// Whether `pid` is still the process that was looked at.
-    pub fn is_alive(&self, pid: i32) -> bool {
-        procfs::stat(pid).is_ok_and(|stat| stat.start_time == self.start_time)
-    }
 }
 
 /// `S (sleeping)` for `S`.
@@ -90,29 +59,21 @@ pub(crate) fn unix_ns() -> u64 {
 }
 
 /// Captures one process.
-pub(crate) fn capture(job: Job, images: &Images) -> Answer {
-    let Job { pid, interpreter, options, deadline } = job;
+pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
+    let Job { pid, options, deadline } = job;
     let begin = Instant::now();
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
-    let mut capture = Capture {
-        pid,
-        options: &options,
-        deadline,
-        images,
-        process: &mut process,
-        interpreter,
-        context: Box::default(),
-    };
+    let mut capture =
+        Capture { pid, options: &options, deadline, images, process: &mut process, context: Box::default() };
     if let Err(error) = capture.run() {
         capture.process.sample.errors.push(error.to_string());
         if procfs::is_gone(&error) {
             capture.process.sample.process_state = state_text('X');
         }
     }
-    let interpreter = capture.interpreter.take();
     process.sample.capture_ns = begin.elapsed().as_nanos() as u64;
-    Answer { pid, process, interpreter }
+    process
 }
 
 struct Capture<'a> {
@@ -121,7 +82,6 @@ struct Capture<'a> {
     deadline: Instant,
     images: &'a Images,
     process: &'a mut RawProcess,
-    interpreter: Option<Interpreter>,
     context: Box<UnwindContext<usize>>,
 }
 
@@ -164,198 +124,206 @@ impl Capture<'_> {
             }
         };
         let space = AddressSpace::new(self.images, pid, live, mappings);
-        if self.options.native {
-            self.native(&mut threads, &space);
+        let mut stops = if self.options.native { self.look(&mut threads, &space) } else { Vec::new() };
+        let python = if self.options.python { self.python(live, &space, &threads) } else { None };
+        let (python, mut python_threads) = python.unzip();
+        if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
+            self.sleeping(python, python_threads, &mut threads, &space, &mut stops);
         }
-        if self.options.python {
-            self.python(live, &space, stat.start_time);
+        self.stop(&mut threads, &stops, &space, python.as_ref(), python_threads.as_deref_mut().unwrap_or_default());
+        if let (Some(python), Some(python_threads), false) = (&python, &python_threads, stops.is_empty()) {
+            find_unnamed(python, python_threads, &threads, &space);
         }
+        self.keep_python(&threads, python_threads.unwrap_or_default());
         self.keep(threads, Some(&space));
         Ok(())
     }
 
-    fn native(&mut self, threads: &mut Vec<Thread>, space: &AddressSpace<'_>) {
+    /// Takes the stacks of all threads that sleep. Says which have to be stopped.
+    fn look(&mut self, threads: &mut Vec<Thread>, space: &AddressSpace<'_>) -> Vec<i32> {
         let pid = self.pid;
-        let mut gone = HashSet::new();
-        let mut rest = Vec::new();
-        for (index, thread) in threads.iter_mut().enumerate() {
-            match thread.look(pid, space, &mut self.context) {
-                Look::Done => {}
-                Look::Stop => rest.push(index),
-                Look::Gone => {
-                    gone.insert(thread.tid);
-                }
+        let mut stops = Vec::new();
+        threads.retain_mut(|thread| match thread.look(pid, space, &mut self.context) {
+            Look::Done => true,
+            Look::Stop => {
+                stops.push(thread.tid);
+                true
             }
-        }
+            Look::Gone => false,
+        });
         if self.options.force_ptrace {
-            rest = (0..threads.len()).filter(|index| !matches!(threads[*index].status.letter(), b'Z' | b'X')).collect();
+            let alive = threads.iter().filter(|thread| !matches!(thread.status.letter(), b'Z' | b'X'));
+            stops = alive.map(|thread| thread.tid).collect();
         }
-        for index in rest {
-            let thread = &mut threads[index];
-            if Instant::now() >= self.deadline {
-                thread.incomplete = "not stopped: the deadline passed".into();
+        stops
+    }
+
+    /// Finds the interpreter and its threads.
+    fn python(
+        &mut self,
+        live: i32,
+        space: &AddressSpace<'_>,
+        threads: &[Thread],
+    ) -> Option<(Python, Vec<PythonThread>)> {
+        let found = Python::find(live, space, threads.iter().flat_map(|thread| &thread.frames)).and_then(|found| {
+            let Some(python) = found else { return Ok(None) };
+            let outer: HashMap<i32, i32> =
+                threads.iter().map(|thread| (thread.status.namespaced_tid, thread.tid)).collect();
+            // Those that have been started meanwhile are looked up only when there are any.
+            let late = OnceCell::new();
+            let known = python.threads(|tid| {
+                let late = || late.get_or_init(|| python::namespaced(self.pid));
+                outer.get(&tid).or_else(|| late().get(&tid)).copied()
+            })?;
+            Ok(Some((python, known)))
+        });
+        found.unwrap_or_else(|reason| {
+            self.python_error(reason);
+            None
+        })
+    }
+
+    fn python_error(&mut self, reason: String) {
+        self.process.sample.errors.push(Error::Python { pid: self.pid, reason }.to_string());
+    }
+
+    /// Reads the Python stacks as they are. Those of threads that have slept since they were last looked at are right; the
+    /// others are added to the ones that have to be stopped.
+    fn sleeping(
+        &mut self,
+        python: &Python,
+        python_threads: &mut Vec<PythonThread>,
+        threads: &mut Vec<Thread>,
+        space: &AddressSpace<'_>,
+        stops: &mut Vec<i32>,
+    ) {
+        let pid = self.pid;
+        python.read(python_threads);
+        let mut places: HashMap<i32, usize> =
+            threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
+        for thread in python_threads.iter_mut().filter(|thread| thread.tid != 0) {
+            let Some(place) = places.get(&thread.tid) else {
+                // It has been started since the threads were listed.
+                if let Ok(described) = Thread::describe(pid, thread.tid) {
+                    places.insert(thread.tid, threads.len());
+                    threads.push(described);
+                    stops.push(thread.tid);
+                } else {
+                    thread.tid = 0;
+                }
                 continue;
+            };
+            let before = &threads[*place].status;
+            match procfs::status(pid, thread.tid) {
+                Ok(after) => thread.right = slept(before, &after),
+                Err(error) if procfs::is_gone(&error) => thread.tid = 0,
+                Err(_) => {}
             }
-            if thread.stop(pid, space, &mut self.context, self.deadline).is_err() {
-                gone.insert(thread.tid);
+            if !thread.right && thread.tid != 0 && !stops.contains(&thread.tid) {
+                stops.push(thread.tid);
             }
-            let sample = &mut self.process.sample;
-            sample.longest_stop_ns = sample.longest_stop_ns.max(thread.stopped.as_nanos() as u64);
+        }
+        // A thread that the interpreter still lists but that does not exist has just ended. When no ids can be told at all,
+        // everything is shown as it seemed to be.
+        if python_threads.iter().any(|thread| thread.tid != 0) {
+            python_threads.retain(|thread| thread.tid != 0);
+        }
+        find_unnamed(python, python_threads, threads, space);
+    }
+
+    /// Stops these threads, one after the other, and takes their stacks, of Python too where that is not known to be right.
+    fn stop(
+        &mut self,
+        threads: &mut Vec<Thread>,
+        stops: &[i32],
+        space: &AddressSpace<'_>,
+        python: Option<&Python>,
+        python_threads: &mut [PythonThread],
+    ) {
+        let mut python_of: HashMap<i32, &mut PythonThread> =
+            python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
+        let mut gone = Vec::new();
+        let places: HashMap<i32, usize> =
+            threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
+        for tid in stops {
+            let Some(place) = places.get(tid) else { continue };
+            let native = &mut threads[*place];
+            let taken = match python.zip(python_of.get_mut(tid)) {
+                Some((python, thread)) => self.stop_python(native, space, python, thread),
+                None => self.stop_one(native, space, &mut || {}),
+            };
+            if taken.is_err() {
+                gone.push(*tid);
+            }
         }
         threads.retain(|thread| !gone.contains(&thread.tid));
     }
 
-    fn python(&mut self, live: i32, space: &AddressSpace<'_>, start_time: u64) {
-        let pid = self.pid;
-        if !python::is_python(live, space) {
-            return;
+    fn stop_one(&mut self, thread: &mut Thread, space: &AddressSpace<'_>, also: &mut dyn FnMut()) -> Result<(), Error> {
+        if Instant::now() >= self.deadline {
+            thread.incomplete = "not stopped: the deadline passed".into();
+            return Ok(());
         }
-        if self.interpreter.as_ref().is_none_or(|interpreter| interpreter.start_time != start_time) {
-            self.interpreter = match self.attach(live) {
-                Ok(spy) => Some(Interpreter { spy, start_time, failures: 0 }),
-                Err(reason) => {
-                    self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
-                    None
+        let result = thread.stop(self.pid, space, &mut self.context, self.deadline, also);
+        let sample = &mut self.process.sample;
+        sample.longest_stop_ns = sample.longest_stop_ns.max(thread.stopped.as_nanos() as u64);
+        result
+    }
+
+    /// Stops a thread until its Python stack is whole and agrees with its native one, or it turns out that it never will.
+    fn stop_python(
+        &mut self,
+        native: &mut Thread,
+        space: &AddressSpace<'_>,
+        python: &Python,
+        thread: &mut PythonThread,
+    ) -> Result<(), Error> {
+        if thread.right {
+            // It still stands where its Python stack was read when it has been switched away from only for the stop.
+            let mut switches = native.status.switches;
+            let (pid, tid, limit) = (self.pid, native.tid, switches + 1);
+            let exact = !self.options.force_ptrace;
+            let mut also = || {
+                if exact {
+                    switches = procfs::status(pid, tid).map_or(u64::MAX, |status| status.switches);
                 }
             };
-        }
-        let Some(mut interpreter) = self.interpreter.take() else { return };
-        interpreter.spy.pid = live;
-        interpreter.spy.process.pid = live;
-        // Thread ids are used again, and then belong to another name.
-        interpreter.spy.python_thread_names.clear();
-        let (traces, problem) = self.python_threads(live, &mut interpreter.spy);
-        interpreter.failures = if traces.is_empty() { interpreter.failures + 1 } else { 0 };
-        (self.process.sample.py_stacktrace, self.process.python_entries) = traces.into_iter().unzip();
-        if let Some(reason) = problem {
-            self.process.sample.errors.push(Error::Python { pid, reason }.to_string());
-        }
-        // What is known of an interpreter that cannot be read again and again may be what is wrong.
-        if interpreter.failures < MOST_FAILURES {
-            self.interpreter = Some(interpreter);
-        }
-    }
-
-    /// Finds the interpreter. Where it has to be guessed, the guess is tried on structures that may change meanwhile.
-    fn attach(&mut self, live: i32) -> Result<PythonSpy, String> {
-        let mut attached = Err(String::new());
-        for _ in 0..ATTEMPTS {
-            attached = through(Pages::new(live), || python::attach(live)).0;
-            if attached.is_ok() || Instant::now() >= self.deadline {
-                return attached;
+            self.stop_one(native, space, &mut also)?;
+            if switches <= limit {
+                return Ok(());
             }
         }
-        attached
-    }
-
-    /// The stacks of all Python threads. Those that sleep are right when they have slept all the time; the others are read
-    /// again while they stand still. A thread without a whole stack never costs the stacks of others.
-    fn python_threads(
-        &mut self,
-        live: i32,
-        spy: &mut PythonSpy,
-    ) -> (Vec<(PySpyStacktrace, Vec<bool>)>, Option<String>) {
-        let pid = self.pid;
-        let mut right = Vec::new();
-        let mut done = HashSet::new();
-        let mut left: Vec<(PySpyStacktrace, Vec<bool>)> = Vec::new();
-        let mut problem = None;
-        let mut addresses = Vec::new();
-        let mut whole = false;
-        for round in [Round::Asleep, Round::Fetch, Round::Fetch, Round::Walk, Round::Walk, Round::Walk] {
-            if round != Round::Asleep && Instant::now() >= self.deadline {
-                problem = Some("the deadline passed".to_string());
+        let mut missed = Vec::new();
+        for _ in 0..ATTEMPTS {
+            let mut copy = python.prepare(thread, &missed);
+            self.stop_one(native, space, &mut || copy.take())?;
+            let Some((stack, lacking)) = copy.finish() else { return Ok(()) };
+            thread.right = stack.problem.is_none();
+            thread.stack = stack;
+            missed = lacking;
+            let whole = native.incomplete.is_empty();
+            if thread.right && (!whole || python.agrees(thread, &native.frames, space) != Agreement::No) {
                 break;
             }
-            let before = python::look(pid);
-            // When all that is missing is known, only that has to stand still.
-            let rest: HashSet<i32> = left.iter().map(|(trace, _)| trace.os_thread_id as i32).collect();
-            let few = (whole && round == Round::Fetch && !rest.contains(&0)).then_some(&rest);
-            let (walked, pages, stopped, stop_problem) = match round {
-                Round::Asleep => {
-                    let (walked, pages) = through(Pages::lenient(live), || python::walk(spy, pid));
-                    (walked, pages, HashSet::new(), None)
-                }
-                Round::Fetch => {
-                    let mut room = Room::new(live, std::mem::take(&mut addresses));
-                    let ((), stopped, stop_problem) = self.while_stopped(few, || room.fill());
-                    let (walked, pages) = through(room.into_pages(), || python::walk(spy, pid));
-                    (walked, pages, stopped, stop_problem)
-                }
-                Round::Walk => {
-                    let mut room = Room::new(live, std::mem::take(&mut addresses));
-                    let work = || {
-                        room.fill();
-                        through(room.into_pages(), || python::walk(spy, pid))
-                    };
-                    let ((walked, pages), stopped, stop_problem) = self.while_stopped(None, work);
-                    (walked, pages, stopped, stop_problem)
-                }
-            };
-            problem = stop_problem.map(|error| error.to_string());
-            addresses = pages.addresses();
-            let after = python::look(pid);
-            let mut walk = match walked {
-                Ok(walk) => walk,
-                Err(reason) => {
-                    problem = Some(reason);
-                    whole = false;
-                    continue;
-                }
-            };
-            // What was not among the pages fetched has been read when the threads ran again.
-            let late = round == Round::Fetch && pages.misses() > 0;
-            whole = pages.failures() == 0;
-            let mut seen = before.clone();
-            seen.extend(after.iter().map(|(tid, status)| (*tid, status.clone())));
-            walk.place(pid, &seen);
-            left.clear();
-            for (trace, entries) in walk.traces.into_iter().zip(walk.entries) {
-                let tid = trace.os_thread_id as i32;
-                let still = !late && stopped.contains(&tid) || python::slept(tid, &before, &after);
-                if done.contains(&tid) {
-                    continue;
-                }
-                if tid != 0 && still {
-                    done.insert(tid);
-                    right.push((trace, entries));
-                } else {
-                    left.push((trace, entries));
-                }
-            }
-            // Whom the interpreter still lists without a thread of that id has just ended, when all others stood still.
-            let listed = !stopped.is_empty() && few.is_none() && !late && problem.is_none() && !done.is_empty();
-            if whole && (left.is_empty() || listed && left.iter().all(|(trace, _)| trace.os_thread_id == 0)) {
-                return (right, None);
-            }
         }
-        // Threads that exist but could not be stopped are shown as they seemed to be; so is everything when the ids of
-        // threads cannot be told at all.
-        left.retain(|(trace, _)| trace.os_thread_id != 0 || done.is_empty());
-        if left.is_empty() && !right.is_empty() {
-            return (right, None);
-        }
-        let reason = problem.unwrap_or_else(|| "its threads do not stand still".into());
-        if left.is_empty() {
-            return (right, Some(reason));
-        }
-        right.append(&mut left);
-        (right, Some(format!("read while threads ran, so they may be wrong: {reason}")))
+        Ok(())
     }
 
-    /// Does something while these threads, or all that can be made to, stand still. Says which of them did.
-    fn while_stopped<T>(
-        &mut self,
-        few: Option<&HashSet<i32>>,
-        work: impl FnOnce() -> T,
-    ) -> (T, HashSet<i32>, Option<Error>) {
-        let (stops, problem) = stop_all(self.pid, few, self.deadline);
-        let result = work();
-        let stopped = stops.keys().copied().collect();
-        let longest = stops.into_values().map(Stop::release).max().unwrap_or_default().as_nanos() as u64;
-        let sample = &mut self.process.sample;
-        sample.longest_stop_ns = sample.longest_stop_ns.max(longest);
-        (result, stopped, problem)
+    fn keep_python(&mut self, threads: &[Thread], mut python_threads: Vec<PythonThread>) {
+        let alive = |thread: &PythonThread| thread.tid == 0 || threads.iter().any(|native| native.tid == thread.tid);
+        python_threads.retain(alive);
+        python::one_holder(&mut python_threads);
+        for thread in python_threads {
+            if let Some(problem) = &thread.stack.problem {
+                self.python_error(format!("thread {}: {problem}", thread.tid));
+            } else if !thread.right {
+                self.python_error(format!("thread {} was read while it ran, so its stack may be wrong", thread.tid));
+            }
+            let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);
+            let (trace, entries) = thread.finish(self.pid, status.is_some_and(|status| status.letter() == b'R'));
+            self.process.sample.py_stacktrace.push(trace);
+            self.process.python_entries.push(entries);
+        }
     }
 
     fn keep(&mut self, threads: Vec<Thread>, space: Option<&AddressSpace<'_>>) {
@@ -386,45 +354,17 @@ impl Capture<'_> {
     }
 }
 
-/// Stops these threads, or all; threads that sleep uninterruptibly do not run anyway. Threads that are started meanwhile are
-/// stopped too: only one that still runs can start another, so this ends.
-fn stop_all(pid: i32, few: Option<&HashSet<i32>>, deadline: Instant) -> (HashMap<i32, Stop>, Option<Error>) {
-    let deadline = deadline.min(Instant::now() + ALL_STOP_PATIENCE);
-    let mut stops: HashMap<i32, Stop> = HashMap::new();
-    let mut others = HashSet::new();
-    let mut problem = None;
-    while Instant::now() < deadline {
-        let tids = match few {
-            Some(few) => few.iter().copied().collect(),
-            None => procfs::threads(pid).unwrap_or_default(),
-        };
-        let mut asked = Vec::new();
-        for tid in tids {
-            if stops.contains_key(&tid) || !others.insert(tid) {
-                continue;
-            }
-            let letter = procfs::status(pid, tid).map_or(b'X', |status| status.letter());
-            if matches!(letter, b'D' | b'Z' | b'X' | b't') {
-                continue;
-            }
-            match Stop::request(pid, tid) {
-                Ok(stop) => asked.push((tid, stop)),
-                Err(error) if procfs::is_gone(&error) => {}
-                Err(error) => problem = Some(error),
-            }
-        }
-        if asked.is_empty() {
-            break;
-        }
-        for (tid, mut stop) in asked {
-            match stop.wait(pid, deadline) {
-                Ok(()) => {
-                    stops.insert(tid, stop);
-                }
-                Err(error) if procfs::is_gone(&error) => {}
-                Err(error) => problem = Some(error),
-            }
-        }
-    }
-    (stops, problem)
+/// Looks for a part of the interpreter's loop that has no name, in the stacks that are whole.
+fn find_unnamed(python: &Python, python_threads: &[PythonThread], threads: &[Thread], space: &AddressSpace<'_>) {
+    let natives: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
+    let both = python_threads.iter().filter(|thread| thread.right && thread.stack.problem.is_none());
+    let both = both.filter_map(|thread| Some((thread, *natives.get(&thread.tid)?)));
+    let whole = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
+    python.find_unnamed(whole.map(|(thread, native)| (thread, &*native.frames)), space);
+}
+
+/// Whether a thread has slept from one moment to another. One that was woken and runs has not been switched away from yet, so
+/// the count alone is no proof.
+fn slept(before: &Status, after: &Status) -> bool {
+    before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }

@@ -1,154 +1,356 @@
-//! Python stacks, read from the interpreter's own structures by py-spy as a library.
+//! Python stacks, read from the interpreter's own structures without its help and almost always without stopping anything.
+//!
+//! The frames of a thread change only while that thread runs, and keep their code alive. So those of a thread that slept all the
+//! time are right as they are, whatever the others do meanwhile, and a thread that ran is stopped alone, together with the
+//! copying of its native stack. All threads at once never need to stand still: nothing that is shared is needed for a stack.
+//!
+//! A thread may be stopped in the middle of announcing a frame. It shows: the frames that C code entered are then not as many as
+//! the frames of the interpreter's loop on its native stack. It is let go on and stopped again.
+
+mod code;
+mod frames;
+mod layout;
+mod layouts;
+mod lines;
+mod locate;
+mod memory;
+mod names;
+mod objects;
+mod threads;
 
 use std::{
-    collections::HashMap,
-    panic::{AssertUnwindSafe, catch_unwind},
-    path::Path,
+    collections::{BTreeSet, HashMap},
+    time::Instant,
 };
 
-use object::{Object, ObjectSymbol};
-use py_spy::{Config, PythonSpy, StackTrace, config::LockingStrategy};
-use read_process_memory::{ProcessHandle, copy_address};
 use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
 
-use crate::{
-    address_space::AddressSpace,
-    procfs::{self, Status},
-};
+use crate::{address_space::AddressSpace, image::Image, procfs, unwind::RawFrame};
 
-/// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
-const TID_IN_PTHREAD: u64 = 0x2d0;
+use code::Codes;
+use frames::Chain;
+use locate::Place;
+use memory::{Snapshot, Torn};
+use threads::Thread;
 
-/// Whether the process runs an interpreter at all.
-pub(crate) fn is_python(tid: i32, space: &AddressSpace<'_>) -> bool {
-    let file_name = |path: &str| Path::new(path).file_name().map(|name| name.to_string_lossy().into_owned());
-    let is_library = |name: &str| name.starts_with("libpython") && name.contains(".so");
-    if space.mappings().any(|mapping| file_name(&mapping.path).is_some_and(|name| is_library(&name))) {
-        return true;
-    }
-    let exe = std::fs::read_link(format!("/proc/{tid}/exe")).unwrap_or_default().to_string_lossy().into_owned();
-    if file_name(&exe).is_some_and(|name| name.starts_with("python")) {
-        return true;
-    }
-    // A program that carries the interpreter within itself exports it for its extension modules.
-    let main = space.mappings().find(|mapping| mapping.executable && mapping.path == exe);
-    let image = main.and_then(|mapping| space.located(mapping.start)).map(|located| &located.image);
-    let elf = image.and_then(|image| image.elf());
-    elf.is_some_and(|elf| elf.dynamic_symbols().any(|symbol| symbol.name_bytes() == Ok(b"Py_GetVersion")))
+pub(crate) use locate::Runtime;
+
+/// Frames that are followed during a stop; deeper chains are followed afterwards, when everything they need was copied.
+const SHALLOW: usize = 300;
+/// Pages that are fetched one by one during a stop, at most.
+const FETCHES: usize = 48;
+/// Bytes of a function that may be the interpreter's loop, which is greater than almost all others.
+const LOOP_BYTES: u64 = 8 << 10;
+
+/// The interpreter of one process.
+pub(crate) struct Python {
+    /// A live thread.
+    live: i32,
+    place: Place,
 }
 
-/// Finds the interpreter of a process.
-pub(crate) fn attach(tid: i32) -> Result<PythonSpy, String> {
-    let config = Config { blocking: LockingStrategy::NonBlocking, full_filenames: true, ..Config::default() };
-    guarded(|| PythonSpy::new(tid, &config).map_err(|error| format!("{error:#}")))
+/// The Python side of one kernel thread. It may run code of more than one interpreter, one called from the other.
+pub(crate) struct PythonThread {
+    /// The kernel's id, as this process sees it; 0 when it is not known.
+    pub tid: i32,
+    /// With the lock of its interpreter, the innermost interpreter first.
+    states: Vec<(u64, Thread)>,
+    name: String,
+    pub stack: Stack,
+    /// Whether the stack is known to be what it was at one moment.
+    pub right: bool,
 }
 
-/// All Python threads of a process.
+/// The Python frames of a thread.
 #[derive(Default)]
-pub(crate) struct Walk {
-    /// Their `os_thread_id` is the one that the interpreter knows, until [`Walk::place`] translates it.
-    pub traces: Vec<PySpyStacktrace>,
-    /// For each frame of each trace, whether C code entered the interpreter with it.
-    pub entries: Vec<Vec<bool>>,
+pub(crate) struct Stack {
+    frames: Vec<PySpyFrame>,
+    /// For each frame, whether C code entered the interpreter with it.
+    entries: Vec<bool>,
+    /// The lock that it holds, and since when that is known.
+    holds: Option<(u64, Instant)>,
+    /// Why it is not whole.
+    pub problem: Option<String>,
 }
 
-/// All Python threads, as they are at this moment.
-pub(crate) fn walk(spy: &mut PythonSpy, pid: i32) -> Result<Walk, String> {
-    let found = guarded(|| spy.get_stack_traces().map_err(|error| format!("{error:#}")))?;
-    let version = (spy.version.major, spy.version.minor);
-    let is_entry = |frame: &py_spy::Frame| match version {
-        (3, 12..) => frame.is_shim_entry,
-        (3, 11) => frame.is_entry,
-        _ => true,
-    };
-    let mut walk = Walk { traces: Vec::with_capacity(found.len()), entries: Vec::with_capacity(found.len()) };
-    for mut trace in found {
-        drop_pseudo_frames(&mut trace);
-        let tid = trace.os_thread_id.or_else(|| tid_of_pthread(spy.pid, trace.thread_id));
-        walk.entries.push(trace.frames.iter().map(is_entry).collect());
-        walk.traces.push(PySpyStacktrace {
-            pid: pid as u32,
-            thread_id: trace.thread_id,
-            thread_name: trace.thread_name.unwrap_or_default(),
-            os_thread_id: tid.and_then(|tid| u32::try_from(tid).ok()).unwrap_or(0),
-            active: false,
-            owns_gil: trace.owns_gil,
-            frames: trace.frames.into_iter().map(frame).collect(),
-        });
+impl Stack {
+    fn entered(&self) -> usize {
+        self.entries.iter().filter(|entry| **entry).count()
     }
-    Ok(walk)
 }
 
-impl Walk {
-    /// Translates the thread ids of the interpreter's PID namespace, which usually is also ours. 0 stands for a thread that
-    /// does not exist (any more).
-    pub fn place(&mut self, pid: i32, seen: &Seen) {
-        let same = seen.get(&pid).is_none_or(|leader| leader.namespaced_tid == pid);
-        let outer: HashMap<i32, i32> = seen.iter().map(|(tid, status)| (status.namespaced_tid, *tid)).collect();
-        for trace in &mut self.traces {
-            let tid = trace.os_thread_id as i32;
-            let tid = if same { Some(tid) } else { outer.get(&tid).copied() };
-            let status = tid.and_then(|tid| Some((tid, seen.get(&tid)?)));
-            trace.os_thread_id = status.map_or(0, |(tid, _)| tid as u32);
-            trace.active = status.is_some_and(|(_, status)| status.letter() == b'R');
+/// Whether the Python and the native stack of a thread were taken at the same moment.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Agreement {
+    Yes,
+    No,
+    /// It cannot be told.
+    Unknown,
+}
+
+impl Python {
+    /// Finds the interpreter; `None` when the process runs no Python.
+    pub fn find<'a>(
+        live: i32,
+        space: &AddressSpace<'_>,
+        seen: impl Iterator<Item = &'a RawFrame>,
+    ) -> Result<Option<Self>, String> {
+        Ok(locate::find(live, space, seen)?.map(|place| Python { live, place }))
+    }
+
+    /// The threads that the interpreters know. `outer` tells the id of a thread for its id in the PID namespace of the process.
+    pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+        let layout = &self.place.layout;
+        let interpreters =
+            threads::interpreters(self.live, layout, self.place.address).map_err(|torn| torn.to_string())?;
+        if interpreters.is_empty() {
+            return Err("its interpreter has not been started yet, or has ended".into());
+        }
+        let mut found: Vec<PythonThread> = Vec::new();
+        let mut places = HashMap::new();
+        for interpreter in &interpreters {
+            let mut names = names::names(self.live, layout, interpreter);
+            for thread in &interpreter.threads {
+                // A state that has not been given a thread yet.
+                if thread.pthread == 0 {
+                    continue;
+                }
+                let name = names.remove(&thread.pthread).unwrap_or_default();
+                let state = (interpreter.gil, *thread);
+                if let Some(known) = places.get(&thread.pthread) {
+                    let known: &mut PythonThread = &mut found[*known];
+                    known.states.push(state);
+                    if known.name.is_empty() {
+                        known.name = name;
+                    }
+                    continue;
+                }
+                places.insert(thread.pthread, found.len());
+                found.push(PythonThread {
+                    tid: outer(thread.tid).unwrap_or(0),
+                    states: vec![state],
+                    name,
+                    stack: Stack::default(),
+                    right: false,
+                });
+            }
+        }
+        Ok(found)
+    }
+
+    /// Reads the stacks of all threads as they are.
+    pub fn read(&self, threads: &mut [PythonThread]) {
+        let layout = &self.place.layout;
+        let mut memory = Snapshot::new(self.live);
+        frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
+        let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
+        let all: Vec<frames::RawFrame> = chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        code::fetch(&mut memory, layout, &all);
+        let mut codes = Codes::default();
+        for (thread, chains) in threads.iter_mut().zip(chains) {
+            thread.stack = self.spell(&mut memory, &mut codes, thread, &chains);
+        }
+    }
+
+    fn chains(&self, memory: &mut Snapshot, thread: &PythonThread) -> Vec<Chain> {
+        thread.states().map(|state| frames::chain(memory, &self.place.layout, state)).collect()
+    }
+
+    fn spell(&self, memory: &mut Snapshot, codes: &mut Codes, thread: &PythonThread, chains: &[Chain]) -> Stack {
+        let layout = &self.place.layout;
+        let mut stack = Stack::default();
+        let mut problem: Option<Torn> = None;
+        for chain in chains {
+            let first = stack.frames.len();
+            // From the root to the leaf, so that the mark of an entry moves on from a frame that is not shown to the one that
+            // it called.
+            let mut entry = false;
+            for frame in chain.frames.iter().rev() {
+                entry |= frame.entry;
+                match codes.get(memory, layout, frame.code) {
+                    Ok(code) => {
+                        let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
+                        stack.frames.push(shown);
+                        stack.entries.push(std::mem::take(&mut entry));
+                    }
+                    Err(torn) => problem = problem.or(Some(torn)),
+                }
+            }
+            stack.frames[first..].reverse();
+            stack.entries[first..].reverse();
+            problem = problem.or(chain.problem);
+        }
+        let now = Instant::now();
+        let held = thread.states.iter().find(|(gil, state)| threads::holds(memory, layout, *gil, state));
+        stack.holds = held.map(|(gil, _)| (*gil, now));
+        stack.problem = problem.map(|torn| torn.to_string());
+        stack
+    }
+
+    /// Makes ready for copying, during a stop, what the stack of a thread consists of.
+    pub fn prepare<'a>(&'a self, thread: &'a PythonThread, missed: &[u64]) -> StoppedCopy<'a> {
+        let layout = &self.place.layout;
+        // As long as it runs, it mostly goes through the same memory.
+        let mut memory = Snapshot::new(self.live);
+        frames::fetch(&mut memory, layout, thread.states());
+        let chains = self.chains(&mut memory, thread);
+        let all: Vec<frames::RawFrame> = chains.iter().flat_map(|chain| &chain.frames).copied().collect();
+        code::fetch(&mut memory, layout, &all);
+        self.spell(&mut memory, &mut Codes::default(), thread, &chains);
+        let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
+        pages.extend(missed);
+        let pages: Vec<u64> = pages.into_iter().collect();
+        let memory = Snapshot::with_room(self.live, &pages, FETCHES);
+        StoppedCopy { python: self, thread, shallow: all.len() <= SHALLOW, pages, memory, taken: false, chains: None }
+    }
+
+    /// Whether the stack of a thread fits to its native frames.
+    pub fn agrees(&self, thread: &PythonThread, native: &[RawFrame], space: &AddressSpace<'_>) -> Agreement {
+        let runtime = &self.place.runtime;
+        let within = |frame: &RawFrame| self.address(frame, space);
+        if native.first().and_then(within).is_some_and(|address| runtime.is_announcing(address)) {
+            return Agreement::No;
+        }
+        if !runtime.knows_eval() {
+            return Agreement::Unknown;
+        }
+        let run = native.iter().filter_map(within).filter(|address| runtime.is_eval(*address)).count();
+        if run == thread.stack.entered() { Agreement::Yes } else { Agreement::No }
+    }
+
+    /// The address of a frame in the file of the interpreter, when it belongs to it.
+    fn address(&self, frame: &RawFrame, space: &AddressSpace<'_>) -> Option<u64> {
+        let located = space.located(frame.lookup())?;
+        (located.image.id == self.place.located.image.id).then(|| frame.lookup().wrapping_sub(located.bias))
+    }
+
+    /// Compilers put parts of the loop elsewhere, whose names distributions strip. When there is exactly one function without a
+    /// name whose frames make the two stacks of all these threads agree, it is such a part.
+    pub fn find_unnamed<'a>(
+        &self,
+        stacks: impl Iterator<Item = (&'a PythonThread, &'a [RawFrame])>,
+        space: &AddressSpace<'_>,
+    ) {
+        let runtime = &self.place.runtime;
+        if runtime.has_unnamed() || !runtime.knows_eval() {
+            return;
+        }
+        let image = &*self.place.located.image;
+        let mut lacking = Vec::new();
+        let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
+        for (index, (thread, native)) in stacks.enumerate() {
+            let mut run = 0;
+            for address in native.iter().filter_map(|frame| self.address(frame, space)) {
+                if runtime.is_eval(address) {
+                    run += 1;
+                } else if let Some(function) =
+                    image.function(address).filter(|range| range.end - range.start >= LOOP_BYTES)
+                {
+                    *counts.entry((function.start, function.end)).or_default().entry(index).or_default() += 1;
+                }
+            }
+            lacking.push(thread.stack.entered().checked_sub(run));
+        }
+        if lacking.iter().all(|lack| *lack == Some(0)) {
+            return;
+        }
+        let fits = |counts: &HashMap<usize, usize>| {
+            lacking.iter().enumerate().all(|(index, lack)| *lack == Some(counts.get(&index).copied().unwrap_or(0)))
+        };
+        let mut found = counts.iter().filter(|(_, counts)| fits(counts)).map(|((start, end), _)| *start..*end);
+        if let (Some(part), None) = (found.next(), found.next())
+            && !has_name(image, part.start)
+        {
+            runtime.set_unnamed(part);
         }
     }
 }
 
-/// All threads at one moment.
-pub(crate) type Seen = HashMap<i32, Status>;
-
-/// Looks at all threads.
-pub(crate) fn look(pid: i32) -> Seen {
+/// The threads of a process by their ids in its PID namespace.
+pub(crate) fn namespaced(pid: i32) -> HashMap<i32, i32> {
     let tids = procfs::threads(pid).unwrap_or_default();
-    tids.into_iter().filter_map(|tid| Some((tid, procfs::status(pid, tid).ok()?))).collect()
+    tids.into_iter().filter_map(|tid| Some((procfs::status(pid, tid).ok()?.namespaced_tid, tid))).collect()
 }
 
-/// Whether a thread has slept from the one moment to the other.
-pub(crate) fn slept(tid: i32, before: &Seen, after: &Seen) -> bool {
-    match (before.get(&tid), after.get(&tid)) {
-        (Some(before), Some(after)) => {
-            before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
+/// Whether a symbol says what begins at an address.
+fn has_name(image: &Image, address: u64) -> bool {
+    use object::{Object, ObjectSymbol};
+    let Some(elf) = image.elf() else { return false };
+    let mut symbols = elf.dynamic_symbols().chain(elf.symbols());
+    symbols
+        .any(|symbol| symbol.is_definition() && (symbol.address()..symbol.address() + symbol.size()).contains(&address))
+}
+
+/// Memory of one thread, copied during a stop.
+pub(crate) struct StoppedCopy<'a> {
+    python: &'a Python,
+    thread: &'a PythonThread,
+    shallow: bool,
+    pages: Vec<u64>,
+    memory: Snapshot,
+    taken: bool,
+    chains: Option<Vec<Chain>>,
+}
+
+impl StoppedCopy<'_> {
+    /// To be called while the thread is stopped, again when it is stopped again.
+    pub fn take(&mut self) {
+        self.memory.fill(&self.pages);
+        self.taken = true;
+        self.chains = None;
+        if self.shallow {
+            // Pages that it had not touched before are found out by following the pointers.
+            let chains = self.python.chains(&mut self.memory, self.thread);
+            for chain in &chains {
+                code::fetch(&mut self.memory, &self.python.place.layout, &chain.frames);
+            }
+            self.chains = Some(chains);
         }
-        _ => false,
     }
-}
 
-fn frame(frame: py_spy::Frame) -> PySpyFrame {
-    PySpyFrame {
-        func_name: frame.name,
-        file_name: format!("{}:{}", frame.filename, frame.line),
-        module: frame.module.unwrap_or_default(),
-    }
-}
-
-/// CPython 3.13 shows the code with which it cleans up after `__init__` as a frame; it is in no file.
-fn drop_pseudo_frames(trace: &mut StackTrace) {
-    let mut entry = false;
-    // From the root to the leaf, so that the mark of an entry moves on to the frame that was called next.
-    for frame in trace.frames.iter_mut().rev() {
-        if is_pseudo(frame) {
-            entry |= frame.is_shim_entry;
-        } else {
-            frame.is_shim_entry |= std::mem::take(&mut entry);
+    /// The stack, once the thread runs again, and the pages that were lacking; `None` when it was not stopped.
+    pub fn finish(mut self) -> Option<(Stack, Vec<u64>)> {
+        if !self.taken {
+            return None;
         }
+        self.memory.freeze();
+        let chains = match self.chains.take() {
+            Some(chains) => chains,
+            None => self.python.chains(&mut self.memory, self.thread),
+        };
+        let stack = self.python.spell(&mut self.memory, &mut Codes::default(), self.thread, &chains);
+        Some((stack, self.memory.missed().to_vec()))
     }
-    trace.frames.retain(|frame| !is_pseudo(frame));
 }
 
-fn is_pseudo(frame: &py_spy::Frame) -> bool {
-    frame.line == 0 && frame.name == "__init__" && frame.filename == "__init__"
+impl PythonThread {
+    fn states(&self) -> impl Iterator<Item = &Thread> + Clone {
+        self.states.iter().map(|(_, state)| state)
+    }
+
+    /// What is told of it, and the marks of its frames.
+    pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
+        let trace = PySpyStacktrace {
+            pid: pid as u32,
+            thread_id: self.states.first().map_or(0, |(_, state)| state.pthread),
+            thread_name: self.name,
+            os_thread_id: u32::try_from(self.tid).unwrap_or(0),
+            active,
+            owns_gil: self.stack.holds.is_some(),
+            frames: self.stack.frames,
+        };
+        (trace, self.stack.entries)
+    }
 }
 
-/// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
-fn tid_of_pthread(tid: i32, pthread: u64) -> Option<u64> {
-    let address = usize::try_from(pthread.checked_add(TID_IN_PTHREAD)?).ok()?;
-    // Like all of the interpreter's memory, it comes from the pages that were copied during a stop.
-    let bytes = copy_address(address, 4, &ProcessHandle::try_from(tid).ok()?).ok()?;
-    Some(u32::from_le_bytes(bytes.try_into().ok()?).into())
-}
-
-/// The structures may be torn while they are read, and a defect in reading them must not cost the native stacks.
-fn guarded<T>(work: impl FnOnce() -> Result<T, String>) -> Result<T, String> {
-    catch_unwind(AssertUnwindSafe(work)).unwrap_or_else(|_| Err("its structures could not be followed".into()))
+/// A lock has one holder: when it went from one thread to another during the capture, the later one counts.
+pub(crate) fn one_holder(threads: &mut [PythonThread]) {
+    let mut last: HashMap<u64, Instant> = HashMap::new();
+    for (gil, at) in threads.iter().filter_map(|thread| thread.stack.holds) {
+        let latest = last.entry(gil).or_insert(at);
+        *latest = at.max(*latest);
+    }
+    for thread in threads {
+        thread.stack.holds = thread.stack.holds.filter(|(gil, at)| last.get(gil) == Some(at));
+    }
 }

@@ -14,7 +14,7 @@ use std::{
 use crate::{
     Options,
     images::Images,
-    process::{self, Interpreter, RawProcess},
+    process::{self, RawProcess},
     procfs, ptrace,
 };
 
@@ -27,21 +27,14 @@ const SLOW: Duration = Duration::from_millis(500);
 
 pub(crate) struct Job {
     pub pid: i32,
-    pub interpreter: Option<Interpreter>,
     pub options: Options,
     pub deadline: Instant,
 }
 
-pub(crate) struct Answer {
-    pub pid: i32,
-    pub process: RawProcess,
-    pub interpreter: Option<Interpreter>,
-}
-
-/// One answer for each job, in the same order.
-pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant) -> Vec<Answer> {
+/// What is known of each process, in the same order.
+pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant) -> Vec<RawProcess> {
     let pids: Vec<i32> = jobs.iter().map(|job| job.pid).collect();
-    let mut answers: Vec<Option<Answer>> = pids.iter().map(|_| None).collect();
+    let mut answers: Vec<Option<RawProcess>> = pids.iter().map(|_| None).collect();
     let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
     let mut started: Vec<(usize, Instant)> = Vec::new();
     let (sender, receiver) = mpsc::channel();
@@ -72,7 +65,12 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant) -> Ve
     answers.into_iter().zip(pids).map(|(answer, pid)| answer.unwrap_or_else(|| late(pid))).collect()
 }
 
-fn spawn(index: usize, job: Job, images: &Arc<Images>, sender: &mpsc::Sender<(usize, Answer)>) -> std::io::Result<()> {
+fn spawn(
+    index: usize,
+    job: Job,
+    images: &Arc<Images>,
+    sender: &mpsc::Sender<(usize, RawProcess)>,
+) -> std::io::Result<()> {
     let sender = sender.clone();
     let images = Arc::clone(images);
     let work = move || {
@@ -87,7 +85,7 @@ fn spawn(index: usize, job: Job, images: &Arc<Images>, sender: &mpsc::Sender<(us
 }
 
 /// The entry of a process that nothing but its state is known of.
-fn silent(pid: i32, reason: &str) -> Answer {
+fn silent(pid: i32, reason: &str) -> RawProcess {
     let mut process = RawProcess { pid, ..RawProcess::default() };
     // This file is made without any lock of the process.
     match procfs::stat(pid) {
@@ -101,5 +99,5 @@ fn silent(pid: i32, reason: &str) -> Answer {
     }
     process.sample.errors.push(reason.to_string());
     process.sample.captured_unix_ns = process::unix_ns();
-    Answer { pid, process, interpreter: None }
+    process
 }

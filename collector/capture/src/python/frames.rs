@@ -1,0 +1,131 @@
+//! The chain of frames of a thread.
+
+use super::{
+    layout::Layout,
+    memory::{Snapshot, Torn},
+    threads::Thread,
+};
+
+/// Frames of one thread; a chain that is longer runs in a circle.
+const MOST_FRAMES: usize = 200_000;
+/// Pieces of memory for frames of one thread that are copied in advance, and bytes of each.
+const CHUNKS: usize = 4096;
+const CHUNK_BYTES: u64 = 1 << 20;
+
+const THREAD: &str = "the state of a thread";
+const FRAME: &str = "a frame";
+
+/// A frame whose code has not been looked at.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct RawFrame {
+    pub code: u64,
+    /// The last instruction, as the frame has it.
+    pub instruction: u64,
+    /// Whether C code entered the interpreter with it.
+    pub entry: bool,
+}
+
+/// The frames of a thread, leaf first, as far as they can be followed.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Chain {
+    pub frames: Vec<RawFrame>,
+    /// Why there may be more.
+    pub problem: Option<Torn>,
+}
+
+/// Copies what the chains of these threads will need, as far as that can be told in advance.
+pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl Iterator<Item = &'a Thread> + Clone) {
+    memory.fetch(threads.clone().map(|thread| (thread.address, layout.thread_size)));
+    if let Some(offset) = layout.cframe_frame {
+        let cframes: Vec<u64> = threads
+            .clone()
+            .filter_map(|thread| memory.word(THREAD, thread.address + layout.thread_frame).ok())
+            .collect();
+        memory.fetch(cframes.into_iter().map(|cframe| (cframe.wrapping_add(offset), 8)));
+    }
+    let Some(chunk_at) = layout.thread_chunk else { return };
+    let first = threads.filter_map(|thread| memory.word(THREAD, thread.address + chunk_at).ok());
+    let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
+    // A chunk begins with a pointer to the one before it and with its size. They are followed for all threads at once.
+    for _ in 0..CHUNKS {
+        memory.fetch(chunks.iter().map(|chunk| (*chunk, 16)));
+        let mut before = Vec::new();
+        let mut pieces = Vec::with_capacity(chunks.len());
+        for chunk in chunks {
+            let size = memory.word(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
+            pieces.push((chunk, size.min(CHUNK_BYTES)));
+            before.extend(memory.word(THREAD, chunk).ok().filter(|before| *before != 0));
+        }
+        memory.fetch(pieces.into_iter());
+        chunks = before;
+        if chunks.is_empty() {
+            return;
+        }
+    }
+}
+
+/// Follows the chain of one thread.
+pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> Chain {
+    let mut chain = Chain::default();
+    chain.problem = follow(memory, layout, thread, &mut chain.frames).err();
+    // Whatever was entered last was entered from C.
+    if layout.minor >= 12
+        && let Some(root) = chain.frames.last_mut()
+    {
+        root.entry = true;
+    }
+    chain
+}
+
+fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut Vec<RawFrame>) -> Result<(), Torn> {
+    let top = memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
+    let mut frame = match layout.cframe_frame {
+        Some(offset) => memory.word(THREAD, top.wrapping_add(offset))?,
+        None => top,
+    };
+    let mut bytes = vec![0; layout.frame_size as usize];
+    for _ in 0..MOST_FRAMES {
+        if frame == 0 {
+            return Ok(());
+        }
+        if !memory.copy(frame, &mut bytes) {
+            return Err(Torn { what: FRAME, address: frame });
+        }
+        let word = |offset: u64| number(&bytes, offset, 8);
+        if is_from_c(layout, &bytes) {
+            // From 3.12 on C code that enters the interpreter leaves a frame of its own below.
+            if let Some(called) = frames.last_mut() {
+                called.entry = true;
+            }
+        } else {
+            let entry = match (layout.frame_is_entry, layout.minor) {
+                (Some(offset), _) => number(&bytes, offset, 1) != 0,
+                (None, minor) => minor < 12,
+            };
+            // Up to 3.10 it is a number of four bytes, then a pointer. The lowest bits of a reference say who owns it.
+            let width = if layout.code_bytes.is_some() { 8 } else { 4 };
+            let instruction = number(&bytes, layout.frame_instruction, width);
+            frames.push(RawFrame { code: word(layout.frame_code) & !7, instruction, entry });
+        }
+        frame = word(layout.frame_previous);
+    }
+    Err(Torn { what: "the end of a chain of frames", address: frame })
+}
+
+/// Whether it is not a frame of Python code but one that C code keeps on its stack.
+fn is_from_c(layout: &Layout, frame: &[u8]) -> bool {
+    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`; behind it come others that run no code.
+    const FIRST: u64 = 3;
+    match layout.frame_owner {
+        Some(offset) => number(frame, offset, 1) >= FIRST,
+        None => false,
+    }
+}
+
+fn number(bytes: &[u8], offset: u64, width: usize) -> u64 {
+    let mut number = [0; 8];
+    if let Some(found) = bytes.get(offset as usize..offset as usize + width) {
+        number[..width].copy_from_slice(found);
+    }
+    u64::from_le_bytes(number)
+}

@@ -1,0 +1,182 @@
+//! Where the structures of each CPython keep what the reader follows.
+//!
+//! The offsets of `layouts.rs` were printed by `layouts.c`, which a test compiles against the headers of every version. From
+//! 3.13 on most of them are also told by the interpreter itself, which is what is believed then. Nothing in these structures
+//! has changed between the patch releases of a version from 3.8 on: they are frozen with its first release candidate.
+
+use super::{
+    layouts::LAYOUTS,
+    memory::{Snapshot, Torn},
+};
+
+macro_rules! layout {
+    (
+        $($(#[$doc:meta])* $plain:ident,)*;
+        $($(#[$maybe_doc:meta])* $maybe:ident,)*;
+        told: $($told:ident)*;
+        told, and not in every version: $($told_maybe:ident)*
+    ) => {
+        /// Offsets of one minor version, in bytes.
+        #[derive(Debug, Clone)]
+        pub(super) struct Layout {
+            pub minor: u8,
+            $($(#[$doc])* pub $plain: u64,)*
+            $($(#[$maybe_doc])* pub $maybe: Option<u64>,)*
+            pub told: Option<Told>,
+        }
+
+        /// Where `_Py_DebugOffsets`, with which `_PyRuntime` begins, keeps offsets of the same names.
+        #[derive(Debug, Clone)]
+        pub(super) struct Told {
+            pub free_threaded: u64,
+            $(pub $told: u64,)*
+            $(pub $told_maybe: u64,)*
+        }
+
+        impl Layout {
+            /// The layout as the interpreter tells it.
+            fn corrected(&self, told: &Told, memory: &mut Snapshot, runtime: u64) -> Result<Layout, Torn> {
+                let mut layout = self.clone();
+                let mut offset = |at: u64| memory.word(OFFSETS, runtime + at);
+                $(layout.$told = offset(told.$told)?;)*
+                $(layout.$told_maybe = Some(offset(told.$told_maybe)?);)*
+                Ok(layout)
+            }
+
+            fn offsets(&self) -> Vec<u64> {
+                let mut offsets = vec![$(self.$plain,)*];
+                $(offsets.extend(self.$maybe);)*
+                offsets
+            }
+        }
+    };
+}
+
+const OFFSETS: &str = "the table of offsets of _PyRuntime";
+
+layout! {
+    /// _PyRuntimeState: set when the interpreter is about to end.
+    runtime_finalizing,
+    /// The list of interpreters, the newest first.
+    runtime_interpreters,
+    /// PyInterpreterState.
+    interpreter_next,
+    /// The list of its threads.
+    interpreter_threads,
+    /// sys.modules.
+    interpreter_modules,
+    /// _gil_runtime_state: the thread that holds or held the lock.
+    gil_holder,
+    /// Whether anyone holds it.
+    gil_locked,
+    /// PyThreadState.
+    thread_size,
+    thread_previous,
+    thread_next,
+    thread_interpreter,
+    /// What pthread_self returns.
+    thread_id,
+    /// The frame on top, or the _PyCFrame that knows it.
+    thread_frame,
+    /// PyFrameObject, from 3.11 on _PyInterpreterFrame; as many bytes as are needed.
+    frame_size,
+    frame_previous,
+    frame_code,
+    /// Up to 3.10 the number of the last instruction, then its address.
+    frame_instruction,
+    /// PyCodeObject.
+    code_filename,
+    /// The qualified name where there is one.
+    code_name,
+    code_first_line,
+    code_lines,
+    /// PyObject.
+    object_type,
+    object_size,
+    bytes_length,
+    bytes_data,
+    unicode_length,
+    unicode_state,
+    unicode_kind_bit,
+    unicode_compact_bit,
+    unicode_ascii_bit,
+    /// Where the characters of a compact ASCII string are.
+    unicode_ascii_data,
+    /// Where those of other compact strings are.
+    unicode_compact_data,
+    /// Pointer to the characters of all other strings.
+    unicode_data_pointer,
+    /// Sign and number of digits.
+    long_tag,
+    long_digits,
+    dict_keys,
+    dict_values,
+    /// PyDictKeysObject: size of the hash table; from 3.11 on the binary logarithm of its size in bytes.
+    keys_size,
+    keys_entries,
+    keys_indices,
+    /// PyDictValues.
+    values_data,
+    /// PyTypeObject.
+    type_flags,
+    type_dict_offset,;
+    /// The one lock of the process, in _PyRuntimeState.
+    runtime_gil,
+    /// Pointer to the lock of the interpreter.
+    interpreter_gil,
+    /// The kernel's thread id.
+    thread_native_id,
+    /// The memory that frames lie in.
+    thread_chunk,
+    /// _PyCFrame.
+    cframe_frame,
+    frame_owner,
+    frame_is_entry,
+    /// The instructions.
+    code_bytes,
+    /// Whether all keys are strings.
+    keys_kind,
+    /// The keys of the attributes that lie in the objects themselves.
+    type_cached_keys,;
+    told: runtime_finalizing runtime_interpreters interpreter_next interpreter_threads interpreter_modules
+        thread_previous thread_next thread_interpreter thread_id thread_frame
+        frame_previous frame_code frame_instruction code_filename code_name code_first_line code_lines
+        object_type object_size bytes_length bytes_data unicode_length unicode_state unicode_ascii_data
+        long_tag long_digits dict_keys dict_values type_flags;
+    told, and not in every version: interpreter_gil thread_native_id thread_chunk frame_owner code_bytes
+}
+
+/// Versions that can be read.
+const OLDEST: u8 = 8;
+/// What `_PyRuntime` begins with from 3.13 on, and where the version stands behind it.
+const COOKIE: u64 = u64::from_le_bytes(*b"xdebugpy");
+const TOLD_VERSION: u64 = 8;
+/// An offset that is greater belongs to another structure than is thought.
+const GREATEST: u64 = 1 << 22;
+
+/// The minor version of an interpreter that tells its offsets.
+pub(super) fn told_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
+    if memory.word(OFFSETS, runtime).ok()? != COOKIE {
+        return None;
+    }
+    let version = memory.word(OFFSETS, runtime + TOLD_VERSION).ok()?;
+    (version >> 24 == 3).then_some((version >> 16) as u8)
+}
+
+/// The layout of one minor version, for the interpreter whose `_PyRuntime` is at an address of a process.
+pub(super) fn of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layout, String> {
+    let Some(layout) = LAYOUTS.iter().find(|layout| layout.minor == minor) else {
+        let newest = LAYOUTS.last().map_or(0, |layout| layout.minor);
+        return Err(format!("CPython 3.{minor}, and only 3.{OLDEST} to 3.{newest} can be read"));
+    };
+    let Some(told) = &layout.told else { return Ok(layout.clone()) };
+    if told_version(memory, runtime) != Some(minor) {
+        return Err(format!("CPython 3.{minor} without its table of offsets"));
+    }
+    if memory.word(OFFSETS, runtime + told.free_threaded).map_err(|torn| torn.to_string())? != 0 {
+        return Err(format!("CPython 3.{minor} without a global lock (free-threaded) cannot be read"));
+    }
+    let layout = layout.corrected(told, memory, runtime).map_err(|torn| torn.to_string())?;
+    let plausible = layout.offsets().into_iter().all(|offset| offset < GREATEST);
+    if plausible { Ok(layout) } else { Err(format!("CPython 3.{minor} with a table of offsets of another kind")) }
+}

@@ -1,0 +1,56 @@
+//! Names of threads, from `threading._active`. They are read while the program runs, so a name counts only when the thread
+//! object agrees that it is that thread; one that cannot be read costs nothing but itself.
+
+use std::collections::HashMap;
+
+use super::{
+    layout::Layout,
+    memory::{Snapshot, Torn},
+    objects::{attributes, item, number, pairs, string},
+    threads::Interpreter,
+};
+
+/// How often the dictionaries are read when they seem to change meanwhile.
+const ATTEMPTS: usize = 3;
+
+/// Names by what `pthread_self` returns in the thread.
+pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> HashMap<u64, String> {
+    let mut names = HashMap::new();
+    for _ in 0..ATTEMPTS {
+        if read(&mut Snapshot::new(tid), layout, interpreter, &mut names) == Ok(true) {
+            break;
+        }
+    }
+    names
+}
+
+/// Whether all threads that are there agree.
+fn read(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    interpreter: &Interpreter,
+    names: &mut HashMap<u64, String>,
+) -> Result<bool, Torn> {
+    let modules = memory.word("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
+    let Some(threading) = item(memory, layout, modules, "threading")? else { return Ok(true) };
+    let [active] = attributes(memory, layout, threading, ["_active"])?;
+    let Some(active) = active else { return Ok(true) };
+    let pairs = pairs(memory, layout, active)?;
+    memory.fetch(pairs.iter().flat_map(|(key, thread)| [(*key, 32), (*thread, 64)]));
+    let mut whole = true;
+    for (key, thread) in pairs {
+        match entry(memory, layout, key, thread) {
+            Some((pthread, name)) => drop(names.insert(pthread, name)),
+            None => whole = false,
+        }
+    }
+    Ok(whole)
+}
+
+fn entry(memory: &mut Snapshot, layout: &Layout, key: u64, thread: u64) -> Option<(u64, String)> {
+    let pthread = number(memory, layout, key)?;
+    let [name, ident] = attributes(memory, layout, thread, ["_name", "_ident"]).ok()?;
+    let agrees = number(memory, layout, ident?)? == pthread;
+    let name = string(memory, layout, name?).ok()?;
+    agrees.then_some((pthread, name))
+}

@@ -1,0 +1,124 @@
+//! Interpreters and their threads.
+//!
+//! Threads come and go while the lists are read. Each is doubly linked and new threads are put in front, so a list in which
+//! every thread agrees with its neighbours misses none that lived all the time; it may still hold one that has just ended.
+
+use crate::memory;
+
+use super::{
+    layout::Layout,
+    memory::{Snapshot, Torn},
+};
+
+/// Interpreters and threads at most; more are a list that runs in a circle.
+const MOST: usize = 1 << 16;
+/// How often a list is read again when it changes meanwhile.
+const ATTEMPTS: usize = 50;
+/// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
+const TID_IN_PTHREAD: u64 = 0x2d0;
+
+/// One interpreter of a process.
+#[derive(Debug, Clone)]
+pub(super) struct Interpreter {
+    pub address: u64,
+    /// Its lock; 0 when there is none yet.
+    pub gil: u64,
+    pub threads: Vec<Thread>,
+}
+
+/// What an interpreter keeps for one thread.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Thread {
+    pub address: u64,
+    /// What `pthread_self` returns in it.
+    pub pthread: u64,
+    /// The kernel's thread id in the PID namespace of the process; 0 when it cannot be told.
+    pub tid: i32,
+}
+
+/// All interpreters, the newest first, as `runtime` knows them.
+pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
+    let mut last = Torn { what: "the list of interpreters", address: runtime };
+    for _ in 0..ATTEMPTS {
+        match read(tid, layout, runtime) {
+            Ok(found) => return Ok(found),
+            Err(torn) => last = torn,
+        }
+    }
+    Err(last)
+}
+
+fn word(tid: i32, what: &'static str, address: u64) -> Result<u64, Torn> {
+    let mut bytes = [0; 8];
+    match memory::read(tid, address, &mut bytes) {
+        Ok(8) => Ok(u64::from_le_bytes(bytes)),
+        _ => Err(Torn { what, address }),
+    }
+}
+
+fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
+    const INTERPRETER: &str = "an interpreter";
+    let mut found = Vec::new();
+    let mut address = word(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
+    while address != 0 {
+        if found.len() >= MOST {
+            return Err(Torn { what: "the end of the list of interpreters", address });
+        }
+        let gil = match (layout.runtime_gil, layout.interpreter_gil) {
+            (Some(offset), _) => runtime.wrapping_add(offset),
+            (None, Some(offset)) => word(tid, INTERPRETER, address.wrapping_add(offset))?,
+            (None, None) => 0,
+        };
+        found.push(Interpreter { address, gil, threads: threads(tid, layout, address)? });
+        address = word(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
+    }
+    Ok(found)
+}
+
+fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, Torn> {
+    const THREAD: &str = "the state of a thread";
+    const LIST: &str = "the list of threads";
+    let mut found = Vec::new();
+    let mut before = 0;
+    let mut bytes = vec![0; layout.thread_size as usize];
+    let mut address = word(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
+    while address != 0 {
+        if !matches!(memory::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
+            return Err(Torn { what: THREAD, address });
+        }
+        let field = |offset: u64| {
+            let bytes = bytes.get(offset as usize..offset as usize + 8);
+            u64::from_le_bytes(bytes.and_then(|bytes| bytes.try_into().ok()).unwrap_or_default())
+        };
+        let neighbours = field(layout.thread_previous) == before && field(layout.thread_interpreter) == interpreter;
+        if !neighbours || found.len() >= MOST {
+            return Err(Torn { what: LIST, address });
+        }
+        let pthread = field(layout.thread_id);
+        let kernel = match layout.thread_native_id {
+            Some(offset) => field(offset) as i32,
+            None => tid_of_pthread(tid, pthread),
+        };
+        found.push(Thread { address, pthread, tid: kernel });
+        before = address;
+        address = field(layout.thread_next);
+    }
+    Ok(found)
+}
+
+/// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
+fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
+    let mut bytes = [0; 4];
+    match memory::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
+        Ok(4) => i32::from_le_bytes(bytes),
+        _ => 0,
+    }
+}
+
+/// Whether a thread holds the lock of its interpreter.
+pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
+    const GIL: &str = "the lock of an interpreter";
+    gil != 0
+        && memory.half(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
+        && memory.word(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
+}
