@@ -16,6 +16,7 @@ mod images;
 mod memory;
 pub mod merge;
 mod native;
+mod perf_map;
 mod places;
 mod pool;
 mod process;

@@ -156,7 +156,7 @@ impl Symbolizer {
 
     fn place<'a>(&self, raw: &'a RawPlace, modules: &mut HashMap<&'a str, Arc<str>>) -> Place {
         let known = raw.image.as_ref().and_then(|image| self.objects.get(&image.id));
-        let name = known.and_then(|known| known.names.get(&raw.address())?.clone());
+        let name = known.and_then(|known| known.names.get(&raw.address())?.clone()).or_else(|| raw.name.clone());
         let python = || raw.image.as_ref()?.python.get()?.as_deref()?.name(raw.address());
         let name = name.or_else(|| python().map(Into::into));
         let sources = known.and_then(|known| known.sources.get(&raw.address())).map_or(&[][..], |sources| sources);
