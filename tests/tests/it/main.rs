@@ -6,6 +6,7 @@ mod collector;
 mod end_to_end;
 mod hook;
 mod launch;
+mod metrics;
 mod mpi;
 mod namespaces;
 mod report;

@@ -1,0 +1,212 @@
+//! `/metrics` of a real job on the simulated device: names, labels and values, checked by promtool, scraped by a real Prometheus,
+//! and judged by DLRover's own diagnosis.
+
+mod tools;
+
+use std::{collections::BTreeMap, time::Duration};
+
+use serde_json::Value;
+use xpu_timer_tests::{Job, PATIENCE, Process, http, skip, wait_until};
+
+use tools::{Prometheus, dlrover_python, promtool};
+
+/// One line of a page: name, labels, value.
+#[derive(Debug, Clone)]
+struct Sample {
+    name: String,
+    labels: BTreeMap<String, String>,
+    value: f64,
+}
+
+impl Sample {
+    fn label(&self, name: &str) -> &str {
+        self.labels.get(name).map_or("", String::as_str)
+    }
+}
+
+fn page(job: &Job) -> String {
+    http("GET", job.port + 1, "/metrics").expect("the metrics endpoint answers").1
+}
+
+/// The samples of a page whose name is `name`. No label value of these jobs has a quote or a comma in it.
+fn samples(page: &str, name: &str) -> Vec<Sample> {
+    let of_name = page.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])));
+    of_name
+        .map(|line| {
+            let (head, value) = line.rsplit_once(' ').expect("a value");
+            let labels = head.split_once('{').map_or("", |(_, labels)| labels.trim_end_matches('}'));
+            let pairs = labels.split(',').filter_map(|pair| pair.split_once('='));
+            Sample {
+                name: name.into(),
+                labels: pairs.map(|(name, value)| (name.into(), value.trim_matches('"').into())).collect(),
+                value: value.parse().unwrap_or_else(|_| panic!("no number: {line}")),
+            }
+        })
+        .collect()
+}
+
+fn job() -> Job {
+    Job::new()
+        .with("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL", "1")
+        .with("XPU_TIMER_DEREGISTER_TIME", "3")
+        .with("XPU_TIMER_JOB", "measured")
+}
+
+const COLLECTIVES: [&str; 5] = ["AVG_LATENCY", "MAX_LATENCY", "P99_LATENCY", "MIN_LATENCY", "BANDWIDTH"];
+
+/// Waits until every rank has a series of its all-reduces.
+fn wait_measured(job: &Job, ranks: usize) -> String {
+    let mut text = String::new();
+    wait_until(PATIENCE, "every rank has its series", || {
+        text = http("GET", job.port + 1, "/metrics").map(|answer| answer.1).unwrap_or_default();
+        let series = samples(&text, "XPU_TIMER_COLL_KERNEL_BANDWIDTH");
+        let of_rank = |rank: usize| series.iter().any(|sample| sample.label("rank") == rank.to_string());
+        (0..ranks).all(of_rank)
+    });
+    text
+}
+
+#[test]
+fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
+    let job = job();
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let text = wait_measured(&job, 2);
+
+    let common = ["ip", "job_name", "local_rank", "pod_name", "rank"];
+    let mut expected: Vec<&str> =
+        common.into_iter().chain(["algorithm", "dtype", "level", "operation", "small", "transport"]).collect();
+    expected.sort_unstable();
+    let all: Vec<Vec<Sample>> =
+        COLLECTIVES.iter().map(|part| samples(&text, &format!("XPU_TIMER_COLL_KERNEL_{part}"))).collect();
+    for sample in all.iter().flatten() {
+        assert_eq!(sample.labels.keys().map(String::as_str).collect::<Vec<_>>(), expected, "{sample:?}");
+    }
+    // 1,024 floats: 2 ranks put them on the bus once, and that is not small any more.
+    let reduces = |samples: &[Sample]| {
+        let of_four_bytes = |sample: &&Sample| sample.label("dtype") == "fp32" && sample.label("small") == "0";
+        samples.iter().filter(of_four_bytes).find(|sample| sample.label("rank") == "1").cloned()
+    };
+    let [average, max, p99, min, bandwidth] =
+        [0, 1, 2, 3, 4].map(|part| reduces(&all[part]).unwrap_or_else(|| panic!("{}: {text}", COLLECTIVES[part])));
+    assert_eq!(average.label("operation"), "AllReduce");
+    assert_eq!(average.label("algorithm"), "RING_LL", "the kernel's name tells it");
+    assert_eq!((average.label("transport"), average.label("local_rank")), ("IntraNode", "1"));
+    assert_eq!(
+        (average.label("job_name"), average.label("pod_name"), average.label("ip")),
+        ("measured", "NOT_SET", "NOT_SET")
+    );
+    assert!(0.0 < min.value && min.value <= average.value && average.value <= max.value, "{min:?} {average:?} {max:?}");
+    assert!(min.value <= p99.value && p99.value <= max.value, "{p99:?}");
+    // Latency is device time in microseconds, and bandwidth is bits over it, of the same operations.
+    let gbps = 1024.0 * 32.0 / 1e3 / average.value;
+    assert!((bandwidth.value / gbps - 1.0).abs() < 0.02, "{bandwidth:?}, {gbps} of {average:?}");
+
+    for (name, least) in
+        [("xpu_timer_kernels_launched_total", 9.0 * 20.0), ("xpu_timer_collectives_launched_total", 20.0)]
+    {
+        let counted = samples(&text, name);
+        assert!(counted.len() == 2 && counted.iter().all(|sample| sample.value >= least), "{counted:?}");
+    }
+    for name in
+        ["xpu_timer_operations_dropped_total", "xpu_timer_operations_missed_total", "xpu_timer_hook_panics_total"]
+    {
+        assert!(samples(&text, name).iter().all(|sample| sample.value == 0.0), "{text}");
+    }
+    for part in ["HANG", "START_DUMP", "END_DUMP", "POOL_QUEUE_SIZE", "WORK_QUEUE_SIZE"] {
+        let gauge = samples(&text, &format!("XPU_TIMER_COMMON_{part}"));
+        assert_eq!(gauge.len(), 2, "{part}: {text}");
+        assert!(gauge.iter().all(|sample| sample.labels.len() == common.len()), "{gauge:?}");
+    }
+    let memory = samples(&text, "XPU_TIMER_MEMORY_COUNTER");
+    let of = |operation: &str, kind: &str| {
+        memory
+            .iter()
+            .any(|sample| sample.label("operation") == operation && sample.label("kind") == kind && sample.value > 0.0)
+    };
+    assert!(of("cudaMalloc", ""), "{memory:?}");
+    match promtool() {
+        // The one thing that is not by the conventions is a name that is kept.
+        Ok(promtool) => {
+            let kept = "exit status: 3: XPU_TIMER_MEMORY_COUNTER metric name should not include type 'counter'\n";
+            assert_eq!(tools::check(&promtool, &text), kept, "{text}");
+        }
+        Err(reason) => skip(&reason),
+    }
+}
+
+#[test]
+fn a_series_that_falls_silent_goes_away_and_the_rank_stays() {
+    let job = job().with("XPU_TIMER_HANG_TIMEOUT", "600").with("XPU_TIMER_IDLE_TIMEOUT", "0");
+    let _ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "60"]);
+    wait_measured(&job, 2);
+    wait_until(PATIENCE, "the series are gone", || !page(&job).contains("\nXPU_TIMER_COLL_KERNEL_"));
+    let text = page(&job);
+    assert_eq!(samples(&text, "XPU_TIMER_COMMON_HANG").len(), 2, "{text}");
+    let launched = samples(&text, "xpu_timer_collectives_launched_total");
+    assert!(launched.len() == 2 && launched.iter().all(|sample| sample.value > 0.0), "{launched:?}");
+    // The rank that waits for its peer has one operation that does not complete.
+    let waiting: f64 = samples(&text, "XPU_TIMER_COMMON_WORK_QUEUE_SIZE").iter().map(|sample| sample.value).sum();
+    assert!(waiting >= 1.0, "{text}");
+}
+
+#[test]
+fn a_real_prometheus_scrapes_the_job() {
+    let job = job();
+    let _ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    wait_measured(&job, 2);
+    let prometheus = match Prometheus::start(&job) {
+        Ok(prometheus) => prometheus,
+        Err(reason) => return skip(&reason),
+    };
+    let value = |query: &str| -> Vec<(String, String)> {
+        let answer = prometheus.query(query);
+        let results = answer["data"]["result"].as_array().cloned().unwrap_or_default();
+        let pick = |result: &Value| {
+            let text = |value: &Value| value.as_str().unwrap_or_default().to_string();
+            (text(&result["metric"]["rank"]), text(&result["value"][1]))
+        };
+        let mut found: Vec<(String, String)> = results.iter().map(pick).collect();
+        found.sort();
+        found
+    };
+    wait_until(PATIENCE, "the job is scraped", || value("up{job=\"xpu_timer\"}").iter().any(|(_, up)| up == "1"));
+    let both = |value: &str| ["0", "1"].map(|rank| (rank.to_string(), value.to_string())).to_vec();
+    wait_until(PATIENCE, "the ranks are healthy", || value("XPU_TIMER_COMMON_HANG") == both("0"));
+    wait_until(PATIENCE, "the bandwidth is there", || {
+        let found = value("max by (rank) (XPU_TIMER_COLL_KERNEL_BANDWIDTH{operation=\"AllReduce\"})");
+        found.len() == 2 && found.iter().all(|(_, gbps)| gbps.parse::<f64>().is_ok_and(|gbps| gbps > 0.0))
+    });
+    let rate = "rate(xpu_timer_kernels_launched_total[30s]) > 0";
+    wait_until(PATIENCE, "counters are counters", || value(rate).len() == 2);
+}
+
+/// DLRover's judge reads pages over five minutes: what it is given are pages of this job, one of each state, at such times.
+#[test]
+fn dlrovers_judge_tells_the_hung_job_from_the_healthy_one() {
+    let python = match dlrover_python() {
+        Ok(python) => python,
+        Err(reason) => return skip(&reason),
+    };
+    let job = job().with("XPU_TIMER_HANG_TIMEOUT", "3");
+    let judge = |state: &str| {
+        let mut command = job.command(&python);
+        command.arg(xpu_timer_tests::tree().join("tests/tests/it/metrics/judge.py")).arg(state);
+        let output = Process::spawn(command.env("XPU_TIMER_PORT", (job.port + 1).to_string()).env("NO_PROXY", "*"))
+            .wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
+        output.stdout.lines().last().unwrap_or_default().to_string()
+    };
+    let mut collector =
+        Process::spawn(job.command(xpu_timer_tests::artifacts().bin("xpu_timer_collector")).arg("node"));
+    wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
+    assert_eq!(judge("empty"), "healthy", "a node on which no rank runs is not hung");
+    let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "400"]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    assert_eq!(judge("healthy"), "healthy");
+    let _ = job.wait_incident(1, Duration::from_secs(90));
+    assert_eq!(judge("hung"), "hung");
+    drop(ranks);
+    collector.signal(nix::sys::signal::Signal::SIGTERM);
+    wait_until(PATIENCE, "the collector ends", || collector.try_wait().is_some());
+}
