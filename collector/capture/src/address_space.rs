@@ -1,8 +1,13 @@
 //! The mappings of one process and the objects behind them.
 
-use std::{cell::OnceCell, sync::Arc};
+use std::{
+    cell::{OnceCell, RefCell},
+    collections::HashMap,
+    rc::Rc,
+    sync::Arc,
+};
 
-use crate::{image::Image, images::Images, perf_map::PerfMap, procfs::Mapping};
+use crate::{Error, image::Image, images::Images, mappings::Mappings, perf_map::PerfMap, procfs::Mapping};
 
 /// The mappings of one process, at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
@@ -10,12 +15,15 @@ pub(crate) struct AddressSpace<'a> {
     pid: i32,
     /// A live thread; the leader may have ended.
     tid: i32,
-    mappings: Vec<(Mapping, OnceCell<Option<Located>>)>,
+    mappings: Mappings,
+    /// By the start of the mapping.
+    located: RefCell<HashMap<u64, Option<Rc<Located>>>>,
+    /// The one asked for last: callers often lie in the object of their callees.
+    last: RefCell<Option<(Rc<Mapping>, Option<Rc<Located>>)>>,
     perf_map: OnceCell<PerfMap>,
 }
 
 /// An object, and where it is mapped.
-#[derive(Clone)]
 pub(crate) struct Located {
     pub image: Arc<Image>,
     /// Address in the process less address in the file.
@@ -23,20 +31,23 @@ pub(crate) struct Located {
 }
 
 impl<'a> AddressSpace<'a> {
-    pub fn new(images: &'a Images, pid: i32, tid: i32, mut mappings: Vec<Mapping>) -> Self {
-        mappings.sort_by_key(|mapping| mapping.start);
-        let mappings = mappings.into_iter().map(|mapping| (mapping, OnceCell::new())).collect();
-        AddressSpace { images, pid, tid, mappings, perf_map: OnceCell::new() }
-    }
-
-    fn entry(&self, address: u64) -> Option<&(Mapping, OnceCell<Option<Located>>)> {
-        let after = self.mappings.partition_point(|(mapping, _)| mapping.start <= address);
-        self.mappings.get(after.checked_sub(1)?).filter(|(mapping, _)| address < mapping.end)
+    /// Of a process, by one of its live threads.
+    pub fn open(images: &'a Images, pid: i32, tid: i32) -> Result<Self, Error> {
+        let mappings = Mappings::open(pid, tid)?;
+        Ok(AddressSpace {
+            images,
+            pid,
+            tid,
+            mappings,
+            located: RefCell::default(),
+            last: RefCell::default(),
+            perf_map: OnceCell::new(),
+        })
     }
 
     /// The mapping that holds an address.
-    pub fn mapping(&self, address: u64) -> Option<&Mapping> {
-        self.entry(address).map(|(mapping, _)| mapping)
+    pub fn mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+        self.mappings.at(address)
     }
 
     pub fn is_executable(&self, address: u64) -> bool {
@@ -44,22 +55,36 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// The object that holds an address; `None` for anonymous memory and for files that cannot be had.
-    pub fn located(&self, address: u64) -> Option<&Located> {
-        let (mapping, located) = self.entry(address)?;
-        let located = located.get_or_init(|| {
-            let image = self.images.get(self.pid, self.tid, mapping, self.first(mapping))?;
-            let bias = image.bias(mapping)?;
-            Some(Located { image, bias })
+    pub fn located(&self, address: u64) -> Option<Rc<Located>> {
+        if let Some((mapping, located)) = &*self.last.borrow()
+            && mapping.start <= address
+            && address < mapping.end
+        {
+            return located.clone();
+        }
+        let mapping = self.mapping(address)?;
+        let known = self.located.borrow().get(&mapping.start).cloned();
+        let located = known.unwrap_or_else(|| {
+            let located = self.locate(&mapping).map(Rc::new);
+            self.located.borrow_mut().insert(mapping.start, located.clone());
+            located
         });
-        located.as_ref()
+        *self.last.borrow_mut() = Some((mapping, located.clone()));
+        located
+    }
+
+    fn locate(&self, mapping: &Mapping) -> Option<Located> {
+        let image = self.images.get(self.pid, self.tid, mapping, || self.first(mapping))?;
+        let bias = image.bias(mapping)?;
+        Some(Located { image, bias })
     }
 
     /// The mapping of the first byte of the file that a mapping is of, the nearest one below it.
-    fn first(&self, mapping: &Mapping) -> Option<&Mapping> {
-        let below = self.mappings.partition_point(|(other, _)| other.start <= mapping.start);
+    fn first(&self, mapping: &Mapping) -> Option<Rc<Mapping>> {
+        let below = self.mappings.all().iter().rev().filter(|other| other.start <= mapping.start);
         let same =
-            |other: &&Mapping| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
-        self.mappings[..below].iter().rev().map(|(other, _)| other).find(same)
+            |other: &&Rc<Mapping>| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
+        below.into_iter().find(same).cloned()
     }
 
     /// What the process tells of the code that it made at run time; read when it is first asked for.
@@ -67,7 +92,13 @@ impl<'a> AddressSpace<'a> {
         self.perf_map.get_or_init(|| PerfMap::of(self.pid))
     }
 
-    pub fn mappings(&self) -> impl Iterator<Item = &Mapping> {
-        self.mappings.iter().map(|(mapping, _)| mapping)
+    /// The mappings of code that lies in files, ascending.
+    pub fn code(&self) -> Vec<Rc<Mapping>> {
+        self.mappings.code()
+    }
+
+    /// The lowest of them, which mostly is of the program itself.
+    pub fn first_code(&self) -> Option<Rc<Mapping>> {
+        self.mappings.next_code(0)
     }
 }

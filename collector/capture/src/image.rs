@@ -21,8 +21,10 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 
-use crate::{Error, procfs::Mapping, python::Runtime};
+use crate::{Error, debug_file::debug_file, procfs::Mapping, python::Runtime};
 
+/// Larger tables that only debuggers need are not unpacked: whole libraries have other rules.
+const MAX_DEBUG_FRAMES: u64 = 64 << 20;
 /// Rows kept of one object. Deep stacks and many ranks come by the same few hundred addresses.
 const KEPT_ROWS: usize = 8192;
 
@@ -69,6 +71,30 @@ struct Section {
     address: u64,
 }
 
+/// The bytes of `.debug_frame`.
+enum DebugFrames {
+    /// Where they lie in the object.
+    Own(Range<usize>),
+    /// They were compressed, or are those of the separate debug file.
+    Copied(Vec<u8>),
+}
+
+impl DebugFrames {
+    fn of(elf: &Elf<'_>, own: bool) -> Option<Self> {
+        let section = elf.section_by_name(".debug_frame").filter(|section| section.size() > 0)?;
+        let place = section.compressed_file_range().ok()?;
+        if own && place.format == object::CompressionFormat::None {
+            let start = usize::try_from(place.offset).ok()?;
+            let end = start.checked_add(usize::try_from(place.compressed_size).ok()?)?;
+            return (end <= elf.data().len()).then_some(DebugFrames::Own(start..end));
+        }
+        if place.uncompressed_size > MAX_DEBUG_FRAMES {
+            return None;
+        }
+        Some(DebugFrames::Copied(section.uncompressed_data().ok()?.into_owned()))
+    }
+}
+
 /// One ELF object with its unwind tables.
 pub(crate) struct Image {
     /// Names the object within this process.
@@ -82,7 +108,9 @@ pub(crate) struct Image {
     loads: Vec<Load>,
     eh_frame: Option<Section>,
     eh_frame_hdr: Option<Section>,
-    debug_frame: Option<Section>,
+    debug_frame: OnceLock<Option<DebugFrames>>,
+    /// Its file system may not answer.
+    remote: bool,
     text: u64,
     got: u64,
     /// When it was asked for last, by the clock of [`crate::images::Images`].
@@ -112,7 +140,8 @@ impl Row {
 impl Image {
     pub fn of_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::Image { path: path.into(), reason: error.to_string() };
-        let image = Self::parse(map_file(file).map_err(failed)?, path, root)?;
+        let mut image = Self::parse(map_file(file).map_err(failed)?, path, root)?;
+        image.remote = remote;
         if remote {
             // The pages come now, where somebody waits with patience, and an error is an error and not a SIGBUS.
             image.populate().map_err(failed)?;
@@ -156,8 +185,7 @@ impl Image {
             let section = elf.section_by_name(name)?;
             let (offset, size) = section.file_range()?;
             let range = usize::try_from(offset).ok()?..usize::try_from(offset.checked_add(size)?).ok()?;
-            // A compressed section would have to be unpacked for its life; compilers never compress unwind tables but
-            // .debug_frame, which is the last resort.
+            // Compilers never compress these.
             let plain = section.compressed_file_range().ok()?.format == object::CompressionFormat::None;
             (range.end <= bytes.len() && plain).then_some(Section { range, address: section.address() })
         };
@@ -171,7 +199,8 @@ impl Image {
             loads,
             eh_frame: section(".eh_frame"),
             eh_frame_hdr: section(".eh_frame_hdr"),
-            debug_frame: section(".debug_frame"),
+            debug_frame: OnceLock::new(),
+            remote: false,
             text: address(".text"),
             got: address(".got"),
             used: AtomicU64::new(0),
@@ -196,6 +225,23 @@ impl Image {
 
     fn slice(&self, section: &Section) -> &[u8] {
         &self.bytes[section.range.clone()]
+    }
+
+    /// `.debug_frame`: the rules that only debuggers need, for code without others. It is searched for at the first such code.
+    fn debug_frame(&self) -> Option<&[u8]> {
+        let frames = self.debug_frame.get_or_init(|| {
+            let own = self.elf().and_then(|elf| DebugFrames::of(&elf, true));
+            // The folders that a debug file may lie in are on the same file system as the object.
+            own.or_else(|| {
+                let file = if self.remote { None } else { debug_file(self) }?;
+                let elf = ElfFile64::<object::LittleEndian>::parse(&*file).ok()?;
+                DebugFrames::of(&elf, false)
+            })
+        });
+        match frames.as_ref()? {
+            DebugFrames::Own(range) => Some(&self.bytes[range.clone()]),
+            DebugFrames::Copied(bytes) => Some(bytes),
+        }
     }
 
     /// The rules for the function at `address`; `None` when no table covers it.
@@ -239,7 +285,7 @@ impl Image {
                 return Some(Row::new(row, signal, RuleSection::EhFrame));
             }
         }
-        let debug_frame = DebugFrame::new(self.slice(self.debug_frame.as_ref()?), LittleEndian);
+        let debug_frame = DebugFrame::new(self.debug_frame()?, LittleEndian);
         let fde = debug_frame.fde_for_address(&bases, address, DebugFrame::cie_from_offset).ok()?;
         let signal = fde.is_signal_trampoline();
         let row = fde.unwind_info_for_address(&debug_frame, &bases, context, address).ok()?;
@@ -276,9 +322,7 @@ impl Image {
             RuleSection::EhFrame => {
                 expression.get(&EhFrame::new(self.slice(self.eh_frame.as_ref()?), LittleEndian)).ok()
             }
-            RuleSection::DebugFrame => {
-                expression.get(&DebugFrame::new(self.slice(self.debug_frame.as_ref()?), LittleEndian)).ok()
-            }
+            RuleSection::DebugFrame => expression.get(&DebugFrame::new(self.debug_frame()?, LittleEndian)).ok(),
         }
     }
 

@@ -8,6 +8,7 @@ use std::{
     hash::{DefaultHasher, Hash, Hasher},
     os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
+    rc::Rc,
     sync::{
         Arc, Mutex, MutexGuard, PoisonError,
         atomic::{AtomicU64, Ordering},
@@ -52,9 +53,15 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// The object behind a mapping of a process; `first` is the mapping of the object's first byte. Nothing is opened with a
+    /// The object behind a mapping of a process; `first` finds the mapping of the object's first byte. Nothing is opened with a
     /// lock held, because a process in trouble can make that wait.
-    pub fn get(&self, pid: i32, tid: i32, mapping: &Mapping, first: Option<&Mapping>) -> Option<Arc<Image>> {
+    pub fn get(
+        &self,
+        pid: i32,
+        tid: i32,
+        mapping: &Mapping,
+        first: impl FnOnce() -> Option<Rc<Mapping>>,
+    ) -> Option<Arc<Image>> {
         if mapping.path == "[vdso]" {
             let bytes = memory::read_exact(tid, mapping.start, (mapping.end - mapping.start) as usize).ok()?;
             let key = Key::Memory { hash: hash(&bytes), size: bytes.len() };
@@ -80,7 +87,7 @@ impl Images {
             })
         });
         from_file.or_else(|| {
-            let start = first?.start;
+            let start = first()?.start;
             let headers = self.ask(remote, mapping.device, Source::Memory, move || Headers::read(tid, start))??;
             let key = hash(&(&headers.bytes, &path, mapping.device, mapping.inode));
             let key = Key::Memory { hash: key, size: headers.bytes.len() };

@@ -8,11 +8,13 @@
 
 mod address_space;
 mod children;
+mod debug_file;
 pub mod dump;
 mod error;
 mod from_memory;
 mod image;
 mod images;
+mod mappings;
 mod memory;
 pub mod merge;
 mod native;

@@ -1,6 +1,7 @@
 //! Reading the memory of another process, and the copies of it that are unwound.
 
 use std::{
+    cell::RefCell,
     fs::File,
     io::{self, IoSliceMut},
     os::unix::fs::FileExt,
@@ -12,7 +13,10 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::Error;
+use crate::{Error, address_space::AddressSpace};
+
+/// Below the stack pointer a function may use this much without moving it.
+const RED_ZONE: u64 = 128;
 
 /// Copies memory of a process; `tid` may be any of its live threads. Fewer bytes than asked for come back when the rest is
 /// not mapped.
@@ -49,12 +53,25 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// Copies at most `length` bytes.
-    pub fn read(tid: i32, start: u64, length: usize) -> Result<Self, Error> {
-        let mut bytes = vec![0; length];
-        let read = read(tid, start, &mut bytes)?;
-        bytes.truncate(read);
-        Ok(Region { start, bytes })
+    /// Copies as many bytes as there are in `room`, or until the mapped memory ends.
+    pub fn read_into(tid: i32, start: u64, mut room: Vec<u8>) -> Result<Self, Error> {
+        let read = read(tid, start, &mut room)?;
+        room.truncate(read);
+        Ok(Region { start, bytes: room })
+    }
+
+    /// A stack from `sp` upwards, with what a function may use below it without moving it.
+    pub fn read_stack(tid: i32, sp: u64, space: &AddressSpace<'_>, mut room: Vec<u8>) -> Result<Self, Error> {
+        let start = sp.saturating_sub(RED_ZONE);
+        // The main thread's stack may have grown since its mapping was looked up; then the read ends where it has to.
+        let (start, end) =
+            space.mapping(sp).map_or((start, u64::MAX), |mapping| (start.max(mapping.start), mapping.end));
+        room.truncate(usize::try_from(end - start).unwrap_or(usize::MAX));
+        Region::read_into(tid, start, room)
+    }
+
+    fn end(&self) -> u64 {
+        self.start + self.bytes.len() as u64
     }
 
     fn get(&self, address: u64, size: usize) -> Option<&[u8]> {
@@ -63,17 +80,72 @@ impl Region {
     }
 }
 
-/// The copied pieces of one thread: its stack, and whatever else its unwinding turned out to need.
-#[derive(Debug, Clone, Default)]
-pub(crate) struct Regions(pub Vec<Region>);
+/// Bytes copied at first where something turns out to be needed; pieces that prove too short grow by as much as they have.
+const PIECE: usize = 16 << 10;
+/// Bytes copied for one thread at most.
+const LIMIT: usize = 64 << 20;
 
-impl Regions {
+/// What the unwinding of one thread looks at: its stack, and whatever else it turns out to need.
+pub(crate) struct Memory<'a> {
+    regions: RefCell<Vec<Region>>,
+    /// Where more is to be had; `None` for a thread that stood still only while what is here was copied.
+    more: Option<(i32, &'a AddressSpace<'a>)>,
+}
+
+impl<'a> Memory<'a> {
+    /// Memory of a thread that sleeps, copied as it is looked at.
+    pub fn of_sleeper(tid: i32, space: &'a AddressSpace<'a>) -> Self {
+        Memory { regions: RefCell::default(), more: Some((tid, space)) }
+    }
+
+    /// These pieces and nothing else.
+    pub fn of_copies(regions: Vec<Region>) -> Self {
+        Memory { regions: RefCell::new(regions), more: None }
+    }
+
     /// An unsigned number of `size` bytes, at most 8.
     pub fn number(&self, address: u64, size: usize) -> Option<u64> {
-        let bytes = self.0.iter().find_map(|region| region.get(address, size))?;
+        let known = self.copied(address, size);
+        known.or_else(|| self.fetch(address).and_then(|()| self.copied(address, size)))
+    }
+
+    fn copied(&self, address: u64, size: usize) -> Option<u64> {
+        let regions = self.regions.borrow();
+        let bytes = regions.iter().find_map(|region| region.get(address, size))?;
         let mut number = [0; 8];
         number.get_mut(..size)?.copy_from_slice(bytes);
         Some(u64::from_le_bytes(number))
+    }
+
+    fn fetch(&self, address: u64) -> Option<()> {
+        let (tid, space) = self.more?;
+        let mapping = space.mapping(address).filter(|mapping| mapping.readable)?;
+        let mut regions = self.regions.borrow_mut();
+        if regions.iter().map(|region| region.bytes.len()).sum::<usize>() >= LIMIT {
+            return None;
+        }
+        // Most of the time it is the stack that goes on.
+        let near = |region: &&mut Region| {
+            region.start <= address && address < region.end() + region.bytes.len() as u64 && region.end() < mapping.end
+        };
+        if let Some(region) = regions.iter_mut().find(near) {
+            let end = region.end();
+            let length =
+                usize::try_from(mapping.end - end).unwrap_or(LIMIT).min(region.bytes.len().max(PIECE)).min(LIMIT);
+            region.bytes.extend_from_slice(&Region::read_into(tid, end, vec![0; length]).ok()?.bytes);
+        } else {
+            let start = (address & !0xfff).max(mapping.start);
+            let length = usize::try_from(mapping.end - start).unwrap_or(PIECE).min(PIECE);
+            regions.push(Region::read_into(tid, start, vec![0; length]).ok()?);
+        }
+        Some(())
+    }
+
+    /// Copies the stack of a thread from `sp` upwards, as far as most stacks go.
+    pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
+        let Some((tid, space)) = self.more else { return Ok(()) };
+        self.regions.borrow_mut().push(Region::read_stack(tid, sp, space, vec![0; PIECE])?);
+        Ok(())
     }
 }
 
@@ -90,12 +162,26 @@ mod tests {
     }
 
     #[test]
+    fn memory_of_a_sleeper_is_copied_when_it_is_looked_at() {
+        let numbers: Vec<u64> = (0..1 << 16).collect();
+        let pid = std::process::id() as i32;
+        let images = crate::images::Images::default();
+        let space = AddressSpace::open(&images, pid, pid).unwrap();
+        let memory = Memory::of_sleeper(pid, &space);
+        memory.fetch_stack(numbers.as_ptr() as u64).unwrap();
+        for number in [0, 1, 3000, 60_000, 65_535, 5] {
+            assert_eq!(memory.number(&raw const numbers[number] as u64, 8), Some(number as u64));
+        }
+        assert_eq!(memory.number(8, 8), None);
+    }
+
+    #[test]
     fn numbers_lie_within_one_region() {
-        let regions = Regions(vec![Region { start: 100, bytes: vec![1, 0, 0, 0, 0, 0, 0, 0, 2] }]);
-        assert_eq!(regions.number(100, 8), Some(1));
-        assert_eq!(regions.number(108, 1), Some(2));
-        assert_eq!(regions.number(104, 8), None);
-        assert_eq!(regions.number(99, 1), None);
-        assert_eq!(regions.number(u64::MAX, 8), None);
+        let memory = Memory::of_copies(vec![Region { start: 100, bytes: vec![1, 0, 0, 0, 0, 0, 0, 0, 2] }]);
+        assert_eq!(memory.number(100, 8), Some(1));
+        assert_eq!(memory.number(108, 1), Some(2));
+        assert_eq!(memory.number(104, 8), None);
+        assert_eq!(memory.number(99, 1), None);
+        assert_eq!(memory.number(u64::MAX, 8), None);
     }
 }

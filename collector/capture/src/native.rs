@@ -8,24 +8,40 @@ use xpu_timer_proto::server::CaptureMethod;
 use crate::{
     Error,
     address_space::AddressSpace,
-    memory::{Region, Regions},
-    procfs::{self, Status, Syscall},
+    memory::{Memory, Region},
+    procfs::{self, Schedule, Status, Syscall},
     ptrace::Stop,
     registers::Registers,
     unwind::{End, RawFrame, unwind},
 };
 
-/// Bytes of a stack that are copied at first, and when that was not enough. Most stacks use a few KB, and a thread may stand
-/// still while they are copied.
-const COPIES: [usize; 3] = [64 << 10, 1 << 20, 64 << 20];
+/// Bytes of a stack that are copied at first during a stop, and when that was not enough. Most stacks use a few KB.
+const COPIES: [usize; 4] = [16 << 10, 128 << 10, 2 << 20, 64 << 20];
 /// Bytes copied around an address that lies elsewhere.
-const PIECE: usize = 256 << 10;
-/// Below the stack pointer a function may use this much without moving it.
-const RED_ZONE: u64 = 128;
+const PIECE: usize = 64 << 10;
 /// How long one thread may take to come to a stop.
 const STOP_PATIENCE: Duration = Duration::from_millis(250);
 /// How often a copy is widened.
-const WIDENINGS: usize = 5;
+const WIDENINGS: usize = 6;
+/// How often a thread that turns out to have moved is looked at again before it is stopped.
+const LOOKS: usize = 2;
+/// System calls that wait for what their names say: the kernel's stack tells nothing more of them.
+const PLAIN_WAITS: [i64; 14] = [
+    libc::SYS_futex,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_select,
+    libc::SYS_pselect6,
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_pause,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigsuspend,
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+];
 
 /// One thread as it was found.
 #[derive(Debug, Clone, Default)]
@@ -36,7 +52,6 @@ pub(crate) struct Thread {
     pub kernel_stack: Vec<String>,
     pub cpu_time_ns: u64,
     pub syscall: Option<i64>,
-    pub running: bool,
     pub method: CaptureMethod,
     pub frames: Vec<RawFrame>,
     /// Why `frames` is not whole.
@@ -51,82 +66,74 @@ pub(crate) enum Look {
     Done,
     /// It needs a stop.
     Stop,
-    /// It has ended meanwhile.
-    Gone,
 }
 
 impl Thread {
     /// Reads what `/proc` says of a thread.
     pub fn describe(pid: i32, tid: i32) -> Result<Self, Error> {
-        let status = procfs::status(pid, tid)?;
-        Ok(Thread {
-            tid,
-            status,
-            wchan: procfs::wchan(pid, tid),
-            kernel_stack: procfs::kernel_stack(pid, tid),
-            cpu_time_ns: procfs::thread_cpu_ns(pid, tid),
-            method: CaptureMethod::KernelOnly,
-            ..Thread::default()
-        })
+        let mut thread = Thread { tid, status: procfs::status(pid, tid)?, ..Thread::default() };
+        thread.method = CaptureMethod::KernelOnly;
+        thread.cpu_time_ns = Schedule::of(pid, tid).cpu_ns;
+        thread.look_into_kernel(pid);
+        Ok(thread)
     }
 
-    /// Takes the stack of a sleeping thread without stopping it.
-    pub fn look(&mut self, pid: i32, space: &AddressSpace<'_>, context: &mut UnwindContext<usize>) -> Look {
-        if matches!(self.status.letter(), b'Z' | b'X') {
-            self.incomplete = format!("the thread has ended: {}", self.status.state);
-            return Look::Done;
+    /// Where in the kernel the thread is.
+    fn look_into_kernel(&mut self, pid: i32) {
+        self.wchan = procfs::wchan(pid, self.tid);
+        let is_plain = self.syscall.is_some_and(|number| PLAIN_WAITS.contains(&number));
+        if self.status.letter() != b'S' || !is_plain {
+            self.kernel_stack = procfs::kernel_stack(pid, self.tid);
         }
-        let tid = self.tid;
-        let mut before = self.status.switches;
-        let mut last_status = None;
-        let taken = take(space, context, |limit, wanted| {
-            if let Some(status) = last_status.take() {
-                let status: Status = status;
-                before = status.switches;
+    }
+
+    /// Describes a thread, and takes its stack without stopping it when it sleeps. `None` when it has ended.
+    pub fn look(
+        pid: i32,
+        tid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) -> Option<(Self, Look)> {
+        let mut thread = Thread { tid, method: CaptureMethod::KernelOnly, ..Thread::default() };
+        let mut look = Look::Stop;
+        for _ in 0..LOOKS {
+            let schedule = Schedule::of(pid, tid);
+            thread.cpu_time_ns = schedule.cpu_ns;
+            thread.status = procfs::status(pid, tid).ok()?;
+            if matches!(thread.status.letter(), b'Z' | b'X') {
+                thread.incomplete = format!("the thread has ended: {}", thread.status.state);
+                look = Look::Done;
+                break;
             }
-            let syscall = procfs::syscall(pid, tid)?;
-            let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
-            let regions = copy(tid, registers.sp(), space, limit, wanted)?;
-            let after = procfs::status(pid, tid)?;
-            // A thread that was woken and runs has not been switched away from yet, so the count alone is no proof.
-            let unmoved = after.switches == before && after.letter() != b'R';
-            let number = match syscall {
-                Syscall::Blocked { number, .. } => number,
-                Syscall::Running => -1,
-            };
-            last_status = Some(after);
-            Ok(unmoved.then_some((registers, regions, number)))
-        });
-        match taken {
-            Ok(Some((frames, end, number))) => {
-                self.frames = frames;
-                self.syscall = Some(number);
-                self.method = CaptureMethod::ZeroStop;
-                self.incomplete = end.describe();
-                if let Some(status) = last_status {
-                    self.status = status;
+            match asleep(pid, tid, space, context) {
+                Ok(Some((frames, end, number))) => {
+                    if !slept(pid, tid, &schedule, &thread.status) {
+                        continue;
+                    }
+                    thread.frames = frames;
+                    thread.syscall = Some(number);
+                    thread.method = CaptureMethod::ZeroStop;
+                    thread.incomplete = end.describe();
+                    // Registers that only a stop can tell; everything else would be no better with one.
+                    if !matches!(end, End::Register(_)) {
+                        look = Look::Done;
+                    }
                 }
-                // The thread may have been on its way to sleep when it was described.
-                if self.wchan.is_empty() {
-                    self.wchan = procfs::wchan(pid, tid);
+                Ok(None) => {}
+                Err(error) if procfs::is_gone(&error) => return None,
+                Err(error) => {
+                    thread.incomplete = if procfs::is_denied(&error) {
+                        Error::Permission { pid, uid: thread.status.uid }.to_string()
+                    } else {
+                        error.to_string()
+                    };
+                    look = Look::Done;
                 }
-                // Registers that only a stop can tell; everything else would be no better with one.
-                if matches!(end, End::Register(_)) { Look::Stop } else { Look::Done }
             }
-            Ok(None) => {
-                self.running = true;
-                Look::Stop
-            }
-            Err(error) if procfs::is_gone(&error) => Look::Gone,
-            Err(error) => {
-                self.incomplete = if procfs::is_denied(&error) {
-                    Error::Permission { pid, uid: self.status.uid }.to_string()
-                } else {
-                    error.to_string()
-                };
-                Look::Done
-            }
+            break;
         }
+        thread.look_into_kernel(pid);
+        Some((thread, look))
     }
 
     /// Stops the thread and takes its stack, and does something else while it is stopped. When it has to be stopped again
@@ -150,23 +157,23 @@ impl Thread {
         let tid = self.tid;
         let mut longest = Duration::ZERO;
         let taken = take(space, context, |limit, wanted| {
+            let room = Room::new(limit, wanted);
             let stop = Stop::new(pid, tid, deadline)?;
             let registers = stop.registers()?;
-            let regions = copy(tid, registers.sp(), space, limit, wanted);
+            let regions = room.fill(tid, registers.sp(), space, wanted);
             also();
             longest = longest.max(stop.release());
-            Ok(Some((registers, regions?, 0)))
+            Ok((registers, regions?))
         });
         self.stopped = longest;
         match taken {
-            Ok(Some((frames, end, _))) => {
+            Ok((frames, end)) => {
                 self.frames = frames;
                 self.method = CaptureMethod::Ptrace;
                 self.incomplete = end.describe();
                 self.status.switches = procfs::status(pid, tid).map_or(self.status.switches, |status| status.switches);
                 Ok(())
             }
-            Ok(None) => Ok(()),
             Err(error) if procfs::is_gone(&error) => Err(error),
             Err(error) => {
                 self.note(&error.to_string());
@@ -183,21 +190,46 @@ impl Thread {
     }
 }
 
-type Copied = (Registers, Regions, i64);
+/// Unwinds a thread as it sleeps, on memory that is copied as the unwinding comes to it. `None` when it does not sleep. The
+/// number is that of the system call.
+fn asleep(
+    pid: i32,
+    tid: i32,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+) -> Result<Option<(Vec<RawFrame>, End, i64)>, Error> {
+    let syscall = procfs::syscall(pid, tid)?;
+    let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
+    let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
+    let memory = Memory::of_sleeper(tid, space);
+    memory.fetch_stack(registers.sp())?;
+    let (frames, end) = unwind(registers, &memory, space, context);
+    Ok(Some((frames, end, number)))
+}
 
-/// Copies and unwinds, and copies again more widely while that is what the unwinding lacks.
+/// Whether a thread has not run since its schedule was read. Being put on a CPU is counted before it happens, so an unchanged
+/// count proves it. The switches in the status are counted when a thread leaves a CPU, and need the state besides.
+fn slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
+    schedule.is_unchanged().unwrap_or_else(|| {
+        procfs::status(pid, tid)
+            .is_ok_and(|after| after.switches == before.switches && before.letter() != b'R' && after.letter() != b'R')
+    })
+}
+
+/// Copies during a stop and unwinds, and copies again more widely while that is what the unwinding lacks.
 fn take(
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
-    mut copied: impl FnMut(usize, &[u64]) -> Result<Option<Copied>, Error>,
-) -> Result<Option<(Vec<RawFrame>, End, i64)>, Error> {
+    mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), Error>,
+) -> Result<(Vec<RawFrame>, End), Error> {
     let [mut limit, wider @ ..] = COPIES;
     let mut wider = wider.into_iter();
     let mut wanted = Vec::new();
     let mut attempt = 0;
     loop {
-        let Some((registers, regions, number)) = copied(limit, &wanted)? else { return Ok(None) };
-        let (frames, end) = unwind(registers, &regions, space, context);
+        let (registers, regions) = copied(limit, &wanted)?;
+        let memory = Memory::of_copies(regions);
+        let (frames, end) = unwind(registers, &memory, space, context);
         attempt += 1;
         if let End::Memory(address) = end
             && attempt <= WIDENINGS
@@ -216,22 +248,29 @@ fn take(
                 continue;
             }
         }
-        return Ok(Some((frames, end, number)));
+        return Ok((frames, end));
     }
 }
 
-/// The stack from `sp` upwards, and a piece around each wanted address.
-fn copy(tid: i32, sp: u64, space: &AddressSpace<'_>, limit: usize, wanted: &[u64]) -> Result<Regions, Error> {
-    let mut regions = Vec::with_capacity(1 + wanted.len());
-    let stack = std::iter::once((sp, sp.saturating_sub(RED_ZONE), limit));
-    for (address, start, limit) in stack.chain(wanted.iter().map(|address| (*address, *address & !0xfff, PIECE))) {
-        // The main thread's stack may have grown since the mappings were read; then the read ends where it has to.
-        let (start, end) = match space.mapping(address) {
-            Some(mapping) => (start.max(mapping.start), mapping.end),
-            None => (start, u64::MAX),
-        };
-        let length = usize::try_from(end - start).unwrap_or(limit).min(limit);
-        regions.push(Region::read(tid, start, length)?);
+/// Room for copies, made before a stop so that during it there is nothing to do but to copy.
+struct Room {
+    stack: Vec<u8>,
+    pieces: Vec<Vec<u8>>,
+}
+
+impl Room {
+    fn new(limit: usize, wanted: &[u64]) -> Self {
+        // Fresh memory costs a fault a page when it is first written, which would be during the stop.
+        Room { stack: vec![1; limit], pieces: wanted.iter().map(|_| vec![1; PIECE]).collect() }
     }
-    Ok(Regions(regions))
+
+    /// Copies the stack from `sp` upwards, and a piece from each wanted address on.
+    fn fill(self, tid: i32, sp: u64, space: &AddressSpace<'_>, wanted: &[u64]) -> Result<Vec<Region>, Error> {
+        let mut regions = Vec::with_capacity(1 + wanted.len());
+        regions.push(Region::read_stack(tid, sp, space, self.stack)?);
+        for (address, room) in wanted.iter().zip(self.pieces) {
+            regions.push(Region::read_into(tid, address & !0xfff, room)?);
+        }
+        Ok(regions)
+    }
 }

@@ -45,14 +45,14 @@ impl Places {
         }
         let located = space.and_then(|space| space.located(frame.lookup()));
         let mapping = space.filter(|_| located.is_none()).and_then(|space| space.mapping(frame.lookup()));
-        let made = mapping.is_some_and(|mapping| mapping.executable && mapping.is_memory());
+        let made = mapping.as_ref().is_some_and(|mapping| mapping.executable && mapping.is_memory());
         let path =
             if made { RUN_TIME.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
         let name = space.filter(|_| made).and_then(|space| space.perf_map().find(frame.lookup()));
         let number = self.list.len() as u32;
         self.list.push(RawPlace {
             frame,
-            image: located.map(|located| Arc::clone(&located.image)),
+            image: located.as_ref().map(|located| Arc::clone(&located.image)),
             bias: located.map_or(0, |located| located.bias),
             path,
             name: name.map(Into::into),

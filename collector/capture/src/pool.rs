@@ -5,7 +5,7 @@
 
 use std::{
     collections::VecDeque,
-    sync::{Arc, Mutex, MutexGuard, PoisonError, mpsc},
+    sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError, mpsc},
     time::{Duration, Instant},
 };
 
@@ -93,7 +93,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 
 /// Threads that it is worth to have at work for something that computes.
 pub(crate) fn cpus() -> usize {
-    std::thread::available_parallelism().map_or(1, std::num::NonZero::get)
+    // It reads the limits of control groups, file by file.
+    static CPUS: OnceLock<usize> = OnceLock::new();
+    *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
 }
 
 #[cfg(test)]

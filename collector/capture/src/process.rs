@@ -96,26 +96,25 @@ impl Capture<'_> {
         sample.io_bytes = procfs::io_bytes(pid);
         self.process.command = procfs::command(pid);
         let tids = procfs::threads(pid)?;
-        let mut threads: Vec<Thread> = tids.iter().filter_map(|tid| Thread::describe(pid, *tid).ok()).collect();
-        if threads.is_empty() {
-            return Err(Error::Gone(pid));
-        }
         // The address space of a leader that has ended is to be had from the threads that live on.
         // Threads may end meanwhile, so the leader is the one to ask when it lives, whatever the order of the ids is.
-        let alive = |thread: &&Thread| !matches!(thread.status.letter(), b'Z' | b'X');
-        let leader = threads.iter().find(|thread| thread.tid == pid).filter(alive);
-        let live = leader.or_else(|| threads.iter().find(alive));
-        let Some(live) = live.map(|thread| thread.tid) else {
+        let lives = |tid: &i32| procfs::status(pid, *tid).is_ok_and(|status| !matches!(status.letter(), b'Z' | b'X'));
+        let leader_first = std::iter::once(pid).chain(tids.iter().copied().filter(|tid| *tid != pid));
+        let Some(live) = leader_first.into_iter().find(lives) else {
+            let threads = describe(pid, &tids);
+            if threads.is_empty() {
+                return Err(Error::Gone(pid));
+            }
             self.process.sample.errors.push(format!("process {pid} has ended: {}", state_text(stat.state)));
             self.keep(threads, None);
             return Ok(());
         };
-        let mappings = procfs::maps(pid, live).map_err(|error| {
-            if procfs::is_denied(&error) { Error::Permission { pid, uid: threads[0].status.uid } } else { error }
-        });
-        let mappings = match mappings {
-            Ok(mappings) => mappings,
+        let space = match AddressSpace::open(self.images, pid, live) {
+            Ok(space) => space,
             Err(error) => {
+                let mut threads = describe(pid, &tids);
+                let uid = threads.first().map_or(0, |thread| thread.status.uid);
+                let error = if procfs::is_denied(&error) { Error::Permission { pid, uid } } else { error };
                 for thread in &mut threads {
                     thread.incomplete = error.to_string();
                 }
@@ -123,8 +122,8 @@ impl Capture<'_> {
                 return Err(error);
             }
         };
-        let space = AddressSpace::new(self.images, pid, live, mappings);
-        let mut stops = if self.options.native { self.look(&mut threads, &space) } else { Vec::new() };
+        let (mut threads, mut stops) =
+            if self.options.native { self.look(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
         let python = if self.options.python { self.python(live, &space, &threads) } else { None };
         let (python, mut python_threads) = python.unzip();
         if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
@@ -140,22 +139,18 @@ impl Capture<'_> {
     }
 
     /// Takes the stacks of all threads that sleep. Says which have to be stopped.
-    fn look(&mut self, threads: &mut Vec<Thread>, space: &AddressSpace<'_>) -> Vec<i32> {
-        let pid = self.pid;
+    fn look(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
+        let mut threads = Vec::with_capacity(tids.len());
         let mut stops = Vec::new();
-        threads.retain_mut(|thread| match thread.look(pid, space, &mut self.context) {
-            Look::Done => true,
-            Look::Stop => {
-                stops.push(thread.tid);
-                true
+        for tid in tids {
+            let Some((thread, look)) = Thread::look(self.pid, *tid, space, &mut self.context) else { continue };
+            let alive = !matches!(thread.status.letter(), b'Z' | b'X');
+            if matches!(look, Look::Stop) || (self.options.force_ptrace && alive) {
+                stops.push(*tid);
             }
-            Look::Gone => false,
-        });
-        if self.options.force_ptrace {
-            let alive = threads.iter().filter(|thread| !matches!(thread.status.letter(), b'Z' | b'X'));
-            stops = alive.map(|thread| thread.tid).collect();
+            threads.push(thread);
         }
-        stops
+        (threads, stops)
     }
 
     /// Finds the interpreter and its threads.
@@ -352,6 +347,11 @@ impl Capture<'_> {
         }
         self.process.places = places.list;
     }
+}
+
+/// What is known of threads without their stacks.
+fn describe(pid: i32, tids: &[i32]) -> Vec<Thread> {
+    tids.iter().filter_map(|tid| Thread::describe(pid, *tid).ok()).collect()
 }
 
 /// Looks for a part of the interpreter's loop that has no name, in the stacks that are whole.

@@ -1,6 +1,11 @@
 //! The files of `/proc` that describe processes and threads, parsed. Everything here reads, nothing stops.
 
-use std::{fs, io, path::PathBuf};
+use std::{
+    fs::{self, File},
+    io::{self, Read},
+    os::unix::fs::FileExt,
+    path::PathBuf,
+};
 
 use crate::Error;
 
@@ -74,6 +79,19 @@ fn read(path: PathBuf) -> Result<String, Error> {
     }
 }
 
+/// Longest file that is read in one go: room for the status of a thread in deeply nested namespaces.
+const ONE_READ: usize = 8 << 10;
+
+/// Reads one of the files of a thread, which the kernel makes whole for one read; anything longer is cut.
+fn read_task<T>(pid: i32, tid: i32, file: &str, parse: impl FnOnce(&str) -> T) -> Result<T, Error> {
+    let path = task(pid, tid, file);
+    let mut buffer = [0; ONE_READ];
+    match File::open(&path).and_then(|mut file| file.read(&mut buffer)) {
+        Ok(length) => Ok(parse(&String::from_utf8_lossy(&buffer[..length]))),
+        Err(source) => Err(Error::Procfs { path, source }),
+    }
+}
+
 fn task(pid: i32, tid: i32, file: &str) -> PathBuf {
     PathBuf::from(format!("/proc/{pid}/task/{tid}/{file}"))
 }
@@ -109,12 +127,16 @@ pub(crate) fn threads(pid: i32) -> Result<Vec<i32>, Error> {
 }
 
 pub(crate) fn status(pid: i32, tid: i32) -> Result<Status, Error> {
-    Ok(parse_status(&read(task(pid, tid, "status"))?))
+    read_task(pid, tid, "status", parse_status)
 }
 
 fn parse_status(text: &str) -> Status {
     let mut status = Status::default();
     for line in text.lines() {
+        // There are some sixty lines, and this is read of every thread.
+        if !line.starts_with(['N', 'S', 'T', 'U', 'v', 'n']) {
+            continue;
+        }
         let Some((key, value)) = line.split_once(':') else { continue };
         let value = value.trim();
         match key {
@@ -135,11 +157,12 @@ fn parse_status(text: &str) -> Status {
 }
 
 pub(crate) fn syscall(pid: i32, tid: i32) -> Result<Syscall, Error> {
-    let text = read(task(pid, tid, "syscall"))?;
-    parse_syscall(&text).ok_or_else(|| Error::Procfs {
-        path: task(pid, tid, "syscall"),
-        source: io::Error::new(io::ErrorKind::InvalidData, format!("unknown form {:?}", text.trim())),
-    })
+    read_task(pid, tid, "syscall", |text| {
+        parse_syscall(text).ok_or_else(|| Error::Procfs {
+            path: task(pid, tid, "syscall"),
+            source: io::Error::new(io::ErrorKind::InvalidData, format!("unknown form {:?}", text.trim())),
+        })
+    })?
 }
 
 fn parse_syscall(text: &str) -> Option<Syscall> {
@@ -163,15 +186,13 @@ fn parse_syscall(text: &str) -> Option<Syscall> {
 
 /// Kernel function that the thread sleeps in; empty when it runs or the kernel does not tell.
 pub(crate) fn wchan(pid: i32, tid: i32) -> String {
-    match read(task(pid, tid, "wchan")) {
-        Ok(text) if text != "0" => text.trim().to_string(),
-        _ => String::new(),
-    }
+    let name = |text: &str| if text == "0" { String::new() } else { text.trim().to_string() };
+    read_task(pid, tid, "wchan", name).unwrap_or_default()
 }
 
 /// Names of the kernel functions on the thread's kernel stack, leaf first; empty without the privilege to read them.
 pub(crate) fn kernel_stack(pid: i32, tid: i32) -> Vec<String> {
-    read(task(pid, tid, "stack")).map(|text| parse_kernel_stack(&text)).unwrap_or_default()
+    read_task(pid, tid, "stack", parse_kernel_stack).unwrap_or_default()
 }
 
 fn parse_kernel_stack(text: &str) -> Vec<String> {
@@ -181,14 +202,40 @@ fn parse_kernel_stack(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// CPU time of one thread. `schedstat` counts nanoseconds, `stat` only ticks.
-pub(crate) fn thread_cpu_ns(pid: i32, tid: i32) -> u64 {
-    let exact = read(task(pid, tid, "schedstat")).ok();
-    let exact = exact.and_then(|text| text.split_whitespace().next()?.parse().ok());
-    exact.unwrap_or_else(|| {
-        let text = read(task(pid, tid, "stat")).unwrap_or_default();
-        parse_stat(&text).map_or(0, |stat| ticks_to_ns(stat.cpu_ticks))
-    })
+/// What `/proc/PID/task/TID/schedstat` tells. It stays open, so that asking again is cheap.
+pub(crate) struct Schedule {
+    file: Option<File>,
+    /// Time on a CPU.
+    pub cpu_ns: u64,
+    /// How often it was put on a CPU; 0 when the kernel does not count.
+    pub runs: u64,
+}
+
+impl Schedule {
+    /// Of one thread.
+    pub fn of(pid: i32, tid: i32) -> Self {
+        let file = File::open(task(pid, tid, "schedstat")).ok();
+        let (cpu_ns, runs) = file.as_ref().and_then(read_schedule).unwrap_or_else(|| {
+            // A kernel that does not count this counts ticks.
+            let stat = read_task(pid, tid, "stat", parse_stat).ok().flatten();
+            (stat.map_or(0, |stat| ticks_to_ns(stat.cpu_ticks)), 0)
+        });
+        Schedule { file, cpu_ns, runs }
+    }
+
+    /// Whether it has not been put on a CPU since; `None` when that cannot be told.
+    pub fn is_unchanged(&self) -> Option<bool> {
+        let now = self.file.as_ref().and_then(read_schedule);
+        now.filter(|_| self.runs > 0).map(|(_, runs)| runs == self.runs)
+    }
+}
+
+fn read_schedule(file: &File) -> Option<(u64, u64)> {
+    let mut buffer = [0; 128];
+    let length = file.read_at(&mut buffer, 0).ok()?;
+    let mut numbers = std::str::from_utf8(buffer.get(..length)?).ok()?.split_whitespace();
+    let (cpu_ns, _waited, runs) = (numbers.next()?, numbers.next()?, numbers.next()?);
+    Some((cpu_ns.parse().ok()?, runs.parse().ok()?))
 }
 
 pub(crate) fn stat(pid: i32) -> Result<Stat, Error> {
@@ -335,6 +382,36 @@ mod tests {
         assert!(maps(pid, pid).unwrap().iter().any(|mapping| mapping.path == "[vdso]"));
         assert!(threads(pid).unwrap().contains(&pid));
         assert!(is_gone(&stat(i32::MAX).unwrap_err()));
+    }
+
+    #[test]
+    fn a_thread_that_runs_is_seen_to() {
+        let (pid, tid) = (std::process::id() as i32, nix::unistd::gettid().as_raw());
+        let (wake, sleep) = std::sync::mpsc::channel::<()>();
+        let (tell, told) = std::sync::mpsc::channel();
+        let sleeper = std::thread::spawn(move || {
+            tell.send(nix::unistd::gettid().as_raw()).unwrap();
+            while sleep.recv().is_ok() {
+                tell.send(0).unwrap();
+            }
+        });
+        let sleeper_tid = told.recv().unwrap();
+        let asleep = || matches!(syscall(pid, sleeper_tid), Ok(Syscall::Blocked { .. }));
+        while !asleep() {
+            std::thread::yield_now();
+        }
+        let schedule = Schedule::of(pid, sleeper_tid);
+        if schedule.is_unchanged().is_none() {
+            eprintln!("this kernel does not count");
+            return;
+        }
+        assert_eq!(schedule.is_unchanged(), Some(true));
+        wake.send(()).unwrap();
+        told.recv().unwrap();
+        assert_eq!(schedule.is_unchanged(), Some(false), "it has run, whatever it does now");
+        assert!(Schedule::of(pid, tid).cpu_ns > 0);
+        drop(wake);
+        sleeper.join().unwrap();
     }
 
     #[test]

@@ -111,10 +111,6 @@ impl Python {
         for interpreter in &interpreters {
             let mut names = names::names(self.live, layout, interpreter);
             for thread in &interpreter.threads {
-                // A state that has not been given a thread yet.
-                if thread.pthread == 0 {
-                    continue;
-                }
                 let name = names.remove(&thread.pthread).unwrap_or_default();
                 let state = (interpreter.gil, *thread);
                 if let Some(known) = places.get(&thread.pthread) {

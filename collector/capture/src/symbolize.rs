@@ -4,7 +4,6 @@
 //! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture. The objects
 //! are worked on in parallel, and one whose file system hangs costs its own names only.
 
-mod debug_file;
 mod lines;
 mod names;
 mod unit;
@@ -16,6 +15,7 @@ use std::{
 };
 
 use crate::{
+    debug_file,
     image::{Bytes, Image},
     places::RawPlace,
     pool::{self, Crew},

@@ -6,7 +6,7 @@ use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, Un
 use crate::{
     address_space::{AddressSpace, Located},
     image::RuleSection,
-    memory::Regions,
+    memory::Memory,
     registers::{self, FRAME_POINTER, PC, Registers, STACK_POINTER},
 };
 
@@ -68,7 +68,7 @@ impl End {
 /// Unwinds one thread.
 pub(crate) fn unwind(
     mut registers: Registers,
-    memory: &Regions,
+    memory: &Memory<'_>,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
 ) -> (Vec<RawFrame>, End) {
@@ -81,7 +81,7 @@ pub(crate) fn unwind(
             return (frames, End::Limit);
         }
         let step = match space.located(frame.lookup()) {
-            Some(located) => step_by_rules(frame, located, &registers, memory, context),
+            Some(located) => step_by_rules(frame, &located, &registers, memory, context),
             None => None,
         };
         let step = step.unwrap_or_else(|| step_without_rules(frame, &registers, memory, space));
@@ -112,7 +112,7 @@ fn step_by_rules(
     frame: RawFrame,
     located: &Located,
     registers: &Registers,
-    memory: &Regions,
+    memory: &Memory<'_>,
     context: &mut UnwindContext<usize>,
 ) -> Option<Step> {
     let address = frame.lookup().wrapping_sub(located.bias);
@@ -174,7 +174,7 @@ fn step_by_rules(
 }
 
 /// Code without call frame information: made at run time, or assembly. The chain of frame pointers may lead on.
-fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Regions, space: &AddressSpace<'_>) -> Step {
+fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
     let mut caller = registers.preserved();
     let sp = registers.sp();
     if frame.exact && !space.is_executable(frame.pc) {
@@ -212,7 +212,7 @@ fn evaluate(
     initial: Option<u64>,
     located: &Located,
     registers: &Registers,
-    memory: &Regions,
+    memory: &Memory<'_>,
     pc: u64,
 ) -> Result<u64, End> {
     let bad = End::BadRules(pc);

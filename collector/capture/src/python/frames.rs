@@ -39,12 +39,12 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
     if let Some(offset) = layout.cframe_frame {
         let cframes: Vec<u64> = threads
             .clone()
-            .filter_map(|thread| memory.word(THREAD, thread.address + layout.thread_frame).ok())
+            .filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame)).ok())
             .collect();
         memory.fetch(cframes.into_iter().map(|cframe| (cframe.wrapping_add(offset), 8)));
     }
     let Some(chunk_at) = layout.thread_chunk else { return };
-    let first = threads.filter_map(|thread| memory.word(THREAD, thread.address + chunk_at).ok());
+    let first = threads.filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(chunk_at)).ok());
     let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
     // A chunk begins with a pointer to the one before it and with its size. They are followed for all threads at once.
     for _ in 0..CHUNKS {

@@ -4,6 +4,7 @@
 use std::{
     ops::Range,
     path::Path,
+    rc::Rc,
     sync::{Arc, OnceLock, PoisonError, RwLock},
 };
 
@@ -49,7 +50,7 @@ pub(crate) struct Runtime {
 
 /// The interpreter of one process.
 pub(super) struct Place {
-    pub located: Located,
+    pub located: Rc<Located>,
     pub runtime: Arc<Runtime>,
     pub layout: Arc<Layout>,
     /// Address of `_PyRuntime` in the process.
@@ -66,28 +67,27 @@ pub(super) fn find<'a>(
     let exe = std::fs::read_link(format!("/proc/{live}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
-    let executable = || space.mappings().filter(|mapping| mapping.executable);
-    let named_so = file_name(&exe).starts_with("python");
-    let named = executable().filter(|mapping| mapping.path == exe || is_library(&mapping.path));
+    let mut claims = file_name(&exe).starts_with("python");
     let mut known = Vec::new();
-    let mut claims = named_so;
-    let named: Vec<u64> = named
-        .map(|mapping| {
-            claims |= is_library(&mapping.path);
-            mapping.start
-        })
-        .collect();
-    for address in named.into_iter().chain(seen.map(RawFrame::lookup)) {
+    // One after the other, because each costs more than the one before, and the first ones mostly know.
+    let executable = space.first_code().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
+    let libraries = std::iter::once_with(|| {
+        let code = space.code();
+        let named = code.iter().filter(|mapping| mapping.path == exe || is_library(&mapping.path));
+        named.inspect(|mapping| claims |= is_library(&mapping.path)).map(|mapping| mapping.start).collect::<Vec<_>>()
+    });
+    let addresses = executable.into_iter().chain(seen.map(RawFrame::lookup)).chain(libraries.flatten());
+    for address in addresses {
         let Some(located) = space.located(address) else { continue };
         if known.contains(&located.image.id) {
             continue;
         }
         known.push(located.image.id);
-        let found = located.image.python.get_or_init(|| Runtime::of(&located.image).map(Arc::new));
+        let found = located.image.python.get_or_init(|| Runtime::of(&located.image).map(Arc::new)).clone();
         if let Some(runtime) = found {
             let address = runtime.address.wrapping_add(located.bias);
-            let layout = runtime.layout(live, located, address)?;
-            let place = Place { located: located.clone(), runtime: Arc::clone(runtime), layout, address };
+            let layout = runtime.layout(live, &located, address)?;
+            let place = Place { located, runtime, layout, address };
             return Ok(Some(place));
         }
     }

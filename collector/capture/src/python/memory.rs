@@ -115,14 +115,9 @@ impl Snapshot {
         }
         let mut wanted = Vec::new();
         for (start, length) in pieces {
-            let mut page = start & !(PAGE - 1);
-            let end = start.saturating_add(length);
-            while page < end && wanted.len() < MOST_PAGES {
-                if !self.known.contains_key(&page) {
-                    wanted.push(page);
-                }
-                page += PAGE;
-            }
+            let (first, end) = (start / PAGE, start.saturating_add(length).div_ceil(PAGE));
+            let pages = (first..end).map(|number| number * PAGE).take(MOST_PAGES.saturating_sub(wanted.len()));
+            wanted.extend(pages.filter(|page| !self.known.contains_key(page)));
         }
         wanted.sort_unstable();
         wanted.dedup();

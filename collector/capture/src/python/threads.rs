@@ -2,6 +2,9 @@
 //!
 //! Threads come and go while the lists are read. Each is doubly linked and new threads are put in front, so a list in which
 //! every thread agrees with its neighbours misses none that lived all the time; it may still hold one that has just ended.
+//!
+//! Up to 3.11 the state of a thread that is about to be started carries the ids of the one that starts it. That one has an older
+//! state in the same interpreter, so it is the older one that is believed.
 
 use crate::memory;
 
@@ -18,7 +21,7 @@ const ATTEMPTS: usize = 50;
 const TID_IN_PTHREAD: u64 = 0x2d0;
 
 /// One interpreter of a process.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Interpreter {
     pub address: u64,
     /// Its lock; 0 when there is none yet.
@@ -27,7 +30,7 @@ pub(super) struct Interpreter {
 }
 
 /// What an interpreter keeps for one thread.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Thread {
     pub address: u64,
     /// What `pthread_self` returns in it.
@@ -41,7 +44,12 @@ pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Ve
     let mut last = Torn { what: "the list of interpreters", address: runtime };
     for _ in 0..ATTEMPTS {
         match read(tid, layout, runtime) {
-            Ok(found) => return Ok(found),
+            // What glibc knows of a thread that has ended may already be told of another one. One that is still listed has
+            // not ended.
+            Ok(found) if layout.thread_native_id.is_some() || read(tid, layout, runtime).as_ref() == Ok(&found) => {
+                return Ok(found);
+            }
+            Ok(_) => {}
             Err(torn) => last = torn,
         }
     }
@@ -79,7 +87,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
     const THREAD: &str = "the state of a thread";
     const LIST: &str = "the list of threads";
     let mut found = Vec::new();
-    let mut before = 0;
+    let (mut before, mut seen) = (0, 0);
     let mut bytes = vec![0; layout.thread_size as usize];
     let mut address = word(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
     while address != 0 {
@@ -91,7 +99,8 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
             u64::from_le_bytes(bytes.and_then(|bytes| bytes.try_into().ok()).unwrap_or_default())
         };
         let neighbours = field(layout.thread_previous) == before && field(layout.thread_interpreter) == interpreter;
-        if !neighbours || found.len() >= MOST {
+        seen += 1;
+        if !neighbours || seen > MOST {
             return Err(Torn { what: LIST, address });
         }
         let pthread = field(layout.thread_id);
@@ -99,7 +108,11 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
             Some(offset) => field(offset) as i32,
             None => tid_of_pthread(tid, pthread),
         };
-        found.push(Thread { address, pthread, tid: kernel });
+        // A state that has not been given a thread yet.
+        if pthread != 0 {
+            found.retain(|newer: &Thread| newer.pthread != pthread);
+            found.push(Thread { address, pthread, tid: kernel });
+        }
         before = address;
         address = field(layout.thread_next);
     }

@@ -9,8 +9,10 @@ use object::{
     read::elf::{ElfFile64, FileHeader, Sym, SymbolTable},
 };
 
-use super::debug_file::mini_debug_info;
-use crate::image::{Bytes, Elf, Image};
+use crate::{
+    debug_file::mini_debug_info,
+    image::{Bytes, Elf, Image},
+};
 
 /// The best symbol for one address so far.
 #[derive(Clone, Copy, Default)]

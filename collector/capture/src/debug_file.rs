@@ -18,7 +18,7 @@ const MAX_UNPACKED: u64 = 256 << 20;
 
 /// The separate debug file of an object. The places of the target's own root come before ours, and a file that belongs to
 /// another build is not taken.
-pub(super) fn debug_file(image: &Image) -> Option<Bytes> {
+pub(crate) fn debug_file(image: &Image) -> Option<Bytes> {
     let link = image.elf().and_then(|elf| {
         let (name, checksum) = elf.gnu_debuglink().ok().flatten()?;
         Some((std::str::from_utf8(name).ok()?.to_string(), checksum))
@@ -73,7 +73,7 @@ fn belongs(bytes: &Bytes, build_id: Option<&[u8]>, checksum: Option<u32>) -> boo
 }
 
 /// The symbols that Fedora and its kin pack into the stripped object: an ELF file within it, with a `.symtab` and no more.
-pub(super) fn mini_debug_info(elf: &Elf<'_>) -> Option<Bytes> {
+pub(crate) fn mini_debug_info(elf: &Elf<'_>) -> Option<Bytes> {
     let packed = elf.section_by_name(".gnu_debugdata")?.uncompressed_data().ok()?;
     let mut unpacked = Vec::new();
     let reader = lzma_rust2::XzReader::new(&packed[..], true);
