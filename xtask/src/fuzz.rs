@@ -16,7 +16,7 @@ pub struct Options {
     /// How long each target is fuzzed
     #[arg(default_value_t = 60)]
     seconds: u32,
-    /// Adds to the kept corpus what covers more than it does
+    /// Adds what was found to the kept corpus, and leaves out of it what covers nothing more
     #[arg(long)]
     keep: bool,
 }
@@ -97,12 +97,22 @@ fn fuzz(folder: &Path, name: &str, seconds: u32) -> Result<()> {
     Ok(())
 }
 
+/// Makes the kept corpus anew: the fewest small inputs that cover what it and the last runs do. Inputs of the size of a
+/// real dump are among the fixtures.
 fn keep(folder: &Path, name: &str) -> Result<()> {
-    let work = work(name)?;
-    // Inputs of the size of a real dump are among the fixtures.
+    let (work, kept) = (work(name)?, kept(name));
+    let chosen = work.join("chosen");
+    let _ = fs::remove_dir_all(&chosen);
+    fs::create_dir_all(&chosen).context("target/fuzz")?;
     let mut command = program(folder, name, &work);
-    command.args(["-merge=1", "-max_len=2048"]).arg(kept(name)).arg(work.join("corpus"));
-    shell::run(&mut command)
+    command.args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-max_len=192", "-verbosity=0"]);
+    shell::run(command.arg(&chosen).arg(&kept).arg(work.join("corpus")))?;
+    fs::remove_dir_all(&kept).and_then(|()| fs::create_dir_all(&kept)).with_context(|| kept.display().to_string())?;
+    for entry in fs::read_dir(&chosen).context("target/fuzz")? {
+        let entry = entry.context("target/fuzz")?;
+        fs::copy(entry.path(), kept.join(entry.file_name())).with_context(|| kept.display().to_string())?;
+    }
+    Ok(())
 }
 
 fn program(folder: &Path, name: &str, work: &Path) -> Command {
