@@ -157,9 +157,8 @@ impl Function {
                 }
             }
         }
-        let mut host =
-            self.library.host_sonames().iter().filter_map(|soname| Some(look_up(loaded(soname)?, self.name)));
-        host.find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
+        let host = crate::host::loaded(self.library).into_iter().map(|library| look_up(library, self.name));
+        host.into_iter().find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
     }
 
     /// The wrapper for an original that the host looked up by itself. The original as it is when it is ours already, or

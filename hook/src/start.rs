@@ -101,7 +101,7 @@ fn set_up() -> Option<&'static Recorder> {
     for (index, function) in crate::functions().take(coverage::SLOTS).enumerate() {
         function.coverage.store(index as u32, Ordering::Relaxed);
         let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
-        let name = function.name.to_bytes();
+        let name = crate::host::shown(function.name);
         store_text(&entry[coverage::NAME..], &name[..name.len().min(COVERAGE_NAME_BYTES)]);
         watcher::publish_coverage(&recorder, function, index, watcher::NOT_LOADED);
     }

@@ -38,13 +38,13 @@ impl Library {
         }
     }
 
-    /// Sonames of a library that belongs to no family: Open MPI, MPICH as Debian has it, and the name that MPICH's relatives
-    /// agreed on; PyTorch as it is on PyPI, and Debian's by version.
+    /// How the file name of a library begins that belongs to no family: Open MPI and MPICH's relatives, MPICH as Debian has it,
+    /// Cray's; PyTorch, which Debian has by version.
     #[must_use]
-    pub const fn host_sonames(self) -> &'static [&'static CStr] {
+    pub const fn host_files(self) -> &'static [&'static str] {
         match self {
-            Library::Mpi => &[c"libmpi.so.40", c"libmpich.so.12", c"libmpi.so.12"],
-            Library::Gloo => &[c"libtorch_cpu.so", c"libtorch_cpu.so.2.14", c"libtorch_cpu.so.1.13"],
+            Library::Mpi => &["libmpi.so", "libmpich.so", "libmpi_cray.so"],
+            Library::Gloo => &["libtorch_cpu.so"],
             _ => &[],
         }
     }

@@ -56,7 +56,14 @@ impl OpenCalls {
 
 /// Begins an operation that a host thread runs. Its age counts from now.
 pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
-    let slot = begin(recorder, what)?;
+    let slot = queue(recorder, what)?;
+    begun(recorder, slot);
+    Some(slot)
+}
+
+/// Begins an operation that another host thread will run. Its age counts from now.
+pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
+    let slot = recorder.begin(what)?;
     let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
     if cell == 0 {
         recorder.count(header::OVERFLOWS);
@@ -67,19 +74,17 @@ pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
 
 /// Begins an operation that the same call runs, and that ends with `leader`.
 fn follow(recorder: &'static Recorder, leader: usize, what: &Begin) {
-    let Some(slot) = begin(recorder, what) else { return };
+    let Some(slot) = recorder.begin(what) else { return };
+    begun(recorder, slot);
     let link = &recorder.slots[leader].follower;
     recorder.slots[slot].follower.store(link.load(Ordering::Relaxed), Ordering::Relaxed);
     link.store(slot as u32 + 1, Ordering::Relaxed);
 }
 
-fn begin(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
-    let slot = recorder.begin(what)?;
-    let words = recorder.ring.op(slot);
-    // The host runs it: entered is begun.
-    words[op::STARTED_NS].store(words[op::ENTERED_NS].load(Ordering::Relaxed), Ordering::Relaxed);
+/// A host thread runs it now.
+pub fn begun(recorder: &'static Recorder, slot: usize) {
+    recorder.ring.op(slot)[op::STARTED_NS].store(sys::now_ns(), Ordering::Relaxed);
     recorder.raise(slot, comm::STARTED);
-    Some(slot)
 }
 
 /// Ends an operation and those that follow it.
@@ -207,7 +212,7 @@ mod tests {
         for slot in 0..3 {
             let operation = recorder.operation(slot);
             assert_eq!((operation.status(), operation.error), (OpStatus::Failed, 15), "{operation:?}");
-            assert!(operation.started_ns == operation.entered_ns && operation.completed_ns >= operation.entered_ns);
+            assert!(operation.started_ns >= operation.entered_ns && operation.completed_ns >= operation.entered_ns);
             assert_eq!(recorder.slots[slot].state.load(Ordering::Relaxed), state::FREE);
         }
     }

@@ -167,8 +167,6 @@ pub(crate) struct Role {
     is_symbolic: bool,
     /// One of a family's libraries.
     is_family: bool,
-    /// What of it can only be reached in its code, whoever calls.
-    host: Option<Library>,
 }
 
 impl Role {
@@ -177,14 +175,12 @@ impl Role {
         let is_one_of = |sonames: &[&CStr]| sonames.iter().any(|name| name.to_bytes() == soname);
         let is_family =
             FAMILIES.iter().any(|family| Library::ALL.iter().any(|library| is_one_of(family.sonames(*library))));
-        let host = [Library::Gloo].into_iter().find(|library| is_one_of(library.host_sonames()));
-        Role { is_program, is_symbolic: object.is_symbolic, is_family, host }
+        Role { is_program, is_symbolic: object.is_symbolic, is_family }
     }
 
     /// Whether calls of an exported function of this library can go past every preloaded symbol.
     fn hides_exported(&self, library: Library) -> bool {
         match library {
-            _ if self.host == Some(library) => true,
             // The program comes before what is preloaded.
             Library::Collectives | Library::Blas => self.is_program || self.is_symbolic,
             Library::Driver | Library::Runtime => {

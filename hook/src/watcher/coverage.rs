@@ -66,7 +66,7 @@ impl Survey {
 }
 
 /// Paths of all loaded objects, as they were opened.
-fn libraries() -> Vec<String> {
+pub fn libraries() -> Vec<String> {
     unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
         // SAFETY: the linker's own structure and string, and the vector that was passed below.
         unsafe {
@@ -89,26 +89,24 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
         return HOOKED;
     }
     let of_families = FAMILIES.iter().flat_map(|family| family.sonames(function.library));
-    let loaded = of_families.chain(function.library.host_sonames()).any(|soname| {
+    let of_families = of_families.filter_map(|soname| soname.to_str().ok());
+    let loaded = of_families.chain(function.library.host_files().iter().copied()).any(|file| {
         // Opened by soname, or by a name with more digits: libnccl.so.2.29.7.
-        let is_it = |path: &String| {
-            path.rsplit('/').next().zip(soname.to_str().ok()).is_some_and(|(file, soname)| file.starts_with(soname))
-        };
-        libraries.iter().any(is_it)
+        libraries.iter().any(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with(file)))
     });
     match function.library {
         _ if !loaded => NOT_LOADED,
+        Library::Collectives if function.resolve().is_null() => NOT_THERE,
+        Library::Collectives => HOOKED,
         // A driver function is handed out when it is asked for. The other libraries' are bound by name: nobody did.
-        Library::Driver | Library::Runtime | Library::Blas => NOT_ASKED,
-        Library::Collectives | Library::Mpi | Library::Gloo if function.resolve().is_null() => NOT_THERE,
-        Library::Collectives | Library::Mpi | Library::Gloo => HOOKED,
+        _ => NOT_ASKED,
     }
 }
 
 /// Writes one entry's layer and status.
 pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
     // A process without such a library hears nothing of it.
-    if status == NOT_LOADED && !function.library.host_sonames().is_empty() {
+    if status == NOT_LOADED && !function.library.host_files().is_empty() {
         return;
     }
     let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);

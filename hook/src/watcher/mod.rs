@@ -23,7 +23,7 @@ use crate::{
 };
 use connection::Connection;
 pub use connection::GOODBYE;
-pub use coverage::{NOT_LOADED, publish_coverage};
+pub use coverage::{NOT_LOADED, libraries, publish_coverage};
 use log::Log;
 use tracker::{Tracker, Verdict};
 

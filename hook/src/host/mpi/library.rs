@@ -12,7 +12,7 @@ use std::{
 use xpu_timer_proto::{family, v1::DataType};
 
 use super::Word;
-use crate::original::{loaded, look_up};
+use crate::{host, original::look_up};
 
 /// What differs between the two interfaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -90,7 +90,7 @@ impl Library {
     fn find() -> Option<Self> {
         // The next one in the global scope, as the exported functions do it; else one that was loaded into a scope of its own.
         let next = std::iter::once(libc::RTLD_NEXT);
-        let known = family::Library::Mpi.host_sonames().iter().filter_map(|soname| loaded(soname));
+        let known = host::loaded(family::Library::Mpi);
         next.chain(known).find_map(Self::of)
     }
 
