@@ -9,6 +9,9 @@ use std::{
 
 use crate::{Error, image::Image, images::Images, mappings::Mappings, perf_map::PerfMap, procfs::Mapping};
 
+/// `None` for anonymous memory and for files that cannot be had.
+type Object = Option<Rc<Located>>;
+
 /// The mappings of one process, at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
     images: &'a Images,
@@ -17,9 +20,9 @@ pub(crate) struct AddressSpace<'a> {
     tid: i32,
     mappings: Mappings,
     /// By the start of the mapping.
-    located: RefCell<HashMap<u64, Option<Rc<Located>>>>,
+    located: RefCell<HashMap<u64, Object>>,
     /// The one asked for last: callers often lie in the object of their callees.
-    last: RefCell<Option<(Rc<Mapping>, Option<Rc<Located>>)>>,
+    last: RefCell<Option<(Rc<Mapping>, Object)>>,
     perf_map: OnceCell<PerfMap>,
 }
 
@@ -55,7 +58,7 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// The object that holds an address; `None` for anonymous memory and for files that cannot be had.
-    pub fn located(&self, address: u64) -> Option<Rc<Located>> {
+    pub fn located(&self, address: u64) -> Object {
         if let Some((mapping, located)) = &*self.last.borrow()
             && mapping.start <= address
             && address < mapping.end

@@ -25,7 +25,7 @@ use std::{
 
 use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
 
-use crate::{address_space::AddressSpace, image::Image, procfs, unwind::RawFrame};
+use crate::{address_space::AddressSpace, image::Image, native, procfs, unwind::RawFrame};
 
 use code::Codes;
 use frames::Chain;
@@ -79,13 +79,15 @@ impl Stack {
     }
 }
 
-/// Whether the Python and the native stack of a thread were taken at the same moment.
+/// Whether the Python and the native stack of a thread fit together.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Agreement {
     Yes,
     No,
     /// It cannot be told.
     Unknown,
+    /// The thread was about to announce a frame.
+    Between,
 }
 
 impl Python {
@@ -200,17 +202,17 @@ impl Python {
         StoppedCopy { python: self, thread, shallow: all.len() <= SHALLOW, pages, memory, taken: false, chains: None }
     }
 
-    /// Whether the stack of a thread fits to its native frames.
-    pub fn agrees(&self, thread: &PythonThread, native: &[RawFrame], space: &AddressSpace<'_>) -> Agreement {
+    /// Whether the stack of a thread fits to its native frames, which were taken during the same stop.
+    pub fn agreement(&self, thread: &PythonThread, native: &native::Thread, space: &AddressSpace<'_>) -> Agreement {
         let runtime = &self.place.runtime;
         let within = |frame: &RawFrame| self.address(frame, space);
-        if native.first().and_then(within).is_some_and(|address| runtime.is_announcing(address)) {
-            return Agreement::No;
+        if native.frames.first().and_then(within).is_some_and(|address| runtime.is_announcing(address)) {
+            return Agreement::Between;
         }
-        if !runtime.knows_eval() {
+        if !native.incomplete.is_empty() || !runtime.knows_eval() {
             return Agreement::Unknown;
         }
-        let run = native.iter().filter_map(within).filter(|address| runtime.is_eval(*address)).count();
+        let run = native.frames.iter().filter_map(within).filter(|address| runtime.is_eval(*address)).count();
         if run == thread.stack.entered() { Agreement::Yes } else { Agreement::No }
     }
 
@@ -232,23 +234,30 @@ impl Python {
             return;
         }
         let image = &*self.place.located.image;
-        let mut lacking = Vec::new();
+        let stacks: Vec<(&PythonThread, Vec<u64>)> = stacks
+            .map(|(thread, native)| {
+                let addresses = native.iter().filter_map(|frame| self.address(frame, space));
+                (thread, addresses.collect())
+            })
+            .collect();
+        let lacking: Vec<Option<usize>> = stacks
+            .iter()
+            .map(|(thread, addresses)| {
+                let run = addresses.iter().filter(|address| runtime.is_eval(**address)).count();
+                thread.stack.entered().checked_sub(run)
+            })
+            .collect();
+        // Mostly nothing is lacking, and looking functions up takes longer than counting.
+        if lacking.iter().all(|lack| *lack == Some(0)) {
+            return;
+        }
         let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
-        for (index, (thread, native)) in stacks.enumerate() {
-            let mut run = 0;
-            for address in native.iter().filter_map(|frame| self.address(frame, space)) {
-                if runtime.is_eval(address) {
-                    run += 1;
-                } else if let Some(function) =
-                    image.function(address).filter(|range| range.end - range.start >= LOOP_BYTES)
-                {
+        for (index, (_, addresses)) in stacks.iter().enumerate() {
+            for address in addresses.iter().filter(|address| !runtime.is_eval(**address)) {
+                if let Some(function) = image.function(*address).filter(|range| range.end - range.start >= LOOP_BYTES) {
                     *counts.entry((function.start, function.end)).or_default().entry(index).or_default() += 1;
                 }
             }
-            lacking.push(thread.stack.entered().checked_sub(run));
-        }
-        if lacking.iter().all(|lack| *lack == Some(0)) {
-            return;
         }
         let fits = |counts: &HashMap<usize, usize>| {
             lacking.iter().enumerate().all(|(index, lack)| *lack == Some(counts.get(&index).copied().unwrap_or(0)))
