@@ -293,11 +293,13 @@ impl Capture<'_> {
             let mut copy = python.prepare(thread, &missed);
             self.stop_one(native, space, &mut || copy.take())?;
             let Some((stack, lacking)) = copy.finish() else { return Ok(()) };
-            thread.right = stack.problem.is_none();
+            let whole = stack.problem.is_none();
             thread.stack = stack;
             missed = lacking;
-            let whole = native.incomplete.is_empty();
-            if thread.right && (!whole || python.agrees(thread, &native.frames, space) != Agreement::No) {
+            let agreement = python.agreement(thread, native, space);
+            // The two never agree where the loop's code is not known or stacks are switched in C, so both are shown then.
+            thread.right = whole && agreement != Agreement::Between;
+            if thread.right && agreement != Agreement::No {
                 break;
             }
         }
