@@ -1,6 +1,10 @@
 //! Stack capture against programs whose stacks are known, and against processes in every kind of trouble.
 
+mod builds;
+mod debug_files;
+mod eintr;
 mod hard;
 mod native;
 mod python;
+mod stuck;
 mod target;

@@ -3,12 +3,14 @@
 
 mod capture;
 mod collector;
+mod dump;
 mod end_to_end;
 mod hook;
 mod launch;
 mod metrics;
 mod mpi;
 mod namespaces;
+mod ptracer;
 mod report;
 mod sim;
 mod viewer;

@@ -1,6 +1,5 @@
 /* The program whose stacks the capture tests know: `target MODE [N]`. It prints "ready" and then does what MODE says. */
 #define _GNU_SOURCE
-#include <errno.h>
 #include <poll.h>
 #include <pthread.h>
 #include <semaphore.h>
@@ -8,7 +7,6 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
-#include <sys/epoll.h>
 #include <sys/prctl.h>
 #include <sys/wait.h>
 #include <time.h>
@@ -47,16 +45,6 @@ NOINLINE static void in_nanosleep(void) {
 }
 NOINLINE static void in_spin(void) {
   for (;;) counter++;
-}
-NOINLINE static void in_epoll(void) {
-  int epoll = epoll_create1(0);
-  struct epoll_event event;
-  for (;;) {
-    if (epoll_wait(epoll, &event, 1, -1) < 0 && errno == EINTR) {
-      printf("EINTR\n");
-      fflush(stdout);
-    }
-  }
 }
 NOINLINE static void in_vfork(void) {
   if (vfork() == 0) {
@@ -162,7 +150,6 @@ int main(int count, char **words) {
   if (!strcmp(mode, "poll")) leaf = in_poll;
   if (!strcmp(mode, "nanosleep")) leaf = in_nanosleep;
   if (!strcmp(mode, "spin")) leaf = in_spin;
-  if (!strcmp(mode, "epoll")) leaf = in_epoll;
   if (!strcmp(mode, "vfork")) leaf = in_vfork;
   if (!strcmp(mode, "deep")) {
     ready();
@@ -181,7 +168,8 @@ int main(int count, char **words) {
     raise(SIGUSR1);
     return 0;
   }
-  if (!strcmp(mode, "threads")) {
+  if (!strcmp(mode, "threads") || !strcmp(mode, "spin_threads")) {
+    if (!strcmp(mode, "spin_threads")) leaf = in_spin;
     for (int i = 0; i < number; i++) {
       char name[16];
       snprintf(name, sizeof name, "pool-%d", i);

@@ -1,0 +1,76 @@
+//! Calls that a stop would end with EINTR, which many programs do not expect: a capture must not be noticed.
+
+use std::collections::HashMap;
+
+use nix::sys::signal::Signal;
+use xpu_timer_capture::{Capturer, Options};
+use xpu_timer_proto::server::{CaptureMethod, ProcessSample};
+use xpu_timer_tests::{PATIENCE, Process, compile_c, wait_until};
+
+use super::target::{capture_until, capture_with, describe, has_run, start};
+
+const CALLS: [&str; 9] =
+    ["epoll_wait", "recv", "accept", "semop", "sigtimedwait", "nanosleep", "poll", "select", "futex"];
+/// The kernel restarts the others by itself.
+const INTERRUPTED_BY_A_STOP: [&str; 5] = ["epoll_wait", "recv", "accept", "semop", "sigtimedwait"];
+
+/// Every thread in its call, down to the first function of the thread.
+fn is_whole(sample: &ProcessSample) -> bool {
+    CALLS.iter().all(|call| {
+        let thread = sample.stacktrace.iter().find(|thread| thread.thread_name == **call);
+        thread.is_some_and(|thread| {
+            let last = thread.frames.last().map(|frame| frame.func_name.trim_start_matches('_').to_string());
+            has_run(thread, &[&format!("in_{call}"), "run"])
+                && thread.incomplete.is_empty()
+                && last.is_some_and(|last| last.starts_with("clone"))
+        })
+    })
+}
+
+/// How often each call has ended with EINTR, as the program counts it.
+fn counts(process: &mut Process, round: usize) -> HashMap<String, u32> {
+    process.signal(Signal::SIGUSR1);
+    let head = format!("round {round}:");
+    let find = |stdout: &str| -> Option<String> {
+        let line = stdout.lines().find_map(|line| line.strip_prefix(&head))?;
+        line.strip_suffix(" end").map(str::to_string)
+    };
+    wait_until(PATIENCE, "the program counts", || find(&process.stdout()).is_some());
+    let line = find(&process.stdout()).expect("just seen");
+    let counts = line.split_whitespace().filter_map(|word| word.split_once('='));
+    counts.map(|(call, count)| (call.to_string(), count.parse().expect("a number"))).collect()
+}
+
+#[test]
+fn no_call_is_interrupted() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let arguments = ["-O2", "-pthread", "-fomit-frame-pointer", "-fno-optimize-sibling-calls"];
+    let program = compile_c(folder.path(), "program", include_str!("eintr.c"), &arguments);
+    let mut process = start(&program, &[]);
+    let pid = process.pid();
+    // The first captures may meet threads on their way to their calls, and stop those, before they are in them.
+    capture_until(pid, "all threads wait", |sample| is_whole(sample) && sample.longest_stop_ns == 0);
+    let before = counts(&mut process, 1);
+    assert_eq!(before.len(), CALLS.len());
+    let mut capturer = Capturer::new();
+    for _ in 0..50 {
+        let captured = capturer.capture(&[pid], &Options { deadline: PATIENCE, ..Options::default() }).remove(0);
+        assert!(is_whole(&captured.sample), "{}", describe(&captured.sample));
+        for thread in captured.sample.stacktrace.iter().filter(|thread| CALLS.contains(&&*thread.thread_name)) {
+            assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
+        }
+    }
+    assert_eq!(counts(&mut process, 2), before, "50 captures were noticed");
+    // The control: what is counted does happen when threads are stopped.
+    let forced = capture_with(pid, &Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() });
+    assert!(is_whole(&forced.sample), "{}", describe(&forced.sample));
+    let mut round = 2;
+    wait_until(PATIENCE, "a stop shows as EINTR", || {
+        round += 1;
+        let now = counts(&mut process, round);
+        INTERRUPTED_BY_A_STOP.iter().all(|call| now[*call] > before[*call])
+    });
+    // It takes its semaphore along.
+    process.signal(Signal::SIGTERM);
+    assert!(process.wait(PATIENCE).status.success());
+}
