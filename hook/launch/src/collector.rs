@@ -72,6 +72,14 @@ pub fn ensure(config: &Config) -> Result<i32> {
     }
 }
 
+/// Process id of the node collector that answers, or why none does.
+///
+/// # Errors
+/// In words.
+pub fn answers(socket: &Path) -> Result<i32, String> {
+    ask(socket, ANSWER_DEADLINE).map_err(|why| why.to_string())
+}
+
 /// Why nobody answers.
 #[derive(Debug)]
 enum Silence {
@@ -141,7 +149,11 @@ fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), Silence> {
     }
 }
 
-fn find(config: &Config) -> Result<PathBuf> {
+/// The collector's program, where `XPU_TIMER_DAEMON_PATH` says it is, else beside this program or on the PATH.
+///
+/// # Errors
+/// When it is not there.
+pub fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
         // The collector is started in the root folder.

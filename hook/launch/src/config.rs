@@ -29,11 +29,14 @@ impl Config {
     /// Reads the environment of this process. A value that cannot be used is the collector's and the hook's to complain about, in
     /// their logs.
     pub fn read() -> Self {
-        let source = Source::process();
-        let uid = nix::unistd::geteuid().as_raw();
+        Self::of(&Source::process(), nix::unistd::geteuid().as_raw())
+    }
+
+    /// The settings of any process of the user `uid`.
+    pub fn of(source: &Source, uid: u32) -> Self {
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
-            socket: socket::of(&source, uid),
+            socket: socket::of(source, uid),
             daemon: source.path("XPU_TIMER_DAEMON_PATH"),
             hook: source.path("XPU_TIMER_HOOK_PATH"),
             log: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()).join("xpu_timer_collector.log"),

@@ -11,6 +11,7 @@ mod config;
 #[allow(unsafe_code)]
 mod detach;
 mod preload;
+mod print_env;
 #[allow(unsafe_code)]
 mod signals;
 
@@ -25,6 +26,7 @@ use nix::errno::Errno;
 
 use cli::Request;
 use config::Config;
+pub use print_env::main as print_env;
 
 /// Exit code for wrong usage.
 const USAGE: u8 = 2;

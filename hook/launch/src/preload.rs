@@ -32,7 +32,11 @@ pub fn in_front(config: &Config, before: Option<OsString>) -> Result<OsString> {
     Ok(value)
 }
 
-fn find(config: &Config) -> Result<PathBuf> {
+/// The hook's file.
+///
+/// # Errors
+/// When it is not there.
+pub fn find(config: &Config) -> Result<PathBuf> {
     if let Some(hook) = &config.hook {
         // The loader resolves a relative name in each process anew, wherever that has gone.
         match std::path::absolute(hook) {

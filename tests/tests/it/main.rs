@@ -11,6 +11,7 @@ mod metrics;
 mod mpi;
 mod namespaces;
 mod ptracer;
+mod print_env;
 mod report;
 mod sim;
 mod viewer;

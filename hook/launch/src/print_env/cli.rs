@@ -1,0 +1,136 @@
+//! The command line. Options end at the first word that is none, because the rest is the program and its arguments.
+
+use std::ffi::OsString;
+
+/// One line of usage.
+pub const USAGE: &str =
+    "usage: xpu_timer_print_env [--json] [--pid N | [--] program [argument ...]] | --help | --version";
+
+/// The text of `--help`.
+pub const HELP: &str = "\
+Shows the settings that are in force, where the parts of xpu_timer are, and what would be hooked.
+
+usage: xpu_timer_print_env [--json] [--pid N | [--] program [argument ...]]
+
+  (nothing)        the settings of this shell
+  --pid N          the settings of a running process, the hook in it, and which of its libraries' functions are hooked
+  program …        the same for a program, by the libraries that the dynamic loader would load; it is not run
+  --json           the same as JSON
+
+Exit codes: 0 all is well; 1 something is wrong: a value that cannot be used, a part that is missing, or a process or program
+that cannot be hooked; 2 wrong usage.
+";
+
+/// What the user wants.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Request {
+    /// `--help`.
+    Help,
+    /// `--version`.
+    Version,
+    /// Show something.
+    Show {
+        /// As JSON.
+        json: bool,
+        /// Of whom.
+        target: Wanted,
+    },
+    /// Something else, and why it is wrong.
+    Wrong(String),
+}
+
+/// Whose settings and libraries.
+#[derive(Debug, PartialEq, Eq)]
+pub enum Wanted {
+    /// This shell's settings.
+    Here,
+    /// A process.
+    Process(i32),
+    /// A program with its arguments; never empty.
+    Program(Vec<OsString>),
+}
+
+/// Reads the arguments behind the program's name.
+pub fn parse(arguments: Vec<OsString>) -> Request {
+    let mut json = false;
+    let mut target = Wanted::Here;
+    let mut rest = arguments.into_iter();
+    while let Some(word) = rest.next() {
+        match word.to_str() {
+            Some("--help" | "-h") => return Request::Help,
+            Some("--version" | "-V") => return Request::Version,
+            Some("--json") => json = true,
+            Some("--pid" | "-p") => match rest.next() {
+                Some(number) => match pid(&number) {
+                    Ok(pid) => target = Wanted::Process(pid),
+                    Err(why) => return Request::Wrong(why),
+                },
+                None => return Request::Wrong("--pid needs the number of a process".into()),
+            },
+            Some(option) if option.starts_with("--pid=") => match pid(&option["--pid=".len()..].into()) {
+                Ok(pid) => target = Wanted::Process(pid),
+                Err(why) => return Request::Wrong(why),
+            },
+            Some("--") => {
+                let program: Vec<OsString> = rest.collect();
+                return finish(json, target, program, true);
+            }
+            Some(option) if option.starts_with('-') => return Request::Wrong(format!("unknown option {option}")),
+            _ => return finish(json, target, std::iter::once(word).chain(rest).collect(), false),
+        }
+    }
+    finish(json, target, Vec::new(), false)
+}
+
+fn pid(text: &OsString) -> Result<i32, String> {
+    let number = text.to_str().and_then(|text| text.parse().ok()).filter(|pid| *pid > 0);
+    number.ok_or_else(|| format!("{} is not the number of a process", text.display()))
+}
+
+fn finish(json: bool, target: Wanted, program: Vec<OsString>, announced: bool) -> Request {
+    match (target, program.is_empty()) {
+        (Wanted::Process(_), false) => Request::Wrong("a process and a program cannot both be shown".into()),
+        (Wanted::Here, false) if program[0].is_empty() => Request::Wrong("the program is empty".into()),
+        (Wanted::Here, false) => Request::Show { json, target: Wanted::Program(program) },
+        (Wanted::Here, true) if announced => Request::Wrong("no program".into()),
+        (target, _) => Request::Show { json, target },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(words: &[&str]) -> Request {
+        parse(words.iter().map(OsString::from).collect())
+    }
+
+    #[test]
+    fn targets_and_options() {
+        let show = |json, target| Request::Show { json, target };
+        let program = |words: &[&str]| Wanted::Program(words.iter().map(OsString::from).collect());
+        assert_eq!(of(&[]), show(false, Wanted::Here));
+        assert_eq!(of(&["--json", "--pid", "7"]), show(true, Wanted::Process(7)));
+        assert_eq!(of(&["--pid=7", "--json"]), show(true, Wanted::Process(7)));
+        assert_eq!(of(&["python", "--json", "--pid"]), show(false, program(&["python", "--json", "--pid"])));
+        assert_eq!(of(&["--json", "--", "--odd"]), show(true, program(&["--odd"])));
+        assert_eq!((of(&["-h"]), of(&["--version", "x"])), (Request::Help, Request::Version));
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_wrong() {
+        for words in [
+            &["--pid"][..],
+            &["--pid", "x"],
+            &["--pid=0"],
+            &["--pid", "-3"],
+            &["--pid", "7", "python"],
+            &["--frob"],
+            &["--"],
+            &[""],
+            &["--pid", "99999999999"],
+        ] {
+            assert!(matches!(of(words), Request::Wrong(_)), "{words:?}");
+        }
+    }
+}

@@ -1,0 +1,312 @@
+//! Everything that is shown, put together.
+
+use std::{
+    collections::BTreeSet,
+    os::unix::fs::MetadataExt,
+    path::{Path, PathBuf},
+};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+use xpu_timer_proto::{
+    env::{Origin, Setting},
+    family::{FAMILIES, Family, Library as Layer},
+    ring::coverage,
+};
+
+use super::{
+    loaded::{self, Library},
+    parts::{self, Part},
+    symbols,
+    target::{self, Process, Program, Target},
+};
+use crate::{collector, config::Config};
+
+/// Everything that is shown.
+pub struct Report {
+    /// Whose settings these are.
+    pub whose: String,
+    /// The INI file that is read, if one is named.
+    pub ini: Option<String>,
+    /// All variables.
+    pub settings: Vec<Setting>,
+    /// Where the parts are.
+    pub parts: Vec<Part>,
+    /// The node collector's socket, and its pid when it answers, or why not.
+    pub socket: PathBuf,
+    /// As above.
+    pub collector: Result<i32, String>,
+    /// Control port; metrics are on the next one.
+    pub port: u16,
+    /// The process or program.
+    pub target: Option<Hooked>,
+    /// What is wrong.
+    pub problems: Vec<String>,
+}
+
+/// What is or would be hooked in a process or program.
+pub struct Hooked {
+    /// Who it is.
+    pub title: String,
+    /// Whether the hook is or would be in it.
+    pub loaded: bool,
+    /// In words, with the reason.
+    pub words: String,
+    /// The family of its device, when its runtime is loaded.
+    pub family: Option<&'static Family>,
+    /// Its libraries that have hooked functions.
+    pub libraries: Vec<HookedLibrary>,
+    /// What else is to be known.
+    pub notes: Vec<String>,
+}
+
+/// A library with hooked functions.
+pub struct HookedLibrary {
+    /// Name of the layer.
+    pub layer: &'static str,
+    /// The library.
+    pub library: Library,
+    /// Names of the functions that it exports and the hook hooks, or why they are not known.
+    pub functions: Result<Vec<String>, String>,
+}
+
+impl Report {
+    /// Puts together what is to be said of a target.
+    ///
+    /// # Errors
+    /// When a program's libraries cannot be listed.
+    pub fn of(target: &Target) -> Result<Self> {
+        let source = target.source();
+        let uid = match target {
+            Target::Process(process) => owner(process.pid),
+            _ => nix::unistd::geteuid().as_raw(),
+        };
+        let config = Config::of(&source, uid);
+        let settings = source.settings();
+        let mut problems: Vec<String> = source.problems().iter().map(ToString::to_string).collect();
+        // The file is complained about when the source is made and its values when they are looked at.
+        problems.dedup();
+        let parts = parts::all(&config);
+        for part in &parts {
+            if let Err(why) = &part.place {
+                problems.push(format!("the {} is missing: {why}", part.name));
+            }
+        }
+        let hook = parts.iter().find(|part| part.name == "hook").and_then(|part| part.place.as_deref().ok());
+        let (whose, hooked) = match target {
+            Target::Here => ("this shell".to_string(), None),
+            Target::Process(process) => (format!("process {}", process.pid), Some(in_process(process, &config, hook))),
+            Target::Program(program) => ("this shell".to_string(), Some(in_program(program, &config, hook)?)),
+        };
+        if let Some(hooked) = hooked.as_ref().filter(|hooked| !hooked.loaded) {
+            problems.push(format!("{}: {}", hooked.title, hooked.words));
+        }
+        Ok(Report {
+            whose,
+            ini: source.text("XPU_TIMER_CONFIG"),
+            settings,
+            parts,
+            collector: collector::answers(&config.socket),
+            socket: config.socket,
+            port: source.control_port(),
+            target: hooked,
+            problems,
+        })
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> Value {
+        let origin = |origin| match origin {
+            Origin::Environment => "environment",
+            Origin::Ini => "ini",
+            Origin::Default => "default",
+        };
+        let setting = |setting: &Setting| {
+            json!({
+                "name": setting.name,
+                "value": setting.value,
+                "default": setting.default,
+                "origin": origin(setting.origin),
+                "meaning": setting.meaning,
+                "problem": setting.problem.as_ref().map(ToString::to_string),
+            })
+        };
+        let part = |part: &Part| json!({ "name": part.name, "path": part.place.as_ref().ok(), "problem": part.place.as_ref().err() });
+        json!({
+            "version": env!("CARGO_PKG_VERSION"),
+            "whose": self.whose,
+            "ini": self.ini,
+            "settings": self.settings.iter().map(setting).collect::<Vec<_>>(),
+            "parts": self.parts.iter().map(part).collect::<Vec<_>>(),
+            "socket": self.socket,
+            "collector_pid": self.collector.as_ref().ok(),
+            "control_port": self.port,
+            "metrics_port": self.port.checked_add(1),
+            "target": self.target.as_ref().map(Hooked::json),
+            "problems": self.problems,
+        })
+    }
+}
+
+impl Hooked {
+    fn json(&self) -> Value {
+        let library = |library: &HookedLibrary| {
+            json!({
+                "layer": library.layer,
+                "name": library.library.name,
+                "path": library.library.file,
+                "functions": library.functions.as_ref().ok(),
+                "problem": library.functions.as_ref().err(),
+            })
+        };
+        json!({
+            "title": self.title,
+            "hook": self.loaded,
+            "words": self.words,
+            "family": self.family.map(|family| family.name),
+            "libraries": self.libraries.iter().map(library).collect::<Vec<_>>(),
+            "notes": self.notes,
+        })
+    }
+}
+
+const HOOK: &str = "libxpu_timer_hook.so";
+
+fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked {
+    let mapped = process.mapped.iter().find(|path| path.to_string_lossy().contains(HOOK));
+    let preload = target::value(&process.environ, "LD_PRELOAD").unwrap_or_default();
+    let (loaded, words) = match mapped {
+        Some(path) if config.disabled => (true, format!("the hook is loaded ({}) and XPU_TIMER_DISABLE turns it off", path.display())),
+        Some(path) => (true, format!("the hook is loaded: {}", path.display())),
+        None if preload.contains(HOOK) => {
+            (false, "LD_PRELOAD names the hook, and it is not loaded: the program is statically linked or privileged, or the file \
+                     was not there when it started".into())
+        }
+        None => (false, "the hook is not loaded: it was not started under xpu_timer_launch".into()),
+    };
+    let libraries = loaded::of_process(process);
+    let mut hooked = Hooked {
+        title: format!("process {} ({})", process.pid, process.command),
+        loaded,
+        words,
+        family: family_of(&libraries),
+        libraries: Vec::new(),
+        notes: Vec::new(),
+    };
+    // The hook that is loaded decides, also when it is not the one that would be found now.
+    let own = mapped.map(|path| PathBuf::from(format!("/proc/{}/root{}", process.pid, path.display())));
+    hooked.find(&libraries, own.as_deref().filter(|path| path.is_file()).or(hook));
+    if hooked.family.is_none() && loaded {
+        hooked.notes.push(
+            "no device library is loaded; until the first device call the hook has no thread and no memory".into(),
+        );
+    }
+    hooked
+}
+
+fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result<Hooked> {
+    let (libraries, missing) = loaded::of_program(program)?;
+    let (loaded, words) = match (&program.obstacle, hook) {
+        (Some(obstacle), _) => (false, obstacle.clone()),
+        (None, None) => (false, "there is no hook to load".into()),
+        (None, Some(_)) if config.disabled => {
+            (true, "XPU_TIMER_DISABLE is set: it would run as without xpu_timer".into())
+        }
+        (None, Some(hook)) => (true, format!("under xpu_timer_launch it would run with {}", hook.display())),
+    };
+    let mut hooked = Hooked {
+        title: format!("program {} ({})", program.command, program.file.display()),
+        loaded,
+        words,
+        family: family_of(&libraries),
+        libraries: Vec::new(),
+        notes: Vec::new(),
+    };
+    hooked.find(&libraries, hook);
+    for name in missing {
+        hooked.notes.push(format!("{name}, which it needs, is not found by the dynamic loader"));
+    }
+    if hooked.family.is_none() {
+        hooked.notes.push(
+            "it is not linked to a device library; those that it loads while it runs, as Python does, are seen with --pid".into(),
+        );
+    }
+    Ok(hooked)
+}
+
+impl Hooked {
+    /// Finds the libraries whose functions the hook has, and those functions.
+    fn find(&mut self, libraries: &[Library], hook: Option<&Path>) {
+        let Some(hook) = hook else { return };
+        let exports = match symbols::exported(hook) {
+            Ok(exports) => exports,
+            Err(error) => return self.notes.push(format!("the hook cannot be read: {error:#}")),
+        };
+        for layer in Layer::ALL {
+            for library in libraries.iter().filter(|library| belongs(library, layer, self.family)) {
+                let functions = symbols::exported(&library.file).map_err(|error| format!("{error:#}"));
+                let functions = functions.map(|names| names.intersection(&exports).cloned().collect());
+                let layer = coverage::LAYERS[usize::from(layer.layer())];
+                self.libraries.push(HookedLibrary { layer, library: library.clone(), functions });
+            }
+        }
+        if let Some(family) = self.family.filter(|family| !family.verified) {
+            self.notes.push(format!("{}: its functions are hooked by what its documents say, unverified", family.name));
+        }
+        let names: BTreeSet<&str> = libraries.iter().map(|library| library.name.as_str()).collect();
+        if names.iter().any(|name| name.starts_with("libtorch_cpu.so")) {
+            self.notes
+                .push("gloo lies inside libtorch_cpu.so: its calls are seen by inline hooks, not by symbol".into());
+        }
+    }
+}
+
+/// Whether a library is the layer's, in this family or in every one.
+fn belongs(library: &Library, layer: Layer, family: Option<&Family>) -> bool {
+    let of_family = family.map_or(&[][..], |family| family.sonames(layer)).iter().filter_map(|name| name.to_str().ok());
+    of_family.chain(layer.host_files().iter().copied()).any(|name| is(library, name))
+}
+
+/// Opened by its soname, or by a name with more digits: `libnccl.so.2.29.7`.
+fn is(library: &Library, soname: &str) -> bool {
+    library.name.strip_prefix(soname).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
+}
+
+fn family_of(libraries: &[Library]) -> Option<&'static Family> {
+    let loaded = |soname: &str| libraries.iter().any(|library| is(library, soname));
+    FAMILIES.iter().find(|family| family.is_loaded(|soname| soname.to_str().is_ok_and(loaded)))
+}
+
+fn owner(pid: i32) -> u32 {
+    std::fs::metadata(format!("/proc/{pid}"))
+        .map_or_else(|_| nix::unistd::geteuid().as_raw(), |metadata| metadata.uid())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn libraries(names: &[&str]) -> Vec<Library> {
+        names.iter().map(|name| Library { name: name.to_string(), file: name.into() }).collect()
+    }
+
+    #[test]
+    fn the_family_is_that_of_the_runtime() {
+        let family = |names: &[&str]| family_of(&libraries(names)).map(|family| family.name);
+        assert_eq!(family(&["libc.so.6", "libcudart.so.13.0.2", "libnccl.so.2"]), Some("NVIDIA CUDA"));
+        assert_eq!(family(&["libmcruntime.so", "libmccl.so"]), Some("MetaX MACA"));
+        assert_eq!(family(&["libamdhip64.so.6", "librccl.so.1"]), Some("AMD ROCm"));
+        assert_eq!(family(&["libmccl.so", "libc.so.6"]), None);
+    }
+
+    #[test]
+    fn a_library_belongs_to_the_layer_of_its_family() {
+        let nccl = &libraries(&["libnccl.so.2.29.7"])[0];
+        let nvidia = family_of(&libraries(&["libcuda.so.1"]));
+        assert!(belongs(nccl, Layer::Collectives, nvidia));
+        assert!(!belongs(nccl, Layer::Runtime, nvidia));
+        assert!(!belongs(nccl, Layer::Collectives, None));
+        assert!(belongs(&libraries(&["libmpi.so.40"])[0], Layer::Mpi, None));
+        assert!(!is(&libraries(&["libnccl.so.20"])[0], "libnccl.so.2"));
+    }
+}
