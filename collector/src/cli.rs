@@ -1,11 +1,12 @@
 //! The command line.
 
-use std::time::Duration;
+use std::{io::Write, path::PathBuf, time::Duration};
 
 use clap::{Parser, Subcommand};
 use tracing::warn;
+use xpu_timer_proto::env::Source;
 
-use crate::{cluster, config::Settings, error::Error, node};
+use crate::{cluster, config::Settings, error::Error, incidents::Remote, node};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -38,6 +39,41 @@ enum Role {
         #[arg(long, value_name = "ADDRESS:PORT")]
         listen: Option<String>,
     },
+    /// Lists, shows and fetches the incidents of a collector
+    ///
+    /// Asks the cluster collector of XPU_TIMER_COLLECTOR (with XPU_TIMER_COLLECTOR_TOKEN_FILE and XPU_TIMER_COLLECTOR_CA_FILE), else
+    /// the collector of this node.
+    ///
+    /// Exit codes: 0; 1 when there is no such incident or the collector does not answer; 2 for a wrong command line.
+    Incidents {
+        /// Another collector to ask
+        #[arg(long, global = true)]
+        url: Option<String>,
+        /// JSON instead of text
+        #[arg(long, global = true)]
+        json: bool,
+        #[command(subcommand)]
+        what: Option<Incidents>,
+    },
+}
+
+#[derive(Debug, Subcommand)]
+enum Incidents {
+    /// All incidents, oldest first
+    List,
+    /// The verdict of one
+    Show {
+        /// Its name, as the list has it
+        id: String,
+    },
+    /// Copies all its files into DIR/incident-ID
+    Fetch {
+        /// Its name, as the list has it
+        id: String,
+        /// Where to
+        #[arg(default_value = ".")]
+        dir: PathBuf,
+    },
 }
 
 fn seconds(text: &str) -> Result<Duration, String> {
@@ -59,6 +95,21 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
             }
             Ok(cluster::run(settings)?)
         }
+        Role::Incidents { url, json, what } => run_incidents(url, json, &what.unwrap_or(Incidents::List)),
+    }
+}
+
+fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::Result<()> {
+    let remote = Remote::new(url, &Source::process())?;
+    let text = match what {
+        Incidents::List => remote.list(json)?,
+        Incidents::Show { id } => remote.show(id, json)?,
+        Incidents::Fetch { id, dir } => format!("{}\n", remote.fetch(id, dir)?.display()),
+    };
+    match std::io::stdout().write_all(text.as_bytes()) {
+        // Whoever went away has seen enough.
+        Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
+        result => Ok(result?),
     }
 }
 

@@ -22,7 +22,7 @@ use crate::{
     captures::Captures,
     clock::{self, Now},
     config::Settings,
-    dump::{self, Hurry, Outcome, Plan},
+    dump::{self, ForCluster, Hurry, Outcome, Plan},
     error::chain,
     inbox::{Command, Inbox, Refusal},
     incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
@@ -87,6 +87,8 @@ pub struct Core {
     ending: Vec<(u64, Arc<Handle>)>,
 }
 
+/// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
+const LATER_OPERATIONS: usize = 128;
 /// Between the polite and the final signal of XPU_TIMER_HANG_KILL.
 const KILL_AFTER_NS: u64 = 5_000_000_000;
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
@@ -414,13 +416,19 @@ impl Core {
     fn act(&mut self, action: Action, now: Now) {
         match action {
             Action::Dump(id) if self.announce(&id, now) => {}
-            Action::Dump(id) => self.dump(&id, None),
+            Action::Dump(id) => self.dump_alone(&id),
             Action::Close(id, state) => self.close(&id, state, now),
         }
     }
 
-    /// Starts the work of an incident; with `for_cluster` as a part of a job-wide one.
-    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<usize>) {
+    /// Starts the work of an incident without the cluster collector, which may come later and ask for it.
+    pub(crate) fn dump_alone(&mut self, id: &str) {
+        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
+        self.dump(id, self.settings.cluster.is_some().then_some(part));
+    }
+
+    /// Starts the work of an incident.
+    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
         let of_job = self.registry.of_job(&incident.job);
@@ -468,7 +476,7 @@ impl Core {
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
-        let shared = part.is_some();
+        let shared = self.member.is_asked(&id);
         if let (Some(webhook), false) = (&self.webhook, shared) {
             webhook.post(&verdict, path.as_deref());
         }
@@ -500,9 +508,11 @@ impl Core {
         for reply in self.waiting.remove(&id).unwrap_or_default() {
             drop(reply.send(Ok(answer.clone())));
         }
-        match part {
-            Some(part) => self.captured(&id, part, now),
-            None => self.kill(&id, now),
+        if let Some(part) = part {
+            self.captured(&id, part);
+        }
+        if !shared {
+            self.kill(&id, now);
         }
         self.retire();
     }

@@ -56,8 +56,24 @@ pub struct Plan {
     pub timeline_path: PathBuf,
     /// Where it goes when it cannot go there.
     pub fallback_path: PathBuf,
-    /// The cluster collector judges: so many operations of each flight record are for it, and nothing is drawn here.
-    pub for_cluster: Option<usize>,
+    /// What is kept for the cluster collector; `None` when there is to be none.
+    pub for_cluster: Option<ForCluster>,
+}
+
+/// A part of a job-wide incident.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct ForCluster {
+    /// So many operations of each flight record are for it.
+    pub operations: usize,
+    /// It did not answer: the node draws and tells for itself, and keeps the part for later.
+    pub alone: bool,
+}
+
+impl Plan {
+    /// Whether the verdict is made elsewhere.
+    fn is_part(&self) -> bool {
+        self.for_cluster.is_some_and(|part| !part.alone)
+    }
 }
 
 /// What came of it.
@@ -209,7 +225,7 @@ fn write(
     deadline: Instant,
 ) -> (Option<PathBuf>, Option<Kept>) {
     let incident = &plan.incident;
-    let name = folder_name(incident, plan.for_cluster.map(|_| plan.node.as_str()));
+    let name = folder_name(incident, plan.is_part().then_some(plan.node.as_str()));
     let folder = match Folder::create(&plan.timeline_path, &plan.fallback_path, &name) {
         Ok((folder, None)) => Some(folder),
         Ok((folder, Some(error))) => {
@@ -232,7 +248,7 @@ fn write(
     };
 
     let mut problems = Problems::default();
-    let mut part = plan.for_cluster.map(|operations| (Part::default(), operations));
+    let mut part = plan.for_cluster.map(|wanted| (Part::default(), wanted.operations));
     let world = evidence.world_size;
     for subject in &plan.subjects {
         let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
@@ -259,7 +275,7 @@ fn write(
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(plan, verdict);
     write_verdict(&folder, verdict);
-    if part.is_some() {
+    if plan.is_part() {
         // The pictures of the whole job are drawn where the verdict is made.
         return (Some(folder.path), part);
     }
@@ -274,7 +290,7 @@ fn write(
     if let Err(error) = folder.link_latest() {
         warn!("incident {incident}: {}", chain(&error));
     }
-    (Some(folder.path), None)
+    (Some(folder.path), part)
 }
 
 fn finish_times(plan: &Plan, verdict: &mut Verdict) {

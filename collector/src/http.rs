@@ -17,7 +17,7 @@ use tokio::{net::TcpListener, sync::oneshot, time::timeout};
 
 use crate::{
     inbox::{Command, Inbox, Refusal},
-    records,
+    pages,
 };
 
 /// The loop answers within milliseconds; this is for a node without any free processor.
@@ -46,6 +46,8 @@ pub async fn serve_control(listener: TcpListener, inbox: Inbox) {
         .route("/dump", post(dump))
         .route("/incidents", get(incidents))
         .route("/incidents/{id}", get(incident))
+        .route("/incidents/{id}/files", get(files))
+        .route("/incidents/{id}/{file}", get(file))
         .layer(middleware::from_fn(local_only))
         .with_state(inbox);
     // It only ends with its listener, that is with the process.
@@ -132,19 +134,29 @@ pub fn refusal(refused: Refusal) -> Response {
     (code, Json(json!({ "error": text }))).into_response()
 }
 
+/// Folders of the incidents; `None` when the loop does not answer.
+async fn roots(inbox: &Inbox) -> Option<pages::Roots> {
+    ask(inbox, ANSWER, Command::Folders).await
+}
+
 async fn incidents(State(inbox): State<Inbox>) -> Response {
-    let Some(folders) = ask(&inbox, ANSWER, Command::Folders).await else { return no_answer() };
-    let list = tokio::task::spawn_blocking(move || records::list(&folders)).await;
-    Json(list.unwrap_or_default()).into_response()
+    let Some(roots) = roots(&inbox).await else { return no_answer() };
+    pages::list(roots).await
 }
 
 async fn incident(State(inbox): State<Inbox>, Path(id): Path<String>) -> Response {
-    let Some(folders) = ask(&inbox, ANSWER, Command::Folders).await else { return no_answer() };
-    let found = tokio::task::spawn_blocking(move || records::verdict_json(&folders, &id)).await;
-    match found.ok().flatten() {
-        Some(json) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
-        None => (StatusCode::NOT_FOUND, Json(json!({ "error": "no such incident" }))).into_response(),
-    }
+    let Some(roots) = roots(&inbox).await else { return no_answer() };
+    pages::verdict(roots, id).await
+}
+
+async fn files(State(inbox): State<Inbox>, Path(id): Path<String>) -> Response {
+    let Some(roots) = roots(&inbox).await else { return no_answer() };
+    pages::files(roots, id).await
+}
+
+async fn file(State(inbox): State<Inbox>, Path((id, name)): Path<(String, String)>) -> Response {
+    let Some(roots) = roots(&inbox).await else { return no_answer() };
+    pages::file(roots, id, name).await
 }
 
 #[cfg(test)]

@@ -309,6 +309,13 @@ impl Engine {
         }
     }
 
+    /// The cluster collector takes an incident for one of its own, which was dumped already.
+    pub fn take_part(&mut self, id: &str) {
+        if let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state.is_open() && one.is_hang()) {
+            incident.add(Cause::Cluster);
+        }
+    }
+
     /// Takes back an incident that nobody has dumped.
     pub fn withdraw(&mut self, id: &str) {
         self.incidents.remove(id);

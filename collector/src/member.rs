@@ -16,7 +16,7 @@ use crate::{
     clock::Now,
     core::Core,
     delivery::{self, Kept, PART},
-    dump::folder_name,
+    dump::{ForCluster, folder_name},
     incident::{Cause, Incident, State},
     process,
     registry::{JobKey, Presence, Rank},
@@ -45,8 +45,10 @@ pub struct Member {
     declined: BTreeMap<JobKey, u64>,
     last_launch: BTreeMap<JobKey, u64>,
     heartbeat_ns: u64,
-    // XPU_TIMER_HANG_KILL waits for the verdict, and not for ever.
-    kill_ns: BTreeMap<String, u64>,
+    // Incidents that the cluster has asked for, and until when its verdict is waited for: XPU_TIMER_HANG_KILL comes after it.
+    asked: BTreeMap<String, u64>,
+    // When the stream was lost, until what the cluster said is forgotten.
+    lost_ns: Option<u64>,
 }
 
 impl Default for Member {
@@ -64,7 +66,8 @@ impl Default for Member {
             declined: BTreeMap::new(),
             last_launch: BTreeMap::new(),
             heartbeat_ns: 0,
-            kill_ns: BTreeMap::new(),
+            asked: BTreeMap::new(),
+            lost_ns: None,
         }
     }
 }
@@ -78,6 +81,8 @@ const HEARTBEAT_NS: u64 = 10 * SECOND;
 const DECLINED_NS: u64 = 60 * SECOND;
 /// A verdict takes the deadline of the slowest node. Then the ranks are ended without it.
 const VERDICT_NS: u64 = 90 * SECOND;
+/// What a cluster said that is gone for so long does not count any more.
+const FORGET_NS: u64 = 20 * SECOND;
 /// Parts of incidents that are over are kept for a cluster that comes back.
 const MAX_PARTS: usize = 32;
 
@@ -91,6 +96,12 @@ impl Member {
     #[must_use]
     pub fn is_declined(&self, job: &JobKey, now: Now) -> bool {
         self.declined.get(job).is_some_and(|until| *until > now.mono_ns)
+    }
+
+    /// Whether the verdict of an incident is the cluster's.
+    #[must_use]
+    pub fn is_asked(&self, id: &str) -> bool {
+        self.asked.contains_key(id)
     }
 
     /// Sends if there is a stream. One that takes nothing more is given up.
@@ -123,6 +134,7 @@ impl Core {
                 self.member.sender = None;
                 self.member.welcomed = false;
                 self.member.problem = why;
+                self.member.lost_ns.get_or_insert(now.mono_ns);
             }
             Event::Message(message) => self.cluster_says(*message, now),
         }
@@ -148,6 +160,7 @@ impl Core {
             cluster_message::Message::Welcome(welcome) => {
                 self.member.welcomed = true;
                 self.member.problem.clear();
+                self.member.lost_ns = None;
                 for request in welcome.open {
                     self.requested(request, now);
                 }
@@ -210,6 +223,7 @@ impl Core {
         let id = request.incident.clone();
         self.find_part(&id);
         if self.member.parts.contains_key(&id) {
+            self.engine.take_part(&id);
             self.member.send(Message::Captured(Captured { incident: id }));
             return;
         }
@@ -239,7 +253,8 @@ impl Core {
             let attempt = of_job.first().map_or(request.attempt, |rank| rank.info.attempt);
             self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
-        self.dump(&id, Some(operations));
+        self.member.asked.insert(id.clone(), now.mono_ns + VERDICT_NS);
+        self.dump(&id, Some(ForCluster { operations, alone: false }));
     }
 
     /// A part that an earlier node collector left on disk.
@@ -247,21 +262,22 @@ impl Core {
         if self.member.parts.contains_key(id) {
             return;
         }
-        let name = format!("incident-{}", folder_name(id, Some(&self.node)));
-        let found = self.folders().into_iter().map(|root| root.join(&name)).find(|folder| folder.join(PART).is_file());
+        let names = [Some(self.node.as_str()), None].map(|node| format!("incident-{}", folder_name(id, node)));
+        let roots = self.folders();
+        let mut folders = roots.iter().flat_map(|root| names.iter().map(|name| root.join(name)));
+        let found = folders.find(|folder| folder.join(PART).is_file());
         if let Some(folder) = found {
             self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
         }
     }
 
     /// This node's part is taken.
-    pub fn captured(&mut self, id: &str, part: Kept, now: Now) {
+    pub fn captured(&mut self, id: &str, part: Kept) {
         self.member.parts.insert(id.into(), Arc::new(part));
         while self.member.parts.len() > MAX_PARTS {
             self.member.parts.pop_first();
         }
         self.member.send(Message::Captured(Captured { incident: id.into() }));
-        self.member.kill_ns.insert(id.into(), now.mono_ns + VERDICT_NS);
     }
 
     fn fetch(&mut self, fetch: FetchFiles) {
@@ -280,7 +296,7 @@ impl Core {
         if let Some(told) = self.told.get_mut(&verdict.incident) {
             (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
         }
-        if self.member.kill_ns.remove(&verdict.incident).is_some() {
+        if self.member.asked.remove(&verdict.incident).is_some() {
             self.kill(&verdict.incident, now);
         }
     }
@@ -299,16 +315,23 @@ impl Core {
         for id in alone {
             self.member.announced.remove(&id);
             warn!("incident {id}: the cluster collector does not answer; this node works alone");
-            self.dump(&id, None);
+            self.dump_alone(&id);
         }
         for request in std::mem::take(&mut self.member.held) {
             self.requested(request, now);
         }
+        let late = |due: &u64| *due <= now.mono_ns;
         let over: Vec<String> =
-            self.member.kill_ns.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
+            self.member.asked.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
         for id in over {
-            self.member.kill_ns.remove(&id);
+            self.member.asked.remove(&id);
             self.kill(&id, now);
+        }
+        if self.member.lost_ns.is_some_and(|since| now.mono_ns > since + FORGET_NS) {
+            // Whether the job hangs elsewhere is not known any more.
+            for job in self.registry.jobs() {
+                self.engine.lift(&job, &Cause::Cluster, now);
+            }
         }
         let jobs = self.registry.jobs();
         self.member.last_launch.retain(|job, _| jobs.contains(job));

@@ -35,7 +35,7 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
     for folder in roots.iter().flat_map(|root| folders(root)) {
         let Some(verdict) = verdict(&folder) else { continue };
         let line = json!({
-            "incident": id(&folder),
+            "incident": verdict.incident,
             "path": folder,
             "job": verdict.job,
             "status": verdict.timing.status,
@@ -82,8 +82,11 @@ pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<Vec<u8>> {
     if visible { fs::read(entry.path()).ok() } else { None }
 }
 
+/// The folder of an incident. That of a node's part has the name of the node behind the incident's.
 fn find(roots: &[PathBuf], wanted: &str) -> Option<PathBuf> {
-    roots.iter().flat_map(|root| folders(root)).find(|folder| id(folder) == wanted)
+    let all: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
+    let part = |folder: &&PathBuf| id(folder).strip_prefix(wanted).is_some_and(|rest| rest.starts_with('-'));
+    all.iter().find(|folder| id(folder) == wanted).or_else(|| all.iter().find(part)).cloned()
 }
 
 /// What follows `incident-` in the name of a folder.

@@ -67,18 +67,7 @@ impl Address {
     /// # Errors
     /// What is wrong with them, in a sentence. A token never travels in plain text beyond this machine.
     pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
-        let uri: Uri = url.parse().map_err(|error| format!("XPU_TIMER_COLLECTOR={url}: {error}"))?;
-        let host = uri.host().unwrap_or_default();
-        let secure = match uri.scheme_str() {
-            Some("https") => true,
-            Some("http") => false,
-            _ => return Err(format!("XPU_TIMER_COLLECTOR={url}: it must begin with https:// or http://")),
-        };
-        if !secure && !is_loopback(host) {
-            return Err(format!(
-                "XPU_TIMER_COLLECTOR={url}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
-            ));
-        }
+        let (uri, secure) = check_url(url)?;
         let read = |path: &Path| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
         let token = match token_file {
             Some(path) => Some(bearer(&read_token(path).map_err(|error| chain(&error))?)?),
@@ -100,6 +89,25 @@ impl Address {
         }
         Ok(Address { endpoint, token, url: url.into() })
     }
+}
+
+/// An address of a collector, and whether it is reached by TLS.
+///
+/// # Errors
+/// When it is none, or plain text would leave this machine.
+pub fn check_url(url: &str) -> Result<(Uri, bool), String> {
+    let uri: Uri = url.parse().map_err(|error| format!("{url}: {error}"))?;
+    let secure = match uri.scheme_str() {
+        Some("https") => true,
+        Some("http") => false,
+        _ => return Err(format!("{url}: it must begin with https:// or http://")),
+    };
+    if !secure && !is_loopback(uri.host().unwrap_or_default()) {
+        return Err(format!(
+            "{url}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
+        ));
+    }
+    Ok((uri, secure))
 }
 
 /// `localhost` or an address of this machine's loopback.

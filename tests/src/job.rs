@@ -24,6 +24,7 @@ pub struct Job {
     /// Control port of the job's collector; metrics are on the next one.
     pub port: u16,
     variables: Vec<(String, String)>,
+    namespace: Option<String>,
     marker: String,
     // The folder of the sockets, whose paths must be short.
     _sockets: tempfile::TempDir,
@@ -81,7 +82,7 @@ impl Job {
             (LAUNCHED_BY, marker.clone()),
         ];
         let variables = variables.map(|(name, value)| (name.to_string(), value)).to_vec();
-        Job { dir: dir.to_path_buf(), port, variables, marker, _sockets: sockets, _temporary: None }
+        Job { dir: dir.to_path_buf(), port, variables, namespace: None, marker, _sockets: sockets, _temporary: None }
     }
 
     /// Sets a variable for everything that is started from now on.
@@ -92,10 +93,25 @@ impl Job {
         self
     }
 
+    /// Starts everything from now on in a network namespace, as `ip netns` knows it.
+    #[must_use]
+    pub fn within(mut self, namespace: &str) -> Self {
+        self.namespace = Some(namespace.into());
+        self
+    }
+
     /// A command in the job's environment. No variable of the tool or of a scheduler is inherited from the caller.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
-        let mut command = Command::new(program);
+        let mut command = match &self.namespace {
+            // It becomes the program: pid and signals are the program's own.
+            Some(namespace) => {
+                let mut command = Command::new("ip");
+                command.args(["netns", "exec", namespace]).arg(program);
+                command
+            }
+            None => Command::new(program),
+        };
         for (name, _) in env::vars_os() {
             let text = name.to_string_lossy();
             let ours = ["XPU_TIMER_", "XPU_SIM_"].iter().any(|prefix| text.starts_with(prefix));

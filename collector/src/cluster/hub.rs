@@ -1,7 +1,7 @@
 //! The state of the cluster collector and what happens to it. One task owns it; nothing here waits for a node, a disk or a verdict.
 
 use std::{
-    collections::{BTreeMap, VecDeque},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     time::Duration,
 };
 
@@ -11,8 +11,8 @@ use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
     Alarm, AlarmDeclined, Deliver, DumpFile, DumpRequest, FetchFiles, IncidentClosed, IncidentVerdict, NodeDump,
-    NodeHello, NodeWelcome, Presence, RankEvidence, RankRun, StackTree, Trigger, TriggerKind, cluster_message::Message,
-    node_message::Message as Said,
+    NodeHello, NodeWelcome, Presence, RankEntry, RankEvidence, RankRun, StackTree, Trigger, TriggerKind,
+    cluster_message::Message, node_message::Message as Said,
 };
 
 use super::{
@@ -67,7 +67,10 @@ pub struct Hub {
     held: Vec<(NodeId, Alarm)>,
     // Parts that were taken and wait to be asked for.
     captured: VecDeque<(String, NodeId)>,
-    // Alarms of nodes that joined before the others of their job could.
+    delivering: BTreeSet<(String, NodeId)>,
+    // Jobs of which every rank is known, with attempt and world.
+    whole: BTreeMap<JobKey, (u32, u32)>,
+    forget_ns: u64,
     webhook: Option<Webhook>,
     commands: mpsc::UnboundedSender<Command>,
 }
@@ -91,6 +94,8 @@ const SOME_FILES: usize = 16;
 /// Nodes that send files at a time, and how long files are waited for.
 const FILE_NODES: usize = 8;
 const FILES_NS: u64 = 20 * SECOND;
+/// How often nodes and attempts that are gone are looked for.
+const FORGET_EVERY_NS: u64 = 30 * SECOND;
 /// Operations of all ranks together that are worth their memory.
 const OPERATIONS: u32 = 2_000_000;
 /// Closed incidents are kept for `/status`; the folders stay.
@@ -110,6 +115,9 @@ impl Hub {
             throttle: Throttle::default(),
             held: Vec::new(),
             captured: VecDeque::new(),
+            delivering: BTreeSet::new(),
+            whole: BTreeMap::new(),
+            forget_ns: 0,
             webhook,
             commands,
             settings,
@@ -177,7 +185,24 @@ impl Hub {
         }
     }
 
-    fn claim(&mut self, node: NodeId, ranks: Vec<xpu_timer_proto::v1::RankEntry>) {
+    fn claim(&mut self, node: NodeId, ranks: Vec<RankEntry>) {
+        let jobs: BTreeSet<JobKey> = ranks.iter().filter_map(|entry| entry.job.as_ref().map(key)).collect();
+        self.claim_ranks(node, ranks);
+        for job in jobs {
+            let view = self.nodes.job(&job);
+            let now = (view.attempt, view.world_size);
+            if view.is_whole() && self.whole.insert(job.clone(), now) != Some(now) {
+                info!(
+                    "job {job} is whole: {} ranks on {} nodes, attempt {}",
+                    view.ranks,
+                    view.nodes.len(),
+                    view.attempt
+                );
+            }
+        }
+    }
+
+    fn claim_ranks(&mut self, node: NodeId, ranks: Vec<RankEntry>) {
         for refused in self.nodes.claim(node, ranks) {
             warn!(
                 "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
@@ -341,7 +366,7 @@ impl Hub {
             Err(error) => warn!("incident {id}: no folder could be made: {}", chain(&error)),
         }
         self.incidents.insert(id.clone(), incident);
-        for node in view.nodes {
+        for node in view.nodes.iter().copied() {
             let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
             let request = self.ask(&id, node);
             match (away, request) {
@@ -416,16 +441,16 @@ impl Hub {
 
     /// Asks for as many parts as may be under way.
     fn deliver(&mut self, now: Now) {
-        let under_way = |hub: &Hub| {
-            let parts = hub.incidents.values().flat_map(|incident| incident.parts.values());
-            parts.filter(|part| matches!(part.progress, Progress::Delivering(_))).count()
-        };
-        let mut free = DELIVERIES.saturating_sub(under_way(self));
-        while free > 0 {
+        let incidents = &self.incidents;
+        self.delivering.retain(|(id, node)| {
+            let part = incidents.get(id).and_then(|incident| incident.parts.get(node));
+            part.is_some_and(|part| matches!(part.progress, Progress::Delivering(_)))
+        });
+        while self.delivering.len() < DELIVERIES {
             let Some((id, node)) = self.captured.pop_front() else { return };
             if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone() }), now.mono_ns) {
                 self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
-                free -= 1;
+                self.delivering.insert((id, node));
             }
         }
     }
@@ -525,20 +550,17 @@ impl Hub {
         let Some(incident) = self.incidents.get(id).filter(|one| one.state == State::Gathering && !one.judging) else {
             return;
         };
+        if !incident.is_complete() {
+            return;
+        }
         // After a restart of this collector the nodes come one after the other.
-        let expected = self.nodes.job(&incident.job).nodes;
-        let all_known = expected.iter().all(|node| incident.parts.contains_key(node)) && !expected.is_empty();
+        let view = self.nodes.job(&incident.job);
+        let all_known = view.nodes.iter().all(|node| incident.parts.contains_key(node)) && !view.nodes.is_empty();
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || self.is_whole(&incident.job);
-        if incident.is_complete() && all_known && returned {
+        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || view.is_whole();
+        if all_known && returned {
             self.judge(id);
         }
-    }
-
-    /// Whether every rank of a job's world is some node's.
-    fn is_whole(&self, job: &JobKey) -> bool {
-        let view = self.nodes.job(job);
-        self.nodes.ranks(job, view.attempt).count() as u32 >= view.world_size
     }
 
     fn judge(&mut self, id: &str) {
@@ -726,7 +748,12 @@ impl Hub {
         for (node, alarm) in free {
             self.alarm(node, alarm, now);
         }
-        self.nodes.forget(now.mono_ns);
+        if now.mono_ns >= self.forget_ns {
+            self.forget_ns = now.mono_ns + FORGET_EVERY_NS;
+            self.nodes.forget(now.mono_ns);
+            let nodes = &self.nodes;
+            self.whole.retain(|job, _| nodes.job(job).ranks > 0);
+        }
         let closed: Vec<String> =
             self.incidents.values().filter(|one| !one.is_open()).map(|one| one.id.clone()).collect();
         for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {

@@ -1,6 +1,10 @@
 //! The nodes of a cluster and the ranks that each of them may speak for. Pure: streams are only held here, and time is passed in.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::{
+    cell::RefCell,
+    collections::{BTreeMap, BTreeSet, HashMap},
+    sync::Arc,
+};
 
 use tokio::sync::mpsc;
 use tonic::Status;
@@ -21,7 +25,6 @@ pub type Outgoing = mpsc::Sender<Result<ClusterMessage, Status>>;
 pub struct Node {
     /// Host or pod name.
     pub name: String,
-    identity: String,
     stream: Option<(StreamId, Outgoing)>,
     /// When its last stream ended; meaningless while it has one.
     pub lost_ns: u64,
@@ -58,12 +61,50 @@ impl Claim {
     }
 }
 
+/// The ranks of one job.
+#[derive(Debug, Default)]
+struct Claims {
+    // By attempt and rank.
+    ranks: BTreeMap<(u32, u32), Claim>,
+    // Made when it is asked for. Only what adds a rank keeps it true; whatever else changes drops it.
+    view: RefCell<Option<Arc<JobView>>>,
+}
+
+impl Claims {
+    fn view(&self) -> Arc<JobView> {
+        Arc::clone(self.view.borrow_mut().get_or_insert_with(|| {
+            let attempt = self.ranks.last_key_value().map_or(0, |((attempt, _), _)| *attempt);
+            let mut view = JobView { attempt, ..JobView::default() };
+            for ((_, rank), claim) in self.ranks.range((attempt, 0)..) {
+                view.add(*rank, claim);
+            }
+            Arc::new(view)
+        }))
+    }
+
+    fn insert(&mut self, attempt: u32, rank: u32, claim: Claim) {
+        let view = self.view.get_mut();
+        match view {
+            Some(known) if known.attempt == attempt && !self.ranks.contains_key(&(attempt, rank)) => {
+                Arc::make_mut(known).add(rank, &claim);
+            }
+            _ => *view = None,
+        }
+        self.ranks.insert((attempt, rank), claim);
+    }
+
+    fn remove(&mut self, attempt: u32, rank: u32) {
+        self.ranks.remove(&(attempt, rank));
+        *self.view.get_mut() = None;
+    }
+}
+
 /// All nodes, and who may speak for which rank.
 #[derive(Debug, Default)]
 pub struct Nodes {
     nodes: BTreeMap<NodeId, Node>,
-    // By job, then by attempt and rank.
-    claims: BTreeMap<JobKey, BTreeMap<(u32, u32), Claim>>,
+    by_identity: HashMap<String, NodeId>,
+    claims: BTreeMap<JobKey, Claims>,
     next: NodeId,
 }
 
@@ -74,6 +115,8 @@ pub struct JobView {
     pub attempt: u32,
     /// Ranks of the job.
     pub world_size: u32,
+    /// Ranks that some node speaks for.
+    pub ranks: u32,
     /// Its nodes.
     pub nodes: BTreeSet<NodeId>,
     /// Whether any of its ranks runs.
@@ -86,7 +129,25 @@ pub struct JobView {
     pub idle_timeout_ms: u64,
 }
 
-/// A second stream of one node, or a rank that another node has.
+impl JobView {
+    fn add(&mut self, rank: u32, claim: &Claim) {
+        self.ranks += 1;
+        self.world_size = self.world_size.max(claim.world_size).max(rank + 1);
+        self.nodes.insert(claim.node);
+        self.alive |= claim.is_alive();
+        self.hang_timeout_ms = self.hang_timeout_ms.max(claim.hang_timeout_ms);
+        self.sample_interval_ms = self.sample_interval_ms.max(claim.sample_interval_ms);
+        self.idle_timeout_ms = self.idle_timeout_ms.max(claim.idle_timeout_ms);
+    }
+
+    /// Whether every rank of its world is some node's.
+    #[must_use]
+    pub fn is_whole(&self) -> bool {
+        self.ranks >= self.world_size
+    }
+}
+
+/// Ranks that another node has.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Refused {
     /// The job.
@@ -103,14 +164,12 @@ const FORGET_NS: u64 = 600 * 1_000_000_000;
 impl Nodes {
     /// A stream said hello. The same process may come again; its old stream is closed.
     pub fn join(&mut self, name: &str, identity: &str, stream: StreamId, outgoing: Outgoing) -> NodeId {
-        let known = self.nodes.iter().find(|(_, node)| node.identity == identity).map(|(id, _)| *id);
-        let id = known.unwrap_or_else(|| {
+        let id = *self.by_identity.entry(identity.into()).or_insert_with(|| {
             self.next += 1;
             self.next
         });
         let node = self.nodes.entry(id).or_insert_with(|| Node {
             name: name.into(),
-            identity: identity.into(),
             stream: None,
             lost_ns: 0,
             told: Vec::new(),
@@ -164,16 +223,23 @@ impl Nodes {
     /// A node lists its ranks. A rank that another living node has is refused, until that one goes.
     pub fn claim(&mut self, id: NodeId, ranks: Vec<RankEntry>) -> Vec<Refused> {
         let listed: BTreeSet<(JobKey, u32, u32)> = ranks.iter().filter_map(key_of).collect();
-        for (job, claims) in &mut self.claims {
-            claims
-                .retain(|(attempt, rank), claim| claim.node != id || listed.contains(&(job.clone(), *attempt, *rank)));
+        let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.told)).unwrap_or_default();
+        for (job, attempt, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
+            if let Some(claims) = self.claims.get_mut(&job)
+                && claims.ranks.get(&(attempt, rank)).is_some_and(|claim| claim.node == id)
+            {
+                claims.remove(attempt, rank);
+                if claims.ranks.is_empty() {
+                    self.claims.remove(&job);
+                }
+            }
         }
         let mut refused: Vec<Refused> = Vec::new();
         for entry in &ranks {
             let Some((job, attempt, rank)) = key_of(entry) else { continue };
             let info = entry.info.clone().unwrap_or_default();
             let claims = self.claims.entry(job.clone()).or_default();
-            if let Some(other) = claims.get(&(attempt, rank)).filter(|other| other.node != id && other.is_alive())
+            if let Some(other) = claims.ranks.get(&(attempt, rank)).filter(|other| other.node != id && other.is_alive())
                 && let Some(holder) = self.nodes.get(&other.node).filter(|holder| holder.is_joined())
             {
                 match refused.iter_mut().find(|one| one.job == job && one.by == holder.name) {
@@ -190,9 +256,8 @@ impl Nodes {
                 sample_interval_ms: entry.sample_interval_ms,
                 idle_timeout_ms: entry.idle_timeout_ms,
             };
-            claims.insert((attempt, rank), claim);
+            claims.insert(attempt, rank, claim);
         }
-        self.claims.retain(|_, claims| !claims.is_empty());
         if let Some(node) = self.nodes.get_mut(&id) {
             node.told = ranks;
             node.refused = refused.iter().map(|one| one.ranks.len() as usize).sum();
@@ -205,8 +270,8 @@ impl Nodes {
         let waiting: Vec<NodeId> = self.nodes.iter().filter(|(_, node)| node.refused > 0).map(|(id, _)| *id).collect();
         let mut helped = Vec::new();
         for id in waiting {
-            let Some(node) = self.nodes.get_mut(&id) else { continue };
-            let (told, before) = (std::mem::take(&mut node.told), node.refused);
+            let Some(node) = self.nodes.get(&id) else { continue };
+            let (told, before) = (node.told.clone(), node.refused);
             self.claim(id, told);
             if self.nodes.get(&id).is_some_and(|node| node.refused < before) {
                 helped.push(id);
@@ -222,41 +287,29 @@ impl Nodes {
 
     /// What is known of a job.
     #[must_use]
-    pub fn job(&self, job: &JobKey) -> JobView {
-        let Some(claims) = self.claims.get(job) else { return JobView::default() };
-        let attempt = claims.keys().map(|(attempt, _)| *attempt).max().unwrap_or(0);
-        let mut view = JobView { attempt, ..JobView::default() };
-        for ((_, rank), claim) in claims.range((attempt, 0)..) {
-            view.world_size = view.world_size.max(claim.world_size).max(rank + 1);
-            view.nodes.insert(claim.node);
-            view.alive |= claim.is_alive();
-            view.hang_timeout_ms = view.hang_timeout_ms.max(claim.hang_timeout_ms);
-            view.sample_interval_ms = view.sample_interval_ms.max(claim.sample_interval_ms);
-            view.idle_timeout_ms = view.idle_timeout_ms.max(claim.idle_timeout_ms);
-        }
-        view
-    }
-
-    /// The ranks of a job's attempt, with who speaks for them.
-    pub fn ranks(&self, job: &JobKey, attempt: u32) -> impl Iterator<Item = (u32, &Claim)> {
-        let claims = self.claims.get(job).into_iter();
-        claims.flat_map(move |claims| claims.range((attempt, 0)..=(attempt, u32::MAX)).map(|((_, rank), c)| (*rank, c)))
+    pub fn job(&self, job: &JobKey) -> Arc<JobView> {
+        self.claims.get(job).map(Claims::view).unwrap_or_default()
     }
 
     /// The ranks that one node speaks for.
     #[must_use]
     pub fn ranks_of(&self, job: &JobKey, attempt: u32, node: NodeId) -> RankSet {
-        let mut ranks = RankSet::new();
-        for (rank, _) in self.ranks(job, attempt).filter(|(_, claim)| claim.node == node) {
-            ranks.insert(rank);
-        }
-        ranks
+        let told = self.nodes.get(&node).map(|node| node.told.as_slice()).unwrap_or_default();
+        let claims = self.claims.get(job);
+        let own = |rank: u32| {
+            claims.and_then(|claims| claims.ranks.get(&(attempt, rank))).is_some_and(|claim| claim.node == node)
+        };
+        let listed = told.iter().filter_map(key_of).filter(|(of, when, _)| of == job && *when == attempt);
+        listed.map(|(_, _, rank)| rank).filter(|rank| own(*rank)).collect()
     }
 
     /// Whether another node speaks for a rank.
     #[must_use]
     pub fn is_of_another(&self, job: &JobKey, attempt: u32, rank: u32, node: NodeId) -> bool {
-        self.claims.get(job).and_then(|claims| claims.get(&(attempt, rank))).is_some_and(|claim| claim.node != node)
+        self.claims
+            .get(job)
+            .and_then(|claims| claims.ranks.get(&(attempt, rank)))
+            .is_some_and(|claim| claim.node != node)
     }
 
     /// A node says when each of its jobs launched last.
@@ -281,13 +334,18 @@ impl Nodes {
         let gone = |node: &Node| !node.is_joined() && now_ns > node.lost_ns + FORGET_NS;
         let nodes = &self.nodes;
         for claims in self.claims.values_mut() {
-            let newest = claims.keys().map(|(attempt, _)| *attempt).max().unwrap_or(0);
-            claims.retain(|(attempt, _), claim| {
+            let (before, newest) = (claims.ranks.len(), claims.view().attempt);
+            claims.ranks.retain(|(attempt, _), claim| {
                 *attempt == newest && nodes.get(&claim.node).is_some_and(|node| !gone(node))
             });
+            if claims.ranks.len() < before {
+                *claims.view.get_mut() = None;
+            }
         }
-        self.claims.retain(|_, claims| !claims.is_empty());
+        self.claims.retain(|_, claims| !claims.ranks.is_empty());
         self.nodes.retain(|_, node| !gone(node));
+        let nodes = &self.nodes;
+        self.by_identity.retain(|_, id| nodes.contains_key(id));
     }
 }
 
@@ -360,9 +418,10 @@ mod tests {
         assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
         nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)]);
         let view = nodes.job(&job("j"));
-        assert_eq!((view.attempt, view.world_size, view.nodes), (1, 2, BTreeSet::from([a])));
+        assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
+        assert!(view.is_whole());
         nodes.forget(5);
-        assert_eq!(nodes.ranks(&job("j"), 0).count(), 0);
+        assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older attempt is forgotten");
         nodes.claim(a, Vec::new());
         assert_eq!(nodes.jobs().count(), 0);
     }

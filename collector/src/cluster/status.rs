@@ -41,7 +41,7 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
         "job": key.to_string(),
         "attempt": view.attempt,
         "world_size": view.world_size,
-        "ranks": hub.nodes.ranks(key, view.attempt).count(),
+        "ranks": view.ranks,
         "nodes": view.nodes.len(),
         "alive": view.alive,
         "hang": hangs(hub, key),
@@ -91,8 +91,7 @@ pub fn metrics(hub: &Hub, now: Now) -> String {
     }
     page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that some node speaks for.");
     for key in hub.nodes.jobs() {
-        let ranks = hub.nodes.ranks(key, hub.nodes.job(key).attempt).count();
-        page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], ranks as u64);
+        page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], hub.nodes.job(key).ranks);
     }
     let joined = hub.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
     let open = hub.incidents.values().filter(|one| one.is_open()).count() as u64;

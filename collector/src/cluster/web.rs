@@ -9,7 +9,6 @@ use axum::{
     routing::{get, post},
 };
 use serde::Deserialize;
-use serde_json::json;
 use tokio::{
     sync::{mpsc, oneshot},
     time::timeout,
@@ -18,7 +17,7 @@ use tokio::{
 use super::{hub::Command, service::Token};
 use crate::{
     http::{ANSWER, DUMP, is_local, no_answer, refusal},
-    records,
+    pages,
 };
 
 /// What the pages need.
@@ -27,7 +26,7 @@ pub struct Pages {
     /// To the hub.
     pub commands: mpsc::UnboundedSender<Command>,
     /// Folders of the incident folders.
-    pub roots: Vec<std::path::PathBuf>,
+    pub roots: pages::Roots,
     /// What a request must carry.
     pub token: Token,
     /// Without TLS only requests that name this machine are answered: a page from elsewhere must not reach it.
@@ -105,42 +104,18 @@ async fn dump(State(pages): State<Pages>, Query(query): Query<DumpQuery>) -> Res
     }
 }
 
-async fn apart<T: Send + 'static>(work: impl FnOnce() -> T + Send + 'static) -> Option<T> {
-    tokio::task::spawn_blocking(work).await.ok()
-}
-
-fn not_found(what: &str) -> Response {
-    (StatusCode::NOT_FOUND, Json(json!({ "error": what }))).into_response()
-}
-
 async fn incidents(State(pages): State<Pages>) -> Response {
-    Json(apart(move || records::list(&pages.roots)).await.unwrap_or_default()).into_response()
+    pages::list(pages.roots).await
 }
 
 async fn incident(State(pages): State<Pages>, Path(id): Path<String>) -> Response {
-    match apart(move || records::verdict_json(&pages.roots, &id)).await.flatten() {
-        Some(json) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
-        None => not_found("no such incident"),
-    }
+    pages::verdict(pages.roots, id).await
 }
 
 async fn files(State(pages): State<Pages>, Path(id): Path<String>) -> Response {
-    match apart(move || records::files(&pages.roots, &id)).await.flatten() {
-        Some(files) => Json(files).into_response(),
-        None => not_found("no such incident"),
-    }
+    pages::files(pages.roots, id).await
 }
 
 async fn file(State(pages): State<Pages>, Path((id, name)): Path<(String, String)>) -> Response {
-    let kind = match name.rsplit_once('.').map(|(_, end)| end) {
-        Some("html") => "text/html; charset=utf-8",
-        Some("json") => "application/json",
-        Some("svg") => "image/svg+xml",
-        Some("stacktrace" | "bin") => "application/octet-stream",
-        _ => "text/plain; charset=utf-8",
-    };
-    match apart(move || records::file(&pages.roots, &id, &name)).await.flatten() {
-        Some(bytes) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
-        None => not_found("no such file"),
-    }
+    pages::file(pages.roots, id, name).await
 }

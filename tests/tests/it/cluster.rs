@@ -1,5 +1,8 @@
 //! The cluster role: several node collectors with fake hooks, one cluster collector, and everything that can happen between them.
 
+mod network;
+mod security;
+
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
 
 use nix::sys::signal::Signal;
@@ -17,27 +20,51 @@ struct Cluster {
     job: Job,
     process: Option<Process>,
     port: u16,
+    scheme: &'static str,
+    address: String,
 }
 
 impl Cluster {
     fn new() -> Self {
-        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
-        let mut cluster = Cluster { job: Job::new(), process: None, port };
+        let mut cluster = Self::with(Job::new(), "http", "127.0.0.1");
         cluster.start();
         cluster
     }
 
+    /// Not started yet; `job` says how.
+    fn with(job: Job, scheme: &'static str, address: &str) -> Self {
+        // A free port of this namespace; in another one all are free.
+        let port = TcpListener::bind("127.0.0.1:0").unwrap().local_addr().unwrap().port();
+        Cluster { job, process: None, port, scheme, address: address.into() }
+    }
+
     fn url(&self) -> String {
-        format!("http://127.0.0.1:{}", self.port)
+        // The name in the certificate of the tests on loopback.
+        let host = if self.address == "127.0.0.1" { "localhost" } else { &self.address };
+        format!("{}://{host}:{}", self.scheme, self.port)
     }
 
     fn start(&mut self) {
         let mut command = self.job.command(artifacts().bin("xpu_timer_collector"));
-        let process = Process::spawn(command.args(["cluster", "--listen", &format!("127.0.0.1:{}", self.port)]));
-        wait_until(PATIENCE, "the cluster collector listens", || {
-            http("GET", self.port, "/health").is_ok_and(|(code, _)| code == 200)
-        });
+        command.args(["cluster", "--listen", &format!("{}:{}", self.address, self.port)]);
+        let process = Process::spawn(&mut command);
+        wait_until(PATIENCE, "the cluster collector listens", || process.stderr().contains("listening on"));
         self.process = Some(process);
+    }
+
+    /// Settings of a node collector that joins it.
+    fn node_job(&self, name: &str) -> Job {
+        Job::new().with("XPU_TIMER_COLLECTOR", &self.url()).with("POD_NAME", name)
+    }
+
+    /// As [`Cluster::wait_incident`], by the folder alone.
+    fn wait_finished(&self, count: usize) -> Incident {
+        let start = std::time::Instant::now();
+        while self.job.finished_incidents().len() < count {
+            assert!(start.elapsed() < PATIENCE, "incident {count} has no report\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        self.job.finished_incidents().swap_remove(count - 1)
     }
 
     fn kill(&mut self) {
@@ -93,13 +120,18 @@ struct Node {
     job: Job,
     process: Option<Process>,
     hooks: Vec<FakeHook>,
+    /// Between the two samples, for ranks that are added.
+    interval_ms: u64,
 }
 
 impl Node {
     fn new(cluster: &Cluster, name: &str) -> Self {
-        let job = Job::new().with("XPU_TIMER_COLLECTOR", &cluster.url()).with("POD_NAME", name);
+        Self::on(cluster.node_job(name))
+    }
+
+    fn on(job: Job) -> Self {
         let process = Some(collector(&job, &[]));
-        Node { job, process, hooks: Vec::new() }
+        Node { job, process, hooks: Vec::new(), interval_ms: 700 }
     }
 
     /// A node with the ranks `first..first + count` of a job of `world` ranks.
@@ -114,6 +146,7 @@ impl Node {
             let mut hook = FakeHook::start(&self.job, job, first + local, world);
             let info = hook.hello.rank.as_mut().expect("a rank");
             (info.local_rank, info.local_world_size) = (local, count as u32);
+            hook.hello.sample_interval_ms = self.interval_ms;
             hook.join(&self.job);
             self.hooks.push(hook);
         }
@@ -127,6 +160,20 @@ impl Node {
         for hook in &mut self.hooks {
             hook.tell("closed");
             hook.join(&self.job);
+        }
+    }
+
+    fn wait_log(&self, text: &str) {
+        let start = std::time::Instant::now();
+        while !self.log().contains(text) {
+            assert!(start.elapsed() < PATIENCE, "{text:?} is not in the log:\n{}", self.log());
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+
+    fn resolve_all(&mut self) {
+        for hook in &mut self.hooks {
+            hook.resolve(3);
         }
     }
 
@@ -168,7 +215,9 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
     assert!(all.ranks.iter().all(|rank| rank.host.as_ref().is_some_and(|host| host.stack) && rank.dump.is_none()));
     assert_eq!(all.ranks[1].flight.as_ref().expect("a flight record").operations.len(), 1);
     let names = files(&incident);
-    for name in ["00000-00005.stacktrace", "00003-00005.stacktrace", "stacks.bin", "verdict.txt", "py_stack.svg", "report.html"] {
+    for name in
+        ["00000-00005.stacktrace", "00003-00005.stacktrace", "stacks.bin", "verdict.txt", "py_stack.svg", "report.html"]
+    {
         assert!(names.iter().any(|one| one == name), "{name} is not in {names:?}\n{}", cluster.log());
     }
     let python = text(incident.path.join("py_stack"));
@@ -207,4 +256,269 @@ fn a_hang_on_one_node_is_one_incident_of_all() {
     let (code, list) = http("GET", cluster.port, "/incidents").expect("an answer");
     let list: Value = serde_json::from_str(&list).expect("JSON");
     assert_eq!((code, &list[0]["status"], &list[1]["status"]), (200, &json!("resolved"), &json!("open")));
+}
+
+#[test]
+fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
+    let cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "grows", 0, 1, 2);
+    let mut b = Node::with_ranks(&cluster, "node-b", "grows", 1, 1, 2);
+    let mut c = Node::with_ranks(&cluster, "node-c", "other", 0, 2, 2);
+    cluster.wait_ranks("grows", 2);
+    cluster.wait_ranks("other", 2);
+    c.hooks[0].hang(3);
+    let other = cluster.wait_incident(1);
+    assert_eq!((&other.verdict["job"], evidence(&other).ranks.len()), (&json!("other"), 2));
+    assert!(a.job.incidents().is_empty() && b.job.incidents().is_empty(), "the other job is not disturbed");
+
+    // Scaled up: attempt 1 has three ranks on three nodes, and rank 0 is somebody else.
+    let mut again = |node: &mut Node, rank: i32| {
+        for hook in &mut node.hooks {
+            hook.goodbye();
+        }
+        let mut hook = FakeHook::start(&node.job, "grows", rank, 3);
+        let info = hook.hello.rank.as_mut().expect("a rank");
+        (info.attempt, info.local_rank, info.local_world_size) = (1, 0, 1);
+        hook.join(&node.job);
+        node.hooks.push(hook);
+    };
+    again(&mut a, 1);
+    again(&mut b, 2);
+    c.resolve_all();
+    let mut hook = FakeHook::start(&c.job, "grows", 0, 3);
+    let info = hook.hello.rank.as_mut().expect("a rank");
+    (info.attempt, info.local_rank, info.local_world_size) = (1, 0, 1);
+    hook.join(&c.job);
+    c.hooks.push(hook);
+    cluster.wait("attempt 1 is whole", |status| {
+        let jobs = status["jobs"].as_array().cloned().unwrap_or_default();
+        jobs.iter().any(|one| one["job"] == "grows" && one["attempt"] == 1 && one["ranks"] == 3)
+    });
+    b.hooks[1].hang(5);
+    let grown = cluster.wait_incident(2);
+    let all = evidence(&grown);
+    assert_eq!((all.world_size, all.attempt, all.job.as_str()), (3, 1, "grows"));
+    let ranks: Vec<(u32, &str)> = all.ranks.iter().map(|rank| (rank.rank, rank.node.as_str())).collect();
+    assert_eq!(ranks, [(0, "node-c"), (1, "node-a"), (2, "node-b")]);
+
+    // Scaled down to one rank.
+    for hook in a.hooks.iter_mut().chain(&mut b.hooks).skip(1).step_by(2) {
+        hook.goodbye();
+    }
+    c.hooks[2].goodbye();
+    cluster.wait("its end ends the incident", |status| status["incidents"][1]["state"] == "ended");
+    let mut alone = FakeHook::start(&a.job, "grows", 0, 1);
+    let info = alone.hello.rank.as_mut().expect("a rank");
+    (info.attempt, info.local_rank, info.local_world_size) = (2, 0, 1);
+    alone.join(&a.job);
+    a.hooks.push(alone);
+    cluster.wait("attempt 2 is whole", |status| {
+        let jobs = status["jobs"].as_array().cloned().unwrap_or_default();
+        jobs.iter().any(|one| one["job"] == "grows" && one["attempt"] == 2 && one["ranks"] == 1)
+    });
+    a.hooks[2].hang(6);
+    let all = evidence(&cluster.wait_incident(3));
+    assert_eq!((all.world_size, all.attempt, all.ranks.len()), (1, 2, 1));
+}
+
+#[test]
+fn a_node_that_dies_is_named_and_the_others_are_judged() {
+    let cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "dies", 0, 2, 4);
+    let mut b = Node::with_ranks(&cluster, "node-b", "dies", 2, 2, 4);
+    cluster.wait_ranks("dies", 4);
+    // The machine is gone: collector and ranks at once.
+    b.process.take().expect("it runs").signal(Signal::SIGKILL);
+    for hook in &mut b.hooks {
+        hook.kill_if_alive();
+    }
+    cluster.wait("the node is gone", |status| {
+        status["nodes"].as_array().is_some_and(|nodes| nodes.iter().any(|node| node["joined"] == false))
+    });
+    a.hooks[0].hang(4);
+    let incident = cluster.wait_incident(1);
+    let errors = incident.verdict["errors"].to_string();
+    assert!(errors.contains("node node-b (ranks 2-3) delivered nothing: its connection was lost"), "{errors}");
+    let all = evidence(&incident);
+    let lost: Vec<(u32, Presence, &str)> =
+        all.ranks.iter().skip(2).map(|rank| (rank.rank, rank.presence(), rank.node.as_str())).collect();
+    assert_eq!(lost, [(2, Presence::Missing, "node-b"), (3, Presence::Missing, "node-b")]);
+    assert!(
+        incident.verdict["ranks"].to_string().contains("its node node-b delivered nothing"),
+        "{}",
+        incident.verdict
+    );
+}
+
+#[test]
+fn a_restarted_cluster_collector_goes_on_with_the_incident() {
+    let mut cluster = Cluster::new();
+    let mut nodes: Vec<Node> = ["node-a", "node-b"]
+        .iter()
+        .enumerate()
+        .map(|(index, name)| {
+            let mut node = Node::new(&cluster, name);
+            for local in 0..2 {
+                let mut hook = FakeHook::start(&node.job, "again", index as i32 * 2 + local, 4);
+                // Long enough for a restart between the two samples.
+                hook.hello.sample_interval_ms = 6000;
+                hook.join(&node.job);
+                node.hooks.push(hook);
+            }
+            node
+        })
+        .collect();
+    cluster.wait_ranks("again", 4);
+    nodes[0].hooks[0].hang(7);
+    cluster.wait_state("open");
+    for node in &nodes {
+        wait_until(PATIENCE, "the first sample", || node.log().contains("the first sample took"));
+    }
+    cluster.kill();
+    cluster.start();
+    let incident = cluster.wait_incident(1);
+    let all = evidence(&incident);
+    assert_eq!(
+        all.ranks.iter().map(|rank| (rank.rank, rank.presence())).collect::<Vec<_>>(),
+        [(0, Presence::Present), (1, Presence::Present), (2, Presence::Present), (3, Presence::Present)]
+    );
+    assert!(all.ranks.iter().all(|rank| rank.host.as_ref().is_some_and(|host| host.stack)), "{}", cluster.log());
+    assert_eq!(incident.verdict["errors"], json!([]), "{}", cluster.log());
+    assert_eq!(cluster.job.incidents().len(), 1);
+
+    // And once more when the verdict is there and the hang lasts.
+    cluster.kill();
+    cluster.start();
+    cluster.wait_ranks("again", 4);
+    cluster.wait_state("dumped");
+    nodes[1].hooks[1].hang(9);
+    nodes[0].hooks[0].resolve(7);
+    nodes[1].hooks[1].resolve(9);
+    cluster.wait("it is over", |_| cluster.job.incidents()[0].verdict["status"] == "resolved");
+    assert_eq!(cluster.job.incidents().len(), 1, "{}", cluster.log());
+}
+
+#[test]
+fn a_restarted_node_collector_takes_its_dump_again() {
+    let cluster = Cluster::new();
+    let mut a = Node::new(&cluster, "node-a");
+    let mut b = Node::new(&cluster, "node-b");
+    for (node, rank) in [(&mut a, 0), (&mut b, 1)] {
+        let mut hook = FakeHook::start(&node.job, "node", rank, 2);
+        hook.hello.sample_interval_ms = 6000;
+        hook.join(&node.job);
+        node.hooks.push(hook);
+    }
+    cluster.wait_ranks("node", 2);
+    a.hooks[0].hang(7);
+    wait_until(PATIENCE, "node-b is asked", || b.log().contains("the first sample took"));
+    b.restart();
+    let incident = cluster.wait_incident(1);
+    let all = evidence(&incident);
+    assert_eq!(all.ranks.len(), 2);
+    for rank in &all.ranks {
+        assert!(rank.host.as_ref().is_some_and(|host| host.stack) && rank.flight.is_some(), "{}", cluster.log());
+    }
+    assert_eq!(incident.verdict["errors"], json!([]), "{}", cluster.log());
+}
+
+#[test]
+fn a_node_speaks_for_its_own_ranks_only() {
+    let cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "mine", 0, 2, 2);
+    cluster.wait_ranks("mine", 2);
+    let _thief = Node::with_ranks(&cluster, "node-x", "mine", 1, 1, 2);
+    wait_until(PATIENCE, "it is refused", || {
+        cluster.log().contains("node node-x says that it has ranks 1 of job mine, which node node-a has")
+    });
+    a.hooks[0].hang(3);
+    let all = evidence(&cluster.wait_incident(1));
+    assert!(all.ranks.iter().all(|rank| rank.node == "node-a") && all.ranks.len() == 2);
+    // The first node goes, and its rank moves.
+    a.process.take().expect("it runs").signal(Signal::SIGKILL);
+    cluster.wait("the rank is the other node's", |status| {
+        status["nodes"].as_array().is_some_and(|nodes| nodes.iter().any(|node| node["joined"] == false))
+    });
+}
+
+#[test]
+fn a_node_without_its_cluster_works_alone() {
+    let mut cluster = Cluster::new();
+    let mut a = Node::with_ranks(&cluster, "node-a", "alone", 0, 2, 2);
+    cluster.wait_ranks("alone", 2);
+    // Stopped, not ended: the connection stands, and nobody answers.
+    cluster.process.as_ref().expect("it runs").signal(Signal::SIGSTOP);
+    a.hooks[0].hang(3);
+    let incident = a.job.wait_incident(1, PATIENCE);
+    assert!(files(&incident).contains(&"report.html".to_string()), "as without a cluster");
+    assert!(a.log().contains("this node works alone"));
+    cluster.process.as_ref().expect("it runs").signal(Signal::SIGCONT);
+    // It comes back, and the hang that lasts is its incident as well.
+    cluster.wait_state("dumped");
+    cluster.kill();
+    a.hooks[0].resolve(3);
+    wait_until(PATIENCE, "it is over", || a.job.incidents()[0].verdict["status"] == "resolved");
+    a.hooks[1].hang(8);
+    let _ = a.job.wait_incident(2, PATIENCE);
+}
+
+#[test]
+fn the_job_is_idle_only_when_all_nodes_are() {
+    let cluster = Cluster::new();
+    let mut nodes: Vec<Node> = (0..2)
+        .map(|rank| {
+            let mut node = Node::new(&cluster, &format!("node-{rank}"));
+            let mut hook = FakeHook::start(&node.job, "idle", rank, 2);
+            hook.hello.idle_timeout_ms = 13_000;
+            hook.tell("launch on");
+            hook.join(&node.job);
+            node.hooks.push(hook);
+            node
+        })
+        .collect();
+    cluster.wait_ranks("idle", 2);
+    nodes[0].hooks[0].tell("launch off");
+    wait_until(PATIENCE, "the cluster knows better", || {
+        nodes[0].log().contains("the job is not idle, it launches on node node-1")
+    });
+    assert!(cluster.job.incidents().is_empty() && nodes[0].job.incidents().is_empty());
+    nodes[1].hooks[0].tell("launch off");
+    let incident = cluster.wait_incident(1);
+    assert_eq!(incident.verdict["trigger"]["kind"], "idle");
+}
+
+#[test]
+fn dumps_by_hand_and_the_incidents_command() {
+    let cluster = Cluster::new();
+    let _a = Node::with_ranks(&cluster, "node-a", "hand", 0, 1, 2);
+    let _b = Node::with_ranks(&cluster, "node-b", "hand", 1, 1, 2);
+    cluster.wait_ranks("hand", 2);
+    let command = |arguments: &[&str]| {
+        let mut command = cluster.job.command(artifacts().bin("xpu_timer_collector"));
+        command.arg("incidents").args(["--url", &cluster.url()]).args(arguments);
+        Process::spawn(&mut command).wait(PATIENCE)
+    };
+    assert_eq!(command(&["list"]).stdout, "no incidents\n");
+    let (code, answer) = http("POST", cluster.port, "/dump?job=hand").expect("an answer");
+    let answer: Value = serde_json::from_str(&answer).expect("JSON");
+    assert_eq!(code, 200, "{answer}");
+    let id = answer["incident"].as_str().expect("an id");
+    assert_eq!(http("POST", cluster.port, "/dump?job=nobody").expect("an answer").0, 404);
+
+    let list = command(&["list"]);
+    assert!(list.code() == 0 && list.stdout.starts_with(id) && list.stdout.contains(" hand "), "{list:?}");
+    let shown = command(&["show", id]);
+    assert_eq!(shown.stdout, text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.txt"))));
+    let to = cluster.job.dir.join("copy");
+    let fetched = command(&["fetch", id, to.to_str().expect("UTF-8")]);
+    assert_eq!(fetched.code(), 0, "{fetched:?}");
+    let (copy, own) = (to.join(format!("incident-{id}")), cluster.job.dir.join(format!("timeline/incident-{id}")));
+    assert_eq!(fetched.stdout.trim(), copy.display().to_string());
+    for name in ["verdict.json", "report.html", "00001-00002.stacktrace", "stacks.bin"] {
+        assert_eq!(fs::read(copy.join(name)).expect(name), fs::read(own.join(name)).expect(name), "{name}");
+    }
+    let none = command(&["show", "20200101T000000Z-00000000"]);
+    assert!(none.code() == 1 && none.stderr.contains("no such incident"), "{none:?}");
+    assert_eq!(command(&["show", "../etc"]).code(), 1);
+    assert_eq!(command(&["steal"]).code(), 2);
 }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "all of this is test code, its helper functions too")]
 
 mod capture;
+mod cluster;
 mod collector;
 mod dump;
 mod end_to_end;

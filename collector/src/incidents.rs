@@ -1,0 +1,158 @@
+//! `xpu_timer_collector incidents`: lists, shows and fetches what a collector has on its disk, over HTTP.
+
+use std::{fs, path::Path, time::Duration};
+
+use anyhow::{Context, Result, bail, ensure};
+use serde_json::Value;
+use ureq::Agent;
+use xpu_timer_proto::env::Source;
+
+use crate::{
+    dump::folder_name,
+    error::chain,
+    uplink::{self, read_token},
+    web_client,
+};
+
+/// A collector to ask.
+pub struct Remote {
+    agent: Agent,
+    url: String,
+    authorization: Option<String>,
+}
+
+const DEADLINE: Duration = Duration::from_secs(60);
+/// A `report.html` or a dump of a large job.
+const MAX_FILE_BYTES: u64 = 1 << 30;
+
+impl Remote {
+    /// The collector at `url`, else the cluster collector of the environment, else this node's.
+    ///
+    /// # Errors
+    /// When the address, the token file or the authority cannot be used.
+    pub fn new(url: Option<String>, source: &Source) -> Result<Self> {
+        let own = || format!("http://127.0.0.1:{}", source.control_port());
+        let url = url.or_else(|| source.text("XPU_TIMER_COLLECTOR")).unwrap_or_else(own);
+        uplink::check_url(&url).map_err(anyhow::Error::msg)?;
+        let token = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE").map(|path| read_token(&path)).transpose();
+        let token = token.map_err(|error| anyhow::Error::msg(chain(&error)))?;
+        let authority = source.path("XPU_TIMER_COLLECTOR_CA_FILE");
+        let authority =
+            authority.map(|path| fs::read(&path).with_context(|| path.display().to_string())).transpose()?;
+        Ok(Remote {
+            agent: web_client::agent(DEADLINE, authority.as_deref()),
+            url: url.trim_end_matches('/').into(),
+            authorization: token.map(|token| format!("Bearer {token}")),
+        })
+    }
+
+    fn get(&self, path: &str) -> Result<Vec<u8>> {
+        let url = format!("{}{path}", self.url);
+        let mut request = self.agent.get(&url);
+        if let Some(authorization) = &self.authorization {
+            request = request.header("authorization", authorization);
+        }
+        let mut answer = request.call().with_context(|| format!("{} does not answer", self.url))?;
+        let body = answer.body_mut().with_config().limit(MAX_FILE_BYTES).read_to_vec();
+        let body = body.with_context(|| format!("{url}: the answer ended early"))?;
+        match answer.status().as_u16() {
+            200 => Ok(body),
+            401 => bail!("{}: the token is wrong or missing (XPU_TIMER_COLLECTOR_TOKEN_FILE)", self.url),
+            404 => bail!("{}", error_of(&body)),
+            code => bail!("{url} answers {code}: {}", error_of(&body)),
+        }
+    }
+
+    fn json(&self, path: &str) -> Result<Value> {
+        serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is no JSON", self.url))
+    }
+
+    /// All incidents as text, one a line, oldest first.
+    ///
+    /// # Errors
+    /// When the collector does not answer.
+    pub fn list(&self, as_json: bool) -> Result<String> {
+        let list = self.json("/incidents")?;
+        if as_json {
+            return Ok(format!("{list:#}\n"));
+        }
+        let rows: Vec<[String; 5]> = list.as_array().into_iter().flatten().map(row).collect();
+        if rows.is_empty() {
+            return Ok("no incidents\n".into());
+        }
+        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+        let widths = [width(0), width(1), width(2), width(3)];
+        let line = |row: &[String; 5]| {
+            let [id, status, job, cause, sentence] = row;
+            let [a, b, c, d] = widths;
+            format!("{id:a$}  {status:b$}  {job:c$}  {cause:d$}  {sentence}\n")
+        };
+        Ok(rows.iter().map(line).collect())
+    }
+
+    /// The verdict of one incident as text.
+    ///
+    /// # Errors
+    /// When there is no such incident, or the collector does not answer.
+    pub fn show(&self, id: &str, as_json: bool) -> Result<String> {
+        let id = plain(id)?;
+        let path = if as_json { format!("/incidents/{id}") } else { format!("/incidents/{id}/verdict.txt") };
+        String::from_utf8(self.get(&path)?).context("the verdict is no text")
+    }
+
+    /// Copies the files of an incident into `incident-ID` below a folder; returns its path.
+    ///
+    /// # Errors
+    /// When there is no such incident, the collector does not answer, or the folder cannot be written.
+    pub fn fetch(&self, id: &str, to: &Path) -> Result<std::path::PathBuf> {
+        let id = plain(id)?;
+        let files = self.json(&format!("/incidents/{id}/files"))?;
+        let folder = to.join(format!("incident-{id}"));
+        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        for file in files.as_array().into_iter().flatten() {
+            let name = file["name"].as_str().unwrap_or_default();
+            // A name is one that we would give ourselves, whatever the collector says.
+            ensure!(
+                folder_name("", Some(name)) == format!("-{name}") && !name.starts_with('.'),
+                "{name:?} is no file of an incident"
+            );
+            let bytes = self.get(&format!("/incidents/{id}/{name}"))?;
+            let part = folder.join(format!(".{name}.part"));
+            let whole = folder.join(name);
+            fs::write(&part, bytes)
+                .and_then(|()| fs::rename(&part, &whole))
+                .with_context(|| whole.display().to_string())?;
+        }
+        Ok(folder)
+    }
+}
+
+fn error_of(body: &[u8]) -> String {
+    let json: Option<Value> = serde_json::from_slice(body).ok();
+    let said = json.as_ref().and_then(|json| json["error"].as_str()).map(str::to_string);
+    said.unwrap_or_else(|| String::from_utf8_lossy(body).trim().to_string())
+}
+
+fn plain(id: &str) -> Result<&str> {
+    let good = !id.is_empty() && id.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_.".contains(&byte));
+    ensure!(good, "{id:?} is no name of an incident");
+    Ok(id.strip_prefix("incident-").unwrap_or(id))
+}
+
+fn row(incident: &Value) -> [String; 5] {
+    let text = |name: &str| incident[name].as_str().unwrap_or_default().to_string();
+    [text("incident"), text("status"), text("job"), text("cause"), text("sentence")]
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_are_plain() {
+        assert_eq!(plain("incident-20261121T132019Z-0e0c1f66").unwrap(), "20261121T132019Z-0e0c1f66");
+        for bad in ["", "../x", "a/b", "a b", "a?b"] {
+            assert!(plain(bad).is_err(), "{bad}");
+        }
+    }
+}
