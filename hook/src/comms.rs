@@ -190,6 +190,11 @@ impl Recorder {
         entry.life.store(DEAD, Ordering::Release);
     }
 
+    /// This process's rank in a communicator, -1 while unknown.
+    pub fn comm_rank(&self, index: usize) -> i32 {
+        (self.comm_word(index, comm::SIZE_RANK).load(Ordering::Relaxed) >> 32) as i32
+    }
+
     /// Identity of a communicator.
     pub fn comm_id(&self, index: usize) -> u64 {
         self.comm_word(index, comm::ID).load(Ordering::Relaxed)

@@ -4,6 +4,7 @@ use std::ffi::{c_char, c_int, c_uint, c_void};
 
 use crate::{
     abi::{DRIVER_NOT_FOUND, Data, DriverLaunchConfig, GraphExec, Kernel, STREAM_PER_THREAD, Stream},
+    graphs::{Change, ending},
     hooked::hooked,
     launch::{What, by_driver},
     lookup,
@@ -11,7 +12,7 @@ use crate::{
 };
 
 /// What NULL means to a `_ptsz` function.
-fn ptsz(stream: Stream) -> usize {
+pub fn ptsz(stream: Stream) -> usize {
     if stream.is_null() { STREAM_PER_THREAD } else { stream as usize }
 }
 
@@ -44,6 +45,21 @@ hooked! {
         => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), stream as usize);
     cuGraphLaunch_ptsz(graph: GraphExec, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
+
+    // What a graph holds. Of an instantiation only the first two arguments matter, which all its forms have in common; asked for
+    // by a name that stands for another form, the others pass through untouched.
+    cuStreamEndCapture(stream: Stream, graph: *mut Data) => |_, _| ending(stream as usize, graph as usize);
+    cuStreamEndCapture_ptsz(stream: Stream, graph: *mut Data) => |_, _| ending(ptsz(stream), graph as usize);
+    cuGraphInstantiate | cuGraphInstantiate_v2 | cuGraphInstantiateWithFlags | cuGraphInstantiateWithParams
+        | cuGraphInstantiateWithParams_ptsz(exec: *mut GraphExec, graph: Data, third: Data, fourth: Data, fifth: usize)
+        => |_, _| Change::Instantiated { graph: graph as usize, exec: exec as usize };
+    cuGraphExecUpdate | cuGraphExecUpdate_v2(exec: GraphExec, graph: Data, third: Data, fourth: Data)
+        => |_, _| Change::Updated { exec: exec as usize, graph: graph as usize };
+    cuGraphClone(to: *mut Data, from: Data) => |_, _| Change::Cloned { from: from as usize, to: to as usize };
+    cuGraphAddChildGraphNode(node: *mut Data, graph: Data, after: Data, count: usize, child: Data)
+        => |_, _| Change::Added { child: child as usize, graph: graph as usize };
+    cuGraphDestroy(graph: Data) => |_, _| Change::GraphGone(graph as usize);
+    cuGraphExecDestroy(exec: GraphExec) => |_, _| Change::ExecGone(exec as usize);
 }
 
 /// The two forms of cuGetProcAddress; the look-ups, which start nothing and record nothing.

@@ -13,6 +13,7 @@ use xpu_timer_proto::{
 use crate::{
     bracket::{self, Open},
     config::Bracket,
+    graphs,
     hooked::After,
     recorder::{Begin, Recorder},
     sys,
@@ -92,10 +93,7 @@ fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: Wh
         }
         What::Graph(exec) => {
             recorder.launched(thread, header::GRAPHS, now);
-            if mode == Bracket::None as u32 {
-                return None;
-            }
-            bracketed(recorder, stream, Begin { function: exec as u64, ..Begin::new(OpKind::GraphLaunch, Op::Graph) })
+            graphs::launch(recorder, exec, stream)
         }
     }
 }

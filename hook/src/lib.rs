@@ -18,6 +18,8 @@ mod device;
 #[allow(unsafe_code)]
 mod driver;
 mod family;
+#[allow(unsafe_code)]
+mod graphs;
 mod hooked;
 #[allow(unsafe_code)]
 mod host;
@@ -32,6 +34,8 @@ mod lookup;
 mod memory;
 #[allow(unsafe_code)]
 mod nccl;
+#[allow(unsafe_code)]
+mod one_layer;
 #[allow(unsafe_code)]
 mod original;
 #[allow(unsafe_code)]
@@ -59,6 +63,7 @@ fn functions() -> impl Iterator<Item = &'static original::Function> {
         driver::FUNCTIONS,
         driver::get_proc_address::FUNCTIONS,
         runtime::FUNCTIONS,
+        one_layer::FUNCTIONS,
         memory::FUNCTIONS,
         blas::FUNCTIONS,
     ];

@@ -10,7 +10,7 @@ use std::{
 
 use crate::{
     driver::get_proc_address,
-    original::{Function, is_ours, look_up, next_dlsym},
+    original::{Function, is_ours, look_up, next_dlopen, next_dlsym},
     start,
 };
 
@@ -41,6 +41,33 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
         "jmp rax",
         choose = sym choose,
     )
+}
+
+/// Exported in place of the C library's dlopen, only to see how it is asked. The linker looks at the caller's place for its
+/// RUNPATH, so the real one is jumped to with the caller's frame untouched.
+///
+/// # Safety
+/// As dlopen(3).
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+pub unsafe extern "C" fn dlopen(path: *const c_char, mode: c_int) -> *mut c_void {
+    core::arch::naked_asm!(
+        "push rdi",
+        "push rsi",
+        "sub rsp, 8",
+        "call {note}",
+        "add rsp, 8",
+        "pop rsi",
+        "pop rdi",
+        "jmp rax",
+        note = sym opening,
+    )
+}
+
+/// Notes the mode; which function opens.
+unsafe extern "C" fn opening(_: *const c_char, mode: c_int) -> *const () {
+    crate::inline::deepbind::opening(mode);
+    next_dlopen() as *const ()
 }
 
 /// Which function answers a look-up.
@@ -115,9 +142,9 @@ fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static F
 }
 
 /// The row of a name.
-fn find(name: &[u8]) -> Option<&'static Function> {
+pub fn find(name: &[u8]) -> Option<&'static Function> {
     // Nearly all look-ups of a process end at the first letters.
-    if ![&b"nccl"[..], b"cu", b"__cu", b"MPI_"].iter().any(|prefix| name.starts_with(prefix)) {
+    if ![&b"nccl"[..], b"cu", b"__cu", b"hip", b"mc", b"MPI_"].iter().any(|prefix| name.starts_with(prefix)) {
         return None;
     }
     crate::functions().find(|row| row.name.to_bytes() == name)

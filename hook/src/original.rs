@@ -171,6 +171,11 @@ impl Function {
         if self.resolve() == real {
             return self.wrappers[0].0.cast_mut().cast();
         }
+        self.wrapper_of(real).map_or(real, |wrapper| wrapper.cast_mut().cast())
+    }
+
+    /// The wrapper of a slot that has this original or now gets it; `None` when all are taken.
+    pub fn wrapper_of(&self, real: *mut c_void) -> Option<*const ()> {
         for (slot, wrapper) in self.reals.iter().zip(&self.wrappers).skip(1) {
             let empty = std::ptr::null_mut();
             let known = match slot.compare_exchange(empty, real, Ordering::AcqRel, Ordering::Acquire) {
@@ -178,10 +183,10 @@ impl Function {
                 Err(known) => known,
             };
             if known == real {
-                return wrapper.0.cast_mut().cast();
+                return Some(wrapper.0);
             }
         }
-        real
+        None
     }
 }
 
@@ -246,6 +251,12 @@ fn libc_dlsym() -> Dlsym {
             .find(|found| !found.is_null())
             .unwrap_or(std::ptr::null_mut())
     })
+}
+
+/// The dlopen that a host's call would have reached without the hook.
+pub fn next_dlopen() -> Dlsym {
+    static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+    cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlopen"))
 }
 
 /// What a host's look-up would have reached without the hook: the C library's dlsym, or that of another preloaded library

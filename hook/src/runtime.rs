@@ -3,7 +3,8 @@
 use std::ffi::c_void;
 
 use crate::{
-    abi::{Data, Dim3, GraphExec, RUNTIME_NOT_FOUND, RuntimeLaunchConfig, STREAM_PER_THREAD, Stream},
+    abi::{Data, Dim3, GraphExec, RUNTIME_NOT_FOUND, RuntimeLaunchConfig, Stream},
+    driver::ptsz,
     hooked::hooked,
     launch::{What, by_runtime},
     thread_state::{IN_COLLECTIVES, IN_HOOK, IN_RUNTIME},
@@ -12,13 +13,8 @@ use crate::{
 /// The host stub of a kernel.
 type Stub = *const c_void;
 
-/// What NULL means to a `_ptsz` function.
-fn ptsz(stream: Stream) -> usize {
-    if stream.is_null() { STREAM_PER_THREAD } else { stream as usize }
-}
-
 /// Stream of a launch configuration.
-fn stream_of(config: *const RuntimeLaunchConfig) -> Stream {
+pub fn stream_of(config: *const RuntimeLaunchConfig) -> Stream {
     // SAFETY: null, or the caller's configuration, whose head this is; it stays valid for the call.
     unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
 }

@@ -55,7 +55,8 @@ fn transpose(operation: i32) -> u32 {
     u32::try_from(if operation >= FIRST_OF_HIP { operation - FIRST_OF_HIP } else { operation }).unwrap_or(0)
 }
 
-/// Before a product of a library whose handle has the stream.
+/// Before a product of a library whose handle has the stream. A copy of a library that does not say which it is has its shape noted
+/// and not its time.
 #[inline]
 pub fn by_handle(
     recorder: &'static Recorder,
@@ -67,12 +68,12 @@ pub fn by_handle(
     if !is_timed(recorder) {
         return None;
     }
-    let stream = layout::stream_of(site, handle)?;
+    let stream = layout::stream_of(site, handle);
     let dtype = match elements {
         Elements::Type(number) => dtype_of(number),
         Elements::Letter => dtype_of_name(site.function),
     };
-    open(recorder, site.function, stream as usize, dtype, shape.cut())
+    open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape.cut())
 }
 
 /// Before a product whose shape is in descriptors of the library.
@@ -96,7 +97,7 @@ pub fn by_layout(
     let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
     let shape = MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b };
     let dtype = ask.number(a, layout::TYPE).map_or(DataType::Unspecified, dtype_of);
-    open(recorder, site.function, stream as usize, dtype, shape)
+    open(recorder, site.function, Some(stream as usize), dtype, shape)
 }
 
 /// Whether this product gets events.
@@ -115,16 +116,17 @@ fn is_timed(recorder: &Recorder) -> bool {
 fn open(
     recorder: &'static Recorder,
     function: &'static Function,
-    stream: usize,
+    stream: Option<usize>,
     dtype: DataType,
     shape: MatmulShape,
 ) -> Option<Open> {
+    let function = recorder.name_key(function.text());
+    let what = Begin { dtype, function, matmul: Some(shape), ..Begin::new(OpKind::Kernel, Op::Matmul) };
+    let Some(stream) = stream else { return bracket::open_without_events(recorder, &what) };
     if bracket::is_captured(stream) {
         return None;
     }
-    let function = recorder.name_key(function.text());
-    let what = Begin { dtype, stream, function, matmul: Some(shape), ..Begin::new(OpKind::Kernel, Op::Matmul) };
-    bracket::open(recorder, &what)
+    bracket::open(recorder, &Begin { stream, ..what })
 }
 
 /// The element type of a cudaDataType; those that no collective has are unspecified.

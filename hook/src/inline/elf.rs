@@ -24,13 +24,17 @@ struct Entry {
 }
 
 const DT_NULL: i64 = 0;
+const DT_NEEDED: i64 = 1;
 const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
+const DT_STRSZ: i64 = 10;
 const DT_SONAME: i64 = 14;
 const DT_SYMBOLIC: i64 = 16;
 const DT_TEXTREL: i64 = 22;
 const DT_FLAGS: i64 = 30;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
+/// Entries that are addresses of tables which may lie behind the symbols: relocations, hash tables, versions, strings.
+const TABLES: [i64; 8] = [4, DT_STRTAB, 7, 23, DT_GNU_HASH, 0x6fff_fff0, 0x6fff_fffe, 0x6fff_fffc];
 /// A program that exports nothing imports no more than this.
 const MOST_SYMBOL_BYTES: usize = 1 << 20;
 const DF_SYMBOLIC: usize = 2;
@@ -50,9 +54,13 @@ pub struct Object {
     /// Added to all addresses in it.
     pub base: usize,
     name: *const c_char,
+    dynamic: *const Entry,
     symbols: *const libc::Elf64_Sym,
     strings: *const c_char,
+    string_bytes: usize,
     hash: *const u32,
+    /// The first table behind the symbols.
+    next_table: usize,
     soname: Option<usize>,
     /// Its own references go to its own definitions, whatever was preloaded.
     pub is_symbolic: bool,
@@ -71,24 +79,24 @@ impl Object {
         let mut object = Object {
             base: map.base,
             name: map.name,
+            dynamic: map.dynamic,
             symbols: std::ptr::null(),
             strings: std::ptr::null(),
+            string_bytes: 0,
             hash: std::ptr::null(),
+            next_table: 0,
             soname: None,
             is_symbolic: false,
             moves_code: false,
         };
         // The linker adds the base to the addresses of the section where it can write to it, and not elsewhere.
         let address = |value: usize| if value < map.base { value + map.base } else { value };
-        let mut entry = map.dynamic;
-        while !entry.is_null() {
-            // SAFETY: the dynamic section ends with DT_NULL.
-            let Entry { tag, value } = unsafe { *entry };
+        for (tag, value) in entries(map.dynamic) {
             match tag {
-                DT_NULL => break,
                 DT_STRTAB => object.strings = address(value) as *const c_char,
                 DT_SYMTAB => object.symbols = address(value) as *const libc::Elf64_Sym,
                 DT_GNU_HASH => object.hash = address(value) as *const u32,
+                DT_STRSZ => object.string_bytes = value,
                 DT_SONAME => object.soname = Some(value),
                 DT_SYMBOLIC => object.is_symbolic = true,
                 DT_TEXTREL => object.moves_code = true,
@@ -98,9 +106,9 @@ impl Object {
                 }
                 _ => {}
             }
-            // SAFETY: as above.
-            entry = unsafe { entry.add(1) };
         }
+        let tables = entries(map.dynamic).filter(|(tag, _)| TABLES.contains(tag)).map(|(_, value)| address(value));
+        object.next_table = tables.filter(|table| *table > object.symbols as usize).min().unwrap_or(0);
         (!object.symbols.is_null() && !object.strings.is_null()).then_some(object)
     }
 
@@ -120,6 +128,13 @@ impl Object {
             Some(offset) => unsafe { CStr::from_ptr(self.strings.add(offset)) }.to_bytes(),
             None => self.path().to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default(),
         }
+    }
+
+    /// Sonames of the objects that it needs.
+    pub fn needed(&self) -> impl Iterator<Item = &CStr> {
+        // SAFETY: an offset into the object's strings.
+        let name = |offset| unsafe { CStr::from_ptr(self.strings.add(offset)) };
+        entries(self.dynamic).filter(|(tag, _)| *tag == DT_NEEDED).map(move |(_, offset)| name(offset))
     }
 
     /// The function that it defines and exports under `name`.
@@ -169,17 +184,20 @@ impl Object {
     /// Symbols that it takes from other objects.
     pub fn imported(&self) -> impl Iterator<Item = (&CStr, *const libc::Elf64_Sym)> {
         (1..self.imports_end()).filter_map(|index| {
-            // SAFETY: an index below that of a symbol of the table, and an offset into the object's strings.
-            unsafe {
-                let symbol = self.symbols.add(index);
-                let name = || CStr::from_ptr(self.strings.add((*symbol).st_name as usize));
-                ((*symbol).st_shndx == 0).then(|| (name(), symbol))
+            // SAFETY: an index of the table.
+            let symbol = unsafe { self.symbols.add(index) };
+            // SAFETY: as above.
+            let (section, name) = unsafe { ((*symbol).st_shndx, (*symbol).st_name as usize) };
+            if section != 0 || name >= self.string_bytes {
+                return None;
             }
+            // SAFETY: an offset into the object's strings, the last of which is terminated.
+            Some((unsafe { CStr::from_ptr(self.strings.add(name)) }, symbol))
         })
     }
 
     /// They stand in front of those that the hash table holds. A table that holds none does not say where they end; then it is
-    /// the strings, which every static linker puts behind the symbols.
+    /// where the next table begins.
     fn imports_end(&self) -> usize {
         if self.hash.is_null() {
             return 0;
@@ -192,16 +210,21 @@ impl Object {
                 return first as usize;
             }
         }
-        let bytes = (self.strings as usize).checked_sub(self.symbols as usize).unwrap_or(0);
+        let bytes = self.next_table.wrapping_sub(self.symbols as usize);
         if bytes < MOST_SYMBOL_BYTES { bytes / size_of::<libc::Elf64_Sym>() } else { 0 }
     }
 
     /// Whether the bytes at `address` are code of this object.
     pub fn holds_code(&self, address: usize) -> bool {
+        self.access_of(address).is_some_and(|access| access & libc::PROT_EXEC != 0)
+    }
+
+    /// What may be done with the bytes at `address` of this object; `None` when they are not of it.
+    pub fn access_of(&self, address: usize) -> Option<c_int> {
         struct Question {
             base: usize,
             address: usize,
-            yes: bool,
+            flags: Option<u32>,
         }
         unsafe extern "C" fn look(info: *mut libc::dl_phdr_info, _: usize, question: *mut c_void) -> c_int {
             // SAFETY: the linker's own structure and array, and the question that was passed below.
@@ -211,18 +234,32 @@ impl Object {
             }
             // SAFETY: as above.
             let segments = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
-            question.yes = segments.iter().any(|segment| {
+            let holds = |segment: &&libc::Elf64_Phdr| {
                 let start = question.base.wrapping_add(segment.p_vaddr as usize);
-                let is_code = segment.p_type == libc::PT_LOAD && segment.p_flags & libc::PF_X != 0;
-                is_code && question.address.wrapping_sub(start) < segment.p_filesz as usize
-            });
+                segment.p_type == libc::PT_LOAD && question.address.wrapping_sub(start) < segment.p_filesz as usize
+            };
+            question.flags = segments.iter().find(holds).map(|segment| segment.p_flags);
             1
         }
-        let mut question = Question { base: self.base, address, yes: false };
+        let mut question = Question { base: self.base, address, flags: None };
         // SAFETY: the callback gets the question that it expects, and does not keep it.
         unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) };
-        question.yes
+        let access = [(libc::PF_R, libc::PROT_READ), (libc::PF_W, libc::PROT_WRITE), (libc::PF_X, libc::PROT_EXEC)];
+        question
+            .flags
+            .map(|flags| access.iter().filter(|(flag, _)| flags & flag != 0).fold(0, |all, (_, access)| all | access))
     }
+}
+
+/// Entries of a dynamic section, which ends with DT_NULL.
+fn entries(mut entry: *const Entry) -> impl Iterator<Item = (i64, usize)> {
+    std::iter::from_fn(move || {
+        // SAFETY: null, or an entry of the linker's table.
+        let Entry { tag, value } = *unsafe { entry.as_ref() }?;
+        // SAFETY: the last one is not passed.
+        entry = unsafe { entry.add(1) };
+        (tag != DT_NULL).then_some((tag, value))
+    })
 }
 
 fn gnu_hash(name: &[u8]) -> u32 {

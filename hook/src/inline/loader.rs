@@ -77,19 +77,26 @@ fn is_empty_function(code: &[u8]) -> bool {
 /// # Safety
 /// Nobody runs these bytes meanwhile, and they are code.
 unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
+    writing(address, bytes.len(), libc::PROT_READ | libc::PROT_EXEC, || {
+        // SAFETY: writable meanwhile.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) }
+    })
+}
+
+/// Makes bytes of a loaded object writable for a moment; `access` is what they have otherwise. False when the system refuses.
+pub fn writing(address: usize, length: usize, access: c_int, write: impl FnOnce()) -> bool {
     const PAGE: usize = 4096;
     let start = address / PAGE * PAGE;
-    let length = (address + bytes.len()).next_multiple_of(PAGE) - start;
+    let length = (address + length).next_multiple_of(PAGE) - start;
     let change = |access| {
-        // SAFETY: whole pages of the linker's code, which stay readable and executable.
+        // SAFETY: whole pages of a loaded object, which keep the access that they have.
         unsafe { libc::mprotect(start as *mut c_void, length, access) == 0 }
     };
-    if !change(libc::PROT_READ | libc::PROT_WRITE | libc::PROT_EXEC) {
+    if !change(access | libc::PROT_WRITE) {
         return false;
     }
-    // SAFETY: writable now.
-    unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) };
-    change(libc::PROT_READ | libc::PROT_EXEC);
+    write();
+    change(access);
     true
 }
 

@@ -8,6 +8,7 @@
 //! Code is replaced at two moments only: when the process starts and has one thread, and when the linker has just mapped a library of
 //! which nothing has run yet. It is never put back.
 
+pub mod deepbind;
 mod elf;
 mod engine;
 mod loader;
@@ -103,6 +104,8 @@ fn look_at_new() {
             if known.objects.get(at) != Some(&place) {
                 known.objects.insert(at, place);
                 look_at(known, place, map, at == 0);
+                // SAFETY: as above; this is the moment before the linker binds it.
+                unsafe { deepbind::bind(map) };
             }
         }
         at += 1;

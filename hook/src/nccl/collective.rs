@@ -11,6 +11,7 @@ use super::{communicator::known, group};
 use crate::{
     abi::{Comm, Stream},
     bracket::{self, Open},
+    graphs::{self, Held},
     recorder::{Begin, Recorder},
     thread_state,
 };
@@ -24,14 +25,28 @@ pub struct Call {
     pub peer: c_int,
 }
 
+impl Call {
+    fn dtype(&self) -> DataType {
+        DataType::try_from(self.dtype.saturating_add(1)).unwrap_or_default()
+    }
+
+    fn captured(&self, comm: usize, communicator: u64) -> Held {
+        let (count, reduce) = (self.count as u64, self.reduce as u8);
+        Held { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, comm, communicator }
+    }
+}
+
 /// Before a collective. In a group it is only queued; the end of the group brackets it.
 pub fn collective(recorder: &'static Recorder, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
     let stream = stream as usize;
-    // A captured collective does not happen now: it gets no number, because each replay of its graph would need one.
+    let comm = known(recorder, handle);
+    // A captured collective does not happen now. Each launch of its graph gives it a number.
     if bracket::is_captured(stream) {
+        if let Some(comm) = comm {
+            graphs::hold(stream, &[call.captured(comm, recorder.comm_id(comm))]);
+        }
         return None;
     }
-    let comm = known(recorder, handle);
     let point_to_point = matches!(call.op, Op::Send | Op::Recv);
     let counter = if point_to_point { comm::POINT_TO_POINT } else { comm::LAUNCHED };
     let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
@@ -39,7 +54,7 @@ pub fn collective(recorder: &'static Recorder, call: Call, handle: Comm, stream:
         recorder.count(header::COLLECTIVES);
     }
     let what = Begin {
-        dtype: DataType::try_from(call.dtype.saturating_add(1)).unwrap_or_default(),
+        dtype: call.dtype(),
         reduce: call.reduce as u8,
         comm,
         communicator: comm.map_or(0, |comm| recorder.comm_id(comm)),

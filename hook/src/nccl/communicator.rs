@@ -1,7 +1,7 @@
 //! The life of communicators: identity, state, and the host calls that can block until the peers come.
 
 use std::{
-    ffi::{c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     sync::atomic::Ordering,
 };
 
@@ -81,8 +81,9 @@ fn complete(recorder: &'static Recorder, index: usize, handle: usize) {
     let known = recorder.comm_word(index, xpu_timer_proto::ring::comm::SIZE_RANK).load(Ordering::Relaxed);
     if known as u32 == 0 {
         let comm = handle as *mut c_void;
-        let size = comm_number(c"ncclCommCount", comm).unwrap_or(0);
-        let rank = comm_number(c"ncclCommUserRank", comm).unwrap_or(-1);
+        let ask = |names: [&'static CStr; 2]| names.into_iter().find_map(|name| comm_number(name, comm));
+        let size = ask([c"ncclCommCount", c"mcclCommCount"]).unwrap_or(0);
+        let rank = ask([c"ncclCommUserRank", c"mcclCommUserRank"]).unwrap_or(-1);
         recorder.set_comm_size_rank(index, size as u32, rank);
     }
 }
@@ -201,12 +202,18 @@ fn child(recorder: &'static Recorder, parent: Comm, what: &[u8], color: c_int) -
 }
 
 /// Before ncclCommSplit. A rank without color takes part in the call but gets no communicator.
-pub fn split(recorder: &'static Recorder, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
+pub fn split(
+    recorder: &'static Recorder,
+    name: &'static str,
+    parent: Comm,
+    color: c_int,
+    output: *mut Comm,
+) -> Creating {
     let new = child(recorder, parent, b"split", color);
     if color != NCCL_SPLIT_NOCOLOR {
-        return create(recorder, Op::CommSplit, "ncclCommSplit", &new, output);
+        return create(recorder, Op::CommSplit, name, &new, output);
     }
-    let slot = host_call(recorder, Op::CommSplit, "ncclCommSplit", None, new.parent, -1);
+    let slot = host_call(recorder, Op::CommSplit, name, None, new.parent, -1);
     let Some(index) = slot else { return Creating { slot, comm: None, output: 0 } };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
         group::queue(recorder, index);
@@ -217,9 +224,33 @@ pub fn split(recorder: &'static Recorder, parent: Comm, color: c_int, output: *m
 }
 
 /// Before ncclCommShrink: the ranks that stay agree on who leaves.
-pub fn shrink(recorder: &'static Recorder, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
+pub fn shrink(
+    recorder: &'static Recorder,
+    name: &'static str,
+    parent: Comm,
+    excluded: &[u8],
+    output: *mut Comm,
+) -> Creating {
     let new = child(recorder, parent, excluded, 0);
-    create(recorder, Op::CommSplit, "ncclCommShrink", &new, output)
+    create(recorder, Op::CommSplit, name, &new, output)
+}
+
+/// Before ncclCommGrow. The ranks that were there know their parent, and only one of them need know the id; those that join know only
+/// the id. So there are two identities, each the same on all ranks of its kind.
+pub fn grow(
+    recorder: &'static Recorder,
+    name: &'static str,
+    (parent, size): (Comm, c_int),
+    (id, rank): (&[u8], c_int),
+    output: *mut Comm,
+) -> Creating {
+    if parent.is_null() {
+        return init(recorder, name, &[id], size, rank, output);
+    }
+    // They keep their numbers.
+    let rank = recorder.comms.find(parent as usize).map_or(-1, |parent| recorder.comm_rank(parent));
+    let new = NewComm { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
+    create(recorder, Op::CommInit, name, &new, output)
 }
 
 /// A call that makes the communicators of several devices of this process.
@@ -231,9 +262,9 @@ pub struct CreatingAll {
 }
 
 /// Before ncclCommInitAll.
-pub fn init_all(recorder: &'static Recorder, comms: *mut Comm, devices: c_int) -> CreatingAll {
+pub fn init_all(recorder: &'static Recorder, name: &'static str, comms: *mut Comm, devices: c_int) -> CreatingAll {
     let id = local_id();
-    let slot = host_call(recorder, Op::CommInit, "ncclCommInitAll", None, id, -1);
+    let slot = host_call(recorder, Op::CommInit, name, None, id, -1);
     if let Some(slot) = slot {
         recorder.hand_over(slot, sys::now_ns());
     }
@@ -299,18 +330,17 @@ fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, m
 }
 
 /// Before ncclCommFinalize.
-pub fn finalized(recorder: &'static Recorder, comm: Comm) -> Ending {
-    ending(recorder, Op::CommFinalize, "ncclCommFinalize", comm, Made::Kept)
+pub fn finalized(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
+    ending(recorder, Op::CommFinalize, name, comm, Made::Kept)
 }
 
 /// Before ncclCommDestroy.
-pub fn destroyed(recorder: &'static Recorder, comm: Comm) -> Ending {
-    ending(recorder, Op::CommDestroy, "ncclCommDestroy", comm, Made::Gone)
+pub fn destroyed(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
+    ending(recorder, Op::CommDestroy, name, comm, Made::Gone)
 }
 
 /// Before ncclCommAbort or ncclCommRevoke. From now on what completes did so because its kernel left.
-pub fn aborted(recorder: &'static Recorder, comm: Comm, made: Made) -> Ending {
-    let name = if made == Made::Gone { "ncclCommAbort" } else { "ncclCommRevoke" };
+pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, made: Made) -> Ending {
     let ending = ending(recorder, Op::CommAbort, name, comm, made);
     if let Some(index) = ending.comm {
         recorder.set_comm_state(index, CommunicatorState::Aborted);

@@ -1,0 +1,356 @@
+//! The coverage matrix: every way by which a program comes to a function, times every layer, counted exactly once. The programs
+//! are the C files in `coverage/`; what they show is `docs/coverage.md`, which `BLESS=1` writes.
+
+use std::{
+    env, fs,
+    path::{Path, PathBuf},
+    process::Command,
+    sync::{
+        Mutex,
+        atomic::{AtomicUsize, Ordering},
+    },
+};
+
+use tempfile::TempDir;
+use xpu_timer_proto::v1::{FlightRecord, Op};
+use xpu_timer_tests::{Ears, FakeCollector, PATIENCE, Process, artifacts, tree};
+
+/// Calls that each program makes.
+const CALLS: u64 = 3;
+
+/// A layer: its name, the macro that selects it, its library.
+const LAYERS: [(&str, &str, &str); 4] = [
+    ("driver", "LAYER_DRIVER", "libcuda.so.1"),
+    ("runtime", "LAYER_RUNTIME", "libcudart.so.13"),
+    ("NCCL", "LAYER_NCCL", "libnccl.so.2"),
+    ("cuBLAS", "LAYER_CUBLAS", "libcublas.so.13"),
+];
+
+/// One way to a function.
+struct Way {
+    name: &'static str,
+    program: &'static str,
+    flags: &'static [&'static str],
+    /// The program is linked with the layer's library.
+    linked: Linked,
+    /// The library that the program calls through: its source, and its flags.
+    library: Option<(&'static str, &'static [&'static str])>,
+    /// Layers for which there is no such way, and why.
+    except: &'static [(&'static str, &'static str)],
+    /// No call of these layers is seen, and why.
+    unseen: &'static [(&'static str, &'static str)],
+}
+
+#[derive(PartialEq)]
+enum Linked {
+    Not,
+    Plainly,
+    /// By a version of the symbol that the loaded library does not define.
+    ByVersion,
+}
+
+const WAY: Way =
+    Way { name: "", program: "opened.c", flags: &[], linked: Linked::Not, library: None, except: &[], unseen: &[] };
+const DRIVER_ONLY: &[(&str, &str)] =
+    &[("runtime", "only the driver has it"), ("NCCL", "only the driver has it"), ("cuBLAS", "only the driver has it")];
+const PAST_THE_LINKER: &str =
+    "nobody asks the linker, and the code of a library that is reached otherwise is not changed";
+
+fn ways() -> Vec<Way> {
+    vec![
+        Way { name: "call through the PLT", program: "plt.c", linked: Linked::Plainly, ..WAY },
+        Way { name: "versioned symbol", program: "plt.c", linked: Linked::ByVersion, ..WAY },
+        Way { name: "dlsym on a handle", program: "look_up.c", flags: &["-DPLACE=library"], ..WAY },
+        Way { name: "dlsym(RTLD_DEFAULT)", program: "look_up.c", flags: &["-DPLACE=RTLD_DEFAULT"], ..WAY },
+        Way {
+            name: "dlsym(RTLD_NEXT)",
+            program: "look_up.c",
+            flags: &["-DPLACE=RTLD_NEXT"],
+            linked: Linked::Plainly,
+            ..WAY
+        },
+        Way {
+            name: "cuGetProcAddress, flags 0",
+            program: "proc_address.c",
+            flags: &["-DFLAGS=0"],
+            except: DRIVER_ONLY,
+            ..WAY
+        },
+        Way {
+            name: "cuGetProcAddress, flags 2",
+            program: "proc_address.c",
+            flags: &["-DFLAGS=2"],
+            except: DRIVER_ONLY,
+            ..WAY
+        },
+        Way {
+            name: "pointer obtained before the hook was ready",
+            program: "early.c",
+            library: Some(("early_library.c", &[])),
+            ..WAY
+        },
+        Way {
+            name: "call inside a -Bsymbolic library",
+            flags: &["-DMODE=RTLD_LOCAL"],
+            library: Some(("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"])),
+            except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
+            ..WAY
+        },
+        Way {
+            name: "library opened with RTLD_LOCAL",
+            flags: &["-DMODE=RTLD_LOCAL"],
+            library: Some(("caller_library.c", &[])),
+            ..WAY
+        },
+        Way {
+            name: "library opened with RTLD_DEEPBIND",
+            flags: &["-DMODE=RTLD_DEEPBIND"],
+            library: Some(("caller_library.c", &[])),
+            ..WAY
+        },
+        Way {
+            name: "statically linked",
+            program: "copy.c",
+            except: &[("driver", "it is part of the system and never linked statically")],
+            ..WAY
+        },
+        Way {
+            name: "statically linked, stripped",
+            program: "copy.c",
+            flags: &["-s"],
+            except: &[("driver", "it is part of the system and never linked statically")],
+            unseen: &[
+                ("NCCL", "its name is nowhere; the report says so when its kernels run"),
+                ("cuBLAS", "its name is nowhere; its kernels count as kernels"),
+            ],
+            ..WAY
+        },
+        Way {
+            name: "library found by a RUNPATH",
+            flags: &["-DMODE=RTLD_LOCAL", "-DRUNPATH"],
+            library: Some(("caller_library.c", &[])),
+            ..WAY
+        },
+        Way {
+            name: "library closed and opened again",
+            flags: &["-DMODE=RTLD_LOCAL", "-DRELOAD"],
+            library: Some(("caller_library.c", &[])),
+            ..WAY
+        },
+        Way {
+            name: "-Bsymbolic library closed and opened again",
+            flags: &["-DMODE=RTLD_LOCAL", "-DRELOAD"],
+            library: Some(("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"])),
+            except: &[("driver", "what the driver calls inside itself is part of a launch that is seen")],
+            ..WAY
+        },
+        Way {
+            name: "pointer read from the library's symbol table",
+            program: "own_look_up.c",
+            unseen: &[("driver", PAST_THE_LINKER), ("NCCL", PAST_THE_LINKER), ("cuBLAS", PAST_THE_LINKER)],
+            ..WAY
+        },
+    ]
+}
+
+fn gcc(output: &Path, source: &str, arguments: &[String]) {
+    let folder = tree().join("tests/tests/it/coverage");
+    let gcc = Command::new("gcc")
+        .args(["-O1", "-w", "-Wl,--no-as-needed", "-o"])
+        .arg(output)
+        .arg(folder.join(source))
+        .args(arguments)
+        .output()
+        .expect("gcc runs");
+    assert!(gcc.status.success(), "{source} {arguments:?}: {}", String::from_utf8_lossy(&gcc.stderr));
+}
+
+/// A program of one cell, built in a folder of its own, and its second argument.
+fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf) {
+    let (_, define, soname) = layer;
+    let define = format!("-D{define}");
+    let sim = format!("-L{}", artifacts().sim().display());
+    let with_layer = [sim, format!("-l:{soname}")];
+    let opened = dir.join("libcaller.so");
+    let mut arguments = vec![define.clone()];
+    arguments.extend(way.flags.iter().map(ToString::to_string));
+    match way.linked {
+        Linked::Not => {}
+        Linked::Plainly => arguments.extend(with_layer.clone()),
+        Linked::ByVersion => {
+            let (stub, script) = (dir.join(soname), dir.join("versions"));
+            fs::write(&script, "SOME_VERSION { global: *; };\n").unwrap();
+            let text = [
+                "-shared".into(),
+                "-fPIC".into(),
+                "-DCOPY".into(),
+                define.clone(),
+                format!("-Wl,-soname,{soname}"),
+                format!("-Wl,--version-script={}", script.display()),
+            ];
+            gcc(&stub, "caller_library.c", &text);
+            arguments.push(stub.display().to_string());
+        }
+    }
+    if let Some((source, flags)) = way.library {
+        let mut text = vec!["-shared".to_string(), "-fPIC".into(), define.clone()];
+        text.extend(flags.iter().map(ToString::to_string));
+        text.extend(with_layer);
+        let runpath = way.flags.contains(&"-DRUNPATH");
+        let inner = dir.join("inner");
+        fs::create_dir_all(&inner).unwrap();
+        gcc(&if runpath { inner.join("libinner.so") } else { opened.clone() }, source, &text);
+        if runpath {
+            let text = [
+                "-shared".into(),
+                "-fPIC".into(),
+                define,
+                format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display()),
+            ];
+            gcc(&opened, "outer_library.c", &text);
+        }
+        if way.program == "early.c" {
+            arguments.extend([opened.display().to_string(), format!("-Wl,-rpath,{}", dir.display())]);
+        }
+    }
+    let program = dir.join("program");
+    gcc(&program, way.program, &arguments);
+    (program, opened)
+}
+
+/// Runs the program under the hook; what its ring holds at the end.
+fn run(dir: &Path, program: &Path, opened: &Path, inline: &str) -> FlightRecord {
+    let (socket, stop) = (dir.join(format!("socket-{inline}")), dir.join(format!("stop-{inline}")));
+    let collector = FakeCollector::listen(&socket, Ears::Open);
+    let mut command = Command::new(program);
+    command
+        .arg(&stop)
+        .arg(opened)
+        .env("LD_LIBRARY_PATH", artifacts().sim())
+        .env("LD_PRELOAD", artifacts().hook())
+        .env("XPU_TIMER_SOCKET", &socket)
+        .env("XPU_TIMER_LOGGING_DIR", dir)
+        .env("XPU_TIMER_BRACKET", "matmuls")
+        .env("XPU_TIMER_INLINE", inline);
+    let mut process = Process::spawn(&mut command);
+    process.wait_for("called\n", PATIENCE);
+    let pid = process.pid();
+    // A process of which no call was seen has no ring; the first one that is seen makes it.
+    let is_watched = has_ring(pid);
+    if is_watched {
+        collector.wait_hello();
+    }
+    fs::write(&stop, "").unwrap();
+    let output = process.wait(PATIENCE);
+    assert_eq!((output.code(), output.stdout.as_str()), (0, "called\n"), "{output:?}");
+    if !is_watched {
+        return FlightRecord::default();
+    }
+    let record = collector.ring(pid);
+    let health = record.health.as_ref().unwrap();
+    assert_eq!((health.panics, health.dropped, health.overflows), (0, 0, 0));
+    record
+}
+
+fn has_ring(pid: i32) -> bool {
+    let files = fs::read_dir(format!("/proc/{pid}/fd")).expect("the process waits for the test").flatten();
+    files
+        .filter_map(|file| fs::read_link(file.path()).ok())
+        .any(|link| link.to_string_lossy().contains("xpu_timer_ring"))
+}
+
+/// What the layer's calls left in a record.
+fn counted(record: &FlightRecord, layer: &str) -> u64 {
+    let operations = |op: Op| record.operations.iter().filter(|operation| operation.op() == op).count() as u64;
+    match layer {
+        "NCCL" => {
+            assert_eq!(record.collectives_launched, operations(Op::AllReduce), "counted and noted");
+            record.collectives_launched
+        }
+        "cuBLAS" => {
+            let shapes: Vec<_> = record.operations.iter().filter_map(|operation| operation.matmul).collect();
+            assert!(
+                shapes.iter().all(|shape| (shape.m, shape.n, shape.k, shape.trans_b) == (2, 2, 2, 1)),
+                "{shapes:?}"
+            );
+            operations(Op::Matmul)
+        }
+        _ => record.kernels_launched,
+    }
+}
+
+/// The text of one cell, checked.
+fn cell(way: &Way, layer: (&str, &str, &str)) -> String {
+    let name = layer.0;
+    let about = |list: &[(&str, &'static str)]| list.iter().find(|(of, _)| *of == name).map(|(_, why)| *why);
+    if let Some(why) = about(way.except) {
+        return format!("— ({why})");
+    }
+    let dir = TempDir::new().unwrap();
+    let (program, opened) = build(dir.path(), way, layer);
+    let seen = counted(&run(dir.path(), &program, &opened, "auto"), name);
+    if let Some(why) = about(way.unseen) {
+        assert_eq!(seen, 0, "{} × {name} is seen after all", way.name);
+        return format!("no ({why})");
+    }
+    assert_eq!(seen, CALLS, "{} × {name}", way.name);
+    let without = counted(&run(dir.path(), &program, &opened, "off"), name);
+    assert!([0, CALLS].contains(&without), "{} × {name} with XPU_TIMER_INLINE=off: {without}", way.name);
+    if without == CALLS { "yes".into() } else { "yes, at load".into() }
+}
+
+#[test]
+fn every_way_to_every_layer_counts_exactly_once() {
+    let ways = ways();
+    let cells: Vec<(usize, usize)> = (0..ways.len()).flat_map(|way| (0..LAYERS.len()).map(move |l| (way, l))).collect();
+    let texts = Mutex::new(vec![vec![String::new(); LAYERS.len()]; ways.len()]);
+    let next = AtomicUsize::new(0);
+    std::thread::scope(|scope| {
+        for _ in 0..2 {
+            scope.spawn(|| {
+                while let Some((way, layer)) = cells.get(next.fetch_add(1, Ordering::Relaxed)).copied() {
+                    let text = cell(&ways[way], LAYERS[layer]);
+                    texts.lock().unwrap()[way][layer] = text;
+                }
+            });
+        }
+    });
+    let mut page = String::from(HEAD);
+    for (way, texts) in ways.iter().zip(texts.into_inner().unwrap()) {
+        page.push_str(&format!("| {} | {} |\n", way.name, texts.join(" | ")));
+    }
+    page.push_str(TAIL);
+    let path = tree().join("docs/coverage.md");
+    if env::var_os("BLESS").is_some() {
+        fs::write(&path, &page).unwrap();
+    }
+    assert_eq!(fs::read_to_string(&path).unwrap_or_default(), page, "docs/coverage.md; BLESS=1 writes it anew");
+}
+
+const HEAD: &str = "# Coverage: which calls the hook sees
+
+Made by the test `coverage::every_way_to_every_layer_counts_exactly_once`, which compiles a program for every cell, runs it under the
+hook on the simulated device, and counts. `BLESS=1 cargo test -p xpu_timer_tests --test it coverage::` writes this page.
+
+*yes*: every call is counted exactly once, by an interposed symbol or by the address that dlsym or cuGetProcAddress gives out.
+*yes, at load*: also exactly once, but only because the hook hears of every library that is loaded; `XPU_TIMER_INLINE=off` turns that off.
+A call of the runtime counts as the kernel that it launches.
+
+| way to the function | driver | runtime | NCCL | cuBLAS |
+|---|---|---|---|---|
+";
+
+const TAIL: &str = "
+## What is not seen, and where that is said
+
+The flight record of every dump lists each function that the hook knows with its layer, its calls, and the reason when it is not hooked
+(`coverage` in `evidence.bin` and in `.stacktrace`). Reasons: the library is not loaded; it does not have the function; nobody asked for it;
+a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen.
+
+- A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches.
+- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves, and in gloo. A uprobe that is
+  put on such a function afterwards breaks it, because the kernel runs the instruction of the file in its place; with such tools, set
+  `XPU_TIMER_INLINE=off`. A probe or a breakpoint that is there before is seen, and the function left alone.
+- Under a debugger that watches the linker, libraries that are loaded later are not looked at.
+- Systems that forbid a change of code (SELinux `execmod`) refuse it; the function is then reported.
+";

@@ -1,0 +1,7 @@
+#include "layer.h"
+extern Target *early;
+int main(int argc, char **argv) {
+    ready();
+    calls(early);
+    finish(argv);
+}

@@ -1,0 +1,7 @@
+#include "layer.h"
+#include "through.h"
+int main(int argc, char **argv) {
+    ready();
+    calls(through);
+    finish(argv);
+}
