@@ -4,6 +4,7 @@
 mod capture;
 mod cluster;
 mod collector;
+mod coverage;
 mod dump;
 mod end_to_end;
 mod hook;
