@@ -8,6 +8,7 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 use crate::{
     causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
     graph::Suspect,
+    hook_report,
     report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
@@ -316,6 +317,7 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),
         communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
         ranks: report::ranks(&case.world),
+        hook: hook_report::of(&case.world),
         timing: Timing::default(),
     }
 }

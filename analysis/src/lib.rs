@@ -7,6 +7,7 @@ mod causes;
 mod facts;
 pub mod folded;
 mod graph;
+mod hook_report;
 mod history;
 mod judge;
 pub mod main_thread;

@@ -169,6 +169,9 @@ impl Verdict {
             ),
             "             ",
         );
+        if let Some(line) = self.hook.line() {
+            paragraph(&mut text, &format!("hook:        {line}"), "             ");
+        }
 
         section(&mut text, "Evidence", self.evidence.iter().map(|line| line.text.clone()));
         section(&mut text, "Who waits where", self.communicators.iter().flat_map(communicator_lines));

@@ -8,6 +8,8 @@ use std::fmt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 
+use crate::hook_report::HookReport;
+
 /// Version of the form of `verdict.json`; a change that breaks a reader raises it.
 pub const FORMAT: u32 = 1;
 
@@ -329,6 +331,9 @@ pub struct Verdict {
     pub communicators: Vec<CommunicatorReport>,
     /// Where every rank stands, by equal state, the smallest group first.
     pub ranks: Vec<RankGroup>,
+    /// What the hooks say of themselves. Absent in verdicts of earlier releases.
+    #[serde(default)]
+    pub hook: HookReport,
     /// What only the collector knows; its fields stand beside the others.
     #[serde(flatten)]
     pub timing: Timing,
