@@ -146,6 +146,20 @@ impl RankSet {
         })
     }
 
+    /// The ranks that both sets hold.
+    pub fn intersection(&self, other: &RankSet) -> RankSet {
+        let mut runs = Vec::new();
+        let (mut left, mut right) = (self.runs.iter().peekable(), other.runs.iter().peekable());
+        while let (Some(a), Some(b)) = (left.peek(), right.peek()) {
+            let (first, last) = (a.first.max(b.first), a.last.min(b.last));
+            if first <= last {
+                runs.push(Run { first, last });
+            }
+            _ = if a.last < b.last { left.next() } else { right.next() };
+        }
+        RankSet { runs }
+    }
+
     /// Number of ranks.
     pub fn len(&self) -> u64 {
         self.runs.iter().map(|run| u64::from(run.last - run.first) + 1).sum()
@@ -264,6 +278,9 @@ mod tests {
             prop_assert!(union.runs().windows(2).all(|w| w[0].last + 1 < w[1].first));
             prop_assert!(sa.is_subset(&union) && sb.is_subset(&union));
             prop_assert_eq!(sa.is_subset(&sb), ma.is_subset(&mb));
+            let both = sa.intersection(&sb);
+            prop_assert_eq!(both.iter().collect::<Vec<_>>(), ma.intersection(&mb).copied().collect::<Vec<_>>());
+            prop_assert!(both.runs().windows(2).all(|w| w[0].last + 1 < w[1].first));
             prop_assert_eq!(
                 sa.complement(world).iter().collect::<Vec<_>>(),
                 (0..world).filter(|r| !ma.contains(r)).collect::<Vec<_>>()

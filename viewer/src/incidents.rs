@@ -1,10 +1,15 @@
 //! All incidents of a timeline folder: when, why, and what the verdict says.
 
+use crate::Screen;
 use crate::folder::{clean, incidents, name_of};
+use crate::summary::wrapped;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io;
 use std::path::Path;
+
+/// Before what is said of an incident.
+const INDENT: &str = "    ";
 
 /// One incident.
 #[derive(Debug, Serialize)]
@@ -19,7 +24,7 @@ struct Incident {
 }
 
 /// The incidents of a folder, the oldest first, as text or as JSON.
-pub fn list(path: &Path, json: bool) -> io::Result<String> {
+pub fn list(path: &Path, json: bool, screen: Screen) -> io::Result<String> {
     let incidents: Vec<Incident> = incidents(path)?.iter().map(|path| incident(path)).collect();
     if json {
         return Ok(serde_json::to_string_pretty(&incidents)? + "\n");
@@ -28,11 +33,13 @@ pub fn list(path: &Path, json: bool) -> io::Result<String> {
     for incident in &incidents {
         // Writing to a string cannot fail.
         let _ = writeln!(text, "{}  {}", incident.time.as_deref().unwrap_or("unknown time"), incident.name);
-        match (&incident.cause, &incident.sentence) {
-            (Some(cause), Some(sentence)) => _ = writeln!(text, "    {cause}: {sentence}"),
-            (_, Some(sentence)) => _ = writeln!(text, "    {sentence}"),
-            _ => text.push_str("    no verdict\n"),
-        }
+        let about = match (&incident.cause, &incident.sentence) {
+            (Some(cause), Some(sentence)) => format!("{cause}: {sentence}"),
+            (_, Some(sentence)) => sentence.clone(),
+            _ => "no verdict".to_owned(),
+        };
+        let about = wrapped(&about, screen.width.map(|width| width.saturating_sub(INDENT.len())));
+        about.lines().for_each(|line| _ = writeln!(text, "{INDENT}{line}"));
     }
     Ok(text)
 }
@@ -77,12 +84,13 @@ mod tests {
         let sentence = "Rank 2 stands\nin its loader.\n\nMore\n";
         fs::write(dir.path().join("incident-20261121T101500Z-3/verdict.txt"), sentence).unwrap();
         assert_eq!(
-            list(dir.path(), false).unwrap(),
+            list(dir.path(), false, Screen::default()).unwrap(),
             "2026-11-21T10:15:00Z  incident-20261121T101500Z-3\n    Rank 2 stands in its loader.\n\
              2026-11-21T10:18:00Z  incident-20261121T101800Z-4\n    no verdict\n\
              unknown time  incident-odd\n    no verdict\n"
         );
-        let json: serde_json::Value = serde_json::from_str(&list(dir.path(), true).unwrap()).unwrap();
+        let json: serde_json::Value =
+            serde_json::from_str(&list(dir.path(), true, Screen::default()).unwrap()).unwrap();
         assert_eq!(json[0]["sentence"], "Rank 2 stands in its loader.");
         assert_eq!(json[2]["time"], serde_json::Value::Null);
     }

@@ -6,6 +6,7 @@
 
 pub mod colour;
 pub mod dump;
+pub mod fate;
 pub mod folder;
 pub mod incidents;
 pub mod merge;
@@ -35,10 +36,10 @@ use std::path::{Path, PathBuf};
 #[command(version, after_help = EXIT_CODES)]
 pub struct Args {
     /// Folder of the .stacktrace files, or of incidents
-    #[arg(short, long, value_name = "DIR", default_value = "./")]
+    #[arg(short, long, value_name = "DIR", default_value = "./", allow_hyphen_values = true)]
     pub path: PathBuf,
     /// Folder to write to, made if need be [default: the folder of the .stacktrace files]
-    #[arg(long, value_name = "DIR")]
+    #[arg(long, value_name = "DIR", allow_hyphen_values = true)]
     pub output: Option<PathBuf>,
     /// Which files to write
     #[command(flatten)]
@@ -101,7 +102,7 @@ const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could 
 /// Does all that the command does. The summary goes to `out`, what is wrong with single files to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     if args.list {
-        let list = incidents::list(&args.path, args.json);
+        let list = incidents::list(&args.path, args.json, args.screen);
         let list = list.with_context(|| format!("cannot search {}", shown(&args.path)))?;
         if list.is_empty() {
             bail!("{} holds no incident", shown(&args.path));
@@ -129,6 +130,8 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         notes.push(format!("verdict.json is left out: {why}"));
         None
     });
+    let (fates, note) = fate::fates(&path, verdict.as_ref(), &merged.ranks, listed.world);
+    notes.extend(note);
     // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
     for note in &notes {
         let _ = writeln!(err, "warning: {note}");
@@ -146,11 +149,13 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         bail!("{} holds no .stacktrace file that can be read", shown(&path));
     }
     let output = args.output.as_deref().unwrap_or(&path);
-    let mut written = write_all(&merged, listed.world, output, choice)?;
-    if let Some(report) = report {
+    let mut written = Vec::new();
+    let mut result = write_all(&merged, listed.world, output, choice, &mut written);
+    if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
-        let report = report.finish(&name, listed.world, &mut merged, verdict.clone(), notes);
-        written.push(write_report(&report, output)?);
+        let about =
+            report::About { folder: &name, world: listed.world, verdict: verdict.as_ref(), fates: &fates, notes };
+        result = write_report(&report.finish(&about, &mut merged), output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
     let about = summary::About {
@@ -158,8 +163,10 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         world: listed.world,
         sentence: sentence.as_deref(),
         verdict: verdict.as_ref(),
+        fates: &fates,
         asked: args.narrow.rank.as_ref(),
         stacks: !args.narrow.is_all(),
+        some_threads: args.narrow.some_threads(),
         written: &written,
     };
     let text = if args.json {
@@ -167,7 +174,8 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     } else {
         summary::summary(&merged, &about, args.screen)
     };
-    say(&text, out)
+    // Who cannot write to the folder still wants to know what is in it.
+    say(&text, out).and(result)
 }
 
 /// Writes what is meant for stdout. Whoever went away before the end has seen enough of it.
@@ -238,30 +246,36 @@ fn read_into(file: &DumpFile, bytes: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the folded stacks and the pictures that are chosen, and returns their paths.
-pub fn write_all(merged: &Merged, world: u32, output: &Path, choice: Choice) -> anyhow::Result<Vec<PathBuf>> {
-    std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
-    let mut written = Vec::new();
-    if !choice.folded && !choice.svg {
-        return Ok(written);
+/// Writes the folded stacks and the pictures that are chosen; their paths go to `written`.
+pub fn write_all(
+    merged: &Merged,
+    world: u32,
+    output: &Path,
+    choice: Choice,
+    written: &mut Vec<PathBuf>,
+) -> anyhow::Result<()> {
+    if choice.folded || choice.svg || choice.html {
+        std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
     }
+    let failed = |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
     for (name, tree) in [("cpp", &merged.native), ("py", &merged.python)] {
-        let mut picture = Picture::new(tree, world);
-        let context =
-            |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
+        if !choice.folded && !choice.svg {
+            continue;
+        }
+        let picture = Picture::new(tree, world);
         if choice.folded {
             let text = format!("{name}_stack");
             let path = output::write_file(output, &text, |out| out.write_all(picture.folded().as_bytes()));
-            written.push(path.with_context(|| context(&text))?);
+            written.push(path.with_context(|| failed(&text))?);
         }
         if choice.svg {
             let svg = format!("{name}_stack.svg");
             let title = format!("merge stack in {name}");
             let path = output::write_file(output, &svg, |out| picture.write_svg(&title, out));
-            written.push(path.with_context(|| context(&svg))?);
+            written.push(path.with_context(|| failed(&svg))?);
         }
     }
-    Ok(written)
+    Ok(())
 }
 
 /// Writes `report.html` and returns its path.

@@ -55,6 +55,8 @@ pub struct Merged {
     pub groups: Vec<Group>,
     /// Ranks by process state.
     pub states: BTreeMap<String, RankSet>,
+    /// Ranks by host or pod, as far as their dumps name it.
+    pub nodes: BTreeMap<String, RankSet>,
     /// Ranks by what failed while their stacks were taken: name of the field, text.
     pub complaints: BTreeMap<(&'static str, String), RankSet>,
 }
@@ -67,6 +69,7 @@ pub struct Merger {
     ranks: RankSet,
     main: BTreeMap<Option<(Mode, StackId)>, RankSet>,
     states: BTreeMap<String, RankSet>,
+    nodes: BTreeMap<String, RankSet>,
     complaints: BTreeMap<(&'static str, String), RankSet>,
     last: Interned,
 }
@@ -105,6 +108,9 @@ impl Merger {
         self.ranks.insert(rank);
         self.main.entry(main).or_default().insert(rank);
         add_to(&mut self.states, dump.process_state, rank);
+        if !dump.node.is_empty() {
+            add_to(&mut self.nodes, &String::from_utf8_lossy(dump.node), rank);
+        }
         for (field, text) in [("pstack_stderr", &dump.pstack_stderr), ("pyspy_stderr", &dump.pyspy_stderr)] {
             if !text.trim().is_empty() {
                 self.complaints.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
@@ -172,6 +178,7 @@ impl Merger {
             ranks: self.ranks,
             groups,
             states: self.states,
+            nodes: self.nodes,
             complaints: self.complaints,
         }
     }

@@ -6,9 +6,8 @@ use crate::colour::colour;
 use inferno::flamegraph::color::{BackgroundColor, Color, PaletteMap};
 use inferno::flamegraph::{self, Options};
 use std::borrow::Cow;
-use std::convert::Infallible;
 use std::io;
-use xpu_timer_analysis::folded::walk;
+use xpu_timer_analysis::folded::folded;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 
 /// Width of a flame graph in pixels.
@@ -18,40 +17,12 @@ const WIDTH: usize = 1600;
 #[derive(Debug)]
 pub struct Picture {
     folded: String,
-    /// `folded` in the words of `inferno`; none when they are the same.
-    drawn: Option<String>,
-    colours: PaletteMap,
 }
 
 impl Picture {
-    /// Puts the labels and lines of a tree together.
+    /// Puts the lines of a tree together.
     pub fn new(tree: &PrefixTree, world: u32) -> Picture {
-        let mut folded = String::new();
-        let mut colours = PaletteMap::default();
-        // The frame below all roots, which has no label.
-        colours.insert("", Color { r: 215, g: 215, b: 215 });
-        let mut differs = false;
-        each_step(tree, world, |label, path, root, end| {
-            let drawn = drawable(label, root);
-            differs |= matches!(drawn, Cow::Owned(_));
-            colours.insert(drawn, colour(label));
-            if end {
-                folded.push_str(path);
-                folded.push_str(" 1\n");
-            }
-        });
-        let drawn = differs.then(|| {
-            let mut text = String::with_capacity(folded.len());
-            for line in folded.lines() {
-                for (i, label) in line.split(';').enumerate() {
-                    text.push_str(if i == 0 { "" } else { ";" });
-                    text.push_str(&drawable(label, i == 0));
-                }
-                text.push('\n');
-            }
-            text
-        });
-        Picture { folded, drawn, colours }
+        Picture { folded: folded(tree, world) }
     }
 
     /// The folded text: one line per end node.
@@ -60,7 +31,8 @@ impl Picture {
     }
 
     /// Draws the flame graph. Equal trees give equal bytes.
-    pub fn write_svg(&mut self, title: &str, out: impl io::Write) -> io::Result<()> {
+    pub fn write_svg(&self, title: &str, out: impl io::Write) -> io::Result<()> {
+        let (drawn, mut colours) = self.drawn();
         let mut options = Options::default();
         options.title = title.to_owned();
         options.image_width = Some(WIDTH);
@@ -69,7 +41,7 @@ impl Picture {
         // Wide enough for the common monospace fonts, so that no text reaches over the edge of its frame.
         options.font_width = 0.63;
         // Every label is in the map; were one not, its colour would still not be left to chance.
-        options.palette_map = Some(&mut self.colours);
+        options.palette_map = Some(&mut colours);
         options.deterministic = true;
         // The lines stand in the order of the tree, which keeps the frames of one node together. Sorting them as texts
         // would not: `a;x` sorts behind `a b`. This mode takes the lines as they are, from the last to the first.
@@ -79,19 +51,42 @@ impl Picture {
             return flamegraph::from_lines(&mut options, [], out)
                 .or_else(|error| if error.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(error) });
         }
-        let text = self.drawn.as_deref().unwrap_or(&self.folded);
-        flamegraph::from_lines(&mut options, text.lines().rev(), out)
+        flamegraph::from_lines(&mut options, drawn.as_deref().unwrap_or(&self.folded).lines().rev(), out)
     }
-}
 
-fn each_step(tree: &PrefixTree, world: u32, mut visit: impl FnMut(&str, &str, bool, bool)) {
-    let done: Result<(), Infallible> = walk(tree, world, |step| {
-        visit(step.label, step.path, step.root, step.end);
-        Ok(())
-    });
-    match done {
-        Ok(()) => {}
-        Err(never) => match never {},
+    /// The folded text in the words of `inferno`, unless they are the same, and the colours of all labels.
+    fn drawn(&self) -> (Option<String>, PaletteMap) {
+        let mut colours = PaletteMap::default();
+        // The frame below all roots, which has no label.
+        colours.insert("", Color { r: 215, g: 215, b: 215 });
+        let mut differs = false;
+        let mut before: Vec<&str> = Vec::new();
+        for line in self.folded.lines() {
+            // Most labels of a line stand at the same place of the line before.
+            let labels = line.strip_suffix(" 1").unwrap_or(line).split(';');
+            for (depth, label) in labels.enumerate() {
+                if before.get(depth) == Some(&label) {
+                    continue;
+                }
+                before.truncate(depth);
+                before.push(label);
+                let drawn = drawable(label, depth == 0);
+                differs |= matches!(drawn, Cow::Owned(_));
+                colours.insert(drawn, colour(label));
+            }
+        }
+        let drawn = differs.then(|| {
+            let mut text = String::with_capacity(self.folded.len());
+            for line in self.folded.lines() {
+                for (depth, label) in line.split(';').enumerate() {
+                    text.push_str(if depth == 0 { "" } else { ";" });
+                    text.push_str(&drawable(label, depth == 0));
+                }
+                text.push('\n');
+            }
+            text
+        });
+        (drawn, colours)
     }
 }
 
@@ -115,7 +110,7 @@ fn drawable(label: &str, root: bool) -> Cow<'_, str> {
 mod tests {
     use super::*;
     use proptest::prelude::*;
-    use xpu_timer_analysis::folded::push_word;
+    use xpu_timer_analysis::folded::{push_word, walk};
 
     fn tree(stacks: &[(Vec<String>, u32)]) -> PrefixTree {
         let mut tree = PrefixTree::new();
@@ -228,7 +223,11 @@ mod tests {
             let tree = tree(&stacks);
             let svg = svg(&tree);
             let mut expected: Vec<String> = Vec::new();
-            each_step(&tree, 8, |label, _, root, _| expected.push(drawable(label, root).into_owned()));
+            let walked: Result<(), std::convert::Infallible> = walk(&tree, 8, |step| {
+                expected.push(drawable(step.label, step.root).into_owned());
+                Ok(())
+            });
+            walked.unwrap();
             expected.sort();
             prop_assert_eq!(labels_drawn(&svg), expected);
             prop_assert_eq!(&svg, &self::svg(&tree));

@@ -1,6 +1,7 @@
 //! The few lines that a person reads first: the verdict, who stands where, who is missing, and what was written.
 
 use crate::Screen;
+use crate::fate::Fate;
 use crate::folder::clean;
 use crate::merge::{Group, Merged, Mode};
 use crate::stacks::End;
@@ -11,8 +12,12 @@ use std::path::{Path, PathBuf};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
 
-/// So many groups are shown; the rest is counted.
-const GROUPS_SHOWN: usize = 20;
+/// So many groups are shown, and every one that holds a culprit; the rest is counted.
+const GROUPS_SHOWN: usize = 12;
+/// So many fates of ranks without a dump are shown; the rest is counted.
+const FATES_SHOWN: usize = 12;
+/// Prose is no wider than this, however wide the terminal is.
+const PROSE: usize = 110;
 /// So many runs of a set of ranks are shown; the rest is counted.
 const RUNS_SHOWN: usize = 12;
 
@@ -45,91 +50,70 @@ pub struct About<'a> {
     pub sentence: Option<&'a str>,
     /// The whole verdict.
     pub verdict: Option<&'a Verdict>,
+    /// What became of the ranks that have no dump or are gone.
+    pub fates: &'a [Fate],
     /// The ranks that were asked for; all when nobody asked.
     pub asked: Option<&'a RankSet>,
     /// Show the stacks themselves.
     pub stacks: bool,
+    /// Only some threads are looked at, so that nothing can be said of the main threads.
+    pub some_threads: bool,
     /// The files that were written.
     pub written: &'a [PathBuf],
 }
 
 impl About<'_> {
-    /// Ranks that were asked for and have no dump.
-    fn missing(&self, merged: &Merged) -> RankSet {
-        let missing = merged.ranks.complement(self.world);
-        match self.asked {
-            Some(asked) => missing.iter().filter(|&rank| asked.contains(rank)).collect(),
-            None => missing,
-        }
+    /// Those of some ranks that were asked for.
+    fn of_asked(&self, ranks: &RankSet) -> RankSet {
+        self.asked.map_or_else(|| ranks.clone(), |asked| ranks.intersection(asked))
     }
 
-    /// What the verdict says of processes that are gone: how, and which; with what is known of their end.
-    fn gone(&self) -> Vec<(&'static str, RankSet, String)> {
-        let mut gone: Vec<(&'static str, RankSet, String)> = Vec::new();
-        for group in self.verdict.into_iter().flat_map(|verdict| &verdict.ranks) {
-            let how = match group.presence.as_str() {
-                "dead" => "Dead",
-                "left" => "Left in order",
-                _ => continue,
-            };
-            let ranks: RankSet =
-                group.ranks.iter().copied().filter(|&rank| self.asked.is_none_or(|of| of.contains(rank))).collect();
-            if !ranks.is_empty() {
-                gone.push((how, ranks, clean(&group.errors.join("; "))));
-            }
-        }
-        gone.sort();
-        gone
+    /// The fates of the ranks that were asked for.
+    fn fates(&self) -> Vec<Fate> {
+        let asked = self.fates.iter().map(|fate| Fate { ranks: self.of_asked(&fate.ranks), ..fate.clone() });
+        asked.filter(|fate| !fate.ranks.is_empty()).collect()
+    }
+
+    fn culprits(&self) -> RankSet {
+        self.verdict.map(|verdict| verdict.culprits.iter().copied().collect()).unwrap_or_default()
     }
 }
 
 /// The summary as text.
 pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
     let mut text = String::new();
+    let (paint, culprits) = (Paint(screen.colour), about.culprits());
+    let prose = screen.width.map(|width| width.min(PROSE));
     // Writing to a string cannot fail, here and below.
     if let Some(sentence) = about.sentence {
-        let (bold, plain) = if screen.colour { ("\u{1b}[1m", "\u{1b}[0m") } else { ("", "") };
-        let _ = writeln!(text, "{bold}{}{plain}\n", wrapped(sentence, screen.width));
+        let _ = writeln!(text, "{}\n", paint.bold(&wrapped(sentence, prose)));
+    }
+    if let Some(verdict) = about.verdict {
+        let _ = write!(text, "{}, {} confidence", verdict.cause.name(), verdict.confidence.name());
+        if !culprits.is_empty() {
+            let word = if culprits.len() == 1 { "culprit" } else { "culprits" };
+            let _ = write!(text, "; {word}: {}", paint.red(&ranks_of(&culprits)));
+            text.push_str(&on_nodes(merged, &culprits));
+        }
+        text.push_str("\n\n");
     }
     if let Some(chosen) = about.chosen {
         let _ = writeln!(text, "Latest incident: {chosen}\n");
     }
-    let (ranks, groups) = (merged.ranks.len(), merged.groups.len());
-    match about.asked {
-        Some(asked) => {
-            _ = writeln!(text, "{ranks} of the {} ranks asked for have a dump. {}", asked.len(), grouped(merged))
-        }
-        None => _ = writeln!(text, "{ranks} of {} ranks have a dump. {}", about.world, grouped(merged)),
-    }
-    for group in merged.groups.iter().take(GROUPS_SHOWN) {
-        push_group(&mut text, group);
-    }
-    if groups > GROUPS_SHOWN {
-        let rest: u64 = merged.groups[GROUPS_SHOWN..].iter().map(|group| group.ranks.len()).sum();
-        let _ = writeln!(text, "  and {} more groups of {rest} ranks in all", groups - GROUPS_SHOWN);
-    }
-    let mut first = true;
-    let mut line = |text: &mut String, line: String| {
-        text.push_str(if std::mem::take(&mut first) { "\n" } else { "" });
-        text.push_str(&line);
-        text.push('\n');
+    let ranks = merged.ranks.len();
+    let head = match about.asked {
+        Some(asked) => format!("{ranks} of the {} ranks asked for have a dump.", asked.len()),
+        None => format!("{ranks} of {} ranks have a dump.", about.world),
     };
-    for (how, ranks, why) in about.gone() {
-        let why = if why.is_empty() { why } else { format!(" ({why})") };
-        line(&mut text, format!("{how}: {}{why}", ranks_of(&ranks)));
+    if about.some_threads {
+        let _ = writeln!(text, "{head}");
+    } else {
+        let _ = writeln!(text, "{head} {}", grouped(merged));
+        push_groups(&mut text, merged, &culprits, screen);
     }
-    let missing = about.missing(merged);
-    if !missing.is_empty() {
-        line(&mut text, format!("Without a dump: {}", ranks_of(&missing)));
-    }
-    for (state, ranks) in &merged.states {
-        // Running and sleeping are what a process does; the others say something of the hang.
-        if !matches!(state.bytes().next(), Some(b'R' | b'S') | None) {
-            line(&mut text, format!("State {}: {}", clean(state), ranks_of(ranks)));
-        }
-    }
+    push_absent(&mut text, merged, &about.fates(), prose);
     if about.stacks {
-        push_stacks(&mut text, merged);
+        push_stacks(&mut text, merged, screen.width);
     }
     if !about.written.is_empty() {
         text.push('\n');
@@ -138,6 +122,79 @@ pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
         let _ = writeln!(text, "{}", clean(&path.to_string_lossy()));
     }
     text
+}
+
+/// What a terminal can set apart.
+#[derive(Clone, Copy)]
+struct Paint(bool);
+
+impl Paint {
+    fn bold(self, text: &str) -> String {
+        self.with("1", text)
+    }
+
+    fn red(self, text: &str) -> String {
+        self.with("1;31", text)
+    }
+
+    fn with(self, code: &str, text: &str) -> String {
+        if self.0 { format!("\u{1b}[{code}m{text}\u{1b}[0m") } else { text.to_owned() }
+    }
+}
+
+fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: Screen) {
+    let (mut left_out, mut of_ranks) = (0, 0);
+    for (place, group) in merged.groups.iter().enumerate() {
+        let guilty = group.ranks.intersection(culprits);
+        if place >= GROUPS_SHOWN && guilty.is_empty() {
+            left_out += 1;
+            of_ranks += group.ranks.len();
+        } else {
+            push_group(text, merged, group, &guilty, screen);
+        }
+    }
+    if left_out > 0 {
+        let groups = if left_out == 1 { "group" } else { "groups" };
+        let _ = writeln!(text, "  and {left_out} more {groups} of {of_ranks} ranks in all");
+    }
+}
+
+/// Who is not there, or not well.
+fn push_absent(text: &mut String, merged: &Merged, fates: &[Fate], width: Option<usize>) {
+    let mut lines: Vec<String> = Vec::new();
+    for fate in fates.iter().take(FATES_SHOWN) {
+        let node = if fate.node.is_empty() { String::new() } else { format!(" on {}", fate.node) };
+        let why = if fate.why.is_empty() { String::new() } else { format!(" ({})", fate.why) };
+        lines.push(format!("{}: {}{node}{why}", fate.how.words(), ranks_of(&fate.ranks)));
+    }
+    if fates.len() > FATES_SHOWN {
+        let rest: u64 = fates[FATES_SHOWN..].iter().map(|fate| fate.ranks.len()).sum();
+        lines.push(format!("and {rest} more ranks that are gone or have no dump; --json shows all"));
+    }
+    for (state, ranks) in &merged.states {
+        // Running and sleeping are what a process does; the others say something of the hang.
+        if !matches!(state.bytes().next(), Some(b'R' | b'S') | None) {
+            lines.push(format!("State {}: {}{}", clean(state), ranks_of(ranks), on_nodes(merged, ranks)));
+        }
+    }
+    if !lines.is_empty() {
+        text.push('\n');
+    }
+    for line in lines {
+        let _ = writeln!(text, "{}", wrapped(&line, width));
+    }
+}
+
+/// The hosts of some ranks, where the job has several: ` on gpu-1, gpu-2`.
+fn on_nodes(merged: &Merged, ranks: &RankSet) -> String {
+    let theirs = merged.nodes.iter().filter(|(_, of)| !of.intersection(ranks).is_empty());
+    let names: Vec<String> = theirs.map(|(name, _)| clean(name)).collect();
+    match names.len() {
+        0 => String::new(),
+        _ if merged.nodes.len() == 1 => String::new(),
+        1..=3 => format!(" on {}", names.join(", ")),
+        many => format!(" on {many} nodes"),
+    }
 }
 
 /// The summary as JSON: rank sets as labels write them.
@@ -154,16 +211,16 @@ pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Res
         .collect();
     let states: Map<String, Value> =
         merged.states.iter().map(|(state, ranks)| (state.clone(), ranks.to_string().into())).collect();
-    let gone = about.gone().into_iter();
-    let gone: Vec<_> =
-        gone.map(|(how, ranks, why)| json!({"how": how, "ranks": ranks.to_string(), "why": why})).collect();
+    let fate =
+        |fate: &Fate| json!({"how": fate.how, "ranks": fate.ranks.to_string(), "node": fate.node, "why": fate.why});
+    let absent: Vec<_> = about.fates().iter().map(fate).collect();
     let mut value = json!({
         "folder": folder,
         "world": about.world,
         "sentence": about.sentence,
         "ranks": merged.ranks.to_string(),
-        "missing": about.missing(merged).to_string(),
-        "gone": gone,
+        "missing": about.of_asked(&merged.ranks.complement(about.world)).to_string(),
+        "absent": absent,
         "groups": groups,
         "states": states,
         "written": about.written.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
@@ -204,13 +261,16 @@ fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
     stacks
 }
 
-fn push_stacks(text: &mut String, merged: &Merged) {
+fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     let stacks = stacks_of(merged);
+    if stacks.is_empty() {
+        text.push_str("\nNo stack is of these threads.\n");
+    }
     for (mode, ranks, words) in stacks.iter().take(STACKS_SHOWN) {
         let kind = if *mode == Mode::Python { "Python" } else { "Native" };
         let _ = writeln!(text, "\n{kind} stack of {}, leaf first", ranks_of(ranks));
         for word in words {
-            let _ = writeln!(text, "  {}", shown(word));
+            let _ = writeln!(text, "  {}", shown(word, width.map(|width| width.saturating_sub(2))));
         }
     }
     if stacks.len() > STACKS_SHOWN {
@@ -219,7 +279,7 @@ fn push_stacks(text: &mut String, merged: &Merged) {
 }
 
 /// A text in lines that fit, broken at spaces.
-fn wrapped(text: &str, width: Option<usize>) -> String {
+pub fn wrapped(text: &str, width: Option<usize>) -> String {
     let Some(width) = width else { return text.to_owned() };
     let (mut lines, mut used) = (String::new(), 0);
     for word in text.split_whitespace() {
@@ -244,26 +304,68 @@ fn grouped(merged: &Merged) -> String {
     }
 }
 
-fn push_group(text: &mut String, group: &Group) {
-    let _ = write!(text, "  {}", ranks_of(&group.ranks));
+fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSet, screen: Screen) {
+    let (paint, who) = (Paint(screen.colour), ranks_of(&group.ranks));
+    let nodes = on_nodes(merged, &group.ranks);
+    _ = if guilty.is_empty() {
+        writeln!(text, "  {}{nodes}", paint.bold(&who))
+    } else if *guilty == group.ranks {
+        writeln!(text, "  {}{nodes}", paint.red(&format!("{who}: culprit{}", if guilty.len() > 1 { "s" } else { "" })))
+    } else {
+        writeln!(
+            text,
+            "  {}{nodes}, among them {}",
+            paint.bold(&who),
+            paint.red(&format!("culprit {}", ranks_of(guilty)))
+        )
+    };
     let Some(place) = &group.place else {
-        text.push_str("\n      no stack\n");
+        text.push_str("      no stack\n");
         return;
     };
-    let kind = if place.mode == Mode::Python { "" } else { " (native)" };
-    let _ = write!(text, "\n      at {}{kind}\n", shown(&place.deepest));
+    let mut line = |before: &str, word: &str, after: &str| {
+        let taken = before.chars().count() + after.chars().count();
+        let _ = writeln!(text, "{before}{}{after}", shown(word, screen.width.map(|width| width.saturating_sub(taken))));
+    };
+    line("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
-        let _ = writeln!(text, "      apart from the others since {}", shown(own));
+        line("      apart from the others since ", own, "");
     }
 }
 
-/// A word as people write it: `func (file)`.
-fn shown(word: &str) -> String {
+/// A word as people write it: `func (file)`. Where it does not fit, the path loses its beginning first, then the function
+/// its end.
+fn shown(word: &str, width: Option<usize>) -> String {
     // Function names hold `@` now and then (`pthread_cond_wait@@GLIBC_2.3.2`), paths hardly ever.
-    match word.rsplit_once('@') {
-        Some((func, file)) if !func.is_empty() && !file.is_empty() => format!("{func} ({file})"),
-        _ => word.to_owned(),
-    }
+    let (func, file) = match word.rsplit_once('@') {
+        Some((func, file)) if !func.is_empty() && !file.is_empty() => (func, file),
+        _ => (word, ""),
+    };
+    let count = |text: &str| text.chars().count();
+    let last = |text: &str, most: usize| text.chars().skip(count(text).saturating_sub(most)).collect::<String>();
+    let around = if file.is_empty() { 0 } else { 3 };
+    let width = width.map_or(usize::MAX, |width| width.max(20));
+    let name = file.rsplit('/').next().unwrap_or(file);
+    let (func, file) = if count(func) + count(file) + around <= width {
+        (func.to_owned(), file.to_owned())
+    } else {
+        // The file's own name and line are what is looked for.
+        let of_file = (count(name) + 2).min(count(file)).min(width / 2);
+        let of_func = width.saturating_sub(around + of_file);
+        let func = if count(func) > of_func {
+            func.chars().take(of_func.saturating_sub(1)).chain(['…']).collect()
+        } else {
+            func.to_owned()
+        };
+        let of_file = width.saturating_sub(around + count(&func));
+        let file = if count(file) > of_file {
+            format!("…{}", last(file, of_file.saturating_sub(1)))
+        } else {
+            file.to_owned()
+        };
+        (func, file)
+    };
+    if around > 0 { format!("{func} ({file})") } else { func }
 }
 
 /// Ranks for people: `rank 6`, `ranks 0-2, 5 (4)`; long sets are cut.
@@ -287,6 +389,7 @@ pub fn ranks_of(ranks: &RankSet) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fate::How;
     use crate::merge::{Merger, Place};
 
     #[test]
@@ -297,6 +400,24 @@ mod tests {
         assert!(text.starts_with("\u{1b}[1mRank 5 reads\na file.\u{1b}[0m\n\n"), "{text:?}");
         assert!(!summary(&merged, &about, Screen::default()).contains('\u{1b}'));
         assert_eq!(wrapped("aaaa b cc", Some(3)), "aaaa\nb\ncc", "a word that is too long stands alone");
+    }
+
+    #[test]
+    fn a_frame_fits_and_keeps_what_is_looked_for() {
+        let word = "forward_backward@/data/mcore/Megatron-LM/megatron/core/schedules.py:1467";
+        assert_eq!(shown(word, None), "forward_backward (/data/mcore/Megatron-LM/megatron/core/schedules.py:1467)");
+        assert_eq!(shown(word, Some(50)), "forward_backward (…egatron/core/schedules.py:1467)");
+        assert_eq!(shown(word, Some(40)), "forward_backward (…re/schedules.py:1467)");
+        assert_eq!(shown(word, Some(34)), "forward_backw… (…chedules.py:1467)");
+        assert_eq!(shown("a_name_without_any_file", Some(20)), "a_name_without_any_…");
+        for width in 20..90 {
+            for word in
+                [word, "f@x", "f", "@", "std::vector<std::pair<int, int>>::push_back@libtorch_cuda_linalg.so", "@/a/b"]
+            {
+                let text = shown(word, Some(width));
+                assert!(text.chars().count() <= width, "{width}: {text}");
+            }
+        }
     }
 
     #[test]
@@ -323,20 +444,35 @@ mod tests {
         ];
         merged.states.insert("S (sleeping)".into(), (0..6).collect());
         merged.states.insert("D (disk\u{1b}[1m sleep)".into(), (6..7).collect());
-        let text = summary(
-            &merged,
-            &About { world: 8, sentence: Some("Rank 5 reads."), written: &["/x/cpp_stack".into()], ..About::default() },
-            Screen::default(),
-        );
+        merged.nodes = [("gpu-0".to_owned(), (0..4).collect()), ("gpu-1".to_owned(), (4..7).collect())].into();
+        let verdict =
+            Verdict { culprits: vec![5], ..xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default()) };
+        let fates = [
+            Fate { how: How::Dead, ranks: (7..8).collect(), node: "gpu-1".into(), why: "killed by SIGKILL".into() },
+            Fate { how: How::NoDump, ranks: (8..10).collect(), node: String::new(), why: String::new() },
+        ];
+        let about = About {
+            world: 10,
+            sentence: Some("Rank 5 reads."),
+            verdict: Some(&verdict),
+            fates: &fates,
+            written: &["/x/cpp_stack".into()],
+            ..About::default()
+        };
+        let text = summary(&merged, &about, Screen::default());
         assert_eq!(
             text,
-            "Rank 5 reads.\n\n\
-             7 of 8 ranks have a dump. Their main threads stand at 3 places, the largest group first:\n  \
-               ranks 0-4 (5)\n      at wait (w.py:3)\n      apart from the others since step (t.py:9)\n  \
-               rank 5\n      at read (d.py:1)\n  \
-               rank 6\n      no stack\n\n\
-             Without a dump: rank 7\nState D (disk\u{fffd}[1m sleep): rank 6\n\n/x/cpp_stack\n"
+            "Rank 5 reads.\n\nunknown, low confidence; culprit: rank 5 on gpu-1\n\n\
+             7 of 10 ranks have a dump. Their main threads stand at 3 places, the largest group first:\n  \
+               ranks 0-4 (5) on gpu-0, gpu-1\n      at wait (w.py:3)\n      apart from the others since step (t.py:9)\n  \
+               rank 5: culprit on gpu-1\n      at read (d.py:1)\n  \
+               rank 6 on gpu-1\n      no stack\n\n\
+             Dead: rank 7 on gpu-1 (killed by SIGKILL)\nWithout a dump: ranks 8-9 (2)\n\
+             State D (disk\u{fffd}[1m sleep): rank 6 on gpu-1\n\n/x/cpp_stack\n"
         );
+        let asked: RankSet = (5..9).collect();
+        let text = summary(&merged, &About { asked: Some(&asked), ..about }, Screen::default());
+        assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
     }
 
     #[test]

@@ -65,7 +65,7 @@ pub fn folder(bytes: &[u8]) {
     assert_eq!(merged.ranks.len(), ranks);
     assert_eq!(merged.groups.iter().map(|group| group.ranks.len()).sum::<u64>(), ranks, "every rank is in one group");
     for (tree, expected) in [(&merged.native, &native), (&merged.python, &python)] {
-        let mut picture = Picture::new(tree, world);
+        let picture = Picture::new(tree, world);
         if alike {
             assert_eq!(picture.folded(), folded::folded(expected, world));
         }
@@ -79,7 +79,7 @@ pub fn folder(bytes: &[u8]) {
         walked.unwrap_or_else(|never| match never {});
         assert_eq!(frames(&svg), steps, "every node is one frame");
     }
-    let report = builder.finish("folder", world, &mut merged, None, Vec::new());
+    let report = builder.finish(&report::About { world, ..report::About::default() }, &mut merged);
     let page = report::render(&report).expect("a page");
     let data = page.split_once("id=\"data\">").and_then(|(_, rest)| rest.split_once("</script>")).expect("data").0;
     let data: serde_json::Value = serde_json::from_str(data).expect("JSON");

@@ -2,10 +2,11 @@
 //! numbers of what was seen before.
 
 use super::communicators::Communicators;
-use super::data::{Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Trees};
+use super::data::{self, Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Trees};
 use super::mixed::mix;
 use super::numbers::{MainRanks, Table, Texts, draw};
 use crate::dump::{self, Dump, Threads};
+use crate::fate::{Fate, How};
 use crate::merge::{Interned, Merged, Merger, Mode};
 use crate::stacks::{End, StackId, Stacks};
 use hashbrown::HashMap;
@@ -59,6 +60,21 @@ impl Default for Builder {
             between_ns: 0,
         }
     }
+}
+
+/// What a report says besides what the dumps do.
+#[derive(Debug, Default)]
+pub struct About<'a> {
+    /// Name of the folder.
+    pub folder: &'a str,
+    /// Ranks of the job.
+    pub world: u32,
+    /// The verdict, if the folder has one.
+    pub verdict: Option<&'a Verdict>,
+    /// What became of the ranks that have no dump or are gone.
+    pub fates: &'a [Fate],
+    /// What a reader should know of the folder, one sentence each.
+    pub notes: Vec<String>,
 }
 
 /// What one look at one process gives.
@@ -272,16 +288,10 @@ impl Builder {
         thread
     }
 
-    /// Puts everything together. `notes` is what a reader should know of the folder, one sentence each. The trees of
-    /// `merged` get what only earlier samples and child processes stand at, without ranks: draw all else from it before.
-    pub fn finish(
-        self,
-        folder: &str,
-        world: u32,
-        merged: &mut Merged,
-        verdict: Option<Verdict>,
-        notes: Vec<String>,
-    ) -> Report {
+    /// Puts everything together. The trees of `merged` get what only earlier samples and child processes stand at, without
+    /// ranks: draw all else from it before.
+    pub fn finish(self, about: &About<'_>, merged: &mut Merged) -> Report {
+        let verdict = about.verdict;
         let Builder { mut texts, mixed, matched, mut threads, lists, ranks, .. } = self;
         let mut sets = Table::new();
         let used = |stack: fn(&Thread) -> Option<u32>| threads.items.iter().filter_map(stack);
@@ -310,19 +320,26 @@ impl Builder {
         let groups = groups.collect();
         let states: Vec<(u32, &str)> =
             ranks.values().map(|rank| (rank.rank, texts.0.items[rank.last.state as usize].as_str())).collect();
-        let conditions = conditions(world, &states, verdict.as_ref());
+        let conditions = conditions(about.world, &states, about.fates);
         let conditions = conditions
             .into_iter()
             .map(|(condition, ranks)| Conditions { condition, ranks: sets.number(&ranks.to_string()) })
             .collect();
-        let mut communicators = verdict.as_ref().map(|verdict| verdict.communicators.clone()).unwrap_or_default();
+        let fates = about.fates.iter().filter(|fate| !(fate.node.is_empty() && fate.why.is_empty()));
+        let fates = fates.map(|fate| data::Fate {
+            ranks: sets.number(&fate.ranks.to_string()),
+            node: texts.number(&fate.node),
+            why: texts.number(&fate.why),
+        });
+        let fates = fates.collect();
+        let mut communicators = verdict.map(|verdict| verdict.communicators.clone()).unwrap_or_default();
         communicators.extend(self.communicators.finish(&communicators));
         let ms = |ns: u64| (ns > 0).then_some(ns / 1_000_000);
         Report {
-            folder: folder.to_owned(),
-            world,
-            verdict,
-            notes,
+            folder: about.folder.to_owned(),
+            world: about.world,
+            verdict: verdict.cloned(),
+            notes: about.notes.clone(),
             captured_ms: ms(self.captured_ns),
             between_ms: ms(self.between_ns),
             texts: texts.0.items,
@@ -330,6 +347,7 @@ impl Builder {
             trees: Trees { python, native, mixed },
             groups,
             conditions,
+            fates,
             communicators,
             threads: threads.items,
             lists: lists.items,
@@ -392,23 +410,21 @@ fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &S
 }
 
 /// The condition of every rank of the world, and of every rank beyond it that has a dump.
-fn conditions(world: u32, states: &[(u32, &str)], verdict: Option<&Verdict>) -> Vec<(Condition, RankSet)> {
+fn conditions(world: u32, states: &[(u32, &str)], fates: &[Fate]) -> Vec<(Condition, RankSet)> {
     let mut of: BTreeMap<Condition, RankSet> = BTreeMap::new();
     let mut known = RankSet::new();
+    // What the collector saw of the process comes before the state that a dump was taken in: the process may be gone by now.
+    for (how, condition) in [(How::Dead, Condition::Dead), (How::Left, Condition::Left)] {
+        for fate in fates.iter().filter(|fate| fate.how == how) {
+            of.entry(condition).or_default().union_with(&fate.ranks);
+            known.union_with(&fate.ranks);
+        }
+    }
     let mut put = |condition: Condition, rank: u32| {
         if known.insert(rank) {
             of.entry(condition).or_default().insert(rank);
         }
     };
-    // What the collector saw of the process comes before the state that a dump was taken in: the process may be gone by now.
-    for group in verdict.into_iter().flat_map(|verdict| &verdict.ranks) {
-        let condition = match group.presence.as_str() {
-            "dead" => Condition::Dead,
-            "left" => Condition::Left,
-            _ => continue,
-        };
-        group.ranks.iter().for_each(|&rank| put(condition, rank));
-    }
     for &(rank, state) in states {
         let condition = match state.bytes().next() {
             Some(b'T' | b't') => Condition::Stopped,
@@ -428,6 +444,7 @@ fn conditions(world: u32, states: &[(u32, &str)], verdict: Option<&Verdict>) -> 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::fate::fates;
     use crate::merge::Merger;
     use crate::report::data::Tree;
     use xpu_timer_analysis::judge;
@@ -493,7 +510,11 @@ mod tests {
             merger.add(*rank, &decoded).unwrap();
             builder.add(*rank, &decoded, &mut merger);
         }
-        builder.finish("folder", world, &mut merger.finish(), verdict, Vec::new())
+        let mut merged = merger.finish();
+        let folder = tempfile::tempdir().unwrap();
+        let (fates, _) = fates(folder.path(), verdict.as_ref(), &merged.ranks, world);
+        let about = About { world, verdict: verdict.as_ref(), fates: &fates, ..About::default() };
+        builder.finish(&about, &mut merged)
     }
 
     /// Every node as its path and its ranks.
@@ -577,7 +598,7 @@ mod tests {
         let (mut builder, mut merger) = (Builder::default(), Merger::default());
         merger.add(0, &dump).unwrap();
         builder.add(0, &dump, &mut merger);
-        let report = builder.finish("folder", 1, &mut merger.finish(), None, Vec::new());
+        let report = builder.finish(&About { world: 1, ..About::default() }, &mut merger.finish());
         assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));
     }
 

@@ -35,6 +35,8 @@ pub struct Report {
     pub groups: Vec<Group>,
     /// What became of every rank; each stands in one of the sets.
     pub conditions: Vec<Conditions>,
+    /// What is known of ranks that have no dump or are gone.
+    pub fates: Vec<Fate>,
     /// Who is at which operation: what the verdict tells, then the communicators on which nothing is pending.
     pub communicators: Vec<CommunicatorReport>,
     /// The different threads.
@@ -89,6 +91,17 @@ pub struct Conditions {
     pub condition: Condition,
     /// They.
     pub ranks: SetId,
+}
+
+/// What is known of ranks that have no dump or are gone.
+#[derive(Debug, Serialize)]
+pub struct Fate {
+    /// They.
+    pub ranks: SetId,
+    /// Host or pod.
+    pub node: TextId,
+    /// How the processes ended, and why there is no dump.
+    pub why: TextId,
 }
 
 /// How a rank is drawn in the strip of ranks.

@@ -10,7 +10,7 @@ mod mixed;
 mod numbers;
 mod page;
 
-pub use builder::Builder;
+pub use builder::{About, Builder};
 pub use data::Report;
 pub use page::render;
 

@@ -42,6 +42,11 @@ GROUPS.forEach(({ runs }, group) => {
 });
 const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => holds(runs, rank)));
 
+/** What is known of ranks that have no dump or are gone: the node, and how they ended. */
+const FATES = D.fates.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
+const fateOf = (rank) => FATES.find(({ runs }) => holds(runs, rank));
+const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || fateOf(rank)?.node || "";
+
 /** What the verdict says of each rank. */
 const STANDS = new Map();
 for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) STANDS.set(rank, group);

@@ -7,7 +7,8 @@ function cellTitle(rank) {
   if (holds(CULPRITS, rank)) parts.push("culprit");
   if (condition === "alive" && entry) parts.push(D.texts[entry.last.state]);
   else parts.push(CONDITIONS[condition].word);
-  if (entry?.node) parts.push(`on ${D.texts[entry.node]}`);
+  if (fateOf(rank)?.why) parts.push(fateOf(rank).why);
+  if (nodeOf(rank)) parts.push(`on ${nodeOf(rank)}`);
   const group = groupOf(rank);
   if (group) parts.push(`in ${nameOf(group)}`);
   return parts.join(", ");

@@ -164,7 +164,7 @@ function culpritCard(rank) {
   const condition = conditionOf(rank);
   const where = stands?.location ?? {};
   const about = [
-    entry?.node ? D.texts[entry.node] : "",
+    nodeOf(rank),
     entry?.pid ? `pid ${entry.pid}` : "",
     condition === "alive" && entry ? D.texts[entry.last.state] : CONDITIONS[condition].word,
   ];
@@ -176,7 +176,9 @@ function culpritCard(rank) {
       ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), pathText(where.python))
       : null,
     where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
-    (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
+    fateOf(rank)?.why
+      ? el("p", { class: "muted" }, fateOf(rank).why)
+      : (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
     entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
   );
 }
@@ -186,10 +188,6 @@ function buildGroups() {
   section.append(
     ...heading("groups-title", "Who stands where", "Ranks whose main threads have the same stack, the largest group first.").filter(Boolean),
   );
-  if (!GROUPS.length) {
-    section.append(el("p", {}, "No rank has a dump."));
-    return;
-  }
   const rows = GROUPS.map((group) => ({
     className: group.colour === "culprit" ? "hot" : "",
     cells: [
@@ -203,6 +201,29 @@ function buildGroups() {
   // A culprit is what the reader came for, so its group is never among the rows that are folded away.
   rows.sort((a, b) => Number(b.className === "hot") - Number(a.className === "hot"));
   section.append(longTable(["Ranks", "Count", "In their own code", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
+  const gone = BY_CONDITION.filter(({ condition }) => ["dead", "left", "no_dump"].includes(condition));
+  if (!gone.length) return;
+  // Ranks in one condition of which the same is known are one row; of the rest of a condition nothing is known.
+  const absent = gone.flatMap(({ condition, runs }) => {
+    const told = FATES.map((fate) => ({ ...fate, condition, runs: intersect(fate.runs, runs) })).filter(({ runs }) => runs.length);
+    const covered = union(told.map((fate) => fate.runs));
+    const rest = intersect(runs, complement(covered, HIGHEST));
+    return rest.length ? [...told, { condition, runs: rest, node: "", why: "" }] : told;
+  });
+  const lines = absent.map(({ condition, runs, node, why }) => ({
+    className: CULPRITS.length && isSubset(runs, CULPRITS) ? "hot" : "",
+    cells: [
+      [el("i", { class: `key none ${condition}`, "aria-hidden": "true" }, CONDITIONS[condition].sign), rankButton(runs, CONDITIONS[condition].word)],
+      `${sizeOf(runs)}`,
+      capital(CONDITIONS[condition].word),
+      node || el("span", { class: "muted" }, "unknown"),
+      why || el("span", { class: "muted" }, "nothing is known"),
+    ],
+  }));
+  section.append(
+    el("h3", { id: "absent-title" }, "Ranks that are gone or have no dump"),
+    longTable(["Ranks", "Count", "What", "Node", "Why"], lines, 12, "line"),
+  );
 }
 
 function buildCommunicators() {

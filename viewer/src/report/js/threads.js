@@ -43,7 +43,7 @@ function drawPanel(rank) {
   const facts = [
     ["State", entry && condition === "alive" ? D.texts[entry.last.state] : [CONDITIONS[condition].word, entry ? D.texts[entry.last.state] : ""].filter(Boolean).join(": ")],
     ["Process", entry?.pid ? `${entry.pid}` : ""],
-    ["Node", entry ? D.texts[entry.node] : ""],
+    ["Node", nodeOf(rank)],
     ["Command", entry ? D.texts[entry.command] : ""],
     ["Does", stands && stands.activity !== "unknown" ? stands.activity.replaceAll("_", " ") : ""],
   ];
@@ -53,7 +53,9 @@ function drawPanel(rank) {
     facts.push(["Between the samples", `${movedText(entry.moved)} (${detail})`]);
   }
   panel.append(factList(facts));
-  const errors = [...(stands?.errors ?? []), ...(entry?.errors ?? []).map((error) => D.texts[error])];
+  const why = fateOf(rank)?.why;
+  const known = (stands?.errors ?? []).filter((error) => !why?.includes(error));
+  const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
   if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
   if (!entry) {
     panel.append(el("p", {}, "There is no dump of this rank."));
