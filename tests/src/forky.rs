@@ -47,6 +47,27 @@ pub fn forky_with_torch() -> Result<PathBuf> {
     })
 }
 
+/// The headers of its CPythons, below `usr/include`; unpacked, not installed.
+///
+/// # Errors
+/// In one line, when they are not there and cannot be had.
+pub fn forky_headers() -> Result<PathBuf> {
+    let small = forky()?;
+    set_up("forky-headers", |root| {
+        let folder = tempfile::tempdir_in(small.join("tmp"))?;
+        let inside = Path::new("/").join(folder.path().strip_prefix(&small)?);
+        let fetch = "apt-get -o Acquire::Check-Valid-Until=false update -qq; \
+                     apt-get download -qq -o APT::Sandbox::User=root libpython3.14-dev libpython3.15-dev && \
+                     for each in *.deb; do dpkg-deb -x $each unpacked; done";
+        let mut download = run_in_forky(&small, "sh");
+        download.args(["-c", &format!("cd {} && {{ {fetch}; }}", inside.display())]);
+        finish(&mut download, "the headers of CPython 3.14 and 3.15")?;
+        let mut copy = Command::new("cp");
+        copy.args(["-a", "--"]).arg(folder.path().join("unpacked/.")).arg(root);
+        finish(&mut copy, "copy of the headers")
+    })
+}
+
 /// A command that runs a program inside a root: with namespaces of its own for mounts and for process ids, its own `/proc`, and
 /// pid 1. When the process of this command is killed, everything inside goes with it.
 #[must_use]

@@ -11,7 +11,7 @@ mod tools;
 
 pub use artifacts::{Artifacts, PACKAGES, artifacts};
 pub use fake_collector::{Ears, FakeCollector, RECONNECT};
-pub use forky::{apt_get, forky, forky_with_torch, only_child, run_in_forky};
+pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};
 pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};

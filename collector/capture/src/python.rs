@@ -118,7 +118,8 @@ impl Python {
                 if let Some(known) = places.get(&thread.pthread) {
                     let known: &mut PythonThread = &mut found[*known];
                     known.states.push(state);
-                    if known.name.is_empty() {
+                    // The interpreter that the thread was started in knows it best.
+                    if !name.is_empty() {
                         known.name = name;
                     }
                     continue;

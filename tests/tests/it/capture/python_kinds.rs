@@ -1,0 +1,305 @@
+//! Python code of every kind on every CPython: what is on a stack, what it is called, and where it fits into the native stack.
+
+use xpu_timer_capture::{
+    ProcessCapture,
+    merge::{Frame, merge},
+};
+use xpu_timer_proto::server::PySpyStacktrace;
+
+use super::{
+    pythons::{self, Python, Script},
+    target::{capture_until, describe},
+};
+
+const KINDS: &str = "\
+import asyncio, ctypes, sys, threading, time
+def rest():
+    time.sleep(100000)
+def generators():
+    def inner():
+        yield rest()
+    def outer():
+        yield from inner()
+    for _ in outer(): pass
+def coroutines():
+    async def leaf(): rest()
+    async def middle(): await leaf()
+    async def top(): await middle()
+    asyncio.run(top())
+def callback_of_sort():
+    sorted([1, 2], key=lambda item: rest())
+def callback_of_ctypes():
+    ctypes.CFUNCTYPE(None)(lambda: rest())()
+def made_at_run_time():
+    exec(compile('def höhe():\\n\\n    rest()\\nhöhe()', '<größe 漢字 𝄞>', 'exec'), {'rest': rest})
+def evaluated():
+    eval('rest()')
+def many_lines():
+    value = 1
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+
+    rest()
+def comprehension():
+    [rest() for _ in range(1)]
+def decorated():
+    with open(__file__) as file:
+        try:
+            rest()
+        finally:
+            file.close()
+class Base:
+    def __init__(self):
+        rest()
+class Derived(Base):
+    def __init__(self):
+        super().__init__()
+def constructor():
+    Derived()
+kinds = [generators, coroutines, callback_of_sort, callback_of_ctypes, made_at_run_time, evaluated, many_lines,
+         comprehension, decorated, constructor]
+for kind in kinds:
+    threading.Thread(target=kind, name='ü ' + kind.__name__, daemon=True).start()
+print('ready', flush=True)
+rest()
+";
+
+fn line_of(text: &str, wanted: &str) -> usize {
+    1 + text.lines().position(|line| line.contains(wanted)).expect("the script has it")
+}
+
+/// Last part of the names, and lines, of all frames from the thread's own function on.
+fn frames_of(trace: &PySpyStacktrace) -> Vec<(String, String)> {
+    let end =
+        trace.frames.iter().position(|frame| frame.file_name.contains("threading.py")).unwrap_or(trace.frames.len());
+    let shown = trace.frames[..end].iter().map(|frame| {
+        let name = frame.func_name.rsplit('.').next().unwrap_or_default().to_string();
+        let (file, line) = frame.file_name.rsplit_once(':').expect("a line");
+        (name, format!("{}:{line}", file.rsplit('/').next().unwrap_or_default()))
+    });
+    shown.collect()
+}
+
+/// All Python threads fit into their native stacks.
+fn assert_merged(version: &str, captured: &ProcessCapture) {
+    for (trace, entries) in captured.sample.py_stacktrace.iter().zip(&captured.python_entries) {
+        let native = captured.sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
+        let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
+        let merged = merge(&native.frames, &trace.frames, entries);
+        let merged = merged.unwrap_or_else(|| {
+            panic!("{version}: {} is not merged\n{}", trace.thread_name, describe(&captured.sample))
+        });
+        let python = merged.iter().filter(|frame| matches!(frame, Frame::Python(_))).count();
+        assert_eq!(python, trace.frames.len(), "{version}");
+    }
+}
+
+fn check_kinds(python: &Python) {
+    let version = format!("3.{}", python.minor);
+    let script = python.start(KINDS, &[]);
+    let rests = |trace: &PySpyStacktrace| trace.frames.first().is_some_and(|frame| frame.func_name == "rest");
+    let captured = capture_until(script.pid, &version, |sample| {
+        sample.py_stacktrace.len() == 11 && sample.py_stacktrace.iter().all(rests)
+    });
+    assert!(captured.sample.errors.is_empty(), "{version}: {:?}", captured.sample.errors);
+    let place = |wanted: &str| format!("script.py:{}", line_of(KINDS, wanted));
+    let expect = |kind: &str, wanted: &[(&str, String)]| {
+        let name = format!("ü {kind}");
+        let trace = captured.sample.py_stacktrace.iter().find(|trace| trace.thread_name == name);
+        let trace = trace.unwrap_or_else(|| panic!("{version}: no thread {name}\n{}", describe(&captured.sample)));
+        let mut found = frames_of(trace);
+        // The event loop is another one in each version.
+        found.retain(|(_, place)| place.starts_with("script.py") || place.starts_with('<'));
+        let mut all = vec![("rest".to_string(), place("time.sleep(100000)"))];
+        all.extend(wanted.iter().map(|(name, place)| ((*name).to_string(), place.clone())));
+        assert_eq!(found, all, "{version}: {kind}");
+    };
+    expect(
+        "generators",
+        &[
+            ("inner", place("yield rest()")),
+            ("outer", place("yield from inner()")),
+            ("generators", place("for _ in outer()")),
+        ],
+    );
+    expect(
+        "coroutines",
+        &[
+            ("leaf", place("async def leaf()")),
+            ("middle", place("async def middle()")),
+            ("top", place("async def top()")),
+            ("coroutines", place("asyncio.run")),
+        ],
+    );
+    expect("callback_of_sort", &[("<lambda>", place("sorted(")), ("callback_of_sort", place("sorted("))]);
+    expect("callback_of_ctypes", &[("<lambda>", place("CFUNCTYPE")), ("callback_of_ctypes", place("CFUNCTYPE"))]);
+    expect(
+        "made_at_run_time",
+        &[
+            ("höhe", "<größe 漢字 𝄞>:3".into()),
+            ("<module>", "<größe 漢字 𝄞>:4".into()),
+            ("made_at_run_time", place("exec(compile")),
+        ],
+    );
+    expect("evaluated", &[("<module>", "<string>:1".into()), ("evaluated", place("eval('rest()')"))]);
+    let far = 1 + KINDS.lines().enumerate().filter(|(_, line)| *line == "    rest()").map(|(at, _)| at).next().unwrap();
+    expect("many_lines", &[("many_lines", format!("script.py:{far}"))]);
+    let comprehension = place("[rest() for");
+    let inlined = [("comprehension", comprehension.clone())];
+    let nested = [("<listcomp>", comprehension.clone()), ("comprehension", comprehension)];
+    expect("comprehension", if python.minor >= 12 { &inlined } else { &nested });
+    let guarded = 1 + KINDS.lines().position(|line| line == "            rest()").unwrap();
+    expect("decorated", &[("decorated", format!("script.py:{guarded}"))]);
+    let base = 1 + KINDS.lines().position(|line| line == "        rest()").unwrap();
+    expect(
+        "constructor",
+        &[
+            ("__init__", format!("script.py:{base}")),
+            ("__init__", place("super().__init__()")),
+            ("constructor", place("    Derived()")),
+        ],
+    );
+    assert_merged(&version, &captured);
+}
+
+#[test]
+fn code_of_every_kind() {
+    for python in pythons::all() {
+        check_kinds(&python);
+    }
+}
+
+const DEEP: &str = "\
+import sys, threading, time
+sys.setrecursionlimit(100000)
+threading.stack_size(512 << 20)
+def rest(spinning):
+    while spinning: pass
+    time.sleep(100000)
+def down(levels, spinning):
+    if levels == 0: rest(spinning)
+    else: down(levels - 1, spinning)
+threading.Thread(target=down, args=(5000, False), name='asleep', daemon=True).start()
+threading.Thread(target=down, args=(5000, True), name='running', daemon=True).start()
+print('ready', flush=True)
+time.sleep(100000)
+";
+
+#[test]
+fn five_thousand_frames() {
+    for python in pythons::all() {
+        let version = format!("3.{}", python.minor);
+        let script = python.start(DEEP, &[]);
+        let whole = |trace: &PySpyStacktrace| script.own(trace).len() == 5002;
+        let captured = capture_until(script.pid, &version, |sample| {
+            sample.py_stacktrace.len() == 3 && sample.py_stacktrace.iter().filter(|trace| whole(trace)).count() == 2
+        });
+        assert!(captured.sample.errors.is_empty(), "{version}: {:?}", captured.sample.errors);
+        for trace in captured.sample.py_stacktrace.iter().filter(|trace| trace.thread_name != "MainThread") {
+            let own = script.own(trace);
+            assert!(own[0].starts_with("rest:"), "{version}: {}", own[0]);
+            assert_eq!(own[1], "down:8", "{version}");
+            assert!(own[2..].iter().all(|frame| frame == "down:9"), "{version}");
+        }
+        assert_merged(&version, &captured);
+    }
+}
+
+const INTERPRETERS: &str = "\
+import threading, time
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+def run():
+    code = '''
+def inside():
+    import time
+    time.sleep(100000)
+inside()
+'''
+    interpreter = interpreters.create()
+    if hasattr(interpreters, 'run_string'):
+        interpreters.run_string(interpreter, code)
+    else:
+        interpreters.exec(interpreter, code)
+threading.Thread(target=run, name='host', daemon=True).start()
+print('ready', flush=True)
+time.sleep(100000)
+";
+
+#[test]
+fn interpreters_within_interpreters() {
+    for python in pythons::all() {
+        let version = format!("3.{}", python.minor);
+        let script = python.start(INTERPRETERS, &[]);
+        let names =
+            |trace: &PySpyStacktrace| -> Vec<String> { frames_of(trace).into_iter().map(|(name, _)| name).collect() };
+        let captured = capture_until(script.pid, &version, |sample| {
+            sample.py_stacktrace.len() == 2
+                && sample.py_stacktrace.iter().any(|trace| names(trace) == ["inside", "<module>", "run"])
+        });
+        assert!(captured.sample.errors.is_empty(), "{version}: {:?}", captured.sample.errors);
+        let host = captured.sample.py_stacktrace.iter().find(|trace| names(trace).len() == 3).expect("just seen");
+        assert_eq!(host.thread_name, "host", "{version}");
+        assert_merged(&version, &captured);
+    }
+}
+
+const HOLDER: &str = "\
+import ctypes, threading, time
+libc = ctypes.PyDLL(None)
+def hold():
+    libc.sleep(100000)
+def others():
+    time.sleep(0.01)
+threading.Thread(target=others, name='other', daemon=True).start()
+print('ready', flush=True)
+threading.Thread(target=hold, name='holder', daemon=True).start()
+while True:
+    time.sleep(0.01)
+";
+
+fn check_holder(version: &str, script: &Script) {
+    let holders = |traces: &[PySpyStacktrace]| -> Vec<String> {
+        traces.iter().filter(|trace| trace.owns_gil).map(|trace| trace.thread_name.clone()).collect()
+    };
+    let captured = capture_until(script.pid, version, |sample| {
+        let asleep =
+            |trace: &PySpyStacktrace| script.own(trace).first().is_some_and(|frame| frame.starts_with("hold:"));
+        holders(&sample.py_stacktrace) == ["holder"] && sample.py_stacktrace.iter().any(asleep)
+    });
+    assert!(captured.sample.errors.is_empty(), "{version}: {:?}", captured.sample.errors);
+}
+
+#[test]
+fn a_thread_that_sleeps_with_the_lock() {
+    for python in pythons::all() {
+        let version = format!("3.{}", python.minor);
+        let script = python.start(HOLDER, &[]);
+        check_holder(&version, &script);
+    }
+}
