@@ -13,10 +13,14 @@ use crate::shell::{self, cargo, need};
 pub struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
+
+    /// Only the tests on PyPI's PyTorch, which is set up under target/torch-venv first: 5.4 GB
+    #[arg(long)]
+    torch: bool,
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 8] = [
+const TOOLS: [(&str, &str); 9] = [
     ("gcc", "gcc"),
     ("python3", "python3"),
     ("gdb", "gdb"),
@@ -25,6 +29,7 @@ const TOOLS: [(&str, &str); 8] = [
     ("/usr/bin/mpirun.mpich", "mpich"),
     ("/usr/bin/mpicc.mpich", "libmpich-dev"),
     ("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
+    ("/usr/lib/python3/dist-packages/torch/__init__.py", "python3-torch"),
 ];
 
 pub fn run(options: &Options) -> Result<()> {
@@ -37,7 +42,10 @@ pub fn run(options: &Options) -> Result<()> {
     let _ = fs::remove_file(&skipped);
     let mut command = cargo(&["test", "--workspace", "--no-fail-fast"]);
     command.env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
-    if let Some(filter) = &options.filter {
+    if options.torch {
+        xpu_timer_tests::torch_venv()?;
+        command.args(["--", "--ignored", options.filter.as_deref().unwrap_or("torch_of_pypi")]);
+    } else if let Some(filter) = &options.filter {
         command.arg("--").arg(filter);
     }
     shell::run(&mut command)?;

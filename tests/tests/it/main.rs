@@ -7,6 +7,7 @@ mod collector;
 mod coverage;
 mod dump;
 mod end_to_end;
+mod gloo;
 mod hook;
 mod launch;
 mod metrics;

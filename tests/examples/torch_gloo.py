@@ -1,0 +1,105 @@
+"""Ranks of a PyTorch job on the CPU (gloo): rounds of collectives with checked results, then one rank does not come.
+
+    run_ranks.py --nproc 4 torch_gloo.py --fault all_reduce --fault-rank 2
+
+Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what the rank before it receives;
+`group`: it stays away from an all_reduce of its half of the job; `init`: it never joins; `once`: as all_reduce, but only before
+the first restart. Without a fault all rounds are run and the job ends.
+"""
+
+import argparse
+import os
+import time
+
+# gloo looks up the host name otherwise, which a container may not know.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+import torch
+import torch.distributed as dist
+
+RANK = int(os.environ["RANK"])
+SIZE = int(os.environ["WORLD_SIZE"])
+
+
+def check(what, found, expected):
+    if found != expected:
+        raise ArithmeticError(f"{what} is {found}, not {expected}")
+
+
+def train_step(step, group):
+    """Every kind of collective that gloo has, with results that are known."""
+    gradients = torch.full((1024,), float(RANK + step))
+    pending = dist.all_reduce(gradients, async_op=True)
+    flags = torch.tensor([RANK])
+    dist.broadcast(flags, src=1)
+    pending.wait()
+    check("the sum", gradients[0].item(), SIZE * step + SIZE * (SIZE - 1) / 2)
+    check("the flag", flags.item(), 1)
+    parts = [torch.zeros(4) for _ in range(SIZE)]
+    dist.all_gather(parts, torch.full((4,), float(RANK)))
+    check("the parts", [part[0].item() for part in parts], [float(rank) for rank in range(SIZE)])
+    losses = [None] * SIZE
+    dist.all_gather_object(losses, {"rank": RANK, "loss": step})
+    check("the losses", [entry["rank"] for entry in losses], list(range(SIZE)))
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    token = torch.tensor([-1])
+    sending = dist.isend(torch.tensor([RANK]), right)
+    dist.recv(token, left)
+    sending.wait()
+    check("the token", token.item(), left)
+    own = torch.tensor([RANK])
+    dist.all_reduce(own, group=group)
+    check("the sum of a half", own.item(), RANK % 2 * 2 + 2)
+    dist.barrier()
+
+
+def evaluate_forever():
+    """What a rank does that has lost the others."""
+    while True:
+        time.sleep(0.5)
+
+
+def fail(fault, culprit, group):
+    if RANK == culprit:
+        evaluate_forever()
+    elif fault in ("all_reduce", "once"):
+        dist.all_reduce(torch.ones(4096))
+    elif fault == "broadcast":
+        dist.broadcast(torch.ones(16), src=culprit)
+    elif fault == "all_gather_object":
+        dist.all_gather_object([None] * SIZE, RANK)
+    elif fault == "monitored_barrier":
+        dist.monitored_barrier()
+    elif fault == "recv" and RANK == (culprit - 1) % SIZE:
+        dist.recv(torch.zeros(16), culprit)
+    elif fault == "group":
+        dist.all_reduce(torch.ones(16), group=group)
+    dist.barrier()
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=20)
+    collectives = ["all_reduce", "broadcast", "barrier", "all_gather_object", "monitored_barrier"]
+    parser.add_argument("--fault", choices=[*collectives, "recv", "group", "init", "once"])
+    parser.add_argument("--fault-rank", type=int, default=2)
+    options = parser.parse_args()
+    fault = options.fault
+    if fault == "once" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        fault = None
+    if fault == "init" and RANK == options.fault_rank:
+        evaluate_forever()
+    dist.init_process_group("gloo", rank=RANK, world_size=SIZE)
+    halves = [dist.new_group(list(range(half, SIZE, 2))) for half in range(2)]
+    group = halves[RANK % 2]
+    for step in range(options.steps):
+        train_step(step, group)
+    if fault:
+        fail(fault, options.fault_rank, group)
+    dist.barrier()
+    # One write, so that the lines of the ranks do not mix.
+    print(f"rank {RANK} done\n", end="", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,248 @@
+//! PyTorch jobs on the CPU, on real gloo: Debian's 1.13, a current one in a Debian forky root, and that of PyPI (only under
+//! `cargo xtask test --torch`, which sets it up). A rank that stays away is named with its line; torchrun restarts a hung job.
+
+use std::{
+    fs,
+    net::{Ipv4Addr, TcpListener},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use serde_json::json;
+use xpu_timer_proto::{
+    Message,
+    server::Stacktrace,
+    v1::{DataType, FlightRecord, Op, OpStatus},
+};
+use xpu_timer_tests::{
+    Incident, Job, PATIENCE, Process, artifacts, forky_with_torch, skip, torch_venv, tree, wait_until,
+};
+
+const RANKS: u32 = 4;
+/// Steps before the fault, and collectives of the whole job in each.
+const STEPS: u64 = 20;
+
+/// A Python with PyTorch.
+struct Torch {
+    python: PathBuf,
+    /// Where it sees its files, when that is not our root.
+    root: Option<PathBuf>,
+}
+
+fn debian() -> Option<Torch> {
+    if !Path::new("/usr/lib/python3/dist-packages/torch/__init__.py").exists() {
+        skip("python3-torch is missing; cargo xtask test installs it as root");
+        return None;
+    }
+    Some(Torch { python: "/usr/bin/python3".into(), root: None })
+}
+
+fn forky() -> Option<Torch> {
+    match forky_with_torch() {
+        Ok(root) => Some(Torch { python: "/usr/bin/python3".into(), root: Some(root) }),
+        Err(error) => {
+            skip(&format!("{error:#}"));
+            None
+        }
+    }
+}
+
+fn pypi() -> Torch {
+    let python = torch_venv().expect("the virtual environment with PyPI's torch");
+    Torch { python, root: None }
+}
+
+impl Torch {
+    /// A command of this Python under `xpu_timer_launch`. In another root the tree and the job's folders lie where they lie here.
+    fn launch(&self, job: &Job, arguments: &[&str]) -> Command {
+        let launcher = artifacts().bin("xpu_timer_launch");
+        let Some(root) = &self.root else {
+            let mut command = job.launch(&self.python);
+            command.args(arguments);
+            return command;
+        };
+        let mut command = job.command("unshare");
+        let script = "root=$1; shift; for folder in /proc /dev /tmp \"$TREE\"; do \
+                      mkdir -p \"$root$folder\" && mount --rbind \"$folder\" \"$root$folder\" || exit 99; done; \
+                      cd / && exec chroot \"$root\" \"$@\"";
+        command.args(["--mount", "sh", "-c", script, "sh"]).arg(root).arg(launcher).arg(&self.python).args(arguments);
+        command.env("TREE", tree()).env("PATH", "/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin");
+        command
+    }
+
+    /// Four ranks of the example.
+    fn ranks(&self, job: &Job, arguments: &[&str]) -> Process {
+        let examples = tree().join("tests/examples");
+        let [runner, script] = ["run_ranks.py", "torch_gloo.py"].map(|name| examples.join(name).display().to_string());
+        let mut words = vec![runner.as_str(), "--nproc", "4", script.as_str()];
+        words.extend(arguments);
+        Process::spawn(&mut self.launch(job, &words))
+    }
+}
+
+/// A job whose ranks hang soon and find each other at a port of their own.
+fn job() -> Job {
+    let port = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).and_then(|socket| socket.local_addr()).expect("a free port");
+    Job::new()
+        .with("XPU_TIMER_HANG_TIMEOUT", "4")
+        .with("XPU_TIMER_SAMPLE_INTERVAL", "1")
+        .with("XPU_TIMER_LINGER", "60")
+        .with("MASTER_ADDR", "127.0.0.1")
+        .with("MASTER_PORT", &port.port().to_string())
+        .with("OMP_NUM_THREADS", "1")
+}
+
+fn text(incident: &Incident) -> String {
+    fs::read_to_string(incident.path.join("verdict.txt")).expect("every incident has a verdict.txt")
+}
+
+#[track_caller]
+fn check(incident: &Incident, cause: &str, parts: &[&str]) {
+    let source = fs::read_to_string(tree().join("tests/examples/torch_gloo.py")).expect("the example");
+    let line = source.lines().position(|line| line.contains("time.sleep(0.5)")).expect("where a rank stays") + 1;
+    let text = text(incident);
+    assert_eq!(incident.verdict["cause"], cause, "{text}");
+    assert_eq!(incident.verdict["culprits"], json!([2]), "{text}");
+    let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+    let place = format!("torch_gloo.py:{line} in evaluate_forever");
+    for part in parts.iter().copied().chain([place.as_str()]) {
+        assert!(sentence.contains(part), "{part} in: {sentence}");
+    }
+}
+
+#[track_caller]
+fn expect(torch: &Torch, fault: &str, cause: &str, parts: &[&str]) -> (Job, Incident) {
+    let job = job();
+    let ranks = torch.ranks(&job, &["--fault", fault]);
+    let incident = job.wait_incident(1, PATIENCE * 2);
+    drop(ranks);
+    check(&incident, cause, parts);
+    (job, incident)
+}
+
+fn flight(incident: &Incident, rank: u32) -> FlightRecord {
+    let file = incident.path.join(format!("{rank:05}-{RANKS:05}.stacktrace"));
+    let bytes = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+    Stacktrace::decode(&bytes[..]).expect("a dump").flight_record.expect("a flight record")
+}
+
+/// What one step of the example is in each rank's record, and that the groups are the same ones on all their ranks.
+fn check_records(incident: &Incident, tells_sizes: bool) {
+    let record = flight(incident, 0);
+    let health = record.health.as_ref().expect("health");
+    assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
+    let groups = |rank: u32| -> Vec<(u32, u64)> {
+        flight(incident, rank).communicators.iter().map(|group| (group.size, group.id)).collect()
+    };
+    let [zero, one, two, three] = [0, 1, 2, 3].map(groups);
+    assert!(zero == two && one == three, "{zero:?} {one:?} {two:?} {three:?}");
+    assert_eq!(zero.iter().map(|(size, _)| *size).collect::<Vec<_>>(), [4, 2]);
+    assert!(zero[0] == one[0] && zero[1] != one[1], "one world, two halves");
+
+    // all_reduce, broadcast, all_gather, two in all_gather_object, barrier; then the half's own.
+    let [world, half] = [0, 1].map(|index| &record.communicators[index]);
+    assert_eq!((world.launched, world.completed), (6 * STEPS + 1, 6 * STEPS));
+    assert_eq!((half.launched, half.completed, world.point_to_point), (STEPS, STEPS, 2 * STEPS));
+    let pending: Vec<_> =
+        record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending).collect();
+    let [only] = pending[..] else { panic!("one operation is pending: {pending:?}") };
+    assert_eq!((only.op(), only.seq, only.started_ns != 0), (Op::AllReduce, 6 * STEPS + 1, true));
+    assert!(record.operations.iter().all(|operation| operation.status() != OpStatus::Failed));
+    if tells_sizes {
+        assert_eq!((only.count, only.dtype()), (4096, DataType::Float32));
+    }
+    let calls =
+        |name: &str| record.coverage.iter().filter(|row| row.name.contains(name)).map(|row| row.calls).sum::<u64>();
+    assert_eq!(calls("ProcessGroupGloo::allreduce"), 2 * STEPS + 1);
+    assert_eq!(calls("ProcessGroupGloo::barrier"), STEPS);
+}
+
+#[test]
+fn debian_ranks_that_stay_away_from_a_collective() {
+    let Some(torch) = debian() else { return };
+    let (_job, incident) =
+        expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
+    assert_eq!(incident.verdict["confidence"], "high", "{}", text(&incident));
+    check_records(&incident, false);
+    expect(&torch, "broadcast", "missing_rank", &["has not entered broadcast"]);
+    expect(&torch, "barrier", "missing_rank", &["has not entered barrier", "ranks 0-1, 3 wait"]);
+}
+
+#[test]
+fn debian_ranks_that_stay_away_from_what_is_made_of_collectives() {
+    let Some(torch) = debian() else { return };
+    expect(&torch, "all_gather_object", "missing_rank", &["has not entered all_gather", "ranks 0-1, 3 wait"]);
+    expect(&torch, "monitored_barrier", "missing_rank", &["has not entered barrier"]);
+    expect(&torch, "recv", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
+}
+
+#[test]
+fn debian_ranks_that_stay_away_from_their_group_or_never_join() {
+    let Some(torch) = debian() else { return };
+    expect(&torch, "group", "missing_rank", &["has not entered"]);
+    expect(&torch, "init", "comm_init", &["has not joined the communicator"]);
+}
+
+#[test]
+fn a_debian_job_that_goes_on_gives_no_incident() {
+    let Some(torch) = debian() else { return };
+    healthy(&torch);
+}
+
+fn healthy(torch: &Torch) {
+    let job = job();
+    let output = torch.ranks(&job, &["--steps", "40"]).wait(PATIENCE * 2);
+    assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
+    let mut done: Vec<&str> = output.stdout.lines().collect();
+    done.sort_unstable();
+    assert_eq!(done, ["rank 0 done", "rank 1 done", "rank 2 done", "rank 3 done"], "{}", output.stderr);
+    assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+}
+
+#[test]
+fn forky_ranks_that_stay_away() {
+    let Some(torch) = forky() else { return };
+    let (_job, incident) =
+        expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
+    check_records(&incident, true);
+    expect(&torch, "monitored_barrier", "missing_rank", &["has not entered barrier"]);
+}
+
+#[test]
+fn torchrun_restarts_a_job_that_hung_and_was_ended() {
+    let Some(torch) = forky() else { return };
+    let job = job().with("XPU_TIMER_HANG_KILL", "1");
+    let script = tree().join("tests/examples/torch_gloo.py").display().to_string();
+    let torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1", "--master-port=0"];
+    let mut words = torchrun.to_vec();
+    words.extend([script.as_str(), "--fault", "once"]);
+    let agent = Process::spawn(&mut torch.launch(&job, &words));
+    let incident = job.wait_incident(1, PATIENCE * 2);
+    check(&incident, "missing_rank", &["has not entered all_reduce"]);
+    assert_eq!(incident.verdict["attempt"], 0, "{}", text(&incident));
+    let output = agent.wait(PATIENCE * 2);
+    assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
+    for rank in 0..RANKS {
+        assert!(output.stdout.contains(&format!("rank {rank} done")), "{}{}", output.stdout, output.stderr);
+    }
+    wait_until(PATIENCE, "the incident is closed", || job.incidents()[0].verdict["status"] != "open");
+    assert_eq!(job.incidents().len(), 1, "the ranks of the second attempt are not to blame: {}", job.logs());
+}
+
+#[test]
+#[ignore = "cargo xtask test --torch sets up PyPI's torch and runs it"]
+fn torch_of_pypi_on_gloo() {
+    let torch = pypi();
+    let (_job, incident) =
+        expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
+    check_records(&incident, true);
+    for (fault, part) in [
+        ("broadcast", "has not entered broadcast"),
+        ("barrier", "has not entered barrier"),
+        ("all_gather_object", "has not entered all_gather"),
+        ("monitored_barrier", "has not entered barrier"),
+    ] {
+        expect(&torch, fault, "missing_rank", &[part]);
+    }
+    healthy(&torch);
+}
