@@ -7,7 +7,7 @@ use std::{
     sync::Arc,
 };
 
-use crate::{Error, image::Image, images::Images, mappings::Mappings, perf_map::PerfMap, procfs::Mapping};
+use crate::{Error, image::Image, images::Images, mappings::Mappings, memory, perf_map::PerfMap, procfs::Mapping};
 
 /// `None` for anonymous memory and for files that cannot be had.
 type Object = Option<Rc<Located>>;
@@ -88,6 +88,16 @@ impl<'a> AddressSpace<'a> {
         let same =
             |other: &&Rc<Mapping>| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
         below.into_iter().find(same).cloned()
+    }
+
+    /// Code from the memory of the process. Code in a file that cannot be had is left alone: its file system may not answer.
+    pub fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
+        let mapping = self.mapping(address).filter(|mapping| mapping.executable && mapping.readable)?;
+        if !mapping.is_memory() {
+            self.located(address)?;
+        }
+        let length = length.min(usize::try_from(mapping.end - address).unwrap_or(length));
+        memory::read_exact(self.tid, address, length).ok()
     }
 
     /// What the process tells of the code that it made at run time; read when it is first asked for.

@@ -2,6 +2,8 @@
 
 use std::{io, path::PathBuf};
 
+use crate::permission;
+
 /// Why something could not be captured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -27,10 +29,7 @@ pub enum Error {
         source: io::Error,
     },
     /// The caller may not look into this process.
-    #[error(
-        "no permission to look into process {pid} of uid {uid}: run as that user or with CAP_SYS_PTRACE, and check \
-         /proc/sys/kernel/yama/ptrace_scope"
-    )]
+    #[error("no permission to look into process {pid} of uid {uid}: {}", permission::missing(*pid, *uid))]
     Permission {
         /// Process id.
         pid: i32,

@@ -157,7 +157,8 @@ impl Images {
 enum Found {
     /// It is this one.
     Same(File, Key),
-    /// Files at the same path, here or there, with another inode: layered file systems are not of one mind about inodes.
+    /// Files at the same path, here or there, with another inode: layered file systems are not of one mind about inodes, and
+    /// what was installed anew may be the same build.
     Perhaps(Vec<File>),
 }
 
@@ -167,15 +168,17 @@ fn find(pid: i32, mapping: &Mapping) -> Found {
     if let Some((file, metadata)) = exact.ok().and_then(with_metadata) {
         return Found::Same(file, Key::of_file(&metadata));
     }
-    // Without the privilege for that, the path is all there is, and the inode says whether it is still the same file.
-    if mapping.path.ends_with(" (deleted)") {
-        return Found::Perhaps(Vec::new());
-    }
+    // Without the privilege for that, the path is all there is, and the inode says whether it is still the same file. The
+    // inode of a deleted file may have been given to another one.
+    let (path, deleted) = match mapping.path.strip_suffix(" (deleted)") {
+        Some(path) => (path, true),
+        None => (mapping.path.as_str(), false),
+    };
     let mut others = Vec::new();
     for root in [Path::new(&format!("/proc/{pid}/root")), Path::new("/")] {
-        let opened = target_files::open_within(root, Path::new(&mapping.path)).and_then(with_metadata);
+        let opened = target_files::open_within(root, Path::new(path)).and_then(with_metadata);
         let Some((file, metadata)) = opened else { continue };
-        if metadata.ino() == mapping.inode {
+        if !deleted && metadata.ino() == mapping.inode {
             return Found::Same(file, Key::of_file(&metadata));
         }
         others.push(file);

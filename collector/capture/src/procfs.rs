@@ -286,6 +286,21 @@ pub(crate) fn command(pid: i32) -> String {
     command
 }
 
+/// What a process may do: its effective uid and capabilities.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct Effective {
+    pub uid: u32,
+    pub capabilities: u64,
+}
+
+pub(crate) fn effective(pid: i32) -> Result<Effective, Error> {
+    let text = read(PathBuf::from(format!("/proc/{pid}/status")))?;
+    let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
+    let uid = field("Uid:").split_whitespace().nth(1).and_then(|uid| uid.parse().ok()).unwrap_or(0);
+    let capabilities = u64::from_str_radix(field("CapEff:").trim(), 16).unwrap_or(0);
+    Ok(Effective { uid, capabilities })
+}
+
 /// Type of the file system with this device number, as far as the process sees it. This asks no file system.
 pub(crate) fn file_system(pid: i32, device: (u32, u32)) -> Option<String> {
     let text = read(PathBuf::from(format!("/proc/{pid}/mountinfo"))).ok()?;

@@ -1,10 +1,12 @@
 //! From registers and copied memory to program counters. It follows the call frame information with all registers, through
-//! signal frames and expressions, and falls back to frame pointers where there is none. It touches no process.
+//! signal frames and expressions, and falls back to what the code itself does and to frame pointers where there is none. It
+//! touches no process but for such code.
 
 use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, UnwindExpression, Value};
 
 use crate::{
     address_space::{AddressSpace, Located},
+    epilogue,
     image::RuleSection,
     memory::Memory,
     registers::{self, FRAME_POINTER, PC, Registers, STACK_POINTER},
@@ -177,6 +179,15 @@ fn step_by_rules(
 fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
     let mut caller = registers.preserved();
     let sp = registers.sp();
+    if !frame.exact
+        && let Some(code) = space.instructions(frame.pc, epilogue::LENGTH)
+        && let Some(caller) = epilogue::leave(&code, registers, |address| memory.number(address, 8))
+        && space.is_executable(caller.pc())
+        && let Some(before) = space.instructions(caller.pc().wrapping_sub(epilogue::CALL as u64), epilogue::CALL)
+        && epilogue::ends_with_call(&before)
+    {
+        return Ok((caller, false));
+    }
     if frame.exact && !space.is_executable(frame.pc) {
         // A call of a bad pointer has pushed its return address and nothing else.
         let pc = memory.number(sp, 8).ok_or(End::Memory(sp))?;
