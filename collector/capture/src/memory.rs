@@ -141,6 +141,11 @@ impl<'a> Memory<'a> {
         Some(())
     }
 
+    /// Bytes of the stack that were copied.
+    pub fn stack_length(&self) -> usize {
+        self.regions.borrow().first().map_or(0, |stack| stack.bytes.len())
+    }
+
     /// Copies the stack of a thread from `sp` upwards, as far as most stacks go.
     pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
         let Some((tid, space)) = self.more else { return Ok(()) };

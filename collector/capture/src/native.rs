@@ -15,8 +15,12 @@ use crate::{
     unwind::{End, RawFrame, unwind},
 };
 
-/// Bytes of a stack that are copied at first during a stop, and when that was not enough. Most stacks use a few KB.
-const COPIES: [usize; 4] = [16 << 10, 128 << 10, 2 << 20, 64 << 20];
+/// Bytes of a stack that are copied at first during a stop. Most stacks use a few KB.
+const FIRST_COPY: usize = 16 << 10;
+/// How many times as much is copied when that was not enough.
+const WIDER: usize = 8;
+/// Bytes of a stack that are copied at most.
+const LONGEST_COPY: usize = 64 << 20;
 /// Bytes copied around an address that lies elsewhere.
 const PIECE: usize = 64 << 10;
 /// How long one thread may take to come to a stop.
@@ -54,9 +58,11 @@ pub(crate) struct Thread {
     pub syscall: Option<i64>,
     pub method: CaptureMethod,
     pub frames: Vec<RawFrame>,
+    /// Bytes of its stack that this took; 0 when it is not known.
+    stack_length: usize,
     /// Why `frames` is not whole.
     pub incomplete: String,
-    /// For how long it was stopped.
+    /// For how long it was stopped, the longest time when it was more than once.
     pub stopped: Duration,
 }
 
@@ -106,7 +112,8 @@ impl Thread {
                 break;
             }
             match asleep(pid, tid, space, context) {
-                Ok(Some((frames, end, number))) => {
+                Ok(Some((frames, end, number, length))) => {
+                    thread.stack_length = length;
                     if !slept(pid, tid, &schedule, &thread.status) {
                         continue;
                     }
@@ -146,17 +153,13 @@ impl Thread {
         deadline: Instant,
         also: &mut dyn FnMut(),
     ) -> Result<(), Error> {
-        // It may have fallen into an uninterruptible sleep since it was looked at.
-        let status = procfs::status(pid, self.tid)?;
-        if status.letter() == b'D' {
-            self.status = status;
-            self.note("the thread sleeps uninterruptibly and cannot be stopped");
+        if !self.may_be_stopped(pid)? {
             return Ok(());
         }
         let deadline = deadline.min(Instant::now() + STOP_PATIENCE);
         let tid = self.tid;
         let mut longest = Duration::ZERO;
-        let taken = take(space, context, |limit, wanted| {
+        let taken = copy(self.stack_length, space, context, |limit, wanted| {
             let room = Room::new(limit, wanted);
             let stop = Stop::new(pid, tid, deadline)?;
             let registers = stop.registers()?;
@@ -165,13 +168,31 @@ impl Thread {
             longest = longest.max(stop.release());
             Ok((registers, regions?))
         });
-        self.stopped = longest;
+        self.stopped = self.stopped.max(longest);
+        self.take(pid, taken)
+    }
+
+    /// Whether a thread may be asked to stop: one that sleeps uninterruptibly would not answer. It may have fallen into such
+    /// a sleep since it was looked at. An error means that it has ended.
+    fn may_be_stopped(&mut self, pid: i32) -> Result<bool, Error> {
+        let status = procfs::status(pid, self.tid)?;
+        let sleeps = status.letter() == b'D';
+        if sleeps {
+            self.status = status;
+            self.note("the thread sleeps uninterruptibly and cannot be stopped");
+        }
+        Ok(!sleeps)
+    }
+
+    /// Takes what came of a stop. An error means that the thread has ended.
+    fn take(&mut self, pid: i32, taken: Result<(Vec<RawFrame>, End), Error>) -> Result<(), Error> {
         match taken {
             Ok((frames, end)) => {
                 self.frames = frames;
                 self.method = CaptureMethod::Ptrace;
                 self.incomplete = end.describe();
-                self.status.switches = procfs::status(pid, tid).map_or(self.status.switches, |status| status.switches);
+                let switches = procfs::status(pid, self.tid).map(|status| status.switches);
+                self.status.switches = switches.unwrap_or(self.status.switches);
                 Ok(())
             }
             Err(error) if procfs::is_gone(&error) => Err(error),
@@ -190,21 +211,101 @@ impl Thread {
     }
 }
 
+/// Stops all these threads at once and takes their stacks, which is over sooner than with one after the other but holds each of
+/// them longer. Says which have ended.
+pub(crate) fn stop_together(
+    pid: i32,
+    threads: Vec<&mut Thread>,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+    deadline: Instant,
+) -> Vec<i32> {
+    struct Held<'a> {
+        thread: &'a mut Thread,
+        stop: Option<Stop>,
+        room: Room,
+        copied: Option<Result<(Registers, Vec<Region>), Error>>,
+    }
+    let patience = deadline.min(Instant::now() + STOP_PATIENCE);
+    let mut gone = Vec::new();
+    let mut all = Vec::with_capacity(threads.len());
+    for thread in threads {
+        let seized = match thread.may_be_stopped(pid) {
+            Ok(true) => Stop::seize(pid, thread.tid),
+            Ok(false) => continue,
+            Err(error) => Err(error),
+        };
+        match seized {
+            Ok(stop) => {
+                let room = Room::new(FIRST_COPY.max(thread.stack_length), &[]);
+                all.push(Held { thread, stop: Some(stop), room, copied: None });
+            }
+            Err(error) => {
+                let tid = thread.tid;
+                gone.extend(thread.take(pid, Err(error)).is_err().then_some(tid));
+            }
+        }
+    }
+    for held in &mut all {
+        if let Some(stop) = &mut held.stop
+            && let Err(error) = stop.request(pid)
+        {
+            held.stop = None;
+            held.copied = Some(Err(error));
+        }
+    }
+    let mut left = true;
+    while std::mem::take(&mut left) && Instant::now() < patience {
+        for held in &mut all {
+            let Some(stop) = &mut held.stop else { continue };
+            let copied = match stop.has_stopped() {
+                Ok(false) => {
+                    left = true;
+                    continue;
+                }
+                Ok(true) => stop.registers().and_then(|registers| {
+                    let room = std::mem::take(&mut held.room);
+                    Ok((registers, room.fill(held.thread.tid, registers.sp(), space, &[])?))
+                }),
+                Err(error) => Err(error),
+            };
+            held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
+            held.copied = Some(copied);
+        }
+        std::thread::yield_now();
+    }
+    for Held { thread, stop, copied, .. } in all {
+        let tid = thread.tid;
+        let taken = copied.unwrap_or_else(|| {
+            drop(stop);
+            Err(Error::NoStop { tid, waited_us: STOP_PATIENCE.as_micros() as u64 })
+        });
+        let unwound = taken.map(|(registers, regions)| unwind(registers, &Memory::of_copies(regions), space, context));
+        let ended = match unwound {
+            // More was needed than was copied.
+            Ok((_, End::Memory(_))) => thread.stop(pid, space, context, deadline, &mut || {}),
+            unwound => thread.take(pid, unwound),
+        };
+        gone.extend(ended.is_err().then_some(tid));
+    }
+    gone
+}
+
 /// Unwinds a thread as it sleeps, on memory that is copied as the unwinding comes to it. `None` when it does not sleep. The
-/// number is that of the system call.
+/// numbers are that of the system call and that of the bytes of stack that were copied.
 fn asleep(
     pid: i32,
     tid: i32,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
-) -> Result<Option<(Vec<RawFrame>, End, i64)>, Error> {
+) -> Result<Option<(Vec<RawFrame>, End, i64, usize)>, Error> {
     let syscall = procfs::syscall(pid, tid)?;
     let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
     let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
     let memory = Memory::of_sleeper(tid, space);
     memory.fetch_stack(registers.sp())?;
     let (frames, end) = unwind(registers, &memory, space, context);
-    Ok(Some((frames, end, number)))
+    Ok(Some((frames, end, number, memory.stack_length())))
 }
 
 /// Whether a thread has not run since its schedule was read. Being put on a CPU is counted before it happens, so an unchanged
@@ -216,14 +317,16 @@ fn slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
     })
 }
 
-/// Copies during a stop and unwinds, and copies again more widely while that is what the unwinding lacks.
-fn take(
+/// Copies during a stop and unwinds, and copies again more widely while that is what the unwinding lacks. `length` is what the
+/// stack is expected to take.
+fn copy(
+    length: usize,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
     mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), Error>,
 ) -> Result<(Vec<RawFrame>, End), Error> {
-    let [mut limit, wider @ ..] = COPIES;
-    let mut wider = wider.into_iter();
+    // It may have grown a little since.
+    let mut limit = FIRST_COPY.max(length + length / 8);
     let mut wanted = Vec::new();
     let mut attempt = 0;
     loop {
@@ -236,11 +339,8 @@ fn take(
             && let Some(mapping) = space.mapping(address)
             && mapping.readable
         {
-            if mapping.start <= registers.sp()
-                && registers.sp() < mapping.end
-                && let Some(next) = wider.next()
-            {
-                limit = next;
+            if mapping.start <= registers.sp() && registers.sp() < mapping.end && limit < LONGEST_COPY {
+                limit = LONGEST_COPY.min(limit * WIDER);
                 continue;
             }
             if !wanted.contains(&address) {
@@ -253,6 +353,7 @@ fn take(
 }
 
 /// Room for copies, made before a stop so that during it there is nothing to do but to copy.
+#[derive(Default)]
 struct Room {
     stack: Vec<u8>,
     pieces: Vec<Vec<u8>>,

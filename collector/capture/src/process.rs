@@ -2,7 +2,7 @@
 
 use std::{
     cell::OnceCell,
-    collections::HashMap,
+    collections::{HashMap, HashSet},
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
 
@@ -13,7 +13,7 @@ use crate::{
     Error, Options,
     address_space::AddressSpace,
     images::Images,
-    native::{Look, Thread},
+    native::{self, Look, Thread},
     places::{Places, RawPlace},
     procfs::{self, Status},
     python::{self, Agreement, Python, PythonThread},
@@ -240,7 +240,15 @@ impl Capture<'_> {
         let mut gone = Vec::new();
         let places: HashMap<i32, usize> =
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
-        for tid in stops {
+        let mut together = HashSet::new();
+        if self.options.force_ptrace {
+            // Those that need nothing besides their native stacks.
+            let alone = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.right);
+            together = stops.iter().copied().filter(alone).collect();
+            let threads = threads.iter_mut().filter(|thread| together.contains(&thread.tid)).collect();
+            gone = native::stop_together(self.pid, threads, space, &mut self.context, self.deadline);
+        }
+        for tid in stops.iter().filter(|tid| !together.contains(tid)) {
             let Some(place) = places.get(tid) else { continue };
             let native = &mut threads[*place];
             let taken = match python.zip(python_of.get_mut(tid)) {
@@ -252,6 +260,8 @@ impl Capture<'_> {
             }
         }
         threads.retain(|thread| !gone.contains(&thread.tid));
+        let longest = threads.iter().map(|thread| thread.stopped.as_nanos() as u64).max().unwrap_or(0);
+        self.process.sample.longest_stop_ns = self.process.sample.longest_stop_ns.max(longest);
     }
 
     fn stop_one(&mut self, thread: &mut Thread, space: &AddressSpace<'_>, also: &mut dyn FnMut()) -> Result<(), Error> {
@@ -259,10 +269,7 @@ impl Capture<'_> {
             thread.incomplete = "not stopped: the deadline passed".into();
             return Ok(());
         }
-        let result = thread.stop(self.pid, space, &mut self.context, self.deadline, also);
-        let sample = &mut self.process.sample;
-        sample.longest_stop_ns = sample.longest_stop_ns.max(thread.stopped.as_nanos() as u64);
-        result
+        thread.stop(self.pid, space, &mut self.context, self.deadline, also)
     }
 
     /// Stops a thread until its Python stack is whole and agrees with its native one, or it turns out that it never will.
