@@ -89,7 +89,8 @@ pub fn deliver(incident: &str, kept: &Kept, sender: &Sender) {
 }
 
 /// Divides a part into messages that the cluster takes.
-fn pieces(part: NodeDump) -> Vec<NodeDump> {
+#[must_use]
+pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
     let NodeDump { incident, native, python, ranks, mut errors, .. } = part;
     let empty = || NodeDump { incident: incident.clone(), ..Default::default() };
     let mut pieces = Vec::new();

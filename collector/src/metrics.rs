@@ -11,6 +11,8 @@ mod sampler;
 mod series;
 mod settings;
 
+use std::collections::BTreeMap;
+
 use xpu_timer_proto::ring::{header, lane};
 
 use self::{
@@ -32,10 +34,10 @@ use crate::{
 pub fn text(core: &Core, now: Now) -> String {
     let mut page = Page::default();
     let ranks: Vec<&Rank> = core.registry.jobs().iter().flat_map(|job| core.registry.of_job(job)).collect();
-    let alive: Vec<&Rank> = ranks.into_iter().filter(|rank| rank.presence.is_alive()).collect();
+    let alive = labelled(core, ranks.into_iter().filter(|rank| rank.presence.is_alive()));
     common(&mut page, core, &alive);
-    let seen: Vec<(Labels, &Sampled)> =
-        alive.iter().filter_map(|rank| Some((labels(core, rank), core.sampler.of(rank.id)?))).collect();
+    let sampled = |(labels, rank): &(Labels, &Rank)| Some((labels.clone(), core.sampler.of(rank.id)?));
+    let seen: Vec<(Labels, &Sampled)> = alive.iter().filter_map(sampled).collect();
     kernels(&mut page, &seen);
     memory(&mut page, &seen);
     hook(&mut page, &seen);
@@ -44,7 +46,7 @@ pub fn text(core: &Core, now: Now) -> String {
 }
 
 /// The metrics that every rank has.
-fn common(page: &mut Page, core: &Core, alive: &[&Rank]) {
+fn common(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
     let newest = |rank: &Rank| {
         let of_job = |incident: &&Incident| incident.job == rank.job && incident.closed.is_none();
         core.engine.incidents().rev().find(of_job)
@@ -63,9 +65,9 @@ fn common(page: &mut Page, core: &Core, alive: &[&Rank]) {
     ];
     for (name, help, value) in per_rank {
         page.family(name, "gauge", help);
-        for rank in alive {
+        for (labels, rank) in alive {
             if let Some(value) = value(rank) {
-                page.sample(name, &labels(core, rank), value);
+                page.sample(name, labels, value);
             }
         }
         // DLRover's master takes a page without a line of this name for one on which every rank hangs.
@@ -217,6 +219,22 @@ fn labels(core: &Core, rank: &Rank) -> Labels {
         ("rank", rank.info.rank.to_string()),
         ("local_rank", rank.info.local_rank.to_string()),
     ]
+}
+
+/// The labels of each rank. Processes that do not know their rank, and jobs of one name, would share theirs, and a page must
+/// not have two samples of the same labels: those get their pid as well.
+fn labelled<'a>(core: &Core, ranks: impl Iterator<Item = &'a Rank>) -> Vec<(Labels, &'a Rank)> {
+    let mut all: Vec<(Labels, &Rank)> = ranks.map(|rank| (labels(core, rank), rank)).collect();
+    let mut count: BTreeMap<Labels, usize> = BTreeMap::new();
+    for (labels, _) in &all {
+        *count.entry(labels.clone()).or_default() += 1;
+    }
+    for (labels, rank) in &mut all {
+        if count.get(labels).is_some_and(|count| *count > 1) {
+            labels.push(("pid", rank.pid().to_string()));
+        }
+    }
+    all
 }
 
 /// Labels of a node on which no rank runs.

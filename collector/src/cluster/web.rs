@@ -13,6 +13,7 @@ use tokio::{
     sync::{mpsc, oneshot},
     time::timeout,
 };
+use tonic::Status;
 
 use super::{hub::Command, service::Token};
 use crate::{
@@ -52,11 +53,14 @@ pub fn router(pages: Pages, grpc: Router) -> Router {
 async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Response {
     let headers = request.headers();
     let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let grpc = headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
     if !pages.token.admits(authorization) {
+        if grpc {
+            return Status::unauthenticated("the token is wrong or missing").into_http();
+        }
         let ask = [(header::WWW_AUTHENTICATE, "Basic realm=\"xpu_timer: the token is the password\"")];
         return (StatusCode::UNAUTHORIZED, ask, "the token is wrong or missing\n").into_response();
     }
-    let grpc = headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
     if pages.local_only && !grpc && !names_this_machine(&request) {
         return (StatusCode::FORBIDDEN, "only requests to localhost are answered\n").into_response();
     }
