@@ -11,7 +11,7 @@ use crate::{
     lanes::add,
     recorder::Recorder,
     sys,
-    thread_state::{IN_COLLECTIVES, ThreadState},
+    thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_RUNTIME, ThreadState},
 };
 
 /// One of so many launches of a thread is measured, at a cost of four clock readings.
@@ -41,10 +41,10 @@ impl Cost {
     /// The hook is entered; `layer` is the mark of the layer.
     #[inline(always)]
     pub fn begin(thread: &ThreadState, layer: u8) -> Self {
-        let (left, period) = if layer == IN_COLLECTIVES {
-            (&thread.collectives_to_sample, COLLECTIVES)
-        } else {
-            (&thread.launches_to_sample, LAUNCHES)
+        let (left, period) = match layer {
+            IN_COLLECTIVES => (&thread.collectives_to_sample, COLLECTIVES),
+            IN_DRIVER | IN_RUNTIME => (&thread.launches_to_sample, LAUNCHES),
+            _ => return Cost { since_ns: 0, spent_ns: 0 },
         };
         let due = left.get() == 0;
         left.set(if due { period } else { left.get() } - 1);
