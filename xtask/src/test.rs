@@ -20,8 +20,13 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 9] = [
+const TOOLS: [(&str, &str); 14] = [
     ("gcc", "gcc"),
+    ("g++", "g++"),
+    ("objcopy", "binutils"),
+    ("xz", "xz-utils"),
+    ("script", "bsdutils"),
+    ("unshare", "util-linux"),
     ("python3", "python3"),
     ("gdb", "gdb"),
     ("/usr/bin/mpirun.openmpi", "openmpi-bin"),
