@@ -22,7 +22,9 @@ pub fn merge<'a>(native: &'a [PstackFrame], python: &'a [PySpyFrame], entries: &
     let mut rest = python.iter().zip(entries);
     for frame in native {
         if !is_eval_loop(frame) {
-            merged.push(Frame::Native(frame));
+            if !is_instruction(frame) {
+                merged.push(Frame::Native(frame));
+            }
             continue;
         }
         loop {
@@ -39,6 +41,11 @@ pub fn merge<'a>(native: &'a [PstackFrame], python: &'a [PySpyFrame], entries: &
 /// Compilers split the loop into parts such as `_PyEval_EvalFrameDefault.cold`.
 fn is_eval_loop(frame: &PstackFrame) -> bool {
     !frame.inlined && frame.func_name.starts_with("_PyEval_EvalFrameDefault")
+}
+
+/// Interpreters that clang has built from 3.14 on have a function for each instruction, the last of which stands above the loop.
+fn is_instruction(frame: &PstackFrame) -> bool {
+    frame.func_name.starts_with("_TAIL_CALL_")
 }
 
 #[cfg(test)]
@@ -68,6 +75,14 @@ mod tests {
         let python = python(&["c", "b", "a"]);
         let merged = merge(&native, &python, &[false, true, true]).unwrap();
         assert_eq!(names(&merged), ["poll", "py c", "py b", "slot_init", "py a", "main"]);
+    }
+
+    #[test]
+    fn functions_of_single_instructions_are_part_of_the_loop() {
+        let native = native(&["poll", "_TAIL_CALL_CALL", "_PyEval_EvalFrameDefault", "main"]);
+        let python = python(&["b", "a"]);
+        let merged = merge(&native, &python, &[false, true]).unwrap();
+        assert_eq!(names(&merged), ["poll", "py b", "py a", "main"]);
     }
 
     #[test]

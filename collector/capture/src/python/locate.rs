@@ -69,6 +69,7 @@ pub(super) fn find<'a>(
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
     let mut claims = file_name(&exe).starts_with("python");
     let mut known = Vec::new();
+    let mut idle: Option<Place> = None;
     // One after the other, because each costs more than the one before, and the first ones mostly know.
     let executable = space.first_code().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
     let libraries = std::iter::once_with(|| {
@@ -87,9 +88,17 @@ pub(super) fn find<'a>(
         if let Some(runtime) = found {
             let address = runtime.address.wrapping_add(located.bias);
             let layout = runtime.layout(live, &located, address)?;
+            let started = Snapshot::new(live).word("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
             let place = Place { located, runtime, layout, address };
-            return Ok(Some(place));
+            if started != Ok(0) {
+                return Ok(Some(place));
+            }
+            // A program may carry an interpreter and use that of a library.
+            idle.get_or_insert(place);
         }
+    }
+    if idle.is_some() {
+        return Ok(idle);
     }
     if claims {
         return Err("no CPython from 3.8 on: nothing in it is called _PyRuntime".into());

@@ -1,10 +1,13 @@
 //! Python code of every kind on every CPython: what is on a stack, what it is called, and where it fits into the native stack.
 
+use std::{path::Path, process::Command};
+
 use xpu_timer_capture::{
     ProcessCapture,
     merge::{Frame, merge},
 };
 use xpu_timer_proto::server::PySpyStacktrace;
+use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 
 use super::{
     pythons::{self, Python, Script},
@@ -302,4 +305,75 @@ fn a_thread_that_sleeps_with_the_lock() {
         let script = python.start(HOLDER, &[]);
         check_holder(&version, &script);
     }
+}
+
+/// A program that has an interpreter within itself.
+const EMBEDDER: &str = r#"
+#include <Python.h>
+#include <string.h>
+#include <unistd.h>
+int main(int count, char **words) {
+    int state = count > 1 ? words[1][0] : 'b';
+    if (state != 'b') Py_Initialize();
+    if (state == 'e') Py_FinalizeEx();
+    puts("ready");
+    fflush(stdout);
+    if (state == 'r') PyRun_SimpleString("import time\ndef inside():\n    time.sleep(100000)\ninside()");
+    for (;;) pause();
+}
+"#;
+
+#[test]
+fn a_program_with_an_interpreter_in_it() {
+    for version in ["3.8", "3.11", "3.13"] {
+        let Some(python) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let prefix = python.parent().and_then(Path::parent).expect("bin/python in a folder");
+        let folder = tempfile::tempdir().expect("a temporary folder");
+        let library = prefix.join("lib").display().to_string();
+        let flags = [
+            format!("-I{}", prefix.join("include").join(format!("python{version}")).display()),
+            format!("-L{library}"),
+            format!("-Wl,-rpath,{library}"),
+            format!("-lpython{version}"),
+        ];
+        let flags: Vec<&str> = flags.iter().map(String::as_str).collect();
+        let program = compile_c(folder.path(), "embedder", EMBEDDER, &flags);
+        let start = |state: &str| {
+            let mut command = Command::new(&program);
+            let mut process = Process::spawn(command.arg(state).env("PYTHONHOME", prefix));
+            process.wait_for("ready", PATIENCE);
+            process
+        };
+        let running = start("running");
+        capture_until(running.pid(), version, |sample| {
+            let names =
+                |trace: &PySpyStacktrace| frames_of(trace).into_iter().map(|(name, _)| name).collect::<Vec<_>>();
+            sample.errors.is_empty() && sample.py_stacktrace.iter().any(|trace| names(trace) == ["inside", "<module>"])
+        });
+        for state in ["before", "ended"] {
+            let process = start(state);
+            let captured = capture_until(process.pid(), version, |sample| sample.stacktrace[0].incomplete.is_empty());
+            let errors = captured.sample.errors.join("; ");
+            assert!(errors.contains("has not been started yet, or has ended"), "{version} {state}: {errors}");
+            assert!(captured.sample.py_stacktrace.is_empty() && !captured.sample.stacktrace[0].frames.is_empty());
+        }
+    }
+}
+
+#[test]
+fn an_interpreter_that_is_too_old_is_named() {
+    let Some(python) = python_version("3.7") else {
+        skip("CPython 3.7 is not installed");
+        return;
+    };
+    let text = "import time\nprint('ready', flush=True)\ntime.sleep(100000)\n";
+    let mut process = Process::spawn(Command::new(python).args(["-c", text]));
+    process.wait_for("ready", PATIENCE);
+    let captured = capture_until(process.pid(), "it sleeps", |sample| sample.stacktrace[0].incomplete.is_empty());
+    let errors = captured.sample.errors.join("; ");
+    assert!(errors.contains("CPython 3.7, and only 3.8 to 3.15 can be read"), "{errors}");
+    assert!(captured.sample.stacktrace[0].frames.len() > 3, "its native stack is there all the same");
 }
