@@ -6,6 +6,7 @@ mod cluster;
 mod collector;
 mod coverage;
 mod dump;
+mod cost;
 mod end_to_end;
 mod gloo;
 mod hook;

@@ -6,7 +6,7 @@ mod tools;
 use std::{collections::BTreeMap, time::Duration};
 
 use serde_json::Value;
-use xpu_timer_tests::{Job, PATIENCE, Process, http, skip, wait_until};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, skip, wait_until};
 
 use tools::{Prometheus, dlrover_python, promtool};
 
@@ -135,6 +135,80 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
     }
 }
 
+/// The program of matrix products, compiled for a job.
+fn products(job: &Job) -> std::path::PathBuf {
+    let sim = format!("-L{}", artifacts().sim().display());
+    let source = include_str!("metrics/products.c");
+    compile_c(&job.dir, "products", source, &[&sim, "-l:libcublas.so.13", "-l:libcudart.so.13"])
+}
+
+#[test]
+fn processes_without_a_rank_have_series_of_their_own() {
+    let job = job();
+    let program = products(&job);
+    let mut all: Vec<Process> = (0..2).map(|_| Process::spawn(&mut job.launch(&program))).collect();
+    all.iter_mut().for_each(|process| process.wait_for("step 20", PATIENCE));
+    wait_until(PATIENCE, "both are registered", || page(&job).contains("\nxpu_timer_ranks 2\n"));
+    let text = page(&job);
+    let hang = samples(&text, "XPU_TIMER_COMMON_HANG");
+    let mut pids: Vec<String> = hang.iter().map(|sample| sample.label("pid").to_string()).collect();
+    let mut expected: Vec<String> = all.iter().map(|process| process.pid().to_string()).collect();
+    pids.sort();
+    expected.sort();
+    assert_eq!(pids, expected, "{text}");
+    let mut lines: Vec<&str> = text.lines().filter_map(|line| Some(line.rsplit_once(' ')?.0)).collect();
+    let all_lines = lines.len();
+    lines.sort_unstable();
+    lines.dedup();
+    assert_eq!(lines.len(), all_lines, "no sample is there twice: {text}");
+}
+
+#[test]
+fn matrix_products_and_copies_are_measured() {
+    let job =
+        job().with("XPU_TIMER_BRACKET", "matmuls").with("XPU_TIMER_DEVICE_NAME", "V100").with("POD_NAME", "pod-7");
+    let mut command = job.launch(products(&job));
+    let mut program = Process::spawn(command.env("RANK", "0").env("WORLD_SIZE", "1"));
+    program.wait_for("step 20", PATIENCE);
+    let mut text = String::new();
+    wait_until(PATIENCE, "the products have their series", || {
+        text = page(&job);
+        !samples(&text, "XPU_TIMER_MM_KERNEL_FLOPS").is_empty()
+    });
+    let one = |part: &str| {
+        let found = samples(&text, &format!("XPU_TIMER_MM_KERNEL_{part}"));
+        assert_eq!(found.len(), 1, "{part}: {text}");
+        found[0].clone()
+    };
+    let (average, tflops) = (one("AVG_LATENCY"), one("FLOPS"));
+    let labels: Vec<&str> = tflops.labels.keys().map(String::as_str).collect();
+    let common = ["dtype", "ip", "job_name", "level", "local_rank", "operation", "pod_name", "rank"];
+    assert_eq!(labels, common, "{tflops:?}");
+    assert_eq!((tflops.label("dtype"), tflops.label("operation"), tflops.label("level")), ("fp32", "Matmul", "1"));
+    assert_eq!(tflops.label("pod_name"), "pod-7");
+    // Two operations for each of 48 x 48 x 48 terms.
+    let expected = 2.0 * 48f64.powi(3) / average.value / 1e6;
+    assert!(
+        (tflops.value / expected - 1.0).abs() < 0.05 || (tflops.value - expected).abs() < 2e-6,
+        "{tflops:?} {expected}"
+    );
+
+    // Count and bytes are two words that the rank is just adding to: now and then a look falls between them.
+    wait_until(PATIENCE, "the copies are counted with their bytes", || {
+        text = page(&job);
+        let memory = samples(&text, "XPU_TIMER_MEMORY_COUNTER");
+        let bytes = samples(&text, "xpu_timer_copied_bytes_total");
+        ["H2D", "D2H"].iter().all(|kind| {
+            let of_kind = |sample: &&Sample| sample.label("kind") == *kind;
+            let copies = memory.iter().filter(|sample| sample.label("operation") == "cudaMemcpyAsync").find(of_kind);
+            let bytes = bytes.iter().find(of_kind).map_or(0.0, |sample| sample.value);
+            copies.is_some_and(|copies| copies.value >= 20.0 && bytes == copies.value * 48.0 * 48.0 * 4.0)
+        })
+    });
+    let allocated = samples(&text, "xpu_timer_allocated_bytes_total");
+    assert_eq!(allocated[0].value, 3.0 * 48.0 * 48.0 * 4.0, "{allocated:?}");
+}
+
 #[test]
 fn a_series_that_falls_silent_goes_away_and_the_rank_stays() {
     let job = job().with("XPU_TIMER_HANG_TIMEOUT", "600").with("XPU_TIMER_IDLE_TIMEOUT", "0");
@@ -197,8 +271,7 @@ fn dlrovers_judge_tells_the_hung_job_from_the_healthy_one() {
         assert_eq!(output.code(), 0, "{}\n{}", output.stdout, output.stderr);
         output.stdout.lines().last().unwrap_or_default().to_string()
     };
-    let mut collector =
-        Process::spawn(job.command(xpu_timer_tests::artifacts().bin("xpu_timer_collector")).arg("node"));
+    let mut collector = Process::spawn(job.command(artifacts().bin("xpu_timer_collector")).arg("node"));
     wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
     assert_eq!(judge("empty"), "healthy", "a node on which no rank runs is not hung");
     let mut ranks = job.train(2, &["--step-ms=5", "--fault=loader", "--fault-rank=1", "--fault-step", "400"]);

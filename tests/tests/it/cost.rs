@@ -1,0 +1,74 @@
+//! What the hook must not cost: memory on the hot path. Times are the business of `cargo xtask bench hook`. And what it tells of
+//! its own cost in every dump.
+
+use std::process::Command;
+
+use xpu_timer_proto::server::Stacktrace;
+use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, http, tree};
+
+/// A program linked to a driver and a collective library that do nothing.
+fn idle_device(job: &Job, name: &str, source: &str) -> Process {
+    let stubs = std::fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
+    for (soname, part) in [("libcuda.so.1", "-DDRIVER"), ("libnccl.so.2", "-DCOLLECTIVES")] {
+        compile_c(&job.dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
+    }
+    let folder = format!("-L{}", job.dir.display());
+    let link = ["-O2", &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
+    let program = compile_c(&job.dir, name, source, &link);
+    let mut command: Command = job.command(program);
+    command.env("LD_PRELOAD", artifacts().hook()).env("XPU_TIMER_SOCKET", job.dir.join("fake.sock"));
+    Process::spawn(command.env_remove("LD_LIBRARY_PATH"))
+}
+
+#[test]
+fn launches_and_collectives_allocate_nothing() {
+    let job = Job::new();
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let program = idle_device(&job, "allocations", include_str!("cost/allocations.c"));
+    let pid = program.pid();
+    let output = program.wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{}", output.stderr);
+    let lines: Vec<(&str, Vec<u64>)> = output
+        .stdout
+        .lines()
+        .filter_map(|line| line.split_once(' '))
+        .map(|(thread, numbers)| (thread, numbers.split(' ').map(|number| number.parse().unwrap()).collect()))
+        .collect();
+    // The first call starts the hook, which allocates: so the counter sees what the hook does.
+    let (thread, numbers) = &lines[0];
+    assert!(*thread == "first" && numbers[0] > 0, "{lines:?}");
+    assert_eq!(numbers[1..], [0, 0], "{lines:?}");
+    assert_eq!(lines[1], ("second", vec![0, 0, 0]), "another thread allocates nothing at all");
+    let flight = collector.ring(pid);
+    let health = flight.health.unwrap();
+    assert_eq!((flight.kernels_launched, health.dropped, health.panics), (200_002, 0, 0), "the way was the usual one");
+    assert_eq!(flight.collectives_launched, 2 * (20 * 500 + 1));
+    // One of 256 launches and one of 32 collectives is measured.
+    assert!(health.launch_samples + health.long_samples >= 2 * 390, "{health:?}");
+    assert!(health.collective_samples + health.long_samples >= 2 * 300, "{health:?}");
+    let mean = health.launch_cost_ns as f64 / health.launch_samples as f64;
+    assert!(mean > 0.0 && mean < 20_000.0, "{mean} ns a launch");
+}
+
+#[test]
+fn every_dump_tells_what_the_hook_costs_and_dropped() {
+    let job = Job::new();
+    let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
+    ranks.wait_for("step 60 ", PATIENCE);
+    let (code, body) = http("POST", job.port, "/dump").expect("/dump");
+    assert_eq!(code, 200, "{body}");
+    let incident = job.wait_incident(1, PATIENCE);
+    for rank in 0..2 {
+        let bytes = std::fs::read(incident.path.join(format!("{rank:05}-00002.stacktrace"))).unwrap();
+        let dump: Stacktrace = xpu_timer_proto::Message::decode(&bytes[..]).unwrap();
+        let health = dump.flight_record.unwrap().health.unwrap();
+        assert!(health.launch_samples + health.long_samples > 0 && health.collective_samples > 0, "{health:?}");
+        assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0), "{health:?}");
+    }
+    let hook = &incident.verdict["hook"];
+    assert!(hook["launch_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{hook}");
+    assert!(hook["collective_ns"].as_f64().is_some_and(|ns| ns > 0.0), "{hook}");
+    assert_eq!(hook["dropped"], 0, "{hook}");
+    let text = std::fs::read_to_string(incident.path.join("verdict.txt")).unwrap();
+    assert!(text.contains("\nhook: "), "{text}");
+}
