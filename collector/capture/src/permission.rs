@@ -24,8 +24,8 @@ struct Facts {
 pub(crate) fn missing(pid: i32, uid: u32) -> String {
     let scope = fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").ok();
     let own = procfs::effective(std::process::id() as i32).unwrap_or_default();
-    // The kernel gives such a process's files to root.
-    let owner = fs::metadata(format!("/proc/{pid}")).map_or(uid, |metadata| metadata.uid());
+    // The kernel gives the files of such a process to root, but not their folder.
+    let owner = fs::metadata(format!("/proc/{pid}/maps")).map_or(uid, |metadata| metadata.uid());
     explain(&Facts {
         own_uid: own.uid,
         uid,

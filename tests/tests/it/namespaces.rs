@@ -286,6 +286,53 @@ fn the_same_user_without_any_capability() {
     assert_eq!(main["capture"], "zero_stop", "the way without a stop needs no privilege: {json:#}");
 }
 
+/// The names of the main thread's frames, as a user without any capability gets them.
+fn names_as_nobody(target: &Process, dump: &Path) -> Vec<String> {
+    // Comes to rest; seen with all privileges.
+    capture_at_rest(target.pid(), "pause");
+    let arguments = ["--json", "--timeout", "60", "--pid", &target.pid().to_string()];
+    let output = Process::spawn(as_nobody(dump).args(arguments)).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
+    let json: Value = serde_json::from_str(&output.stdout).expect("JSON");
+    let threads = json[0]["stacktrace"].as_array().expect("threads");
+    let main = threads.iter().find(|thread| thread["tid"] == target.pid()).expect("the main thread");
+    assert_eq!(main["incomplete"], "", "{json:#}");
+    let frames = main["frames"].as_array().expect("frames").iter();
+    frames.filter_map(|frame| frame["func_name"].as_str()).map(str::to_string).collect()
+}
+
+#[test]
+fn files_that_are_gone_without_any_capability() {
+    if !root() {
+        return;
+    }
+    let folder = open_folder();
+    let dump = dump_for_all(folder.path());
+    // What is exported has its name in memory too.
+    let exported = PROGRAM.replace("static __attribute__((noinline)) int", "__attribute__((noinline)) int");
+    let arguments = ["-O1", "-pthread", "-fno-optimize-sibling-calls", "-rdynamic", "-fomit-frame-pointer"];
+    for (source, replacement, wanted) in [
+        (exported.as_str(), None, ["inner_most", "outer_call", "main"]),
+        // The names are those of the build that runs, not of the file that took its place.
+        (&exported, Some(exported.replace("inner_most", "wrong_inner")), ["inner_most", "outer_call", "main"]),
+        // Here only the file has the names; it is another one, but of the same build.
+        (PROGRAM, Some(PROGRAM.to_string()), ["inner_most", "outer_call", "main"]),
+    ] {
+        let program = compile_c(folder.path(), "program", source, &arguments);
+        let mut target = Process::spawn(&mut as_nobody(&program));
+        target.wait_for("ready", PATIENCE);
+        fs::remove_file(&program).expect("own folder");
+        if let Some(replacement) = &replacement {
+            compile_c(folder.path(), "program", replacement, &arguments);
+        }
+        let names = names_as_nobody(&target, &dump);
+        let place = names.iter().position(|name| name == wanted[0]);
+        let place = place.unwrap_or_else(|| panic!("{} is missing in {names:?}", wanted[0]));
+        assert_eq!(names[place..place + 3], wanted, "{names:?}");
+        assert_eq!(names.last().map(String::as_str), Some("_start"), "{names:?}");
+    }
+}
+
 #[test]
 fn another_user_is_told_what_is_missing() {
     if !root() {
@@ -300,11 +347,30 @@ fn another_user_is_told_what_is_missing() {
         let command = &mut as_nobody(&dump);
         let output = Process::spawn(command.args(arguments).args(["--pid", &target.pid().to_string()])).wait(PATIENCE);
         assert_eq!(output.code(), 1, "{}{}", output.stdout, output.stderr);
-        for words in ["permission", "CAP_SYS_PTRACE", "uid 0"] {
+        let remedy = format!("this is uid {NOBODY}; run as uid 0, or with CAP_SYS_PTRACE");
+        for words in ["no permission to look into process", &remedy, "docker run --cap-add SYS_PTRACE"] {
             assert!(output.stdout.contains(words), "{words:?} is not said: {}{}", output.stdout, output.stderr);
         }
         assert!(!output.stdout.contains("inner_most"));
     }
+}
+
+#[test]
+fn a_process_that_hides_from_its_own_user() {
+    if !root() {
+        return;
+    }
+    let folder = open_folder();
+    let source =
+        PROGRAM.replace("int main(void) {", "#include <sys/prctl.h>\nint main(void) { prctl(PR_SET_DUMPABLE, 0);");
+    let program = compile(folder.path(), "program", &source);
+    let dump = dump_for_all(folder.path());
+    let mut target = Process::spawn(&mut as_nobody(&program));
+    target.wait_for("ready", PATIENCE);
+    let output = Process::spawn(as_nobody(&dump).args(["--pid", &target.pid().to_string()])).wait(PATIENCE);
+    assert_eq!(output.code(), 1, "{}{}", output.stdout, output.stderr);
+    assert!(output.stdout.contains("it has made itself undumpable"), "{}{}", output.stdout, output.stderr);
+    assert!(!output.stdout.contains("inner_most"), "{}", output.stdout);
 }
 
 /// A file system whose server answers everything but reads, in a mount namespace of its own, and three threads: one that reads a

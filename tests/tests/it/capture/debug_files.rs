@@ -219,16 +219,40 @@ int main(void) {
 #[test]
 fn code_made_at_run_time() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    let arguments = ["-O2", "-fno-omit-frame-pointer", "-fno-optimize-sibling-calls"];
-    let program = compile_c(folder.path(), "program", JIT, &arguments);
+    // The second kind keeps no frame pointer: sub $8, %rsp; call *%rdi; add $8, %rsp; ret.
+    let slim = JIT.replace(
+        "{0x55, 0x48, 0x89, 0xe5, 0xff, 0xd7, 0x5d, 0xc3}",
+        "{0x48, 0x83, 0xec, 0x08, 0xff, 0xd7, 0x48, 0x83, 0xc4, 0x08, 0xc3}",
+    );
+    assert_ne!(slim, JIT);
+    for source in [JIT, &slim] {
+        let arguments = ["-O2", "-fomit-frame-pointer", "-fno-optimize-sibling-calls"];
+        let program = compile_c(folder.path(), "program", source, &arguments);
+        let process = start(&program, &[]);
+        let map = PathBuf::from(format!("/tmp/perf-{}.map", process.pid()));
+        let main = at_rest(process.pid());
+        fs::remove_file(&map).expect("the program has written it");
+        let wanted = ["inner", "a kernel of two words", "between", "??", "main"];
+        assert!(has_run(&main, &wanted), "{main:#?}");
+        let made: Vec<&str> =
+            main.frames.iter().filter(|frame| frame.module == "[jit]").map(|frame| frame.func_name.as_str()).collect();
+        assert_eq!(made, ["a kernel of two words", "??"], "{main:#?}");
+        assert_eq!(names(&main).last(), Some(&"_start"));
+        assert_eq!(main.capture(), CaptureMethod::ZeroStop, "the code itself says how it leaves");
+    }
+}
+
+/// Code that does more than to leave: a frame pointer is all that leads on, and only a stop tells it.
+#[test]
+fn code_made_at_run_time_with_a_frame_pointer() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    // push %rbp; mov %rsp, %rbp; call *%rdi; add $1, %eax; pop %rbp; ret
+    let source = JIT.replace("0xff, 0xd7, 0x5d, 0xc3}", "0xff, 0xd7, 0x83, 0xc0, 0x01, 0x5d, 0xc3}");
+    assert_ne!(source, JIT);
+    let program = compile_c(folder.path(), "program", &source, &["-O2", "-fno-optimize-sibling-calls"]);
     let process = start(&program, &[]);
-    let map = PathBuf::from(format!("/tmp/perf-{}.map", process.pid()));
     let main = at_rest(process.pid());
-    fs::remove_file(&map).expect("the program has written it");
-    let wanted = ["inner", "a kernel of two words", "between", "??", "main"];
-    assert!(has_run(&main, &wanted), "{main:#?}");
-    let made: Vec<&str> =
-        main.frames.iter().filter(|frame| frame.module == "[jit]").map(|frame| frame.func_name.as_str()).collect();
-    assert_eq!(made, ["a kernel of two words", "??"], "{main:#?}");
-    assert_eq!(names(&main).last(), Some(&"_start"));
+    fs::remove_file(format!("/tmp/perf-{}.map", process.pid())).expect("the program has written it");
+    assert!(has_run(&main, &["inner", "a kernel of two words", "between", "??", "main"]), "{main:#?}");
+    assert_eq!(main.capture(), CaptureMethod::Ptrace);
 }

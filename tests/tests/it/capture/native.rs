@@ -114,7 +114,7 @@ fn running_threads_are_stopped_one_at_a_time() {
 
 #[test]
 fn signal_handlers_and_their_stacks() {
-    for mode in ["signal", "sigaltstack"] {
+    for mode in ["signal", "siginfo", "sigaltstack"] {
         for program in [optimized(), unoptimized()] {
             let process = start(&program, &[mode]);
             let wanted = [&["in_futex"], &LEVELS[..], &["on_signal", "<signal handler called>"]].concat();

@@ -157,8 +157,13 @@ int main(int count, char **words) {
     KEEP;
     return depth != number;
   }
-  if (!strcmp(mode, "signal") || !strcmp(mode, "sigaltstack")) {
+  if (!strcmp(mode, "signal") || !strcmp(mode, "siginfo") || !strcmp(mode, "sigaltstack")) {
     struct sigaction action = {.sa_handler = on_signal};
+    if (!strcmp(mode, "siginfo")) {
+      /* The further arguments are not looked at. */
+      action.sa_sigaction = (void (*)(int, siginfo_t *, void *))on_signal;
+      action.sa_flags = SA_SIGINFO | SA_NODEFER;
+    }
     if (!strcmp(mode, "sigaltstack")) {
       stack_t stack = {.ss_sp = malloc(1 << 16), .ss_size = 1 << 16};
       sigaltstack(&stack, NULL);
