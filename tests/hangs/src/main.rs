@@ -3,6 +3,7 @@
 
 mod corpus;
 mod folder;
+mod record;
 mod run;
 mod scenario;
 mod score;
@@ -29,6 +30,14 @@ enum Command {
     },
     /// Judges the folders of an earlier run again, after a change of a rule
     Again {
+        /// Only scenarios whose name contains this
+        filter: Option<String>,
+        /// Where the jobs kept their folders
+        #[arg(long, default_value = "target/hangs")]
+        output: PathBuf,
+    },
+    /// Keeps the evidence of an earlier run's folders for the tests of the judge
+    Record {
         /// Only scenarios whose name contains this
         filter: Option<String>,
         /// Where the jobs kept their folders
@@ -68,6 +77,12 @@ fn work(command: Command) -> anyhow::Result<bool> {
         Command::Again { filter, output } => {
             let results = run::again(corpus::matching(filter.as_deref())?, &output)?;
             Ok(score::report(&results, &output))
+        }
+        Command::Record { filter, output } => {
+            for scenario in corpus::matching(filter.as_deref())?.iter().filter(|scenario| scenario.hangs()) {
+                record::write(scenario, &run::incident(&output, scenario))?;
+            }
+            Ok(true)
         }
         Command::Judge { folder, json } => {
             let verdict = judge(&folder::evidence(&folder)?);

@@ -2,7 +2,7 @@
 
 use std::{
     fs,
-    path::Path,
+    path::{Path, PathBuf},
     sync::{
         Mutex, PoisonError,
         atomic::{AtomicUsize, Ordering},
@@ -22,6 +22,9 @@ use crate::{
 
 /// From the start of the processes to the end of the first incident.
 const PATIENCE: Duration = Duration::from_secs(120);
+
+/// From so many ranks on, a small machine needs longer than the usual timeout to start them all.
+const MANY: u32 = 32;
 
 const VFORK: &str = r"
 #include <unistd.h>
@@ -64,8 +67,8 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Vec<Outcome>
 /// Judges what an earlier run left.
 pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
     let mut outcomes = Vec::new();
-    for scenario in scenarios.into_iter().filter(|scenario| matches!(scenario.truth, Truth::Hang { .. })) {
-        let latest = output.join(&scenario.name).join("timeline/latest");
+    for scenario in scenarios.into_iter().filter(Scenario::hangs) {
+        let latest = incident(output, &scenario);
         if !latest.exists() {
             continue;
         }
@@ -75,6 +78,11 @@ pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
         outcomes.push(outcome);
     }
     Ok(outcomes)
+}
+
+/// The incident folder that a scenario left.
+pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
+    output.join(&scenario.name).join("timeline/latest")
 }
 
 fn one(scenario: &Scenario, library: &str, folder: &Path) -> Outcome {
@@ -94,6 +102,9 @@ fn run(scenario: &Scenario, library: &str, folder: &Path) -> Result<Option<Said>
         .with("PYTHONPATH", &examples.display().to_string())
         .with("XPU_HANGS_LIBRARY", library)
         .with("XPU_SIM_DEVICES", "64");
+    if scenario.world >= MANY {
+        job = job.with("XPU_TIMER_HANG_TIMEOUT", "20");
+    }
     for (name, value) in &scenario.environment {
         job = job.with(name, value);
     }

@@ -51,6 +51,11 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
+    /// Whether it hangs.
+    pub fn hangs(&self) -> bool {
+        matches!(self.truth, Truth::Hang { .. })
+    }
+
     /// Adds an option of `hybrid.py`.
     pub fn option(mut self, option: &str) -> Self {
         self.arguments.push(option.into());

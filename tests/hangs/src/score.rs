@@ -7,7 +7,7 @@ use serde_json::Value;
 use xpu_timer_analysis::judge;
 
 use crate::{
-    folder,
+    folder, run,
     scenario::{Scenario, Truth},
 };
 
@@ -21,14 +21,27 @@ const ONE_MISSING_OF: u32 = 8;
 /// What a verdict said.
 #[derive(Debug, Clone)]
 pub struct Said {
-    cause: String,
-    culprits: Vec<u32>,
-    confidence: String,
-    sentence: String,
+    /// Its cause.
+    pub cause: String,
+    /// Ascending.
+    pub culprits: Vec<u32>,
+    /// `high`, `medium` or `low`.
+    pub confidence: String,
+    /// The sentence.
+    pub sentence: String,
     seconds: f64,
 }
 
 impl Said {
+    /// Whether a rank that is not to blame is accused with high confidence.
+    pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
+        let culprits = match truth {
+            Truth::Hang { culprits, .. } => culprits.as_slice(),
+            Truth::Healthy => &[],
+        };
+        self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
+    }
+
     /// From a `verdict.json`.
     pub fn of(verdict: &Value) -> Result<Self> {
         let text = |name: &str| verdict[name].as_str().map(str::to_owned).with_context(|| format!("no {name}"));
@@ -70,10 +83,8 @@ impl Outcome {
         }
     }
 
-    /// A rank is accused with high confidence, wrongly.
     fn confident_mistake(&self) -> bool {
-        let accused = |said: &Said| said.confidence == "high" && !said.culprits.is_empty();
-        matches!(&self.said, Ok(Some(said)) if accused(said)) && !self.culprits_right()
+        matches!(&self.said, Ok(Some(said)) if said.accuses_wrongly(&self.scenario.truth))
     }
 }
 
@@ -111,7 +122,7 @@ impl fmt::Display for Outcome {
 /// Prints the sums, and says whether they are good enough.
 pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     let (hangs, healthy): (Vec<&Outcome>, Vec<&Outcome>) =
-        outcomes.iter().partition(|outcome| matches!(outcome.scenario.truth, Truth::Hang { .. }));
+        outcomes.iter().partition(|outcome| outcome.scenario.hangs());
     let count = |outcomes: &[&Outcome], right: fn(&Outcome) -> bool| outcomes.iter().filter(|one| right(one)).count();
     let share = |part: usize, all: usize| if all == 0 { 1.0 } else { part as f64 / all as f64 };
     let culprits = count(&hangs, Outcome::culprits_right);
@@ -160,8 +171,7 @@ struct Gaps {
 fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
     let mut gaps = Gaps::default();
     for outcome in hangs {
-        let folder = output.join(&outcome.scenario.name).join("timeline/latest");
-        let Ok(evidence) = folder::evidence(&folder) else { continue };
+        let Ok(evidence) = folder::evidence(&run::incident(output, &outcome.scenario)) else { continue };
         for missing in 0..ONE_MISSING_OF {
             let mut evidence = evidence.clone();
             for rank in evidence.ranks.iter_mut().filter(|rank| rank.rank % ONE_MISSING_OF == missing) {

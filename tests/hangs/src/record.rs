@@ -1,0 +1,173 @@
+//! The evidence of every scenario as a small file, so that the judge can be tested without processes.
+//!
+//! A file is the condensed evidence: host facts in place of stacks, and the newest operations of each flight record; compressed.
+
+use std::{
+    fs::{self, File},
+    io::Write,
+    path::{Path, PathBuf},
+};
+
+use anyhow::{Context, Result};
+use flate2::{Compression, write::GzEncoder};
+use xpu_timer_analysis::condense;
+use xpu_timer_proto::Message;
+use xpu_timer_tests::tree;
+
+use crate::{folder, scenario::Scenario};
+
+/// So many completed operations of each rank are kept.
+const OPERATIONS: usize = 96;
+
+/// Where the recorded evidence of a scenario lies.
+pub fn path(scenario: &Scenario) -> PathBuf {
+    tree().join("tests/hangs/recorded").join(format!("{}.pb.gz", scenario.name))
+}
+
+/// Records the evidence of an incident folder for a scenario.
+pub fn write(scenario: &Scenario, incident: &Path) -> Result<()> {
+    let mut evidence = folder::evidence(incident)?;
+    evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
+    let path = path(scenario);
+    fs::create_dir_all(path.parent().context("a folder")?)?;
+    let mut file =
+        GzEncoder::new(File::create(&path).with_context(|| path.display().to_string())?, Compression::best());
+    file.write_all(&evidence.encode_to_vec()).with_context(|| path.display().to_string())?;
+    file.finish().with_context(|| path.display().to_string())?;
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{collections::BTreeSet, io::Read};
+
+    use flate2::read::GzDecoder;
+    use xpu_timer_analysis::judge;
+    use xpu_timer_proto::v1::Evidence;
+
+    use super::*;
+    use crate::{corpus, scenario::Truth, score::Said};
+
+    /// Variants of each recorded job.
+    const VARIANTS: u64 = 24;
+
+    /// The recorded evidence of a scenario.
+    fn read(scenario: &Scenario) -> Result<Evidence> {
+        let path = path(scenario);
+        let mut bytes = Vec::new();
+        let file = File::open(&path).with_context(|| path.display().to_string())?;
+        GzDecoder::new(file).read_to_end(&mut bytes).with_context(|| path.display().to_string())?;
+        Evidence::decode(&bytes[..]).with_context(|| path.display().to_string())
+    }
+
+    fn recorded() -> Vec<(Scenario, Evidence)> {
+        let hangs = corpus::matching(None).expect("scenarios").into_iter();
+        let hangs: Vec<Scenario> = hangs.filter(|scenario| matches!(scenario.truth, Truth::Hang { .. })).collect();
+        assert!(hangs.len() >= 60, "the corpus has at least 60 hangs");
+        hangs
+            .into_iter()
+            .map(|scenario| {
+                let evidence = read(&scenario).expect("every hang of the corpus has recorded evidence");
+                (scenario, evidence)
+            })
+            .collect()
+    }
+
+    fn said(evidence: &Evidence) -> Said {
+        Said::of(&serde_json::to_value(judge(evidence)).expect("a verdict is JSON")).expect("a verdict has its fields")
+    }
+
+    /// Numbers that look random and are the same at every run.
+    struct Numbers(u64);
+
+    impl Numbers {
+        fn below(&mut self, limit: usize) -> usize {
+            // SplitMix64.
+            self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+            let mut mixed = self.0;
+            mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+            mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+            ((mixed ^ (mixed >> 31)) % limit as u64) as usize
+        }
+
+        fn permutation(&mut self, length: usize) -> Vec<u32> {
+            let mut order: Vec<u32> = (0..length as u32).collect();
+            for index in (1..length).rev() {
+                order.swap(index, self.below(index + 1));
+            }
+            order
+        }
+    }
+
+    #[test]
+    fn every_recorded_hang_is_judged_right() {
+        let mut wrong = Vec::new();
+        for (scenario, evidence) in recorded() {
+            let Truth::Hang { causes, culprits } = &scenario.truth else { continue };
+            let said = said(&evidence);
+            if said.culprits != *culprits || !causes.contains(&said.cause.as_str()) {
+                wrong.push(format!("{}: {} {:?}: {}", scenario.name, said.cause, said.culprits, said.sentence));
+            }
+        }
+        assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+    }
+
+    #[test]
+    fn ranks_of_other_numbers_that_arrive_in_another_order_are_judged_alike() {
+        let mut numbers = Numbers(7);
+        for (scenario, evidence) in recorded() {
+            let right = said(&evidence);
+            for _ in 0..VARIANTS {
+                let new = numbers.permutation(evidence.world_size as usize);
+                let mut other = evidence.clone();
+                for rank in &mut other.ranks {
+                    rank.rank = new[rank.rank as usize];
+                    if let Some(info) = rank.flight.as_mut().and_then(|flight| flight.rank.as_mut()) {
+                        info.rank = rank.rank as i32;
+                    }
+                }
+                if let Some(trigger) = other.trigger.as_mut().filter(|trigger| trigger.rank >= 0) {
+                    trigger.rank = new[trigger.rank as usize] as i32;
+                }
+                let order = numbers.permutation(other.ranks.len());
+                other.ranks = order.iter().map(|index| other.ranks[*index as usize].clone()).collect();
+                let moved: BTreeSet<u32> = right.culprits.iter().map(|rank| new[*rank as usize]).collect();
+                let said = said(&other);
+                assert_eq!(
+                    (said.cause.as_str(), said.culprits, said.confidence.as_str()),
+                    (right.cause.as_str(), moved.into_iter().collect(), right.confidence.as_str()),
+                    "{}: {}",
+                    scenario.name,
+                    said.sentence
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn without_some_stacks_and_records_nobody_is_accused_wrongly_with_high_confidence() {
+        let mut numbers = Numbers(11);
+        let (mut right, mut all) = (0, 0);
+        for (scenario, evidence) in recorded() {
+            let Truth::Hang { culprits, .. } = &scenario.truth else { continue };
+            for _ in 0..VARIANTS {
+                let mut other = evidence.clone();
+                let missing = (other.ranks.len() / 8).max(1);
+                for _ in 0..missing {
+                    let index = numbers.below(other.ranks.len());
+                    let rank = &mut other.ranks[index];
+                    rank.host = None;
+                    // Every second time the whole rank could not be reached.
+                    if numbers.below(2) == 0 {
+                        rank.flight = None;
+                    }
+                }
+                let said = said(&other);
+                all += 1;
+                right += usize::from(said.culprits == *culprits);
+                assert!(!said.accuses_wrongly(&scenario.truth), "{}: {}", scenario.name, said.sentence);
+            }
+        }
+        assert!(right * 100 >= all * 85, "culprits right in {right} of {all}");
+    }
+}
