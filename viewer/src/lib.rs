@@ -16,6 +16,7 @@ pub mod picture;
 pub mod report;
 pub mod stacks;
 pub mod summary;
+pub mod whole;
 
 use anyhow::{Context, bail};
 use clap::Parser;
@@ -27,6 +28,7 @@ use picture::Picture;
 use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
+use xpu_timer_analysis::prefix_tree::PrefixTree;
 
 /// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and report.html.
 ///
@@ -150,7 +152,12 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     }
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
-    let mut result = write_all(&merged, listed.world, output, choice, &mut written);
+    // Of a large job there are some dumps only, and the stacks of all ranks as trees.
+    let whole = whole::read(&path).filter(|whole| args.narrow.is_all() && whole.ranks() > merged.ranks.len());
+    let mut result = match &whole {
+        Some(whole) => write_all([&whole.native, &whole.python], whole.world, output, choice, &mut written),
+        None => write_all([&merged.native, &merged.python], listed.world, output, choice, &mut written),
+    };
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
         let about =
@@ -246,9 +253,9 @@ fn read_into(file: &DumpFile, bytes: &mut Vec<u8>) -> io::Result<()> {
     Ok(())
 }
 
-/// Writes the folded stacks and the pictures that are chosen; their paths go to `written`.
+/// Writes the folded stacks and the pictures that are chosen, of native and Python stacks; their paths go to `written`.
 pub fn write_all(
-    merged: &Merged,
+    [native, python]: [&PrefixTree; 2],
     world: u32,
     output: &Path,
     choice: Choice,
@@ -258,7 +265,7 @@ pub fn write_all(
         std::fs::create_dir_all(output).with_context(|| format!("cannot make the folder {}", shown(output)))?;
     }
     let failed = |name: &str| format!("cannot write {}; --output chooses another folder", shown(&output.join(name)));
-    for (name, tree) in [("cpp", &merged.native), ("py", &merged.python)] {
+    for (name, tree) in [("cpp", native), ("py", python)] {
         if !choice.folded && !choice.svg {
             continue;
         }
