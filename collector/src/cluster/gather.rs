@@ -195,11 +195,10 @@ impl Gather {
             native: Some(self.native.to_message()),
             python: Some(self.python.to_message()),
         };
-        let files = [("evidence.bin", evidence.encode_to_vec()), (TREES, trees.encode_to_vec())];
+        // One after the other: of a large job each is some hundred megabytes.
+        self.note(folder.write(TREES, &trees.encode_to_vec()), verdict);
         drop(trees);
-        for (name, bytes) in files {
-            self.note(folder.write(name, &bytes), verdict);
-        }
+        self.note(folder.write("evidence.bin", &evidence.encode_to_vec()), verdict);
         for (name, tree) in [("cpp_stack", &self.native), ("py_stack", &self.python)] {
             self.note(folder.write(name, folded::folded(tree, world).as_bytes()), verdict);
         }

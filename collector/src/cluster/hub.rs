@@ -88,6 +88,8 @@ const AWAY_NS: u64 = 30 * SECOND;
 const QUIET_NS: u64 = 2 * SECOND;
 /// After a restart, nodes come again within this time.
 const RETURN_NS: u64 = 60 * SECOND;
+/// What comes late is collected for so long before it is judged.
+const LATE_NS: u64 = 15 * SECOND;
 /// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
 const ALL_FILES: usize = 1024;
 const SOME_FILES: usize = 16;
@@ -406,11 +408,11 @@ impl Hub {
         let part = incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new() });
         part.ranks.union_with(&ranks);
         part.progress = Progress::Asked;
-        // The ranks of a node that was started anew are no longer those of the old one.
-        let nodes = &self.nodes;
-        let (job, attempt) = (incident.job.clone(), incident.attempt);
-        let gone = |other: &NodeId| *other != node && nodes.ranks_of(&job, attempt, *other).is_empty();
-        let successors: Vec<NodeId> = incident.parts.keys().copied().filter(gone).collect();
+        // The ranks of a node that was started anew are no longer those of the old one, which is away.
+        let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
+        let (job, attempt) = (&incident.job, incident.attempt);
+        let successors: Vec<NodeId> =
+            away.filter(|other| self.nodes.ranks_of(job, attempt, *other).is_empty()).collect();
         for old in successors {
             if incident.parts.get(&old).is_some_and(|part| part.progress != Progress::Delivered) {
                 incident.parts.remove(&old);
@@ -502,8 +504,10 @@ impl Hub {
         self.work(&id, Work::Part(Box::new(dump)));
         if last {
             if late {
-                info!("incident {id}: the part of node {name} came late; it is judged again");
-                self.judge(&id);
+                info!("incident {id}: the part of node {name} came late");
+                if let Some(incident) = self.incidents.get_mut(&id) {
+                    incident.late_since_ns.get_or_insert(now.mono_ns);
+                }
             } else {
                 self.finish_if_complete(&id, now);
             }
@@ -789,6 +793,16 @@ impl Hub {
             incident.files_wanted.clear();
             incident.files_coming.clear();
             self.fetch(id, now);
+        }
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        // Late parts are judged together: of a large job that takes seconds.
+        if let Some(since) = incident.late_since_ns.filter(|_| incident.state == State::Judged && !incident.judging) {
+            let coming = |part: &Part| matches!(part.progress, Progress::Captured | Progress::Delivering(_));
+            if now.mono_ns > since + LATE_NS || !incident.parts.values().any(coming) {
+                incident.late_since_ns = None;
+                info!("incident {id}: judged again with what came late");
+                self.judge(id);
+            }
         }
         let Some(incident) = self.incidents.get(id) else { return };
         let view = self.nodes.job(&incident.job);

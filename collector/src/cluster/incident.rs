@@ -104,8 +104,10 @@ pub struct Incident {
     pub cause: String,
     /// Culprits.
     pub culprits: Vec<u32>,
-    /// Its verdict is asked for again, because a part came late.
+    /// A verdict is being made.
     pub judging: bool,
+    /// When the first of the parts came that no verdict knows yet.
+    pub late_since_ns: Option<u64>,
     /// Nodes that are still to be asked for their files, and those that send them.
     pub files_wanted: BTreeMap<NodeId, RankSet>,
     /// Nodes that send files.
@@ -139,6 +141,7 @@ impl Incident {
             cause: String::new(),
             culprits: Vec::new(),
             judging: false,
+            late_since_ns: None,
             files_wanted: BTreeMap::new(),
             files_coming: BTreeSet::new(),
             files_until_ns: None,

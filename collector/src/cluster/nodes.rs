@@ -104,6 +104,8 @@ impl Claims {
 pub struct Nodes {
     nodes: BTreeMap<NodeId, Node>,
     by_identity: HashMap<String, NodeId>,
+    // Those without a stream.
+    away: BTreeSet<NodeId>,
     claims: BTreeMap<JobKey, Claims>,
     next: NodeId,
 }
@@ -177,6 +179,7 @@ impl Nodes {
             launches: BTreeMap::new(),
         });
         node.stream = Some((stream, outgoing));
+        self.away.remove(&id);
         id
     }
 
@@ -188,6 +191,7 @@ impl Nodes {
         }
         node.stream = None;
         node.lost_ns = now_ns;
+        self.away.insert(id);
         true
     }
 
@@ -199,6 +203,7 @@ impl Nodes {
         if !sent {
             node.stream = None;
             node.lost_ns = now_ns;
+            self.away.insert(id);
         }
         sent
     }
@@ -212,6 +217,11 @@ impl Nodes {
     /// All nodes.
     pub fn iter(&self) -> impl Iterator<Item = (NodeId, &Node)> {
         self.nodes.iter().map(|(id, node)| (*id, node))
+    }
+
+    /// Nodes without a stream.
+    pub fn away(&self) -> impl Iterator<Item = NodeId> + '_ {
+        self.away.iter().copied()
     }
 
     /// Name of a node, for people.
@@ -346,6 +356,7 @@ impl Nodes {
         self.nodes.retain(|_, node| !gone(node));
         let nodes = &self.nodes;
         self.by_identity.retain(|_, id| nodes.contains_key(id));
+        self.away.retain(|id| nodes.contains_key(id));
     }
 }
 
