@@ -1,6 +1,7 @@
 //! `cargo xtask bench`: each benchmark is a program of the crate that it measures, built in the release profile.
 
 use anyhow::{Result, bail};
+use xpu_timer_tests::PACKAGES;
 
 use crate::shell::{self, cargo};
 
@@ -15,6 +16,18 @@ pub struct Options {
 enum Bench {
     /// Stack capture, against gdb, eu-stack and py-spy; fails when a limit does not hold
     Capture {
+        /// Arguments of the benchmark; `--help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// The hook, against the same calls, loop and process without it; fails when a limit does not hold
+    Hook {
+        /// Arguments of the benchmark; `--help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
+    /// The cluster role: 12,500 nodes of 8 ranks deliver to one cluster collector; fails when a limit does not hold
+    Cluster {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
@@ -39,6 +52,19 @@ pub fn run(options: &Options) -> Result<()> {
             let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_capture"];
             shell::run(cargo(&["build", "--release"]).args(packages))?;
             let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "capture"];
+            shell::run(cargo(&benchmark).args(arguments))
+        }
+        Bench::Hook { arguments } => {
+            // What the ranks of its loop run is built like the benchmark, the hook above all.
+            let packages = PACKAGES.into_iter().chain(["xpu_timer_bench"]).flat_map(|package| ["-p", package]);
+            shell::run(cargo(&["build", "--release"]).args(packages))?;
+            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "hook"];
+            shell::run(cargo(&benchmark).args(arguments))
+        }
+        Bench::Cluster { arguments } => {
+            let packages = ["-p", "xpu_timer_collector", "-p", "xpu_timer_viewer", "--bins"];
+            shell::run(cargo(&["build", "--release"]).args(packages))?;
+            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_collector", "--example", "bench_cluster", "--"];
             shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Viewer => {

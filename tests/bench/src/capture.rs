@@ -96,7 +96,7 @@ pub fn run(options: &Options) -> Result<bool> {
         }
     }
     if options.write {
-        report.write(&tree().join("docs/benchmarks.md"))?;
+        report.write(&tree().join("docs/benchmarks.md"), "## Stack capture")?;
     }
     Ok(report.all_hold())
 }

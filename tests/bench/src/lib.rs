@@ -1,10 +1,11 @@
-//! Measures the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
+//! Measures what the hook costs, and the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
 //! machine; what counts are ratios of medians of alternating repetitions, and agreement with what the others see.
 #![forbid(unsafe_code)]
 
 mod agreement;
 mod capture;
 mod churn;
+mod hook;
 mod report;
 mod rivals;
 mod stops;
@@ -22,6 +23,8 @@ use anyhow::Result;
 pub enum Command {
     /// Runs the whole benchmark of the stack capture and prints a table; fails when a limit does not hold
     Capture(capture::Options),
+    /// Measures what the hook costs and prints a table; fails when a limit does not hold
+    Hook(hook::Options),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]
     Peak {
@@ -40,6 +43,7 @@ pub enum Command {
 pub fn run(command: &Command) -> Result<bool> {
     match command {
         Command::Capture(options) => capture::run(options),
+        Command::Hook(options) => hook::run(options),
         Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
     }
 }

@@ -19,7 +19,7 @@ pub struct Report {
     all_hold: bool,
 }
 
-/// The lines between which the generated part of the document lies.
+/// The lines between which the generated part of the document lies, behind the heading of its chapter.
 const MARKS: [&str; 2] = ["<!-- begin: written by the command above -->", "<!-- end -->"];
 
 impl Report {
@@ -73,20 +73,22 @@ impl Report {
         text
     }
 
-    /// Replaces the generated part of a document.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    /// Replaces the generated part of a document's chapter.
+    pub fn write(&self, path: &Path, chapter: &str) -> Result<()> {
         let old = fs::read_to_string(path).with_context(|| format!("{}", path.display()))?;
-        let new = replace(&old, &self.markdown()).with_context(|| format!("{}: no marks", path.display()))?;
+        let new = replace(&old, chapter, &self.markdown());
+        let new = new.with_context(|| format!("{}: no marks behind {chapter:?}", path.display()))?;
         let temporary = path.with_extension("md.new");
         fs::write(&temporary, new)?;
         fs::rename(&temporary, path).with_context(|| format!("{}", path.display()))
     }
 }
 
-fn replace(document: &str, generated: &str) -> Option<String> {
-    let (before, rest) = document.split_once(MARKS[0])?;
+fn replace(document: &str, chapter: &str, generated: &str) -> Option<String> {
+    let (before, rest) = document.split_at_checked(document.find(chapter)?)?;
+    let (head, rest) = rest.split_once(MARKS[0])?;
     let (_, after) = rest.split_once(MARKS[1])?;
-    Some(format!("{before}{}\n{generated}\n{}{after}", MARKS[0], MARKS[1]))
+    Some(format!("{before}{head}{}\n{generated}\n{}{after}", MARKS[0], MARKS[1]))
 }
 
 #[cfg(test)]
@@ -108,10 +110,11 @@ mod tests {
 
     #[test]
     fn only_the_generated_part_is_replaced() {
-        let document = format!("head\n{}\nold\n{}\ntail\n", MARKS[0], MARKS[1]);
-        let once = replace(&document, "new").unwrap();
-        assert!(once.starts_with("head\n") && once.ends_with("tail\n") && !once.contains("old"));
-        assert_eq!(replace(&once, "new").unwrap(), once);
-        assert!(replace("no marks", "new").is_none());
+        let chapter = |name: &str| format!("## {name}\n{}\nold of {name}\n{}\ntail\n", MARKS[0], MARKS[1]);
+        let document = chapter("One") + &chapter("Two");
+        let once = replace(&document, "## Two", "new").unwrap();
+        assert!(once.starts_with(&chapter("One")) && once.ends_with("tail\n") && !once.contains("old of Two"));
+        assert_eq!(replace(&once, "## Two", "new").unwrap(), once);
+        assert!(replace("## One", "## One", "new").is_none() && replace(&document, "## Three", "new").is_none());
     }
 }

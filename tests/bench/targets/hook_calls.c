@@ -2,7 +2,9 @@
  * which it does not, in turn, from several threads at once. Prints one line a thread and round: nanoseconds of CPU time a call,
  * bare and hooked.
  *
- * usage: hook_calls launch|collective|record THREADS ROUNDS CALLS */
+ * `record` times the bare event record. `memory` launches and reduces, and prints the bytes that are resident at the end.
+ *
+ * usage: hook_calls launch|collective|record|memory THREADS ROUNDS CALLS */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <stdint.h>
@@ -48,7 +50,7 @@ static void *run(void *argument) {
     void *comm = NULL;
     Id id = {{0}};
     id.internal[0] = (char)thread->number;
-    if (strcmp(what, "collective") == 0) ncclCommInitRank(&comm, 4, id, 0);
+    if (strcmp(what, "collective") == 0 || strcmp(what, "memory") == 0) ncclCommInitRank(&comm, 4, id, 0);
     for (int round = -3; round < rounds; round++) {
         double bare, hooked;
         pthread_barrier_wait(&line);
@@ -58,6 +60,10 @@ static void *run(void *argument) {
         } else if (strcmp(what, "record") == 0) {
             bare = BATCH((void)0);
             hooked = BATCH(bare_cuEventRecord(stream, stream));
+        } else if (strcmp(what, "memory") == 0) {
+            bare = BATCH(cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
+            hooked = BATCH(ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
+            usleep(10000);
         } else {
             bare = BATCH(bare_ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
             hooked = BATCH(ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
@@ -82,6 +88,13 @@ int main(int count, char **arguments) {
         if (pthread_create(&ids[number], NULL, run, &work[number]) != 0) return 1;
     }
     for (int number = 0; number < threads; number++) pthread_join(ids[number], NULL);
+    if (strcmp(what, "memory") == 0) {
+        long pages = 0, resident = 0;
+        FILE *file = fopen("/proc/self/statm", "r");
+        if (!file || fscanf(file, "%ld %ld", &pages, &resident) != 2) return 1;
+        printf("%ld\n", resident * sysconf(_SC_PAGESIZE));
+        return 0;
+    }
     for (int number = 0; number < threads; number++)
         for (int round = 0; round < rounds; round++)
             printf("%.2f %.2f\n", work[number].bare[round], work[number].hooked[round]);
