@@ -7,8 +7,9 @@ mod causes;
 mod facts;
 pub mod folded;
 mod graph;
-mod hook_report;
+pub mod groups;
 mod history;
+mod hook_report;
 mod judge;
 pub mod main_thread;
 mod matching;
@@ -26,4 +27,6 @@ mod world;
 
 pub use facts::condense;
 pub use judge::judge;
+pub use report::communicator_groups;
+pub use text::{communicator as communicator_name, operation_state};
 pub use verdict::{Cause, Confidence, Status, Timing, Verdict};

@@ -44,6 +44,27 @@ pub(crate) fn presence_name(presence: Presence) -> &'static str {
     }
 }
 
+/// Ranks of a communicator by equal state, those that are behind first: of each rank its number, how many collectives it
+/// has completed, started and launched, and what it waits in.
+pub fn communicator_groups(
+    members: impl Iterator<Item = (u32, [u64; 3], Option<OperationState>)>,
+) -> Vec<CommunicatorGroup> {
+    let mut groups: BTreeMap<([u64; 3], Option<OperationState>), Vec<u32>> = BTreeMap::new();
+    for (rank, counts, waits_in) in members {
+        groups.entry((counts, waits_in)).or_default().push(rank);
+    }
+    groups
+        .into_iter()
+        .map(|(([completed, started, launched], waits_in), ranks)| CommunicatorGroup {
+            ranks,
+            launched,
+            started,
+            completed,
+            waits_in,
+        })
+        .collect()
+}
+
 /// Every communicator on which something is pending; the one of the given event first, the others by identity.
 pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<CommunicatorReport> {
     let first = first.map(|event| match event {
@@ -67,22 +88,12 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
             comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.view, comm.id)))
         })
         .map(|(index, comm)| {
-            let mut groups: BTreeMap<(u64, u64, u64, Option<OperationState>), Vec<u32>> = BTreeMap::new();
-            for member in &comm.members {
+            let members = comm.members.iter().map(|member| {
                 let operation = member.oldest.or_else(|| pending.get(&(member.view, comm.id)).copied());
-                let key = (member.completed, member.started, member.launched, operation.map(operation_state));
-                groups.entry(key).or_default().push(case.view(member.view).rank);
-            }
-            let groups = groups
-                .into_iter()
-                .map(|((completed, started, launched, waits_in), ranks)| CommunicatorGroup {
-                    ranks,
-                    launched,
-                    started,
-                    completed,
-                    waits_in,
-                })
-                .collect();
+                let counts = [member.completed, member.started, member.launched];
+                (case.view(member.view).rank, counts, operation.map(operation_state))
+            });
+            let groups = communicator_groups(members);
             let report = CommunicatorReport {
                 id: communicator(comm.id),
                 size: comm.size,

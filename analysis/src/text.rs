@@ -101,7 +101,7 @@ pub(crate) fn dtype_name(dtype: DataType) -> &'static str {
 }
 
 /// A communicator's identity as people see it; as short as the number allows.
-pub(crate) fn communicator(id: u64) -> String {
+pub fn communicator(id: u64) -> String {
     format!("{id:#x}")
 }
 
@@ -130,7 +130,7 @@ pub(crate) fn shape(operation: &Operation) -> String {
 }
 
 /// An operation as it stands in `verdict.json`.
-pub(crate) fn operation_state(operation: &Operation) -> OperationState {
+pub fn operation_state(operation: &Operation) -> OperationState {
     OperationState {
         op: match operation.op() {
             Op::Kernel | Op::Graph | Op::Matmul | Op::Unspecified if !operation.function.is_empty() => {

@@ -4,39 +4,11 @@ use crate::dump::{DecodeError, Dump, Frame, Thread, Threads};
 use crate::stacks::{End, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
+use xpu_timer_analysis::groups;
+pub use xpu_timer_analysis::groups::{Group, Mode, Place};
 use xpu_timer_analysis::main_thread::{self, Candidate};
 use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId};
 use xpu_timer_analysis::rank_set::RankSet;
-
-/// Which of the two pictures.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
-pub enum Mode {
-    /// Python threads.
-    Python,
-    /// Native threads.
-    Native,
-}
-
-/// Ranks whose main threads have equal stacks: what STAT calls an equivalence class.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Group {
-    /// Its ranks.
-    pub ranks: RankSet,
-    /// Where they stand; none when there is no stack of them.
-    pub place: Option<Place>,
-}
-
-/// Where a group stands.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Place {
-    /// The kind of stack that was compared.
-    pub mode: Mode,
-    /// Word of the deepest frame that all ranks of the group share.
-    pub deepest: String,
-    /// Word of the first frame, from the root, that no rank outside of the group has at this place; none when others
-    /// come by everywhere, or when there are no others.
-    pub own: Option<String>,
-}
 
 /// All that the viewer says about a folder.
 #[derive(Debug)]
@@ -153,23 +125,10 @@ impl Merger {
     pub fn finish(self) -> Merged {
         let stacks_of = |mode| if mode == Mode::Native { &self.native } else { &self.python };
         let path_of = |(mode, id)| -> (Mode, Box<[WordId]>) { (mode, stacks_of(mode).words_of(id).into()) };
-        let mut paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
-        paths.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
+        let paths: Vec<_> = self.main.into_iter().map(|(main, ranks)| (ranks, main.map(path_of))).collect();
         let (native, native_ends) = self.native.into_tree();
         let (python, python_ends) = self.python.into_tree();
-        let alone = paths.len() == 1;
-        let groups = paths
-            .into_iter()
-            .map(|(ranks, path)| {
-                let place = path.and_then(|(mode, words)| {
-                    let tree = if mode == Mode::Native { &native } else { &python };
-                    let deepest = tree.words().text(*words.last()?).to_owned();
-                    let own = if alone { None } else { first_own(tree, &words, &ranks) };
-                    Some(Place { mode, deepest, own })
-                });
-                Group { ranks, place }
-            })
-            .collect();
+        let groups = groups::groups(paths, &native, &python);
         Merged {
             native,
             python,
@@ -206,19 +165,6 @@ fn add_to(map: &mut BTreeMap<String, RankSet>, key: &str, rank: u32) {
             map.insert(key.to_owned(), RankSet::from_iter([rank]));
         }
     }
-}
-
-/// The first word on the way to the leaf at which nobody but these ranks comes by.
-fn first_own(tree: &PrefixTree, words: &[WordId], ranks: &RankSet) -> Option<String> {
-    let mut at = None;
-    for &word in words {
-        let id = tree.child(at, word)?;
-        if tree.node(id).ranks.is_subset(ranks) {
-            return Some(tree.text(id).to_owned());
-        }
-        at = Some(id);
-    }
-    None
 }
 
 #[cfg(test)]

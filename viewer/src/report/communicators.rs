@@ -2,11 +2,12 @@
 //! verdict, and communicators that the verdict passes over because nothing is pending on them.
 
 use std::collections::BTreeMap;
-use xpu_timer_analysis::verdict::{CommunicatorGroup, CommunicatorReport, OperationState};
-use xpu_timer_proto::v1::{FlightRecord, Op, OpKind, OpStatus, Operation};
+use xpu_timer_analysis::verdict::{CommunicatorReport, OperationState};
+use xpu_timer_analysis::{communicator_groups, communicator_name, operation_state};
+use xpu_timer_proto::v1::{FlightRecord, OpKind, OpStatus, Operation};
 
-/// Launched, started and completed collectives.
-type Counts = (u64, u64, u64);
+/// Completed, started and launched collectives.
+type Counts = [u64; 3];
 
 /// Everything known of one communicator.
 #[derive(Debug, Default)]
@@ -27,7 +28,7 @@ impl Communicators {
         for communicator in &flight.communicators {
             let seen = self.seen.entry(communicator.id).or_default();
             seen.size = seen.size.max(communicator.size);
-            let counts = (communicator.launched, communicator.started, communicator.completed);
+            let counts = [communicator.completed, communicator.started, communicator.launched];
             seen.ranks.insert(rank, (counts, oldest_pending(flight, communicator.id)));
         }
     }
@@ -37,7 +38,7 @@ impl Communicators {
         let mut reports: Vec<CommunicatorReport> = self
             .seen
             .into_iter()
-            .map(|(id, seen)| (format!("{id:#x}"), seen))
+            .map(|(id, seen)| (communicator_name(id), seen))
             .filter(|(id, _)| listed.iter().all(|report| report.id != *id))
             .map(|(id, seen)| report(id, seen))
             .collect();
@@ -48,21 +49,7 @@ impl Communicators {
 
 fn report(id: String, seen: Seen) -> CommunicatorReport {
     let known = u32::try_from(seen.ranks.len()).unwrap_or(u32::MAX);
-    let mut groups: BTreeMap<(Counts, Option<OperationState>), Vec<u32>> = BTreeMap::new();
-    for (rank, state) in seen.ranks {
-        groups.entry(state).or_default().push(rank);
-    }
-    // The map is in the order of the counts, so that those that are behind come first.
-    let groups = groups
-        .into_iter()
-        .map(|(((launched, started, completed), waits_in), ranks)| CommunicatorGroup {
-            ranks,
-            launched,
-            started,
-            completed,
-            waits_in,
-        })
-        .collect();
+    let groups = communicator_groups(seen.ranks.into_iter().map(|(rank, (counts, state))| (rank, counts, state)));
     CommunicatorReport { id, size: seen.size, groups, silent: Vec::new(), unnamed: seen.size.saturating_sub(known) }
 }
 
@@ -72,33 +59,13 @@ fn oldest_pending(flight: &FlightRecord, communicator: u64) -> Option<OperationS
             && operation.kind() != OpKind::HostCall
             && operation.status() == OpStatus::Pending
     };
-    flight.operations.iter().filter(of_this).min_by_key(|operation| operation.ticket).map(state)
-}
-
-fn state(operation: &Operation) -> OperationState {
-    let plain = |name: &str, prefix: &str| name.strip_prefix(prefix).unwrap_or(name).to_ascii_lowercase();
-    let op = match operation.op() {
-        Op::Kernel | Op::Graph | Op::Matmul | Op::Unspecified if !operation.function.is_empty() => {
-            operation.function.clone()
-        }
-        op => plain(op.as_str_name(), "OP_"),
-    };
-    let dtype = plain(operation.dtype().as_str_name(), "DATA_TYPE_");
-    OperationState {
-        op,
-        communicator: Some(format!("{:#x}", operation.communicator)),
-        seq: operation.seq,
-        count: operation.count,
-        dtype: if dtype == "unspecified" { String::new() } else { dtype },
-        peer: u32::try_from(operation.peer).ok(),
-        started: operation.started_ns != 0,
-    }
+    flight.operations.iter().filter(of_this).min_by_key(|operation| operation.ticket).map(operation_state)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use xpu_timer_proto::v1::{Communicator, DataType};
+    use xpu_timer_proto::v1::{Communicator, DataType, Op};
 
     fn flight(launched: u64, pending: Option<u64>) -> FlightRecord {
         let operation = |seq| Operation {

@@ -1,0 +1,104 @@
+//! Ranks that stand at one place: STAT's equivalence classes, by the stacks of the main threads, and what sets each apart.
+
+use crate::prefix_tree::{PrefixTree, WordId};
+use crate::rank_set::RankSet;
+
+/// Which of the two pictures.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub enum Mode {
+    /// Python threads.
+    Python,
+    /// Native threads.
+    Native,
+}
+
+/// Ranks whose main threads have equal stacks: what STAT calls an equivalence class.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Group {
+    /// Its ranks.
+    pub ranks: RankSet,
+    /// Where they stand; none when there is no stack of them.
+    pub place: Option<Place>,
+}
+
+/// Where a group stands.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Place {
+    /// The kind of stack that was compared.
+    pub mode: Mode,
+    /// Word of the deepest frame that all ranks of the group share.
+    pub deepest: String,
+    /// Word of the first frame, from the root, that no rank outside of the group has at this place; none when others
+    /// come by everywhere, or when there are no others.
+    pub own: Option<String>,
+}
+
+/// The stack of a main thread, root first, in the words of the tree of its kind.
+pub type MainStack = (Mode, Box<[WordId]>);
+
+/// The groups of a job, the largest first. Each comes as its ranks and the words of their main threads' stack, root first, as
+/// the trees number them; no two come with the same words.
+pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree, python: &PrefixTree) -> Vec<Group> {
+    stacks.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
+    let alone = stacks.len() == 1;
+    let group = |(ranks, stack): (RankSet, Option<MainStack>)| {
+        let place = stack.and_then(|(mode, words)| {
+            let tree = if mode == Mode::Native { native } else { python };
+            let deepest = tree.words().text(*words.last()?).to_owned();
+            let own = if alone { None } else { first_own(tree, &words, &ranks) };
+            Some(Place { mode, deepest, own })
+        });
+        Group { ranks, place }
+    };
+    stacks.into_iter().map(group).collect()
+}
+
+/// The first word on the way to the leaf at which nobody but these ranks comes by.
+fn first_own(tree: &PrefixTree, words: &[WordId], ranks: &RankSet) -> Option<String> {
+    let mut at = None;
+    for &word in words {
+        let id = tree.child(at, word)?;
+        if tree.node(id).ranks.is_subset(ranks) {
+            return Some(tree.text(id).to_owned());
+        }
+        at = Some(id);
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_largest_comes_first_and_each_has_what_sets_it_apart() {
+        let mut python = PrefixTree::new();
+        let stacks = [("main;load", 0..1), ("main;step;wait", 1..4), ("main;step", 4..6)];
+        let mut of_ranks = Vec::new();
+        for (stack, ranks) in stacks {
+            let words: Box<[WordId]> = stack.split(';').map(|word| python.words_mut().intern(word)).collect();
+            let ranks: RankSet = ranks.collect();
+            python.insert_set(&words, &ranks);
+            of_ranks.push((ranks, Some((Mode::Python, words))));
+        }
+        of_ranks.push(((6..7).collect(), None));
+        let shown: Vec<_> = groups(of_ranks, &PrefixTree::new(), &python)
+            .into_iter()
+            .map(|group| {
+                let place = group.place.map(|place| (place.deepest, place.own.unwrap_or_default()));
+                (group.ranks.to_string(), place)
+            })
+            .collect();
+        let place = |deepest: &str, own: &str| Some((deepest.to_owned(), own.to_owned()));
+        assert_eq!(
+            shown,
+            [
+                ("1-3".to_owned(), place("wait", "wait")),
+                // Others come by everywhere.
+                ("4-5".to_owned(), place("step", "")),
+                ("0".to_owned(), place("load", "load")),
+                ("6".to_owned(), None),
+            ]
+        );
+    }
+}
