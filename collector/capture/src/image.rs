@@ -271,6 +271,24 @@ impl Image {
         Some(fde.initial_address()..fde.end_address())
     }
 
+    /// Rows that are kept.
+    pub fn row_count(&self) -> usize {
+        self.rows.read().unwrap_or_else(PoisonError::into_inner).len()
+    }
+
+    /// Forgets all rows.
+    pub fn forget_rows(&self) {
+        *self.rows.write().unwrap_or_else(PoisonError::into_inner) = HashMap::new();
+    }
+
+    /// Bytes that are a copy of its own; those of a mapped file belong to the system's cache.
+    pub fn copied_bytes(&self) -> usize {
+        match &self.bytes {
+            Bytes::File(_) => 0,
+            Bytes::Memory(bytes) => bytes.len(),
+        }
+    }
+
     fn find_row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Row> {
         let bases = self.bases();
         if let Some(section) = &self.eh_frame {

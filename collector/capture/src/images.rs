@@ -26,6 +26,10 @@ use crate::{
 
 /// Images kept from one capture to the next.
 const KEPT: usize = 1024;
+/// Bytes kept of objects that are copies and not mapped files.
+const KEPT_BYTES: usize = 64 << 20;
+/// Unwind rows kept of all images together, of some 200 bytes each.
+const KEPT_ROWS: usize = 1 << 16;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Key {
@@ -139,12 +143,17 @@ impl Images {
     /// Forgets what has not been used for longest.
     pub fn trim(&self) {
         let mut known = self.lock();
-        if known.len() <= KEPT {
+        let sum = |of: fn(&Image) -> usize| known.values().flatten().map(|image| of(image)).sum::<usize>();
+        if sum(Image::row_count) > KEPT_ROWS {
+            // They are quickly found again.
+            known.values().flatten().for_each(|image| image.forget_rows());
+        }
+        if known.len() <= KEPT && sum(Image::copied_bytes) <= KEPT_BYTES {
             return;
         }
         let mut used: Vec<u64> = known.values().flatten().map(|image| image.used.load(Ordering::Relaxed)).collect();
         used.sort_unstable();
-        let limit = used.len().checked_sub(KEPT / 2).map_or(0, |index| used[index]);
+        let limit = used.get(used.len() / 2).copied().unwrap_or(0);
         known.retain(|_, image| image.as_ref().is_some_and(|image| image.used.load(Ordering::Relaxed) >= limit));
     }
 

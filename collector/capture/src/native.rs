@@ -112,13 +112,13 @@ impl Thread {
                 break;
             }
             match asleep(pid, tid, space, context) {
-                Ok(Some((frames, end, number, length))) => {
-                    thread.stack_length = length;
+                Ok(Some(Sleeper { frames, end, syscall, stack_length })) => {
+                    thread.stack_length = stack_length;
                     if !slept(pid, tid, &schedule, &thread.status) {
                         continue;
                     }
                     thread.frames = frames;
-                    thread.syscall = Some(number);
+                    thread.syscall = Some(syscall);
                     thread.method = CaptureMethod::ZeroStop;
                     thread.incomplete = end.describe();
                     // Registers that only a stop can tell; everything else would be no better with one.
@@ -291,21 +291,30 @@ pub(crate) fn stop_together(
     gone
 }
 
-/// Unwinds a thread as it sleeps, on memory that is copied as the unwinding comes to it. `None` when it does not sleep. The
-/// numbers are that of the system call and that of the bytes of stack that were copied.
+/// What a look at a sleeping thread gives.
+struct Sleeper {
+    frames: Vec<RawFrame>,
+    end: End,
+    /// Number of the system call.
+    syscall: i64,
+    /// Bytes of stack that were copied.
+    stack_length: usize,
+}
+
+/// Unwinds a thread as it sleeps, on memory that is copied as the unwinding comes to it. `None` when it does not sleep.
 fn asleep(
     pid: i32,
     tid: i32,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
-) -> Result<Option<(Vec<RawFrame>, End, i64, usize)>, Error> {
+) -> Result<Option<Sleeper>, Error> {
     let syscall = procfs::syscall(pid, tid)?;
     let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
     let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
     let memory = Memory::of_sleeper(tid, space);
     memory.fetch_stack(registers.sp())?;
     let (frames, end) = unwind(registers, &memory, space, context);
-    Ok(Some((frames, end, number, memory.stack_length())))
+    Ok(Some(Sleeper { frames, end, syscall: number, stack_length: memory.stack_length() }))
 }
 
 /// Whether a thread has not run since its schedule was read. Being put on a CPU is counted before it happens, so an unchanged

@@ -22,6 +22,12 @@ const RESET: &str = "\x1b[0m";
 
 /// Thread ids named in a folded block.
 const NAMED: usize = 8;
+/// Frames of a run that is looked for in recursion, at most.
+const LONGEST_RUN: usize = 64;
+/// How often a run has to come to be shown once.
+const FEWEST_TIMES: usize = 3;
+/// Lines that this has to save.
+const FEWEST_HIDDEN: usize = 4;
 
 /// Writes one process and its descendants.
 pub(super) fn print(out: &mut impl Write, process: &ProcessCapture, view: View, colour: bool) -> io::Result<()> {
@@ -139,8 +145,9 @@ fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Pain
     let name =
         if name.is_empty() || name == comm { quoted(comm) } else { format!("{} ({})", quoted(name), clean(comm)) };
     let place = if thread.wchan.is_empty() { String::new() } else { format!(" in {}", clean(&thread.wchan)) };
+    let taken = if thread.capture() == CaptureMethod::Ptrace { ", stopped to look" } else { "" };
     format!(
-        "Thread {} {name} {}{place}{}",
+        "Thread {} {name} {}{place}{taken}{}",
         thread.pid,
         thread.state,
         trace.map_or(String::new(), |trace| gil(trace, paint))
@@ -161,7 +168,7 @@ fn body(
     let python = trace.map_or(&[][..], |trace| trace.frames.as_slice());
     let python_lines = || python.iter().map(|frame| python_line(frame, paint));
     if view == View::Python {
-        return python_lines().collect();
+        return fold(python_lines().collect(), paint);
     }
     let native_lines = || thread.frames.iter().map(|frame| native_line(frame, paint));
     let mut lines: Vec<String> = Vec::new();
@@ -178,6 +185,7 @@ fn body(
         lines.push(format!("  {}", paint.with(DIM, "native (it does not fit to the Python stack):")));
         lines.extend(native_lines());
     }
+    let mut lines = fold(lines, paint);
     if !thread.incomplete.is_empty() {
         lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", clean(&thread.incomplete)))));
     }
@@ -187,14 +195,53 @@ fn body(
     lines
 }
 
-fn native_line(frame: &PstackFrame, paint: Paint) -> String {
-    let inlined = if frame.inlined { " [inlined]" } else { "" };
-    let name = if frame.func_name == "??" { format!("?? {:#x}", frame.pc) } else { clean(&frame.func_name) };
-    format!("    {name}{} {}", paint.with(DIM, inlined), paint.with(DIM, clean(&frame.file_name)))
+/// Recursion makes stacks of a hundred times the same frames: such a run is shown once, with how often it comes.
+fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
+    let mut numbers: HashMap<&str, usize> = HashMap::new();
+    let mut ids = Vec::with_capacity(lines.len());
+    for line in &lines {
+        let next = numbers.len();
+        ids.push(*numbers.entry(line).or_insert(next));
+    }
+    let mut folded = Vec::with_capacity(lines.len());
+    let mut at = 0;
+    while at < lines.len() {
+        let rest = &ids[at..];
+        // How often the run of that length comes at this place, one after the other.
+        let times = |length: usize| rest.chunks_exact(length).take_while(|chunk| *chunk == &rest[..length]).count();
+        let longest = LONGEST_RUN.min(rest.len() / FEWEST_TIMES);
+        let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= FEWEST_TIMES);
+        // The one that hides most; of equals the shortest.
+        let best = runs.max_by_key(|(length, times)| (length * (times - 1), std::cmp::Reverse(*length)));
+        let (length, times) = best.filter(|(length, times)| length * (times - 1) >= FEWEST_HIDDEN).unwrap_or((1, 1));
+        folded.extend_from_slice(&lines[at..at + length]);
+        if times > 1 {
+            let what = if length == 1 { "frame".into() } else { format!("{length} frames") };
+            let more = format!("... the {what} above {} more times", times - 1);
+            folded.push(format!("    {}", paint.with(DIM, more)));
+        }
+        at += length * times;
+    }
+    folded
 }
 
+fn native_line(frame: &PstackFrame, paint: Paint) -> String {
+    let inlined = if frame.inlined { " [inlined]" } else { "" };
+    let file = frame.module.rsplit('/').next().unwrap_or_default();
+    // Where there is no line, the name of the object says enough, and with its address whoever has its symbols finds out.
+    let (name, place) = match (frame.func_name.as_str(), frame.file_name == frame.module) {
+        ("??", true) if frame.module_address != 0 => (&*format!("?? {file}+{:#x}", frame.module_address), ""),
+        ("??", _) => (&*format!("?? {:#x}", frame.pc), frame.file_name.as_str()),
+        (name, true) => (name, file),
+        (name, false) => (name, frame.file_name.as_str()),
+    };
+    let line = format!("    {}{} {}", clean(name), paint.with(DIM, inlined), paint.with(DIM, clean(place)));
+    line.trim_end().to_string()
+}
+
+/// Marked, because what people look for first is their own code.
 fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
-    format!("    {} {}", paint.with(CYAN, clean(&frame.func_name)), clean(&frame.file_name))
+    format!("  {} {} {}", paint.with(CYAN, ">"), paint.with(CYAN, clean(&frame.func_name)), clean(&frame.file_name))
 }
 
 fn quoted(name: &str) -> String {
@@ -208,4 +255,46 @@ fn count(number: usize, what: &str) -> String {
 /// What a process calls itself may hold anything, also sequences that command a terminal.
 fn clean(text: &str) -> String {
     text.chars().map(|character| if character.is_control() { ' ' } else { character }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn fold_text(text: &str) -> String {
+        let lines = text.split(' ').map(str::to_string).collect();
+        fold(lines, Paint { colour: false }).iter().map(|line| line.trim()).collect::<Vec<_>>().join(" ")
+    }
+
+    #[test]
+    fn recursion_is_shown_once() {
+        assert_eq!(fold_text("a b b b b b c"), "a b ... the frame above 4 more times c");
+        assert_eq!(fold_text("x a b a b a b a y"), "x a b ... the 2 frames above 2 more times a y");
+        assert_eq!(fold_text("a a a b a b c"), "a a a b a b c", "too little to be worth it");
+        assert_eq!(fold_text("a b c d"), "a b c d");
+        let deep = vec!["f"; 5000].join(" ");
+        assert_eq!(fold_text(&deep), "f ... the frame above 4999 more times");
+    }
+
+    #[test]
+    fn places_of_native_frames() {
+        let paint = Paint { colour: false };
+        let mut frame = PstackFrame {
+            func_name: "poll".into(),
+            file_name: "/lib/libc.so.6".into(),
+            module: "/lib/libc.so.6".into(),
+            pc: 0x7f12,
+            module_address: 0x12,
+            ..PstackFrame::default()
+        };
+        assert_eq!(native_line(&frame, paint), "    poll libc.so.6");
+        frame.file_name = "/src/poll.c:7".into();
+        assert_eq!(native_line(&frame, paint), "    poll /src/poll.c:7");
+        frame.file_name = frame.module.clone();
+        frame.func_name = "??".into();
+        assert_eq!(native_line(&frame, paint), "    ?? libc.so.6+0x12");
+        frame.module = String::new();
+        frame.file_name = "??".into();
+        assert_eq!(native_line(&frame, paint), "    ?? 0x7f12 ??");
+    }
 }

@@ -182,11 +182,11 @@ fn the_command_prints_what_a_person_reads() {
     assert!(text.contains(&format!("Process {}: ", process.pid())), "{text}");
     assert!(text.contains("3 threads with the same stack"), "{text}");
     assert!(text.contains("\"worker-2\" (python"), "{text}");
-    assert!(text.contains(&format!("    step {script}:13\n")), "{text}");
+    assert!(text.contains(&format!("  > step {script}:13\n")), "{text}");
     assert!(text.contains("\"MainThread\""), "{text}");
     assert!(!text.contains('\x1b'), "no colours into a pipe");
     // C below Python, and the interpreter's loop replaced.
-    let step = text.find(&format!("    step {script}")).expect("in the text");
+    let step = text.find(&format!("  > step {script}")).expect("in the text");
     assert!(text.find("sleep").is_some_and(|sleep| sleep < step), "{text}");
     assert!(!text.contains("_PyEval_EvalFrameDefault"), "{text}");
     let text = dump(&["--python"]);
