@@ -7,7 +7,10 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use super::target::{Process, Program};
+use super::{
+    symbols,
+    target::{Process, Program},
+};
 
 /// A library of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -25,7 +28,8 @@ pub fn of_process(process: &Process) -> Vec<Library> {
         let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
         let name = path.rsplit('/').next()?.to_string();
         let file = PathBuf::from(format!("/proc/{}/root{path}", process.pid));
-        name.contains(".so").then_some(Library { name, file })
+        // Opened by a link, a library is mapped under another file's name.
+        name.contains(".so").then(|| Library { name: symbols::soname(&file).unwrap_or(name), file })
     };
     process.mapped.iter().filter_map(library).collect()
 }

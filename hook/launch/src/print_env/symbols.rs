@@ -1,18 +1,54 @@
-//! Names of functions that a library exports.
+//! What a library says of itself: its soname, and the names of the functions that it exports. Only the parts of the file that are
+//! needed are read, because libraries of a gigabyte are usual here.
 
-use std::{collections::BTreeSet, fs, path::Path};
+use std::{collections::BTreeSet, fs::File, path::Path};
 
 use anyhow::{Context, Result};
-use object::{Object, ObjectSymbol, SymbolKind};
+use object::{
+    Endianness, Object, ObjectSymbol, ReadCache, SymbolKind,
+    elf::{DT_SONAME, FileHeader64},
+    read::elf::{Dyn, FileHeader},
+};
 
 /// Names of the functions in a library's dynamic symbol table.
 ///
 /// # Errors
 /// When it cannot be read or is no ELF file.
 pub fn exported(library: &Path) -> Result<BTreeSet<String>> {
-    let bytes = fs::read(library).with_context(|| format!("{}", library.display()))?;
-    let file = object::File::parse(&*bytes).with_context(|| format!("{}", library.display()))?;
-    let function = |symbol: &object::Symbol<'_, '_>| symbol.is_definition() && symbol.kind() == SymbolKind::Text;
-    let names = file.dynamic_symbols().filter(function).filter_map(|symbol| Some(symbol.name().ok()?.to_string()));
-    Ok(names.collect())
+    let bytes = open(library)?;
+    let file = object::File::parse(&bytes).with_context(|| format!("{}", library.display()))?;
+    let symbols = file.dynamic_symbols().filter(|symbol| symbol.is_definition() && symbol.kind() == SymbolKind::Text);
+    Ok(symbols.filter_map(|symbol| Some(symbol.name().ok()?.to_string())).collect())
+}
+
+/// The name by which other objects ask for a library. `None` when it has none, or is no ELF library.
+pub fn soname(library: &Path) -> Option<String> {
+    let bytes = open(library).ok()?;
+    let header = FileHeader64::<Endianness>::parse(&bytes).ok()?;
+    let endian = header.endian().ok()?;
+    let sections = header.sections(endian, &bytes).ok()?;
+    let (entries, link) = sections.dynamic(endian, &bytes).ok()??;
+    let strings = sections.strings(endian, &bytes, link).ok()?;
+    let name = entries.iter().find(|entry| entry.tag(endian) == DT_SONAME)?.string(endian, strings).ok()?;
+    Some(String::from_utf8_lossy(name).into_owned())
+}
+
+fn open(library: &Path) -> Result<ReadCache<File>> {
+    Ok(ReadCache::new(File::open(library).with_context(|| format!("{}", library.display()))?))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_c_library_has_its_soname_and_functions() {
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let libc = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
+        let libc = Path::new(libc.expect("this test is linked to it"));
+        assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));
+        assert!(exported(libc).unwrap().contains("fopen"));
+        assert_eq!(soname(Path::new("/proc/self/maps")), None);
+        assert!(exported(Path::new("/nowhere.so")).is_err());
+    }
 }

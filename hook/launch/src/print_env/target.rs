@@ -105,11 +105,14 @@ fn process(pid: i32) -> Result<Process> {
 }
 
 fn program(words: &[OsString]) -> Result<Program> {
-    let named = find(&words[0])?;
-    let (file, script) = match interpreter_of_script(&named)? {
-        Some(interpreter) => (find(&interpreter)?, true),
-        None => (named.clone(), false),
-    };
+    let mut file = find(&words[0])?;
+    let mut script = false;
+    // An interpreter may be a script itself, as those of pyenv are; the kernel allows four of them behind each other.
+    for _ in 0..5 {
+        let Some(interpreter) = interpreter_of_script(&file)? else { break };
+        file = find(&interpreter)?;
+        script = true;
+    }
     let bytes = fs::read(&file).with_context(|| format!("{}", file.display()))?;
     let Ok(header) = object::elf::FileHeader64::<object::Endianness>::parse(&*bytes) else {
         bail!("{} is neither a 64-bit ELF program nor a script", file.display());
