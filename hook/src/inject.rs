@@ -3,8 +3,6 @@
 
 use std::sync::{Mutex, atomic::Ordering};
 
-use xpu_timer_proto::ring::{coverage, offset};
-
 use crate::{
     config::{self, Environment},
     original::Function,
@@ -33,7 +31,7 @@ fn parse(text: &str) -> Option<(String, u64)> {
 pub fn maybe_panic(function: &'static Function) {
     let Some(recorder) = start::running() else { return };
     let index = function.coverage.load(Ordering::Relaxed) as usize;
-    let calls = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
+    let calls = recorder.calls(index);
     let hit = WANTED.try_lock().is_ok_and(|wanted| {
         wanted.as_ref().is_some_and(|(name, call)| (name == "*" || name == function.text()) && *call == calls)
     });

@@ -5,13 +5,13 @@
 //! of the function that is not the exported one, so no caller ever lands in another original than its own.
 
 use std::{
-    ffi::{CStr, c_char, c_int, c_void},
+    ffi::{CStr, CString, c_char, c_int, c_void},
     sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering},
 };
 
 use xpu_timer_proto::family::Library;
 
-use crate::{family, thread_state::in_hook};
+use crate::{family, sys, thread_state::in_hook};
 
 /// Originals a row.
 pub const SLOTS: usize = 4;
@@ -67,7 +67,7 @@ impl Function {
     #[inline]
     pub fn real(&self, slot: usize) -> *mut c_void {
         let real = self.reals[slot].load(Ordering::Acquire);
-        if real.is_null() && slot == 0 { self.resolve() } else { real }
+        if real.is_null() && slot == 0 { self.resolve_for_call() } else { real }
     }
 
     /// A function of the very object that holds an original, because a handle of one version of a library must never meet the
@@ -125,7 +125,7 @@ impl Function {
             return known;
         }
         // An errno of ours must not show in the host, and a hooked function that the loader calls must not be recorded.
-        let errno = crate::sys::errno();
+        let errno = sys::errno();
         let saved = errno.get();
         let found = in_hook(|| self.search());
         errno.set(saved);
@@ -136,29 +136,68 @@ impl Function {
     }
 
     fn search(&self) -> *mut c_void {
+        let named = self.library_variable().and_then(sys::variable).and_then(|path| CString::new(path).ok());
+        if let Some(found) = named.and_then(|path| self.find_in(loaded(&path)?)) {
+            return found;
+        }
         let next = look_up(libc::RTLD_NEXT, self.name);
         if usable(next) {
             return next;
         }
-        for family in family::in_order() {
-            for soname in family.sonames(self.library) {
-                let Some(library) = loaded(soname) else { continue };
-                if self.library == Library::Collectives {
-                    let mut name = [0u8; 64];
-                    let real = prefixed(family.original_prefix, self.name, &mut name)
-                        .map_or(std::ptr::null_mut(), |name| look_up(library, name));
-                    if usable(real) {
-                        return real;
-                    }
-                }
-                let real = look_up(library, self.name);
-                if usable(real) {
-                    return real;
-                }
-            }
+        let sonames = family::in_order().flat_map(|family| family.sonames(self.library));
+        if let Some(found) = sonames.filter_map(|soname| loaded(soname)).find_map(|library| self.find_in(library)) {
+            return found;
         }
         let host = crate::host::loaded(self.library).into_iter().map(|library| look_up(library, self.name));
         host.into_iter().find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
+    }
+
+    /// The original in a library: of a collective by the name that its profiling interface has for it, which the library does not
+    /// call by itself.
+    fn find_in(&self, library: *mut c_void) -> Option<*mut c_void> {
+        let mut name = [0; 64];
+        let profiled = (self.library == Library::Collectives).then(|| prefixed(c"p", self.name, &mut name)).flatten();
+        let names = profiled.into_iter().chain([self.name]);
+        names.map(|name| look_up(library, name)).find(|real| usable(*real))
+    }
+
+    /// The variable that names the library of this function, for one whose name nobody knows.
+    fn library_variable(&self) -> Option<&'static CStr> {
+        match self.library {
+            Library::Collectives => Some(c"XPU_TIMER_NCCL_LIB_PATH"),
+            Library::Blas if self.text().contains("Lt") => Some(c"XPU_TIMER_CUBLASLT_LIB_PATH"),
+            Library::Blas => Some(c"XPU_TIMER_CUBLAS_LIB_PATH"),
+            _ => None,
+        }
+    }
+
+    /// The original for a caller who was bound to the exported symbol although no original is to be found: it is in a library of
+    /// another name, opened so that only its users see it. Without the hook the call would work, so it must with it.
+    #[cold]
+    fn resolve_for_call(&self) -> *mut c_void {
+        let found = self.resolve();
+        if !found.is_null() {
+            return found;
+        }
+        let errno = sys::errno();
+        let saved = errno.get();
+        let found = in_hook(|| {
+            let anywhere = objects().into_iter().filter(|path| !path.is_empty()).find_map(|path| {
+                let library = loaded(&path)?;
+                let found = self.find_in(library);
+                if found.is_none() {
+                    // SAFETY: the reference that was just taken, of a library that is none of ours.
+                    unsafe { libc::dlclose(library) };
+                }
+                found
+            });
+            anywhere.unwrap_or(std::ptr::null_mut())
+        });
+        errno.set(saved);
+        if !found.is_null() {
+            self.reals[0].store(found, Ordering::Release);
+        }
+        found
     }
 
     /// The wrapper for an original that the host looked up by itself. The original as it is when it is ours already, or
@@ -234,6 +273,20 @@ pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
+/// Paths of all loaded objects, as they were opened; empty for the program. Asked of dl_iterate_phdr: dlopen would block behind
+/// another library's constructor, and /proc/self/maps shows what a soname's link points to.
+pub fn objects() -> Vec<CString> {
+    unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
+        // SAFETY: the linker's own structure and string, and the vector that was passed below.
+        unsafe { (*paths.cast::<Vec<CString>>()).push(CStr::from_ptr((*info).dlpi_name).to_owned()) };
+        0
+    }
+    let mut paths = Vec::new();
+    // SAFETY: the callback gets the vector that it expects, and does not keep it.
+    unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) };
+    paths
+}
+
 /// The C library's dlsym, called from the hook.
 pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
     // SAFETY: the handle is one of the linker's, the name a C string.
@@ -286,17 +339,12 @@ unsafe extern "C" fn nothing(_: *mut c_void, _: *const c_char) -> *mut c_void {
     std::ptr::null_mut()
 }
 
-/// Calls a collective library's function that takes a communicator and gives an int, when it is there.
-pub fn comm_number(name: &'static CStr, comm: *mut c_void) -> Option<c_int> {
+/// Calls a collective library's function that takes a communicator and gives an int.
+pub fn comm_number(function: *mut c_void, comm: *mut c_void) -> Option<c_int> {
     type Getter = unsafe extern "C" fn(*mut c_void, *mut c_int) -> c_int;
-    let row = Function::new(name, Library::Collectives, [Wrapper(std::ptr::null()); SLOTS]);
-    let real = row.resolve();
-    if real.is_null() {
-        return None;
-    }
     let mut number = 0;
-    // SAFETY: ncclCommCount, ncclCommUserRank and ncclCommCuDevice have this type; the caller's communicator is live.
-    let result = unsafe { std::mem::transmute::<*mut c_void, Getter>(real)(comm, &mut number) };
+    // SAFETY: a companion of a function that was given this live communicator; ncclCommCount and ncclCommUserRank have this type.
+    let result = unsafe { std::mem::transmute::<*mut c_void, Getter>(function)(comm, &mut number) };
     (result == 0).then_some(number)
 }
 

@@ -3,15 +3,15 @@
 //! Until that call the process has nothing of the hook but its code: no thread, no descriptor, no memory. A forked child is such a process again.
 
 use std::{
-    ffi::OsString,
-    os::unix::ffi::OsStringExt,
-    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering},
 };
 
 use xpu_timer_proto::ring::{coverage, header, offset};
 
 use crate::{
     config, cost, inject,
+    original::look_up,
     recorder::Recorder,
     ring::{COVERAGE_NAME_BYTES, store_text},
     sys::{self, Descriptor},
@@ -111,6 +111,7 @@ fn set_up() -> Option<&'static Recorder> {
         // SAFETY: a handler of the right type, in a library that is never unloaded. A failure costs what it does.
         unsafe { libc::atexit(at_exit) };
     }
+    OWNER.store(std::process::id() as c_int, Ordering::Relaxed);
     RECORDER.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
     watcher::spawn(recorder, environment);
     Some(recorder)
@@ -136,13 +137,8 @@ pub fn turn_off() {
 pub fn disabled() -> bool {
     match DISABLED.load(Ordering::Relaxed) {
         0 => {
-            // SAFETY: a C string; the value is copied before anything else can change the environment.
-            let value = unsafe { libc::getenv(c"XPU_TIMER_DISABLE".as_ptr()) };
-            let text = (!value.is_null()).then(|| {
-                // SAFETY: getenv's string is terminated.
-                let bytes = unsafe { std::ffi::CStr::from_ptr(value) }.to_bytes();
-                OsString::from_vec(bytes.to_vec()).to_string_lossy().into_owned()
-            });
+            let value = sys::variable(c"XPU_TIMER_DISABLE");
+            let text = value.map(|value| String::from_utf8_lossy(&value).into_owned());
             let source = xpu_timer_proto::env::Source::new(move |_| text.clone(), "");
             let disabled = source.flag("XPU_TIMER_DISABLE");
             DISABLED.store(1 + u32::from(disabled), Ordering::Relaxed);
@@ -200,6 +196,16 @@ extern "C" fn after_fork_in_child() {
 extern "C" fn at_exit() {
     let Some(recorder) = running() else { return };
     ENDING.store(true, Ordering::SeqCst);
+    say_goodbye();
+    // The watcher is normally asleep, or microseconds inside an event query.
+    let deadline = sys::now_ns() + 50_000_000;
+    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && sys::now_ns() < deadline {
+        std::thread::yield_now();
+    }
+}
+
+/// Tells the collector that this end is meant.
+fn say_goodbye() {
     if let Some(fd) = CONNECTION.get() {
         let goodbye = watcher::GOODBYE;
         // SAFETY: the descriptor is a socket of ours, checked just now; nothing waits and no signal is raised.
@@ -207,11 +213,46 @@ extern "C" fn at_exit() {
             libc::send(fd, goodbye.as_ptr().cast(), goodbye.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
         }
     }
-    // The watcher is normally asleep, or microseconds inside an event query.
-    let deadline = sys::now_ns() + 50_000_000;
-    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && sys::now_ns() < deadline {
-        std::thread::yield_now();
+}
+
+/// The C library's function, or another preloaded library's, looked for when nothing can be in its way yet.
+static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+/// The process whose recorder this is: a child of vfork shares its memory and its socket.
+static OWNER: AtomicI32 = AtomicI32::new(0);
+
+/// Exported in place of the C library's: an end with success and without handlers (`os._exit(0)`) is no death either. Nothing here
+/// but system calls, because a signal handler or a child of vfork may call it.
+///
+/// # Safety
+/// As _exit(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _exit(status: c_int) -> ! {
+    // SAFETY: getpid takes nothing and cannot fail.
+    if status == 0 && running().is_some() && OWNER.load(Ordering::Relaxed) == unsafe { libc::getpid() } {
+        say_goodbye();
     }
+    let next = NEXT_EXIT.load(Ordering::Relaxed);
+    if !next.is_null() {
+        // SAFETY: the next function of this name, found when the hook was loaded.
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(next)(status) };
+    }
+    loop {
+        // SAFETY: ends the process, as the C library's function does.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// As [`_exit`], by the name of ISO C.
+///
+/// # Safety
+/// As _Exit(3).
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
+    // SAFETY: the caller's own argument.
+    unsafe { _exit(status) }
 }
 
 /// Runs when the library is loaded: only what must be there before anything can go wrong.
@@ -221,6 +262,7 @@ extern "C" fn on_load() {
     std::panic::set_hook(Box::new(|_| {}));
     let errno = sys::errno();
     let saved = errno.get();
+    NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
     crate::hooked::guarded(tracer::allow_from_environment);
     crate::hooked::guarded(|| in_hook(crate::inline::start));
     errno.set(saved);

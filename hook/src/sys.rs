@@ -3,7 +3,7 @@
 
 use std::{
     cell::Cell,
-    ffi::{c_int, c_void},
+    ffi::{CStr, c_int, c_void},
     io,
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
@@ -50,6 +50,14 @@ pub fn is_thread(tid: u32) -> bool {
     // SAFETY: signal 0 is only checked and never sent; both numbers are plain.
     let answer = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, 0) };
     answer == 0 || errno().get() != libc::ESRCH
+}
+
+/// A variable of the environment, copied before anything else can change it.
+pub fn variable(name: &CStr) -> Option<Vec<u8>> {
+    // SAFETY: a C string.
+    let value = unsafe { libc::getenv(name.as_ptr()) };
+    // SAFETY: getenv's string is terminated.
+    (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
 }
 
 /// Whether the process has one thread only. False when nobody can tell.

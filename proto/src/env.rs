@@ -66,6 +66,9 @@ variables! {
     XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
     XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
     XPU_TIMER_INLINE = "auto", "code that is replaced where no symbol can be interposed: off; auto: collectives and matrix products linked statically or bound to themselves, gloo; all: the driver and the runtime too";
+    XPU_TIMER_NCCL_LIB_PATH = "", "the collective library, when its name is none that is known";
+    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for matrix products";
+    XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
     XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
     XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children; set by xpu_timer_launch";

@@ -68,7 +68,7 @@ struct Hook {
 
 /// Called once when the hook is loaded, before the program runs.
 pub fn start() {
-    let level = match setting(c"XPU_TIMER_INLINE").as_deref() {
+    let level = match sys::variable(c"XPU_TIMER_INLINE").as_deref() {
         Some(b"off" | b"0") => Level::Off,
         Some(b"all") => Level::All,
         _ => Level::Auto,
@@ -81,13 +81,6 @@ pub fn start() {
     look_at_new();
     // Under a debugger the linker's function is not empty; then what is loaded later stays as it is.
     loader::listen();
-}
-
-fn setting(name: &CStr) -> Option<Vec<u8>> {
-    // SAFETY: a C string; the value is copied before anything else can change the environment.
-    let value = unsafe { libc::getenv(name.as_ptr()) };
-    // SAFETY: getenv's string is terminated.
-    (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
 }
 
 /// Looks at every object that is new in the linker's list. Called while the list cannot change.

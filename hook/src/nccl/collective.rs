@@ -12,6 +12,7 @@ use crate::{
     abi::{Comm, Stream},
     bracket::{self, Open},
     graphs::{self, Held},
+    hooked::Site,
     recorder::{Begin, Recorder},
     thread_state,
 };
@@ -37,9 +38,9 @@ impl Call {
 }
 
 /// Before a collective. In a group it is only queued; the end of the group brackets it.
-pub fn collective(recorder: &'static Recorder, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
+pub fn collective(recorder: &'static Recorder, site: Site, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
     let stream = stream as usize;
-    let comm = known(recorder, handle);
+    let comm = known(recorder, site, handle);
     // A captured collective does not happen now. Each launch of its graph gives it a number.
     if bracket::is_captured(stream) {
         if let Some(comm) = comm {

@@ -1,7 +1,7 @@
 //! The life of communicators: identity, state, and the host calls that can block until the peers come.
 
 use std::{
-    ffi::{CStr, c_int, c_void},
+    ffi::{c_int, c_void},
     sync::atomic::Ordering,
 };
 
@@ -16,7 +16,7 @@ use crate::{
     bracket::{chain, close_all, comm_of},
     comms::{NewComm, hash, local_id},
     device::device,
-    hooked::After,
+    hooked::{After, Site},
     original::comm_number,
     recorder::{Begin, Recorder},
     sys, thread_state,
@@ -49,12 +49,12 @@ fn handle_at(place: usize) -> usize {
 
 /// The communicator of a handle. One that was created where the hook did not see it gets an identity of its own: it cannot be
 /// matched with other ranks', but its operations are still watched.
-pub fn known(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
-    recorder.comms.find(handle as usize).or_else(|| adopt(recorder, handle))
+pub fn known(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
+    recorder.comms.find(handle as usize).or_else(|| adopt(recorder, site, handle))
 }
 
 #[cold]
-fn adopt(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
+fn adopt(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
     if handle.is_null() {
         return None;
     }
@@ -66,24 +66,26 @@ fn adopt(recorder: &'static Recorder, handle: Comm) -> Option<usize> {
         parent: 0,
         created_ns: sys::now_ns(),
     })?;
-    ready(recorder, index, handle as usize);
+    ready(recorder, site, index, handle as usize);
     Some(index)
 }
 
 /// A communicator can be used. Its size and rank are asked for when nobody said them.
-fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
+fn ready(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
-    complete(recorder, index, handle);
+    complete(recorder, site, index, handle);
 }
 
-fn complete(recorder: &'static Recorder, index: usize, handle: usize) {
+fn complete(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
     let known = recorder.comm_word(index, xpu_timer_proto::ring::comm::SIZE_RANK).load(Ordering::Relaxed);
     if known as u32 == 0 {
-        let comm = handle as *mut c_void;
-        let ask = |names: [&'static CStr; 2]| names.into_iter().find_map(|name| comm_number(name, comm));
-        let size = ask([c"ncclCommCount", c"mcclCommCount"]).unwrap_or(0);
-        let rank = ask([c"ncclCommUserRank", c"mcclCommUserRank"]).unwrap_or(-1);
+        let ask = |number, names| {
+            let function = site.companion(number, names)?;
+            comm_number(function, handle as *mut c_void)
+        };
+        let size = ask(0, &[c"ncclCommCount", c"mcclCommCount"]).unwrap_or(0);
+        let rank = ask(1, &[c"ncclCommUserRank", c"mcclCommUserRank"]).unwrap_or(-1);
         recorder.set_comm_size_rank(index, size as u32, rank);
     }
 }
@@ -110,21 +112,22 @@ fn host_call(
 
 /// A call that makes one communicator.
 pub struct Creating {
+    site: Site,
     /// Slot of the host call, unless there was none, or it is queued in a group.
     slot: Option<usize>,
     comm: Option<usize>,
     output: usize,
 }
 
-fn create(recorder: &'static Recorder, op: Op, name: &'static str, new: &NewComm, output: *mut Comm) -> Creating {
+fn create(recorder: &'static Recorder, site: Site, op: Op, new: &NewComm, output: *mut Comm) -> Creating {
     let comm = recorder.create_comm(new);
-    let slot = host_call(recorder, op, name, comm, new.id, -1);
-    let creating = Creating { slot, comm, output: output as usize };
+    let slot = host_call(recorder, op, site.function.text(), comm, new.id, -1);
+    let creating = Creating { site, slot, comm, output: output as usize };
     let Some(index) = slot else { return creating };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
         recorder.slots[index].output.store(output as usize, Ordering::Relaxed);
         group::queue(recorder, index);
-        return Creating { slot: None, comm: None, output: 0 };
+        return Creating { site, slot: None, comm: None, output: 0 };
     }
     recorder.hand_over(index, sys::now_ns());
     creating
@@ -132,18 +135,24 @@ fn create(recorder: &'static Recorder, op: Op, name: &'static str, new: &NewComm
 
 impl After for Creating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
-        created(recorder, self.slot, self.comm, handle_at(self.output), result);
+        created(recorder, self.site, (self.slot, self.comm), handle_at(self.output), result);
     }
 }
 
-fn created(recorder: &'static Recorder, slot: Option<usize>, comm: Option<usize>, handle: usize, result: c_int) {
+fn created(
+    recorder: &'static Recorder,
+    site: Site,
+    (slot, comm): (Option<usize>, Option<usize>),
+    handle: usize,
+    result: c_int,
+) {
     let now = sys::now_ns();
     if let Some(slot) = slot {
         recorder.returned(slot, now);
     }
     if let Some(comm) = comm {
         match result {
-            SUCCESS => ready(recorder, comm, handle),
+            SUCCESS => ready(recorder, site, comm, handle),
             NCCL_IN_PROGRESS => recorder.set_comm_handle(comm, handle),
             _ => {
                 recorder.set_comm_state(comm, CommunicatorState::Failed);
@@ -160,16 +169,16 @@ fn created(recorder: &'static Recorder, slot: Option<usize>, comm: Option<usize>
 }
 
 /// The group that a creating call was queued in has ended: only now its communicator is valid.
-pub fn grouped_init_returned(recorder: &'static Recorder, slot: usize, result: c_int) {
+pub fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usize, result: c_int) {
     let output = recorder.slots[slot].output.load(Ordering::Relaxed);
     let comm = comm_of(recorder, slot);
-    created(recorder, Some(slot), comm, if output == 0 { 0 } else { handle_at(output) }, result);
+    created(recorder, site, (Some(slot), comm), if output == 0 { 0 } else { handle_at(output) }, result);
 }
 
 /// Before a ncclCommInitRank of any form.
 pub fn init(
     recorder: &'static Recorder,
-    name: &'static str,
+    site: Site,
     id: &[&[u8]],
     size: c_int,
     rank: c_int,
@@ -183,12 +192,12 @@ pub fn init(
         parent: 0,
         created_ns: sys::now_ns(),
     };
-    create(recorder, Op::CommInit, name, &new, output)
+    create(recorder, site, Op::CommInit, &new, output)
 }
 
 /// A child of a communicator; every rank of the parent calls this in the same order.
-fn child(recorder: &'static Recorder, parent: Comm, what: &[u8], color: c_int) -> NewComm {
-    let parent = known(recorder, parent);
+fn child(recorder: &'static Recorder, site: Site, parent: Comm, what: &[u8], color: c_int) -> NewComm {
+    let parent = known(recorder, site, parent);
     let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
     let number = parent.map_or(0, |parent| recorder.next_split(parent));
     NewComm {
@@ -202,59 +211,48 @@ fn child(recorder: &'static Recorder, parent: Comm, what: &[u8], color: c_int) -
 }
 
 /// Before ncclCommSplit. A rank without color takes part in the call but gets no communicator.
-pub fn split(
-    recorder: &'static Recorder,
-    name: &'static str,
-    parent: Comm,
-    color: c_int,
-    output: *mut Comm,
-) -> Creating {
-    let new = child(recorder, parent, b"split", color);
+pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
+    let new = child(recorder, site, parent, b"split", color);
     if color != NCCL_SPLIT_NOCOLOR {
-        return create(recorder, Op::CommSplit, name, &new, output);
+        return create(recorder, site, Op::CommSplit, &new, output);
     }
-    let slot = host_call(recorder, Op::CommSplit, name, None, new.parent, -1);
-    let Some(index) = slot else { return Creating { slot, comm: None, output: 0 } };
+    let slot = host_call(recorder, Op::CommSplit, site.function.text(), None, new.parent, -1);
+    let Some(index) = slot else { return Creating { site, slot, comm: None, output: 0 } };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
         group::queue(recorder, index);
-        return Creating { slot: None, comm: None, output: 0 };
+        return Creating { site, slot: None, comm: None, output: 0 };
     }
     recorder.hand_over(index, sys::now_ns());
-    Creating { slot, comm: None, output: 0 }
+    Creating { site, slot, comm: None, output: 0 }
 }
 
 /// Before ncclCommShrink: the ranks that stay agree on who leaves.
-pub fn shrink(
-    recorder: &'static Recorder,
-    name: &'static str,
-    parent: Comm,
-    excluded: &[u8],
-    output: *mut Comm,
-) -> Creating {
-    let new = child(recorder, parent, excluded, 0);
-    create(recorder, Op::CommSplit, name, &new, output)
+pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
+    let new = child(recorder, site, parent, excluded, 0);
+    create(recorder, site, Op::CommSplit, &new, output)
 }
 
 /// Before ncclCommGrow. The ranks that were there know their parent, and only one of them need know the id; those that join know only
 /// the id. So there are two identities, each the same on all ranks of its kind.
 pub fn grow(
     recorder: &'static Recorder,
-    name: &'static str,
+    site: Site,
     (parent, size): (Comm, c_int),
     (id, rank): (&[u8], c_int),
     output: *mut Comm,
 ) -> Creating {
     if parent.is_null() {
-        return init(recorder, name, &[id], size, rank, output);
+        return init(recorder, site, &[id], size, rank, output);
     }
     // They keep their numbers.
     let rank = recorder.comms.find(parent as usize).map_or(-1, |parent| recorder.comm_rank(parent));
-    let new = NewComm { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
-    create(recorder, Op::CommInit, name, &new, output)
+    let new = NewComm { size: size as u32, rank, ..child(recorder, site, parent, b"grow", size) };
+    create(recorder, site, Op::CommInit, &new, output)
 }
 
 /// A call that makes the communicators of several devices of this process.
 pub struct CreatingAll {
+    site: Site,
     slot: Option<usize>,
     id: u64,
     first: usize,
@@ -262,13 +260,13 @@ pub struct CreatingAll {
 }
 
 /// Before ncclCommInitAll.
-pub fn init_all(recorder: &'static Recorder, name: &'static str, comms: *mut Comm, devices: c_int) -> CreatingAll {
+pub fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devices: c_int) -> CreatingAll {
     let id = local_id();
-    let slot = host_call(recorder, Op::CommInit, name, None, id, -1);
+    let slot = host_call(recorder, Op::CommInit, site.function.text(), None, id, -1);
     if let Some(slot) = slot {
         recorder.hand_over(slot, sys::now_ns());
     }
-    CreatingAll { slot, id, first: comms as usize, count: devices.max(0) as usize }
+    CreatingAll { site, slot, id, first: comms as usize, count: devices.max(0) as usize }
 }
 
 impl After for CreatingAll {
@@ -292,7 +290,7 @@ impl After for CreatingAll {
                 created_ns: now,
             });
             if let Some(comm) = comm {
-                ready(recorder, comm, handle_at(self.first + rank * size_of::<Comm>()));
+                ready(recorder, self.site, comm, handle_at(self.first + rank * size_of::<Comm>()));
             }
         }
     }
@@ -380,13 +378,14 @@ impl After for Ending {
 
 /// A poll of a communicator's state by the host, which is how a nonblocking one becomes ready.
 pub struct Polled {
+    site: Site,
     comm: usize,
     error: usize,
 }
 
 /// Before ncclCommGetAsyncError.
-pub fn async_error(comm: Comm, error: *mut c_int) -> Polled {
-    Polled { comm: comm as usize, error: error as usize }
+pub fn async_error(site: Site, comm: Comm, error: *mut c_int) -> Polled {
+    Polled { site, comm: comm as usize, error: error as usize }
 }
 
 impl After for Polled {
@@ -401,7 +400,7 @@ impl After for Polled {
             return;
         }
         if state == SUCCESS && recorder.comm_state(comm) == CommunicatorState::Initializing {
-            ready(recorder, comm, self.comm);
+            ready(recorder, self.site, comm, self.comm);
         }
         group::settle_waiting(recorder, comm, state);
     }

@@ -9,7 +9,7 @@ use super::communicator;
 use crate::{
     abi::SUCCESS,
     bracket::{self, chain, close, close_all},
-    hooked::After,
+    hooked::{After, Site},
     recorder::Recorder,
     sys,
     thread_state::{self, ThreadState},
@@ -67,6 +67,7 @@ pub fn queue(recorder: &'static Recorder, index: usize) {
 
 /// The operations of a group whose end is being called: a chain of leaders and host calls.
 pub struct Ended {
+    site: Site,
     first: u32,
 }
 
@@ -79,7 +80,7 @@ fn is_host_call(recorder: &Recorder, slot: usize) -> bool {
 }
 
 /// Before ncclGroupEnd: at the outermost one everything is handed to the watcher, and the start events go into the streams.
-pub fn group_end(recorder: &'static Recorder) -> Ended {
+pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
     let first = thread_state::with(leave);
     let now = sys::now_ns();
     let mut last: Option<usize> = None;
@@ -109,7 +110,7 @@ pub fn group_end(recorder: &'static Recorder) -> Ended {
         }
     }
     thread_state::with(|thread| thread.open.set(first));
-    Ended { first }
+    Ended { site, first }
 }
 
 impl After for Ended {
@@ -117,7 +118,7 @@ impl After for Ended {
         thread_state::with(|thread| thread.open.set(0));
         for slot in chain(recorder, self.first, next) {
             if is_host_call(recorder, slot) {
-                communicator::grouped_init_returned(recorder, slot, result);
+                communicator::grouped_init_returned(recorder, self.site, slot, result);
             } else {
                 close(recorder, slot, result);
             }

@@ -1,19 +1,16 @@
 //! The coverage table: which functions are hooked, and why the others are not.
-//!
-//! Which libraries are loaded is asked of dl_iterate_phdr: dlopen would block behind another library's constructor, and
-//! /proc/self/maps shows what a soname's link points to.
 
-use std::{
-    ffi::{CStr, c_int, c_void},
-    sync::atomic::Ordering,
-};
+use std::sync::atomic::Ordering;
 
 use xpu_timer_proto::{
     family::{FAMILIES, Library},
     ring::{coverage, offset},
 };
 
-use crate::{original::Function, recorder::Recorder};
+use crate::{
+    original::{Function, objects},
+    recorder::Recorder,
+};
 
 const HOOKED: u8 = 0;
 /// The library is not loaded.
@@ -65,20 +62,9 @@ impl Survey {
     }
 }
 
-/// Paths of all loaded objects, as they were opened.
+/// Paths of all loaded objects.
 pub fn libraries() -> Vec<String> {
-    unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
-        // SAFETY: the linker's own structure and string, and the vector that was passed below.
-        unsafe {
-            let path = CStr::from_ptr((*info).dlpi_name).to_string_lossy().into_owned();
-            (*paths.cast::<Vec<String>>()).push(path);
-        }
-        0
-    }
-    let mut paths = Vec::new();
-    // SAFETY: the callback gets the vector that it expects, and does not keep it.
-    unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) };
-    paths
+    objects().iter().map(|path| path.to_string_lossy().into_owned()).collect()
 }
 
 fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {

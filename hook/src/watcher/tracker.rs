@@ -11,9 +11,9 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    abi::{NOT_READY, SUCCESS},
+    abi::{NOT_READY, STREAM_PER_THREAD, SUCCESS},
     bracket,
-    device::{Device, LOW, device},
+    device::{Code, Device, LOW, device},
     recorder::{Recorder, state},
     start, sys,
 };
@@ -55,6 +55,8 @@ enum Lane {
     Stream {
         context: usize,
         stream: usize,
+        /// Of a stream that belongs to a thread.
+        thread: u64,
     },
     /// A host call has a lane of its own: others of its thread may be nonblocking and overtake it.
     Host(usize),
@@ -77,10 +79,7 @@ impl Tracker {
         while let Some(slot) = self.recorder.begun.pop() {
             let lane = match self.recorder.kind(slot) {
                 OpKind::HostCall => Lane::Host(slot),
-                _ => Lane::Stream {
-                    context: self.recorder.slots[slot].context.load(Ordering::Relaxed),
-                    stream: self.recorder.slots[slot].stream.load(Ordering::Relaxed),
-                },
+                _ => self.stream_of(slot),
             };
             self.lanes.entry(lane).or_default().push_back(slot);
             progress = true;
@@ -100,6 +99,16 @@ impl Tracker {
         self.lanes = lanes;
         self.fill_pools();
         progress
+    }
+
+    fn stream_of(&self, slot: usize) -> Lane {
+        let entry = &self.recorder.slots[slot];
+        let (context, stream) = (entry.context.load(Ordering::Relaxed), entry.stream.load(Ordering::Relaxed));
+        // One handle stands for as many streams as there are threads.
+        let is_per_thread = stream == STREAM_PER_THREAD;
+        let thread =
+            if is_per_thread { self.recorder.ring.op(slot)[op::WHAT].load(Ordering::Relaxed) >> 32 } else { 0 };
+        Lane::Stream { context, stream, thread }
     }
 
     /// The operation that is pending for the longest time, and since when.
@@ -221,7 +230,7 @@ impl Tracker {
         for (context, pool) in self.recorder.pools.contexts() {
             while pool.len() < LOW {
                 let event = self.call(context, call::EVENT_CREATE, Device::create_event);
-                let Some(Ok(event)) = event else { break };
+                let Some(Ok(Ok(event))) = event else { break };
                 if pool.push(event).is_err() {
                     self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
                     break;
@@ -230,30 +239,36 @@ impl Tracker {
         }
     }
 
-    fn query(&mut self, slot: usize, event: usize) -> Option<i32> {
+    /// The driver's answer for an event; an error on the way to it is one, too: a context that is gone completes nothing.
+    fn query(&mut self, slot: usize, event: usize) -> Option<Code> {
         let context = self.recorder.slots[slot].context.load(Ordering::Relaxed);
-        self.call(context, call::EVENT_QUERY, |device| device.query_event(event))
+        match self.call(context, call::EVENT_QUERY, |device| device.query_event(event))? {
+            Ok(code) | Err(code) => Some(code),
+        }
     }
 
     fn elapsed(&mut self, start: usize, end: usize) -> Option<u64> {
-        self.call(self.context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end)).flatten()
+        self.call(self.context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end))?.ok().flatten()
     }
 
-    /// A driver call in a context, stamped before it is entered. `None` when it must not or cannot be made.
-    fn call<R>(&mut self, context: usize, what: u64, function: impl FnOnce(&Device) -> R) -> Option<R> {
+    /// A driver call in a context, stamped before it is entered. `None` when none may be made now, an error when the context cannot
+    /// be had.
+    fn call<R>(&mut self, context: usize, what: u64, function: impl FnOnce(&Device) -> R) -> Option<Result<R, Code>> {
         let device = device()?;
         if !self.relaxed {
             // Without it a query would break a capture of another thread.
-            self.relaxed = self.stamped(call::EXCHANGE_CAPTURE_MODE, || device.relax_capture())?.is_ok();
-            if !self.relaxed {
-                return None;
+            if let Err(code) = self.stamped(call::EXCHANGE_CAPTURE_MODE, || device.relax_capture())? {
+                return Some(Err(code));
             }
+            self.relaxed = true;
         }
         if context != 0 && context != self.context {
-            self.stamped(call::SET_CURRENT, || device.make_current(context))?.ok()?;
+            if let Err(code) = self.stamped(call::SET_CURRENT, || device.make_current(context))? {
+                return Some(Err(code));
+            }
             self.context = context;
         }
-        self.stamped(what, || function(device))
+        self.stamped(what, || function(device)).map(Ok)
     }
 
     fn stamped<R>(&self, what: u64, function: impl FnOnce() -> R) -> Option<R> {

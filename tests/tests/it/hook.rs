@@ -1,5 +1,8 @@
 //! The hook in processes of the simulated device, with a collector that only listens.
 
+mod families;
+mod rules;
+
 use std::{
     fs,
     os::unix::process::CommandExt,
@@ -541,8 +544,24 @@ fn the_watcher_takes_no_signal_and_closed_descriptors_are_survived() {
     drop(collector);
 }
 
-/// Runs a check of the simulated device in several ranks under the hook; their flight records.
+/// Runs a check of the simulated device in several ranks under the hook; their flight records, when everything has completed
+/// unless the environment says otherwise.
 fn check(name: &str, ranks: u32, environment: &[(&str, &str)]) -> Vec<FlightRecord> {
+    // The device has done its work; the watcher sees it in its next turn. The last send of `point_to_point` is never received.
+    let may_hang = |operation: &Operation| operation.group == 0 && matches!(operation.op(), Op::Send | Op::Recv);
+    check_until(name, ranks, environment, |record| {
+        let over = |operation: &Operation| operation.status() != OpStatus::Pending || may_hang(operation);
+        !environment.is_empty() || record.operations.iter().all(over)
+    })
+}
+
+/// As [`check`], with what must be true of every flight record in the end.
+fn check_until(
+    name: &str,
+    ranks: u32,
+    environment: &[(&str, &str)],
+    settled: impl Fn(&FlightRecord) -> bool,
+) -> Vec<FlightRecord> {
     let job = Job::new();
     let collector = job.collector();
     // Imported, because as a program it ends at once, and a collector gets to know a process only if it lives for a moment.
@@ -566,14 +585,7 @@ fn check(name: &str, ranks: u32, environment: &[(&str, &str)]) -> Vec<FlightReco
         let hellos = collector.hellos();
         pids.iter().all(|pid| hellos.iter().any(|(greeted, _)| greeted == pid))
     });
-    // The device has done its work; the watcher sees it in its next turn. The last send of `point_to_point` is never received.
-    let may_hang = |operation: &Operation| operation.group == 0 && matches!(operation.op(), Op::Send | Op::Recv);
-    let settled = |record: &FlightRecord| {
-        record.operations.iter().all(|operation| operation.status() != OpStatus::Pending || may_hang(operation))
-    };
-    if environment.is_empty() {
-        wait_until(PATIENCE, "everything completed", || pids.iter().all(|pid| settled(&collector.ring(*pid))));
-    }
+    wait_until(PATIENCE, "what the check waits for", || pids.iter().all(|pid| settled(&collector.ring(*pid))));
     let records: Vec<FlightRecord> = pids.iter().map(|pid| collector.ring(*pid)).collect();
     fs::write(job.path("stop"), "").unwrap();
     for process in processes {

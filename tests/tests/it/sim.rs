@@ -195,6 +195,23 @@ fn communicators_split_and_shrink() {
 }
 
 #[test]
+fn a_communicator_grows() {
+    several("grown", 4);
+}
+
+#[test]
+fn a_graph_holds_collectives() {
+    several("captured_collectives", 2);
+}
+
+#[test]
+fn a_lost_device_and_a_destroyed_context_answer_errors() {
+    let environment = [("XPU_SIM_FAULT", "lost:n=3")];
+    Check { name: "a_lost_device_answers_its_error", ranks: 1, environment: &environment }.succeeds();
+    one("a_destroyed_context_has_no_events");
+}
+
+#[test]
 fn one_process_drives_all_devices() {
     one("one_process_all_devices");
 }

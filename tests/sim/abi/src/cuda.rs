@@ -141,6 +141,7 @@ errors! {
     500 NOT_FOUND c"CUDA_ERROR_NOT_FOUND" c"cudaErrorSymbolNotFound" "named symbol not found";
     600 NOT_READY c"CUDA_ERROR_NOT_READY" c"cudaErrorNotReady" "device not ready";
     709 CONTEXT_IS_DESTROYED c"CUDA_ERROR_CONTEXT_IS_DESTROYED" c"cudaErrorContextIsDestroyed" "context is destroyed";
+    700 ILLEGAL_ADDRESS c"CUDA_ERROR_ILLEGAL_ADDRESS" c"cudaErrorIllegalAddress" "an illegal memory access was encountered";
     704 PEER_ACCESS_ALREADY_ENABLED c"CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED" c"cudaErrorPeerAccessAlreadyEnabled" "peer access is already enabled";
     705 PEER_ACCESS_NOT_ENABLED c"CUDA_ERROR_PEER_ACCESS_NOT_ENABLED" c"cudaErrorPeerAccessNotEnabled" "peer access has not been enabled";
     712 ALREADY_REGISTERED c"CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED" c"cudaErrorHostMemoryAlreadyRegistered" "part or all of the requested memory range is already mapped";

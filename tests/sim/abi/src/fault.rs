@@ -2,7 +2,7 @@
 //!
 //! The text is a `;`-separated list of `kind:key=value,…`. A fault without `rank` is meant for all ranks. `n` counts from 1
 //! within the process: calls of collectives, sends and receives for `skip`, `op`, `size` and `kill`; launches of kernels that
-//! are not NCCL's for `stuck_kernel`.
+//! are not NCCL's for `stuck_kernel` and `lost`.
 
 use std::sync::OnceLock;
 
@@ -19,6 +19,8 @@ pub enum Kind {
     Slow,
     /// A kernel that is not NCCL's never ends.
     StuckKernel,
+    /// A kernel that is not NCCL's reads where it may not: from then on every call answers that error.
+    Lost,
     /// After `bytes` bytes no transfer moves.
     Stall,
     /// The initialization of a communicator returns success and does not happen.
@@ -33,6 +35,7 @@ const KINDS: &[(&str, Kind, &str)] = &[
     ("size", Kind::Size, "n"),
     ("slow", Kind::Slow, "ms"),
     ("stuck_kernel", Kind::StuckKernel, "n"),
+    ("lost", Kind::Lost, "n"),
     ("stall", Kind::Stall, "bytes"),
     ("init_skip", Kind::InitSkip, ""),
     ("kill", Kind::Kill, "n"),

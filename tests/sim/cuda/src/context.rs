@@ -69,7 +69,7 @@ impl Context {
     /// The calling thread's context.
     pub fn current() -> Result<Arc<Self>, CuError> {
         let context = STACK.with_borrow(|stack| stack.last().cloned()).ok_or(CuError::INVALID_CONTEXT)?;
-        if context.alive.load(Ordering::Relaxed) { Ok(context) } else { Err(CuError::CONTEXT_IS_DESTROYED) }
+        if context.is_alive() { Ok(context) } else { Err(CuError::CONTEXT_IS_DESTROYED) }
     }
 
     /// Its handle.
@@ -115,6 +115,11 @@ impl Context {
         self.legacy.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
+    /// Whether it is not destroyed.
+    pub fn is_alive(&self) -> bool {
+        self.alive.load(Ordering::Relaxed)
+    }
+
     /// Waits for all its streams.
     pub fn synchronize(&self) {
         let pending: Vec<_> = self
@@ -150,6 +155,11 @@ impl Context {
     fn all_streams(&self) -> Vec<Arc<Stream>> {
         self.streams.lock().unwrap_or_else(PoisonError::into_inner).iter().filter_map(Weak::upgrade).collect()
     }
+}
+
+/// Nothing runs on any context any more.
+pub fn cancel_all() {
+    CONTEXTS.all().iter().flat_map(|context| context.all_streams()).for_each(|stream| stream.queue.cancel());
 }
 
 /// cuCtxPushCurrent.

@@ -155,6 +155,9 @@ impl Event {
 
     /// The latest record. Asking for it is not permitted for a captured event, nor while a capture forbids it.
     fn outside_capture(&self) -> Result<Option<Arc<Marker>>, CuError> {
+        if !self.context.is_alive() {
+            return Err(CuError::CONTEXT_IS_DESTROYED);
+        }
         let marker = match &*self.lock() {
             Record::Captured(capture, _) => {
                 capture.invalidate();

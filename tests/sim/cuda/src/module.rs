@@ -105,7 +105,7 @@ pub fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>)
         true => None,
         false => Some(launch_buffer(extra).ok_or(CuError::INVALID_VALUE)?.into()),
     };
-    Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, stuck: false })
+    Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, fault: None })
 }
 
 /// Compares from the first byte on and stops at the first difference: an image may be shorter than what is looked for.

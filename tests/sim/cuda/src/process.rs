@@ -15,8 +15,11 @@ use sim_abi::{
     fault, trace,
 };
 
+use crate::context;
+
 static INITIALIZED: AtomicBool = AtomicBool::new(false);
 static FORKED: AtomicBool = AtomicBool::new(false);
+static LOST: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_child() {
     // The worker threads are not here and any lock may be held for ever, so this must be all that the child does.
@@ -42,7 +45,21 @@ pub fn initialize() -> Result<(), CuError> {
 #[inline]
 pub fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
     let ready = INITIALIZED.load(Ordering::Acquire) && !FORKED.load(Ordering::Relaxed);
-    call_any_time(name, || if ready { body() } else { Err(CuError::NOT_INITIALIZED) })
+    let lost = || if LOST.load(Ordering::Acquire) { Err(CuError::ILLEGAL_ADDRESS) } else { Ok(()) };
+    call_any_time(name, || {
+        if !ready {
+            return Err(CuError::NOT_INITIALIZED);
+        }
+        lost()?;
+        // A call that waited meanwhile finds out when it wakes up.
+        body().and(lost())
+    })
+}
+
+/// A kernel did what no process survives: nothing goes on, and every call says so.
+pub fn lose() {
+    LOST.store(true, Ordering::Release);
+    context::cancel_all();
 }
 
 /// As [`call`], for what works before `cuInit`.

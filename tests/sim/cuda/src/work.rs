@@ -18,6 +18,7 @@ use crate::{
     event::{Event, Marker},
     memory,
     module::{Behaviour, Function},
+    process,
     queue::Queue,
 };
 
@@ -34,7 +35,7 @@ pub enum HostCall {
 #[derive(Clone)]
 pub enum Work {
     /// A kernel and its copied arguments.
-    Kernel { function: Arc<Function>, arguments: Option<Arc<[u8]>>, stuck: bool },
+    Kernel { function: Arc<Function>, arguments: Option<Arc<[u8]>>, fault: Option<Kind> },
     /// A call of the host.
     Host(HostCall),
     /// A copy within this process's memory.
@@ -73,7 +74,7 @@ impl Work {
     pub fn launched(&self) -> Work {
         match self {
             Work::Kernel { function, arguments, .. } => {
-                Work::Kernel { function: function.clone(), arguments: arguments.clone(), stuck: counted(function) }
+                Work::Kernel { function: function.clone(), arguments: arguments.clone(), fault: counted(function) }
             }
             Work::RecordAtLaunch(event) => Work::Record(event.renew()),
             Work::Graph(nodes) => Work::Graph(nodes.iter().map(Work::launched).collect()),
@@ -85,12 +86,13 @@ impl Work {
     pub fn run(self, queue: &Queue) {
         match self {
             Work::RecordAtLaunch(_) => {}
-            Work::Kernel { function, arguments, stuck } => match function.behaviour {
+            Work::Kernel { function, arguments, fault } => match function.behaviour {
                 Behaviour::Host(run) => {
                     let arguments = arguments.as_deref().unwrap_or_default();
                     run(arguments.as_ptr() as usize, arguments.len());
                 }
-                Behaviour::Lasts(_) if stuck => queue.sleep(None),
+                Behaviour::Lasts(_) if fault == Some(Kind::StuckKernel) => queue.sleep(None),
+                Behaviour::Lasts(_) if fault == Some(Kind::Lost) => process::lose(),
                 Behaviour::Lasts(time) => queue.sleep(Some(time + slower())),
             },
             Work::Host(HostCall::Plain(function, data)) => function(data),
@@ -107,11 +109,14 @@ impl Work {
     }
 }
 
-/// Counts a launch, and says whether the fault `stuck_kernel` means it. NCCL's kernels do not count.
-fn counted(function: &Function) -> bool {
+/// Counts a launch, and says which fault means it. NCCL's kernels do not count.
+fn counted(function: &Function) -> Option<Kind> {
     static LAUNCHES: AtomicU64 = AtomicU64::new(0);
-    matches!(function.behaviour, Behaviour::Lasts(_))
-        && fault::faults(false).at(Kind::StuckKernel, LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1)
+    if !matches!(function.behaviour, Behaviour::Lasts(_)) {
+        return None;
+    }
+    let number = LAUNCHES.fetch_add(1, Ordering::Relaxed) + 1;
+    [Kind::StuckKernel, Kind::Lost].into_iter().find(|kind| fault::faults(false).at(*kind, number))
 }
 
 fn slower() -> Duration {

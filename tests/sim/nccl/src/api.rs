@@ -121,6 +121,16 @@ nccl_api! {
         init::shrink(communicator, excluded, count, child, config, flags & ABORT != 0)
     }
 
+    fn ncclCommGetUniqueId / pncclCommGetUniqueId(communicator: CommHandle, id: Out<UniqueId>) {
+        Ok(id.set(init::grow_id(communicator)?)?)
+    }
+
+    fn ncclCommGrow / pncclCommGrow(
+        communicator: CommHandle, ranks: i32, id: In<UniqueId>, rank: i32, grown: Out<CommHandle>, config: In<Config>
+    ) {
+        init::grow(communicator, ranks, id, rank, grown, config)
+    }
+
     fn ncclCommFinalize / pncclCommFinalize(communicator: CommHandle) {
         let communicator = Communicator::find_ready(communicator)?;
         if communicator.blocking {

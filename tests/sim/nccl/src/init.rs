@@ -1,4 +1,4 @@
-//! How communicators come to be: unique ids, initialization, split and shrink.
+//! How communicators come to be: unique ids, initialization, split, shrink and grow.
 
 use std::{
     fs::File,
@@ -116,6 +116,44 @@ pub(crate) fn shrink(
         child.connect(&child_name(&parent, count, u64::MAX), rank, members.len())
     };
     group::submit(Job { communicator, handle, run: Box::new(run) })
+}
+
+/// ncclCommGetUniqueId: what the next ncclCommGrow of this communicator is known by. All its ranks work it out for themselves.
+pub(crate) fn grow_id(parent: CommHandle) -> Result<UniqueId, NcclError> {
+    let parent = Communicator::find_ready(parent)?;
+    Ok(id_of_child(&parent, parent.children.load(Ordering::Relaxed) + 1))
+}
+
+fn id_of_child(parent: &Communicator, count: u64) -> UniqueId {
+    let name = child_name(parent, count, u64::MAX - 1);
+    let mut internal = [0; 128];
+    internal[..16].copy_from_slice(ID_MAGIC);
+    for (place, start) in internal[16..32].chunks_exact_mut(8).zip([0xcbf2_9ce4_8422_2325u64, 0x9ae1_6a3b_2f90_404f]) {
+        let hash = name.bytes().fold(start, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0000_0100_0000_01b3));
+        place.copy_from_slice(&hash.to_le_bytes());
+    }
+    UniqueId { internal }
+}
+
+/// ncclCommGrow: the ranks of a communicator keep their numbers, and others join by the id, without a communicator.
+pub(crate) fn grow(
+    parent: CommHandle,
+    ranks: i32,
+    id: In<UniqueId>,
+    rank: i32,
+    handle: Out<CommHandle>,
+    config: In<Config>,
+) -> Result<(), NcclError> {
+    if parent == 0 {
+        return init_rank(handle, ranks, id.get()?, rank, config);
+    }
+    let parent = Communicator::find_ready(parent)?;
+    let (rank, before) = *parent.place.get().ok_or(NcclError::INVALID_ARGUMENT)?;
+    if usize::try_from(ranks).map_or(true, |ranks| ranks <= before) {
+        return Err(NcclError::INVALID_ARGUMENT);
+    }
+    let count = parent.children.fetch_add(1, Ordering::Relaxed) + 1;
+    init_rank(handle, ranks, id_of_child(&parent, count), rank as i32, config)
 }
 
 fn aborted(_: Aborted) -> NcclError {

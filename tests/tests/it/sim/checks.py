@@ -699,6 +699,100 @@ def split_and_shrink():
     assert buffer.to_list() == [4.0] * 2, "the parent is as it was"
 
 
+def grown():
+    """Three ranks become four: the first makes the id, and the last has nothing but it."""
+    def grow(comm, unique_id, rank):
+        new = cuda.Communicator(c_void_p(), 0, 0)
+        nccl("ncclCommGrow", comm, SIZE, unique_id, rank, byref(new.handle), None)
+        return new
+
+    cuda.set_device(RANK)
+    path = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "grow")
+    unique_id = cuda._UniqueId()
+    if RANK < SIZE - 1:
+        comm = cuda.Communicator.create("small", RANK, SIZE - 1)
+        if RANK == 0:
+            nccl("ncclCommGetUniqueId", comm.handle, byref(unique_id))
+            with open(path + ".new", "wb") as file:
+                file.write(bytes(unique_id))
+            os.rename(path + ".new", path)
+        new = grow(comm.handle, byref(unique_id) if RANK == 0 else None, -1)
+    else:
+        until(lambda: os.path.exists(path), "the id")
+        with open(path, "rb") as file:
+            ctypes.memmove(byref(unique_id), file.read(), 128)
+        new = grow(None, byref(unique_id), RANK)
+    assert (new._integer("ncclCommUserRank"), new._integer("ncclCommCount")) == (RANK, SIZE)
+    stream, buffer = cuda.Stream(), cuda.Buffer(2).fill(RANK)
+    new.all_reduce(buffer, stream)
+    stream.synchronize()
+    assert buffer.to_list() == [float(sum(range(SIZE)))] * 2
+
+
+def captured_collectives():
+    """Two collectives and an exchange in a graph, launched three times; the environment says on which rank one launch less."""
+    comm, stream = world()
+    buffer = cuda.Buffer(4).fill(1)
+    comm.all_reduce(buffer, stream)
+    stream.synchronize()
+    with cuda.capture(stream) as graph:
+        comm.all_reduce(buffer, stream)
+        with cuda.group():
+            comm.send(buffer, 1 - RANK, stream)
+            comm.recv(buffer, 1 - RANK, stream)
+        comm.all_reduce(buffer, stream, op="max")
+    for number in range(3):
+        if number < 2 or os.environ.get("SKIPS_A_LAUNCH") != str(RANK):
+            graph.launch(stream)
+    if "SKIPS_A_LAUNCH" in os.environ:
+        return
+    stream.synchronize()
+    assert buffer.to_list() == [16.0] * 4, buffer.to_list()
+    graph.destroy()
+    comm.all_reduce(buffer, stream)
+    stream.synchronize()
+
+
+def a_lost_device_answers_its_error():
+    """The third kernel is the fault's."""
+    cuda.set_device(0)
+    kernel, stream, event = cuda.Kernel("any", 100), cuda.Stream(), cuda.Event()
+    for _ in range(3):
+        kernel.launch(stream)
+    until(lambda: code_of(stream.query) == 700, "the error")
+    assert code_of(event.record, stream) == 700 and code_of(kernel.launch, stream) == 700
+    assert code_of(cuda.synchronize) == 700
+
+
+def a_destroyed_context_has_no_events():
+    cuda.set_device(0)
+    kernel, stream, event = cuda.Kernel("any", 10_000_000), cuda.Stream(), cuda.Event()
+    kernel.launch(stream)
+    event.record(stream)
+    assert cuda.driver.cuDevicePrimaryCtxReset_v2(0) == 0
+    assert code_of(event.query) == 709
+
+
+def per_thread_streams():
+    """Two threads use the same handle for two streams: the first's never goes on, the second's does."""
+    cuda.set_device(0)
+    kernel = cuda.Kernel("any", 0)
+    launch, wait = cuda.driver.cuLaunchKernel_ptsz, cuda.driver.cuStreamSynchronize_ptsz
+    launch.argtypes, wait.argtypes = cuda.driver.cuLaunchKernel.argtypes, (c_void_p,)
+
+    def launched():
+        cuda.set_device(0)
+        assert launch(kernel.function, 1, 1, 1, 1, 1, 1, 0, None, None, None) == 0
+
+    def completed():
+        for _ in range(3):
+            launched()
+        assert wait(None) == 0
+
+    in_thread(launched)
+    in_thread(completed)
+
+
 def one_process_all_devices():
     """ncclCommInitAll, and a group over all communicators of one thread."""
     cuda.set_device(0)

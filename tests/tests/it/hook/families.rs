@@ -1,0 +1,162 @@
+//! Families other than NVIDIA, with libraries of their names made from `family.c`, and the names that two families share.
+
+use super::*;
+
+/// A family's libraries, in a folder.
+struct Family {
+    prefix: &'static str,
+    collectives: &'static str,
+    sonames: [&'static str; 3],
+}
+
+const AMD: Family =
+    Family { prefix: "hip", collectives: "nccl", sonames: ["libamdhip64.so.6", "librccl.so.1", "libhipblas.so.2"] };
+const METAX: Family =
+    Family { prefix: "mc", collectives: "mccl", sonames: ["libmcruntime.so", "libmccl.so", "libmcblas.so"] };
+const MOORE_THREADS: Family =
+    Family { prefix: "musa", collectives: "mccl", sonames: ["libmusart.so", "libmccl.so", "libmublas.so"] };
+
+impl Family {
+    fn build(&self, dir: &Path) {
+        let source = fs::read_to_string(tree().join("tests/tests/it/hook/family.c")).unwrap();
+        let kinds = ["-DRUNTIME".to_string(), format!("-DCOLLECTIVES={}", self.collectives), "-DBLAS".to_string()];
+        for (soname, kind) in self.sonames.iter().zip(kinds) {
+            let flags = [format!("-DFAMILY={}", self.prefix), kind, format!("-Wl,-soname,{soname}")];
+            let flags: Vec<&str> = flags.iter().map(String::as_str).chain(["-shared", "-fPIC", "-w"]).collect();
+            compile_c(dir, soname, &source, &flags);
+        }
+    }
+
+    /// Launches in this family's ways, and prints how many of them arrived.
+    fn program(&self) -> String {
+        let [runtime, collectives, blas] = self.sonames;
+        let (prefix, nccl) = (self.prefix, self.collectives);
+        format!(
+            "import ctypes, os, time\n\
+             from ctypes import c_void_p as P, byref, c_int, c_uint, c_size_t\n\
+             runtime, nccl, blas = map(ctypes.CDLL, ['{runtime}', '{collectives}', '{blas}'])\n\
+             class Dim3(ctypes.Structure): _fields_ = [('x', c_uint), ('y', c_uint), ('z', c_uint)]\n\
+             class Id(ctypes.Structure): _fields_ = [('internal', ctypes.c_char * 128)]\n\
+             runtime.{prefix}LaunchKernel.argtypes = (P, Dim3, Dim3, P, c_size_t, P)\n\
+             one = Dim3(1, 1, 1)\n\
+             for _ in range(2): assert runtime.{prefix}LaunchKernel(0x1000, one, one, None, 0, 0x30) == 0\n\
+             assert runtime.{prefix}ModuleLaunchKernel(P(0x2000), *[1] * 7, P(0x30), None, None) == 0\n\
+             assert runtime.{prefix}GraphLaunch(P(0x40), P(0x30)) == 0\n\
+             comm, child = P(), P()\n\
+             nccl.{nccl}CommInitRank.argtypes = (P, c_int, Id, c_int)\n\
+             assert nccl.{nccl}CommInitRank(byref(comm), 2, Id(b'x'), 1) == 0\n\
+             assert nccl.{nccl}CommSplit(comm, 0, 0, byref(child), None) == 0\n\
+             nccl.{nccl}AllReduce.argtypes = (P, P, c_size_t, c_int, c_int, P, P)\n\
+             for _ in range(3): assert nccl.{nccl}AllReduce(None, None, 64, 9, 0, comm, 0x50) == 0\n\
+             assert blas.{prefix}blasSgemm(P(0x60), 0, 1, 4, 5, 6, *[P()] * 2, 4, None, 5, None, None, 4) == 0\n\
+             print('called', runtime.launched(), nccl.reductions(), flush=True)\n\
+             while not os.path.exists('stop'): time.sleep(0.01)\n"
+        )
+    }
+}
+
+/// Runs a family's program under the hook. NVIDIA's libraries are not to be had.
+fn record(family: &Family, environment: &[(&str, &str)], settled: impl Fn(&FlightRecord) -> bool) -> FlightRecord {
+    let job = Job::new();
+    family.build(job.dir.path());
+    let collector = job.collector();
+    let mut command = job.hooked(python());
+    command.args(["-c", &family.program()]).current_dir(job.dir.path());
+    command.env("LD_LIBRARY_PATH", job.dir.path()).env("XPU_TIMER_BRACKET", "matmuls");
+    let mut process = Process::spawn(command.envs(environment.iter().copied()));
+    process.wait_for("called 4 3\n", PATIENCE);
+    collector.wait_hello();
+    let pid = process.pid();
+    wait_until(PATIENCE, "what is waited for", || settled(&collector.ring(pid)));
+    let record = collector.ring(pid);
+    fs::write(job.path("stop"), "").unwrap();
+    let output = process.wait(PATIENCE);
+    assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{output:?}");
+    let health = record.health.as_ref().unwrap();
+    assert_eq!((health.panics, health.dropped, health.overflows), (0, 0, 0));
+    record
+}
+
+fn no_collective_pends(record: &FlightRecord) -> bool {
+    record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
+}
+
+/// What is the same for every family that is timed.
+fn is_complete(family: &Family) {
+    let record = record(family, &[], no_collective_pends);
+    assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (3, 1, 3));
+    let [world, child] = &record.communicators[..] else { panic!("{:#?}", record.communicators) };
+    assert_eq!((world.size, world.rank, world.launched, world.completed), (2, 1, 3, 3));
+    assert_eq!((child.parent, child.size, child.rank), (world.id, 1, 0), "its size was asked for");
+    let of = |op: Op| record.operations.iter().filter(move |operation| operation.op() == op).collect::<Vec<_>>();
+    let reduces = of(Op::AllReduce);
+    assert_eq!(reduces.iter().map(|operation| operation.seq).collect::<Vec<_>>(), [1, 2, 3]);
+    assert!(reduces.iter().all(|operation| operation.device_ns == 1_500_000 && operation.completed_ns > 0));
+    let init = of(Op::CommInit);
+    assert_eq!(init[0].function, format!("{}CommInitRank", family.collectives));
+    let [product] = of(Op::Matmul)[..] else { panic!("one product") };
+    let shape = product.matmul.unwrap();
+    assert_eq!((shape.m, shape.n, shape.k, shape.batch, shape.trans_a, shape.trans_b), (4, 5, 6, 1, 0, 1));
+    assert_eq!((product.function.as_str(), product.stream), (&*format!("{}blasSgemm", family.prefix), 0x60));
+    assert_eq!(calls(&record, &format!("{}LaunchKernel", family.prefix)), 2);
+    assert_eq!(calls(&record, &format!("{}ModuleLaunchKernel", family.prefix)), 1);
+}
+
+#[test]
+fn metax_is_recorded_like_nvidia() {
+    is_complete(&METAX);
+}
+
+#[test]
+fn amd_is_recorded_like_nvidia() {
+    is_complete(&AMD);
+}
+
+#[test]
+fn a_collective_of_another_family_that_does_not_complete_is_pending() {
+    for family in [&AMD, &METAX] {
+        let never = (0x50).to_string();
+        let pending = |record: &FlightRecord| {
+            record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending).count() == 3
+        };
+        let record = record(family, &[("FAMILY_NEVER", &never)], pending);
+        let comm = &record.communicators[0];
+        assert_eq!((comm.launched, comm.started, comm.completed), (3, 0, 0));
+    }
+}
+
+#[test]
+fn the_same_name_is_another_family_with_another_runtime() {
+    // libmccl.so is MetaX's and Moore Threads'. Nothing is known for certain of the latter's events, so none is used: its
+    // collectives count, and none is ever pending.
+    let never = (0x50).to_string();
+    let record = record(&MOORE_THREADS, &[("FAMILY_NEVER", &never)], no_collective_pends);
+    assert_eq!((record.collectives_launched, record.kernels_launched), (3, 0));
+    let reduces: Vec<_> = record.operations.iter().filter(|operation| operation.op() == Op::AllReduce).collect();
+    assert_eq!(reduces.len(), 3);
+    assert!(reduces.iter().all(|operation| operation.completed_ns == 0 && operation.started_ns == 0), "{reduces:?}");
+}
+
+#[test]
+fn a_loaded_collective_library_of_another_family_changes_nothing() {
+    // RCCL beside NVIDIA's libraries: ncclAllReduce stays NCCL's, because the runtime decides.
+    let job = Job::new();
+    AMD.build(job.dir.path());
+    let collector = job.collector();
+    let program = format!(
+        "import ctypes; other = ctypes.CDLL('{}/librccl.so.1', mode=ctypes.RTLD_GLOBAL)\n\
+         import cuda; cuda.set_device(0); comm = cuda.Communicator.create('world', 0, 1)\n\
+         stream, buffer = cuda.Stream(), cuda.Buffer(4).fill(3)\n\
+         for _ in range(5): comm.all_reduce(buffer, stream)\n\
+         stream.synchronize(); print(buffer.to_list(), other.reductions(), flush=True)\n\
+         import os, time\nwhile not os.path.exists('stop'): time.sleep(0.01)\nos._exit(0)",
+        job.dir.path().display()
+    );
+    let mut command = job.hooked(python());
+    let mut process = Process::spawn(command.args(["-c", &program]).current_dir(job.dir.path()));
+    process.wait_for("[3.0, 3.0, 3.0, 3.0] 0\n", PATIENCE);
+    let pid = collector.wait_hello();
+    assert_eq!(collector.ring(pid).collectives_launched, 5);
+    fs::write(job.path("stop"), "").unwrap();
+    assert_eq!(process.wait(PATIENCE).code(), 0);
+}

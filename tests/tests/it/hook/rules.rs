@@ -1,0 +1,189 @@
+//! The rules of graphs, streams, communicators and errors, each on the simulated device.
+
+use super::*;
+
+fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
+    record.operations.iter().filter(|operation| operation.op() == op).collect()
+}
+
+#[test]
+fn a_graph_launch_is_one_of_each_collective_in_it() {
+    let records = check("captured_collectives", 2, &[]);
+    for record in &records {
+        let comm = &record.communicators[0];
+        // One before, two in each of three launches, one after.
+        assert_eq!((comm.launched, comm.started, comm.completed, comm.point_to_point), (8, 8, 8, 6));
+        assert_eq!((record.collectives_launched, record.graphs_launched), (8, 3));
+        let reduces = operations(record, Op::AllReduce);
+        assert_eq!(reduces.iter().map(|operation| operation.seq).collect::<Vec<_>>(), (1..=8).collect::<Vec<_>>());
+        // The maximum is the second of each launch.
+        assert_eq!(reduces.iter().map(|operation| operation.reduce_op).collect::<Vec<_>>(), [0, 0, 2, 0, 2, 0, 2, 0]);
+        for (launch, graph) in operations(record, Op::Graph).into_iter().enumerate() {
+            let inside = &reduces[1 + 2 * launch..3 + 2 * launch];
+            for operation in inside {
+                assert_eq!(operation.status(), OpStatus::Completed);
+                assert_eq!(operation.completed_ns, graph.completed_ns, "inside a graph only its end is known");
+                assert_eq!((operation.count, operation.communicator, operation.stream), (4, comm.id, graph.stream));
+            }
+        }
+    }
+    assert_eq!(records[0].communicators[0].id, records[1].communicators[0].id);
+}
+
+#[test]
+fn a_rank_that_launches_its_graph_once_less_is_behind() {
+    let records = check("captured_collectives", 2, &[("SKIPS_A_LAUNCH", "1")]);
+    let launched = |rank: usize| records[rank].communicators[0].launched;
+    assert_eq!((launched(0), launched(1)), (7, 5));
+    let pending = records[0].operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
+    let pending: Vec<_> = pending.map(|operation| (operation.op(), operation.seq)).collect();
+    assert!(pending.contains(&(Op::AllReduce, 6)) && pending.contains(&(Op::AllReduce, 7)), "{pending:?}");
+}
+
+#[test]
+fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
+    let records = check("grown", 4, &[]);
+    let grown = |rank: usize| records[rank].communicators.iter().find(|comm| comm.size == 4).expect("the grown one");
+    for rank in 0..4 {
+        let comm = grown(rank);
+        assert_eq!((comm.rank, comm.launched, comm.completed), (rank as i32, 1, 1));
+        let call = records[rank].operations.iter().find(|operation| operation.function == "ncclCommGrow").unwrap();
+        assert_eq!((call.kind(), call.status(), call.communicator), (OpKind::HostCall, OpStatus::Completed, comm.id));
+    }
+    assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
+    let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
+    assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
+    assert_ne!(grown(3).id, grown(0).id);
+}
+
+/// What has an end, whichever.
+fn all_ended(record: &FlightRecord) -> bool {
+    record.operations.iter().all(|operation| operation.status() != OpStatus::Pending)
+}
+
+#[test]
+fn a_lost_device_is_an_error_and_no_hang() {
+    let environment = [("XPU_SIM_FAULT", "lost:n=3"), ("XPU_TIMER_BRACKET", "all")];
+    let records = check_until("a_lost_device_answers_its_error", 1, &environment, all_ended);
+    let kernels = operations(&records[0], Op::Kernel);
+    // The third was launched with success, and its event told. The fourth met an error before anything of it was in a stream.
+    assert_eq!(kernels.len(), 3);
+    assert_eq!((kernels[2].status(), kernels[2].error), (OpStatus::Failed, 700), "{kernels:#?}");
+}
+
+#[test]
+fn a_destroyed_context_is_an_error_and_no_hang() {
+    let records = check_until("a_destroyed_context_has_no_events", 1, &[("XPU_TIMER_BRACKET", "all")], all_ended);
+    let kernels = operations(&records[0], Op::Kernel);
+    let [kernel] = &kernels[..] else { panic!("one kernel: {kernels:#?}") };
+    // The event's own word, or the context's when the watcher had to make it current first.
+    assert_eq!(kernel.status(), OpStatus::Failed);
+    assert!([709, 201].contains(&kernel.error), "{kernel:?}");
+}
+
+#[test]
+fn one_threads_default_stream_does_not_wait_for_anothers() {
+    let environment = [("XPU_SIM_FAULT", "stuck_kernel:n=1"), ("XPU_TIMER_BRACKET", "all")];
+    let is_there = |record: &FlightRecord| {
+        operations(record, Op::Kernel).iter().filter(|operation| operation.status() == OpStatus::Completed).count() == 3
+    };
+    let records = check_until("per_thread_streams", 1, &environment, is_there);
+    let kernels = operations(&records[0], Op::Kernel);
+    assert_eq!(kernels.len(), 4);
+    assert!(kernels.iter().all(|kernel| kernel.stream == 2));
+    assert_eq!(kernels[0].status(), OpStatus::Pending);
+    assert_ne!(kernels[0].tid, kernels[1].tid);
+}
+
+#[test]
+fn several_devices_of_one_process_complete_each_in_its_context() {
+    let records = check("one_process_all_devices", 1, &[]);
+    let [record] = &records[..] else { panic!("one process") };
+    let made: Vec<_> = record.communicators.iter().map(|comm| comm.id).collect();
+    let reduces = operations(record, Op::AllReduce);
+    assert!(!made.is_empty() && reduces.len() > 1);
+    let streams: std::collections::BTreeSet<u64> = reduces.iter().map(|operation| operation.stream).collect();
+    assert!(streams.len() > 1, "a stream on every device");
+    // One of the calls is wrong on purpose.
+    let (wrong, right): (Vec<_>, Vec<_>) = reduces.into_iter().partition(|operation| operation.error == 4);
+    assert!(wrong.len() <= 2 && right.len() > 1);
+    for operation in right {
+        assert_eq!((operation.status(), operation.error), (OpStatus::Completed, 0), "{operation:?}");
+        assert!(operation.completed_ns >= operation.started_ns && operation.started_ns > 0);
+    }
+}
+
+#[test]
+fn a_full_queue_is_a_hang_of_the_operation_that_is_stuck() {
+    let job = Job::new();
+    let collector = job.collector();
+    let program = "import cuda; cuda.set_device(0); kernel, stream = cuda.Kernel('k', 0), cuda.Stream()\n\
+                   while True: kernel.launch(stream)";
+    let mut command = job.hooked(python());
+    command.args(["-c", program]).env("XPU_SIM_QUEUE_DEPTH", "64").env("XPU_SIM_FAULT", "stuck_kernel:n=1");
+    let process = Process::spawn(command.env("XPU_TIMER_BRACKET", "all").env("XPU_TIMER_HANG_TIMEOUT", "1"));
+    collector.wait_hello();
+    // The host is inside a driver call, which waits for a place in the stream's queue.
+    wait_until(PATIENCE, "the hang signal", || !collector.hangs().is_empty());
+    let hang = collector.hangs()[0].1.operation.clone().unwrap();
+    assert_eq!((hang.op(), hang.ticket), (Op::Kernel, 0), "the oldest, which is the one that is stuck");
+    let record = collector.ring(process.pid());
+    let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending).count();
+    assert!(pending > 10 && pending == record.operations.len(), "{pending} of {}", record.operations.len());
+    assert_eq!(record.health.unwrap().dropped, 0);
+}
+
+#[test]
+fn an_exit_without_handlers_is_a_goodbye_when_it_is_a_success() {
+    for (status, goodbyes) in [(0, 1), (3, 0)] {
+        let job = Job::new();
+        let collector = job.collector();
+        let program = format!(
+            "import cuda, os; cuda.set_device(0); cuda.Kernel('k', 0).launch(cuda.Stream()); print('up', flush=True)\n\
+             import time\nwhile not os.path.exists('stop'): time.sleep(0.01)\n\
+             child = os.fork()\nif child == 0: os._exit(0)\nos.waitpid(child, 0)\n\
+             import subprocess; subprocess.run(['true'], check=True)\nos._exit({status})"
+        );
+        let mut process = Process::spawn(job.hooked(python()).args(["-c", &program]).current_dir(job.dir.path()));
+        process.wait_for("up\n", PATIENCE);
+        let pid = collector.wait_hello();
+        fs::write(job.path("stop"), "").unwrap();
+        assert_eq!(process.wait(PATIENCE).code(), status);
+        wait_until(PATIENCE, "the end of the connection", || collector.ended().contains(&pid));
+        assert_eq!(collector.goodbyes().len(), goodbyes, "neither a forked child nor a spawned program says it");
+    }
+}
+
+#[test]
+fn a_library_of_another_name_keeps_its_calls() {
+    // A collective library whose soname nobody knows, opened so that only its user sees it.
+    let job = Job::new();
+    let collector = job.collector();
+    let library = "int ncclGroupStart(void) { return 0; } int ncclGroupEnd(void) { return 42; }";
+    compile_c(job.dir.path(), "libspecial.so", library, &["-shared", "-fPIC", "-Wl,-soname,libspecial.so"]);
+    let caller =
+        "int ncclGroupStart(void), ncclGroupEnd(void); int through(void) { ncclGroupStart(); return ncclGroupEnd(); }";
+    let special = job.path("libspecial.so");
+    let runpath = format!("-Wl,-rpath,{}", job.dir.path().display());
+    compile_c(job.dir.path(), "caller.so", caller, &["-shared", "-fPIC", special.to_str().unwrap(), &runpath]);
+    let program = format!(
+        "import ctypes, os, time; print(ctypes.CDLL('{}').through(), flush=True)\n\
+         while not os.path.exists('stop'): time.sleep(0.01)",
+        job.path("caller.so").display()
+    );
+    for path in [None, Some(&special)] {
+        let _ = fs::remove_file(job.path("stop"));
+        let mut command = job.hooked(python());
+        command.args(["-c", &program]).current_dir(job.dir.path());
+        if let Some(path) = path {
+            command.env("XPU_TIMER_NCCL_LIB_PATH", path);
+        }
+        let mut process = Process::spawn(&mut command);
+        process.wait_for("42\n", PATIENCE);
+        let pid = process.pid();
+        wait_until(PATIENCE, "Hello", || collector.hellos().iter().any(|(greeted, _)| *greeted == pid));
+        assert_eq!(calls(&collector.ring(pid), "ncclGroupEnd"), 1);
+        fs::write(job.path("stop"), "").unwrap();
+        assert_eq!(process.wait(PATIENCE).code(), 0);
+    }
+}
