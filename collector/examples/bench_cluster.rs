@@ -302,7 +302,7 @@ struct Template {
 impl Template {
     fn new(nodes: u32) -> Self {
         // As the cluster asks for it.
-        let operations = (2_000_000 / (nodes * RANKS)).clamp(16, 1024) as usize;
+        let operations = (1_000_000 / (nodes * RANKS)).clamp(10, 1024) as usize;
         let mut part = Part::default();
         for rank in 0..RANKS {
             part.add(

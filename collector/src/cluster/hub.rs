@@ -99,7 +99,7 @@ const FILES_NS: u64 = 20 * SECOND;
 /// How often nodes and attempts that are gone are looked for.
 const FORGET_EVERY_NS: u64 = 30 * SECOND;
 /// Operations of all ranks together that are worth their memory.
-const OPERATIONS: u32 = 2_000_000;
+const OPERATIONS: u32 = 1_000_000;
 /// Closed incidents are kept for `/status`; the folders stay.
 const MAX_CLOSED: usize = 500;
 
@@ -403,7 +403,7 @@ impl Hub {
             trigger: Some(incident.trigger.clone()),
             sample_interval_ms: view.sample_interval_ms,
             ranks: runs(&ranks),
-            operations: (OPERATIONS / view.world_size.max(1)).clamp(16, 1024),
+            operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
         };
         let part = incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new() });
         part.ranks.union_with(&ranks);
