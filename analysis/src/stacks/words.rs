@@ -58,18 +58,9 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "worknccl",
     "gloo::",
     "c10d::processgroup",
-    "mpi_allreduce",
-    "mpi_barrier",
-    "mpi_bcast",
-    "mpi_wait",
-    "mpi_recv",
-    "mpi_send",
-    "mpi_allgather",
-    "mpi_alltoall",
-    "mpi_reduce",
 ];
 /// Beginnings of the C functions of the collective libraries.
-pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl"];
+pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl", "mpi_", "pmpi_"];
 /// Python functions that wait for the device or in a collective; only inside `torch/` or a module called `cuda`.
 pub(super) const DEVICE_PYTHON: &[&str] =
     &["synchronize", "barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "monitored_barrier"];

@@ -90,6 +90,8 @@ fn job() -> Job {
         .with("MASTER_ADDR", "127.0.0.1")
         .with("MASTER_PORT", &port.port().to_string())
         .with("OMP_NUM_THREADS", "1")
+        // Debian builds PyTorch without it.
+        .with("USE_LIBUV", "0")
 }
 
 fn text(incident: &Incident) -> String {
@@ -211,10 +213,13 @@ fn forky_ranks_that_stay_away() {
 #[test]
 fn torchrun_restarts_a_job_that_hung_and_was_ended() {
     let Some(torch) = forky() else { return };
-    let job = job().with("XPU_TIMER_HANG_KILL", "1");
+    let job = job().with("XPU_TIMER_HANG_KILL", "1").with("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let script = tree().join("tests/examples/torch_gloo.py").display().to_string();
-    let torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1", "--master-port=0"];
+    // Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does as well.
+    let endpoint = format!("--rdzv-endpoint={}", job.dir.join("rendezvous/torchrun").display());
+    let torchrun = ["-m", "torch.distributed.run", "--nproc-per-node=4", "--max-restarts=1", "--local-addr=127.0.0.1"];
     let mut words = torchrun.to_vec();
+    words.extend(["--rdzv-backend=c10d", "--rdzv-conf=store_type=file", &endpoint]);
     words.extend([script.as_str(), "--fault", "once"]);
     let agent = Process::spawn(&mut torch.launch(&job, &words));
     let incident = job.wait_incident(1, PATIENCE * 2);

@@ -205,6 +205,16 @@ fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
 }
 
 #[test]
+fn a_rank_that_stays_away_from_a_call_that_is_not_hooked() {
+    let Some(program) = Mpi::Open.program() else { return };
+    let job = job().with("XPU_TIMER_IDLE_TIMEOUT", "5");
+    let _ranks = start(&job, Mpi::Open, program, &["fence"]);
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["trigger"]["kind"], "idle", "{}", text(&incident));
+    check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Win_fence"]);
+}
+
+#[test]
 fn mpich_has_other_handles_and_the_same_verdicts() {
     expect(Mpi::Mpich, "recv", "p2p_unmatched", &[2], &["has not sent to rank 1", "C function pause"]);
     expect(Mpi::Mpich, "half", "missing_rank", &[2], &["C function pause"]);
