@@ -59,7 +59,7 @@ pub fn run(options: &Options) -> Result<()> {
             let packages = PACKAGES.into_iter().chain(["xpu_timer_bench"]).flat_map(|package| ["-p", package]);
             shell::run(cargo(&["build", "--release"]).args(packages))?;
             let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "hook"];
-            shell::run(cargo(&benchmark).args(arguments))
+            shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
         }
         Bench::Cluster { arguments } => {
             let packages = ["-p", "xpu_timer_collector", "-p", "xpu_timer_viewer", "--bins"];
