@@ -172,10 +172,14 @@ impl Capture<'_> {
             })?;
             Ok(Some((python, known)))
         });
-        found.unwrap_or_else(|reason| {
+        let found = found.unwrap_or_else(|reason| {
             self.python_error(reason);
             None
-        })
+        });
+        if found.as_ref().is_some_and(|(python, _)| python.is_ending()) {
+            self.python_error("its interpreter is shutting down".into());
+        }
+        found
     }
 
     fn python_error(&mut self, reason: String) {

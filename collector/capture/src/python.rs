@@ -137,6 +137,12 @@ impl Python {
         Ok(found)
     }
 
+    /// Whether the interpreter is on its way out: threads that want its lock then never get it.
+    pub fn is_ending(&self) -> bool {
+        let at = self.place.address.wrapping_add(self.place.layout.runtime_finalizing);
+        Snapshot::new(self.live).word("_PyRuntime", at).is_ok_and(|thread| thread != 0)
+    }
+
     /// Reads the stacks of all threads as they are.
     pub fn read(&self, threads: &mut [PythonThread]) {
         let layout = &self.place.layout;

@@ -37,7 +37,7 @@ macro_rules! layout {
             /// The layout as the interpreter tells it.
             fn corrected(&self, told: &Told, memory: &mut Snapshot, runtime: u64) -> Result<Layout, Torn> {
                 let mut layout = self.clone();
-                let mut offset = |at: u64| memory.word(OFFSETS, runtime + at);
+                let mut offset = |at: u64| memory.word(OFFSETS, runtime.wrapping_add(at));
                 $(layout.$told = offset(told.$told)?;)*
                 $(layout.$told_maybe = Some(offset(told.$told_maybe)?);)*
                 Ok(layout)
@@ -159,7 +159,7 @@ pub(super) fn told_version(memory: &mut Snapshot, runtime: u64) -> Option<u8> {
     if memory.word(OFFSETS, runtime).ok()? != COOKIE {
         return None;
     }
-    let version = memory.word(OFFSETS, runtime + TOLD_VERSION).ok()?;
+    let version = memory.word(OFFSETS, runtime.wrapping_add(TOLD_VERSION)).ok()?;
     (version >> 24 == 3).then_some((version >> 16) as u8)
 }
 
@@ -173,7 +173,7 @@ pub(super) fn of(minor: u8, memory: &mut Snapshot, runtime: u64) -> Result<Layou
     if told_version(memory, runtime) != Some(minor) {
         return Err(format!("CPython 3.{minor} without its table of offsets"));
     }
-    if memory.word(OFFSETS, runtime + told.free_threaded).map_err(|torn| torn.to_string())? != 0 {
+    if memory.word(OFFSETS, runtime.wrapping_add(told.free_threaded)).map_err(|torn| torn.to_string())? != 0 {
         return Err(format!("CPython 3.{minor} without a global lock (free-threaded) cannot be read"));
     }
     let layout = layout.corrected(told, memory, runtime).map_err(|torn| torn.to_string())?;

@@ -122,6 +122,23 @@ mod tests {
     }
 
     #[test]
+    fn any_bytes_give_some_line() {
+        let mut state = 1u64;
+        let mut random = || {
+            state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (state >> 33) as u8
+        };
+        for _ in 0..5000 {
+            let table: Vec<u8> = (0..random() % 40).map(|_| random()).collect();
+            for minor in [8, 10, 11] {
+                for offset in [-2, 0, i64::from(random()), i64::MAX] {
+                    line(minor, &table, i32::MAX, offset);
+                }
+            }
+        }
+    }
+
+    #[test]
     fn locations_of_3_11() {
         // A long entry of 2 bytes without lines, one line further without columns for 4 bytes, a short one of 2 bytes, two
         // lines further with columns, and back by one line.

@@ -177,7 +177,7 @@ impl Runtime {
     /// Whether an address in the file is where a frame is being announced: what the thread's state says then is about to
     /// change, in more than one step.
     pub fn is_announcing(&self, address: u64) -> bool {
-        self.eval.iter().any(|range| range.start <= address && address < range.start + ANNOUNCEMENT)
+        self.eval.iter().any(|range| range.contains(&address) && address - range.start < ANNOUNCEMENT)
     }
 }
 

@@ -222,7 +222,7 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
         // One pointer for both, odd when it is that of the values.
         12 => {
             if managed & 1 == 1 {
-                managed + 1
+                managed.wrapping_add(1)
             } else {
                 0
             }

@@ -307,6 +307,27 @@ fn a_thread_that_sleeps_with_the_lock() {
     }
 }
 
+const ENDING: &str = "\
+import time
+class Late:
+    def __del__(self, sleep=time.sleep):
+        sleep(100000)
+late = Late()
+print('ready', flush=True)
+";
+
+#[test]
+fn an_interpreter_that_shuts_down_says_so() {
+    for python in pythons::all() {
+        let version = format!("3.{}", python.minor);
+        let script = python.start(ENDING, &[]);
+        let last = |trace: &PySpyStacktrace| script.own(trace) == ["__del__:4"];
+        let captured = capture_until(script.pid, &version, |sample| sample.py_stacktrace.iter().any(last));
+        let errors = captured.sample.errors.join("; ");
+        assert!(errors.ends_with("its interpreter is shutting down"), "{version}: {errors}");
+    }
+}
+
 /// A program that has an interpreter within itself.
 const EMBEDDER: &str = r#"
 #include <Python.h>
