@@ -286,6 +286,12 @@ pub(crate) fn command(pid: i32) -> String {
     command
 }
 
+/// The process that a thread belongs to.
+pub(crate) fn process_of(tid: i32) -> Option<i32> {
+    let text = read(PathBuf::from(format!("/proc/{tid}/status"))).ok()?;
+    text.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
+}
+
 /// What a process may do: its effective uid and capabilities.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Effective {
@@ -394,6 +400,8 @@ mod tests {
         let pid = std::process::id() as i32;
         let status = status(pid, pid).unwrap();
         assert!(status.switches > 0 && status.namespaced_tid == pid);
+        assert_eq!(process_of(nix::unistd::gettid().as_raw()), Some(pid));
+        assert_eq!(effective(pid).unwrap().uid, nix::unistd::geteuid().as_raw());
         assert!(maps(pid, pid).unwrap().iter().any(|mapping| mapping.path == "[vdso]"));
         assert!(threads(pid).unwrap().contains(&pid));
         assert!(is_gone(&stat(i32::MAX).unwrap_err()));

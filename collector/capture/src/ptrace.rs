@@ -125,8 +125,10 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
         && let Ok(status) = procfs::status(pid, tid)
     {
         if status.tracer != 0 {
-            let name = procfs::stat(status.tracer).map(|stat| stat.name).unwrap_or_default();
-            return Error::Traced { tid, tracer: status.tracer, name };
+            // The kernel names the thread that traces, and a person wants to know the program.
+            let tracer = procfs::process_of(status.tracer).unwrap_or(status.tracer);
+            let name = procfs::stat(tracer).map(|stat| stat.name).unwrap_or_default();
+            return Error::Traced { tid, tracer, name };
         }
         if matches!(status.letter(), b'Z' | b'X') {
             return Error::Gone(tid);
