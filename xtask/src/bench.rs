@@ -43,6 +43,12 @@ const VIEWER: &[(&str, &str, &[&str])] = &[
     ("folded files and pictures, 4,064 ranks", "bench_viewer", &["--files", "4064", "--max-memory", "128"]),
     ("all that the viewer writes, 1,016 ranks", "bench_viewer", &["--files", "1016", "--html", "--max-memory", "64"]),
     ("all that the viewer writes, 4,064 ranks", "bench_viewer", &["--files", "4064", "--html", "--max-memory", "128"]),
+    // Each of these frames has to be drawn, so the time goes into writing 44 MB of pictures, however fast the reading is.
+    (
+        "folded files and pictures, 1,016 ranks, 20,320 stacks that are all different",
+        "bench_viewer",
+        &["--files", "1016", "--unique", "20", "--max-ratio", "50", "--max-memory", "128"],
+    ),
     ("trees of 12,500 nodes", "bench_trees", &[]),
 ];
 
@@ -64,7 +70,8 @@ pub fn run(options: &Options) -> Result<()> {
         Bench::Cluster { arguments } => {
             let packages = ["-p", "xpu_timer_collector", "-p", "xpu_timer_viewer", "--bins"];
             shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_collector", "--example", "bench_cluster", "--"];
+            let benchmark =
+                ["run", "--quiet", "--release", "-p", "xpu_timer_collector", "--example", "bench_cluster", "--"];
             shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Viewer => {

@@ -89,7 +89,7 @@ function buildVerdict() {
       el(
         "h1",
         {},
-        `${sizeOf(WITH_DUMP)} of ${plural(WORLD, "rank")} have a dump; their main threads stand at ${plural(places, "place")}.`,
+        `${sizeOf(WITH_DUMP).toLocaleString("en")} of ${plural(WORLD, "rank")} have a dump; their main threads stand at ${plural(places, "place")}.`,
       ),
     );
     box.append(el("p", {}, "The stacks alone do not tell who is to blame. Ranks that stand apart from the rest are the first to look at."));
