@@ -156,12 +156,12 @@ impl Thread {
         if !self.may_be_stopped(pid)? {
             return Ok(());
         }
-        let deadline = deadline.min(Instant::now() + STOP_PATIENCE);
         let tid = self.tid;
         let mut longest = Duration::ZERO;
         let taken = copy(self.stack_length, space, context, |limit, wanted| {
             let room = Room::new(limit, wanted);
-            let stop = Stop::new(pid, tid, deadline)?;
+            // Anew each time: in between, files may have been opened that took long.
+            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE))?;
             let registers = stop.registers()?;
             let regions = room.fill(tid, registers.sp(), space, wanted);
             also();

@@ -7,8 +7,9 @@ use std::{
     process::Command,
 };
 
+use xpu_timer_capture::merge::merge;
 use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
-use xpu_timer_tests::{PATIENCE, Process, compile_c, skip};
+use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 
 use super::target::{capture_until, describe, has_run, names, start, thread};
 
@@ -38,7 +39,16 @@ fn run(command: &str, folder: &Path) {
 /// The main thread as soon as it sleeps in `pause`, whole.
 #[track_caller]
 fn at_rest(pid: i32) -> PstackStacktrace {
-    let captured = capture_until(pid, "it sleeps in pause", |sample| names(&sample.stacktrace[0]).contains(&"pause"));
+    captured_by(pid, &[CaptureMethod::ZeroStop, CaptureMethod::Ptrace])
+}
+
+/// The same, and it was captured in one of these ways. A thread that is still on its way to sleep is stopped.
+#[track_caller]
+fn captured_by(pid: i32, methods: &[CaptureMethod]) -> PstackStacktrace {
+    let captured = capture_until(pid, "it sleeps in pause", |sample| {
+        let main = &sample.stacktrace[0];
+        main.state.starts_with('S') && names(main).contains(&"pause") && methods.contains(&main.capture())
+    });
     let main = thread(&captured.sample, pid);
     assert_eq!(main.incomplete, "", "{}", describe(&captured.sample));
     main.clone()
@@ -146,13 +156,9 @@ fn unwind_rules_that_only_debuggers_know() {
         let sections = Command::new("readelf").args(["-SW"]).arg(&program).output().expect("readelf runs");
         assert!(String::from_utf8_lossy(&sections.stdout).contains(".debug_frame"), "the build is what it should be");
         let process = start(&program, &[]);
-        let main = at_rest(process.pid());
+        // No register but the stack pointer is needed.
+        let main = captured_by(process.pid(), &[CaptureMethod::ZeroStop]);
         assert_eq!(own(&main), WITH_LINES, "{compressed}");
-        assert_eq!(
-            main.capture(),
-            CaptureMethod::ZeroStop,
-            "no register but the stack pointer was needed: {compressed}"
-        );
     }
     // Distributions move them into the debug file with all the rest.
     let program = build(folder.path(), &[&without[..], &["-Wl,--build-id=sha1"]].concat());
@@ -230,7 +236,8 @@ fn code_made_at_run_time() {
         let program = compile_c(folder.path(), "program", source, &arguments);
         let process = start(&program, &[]);
         let map = PathBuf::from(format!("/tmp/perf-{}.map", process.pid()));
-        let main = at_rest(process.pid());
+        // The code itself says how it leaves, so nothing has to be stopped for it.
+        let main = captured_by(process.pid(), &[CaptureMethod::ZeroStop]);
         fs::remove_file(&map).expect("the program has written it");
         let wanted = ["inner", "a kernel of two words", "between", "??", "main"];
         assert!(has_run(&main, &wanted), "{main:#?}");
@@ -238,7 +245,6 @@ fn code_made_at_run_time() {
             main.frames.iter().filter(|frame| frame.module == "[jit]").map(|frame| frame.func_name.as_str()).collect();
         assert_eq!(made, ["a kernel of two words", "??"], "{main:#?}");
         assert_eq!(names(&main).last(), Some(&"_start"));
-        assert_eq!(main.capture(), CaptureMethod::ZeroStop, "the code itself says how it leaves");
     }
 }
 
@@ -251,8 +257,37 @@ fn code_made_at_run_time_with_a_frame_pointer() {
     assert_ne!(source, JIT);
     let program = compile_c(folder.path(), "program", &source, &["-O2", "-fno-optimize-sibling-calls"]);
     let process = start(&program, &[]);
-    let main = at_rest(process.pid());
+    let main = captured_by(process.pid(), &[CaptureMethod::Ptrace]);
     fs::remove_file(format!("/tmp/perf-{}.map", process.pid())).expect("the program has written it");
     assert!(has_run(&main, &["inner", "a kernel of two words", "between", "??", "main"]), "{main:#?}");
-    assert_eq!(main.capture(), CaptureMethod::Ptrace);
+}
+
+/// CPython under `-X perf` calls every Python function through code of its own making, and names it in a perf map.
+#[test]
+fn trampolines_of_cpython() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let script = folder.path().join("script.py");
+    let text = "import time\ndef inner():\n    print('ready', flush=True)\n    time.sleep(100000)\n\
+                def outer():\n    sorted([1], key=lambda _: inner())\nouter()\n";
+    fs::write(&script, text).expect("own folder");
+    for version in ["3.12", "3.13"] {
+        let Some(python) = python_version(version) else {
+            skip(&format!("CPython {version} is not installed"));
+            continue;
+        };
+        let mut process = Process::spawn(Command::new(python).args(["-X", "perf"]).arg(&script));
+        process.wait_for("ready", PATIENCE);
+        let captured = capture_until(process.pid(), "it sleeps", |sample| {
+            names(&sample.stacktrace[0]).iter().any(|name| name.contains("nanosleep"))
+        });
+        fs::remove_file(format!("/tmp/perf-{}.map", process.pid())).expect("python has written it");
+        let main = thread(&captured.sample, process.pid());
+        assert_eq!(main.incomplete, "", "{version}: {}", describe(&captured.sample));
+        assert_eq!(names(main).last(), Some(&"_start"), "{version}: {}", describe(&captured.sample));
+        let made = main.frames.iter().filter(|frame| frame.module == "[jit]");
+        let made: Vec<&str> = made.filter_map(|frame| frame.func_name.split(':').nth(2)).collect();
+        assert_eq!(made, ["inner", "outer.<locals>.<lambda>", "outer", "<module>"], "{version}");
+        let merged = merge(&main.frames, &captured.sample.py_stacktrace[0].frames, &captured.python_entries[0]);
+        assert!(merged.is_some(), "{version}: {}", describe(&captured.sample));
+    }
 }

@@ -14,7 +14,8 @@ use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
 use super::target::{
-    LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, start, thread, unoptimized,
+    LEVELS, SOON, capture, capture_until, capture_with, describe, has_run, names, optimized, start, thread,
+    without_tables,
 };
 
 #[test]
@@ -126,9 +127,9 @@ fn a_process_that_somebody_else_traces() {
 
 #[test]
 fn a_thread_that_sleeps_is_read_whoever_traces_it() {
-    for (program, needs_a_stop) in [(optimized(), false), (unoptimized(), true)] {
-        let process = start(&program, &["futex"]);
-        let wanted = [&["in_futex"], &LEVELS[..], &["main"]].concat();
+    for (program, needs_a_stop) in [(optimized(), false), (without_tables(), true)] {
+        let process = start(&program, &["poll"]);
+        let wanted = [&["in_poll"], &LEVELS[..], &["main"]].concat();
         capture_until(process.pid(), "it sleeps", |sample| has_run(&sample.stacktrace[0], &wanted));
         ptrace::seize(Pid::from_raw(process.pid()), ptrace::Options::empty()).expect("a child can be traced");
         let captured = capture(process.pid());
@@ -136,7 +137,7 @@ fn a_thread_that_sleeps_is_read_whoever_traces_it() {
         assert_eq!(main.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
         if needs_a_stop {
             // As far as it goes without a stop, and why it goes no further.
-            assert!(names(main).contains(&"in_futex"), "{}", describe(&captured.sample));
+            assert!(names(main).contains(&"in_poll"), "{}", describe(&captured.sample));
             let tracer = format!("already traced by process {}", std::process::id());
             assert!(main.incomplete.contains(&tracer), "{}", describe(&captured.sample));
         } else {

@@ -139,7 +139,11 @@ fn eight_ranks_that_do_everything_bad_at_once() {
         let threads = of(process).stacktrace.iter();
         threads.filter(|thread| thread.incomplete.is_empty() && names(thread).contains(&function)).count()
     };
-    assert_eq!(whole(&spinning, "in_spin"), 32, "{}", describe(of(&spinning)));
+    // More threads than processors: one that gets none in time cannot stop, and says so.
+    let late =
+        of(&spinning).stacktrace.iter().filter(|thread| thread.incomplete.contains("did not stop within")).count();
+    let spins = whole(&spinning, "in_spin");
+    assert!(spins > 0 && spins + late == 32, "{}", describe(of(&spinning)));
     assert!(whole(&uninterruptible, "in_vfork") == 1, "{}", describe(of(&uninterruptible)));
     assert!(of(&uninterruptible).stacktrace[0].capture() != CaptureMethod::Ptrace);
     assert_eq!(whole(&stopped, "in_futex"), 20, "{}", describe(of(&stopped)));
