@@ -55,10 +55,11 @@ pub struct Arguments {
     /// Seconds the whole dump may take
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub timeout: Duration,
-    /// Seconds that source lines of C frames are searched for; names are always found
+    /// Seconds that source lines of C frames are searched for; names are always found. Compressed line tables that take longer
+    /// to unpack are left out
     #[arg(long, value_name = "SECONDS", default_value = "0.02", value_parser = seconds)]
     pub lines: Duration,
-    /// Stop every thread while its stack is copied, also those that sleep
+    /// Stop every thread while its stack is copied, also those that sleep and need no stop; for measurements
     #[arg(long, hide = true)]
     pub force_ptrace: bool,
 }

@@ -1,7 +1,7 @@
 //! Reading the memory of another process, and the copies of it that are unwound.
 
 use std::{
-    cell::RefCell,
+    cell::{Cell, RefCell},
     fs::File,
     io::{self, IoSliceMut},
     os::unix::fs::FileExt,
@@ -90,17 +90,19 @@ pub(crate) struct Memory<'a> {
     regions: RefCell<Vec<Region>>,
     /// Where more is to be had; `None` for a thread that stood still only while what is here was copied.
     more: Option<(i32, &'a AddressSpace<'a>)>,
+    /// End of the highest number in the stack that was asked for.
+    highest: Cell<u64>,
 }
 
 impl<'a> Memory<'a> {
     /// Memory of a thread that sleeps, copied as it is looked at.
     pub fn of_sleeper(tid: i32, space: &'a AddressSpace<'a>) -> Self {
-        Memory { regions: RefCell::default(), more: Some((tid, space)) }
+        Memory { regions: RefCell::default(), more: Some((tid, space)), highest: Cell::new(0) }
     }
 
     /// These pieces and nothing else.
     pub fn of_copies(regions: Vec<Region>) -> Self {
-        Memory { regions: RefCell::new(regions), more: None }
+        Memory { regions: RefCell::new(regions), more: None, highest: Cell::new(0) }
     }
 
     /// An unsigned number of `size` bytes, at most 8.
@@ -111,7 +113,11 @@ impl<'a> Memory<'a> {
 
     fn copied(&self, address: u64, size: usize) -> Option<u64> {
         let regions = self.regions.borrow();
-        let bytes = regions.iter().find_map(|region| region.get(address, size))?;
+        let (index, bytes) =
+            regions.iter().enumerate().find_map(|(index, region)| Some((index, region.get(address, size)?)))?;
+        if index == 0 {
+            self.highest.set(self.highest.get().max(address.saturating_add(size as u64)));
+        }
         let mut number = [0; 8];
         number.get_mut(..size)?.copy_from_slice(bytes);
         Some(u64::from_le_bytes(number))
@@ -141,9 +147,11 @@ impl<'a> Memory<'a> {
         Some(())
     }
 
-    /// Bytes of the stack that were copied.
+    /// Bytes of the stack that were looked at, from its start up to the last of them.
     pub fn stack_length(&self) -> usize {
-        self.regions.borrow().first().map_or(0, |stack| stack.bytes.len())
+        let regions = self.regions.borrow();
+        let length = |stack: &Region| usize::try_from(self.highest.get().saturating_sub(stack.start)).unwrap_or(0);
+        regions.first().map_or(0, |stack| length(stack).min(stack.bytes.len()))
     }
 
     /// Copies the stack of a thread from `sp` upwards, as far as most stacks go.
@@ -174,6 +182,9 @@ mod tests {
         let space = AddressSpace::open(&images, pid, pid).unwrap();
         let memory = Memory::of_sleeper(pid, &space);
         memory.fetch_stack(numbers.as_ptr() as u64).unwrap();
+        assert_eq!(memory.number(&raw const numbers[100] as u64, 8), Some(100));
+        let length = memory.stack_length();
+        assert!((808..=808 + RED_ZONE as usize).contains(&length), "up to the end of that number: {length}");
         for number in [0, 1, 3000, 60_000, 65_535, 5] {
             assert_eq!(memory.number(&raw const numbers[number] as u64, 8), Some(number as u64));
         }

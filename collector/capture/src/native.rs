@@ -17,6 +17,8 @@ use crate::{
 
 /// Bytes of a stack that are copied at first during a stop. Most stacks use a few KB.
 const FIRST_COPY: usize = 16 << 10;
+/// Bytes by which a stack may have grown since it was looked at.
+const GROWTH: usize = 512;
 /// How many times as much is copied when that was not enough.
 const WIDER: usize = 8;
 /// Bytes of a stack that are copied at most.
@@ -237,7 +239,7 @@ pub(crate) fn stop_together(
         };
         match seized {
             Ok(stop) => {
-                let room = Room::new(FIRST_COPY.max(thread.stack_length), &[]);
+                let room = Room::new(room_for(thread.stack_length), &[]);
                 all.push(Held { thread, stop: Some(stop), room, copied: None });
             }
             Err(error) => {
@@ -297,7 +299,7 @@ struct Sleeper {
     end: End,
     /// Number of the system call.
     syscall: i64,
-    /// Bytes of stack that were copied.
+    /// Bytes of stack that this took.
     stack_length: usize,
 }
 
@@ -326,6 +328,12 @@ fn slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
     })
 }
 
+/// Bytes to copy of a stack that took `length` when it was last unwound; 0 when that is not known.
+fn room_for(length: usize) -> usize {
+    // It may have grown a little since.
+    if length == 0 { FIRST_COPY } else { length + length / 8 + GROWTH }
+}
+
 /// Copies during a stop and unwinds, and copies again more widely while that is what the unwinding lacks. `length` is what the
 /// stack is expected to take.
 fn copy(
@@ -334,8 +342,7 @@ fn copy(
     context: &mut UnwindContext<usize>,
     mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), Error>,
 ) -> Result<(Vec<RawFrame>, End), Error> {
-    // It may have grown a little since.
-    let mut limit = FIRST_COPY.max(length + length / 8);
+    let mut limit = room_for(length);
     let mut wanted = Vec::new();
     let mut attempt = 0;
     loop {

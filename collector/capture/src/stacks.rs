@@ -66,30 +66,30 @@ impl Place {
         self.functions.iter().enumerate().map(move |(index, function)| (function, index < outermost))
     }
 
-    fn spell_out(&self, frames: &mut Vec<PstackFrame>) {
-        for (function, inlined) in self.functions() {
-            let number = frames.len();
+    /// The frames that one frame here stands for, each with its `origin` less the number that it begins with.
+    fn spell_out(&self) -> Vec<PstackFrame> {
+        let spell = |(function, inlined): (&Function, bool)| {
             let name = &function.name;
             let place = match &function.line {
                 Some(line) => format!(" at {line}"),
                 None if self.module.is_empty() => String::new(),
                 None => format!(" from {}", self.module),
             };
-            let origin = if inlined {
-                format!("#{number:<3} {name} (){place}")
-            } else {
-                format!("#{number:<3} {:#018x} in {name} (){place}", self.pc)
-            };
-            frames.push(PstackFrame {
+            PstackFrame {
                 func_name: name.to_string(),
                 file_name: self.file_name(function).to_string(),
-                origin,
+                origin: if inlined {
+                    format!("{name} (){place}")
+                } else {
+                    format!("{:#018x} in {name} (){place}", self.pc)
+                },
                 pc: self.pc,
                 module: self.module.to_string(),
                 module_address: self.module_address,
                 inlined,
-            });
-        }
+            }
+        };
+        self.functions().map(spell).collect()
     }
 }
 
@@ -97,9 +97,18 @@ impl From<Stacks> for ProcessCapture {
     /// Spells every frame out.
     fn from(stacks: Stacks) -> Self {
         let Stacks { pid, parent_pid, command, mut sample, python_entries, places, frames, children } = stacks;
+        // A thousand frames are at a few dozen places.
+        let places: Vec<Vec<PstackFrame>> = places.iter().map(Place::spell_out).collect();
         for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
-            for place in frames.iter().filter_map(|number| places.get(*number as usize)) {
-                place.spell_out(&mut thread.frames);
+            for frame in frames.iter().filter_map(|number| places.get(*number as usize)).flatten() {
+                let origin = format!("#{:<3} {}", thread.frames.len(), frame.origin);
+                thread.frames.push(PstackFrame {
+                    func_name: frame.func_name.clone(),
+                    file_name: frame.file_name.clone(),
+                    origin,
+                    module: frame.module.clone(),
+                    ..*frame
+                });
             }
         }
         let children = children.into_iter().map(ProcessCapture::from).collect();

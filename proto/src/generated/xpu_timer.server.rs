@@ -40,7 +40,8 @@ pub struct PstackStacktrace {
     /// Kernel function the thread sleeps in; empty when it runs or the kernel does not tell.
     #[prost(string, tag = "101")]
     pub wchan: ::prost::alloc::string::String,
-    /// Kernel stack, leaf first; empty without the privilege to read it.
+    /// Kernel stack, leaf first; empty without the privilege to read it, and for a sleep in a system call whose name says what it
+    /// waits for (futex, poll, epoll_wait, nanosleep and their like).
     #[prost(string, repeated, tag = "102")]
     pub kernel_stack: ::prost::alloc::vec::Vec<::prost::alloc::string::String>,
     #[prost(enumeration = "CaptureMethod", tag = "103")]

@@ -80,6 +80,9 @@ fn find_in<'a>(dwarf: &'a Dwarf<Slice<'a>>, addresses: &[u64], deadline: Instant
         found.extend(wanted.into_iter().zip(sources));
     };
     let Index { units, listed } = index(dwarf, addresses, &mut missing);
+    // The unit with the most addresses first, for when the time is short.
+    let mut units: Vec<_> = units.into_iter().collect();
+    units.sort_by_key(|(offset, indices)| (std::cmp::Reverse(indices.len()), *offset));
     for (offset, indices) in units {
         if Instant::now() >= deadline {
             return found;
