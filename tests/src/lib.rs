@@ -16,7 +16,7 @@ pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};
 pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};
-pub use torch::torch_venv;
+pub use torch::{torch_preloads, torch_venv};
 
 /// How long a test waits for something that takes well under a second on a quiet machine.
 pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

@@ -1,12 +1,22 @@
 //! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/torch-venv`: 5.4 GB, so only `cargo xtask test --torch`
-//! sets it up.
+//! sets it up. It runs on the simulated device, whose libraries are preloaded in place of the real ones.
 
-use std::{path::PathBuf, process::Command};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+    process::Command,
+};
 
 use anyhow::{Context, Result, ensure};
 
 /// Newer ones work as well until a test shows that they do not; the version is fixed so that a failure is ours.
 const VERSION: &str = "torch==2.15.0";
+/// The simulated libraries that this version asks for.
+const SIMULATED: [&str; 5] =
+    ["libcuda.so.1", "libcudart.so.13", "libnccl.so.2", "libcublas.so.13", "libcublasLt.so.13"];
+/// Beginnings of their functions' names.
+const PREFIXES: [&str; 6] = ["cuda", "__cuda", "cublas", "nccl", "pnccl", "cu"];
 
 /// The Python of the environment, which is set up when it is not there.
 ///
@@ -29,4 +39,61 @@ pub fn torch_venv() -> Result<PathBuf> {
         run(Command::new(&python).args(["-m", "pip", "install", "--quiet", "--no-input", VERSION, "numpy"]))?;
     }
     Ok(python)
+}
+
+/// What to preload so that PyPI's torch finds the simulated device: its libraries by their full paths, because torch looks in
+/// its own folders first, and a library of stubs in `folder`, because Python wants every function that torch could call to be
+/// there. A stub answers "not supported" (801).
+///
+/// # Errors
+/// When the environment is not set up, or nm or gcc is missing.
+pub fn torch_preloads(folder: &Path) -> Result<Vec<PathBuf>> {
+    let python = torch_venv()?;
+    let packages =
+        fs::read_dir(python.with_file_name("../lib"))?.flatten().map(|entry| entry.path().join("site-packages"));
+    let mut libraries = Vec::new();
+    for packages in packages {
+        for part in ["torch", "nvidia"] {
+            shared_objects(&packages.join(part), &mut libraries);
+        }
+    }
+    ensure!(!libraries.is_empty(), "there is no library of torch beside {}", python.display());
+    let replaced = |path: &PathBuf| {
+        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
+        SIMULATED.iter().any(|simulated| simulated.split(".so").next() == name.split(".so").next())
+    };
+    libraries.retain(|path| !replaced(path));
+    let simulated: Vec<PathBuf> = SIMULATED.iter().map(|name| crate::artifacts().sim().join(name)).collect();
+
+    let is_theirs = |name: &String| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
+    let wanted: BTreeSet<String> = symbols("--undefined-only", &libraries)?.into_iter().filter(is_theirs).collect();
+    let given: BTreeSet<String> =
+        symbols("--defined-only", &libraries)?.into_iter().chain(symbols("--defined-only", &simulated)?).collect();
+    let stubs = wanted.difference(&given).map(|name| format!("int {name}(void) {{ return 801; }}\n"));
+    let stubs = crate::compile_c(
+        folder,
+        "libtorch_stubs.so",
+        &stubs.collect::<String>(),
+        &["-shared", "-fPIC", "-w", "-fno-builtin"],
+    );
+    Ok(simulated.into_iter().chain([stubs]).collect())
+}
+
+fn shared_objects(folder: &Path, found: &mut Vec<PathBuf>) {
+    for entry in fs::read_dir(folder).into_iter().flatten().flatten() {
+        let path = entry.path();
+        if path.is_dir() {
+            shared_objects(&path, found);
+        } else if entry.file_name().to_string_lossy().contains(".so") {
+            found.push(path);
+        }
+    }
+}
+
+/// Names of dynamic symbols without their versions.
+fn symbols(which: &str, libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
+    let output = Command::new("nm").args(["-D", which]).args(libraries).output().context("nm cannot be run")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let names = text.lines().filter_map(|line| line.split_whitespace().next_back()?.split('@').next());
+    Ok(names.map(str::to_string).collect())
 }

@@ -18,4 +18,5 @@ mod ptracer;
 mod print_env;
 mod report;
 mod sim;
+mod torch;
 mod viewer;
