@@ -96,7 +96,7 @@ pub struct ProcessCapture {
 }
 
 /// Captures the processes of one node. It keeps what is expensive to find out - unwind tables, names, source lines,
-/// where the interpreters of known processes lie - from one capture to the next.
+/// where interpreters lie within their objects - from one capture to the next.
 pub struct Capturer {
     images: Arc<Images>,
     symbolizer: Symbolizer,
