@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn an_instantiation_keeps_what_its_graph_held() {
         let recorder: &'static Recorder =
-            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(crate::sys::Descriptor::none()))).unwrap()));
+            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(sys::Descriptor::none()))).unwrap()));
         let (mut graph, mut exec) = (0usize, 0usize);
         BOOKS.lock().unwrap().captures.push((7, vec![held(1), held(2)]));
         graph += 0x100;

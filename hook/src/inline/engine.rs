@@ -1,7 +1,6 @@
 //! What replaces the code of a function: one small trait, so that the engine can be exchanged.
 //!
-//! `detour` builds from crates.io alone and costs about a nanosecond a call; `frida-gum` moves a few more kinds of code and needs a
-//! devkit that is not on crates.io, so it is behind the feature `frida`.
+//! `detour` builds from crates.io alone and costs about a nanosecond a call.
 
 use super::prologue::Refusal;
 
@@ -24,18 +23,12 @@ pub trait Engine {
     ) -> Result<(), Refusal>;
 }
 
-/// The engine that was built in.
-#[cfg(not(feature = "frida"))]
+/// The engine that is built in.
 pub static ENGINE: Detour = Detour;
-/// The engine that was built in.
-#[cfg(feature = "frida")]
-pub static ENGINE: Frida = Frida;
 
 /// The crate `detour`.
-#[cfg(not(feature = "frida"))]
 pub struct Detour;
 
-#[cfg(not(feature = "frida"))]
 impl Engine for Detour {
     unsafe fn replace(
         &self,
@@ -51,34 +44,5 @@ impl Engine for Detour {
         // Whoever has the trampoline keeps it, so it is never freed, also when it is of no use.
         std::mem::forget(hook);
         enabled.map_err(|_| Refusal::Engine)
-    }
-}
-
-/// The crate `frida-gum`.
-#[cfg(feature = "frida")]
-pub struct Frida;
-
-#[cfg(feature = "frida")]
-impl Engine for Frida {
-    unsafe fn replace(
-        &self,
-        entry: usize,
-        wrapper: *const (),
-        publish: &mut dyn FnMut(*const ()),
-    ) -> Result<(), Refusal> {
-        use frida_gum::{Gum, NativePointer, interceptor::Interceptor};
-        use std::sync::LazyLock;
-        // Dropping the last handle ends the process, so it is kept.
-        static GUM: LazyLock<Gum> = LazyLock::new(Gum::obtain);
-        let pointer = |address: usize| NativePointer(address as *mut std::ffi::c_void);
-        let mut interceptor = Interceptor::obtain(&GUM);
-        // Without a transaction the function would jump before its original is published.
-        interceptor.begin_transaction();
-        let original = interceptor.replace_fast(pointer(entry), pointer(wrapper as usize));
-        if let Ok(original) = &original {
-            publish(original.0.cast_const().cast());
-        }
-        interceptor.end_transaction();
-        original.map(drop).map_err(|_| Refusal::Engine)
     }
 }

@@ -48,7 +48,7 @@ hooked! {
         => |recorder, site| collective(recorder, site, Call { op: Op::Recv, count, dtype, reduce: 0, peer }, comm, stream);
 
     ncclGroupStart | mcclGroupStart() => |recorder, _| group_start(recorder);
-    ncclGroupEnd | mcclGroupEnd() => |recorder, site| group_end(recorder, site);
+    ncclGroupEnd | mcclGroupEnd() => group_end;
 
     ncclCommInitRank | mcclCommInitRank(comm: *mut Comm, size: c_int, id: UniqueId, rank: c_int)
         => |recorder, site| init(recorder, site, &[&id.0], size, rank, comm);
