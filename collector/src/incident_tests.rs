@@ -237,3 +237,66 @@ fn after_a_restart_a_younger_hang_is_another_one_and_the_old_one_over() {
     assert_eq!(engine.tick(&alive(), at(109)), []);
     assert_eq!(engine.tick(&alive(), at(110)), [Action::Close(record(Cause::Idle).id, State::Resolved)]);
 }
+
+#[test]
+fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
+    let mut engine = Engine::default();
+    let jobs = alive();
+    let mut flap = |engine: &mut Engine, start: u64| {
+        let cause = operation(1, start);
+        let action = engine.raise(raise(cause.clone(), start), at(start));
+        if let Some(Action::Dump(id)) = &action {
+            engine.dumped(id, at(start + 1));
+        }
+        assert!(engine.hangs(&job("j")), "it hangs, whether an incident is opened or not");
+        (action, cause)
+    };
+    for start in [100, 110, 120, 130] {
+        let (action, cause) = flap(&mut engine, start);
+        opened(action);
+        engine.lift(&job("j"), &cause, at(start + 2));
+        assert_eq!(engine.tick(&jobs, at(start + 5)).len(), 1, "it resolves");
+    }
+    // The fifth is held, and gone when it resolves.
+    let (action, cause) = flap(&mut engine, 140);
+    assert_eq!((action, engine.held()), (None, 1));
+    engine.lift(&job("j"), &cause, at(142));
+    assert!(!engine.hangs(&job("j")) && engine.tick(&jobs, at(2000)).is_empty());
+    // One that lasts is an incident as soon as there may be one again.
+    let mut engine = Engine::default();
+    for start in [100, 110, 120, 130] {
+        let (action, cause) = flap(&mut engine, start);
+        opened(action);
+        engine.lift(&job("j"), &cause, at(start + 2));
+        engine.tick(&jobs, at(start + 5));
+    }
+    flap(&mut engine, 140);
+    assert_eq!(engine.tick(&jobs, at(900)), []);
+    assert!(matches!(&engine.tick(&jobs, at(1001))[..], [Action::Dump(_)]));
+    // Another job is not held back, and a dump by hand never is.
+    let other = Raise { job: job("k"), ..raise(operation(9, 9), 1002) };
+    opened(engine.raise(other, at(1002)));
+    assert_eq!(engine.held(), 0);
+}
+
+#[test]
+fn a_part_of_a_wide_incident_ends_with_its_cluster_and_its_own_causes() {
+    let mut engine = Engine::default();
+    let jobs = alive();
+    engine.request("wide", &job("j"), 0, Trigger::default(), at(10));
+    assert!(engine.hangs(&job("j")) && !engine.hangs_here(&job("j")));
+    assert_eq!(engine.raise(raise(operation(1, 7), 5), at(11)), None, "it joins");
+    assert!(engine.hangs_here(&job("j")));
+    engine.dumped("wide", at(12));
+    engine.lift(&job("j"), &operation(1, 7), at(13));
+    assert_eq!(engine.tick(&jobs, at(20)), [], "it still hangs elsewhere");
+    engine.lift(&job("j"), &Cause::Cluster, at(21));
+    assert_eq!(engine.tick(&jobs, at(23)), [Action::Close("wide".into(), State::Resolved)]);
+
+    // An incident of this node becomes the one that another node has begun.
+    let own = opened(engine.raise(raise(operation(1, 8), 30), at(30)));
+    engine.rename(&own, "other");
+    assert!(engine.get(&own).is_none() && engine.get("other").is_some_and(|one| one.causes.len() == 2));
+    engine.withdraw("other");
+    assert!(!engine.hangs(&job("j")));
+}

@@ -522,3 +522,80 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert_eq!(command(&["show", "../etc"]).code(), 1);
     assert_eq!(command(&["steal"]).code(), 2);
 }
+
+/// Takes requests on a port and answers each with the next of some codes; returns what was posted.
+fn webhook(codes: Vec<u16>) -> (String, std::sync::mpsc::Receiver<Value>) {
+    use std::io::{BufRead, BufReader, Read, Write};
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!("http://{}/hook", listener.local_addr().unwrap());
+    let (sender, posted) = std::sync::mpsc::channel();
+    std::thread::spawn(move || {
+        for code in codes {
+            let Ok((stream, _)) = listener.accept() else { return };
+            let mut reader = BufReader::new(stream);
+            let (mut line, mut bytes) = (String::new(), 0);
+            while reader.read_line(&mut line).is_ok_and(|read| read > 2) {
+                let header = line.to_ascii_lowercase();
+                if let Some(length) = header.strip_prefix("content-length:") {
+                    bytes = length.trim().parse().unwrap();
+                }
+                line.clear();
+            }
+            let mut body = vec![0; bytes];
+            reader.read_exact(&mut body).unwrap();
+            let answer = format!("HTTP/1.1 {code} x\r\ncontent-length: 0\r\nconnection: close\r\n\r\n");
+            reader.get_mut().write_all(answer.as_bytes()).unwrap();
+            sender.send(serde_json::from_slice(&body).unwrap()).unwrap();
+        }
+    });
+    (url, posted)
+}
+
+#[test]
+fn a_verdict_is_posted_once_and_again_when_the_service_fails() {
+    let (url, posted) = webhook(vec![503, 200]);
+    let mut cluster = Cluster::with(Job::new().with("XPU_TIMER_WEBHOOK", &url), "http", "127.0.0.1");
+    cluster.start();
+    let mut node = Node::on(cluster.node_job("node-a").with("XPU_TIMER_WEBHOOK", &url));
+    node.add_ranks("post", 0, 2, 2);
+    cluster.wait_ranks("post", 2);
+    node.hooks[0].hang(3);
+    let incident = cluster.wait_incident(1);
+    for _ in 0..2 {
+        let body = posted.recv_timeout(PATIENCE).expect("it is posted");
+        assert_eq!(body["sentence"], incident.verdict["sentence"]);
+        assert_eq!((&body["job"], &body["path"]), (&json!("post"), &json!(incident.path)));
+    }
+    // The verdict is the cluster's, so the node has nothing to post.
+    assert!(posted.try_recv().is_err());
+}
+
+#[test]
+fn old_incidents_are_removed_on_both_sides() {
+    let mut cluster = Cluster::with(Job::new().with("XPU_TIMER_KEEP_INCIDENTS", "1"), "http", "127.0.0.1");
+    cluster.start();
+    let mut node = Node::on(cluster.node_job("node-a").with("XPU_TIMER_KEEP_INCIDENTS", "1"));
+    node.add_ranks("keep", 0, 1, 1);
+    cluster.wait_ranks("keep", 1);
+    let folders = |job: &Job| {
+        let entries = fs::read_dir(job.dir.join("timeline")).unwrap().flatten();
+        entries.filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-")).count()
+    };
+    for ticket in 1..=3 {
+        node.hooks[0].hang(ticket);
+        cluster.wait("it is dumped", |status| {
+            let open = |one: &Value| one["state"] == "dumped";
+            status["incidents"].as_array().is_some_and(|list| list.len() as u64 == ticket && list.iter().any(open))
+        });
+        node.hooks[0].resolve(ticket);
+        cluster.wait("it is over", |status| {
+            status["incidents"].as_array().is_some_and(|list| list.iter().all(|one| one["state"] == "resolved"))
+        });
+        wait_until(PATIENCE, "it is over on the node", || {
+            let status = node.job.status().unwrap_or_default();
+            status["incidents"].as_array().is_some_and(|list| list.iter().all(|one| one["state"] == "resolved"))
+        });
+    }
+    // What was open when the last one was written may be kept with it.
+    wait_until(PATIENCE, "the oldest are gone", || folders(&cluster.job) <= 2 && folders(&node.job) <= 2);
+}

@@ -432,8 +432,10 @@ fn hang_kill_ends_the_ranks_with_a_failure() {
 #[test]
 fn it_ends_when_nobody_is_there_when_told_to_and_when_there_is_another() {
     let job = Job::new();
+    // Started first: a Python interpreter may take longer to start than the collector waits for somebody.
+    let mut hook = FakeHook::start(&job, "linger", 0, 1);
     let first = collector(&job, &["--linger", "1"]);
-    let mut hook = FakeHook::connected(&job, "linger", 0, 1);
+    hook.join(&job);
     wait_ranks(&job, "present", 1);
 
     let other = Process::spawn(job.command(artifacts().bin("xpu_timer_collector")).arg("node")).wait(PATIENCE);
