@@ -2,6 +2,7 @@
 //! the same thing without the hook, in turn, in one run.
 
 use std::{
+    fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
@@ -188,31 +189,40 @@ fn training(bench: &Bench, options: &Options, report: &mut Report) {
     );
     let what = "added time: median of the pairs (95 % interval)";
     let mut ratios = Vec::new();
+    let mut processor = Vec::new();
     let mut bare = Vec::new();
     for pair in 0..options.loops {
         // Each goes first as often as the other.
-        let both = |first: bool| -> Result<[f64; 2]> {
+        let both = |first: bool| -> Result<[[f64; 2]; 2]> {
             let one = steps(bench, first)?;
             let other = steps(bench, !first)?;
             Ok(if first { [one, other] } else { [other, one] })
         };
         match both(pair % 2 == 0) {
             Ok([hooked, alone]) => {
-                ratios.push(hooked / alone - 1.0);
-                bare.push(alone);
+                ratios.push(hooked[0] / alone[0] - 1.0);
+                processor.push(hooked[1] / alone[1] - 1.0);
+                bare.push(alone[0]);
             }
             Err(error) => return report.failed(what, &error),
         }
     }
-    ratios.sort_by(f64::total_cmp);
     bare.sort_by(f64::total_cmp);
-    let (low, high) = interval(&ratios);
-    let middle = ratios[ratios.len() / 2];
     report.note("one step without the hook", format!("{:.2} ms", bare[bare.len() / 2]));
-    let figure = format!("{:+.2} % ({:+.2} to {:+.2})", middle * 100.0, low * 100.0, high * 100.0);
+    report.note("load average of the machine", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
+    let (figure, middle, low) = percent(ratios);
     // Within noise: the interval holds no change at all.
     let holds = middle < LOOP_LIMIT || low <= 0.0;
     report.check(what, figure, "below 0.5 %, or noise", holds);
+    report.note("added processor time of rank 0, its simulated device included", percent(processor).0);
+}
+
+/// A median with its interval for people, the median, and the lower end.
+fn percent(mut ratios: Vec<f64>) -> (String, f64, f64) {
+    ratios.sort_by(f64::total_cmp);
+    let (low, high) = interval(&ratios);
+    let middle = ratios[ratios.len() / 2];
+    (format!("{:+.2} % ({:+.2} to {:+.2})", middle * 100.0, low * 100.0, high * 100.0), middle, low)
 }
 
 /// The order statistics between which the median lies with 95 %: by the normal approximation of the binomial distribution.
@@ -224,8 +234,8 @@ fn interval(sorted: &[f64]) -> (f64, f64) {
     (sorted[low], sorted[high])
 }
 
-/// Milliseconds of a step of rank 0, with or without the hook.
-fn steps(bench: &Bench, hooked: bool) -> Result<f64> {
+/// Milliseconds of a step of rank 0, with or without the hook: wall time and processor time.
+fn steps(bench: &Bench, hooked: bool) -> Result<[f64; 2]> {
     let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "600");
     let loop_of_ranks = tree().join("tests/bench/targets/hook_loop.py");
     let ranks = tree().join("tests/examples/run_ranks.py");
@@ -236,7 +246,8 @@ fn steps(bench: &Bench, hooked: bool) -> Result<f64> {
     let output = command.stderr(Stdio::piped()).output()?;
     let text = String::from_utf8_lossy(&output.stdout);
     let line = text.lines().find_map(|line| line.strip_prefix("ms a step "));
-    let Some(ms) = line.and_then(|ms| ms.trim().parse().ok()) else {
+    let times = line.and_then(|line| line.split_once(' '));
+    let Some(ms) = times.and_then(|(wall, used)| Some([wall.parse().ok()?, used.trim().parse().ok()?])) else {
         bail!("the loop ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim())
     };
     if hooked {
@@ -305,8 +316,6 @@ fn memory(bench: &Bench, report: &mut Report) {
 
 #[cfg(test)]
 mod tests {
-    use std::fs;
-
     use super::*;
 
     #[test]

@@ -99,10 +99,11 @@ fn a_program_is_looked_at_and_not_run() {
     let report = show_json(&job, &[&device.display().to_string()], 0);
     assert_eq!(report["target"]["family"], "NVIDIA CUDA", "{report}");
     let script = job.dir.join("script");
-    fs::write(&script, "#!/usr/bin/env python3\n").unwrap();
+    fs::write(&script, "#!/usr/bin/env -S bash\n").unwrap();
     fs::set_permissions(&script, std::os::unix::fs::PermissionsExt::from_mode(0o755)).unwrap();
     let report = show_json(&job, &[&script.display().to_string()], 0);
-    assert!(report["target"]["title"].as_str().unwrap().contains("python3"), "{report}");
+    assert!(report["target"]["title"].as_str().unwrap().contains("(a script for "), "{report}");
+    assert!(report["target"]["title"].as_str().unwrap().contains("/bash)"), "{report}");
 
     let alone = compile_c(&job.dir, "alone", &source, &["-static"]);
     let output = run(&job, &[&alone.display().to_string()]);
