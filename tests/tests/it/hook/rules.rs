@@ -187,3 +187,78 @@ fn a_library_of_another_name_keeps_its_calls() {
         assert_eq!(process.wait(PATIENCE).code(), 0);
     }
 }
+
+/// Multiplies in the forms that frameworks use, and checks the results.
+const PRODUCTS: &str = r"
+import array, ctypes, os, sys, time, cuda
+from ctypes import c_void_p as P, c_int, c_float, c_int64, c_uint64, byref, sizeof
+version = sys.argv[1]
+blas, lt = ctypes.CDLL('libcublas.so.' + version), ctypes.CDLL('libcublasLt.so.' + version)
+cuda.set_device(0)
+stream, handle, one, zero = cuda.Stream(), P(), c_float(1), c_float(0)
+ok = lambda code: code == 0 or sys.exit(code)
+ok(blas.cublasCreate_v2(byref(handle)))
+ok(blas.cublasSetStream_v2(handle, stream.handle))
+address = lambda data: P(data.buffer_info()[0])
+a, b, c = (array.array('f', values) for values in ([1, 2, 3, 4, 5, 6], [1, 0, 2, 0, 1, 3], [0] * 8))
+A, B, C = map(address, (a, b, c))
+# 2 x 3 times 3 x 2; both transposed; and two products with one batch.
+ok(blas.cublasSgemm_v2(handle, 0, 0, 2, 2, 3, byref(one), A, 2, B, 3, byref(zero), C, 2))
+stream.synchronize()
+assert c[:4].tolist() == [11, 14, 18, 22], c
+ok(blas.cublasGemmEx(handle, 1, 1, 2, 2, 3, byref(one), A, 0, 3, B, 0, 2, byref(zero), C, 0, 2, 68, -1))
+stride = c_int64
+ok(blas.cublasGemmStridedBatchedEx(handle, 0, 0, 1, 2, 3, byref(one), A, 0, 1, stride(3), B, 0, 3, stride(0), byref(zero),
+                                   C, 0, 1, stride(2), 2, 68, -1))
+ok(blas.cublasSgemm_v2_64(handle, 0, 0, c_int64(2), c_int64(1), c_int64(3), byref(one), A, c_int64(2), B, c_int64(3),
+                          byref(zero), C, c_int64(2)))
+# cuBLASLt: the transposed 3 x 2 times 3 x 2, with a bias.
+product, layouts = P(), [P(), P(), P()]
+ok(lt.cublasLtMatmulDescCreate(byref(product), 68, 0))
+bias = array.array('f', [100, 200])
+for attribute, value in ((3, c_int(1)), (7, c_int(4)), (8, P(bias.buffer_info()[0]))):
+    ok(lt.cublasLtMatmulDescSetAttribute(product, attribute, byref(value), ctypes.c_size_t(sizeof(value))))
+for layout, (rows, columns) in zip(layouts, ((3, 2), (3, 2), (2, 2))):
+    ok(lt.cublasLtMatrixLayoutCreate(byref(layout), 0, c_uint64(rows), c_uint64(columns), c_int64(rows)))
+ok(lt.cublasLtMatmul(None, product, byref(one), A, layouts[0], B, layouts[1], byref(zero), C, layouts[2], C, layouts[2], None,
+                     None, ctypes.c_size_t(0), stream.handle))
+stream.synchronize()
+assert c[:4].tolist() == [107, 216, 111, 223], c
+print('multiplied', flush=True)
+while not os.path.exists('stop'): time.sleep(0.01)
+";
+
+#[test]
+fn matrix_products_of_every_form_have_their_shape() {
+    for version in ["13", "12"] {
+        let job = Job::new();
+        let collector = job.collector();
+        let mut command = job.hooked(python());
+        command.args(["-c", PRODUCTS, version]).current_dir(job.dir.path());
+        let mut process = Process::spawn(command.env("XPU_TIMER_BRACKET", "matmuls"));
+        process.wait_for("multiplied\n", PATIENCE);
+        let pid = collector.wait_hello();
+        wait_until(PATIENCE, "their end", || all_ended(&collector.ring(pid)));
+        let record = collector.ring(pid);
+        let shapes: Vec<_> = operations(&record, Op::Matmul)
+            .iter()
+            .map(|one| {
+                let shape = one.matmul.unwrap();
+                assert_eq!((one.kind(), one.dtype().as_str_name()), (OpKind::Kernel, "DATA_TYPE_FLOAT32"));
+                assert!(one.completed_ns > 0 && one.stream > 2, "timed on the stream of its handle: {one:?}");
+                (&*one.function, [shape.batch, shape.m, shape.n, shape.k], [shape.trans_a, shape.trans_b])
+            })
+            .collect();
+        let expected = [
+            ("cublasSgemm_v2", [1, 2, 2, 3], [0, 0]),
+            ("cublasGemmEx", [1, 2, 2, 3], [1, 1]),
+            ("cublasGemmStridedBatchedEx", [2, 1, 2, 3], [0, 0]),
+            ("cublasSgemm_v2_64", [1, 2, 1, 3], [0, 0]),
+            ("cublasLtMatmul", [1, 2, 2, 3], [1, 0]),
+        ];
+        assert_eq!(shapes, expected);
+        assert_eq!(record.kernels_launched, 5, "each is one kernel, too");
+        fs::write(job.path("stop"), "").unwrap();
+        assert_eq!(process.wait(PATIENCE).code(), 0);
+    }
+}
