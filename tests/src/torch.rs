@@ -69,14 +69,27 @@ pub fn torch_preloads(folder: &Path) -> Result<Vec<PathBuf>> {
     let wanted: BTreeSet<String> = symbols("--undefined-only", &libraries)?.into_iter().filter(is_theirs).collect();
     let given: BTreeSet<String> =
         symbols("--defined-only", &libraries)?.into_iter().chain(symbols("--defined-only", &simulated)?).collect();
-    let stubs = wanted.difference(&given).map(|name| format!("int {name}(void) {{ return 801; }}\n"));
-    let stubs = crate::compile_c(
-        folder,
-        "libtorch_stubs.so",
-        &stubs.collect::<String>(),
-        &["-shared", "-fPIC", "-w", "-fno-builtin"],
-    );
+    let stubs: String = wanted.difference(&given).map(|name| stub(name)).collect();
+    let arguments = ["-shared", "-fPIC", "-w", "-fno-builtin"];
+    let stubs = crate::compile_c(folder, "libtorch_stubs.so", &stubs, &arguments);
     Ok(simulated.into_iter().chain([stubs]).collect())
+}
+
+/// A function in C. Nearly all of them are never called.
+fn stub(name: &str) -> String {
+    match name {
+        // CUDA 13 gave the third form of it the plain name.
+        "cudaStreamGetCaptureInfo" => {
+            let parameters = "(long a, void *b, void *c, void *d, void *e, void *f, void *g)";
+            let call = "cudaStreamGetCaptureInfo_v3(a, b, c, d, e, f, g)";
+            format!("int cudaStreamGetCaptureInfo_v3(); int {name}{parameters} {{ return {call}; }}\n")
+        }
+        // What a graph keeps alive is of no interest without a device.
+        "cudaUserObjectCreate" | "cudaUserObjectRelease" | "cudaGraphRetainUserObject" => {
+            format!("int {name}(void) {{ return 0; }}\n")
+        }
+        _ => format!("int {name}(void) {{ return 801; }}\n"),
+    }
 }
 
 fn shared_objects(folder: &Path, found: &mut Vec<PathBuf>) {

@@ -50,9 +50,9 @@ fn torch_of_pypi_skips_a_step_of_ddp() {
 
 #[test]
 #[ignore = "cargo xtask test --torch sets up PyPI's torch and runs it"]
-fn torch_of_pypi_trains_with_ddp_and_autocast() {
+fn torch_of_pypi_trains_with_ddp_autocast_and_a_graph() {
     let job = job();
-    let output = ranks(&job, &["--parts", "ddp", "autocast"]).wait(PATIENCE * 4);
+    let output = ranks(&job, &["--parts", "ddp", "autocast", "graph"]).wait(PATIENCE * 4);
     for rank in 0..4 {
         assert!(output.stdout.contains(&format!("rank {rank} done")), "{}{}", output.stdout, output.stderr);
     }
