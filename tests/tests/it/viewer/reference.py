@@ -158,7 +158,8 @@ def colour(label):
 
 def hue(fill):
     red, green, blue = map(int, re.fullmatch(r"rgb\((\d+),(\d+),(\d+)\)", fill).groups())
-    high = max(red, green, blue) - 40
+    # Shades of one hue lie closer together than this, those of another one farther apart.
+    high = max(red, green, blue) - 48
     return {
         (False, True, False): "green",
         (True, True, False): "yellow",
