@@ -147,7 +147,8 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     let warm = Options::default();
     capturer.capture(&[pid], &warm);
     let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
-    let length = wall * 2 + MARGIN * 2;
+    // A busy machine makes some captures take several times as long as others.
+    let length = (wall * 4 + MARGIN * 2).min(REST);
     let (mut quiet, mut held, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut tries = 0;
     while captured.len() < windows {
