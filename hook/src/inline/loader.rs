@@ -62,16 +62,30 @@ fn is_empty_function(code: &[u8]) -> bool {
     let body = code.strip_prefix(&ENDBR64).unwrap_or(code);
     // A plain return, or one with a prefix for old processors.
     let Some(padding) = body.strip_prefix(&[0xf3, 0xc3]).or_else(|| body.strip_prefix(&[0xc3])) else { return false };
-    let mut decoder = iced_x86::Decoder::new(64, padding, iced_x86::DecoderOptions::NONE);
     let mut space = code.len() - padding.len();
+    let mut rest = padding;
     while space < 5 {
-        let filler = decoder.decode();
-        if !matches!(filler.mnemonic(), iced_x86::Mnemonic::Nop | iced_x86::Mnemonic::Int3) {
-            return false;
-        }
-        space += filler.len();
+        let Some(length) = filler(rest) else { return false };
+        space += length;
+        rest = rest.get(length..).unwrap_or_default();
     }
     true
+}
+
+/// Bytes of the filler that code begins with, if it is one. A decoder knows this too, but making its tables takes longer than all else
+/// that a program is started with.
+fn filler(code: &[u8]) -> Option<usize> {
+    let prefixes = code.iter().take_while(|byte| [0x66, 0x2e].contains(*byte)).count();
+    match code.get(prefixes..)? {
+        [0x90, ..] => Some(prefixes + 1),
+        [0xcc, ..] if prefixes == 0 => Some(1),
+        // nop with an operand: no displacement, one of a byte, one of four, each also with an index.
+        [0x0f, 0x1f, operand, ..] => {
+            let more = [(0x00, 0), (0x40, 1), (0x44, 2), (0x80, 4), (0x84, 5)];
+            more.iter().find(|(form, _)| form == operand).map(|(_, more)| prefixes + 3 + more)
+        }
+        _ => None,
+    }
 }
 
 /// # Safety

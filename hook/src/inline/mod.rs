@@ -141,6 +141,9 @@ fn look_at(known: &mut Known, place: Place, map: *const LinkMap, is_program: boo
     }
     let role = Role::of(&object, is_program);
     let mut unexported = static_symbols::Symbols::of(&object, is_program, &role);
+    if unexported.is_none() && !role.is_program && !role.is_symbolic {
+        return;
+    }
     for function in crate::functions() {
         let symbol = match (object.exported(function.name), &mut unexported) {
             (Some(symbol), _) if role.hides_exported(function.library) => symbol,
