@@ -306,7 +306,8 @@ impl<'w, 'a> Builder<'w, 'a> {
             }
             for &view in &content.silent {
                 // One that stands in the store, which comes before the creation, waits for the others as well.
-                if self.world.views[view].host.doing.activity == Activity::CommInit && !self.world.views[view].halted() {
+                if self.world.views[view].host.doing.activity == Activity::CommInit && !self.world.views[view].halted()
+                {
                     self.edge(Node::Host(view), node);
                     self.wait(node, view);
                     continue;

@@ -8,8 +8,7 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 use crate::{
     causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
     graph::Suspect,
-    hook_report,
-    report,
+    hook_report, report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
 };
