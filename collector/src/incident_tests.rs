@@ -242,7 +242,7 @@ fn after_a_restart_a_younger_hang_is_another_one_and_the_old_one_over() {
 fn a_job_that_flaps_gets_a_burst_and_then_waits_and_is_not_forgotten() {
     let mut engine = Engine::default();
     let jobs = alive();
-    let mut flap = |engine: &mut Engine, start: u64| {
+    let flap = |engine: &mut Engine, start: u64| {
         let cause = operation(1, start);
         let action = engine.raise(raise(cause.clone(), start), at(start));
         if let Some(Action::Dump(id)) = &action {

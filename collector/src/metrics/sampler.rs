@@ -146,7 +146,8 @@ impl Sampled {
         now: Now,
     ) {
         // Members of a group on one stream are one launch; others are alone.
-        let mut launches: BTreeMap<(u64, u64, u64), Vec<(&Operation, &Communicator)>> = BTreeMap::new();
+        type Members<'a> = Vec<(&'a Operation, &'a Communicator)>;
+        let mut launches: BTreeMap<(u64, u64, u64), Members<'_>> = BTreeMap::new();
         for operation in operations {
             if let Some((key, done)) = meaning::matmul(operation, settings) {
                 self.series.add(key, done, now.mono_ns);

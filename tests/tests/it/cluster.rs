@@ -272,7 +272,7 @@ fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
     assert!(a.job.incidents().is_empty() && b.job.incidents().is_empty(), "the other job is not disturbed");
 
     // Scaled up: attempt 1 has three ranks on three nodes, and rank 0 is somebody else.
-    let mut again = |node: &mut Node, rank: i32| {
+    let again = |node: &mut Node, rank: i32| {
         for hook in &mut node.hooks {
             hook.goodbye();
         }

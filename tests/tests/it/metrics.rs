@@ -10,10 +10,9 @@ use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, compile_c, http, skip, 
 
 use tools::{Prometheus, dlrover_python, promtool};
 
-/// One line of a page: name, labels, value.
+/// One line of a page without its name: labels and value.
 #[derive(Debug, Clone)]
 struct Sample {
-    name: String,
     labels: BTreeMap<String, String>,
     value: f64,
 }
@@ -37,7 +36,6 @@ fn samples(page: &str, name: &str) -> Vec<Sample> {
             let labels = head.split_once('{').map_or("", |(_, labels)| labels.trim_end_matches('}'));
             let pairs = labels.split(',').filter_map(|pair| pair.split_once('='));
             Sample {
-                name: name.into(),
                 labels: pairs.map(|(name, value)| (name.into(), value.trim_matches('"').into())).collect(),
                 value: value.parse().unwrap_or_else(|_| panic!("no number: {line}")),
             }

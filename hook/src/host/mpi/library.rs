@@ -110,26 +110,26 @@ impl Library {
             return None;
         };
         macro_rules! own {
-            ($name:literal) => {{
+            ($name:literal as $type:ty) => {{
                 let found = look_up(handle, $name);
                 if found.is_null() {
                     return None;
                 }
                 // SAFETY: the function of this name has the type of the field that it goes to, by the MPI standard.
-                unsafe { std::mem::transmute(found) }
+                unsafe { std::mem::transmute::<*mut c_void, $type>(found) }
             }};
         }
         Some(Library {
             abi,
             types,
-            comm_rank: own!(c"PMPI_Comm_rank"),
-            comm_size: own!(c"PMPI_Comm_size"),
-            comm_test_inter: own!(c"PMPI_Comm_test_inter"),
-            type_size: own!(c"PMPI_Type_size"),
-            comm_group: own!(c"PMPI_Comm_group"),
-            group_size: own!(c"PMPI_Group_size"),
-            group_translate: own!(c"PMPI_Group_translate_ranks"),
-            group_free: own!(c"PMPI_Group_free"),
+            comm_rank: own!(c"PMPI_Comm_rank" as Getter),
+            comm_size: own!(c"PMPI_Comm_size" as Getter),
+            comm_test_inter: own!(c"PMPI_Comm_test_inter" as Getter),
+            type_size: own!(c"PMPI_Type_size" as Getter),
+            comm_group: own!(c"PMPI_Comm_group" as GroupOf),
+            group_size: own!(c"PMPI_Group_size" as Getter),
+            group_translate: own!(c"PMPI_Group_translate_ranks" as Translate),
+            group_free: own!(c"PMPI_Group_free" as FreeGroup),
         })
     }
 

@@ -44,10 +44,10 @@ fn a_rank_that_launches_its_graph_once_less_is_behind() {
 fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     let records = check("grown", 4, &[]);
     let grown = |rank: usize| records[rank].communicators.iter().find(|comm| comm.size == 4).expect("the grown one");
-    for rank in 0..4 {
+    for (rank, record) in records.iter().enumerate() {
         let comm = grown(rank);
         assert_eq!((comm.rank, comm.launched, comm.completed), (rank as i32, 1, 1));
-        let call = records[rank].operations.iter().find(|operation| operation.function == "ncclCommGrow").unwrap();
+        let call = record.operations.iter().find(|operation| operation.function == "ncclCommGrow").unwrap();
         assert_eq!((call.kind(), call.status(), call.communicator), (OpKind::HostCall, OpStatus::Completed, comm.id));
     }
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
