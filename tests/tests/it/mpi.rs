@@ -6,7 +6,7 @@ use std::{
     fs,
     path::{Path, PathBuf},
     process::Command,
-    sync::OnceLock,
+    sync::{Mutex, MutexGuard, OnceLock, PoisonError},
 };
 
 use serde_json::json;
@@ -67,6 +67,12 @@ impl Mpi {
     }
 }
 
+/// Ranks of MPI wait by polling, so two such jobs at the same time starve each other on a small machine.
+fn alone() -> MutexGuard<'static, ()> {
+    static ALONE: Mutex<()> = Mutex::new(());
+    ALONE.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
 /// A job whose ranks hang soon, and in which root may run mpirun.
 fn job() -> Job {
     Job::new()
@@ -120,6 +126,7 @@ fn flight(incident: &Incident, rank: u32) -> FlightRecord {
 
 #[test]
 fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
+    let _alone = alone();
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "allreduce") else { return };
     check(&incident, "missing_rank", &[2], &["has not entered all_reduce", "C function pause", "ranks 0-1, 3 wait"]);
@@ -164,48 +171,57 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
 
 #[test]
 fn a_broadcast_without_its_root() {
+    let _alone = alone();
     expect(Mpi::Open, "bcast", "missing_rank", &[2], &["has not entered broadcast", "C function pause"]);
 }
 
 #[test]
 fn a_receive_without_its_send() {
+    let _alone = alone();
     expect(Mpi::Open, "recv", "p2p_unmatched", &[2], &["has not sent to rank 1", "C function pause"]);
 }
 
 #[test]
 fn a_send_that_nobody_receives() {
+    let _alone = alone();
     expect(Mpi::Open, "send", "missing_rank", &[2], &["C function pause", "ranks 0, 3 wait for it in barrier"]);
 }
 
 #[test]
 fn a_wait_that_never_completes() {
+    let _alone = alone();
     expect(Mpi::Open, "wait", "missing_rank", &[2], &["C function pause"]);
     expect(Mpi::Open, "iallreduce", "missing_rank", &[2], &["has not entered all_reduce", "C function pause"]);
 }
 
 #[test]
 fn a_rank_that_is_missing_in_its_half_of_the_job() {
+    let _alone = alone();
     expect(Mpi::Open, "half", "missing_rank", &[2], &["C function pause"]);
 }
 
 #[test]
 fn a_rank_that_does_not_take_part_in_a_split() {
+    let _alone = alone();
     expect(Mpi::Open, "split", "comm_init", &[2], &["MPI_Comm_split", "C function pause"]);
 }
 
 #[test]
 fn ranks_that_all_send_before_they_receive() {
+    let _alone = alone();
     expect(Mpi::Open, "cycle", "p2p_cycle", &[0, 1, 2, 3], &["circle of sends and receives"]);
 }
 
 #[test]
 fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
+    let _alone = alone();
     expect(Mpi::Open, "init", "comm_init", &[2], &["C function pause"]);
     expect(Mpi::Open, "finalize", "missing_rank", &[2], &["MPI_Finalize", "C function pause"]);
 }
 
 #[test]
 fn a_rank_that_stays_away_from_a_call_that_is_not_hooked() {
+    let _alone = alone();
     let Some(program) = Mpi::Open.program() else { return };
     let job = job().with("XPU_TIMER_IDLE_TIMEOUT", "5");
     let _ranks = start(&job, Mpi::Open, program, &["fence"]);
@@ -216,12 +232,14 @@ fn a_rank_that_stays_away_from_a_call_that_is_not_hooked() {
 
 #[test]
 fn mpich_has_other_handles_and_the_same_verdicts() {
+    let _alone = alone();
     expect(Mpi::Mpich, "recv", "p2p_unmatched", &[2], &["has not sent to rank 1", "C function pause"]);
     expect(Mpi::Mpich, "half", "missing_rank", &[2], &["C function pause"]);
 }
 
 #[test]
 fn every_rank_under_a_launcher_of_its_own() {
+    let _alone = alone();
     let Some(program) = Mpi::Open.program() else { return };
     let job = job();
     let words = Mpi::Open.words();
@@ -233,6 +251,7 @@ fn every_rank_under_a_launcher_of_its_own() {
 
 #[test]
 fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
+    let _alone = alone();
     for (mpi, fault) in [(Mpi::Open, "forgotten"), (Mpi::Mpich, "none")] {
         let Some(program) = mpi.program() else { continue };
         let job = job();
@@ -264,6 +283,7 @@ fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
 
 #[test]
 fn python_ranks_that_stay_away_from_a_collective() {
+    let _alone = alone();
     expect_in_python("Allreduce", "missing_rank", &["ranks 0-1, 3 wait for it in all_reduce"]);
     expect_in_python("bcast", "missing_rank", &["ranks 0-1, 3 wait for it in broadcast"]);
     expect_in_python("barrier", "missing_rank", &["ranks 0-1, 3 wait for it in barrier"]);
@@ -271,12 +291,14 @@ fn python_ranks_that_stay_away_from_a_collective() {
 
 #[test]
 fn python_ranks_that_wait_for_a_message() {
+    let _alone = alone();
     expect_in_python("recv", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
     expect_in_python("wait", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
 }
 
 #[test]
 fn a_job_without_mpi_hears_nothing_of_it() {
+    let _alone = alone();
     let job = Job::new();
     let _ranks = job.train(1, &[]);
     wait_until(PATIENCE, "the rank has registered", || {
