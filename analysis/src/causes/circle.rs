@@ -39,7 +39,7 @@ impl Break {
 }
 
 /// The ranks of a circle that left their pattern, as views, and how; `None` when none of them did, or all.
-pub(super) fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
+fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
     let Suspect::Cycle(events) = suspect else { return None };
     let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     inside.sort_unstable();
@@ -53,13 +53,27 @@ pub(super) fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec
     (found.len() < inside.len()).then_some((first, found))
 }
 
-/// The finding of a rule whose kind of break it was.
-pub(super) fn broken(case: &Case<'_>, suspect: &Suspect, kinds: &[Break]) -> Option<Finding> {
-    let (kind, found) = deviants(case, suspect)?;
-    if !kinds.contains(&kind) {
-        return None;
+/// What the past of the ranks in a circle is to a rule.
+pub(super) enum Told {
+    /// The break is of the rule's kind.
+    Finding(Finding),
+    /// Somebody left the pattern in another way, which is another rule's to explain.
+    OtherBreak,
+    /// It tells nothing.
+    Nothing,
+}
+
+/// Asks the past of the ranks in a circle, for a rule that explains breaks of this kind.
+pub(super) fn ask(case: &Case<'_>, suspect: &Suspect, explains: Break) -> Told {
+    let Suspect::Cycle(events) = suspect else { return Told::Nothing };
+    match deviants(case, suspect) {
+        None => Told::Nothing,
+        Some((kind, found)) if kind == explains => Told::Finding(broken(case, events, kind, &found)),
+        Some(_) => Told::OtherBreak,
     }
-    let Suspect::Cycle(events) = suspect else { return None };
+}
+
+fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
     let culprits: Vec<usize> = found.iter().map(|(view, _)| *view).collect();
     let who = case.world.ranks(culprits.iter().copied());
     let (first, deviation) = &found[0];
@@ -99,7 +113,7 @@ pub(super) fn broken(case: &Case<'_>, suspect: &Suspect, kinds: &[Break]) -> Opt
         let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
         line(in_event(case, *event), inside)
     }));
-    Some(Finding {
+    Finding {
         culprits,
         says: Says::Whole(format!(
             "{} {did}, and now the ranks wait for each other in a circle: {}.",
@@ -108,7 +122,7 @@ pub(super) fn broken(case: &Case<'_>, suspect: &Suspect, kinds: &[Break]) -> Opt
         )),
         confidence: Confidence::Medium,
         evidence,
-    })
+    }
 }
 
 fn in_event(case: &Case<'_>, event: Event) -> String {

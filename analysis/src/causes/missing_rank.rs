@@ -13,7 +13,7 @@
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Break},
+    circle::{self, Break, Told},
     collective::{Collective, synchronizes},
     line,
 };
@@ -31,7 +31,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return skipped(case, &collective);
     }
     if matches!(suspect, Suspect::Cycle(_)) {
-        return circle::broken(case, suspect, &[Break::Collective]);
+        return match circle::ask(case, suspect, Break::Collective) {
+            Told::Finding(found) => Some(found),
+            Told::OtherBreak | Told::Nothing => None,
+        };
     }
     let Suspect::Host { view, events, guess } = suspect else { return None };
     if events.is_empty() && case.stack_waiters.is_empty() {

@@ -7,7 +7,7 @@
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Break},
+    circle::{self, Break, Told},
     line, never_mistaken,
 };
 use crate::{
@@ -18,13 +18,15 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(found) = circle::broken(case, suspect, &[Break::TransferOrder]) {
-        return Some(found);
+    match circle::ask(case, suspect, Break::TransferOrder) {
+        Told::Finding(found) => return Some(found),
+        Told::OtherBreak => return None,
+        Told::Nothing => {}
     }
     let Suspect::Cycle(events) = suspect else { return None };
     let transfers: Vec<Event> =
         events.iter().copied().filter(|event| matches!(event, Event::PointToPoint { .. })).collect();
-    if transfers.len() < 2 || circle::deviants(case, suspect).is_some() {
+    if transfers.len() < 2 {
         return None;
     }
     let mut culprits: Vec<usize> = transfers.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();

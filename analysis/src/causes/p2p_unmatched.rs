@@ -7,7 +7,7 @@
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Break},
+    circle::{self, Break, Told},
     line, never_mistaken,
 };
 use crate::graph::{Event, Suspect};
@@ -15,11 +15,10 @@ use crate::graph::{Event, Suspect};
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(found) = circle::broken(case, suspect, &[Break::Transfer]) {
-        return Some(found);
-    }
-    if circle::deviants(case, suspect).is_some() {
-        return None;
+    match circle::ask(case, suspect, Break::Transfer) {
+        Told::Finding(found) => return Some(found),
+        Told::OtherBreak => return None,
+        Told::Nothing => {}
     }
     let event = match suspect {
         Suspect::Host { events, .. } if !events.is_empty() => {
