@@ -24,7 +24,7 @@ use crate::{
     config::Settings,
     dump::{self, ForCluster, Hurry, Outcome, Plan},
     error::chain,
-    inbox::{Command, Inbox, Refusal},
+    inbox::{Command, Inbox, Refusal, wanted_job},
     incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
     member::Member,
     metrics::Sampler,
@@ -384,33 +384,24 @@ impl Core {
 
     fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
-        let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let matching: Vec<&JobKey> =
-            alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();
-        let refusal = match matching.as_slice() {
-            [job] => {
-                let job = (*job).clone();
-                let attempt = self.attempt(&job);
-                let raise = Raise {
-                    attempt,
-                    rank: -1,
-                    cause: Cause::Manual,
-                    operation: None,
-                    since_ns: now.mono_ns,
-                    late_ns: 0,
-                    job: job.clone(),
-                };
-                self.raise(raise, now);
-                if let Some(incident) = self.engine.in_work(&job) {
-                    self.waiting.entry(incident.id.clone()).or_default().push(reply);
-                }
-                return;
-            }
-            [] if alive.is_empty() => Refusal::NoJob("no rank is registered".into()),
-            [] => Refusal::NoJob(format!("no such job; there are: {}", names())),
-            _ => Refusal::WhichJob(format!("name one with ?job=; there are: {}", names())),
+        let job = match wanted_job(&alive, name) {
+            Ok(job) => job,
+            Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        drop(reply.send(Err(refusal)));
+        let attempt = self.attempt(&job);
+        let raise = Raise {
+            attempt,
+            rank: -1,
+            cause: Cause::Manual,
+            operation: None,
+            since_ns: now.mono_ns,
+            late_ns: 0,
+            job: job.clone(),
+        };
+        self.raise(raise, now);
+        if let Some(incident) = self.engine.in_work(&job) {
+            self.waiting.entry(incident.id.clone()).or_default().push(reply);
+        }
     }
 
     fn act(&mut self, action: Action, now: Now) {

@@ -9,7 +9,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error, uplink};
+use crate::{dump::Outcome, error::Error, registry::JobKey, uplink};
 
 /// A message to the loop.
 #[derive(Debug)]
@@ -42,6 +42,22 @@ pub enum Refusal {
     NoJob(String),
     /// There are several, and none was named.
     WhichJob(String),
+}
+
+/// The job that is to be dumped by hand: the one of this name among those that are alive, or the only one.
+///
+/// # Errors
+/// When none or several fit; the refusal says which there are.
+pub fn wanted_job(alive: &[JobKey], name: Option<&str>) -> Result<JobKey, Refusal> {
+    let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
+    let matching: Vec<&JobKey> =
+        alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();
+    match matching.as_slice() {
+        [job] => Ok((*job).clone()),
+        [] if alive.is_empty() => Err(Refusal::NoJob("no rank is registered".into())),
+        [] => Err(Refusal::NoJob(format!("no such job; there are: {}", names()))),
+        _ => Err(Refusal::WhichJob(format!("name one with ?job=; there are: {}", names()))),
+    }
 }
 
 /// The sending side; cheap to clone.

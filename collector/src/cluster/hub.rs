@@ -28,7 +28,7 @@ use crate::{
     dump::change_verdict,
     error::chain,
     folder::Folder,
-    inbox::Refusal,
+    inbox::wanted_job,
     member::key,
     registry::JobKey,
     retention,
@@ -709,34 +709,21 @@ impl Hub {
 
     fn by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
-        let names = || alive.iter().map(ToString::to_string).collect::<Vec<_>>().join(", ");
-        let matching: Vec<&JobKey> =
-            alive.iter().filter(|job| name.is_none_or(|name| job.name == name || job.to_string() == name)).collect();
-        let refusal = match matching.as_slice() {
-            [job] => {
-                let job = (*job).clone();
-                let open = self.incidents.values().find(|one| one.state == State::Gathering && one.job == job);
-                let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
-                    let trigger = Trigger {
-                        kind: TriggerKind::Manual.into(),
-                        rank: -1,
-                        unix_ns: now.unix_ns,
-                        ..Default::default()
-                    };
-                    let id = format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND);
-                    let attempt = self.nodes.job(&job).attempt;
-                    self.open(&id, &job, attempt, trigger, 0, None, now)
-                });
-                if let Some(incident) = self.incidents.get_mut(&id) {
-                    incident.replies.push(reply);
-                }
-                return;
-            }
-            [] if alive.is_empty() => Refusal::NoJob("no rank is registered".into()),
-            [] => Refusal::NoJob(format!("no such job; there are: {}", names())),
-            _ => Refusal::WhichJob(format!("name one with ?job=; there are: {}", names())),
+        let job = match wanted_job(&alive, name) {
+            Ok(job) => job,
+            Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        drop(reply.send(Err(refusal)));
+        let open = self.incidents.values().find(|one| one.state == State::Gathering && one.job == job);
+        let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
+            let trigger =
+                Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };
+            let id = format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND);
+            let attempt = self.nodes.job(&job).attempt;
+            self.open(&id, &job, attempt, trigger, 0, None, now)
+        });
+        if let Some(incident) = self.incidents.get_mut(&id) {
+            incident.replies.push(reply);
+        }
     }
 
     /// Once a second.
