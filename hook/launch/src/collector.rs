@@ -2,7 +2,7 @@
 
 use std::{
     fs::{File, OpenOptions},
-    io,
+    io::{self, Read, Seek, SeekFrom},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
         unix::fs::{MetadataExt, OpenOptionsExt},
@@ -35,6 +35,8 @@ const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
 /// After a collector ended at once, another launcher's may just be coming up.
 const OTHER_DEADLINE: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
+/// How much of the end of a log is looked at for its last line.
+const LAST_WORDS_BYTES: u64 = 1024;
 
 /// Makes sure that a node collector answers, and says its process id; 0 when that is of another PID namespace.
 ///
@@ -48,6 +50,7 @@ pub fn ensure(config: &Config) -> Result<i32> {
     }
     let program = find(config)?;
     let (log, log_path) = open_log(config);
+    let mut spoken = log.try_clone();
     let arguments = ["node", "--linger", &config.linger];
     let mut child =
         detach::spawn(&program, &arguments, log).with_context(|| format!("{} cannot be started", program.display()))?;
@@ -66,7 +69,10 @@ pub fn ensure(config: &Config) -> Result<i32> {
         }
         if begun.elapsed() >= deadline {
             let what = if ended { "ended at once" } else { "does not answer" };
-            bail!("{} {what} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
+            let said =
+                spoken.as_mut().ok().filter(|_| ended).and_then(last_words).map(|line| format!(", saying \"{line}\""));
+            let said = said.unwrap_or_default();
+            bail!("{} {what}{said} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
         }
         child.wait(POLL_INTERVAL, ended);
     }
@@ -168,8 +174,22 @@ pub fn find(config: &Config) -> Result<PathBuf> {
         .with_context(|| format!("{FILE} is neither beside this program nor on the PATH; set XPU_TIMER_DAEMON_PATH"))
 }
 
+/// The last line of a collector's log, which is its error when it did not come up.
+fn last_words(log: &mut File) -> Option<String> {
+    let length = log.seek(SeekFrom::End(0)).ok()?;
+    log.seek(SeekFrom::Start(length.saturating_sub(LAST_WORDS_BYTES))).ok()?;
+    let mut end = Vec::new();
+    log.take(LAST_WORDS_BYTES).read_to_end(&mut end).ok()?;
+    let end = String::from_utf8_lossy(&end);
+    end.lines().rev().map(str::trim).find(|line| !line.is_empty()).map(String::from)
+}
+
 /// The collector's log and its name; /dev/null where it cannot be written.
 fn open_log(config: &Config) -> (File, String) {
+    if let Some(folder) = config.log.parent() {
+        // Why it cannot be made is what opening the file says.
+        let _ = std::fs::create_dir_all(folder);
+    }
     let log = open_own(&config.log).and_then(|file| {
         if !config.append {
             file.set_len(0)?;
@@ -189,7 +209,7 @@ fn open_log(config: &Config) -> (File, String) {
 /// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut.
 fn open_own(path: &Path) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().create(true).append(true).mode(0o644).custom_flags(flags).open(path)?;
+    let file = OpenOptions::new().create(true).read(true).append(true).mode(0o644).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
@@ -224,6 +244,24 @@ mod tests {
         let (_, name) = open_log(&Config { log: link, append: false, ..Config::read() });
         assert!(name.starts_with("none"), "{name}");
         assert_eq!(std::fs::read_to_string(victim).unwrap(), "precious");
+    }
+
+    #[test]
+    fn the_last_words_are_the_last_line_that_says_something() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let (mut log, _) = open_log(&Config { log: path.clone(), append: false, ..Config::read() });
+        assert_eq!(last_words(&mut log), None);
+        std::fs::write(&path, format!("{}\nstarted\nport 1 is taken\n\n", "x".repeat(5000))).unwrap();
+        assert_eq!(last_words(&mut log).as_deref(), Some("port 1 is taken"));
+    }
+
+    #[test]
+    fn a_logging_folder_that_is_not_there_is_made() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("a/b/xpu_timer_collector.log");
+        let (_, name) = open_log(&Config { log: log.clone(), append: false, ..Config::read() });
+        assert_eq!(name, log.display().to_string());
     }
 
     #[test]
