@@ -95,6 +95,8 @@ pub struct Begin {
     pub count: u64,
     /// Root or peer, -1 for none.
     pub peer: i32,
+    /// Tag of a send or receive, -1 for any; `None` where there are no tags.
+    pub tag: Option<i32>,
     /// Stream as the library was given it.
     pub stream: usize,
     /// Key into the name table.
@@ -116,6 +118,7 @@ impl Begin {
             seq: 0,
             count: 0,
             peer: -1,
+            tag: None,
             stream: 0,
             function: 0,
             matmul: None,
@@ -235,6 +238,7 @@ impl Recorder {
             (op::DEVICE_NS, 0),
             (op::FUNCTION, what.function),
             (op::GROUP, group),
+            (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
         ] {
             words[word].store(value, Ordering::Relaxed);
         }

@@ -18,7 +18,7 @@ use crate::v1::{
 };
 
 /// Version of the layout; any change of a constant below changes it.
-pub const VERSION: u32 = 2;
+pub const VERSION: u32 = 3;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -101,6 +101,8 @@ pub mod op {
     pub const FUNCTION: usize = 13;
     /// NCCL group it was launched in; 0 for none.
     pub const GROUP: usize = 14;
+    /// Tag of a send or receive as i32 in the low half, and 1 in the high half when it has one.
+    pub const TAG: usize = 15;
     /// Words of a slot.
     pub const WORDS: usize = 16;
     /// Number of slots. A slot whose operation is still pending is never overwritten: the new one is dropped and counted.
@@ -185,7 +187,7 @@ pub mod coverage {
     /// Words of an entry.
     pub const WORDS: usize = 8;
     /// Number of entries.
-    pub const SLOTS: usize = 512;
+    pub const SLOTS: usize = 1024;
     /// Names of the layers.
     pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
     /// Reasons for not being hooked; the empty one means that it is.
@@ -420,6 +422,7 @@ pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
         function,
         group: words[op::GROUP],
         matmul,
+        tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
     }
 }
 
@@ -518,6 +521,7 @@ mod tests {
         words[op::PEER] = u64::from(-1i32 as u32);
         words[op::STATUS] = pack_halves(OpStatus::Failed as u32, 700);
         words[op::FUNCTION] = 0x1000;
+        words[op::TAG] = pack_halves(-1i32 as u32, 1);
         ring.put(offset::OPS, 5, &words);
         let mut name_words = [0; name::WORDS];
         name_words[name::FUNCTION] = 0x1000;
@@ -529,7 +533,7 @@ mod tests {
         assert_eq!((operation.ticket, operation.tid, operation.seq), (42, 4321, 7));
         assert_eq!((operation.op(), operation.dtype()), (Op::AllReduce, DataType::Float32));
         assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
-        assert_eq!(operation.function, "kernel");
+        assert_eq!((operation.function.as_str(), operation.tag), ("kernel", Some(-1)));
         assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
     }
 
@@ -544,7 +548,7 @@ mod tests {
         let operation = operation(&words, "cublasGemmEx".into());
         assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
         let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
-        assert_eq!((operation.matmul, operation.dtype()), (Some(shape), DataType::Bfloat16));
+        assert_eq!((operation.matmul, operation.dtype(), operation.tag), (Some(shape), DataType::Bfloat16, None));
     }
 
     #[test]

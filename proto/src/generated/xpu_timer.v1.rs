@@ -88,6 +88,9 @@ pub struct Operation {
     /// Only of OP_MATMUL; then `dtype` is the type of A, and `function` the C function that was called.
     #[prost(message, optional, tag = "21")]
     pub matmul: ::core::option::Option<Matmul>,
+    /// Of a send or receive of MPI or gloo; -1 takes any. Absent where the library has no tags.
+    #[prost(int32, optional, tag = "22")]
+    pub tag: ::core::option::Option<i32>,
 }
 /// The shape of C = op(A) op(B): C has m rows and n columns. A dimension that does not fit 32 bits is cut to the largest.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
