@@ -1,16 +1,14 @@
 //! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
 
+mod work;
+
 use std::{
     collections::{BTreeMap, BTreeSet},
     path::PathBuf,
-    sync::{Arc, mpsc},
-    thread,
+    sync::Arc,
     time::Duration,
 };
 
-use rustix::process::Signal;
-use serde_json::{Value, json};
-use tokio::sync::oneshot;
 use tracing::{info, warn};
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
@@ -22,19 +20,16 @@ use crate::{
     captures::Captures,
     clock::{self, Now},
     config::Settings,
-    dump::{self, ForCluster, Hurry, Outcome, Plan},
-    error::chain,
-    inbox::{Command, Inbox, Refusal, wanted_job},
-    incident::{Action, Cause, Engine, Jobs, Raise, Record, State},
+    dump::Hurry,
+    inbox::{Command, DumpReply, Inbox, Question},
+    incident::{Cause, Engine, Jobs, Raise, State},
     member::Member,
     metrics::Sampler,
     monitor::{Monitor, Observation},
     process::{self, Handle},
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
-    retention,
     ring_file::RingFile,
-    subjects,
     webhook::Webhook,
 };
 
@@ -50,8 +45,6 @@ pub struct Told {
     /// What went wrong.
     pub errors: Vec<String>,
 }
-
-type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
 
 /// The state of a node collector.
 pub struct Core {
@@ -87,10 +80,6 @@ pub struct Core {
     ending: Vec<(u64, Arc<Handle>)>,
 }
 
-/// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
-const LATER_OPERATIONS: usize = 128;
-/// Between the polite and the final signal of XPU_TIMER_HANG_KILL.
-const KILL_AFTER_NS: u64 = 5_000_000_000;
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
@@ -365,197 +354,14 @@ impl Core {
     pub fn command(&mut self, command: Command, now: Now) {
         match command {
             // Whoever asked may be gone by now; that is no loss.
-            Command::Status(reply) => drop(reply.send(crate::status::status(self, now))),
-            Command::Metrics(reply) => drop(reply.send(crate::metrics::text(self, now))),
-            Command::Folders(reply) => drop(reply.send(self.folders())),
-            Command::Dump { job, reply } => self.manual(job.as_deref(), reply, now),
+            Command::Question(Question::Status(reply)) => drop(reply.send(crate::status::status(self, now))),
+            Command::Question(Question::Metrics(reply)) => drop(reply.send(crate::metrics::text(self, now))),
+            Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),
         }
-    }
-
-    /// Folders in which incidents may lie.
-    pub(crate) fn folders(&self) -> Vec<PathBuf> {
-        let mut folders = BTreeSet::from([self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]);
-        folders.extend(self.registry.ranks().map(|rank| rank.settings.timeline_path.clone()));
-        folders.into_iter().collect()
-    }
-
-    fn manual(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
-        let alive: Vec<JobKey> = self.registry.jobs().into_iter().filter(|job| self.registry.is_alive(job)).collect();
-        let job = match wanted_job(&alive, name) {
-            Ok(job) => job,
-            Err(refusal) => return drop(reply.send(Err(refusal))),
-        };
-        let attempt = self.attempt(&job);
-        let raise = Raise {
-            attempt,
-            rank: -1,
-            cause: Cause::Manual,
-            operation: None,
-            since_ns: now.mono_ns,
-            late_ns: 0,
-            job: job.clone(),
-        };
-        self.raise(raise, now);
-        if let Some(incident) = self.engine.in_work(&job) {
-            self.waiting.entry(incident.id.clone()).or_default().push(reply);
-        }
-    }
-
-    fn act(&mut self, action: Action, now: Now) {
-        match action {
-            Action::Dump(id) if self.announce(&id, now) => {}
-            Action::Dump(id) => self.dump_alone(&id),
-            Action::Close(id, state) => self.close(&id, state, now),
-        }
-    }
-
-    /// Starts the work of an incident without the cluster collector, which may come later and ask for it.
-    pub(crate) fn dump_alone(&mut self, id: &str) {
-        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
-        self.dump(id, self.settings.cluster.is_some().then_some(part));
-    }
-
-    /// Starts the work of an incident.
-    pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
-        let Some(incident) = self.engine.get(id) else { return };
-        let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
-        let of_job = self.registry.of_job(&incident.job);
-        let settings = of_job.first().map(|rank| &rank.settings);
-        let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
-        let plan = Plan {
-            incident: incident.id.clone(),
-            key: incident.job.clone(),
-            attempt: incident.attempt,
-            trigger: incident.trigger.clone(),
-            opened: incident.opened,
-            late_ns: incident.late_ns,
-            subjects,
-            node: self.node.clone(),
-            socket: self.settings.socket.clone(),
-            hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
-            sample_interval: settings.map_or(self.settings.sample_interval, |settings| settings.sample_interval),
-            timeline_path: path.clone(),
-            fallback_path: self.settings.fallback_path.clone(),
-            for_cluster,
-        };
-        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
-        self.opened += 1;
-        self.told.insert(id.to_string(), Told::default());
-        let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
-        let (give, take) = mpsc::channel();
-        let work = move || {
-            if let Ok(plan) = take.recv() {
-                inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
-            }
-        };
-        match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
-            Ok(_) => drop(give.send(plan)),
-            // Out of threads: it is done here, and everything else waits for it.
-            Err(error) => {
-                warn!("incident {id}: no thread for its dump: {error}");
-                let outcome = dump::run(plan, &self.captures, &self.hurry);
-                self.inbox.post(Command::Finished(Box::new(outcome)));
-            }
-        }
-    }
-
-    fn finished(&mut self, outcome: Outcome, now: Now) {
-        let Outcome { incident: id, path, verdict, sampled_ns, part } = outcome;
-        let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
-        warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
-        let answer = json!({ "incident": id, "path": path });
-        let shared = self.member.is_asked(&id);
-        if let (Some(webhook), false) = (&self.webhook, shared) {
-            webhook.post(&verdict, path.as_deref());
-        }
-        let told = Told {
-            path: path.clone(),
-            sentence: verdict.sentence,
-            cause: verdict.cause.to_string(),
-            errors: verdict.timing.errors,
-        };
-        self.told.insert(id.clone(), told);
-        let action = self.engine.dumped(&id, now);
-        if let (Some(path), Some(incident)) = (path, self.engine.get(&id)) {
-            let record = Record {
-                id: id.clone(),
-                boot: self.boot.clone(),
-                job: incident.job.name.clone(),
-                instance: incident.job.instance.clone(),
-                attempt: incident.attempt,
-                opened_unix_ns: incident.opened.unix_ns,
-                opened_mono_ns: incident.opened.mono_ns,
-                dumped_mono_ns: sampled_ns,
-                seen: incident.seen.clone(),
-            };
-            dump::write_record(&path, &record);
-        }
-        if let Some(action) = action {
-            self.act(action, now);
-        }
-        for reply in self.waiting.remove(&id).unwrap_or_default() {
-            drop(reply.send(Ok(answer.clone())));
-        }
-        if let Some(part) = part {
-            self.captured(&id, part);
-        }
-        if !shared {
-            self.kill(&id, now);
-        }
-        self.retire();
-    }
-
-    /// Removes incident folders beyond the number and the age that are kept.
-    fn retire(&self) {
-        let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
-        let open = open.map(|incident| incident.id.clone()).collect();
-        retention::start(self.folders(), self.settings.keep, open);
-    }
-
-    fn close(&mut self, id: &str, state: State, now: Now) {
-        let resolved = state == State::Resolved;
-        info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
-        self.tell_closed(id, resolved);
-        let Some(path) = self.told.get(id).and_then(|told| told.path.clone()) else { return };
-        let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
-        let changed = dump::change_verdict(&path, |verdict| {
-            verdict.timing.status = status;
-            verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
-        });
-        if let Err(error) = changed {
-            warn!("incident {id}: {}", chain(&error));
-        }
-    }
-
-    /// XPU_TIMER_HANG_KILL: ends the ranks of a job that still hangs, so that its agent starts them again.
-    pub(crate) fn kill(&mut self, id: &str, now: Now) {
-        let Some(incident) = self.engine.get(id) else { return };
-        let hangs = incident.causes.iter().any(|cause| *cause != Cause::Manual);
-        let ranks: Vec<&Rank> = self.registry.of_job(&incident.job);
-        if !hangs || !ranks.iter().any(|rank| rank.settings.hang_kill) {
-            return;
-        }
-        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
-        for rank in ranks.into_iter().filter(|rank| rank.presence.is_alive()) {
-            let Some(process) = &rank.process else { continue };
-            if let Err(error) = process.signal(Signal::TERM) {
-                warn!("{} cannot be ended: {error}", rank.title());
-            }
-            self.ending.push((now.mono_ns + KILL_AFTER_NS, Arc::clone(process)));
-        }
-    }
-
-    fn end_the_rest(&mut self, now: Now) {
-        self.ending.retain(|(due_ns, process)| {
-            if *due_ns <= now.mono_ns && !process.is_dead() {
-                // It fails when the process has just ended.
-                let _ = process.signal(Signal::KILL);
-            }
-            *due_ns > now.mono_ns
-        });
     }
 
     /// Whether something is in work that must not be cut off.

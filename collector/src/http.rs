@@ -1,29 +1,17 @@
 //! The control and metrics endpoints, on loopback only. A page that a browser loaded from elsewhere must not reach them, so only
 //! requests that name this machine as their host, and come from no other origin, are answered.
 
-use std::{net::Ipv4Addr, time::Duration};
+use std::net::Ipv4Addr;
 
 use axum::{
-    Json, Router,
-    extract::{Path, Query, Request, State},
+    extract::Request,
     http::{HeaderMap, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
-    routing::{get, post},
 };
-use serde::Deserialize;
-use serde_json::json;
-use tokio::{net::TcpListener, sync::oneshot, time::timeout};
+use tokio::net::TcpListener;
 
-use crate::{
-    inbox::{Command, Inbox, Refusal},
-    pages,
-};
-
-/// The loop answers within milliseconds; this is for a node without any free processor.
-pub const ANSWER: Duration = Duration::from_secs(10);
-/// A dump takes its sample interval, which the user chooses, and some seconds.
-pub const DUMP: Duration = Duration::from_secs(3600);
+use crate::{inbox::Inbox, routes};
 
 /// Listens on a loopback port.
 ///
@@ -40,23 +28,14 @@ pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener
 
 /// Serves the control endpoint until the process ends.
 pub async fn serve_control(listener: TcpListener, inbox: Inbox) {
-    let router = Router::new()
-        .route("/health", get(|| async { "ok\n" }))
-        .route("/status", get(status))
-        .route("/dump", post(dump))
-        .route("/incidents", get(incidents))
-        .route("/incidents/{id}", get(incident))
-        .route("/incidents/{id}/files", get(files))
-        .route("/incidents/{id}/{file}", get(file))
-        .layer(middleware::from_fn(local_only))
-        .with_state(inbox);
+    let router = routes::control().layer(middleware::from_fn(local_only)).with_state(inbox);
     // It only ends with its listener, that is with the process.
     let _ = axum::serve(listener, router).await;
 }
 
 /// Serves the metrics endpoint until the process ends.
 pub async fn serve_metrics(listener: TcpListener, inbox: Inbox) {
-    let router = Router::new().route("/metrics", get(metrics)).layer(middleware::from_fn(local_only)).with_state(inbox);
+    let router = routes::metrics().layer(middleware::from_fn(local_only)).with_state(inbox);
     // As above.
     let _ = axum::serve(listener, router).await;
 }
@@ -87,76 +66,6 @@ fn is_loopback(authority: &str) -> bool {
     };
     port.bytes().all(|byte| byte.is_ascii_digit())
         && (host.eq_ignore_ascii_case("localhost") || host == "127.0.0.1" || host == "[::1]")
-}
-
-async fn ask<T>(inbox: &Inbox, patience: Duration, command: impl FnOnce(oneshot::Sender<T>) -> Command) -> Option<T> {
-    let (reply, answer) = oneshot::channel();
-    inbox.post(command(reply));
-    timeout(patience, answer).await.ok()?.ok()
-}
-
-/// The loop does not answer.
-#[must_use]
-pub fn no_answer() -> Response {
-    (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": "the collector does not answer" }))).into_response()
-}
-
-async fn status(State(inbox): State<Inbox>) -> Response {
-    ask(&inbox, ANSWER, Command::Status).await.map_or_else(no_answer, |status| Json(status).into_response())
-}
-
-async fn metrics(State(inbox): State<Inbox>) -> Response {
-    let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
-    ask(&inbox, ANSWER, Command::Metrics).await.map_or_else(no_answer, |text| (kind, text).into_response())
-}
-
-#[derive(Deserialize)]
-struct DumpQuery {
-    job: Option<String>,
-}
-
-async fn dump(State(inbox): State<Inbox>, Query(query): Query<DumpQuery>) -> Response {
-    let answer = ask(&inbox, DUMP, |reply| Command::Dump { job: query.job, reply }).await;
-    match answer {
-        Some(Ok(answer)) => Json(answer).into_response(),
-        Some(Err(refused)) => refusal(refused),
-        None => no_answer(),
-    }
-}
-
-/// Why a dump by hand was not made.
-#[must_use]
-pub fn refusal(refused: Refusal) -> Response {
-    let (code, text) = match refused {
-        Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
-        Refusal::WhichJob(text) => (StatusCode::BAD_REQUEST, text),
-    };
-    (code, Json(json!({ "error": text }))).into_response()
-}
-
-/// Folders of the incidents; `None` when the loop does not answer.
-async fn roots(inbox: &Inbox) -> Option<pages::Roots> {
-    ask(inbox, ANSWER, Command::Folders).await
-}
-
-async fn incidents(State(inbox): State<Inbox>) -> Response {
-    let Some(roots) = roots(&inbox).await else { return no_answer() };
-    pages::list(roots).await
-}
-
-async fn incident(State(inbox): State<Inbox>, Path(id): Path<String>) -> Response {
-    let Some(roots) = roots(&inbox).await else { return no_answer() };
-    pages::verdict(roots, id).await
-}
-
-async fn files(State(inbox): State<Inbox>, Path(id): Path<String>) -> Response {
-    let Some(roots) = roots(&inbox).await else { return no_answer() };
-    pages::files(roots, id).await
-}
-
-async fn file(State(inbox): State<Inbox>, Path((id, name)): Path<(String, String)>) -> Response {
-    let Some(roots) = roots(&inbox).await else { return no_answer() };
-    pages::file(roots, id, name).await
 }
 
 #[cfg(test)]

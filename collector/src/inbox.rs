@@ -2,6 +2,7 @@
 
 use std::{
     os::fd::OwnedFd,
+    path::PathBuf,
     sync::{Arc, mpsc},
 };
 
@@ -9,11 +10,14 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error, registry::JobKey, uplink};
+use crate::{dump::Outcome, error::Error, registry::JobKey, routes::Answers, uplink};
 
-/// A message to the loop.
+/// Who waits for a dump by hand: the finished dump, or why there is none.
+pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
+
+/// What the pages ask of a collector of either role.
 #[derive(Debug)]
-pub enum Command {
+pub enum Question {
     /// `/status`.
     Status(oneshot::Sender<Value>),
     /// `/metrics`.
@@ -22,11 +26,18 @@ pub enum Command {
     Dump {
         /// Name of the job; `None` when there is only one.
         job: Option<String>,
-        /// The finished dump, or why there is none.
-        reply: oneshot::Sender<Result<Value, Refusal>>,
+        /// Where the answer goes.
+        reply: DumpReply,
     },
     /// Folders that may hold incidents.
-    Folders(oneshot::Sender<Vec<std::path::PathBuf>>),
+    Folders(oneshot::Sender<Vec<PathBuf>>),
+}
+
+/// A message to the loop.
+#[derive(Debug)]
+pub enum Command {
+    /// What a page asks.
+    Question(Question),
     /// A dump is finished.
     Finished(Box<Outcome>),
     /// The stream to the cluster collector.
@@ -96,5 +107,11 @@ impl Inbox {
     pub fn clear(&self) {
         // It only fails when there are none.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+    }
+}
+
+impl Answers for Inbox {
+    fn ask(&self, question: Question) {
+        self.post(Command::Question(question));
     }
 }

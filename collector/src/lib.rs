@@ -31,6 +31,7 @@ pub mod records;
 pub mod registry;
 pub mod retention;
 pub mod ring_file;
+pub mod routes;
 pub mod safe_path;
 pub mod socket;
 pub mod status;

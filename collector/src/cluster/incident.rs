@@ -6,13 +6,11 @@ use std::{
     sync::mpsc,
 };
 
-use serde_json::Value;
-use tokio::sync::oneshot;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
 use super::{gather::Work, nodes::NodeId};
-use crate::{clock::Now, inbox::Refusal, registry::JobKey};
+use crate::{clock::Now, inbox::DumpReply, registry::JobKey};
 
 /// How far a node is with its part.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -63,9 +61,6 @@ impl State {
         }
     }
 }
-
-/// Who waits for a dump by hand.
-pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
 
 /// One incident.
 #[derive(Debug)]

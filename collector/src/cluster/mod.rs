@@ -66,12 +66,7 @@ async fn serve(settings: Settings) -> Result<(), Error> {
     let listener = listen(settings.listen).await?;
     let (events, mut incoming) = mpsc::channel(EVENTS);
     let (commands, mut commanded) = mpsc::unbounded_channel();
-    let pages = Pages {
-        commands: commands.clone(),
-        roots: vec![settings.timeline_path.clone(), settings.fallback_path.clone()],
-        token: Token::new(token),
-        local_only: tls.is_none(),
-    };
+    let pages = Pages { commands: commands.clone(), token: Token::new(token), local_only: tls.is_none() };
     let service = ClusterServer::new(Service { events, next: AtomicU64::new(1) })
         .max_decoding_message_size(MAX_MESSAGE_BYTES + 64 * 1024);
     let router = web::router(pages, Routes::new(service).into_axum_router());

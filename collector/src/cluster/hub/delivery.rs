@@ -1,0 +1,225 @@
+//! What the nodes deliver for an incident, some at a time, and the verdict that is made of it.
+
+use tracing::{info, warn};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::v1::{
+    Deliver, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree, cluster_message::Message,
+};
+
+use super::{Command, Hub, SECOND};
+use crate::{
+    clock::Now,
+    cluster::{
+        gather::{self, Plan, Work},
+        incident::{Progress, State},
+        nodes::NodeId,
+    },
+    error::chain,
+};
+
+/// For a node to send what it was asked for.
+pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
+/// Parts that are under way at a time: each is some hundred kilobytes, and the merging takes one after the other.
+const DELIVERIES: usize = 32;
+
+impl Hub {
+    pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
+        if let Some(part) = self.incidents.get_mut(id).and_then(|incident| incident.parts.get_mut(&node)) {
+            part.progress = progress;
+        }
+    }
+
+    /// A node has taken its dump.
+    pub(super) fn captured(&mut self, id: &str, node: NodeId, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
+        let Some(part) = incident.parts.get_mut(&node) else { return };
+        if matches!(part.progress, Progress::Asked | Progress::Failed(_)) {
+            part.progress = Progress::Captured;
+            self.captured.push_back((id.into(), node));
+        }
+        self.deliver(now);
+    }
+
+    /// Asks for as many parts as may be under way.
+    pub(super) fn deliver(&mut self, now: Now) {
+        let incidents = &self.incidents;
+        self.delivering.retain(|(id, node)| {
+            let part = incidents.get(id).and_then(|incident| incident.parts.get(node));
+            part.is_some_and(|part| matches!(part.progress, Progress::Delivering(_)))
+        });
+        while self.delivering.len() < DELIVERIES {
+            let Some((id, node)) = self.captured.pop_front() else { return };
+            if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone() }), now.mono_ns) {
+                self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
+                self.delivering.insert((id, node));
+            }
+        }
+    }
+
+    /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered.
+    pub(super) fn delivered(&mut self, node: NodeId, mut dump: NodeDump, now: Now) {
+        let id = dump.incident.clone();
+        let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
+        let Some(part) = incident.parts.get_mut(&node) else { return };
+        if !matches!(part.progress, Progress::Delivering(_) | Progress::Failed(_)) {
+            return;
+        }
+        let world = self.nodes.job(&incident.job).world_size;
+        let before = dump.ranks.len();
+        dump.ranks.retain(|rank| {
+            let found = rank.presence() == Presence::Unregistered
+                && rank.rank < world
+                && !self.nodes.is_of_another(&incident.job, incident.attempt, rank.rank, node);
+            if found {
+                part.ranks.insert(rank.rank);
+            }
+            part.ranks.contains(rank.rank)
+        });
+        let mut foreign = before - dump.ranks.len();
+        for tree in [&mut dump.native, &mut dump.python] {
+            if tree.as_ref().is_some_and(|tree| !speaks_for(tree, &part.ranks)) {
+                *tree = None;
+                foreign += 1;
+            }
+        }
+        let name = self.nodes.name(node).to_string();
+        if foreign > 0 {
+            let problem = format!("node {name} spoke for ranks that are not its own; that is left out");
+            warn!("incident {id}: {problem}");
+            dump.errors.push(problem);
+        }
+        for error in &mut dump.errors {
+            if !error.starts_with("node ") {
+                *error = format!("node {name}: {error}");
+            }
+        }
+        let last = dump.last;
+        if last {
+            part.progress = Progress::Delivered;
+        } else {
+            part.progress = Progress::Delivering(now.mono_ns + DELIVERY_NS);
+        }
+        let late = incident.state == State::Judged;
+        self.work(&id, Work::Part(Box::new(dump)));
+        if last {
+            if late {
+                info!("incident {id}: the part of node {name} came late");
+                if let Some(incident) = self.incidents.get_mut(&id) {
+                    incident.late_since_ns.get_or_insert(now.mono_ns);
+                }
+            } else {
+                self.finish_if_complete(&id, now);
+            }
+            self.deliver(now);
+        }
+    }
+
+    /// Gives work to the incident's thread, which is started when there is none.
+    pub(super) fn work(&mut self, id: &str, work: Work) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        if incident.work.is_none() {
+            let view = self.nodes.job(&incident.job);
+            let milliseconds = |ms: u64| ms.saturating_mul(1_000_000);
+            let plan = Plan {
+                incident: id.into(),
+                job: incident.job.name.clone(),
+                attempt: incident.attempt,
+                world_size: view.world_size,
+                trigger: incident.trigger.clone(),
+                opened: incident.opened,
+                late_ns: incident.late_ns,
+                hang_timeout_ns: milliseconds(view.hang_timeout_ms),
+                sample_interval_ns: milliseconds(view.sample_interval_ms),
+                folder: incident.folder.clone(),
+            };
+            let (commands, name) = (self.commands.clone(), id.to_string());
+            // Nobody hears it when the process ends.
+            let tell = move |done| drop(commands.send(Command::Done(name.clone(), done)));
+            match gather::start(plan, tell) {
+                Ok(sender) => incident.work = Some(sender),
+                Err(error) => {
+                    warn!("incident {id}: {}", chain(&error));
+                    return;
+                }
+            }
+        }
+        if let Some(sender) = &incident.work {
+            // The thread ends only when it is let go.
+            let _ = sender.send(work);
+        }
+    }
+
+    pub(super) fn finish_if_complete(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get(id).filter(|one| one.state == State::Gathering && !one.judging) else {
+            return;
+        };
+        if !incident.is_complete() {
+            return;
+        }
+        // After a restart of this collector the nodes come one after the other.
+        let view = self.nodes.job(&incident.job);
+        let all_known = view.nodes.iter().all(|node| incident.parts.contains_key(node)) && !view.nodes.is_empty();
+        let restored = incident.opened.mono_ns < self.started.mono_ns;
+        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || view.is_whole();
+        if all_known && returned {
+            self.judge(id);
+        }
+    }
+
+    pub(super) fn judge(&mut self, id: &str) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        incident.judging = true;
+        let mut missing = Vec::new();
+        let mut errors = Vec::new();
+        for (node, part) in &incident.parts {
+            let Progress::Failed(why) = &part.progress else { continue };
+            let name = self.nodes.name(*node);
+            errors.push(format!("node {name} (ranks {}) delivered nothing: {why}", part.ranks));
+            missing.extend(part.ranks.iter().map(|rank| RankEvidence {
+                rank,
+                presence: Presence::Missing.into(),
+                node: name.into(),
+                errors: vec![format!("its node {name} delivered nothing: {why}")],
+                ..Default::default()
+            }));
+        }
+        self.work(id, Work::Judge(missing, errors));
+    }
+
+    pub(super) fn judged(&mut self, id: &str, verdict: &Verdict, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let first = incident.state == State::Gathering;
+        incident.judging = false;
+        incident.sentence.clone_from(&verdict.sentence);
+        incident.cause = verdict.cause.to_string();
+        incident.culprits.clone_from(&verdict.culprits);
+        let path = incident.folder.as_ref().map_or(String::new(), |path| path.display().to_string());
+        warn!("incident {id}: {} [{}, {path}]", verdict.sentence, verdict.cause);
+        if first {
+            incident.state = State::Judged;
+            if incident.hanging.is_empty() && incident.quiet_since_ns.is_none() {
+                incident.quiet_since_ns = Some(now.mono_ns);
+            }
+            if let Some(webhook) = &self.webhook {
+                webhook.post(verdict, incident.folder.as_deref());
+            }
+        }
+        let message = IncidentVerdict {
+            incident: id.into(),
+            sentence: verdict.sentence.clone(),
+            cause: verdict.cause.to_string(),
+            path,
+        };
+        let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
+        for node in nodes {
+            self.nodes.send(node, Message::Verdict(message.clone()), now.mono_ns);
+        }
+        self.want_files(id, verdict, now);
+    }
+}
+
+/// Whether a tree is about these ranks alone.
+fn speaks_for(tree: &StackTree, ranks: &RankSet) -> bool {
+    let allowed = |run: &RankRun| ranks.runs().iter().any(|own| own.first <= run.first && run.last <= own.last);
+    tree.nodes.iter().flat_map(|node| &node.ranks).all(|run| run.first <= run.last && allowed(run))
+}

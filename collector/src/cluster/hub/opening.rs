@@ -1,0 +1,205 @@
+//! How an incident of a job begins: an alarm of a node or a request by hand, and what every node of the job is asked for.
+
+use tracing::{info, warn};
+use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::v1::{
+    Alarm, AlarmDeclined, DumpRequest, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
+};
+
+use super::{CAPTURE_NS, Hub, SECOND};
+use crate::{
+    clock::{self, Now},
+    cluster::{
+        gather::Record,
+        incident::{Incident, Part, Progress, State},
+        nodes::NodeId,
+    },
+    error::chain,
+    folder::Folder,
+    inbox::{DumpReply, wanted_job},
+    member::key,
+    registry::JobKey,
+};
+
+/// A node that was away for so long when the incident was opened is not waited for.
+const AWAY_NS: u64 = 30 * SECOND;
+/// Operations of all ranks together that are worth their memory.
+const OPERATIONS: u32 = 1_000_000;
+
+impl Hub {
+    /// A node that got new ranks takes part in the open incidents of their jobs.
+    pub(super) fn ask_all_of(&mut self, node: NodeId, now: Now) {
+        let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
+        for id in open {
+            let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
+            if !known && let Some(request) = self.ask(&id, node) {
+                self.nodes.send(node, Message::Dump(request), now.mono_ns);
+            }
+        }
+    }
+
+    pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
+        let job = key(&alarm.job.clone().unwrap_or_default());
+        let view = self.nodes.job(&job);
+        let decline = |reason: String| Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason });
+        if !view.nodes.contains(&node) {
+            let reason = format!("no rank of job {job} is this node's in attempt {}", view.attempt);
+            self.nodes.send(node, decline(reason), now.mono_ns);
+            return;
+        }
+        let trigger = alarm.trigger.clone().unwrap_or_default();
+        if trigger.kind() == TriggerKind::Idle
+            && let Some(busy) = self.nodes.busy_elsewhere(&job, node, now.mono_ns)
+        {
+            let reason = format!("the job is not idle, it launches on node {busy}");
+            self.nodes.send(node, decline(reason), now.mono_ns);
+            return;
+        }
+        let open =
+            self.incidents.values_mut().find(|one| one.is_open() && one.job == job && one.attempt == view.attempt);
+        if let Some(incident) = open {
+            let id = incident.id.clone();
+            if alarm.hangs {
+                incident.hangs(node, true, false, now.mono_ns);
+            }
+            // A node that alarms while the others have delivered long ago missed the request, or came new.
+            let waits = incident.parts.get(&node).is_none_or(|part| matches!(part.progress, Progress::Asked));
+            if let Some(request) = waits.then(|| self.ask(&id, node)).flatten() {
+                self.nodes.send(node, Message::Dump(request), now.mono_ns);
+            } else if id != alarm.incident {
+                self.nodes.send(node, decline(format!("it is a part of incident {id}")), now.mono_ns);
+            }
+            return;
+        }
+        if !alarm.hangs && trigger.kind() != TriggerKind::Manual {
+            return;
+        }
+        if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {
+            let known = |(other, held): &(NodeId, Alarm)| *other == node && held.incident == alarm.incident;
+            if !self.held.iter().any(known) {
+                info!("job {job} has had too many incidents of late: {} waits", alarm.incident);
+                self.held.push((node, alarm));
+            }
+            return;
+        }
+        let hanging = alarm.hangs.then_some(node);
+        self.open(&alarm.incident, &job, view.attempt, trigger, alarm.late_ns, hanging, now);
+    }
+
+    #[allow(clippy::too_many_arguments, reason = "all of it is the incident")]
+    pub(super) fn open(
+        &mut self,
+        id: &str,
+        job: &JobKey,
+        attempt: u32,
+        trigger: Trigger,
+        late_ns: u64,
+        hanging: Option<NodeId>,
+        now: Now,
+    ) -> String {
+        let mut id: String = id.chars().filter(|c| c.is_ascii_alphanumeric() || *c == '-').take(64).collect();
+        while self.incidents.contains_key(&id) || id.is_empty() {
+            id.push('0');
+        }
+        info!("incident {id} opened for job {job}: {:?} of rank {}", trigger.kind(), trigger.rank);
+        self.opened += 1;
+        let view = self.nodes.job(job);
+        let mut incident = Incident::new(&id, job, attempt, trigger, now, late_ns);
+        incident.hanging.extend(hanging);
+        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        match Folder::create(&self.settings.timeline_path, &self.settings.fallback_path, &id) {
+            Ok((folder, problem)) => {
+                if let Some(problem) = problem {
+                    warn!("incident {id}: {}; the folder is {}", chain(&problem), folder.path.display());
+                }
+                let record = Record {
+                    id: id.clone(),
+                    job: job.name.clone(),
+                    instance: job.instance.clone(),
+                    attempt,
+                    opened_unix_ns: now.unix_ns,
+                    late_ns,
+                    trigger: xpu_timer_proto::Message::encode_to_vec(&incident.trigger),
+                };
+                record.write(&folder.path);
+                incident.folder = Some(folder.path);
+            }
+            Err(error) => warn!("incident {id}: no folder could be made: {}", chain(&error)),
+        }
+        self.incidents.insert(id.clone(), incident);
+        for node in view.nodes.iter().copied() {
+            let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
+            let request = self.ask(&id, node);
+            match (away, request) {
+                (Some(away_ns), _) if away_ns > AWAY_NS => {
+                    let why = format!("it has been away for {:.0} s", clock::seconds(away_ns));
+                    self.progress(&id, node, Progress::Failed(why));
+                }
+                (None, Some(request)) => _ = self.nodes.send(node, Message::Dump(request), now.mono_ns),
+                _ => {}
+            }
+        }
+        self.finish_if_complete(&id, now);
+        id
+    }
+
+    /// Notes that a node takes part in an incident, and what it is asked for; `None` when it has no rank of the job, or has delivered.
+    pub(super) fn ask(&mut self, id: &str, node: NodeId) -> Option<DumpRequest> {
+        let incident = self.incidents.get_mut(id)?;
+        let ranks = self.nodes.ranks_of(&incident.job, incident.attempt, node);
+        let done = incident.parts.get(&node).is_some_and(|part| part.progress == Progress::Delivered);
+        if ranks.is_empty() || done {
+            return None;
+        }
+        let view = self.nodes.job(&incident.job);
+        let request = DumpRequest {
+            incident: id.into(),
+            job: Some(JobId { name: incident.job.name.clone(), instance: incident.job.instance.clone() }),
+            attempt: incident.attempt,
+            trigger: Some(incident.trigger.clone()),
+            sample_interval_ms: view.sample_interval_ms,
+            ranks: runs(&ranks),
+            operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
+        };
+        let part = incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new() });
+        part.ranks.union_with(&ranks);
+        part.progress = Progress::Asked;
+        // The ranks of a node that was started anew are no longer those of the old one, which is away.
+        let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
+        let (job, attempt) = (&incident.job, incident.attempt);
+        let successors: Vec<NodeId> =
+            away.filter(|other| self.nodes.ranks_of(job, attempt, *other).is_empty()).collect();
+        for old in successors {
+            if incident.parts.get(&old).is_some_and(|part| part.progress != Progress::Delivered) {
+                incident.parts.remove(&old);
+            }
+            if incident.hanging.remove(&old) {
+                incident.hanging.insert(node);
+            }
+        }
+        Some(request)
+    }
+
+    pub(super) fn by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
+        let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
+        let job = match wanted_job(&alive, name) {
+            Ok(job) => job,
+            Err(refusal) => return drop(reply.send(Err(refusal))),
+        };
+        let open = self.incidents.values().find(|one| one.state == State::Gathering && one.job == job);
+        let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
+            let trigger =
+                Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };
+            let id = format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND);
+            let attempt = self.nodes.job(&job).attempt;
+            self.open(&id, &job, attempt, trigger, 0, None, now)
+        });
+        if let Some(incident) = self.incidents.get_mut(&id) {
+            incident.replies.push(reply);
+        }
+    }
+}
+
+pub(super) fn runs(ranks: &RankSet) -> Vec<RankRun> {
+    ranks.runs().iter().map(|run| RankRun { first: run.first, last: run.last }).collect()
+}
