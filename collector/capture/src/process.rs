@@ -130,6 +130,10 @@ impl Capture<'_> {
             self.sleeping(python, python_threads, &mut threads, &space, &mut stops);
         }
         self.stop(&mut threads, &stops, &space, python.as_ref(), python_threads.as_deref_mut().unwrap_or_default());
+        if threads.is_empty() {
+            // Even the leader has gone meanwhile.
+            return Err(Error::Gone(pid));
+        }
         if let (Some(python), Some(python_threads), false) = (&python, &python_threads, stops.is_empty()) {
             find_unnamed(python, python_threads, &threads, &space);
         }

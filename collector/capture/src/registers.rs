@@ -2,6 +2,8 @@
 
 use crate::procfs::Syscall;
 
+/// DWARF number of the register with the answer of a system call.
+pub(crate) const ANSWER: usize = 0;
 /// DWARF number of the frame pointer.
 pub(crate) const FRAME_POINTER: usize = 6;
 /// DWARF number of the stack pointer.

@@ -177,6 +177,9 @@ fn step_by_rules(
 
 /// Code without call frame information: made at run time, or assembly. The chain of frame pointers may lead on.
 fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
+    if is_newborn(frame, registers, space) {
+        return Err(End::Root);
+    }
     let mut caller = registers.preserved();
     let sp = registers.sp();
     if !frame.exact
@@ -214,6 +217,18 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     caller.set(PC, pc);
     caller.set(STACK_POINTER, fp.wrapping_add(16));
     Ok((caller, false))
+}
+
+/// Whether the thread has not run yet: it stands behind the system call that made it, which answers 0 to the new thread. C libraries
+/// have no rules there, because what the registers say of frames is said of the thread that called clone.
+fn is_newborn(frame: RawFrame, registers: &Registers, space: &AddressSpace<'_>) -> bool {
+    /// `syscall`, and what glibc and musl do next: `test rax, rax` and `test eax, eax`.
+    const CLONED: [&[u8]; 2] = [&[0x0f, 0x05, 0x48, 0x85, 0xc0], &[0x0f, 0x05, 0x85, 0xc0]];
+    if !frame.exact || registers.get(registers::ANSWER) != Some(0) {
+        return false;
+    }
+    let Some(code) = space.instructions(frame.pc.wrapping_sub(2), 5) else { return false };
+    CLONED.iter().any(|cloned| code.starts_with(cloned))
 }
 
 /// Evaluates a DWARF expression of a rule.

@@ -61,6 +61,20 @@ fn stopped_processes_stay_stopped_and_tell_their_stacks() {
 }
 
 #[test]
+fn threads_that_have_not_run_yet_are_whole() {
+    // All of them have run when the scheduler takes the processor from their creator just before it stops.
+    wait_until(PATIENCE, "threads that have not run", || {
+        let process = start(&optimized(), &["newborn", "64"]);
+        let captured = capture_until(process.pid(), "SIGSTOP", |sample| {
+            sample.process_state == "T (stopped)" && sample.stacktrace.len() == 65
+        });
+        let threads = &captured.sample.stacktrace;
+        assert!(threads.iter().all(|thread| thread.incomplete.is_empty()), "{}", describe(&captured.sample));
+        threads.iter().any(|thread| thread.frames.len() == 1 && names(thread)[0].contains("clone"))
+    });
+}
+
+#[test]
 fn the_threads_of_a_leader_that_has_ended() {
     let process = start(&optimized(), &["zombie_leader"]);
     let wanted = [&["in_futex"], &LEVELS[..], &["become_alone"]].concat();

@@ -15,7 +15,7 @@ use xpu_timer_capture::{Capturer, Options, ProcessCapture};
 use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_tests::{PATIENCE, Process, compile_c, skip, wait_until};
 
-use super::target::{describe, has_run, names, optimized, start, thread};
+use super::target::{capture_until, describe, has_run, names, optimized, start, thread};
 
 /// The deadline of a capture, and what a loaded machine may need beyond it to notice.
 const LATEST: Duration = Duration::from_secs(6);
@@ -106,6 +106,9 @@ fn eight_ranks_that_do_everything_bad_at_once() {
     let spinning = start(&program, &["spin_threads", "32"]);
     let (uninterruptible, children) = start_vfork();
     let stopped = start(&program, &["threads", "20"]);
+    capture_until(stopped.pid(), "they sleep", |sample| {
+        sample.stacktrace.iter().filter(|thread| names(thread).contains(&"in_futex")).count() == 20
+    });
     stopped.signal(Signal::SIGSTOP);
     let traced = start(&program, &["spin"]);
     ptrace::seize(Pid::from_raw(traced.pid()), ptrace::Options::empty()).expect("a child can be traced");

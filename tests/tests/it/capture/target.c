@@ -2,6 +2,7 @@
 #define _GNU_SOURCE
 #include <poll.h>
 #include <pthread.h>
+#include <sched.h>
 #include <semaphore.h>
 #include <signal.h>
 #include <stdio.h>
@@ -182,6 +183,16 @@ int main(int count, char **words) {
     }
     ready();
     forever();
+  }
+  if (!strcmp(mode, "newborn")) {
+    /* On one processor the creator goes on, and stops the process before most of the new threads ran. */
+    cpu_set_t one;
+    CPU_ZERO(&one);
+    CPU_SET(sched_getcpu(), &one);
+    sched_setaffinity(0, sizeof one, &one);
+    ready();
+    for (int i = 0; i < number; i++) spawn(thread_main, "newborn");
+    raise(SIGSTOP);
   }
   if (!strcmp(mode, "zombie_leader")) {
     spawn(become_alone, "survivor");
