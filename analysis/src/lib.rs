@@ -19,6 +19,7 @@ mod report;
 #[cfg(test)]
 mod scenarios;
 mod stacks;
+pub mod stragglers;
 #[cfg(test)]
 mod testing;
 mod text;

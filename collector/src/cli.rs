@@ -61,6 +61,8 @@ enum Role {
 enum Incidents {
     /// All incidents, oldest first
     List,
+    /// Ranks that slow their job down without a hang
+    Slow,
     /// The verdict of one
     Show {
         /// Its name, as the list has it
@@ -103,6 +105,10 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
     let remote = Remote::new(url, &Source::process())?;
     let text = match what {
         Incidents::List => remote.list(json)?,
+        Incidents::Slow => match remote.slow_ranks(json)? {
+            none if none.is_empty() => "no slow ranks\n".into(),
+            slow => slow,
+        },
         Incidents::Show { id } => remote.show(id, json)?,
         Incidents::Fetch { id, dir } => format!("{}\n", remote.fetch(id, dir)?.display()),
     };

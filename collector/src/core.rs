@@ -1,5 +1,6 @@
 //! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
 
+mod comparing;
 mod work;
 
 use std::{
@@ -30,6 +31,7 @@ use crate::{
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
     ring_file::RingFile,
+    slow::SlowRanks,
     webhook::Webhook,
 };
 
@@ -76,6 +78,9 @@ pub struct Core {
     pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
     searched: BTreeSet<PathBuf>,
     webhook: Option<Webhook>,
+    /// Ranks that slow their job down.
+    pub slow: SlowRanks,
+    compared_ns: u64,
     // Ranks that were told to end, and when they are made to.
     ending: Vec<(u64, Arc<Handle>)>,
 }
@@ -118,6 +123,8 @@ impl Core {
             waiting: BTreeMap::new(),
             searched: BTreeSet::new(),
             webhook,
+            slow: SlowRanks::default(),
+            compared_ns: 0,
             ending: Vec::new(),
         }
     }
@@ -326,6 +333,7 @@ impl Core {
         self.told.retain(|id, _| engine.get(id).is_some());
         self.end_the_rest(now);
         self.sampler.turn(living_ranks(&self.registry), now);
+        self.compare(now);
         self.registry.forget(now.mono_ns);
     }
 
@@ -357,6 +365,7 @@ impl Core {
             Command::Question(Question::Status(reply)) => drop(reply.send(crate::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(crate::metrics::text(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
             Command::Uplink(event) => self.uplink(event, now),

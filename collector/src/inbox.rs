@@ -31,6 +31,8 @@ pub enum Question {
     },
     /// Folders that may hold incidents.
     Folders(oneshot::Sender<Vec<PathBuf>>),
+    /// `/slow_ranks`.
+    SlowRanks(oneshot::Sender<Value>),
 }
 
 /// A message to the loop.

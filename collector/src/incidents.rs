@@ -67,7 +67,7 @@ impl Remote {
         serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is no JSON", self.url))
     }
 
-    /// All incidents as text, one a line, oldest first.
+    /// All incidents as text, one a line, oldest first, and the slow ranks of jobs that run. As JSON the incidents alone.
     ///
     /// # Errors
     /// When the collector does not answer.
@@ -77,17 +77,29 @@ impl Remote {
             return Ok(format!("{list:#}\n"));
         }
         let rows: Vec<[String; 5]> = list.as_array().into_iter().flatten().map(row).collect();
-        if rows.is_empty() {
-            return Ok("no incidents\n".into());
+        let mut text = if rows.is_empty() { "no incidents\n".into() } else { table(&rows) };
+        let slow = self.slow_ranks(false)?;
+        if !slow.is_empty() {
+            text.push_str("\nslow ranks, without a hang:\n");
+            text.push_str(&slow);
         }
-        let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-        let widths = [width(0), width(1), width(2), width(3)];
-        let line = |row: &[String; 5]| {
-            let [id, status, job, cause, sentence] = row;
-            let [a, b, c, d] = widths;
-            format!("{id:a$}  {status:b$}  {job:c$}  {cause:d$}  {sentence}\n")
+        Ok(text)
+    }
+
+    /// The ranks that slow their job down, one a line; nothing when there are none.
+    ///
+    /// # Errors
+    /// When the collector does not answer.
+    pub fn slow_ranks(&self, as_json: bool) -> Result<String> {
+        let list = self.json("/slow_ranks")?;
+        if as_json {
+            return Ok(format!("{list:#}\n"));
+        }
+        let line = |slow: &Value| {
+            let text = |name: &str| slow[name].as_str().unwrap_or_default();
+            format!("{}  rank {} on {}: {}\n", text("job"), slow["rank"], text("node"), text("sentence"))
         };
-        Ok(rows.iter().map(line).collect())
+        Ok(list.as_array().into_iter().flatten().map(line).collect())
     }
 
     /// The verdict of one incident as text.
@@ -125,6 +137,17 @@ impl Remote {
         }
         Ok(folder)
     }
+}
+
+/// Rows with their columns one below the other.
+fn table(rows: &[[String; 5]]) -> String {
+    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
+    let [a, b, c, d] = [width(0), width(1), width(2), width(3)];
+    let line = |row: &[String; 5]| {
+        let [id, status, job, cause, sentence] = row;
+        format!("{id:a$}  {status:b$}  {job:c$}  {cause:d$}  {sentence}\n")
+    };
+    rows.iter().map(line).collect()
 }
 
 fn error_of(body: &[u8]) -> String {

@@ -348,6 +348,9 @@ impl Core {
             };
             let jobs = self.member.last_launch.iter().map(activity).collect();
             self.member.send(Message::Heartbeat(Heartbeat { jobs }));
+            if let Some(paces) = self.paces() {
+                self.member.send(Message::Paces(paces));
+            }
         }
     }
 
@@ -395,7 +398,9 @@ fn entry(rank: &Rank) -> RankEntry {
     }
 }
 
-fn job_id(job: &JobKey) -> JobId {
+/// The job as the cluster is told of it.
+#[must_use]
+pub fn job_id(job: &JobKey) -> JobId {
     JobId { name: job.name.clone(), instance: job.instance.clone() }
 }
 

@@ -40,6 +40,7 @@ pub fn text(core: &Core, now: Now) -> String {
     let seen: Vec<(Labels, &Sampled)> = alive.iter().filter_map(sampled).collect();
     kernels(&mut page, &seen);
     memory(&mut page, &seen);
+    slow(&mut page, core, &alive);
     hook(&mut page, &seen);
     collector(&mut page, core, alive.len(), now);
     page.text()
@@ -134,6 +135,31 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
             let mut labels = labels.clone();
             labels.extend([("operation", copy.name.replace("_ptsz", "")), ("kind", kind.to_string())]);
             page.sample(name, &labels, count);
+        }
+    }
+}
+
+/// Who waits for whom, of the ranks of this node.
+fn slow(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
+    type Value<'a> = &'a dyn Fn(&Rank, u32) -> Option<f64>;
+    let families: [(&str, &str, Value<'_>); 2] = [
+        (
+            "xpu_timer_rank_wait_ratio",
+            "Part of the time that the rank waits for others in collectives.",
+            &|rank, number| core.slow.waits(&rank.job, number).map(rounded),
+        ),
+        (
+            "xpu_timer_rank_slow",
+            "1 for a rank for which the others wait in most of its collectives.",
+            &|rank, number| core.slow.is_slow(&rank.job, number).map(|slow| f64::from(u8::from(slow))),
+        ),
+    ];
+    for (name, help, value) in families {
+        page.family(name, "gauge", help);
+        for (labels, rank) in alive {
+            if let Some(value) = u32::try_from(rank.info.rank).ok().and_then(|number| value(rank, number)) {
+                page.sample(name, labels, value);
+            }
         }
     }
 }

@@ -35,6 +35,7 @@ pub fn control<A: Answers>() -> Router<A> {
         .route("/health", get(|| async { "ok\n" }))
         .route("/status", get(status::<A>))
         .route("/dump", post(dump::<A>))
+        .route("/slow_ranks", get(slow_ranks::<A>))
         .route("/incidents", get(incidents::<A>))
         .route("/incidents/{id}", get(incident::<A>))
         .route("/incidents/{id}/files", get(files::<A>))
@@ -63,6 +64,11 @@ fn no_answer() -> Response {
 async fn status<A: Answers>(State(answers): State<A>) -> Response {
     let status = ask(&answers, ANSWER, Question::Status).await;
     status.map_or_else(no_answer, |status| Json(status).into_response())
+}
+
+async fn slow_ranks<A: Answers>(State(answers): State<A>) -> Response {
+    let slow = ask(&answers, ANSWER, Question::SlowRanks).await;
+    slow.map_or_else(no_answer, |slow| Json(slow).into_response())
 }
 
 async fn metrics_page<A: Answers>(State(answers): State<A>) -> Response {

@@ -18,6 +18,7 @@ pub fn status(core: &Core, now: Now) -> Value {
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(core.started.mono_ns)),
         "ranks": ranks.into_iter().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
         "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
+        "slow_ranks": core.slow.json(),
         "cluster": core.settings.cluster.as_ref().map(|url| json!({
             "url": url,
             "joined": core.member.welcomed,

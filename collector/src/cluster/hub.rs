@@ -12,20 +12,23 @@ use std::{
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_analysis::{Verdict, rank_set::RankSet, stragglers::Comparison};
 use xpu_timer_proto::v1::{
-    Alarm, NodeHello, NodeWelcome, RankEntry, cluster_message::Message, node_message::Message as Said,
+    Alarm, NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
 };
 
 pub use self::deadlines::TICK;
 use super::{
+    comparing::{self, Comparing},
     config::Settings,
     gather::{Done, Record},
     incident::{Incident, Progress, State},
     nodes::{NodeId, Nodes, Outgoing, StreamId},
     service::StreamEvent,
 };
-use crate::{clock::Now, inbox::Question, member::key, registry::JobKey, throttle::Throttle, webhook::Webhook};
+use crate::{
+    clock::Now, inbox::Question, member::key, registry::JobKey, slow::SlowRanks, throttle::Throttle, webhook::Webhook,
+};
 
 /// A message to the hub that is not from a node's stream.
 #[derive(Debug)]
@@ -34,6 +37,8 @@ pub enum Command {
     Question(Question),
     /// The thread of an incident is done with something.
     Done(String, Done),
+    /// The ranks of a job in an attempt were compared.
+    Compared(JobKey, u32, Comparison),
 }
 
 /// The state.
@@ -58,6 +63,9 @@ pub struct Hub {
     // Jobs of which every rank is known, with attempt and world.
     whole: BTreeMap<JobKey, (u32, u32)>,
     forget_ns: u64,
+    comparing: Comparing,
+    /// Ranks that slow their job down.
+    pub slow: SlowRanks,
     webhook: Option<Webhook>,
     commands: mpsc::UnboundedSender<Command>,
 }
@@ -85,6 +93,8 @@ impl Hub {
             delivering: BTreeSet::new(),
             whole: BTreeMap::new(),
             forget_ns: 0,
+            comparing: Comparing::start(commands.clone()),
+            slow: SlowRanks::default(),
             webhook,
             commands,
             settings,
@@ -235,6 +245,29 @@ impl Hub {
                     self.nodes.launched(node, &job, activity.launch_age_ms, now.mono_ns);
                 }
             }
+            Said::Paces(paces) => self.paces(node, paces.ranks),
+        }
+    }
+
+    /// How ranks fare. A node speaks for its own ranks.
+    fn paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
+        let own = |rank: &RankPace| {
+            let job = key(rank.job.as_ref()?);
+            (self.nodes.of_rank(&job, rank.attempt, rank.rank) == Some(node)).then_some(job)
+        };
+        for rank in ranks {
+            if let Some(job) = own(&rank) {
+                self.comparing.tell(comparing::Told::Pace(job, rank));
+            }
+        }
+    }
+
+    fn compared(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
+        let nodes = &self.nodes;
+        if nodes.job(job).attempt == attempt {
+            let node_of =
+                |rank| nodes.of_rank(job, attempt, rank).map_or(String::new(), |id| nodes.name(id).to_string());
+            self.slow.note(job, attempt, comparison, node_of, now);
         }
     }
 
@@ -245,9 +278,11 @@ impl Hub {
             Command::Question(Question::Status(reply)) => drop(reply.send(super::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(super::status::metrics(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.by_hand(job.as_deref(), reply, now),
             Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),
             Command::Done(id, Done::Drawn) => self.drawn(&id, now),
+            Command::Compared(job, attempt, comparison) => self.compared(&job, attempt, comparison, now),
         }
     }
 }

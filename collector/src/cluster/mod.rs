@@ -1,6 +1,7 @@
 //! The cluster role: nodes dial in and keep a stream each, a hang on one of them becomes an incident of the whole job, and its verdict
 //! is made from what all nodes know.
 
+pub mod comparing;
 pub mod config;
 pub mod gather;
 pub mod hub;

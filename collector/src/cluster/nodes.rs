@@ -313,13 +313,10 @@ impl Nodes {
         listed.map(|(_, _, rank)| rank).filter(|rank| own(*rank)).collect()
     }
 
-    /// Whether another node speaks for a rank.
+    /// The node that speaks for a rank.
     #[must_use]
-    pub fn is_of_another(&self, job: &JobKey, attempt: u32, rank: u32, node: NodeId) -> bool {
-        self.claims
-            .get(job)
-            .and_then(|claims| claims.ranks.get(&(attempt, rank)))
-            .is_some_and(|claim| claim.node != node)
+    pub fn of_rank(&self, job: &JobKey, attempt: u32, rank: u32) -> Option<NodeId> {
+        Some(self.claims.get(job)?.ranks.get(&(attempt, rank))?.node)
     }
 
     /// A node says when each of its jobs launched last.
@@ -407,7 +404,7 @@ mod tests {
         let refused = nodes.claim(b, vec![entry("j", 1, 0, 4), entry("j", 2, 0, 4), entry("k", 1, 0, 4)]);
         assert_eq!(refused, [Refused { job: job("j"), ranks: RankSet::from_iter([1]), by: "a".into() }]);
         assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2".into()));
-        assert!(nodes.is_of_another(&job("j"), 0, 1, b) && !nodes.is_of_another(&job("j"), 0, 3, b));
+        assert!(nodes.of_rank(&job("j"), 0, 1) == Some(a) && nodes.of_rank(&job("j"), 0, 3).is_none());
         // The first node goes: its rank may have moved.
         assert!(nodes.lose(a, 1, 5));
         assert_eq!(nodes.claim_again(), [b]);

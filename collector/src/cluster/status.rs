@@ -31,6 +31,7 @@ pub fn status(hub: &Hub, now: Now) -> Value {
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(hub.started.mono_ns)),
         "nodes": nodes,
         "jobs": hub.nodes.jobs().map(|key| job(hub, key)).collect::<Vec<_>>(),
+        "slow_ranks": hub.slow.json(),
         "incidents": hub.incidents.values().map(|one| incident(hub, one)).collect::<Vec<_>>(),
     })
 }
@@ -92,6 +93,11 @@ pub fn metrics(hub: &Hub, now: Now) -> String {
     page.family("xpu_timer_job_ranks", "gauge", "Ranks of the job that some node speaks for.");
     for key in hub.nodes.jobs() {
         page.sample("xpu_timer_job_ranks", &[("job_name", key.to_string())], hub.nodes.job(key).ranks);
+    }
+    let name = "xpu_timer_rank_slow";
+    page.family(name, "gauge", "1 for a rank for which the others wait in most of its collectives.");
+    for (job, rank, node) in hub.slow.iter() {
+        page.sample(name, &[("job_name", job.to_string()), ("pod_name", node.into()), ("rank", rank.to_string())], 1);
     }
     let joined = hub.nodes.iter().filter(|(_, node)| node.is_joined()).count() as u64;
     let open = hub.incidents.values().filter(|one| one.is_open()).count() as u64;

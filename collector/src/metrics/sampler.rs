@@ -8,12 +8,13 @@ use std::{
 use tracing::debug;
 use xpu_timer_proto::{
     ring::{self, header, lane},
-    v1::{Communicator, HookedFunction, OpKind, Operation},
+    v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation},
 };
 
 use super::{cursor::Cursor, meaning, series::AllSeries, settings::MetricsSettings};
 use crate::{
     clock::Now,
+    pace::Recorder,
     registry::{Rank, RankId},
     ring_file::RingFile,
 };
@@ -31,6 +32,8 @@ pub struct Sampler {
 pub struct Sampled {
     /// Its kernel metrics.
     pub series: AllSeries,
+    /// Its collectives, for the comparison with other ranks.
+    pub recorder: Recorder,
     /// Where the reader of its ring is.
     pub cursor: Cursor,
     /// Header of its ring, the lanes added.
@@ -55,6 +58,11 @@ impl Sampler {
     #[must_use]
     pub fn of(&self, rank: RankId) -> Option<&Sampled> {
         self.ranks.get(&rank)
+    }
+
+    /// What the cluster has not been told of a rank's collectives.
+    pub fn news_of(&mut self, rank: RankId) -> Vec<CommunicatorPace> {
+        self.ranks.get_mut(&rank).map(|sampled| sampled.recorder.take_news()).unwrap_or_default()
     }
 
     /// Looks at all rings, when it is time. What is known of a rank goes with it.
@@ -83,6 +91,7 @@ impl Sampler {
         }
         for sampled in self.ranks.values_mut() {
             sampled.series.turn(&self.settings, now.mono_ns);
+            sampled.recorder.forget(now.mono_ns);
         }
     }
 }
@@ -157,7 +166,10 @@ impl Sampled {
             let launch = (operation.group, operation.stream, alone);
             launches.entry(launch).or_default().push((operation, communicator));
         }
-        for together in launches.values() {
+        let mut in_order: Vec<&Members<'_>> = launches.values().collect();
+        in_order.sort_by_key(|together| together[0].0.ticket);
+        for together in in_order {
+            self.recorder.add(together, rank.info.world_size, now.mono_ns);
             let spans_nodes = together.iter().any(|(_, communicator)| spans_nodes(rank, communicator, here));
             if let Some((key, done)) = meaning::collective(together, spans_nodes, settings) {
                 self.series.add(key, done, now.mono_ns);

@@ -851,7 +851,7 @@ impl TriggerKind {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeMessage {
-    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8")]
+    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9")]
     pub message: ::core::option::Option<node_message::Message>,
 }
 /// Nested message and enum types in `NodeMessage`.
@@ -876,6 +876,8 @@ pub mod node_message {
         Update(super::IncidentUpdate),
         #[prost(message, tag = "8")]
         Heartbeat(super::Heartbeat),
+        #[prost(message, tag = "9")]
+        Paces(super::Paces),
     }
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
@@ -1113,6 +1115,52 @@ pub struct JobActivity {
     /// Since the last launch of any of the node's ranks.
     #[prost(uint64, tag = "2")]
     pub launch_age_ms: u64,
+}
+/// How the ranks of a node fared in their collectives since this was sent last.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Paces {
+    #[prost(message, repeated, tag = "1")]
+    pub ranks: ::prost::alloc::vec::Vec<RankPace>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct RankPace {
+    #[prost(message, optional, tag = "1")]
+    pub job: ::core::option::Option<JobId>,
+    #[prost(uint32, tag = "2")]
+    pub attempt: u32,
+    #[prost(uint32, tag = "3")]
+    pub rank: u32,
+    #[prost(message, repeated, tag = "4")]
+    pub communicators: ::prost::alloc::vec::Vec<CommunicatorPace>,
+}
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct CommunicatorPace {
+    /// Identity of the communicator.
+    #[prost(uint64, tag = "1")]
+    pub id: u64,
+    #[prost(uint32, tag = "2")]
+    pub size: u32,
+    /// Sends and receives, whose numbers are each rank's own.
+    #[prost(bool, tag = "3")]
+    pub point_to_point: bool,
+    /// Oldest first.
+    #[prost(message, repeated, tag = "4")]
+    pub blocks: ::prost::alloc::vec::Vec<PaceBlock>,
+}
+/// The operations with the sequence numbers `index << level` up to, not including, `index + 1 << level`: the same ones on every rank,
+/// whatever its clock says.
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct PaceBlock {
+    #[prost(uint32, tag = "1")]
+    pub level: u32,
+    #[prost(uint32, tag = "2")]
+    pub index: u32,
+    /// Time within these operations, in which a rank that came early waits for the others.
+    #[prost(uint32, tag = "3")]
+    pub inside_us: u32,
+    /// From the end of the block before to the end of this one.
+    #[prost(uint32, tag = "4")]
+    pub span_us: u32,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentVerdict {

@@ -9,6 +9,7 @@ use super::{Hub, RETURN_NS, SECOND, delivery::DELIVERY_NS};
 use crate::{
     clock::{self, Now},
     cluster::{
+        comparing::Told,
         incident::{Part, Progress, State},
         nodes::NodeId,
     },
@@ -47,6 +48,9 @@ impl Hub {
             self.nodes.forget(now.mono_ns);
             let nodes = &self.nodes;
             self.whole.retain(|job, _| nodes.job(job).ranks > 0);
+            self.slow.retain(|job, attempt| nodes.job(job).alive && nodes.job(job).attempt == attempt);
+            let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
+            self.comparing.tell(Told::Running(running));
         }
         let closed: Vec<String> =
             self.incidents.values().filter(|one| !one.is_open()).map(|one| one.id.clone()).collect();

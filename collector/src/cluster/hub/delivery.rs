@@ -69,7 +69,7 @@ impl Hub {
         dump.ranks.retain(|rank| {
             let found = rank.presence() == Presence::Unregistered
                 && rank.rank < world
-                && !self.nodes.is_of_another(&incident.job, incident.attempt, rank.rank, node);
+                && self.nodes.of_rank(&incident.job, incident.attempt, rank.rank).is_none_or(|of| of == node);
             if found {
                 part.ranks.insert(rank.rank);
             }

@@ -1,0 +1,490 @@
+//! Which ranks slow a job down that does not hang.
+//!
+//! In a collective every rank waits for the one that comes last, so what tells a slow rank is that it waits least. How long a rank
+//! was inside a collective is measured by its own clock alone; what it was inside longer than the quickest rank, it waited. Ranks are
+//! compared within one communicator and over the same sequence numbers. A rank is slow when two things hold: it comes last in one
+//! of its communicators, in most stretches and by a good part of the time; and over all its communicators together it waits less
+//! than the others. The second one clears those who come late only because they waited for somebody elsewhere, such as the
+//! tensor-parallel peers of a slow rank, for whom the data-parallel group waits.
+
+use std::{
+    collections::{BTreeMap, HashMap},
+    fmt,
+};
+
+use xpu_timer_proto::v1::PaceBlock;
+
+use crate::text;
+
+/// What is kept of a communicator, in blocks.
+pub const KEPT_BLOCKS: usize = 16;
+/// So many blocks that its members share tell something.
+const LEAST_BLOCKS: u32 = 12;
+/// A rank is late in a block when the others wait for it for so much of the time.
+const MARGIN: f64 = 0.1;
+/// A slow rank is late in so many of the blocks.
+const STEADY: f64 = 0.8;
+/// The mean lateness is so many times its standard error: ranks that are late by chance are late at some times and early at others.
+const CERTAIN: f64 = 5.0;
+/// After which a communicator is forgotten.
+pub const SILENCE_NS: u64 = 1800 * 1_000_000_000;
+/// Blocks beyond this level are nobody's: they would last for ages.
+const HIGHEST_LEVEL: u32 = 31;
+/// Members of a communicator that must have a block for it to count: without the slow one nothing can be said.
+const PRESENT: f64 = 0.75;
+
+/// The operations of one rank on one communicator of late.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Series {
+    /// Ranks of the communicator.
+    pub size: u32,
+    /// At most [`KEPT_BLOCKS`], oldest first.
+    pub blocks: Vec<PaceBlock>,
+    /// When the last one came, on the clock of whoever keeps them.
+    pub heard_ns: u64,
+}
+
+impl Series {
+    /// Adds a block and drops the oldest beyond [`KEPT_BLOCKS`].
+    pub fn push(&mut self, block: PaceBlock, now_ns: u64) {
+        self.heard_ns = now_ns;
+        if self.blocks.len() >= KEPT_BLOCKS {
+            self.blocks.drain(..=self.blocks.len() - KEPT_BLOCKS);
+        }
+        self.blocks.push(block);
+    }
+}
+
+/// All series of one rank, by communicator, sends and receives apart.
+pub type Pace = BTreeMap<(u64, bool), Series>;
+
+/// A rank for which the others wait.
+#[derive(Debug, Clone, PartialEq)]
+pub struct SlowRank {
+    /// Rank in the job.
+    pub rank: u32,
+    /// Part of the time that it waits for others in its communicators.
+    pub waits: f64,
+    /// The same of the others, in the median.
+    pub others_wait: f64,
+    /// The communicator in which it is latest, and the ranks of that.
+    pub communicator: u64,
+    /// See `communicator`.
+    pub size: u32,
+    /// Part of the stretches of that communicator in which it came last by a margin.
+    pub late: f64,
+}
+
+impl fmt::Display for SlowRank {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let percent = |part: f64| (part * 100.0).round();
+        write!(
+            f,
+            "it waits {} % of the time for others, the others wait {} %; it comes last in {} % of the time on communicator {} ({} \
+             ranks)",
+            percent(self.waits),
+            percent(self.others_wait),
+            percent(self.late),
+            text::communicator(self.communicator),
+            self.size
+        )
+    }
+}
+
+/// What the comparison of the ranks of a job says.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Comparison {
+    /// Part of the time that each rank waits for others; without those that cannot be compared.
+    pub waits: BTreeMap<u32, f64>,
+    /// The slow ones, the slowest first.
+    pub slow: Vec<SlowRank>,
+}
+
+/// One rank in one communicator, over the blocks that were compared.
+#[derive(Debug, Clone, Copy, Default)]
+struct Standing {
+    blocks: u32,
+    late_blocks: u32,
+    waited_us: f64,
+    span_us: f64,
+    lateness: f64,
+    squares: f64,
+}
+
+impl Standing {
+    /// Adds a block: how long this rank waited, how long the others did, and how long the block took.
+    fn add(&mut self, waited_us: f64, others_us: f64, span_us: f64) {
+        let lateness = (others_us - waited_us) / span_us;
+        self.blocks += 1;
+        self.late_blocks += u32::from(lateness >= MARGIN);
+        self.waited_us += waited_us;
+        self.span_us += span_us;
+        self.lateness += lateness;
+        self.squares += lateness * lateness;
+    }
+
+    fn late(&self) -> f64 {
+        f64::from(self.late_blocks) / f64::from(self.blocks.max(1))
+    }
+
+    fn mean(&self) -> f64 {
+        self.lateness / f64::from(self.blocks.max(1))
+    }
+
+    /// Whether it comes last, and not by chance.
+    fn is_last(&self) -> bool {
+        let count = f64::from(self.blocks);
+        let variance = (self.squares / count - self.mean().powi(2)).max(0.0);
+        let error = (variance / (count - 1.0).max(1.0)).sqrt();
+        self.blocks >= LEAST_BLOCKS && self.late() >= STEADY && self.mean() >= MARGIN && self.mean() >= CERTAIN * error
+    }
+}
+
+/// Forgets communicators that were not used for long: they may be gone, and what they showed is of another time.
+pub fn forget(pace: &mut Pace, now_ns: u64) {
+    pace.retain(|_, series| now_ns.saturating_sub(series.heard_ns) < SILENCE_NS);
+}
+
+/// Compares the ranks of one job.
+#[must_use]
+pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparison {
+    let mut by_communicator: BTreeMap<u64, Vec<(u32, &Series)>> = BTreeMap::new();
+    let mut waits: BTreeMap<u32, f64> = BTreeMap::new();
+    for (rank, pace) in ranks {
+        for ((communicator, point_to_point), series) in pace {
+            if *point_to_point {
+                // Both ends of a transfer wait for each other; which send belongs to which receive is not known here.
+                let (inside, span) = totals(&series.blocks);
+                *waits.entry(rank).or_default() += share(inside, span);
+            } else {
+                by_communicator.entry(*communicator).or_default().push((rank, series));
+            }
+        }
+    }
+    // The communicator in which a rank is latest.
+    let mut latest: HashMap<u32, (u64, u32, Standing)> = HashMap::new();
+    let mut compared = Vec::new();
+    for (communicator, members) in &by_communicator {
+        for ((rank, series), standing) in members.iter().zip(standings(members)) {
+            if standing.blocks == 0 {
+                continue;
+            }
+            compared.push(*rank);
+            *waits.entry(*rank).or_default() += share(standing.waited_us, standing.span_us);
+            let is_later = latest.get(rank).is_none_or(|(_, _, other)| standing.mean() > other.mean());
+            if standing.is_last() && is_later {
+                latest.insert(*rank, (*communicator, series.size, standing));
+            }
+        }
+    }
+    compared.sort_unstable();
+    waits.retain(|rank, _| compared.binary_search(rank).is_ok());
+
+    let all: Vec<f64> = waits.values().copied().collect();
+    let mut sorted = all.clone();
+    sorted.sort_by(f64::total_cmp);
+    let mut slow: Vec<SlowRank> = waits
+        .iter()
+        .filter_map(|(rank, own)| {
+            let (communicator, size, standing) = latest.get(rank)?;
+            let others_wait = median_of_others(&sorted, *own)?;
+            (others_wait - own >= MARGIN).then(|| SlowRank {
+                rank: *rank,
+                waits: *own,
+                others_wait,
+                communicator: *communicator,
+                size: *size,
+                late: standing.late(),
+            })
+        })
+        .collect();
+    slow.sort_by(|a, b| a.waits.total_cmp(&b.waits).then(a.rank.cmp(&b.rank)));
+    Comparison { waits, slow }
+}
+
+/// How each member of a communicator stands over the blocks that they share.
+fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
+    let mut standings = vec![Standing::default(); members.len()];
+    let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
+    let level = levels.filter(|level| *level <= HIGHEST_LEVEL).max().unwrap_or(0);
+    // By index: member, time inside, span.
+    let mut shared: BTreeMap<u32, Vec<(usize, f64, f64)>> = BTreeMap::new();
+    for (member, (_, series)) in members.iter().enumerate() {
+        for (index, inside, span) in coarse(&series.blocks, level) {
+            shared.entry(index).or_default().push((member, inside, span));
+        }
+    }
+    for present in shared.values() {
+        if present.len() < 2 || (present.len() as f64) < PRESENT * members.len() as f64 {
+            continue;
+        }
+        let quickest = present.iter().map(|(_, inside, _)| *inside).fold(f64::INFINITY, f64::min);
+        let mut waited: Vec<f64> = present.iter().map(|(_, inside, _)| inside - quickest).collect();
+        waited.sort_by(f64::total_cmp);
+        for (member, inside, span) in present {
+            let own = inside - quickest;
+            if let Some(others) = median_of_others(&waited, own).filter(|_| *span > 0.0) {
+                standings[*member].add(own, others, *span);
+            }
+        }
+    }
+    standings
+}
+
+/// Blocks of one size, so that they can be compared: index, time inside and span of those that are whole.
+fn coarse(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
+    let mut whole: Vec<(u32, f64, f64)> = Vec::new();
+    // Of the coarse block that is being put together: its index, and how much of it is there, in the finest blocks.
+    let mut open: Option<(u32, u64, f64, f64)> = None;
+    for block in blocks.iter().filter(|block| block.level <= level) {
+        let Some(index) = block.index.checked_shr(level - block.level) else { continue };
+        let (inside, span) = (f64::from(block.inside_us), f64::from(block.span_us));
+        open = match open {
+            Some((same, part, sum, spans)) if same == index => {
+                Some((same, part + (1 << block.level), sum + inside, spans + span))
+            }
+            _ => Some((index, 1 << block.level, inside, span)),
+        };
+        if let Some((index, part, inside, span)) = open
+            && part == 1 << level
+        {
+            whole.push((index, inside, span));
+            open = None;
+        }
+    }
+    whole
+}
+
+/// The median of sorted values without one of them, which is `own`.
+fn median_of_others(sorted: &[f64], own: f64) -> Option<f64> {
+    let count = sorted.len().checked_sub(1).filter(|count| *count > 0)?;
+    let place = sorted.partition_point(|value| *value < own);
+    let other = |index: usize| sorted[if index < place { index } else { index + 1 }];
+    Some((other((count - 1) / 2) + other(count / 2)) / 2.0)
+}
+
+fn totals(blocks: &[PaceBlock]) -> (f64, f64) {
+    let sum = |part: fn(&PaceBlock) -> u32| blocks.iter().map(|block| f64::from(part(block))).sum();
+    (sum(|block| block.inside_us), sum(|block| block.span_us))
+}
+
+fn share(part: f64, whole: f64) -> f64 {
+    if whole > 0.0 { part / whole } else { 0.0 }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Numbers that look random and are the same every time.
+    struct Random(u64);
+
+    impl Random {
+        /// Between 0 and 1.
+        fn next(&mut self) -> f64 {
+            self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
+            (self.0 >> 11) as f64 / (1u64 << 53) as f64
+        }
+    }
+
+    /// A job whose ranks go through groups one after the other in each step, and wait there for the last member.
+    struct Job {
+        /// Identity and members of each communicator, in the order in which a step enters them.
+        groups: Vec<(u64, Vec<u32>)>,
+        world: u32,
+        paces: BTreeMap<u32, Pace>,
+    }
+
+    impl Job {
+        fn new(world: u32, groups: Vec<(u64, Vec<u32>)>) -> Self {
+            Job { groups, world, paces: BTreeMap::new() }
+        }
+
+        /// Runs so many steps; `work` is what a rank computes in a step, in microseconds.
+        fn run(mut self, steps: u32, mut work: impl FnMut(u32, u32) -> f64) -> Self {
+            let mut clocks = vec![0.0f64; self.world as usize];
+            let mut ends: HashMap<(u32, u64), f64> = HashMap::new();
+            for step in 0..steps {
+                for (rank, clock) in clocks.iter_mut().enumerate() {
+                    *clock += work(rank as u32, step);
+                }
+                for (communicator, members) in &self.groups {
+                    let all_there = members.iter().map(|rank| clocks[*rank as usize]).fold(0.0, f64::max);
+                    for rank in members {
+                        let clock = &mut clocks[*rank as usize];
+                        let inside = all_there + 2_000.0 - *clock;
+                        *clock = all_there + 2_000.0;
+                        let before = ends.insert((*rank, *communicator), *clock).unwrap_or(0.0);
+                        let series = self.paces.entry(*rank).or_default().entry((*communicator, false)).or_default();
+                        series.size = members.len() as u32;
+                        series.push(
+                            PaceBlock {
+                                level: 0,
+                                index: step,
+                                inside_us: inside as u32,
+                                span_us: (*clock - before) as u32,
+                            },
+                            0,
+                        );
+                    }
+                }
+            }
+            self
+        }
+
+        fn compare(&self) -> Comparison {
+            compare(self.paces.iter().map(|(rank, pace)| (*rank, pace)))
+        }
+
+        fn slow(&self) -> Vec<u32> {
+            let mut slow: Vec<u32> = self.compare().slow.iter().map(|one| one.rank).collect();
+            slow.sort_unstable();
+            slow
+        }
+    }
+
+    fn one_group(world: u32) -> Job {
+        Job::new(world, vec![(1, (0..world).collect())])
+    }
+
+    /// Two nodes of eight: tensor parallelism within the node, data parallelism across, then the world.
+    fn grid() -> Job {
+        let mut groups: Vec<(u64, Vec<u32>)> = vec![(10, (0..8).collect()), (11, (8..16).collect())];
+        groups.extend((0..8).map(|local| (20 + u64::from(local), vec![local, local + 8])));
+        groups.push((1, (0..16).collect()));
+        Job::new(16, groups)
+    }
+
+    #[test]
+    fn two_slow_ranks_of_eight_are_named_and_so_is_the_slower_one_first() {
+        let job = one_group(8).run(30, |rank, _| match rank {
+            2 => 130_000.0,
+            5 => 150_000.0,
+            _ => 100_000.0,
+        });
+        let comparison = job.compare();
+        let slow: Vec<u32> = comparison.slow.iter().map(|one| one.rank).collect();
+        assert_eq!(slow, [5, 2]);
+        let slowest = &comparison.slow[0];
+        assert_eq!((slowest.waits, slowest.late, slowest.communicator, slowest.size), (0.0, 1.0, 1, 8));
+        assert!((0.3..0.35).contains(&slowest.others_wait), "50 of 152 ms: {slowest:?}");
+        assert_eq!(comparison.waits.len(), 8);
+        assert_eq!(
+            slowest.to_string(),
+            "it waits 0 % of the time for others, the others wait 33 %; it comes last in 100 % of the time on communicator 0x1 (8 \
+             ranks)"
+        );
+    }
+
+    #[test]
+    fn an_even_run_with_jitter_names_nobody() {
+        for seed in 0..200 {
+            let mut random = Random(seed);
+            let job = one_group(8).run(40, |_, _| 100_000.0 * (0.7 + 0.6 * random.next()));
+            assert_eq!(job.slow(), [] as [u32; 0], "seed {seed}");
+        }
+    }
+
+    #[test]
+    fn a_slow_rank_shows_through_jitter() {
+        let mut found = 0;
+        for seed in 0..100 {
+            let mut random = Random(seed);
+            let job = one_group(8).run(40, |rank, _| {
+                let jitter = 100_000.0 * (0.9 + 0.2 * random.next());
+                if rank == 3 { jitter + 60_000.0 } else { jitter }
+            });
+            let slow = job.slow();
+            assert!(slow.is_empty() || slow == [3], "seed {seed}: {slow:?}");
+            found += usize::from(slow == [3]);
+        }
+        assert_eq!(found, 100);
+    }
+
+    #[test]
+    fn one_long_step_of_a_rank_is_a_pause_and_no_slow_rank() {
+        // Rank 0 writes a checkpoint of ten seconds, then one of twenty.
+        let job = one_group(4).run(40, |rank, step| match (rank, step) {
+            (0, 30) => 10_000_000.0,
+            (0, 36) => 20_000_000.0,
+            _ => 100_000.0,
+        });
+        assert_eq!(job.slow(), [] as [u32; 0]);
+    }
+
+    #[test]
+    fn those_who_wait_for_the_slow_one_are_not_slow_themselves() {
+        let job = grid().run(30, |rank, _| if rank == 11 { 150_000.0 } else { 100_000.0 });
+        assert_eq!(job.slow(), [11], "its tensor-parallel peers come late into their data-parallel groups");
+        let job = grid().run(30, |rank, _| match rank {
+            3 => 160_000.0,
+            11 => 130_000.0,
+            _ => 100_000.0,
+        });
+        assert_eq!(job.slow(), [3, 11]);
+        let job = grid().run(30, |rank, _| if rank < 8 { 150_000.0 } else { 100_000.0 });
+        assert_eq!(job.slow(), (0..8).collect::<Vec<_>>(), "a node that is slow as a whole");
+    }
+
+    #[test]
+    fn a_pair_has_a_slow_one_and_a_rank_alone_has_nobody_to_compare_with() {
+        let job = one_group(2).run(30, |rank, _| if rank == 1 { 150_000.0 } else { 100_000.0 });
+        assert_eq!(job.slow(), [1]);
+        let job = one_group(1).run(30, |_, _| 100_000.0);
+        assert_eq!(job.compare(), Comparison::default());
+    }
+
+    #[test]
+    fn little_evidence_names_nobody() {
+        let job = one_group(4).run(LEAST_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
+        assert_eq!(job.slow(), [] as [u32; 0]);
+        let job = one_group(4).run(30, |rank, _| if rank == 1 { 105_000.0 } else { 100_000.0 });
+        assert_eq!(job.slow(), [] as [u32; 0], "one twentieth is not worth a person's time");
+    }
+
+    #[test]
+    fn blocks_of_different_sizes_are_compared_over_the_same_numbers() {
+        let block = |level, index, inside_us| PaceBlock { level, index, inside_us, span_us: 100 << level };
+        let fine = [block(0, 7, 9), block(0, 8, 10), block(0, 9, 11), block(1, 5, 50), block(0, 12, 7)];
+        assert_eq!(coarse(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
+        assert_eq!(coarse(&fine, 2), [(2, 71.0, 400.0)]);
+        assert_eq!(coarse(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
+    }
+
+    #[test]
+    fn a_rank_that_says_nothing_spoils_nothing() {
+        let mut job = one_group(8).run(30, |rank, _| if rank == 6 { 150_000.0 } else { 100_000.0 });
+        job.paces.remove(&0);
+        assert_eq!(job.slow(), [6]);
+        for level in [31, 32, 64, u32::MAX] {
+            let odd = PaceBlock { level, index: u32::MAX, inside_us: u32::MAX, span_us: 0 };
+            let series = Series { size: 8, blocks: vec![odd; 3], heard_ns: 0 };
+            job.paces.entry(0).or_default().insert((2, false), series.clone());
+            job.paces.entry(1).or_default().insert((2, false), series);
+            assert_eq!(job.slow(), [6], "level {level}");
+        }
+    }
+
+    #[test]
+    fn waiting_in_transfers_counts() {
+        // A pipeline of two stages with two replicas: stage 0 of replica 0 is slow, so stage 1 of it waits in its receive and comes
+        // late into its own data-parallel group.
+        let mut job = Job::new(4, vec![(1, vec![0, 2]), (2, vec![1, 3])]).run(30, |rank, _| match rank {
+            0 | 1 => 150_000.0,
+            _ => 100_000.0,
+        });
+        let series = (0..16).map(|index| PaceBlock { level: 0, index, inside_us: 50_000, span_us: 152_000 });
+        let series = Series { size: 2, blocks: series.collect(), heard_ns: 0 };
+        job.paces.entry(1).or_default().insert((3, true), series);
+        assert_eq!(job.slow(), [0]);
+    }
+
+    #[test]
+    fn medians_without_one() {
+        assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 1.0), Some(5.5));
+        assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 2.0), Some(5.0));
+        assert_eq!(median_of_others(&[1.0, 2.0], 2.0), Some(1.0));
+        assert_eq!(median_of_others(&[1.0, 1.0, 4.0, 4.0], 4.0), Some(1.0));
+        assert_eq!(median_of_others(&[1.0], 1.0), None);
+    }
+}

@@ -1,0 +1,143 @@
+//! The ranks of each job compared with each other, on a thread of its own: of a large job that takes a second, and the hub waits for
+//! nothing.
+
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    sync::mpsc::{self, RecvTimeoutError},
+    thread,
+    time::{Duration, Instant},
+};
+
+use tracing::warn;
+use xpu_timer_analysis::stragglers::{self, Pace};
+use xpu_timer_proto::v1::RankPace;
+
+use super::hub::Command;
+use crate::registry::JobKey;
+
+/// What the thread is told.
+#[derive(Debug)]
+pub enum Told {
+    /// A rank of a job has gone on.
+    Pace(JobKey, RankPace),
+    /// These jobs run; others are forgotten.
+    Running(BTreeSet<JobKey>),
+}
+
+/// The way to the thread, which ends when this is dropped.
+#[derive(Debug)]
+pub struct Comparing(Option<mpsc::Sender<Told>>);
+
+/// Between two comparisons.
+const EVERY: Duration = Duration::from_secs(5);
+/// Communicators of one rank; of more, those that were used last.
+const MAX_COMMUNICATORS: usize = 64;
+
+/// What is known of a job.
+#[derive(Debug, Default)]
+struct Job {
+    attempt: u32,
+    ranks: BTreeMap<u32, Pace>,
+    // Something came since the last comparison.
+    news: bool,
+}
+
+impl Comparing {
+    /// Starts the thread; without one nothing is compared.
+    #[must_use]
+    pub fn start(commands: tokio::sync::mpsc::UnboundedSender<Command>) -> Self {
+        let (sender, told) = mpsc::channel();
+        let work = move || run(&told, &commands);
+        match thread::Builder::new().name("comparing".into()).spawn(work) {
+            Ok(_) => Comparing(Some(sender)),
+            Err(error) => {
+                warn!("slow ranks will not be found, there is no thread: {error}");
+                Comparing(None)
+            }
+        }
+    }
+
+    /// Tells the thread something.
+    pub fn tell(&self, told: Told) {
+        if let Some(sender) = &self.0 {
+            // It lives as long as this.
+            let _ = sender.send(told);
+        }
+    }
+}
+
+fn run(told: &mpsc::Receiver<Told>, commands: &tokio::sync::mpsc::UnboundedSender<Command>) {
+    let begun = Instant::now();
+    let mut jobs: BTreeMap<JobKey, Job> = BTreeMap::new();
+    let mut next = begun + EVERY;
+    loop {
+        let now_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
+        match told.recv_timeout(next.saturating_duration_since(Instant::now())) {
+            Ok(Told::Pace(job, rank)) => jobs.entry(job).or_default().add(rank, now_ns),
+            Ok(Told::Running(running)) => jobs.retain(|job, _| running.contains(job)),
+            Err(RecvTimeoutError::Disconnected) => return,
+            Err(RecvTimeoutError::Timeout) => {
+                for (key, job) in jobs.iter_mut().filter(|(_, job)| job.news) {
+                    job.news = false;
+                    job.ranks.values_mut().for_each(|pace| stragglers::forget(pace, now_ns));
+                    let comparison = stragglers::compare(job.ranks.iter().map(|(rank, pace)| (*rank, pace)));
+                    // The hub ends before this thread.
+                    let _ = commands.send(Command::Compared(key.clone(), job.attempt, comparison));
+                }
+                next = Instant::now() + EVERY;
+            }
+        }
+    }
+}
+
+impl Job {
+    fn add(&mut self, rank: RankPace, now_ns: u64) {
+        if rank.attempt < self.attempt {
+            return;
+        }
+        if rank.attempt > self.attempt {
+            *self = Job { attempt: rank.attempt, ..Job::default() };
+        }
+        self.news = true;
+        let pace = self.ranks.entry(rank.rank).or_default();
+        for communicator in rank.communicators {
+            let key = (communicator.id, communicator.point_to_point);
+            if pace.len() >= MAX_COMMUNICATORS && !pace.contains_key(&key) {
+                let oldest = pace.iter().min_by_key(|(_, series)| series.heard_ns).map(|(key, _)| *key);
+                oldest.map(|oldest| pace.remove(&oldest));
+            }
+            let series = pace.entry(key).or_default();
+            series.size = communicator.size;
+            for block in communicator.blocks {
+                series.push(block, now_ns);
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::{CommunicatorPace, PaceBlock};
+
+    use super::*;
+
+    fn pace(attempt: u32, rank: u32, id: u64) -> RankPace {
+        let blocks = vec![PaceBlock { index: 1, ..Default::default() }];
+        let communicators = vec![CommunicatorPace { id, size: 8, blocks, ..Default::default() }];
+        RankPace { attempt, rank, communicators, ..Default::default() }
+    }
+
+    #[test]
+    fn an_attempt_takes_the_place_of_the_one_before_and_memory_is_bounded() {
+        let mut job = Job::default();
+        job.add(pace(0, 1, 7), 1);
+        job.add(pace(1, 2, 7), 2);
+        job.add(pace(0, 1, 7), 3);
+        assert_eq!((job.attempt, job.ranks.keys().copied().collect::<Vec<_>>()), (1, vec![2]));
+        for id in 0..2 * MAX_COMMUNICATORS as u64 {
+            job.add(pace(1, 2, id), 10 + id);
+        }
+        assert_eq!(job.ranks[&2].len(), MAX_COMMUNICATORS);
+        assert!(job.ranks[&2].contains_key(&(2 * MAX_COMMUNICATORS as u64 - 1, false)));
+    }
+}
