@@ -11,7 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, Operation, Presence};
 
 use crate::{
-    matching::{Comm, certainly_absent},
+    matching::{Comm, Member, certainly_absent},
     verdict::Activity,
     world::{World, is_init, is_p2p},
 };
@@ -105,13 +105,22 @@ struct Builder<'w, 'a> {
     soft: Vec<bool>,
     /// Hosts that are suspected only because their peers wait and they have no record.
     guess: Vec<bool>,
+    /// A rank that lives waits for something, so what the dead had not completed is no wait.
+    alive_wait: bool,
 }
 
 impl<'w, 'a> Builder<'w, 'a> {
     fn new(world: &'w World<'a>, comms: &'w [Comm<'a>]) -> Self {
         let by_id: HashMap<u64, usize> = comms.iter().enumerate().map(|(index, comm)| (comm.id, index)).collect();
-        let transfers = (0..world.views.len()).map(|view| transfers_of(world, &by_id, view)).collect();
         let views = world.views.len();
+        let alive_wait = comms
+            .iter()
+            .flat_map(|comm| &comm.members)
+            .any(|member| member.waits_at.is_some() && !world.views[member.view].dead());
+        let waits = |view: usize| !(alive_wait && world.views[view].dead());
+        let transfers = (0..views)
+            .map(|view| if waits(view) { transfers_of(world, &by_id, view) } else { BTreeMap::new() })
+            .collect();
         Builder {
             world,
             comms,
@@ -122,7 +131,13 @@ impl<'w, 'a> Builder<'w, 'a> {
             edges: Vec::new(),
             soft: vec![false; views],
             guess: vec![false; views],
+            alive_wait,
         }
+    }
+
+    /// The collective that a member waits in.
+    fn waits_at(&self, member: &Member<'_>) -> Option<u64> {
+        member.waits_at.filter(|_| !(self.alive_wait && self.world.views[member.view].dead()))
     }
 
     fn number(&self, node: Node) -> usize {
@@ -157,7 +172,7 @@ impl<'w, 'a> Builder<'w, 'a> {
         let mut events = BTreeSet::new();
         for (comm, content) in self.comms.iter().enumerate() {
             for member in &content.members {
-                if let Some(seq) = member.waits_at {
+                if let Some(seq) = self.waits_at(member) {
                     events.insert(Event::Collective { comm, seq });
                 }
                 if member.initializing {
@@ -186,7 +201,7 @@ impl<'w, 'a> Builder<'w, 'a> {
         let comms = self.comms;
         for (comm, content) in comms.iter().enumerate().filter(|(_, content)| content.busy()) {
             let seqs: Vec<u64> = {
-                let seqs: BTreeSet<u64> = content.members.iter().filter_map(|member| member.waits_at).collect();
+                let seqs: BTreeSet<u64> = content.members.iter().filter_map(|member| self.waits_at(member)).collect();
                 seqs.into_iter().collect()
             };
             if seqs.is_empty() {
@@ -201,7 +216,7 @@ impl<'w, 'a> Builder<'w, 'a> {
             let mut held = vec![false; seqs.len()];
             for member in &content.members {
                 let view = &self.world.views[member.view];
-                if let Some(seq) = member.waits_at
+                if let Some(seq) = self.waits_at(member)
                     && member.started >= seq
                 {
                     let event = self.event(at(seq));

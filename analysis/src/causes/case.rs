@@ -3,9 +3,10 @@
 use xpu_timer_proto::v1::{Evidence, Operation, Presence};
 
 use crate::{
+    facts,
     graph::{self, Event, Graph, Suspect},
     matching::{self, Comm},
-    stacks,
+    stacks::{self, StuckHelper},
     text::{self, communicator, ranks},
     verdict::{Activity, Confidence, EvidenceLine},
     world::{RankView, World},
@@ -212,6 +213,14 @@ impl<'a> Case<'a> {
     /// The main thread of a rank does this in its last sample.
     pub fn does(&self, view: usize, activity: Activity) -> bool {
         self.view(view).host.doing.activity == activity
+    }
+
+    /// What else is stuck in a rank, to follow a sentence about it (`, and its thread saver is inside write at …`), and for the evidence.
+    pub fn helper(&self, view: usize) -> Option<(String, EvidenceLine)> {
+        let content = self.view(view);
+        let StuckHelper { who, place } = facts::stuck_helper(content.evidence?)?;
+        let fact = line(format!("rank {}: {who} {place}", content.rank), vec![content.rank]);
+        Some((format!("{who} {place}"), fact))
     }
 
     /// The frame or function by which a rank's main thread is classified, for the evidence.

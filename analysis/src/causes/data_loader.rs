@@ -4,21 +4,18 @@
 //! samples. A reader thread or worker process that is stuck in input or output, dead or stopped, makes it certain and is
 //! named; so is the cause behind the cause. A loader that makes progress is slow, not stuck: medium confidence.
 
-use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{facts, graph::Suspect, verdict::Activity};
+use super::{Case, Cause, Finding, Rule, Says};
+use crate::{graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
-    let content = case.view(view);
-    let rank = content.rank;
     let mut evidence = vec![case.witness(view)];
-    let helper = content.evidence.and_then(facts::stuck_helper);
     let mut says = format!("waits for its data loader{}", case.place(view));
-    if let Some(helper) = helper {
-        says.push_str(&format!(", whose {} {}", helper.who, helper.place));
-        evidence.push(line(format!("rank {rank}: {} {}", helper.who, helper.place), vec![rank]));
+    if let Some((helper, fact)) = case.helper(view) {
+        says.push_str(&format!(", whose {helper}"));
+        evidence.push(fact);
     }
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));

@@ -2,7 +2,7 @@
 //!
 //! The innermost native functions of the main thread wait for a mutex, a condition, a semaphore or another thread, in both samples;
 //! it is no queue of a data loader, no wait for the device and not Python's global lock. Who holds the lock is not known from
-//! outside, so the confidence is medium.
+//! outside, so the confidence is medium; a thread or child process that is stuck in input or output is named beside it.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says};
 use crate::{graph::Suspect, verdict::Activity};
@@ -16,11 +16,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let mut evidence = vec![case.witness(view)];
+    let mut says = format!("waits for a lock or a thread of its own process{}", case.place(view));
+    if let Some((helper, fact)) = case.helper(view) {
+        says.push_str(&format!(", while its {helper}"));
+        evidence.push(fact);
+    }
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("waits for a lock of its own process{}", case.place(view))),
+        says: Says::Rank(says),
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })

@@ -52,10 +52,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let busy = content.host.moved.is_some_and(|moved| moved.cpu_share >= 0.8)
         && content.host.doing.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
+    let helper = case.helper(*view);
+    let its = helper.as_ref().map_or(String::new(), |(helper, _)| format!(", and its {helper}"));
     let says = if *guess {
         format!("is probably not in {what}: all others are{stands}")
     } else {
-        format!("has not entered {what}{stands}{busy}")
+        format!("has not entered {what}{stands}{busy}{its}")
     };
     // A processor that is busy at one line is no sign of progress, so only what moved otherwise lowers the confidence.
     let confidence = match event {
@@ -72,6 +74,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let confidence =
         if case.does(*view, Activity::DeviceWait) { confidence.min(Confidence::Medium) } else { confidence };
     let mut evidence: Vec<_> = event.and_then(|event| case.counters(*view, event)).into_iter().collect();
+    evidence.extend(helper.map(|(_, fact)| fact));
     evidence.extend(case.standing(*view));
     Some(Finding { culprits: vec![*view], says: Says::Rank(says), confidence, evidence })
 }

@@ -2,10 +2,11 @@
 //!
 //! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
 //! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
-//! and the rank is busy: `long_step`. Sockets are not storage.
+//! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
+//! is not known here.
 
-use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{graph::Suspect, verdict::Activity};
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use crate::{graph::Suspect, stacks::is_file_lock, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
 
@@ -15,14 +16,22 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if content.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
         return None;
     }
-    let says = format!("is stuck in {}{}", content.host.doing.witness, case.place(view));
-    let mut evidence = vec![line(
-        format!("rank {}: main thread inside {}", content.rank, content.host.doing.witness),
-        vec![content.rank],
-    )];
+    let witness = &content.host.doing.witness;
+    let lock = is_file_lock(witness);
+    let (does, most) = if lock {
+        (
+            format!("waits for a lock on a file, which another process or file handle holds, in {witness}"),
+            Confidence::Medium,
+        )
+    } else {
+        (format!("is stuck in {witness}"), Confidence::High)
+    };
+    let says = format!("{does}{}", case.place(view));
+    let mut evidence = vec![line(format!("rank {}: main thread inside {witness}", content.rank), vec![content.rank])];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
+    let confidence = case.host_confidence(suspect).min(most);
+    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

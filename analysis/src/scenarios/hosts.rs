@@ -70,7 +70,7 @@ fn a_dead_worker_process_is_named() {
     job.child(1, "python train.py", "Z (zombie)");
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[1], Confidence::High);
-    assert!(sentence(&verdict).contains("worker process 4242 is dead"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).contains("child process 4242 (python train.py) is dead"), "{}", sentence(&verdict));
 }
 
 #[test]

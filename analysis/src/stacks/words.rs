@@ -24,6 +24,9 @@ pub(super) const INIT_PYTHON: &[&str] = &[
 /// Parts of the paths of the C library and its companions.
 pub(super) const C_LIBRARY: &[&str] =
     &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];
+/// Parts of the paths of source that comes with the system: headers, and where distributions and Rust build their libraries.
+pub(super) const SYSTEM_SOURCES: &[&str] =
+    &["/usr/include/", "/usr/lib/", "/rustc/", "./nptl/", "./misc/", "/sysdeps/"];
 /// Parts of functions that belong to the runtime of a language rather than to anybody's program.
 pub(super) const RUNTIME_INSIDES: &[&str] = &["std::", "core::", "__gthread", "parking_lot"];
 
@@ -113,9 +116,12 @@ pub(super) const LOADER_FUNCTIONS: &[&str] = &[
     "fetch_batch",
     "read_batch",
 ];
+/// Native functions of a data loader, without their class.
+pub(super) const LOADER_NATIVE: &[&str] =
+    &["next_batch", "get_batch", "load_batch", "fetch_batch", "read_batch", "nextBatch", "getBatch", "loadBatch"];
 /// Parts of a file name, in lower case, that belong to a data loader.
 pub(super) const LOADER_FILES: &[&str] = &["dataloader", "data_loader", "/utils/data/"];
-/// Parts of a function or file name, in lower case, that make a queue the queue of a loader.
+/// Beginnings of words in the name of a function that make a queue the queue of a loader.
 pub(super) const LOADER_HINTS: &[&str] =
     &["next", "load", "data", "batch", "fetch", "sample", "shard", "prefetch", "read"];
 /// Files of the standard library whose functions below are waits for another thread or process.
@@ -126,8 +132,8 @@ pub(super) const QUEUE_FUNCTIONS: &[&str] =
 
 /// System calls of x86-64 that move bytes of a file, or wait until it is safe on its disk.
 pub(super) const IO_SYSCALLS: &[i64] = &[
-    0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 73, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285, 295,
-    296, 306, 326, 328,
+    0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 72, 73, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285,
+    295, 296, 306, 326, 328,
 ];
 /// Their functions in the C library.
 pub(super) const IO_NATIVE: &[&str] = &[
@@ -164,8 +170,12 @@ pub(super) const IO_NATIVE: &[&str] = &[
     "copy_file_range",
     "flock",
     "lockf",
+    "fcntl",
+    "fcntl64",
 ];
-/// Parts of kernel functions in which a thread waits for a file, a pipe or a disk.
+/// Those that wait for a lock on a file.
+pub(super) const FILE_LOCKS: &[&str] = &["flock", "lockf", "fcntl", "fcntl64"];
+/// Beginnings of words, or of several joined by `_`, in the name of a kernel function in which a thread waits for a file, a pipe or a disk.
 pub(super) const IO_WCHAN: &[&str] = &[
     "pipe_read",
     "pipe_write",
@@ -188,6 +198,13 @@ pub(super) const IO_WCHAN: &[&str] = &[
     "wait_on_buffer",
     "submit_bio_wait",
 ];
+
+/// Functions of the C library that wait for a child process to end, and their system calls of x86-64.
+pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];
+pub(super) const CHILD_SYSCALLS: &[i64] = &[61, 247];
+
+/// Kernel functions in which a process stands whose control group is frozen, of the freezers of version 1 and 2.
+pub(super) const FREEZER_WCHAN: &[&str] = &["__refrigerator", "do_freezer_trap"];
 
 /// Functions of the C library that sleep.
 pub(super) const SLEEP_NATIVE: &[&str] = &["nanosleep", "clock_nanosleep", "usleep", "sleep"];

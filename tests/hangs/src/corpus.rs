@@ -6,6 +6,8 @@
 mod collectives;
 mod healthy;
 mod hosts;
+mod hosts_only;
+mod strangers;
 
 use anyhow::{Result, ensure};
 
@@ -13,7 +15,14 @@ use crate::scenario::Scenario;
 
 /// The scenarios whose name contains `filter`.
 pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
-    let all = [collectives::scenarios(), hosts::scenarios(), healthy::scenarios()].concat();
+    let all = [
+        collectives::scenarios(),
+        hosts::scenarios(),
+        strangers::scenarios(),
+        hosts_only::scenarios(),
+        healthy::scenarios(),
+    ]
+    .concat();
     let chosen: Vec<Scenario> =
         all.into_iter().filter(|scenario| filter.is_none_or(|filter| scenario.name.contains(filter))).collect();
     ensure!(!chosen.is_empty(), "no scenario is called {:?}", filter.unwrap_or_default());

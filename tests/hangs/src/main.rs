@@ -3,6 +3,7 @@
 
 mod corpus;
 mod folder;
+mod program;
 mod record;
 mod run;
 mod scenario;
@@ -71,7 +72,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
     match command {
         Command::Run { filter, jobs, output } => {
             let scenarios = corpus::matching(filter.as_deref())?;
-            let results = run::all(scenarios, jobs, &output);
+            let results = run::all(scenarios, jobs, &output)?;
             Ok(score::report(&results, &output))
         }
         Command::Again { filter, output } => {

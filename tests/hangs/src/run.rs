@@ -12,10 +12,11 @@ use std::{
 
 use anyhow::{Context, Result, anyhow};
 use xpu_timer_analysis::judge;
-use xpu_timer_tests::{Incident, Job, Process, compile_c, python, tree};
+use xpu_timer_tests::{Incident, Job, Process, tree};
 
 use crate::{
     folder,
+    program::{Compiled, Program},
     scenario::{Scenario, Truth},
     score::{Outcome, Said},
 };
@@ -26,24 +27,13 @@ const PATIENCE: Duration = Duration::from_secs(120);
 /// From so many ranks on, a small machine needs longer than the usual timeout to start them all.
 const MANY: u32 = 32;
 
-const VFORK: &str = r"
-#include <unistd.h>
-
-void block_in_vfork(void)
-{
-    if (vfork() == 0)
-        for (;;)
-            pause();
-}
-";
-
 /// Runs all, `jobs` at a time, and prints a line for each as it ends.
-pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Vec<Outcome> {
+pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Result<Vec<Outcome>> {
     // The harness builds what it runs once for the process; not in several threads at once.
     let _ = xpu_timer_tests::artifacts();
-    let compiled = tempfile::tempdir().expect("a temporary folder");
-    let library = compile_c(compiled.path(), "block_in_vfork.so", VFORK, &["-shared", "-fPIC"]);
-    let library = library.display().to_string();
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let programs: Vec<Program> = scenarios.iter().map(|scenario| scenario.program).collect();
+    let compiled = Compiled::of(&programs, folder.path())?;
     let next = AtomicUsize::new(0);
     let outcomes: Mutex<Vec<(usize, Outcome)>> = Mutex::default();
     std::thread::scope(|scope| {
@@ -52,7 +42,7 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Vec<Outcome>
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(scenario) = scenarios.get(index) else { return };
-                    let outcome = one(scenario, &library, &output.join(&scenario.name));
+                    let outcome = one(scenario, &compiled, &output.join(&scenario.name));
                     println!("{outcome}");
                     outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
                 }
@@ -61,7 +51,7 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Vec<Outcome>
     });
     let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
     outcomes.sort_by_key(|(index, _)| *index);
-    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
+    Ok(outcomes.into_iter().map(|(_, outcome)| outcome).collect())
 }
 
 /// Judges what an earlier run left.
@@ -85,13 +75,15 @@ pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
     output.join(&scenario.name).join("timeline/latest")
 }
 
-fn one(scenario: &Scenario, library: &str, folder: &Path) -> Outcome {
+fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Outcome {
+    static POLLING: Mutex<()> = Mutex::new(());
+    let _alone = scenario.program.polls().then(|| POLLING.lock().unwrap_or_else(PoisonError::into_inner));
     let start = Instant::now();
-    let said = run(scenario, library, folder);
+    let said = run(scenario, compiled, folder);
     Outcome { scenario: scenario.clone(), said, wall: start.elapsed() }
 }
 
-fn run(scenario: &Scenario, library: &str, folder: &Path) -> Result<Option<Said>> {
+fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Result<Option<Said>> {
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
@@ -100,7 +92,7 @@ fn run(scenario: &Scenario, library: &str, folder: &Path) -> Result<Option<Said>
     let examples = tree().join("tests/examples");
     let mut job = Job::at(&folder)
         .with("PYTHONPATH", &examples.display().to_string())
-        .with("XPU_HANGS_LIBRARY", library)
+        .with("XPU_HANGS_LIBRARY", &compiled.vfork.display().to_string())
         .with("XPU_SIM_DEVICES", "64");
     if scenario.world >= MANY {
         job = job.with("XPU_TIMER_HANG_TIMEOUT", "20");
@@ -108,10 +100,8 @@ fn run(scenario: &Scenario, library: &str, folder: &Path) -> Result<Option<Said>
     for (name, value) in &scenario.environment {
         job = job.with(name, value);
     }
-    let mut command = job.launch(python());
-    command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={}", scenario.world));
-    command.arg(tree().join("tests/hangs/programs/hybrid.py")).args(&scenario.arguments);
-    let mut ranks = Process::spawn(&mut command);
+    let mut command = scenario.program.command(&job, scenario.world, compiled);
+    let mut ranks = Process::spawn(command.args(&scenario.arguments));
     match &scenario.truth {
         Truth::Hang { .. } => Said::of(&hang(&job, &mut ranks)?.verdict).map(Some),
         Truth::Healthy => healthy(&job, ranks),

@@ -2,14 +2,18 @@
 
 use std::fmt;
 
+use crate::program::Program;
+
 /// What a job does, and what is to be said of it.
 #[derive(Debug, Clone)]
 pub struct Scenario {
     /// Unique; words joined by `-`.
     pub name: String,
+    /// What its ranks run.
+    pub program: Program,
     /// Number of ranks.
     pub world: u32,
-    /// Of `hybrid.py`.
+    /// Of the program.
     pub arguments: Vec<String>,
     /// Besides that of every job.
     pub environment: Vec<(&'static str, String)>,
@@ -33,21 +37,28 @@ pub enum Truth {
 
 impl fmt::Display for Scenario {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{:34} {:3} ranks  {}", self.name, self.world, self.arguments.join(" "))?;
+        write!(f, "{:34} {:3} ranks  {} {}", self.name, self.world, self.program, self.arguments.join(" "))?;
         self.environment.iter().try_for_each(|(name, value)| write!(f, " {name}={value}"))
+    }
+}
+
+/// A job of some program.
+pub fn job(name: &str, program: Program, world: u32, arguments: &[&str]) -> Scenario {
+    Scenario {
+        name: name.into(),
+        program,
+        world,
+        arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(),
+        environment: Vec::new(),
+        truth: Truth::Healthy,
     }
 }
 
 /// A job with tensor, pipeline and data parallelism of these sizes.
 pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
     let sizes = [("--tp", tp), ("--pp", pp), ("--dp", dp)];
-    Scenario {
-        name: name.into(),
-        world: tp * pp * dp,
-        arguments: sizes.iter().map(|(option, size)| format!("{option}={size}")).collect(),
-        environment: Vec::new(),
-        truth: Truth::Healthy,
-    }
+    let arguments = sizes.iter().map(|(option, size)| format!("{option}={size}")).collect();
+    Scenario { arguments, ..job(name, Program::Script("hybrid.py"), tp * pp * dp, &[]) }
 }
 
 impl Scenario {
@@ -56,7 +67,7 @@ impl Scenario {
         matches!(self.truth, Truth::Hang { .. })
     }
 
-    /// Adds an option of `hybrid.py`.
+    /// Adds an option of its program.
     pub fn option(mut self, option: &str) -> Self {
         self.arguments.push(option.into());
         self

@@ -1,0 +1,271 @@
+//! What a thread does, by the words on its stacks.
+
+use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
+
+use super::{Doing, contains_any, in_c_library, location::is_library, named, short, words};
+use crate::verdict::Activity;
+
+/// What a thread does, by its native and Python stacks. The order of the questions matters: what stands nearer to the
+/// device or the lock comes before what merely surrounds it.
+pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> Doing {
+    classify_without(Activity::Unknown, native, python)
+}
+
+/// As [`classify`], when the thread is known not to do one of them.
+pub(super) fn classify_without(
+    excluded: Activity,
+    native: Option<&PstackStacktrace>,
+    python: Option<&PySpyStacktrace>,
+) -> Doing {
+    type Question = fn(&Thread<'_>) -> Option<String>;
+    const QUESTIONS: &[(Activity, Question)] = &[
+        (Activity::Gil, waits_for_gil),
+        (Activity::CommInit, initializes),
+        (Activity::DeviceWait, waits_for_device),
+        (Activity::Teardown, tears_down),
+        (Activity::Gc, collects),
+        (Activity::Compile, compiles),
+        (Activity::DataLoader, loads_data),
+        (Activity::Io, reads_or_writes),
+        (Activity::Sleep, sleeps),
+        (Activity::Lock, locks),
+        (Activity::Running, runs),
+    ];
+    let thread = Thread { native, python };
+    QUESTIONS
+        .iter()
+        .filter(|(activity, _)| *activity != excluded)
+        .find_map(|(activity, ask)| ask(&thread).map(|witness| Doing { activity: *activity, witness }))
+        .unwrap_or_default()
+}
+
+struct Thread<'a> {
+    native: Option<&'a PstackStacktrace>,
+    python: Option<&'a PySpyStacktrace>,
+}
+
+impl<'a> Thread<'a> {
+    fn functions(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        self.native.into_iter().flat_map(|thread| thread.frames.iter().map(|frame| frame.func_name.as_str()))
+    }
+
+    /// The innermost native functions: what the thread itself is in, not what called it. Those of the C library all count, which
+    /// are many where its inlined ones are known.
+    fn leaves(&self) -> impl Iterator<Item = &'a str> + use<'a> {
+        let frames = self.native.map_or(&[][..], |thread| &thread.frames);
+        let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
+        frames.iter().map(|frame| frame.func_name.as_str()).filter(|function| named(function)).take(library.max(3))
+    }
+
+    fn python(&self) -> &'a [PySpyFrame] {
+        self.python.map_or(&[], |thread| &thread.frames)
+    }
+
+    fn syscall(&self) -> Option<i64> {
+        self.native.and_then(|thread| thread.syscall)
+    }
+}
+
+/// A Python frame, for a person.
+pub(super) fn shown(frame: &PySpyFrame) -> String {
+    format!("{} ({})", frame.func_name, short(&frame.file_name))
+}
+
+fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
+    thread.functions().take(8).find(|function| plain(function) == "take_gil").map(str::to_owned)
+}
+
+fn initializes(thread: &Thread<'_>) -> Option<String> {
+    let native = thread.functions().find(|function| contains_any(function, words::INIT_NATIVE));
+    native.map(str::to_owned).or_else(|| {
+        let of_torch = |frame: &&PySpyFrame| {
+            frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
+        };
+        thread.python().iter().find(of_torch).map(shown)
+    })
+}
+
+fn tears_down(thread: &Thread<'_>) -> Option<String> {
+    let native = thread.functions().find(|function| contains_any(function, words::TEARDOWN_NATIVE));
+    native.map(str::to_owned).or_else(|| {
+        thread.python().iter().find(|frame| words::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
+    })
+}
+
+fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
+    let waits = |function: &&str| {
+        let lower = function.to_ascii_lowercase();
+        contains_any(&lower, words::DEVICE_NATIVE)
+            || words::COLLECTIVE_PREFIXES
+                .iter()
+                .any(|prefix| lower.strip_prefix(prefix).is_some() && !contains_any(function, words::TEARDOWN_NATIVE))
+    };
+    let all = || thread.functions().filter(waits);
+    // A function of the public interface says more than a closure of its implementation.
+    all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
+        // Without native frames the names of Python's wrappers must do.
+        let of_wrapper = |frame: &&PySpyFrame| {
+            words::DEVICE_PYTHON.contains(&bare(&frame.func_name))
+                && (frame.file_name.contains("torch/") || short(&frame.file_name).starts_with("cuda."))
+        };
+        thread.python().iter().take(4).find(of_wrapper).map(shown)
+    })
+}
+
+fn collects(thread: &Thread<'_>) -> Option<String> {
+    thread
+        .functions()
+        .find(|function| words::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)))
+        .map(str::to_owned)
+}
+
+fn compiles(thread: &Thread<'_>) -> Option<String> {
+    let native = thread.functions().find(|function| contains_any(function, words::COMPILE_NATIVE));
+    native.map(str::to_owned).or_else(|| {
+        let compiler = |frame: &&PySpyFrame| {
+            contains_any(&frame.file_name, words::COMPILE_PATHS)
+                && !words::COMPILE_NOT.contains(&bare(&frame.func_name))
+        };
+        thread.python().iter().find(compiler).map(shown)
+    })
+}
+
+fn loads_data(thread: &Thread<'_>) -> Option<String> {
+    let frames = thread.python();
+    let of_loader = |frame: &&PySpyFrame| {
+        let file = frame.file_name.to_ascii_lowercase();
+        words::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
+            || ["next", "get"].iter().any(|part| bare(&frame.func_name).contains(part))
+                && contains_any(&file, words::LOADER_FILES)
+    };
+    if let Some(frame) = frames.iter().find(of_loader) {
+        return Some(shown(frame));
+    }
+    let native = thread.functions().find(|function| words::LOADER_NATIVE.contains(&bare_native(function)));
+    if let Some(function) = native {
+        return Some(function.to_owned());
+    }
+    // A queue is a loader's when one of the frames around it speaks of data.
+    let queue = frames.iter().take(5).find(|frame| {
+        words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+            && words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
+    })?;
+    let hinted = frames
+        .iter()
+        .filter(|frame| !is_library(&frame.file_name))
+        .any(|frame| speaks_of(&frame.func_name, words::LOADER_HINTS));
+    hinted.then(|| shown(queue))
+}
+
+/// Whether one of the words that a name is made of begins with one of `parts`: `_` and capital letters part words.
+fn speaks_of(name: &str, parts: &[&str]) -> bool {
+    let mut before = '_';
+    name.char_indices().any(|(index, letter)| {
+        let begins = !before.is_alphanumeric() || letter.is_uppercase() && !before.is_uppercase();
+        before = letter;
+        let rest = &name[index..];
+        begins && parts.iter().any(|part| rest.get(..part.len()).is_some_and(|start| start.eq_ignore_ascii_case(part)))
+    })
+}
+
+/// Whether a thread waits for a child process to end.
+pub(super) fn waits_for_child(native: &PstackStacktrace) -> bool {
+    let thread = Thread { native: Some(native), python: None };
+    thread.leaves().any(|function| words::CHILD_NATIVE.contains(&plain(function)))
+        || thread.syscall().is_some_and(|number| words::CHILD_SYSCALLS.contains(&number))
+}
+
+fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
+    let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
+    let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
+    // A socket is not storage: a thread that reads one waits for another process.
+    if wchan.contains("sk_wait") || wchan.contains("unix_stream") || wchan.contains("tcp_") || wchan.contains("skb_") {
+        return None;
+    }
+    if let Some(leaf) = leaf {
+        return Some(plain(leaf).to_owned());
+    }
+    if thread.syscall().is_some_and(|number| words::IO_SYSCALLS.contains(&number)) {
+        return Some(thread.leaves().next().unwrap_or("a file system call").to_owned());
+    }
+    speaks_of(wchan, words::IO_WCHAN).then(|| wchan.to_owned())
+}
+
+fn sleeps(thread: &Thread<'_>) -> Option<String> {
+    let leaf = thread.leaves().find(|function| words::SLEEP_NATIVE.contains(&plain(function)));
+    leaf.map(|leaf| plain(leaf).to_owned()).or_else(|| {
+        thread.syscall().filter(|number| words::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
+    })
+}
+
+fn locks(thread: &Thread<'_>) -> Option<String> {
+    // The outermost of them is what was called; the others are its insides.
+    let leaf = thread.leaves().filter(|function| contains_any(function, words::LOCK_NATIVE)).last();
+    leaf.map(str::to_owned)
+        .or_else(|| thread.syscall().filter(|number| *number == words::FUTEX_SYSCALL).map(|_| "futex".to_owned()))
+}
+
+fn runs(thread: &Thread<'_>) -> Option<String> {
+    let native = thread.native?;
+    (native.state.starts_with('R') || native.syscall == Some(-1)).then(|| native.state.clone())
+}
+
+/// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
+fn bare(function: &str) -> &str {
+    function.rsplit('.').next().unwrap_or(function)
+}
+
+/// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
+/// `clock_nanosleep`, `read@plt` is `read`.
+fn plain(function: &str) -> &str {
+    let name = function.split(['@', '(']).next().unwrap_or(function);
+    let name = name.trim_start_matches("__GI_").trim_start_matches('_');
+    let name = name.strip_prefix("libc_").unwrap_or(name);
+    name.strip_suffix("_nocancel").unwrap_or(name)
+}
+
+/// A C++ function without its namespaces, its class, its template arguments and its parameters.
+fn bare_native(function: &str) -> &str {
+    let name = function.rsplit("::").next().unwrap_or(function);
+    name.split(['(', '<']).next().unwrap_or(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::server::PstackFrame;
+
+    use super::*;
+
+    #[test]
+    fn a_public_function_says_more_than_a_closure_of_its_inside() {
+        let names = ["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"];
+        let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
+        let native = PstackStacktrace { frames, ..Default::default() };
+        let doing = classify(Some(&native), None);
+        assert_eq!((doing.activity, doing.witness.as_str()), (Activity::DeviceWait, "cuStreamSynchronize"));
+    }
+
+    #[test]
+    fn names_speak_by_their_words() {
+        for (name, part) in [
+            ("next_batch", "batch"),
+            ("ShardReader.read_shard", "read"),
+            ("getSamples", "sample"),
+            ("anon_pipe_read", "pipe_read"),
+            ("__wait_on_buffer", "wait_on_buffer"),
+            ("ll_file_read", "ll_"),
+        ] {
+            assert!(speaks_of(name, &[part]), "{name}");
+        }
+        for (name, part) in [
+            ("start_thread", "read"),
+            ("poll_schedule_timeout", "ll_"),
+            ("do_epoll_wait", "ll_"),
+            ("do_syscall_64", "ll_"),
+            ("metadata", "data"),
+            ("", "read"),
+        ] {
+            assert!(!speaks_of(name, &[part]), "{name}");
+        }
+    }
+}

@@ -1,0 +1,181 @@
+//! What else is stuck in a rank beside its main thread: threads and child processes that it depends on, and Python's global lock.
+
+use std::collections::HashMap;
+
+use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyStacktrace, Stacktrace};
+
+use super::{
+    Sample,
+    classify::{classify, shown, waits_for_child},
+    location::{own_frame, own_native_place},
+    main_threads, named, of_process, samples, short, words,
+};
+use crate::verdict::Activity;
+
+/// More than a thread runs because it is stopped and released for the captures.
+const STOPS_NS: u64 = 5_000_000;
+
+/// A thread of a rank, or of one of its children, that is stuck in the same input or output in both samples.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct StuckHelper {
+    /// `thread shard-reader-0` or `child process 4242`.
+    pub who: String,
+    /// What it is inside of, and where.
+    pub place: String,
+}
+
+/// Looks for a helper of the main thread that is stuck: a reader thread or a worker process in input or output, or a
+/// worker that is dead or stopped.
+pub(crate) fn stuck_helper(dump: &Stacktrace) -> Option<StuckHelper> {
+    let (first, last) = samples(dump);
+    let pid = u32::try_from(dump.pid).unwrap_or(0);
+    dump.children
+        .iter()
+        .find_map(stuck_child)
+        .or_else(|| {
+            stuck_thread(first, last, pid).map(|(name, place)| StuckHelper { who: format!("thread {name}"), place })
+        })
+        .or_else(|| awaited_child(dump, last))
+}
+
+/// The child process that the main thread waits for; of several the one that was started last.
+fn awaited_child(dump: &Stacktrace, last: Sample<'_>) -> Option<StuckHelper> {
+    let (native, _) = main_threads(last, dump.pid);
+    native.filter(|thread| waits_for_child(thread))?;
+    let child = dump.children.iter().rfind(|child| child.parent_pid == dump.pid)?;
+    Some(StuckHelper { who: child_name(child), place: "has not ended".to_owned() })
+}
+
+fn child_name(child: &ChildProcess) -> String {
+    /// Of long command lines so much is shown.
+    const SHOWN: usize = 60;
+    let command: String = child.command.chars().take(SHOWN).collect();
+    let rest = if child.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
+    if command.is_empty() {
+        format!("child process {}", child.pid)
+    } else {
+        format!("child process {} ({command}{rest})", child.pid)
+    }
+}
+
+fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
+    let last = child.samples.last()?;
+    let who = child_name(child);
+    if last.process_state.starts_with(['Z', 'X', 'x']) {
+        return Some(StuckHelper { who, place: "is dead".to_owned() });
+    }
+    if last.process_state.starts_with(['T', 't']) {
+        return Some(StuckHelper { who, place: "is stopped".to_owned() });
+    }
+    let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
+    let (_, place) = stuck_thread(first, of_process(last), 0)?;
+    Some(StuckHelper { who, place })
+}
+
+/// A thread other than `not` that does input or output, in both samples without having run in between.
+fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option<(String, String)> {
+    let python: HashMap<u32, &PySpyStacktrace> = last
+        .python
+        .iter()
+        .filter(|thread| thread.os_thread_id != 0)
+        .map(|thread| (thread.os_thread_id, thread))
+        .collect();
+    let before: Option<HashMap<u32, &PstackStacktrace>> =
+        first.map(|first| first.native.iter().map(|thread| (thread.pid, thread)).collect());
+    // The object that the main thread, whose root tells it, runs.
+    let program = last.native.iter().find_map(|thread| {
+        thread.frames.iter().rfind(|frame| frame.func_name == "main").map(|frame| frame.module.as_str())
+    });
+    last.native.iter().filter(|thread| thread.pid != not).find_map(|thread| {
+        let same = before.as_ref().is_none_or(|before| {
+            before.get(&thread.pid).is_some_and(|before| before.context_switches == thread.context_switches)
+        });
+        let doing = classify(Some(thread), None);
+        if doing.activity != Activity::Io || !same {
+            return None;
+        }
+        // Threads of libraries (watchers, network threads) read sockets and pipes by nature, so it has to be the program's own.
+        let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
+        let place = match frames {
+            Some(frames) => own_frame(frames).map(shown),
+            None if last.python.is_empty() => Some(own_native_place(&thread.frames, program?)?),
+            None => return None,
+        };
+        let place = place.map_or(String::new(), |place| format!(" at {place}"));
+        let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
+        Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("is inside {}{place}", doing.witness)))
+    })
+}
+
+/// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GilHolder {
+    /// Its name.
+    pub thread: String,
+    /// The native function that it is blocked in.
+    pub function: String,
+    /// Where it stands in Python.
+    pub place: Option<String>,
+    /// How many threads wait for the lock.
+    pub waiting: usize,
+}
+
+/// Looks for a deadlock on the global lock.
+pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
+    let (first, last) = samples(dump);
+    let first = first?;
+    let holder = |sample: Sample<'_>| {
+        sample
+            .python
+            .iter()
+            .find(|thread| thread.owns_gil && thread.os_thread_id != 0)
+            .map(|thread| thread.os_thread_id)
+    };
+    let tid = holder(last)?;
+    if holder(first)? != tid {
+        return None;
+    }
+    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
+    let (before, after) = (find(first)?, find(last)?);
+    // A capture may have to stop it for a moment, which counts as running.
+    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
+        && !after.state.starts_with('R')
+        && !after.frames.is_empty()
+        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
+    let waiting = last
+        .native
+        .iter()
+        .filter(|thread| classify(Some(thread), None).activity == Activity::Gil)
+        .filter(|thread| {
+            first
+                .native
+                .iter()
+                .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
+        })
+        .count();
+    if !blocked || waiting == 0 {
+        return None;
+    }
+    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    Some(GilHolder {
+        thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
+        function: after
+            .frames
+            .iter()
+            .map(|frame| &frame.func_name)
+            .find(|name| named(name))
+            .cloned()
+            .unwrap_or_default(),
+        place: python.and_then(|thread| own_frame(&thread.frames)).map(shown),
+        waiting,
+    })
+}
+
+/// Whether a child of the rank is a compiler.
+pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
+    dump.children.iter().find_map(|child| {
+        let program = child.command.split_whitespace().next().map(short)?;
+        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
+        (alive && words::COMPILERS.contains(&program)).then(|| program.to_owned())
+    })
+}

@@ -1,0 +1,142 @@
+//! Where a thread stands, for a person: the user's own innermost line, and the native function that tells most.
+
+use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+
+use super::{contains_any, in_c_library, named, short, words};
+use crate::verdict::Location;
+
+/// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.
+pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+    frames
+        .iter()
+        .find(|frame| !is_library(&frame.file_name))
+        .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, words::STARTERS)))
+}
+
+pub(super) fn is_library(path: &str) -> bool {
+    path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
+}
+
+pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>, witness: &str) -> Location {
+    let own = python.and_then(|thread| own_frame(&thread.frames));
+    let told = native.and_then(|thread| telling_function(&thread.frames, witness)).map(str::to_owned);
+    // Where there is no Python to tell the place in the program, the program's own function does.
+    let own_native = native.filter(|_| own.is_none()).and_then(|thread| own_native_frame(&thread.frames));
+    let told = match (told, own_native) {
+        (Some(told), Some(own)) if told == own.func_name => Some(format!("{told}{}", source(own))),
+        (Some(told), Some(own)) => Some(format!("{told}, called from {}{}", own.func_name, source(own))),
+        (told, _) => told,
+    };
+    Location {
+        python: own.map(|frame| frame.file_name.clone()),
+        python_function: own.map(|frame| frame.func_name.clone()),
+        native: told.or_else(|| {
+            native.filter(|thread| !thread.wchan.is_empty()).map(|thread| format!("{} (kernel)", thread.wchan))
+        }),
+    }
+}
+
+/// The innermost frame of the program itself: in the object that holds `main`, and not what its language brought there.
+fn own_native_frame(frames: &[PstackFrame]) -> Option<&PstackFrame> {
+    let main = frames.iter().rfind(|frame| matches!(frame.func_name.as_str(), "main" | "_start"))?;
+    innermost_of(frames, &main.module).filter(|frame| frame.func_name != "_start")
+}
+
+/// Where a thread stands in the program that is this object: `read_shard (loader.cpp:41)`.
+pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<String> {
+    innermost_of(frames, program).map(|frame| format!("{}{}", frame.func_name, source(frame)))
+}
+
+fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
+    frames.iter().find(|frame| {
+        frame.module == program
+            && named(&frame.func_name)
+            && !contains_any(&frame.func_name, words::RUNTIME_INSIDES)
+            && !contains_any(&frame.file_name, words::SYSTEM_SOURCES)
+    })
+}
+
+/// Its line of source, when it is known: ` (loader.cpp:41)`.
+fn source(frame: &PstackFrame) -> String {
+    let line = short(&frame.file_name);
+    if line.contains(':') { format!(" ({line})") } else { String::new() }
+}
+
+/// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
+/// the function of the C library that was called, without its insides; else what is called from there, without the
+/// insides of a language's runtime; else whatever is innermost.
+fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a str> {
+    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| named(&frame.func_name)).collect();
+    let innermost = frames.first()?;
+    let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
+    let by_witness = frames[library..].iter().find(|frame| frame.func_name == witness);
+    let public = |frame: &&&PstackFrame| {
+        !frame.func_name.starts_with('_') && !frame.func_name.contains('.') && frame.func_name != "syscall"
+    };
+    let entry = frames[..library].iter().rfind(public).copied();
+    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
+    Some(&by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost).func_name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn told(witness: &str, stack: &[(&str, &str)]) -> String {
+        let frame = |(function, module): &(&str, &str)| PstackFrame {
+            func_name: (*function).into(),
+            module: (*module).into(),
+            ..Default::default()
+        };
+        let frames: Vec<PstackFrame> = stack.iter().map(frame).collect();
+        telling_function(&frames, witness).unwrap_or("nothing").to_owned()
+    }
+
+    const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
+    const PYTHON: &str = "/usr/lib/libpython3.11.so";
+    const CUDA: &str = "/usr/lib/libcuda.so.1";
+
+    #[test]
+    fn the_function_that_tells_most() {
+        let lock = [
+            ("__futex_abstimed_wait_common64", LIBC),
+            ("__new_sem_wait_slow64.constprop.0", LIBC),
+            ("PyThread_acquire_lock_timed", PYTHON),
+        ];
+        assert_eq!(told("", &lock), "PyThread_acquire_lock_timed");
+        assert_eq!(told("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
+        let device = [("ioctl", LIBC), ("??", CUDA), ("cuStreamSynchronize", CUDA), ("cudaStreamSynchronize", CUDA)];
+        assert_eq!(told("cuStreamSynchronize", &device), "cuStreamSynchronize");
+        let rust = [("syscall", LIBC), ("std::sys::futex_wait", "/app"), ("app::wait", "/app")];
+        assert_eq!(told("", &rust), "app::wait");
+        assert_eq!(told("", &[("syscall", LIBC)]), "syscall");
+        assert_eq!(told("", &[("??", "/app")]), "nothing");
+    }
+
+    #[test]
+    fn a_program_without_python_is_located_by_its_own_function() {
+        let frame = |function: &str, module: &str, source: &str| PstackFrame {
+            func_name: function.into(),
+            module: module.into(),
+            file_name: source.into(),
+            ..Default::default()
+        };
+        let located = |frames: &[PstackFrame]| {
+            let thread = PstackStacktrace { frames: frames.to_vec(), ..Default::default() };
+            locate(Some(&thread), None, "").native.unwrap_or_default()
+        };
+        let lock = [
+            frame("futex_wait", LIBC, "./nptl/futex-internal.h:146"),
+            frame("pthread_mutex_lock", LIBC, "./nptl/pthread_mutex_lock.c:93"),
+            frame("std::mutex::lock", "/job/train", "/usr/include/c++/12/bits/std_mutex.h:100"),
+            frame("Optimizer::step", "/job/train", "/job/src/train.cpp:108"),
+            frame("main", "/job/train", "/job/src/train.cpp:253"),
+            frame("__libc_start_main", LIBC, "libc.so.6"),
+            frame("_start", "/job/train", "??"),
+        ];
+        assert_eq!(located(&lock), "pthread_mutex_lock, called from Optimizer::step (train.cpp:108)");
+        assert_eq!(located(&lock[3..]), "Optimizer::step (train.cpp:108)");
+        assert_eq!(located(&lock[5..6]), "__libc_start_main", "nothing of its own");
+        assert_eq!(located(&lock[..2]), "pthread_mutex_lock", "a stack that does not reach its root");
+    }
+}

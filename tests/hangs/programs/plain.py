@@ -1,0 +1,99 @@
+"""Data-parallel training as a first script is written: one function, one communicator for everything.
+
+Every epoch has batches of gradients in two buckets, the loss of some steps summed on all ranks, the rate that rank 0 decides, and a
+barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong there in the third epoch.
+"""
+
+import argparse
+import os
+import sys
+import time
+
+import cuda
+import troubles
+
+
+def train(rank, world, options):
+    mine = {name for name, ranks in options.trouble if rank in ranks}
+    cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    comm = cuda.Communicator.create("plain", rank, world)
+    compute, comms = cuda.Stream(), cuda.Stream()
+    buckets = [cuda.Buffer(512), cuda.Buffer(128)]
+    loss, rate, flag = cuda.Buffer(1), cuda.Buffer(2), cuda.Buffer(1)
+    ready = cuda.Event(timing=False)
+    forward, backward, step_kernel = (cuda.Kernel(name, 150) for name in ("mlp_fwd", "mlp_bwd", "sgd_step"))
+    try:
+        for epoch in range(options.epochs):
+            now = mine if epoch == 2 else set()
+            batches = options.batches - 3 if "fewer_batches" in now else options.batches
+            for batch in range(batches):
+                here = now if batch == 5 else set()
+                for name in here & troubles.NAMES:
+                    troubles.begin(name)
+                if "raises" in here:
+                    raise RuntimeError("loss is not finite")
+                time.sleep(options.step_ms / 1000)
+                forward.launch(compute)
+                backward.launch(compute)
+                ready.record(compute)
+                comms.wait(ready)
+                for bucket in buckets:
+                    if "other_dtype" in here:
+                        bucket = cuda.Buffer(bucket.count, "f64")
+                    comm.all_reduce(bucket, comms)
+                if batch % 10 == 5 and "no_loss" not in here:
+                    comm.all_reduce(loss, comms)
+                if "extra_barrier" in here:
+                    comm.all_reduce(flag, comms)
+                    comms.synchronize()
+                comm.broadcast(rate, rank if "other_root" in here else 0, comms)
+                comms.synchronize()
+                step_kernel.launch(compute)
+                compute.synchronize()
+            if rank == 0 and options.validate_seconds:
+                validate(options)
+            comm.all_reduce(flag, comms)
+            comms.synchronize()
+    finally:
+        if "raises" in mine:
+            # A summary over all ranks, which nobody else wants at this moment.
+            comm.all_gather(loss, cuda.Buffer(world), comms)
+            comms.synchronize()
+    comm.destroy()
+
+
+def validate(options):
+    """Rank 0 looks at its validation set, while the others are at the end of the epoch."""
+    end = time.monotonic() + options.validate_seconds
+    correct = 0
+    while time.monotonic() < end:
+        correct += score(correct)
+    return correct
+
+
+def score(sample):
+    return sum(number % 7 for number in range(2000 + sample % 3)) % 2
+
+
+def trouble(text):
+    name, ranks = text.split("@")
+    return name, {int(rank) for rank in ranks.split("+")}
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--epochs", type=int, default=1 << 20)
+    parser.add_argument("--batches", type=int, default=12)
+    parser.add_argument("--step-ms", type=float, default=15.0)
+    parser.add_argument("--validate-seconds", type=float, default=0.0)
+    parser.add_argument("--start-seconds", type=float, default=0.0, help="the last rank starts so much later")
+    parser.add_argument("--trouble", type=trouble, action="append", default=[])
+    options = parser.parse_args()
+    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    if rank == world - 1:
+        time.sleep(options.start_seconds)
+    train(rank, world, options)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
