@@ -19,6 +19,7 @@ Faults of the device and of the network come from XPU_SIM_FAULT.
 import argparse
 import os
 import queue
+import random
 import signal
 import sys
 import threading
@@ -121,6 +122,7 @@ def parse():
     parser.add_argument("--steps", type=int, default=1 << 30)
     parser.add_argument("--seconds", type=float, default=float("inf"))
     parser.add_argument("--step-ms", type=float, default=20.0, help="host work of a step")
+    parser.add_argument("--jitter", type=float, default=0.0, help="by what part of it a step takes more or less, by chance")
     parser.add_argument("--fault", choices=["loader", "pause", "killed", "stopped", "raise", "skip", "op", "size"])
     parser.add_argument("--fault-rank", type=int, default=2)
     parser.add_argument("--fault-step", type=int, nargs="+", default=[30])
@@ -151,7 +153,7 @@ def main():
         total = trainer.train_step(batch, fault if step in options.fault_step else None)
         if options.fault != "skip":  # as in real training, where nobody knows the right sum
             trainer.check(batch, total)
-        time.sleep(options.step_ms / 1000)
+        time.sleep(options.step_ms / 1000 * random.uniform(1 - options.jitter, 1 + options.jitter))
         if rank == 0 and step % 10 == 0:
             say(f"step {step} sum {total}")
     save_model(rank)
