@@ -168,7 +168,7 @@ pub struct Found {
     pub start: u64,
     /// Who it is in its job.
     pub info: RankInfo,
-    /// Which of several jobs of one name; see [`instance`].
+    /// Which of several jobs of one name; see [`instance_of`].
     pub instance: String,
     /// Socket of the collector that it would talk to.
     pub socket: PathBuf,
@@ -196,7 +196,7 @@ fn found(pid: i32, uid: u32) -> Option<Found> {
     info.pid = pid;
     info.command = command(pid);
     let socket = socket::of(&source, uid);
-    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance(&source), socket })
+    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance_in(pid, &source), socket })
 }
 
 const HOOK: &str = "xpu_timer_hook";
@@ -216,10 +216,31 @@ pub fn instance(source: &Source) -> String {
     torch.or_else(|| source.text("PMIX_NAMESPACE")).or_else(|| source.text("SLURM_STEP_ID")).unwrap_or_default()
 }
 
-/// [`instance`] of a running process.
+/// [`instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
 #[must_use]
 pub fn instance_of(pid: i32) -> String {
-    fs::read(format!("/proc/{pid}/environ")).map(|environ| instance(&Source::of_environ(&environ))).unwrap_or_default()
+    let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+    instance_in(pid, &Source::of_environ(&environ))
+}
+
+fn instance_in(pid: i32, source: &Source) -> String {
+    let own = instance(source);
+    let tells_nothing = own.is_empty() && source.text("PMI_RANK").is_some();
+    if tells_nothing { hydra(pid).unwrap_or(own) } else { own }
+}
+
+/// Where the launcher of MPICH listens, host and port, which each of its proxies has among its arguments: the same for all
+/// ranks of a job on all nodes. A proxy is the rank's parent, or the parent of what the rank was started by.
+fn hydra(pid: i32) -> Option<String> {
+    const GENERATIONS: usize = 6;
+    let ancestors =
+        std::iter::successors(Some(pid), |pid| Stat::of(*pid).map(|stat| stat.parent).filter(|pid| *pid > 1));
+    let listens = |pid: i32| {
+        let words = fs::read(format!("/proc/{pid}/cmdline")).ok()?;
+        let mut words = words.split(|byte| *byte == 0).skip_while(|word| *word != b"--control-port").skip(1);
+        words.next().map(|place| String::from_utf8_lossy(place).into_owned())
+    };
+    ancestors.skip(1).take(GENERATIONS).find_map(listens)
 }
 
 /// Name of this machine.
@@ -298,5 +319,22 @@ mod tests {
         assert_eq!(instance(&Source::of_environ(b"MASTER_ADDR=h\0MASTER_PORT=29500\0")), "h:29500");
         assert_eq!(instance(&Source::of_environ(b"PMIX_NAMESPACE=prterun-1\0")), "prterun-1");
         assert_eq!(instance(&Source::of_environ(b"PATH=/bin\0")), "");
+    }
+
+    #[test]
+    fn jobs_of_mpich_are_told_apart_by_where_their_launcher_listens() {
+        // A proxy, a shell, and in it the rank, which says when it is there.
+        let script = "sh -c 'echo $$; read _; :'; :";
+        let mut proxy = Command::new("sh");
+        proxy.args(["-c", script, "hydra_pmi_proxy", "--control-port", "node:35363", "--rmk", "user"]);
+        let mut proxy = proxy.env("PMI_RANK", "1").env_remove("MASTER_PORT").env_remove("PMIX_NAMESPACE");
+        proxy = proxy.env_remove("SLURM_STEP_ID").stdin(std::process::Stdio::piped());
+        let mut child = proxy.stdout(std::process::Stdio::piped()).spawn().unwrap();
+        let mut line = String::new();
+        io::BufRead::read_line(&mut io::BufReader::new(child.stdout.take().unwrap()), &mut line).unwrap();
+        assert_eq!(instance_of(line.trim().parse().unwrap()), "node:35363");
+        assert_eq!(hydra(std::process::id() as i32), None);
+        drop(child.stdin.take());
+        child.wait().unwrap();
     }
 }
