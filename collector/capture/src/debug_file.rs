@@ -41,6 +41,23 @@ pub(crate) fn debug_file(image: &Image) -> Option<Bytes> {
     None
 }
 
+/// What dwz has moved from several debug files into one that they share, as Debian's and Fedora's packages have it.
+pub(crate) fn supplementary(image: &Image, elf: &Elf<'_>) -> Option<Bytes> {
+    let (path, build_id) = elf.gnu_debugaltlink().ok().flatten()?;
+    let path = Path::new(std::str::from_utf8(path).ok()?);
+    // A relative path begins at the debug file, which may have been reached by a link; the build id finds it as well.
+    let paths = path.is_absolute().then(|| path.to_path_buf()).into_iter().chain(path_by_build_id(build_id));
+    for path in paths {
+        let roots = [image.root.as_path(), Path::new("/")].into_iter();
+        let mut files = roots.filter_map(|root| target_files::open_within(root, &path));
+        let found = files.find_map(|file| map_file(&file).ok().filter(|bytes| belongs(bytes, Some(build_id), None)));
+        if found.is_some() {
+            return found;
+        }
+    }
+    None
+}
+
 /// `/usr/lib/debug/.build-id/ab/cdef….debug`
 fn path_by_build_id(build_id: &[u8]) -> Option<PathBuf> {
     let id: String = build_id.iter().map(|byte| format!("{byte:02x}")).collect();

@@ -71,28 +71,48 @@ struct Section {
     address: u64,
 }
 
-/// The bytes of `.debug_frame`.
-enum DebugFrames {
-    /// Where they lie in the object.
-    Own(Range<usize>),
-    /// They were compressed, or are those of the separate debug file.
-    Copied(Vec<u8>),
+/// The bytes of a section that only debuggers need, which may be compressed.
+pub(crate) enum SectionBytes {
+    /// Where they lie in the file.
+    Within(Range<usize>),
+    Unpacked(Vec<u8>),
 }
 
-impl DebugFrames {
-    fn of(elf: &Elf<'_>, own: bool) -> Option<Self> {
-        let section = elf.section_by_name(".debug_frame").filter(|section| section.size() > 0)?;
+impl SectionBytes {
+    /// `None` when there is no such section, or when it would be greater than `most` once it is unpacked.
+    pub fn of(elf: &Elf<'_>, name: &str, most: u64) -> Option<Self> {
+        let section = elf.section_by_name(name).filter(|section| section.size() > 0)?;
         let place = section.compressed_file_range().ok()?;
-        if own && place.format == object::CompressionFormat::None {
+        if place.format == object::CompressionFormat::None {
             let start = usize::try_from(place.offset).ok()?;
             let end = start.checked_add(usize::try_from(place.compressed_size).ok()?)?;
-            return (end <= elf.data().len()).then_some(DebugFrames::Own(start..end));
+            return (end <= elf.data().len()).then_some(SectionBytes::Within(start..end));
         }
-        if place.uncompressed_size > MAX_DEBUG_FRAMES {
+        if place.uncompressed_size > most {
             return None;
         }
-        Some(DebugFrames::Copied(section.uncompressed_data().ok()?.into_owned()))
+        Some(SectionBytes::Unpacked(section.uncompressed_data().ok()?.into_owned()))
     }
+
+    /// `file` is what the section was found in.
+    pub fn in_file<'a>(&'a self, file: &'a [u8]) -> &'a [u8] {
+        match self {
+            SectionBytes::Within(range) => &file[range.clone()],
+            SectionBytes::Unpacked(bytes) => bytes,
+        }
+    }
+}
+
+impl Default for SectionBytes {
+    fn default() -> Self {
+        SectionBytes::Within(0..0)
+    }
+}
+
+/// `.debug_frame`, and the separate debug file if that is where it is.
+struct DebugFrames {
+    file: Option<Bytes>,
+    section: SectionBytes,
 }
 
 /// One ELF object with its unwind tables.
@@ -229,19 +249,18 @@ impl Image {
 
     /// `.debug_frame`: the rules that only debuggers need, for code without others. It is searched for at the first such code.
     fn debug_frame(&self) -> Option<&[u8]> {
+        let of = |elf: &Elf<'_>| SectionBytes::of(elf, ".debug_frame", MAX_DEBUG_FRAMES);
         let frames = self.debug_frame.get_or_init(|| {
-            let own = self.elf().and_then(|elf| DebugFrames::of(&elf, true));
+            if let Some(section) = self.elf().as_ref().and_then(of) {
+                return Some(DebugFrames { file: None, section });
+            }
             // The folders that a debug file may lie in are on the same file system as the object.
-            own.or_else(|| {
-                let file = if self.remote { None } else { debug_file(self) }?;
-                let elf = ElfFile64::<object::LittleEndian>::parse(&*file).ok()?;
-                DebugFrames::of(&elf, false)
-            })
+            let file = if self.remote { None } else { debug_file(self) }?;
+            let section = ElfFile64::<object::LittleEndian>::parse(&*file).ok().as_ref().and_then(of)?;
+            Some(DebugFrames { file: Some(file), section })
         });
-        match frames.as_ref()? {
-            DebugFrames::Own(range) => Some(&self.bytes[range.clone()]),
-            DebugFrames::Copied(bytes) => Some(bytes),
-        }
+        let DebugFrames { file, section } = frames.as_ref()?;
+        Some(section.in_file(file.as_ref().unwrap_or(&self.bytes)))
     }
 
     /// The rules for the function at `address`; `None` when no table covers it.

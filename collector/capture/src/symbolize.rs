@@ -6,7 +6,8 @@
 
 mod lines;
 mod names;
-mod unit;
+mod split;
+mod units;
 
 use std::{
     collections::{BTreeSet, HashMap},
@@ -23,8 +24,7 @@ use crate::{
     stacks::{Function, Place, Stacks},
 };
 
-use lines::Lookup;
-use unit::Source;
+use lines::{Lookup, Source};
 
 /// Objects at work at the same time, at most.
 const PARALLEL: usize = 8;

@@ -4,6 +4,7 @@ mod builds;
 mod debug_files;
 mod eintr;
 mod hard;
+mod lines;
 mod native;
 mod python;
 mod python_churn;

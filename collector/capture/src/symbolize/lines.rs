@@ -1,20 +1,34 @@
-//! Source lines and inlined functions, from the DWARF of an object or of its separate debug file. The units that hold the
-//! wanted addresses are found first, and nothing is read of the others.
+//! Source lines and inlined functions, by addr2line from the DWARF of an object or of its separate debug file.
+//!
+//! It is shown only the units that hold wanted addresses ([`Units`]). What these refer to, entries of other units and the files
+//! of split builds, turns out when it looks; then it looks again with that added.
 
 use std::{
-    borrow::Cow,
-    collections::{BTreeMap, HashSet},
+    collections::HashMap,
     time::{Duration, Instant},
 };
 
-use gimli::{DebugInfoOffset, Dwarf, DwarfSections, EndianSlice, LittleEndian, SectionId, Unit};
+use addr2line::{Context, LookupContinuation, LookupResult};
+use gimli::{Dwarf, DwarfSections, EndianSlice, LittleEndian, Section, SectionId};
 use object::{Object, ObjectSection, read::elf::ElfFile64};
 
-use super::unit::{self, Origins, Source};
-use crate::image::{Bytes, Elf, Image, Slice};
+use super::{
+    names,
+    split::{Elsewhere, SplitFiles},
+    units::Units,
+};
+use crate::{
+    debug_file,
+    image::{Bytes, Elf, Image, SectionBytes, Slice},
+};
 
 /// Bytes that are inflated in a second, at least.
 const INFLATED_PER_SECOND: u64 = 200 << 20;
+/// How often addresses are looked up again because something was lacking. Link-time optimization makes units that refer to
+/// many others.
+const ROUNDS: usize = 32;
+/// A greater supplementary file is not used: all of its units would be read.
+const MAX_SUPPLEMENTARY: usize = 16 << 20;
 /// The sections that lines and names of functions are in.
 const SECTIONS: [SectionId; 10] = [
     SectionId::DebugAbbrev,
@@ -28,6 +42,14 @@ const SECTIONS: [SectionId; 10] = [
     SectionId::DebugStr,
     SectionId::DebugStrOffsets,
 ];
+
+/// One function at an address, and the line it is at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Source {
+    pub function: Option<String>,
+    /// `path:line`.
+    pub line: Option<String>,
+}
 
 /// What came of looking for lines in one object.
 pub(super) enum Lookup {
@@ -50,13 +72,23 @@ pub(super) fn find<'a>(
     if time_to_inflate(&elf) > deadline.saturating_duration_since(Instant::now()) {
         return Lookup::Found(Vec::new());
     }
-    let load = |id: SectionId| -> Result<Cow<'_, [u8]>, gimli::Error> {
-        let section = SECTIONS.contains(&id).then(|| elf.section_by_name(id.name())).flatten();
-        Ok(section.and_then(|section| section.uncompressed_data().ok()).unwrap_or_default())
+    let sections = sections(&elf);
+    let supplementary = debug_file::supplementary(image, &elf).and_then(|bytes| {
+        let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
+        let sections = self::sections(&elf);
+        let length = borrow(&sections, &bytes).debug_info.reader().len();
+        (length <= MAX_SUPPLEMENTARY).then_some((bytes, sections))
+    });
+    let mut search = Search {
+        sections: &sections,
+        file: elf.data(),
+        supplementary: supplementary.as_ref().map(|(bytes, sections)| (&**bytes, sections)),
+        split: SplitFiles::new(image),
+        deadline,
+        found: Vec::with_capacity(addresses.len()),
     };
-    let Ok(sections) = DwarfSections::load(load) else { return Lookup::Absent };
-    let dwarf = sections.borrow(|bytes| EndianSlice::new(bytes, LittleEndian));
-    Lookup::Found(find_in(&dwarf, addresses, deadline))
+    search.run(addresses);
+    Lookup::Found(search.found)
 }
 
 fn has_lines(elf: &Elf<'_>) -> bool {
@@ -70,80 +102,146 @@ fn time_to_inflate(elf: &Elf<'_>) -> Duration {
     Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND)
 }
 
-fn find_in<'a>(dwarf: &'a Dwarf<Slice<'a>>, addresses: &[u64], deadline: Instant) -> Vec<(u64, Vec<Source>)> {
-    let mut found = Vec::with_capacity(addresses.len());
-    let mut missing: Vec<bool> = vec![true; addresses.len()];
-    let mut origins = Origins::new(dwarf);
-    let mut add = |unit: &Unit<Slice<'a>>, indices: Vec<usize>| {
-        let wanted: Vec<u64> = indices.iter().map(|index| addresses[*index]).collect();
-        let sources = unit::find(unit.unit_ref(dwarf), &wanted, &mut origins);
-        found.extend(wanted.into_iter().zip(sources));
+fn sections(elf: &Elf<'_>) -> DwarfSections<SectionBytes> {
+    let section = |id: SectionId| {
+        let wanted = SECTIONS.contains(&id).then(|| SectionBytes::of(elf, id.name(), u64::MAX));
+        Ok::<_, std::convert::Infallible>(wanted.flatten().unwrap_or_default())
     };
-    let Index { units, listed } = index(dwarf, addresses, &mut missing);
-    // The unit with the most addresses first, for when the time is short.
-    let mut units: Vec<_> = units.into_iter().collect();
-    units.sort_by_key(|(offset, indices)| (std::cmp::Reverse(indices.len()), *offset));
-    for (offset, indices) in units {
-        if Instant::now() >= deadline {
-            return found;
-        }
-        if let Ok(unit) = dwarf.unit_header(offset).and_then(|header| dwarf.unit(header)) {
-            add(&unit, indices);
-        }
-    }
-    // Some compilers write no such index; then each unit tells what it holds.
-    let mut headers = dwarf.units();
-    while missing.contains(&true)
-        && let Ok(Some(header)) = headers.next()
-    {
-        if header.debug_info_offset().is_none_or(|offset| listed.contains(&offset)) {
-            continue;
-        }
-        if Instant::now() >= deadline {
-            return found;
-        }
-        let Ok(unit) = dwarf.unit(header) else { continue };
-        let Ok(mut ranges) = dwarf.unit_ranges(&unit) else { continue };
-        let mut indices = Vec::new();
-        while let Ok(Some(range)) = ranges.next() {
-            indices.extend(unit::within(addresses, range).filter(|index| std::mem::take(&mut missing[*index])));
-        }
-        if !indices.is_empty() {
-            indices.sort_unstable();
-            add(&unit, indices);
-        }
-    }
-    // An address without a line is known to have none.
-    let missing = addresses.iter().zip(missing).filter(|(_, missing)| *missing);
-    found.extend(missing.map(|(address, _)| (*address, Vec::new())));
-    found
+    let Ok(sections) = DwarfSections::load(section);
+    sections
 }
 
-/// What `.debug_aranges` tells.
-struct Index {
-    /// The units that hold addresses, by the indices of these.
-    units: BTreeMap<DebugInfoOffset, Vec<usize>>,
-    /// All units that it knows.
-    listed: HashSet<DebugInfoOffset>,
+fn borrow<'a>(sections: &'a DwarfSections<SectionBytes>, file: &'a [u8]) -> Dwarf<Slice<'a>> {
+    sections.borrow(|section| EndianSlice::new(section.in_file(file), LittleEndian))
 }
 
-fn index(dwarf: &Dwarf<Slice<'_>>, addresses: &[u64], missing: &mut [bool]) -> Index {
-    let mut index = Index { units: BTreeMap::new(), listed: HashSet::new() };
-    let mut headers = dwarf.debug_aranges.headers();
-    while let Ok(Some(header)) = headers.next() {
-        let offset = header.debug_info_offset();
-        index.listed.insert(offset);
-        let mut entries = header.entries();
-        while let Ok(Some(entry)) = entries.next() {
-            for at in unit::within(addresses, entry.range()) {
-                if std::mem::take(&mut missing[at]) {
-                    index.units.entry(offset).or_default().push(at);
+/// The search in one object.
+struct Search<'a> {
+    sections: &'a DwarfSections<SectionBytes>,
+    file: &'a [u8],
+    /// What dwz has moved from several debug files into one.
+    supplementary: Option<(&'a [u8], &'a DwarfSections<SectionBytes>)>,
+    split: SplitFiles<'a>,
+    deadline: Instant,
+    found: Vec<(u64, Vec<Source>)>,
+}
+
+/// What has to be there for an address to be looked up.
+enum Lacking {
+    /// The unit that has this entry.
+    Unit(usize),
+    /// A unit in another file.
+    File(Elsewhere),
+    /// The tables are damaged.
+    Nothing,
+}
+
+impl Search<'_> {
+    fn run(&mut self, addresses: &[u64]) {
+        let whole = borrow(self.sections, self.file);
+        let mut units = Units::new(&whole);
+        let holders = units.show_holders(addresses, self.deadline);
+        let in_time = Instant::now() < self.deadline;
+        let mut weights: HashMap<usize, usize> = HashMap::new();
+        for holder in holders.iter().flatten() {
+            *weights.entry(*holder).or_default() += 1;
+        }
+        // The unit with the most addresses first, for when the time is short.
+        let mut left: Vec<(std::cmp::Reverse<usize>, usize, u64)> = Vec::with_capacity(addresses.len());
+        for (address, holder) in addresses.iter().zip(holders) {
+            match holder {
+                Some(holder) => left.push((std::cmp::Reverse(weights[&holder]), holder, *address)),
+                // Without a unit it is known to have no line.
+                None if in_time => self.found.push((*address, Vec::new())),
+                None => {}
+            }
+        }
+        left.sort_unstable();
+        let mut left: Vec<u64> = left.into_iter().map(|(_, _, address)| address).collect();
+        for round in 1.. {
+            if left.is_empty() || Instant::now() >= self.deadline {
+                return;
+            }
+            let Ok(section) = units.section() else { return };
+            let lacking = self.look(&section, &mut left, round == ROUNDS);
+            for lacking in lacking {
+                match lacking {
+                    Lacking::Unit(entry) => drop(units.show_entry(entry)),
+                    Lacking::File(unit) => self.split.find(&unit),
+                    Lacking::Nothing => {}
                 }
             }
         }
     }
-    for indices in index.units.values_mut() {
-        indices.sort_unstable();
+
+    /// Looks up all that is left, and says what was lacking; what remains is `left`. The last time what is lacking is done
+    /// without.
+    fn look(&mut self, section: &[u8], left: &mut Vec<u64>, last: bool) -> Vec<Lacking> {
+        let mut dwarf = borrow(self.sections, self.file);
+        dwarf.debug_info = gimli::DebugInfo::new(section, LittleEndian);
+        // The units tell what they hold, and nobody else has to be asked.
+        dwarf.debug_aranges = gimli::DebugAranges::new(&[], LittleEndian);
+        if let Some((file, sections)) = self.supplementary {
+            dwarf.set_sup(borrow(sections, file));
+        }
+        let mut all_lacking = Vec::new();
+        let context = Context::from_dwarf(dwarf);
+        left.retain(|address| {
+            if Instant::now() >= self.deadline {
+                return true;
+            }
+            let sources = match &context {
+                Ok(context) => match functions(context, *address, &self.split) {
+                    Err(lacking) if last || matches!(lacking, Lacking::Nothing) => line_only(context, *address),
+                    Err(lacking) => {
+                        all_lacking.push(lacking);
+                        return true;
+                    }
+                    Ok(sources) => sources,
+                },
+                Err(_) => Vec::new(),
+            };
+            self.found.push((*address, sources));
+            false
+        });
+        all_lacking
     }
-    index
+}
+
+/// The functions at an address, those that were inlined first.
+fn functions<'a>(
+    context: &'a Context<Slice<'a>>,
+    address: u64,
+    split: &'a SplitFiles<'_>,
+) -> Result<Vec<Source>, Lacking> {
+    let lacking = |error| match error {
+        gimli::Error::NoEntryAtGivenOffset(entry) => Lacking::Unit(entry as usize),
+        _ => Lacking::Nothing,
+    };
+    let mut result = context.find_frames(address);
+    let mut frames = loop {
+        match result {
+            LookupResult::Output(frames) => break frames.map_err(lacking)?,
+            LookupResult::Load { load, continuation } => match split.get(&load) {
+                Some(dwarf) => result = continuation.resume(dwarf),
+                None => return Err(Lacking::File(Elsewhere::of(&load))),
+            },
+        }
+    };
+    let mut sources = Vec::new();
+    while let Some(frame) = frames.next().map_err(lacking)? {
+        let name = frame.function.map(|function| names::demangle(function.name.slice()));
+        sources.push(Source { function: name, line: frame.location.and_then(line) });
+    }
+    Ok(sources)
+}
+
+fn line_only(context: &Context<Slice<'_>>, address: u64) -> Vec<Source> {
+    let location = context.find_location(address).ok().flatten();
+    location.map(|location| Source { function: None, line: line(location) }).into_iter().collect()
+}
+
+/// `path:line`; line 0 is how a compiler says that there is none.
+fn line(location: addr2line::Location<'_>) -> Option<String> {
+    Some(format!("{}:{}", location.file?, location.line.filter(|line| *line != 0)?))
 }

@@ -11,7 +11,7 @@ use xpu_timer_proto::server::PstackStacktrace;
 use super::target::{capture_until, describe, has_run, names, start, thread};
 
 /// Builds a program with a compiler that takes `-o OUTPUT INPUT`.
-fn compile(folder: &Path, compiler: &str, source_name: &str, source: &str, arguments: &[&str]) -> PathBuf {
+pub fn compile(folder: &Path, compiler: &str, source_name: &str, source: &str, arguments: &[&str]) -> PathBuf {
     let input = folder.join(source_name);
     fs::write(&input, source).expect("own folder");
     let output = folder.join("program");
@@ -23,7 +23,7 @@ fn compile(folder: &Path, compiler: &str, source_name: &str, source: &str, argum
 
 /// Captures until the main thread sleeps in `wanted`, and checks that its stack is whole, down to the program's first frame.
 #[track_caller]
-fn check(program: &PathBuf, what: &str, wanted: &[&str]) -> PstackStacktrace {
+pub fn check(program: &PathBuf, what: &str, wanted: &[&str]) -> PstackStacktrace {
     let process = start(program, &[]);
     let captured = capture_until(process.pid(), what, |sample| has_run(&sample.stacktrace[0], wanted));
     let main = thread(&captured.sample, process.pid());
@@ -32,7 +32,7 @@ fn check(program: &PathBuf, what: &str, wanted: &[&str]) -> PstackStacktrace {
     main.clone()
 }
 
-const C: &str = r#"
+pub const C: &str = r#"
 #include <stdio.h>
 #include <unistd.h>
 #define NOINLINE __attribute__((noinline, noclone))
@@ -79,18 +79,20 @@ fn c_in_every_build() {
 #[test]
 fn inlined_functions_are_marked() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for arguments in ["-O2 -g", "-O2 -g -gdwarf-4", "-O2 -g -gz", "-O2 -g -flto", "-O3 -g1"] {
+    for arguments in [
+        "-O2 -g",
+        "-O2 -g -gdwarf-4",
+        "-O2 -g -gz",
+        "-O2 -g -flto",
+        "-O3 -g1",
+        "-O2 -g -gsplit-dwarf",
+        "-O2 -gdwarf-4 -gsplit-dwarf",
+        "-O2 -g -gsplit-dwarf -gz",
+    ] {
         let words: Vec<&str> = arguments.split(' ').collect();
         let program = compile(folder.path(), "gcc", "program.c", C, &words);
         let main = check(&program, arguments, &["inner", "between", "outer", "main"]);
-        let own: Vec<(&str, bool, &str)> = main
-            .frames
-            .iter()
-            .filter(|frame| frame.file_name.contains("program.c:"))
-            .map(|frame| {
-                (frame.func_name.as_str(), frame.inlined, frame.file_name.rsplit('/').next().unwrap_or_default())
-            })
-            .collect();
+        let own = own(&main, "program.c:");
         let expected = [
             ("inner", false, "program.c:5"),
             ("between", true, "program.c:6"),
@@ -99,6 +101,13 @@ fn inlined_functions_are_marked() {
         ];
         assert_eq!(own, expected, "{arguments}");
     }
+}
+
+/// Name, whether it is inlined, and `file:line` of the frames in files whose names end like that.
+pub fn own<'a>(thread: &'a PstackStacktrace, file: &str) -> Vec<(&'a str, bool, &'a str)> {
+    let own = thread.frames.iter().filter(|frame| frame.file_name.contains(file));
+    own.map(|frame| (frame.func_name.as_str(), frame.inlined, frame.file_name.rsplit('/').next().unwrap_or_default()))
+        .collect()
 }
 
 const CPP: &str = r#"

@@ -1,0 +1,108 @@
+//! What builds with `-gsplit-dwarf` leave in other files: a `.dwo` file for each unit, or one `.dwp` package beside the object.
+
+use std::{
+    collections::HashMap,
+    path::{Path, PathBuf},
+    sync::Arc,
+};
+
+use addr2line::SplitDwarfLoad;
+use gimli::{Dwarf, DwarfPackageSections, DwarfSections, DwoId, EndianSlice, LittleEndian, SectionId};
+use object::read::elf::ElfFile64;
+
+use crate::{
+    image::{Bytes, Elf, Image, SectionBytes, Slice, map_file},
+    target_files,
+};
+
+/// Greater sections are not unpacked.
+const MAX_UNPACKED: u64 = 64 << 20;
+
+/// A unit that is in another file.
+pub(super) struct Elsewhere {
+    id: DwoId,
+    /// Where it was when it was compiled.
+    path: PathBuf,
+}
+
+impl Elsewhere {
+    pub fn of(load: &SplitDwarfLoad<Slice<'_>>) -> Self {
+        let text = |part: Option<Slice<'_>>| part.map_or_else(String::new, |part| part.to_string_lossy().into_owned());
+        Elsewhere { id: load.dwo_id, path: Path::new(&text(load.comp_dir)).join(text(load.path)) }
+    }
+}
+
+/// The files of one object that have been looked for.
+pub(super) struct SplitFiles<'a> {
+    image: &'a Image,
+    package: Option<(Bytes, DwarfPackageSections<SectionBytes>)>,
+    units: HashMap<DwoId, Option<(Bytes, DwarfSections<SectionBytes>)>>,
+}
+
+impl<'a> SplitFiles<'a> {
+    /// None yet.
+    pub fn new(image: &'a Image) -> Self {
+        SplitFiles { image, package: None, units: HashMap::new() }
+    }
+
+    /// Looks for the file of a unit.
+    pub fn find(&mut self, unit: &Elsewhere) {
+        if self.units.is_empty() {
+            self.package = self.open(&PathBuf::from(format!("{}.dwp", self.image.path))).and_then(|bytes| {
+                let elf = ElfFile64::parse(&*bytes).ok()?;
+                let sections = DwarfPackageSections::load(|id| section(&elf, id)).ok()?;
+                Some((bytes, sections))
+            });
+        }
+        let own_folder = || Some(Path::new(&self.image.path).parent()?.join(unit.path.file_name()?));
+        let file = |path: &Path| {
+            let bytes = self.open(path)?;
+            let elf = ElfFile64::parse(&*bytes).ok()?;
+            let sections = DwarfSections::load(|id| section(&elf, id)).ok()?;
+            is_of(&bytes, &sections, unit.id).then_some((bytes, sections))
+        };
+        let found = file(&unit.path).or_else(|| file(&own_folder()?));
+        self.units.insert(unit.id, found);
+    }
+
+    /// The DWARF of a unit. `None` when it has not been looked for, and `Some(None)` when it was not found.
+    pub fn get<'b>(&'b self, load: &SplitDwarfLoad<Slice<'b>>) -> Option<Option<Arc<Dwarf<Slice<'b>>>>> {
+        let unit = self.units.get(&load.dwo_id)?;
+        let packed = || {
+            let (bytes, sections) = self.package.as_ref()?;
+            let empty = EndianSlice::new(&[], LittleEndian);
+            let package = sections.borrow(|section| slice(section, bytes), empty).ok()?;
+            package.find_cu(load.dwo_id, &load.parent).ok().flatten()
+        };
+        let single = || {
+            let (bytes, sections) = unit.as_ref()?;
+            let mut dwarf = sections.borrow(|section| slice(section, bytes));
+            dwarf.make_dwo(&load.parent);
+            Some(dwarf)
+        };
+        Some(single().or_else(packed).map(Arc::new))
+    }
+
+    fn open(&self, path: &Path) -> Option<Bytes> {
+        let roots = [self.image.root.as_path(), Path::new("/")];
+        let mut files = roots.into_iter().filter_map(|root| target_files::open_within(root, path));
+        if path.is_absolute() { files.find_map(|file| map_file(&file).ok()) } else { None }
+    }
+}
+
+/// Only the sections whose names end in `.dwo`.
+fn section(elf: &Elf<'_>, id: SectionId) -> gimli::Result<SectionBytes> {
+    Ok(id.dwo_name().and_then(|name| SectionBytes::of(elf, name, MAX_UNPACKED)).unwrap_or_default())
+}
+
+fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {
+    EndianSlice::new(section.in_file(bytes), LittleEndian)
+}
+
+/// Whether it is the file of this very build of the unit.
+fn is_of(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
+    let dwarf = sections.borrow(|section| slice(section, bytes));
+    let mut units = dwarf.units();
+    let unit = units.next().ok().flatten().and_then(|header| dwarf.unit(header).ok());
+    unit.is_some_and(|unit| unit.dwo_id == Some(id))
+}
