@@ -20,7 +20,7 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 14] = [
+const TOOLS: [(&str, &str); 15] = [
     ("gcc", "gcc"),
     ("g++", "g++"),
     ("objcopy", "binutils"),
@@ -29,6 +29,7 @@ const TOOLS: [(&str, &str); 14] = [
     ("unshare", "util-linux"),
     ("python3", "python3"),
     ("gdb", "gdb"),
+    ("dwz", "dwz"),
     ("/usr/bin/mpirun.openmpi", "openmpi-bin"),
     ("/usr/bin/mpicc.openmpi", "libopenmpi-dev"),
     ("/usr/bin/mpirun.mpich", "mpich"),
