@@ -91,6 +91,9 @@ pub struct PySpyStacktrace {
     pub owns_gil: bool,
     #[prost(message, repeated, tag = "7")]
     pub frames: ::prost::alloc::vec::Vec<PySpyFrame>,
+    /// Why the frames may not be all of them, or not from one moment; empty when they are right.
+    #[prost(string, tag = "100")]
+    pub incomplete: ::prost::alloc::string::String,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DeviceStacktrace {
