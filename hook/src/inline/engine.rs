@@ -1,6 +1,12 @@
 //! What replaces the code of a function: one small trait, so that the engine can be exchanged.
 //!
-//! `detour` builds from crates.io alone and costs about a nanosecond a call.
+//! `detour` is built in: it builds from crates.io alone and costs about a nanosecond a call. With the cargo feature `frida` it is
+//! `frida-gum`, for which a devkit of Frida must be given; CONTRIBUTING.md says how.
+
+#[cfg(not(feature = "frida"))]
+mod detour;
+#[cfg(feature = "frida")]
+mod frida;
 
 use super::prologue::Refusal;
 
@@ -23,26 +29,9 @@ pub trait Engine {
     ) -> Result<(), Refusal>;
 }
 
-/// The engine that is built in.
-pub static ENGINE: Detour = Detour;
-
-/// The crate `detour`.
-pub struct Detour;
-
-impl Engine for Detour {
-    unsafe fn replace(
-        &self,
-        entry: usize,
-        wrapper: *const (),
-        publish: &mut dyn FnMut(*const ()),
-    ) -> Result<(), Refusal> {
-        // SAFETY: the caller's word.
-        let hook = unsafe { detour::RawDetour::new(entry as *const (), wrapper) }.map_err(|_| Refusal::Engine)?;
-        publish(hook.trampoline());
-        // SAFETY: as above.
-        let enabled = unsafe { hook.enable() };
-        // Whoever has the trampoline keeps it, so it is never freed, also when it is of no use.
-        std::mem::forget(hook);
-        enabled.map_err(|_| Refusal::Engine)
-    }
-}
+/// The engine of this build.
+#[cfg(not(feature = "frida"))]
+pub static ENGINE: detour::Detour = detour::Detour;
+/// The engine of this build.
+#[cfg(feature = "frida")]
+pub static ENGINE: frida::Frida = frida::Frida;
