@@ -3,8 +3,10 @@
     run_ranks.py --nproc 4 torch_gloo.py --fault all_reduce --fault-rank 2
 
 Faults, on --fault-rank: it stays away from the collective of that name; `recv`: it never sends what the rank before it receives;
-`group`: it stays away from an all_reduce of its half of the job; `init`: it never joins; `once`: as all_reduce, but only before
-the first restart. Without a fault all rounds are run and the job ends.
+`recv_any`: the same without a name; `send`: it never receives a large message; `group`: it stays away from an all_reduce of its half
+of the job; `init`: it never joins (rank 0 would be the host of the store); `new_group`: it stays away from the making of another
+group; `store`: it never sets the key that the others wait for; `once`: as all_reduce, but only before the first restart. Without
+a fault all rounds are run and the job ends.
 """
 
 import argparse
@@ -52,6 +54,34 @@ def train_step(step, group):
     dist.barrier()
 
 
+def rarer_collectives():
+    """Those that are in no step: ten of the whole job."""
+    parts = [torch.zeros(2) for _ in range(SIZE)] if RANK == 1 else None
+    dist.gather(torch.full((2,), float(RANK)), parts, dst=1)
+    check("what was gathered", [part[0].item() for part in parts or []], list(map(float, range(SIZE))) if parts else [])
+    piece = torch.zeros(3)
+    dist.scatter(piece, [torch.full((3,), float(rank)) for rank in range(SIZE)] if RANK == 2 else None, src=2)
+    check("the piece", piece[0].item(), float(RANK))
+    total = torch.ones(5)
+    dist.reduce(total, dst=3)
+    check("the total", RANK != 3 or total[0].item() == SIZE, True)
+    swapped = torch.zeros(SIZE)
+    dist.all_to_all_single(swapped, torch.full((SIZE,), float(RANK)))
+    check("what was swapped", swapped.tolist(), list(map(float, range(SIZE))))
+    for _ in range(2):
+        dist.all_reduce(torch.ones(7))
+    dist.broadcast_object_list([RANK], src=0)
+    dist.barrier()
+    dist.barrier()
+    if RANK == 0:
+        for _ in range(SIZE - 1):
+            token = torch.tensor([-1])
+            sender = dist.recv(token)
+            check("who sent", token.item(), sender)
+    else:
+        dist.send(torch.tensor([RANK]), 0)
+
+
 def evaluate_forever():
     """What a rank does that has lost the others."""
     while True:
@@ -71,8 +101,16 @@ def fail(fault, culprit, group):
         dist.monitored_barrier()
     elif fault == "recv" and RANK == (culprit - 1) % SIZE:
         dist.recv(torch.zeros(16), culprit)
+    elif fault == "recv_any" and RANK == (culprit - 1) % SIZE:
+        dist.recv(torch.zeros(16))
+    elif fault == "send" and RANK == (culprit - 1) % SIZE:
+        dist.send(torch.zeros(1 << 24), culprit)
     elif fault == "group":
         dist.all_reduce(torch.ones(16), group=group)
+    elif fault == "new_group":
+        dist.new_group(list(range(SIZE)))
+    elif fault == "store":
+        dist.distributed_c10d._get_default_store().wait([f"from {culprit}"])
     dist.barrier()
 
 
@@ -80,7 +118,7 @@ def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=20)
     collectives = ["all_reduce", "broadcast", "barrier", "all_gather_object", "monitored_barrier"]
-    parser.add_argument("--fault", choices=[*collectives, "recv", "group", "init", "once"])
+    parser.add_argument("--fault", choices=[*collectives, "recv", "recv_any", "send", "group", "init", "new_group", "store", "once"])
     parser.add_argument("--fault-rank", type=int, default=2)
     options = parser.parse_args()
     fault = options.fault
@@ -91,6 +129,7 @@ def main():
     dist.init_process_group("gloo", rank=RANK, world_size=SIZE)
     halves = [dist.new_group(list(range(half, SIZE, 2))) for half in range(2)]
     group = halves[RANK % 2]
+    rarer_collectives()
     for step in range(options.steps):
         train_step(step, group)
     if fault:

@@ -18,7 +18,15 @@ use crate::{
 };
 
 /// The tables of hooked functions.
-pub const TABLES: [&[&Function]; 3] = [mpi::FUNCTIONS, mpi::large::FUNCTIONS, gloo::FUNCTIONS];
+pub const TABLES: [&[&Function]; 7] = [
+    mpi::FUNCTIONS,
+    mpi::transfers::FUNCTIONS,
+    mpi::creation::FUNCTIONS,
+    mpi::windows::FUNCTIONS,
+    mpi::persistent::FUNCTIONS,
+    mpi::large::FUNCTIONS,
+    gloo::FUNCTIONS,
+];
 
 /// The loaded libraries of a kind that belongs to no device family.
 pub fn loaded(library: Library) -> Vec<*mut c_void> {

@@ -97,6 +97,11 @@ pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error
     free(recorder, leader, status, error);
 }
 
+/// The host waits no longer for an operation and those that follow it, which says nothing of them.
+pub fn leave(recorder: &'static Recorder, leader: usize) {
+    free(recorder, leader, OpStatus::Completed, 0);
+}
+
 fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
     let now = sys::now_ns();
     for slot in members(recorder, leader) {
@@ -143,8 +148,13 @@ impl Running {
     /// The host is out of the call, whose operations may go on without it.
     pub fn leave(mut self) {
         if let Some(leader) = self.leader.take() {
-            free(self.recorder, leader, OpStatus::Completed, 0);
+            leave(self.recorder, leader);
         }
+    }
+
+    /// The operations stay open when the call returns: whoever gets the slot of the first one ends them.
+    pub fn keep(mut self) -> Option<usize> {
+        self.leader.take()
     }
 }
 

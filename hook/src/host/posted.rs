@@ -18,11 +18,11 @@ const BUSY: u64 = u64::MAX;
 /// An entry: the handle, then the words of its [`Meaning`].
 struct Entry {
     key: AtomicU64,
-    words: [AtomicU64; 5],
+    words: [AtomicU64; 7],
 }
 
 static TABLE: [Entry; PLACES] =
-    [const { Entry { key: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; 5] } }; PLACES];
+    [const { Entry { key: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; 7] } }; PLACES];
 
 fn place(handle: u64) -> &'static Entry {
     &TABLE[(handle.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52) as usize % PLACES]
@@ -38,6 +38,8 @@ pub struct Meaning {
     seq: u64,
     count: u64,
     peer: i32,
+    tag: Option<i32>,
+    function: u64,
     /// It can be started again and again.
     pub persistent: bool,
 }
@@ -53,8 +55,16 @@ impl Meaning {
             seq: what.seq,
             count: what.count,
             peer: what.peer,
+            tag: what.tag,
+            function: what.function,
             persistent,
         })
+    }
+
+    /// The same thing as the next collective of its communicator; `None` for what is no collective.
+    pub fn again(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
+        let is_collective = !matches!(self.op, Op::Send | Op::Recv);
+        Some(Meaning { seq: is_collective.then(|| next(self.comm, self.communicator)).flatten()?, ..*self })
     }
 
     /// The operation, as it begins.
@@ -66,6 +76,8 @@ impl Meaning {
             seq: self.seq,
             count: self.count,
             peer: self.peer,
+            tag: self.tag,
+            function: self.function,
             ..Begin::new(OpKind::Collective, self.op)
         }
     }
@@ -95,8 +107,18 @@ impl Entry {
         let small = meaning.op as u64
             | (meaning.dtype as u64) << 8
             | u64::from(meaning.persistent) << 16
+            | u64::from(meaning.tag.is_some()) << 17
             | u64::from(meaning.peer as u32) << 32;
-        let words = [small, meaning.comm as u64, meaning.communicator, meaning.seq, meaning.count];
+        let tag = meaning.tag.unwrap_or(0) as u32;
+        let words = [
+            small,
+            meaning.comm as u64,
+            meaning.communicator,
+            meaning.seq,
+            meaning.count,
+            u64::from(tag),
+            meaning.function,
+        ];
         for (place, word) in self.words.iter().zip(words) {
             place.store(word, Ordering::Relaxed);
         }
@@ -107,7 +129,8 @@ impl Entry {
         if self.key.load(Ordering::Acquire) != handle {
             return None;
         }
-        let [small, comm, communicator, seq, count] = self.words.each_ref().map(|word| word.load(Ordering::Relaxed));
+        let [small, comm, communicator, seq, count, tag, function] =
+            self.words.each_ref().map(|word| word.load(Ordering::Relaxed));
         std::sync::atomic::fence(Ordering::Acquire);
         (self.key.load(Ordering::Relaxed) == handle).then(|| Meaning {
             op: Op::try_from(i32::from(small as u8)).unwrap_or_default(),
@@ -117,6 +140,8 @@ impl Entry {
             seq,
             count,
             peer: (small >> 32) as i32,
+            tag: (small & 1 << 17 != 0).then_some(tag as i32),
+            function,
             persistent: small & 1 << 16 != 0,
         })
     }
@@ -140,6 +165,8 @@ mod tests {
             seq: 1 << 40,
             count: 12,
             peer: -1,
+            tag: Some(-1),
+            function: 9,
             persistent: true,
         };
         let entry = place(0x7000);

@@ -18,6 +18,7 @@ use xpu_timer_proto::{
 use crate::{
     config::{Config, Environment},
     hooked::guarded,
+    host::mpi::polling,
     recorder::Recorder,
     start, sys, thread_state,
 };
@@ -119,6 +120,7 @@ impl Watcher {
         guarded(|| self.judge());
         guarded(|| self.talk());
         guarded(|| self.chores());
+        guarded(|| polling::expire(self.recorder));
         progress
     }
 
@@ -171,7 +173,8 @@ impl Watcher {
             self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
             self.panics = panics;
         }
-        let spare: usize = self.recorder.pools.contexts().map(|(_, events)| events.len()).sum();
+        let pools = self.recorder.pools.contexts().map(|(_, events)| events.len());
+        let spare: usize = pools.chain(self.recorder.handoffs.iter().map(|handoff| handoff.events())).sum();
         self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
         self.coverage.turn(self.recorder, now);
     }

@@ -10,12 +10,18 @@ use std::{
 };
 
 use serde_json::json;
-use xpu_timer_proto::{Message, server::Stacktrace, v1::FlightRecord};
+use xpu_timer_proto::{
+    Message,
+    server::Stacktrace,
+    v1::{FlightRecord, Op, OpStatus},
+};
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, skip, tree, wait_until};
 
 const RANKS: u32 = 4;
 /// Rounds of the C program before its fault.
 const ROUNDS: u64 = 20;
+/// Those of them that have the rarer calls as well.
+const RARER: u64 = 4;
 /// The Python that Debian's mpi4py is made for.
 const DEBIAN_PYTHON: &str = "/usr/bin/python3";
 const MPI4PY: &str = "/usr/lib/python3/dist-packages/mpi4py/__init__.py";
@@ -43,27 +49,37 @@ impl Mpi {
         }
     }
 
+    fn fortran(self) -> &'static str {
+        match self {
+            Mpi::Open => "/usr/bin/mpif90.openmpi",
+            Mpi::Mpich => "/usr/bin/mpif90.mpich",
+        }
+    }
+
     /// The C program, compiled once by each library.
     fn program(self) -> Option<&'static Path> {
         static PROGRAMS: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
-        let program = PROGRAMS[self as usize].get_or_init(|| {
-            if !Path::new(self.compiler()).exists() {
-                return None;
-            }
-            let folder = tree().join("target/tmp");
-            fs::create_dir_all(&folder).expect("target/tmp");
-            let program = folder.join(format!("mpi_ranks_{}_{}", self as usize, std::process::id()));
-            let source = tree().join("tests/tests/it/mpi/ranks.c");
-            let mut compile = Command::new(self.compiler());
-            let output =
-                compile.args(["-O1", "-g", "-o"]).arg(&program).arg(source).output().expect("the compiler runs");
-            assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
-            Some(program)
-        });
+        let program = PROGRAMS[self as usize].get_or_init(|| self.compile(self.compiler(), "ranks.c", &[]));
         if program.is_none() {
             skip(&format!("{} is missing; cargo xtask test installs it as root", self.compiler()));
         }
         program.as_deref()
+    }
+
+    /// A program made by one of the library's compilers, if that is there.
+    fn compile(self, compiler: &str, source: &str, flags: &[&str]) -> Option<PathBuf> {
+        if !Path::new(compiler).exists() {
+            return None;
+        }
+        let folder = tree().join("target/tmp");
+        fs::create_dir_all(&folder).expect("target/tmp");
+        let name = format!("mpi_{source}{}_{}_{}", flags.concat(), self as usize, std::process::id());
+        let program = folder.join(name);
+        let mut compile = Command::new(compiler);
+        compile.args(["-O1", "-g", "-o"]).arg(&program).args(flags);
+        let output = compile.arg(tree().join("tests/tests/it/mpi").join(source)).output().expect("the compiler runs");
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        Some(program)
     }
 }
 
@@ -84,7 +100,9 @@ fn job() -> Job {
 
 fn start(job: &Job, mpi: Mpi, program: &Path, arguments: &[&str]) -> Process {
     let words = mpi.words();
-    Process::spawn(job.launch(words[0]).args(&words[1..]).arg(program).args(arguments))
+    let mut command = job.launch(words[0]);
+    command.args(&words[1..]).arg(program).args(arguments).env("XPU_TEST_FILE", job.dir.join("file"));
+    Process::spawn(&mut command)
 }
 
 /// The first incident of the C program with a fault on rank 2; `None` where the library is missing.
@@ -137,20 +155,33 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     // Rank 0 runs all collectives on the world, on its half and on a pair.
     let each = 3 * ROUNDS;
     for (name, count) in [
-        ("MPI_Allreduce", 2 * each + 1),
-        ("MPI_Barrier", each + 2 * ROUNDS),
+        ("MPI_Allreduce", 2 * each + RARER + 1),
+        ("MPI_Barrier", each + 2 * ROUNDS + 2 * RARER),
         ("MPI_Alltoallw", each),
         ("MPI_Reduce_scatter_block", each),
         ("MPI_Exscan", each),
         ("MPI_Ibarrier", each),
         ("MPI_Waitall", each),
-        ("MPI_Sendrecv", 2 * ROUNDS),
+        ("MPI_Sendrecv", 2 * ROUNDS + RARER),
         ("MPI_Ssend", 2 * ROUNDS),
-        ("MPI_Wait", 12 * ROUNDS),
+        ("MPI_Wait", 12 * ROUNDS + 6 * RARER),
         ("MPI_Cart_sub", ROUNDS),
         ("MPI_Comm_create_group", ROUNDS),
         ("MPI_Init", 1),
         ("MPI_Init_thread", 0),
+        ("MPIX_Allreduce_init", RARER),
+        ("MPI_Start", 3 * RARER),
+        ("MPI_Neighbor_allgather", RARER),
+        ("MPI_Intercomm_create", RARER),
+        ("MPI_Win_fence", 2 * RARER),
+        ("MPI_Win_lock", 2 * RARER),
+        ("MPI_Win_wait", RARER),
+        ("MPI_Win_free", RARER),
+        ("MPI_File_open", RARER),
+        ("MPI_File_write_at_all", RARER),
+        ("MPI_File_close", RARER),
+        ("PMPI_Allreduce", 0),
+        ("PMPI_Barrier", 0),
     ] {
         assert_eq!(calls.get(name), Some(&count), "{name} of {calls:?}");
     }
@@ -159,14 +190,25 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     assert!(record.operations.iter().all(|operation| operation.communicator != 0), "all of them mean something");
 
     // Communicators are the same ones on all their ranks, and no others are.
-    let ids = |rank: u32| -> Vec<u64> {
-        flight(&incident, rank).communicators.iter().filter(|comm| comm.size == 2).map(|comm| comm.id).collect()
+    let of_size = |rank: u32, size: u32| -> Vec<u64> {
+        flight(&incident, rank).communicators.iter().filter(|comm| comm.size == size).map(|comm| comm.id).collect()
     };
+    let ids = |rank: u32| of_size(rank, 2);
     let [zero, one, two, three] = [0, 1, 2, 3].map(ids);
     let common = |a: &[u64], b: &[u64]| a.iter().filter(|id| b.contains(id)).count() as u64;
-    assert_eq!((common(&zero, &two), common(&one, &three)), (ROUNDS, ROUNDS), "halves");
+    assert_eq!((common(&zero, &two), common(&one, &three)), (ROUNDS + RARER, ROUNDS + RARER), "halves");
     assert_eq!(common(&zero, &one), 2 * ROUNDS, "pairs, made in two ways");
     assert_eq!((common(&two, &three), common(&zero, &three), common(&one, &two)), (0, 0, 0));
+    // Rings, copies, windows, files, and what connects two halves: the same ones on all ranks, in the same order.
+    let all = [0, 1, 2, 3].map(|rank| of_size(rank, RANKS));
+    assert!(all.iter().all(|ids| *ids == all[0]), "{all:?}");
+    let members = |rank: u32| -> Vec<i32> {
+        let record = flight(&incident, rank);
+        let of_all = record.communicators.iter().filter(|comm| comm.size == RANKS);
+        of_all.map(|comm| comm.rank).filter(|member| *member != rank as i32).collect()
+    };
+    // Between the halves 0, 2 and 1, 3 these are the members 0, 2, 1, 3.
+    assert_eq!([0, 1, 2, 3].map(members), [vec![], vec![2; 4], vec![1; 4], vec![]]);
 }
 
 #[test]
@@ -222,12 +264,99 @@ fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
 #[test]
 fn a_rank_that_stays_away_from_a_call_that_is_not_hooked() {
     let _alone = alone();
-    let Some(program) = Mpi::Open.program() else { return };
-    let job = job().with("XPU_TIMER_IDLE_TIMEOUT", "5");
-    let _ranks = start(&job, Mpi::Open, program, &["fence"]);
-    let incident = job.wait_incident(1, PATIENCE);
-    assert_eq!(incident.verdict["trigger"]["kind"], "idle", "{}", text(&incident));
-    check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Win_fence"]);
+    expect(Mpi::Open, "idup", "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Wait"]);
+}
+
+#[test]
+fn a_rank_that_stays_away_from_a_window_or_a_file() {
+    let _alone = alone();
+    expect(Mpi::Open, "fence", "missing_rank", &[2], &["has not entered MPI_Win_fence 1 of", "C function pause"]);
+    expect(Mpi::Open, "write", "missing_rank", &[2], &["has not entered MPI_File_set_size 1 of", "ranks 0-1, 3 wait"]);
+}
+
+#[test]
+fn a_rank_that_holds_the_lock_of_a_window_or_does_not_expose_its_own() {
+    let _alone = alone();
+    expect(Mpi::Open, "lock", "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Win_lock"]);
+    expect(Mpi::Open, "expose", "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Win_start"]);
+}
+
+#[test]
+fn a_message_between_two_groups_that_never_comes() {
+    let _alone = alone();
+    let job = job();
+    let Some(incident) = hang(&job, Mpi::Open, "between") else { return };
+    check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1 wait for it in barrier"]);
+    // Member 1 of the other half is member 2 there of all: the members 0 and 1 are the ranks 0 and 2.
+    let pending = flight(&incident, 3).operations.into_iter().find(|operation| operation.status() == OpStatus::Pending);
+    let pending = pending.expect("rank 3 waits");
+    assert_eq!((pending.op(), pending.peer, pending.tag), (Op::Recv, 1, Some(6)), "{pending:?}");
+    let record = flight(&incident, 2);
+    let own = record.communicators.iter().find(|comm| comm.id == pending.communicator).expect("the same one");
+    assert_eq!((own.size, own.rank), (4, 1));
+}
+
+#[test]
+fn ranks_that_wait_by_asking_again_and_again() {
+    let _alone = alone();
+    expect(Mpi::Open, "test", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+    expect(Mpi::Mpich, "probe", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+}
+
+#[test]
+fn a_collective_that_was_prepared_and_is_started_once_more() {
+    let _alone = alone();
+    expect(Mpi::Open, "prepared", "missing_rank", &[2], &["has not entered barrier", "C function pause"]);
+}
+
+#[test]
+fn messages_with_their_tags() {
+    let _alone = alone();
+    let job = job();
+    let Some(incident) = hang(&job, Mpi::Open, "tag") else { return };
+    let pending = |rank: u32| {
+        let operations = flight(&incident, rank).operations;
+        let found = operations.into_iter().find(|operation| operation.status() == OpStatus::Pending);
+        found.map(|operation| (operation.op(), operation.peer, operation.tag))
+    };
+    assert_eq!(pending(1), Some((Op::Recv, 2, Some(8))), "{}", text(&incident));
+    assert_eq!(pending(2), Some((Op::Send, 1, Some(7))), "{}", text(&incident));
+}
+
+#[test]
+fn fortran_programs_are_seen_as_c_programs_are() {
+    let _alone = alone();
+    for (mpi, interface) in [(Mpi::Open, "-UF08"), (Mpi::Open, "-DF08"), (Mpi::Mpich, "-UF08"), (Mpi::Mpich, "-DF08")] {
+        let Some(program) = mpi.compile(mpi.fortran(), "ranks.f90", &["-cpp", interface]) else {
+            skip(&format!("{} is missing; cargo xtask test installs it as root", mpi.fortran()));
+            continue;
+        };
+        let job = job();
+        let ranks = start(&job, mpi, &program, &["allreduce"]);
+        let incident = job.wait_incident(1, PATIENCE);
+        drop(ranks);
+        // 20 of them and as many broadcasts before: each is seen once.
+        check(
+            &incident,
+            "missing_rank",
+            &[2],
+            &["has not entered all_reduce 41 of", "C function sleep", "ranks 0-1, 3"],
+        );
+        let record = flight(&incident, 0);
+        let halves = record.communicators.iter().filter(|comm| comm.size == 2).count();
+        assert_eq!(halves, 20, "{interface}: {:?}", record.communicators);
+    }
+}
+
+#[test]
+fn two_jobs_of_mpich_at_once_are_two() {
+    let _alone = alone();
+    let Some(program) = Mpi::Mpich.program() else { return };
+    let job = job().with("XPU_TIMER_HANG_TIMEOUT", "600").with("XPU_TIMER_IDLE_TIMEOUT", "0");
+    let _both = [(); 2].map(|()| start(&job, Mpi::Mpich, program, &["barrier"]));
+    let ranks = || job.status().ok().and_then(|status| status["ranks"].as_array().map(Vec::len)).unwrap_or(0);
+    wait_until(PATIENCE, "all ranks of both jobs are there", || ranks() == 8);
+    assert!(!job.logs().contains("two living processes say that they are rank"), "{}", job.logs());
 }
 
 #[test]
@@ -245,6 +374,7 @@ fn every_rank_under_a_launcher_of_its_own() {
     let words = Mpi::Open.words();
     let mut command = job.command(words[0]);
     command.args(&words[1..]).arg(artifacts().bin("xpu_timer_launch")).arg(program).arg("allreduce");
+    command.env("XPU_TEST_FILE", job.dir.join("file"));
     let _ranks = Process::spawn(&mut command);
     check(&job.wait_incident(1, PATIENCE), "missing_rank", &[2], &["C function pause"]);
 }
@@ -252,9 +382,10 @@ fn every_rank_under_a_launcher_of_its_own() {
 #[test]
 fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
     let _alone = alone();
-    for (mpi, fault) in [(Mpi::Open, "forgotten"), (Mpi::Mpich, "none")] {
+    for (mpi, fault) in [(Mpi::Open, "forgotten"), (Mpi::Open, "asking"), (Mpi::Mpich, "none")] {
         let Some(program) = mpi.program() else { continue };
-        let job = job();
+        // Nothing is begun for a while, on purpose.
+        let job = job().with("XPU_TIMER_IDLE_TIMEOUT", "0");
         let output = start(&job, mpi, program, &[fault]).wait(PATIENCE * 2);
         assert_eq!(output.code(), 0, "{}{}", output.stdout, output.stderr);
         let mut done: Vec<&str> = output.stdout.lines().collect();

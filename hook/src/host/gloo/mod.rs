@@ -6,6 +6,7 @@
 //! a counted pointer whose place is its hidden first argument. Exceptions go through.
 
 mod group;
+mod store;
 mod tensor;
 
 use std::{cell::Cell, ffi::c_int, sync::atomic::Ordering};
@@ -358,5 +359,27 @@ symbols! {
             => |recorder, _| group::key_set(recorder, key);
         _ZN4c10d9HashStore3setERKSsRKSt6vectorIhSaIhEE(this, key, value)
             => |recorder, _| group::key_set(recorder, key);
+    }
+
+    bypass IN_COLLECTIVES | IN_HOOK, when store::of_a_rank() => {
+        _ZN4c10d8TCPStoreC1ENSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEERKNS_15TCPStoreOptionsE(this, host, options)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore");
+        _ZN4c10d8TCPStoreC1ESsRKNS_15TCPStoreOptionsE(this, host, options)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore");
+        _ZN4c10d8TCPStore3getERKNSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEE(answer, this, key)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::get");
+        _ZN4c10d8TCPStore3getERKSs(answer, this, key)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::get");
+    }
+
+    bypass IN_COLLECTIVES | IN_HOOK, when store::of_main_thread() => {
+        _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EE(this, keys)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+        _ZN4c10d8TCPStore4waitERKSt6vectorINSt7__cxx1112basic_stringIcSt11char_traitsIcESaIcEEESaIS7_EERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+        _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEE(this, keys)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+        _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
+            => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
     }
 }

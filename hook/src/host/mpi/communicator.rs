@@ -1,12 +1,13 @@
 //! The life of MPI's communicators, and identities for them that are equal on all ranks without a message between them.
 //!
-//! An identity is a hash of the members' ranks in `MPI_COMM_WORLD`, in their order, and of how many communicators with
+//! An identity is a hash of the members' ranks in the world, in their order, and of how many communicators with
 //! exactly these members this process has made before. All members take part in making each of them, and in the same order,
-//! because making one is a collective call. A communicator between two groups has an identity of its own process only.
+//! because making one is a collective call. One between two groups has as members those of the group with the lowest
+//! rank, then the others. A window and a file are the next thing that was made of their communicator.
 
 use std::{
     ffi::c_int,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::atomic::{AtomicU32, AtomicU64, Ordering},
 };
 
 use xpu_timer_proto::{
@@ -18,6 +19,7 @@ use xpu_timer_proto::{
 use super::{
     Word,
     library::{Library, library},
+    polling,
 };
 use crate::{
     abi::SUCCESS,
@@ -38,12 +40,31 @@ pub struct Known {
     pub id: u64,
 }
 
+/// For each entry that connects two groups, one more than the number of the other group's first member; else 0.
+static FIRST_REMOTE: [AtomicU32; comm::SLOTS] = [const { AtomicU32::new(0) }; comm::SLOTS];
+
+impl Known {
+    /// Whether it connects two groups.
+    pub fn is_inter(self) -> bool {
+        FIRST_REMOTE[self.index].load(Ordering::Relaxed) != 0
+    }
+
+    /// The number of a peer among all its members: between two groups, a peer is one of the other group.
+    pub fn peer(self, peer: Word) -> Word {
+        peer + FIRST_REMOTE[self.index].load(Ordering::Relaxed).saturating_sub(1) as Word
+    }
+}
+
 /// The communicator of a handle, made known when it was created where the hook did not see it. `None` for one that has only
 /// this process in it: nobody can keep it waiting there.
 pub fn known(recorder: &'static Recorder, handle: Word) -> Option<Known> {
     let library = library()?;
     let handle = library.abi.handle(handle);
     let index = recorder.comms.find(handle as usize).or_else(|| adopt(recorder, library, handle))?;
+    with_others(recorder, index)
+}
+
+fn with_others(recorder: &'static Recorder, index: usize) -> Option<Known> {
     let alone = recorder.comm_word(index, comm::SIZE_RANK).load(Ordering::Relaxed) as u32 == 1;
     (!alone).then(|| Known { index, id: recorder.comm_id(index) })
 }
@@ -74,8 +95,51 @@ fn generation(members: u64) -> u64 {
 }
 
 fn identity(ranks: &[c_int]) -> u64 {
-    let members = hash(&[b"MPI group", &bytes(ranks)]);
+    numbered(hash(&[b"MPI group", &bytes(ranks)]))
+}
+
+fn numbered(members: u64) -> u64 {
     hash(&[&members.to_le_bytes(), &generation(members).to_le_bytes()])
+}
+
+/// Who belongs to a communicator.
+#[derive(Debug, PartialEq, Eq)]
+struct Members {
+    id: u64,
+    size: u32,
+    rank: i32,
+    /// As [`FIRST_REMOTE`] has it.
+    first_remote: u32,
+}
+
+/// The members of a communicator between two groups, of which this process is member `rank` of the first one.
+fn both(own: &[c_int], remote: &[c_int], rank: i32) -> Members {
+    let leads = own.iter().min() < remote.iter().min();
+    let (first, second) = if leads { (own, remote) } else { (remote, own) };
+    let (before_own, before_remote) = if leads { (0, first.len()) } else { (first.len(), 0) };
+    Members {
+        id: numbered(hash(&[b"MPI groups", &bytes(first), b"and", &bytes(second)])),
+        size: (own.len() + remote.len()) as u32,
+        rank: rank + before_own as i32,
+        first_remote: before_remote as u32 + 1,
+    }
+}
+
+fn members(library: &Library, handle: u64) -> Option<Members> {
+    let (rank, size) = library.rank_and_size(handle)?;
+    let plain = |id| Members { id, size, rank, first_remote: 0 };
+    if handle == library.abi.world {
+        return Some(plain(world_id()));
+    }
+    let own = library.world_ranks(handle);
+    if !library.is_inter(handle) {
+        return Some(plain(own.map_or_else(local_id, |own| identity(&own))));
+    }
+    match (own, library.remote_ranks(handle)) {
+        (Some(own), Some(remote)) => Some(both(&own, &remote, rank)),
+        // Spawned processes: neither side can tell the others' numbers. Nobody is matched there, and nothing is compared.
+        _ => Some(Members { size: 0, rank: -1, first_remote: 1, ..plain(local_id()) }),
+    }
 }
 
 #[cold]
@@ -83,16 +147,22 @@ fn adopt(recorder: &'static Recorder, library: &Library, handle: u64) -> Option<
     if handle == library.abi.comm_null || handle == 0 {
         return None;
     }
-    let (rank, size) = library.rank_and_size(handle)?;
-    let id = match handle {
-        world if world == library.abi.world => world_id(),
-        _ if library.is_inter(handle) => local_id(),
-        _ => library.world_ranks(handle).map_or_else(local_id, |ranks| identity(&ranks)),
-    };
-    let index = recorder.create_comm(&NewComm { id, size, rank, device: -1, parent: 0, created_ns: sys::now_ns() })?;
-    recorder.set_comm_handle(index, handle as usize);
-    recorder.set_comm_state(index, CommunicatorState::Ready);
+    let Members { id, size, rank, first_remote } = members(library, handle)?;
+    let index = create(recorder, &NewComm { id, size, rank, device: -1, parent: 0, created_ns: sys::now_ns() })?;
+    FIRST_REMOTE[index].store(first_remote, Ordering::Relaxed);
+    ready(recorder, index, handle as usize);
     Some(index)
+}
+
+fn create(recorder: &'static Recorder, new: &NewComm) -> Option<usize> {
+    let index = recorder.create_comm(new)?;
+    FIRST_REMOTE[index].store(0, Ordering::Relaxed);
+    Some(index)
+}
+
+fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
+    recorder.set_comm_handle(index, handle);
+    recorder.set_comm_state(index, CommunicatorState::Ready);
 }
 
 /// `MPI_Init`, which returns on no rank before all have called it.
@@ -105,14 +175,18 @@ pub struct Starting {
 pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
     let environment = config::snapshot();
     let info = Source::new(move |name| config::value(&environment, name).map(str::to_string), "").rank_info();
-    let comm = recorder.create_comm(&NewComm {
-        id: world_id(),
-        size: info.world_size,
-        rank: info.rank,
-        device: -1,
-        parent: 0,
-        created_ns: sys::now_ns(),
-    });
+    polling::interrupt(recorder);
+    let comm = create(
+        recorder,
+        &NewComm {
+            id: world_id(),
+            size: info.world_size,
+            rank: info.rank,
+            device: -1,
+            parent: 0,
+            created_ns: sys::now_ns(),
+        },
+    );
     let what = Begin { comm, communicator: world_id(), ..making(recorder, Op::CommInit, name) };
     Starting { running: Running::new(recorder).with(&what), comm }
 }
@@ -137,56 +211,102 @@ fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> Begin {
     Begin { kind: OpKind::HostCall, op, ..named(recorder, name) }
 }
 
-/// A call that makes a communicator.
+/// What stands behind a handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// A communicator.
+    Comm,
+    /// A window.
+    Window,
+    /// A file, whose handle is a pointer in both interfaces.
+    File,
+}
+
+impl Kind {
+    fn handle(self, library: &Library, word: Word) -> usize {
+        if self == Kind::File { word } else { library.abi.handle(word) as usize }
+    }
+
+    /// A handle in memory.
+    ///
+    /// # Safety
+    /// `place` is null or points to a handle.
+    unsafe fn handle_at(self, library: &Library, place: Word) -> usize {
+        match self {
+            // SAFETY: the caller's promise.
+            Kind::File => unsafe { (place as *const usize).as_ref() }.map_or(0, |handle| *handle),
+            // SAFETY: as above.
+            _ => unsafe { library.abi.handle_at(place, 0) as usize },
+        }
+    }
+}
+
+/// A call that makes a communicator, or a window or a file of one.
 pub struct Making {
     running: Running,
     output: Word,
+    kind: Kind,
     /// Its entry, when who belongs to it is known before.
     comm: Option<usize>,
 }
 
 /// Before a call that all ranks of another communicator make. `output` is where the library writes the new one.
 pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word) -> Making {
-    let parent = known(recorder, parent);
+    polling::interrupt(recorder);
+    let running = of_parent(recorder, name, known(recorder, parent));
+    Making { running, output, kind: Kind::Comm, comm: None }
+}
+
+fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Known>) -> Running {
     let running = Running::new(recorder);
-    let Some(parent) = parent else { return Making { running, output, comm: None } };
+    let Some(parent) = parent else { return running };
     let what = Begin { comm: Some(parent.index), communicator: parent.id, ..making(recorder, Op::CommSplit, name) };
-    Making { running: running.with(&what), output, comm: None }
+    running.with(&what)
 }
 
 /// Before a call that only the ranks of a group make.
 pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> Making {
+    polling::interrupt(recorder);
     let running = Running::new(recorder);
-    let found =
-        library().and_then(|it| Some((it.world_ranks_of(it.abi.handle(group))?, it.rank_and_size(it.abi.world)?)));
-    let Some((members, (own, _))) = found.filter(|(members, _)| members.len() > 1) else {
-        return Making { running, output, comm: None };
+    let found = library().and_then(|library| {
+        let group = library.abi.handle(group);
+        Some((library.world_ranks_of(group)?, library.rank_in_group(group)?))
+    });
+    let Some((members, rank)) = found.filter(|(members, _)| members.len() > 1) else {
+        return Making { running, output, kind: Kind::Comm, comm: None };
     };
     let id = identity(&members);
-    let comm = recorder.create_comm(&NewComm {
-        id,
-        size: members.len() as u32,
-        rank: members.iter().position(|member| *member == own).map_or(-1, |rank| rank as i32),
-        device: -1,
-        parent: 0,
-        created_ns: sys::now_ns(),
-    });
+    let size = members.len() as u32;
+    let comm = create(recorder, &NewComm { id, size, rank, device: -1, parent: 0, created_ns: sys::now_ns() });
     let what = Begin { comm, communicator: id, ..making(recorder, Op::CommInit, name) };
-    Making { running: running.with(&what), output, comm }
+    Making { running: running.with(&what), output, kind: Kind::Comm, comm }
+}
+
+/// Before a call that all ranks of a communicator make to get a window or a file.
+pub fn derived(recorder: &'static Recorder, name: &'static str, parent: Word, output: Word, kind: Kind) -> Making {
+    polling::interrupt(recorder);
+    let parent = known(recorder, parent);
+    let running = of_parent(recorder, name, parent);
+    let comm = parent.and_then(|parent| {
+        let number = recorder.next_split(parent.index);
+        let size_rank = recorder.comm_word(parent.index, comm::SIZE_RANK).load(Ordering::Relaxed);
+        let id = hash(&[&parent.id.to_le_bytes(), b"window or file", &number.to_le_bytes()]);
+        let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
+        create(recorder, &NewComm { id, size, rank, device: -1, parent: parent.id, created_ns: sys::now_ns() })
+    });
+    Making { running, output, kind, comm }
 }
 
 impl After for Making {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.running.after(recorder, result);
-        // SAFETY: the caller's place for the communicator, which the library has just written.
-        let made = library().filter(|_| result == SUCCESS).map(|it| (it, unsafe { it.abi.handle_at(self.output, 0) }));
+        let library = library().filter(|_| result == SUCCESS);
+        // SAFETY: the caller's place for the handle, which the library has just written.
+        let made = library.map(|library| (library, unsafe { self.kind.handle_at(library, self.output) }));
         match (made, self.comm) {
-            (Some((_, handle)), Some(index)) => {
-                recorder.set_comm_handle(index, handle as usize);
-                recorder.set_comm_state(index, CommunicatorState::Ready);
-            }
-            (Some((library, handle)), None) if recorder.comms.find(handle as usize).is_none() => {
-                adopt(recorder, library, handle);
+            (Some((_, handle)), Some(index)) => ready(recorder, index, handle),
+            (Some((library, handle)), None) if self.kind == Kind::Comm && recorder.comms.find(handle).is_none() => {
+                adopt(recorder, library, handle as u64);
             }
             (None, Some(index)) => {
                 recorder.set_comm_state(index, CommunicatorState::Failed);
@@ -197,14 +317,44 @@ impl After for Making {
     }
 }
 
+/// The window or file of a handle. `None` for one that only this process has, and for one that was made unseen.
+pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<Known> {
+    let index = recorder.comms.find(kind.handle(library()?, handle))?;
+    with_others(recorder, index)
+}
+
+/// After `MPI_Session_init`.
+pub struct Session(Word);
+
+/// Before it. `place` is where it writes the session.
+pub fn session(place: Word) -> Session {
+    Session(place)
+}
+
+impl After for Session {
+    fn after(self, _: &'static Recorder, result: c_int) {
+        if let Some(library) = library().filter(|_| result == SUCCESS) {
+            // SAFETY: the caller's place for the session, which the library has just written.
+            library.set_session(unsafe { library.abi.handle_at(self.0, 0) });
+        }
+    }
+}
+
 /// A call that ends a communicator.
 pub struct Ending(Option<usize>);
 
 /// Before `MPI_Comm_free` and `MPI_Comm_disconnect`, which write the handle over.
 pub fn ending(recorder: &'static Recorder, place: Word) -> Ending {
-    // SAFETY: the caller's communicator.
-    let handle = library().map(|library| unsafe { library.abi.handle_at(place, 0) });
-    Ending(handle.and_then(|handle| recorder.comms.find(handle as usize)))
+    polling::interrupt(recorder);
+    ending_of(recorder, Kind::Comm, place).1
+}
+
+/// What stands behind the handle in a place, and its end.
+pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<Known>, Ending) {
+    // SAFETY: the caller's communicator, window or file.
+    let handle = library().map(|library| unsafe { kind.handle_at(library, place) });
+    let index = handle.and_then(|handle| recorder.comms.find(handle));
+    (index.and_then(|index| with_others(recorder, index)), Ending(index))
 }
 
 impl After for Ending {
@@ -213,6 +363,21 @@ impl After for Ending {
             recorder.set_comm_state(index, CommunicatorState::Finalized);
             recorder.retire_comm(index);
         }
+    }
+}
+
+/// A call that all members make to end a window or a file.
+pub struct Freeing {
+    /// The call.
+    pub running: Running,
+    /// What it ends.
+    pub ending: Ending,
+}
+
+impl After for Freeing {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        self.running.after(recorder, result);
+        self.ending.after(recorder, result);
     }
 }
 
@@ -230,5 +395,16 @@ mod tests {
         let members = hash(&[b"MPI group", &bytes(&[3, 5])]);
         assert_eq!(pair, hash(&[&members.to_le_bytes(), &0u64.to_le_bytes()]));
         assert_eq!(again, hash(&[&members.to_le_bytes(), &1u64.to_le_bytes()]));
+    }
+
+    #[test]
+    fn members_of_two_groups_have_one_number_each_on_both_sides() {
+        // Ranks 0 and 2 on one side, 1 and 3 on the other; this is rank 2, and this is rank 3.
+        let (two, three) = (both(&[0, 2], &[1, 3], 1), both(&[1, 3], &[0, 2], 1));
+        assert_eq!((two.size, two.rank, two.first_remote), (4, 1, 3));
+        assert_eq!((three.size, three.rank, three.first_remote), (4, 3, 1));
+        let members = hash(&[b"MPI groups", &bytes(&[0, 2]), b"and", &bytes(&[1, 3])]);
+        assert_eq!(two.id, hash(&[&members.to_le_bytes(), &0u64.to_le_bytes()]));
+        assert_eq!(three.id, hash(&[&members.to_le_bytes(), &1u64.to_le_bytes()]), "in one process it is the next one");
     }
 }

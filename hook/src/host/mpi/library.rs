@@ -5,8 +5,11 @@
 //! profiling library sees the hook's own calls.
 
 use std::{
-    ffi::{CStr, c_int, c_void},
-    sync::OnceLock,
+    ffi::{CStr, c_char, c_int, c_void},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
 use xpu_timer_proto::{family, v1::DataType};
@@ -34,6 +37,7 @@ pub struct Abi {
 type Getter = unsafe extern "C" fn(Word, *mut c_int) -> c_int;
 type GroupOf = unsafe extern "C" fn(Word, *mut u64) -> c_int;
 type Translate = unsafe extern "C" fn(Word, c_int, *const c_int, Word, *mut c_int) -> c_int;
+type OfSession = unsafe extern "C" fn(Word, *const c_char, *mut u64) -> c_int;
 type FreeGroup = unsafe extern "C" fn(*mut u64) -> c_int;
 
 /// The library and what is known of it.
@@ -49,6 +53,13 @@ pub struct Library {
     group_size: Getter,
     group_translate: Translate,
     group_free: FreeGroup,
+    comm_remote_group: GroupOf,
+    group_rank: Getter,
+    initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
+    /// MPI 4 alone has sessions.
+    group_of_session: Option<OfSession>,
+    /// The newest session; 0 for none.
+    session: AtomicU64,
 }
 
 /// `MPI_IN_PLACE` of both interfaces.
@@ -130,6 +141,15 @@ impl Library {
             group_size: own!(c"PMPI_Group_size" as Getter),
             group_translate: own!(c"PMPI_Group_translate_ranks" as Translate),
             group_free: own!(c"PMPI_Group_free" as FreeGroup),
+            comm_remote_group: own!(c"PMPI_Comm_remote_group" as GroupOf),
+            group_rank: own!(c"PMPI_Group_rank" as Getter),
+            initialized: own!(c"PMPI_Initialized" as unsafe extern "C" fn(*mut c_int) -> c_int),
+            group_of_session: {
+                let found = look_up(handle, c"PMPI_Group_from_session_pset");
+                // SAFETY: as above.
+                (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, OfSession>(found) })
+            },
+            session: AtomicU64::new(0),
         })
     }
 
@@ -151,31 +171,65 @@ impl Library {
 
     /// The ranks in the world of a communicator's members, in their order; `None` when they cannot be told.
     pub fn world_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
-        self.with_group(comm, |group| self.world_ranks_of(group))?
+        self.with_group(self.comm_group, comm, |group| self.world_ranks_of(group))?
     }
 
-    /// The same for a group.
+    /// The same for the members of the other group that a communicator between two groups reaches.
+    pub fn remote_ranks(&self, comm: u64) -> Option<Vec<c_int>> {
+        self.with_group(self.comm_remote_group, comm, |group| self.world_ranks_of(group))?
+    }
+
+    /// The same for a group. Members that are not in the world, such as spawned ones, cannot be told.
     pub fn world_ranks_of(&self, group: u64) -> Option<Vec<c_int>> {
         let size = self.ask(self.group_size, group)?;
         let own: Vec<c_int> = (0..size).collect();
         let mut ranks = vec![0; own.len()];
-        let translated = self.with_group(self.abi.world, |world| {
+        let translated = self.with_world(|world| {
             // SAFETY: two live groups, and arrays of `size` numbers.
             unsafe { (self.group_translate)(group as Word, size, own.as_ptr(), world as Word, ranks.as_mut_ptr()) }
         })?;
-        (translated == 0).then_some(ranks)
+        (translated == 0 && ranks.iter().all(|rank| *rank >= 0)).then_some(ranks)
     }
 
-    fn with_group<R>(&self, comm: u64, use_it: impl FnOnce(u64) -> R) -> Option<R> {
-        let mut group = 0;
-        // SAFETY: a live communicator, and a place that is large enough for a handle of either interface.
-        if unsafe { (self.comm_group)(comm as Word, &mut group) } != 0 {
+    /// This process's rank in a group.
+    pub fn rank_in_group(&self, group: u64) -> Option<c_int> {
+        self.ask(self.group_rank, group).filter(|rank| *rank >= 0)
+    }
+
+    /// A session has begun.
+    pub fn set_session(&self, session: u64) {
+        self.session.store(session, Ordering::Relaxed);
+    }
+
+    /// The group of all processes: that of `MPI_COMM_WORLD`, which may not be touched in a program that only has sessions.
+    fn with_world<R>(&self, use_it: impl FnOnce(u64) -> R) -> Option<R> {
+        let mut flag = 0;
+        // SAFETY: a place for an int; the function may be called at any time.
+        if unsafe { (self.initialized)(&mut flag) } == 0 && flag != 0 {
+            return self.with_group(self.comm_group, self.abi.world, use_it);
+        }
+        let (of_session, session) = (self.group_of_session?, self.session.load(Ordering::Relaxed));
+        if session == 0 {
             return None;
         }
+        let mut group = 0;
+        // SAFETY: a live session, the name that the standard has for the set of all processes, and a place for a handle.
+        let result = unsafe { of_session(session as Word, c"mpi://WORLD".as_ptr(), &mut group) };
+        (result == 0).then(|| self.and_free(group, use_it))
+    }
+
+    fn with_group<R>(&self, group_of: GroupOf, comm: u64, use_it: impl FnOnce(u64) -> R) -> Option<R> {
+        let mut group = 0;
+        // SAFETY: a live communicator, and a place that is large enough for a handle of either interface.
+        let result = unsafe { group_of(comm as Word, &mut group) };
+        (result == 0).then(|| self.and_free(group, use_it))
+    }
+
+    fn and_free<R>(&self, mut group: u64, use_it: impl FnOnce(u64) -> R) -> R {
         let result = use_it(self.abi.handle(group as Word));
-        // SAFETY: the group that was just made; nobody else knows it.
+        // SAFETY: a group that was just made; nobody else knows it.
         unsafe { (self.group_free)(&mut group) };
-        Some(result)
+        result
     }
 
     /// Elements and their type; bytes of an unknown type when it is not a predefined one.

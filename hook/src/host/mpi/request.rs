@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{Op, OpStatus},
 };
 
-use super::{Word, library::library};
+use super::{Word, library::library, next, polling};
 use crate::{
     abi::SUCCESS,
     hooked::After,
@@ -37,9 +37,10 @@ pub fn posted(what: Option<Begin>, request: Word, persistent: bool) -> Posted {
 
 impl After for Posted {
     fn after(self, recorder: &'static Recorder, result: c_int) {
+        polling::interrupt(recorder);
         let (Some(what), Some(library)) = (self.what, library()) else { return };
         let Some(comm) = what.comm.filter(|_| result == SUCCESS) else { return };
-        if !matches!(what.op, Op::Send | Op::Recv) {
+        if !self.persistent && !matches!(what.op, Op::Send | Op::Recv) {
             // The library runs it from now on, whoever waits for it later.
             recorder.comm_word(comm, comm::STARTED).fetch_max(what.seq, Ordering::Relaxed);
         }
@@ -68,43 +69,45 @@ pub enum For {
     Some,
 }
 
-/// A call that waits for requests.
-pub struct Waiting {
-    running: Running,
+/// The requests of a call, as they were before it: a library writes over those that are done.
+pub struct Handles {
     handles: [u64; SHOWN],
-    which: For,
+    /// There was one that nobody knows.
+    unknown: bool,
 }
 
-/// Before a call that waits for `count` requests.
-pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: For) -> Waiting {
-    let mut waiting = Waiting { running: Running::new(recorder), handles: [0; SHOWN], which };
-    let Some(library) = library() else {
-        waiting.running = waiting.running.with(&named(recorder, name));
-        return waiting;
-    };
-    let mut unknown = false;
-    for index in 0..count.clamp(0, SHOWN as i32) as usize {
-        // SAFETY: the caller's array of `count` requests.
-        let handle = unsafe { library.abi.handle_at(requests, index) };
-        if handle == library.abi.request_null || handle == 0 {
-            continue;
+impl Handles {
+    /// Those of an array of `count` requests.
+    pub fn of(requests: Word, count: i32) -> Self {
+        let mut own = Handles { handles: [0; SHOWN], unknown: false };
+        let Some(library) = library() else { return Handles { unknown: true, ..own } };
+        for index in 0..count.clamp(0, SHOWN as i32) as usize {
+            // SAFETY: the caller's array of `count` requests.
+            let handle = unsafe { library.abi.handle_at(requests, index) };
+            if handle != library.abi.request_null && handle != 0 {
+                match recall(handle) {
+                    Some(_) => own.handles[index] = handle,
+                    None => own.unknown = true,
+                }
+            }
         }
-        let Some(meaning) = recall(handle) else {
-            unknown = true;
-            continue;
-        };
-        waiting.handles[index] = handle;
-        waiting.running = waiting.running.with(&meaning.begin());
+        own
     }
-    if unknown {
-        waiting.running = waiting.running.with(&named(recorder, name));
-    }
-    waiting
-}
 
-impl After for Waiting {
-    fn after(self, _: &'static Recorder, result: c_int) {
-        let done = |index: usize| match self.which {
+    fn known(&self) -> impl Iterator<Item = (usize, u64, Meaning)> {
+        let handles = self.handles.iter().enumerate().filter(|(_, handle)| **handle != 0);
+        handles.filter_map(|(index, handle)| Some((index, *handle, recall(*handle)?)))
+    }
+
+    /// The operations that are waited for.
+    pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
+        let known = self.known().fold(Running::new(recorder), |running, (.., meaning)| running.with(&meaning.begin()));
+        if self.unknown { known.with(&named(recorder, name)) } else { known }
+    }
+
+    /// The call has returned with those done that it asked for.
+    pub fn forget(&self, which: For) {
+        let done = |index: usize| match which {
             For::All => true,
             // SAFETY: the caller's place for a number, which the library has just written.
             For::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
@@ -112,17 +115,54 @@ impl After for Waiting {
             // an entry is replaced then.
             For::Any { .. } | For::Some => false,
         };
-        for (index, handle) in self.handles.iter().enumerate().filter(|(_, handle)| **handle != 0) {
-            let over = result == SUCCESS && done(index);
-            if over && recall(*handle).is_some_and(|meaning| !meaning.persistent) {
-                forget(*handle);
+        for (index, handle, meaning) in self.known() {
+            if !meaning.persistent && done(index) {
+                forget(handle);
             }
+        }
+    }
+}
+
+/// A call that waits for requests.
+pub struct Waiting {
+    running: Running,
+    handles: Handles,
+    which: For,
+}
+
+/// Before a call that waits for `count` requests.
+pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: For) -> Waiting {
+    polling::interrupt(recorder);
+    let handles = Handles::of(requests, count);
+    Waiting { running: handles.running(recorder, name), handles, which }
+}
+
+impl After for Waiting {
+    fn after(self, _: &'static Recorder, result: c_int) {
+        if result == SUCCESS {
+            self.handles.forget(self.which);
         }
         match (result, self.which) {
             (SUCCESS, For::All) => self.running.end(OpStatus::Completed, 0),
             // The wait is over, which says nothing of the collectives that it was for.
             (SUCCESS, _) => self.running.leave(),
             (error, _) => self.running.end(OpStatus::Failed, error as u32),
+        }
+    }
+}
+
+/// Before `MPI_Start` and `MPI_Startall`: what was prepared begins once more.
+pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
+    polling::interrupt(recorder);
+    for (_, handle, meaning) in Handles::of(requests, count).known() {
+        let number = |index: usize, communicator: u64| {
+            // Another communicator may have its entry by now.
+            let seq = (recorder.comm_id(index) == communicator).then(|| next(recorder, index))?;
+            recorder.comm_word(index, comm::STARTED).fetch_max(seq, Ordering::Relaxed);
+            Some(seq)
+        };
+        if let Some(again) = meaning.again(number) {
+            remember(handle, &again);
         }
     }
 }

@@ -141,6 +141,96 @@ static void communicators(void) {
     MPI_Comm_free(&copy);
 }
 
+#if MPI_VERSION < 4
+#include <mpi-ext.h>
+#define MPI_Allreduce_init MPIX_Allreduce_init
+#define MPI_Barrier_init MPIX_Barrier_init
+#endif
+
+// A collective that is prepared once, neighbours on a ring, and messages and collectives between two halves.
+static void rarer(void) {
+    const int dims[1] = {size}, periodic[1] = {1};
+    const int right = (rank + 1) % size, left = (rank + size - 1) % size;
+    int one = 1, sum = 0, in = -1, around[2] = {-1, -1};
+    MPI_Request requests[2];
+    MPI_Allreduce_init(&one, &sum, 1, MPI_INT, MPI_SUM, MPI_COMM_WORLD, MPI_INFO_NULL, &requests[0]);
+    MPI_Barrier_init(MPI_COMM_WORLD, MPI_INFO_NULL, &requests[1]);
+    for (int again = 0; again < 3; again++) {
+        sum = 0;
+        MPI_Start(&requests[0]);
+        MPI_Wait(&requests[0], MPI_STATUS_IGNORE);
+        CHECK(sum == size);
+        MPI_Startall(1, &requests[1]);
+        MPI_Wait(&requests[1], MPI_STATUS_IGNORE);
+    }
+    MPI_Request_free(&requests[0]);
+    MPI_Request_free(&requests[1]);
+
+    MPI_Comm ring, half, between;
+    MPI_Cart_create(MPI_COMM_WORLD, 1, dims, periodic, 0, &ring);
+    MPI_Neighbor_allgather(&rank, 1, MPI_INT, around, 1, MPI_INT, ring);
+    CHECK(around[0] == left && around[1] == right);
+    MPI_Comm_free(&ring);
+
+    MPI_Comm_split(MPI_COMM_WORLD, rank % 2, rank, &half);
+    MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - rank % 2, 5, &between);
+    // Each half sends to the member of the other one that has the same number.
+    MPI_Sendrecv(&rank, 1, MPI_INT, rank / 2, 6, &in, 1, MPI_INT, rank / 2, 6, between, MPI_STATUS_IGNORE);
+    CHECK(in == (rank ^ 1));
+    MPI_Allreduce(&rank, &sum, 1, MPI_INT, MPI_SUM, between);
+    CHECK(sum == (rank % 2 ? 2 : 4));
+    MPI_Comm_free(&between);
+    MPI_Comm_free(&half);
+}
+
+// One-sided communication in its three ways. Debian's MPICH 4.0.2 on UCX puts to wrong addresses, also without the hook.
+static __attribute__((unused)) void windows(void) {
+    const int right = (rank + 1) % size, left = (rank + size - 1) % size;
+    int own = -1, *memory = &own;
+    MPI_Win window;
+    MPI_Group world, from, to;
+    MPI_Win_create(memory, sizeof *memory, sizeof *memory, MPI_INFO_NULL, MPI_COMM_WORLD, &window);
+    MPI_Win_fence(0, window);
+    MPI_Put(&rank, 1, MPI_INT, right, 0, 1, MPI_INT, window);
+    MPI_Win_fence(0, window);
+    CHECK(*memory == left);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Win_lock(MPI_LOCK_EXCLUSIVE, left, 0, window);
+    MPI_Put(&rank, 1, MPI_INT, left, 0, 1, MPI_INT, window);
+    MPI_Win_flush(left, window);
+    MPI_Win_unlock(left, window);
+    MPI_Barrier(MPI_COMM_WORLD);
+    MPI_Win_lock(MPI_LOCK_SHARED, rank, 0, window);
+    CHECK(*memory == right);
+    MPI_Win_unlock(rank, window);
+    MPI_Comm_group(MPI_COMM_WORLD, &world);
+    MPI_Group_incl(world, 1, &left, &from);
+    MPI_Group_incl(world, 1, &right, &to);
+    MPI_Win_post(from, 0, window);
+    MPI_Win_start(to, 0, window);
+    MPI_Put(&rank, 1, MPI_INT, right, 0, 1, MPI_INT, window);
+    MPI_Win_complete(window);
+    MPI_Win_wait(window);
+    CHECK(*memory == left);
+    MPI_Group_free(&from);
+    MPI_Group_free(&to);
+    MPI_Group_free(&world);
+    MPI_Win_free(&window);
+}
+
+// A file that all ranks write, and each a part of it.
+static void files(const char *path) {
+    MPI_File file;
+    int back = -1;
+    CHECK(MPI_File_open(MPI_COMM_WORLD, path, MPI_MODE_CREATE | MPI_MODE_RDWR, MPI_INFO_NULL, &file) == MPI_SUCCESS);
+    MPI_File_set_view(file, (MPI_Offset)(rank * sizeof rank), MPI_INT, MPI_INT, "native", MPI_INFO_NULL);
+    MPI_File_write_at_all(file, 0, &rank, 1, MPI_INT, MPI_STATUS_IGNORE);
+    MPI_File_sync(file);
+    MPI_File_read_at_all(file, 0, &back, 1, MPI_INT, MPI_STATUS_IGNORE);
+    CHECK(back == rank);
+    MPI_File_close(&file);
+}
+
 int main(int count, char **arguments) {
     const char *fault = count > 1 ? arguments[1] : "none";
     const int culprit = count > 2 ? atoi(arguments[2]) : 2;
@@ -154,6 +244,12 @@ int main(int count, char **arguments) {
         collectives(MPI_COMM_WORLD, rank, size);
         transfers(MPI_COMM_WORLD, rank, size);
         communicators();
+        if (round % 5 != 0) continue;
+        rarer();
+#ifdef OPEN_MPI
+        windows();
+#endif
+        files(getenv("XPU_TEST_FILE"));
     }
     const int guilty = rank == culprit, other = (culprit + 3) % 4;
     int value = rank, sum = 0;
@@ -201,12 +297,81 @@ int main(int count, char **arguments) {
         MPI_Cancel(&request);
         MPI_Wait(&request, MPI_STATUS_IGNORE);
     }
-    if (FAULT("fence")) {
-        // One-sided communication is not hooked: nothing is pending, and only stacks and idleness tell.
+    if (FAULT("fence") || FAULT("lock") || FAULT("expose")) {
         MPI_Win window;
+        MPI_Group world, to;
         MPI_Win_create(&value, sizeof value, sizeof value, MPI_INFO_NULL, MPI_COMM_WORLD, &window);
+        MPI_Comm_group(MPI_COMM_WORLD, &world);
+        MPI_Group_incl(world, 1, &culprit, &to);
+        if (FAULT("lock") && guilty) MPI_Win_lock(MPI_LOCK_EXCLUSIVE, other, 0, window);
+        if (FAULT("lock") && guilty) MPI_Win_flush(other, window);
+        if (FAULT("lock")) MPI_Barrier(MPI_COMM_WORLD);
         if (guilty) stay_away();
-        MPI_Win_fence(0, window);
+        if (FAULT("lock")) MPI_Win_lock(MPI_LOCK_EXCLUSIVE, other, 0, window), MPI_Win_flush(other, window);
+        if (FAULT("fence")) MPI_Win_fence(0, window);
+        // Waits for the culprit to expose its part of the window.
+        if (FAULT("expose")) MPI_Win_start(to, 0, window), MPI_Win_complete(window);
+    }
+    if (FAULT("write")) {
+        MPI_File file;
+        MPI_File_open(MPI_COMM_WORLD, getenv("XPU_TEST_FILE"), MPI_MODE_CREATE | MPI_MODE_RDWR, MPI_INFO_NULL, &file);
+        if (guilty) stay_away();
+        MPI_File_set_size(file, 4096);
+    }
+    if (FAULT("between")) {
+        MPI_Comm between;
+        MPI_Comm_split(MPI_COMM_WORLD, rank % 2, rank, &half);
+        MPI_Intercomm_create(half, 0, MPI_COMM_WORLD, 1 - rank % 2, 5, &between);
+        if (guilty) stay_away();
+        // Rank 3 waits for a message of rank 2, which is member 1 of the other half.
+        if (rank == 3) MPI_Recv(&value, 1, MPI_INT, 1, 6, between, MPI_STATUS_IGNORE);
+    }
+    if (FAULT("idup")) {
+        // The call is not hooked: that somebody waits is known, and not for what.
+        if (guilty) stay_away();
+        MPI_Comm_idup(MPI_COMM_WORLD, &copy, &request);
+        MPI_Wait(&request, MPI_STATUS_IGNORE);
+    }
+    if (FAULT("test") || FAULT("probe")) {
+        // Waiting by asking: at once, with a pause, or for a message.
+        int flag = 0;
+        if (guilty) stay_away();
+        if (FAULT("test")) MPI_Irecv(&value, 1, MPI_INT, culprit, 0, MPI_COMM_WORLD, &request);
+        while (!flag) {
+            if (FAULT("probe")) MPI_Iprobe(culprit, 0, MPI_COMM_WORLD, &flag, MPI_STATUS_IGNORE);
+            else MPI_Test(&request, &flag, MPI_STATUS_IGNORE);
+            if (rank == other) usleep(20000);
+        }
+    }
+    if (FAULT("tag")) {
+        if (guilty) MPI_Ssend(&value, 1, MPI_INT, other, 7, MPI_COMM_WORLD);
+        if (rank == other) MPI_Recv(&value, 1, MPI_INT, culprit, 8, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    }
+    if (FAULT("any")) {
+        if (guilty) stay_away();
+        if (rank == other) MPI_Recv(&value, 1, MPI_INT, MPI_ANY_SOURCE, 8, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    }
+    if (FAULT("prepared")) {
+        MPI_Barrier_init(MPI_COMM_WORLD, MPI_INFO_NULL, &request);
+        for (int again = 0; again < 5; again++) {
+            if (again == 4 && guilty) stay_away();
+            MPI_Start(&request);
+            MPI_Wait(&request, MPI_STATUS_IGNORE);
+        }
+    }
+    if (FAULT("asking")) {
+        // Asks now and then whether to stop while it works, and is never told to: no hang.
+        int flag = 0;
+        MPI_Irecv(&value, 1, MPI_INT, other, 99, MPI_COMM_WORLD, &request);
+        for (double end = MPI_Wtime() + 8; MPI_Wtime() < end && !flag;) {
+            for (volatile int work = 0; work < 1000000;) work++;
+            MPI_Test(&request, &flag, MPI_STATUS_IGNORE);
+        }
+        for (double end = MPI_Wtime() + 0.5; MPI_Wtime() < end;) MPI_Test(&request, &flag, MPI_STATUS_IGNORE);
+        // And a long piece of work after it has asked for a while.
+        sleep(8);
+        MPI_Cancel(&request);
+        MPI_Wait(&request, MPI_STATUS_IGNORE);
     }
     MPI_Barrier(MPI_COMM_WORLD);
     if (FAULT("finalize") && guilty) stay_away();

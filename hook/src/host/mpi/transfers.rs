@@ -1,0 +1,72 @@
+//! Messages between two ranks, and waiting for what was begun without waiting: rows.
+
+use super::{
+    polling::{Done, probing, testing},
+    request::{For, posted, waiting},
+    *,
+};
+
+hooked! {
+    library Mpi, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing ERROR;
+
+    MPI_Send | PMPI_Send(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype))]);
+    MPI_Ssend | PMPI_Ssend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype))]);
+    MPI_Rsend | PMPI_Rsend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype))]);
+    MPI_Recv | PMPI_Recv(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, status: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
+    MPI_Probe | PMPI_Probe(peer: Word, tag: Word, comm: Word, status: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
+    MPI_Mprobe | PMPI_Mprobe(peer: Word, tag: Word, comm: Word, message: Word, status: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
+    MPI_Sendrecv | PMPI_Sendrecv(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
+        receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, status: Word)
+        => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(sends), stype));
+    MPI_Sendrecv_replace | PMPI_Sendrecv_replace(buffer: Word, count: Word, dtype: Word, to: Word, stag: Word,
+        from: Word, rtag: Word, comm: Word, status: Word)
+        => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(count), dtype));
+
+    MPI_Isend | PMPI_Isend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+    MPI_Issend | PMPI_Issend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+    MPI_Irsend | PMPI_Irsend(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, false);
+    MPI_Irecv | PMPI_Irecv(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
+    MPI_Send_init | PMPI_Send_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
+        request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+    MPI_Ssend_init | PMPI_Ssend_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
+        request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+    MPI_Rsend_init | PMPI_Rsend_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
+        request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(int(count), dtype)), request, true);
+    MPI_Recv_init | PMPI_Recv_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
+        request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+
+    MPI_Wait | PMPI_Wait(request: Word, status: Word)
+        => |recorder, _| waiting(recorder, "MPI_Wait", request, 1, For::All);
+    MPI_Waitall | PMPI_Waitall(count: Word, requests: Word, statuses: Word)
+        => |recorder, _| waiting(recorder, "MPI_Waitall", requests, count as i32, For::All);
+    MPI_Waitany | PMPI_Waitany(count: Word, requests: Word, index: Word, status: Word)
+        => |recorder, _| waiting(recorder, "MPI_Waitany", requests, count as i32, For::Any { index });
+    MPI_Waitsome | PMPI_Waitsome(count: Word, requests: Word, finished: Word, indices: Word, statuses: Word)
+        => |recorder, _| waiting(recorder, "MPI_Waitsome", requests, count as i32, For::Some);
+
+    MPI_Iprobe | PMPI_Iprobe(peer: Word, tag: Word, comm: Word, flag: Word, status: Word)
+        => |_, _| probing(comm, peer, tag, flag);
+    MPI_Improbe | PMPI_Improbe(peer: Word, tag: Word, comm: Word, flag: Word, message: Word, status: Word)
+        => |_, _| probing(comm, peer, tag, flag);
+    MPI_Test | PMPI_Test(request: Word, flag: Word, status: Word) => |_, _| testing(request, 1, For::All, Done::Flag(flag));
+    MPI_Testall | PMPI_Testall(count: Word, requests: Word, flag: Word, statuses: Word)
+        => |_, _| testing(requests, count as i32, For::All, Done::Flag(flag));
+    MPI_Testany | PMPI_Testany(count: Word, requests: Word, index: Word, flag: Word, status: Word)
+        => |_, _| testing(requests, count as i32, For::Any { index }, Done::Flag(flag));
+    MPI_Testsome | PMPI_Testsome(count: Word, requests: Word, finished: Word, indices: Word, statuses: Word)
+        => |_, _| testing(requests, count as i32, For::Some, Done::Count(finished));
+}
