@@ -71,7 +71,7 @@ pub struct SlowRank {
     pub communicator: u64,
     /// See `communicator`.
     pub size: u32,
-    /// Part of the stretches of that communicator in which it came last by a margin.
+    /// Part of the stretches of that communicator in which it came later than the others by a margin.
     pub late: f64,
 }
 
@@ -80,7 +80,7 @@ impl fmt::Display for SlowRank {
         let percent = |part: f64| (part * 100.0).round();
         write!(
             f,
-            "it waits {} % of the time for others, the others wait {} %; it comes last in {} % of the time on communicator {} ({} \
+            "it waits {} % of the time for others, the others wait {} %; it comes late in {} % of the time on communicator {} ({} \
              ranks)",
             percent(self.waits),
             percent(self.others_wait),
@@ -371,7 +371,7 @@ mod tests {
         assert_eq!(comparison.waits.len(), 8);
         assert_eq!(
             slowest.to_string(),
-            "it waits 0 % of the time for others, the others wait 33 %; it comes last in 100 % of the time on communicator 0x1 (8 \
+            "it waits 0 % of the time for others, the others wait 33 %; it comes late in 100 % of the time on communicator 0x1 (8 \
              ranks)"
         );
     }

@@ -2,6 +2,7 @@
 
 mod network;
 mod security;
+mod slow;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
 
