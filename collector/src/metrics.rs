@@ -182,7 +182,7 @@ fn hook(page: &mut Page, seen: &[(Labels, &Sampled)]) {
         (
             "xpu_timer_operations_missed_total",
             "counter",
-            "Operations that came and went between two looks.",
+            "Operations that came and went between two looks, at most: tickets that nobody used count too.",
             &|sampled| Some(sampled.cursor.missed as f64),
         ),
         ("xpu_timer_hook_panics_total", "counter", "Panics caught in the hook; should be 0.", &word(header::PANICS)),

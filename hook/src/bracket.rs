@@ -32,16 +32,15 @@ pub fn is_captured(stream: usize) -> bool {
 
 /// Begins an operation and records its start event.
 pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<Open> {
-    let index = recorder.begin(what)?;
-    recorder.hand_over(index, sys::now_ns());
-    start(recorder, index);
-    Some(Open(index))
+    let open = open_without_events(recorder, what)?;
+    start(recorder, open.0);
+    Some(open)
 }
 
 /// Begins an operation that nobody can tell the stream of: it is noted, and ends when its call returns.
 pub fn open_without_events(recorder: &'static Recorder, what: &Begin) -> Option<Open> {
     let index = recorder.begin(what)?;
-    recorder.hand_over(index, sys::now_ns());
+    recorder.hand_over(index);
     Some(Open(index))
 }
 
@@ -67,19 +66,26 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     if elsewhere && device.make_current(context).is_err() {
         return;
     }
-    let pool = recorder.pools.of(context);
-    let event = pool.and_then(|pool| pool.pop()).or_else(|| device.create_event().ok());
+    let spare = || spare_event(recorder, context);
+    let event = spare().or_else(|| device.create_event().ok());
     if let Some(event) = event {
         match device.record_event(event, stream) {
             Ok(()) => place.store(event, Ordering::Release),
             // The context was reset, and its spare events went with it; they must not be used again.
-            Err(_) => while pool.is_some_and(|pool| pool.pop().is_some()) {},
+            Err(_) => while spare().is_some() {},
         }
     }
     if elsewhere {
         // The context was current a moment ago; that it cannot be again is not ours to repair.
         let _ = device.make_current(current);
     }
+}
+
+/// An event of a context that is not in use: one that came back to the calling thread's lane, else one of the context's pool.
+fn spare_event(recorder: &Recorder, context: usize) -> Option<usize> {
+    let lane = recorder.lane_of(thread_state::current());
+    let own = lane.and_then(|lane| recorder.handoffs[lane].take_event(context));
+    own.or_else(|| recorder.pools.of(context)?.pop())
 }
 
 /// A collective's kernel is launched: it tells the algorithm. It is that of the operations on its stream which the thread is
@@ -164,7 +170,7 @@ pub fn chain(
 
 /// Communicator of an operation.
 pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
-    recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(|comm| comm as usize)
+    recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(usize::from)
 }
 
 /// What a completed operation counts as: after an abort its kernel has left, but it did not do its work.

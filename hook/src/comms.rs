@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{CommunicatorState, Op, OpKind},
 };
 
-use crate::{bracket::comm_of, recorder::Recorder, sys};
+use crate::{bracket::comm_of, recorder::Recorder, sys, thread_state};
 
 /// Private side of an entry.
 #[derive(Default)]
@@ -84,13 +84,26 @@ impl Comms {
         self.used.load(Ordering::Acquire).min(comm::SLOTS)
     }
 
-    /// The live communicator of a handle. The newest first: those are the ones in use.
+    /// The live communicator of a handle. Each thread remembers where it found those that it uses; a job of tensor, pipeline
+    /// and data parallelism has dozens, and some programs hundreds.
     #[inline]
     pub fn find(&self, handle: usize) -> Option<usize> {
         if handle == 0 {
             return None;
         }
-        (0..self.used()).rev().find(|index| self.entries[*index].handle.load(Ordering::Acquire) == handle as u64)
+        let hash = (handle as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
+        let known = &thread_state::current().comms[hash as usize % thread_state::COMMS];
+        let index = usize::from(known.get());
+        if self.is_at(index, handle) {
+            return Some(index);
+        }
+        let index = (0..self.used()).rev().find(|index| self.is_at(*index, handle))?;
+        known.set(index as u16);
+        Some(index)
+    }
+
+    fn is_at(&self, index: usize, handle: usize) -> bool {
+        self.entries[index].handle.load(Ordering::Acquire) == handle as u64
     }
 
     fn take(&self) -> Option<usize> {
@@ -143,8 +156,11 @@ impl Recorder {
         Some(index)
     }
 
-    /// The library has given a communicator its handle.
+    /// The library has given a communicator its handle. Another one of that handle must have ended unseen.
     pub fn set_comm_handle(&self, index: usize, handle: usize) {
+        if let Some(gone) = self.comms.find(handle).filter(|found| *found != index) {
+            self.retire_comm(gone);
+        }
         self.comm_word(index, comm::HANDLE).store(handle as u64, Ordering::Relaxed);
         self.comms.entries[index].handle.store(handle as u64, Ordering::Release);
     }
@@ -257,6 +273,26 @@ mod tests {
         let second = recorder.create_comm(&new(11)).unwrap();
         recorder.set_comm_handle(second, 0x50);
         assert_eq!(recorder.comms.find(0x50).map(|index| recorder.comm_id(index)), Some(11));
+        // One that ended unseen does not hide its successor.
+        let third = recorder.create_comm(&new(12)).unwrap();
+        recorder.set_comm_handle(third, 0x50);
+        assert_eq!(recorder.comms.find(0x50), Some(third));
+        recorder.retire_comm(third);
+        assert_eq!(recorder.comms.find(0x50), None);
+    }
+
+    #[test]
+    fn every_one_of_a_thousand_communicators_is_found_in_any_order() {
+        let recorder = recorder();
+        let handles: Vec<usize> = (1..=comm::SLOTS).map(|number| number * 0x1240).collect();
+        let indices: Vec<usize> = (1..=comm::SLOTS).map(|id| recorder.create_comm(&new(id as u64)).unwrap()).collect();
+        handles.iter().zip(&indices).for_each(|(handle, index)| recorder.set_comm_handle(*index, *handle));
+        for round in 0..3 {
+            for number in (0..comm::SLOTS).map(|number| number * (2 * round + 1) % comm::SLOTS) {
+                assert_eq!(recorder.comms.find(handles[number]), Some(indices[number]));
+                assert_eq!(recorder.comms.find(handles[number]), Some(indices[number]), "the second time");
+            }
+        }
     }
 
     #[test]

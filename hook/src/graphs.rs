@@ -21,7 +21,7 @@ use crate::{
     device::device,
     hooked::After,
     recorder::{Begin, Recorder},
-    start, sys,
+    start,
 };
 
 /// A captured collective.
@@ -284,7 +284,7 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
         last = Some(index);
     }
     let leader = leader?;
-    recorder.hand_over(leader, sys::now_ns());
+    recorder.hand_over(leader);
     bracket::start(recorder, leader);
     Some(Open(leader))
 }
@@ -298,7 +298,7 @@ fn count(recorder: &'static Recorder, held: &Held, stream: usize) -> Option<Begi
     let counter = if point_to_point { comm::POINT_TO_POINT } else { comm::LAUNCHED };
     let seq = recorder.comm_word(held.comm, counter).fetch_add(1, Ordering::Relaxed) + 1;
     if !point_to_point {
-        recorder.count(header::COLLECTIVES);
+        recorder.launched_collective();
     }
     Some(Begin {
         dtype: held.dtype,
@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn an_instantiation_keeps_what_its_graph_held() {
         let recorder: &'static Recorder =
-            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(sys::Descriptor::none()))).unwrap()));
+            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(crate::sys::Descriptor::none()))).unwrap()));
         let (mut graph, mut exec) = (0usize, 0usize);
         BOOKS.lock().unwrap().captures.push((7, vec![held(1), held(2)]));
         graph += 0x100;

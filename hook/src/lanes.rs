@@ -94,6 +94,15 @@ impl Recorder {
         }
     }
 
+    /// A collective that a device runs.
+    #[inline]
+    pub fn launched_collective(&self) {
+        match self.lane_of(thread_state::current()) {
+            Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], 1),
+            None => self.count(header::COLLECTIVES),
+        }
+    }
+
     /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
     #[inline(always)]
     pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {

@@ -20,6 +20,7 @@ mod driver;
 mod family;
 #[allow(unsafe_code)]
 mod graphs;
+mod handoff;
 mod hooked;
 #[allow(unsafe_code)]
 mod host;

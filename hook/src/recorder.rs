@@ -1,50 +1,55 @@
 //! The flight recorder: the only writer of the ring.
 //!
 //! Everything here is called from launching threads and takes no lock, allocates nothing and makes no system call; what does
-//! not fit is counted. A slot is written by the thread that launched, then handed to the watcher through a queue; only
-//! the watcher frees it, so a pending operation is never overwritten.
+//! not fit is counted. A slot is written by the thread that launched, then handed to the watcher; only the watcher frees it, so a
+//! pending operation is never overwritten. Threads that launch in different communicators write no cache line in common.
 
 use std::{
     io,
-    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
 use xpu_timer_proto::{
-    ring::{self, header, name, offset, op, pack_halves, pack_what, stream},
+    ring::{self, header, lane, name, offset, op, pack_halves, pack_what, stream},
     v1::{DataType, Op, OpKind, OpStatus},
 };
 
 use crate::{
     comms::Comms,
     device::EventPools,
+    handoff::Handoff,
     host::open::OpenCalls,
-    queue::Queue,
     ring::{Ring, store_text},
     sys::{self, Descriptor},
-    thread_state,
+    thread_state::{self, ThreadState},
 };
 
 /// Life of a slot, in [`Slot::state`].
 pub mod state {
     /// Nobody's.
-    pub const FREE: u32 = 0;
+    pub const FREE: u8 = 0;
     /// Begun, in a group that is still open: not launched yet.
-    pub const QUEUED: u32 = 1;
+    pub const QUEUED: u8 = 1;
     /// The host is inside the call, or a nonblocking call is in progress.
-    pub const OPEN: u32 = 2;
+    pub const OPEN: u8 = 2;
     /// Both events are in the stream: the device decides.
-    pub const ARMED: u32 = 3;
+    pub const ARMED: u8 = 3;
     /// The host decided; the status is in the ring.
-    pub const CLOSED: u32 = 4;
+    pub const CLOSED: u8 = 4;
 }
 
-/// What the process keeps to itself about an operation slot.
+/// What the process keeps to itself about an operation slot: one cache line.
 #[derive(Default)]
+#[repr(align(64))]
 pub struct Slot {
     /// One of [`state`].
-    pub state: AtomicU32,
+    pub state: AtomicU8,
+    /// The lane of the thread that launched it; [`lane::SLOTS`] when that has none.
+    pub lane: AtomicU8,
     /// Index of its communicator plus one, 0 for none.
-    pub comm: AtomicU32,
+    pub comm: AtomicU16,
+    /// Next on its way to the watcher; see [`Handoff`].
+    pub begun: AtomicU32,
     /// Since when it counts as pending; a queued one from the end of its group.
     pub since_ns: AtomicU64,
     /// Context, stream and events as addresses; 0 for none.
@@ -62,6 +67,8 @@ pub struct Slot {
     /// Next of the operations that the same pair of events brackets; slot plus one.
     pub follower: AtomicU32,
 }
+
+const _: () = assert!(size_of::<Slot>() == 64);
 
 /// The shape of a matrix product, as [`xpu_timer_proto::v1::Matmul`] has it.
 #[derive(Debug, Clone, Copy)]
@@ -135,8 +142,8 @@ pub struct Recorder {
     pub ring: Ring,
     /// Private side of the operation slots.
     pub slots: Box<[Slot]>,
-    /// Slots on their way to the watcher.
-    pub begun: Queue<{ op::SLOTS }>,
+    /// What passes between each lane's thread and the watcher; the last one is for threads without a lane.
+    pub handoffs: Box<[Handoff]>,
     /// Communicators.
     pub comms: Comms,
     /// What host threads are inside of.
@@ -148,10 +155,24 @@ pub struct Recorder {
     /// What is bracketed; see [`crate::config::Bracket`].
     pub bracket: AtomicU32,
     seen: Box<[AtomicU64]>,
+    shared: Shared,
+}
+
+/// Numbers that all threads write, each seldom, apart from what they read at every launch.
+#[derive(Default)]
+#[repr(align(128))]
+struct Shared {
     names: AtomicUsize,
     groups: AtomicU64,
     host_calls: AtomicU64,
 }
+
+/// Most tickets that a thread takes at once.
+const MOST_TICKETS: u64 = 64;
+/// So long they are good for; older ones would stand among the operations of a later time.
+const TICKETS_NS: u64 = 5_000_000;
+/// Numbers of groups that a thread takes at once.
+const GROUPS: u64 = 64;
 
 impl Recorder {
     /// A recorder with an empty ring.
@@ -162,16 +183,14 @@ impl Recorder {
         Ok(Recorder {
             ring: Ring::create(descriptor)?,
             slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
-            begun: Queue::new(),
+            handoffs: (0..=lane::SLOTS).map(|_| Handoff::new()).collect(),
             comms: Comms::new(),
             open_calls: OpenCalls::new(),
             pools: EventPools::new(),
             inject: AtomicBool::new(false),
             bracket: AtomicU32::new(0),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
-            names: AtomicUsize::new(0),
-            groups: AtomicU64::new(0),
-            host_calls: AtomicU64::new(0),
+            shared: Shared::default(),
         })
     }
 
@@ -181,29 +200,82 @@ impl Recorder {
         self.ring.header(header).fetch_add(1, Ordering::Relaxed);
     }
 
-    /// Number of a new group, from 1.
-    pub fn next_group(&self) -> u64 {
-        self.groups.fetch_add(1, Ordering::Relaxed) + 1
+    /// Number of a new group, not 0, that no other group of this process has.
+    pub fn next_group(&self, thread: &ThreadState) -> u64 {
+        if thread.groups_left.get() == 0 {
+            thread.next_group.set(self.shared.groups.fetch_add(GROUPS, Ordering::Relaxed) + 1);
+            thread.groups_left.set(GROUPS as u32);
+        }
+        thread.groups_left.set(thread.groups_left.get() - 1);
+        let number = thread.next_group.get();
+        thread.next_group.set(number + 1);
+        number
+    }
+
+    /// The next ticket of this thread, and whether the one behind it is this thread's, too.
+    #[inline]
+    fn next_ticket(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
+        let (next, end) = (thread.next_ticket.get(), thread.end_of_tickets.get());
+        if next < end && now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS {
+            thread.next_ticket.set(next + 1);
+            return (next, next + 1 < end);
+        }
+        self.take_tickets(thread, now_ns)
+    }
+
+    /// Who launches alone takes tickets one by one, so that every one is used. Who finds that others took some meanwhile takes twice
+    /// as many as the last time: no more are left unused than were used.
+    fn take_tickets(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
+        let recent = now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS;
+        let last = u64::from(thread.tickets.get());
+        let count = if recent && thread.is_not_alone.get() { (last * 2).clamp(1, MOST_TICKETS) } else { 1 };
+        let first = self.ring.header(header::OPS).fetch_add(count, Ordering::Relaxed);
+        let alone = first == thread.end_of_tickets.get();
+        thread.is_not_alone.set(!alone);
+        thread.tickets.set(count as u32);
+        thread.next_ticket.set(first + 1);
+        thread.end_of_tickets.set(first + count);
+        thread.tickets_ns.set(now_ns);
+        (first, alone || count > 1)
+    }
+
+    /// Fetches a slot that this thread is about to use.
+    #[inline]
+    fn prefetch(&self, index: usize) {
+        let words = self.ring.op(index);
+        sys::prefetch(&self.slots[index]);
+        sys::prefetch(&words[0]);
+        sys::prefetch(&words[8]);
     }
 
     /// Number of a new host call, from 1.
     pub fn next_host_call(&self) -> u64 {
-        self.host_calls.fetch_add(1, Ordering::Relaxed) + 1
+        self.shared.host_calls.fetch_add(1, Ordering::Relaxed) + 1
     }
 
     /// Takes a slot and publishes the operation in it as pending. `None` when the slot's operation of the lap before is still
-    /// pending; that is counted.
+    /// pending; that is counted. Its age counts from now.
     pub fn begin(&self, what: &Begin) -> Option<usize> {
         let now = sys::now_ns();
-        self.ring.header(header::LAST_LAUNCH_NS).store(now, Ordering::Relaxed);
-        let ticket = self.ring.header(header::OPS).fetch_add(1, Ordering::Relaxed);
+        let thread = thread_state::current();
+        let lane = self.lane_of(thread);
+        let last_launch = match lane {
+            Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
+            None => self.ring.header(header::LAST_LAUNCH_NS),
+        };
+        last_launch.store(now, Ordering::Relaxed);
+        let (ticket, next_is_ours) = self.next_ticket(thread, now);
         let index = ticket as usize % op::SLOTS;
+        if next_is_ours {
+            self.prefetch((index + 1) % op::SLOTS);
+        }
         let slot = &self.slots[index];
         if slot.state.compare_exchange(state::FREE, state::QUEUED, Ordering::Acquire, Ordering::Relaxed).is_err() {
             self.count(header::DROPPED);
             return None;
         }
-        slot.comm.store(what.comm.map_or(0, |comm| comm as u32 + 1), Ordering::Relaxed);
+        slot.lane.store(lane.unwrap_or(lane::SLOTS) as u8, Ordering::Relaxed);
+        slot.comm.store(what.comm.map_or(0, |comm| comm as u16 + 1), Ordering::Relaxed);
         slot.since_ns.store(now, Ordering::Relaxed);
         slot.stream.store(what.stream, Ordering::Relaxed);
         for word in [&slot.context, &slot.start, &slot.end, &slot.output] {
@@ -212,7 +284,6 @@ impl Recorder {
         slot.next.store(0, Ordering::Relaxed);
         slot.follower.store(0, Ordering::Relaxed);
 
-        let (tid, group) = thread_state::with(|thread| (thread.tid(), thread.group.get()));
         let (communicator, seq, count) = what.matmul.map_or((what.communicator, what.seq, what.count), |shape| {
             (
                 pack_halves(shape.m, shape.n),
@@ -224,7 +295,7 @@ impl Recorder {
         words[op::TICKET].store(0, Ordering::Relaxed);
         std::sync::atomic::fence(Ordering::Release);
         for (word, value) in [
-            (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, tid)),
+            (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, thread.tid())),
             (op::COMMUNICATOR, communicator),
             (op::SEQ, seq),
             (op::COUNT, count),
@@ -237,7 +308,7 @@ impl Recorder {
             (op::STATUS, pack_halves(OpStatus::Pending as u32, 0)),
             (op::DEVICE_NS, 0),
             (op::FUNCTION, what.function),
-            (op::GROUP, group),
+            (op::GROUP, thread.group.get()),
             (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
         ] {
             words[word].store(value, Ordering::Relaxed);
@@ -246,14 +317,16 @@ impl Recorder {
         Some(index)
     }
 
-    /// Hands a slot to the watcher, open: from now on its age counts.
-    pub fn hand_over(&self, index: usize, now_ns: u64) {
+    /// Hands a slot to the watcher, open.
+    pub fn hand_over(&self, index: usize) {
         let slot = &self.slots[index];
-        slot.since_ns.store(now_ns, Ordering::Relaxed);
         slot.state.store(state::OPEN, Ordering::Release);
-        // The queue has a cell for every slot, and a slot is in it at most once.
-        let pushed = self.begun.push(index);
-        debug_assert!(pushed.is_ok());
+        self.handoff_of(index).push(&self.slots, index);
+    }
+
+    /// What passes between the watcher and the thread that launched a slot's operation.
+    pub fn handoff_of(&self, index: usize) -> &Handoff {
+        &self.handoffs[usize::from(self.slots[index].lane.load(Ordering::Relaxed))]
     }
 
     /// The host has left the call.
@@ -327,9 +400,9 @@ impl Recorder {
 
     /// Adds a name for a function key. The caller does so once for each key.
     pub fn add_name(&self, function: u64, text: &[u8]) {
-        let index = self.names.fetch_add(1, Ordering::Relaxed);
+        let index = self.shared.names.fetch_add(1, Ordering::Relaxed);
         if index >= name::SLOTS {
-            self.names.store(name::SLOTS, Ordering::Relaxed);
+            self.shared.names.store(name::SLOTS, Ordering::Relaxed);
             self.count(header::OVERFLOWS);
             return;
         }
@@ -348,7 +421,7 @@ impl Recorder {
     }
 
     fn names(&self) -> impl Iterator<Item = &'static [AtomicU64]> {
-        let entries = 0..self.names.load(Ordering::Relaxed).min(name::SLOTS);
+        let entries = 0..self.shared.names.load(Ordering::Relaxed).min(name::SLOTS);
         entries.map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
     }
 
@@ -405,7 +478,7 @@ mod tests {
         let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
         assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
         assert_eq!((operation.status(), operation.tid), (OpStatus::Pending, sys::gettid()));
-        recorder.hand_over(slot, sys::now_ns());
+        recorder.hand_over(slot);
         recorder.returned(slot, 77);
         recorder.close(slot, OpStatus::Failed, 700, 99);
         let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
@@ -429,6 +502,36 @@ mod tests {
         let record = read(&recorder);
         assert_eq!(record.health.unwrap().dropped, 1);
         assert_eq!(record.operations[0].ticket, 5);
+    }
+
+    #[test]
+    fn who_launches_alone_uses_every_ticket() {
+        let recorder = recorder();
+        let begin = || recorder.begin(&Begin::new(OpKind::Collective, Op::AllReduce)).unwrap();
+        assert_eq!((0..500).map(|_| begin()).collect::<Vec<_>>(), (0..500).collect::<Vec<_>>());
+        assert_eq!(recorder.ring.header(header::OPS).load(Ordering::Relaxed), 500);
+    }
+
+    #[test]
+    fn threads_that_launch_together_share_no_ticket_and_leave_few_unused() {
+        const EACH: usize = 400;
+        let recorder = recorder();
+        let all_up = std::sync::Barrier::new(8);
+        std::thread::scope(|scope| {
+            for _ in 0..8 {
+                scope.spawn(|| {
+                    all_up.wait();
+                    for _ in 0..EACH {
+                        assert!(recorder.begin(&Begin::new(OpKind::Collective, Op::AllReduce)).is_some());
+                    }
+                });
+            }
+        });
+        // A slot whose ticket two threads had would have been refused.
+        let used = (0..op::SLOTS).filter(|slot| recorder.ring.op(*slot)[op::TICKET].load(Ordering::Relaxed) != 0);
+        assert_eq!(used.count(), 8 * EACH);
+        let taken = recorder.ring.header(header::OPS).load(Ordering::Relaxed) as usize;
+        assert!(taken <= 2 * 8 * EACH, "{taken} tickets for {} operations", 8 * EACH);
     }
 
     #[test]

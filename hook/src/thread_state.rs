@@ -38,8 +38,27 @@ pub struct ThreadState {
     pub launches_to_sample: Cell<u32>,
     /// As above, of the collective library's functions.
     pub collectives_to_sample: Cell<u32>,
+    /// Tickets that the thread has taken and not used: from, to, and when they were taken; see [`crate::recorder`].
+    pub next_ticket: Cell<u64>,
+    /// As above.
+    pub end_of_tickets: Cell<u64>,
+    /// As above.
+    pub tickets_ns: Cell<u64>,
+    /// How many it took the last time.
+    pub tickets: Cell<u32>,
+    /// Another thread took tickets between the last two times that this one did.
+    pub is_not_alone: Cell<bool>,
+    /// Numbers of groups that the thread has taken and not used: the first, and how many.
+    pub next_group: Cell<u64>,
+    /// As above.
+    pub groups_left: Cell<u32>,
+    /// Where communicators were found last; see [`crate::comms`].
+    pub comms: [Cell<u16>; COMMS],
     tid: Cell<u32>,
 }
+
+/// Places in [`ThreadState::comms`].
+pub const COMMS: usize = 16;
 
 thread_local! {
     static STATE: ThreadState = const {
@@ -54,6 +73,14 @@ thread_local! {
             open: Cell::new(0),
             launches_to_sample: Cell::new(16),
             collectives_to_sample: Cell::new(4),
+            next_ticket: Cell::new(0),
+            end_of_tickets: Cell::new(0),
+            tickets_ns: Cell::new(0),
+            tickets: Cell::new(0),
+            is_not_alone: Cell::new(false),
+            next_group: Cell::new(0),
+            groups_left: Cell::new(0),
+            comms: [const { Cell::new(0) }; COMMS],
             tid: Cell::new(0),
         }
     };
@@ -90,6 +117,9 @@ impl ThreadState {
         self.group.set(0);
         self.group_first.set(0);
         self.group_last.set(0);
+        self.next_ticket.set(0);
+        self.end_of_tickets.set(0);
+        self.groups_left.set(0);
     }
 }
 

@@ -22,7 +22,8 @@ pub const VERSION: u32 = 3;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
-/// Indices of the header's words.
+/// Indices of the header's words. What the watcher writes, what threads without a lane share, and the tickets are on cache lines of
+/// their own, two apart because processors fetch lines in pairs.
 pub mod header {
     /// [`super::MAGIC`], stored last when the ring is set up.
     pub const MAGIC: usize = 0;
@@ -34,24 +35,24 @@ pub mod header {
     pub const WATCHER_CALL: usize = 3;
     /// When the watcher entered that call.
     pub const WATCHER_SINCE_NS: usize = 4;
-    /// Last launch of anything by a thread without a [`super::lane`], or of a collective.
-    pub const LAST_LAUNCH_NS: usize = 5;
-    /// Operations begun; the next ticket.
-    pub const OPS: usize = 6;
-    /// Operations that found no free slot.
-    pub const DROPPED: usize = 7;
-    /// Kernels launched by threads without a [`super::lane`].
-    pub const KERNELS: usize = 8;
-    /// Graphs launched by threads without a [`super::lane`].
-    pub const GRAPHS: usize = 9;
-    /// Collectives launched.
-    pub const COLLECTIVES: usize = 10;
-    /// Panics caught in the hook.
-    pub const PANICS: usize = 11;
-    /// Entries that did not fit the communicator, stream, name or coverage table.
-    pub const OVERFLOWS: usize = 12;
     /// Events that the hook keeps for reuse.
-    pub const SPARE_EVENTS: usize = 20;
+    pub const SPARE_EVENTS: usize = 5;
+    /// Last launch of anything by a thread without a [`super::lane`].
+    pub const LAST_LAUNCH_NS: usize = 16;
+    /// Operations that found no free slot.
+    pub const DROPPED: usize = 17;
+    /// Kernels launched by threads without a [`super::lane`].
+    pub const KERNELS: usize = 18;
+    /// Graphs launched by threads without a [`super::lane`].
+    pub const GRAPHS: usize = 19;
+    /// Collectives launched by threads without a [`super::lane`], and those that host threads run.
+    pub const COLLECTIVES: usize = 20;
+    /// Panics caught in the hook.
+    pub const PANICS: usize = 21;
+    /// Entries that did not fit the communicator, stream, name or coverage table.
+    pub const OVERFLOWS: usize = 22;
+    /// The next ticket that nobody has taken. Threads that launch at the same time take several at once, and leave some unused.
+    pub const OPS: usize = 32;
     /// Words of the header.
     pub const WORDS: usize = 64;
 }
@@ -132,16 +133,18 @@ pub mod comm {
     pub const STATE_DEVICE: usize = 3;
     /// Identity of the parent; 0 for none.
     pub const PARENT: usize = 4;
-    /// Collectives launched on the host.
-    pub const LAUNCHED: usize = 5;
-    /// Highest sequence number seen started on the device.
-    pub const STARTED: usize = 6;
-    /// Highest sequence number seen completed on the device.
-    pub const COMPLETED: usize = 7;
-    /// Sends and receives launched.
-    pub const POINT_TO_POINT: usize = 8;
     /// When its init call was entered.
-    pub const CREATED_NS: usize = 9;
+    pub const CREATED_NS: usize = 5;
+    /// Collectives launched on the host.
+    pub const LAUNCHED: usize = 6;
+    /// Sends and receives launched.
+    pub const POINT_TO_POINT: usize = 7;
+    /// Highest sequence number seen started on the device; on the cache line that the watcher writes.
+    pub const STARTED: usize = 8;
+    /// Highest sequence number seen completed on the device.
+    pub const COMPLETED: usize = 9;
+    /// Another identity of it, that other ranks have; 0 for none.
+    pub const ALIAS: usize = 10;
     /// Words of an entry.
     pub const WORDS: usize = 16;
     /// Number of entries.
@@ -249,11 +252,12 @@ fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<
     words[header::LAST_LAUNCH_NS] = words[header::LAST_LAUNCH_NS].max(totals.last_launch_ns);
     words[header::KERNELS] += totals.kernels;
     words[header::GRAPHS] += totals.graphs;
+    words[header::COLLECTIVES] += totals.collectives;
     Ok((words, totals))
 }
 
 /// The slots of the tickets `from..from + count`, in the order of the tickets. A slot may hold another ticket: it is not
-/// published yet, was never used because it was still in use, or has been used again since. Slots that change while they are
+/// published yet, was never used (its slot was still in use, or its thread launched no more), or has been used again since. Slots that change while they are
 /// read are left out.
 ///
 /// # Errors
@@ -306,7 +310,8 @@ pub fn read(
         .iter()
         .map(|words| operation(words, name_of(words[op::FUNCTION])))
         .collect();
-    operations.sort_by_key(|operation| operation.ticket);
+    // Tickets are in the order of time within a thread only.
+    operations.sort_by_key(|operation| (operation.entered_ns, operation.ticket));
     let finished = operations.iter().filter(|operation| operation.status() != OpStatus::Pending).count();
     let mut too_many = finished.saturating_sub(RECENT_OPERATIONS);
     operations.retain(|operation| {
@@ -440,6 +445,7 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
         completed: words[comm::COMPLETED],
         point_to_point: words[comm::POINT_TO_POINT],
         created_ns: words[comm::CREATED_NS],
+        alias: words[comm::ALIAS],
     }
 }
 

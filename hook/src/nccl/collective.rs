@@ -3,7 +3,7 @@
 use std::{ffi::c_int, sync::atomic::Ordering};
 
 use xpu_timer_proto::{
-    ring::{comm, header},
+    ring::comm,
     v1::{DataType, Op, OpKind},
 };
 
@@ -52,7 +52,7 @@ pub fn collective(recorder: &'static Recorder, site: Site, call: Call, handle: C
     let counter = if point_to_point { comm::POINT_TO_POINT } else { comm::LAUNCHED };
     let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
     if !point_to_point {
-        recorder.count(header::COLLECTIVES);
+        recorder.launched_collective();
     }
     let what = Begin {
         dtype: call.dtype(),

@@ -6,7 +6,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    ring::op,
+    ring::{comm as comm_words, op},
     v1::{CommunicatorState, Op, OpKind, OpStatus},
 };
 
@@ -78,7 +78,7 @@ fn ready(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
 }
 
 fn complete(recorder: &'static Recorder, site: Site, index: usize, handle: usize) {
-    let known = recorder.comm_word(index, xpu_timer_proto::ring::comm::SIZE_RANK).load(Ordering::Relaxed);
+    let known = recorder.comm_word(index, comm_words::SIZE_RANK).load(Ordering::Relaxed);
     if known as u32 == 0 {
         let ask = |number, names| {
             let function = site.companion(number, names)?;
@@ -120,7 +120,21 @@ pub struct Creating {
 }
 
 fn create(recorder: &'static Recorder, site: Site, op: Op, new: &NewComm, output: *mut Comm) -> Creating {
+    create_known_as(recorder, site, op, (new, 0), output)
+}
+
+/// The same for one that other ranks know by another identity, unless that is 0.
+fn create_known_as(
+    recorder: &'static Recorder,
+    site: Site,
+    op: Op,
+    (new, alias): (&NewComm, u64),
+    output: *mut Comm,
+) -> Creating {
     let comm = recorder.create_comm(new);
+    if let Some(comm) = comm {
+        recorder.comm_word(comm, comm_words::ALIAS).store(alias, Ordering::Relaxed);
+    }
     let slot = host_call(recorder, op, site.function.text(), comm, new.id, -1);
     let creating = Creating { site, slot, comm, output: output as usize };
     let Some(index) = slot else { return creating };
@@ -129,7 +143,7 @@ fn create(recorder: &'static Recorder, site: Site, op: Op, new: &NewComm, output
         group::queue(recorder, index);
         return Creating { site, slot: None, comm: None, output: 0 };
     }
-    recorder.hand_over(index, sys::now_ns());
+    recorder.hand_over(index);
     creating
 }
 
@@ -222,7 +236,7 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
         group::queue(recorder, index);
         return Creating { site, slot: None, comm: None, output: 0 };
     }
-    recorder.hand_over(index, sys::now_ns());
+    recorder.hand_over(index);
     Creating { site, slot, comm: None, output: 0 }
 }
 
@@ -232,8 +246,8 @@ pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &
     create(recorder, site, Op::CommSplit, &new, output)
 }
 
-/// Before ncclCommGrow. The ranks that were there know their parent, and only one of them need know the id; those that join know only
-/// the id. So there are two identities, each the same on all ranks of its kind.
+/// Before ncclCommGrow. The ranks that were there know their parent, and only the one that made the id knows it; those that join know
+/// only the id. So there are two identities, each the same on all ranks of its kind, and that one rank says that they are one.
 pub fn grow(
     recorder: &'static Recorder,
     site: Site,
@@ -247,7 +261,8 @@ pub fn grow(
     // They keep their numbers.
     let rank = recorder.comms.find(parent as usize).map_or(-1, |parent| recorder.comm_rank(parent));
     let new = NewComm { size: size as u32, rank, ..child(recorder, site, parent, b"grow", size) };
-    create(recorder, site, Op::CommInit, &new, output)
+    let alias = if id.is_empty() { 0 } else { hash(&[id]) };
+    create_known_as(recorder, site, Op::CommInit, (&new, alias), output)
 }
 
 /// A call that makes the communicators of several devices of this process.
@@ -264,7 +279,7 @@ pub fn init_all(recorder: &'static Recorder, site: Site, comms: *mut Comm, devic
     let id = local_id();
     let slot = host_call(recorder, Op::CommInit, site.function.text(), None, id, -1);
     if let Some(slot) = slot {
-        recorder.hand_over(slot, sys::now_ns());
+        recorder.hand_over(slot);
     }
     CreatingAll { site, slot, id, first: comms as usize, count: devices.max(0) as usize }
 }
@@ -318,7 +333,7 @@ fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, m
     let id = index.map_or(0, |index| recorder.comm_id(index));
     let slot = host_call(recorder, op, name, index, id, -1);
     if let Some(slot) = slot {
-        recorder.hand_over(slot, sys::now_ns());
+        recorder.hand_over(slot);
     }
     let state = match op {
         Op::CommAbort => CommunicatorState::Aborted,

@@ -24,7 +24,7 @@ pub fn group_start(recorder: &'static Recorder) -> Started {
         let depth = thread.group_depth.get();
         thread.group_depth.set(depth + 1);
         if depth == 0 {
-            thread.group.set(recorder.next_group());
+            thread.group.set(recorder.next_group(thread));
             thread.group_first.set(0);
             thread.group_last.set(0);
         }
@@ -104,7 +104,8 @@ pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
         }
     }
     for slot in chain(recorder, first, next) {
-        recorder.hand_over(slot, now);
+        recorder.slots[slot].since_ns.store(now, Ordering::Relaxed);
+        recorder.hand_over(slot);
         if !is_host_call(recorder, slot) {
             bracket::start(recorder, slot);
         }

@@ -44,6 +44,8 @@ pub struct Tracker {
     recorder: &'static Recorder,
     /// Operations by stream and, for host calls, by thread; oldest first.
     lanes: HashMap<Lane, VecDeque<usize>>,
+    /// What has just been taken from the launching threads; empty between the turns.
+    arrived: Vec<usize>,
     context: usize,
     relaxed: bool,
     pending: usize,
@@ -65,7 +67,7 @@ enum Lane {
 impl Tracker {
     /// Nothing pending.
     pub fn new(recorder: &'static Recorder) -> Self {
-        Tracker { recorder, lanes: HashMap::new(), context: 0, relaxed: false, pending: 0 }
+        Tracker { recorder, lanes: HashMap::new(), arrived: Vec::new(), context: 0, relaxed: false, pending: 0 }
     }
 
     /// Whether nothing is pending.
@@ -76,14 +78,15 @@ impl Tracker {
     /// Looks at everything once; whether anything came or went.
     pub fn turn(&mut self) -> bool {
         let mut progress = false;
-        while let Some(slot) = self.recorder.begun.pop() {
-            let lane = match self.recorder.kind(slot) {
-                OpKind::HostCall => Lane::Host(slot),
-                _ => self.stream_of(slot),
-            };
-            self.lanes.entry(lane).or_default().push_back(slot);
+        for handoff in &self.recorder.handoffs {
+            handoff.take(&self.recorder.slots, |slot| self.arrived.push(slot));
+        }
+        let mut arrived = std::mem::take(&mut self.arrived);
+        for slot in arrived.drain(..).rev() {
+            self.add(slot);
             progress = true;
         }
+        self.arrived = arrived;
         let mut lanes = std::mem::take(&mut self.lanes);
         lanes.retain(|_, lane| {
             while let Some(slot) = lane.front().copied() {
@@ -99,6 +102,18 @@ impl Tracker {
         self.lanes = lanes;
         self.fill_pools();
         progress
+    }
+
+    /// Adds an operation that has begun. Those of one stream are in the order in which they began, whatever threads they came from.
+    fn add(&mut self, slot: usize) {
+        let lane = match self.recorder.kind(slot) {
+            OpKind::HostCall => Lane::Host(slot),
+            _ => self.stream_of(slot),
+        };
+        let since_ns = |slot: usize| self.recorder.slots[slot].since_ns.load(Ordering::Relaxed);
+        let pending = self.lanes.entry(lane).or_default();
+        let later = pending.iter().rev().take_while(|other| since_ns(**other) > since_ns(slot)).count();
+        pending.insert(pending.len() - later, slot);
     }
 
     fn stream_of(&self, slot: usize) -> Lane {
@@ -214,8 +229,9 @@ impl Tracker {
             if event == 0 {
                 continue;
             }
-            let pool = self.recorder.pools.of(context);
-            if pool.is_none_or(|pool| pool.push(event).is_err()) {
+            let handed_back = self.recorder.handoff_of(slot).give_event(context, event)
+                || self.recorder.pools.of(context).is_some_and(|pool| pool.push(event).is_ok());
+            if !handed_back {
                 self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
             }
         }
@@ -281,5 +297,38 @@ impl Tracker {
         call.store(0, Ordering::SeqCst);
         since.store(0, Ordering::Relaxed);
         result
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::Op;
+
+    use super::*;
+    use crate::{recorder::Begin, sys::Descriptor};
+
+    #[test]
+    fn operations_of_one_stream_are_in_the_order_of_their_begin_whatever_threads_they_come_from() {
+        let recorder: &'static Recorder =
+            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()));
+        let begin = |since_ns: u64, stream: usize| {
+            let slot = recorder.begin(&Begin { stream, ..Begin::new(OpKind::Collective, Op::Send) });
+            let slot = slot.unwrap();
+            recorder.slots[slot].since_ns.store(since_ns, Ordering::Relaxed);
+            recorder.hand_over(slot);
+            slot
+        };
+        let mut tracker = Tracker::new(recorder);
+        let first = [begin(10, 0x40), begin(30, 0x40)];
+        tracker.turn();
+        // Another thread's were begun before, and come later.
+        let second = std::thread::scope(|scope| {
+            scope.spawn(|| [begin(20, 0x40), begin(40, 0x40), begin(5, 0x80)]).join().unwrap()
+        });
+        tracker.turn();
+        let mut streams: Vec<Vec<usize>> = tracker.lanes.values().map(|lane| lane.iter().copied().collect()).collect();
+        streams.sort_by_key(Vec::len);
+        assert_eq!(streams, [vec![second[2]], vec![first[0], second[0], first[1], second[1]]]);
+        assert_eq!(tracker.oldest(), Some((second[2], 5)));
     }
 }

@@ -35,6 +35,8 @@ pub const COLLECTIVE_COST_NS: usize = 18;
 pub const LONG_SAMPLES: usize = 19;
 /// As above.
 pub const LONG_COST_NS: usize = 20;
+/// Collectives launched.
+pub const COLLECTIVES: usize = 21;
 /// Words of a lane; whole cache lines.
 pub const WORDS: usize = 24;
 /// Number of lanes.
@@ -62,6 +64,8 @@ pub struct Totals {
     pub kernels: u64,
     /// Graphs launched.
     pub graphs: u64,
+    /// Collectives launched.
+    pub collectives: u64,
     /// Copies by [`COPY_KINDS`].
     pub copies: [u64; COPY_KINDS.len()],
     /// Their bytes.
@@ -87,6 +91,7 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
         totals.last_launch_ns = totals.last_launch_ns.max(lane[LAST_LAUNCH_NS]);
         totals.kernels += lane[KERNELS];
         totals.graphs += lane[GRAPHS];
+        totals.collectives += lane[COLLECTIVES];
         for kind in 0..COPY_KINDS.len() {
             totals.copies[kind] += lane[COPIES + kind];
             totals.copy_bytes[kind] += lane[COPY_BYTES + kind];
