@@ -1,16 +1,17 @@
 //! What the hook costs the host: nanoseconds a call, the time of a training loop, the start of a process, and memory; each against
 //! the same thing without the hook, in turn, in one run.
 
+mod training;
+
 use std::{
-    fs,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::Duration,
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, Ears, FakeCollector, Job, tree};
+use xpu_timer_tests::{Artifacts, Ears, FakeCollector, tree};
 
 use crate::{
     report::Report,
@@ -20,12 +21,14 @@ use crate::{
 /// Options of the benchmark.
 #[derive(clap::Args)]
 pub struct Options {
-    /// Repetitions of each measurement
-    #[arg(long, default_value = "40")]
-    repetitions: usize,
-    /// Runs of the training loop with and without the hook
-    #[arg(long, default_value = "12")]
-    loops: usize,
+    /// Rounds of a thread that each figure of a call is the median of
+    #[arg(long, default_value = "200")]
+    rounds: usize,
+    /// Starts of a process, with and without the hook
+    #[arg(long, default_value = "200")]
+    starts: usize,
+    #[command(flatten)]
+    training: training::Options,
     /// Write the table into docs/benchmarks.md
     #[arg(long)]
     write: bool,
@@ -35,7 +38,8 @@ pub struct Options {
 const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 150.0;
-const LOOP_LIMIT: f64 = 0.005;
+/// Longest time for the rounds of one figure.
+const PATIENCE_S: usize = 30;
 const START_LIMIT: Duration = Duration::from_millis(2);
 const MEMORY_LIMIT: f64 = 16e6;
 
@@ -46,7 +50,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let bench = Bench::set_up(&artifacts)?;
     let mut report = Report::new();
     calls(&bench, options, &mut report);
-    training(&bench, options, &mut report);
+    training::training(&bench, &options.training, &mut report);
     start(&bench, options, &mut report);
     memory(&bench, &mut report);
     if options.write {
@@ -92,73 +96,106 @@ impl Bench {
         command
     }
 
-    /// Runs `hook_calls` under the hook: nanoseconds a call, bare and hooked, of each thread and round; and the flight record
-    /// that it left, which is empty when it made no hooked call.
-    fn calls(&self, what: &str, threads: usize, rounds: usize, calls: usize) -> Result<(Vec<[f64; 2]>, FlightRecord)> {
+    /// Runs `hook_calls` under the hook.
+    fn calls(&self, what: &str, threads: usize, rounds: usize, calls: usize) -> Result<Calls> {
         let socket = self.folder.path().join("collector.sock");
         let collector = FakeCollector::listen(&socket, Ears::Open);
         let mut command = self.hooked("hook_calls", &socket);
-        command.arg(what).args([threads, rounds, calls].map(|number| number.to_string()));
+        command.arg(what).args([threads, rounds, calls, PATIENCE_S].map(|number| number.to_string()));
         let child = command.stdout(Stdio::piped()).stderr(Stdio::piped()).spawn()?;
         let pid = child.id() as i32;
         let output = child.wait_with_output()?;
         ensure!(output.status.success(), "hook_calls {what}: {}", output.status);
+        let mut printed =
+            Calls::parse(&String::from_utf8_lossy(&output.stdout)).context("hook_calls printed something else")?;
+        ensure!(
+            printed.pairs.len() == rounds,
+            "too noisy: {} of {} rounds of a thread were undisturbed and together with others, {rounds} are wanted",
+            printed.pairs.len(),
+            printed.rounds
+        );
+        if collector.hellos().iter().any(|(speaker, _)| *speaker == pid) {
+            printed.flight = collector.ring(pid);
+        }
+        Ok(printed)
+    }
+}
+
+/// What `hook_calls` printed, and the flight record that it left, which is empty when it made no hooked call.
+#[derive(Default)]
+struct Calls {
+    /// All hooked calls, measured or not.
+    hooked: u64,
+    /// Rounds of all threads, counted or not.
+    rounds: usize,
+    /// Nanoseconds a call, bare and hooked, of each round that counted.
+    pairs: Vec<[f64; 2]>,
+    flight: FlightRecord,
+}
+
+impl Calls {
+    fn parse(text: &str) -> Option<Self> {
+        let mut lines = text.lines();
+        let (hooked, rounds) = lines.next()?.strip_prefix("total ")?.split_once(' ')?;
         let pair = |line: &str| -> Option<[f64; 2]> {
             let (bare, hooked) = line.split_once(' ')?;
             Some([bare.parse().ok()?, hooked.parse().ok()?])
         };
-        let pairs: Option<Vec<[f64; 2]>> = String::from_utf8_lossy(&output.stdout).lines().map(pair).collect();
-        let pairs =
-            pairs.filter(|pairs| pairs.len() == threads * rounds).context("hook_calls printed something else")?;
-        let spoke = collector.hellos().iter().any(|(speaker, _)| *speaker == pid);
-        Ok((pairs, if spoke { collector.ring(pid) } else { FlightRecord::default() }))
+        let pairs = lines.map(pair).collect::<Option<_>>()?;
+        Some(Calls { hooked: hooked.parse().ok()?, rounds: rounds.parse().ok()?, pairs, ..Calls::default() })
+    }
+
+    /// The middle of what the hook adds, and the 90th percentile.
+    fn added(&self) -> (f64, f64) {
+        let mut added: Vec<f64> = self.pairs.iter().map(|[bare, hooked]| hooked - bare).collect();
+        added.sort_by(f64::total_cmp);
+        (added[added.len() / 2], added[added.len() * 9 / 10])
+    }
+
+    /// How much of the run counted.
+    fn share(&self) -> String {
+        format!("{} of {}", self.pairs.len(), self.rounds)
     }
 }
 
-/// The middle of what the hook adds, and the 90th percentile.
-fn added(pairs: &[[f64; 2]]) -> (f64, f64) {
-    let mut added: Vec<f64> = pairs.iter().map(|[bare, hooked]| hooked - bare).collect();
-    added.sort_by(f64::total_cmp);
-    (added[added.len() / 2], added[added.len() * 9 / 10])
-}
-
 fn calls(bench: &Bench, options: &Options, report: &mut Report) {
-    const CALLS: usize = 20_000;
-    report.section("Hook: added to a call, against the bare call in the same thread and round (CPU time)");
+    report.section(
+        "Hook: added to a call, against the bare call in the same thread and round; rounds in which the thread was not switched out \
+         and as many threads called at once as there are processors",
+    );
     for threads in THREADS {
         let what = format!("launch without events, {threads} threads: median (p90)");
-        let measured = bench.calls("launch", threads, options.repetitions, CALLS).and_then(|(pairs, flight)| {
-            // Three rounds come before the ones that are measured.
-            let launched = (threads * (options.repetitions + 3) * CALLS) as u64;
-            ensure!(
-                flight.kernels_launched == launched,
-                "{} of {launched} launches were counted",
-                flight.kernels_launched
-            );
-            Ok((added(&pairs), flight))
+        let measured = bench.calls("launch", threads, options.rounds, 2000).and_then(|calls| {
+            let counted = calls.flight.kernels_launched;
+            ensure!(counted == calls.hooked, "{counted} of {} launches were counted", calls.hooked);
+            Ok(calls)
         });
         match measured {
-            Ok(((median, p90), _)) => {
+            Ok(calls) => {
+                let (median, p90) = calls.added();
                 report.check(&what, format!("{median:.1} ns ({p90:.1})"), "at most 25 ns", median <= LAUNCH_LIMIT_NS);
+                report.note("  rounds that counted", calls.share());
             }
             Err(error) => report.failed(&what, &error),
         }
     }
-    let record = match bench.calls("record", 1, options.repetitions, CALLS) {
-        Ok((pairs, _)) => added(&pairs).0,
+    let record = match bench.calls("record", 1, options.rounds, 2000) {
+        Ok(calls) => calls.added().0,
         Err(error) => return report.failed("two event records", &error),
     };
     for threads in THREADS {
         let what = format!("collective without its two event records, {threads} threads: median (p90)");
-        // The ring has room for all operations of a round, so that none takes the short way of one that finds no slot.
-        let measured =
-            bench.calls("collective", threads, options.repetitions, 2048 / threads).and_then(|(pairs, flight)| {
-                let dropped = flight.health.as_ref().map_or(u64::MAX, |health| health.dropped);
-                ensure!(dropped == 0, "{dropped} operations found no slot");
-                Ok((added(&pairs), flight))
-            });
+        // The ring has room for all operations of some rounds, so that none takes the short way of one that finds no slot.
+        let measured = bench.calls("collective", threads, options.rounds, 128).and_then(|calls| {
+            let dropped = calls.flight.health.as_ref().map_or(u64::MAX, |health| health.dropped);
+            ensure!(dropped == 0, "{dropped} operations found no slot");
+            let counted = calls.flight.collectives_launched;
+            ensure!(counted == calls.hooked, "{counted} of {} collectives were counted", calls.hooked);
+            Ok(calls)
+        });
         match measured {
-            Ok(((median, p90), flight)) => {
+            Ok(calls) => {
+                let (median, p90) = calls.added();
                 let (median, p90) = (median - 2.0 * record, p90 - 2.0 * record);
                 report.check(
                     &what,
@@ -166,8 +203,9 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
                     "at most 150 ns",
                     median <= COLLECTIVE_LIMIT_NS,
                 );
+                report.note("  rounds that counted", calls.share());
                 if threads == 1 {
-                    let health = flight.health.unwrap_or_default();
+                    let health = calls.flight.health.unwrap_or_default();
                     let own = health.collective_cost_ns as f64 / health.collective_samples.max(1) as f64;
                     let samples = health.collective_samples;
                     report.note(
@@ -179,85 +217,6 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
             Err(error) => report.failed(&what, &error),
         }
     }
-}
-
-/// Four ranks that launch, reduce and compute, on the simulated device. Runs with and without the hook take turns; what counts is
-/// the ratio of each pair of neighbours, whose median has a confidence interval by order statistics.
-fn training(bench: &Bench, options: &Options, report: &mut Report) {
-    report.section(
-        "Hook: a loop of 4 ranks on the simulated device: 400 kernels, 4 all-reduces and 40 ms on the host a step",
-    );
-    let what = "added time: median of the pairs (95 % interval)";
-    let mut ratios = Vec::new();
-    let mut processor = Vec::new();
-    let mut bare = Vec::new();
-    for pair in 0..options.loops {
-        // Each goes first as often as the other.
-        let both = |first: bool| -> Result<[[f64; 2]; 2]> {
-            let one = steps(bench, first)?;
-            let other = steps(bench, !first)?;
-            Ok(if first { [one, other] } else { [other, one] })
-        };
-        match both(pair % 2 == 0) {
-            Ok([hooked, alone]) => {
-                ratios.push(hooked[0] / alone[0] - 1.0);
-                processor.push(hooked[1] / alone[1] - 1.0);
-                bare.push(alone[0]);
-            }
-            Err(error) => return report.failed(what, &error),
-        }
-    }
-    bare.sort_by(f64::total_cmp);
-    report.note("one step without the hook", format!("{:.2} ms", bare[bare.len() / 2]));
-    report.note("load average of the machine", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
-    let (figure, middle, low) = percent(ratios);
-    // Within noise: the interval holds no change at all.
-    let holds = middle < LOOP_LIMIT || low <= 0.0;
-    report.check(what, figure, "below 0.5 %, or noise", holds);
-    report.note("added processor time of rank 0, its simulated device included", percent(processor).0);
-}
-
-/// A median with its interval for people, the median, and the lower end.
-fn percent(mut ratios: Vec<f64>) -> (String, f64, f64) {
-    ratios.sort_by(f64::total_cmp);
-    let (low, high) = interval(&ratios);
-    let middle = ratios[ratios.len() / 2];
-    (format!("{:+.2} % ({:+.2} to {:+.2})", middle * 100.0, low * 100.0, high * 100.0), middle, low)
-}
-
-/// The order statistics between which the median lies with 95 %: by the normal approximation of the binomial distribution.
-fn interval(sorted: &[f64]) -> (f64, f64) {
-    let count = sorted.len() as f64;
-    let margin = 1.96 * count.sqrt() / 2.0;
-    let low = (count / 2.0 - margin).floor().max(0.0) as usize;
-    let high = ((count / 2.0 + margin).ceil() as usize).min(sorted.len() - 1);
-    (sorted[low], sorted[high])
-}
-
-/// Milliseconds of a step of rank 0, with or without the hook: wall time and processor time.
-fn steps(bench: &Bench, hooked: bool) -> Result<[f64; 2]> {
-    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "600");
-    let loop_of_ranks = tree().join("tests/bench/targets/hook_loop.py");
-    let ranks = tree().join("tests/examples/run_ranks.py");
-    let mut command =
-        if hooked { job.launch(xpu_timer_tests::python()) } else { job.command(xpu_timer_tests::python()) };
-    command.arg(ranks).arg("--nproc=4").arg(loop_of_ranks);
-    command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", &bench.hook);
-    let output = command.stderr(Stdio::piped()).output()?;
-    let text = String::from_utf8_lossy(&output.stdout);
-    let line = text.lines().find_map(|line| line.strip_prefix("ms a step "));
-    let times = line.and_then(|line| line.split_once(' '));
-    let Some(ms) = times.and_then(|(wall, used)| Some([wall.parse().ok()?, used.trim().parse().ok()?])) else {
-        bail!("the loop ended with {}: {}", output.status, String::from_utf8_lossy(&output.stderr).trim())
-    };
-    if hooked {
-        let counted = job.status().map_err(anyhow::Error::msg)?;
-        ensure!(
-            counted["ranks"].as_array().is_some_and(|ranks| ranks.len() == 4),
-            "the ranks were not hooked: {counted}"
-        );
-    }
-    Ok(ms)
 }
 
 /// A process that makes no device call.
@@ -272,7 +231,7 @@ fn start(bench: &Bench, options: &Options, report: &mut Report) {
         Ok(wall)
     };
     let mut added = Vec::new();
-    for _ in 0..options.repetitions * 5 {
+    for _ in 0..options.starts {
         match (wall(false), wall(true)) {
             (Ok(alone), Ok(hooked)) => added.push((hooked.as_nanos() as i64) - (alone.as_nanos() as i64)),
             (Err(error), _) | (_, Err(error)) => return report.failed("added to start and end", &error),
@@ -301,7 +260,7 @@ fn memory(bench: &Bench, report: &mut Report) {
         } else {
             Command::new(bench.folder.path().join("hook_calls"))
         };
-        let output = command.args(["memory", "16", "12", "512"]).output()?;
+        let output = command.args(["memory", "16", "12", "512", "0"]).output()?;
         let text = String::from_utf8_lossy(&output.stdout);
         text.trim().parse().with_context(|| format!("hook_calls memory printed {text:?}"))
     };
@@ -319,23 +278,18 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_interval_of_a_median_lies_around_it() {
-        let sorted: Vec<f64> = (0..12).map(f64::from).collect();
-        let (low, high) = interval(&sorted);
-        assert!(low <= 5.0 && high >= 6.0 && low > 0.0 && high < 11.0, "{low} {high}");
-        assert_eq!(interval(&[1.0]), (1.0, 1.0));
-    }
-
-    #[test]
     fn added_time_is_hooked_less_bare() {
-        let pairs: Vec<[f64; 2]> = (0..10).map(|number| [2.0, 3.0 + f64::from(number)]).collect();
-        assert_eq!(added(&pairs), (6.0, 10.0));
+        let rows: String = (0..10).map(|number| format!("2.0 {}.0\n", 3 + number)).collect();
+        let calls = Calls::parse(&format!("total 1600 12\n{rows}")).unwrap();
+        assert_eq!((calls.hooked, calls.rounds, calls.added()), (1600, 12, (6.0, 10.0)));
+        assert!(Calls::parse("total 1600 12\n2.0\n").is_none());
+        assert!(Calls::parse("2.0 3.0\n").is_none());
     }
 
     #[test]
     fn the_programs_are_there() {
         for name in ["hook_stubs.c", "hook_calls.c", "hook_start.c", "hook_loop.py"] {
-            assert!(fs::metadata(tree().join("tests/bench/targets").join(name)).is_ok(), "{name}");
+            assert!(std::fs::metadata(tree().join("tests/bench/targets").join(name)).is_ok(), "{name}");
         }
     }
 }

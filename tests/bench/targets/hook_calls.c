@@ -1,45 +1,101 @@
 /* Calls a function of the driver or of the collective library under its own name, which the hook sees, and under its other name,
- * which it does not, in turn, from several threads at once. Prints one line a thread and round: nanoseconds of CPU time a call,
- * bare and hooked.
+ * which it does not, from several threads at once.
+ *
+ * A round of a thread counts when the thread was not switched out in it (getrusage says so) and when as many others as the machine has
+ * processors for were calling at the same time: only then threads can get in each other's way at all. So the figures hold on a
+ * machine that does other things beside, which makes the program take longer, not the calls. It ends when WANTED rounds have counted or
+ * SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line for each that counted:
+ * nanoseconds a call, bare and hooked.
  *
  * `record` times the bare event record. `memory` launches and reduces, and prints the bytes that are resident at the end.
  *
- * usage: hook_calls launch|collective|record|memory THREADS ROUNDS CALLS */
+ * usage: hook_calls launch|collective|record|memory THREADS WANTED CALLS SECONDS */
 #define _GNU_SOURCE
 #include <pthread.h>
+#include <sched.h>
+#include <stdatomic.h>
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/resource.h>
 #include <time.h>
 #include <unistd.h>
 
 typedef struct { char internal[128]; } Id;
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 int bare_cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
-int cuEventRecord(void *, void *);
 int bare_cuEventRecord(void *, void *);
 int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int bare_ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int ncclCommInitRank(void **, int, Id, int);
 
-static int rounds, calls;
-static pthread_barrier_t line;
-typedef struct { int number; double *bare, *hooked; } Thread;
+enum { WARM_UP = 32 };
+static const double GATE_NS = 3e6;
+static const double OVERLAP = 0.8;
+
+typedef struct { double from, to; int switched; } Phase;
+typedef struct {
+    int number;
+    Phase hooked;
+    double (*rows)[2];
+    char apart[128];
+} Thread;
+
 static const char *what;
+static int threads, together, wanted, calls;
+static double deadline;
+static Thread *work;
+static pthread_barrier_t line;
+static atomic_int arrived, counted, ended;
 
 static double now(void) {
     struct timespec time;
-    clock_gettime(CLOCK_THREAD_CPUTIME_ID, &time);
+    clock_gettime(CLOCK_MONOTONIC, &time);
     return time.tv_sec * 1e9 + time.tv_nsec;
 }
 
-#define BATCH(call)                                                                                                              \
+static long switches(void) {
+    struct rusage usage;
+    getrusage(RUSAGE_THREAD, &usage);
+    return usage.ru_nvcsw + usage.ru_nivcsw;
+}
+
+/* Waits, running, until its companions run too; for some milliseconds at most. */
+static void gate(void) {
+    int target = (atomic_fetch_add(&arrived, 1) / together + 1) * together;
+    for (double from = now(); atomic_load(&arrived) < target && now() - from < GATE_NS;) {}
+}
+
+static int is(const char *name) { return strcmp(what, name) == 0; }
+
+#define PHASE(call)                                                                                                              \
     ({                                                                                                                           \
-        double start = now();                                                                                                    \
+        long before = switches();                                                                                                \
+        double from = now();                                                                                                     \
         for (int index = 0; index < calls; index++) call;                                                                        \
-        (now() - start) / calls;                                                                                                 \
+        double to = now();                                                                                                       \
+        (Phase){from, to, switches() != before};                                                                                 \
     })
+#define ROUND(bare_call, hooked_call)                                                                                            \
+    do {                                                                                                                         \
+        alone = PHASE(bare_call);                                                                                                \
+        for (int index = 0; index < WARM_UP; index++) hooked_call;                                                               \
+        gate();                                                                                                                  \
+        thread->hooked = PHASE(hooked_call);                                                                                       \
+    } while (0)
+
+/* Whether enough others were calling during nearly all of a thread's phase. */
+static int was_together(const Thread *thread) {
+    int companions = 0;
+    for (const Thread *other = work; other < work + threads; other++) {
+        double from = other->hooked.from > thread->hooked.from ? other->hooked.from : thread->hooked.from;
+        double to = other->hooked.to < thread->hooked.to ? other->hooked.to : thread->hooked.to;
+        int overlap = to - from >= OVERLAP * (thread->hooked.to - thread->hooked.from);
+        companions += other != thread && !other->hooked.switched && overlap;
+    }
+    return companions >= together - 1;
+}
 
 static void *run(void *argument) {
     Thread *thread = argument;
@@ -50,53 +106,70 @@ static void *run(void *argument) {
     void *comm = NULL;
     Id id = {{0}};
     id.internal[0] = (char)thread->number;
-    if (strcmp(what, "collective") == 0 || strcmp(what, "memory") == 0) ncclCommInitRank(&comm, 4, id, 0);
-    for (int round = -3; round < rounds; round++) {
-        double bare, hooked;
-        pthread_barrier_wait(&line);
-        if (strcmp(what, "launch") == 0) {
-            bare = BATCH(bare_cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
-            hooked = BATCH(cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
-        } else if (strcmp(what, "record") == 0) {
-            bare = BATCH((void)0);
-            hooked = BATCH(bare_cuEventRecord(stream, stream));
-        } else if (strcmp(what, "memory") == 0) {
-            bare = BATCH(cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
-            hooked = BATCH(ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
+    if (is("collective") || is("memory")) ncclCommInitRank(&comm, 4, id, 0);
+    if (is("memory")) {
+        for (int round = 0; round < wanted; round++) {
+            for (int index = 0; index < calls; index++) {
+                cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL);
+                ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream);
+            }
             usleep(10000);
-        } else {
-            bare = BATCH(bare_ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
-            hooked = BATCH(ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
-            /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. */
-            usleep(30000);
         }
-        if (round >= 0) thread->bare[round] = bare, thread->hooked[round] = hooked;
+        return NULL;
     }
-    return NULL;
+    for (int round = 0;; round++) {
+        Phase alone;
+        if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD) atomic_store(&arrived, 0);
+        pthread_barrier_wait(&line);
+        if (is("launch"))
+            ROUND(bare_cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL),
+                  cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
+        else if (is("record"))
+            ROUND((void)0, bare_cuEventRecord(stream, stream));
+        else
+            ROUND(bare_ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream),
+                  ncclAllReduce(stream, stream, 1024, 7, 0, comm, stream));
+        pthread_barrier_wait(&line);
+        /* The first rounds do things for the first time. */
+        int good = round >= 3 && !alone.switched && !thread->hooked.switched && was_together(thread);
+        int place = good ? atomic_fetch_add(&counted, 1) : wanted;
+        if (place < wanted) {
+            thread->rows[place][0] = (alone.to - alone.from) / calls;
+            thread->rows[place][1] = (thread->hooked.to - thread->hooked.from) / calls;
+        }
+        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. */
+        if (is("collective")) usleep(30000);
+        if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
+            atomic_store(&ended, atomic_load(&counted) >= wanted || now() > deadline ? round + 1 : 0);
+        pthread_barrier_wait(&line);
+        if (atomic_load(&ended)) return NULL;
+    }
 }
 
 int main(int count, char **arguments) {
-    if (count != 5) return 2;
-    what = arguments[1];
-    int threads = atoi(arguments[2]);
-    rounds = atoi(arguments[3]), calls = atoi(arguments[4]);
+    if (count != 6) return 2;
+    what = arguments[1], threads = atoi(arguments[2]), wanted = atoi(arguments[3]), calls = atoi(arguments[4]);
+    cpu_set_t processors;
+    if (threads < 1 || sched_getaffinity(0, sizeof processors, &processors) != 0) return 2;
+    together = CPU_COUNT(&processors) < threads ? CPU_COUNT(&processors) : threads;
+    deadline = now() + atof(arguments[5]) * 1e9;
     pthread_barrier_init(&line, NULL, threads);
     pthread_t ids[threads];
-    Thread work[threads];
+    work = calloc(threads, sizeof *work);
+    double (*figures)[2] = calloc(wanted, sizeof *figures);
     for (int number = 0; number < threads; number++) {
-        work[number] = (Thread){number, calloc(rounds, sizeof(double)), calloc(rounds, sizeof(double))};
+        work[number] = (Thread){.number = number, .rows = figures};
         if (pthread_create(&ids[number], NULL, run, &work[number]) != 0) return 1;
     }
     for (int number = 0; number < threads; number++) pthread_join(ids[number], NULL);
-    if (strcmp(what, "memory") == 0) {
+    if (is("memory")) {
         long pages = 0, resident = 0;
         FILE *file = fopen("/proc/self/statm", "r");
         if (!file || fscanf(file, "%ld %ld", &pages, &resident) != 2) return 1;
         printf("%ld\n", resident * sysconf(_SC_PAGESIZE));
         return 0;
     }
-    for (int number = 0; number < threads; number++)
-        for (int round = 0; round < rounds; round++)
-            printf("%.2f %.2f\n", work[number].bare[round], work[number].hooked[round]);
+    printf("total %lld %d\n", (long long)ended * threads * (WARM_UP + calls), (int)ended * threads);
+    for (int row = 0; row < counted && row < wanted; row++) printf("%.2f %.2f\n", figures[row][0], figures[row][1]);
     return 0;
 }

@@ -1,15 +1,19 @@
-"""A loop of data-parallel training steps on the simulated device; prints the milliseconds of a step of rank 0, and those of processor time.
+"""A loop of data-parallel training steps on the simulated device, run in blocks on demand.
 
 A step launches 400 kernels, reduces 4 buckets of gradients over all ranks, waits for the device, and then spends 40 ms on the host.
 That time comes on top of what the launches take, so that nothing of what the hook adds is hidden in it.
+
+Whoever measures listens at the socket LOOP_CONTROL. Each line from there is a block: how many steps, and the microseconds that each is
+to be burdened with on top. The answer is the milliseconds of a step of this rank, wall time and processor time.
 """
 
 import os
+import socket
 import time
 
 import cuda
 
-KERNELS, BUCKETS, HOST_S, WARM_UP, STEPS = 400, 4, 0.04, 5, 40
+KERNELS, BUCKETS, HOST_S, WARM_UP = 400, 4, 0.04, 5
 
 
 def main():
@@ -21,19 +25,35 @@ def main():
     buckets = [cuda.Buffer(256) for _ in range(BUCKETS)]
     for buffer in buckets:
         buffer.fill(1.0)
-    start = used = 0.0
-    for step in range(WARM_UP + STEPS):
-        if step == WARM_UP:
-            start, used = time.monotonic(), time.process_time()
-        for kernel in kernels:
-            kernel.launch(stream)
+
+    def reduce():
         for buffer in buckets:
             world.all_reduce(buffer, stream)
         stream.synchronize()
+
+    def step(burden_s):
+        for kernel in kernels:
+            kernel.launch(stream)
+        end = time.monotonic() + burden_s
+        while time.monotonic() < end:
+            pass
+        reduce()
         time.sleep(HOST_S)
-    if rank == 0:
+
+    for _ in range(WARM_UP):
+        step(0)
+    control = socket.socket(socket.AF_UNIX)
+    control.connect(os.environ["LOOP_CONTROL"])
+    lines = control.makefile("rw")
+    for line in lines:
+        steps, burden_us = map(int, line.split())
+        # All ranks begin together.
+        reduce()
+        start, used = time.monotonic(), time.process_time()
+        for _ in range(steps):
+            step(burden_us / 1e6)
         wall, processor = time.monotonic() - start, time.process_time() - used
-        print(f"ms a step {wall * 1000 / STEPS} {processor * 1000 / STEPS}", flush=True)
+        print(wall * 1000 / steps, processor * 1000 / steps, file=lines, flush=True)
     world.destroy()
 
 

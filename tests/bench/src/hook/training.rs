@@ -1,0 +1,238 @@
+//! What the hook adds to a loop of four data-parallel ranks on the simulated device.
+//!
+//! Two such jobs live at the same time, one with the hook and one without, and take turns, block by block; the one that waits sleeps.
+//! What counts is the ratio of the two blocks of a pair, half a second apart, so that whatever else the machine does hits both alike.
+//! Pairs are added until the 95 % interval of their median (order statistics, no assumption of a distribution) is narrow enough for
+//! the limit to mean something. When it is not so in time, the figure counts as not measured, and that as not met.
+
+use std::{
+    fs,
+    io::{BufRead, BufReader, Write},
+    os::unix::net::{UnixListener, UnixStream},
+    process::{Child, Stdio},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, bail, ensure};
+use xpu_timer_tests::{Job, python, tree};
+
+use super::Bench;
+use crate::report::Report;
+
+/// Options of this part.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Longest time for the training loop, in seconds
+    #[arg(long, default_value = "300")]
+    loop_seconds: u64,
+    /// Burden each step of the hooked job with this share of a step more, to see the benchmark find it
+    #[arg(long, default_value = "0")]
+    handicap: f64,
+}
+
+const RANKS: usize = 4;
+const STEPS: usize = 10;
+const LIMIT: f64 = 0.005;
+/// The interval reaches so far to each side of the median at most.
+const HALF_WIDTH: f64 = 0.005;
+const FEWEST_PAIRS: usize = 20;
+/// For the ranks to come up, and for a block.
+const PATIENCE: Duration = Duration::from_secs(120);
+
+/// One job of four ranks, which runs a block when it is told to.
+struct Team {
+    job: Job,
+    launched: Child,
+    ranks: Vec<BufReader<UnixStream>>,
+}
+
+impl Team {
+    fn start(bench: &Bench, hooked: bool) -> Result<Self> {
+        let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "600");
+        let path = job.dir.join("loop.sock");
+        let listener = UnixListener::bind(&path).with_context(|| format!("{}", path.display()))?;
+        listener.set_nonblocking(true)?;
+        let mut command = if hooked { job.launch(python()) } else { job.command(python()) };
+        command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
+        command.arg(tree().join("tests/bench/targets/hook_loop.py")).env("LOOP_CONTROL", &path);
+        command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", &bench.hook);
+        let launched = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn()?;
+        let mut team = Team { job, launched, ranks: Vec::new() };
+        let deadline = Instant::now() + PATIENCE;
+        while team.ranks.len() < RANKS {
+            match listener.accept() {
+                Ok((rank, _)) => {
+                    rank.set_nonblocking(false)?;
+                    rank.set_read_timeout(Some(PATIENCE))?;
+                    team.ranks.push(BufReader::new(rank));
+                }
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => {
+                    if let Some(status) = team.launched.try_wait()? {
+                        bail!("the loop ended at its start: {status}");
+                    }
+                    ensure!(Instant::now() < deadline, "only {} ranks of the loop came up", team.ranks.len());
+                    std::thread::sleep(Duration::from_millis(5));
+                }
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(team)
+    }
+
+    /// Milliseconds of a step, the mean of the ranks: wall time and processor time.
+    fn block(&mut self, burden_us: u64) -> Result<[f64; 2]> {
+        for rank in &mut self.ranks {
+            writeln!(rank.get_mut(), "{STEPS} {burden_us}")?;
+        }
+        let mut sums = [0.0, 0.0];
+        for rank in &mut self.ranks {
+            let mut line = String::new();
+            rank.read_line(&mut line).context("a rank of the loop does not answer")?;
+            let (wall, processor) = line.trim().split_once(' ').context("a rank of the loop is gone")?;
+            let (wall, processor): (f64, f64) = (wall.parse()?, processor.parse()?);
+            sums = [sums[0] + wall, sums[1] + processor];
+        }
+        Ok(sums.map(|sum| sum / RANKS as f64))
+    }
+}
+
+impl Drop for Team {
+    fn drop(&mut self) {
+        // Without anybody at the other end the ranks end by themselves.
+        self.ranks.clear();
+        let deadline = Instant::now() + Duration::from_secs(20);
+        while Instant::now() < deadline {
+            if !matches!(self.launched.try_wait(), Ok(None)) {
+                return;
+            }
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        // The job ends what is left of its processes.
+        let _ = self.launched.kill();
+        let _ = self.launched.wait();
+    }
+}
+
+/// Ratios of the pairs so far, and the figures without the hook.
+#[derive(Default)]
+struct Pairs {
+    wall: Vec<f64>,
+    processor: Vec<f64>,
+    alone: Vec<f64>,
+}
+
+/// Measures the loop.
+pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
+    report.section(
+        "Hook: a loop of 4 ranks on the simulated device: 400 kernels, 4 all-reduces and 40 ms on the host a step; blocks of 10 steps, with and without \
+         the hook in turn",
+    );
+    let what = "added time: median of the pairs (95 % interval)";
+    match measure(bench, options) {
+        Ok(pairs) => {
+            let (wall, processor) = (Median::of(&pairs.wall), Median::of(&pairs.processor));
+            report.note("pairs of blocks", pairs.wall.len().to_string());
+            report.note("one step without the hook", format!("{:.2} ms", Median::of(&pairs.alone).middle));
+            report.note("load average of the machine", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
+            if wall.half_width() > HALF_WIDTH {
+                let figure = format!("{}: too noisy after {} pairs", wall.percent(), pairs.wall.len());
+                report.check(what, figure, "below 0.5 %, or noise", false);
+            } else {
+                report.check(what, wall.percent(), "below 0.5 %, or noise", wall.holds());
+            }
+            report.note("added processor time of the ranks, their simulated device included", processor.percent());
+        }
+        Err(error) => report.failed(what, &error),
+    }
+}
+
+fn measure(bench: &Bench, options: &Options) -> Result<Pairs> {
+    let (mut hooked, mut alone) = (Team::start(bench, true)?, Team::start(bench, false)?);
+    let status = hooked.job.status().map_err(anyhow::Error::msg)?;
+    ensure!(
+        status["ranks"].as_array().is_some_and(|ranks| ranks.len() == RANKS),
+        "the ranks were not hooked: {status}"
+    );
+    let step_ms = alone.block(0)?[0];
+    hooked.block(0)?;
+    let burden_us = (step_ms * 1000.0 * options.handicap) as u64;
+    let mut pairs = Pairs::default();
+    let deadline = Instant::now() + Duration::from_secs(options.loop_seconds);
+    while Instant::now() < deadline {
+        // Each goes first as often as the other.
+        let (with, without) = if pairs.wall.len() % 2 == 0 {
+            let with = hooked.block(burden_us)?;
+            (with, alone.block(0)?)
+        } else {
+            let without = alone.block(0)?;
+            (hooked.block(burden_us)?, without)
+        };
+        pairs.wall.push(with[0] / without[0] - 1.0);
+        pairs.processor.push(with[1] / without[1] - 1.0);
+        pairs.alone.push(without[0]);
+        if pairs.wall.len() >= FEWEST_PAIRS && Median::of(&pairs.wall).half_width() <= HALF_WIDTH {
+            break;
+        }
+    }
+    ensure!(!pairs.wall.is_empty(), "no time for a single pair");
+    Ok(pairs)
+}
+
+/// A median with the order statistics between which it lies with 95 %, by the normal approximation of the binomial distribution.
+struct Median {
+    low: f64,
+    middle: f64,
+    high: f64,
+}
+
+impl Median {
+    fn of(values: &[f64]) -> Self {
+        let mut sorted = values.to_vec();
+        sorted.sort_by(f64::total_cmp);
+        let count = sorted.len() as f64;
+        let margin = 1.96 * count.sqrt() / 2.0;
+        let low = (count / 2.0 - margin).floor().max(0.0) as usize;
+        let high = ((count / 2.0 + margin).ceil() as usize).min(sorted.len() - 1);
+        Median { low: sorted[low], middle: sorted[sorted.len() / 2], high: sorted[high] }
+    }
+
+    /// How far the interval reaches to its farther side.
+    fn half_width(&self) -> f64 {
+        (self.middle - self.low).max(self.high - self.middle)
+    }
+
+    /// Below the limit, or not to be told from nothing at all by an interval that is no wider than the limit.
+    fn holds(&self) -> bool {
+        self.half_width() <= HALF_WIDTH && (self.middle < LIMIT || self.low <= 0.0)
+    }
+
+    fn percent(&self) -> String {
+        let percent = |value: f64| format!("{:+.2}", value * 100.0);
+        format!("{} % ({} to {})", percent(self.middle), percent(self.low), percent(self.high))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_interval_of_a_median_lies_around_it() {
+        let values: Vec<f64> = (0..12).rev().map(f64::from).collect();
+        let median = Median::of(&values);
+        assert!(median.low > 0.0 && median.low <= 5.0 && median.high >= 6.0 && median.high < 11.0);
+        let one = Median::of(&[1.0]);
+        assert_eq!((one.low, one.middle, one.high), (1.0, 1.0, 1.0));
+    }
+
+    #[test]
+    fn one_percent_more_does_not_hold_and_neither_does_what_nobody_can_tell() {
+        let around = |middle: f64, spread: f64| -> Vec<f64> {
+            (0..100).map(|number| middle + spread * (f64::from(number) - 49.5) / 50.0).collect()
+        };
+        assert!(Median::of(&around(0.001, 0.01)).holds());
+        assert!(!Median::of(&around(0.01, 0.01)).holds());
+        assert!(!Median::of(&around(0.01, 0.02)).holds());
+        assert!(!Median::of(&around(0.0, 0.1)).holds(), "an interval of two percent says nothing");
+    }
+}
