@@ -6,6 +6,7 @@ use std::collections::BTreeSet;
 use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
+    alias,
     causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
     graph::Suspect,
     hook_report, report,
@@ -24,7 +25,8 @@ const MAX_EVIDENCE: usize = 40;
 /// default in [`Verdict::timing`].
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
-    let mut case = Case::of(evidence);
+    let evidence = alias::resolved(evidence);
+    let mut case = Case::of(&evidence);
     let outcome = if moves_on(&case) {
         not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
     } else {

@@ -3,6 +3,7 @@
 //! The same input gives the same output, byte for byte: no I/O, no clock, no threads.
 #![forbid(unsafe_code)]
 
+mod alias;
 mod causes;
 mod facts;
 pub mod folded;

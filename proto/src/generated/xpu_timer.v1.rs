@@ -142,6 +142,10 @@ pub struct Communicator {
     pub point_to_point: u64,
     #[prost(uint64, tag = "12")]
     pub created_ns: u64,
+    /// The identity that other ranks of it have, who could know no more; 0 for none. Of a grown communicator, only the rank that made the
+    /// id for those who join knows both.
+    #[prost(uint64, tag = "13")]
+    pub alias: u64,
 }
 /// A device stream that something was launched on.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

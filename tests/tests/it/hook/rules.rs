@@ -53,7 +53,9 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     assert!((1..3).all(|rank| grown(rank).id == grown(0).id));
     let small = records[0].communicators.iter().find(|comm| comm.size == 3).unwrap();
     assert_eq!((grown(0).parent, grown(3).parent), (small.id, 0), "who joins knows no parent");
+    // The last one cannot know what the others call it; the one that made the id says that both are the same.
     assert_ne!(grown(3).id, grown(0).id);
+    assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
 }
 
 /// What has an end, whichever.
