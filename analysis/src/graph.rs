@@ -16,6 +16,9 @@ use crate::{
     world::{World, is_init, is_p2p},
 };
 
+/// Of a communicator so many members are looked at as senders to one that receives from any rank, which keeps the graph small.
+const MOST_SENDERS: usize = 1024;
+
 /// Something that ranks wait in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub(crate) enum Event {
@@ -284,6 +287,10 @@ impl<'w, 'a> Builder<'w, 'a> {
                     self.edge(node, Node::Device(view));
                     continue;
                 }
+                if recv && peer < 0 {
+                    self.from_anybody(node, comm, view);
+                    continue;
+                }
                 let Some(other) = comms[comm].view_of(peer) else {
                     for &silent in &comms[comm].silent {
                         self.guess[silent] |= !certainly_absent(self.world, silent);
@@ -299,6 +306,18 @@ impl<'w, 'a> Builder<'w, 'a> {
                     Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
                     Some(_) => {}
                 }
+            }
+        }
+    }
+
+    /// Who receives from any rank waits for all that do not send to it: as long as one of them may still come, it is that one's turn.
+    fn from_anybody(&mut self, node: Node, comm: usize, view: usize) {
+        let content = &self.comms[comm];
+        let Some(own) = content.member(view).map(|member| member.comm_rank) else { return };
+        for member in content.members.iter().filter(|member| member.view != view).take(MOST_SENDERS) {
+            let sends = Event::PointToPoint { comm, view: member.view, peer: own, recv: false };
+            if !self.transfers[member.view].contains_key(&sends) {
+                self.edge(node, Node::Host(member.view));
             }
         }
     }

@@ -2,11 +2,13 @@
 //!
 //! Training repeats itself: after the same few operations comes the same next one. When ranks wait for each other in a circle,
 //! their counters agree and their stacks look alike, and what tells the rank that did something else from those that
-//! suffer is its own past.
+//! suffer is its own past. Two ways to ask it: what has always followed the operations just made, and what stood here one step
+//! ago, where a step is the period of the record. The first copes with evaluations now and then, the second with a step
+//! that is itself made of many equal parts, as a pipeline's.
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::v1::{Op, OpKind, Operation};
+use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
 
 use crate::world::RankView;
 
@@ -65,6 +67,37 @@ pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
         .filter(|operation| operation.kind() == OpKind::Collective && operation.communicator != 0)
         .map(Token::of)
         .collect();
+    from_context(&tokens).or_else(|| from_period(&tokens))
+}
+
+/// Whether the rank has made this operation before.
+pub(crate) fn made_before(view: &RankView<'_>, operation: &Operation) -> bool {
+    let same = |other: &Operation| other.ticket != operation.ticket && Token::of(other) == Token::of(operation);
+    view.operations().any(|other| other.status() == OpStatus::Completed && same(other))
+}
+
+/// What was unlike one period ago: of all periods the one that holds longest, and over three of them at least.
+fn from_period(tokens: &[Token]) -> Option<Deviation> {
+    let holds = |period: &usize| (*period..tokens.len()).find(|at| tokens[*at] != tokens[at - period]);
+    let mut best: Option<(usize, usize)> = None;
+    for period in 1..=tokens.len() / OFTEN as usize {
+        // A period that holds to the end leaves nothing to explain.
+        let until = holds(&period)?;
+        if until >= OFTEN as usize * period && best.is_none_or(|(longest, _)| until > longest) {
+            best = Some((until, period));
+        }
+    }
+    let (at, period) = best.filter(|(at, _)| !comes_again(tokens, *at))?;
+    let expected = tokens[at - period];
+    Some(Deviation {
+        expected,
+        came: tokens[at],
+        times: u32::try_from(at / period).unwrap_or(u32::MAX),
+        swapped: tokens.get(at + 1) == Some(&expected),
+    })
+}
+
+fn from_context(tokens: &[Token]) -> Option<Deviation> {
     let mut followers: HashMap<&[Token], Follower> = HashMap::new();
     let mut last: Option<(usize, Deviation)> = None;
     for (index, token) in tokens.iter().enumerate() {
@@ -74,7 +107,7 @@ pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
         // What comes soon after a surprise may be another one for no other reason.
         let recovered = last.is_none_or(|(before, _)| index > before + LONGEST);
         let surprise = known.filter(|known| known.always && known.token != *token && recovered);
-        if let Some(known) = surprise.filter(|_| !comes_again(&tokens, index)) {
+        if let Some(known) = surprise.filter(|_| !comes_again(tokens, index)) {
             let swapped = tokens.get(index + 1) == Some(&known.token);
             last = Some((index, Deviation { expected: known.token, came: *token, times: known.times, swapped }));
         }
@@ -138,6 +171,16 @@ mod tests {
         assert_eq!(letters("ttdwttdwttdwttdwttw"), Some((b'd', b'w', false)), "left out");
         assert_eq!(letters("ttdwttdwttdwttdwttwd"), Some((b'd', b'w', true)), "changed places");
         assert_eq!(letters("tttdtttdtttdtttdttd"), Some((b't', b'd', false)), "one of a run");
+    }
+
+    #[test]
+    fn a_step_of_many_equal_parts_that_is_cut_short() {
+        let step = |parts: usize| format!("{}dw", "RSab".repeat(parts));
+        let past = step(8).repeat(4);
+        assert_eq!(letters(&format!("{past}{}", step(7))), Some((b'R', b'd', false)), "a part less");
+        assert_eq!(letters(&format!("{past}{}", step(9))), Some((b'd', b'R', false)), "a part more");
+        assert_eq!(letters(&format!("{past}{}", "RSab".repeat(5))), None, "in the middle of a step");
+        assert_eq!(letters(&format!("{}{}", step(8), step(7))), None, "too short a past");
     }
 
     #[test]

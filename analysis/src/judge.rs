@@ -115,10 +115,14 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
             && !waits(*view)
             && views[*view].host.frozen()
     };
-    match kind {
-        TriggerKind::Manual => Vec::new(),
-        _ => others.into_iter().filter(specific).map(alone).collect(),
+    let stuck: Vec<usize> = others.into_iter().filter(specific).collect();
+    if kind == TriggerKind::Manual {
+        return Vec::new();
     }
+    if stuck.len() == views.len() {
+        case.stack_waiters.clone_from(&stuck);
+    }
+    stuck.into_iter().map(alone).collect()
 }
 
 /// Lets the rules explain the suspects, and weighs the findings.
@@ -163,6 +167,9 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if guesses > 1 {
         confidence = Confidence::Low;
     }
+    if all_alike(case, &findings) {
+        return no_rank_differs(case, &findings, primary, confidence);
+    }
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
     let main = first
         .iter()
@@ -182,6 +189,41 @@ fn conclude(case: &Case<'_>) -> Outcome {
         evidence,
         main: main.cloned(),
         culprits,
+    }
+}
+
+/// Nobody waits for anybody, and all ranks of the job are stuck in the same way: what they wait for is outside of them.
+fn all_alike(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> bool {
+    let outside = |rule: usize| {
+        matches!(RULES[rule].cause, Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
+    };
+    let all = case.world.views.len();
+    all > 1
+        && case.graph.events.is_empty()
+        && findings.len() == all
+        && case.stack_waiters.len() == all
+        && findings.iter().all(|(rule, ..)| *rule == findings[0].0 && outside(*rule))
+}
+
+fn no_rank_differs(
+    case: &Case<'_>,
+    findings: &[(usize, &Suspect, Finding)],
+    primary: usize,
+    confidence: Confidence,
+) -> Outcome {
+    let all: Vec<usize> = (0..case.world.views.len()).collect();
+    let said = sentence(case, findings, primary, None, &all);
+    let evidence = findings.iter().take(4).flat_map(|(_, _, finding)| finding.evidence.iter().cloned());
+    Outcome {
+        cause: RULES[primary].cause,
+        culprits: Vec::new(),
+        confidence,
+        sentence: format!(
+            "{}; these are all ranks of the job, so none is to blame: look at what they wait for.",
+            said.trim_end_matches('.')
+        ),
+        evidence: evidence.collect(),
+        main: None,
     }
 }
 
@@ -259,7 +301,10 @@ fn unexplained(case: &Case<'_>) -> Outcome {
     let known = match (views.len(), nothing_pending) {
         (0, _) => "nothing is known of any rank".to_owned(),
         (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
-        (all, true) => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
+        (all, true) => match same_place(case) {
+            Some(place) => format!("no operation is pending on any rank, and all {all} ranks stand{place}"),
+            None => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
+        },
         (_, false) => {
             let unseen = case.world.ranks((0..views.len()).filter(|view| views[*view].unseen()));
             let whom = match unseen.len() {
@@ -283,6 +328,13 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         evidence: Vec::new(),
         main: None,
     }
+}
+
+/// Where the ranks stand, when it is the same place for all.
+fn same_place(case: &Case<'_>) -> Option<String> {
+    let first = case.place(0);
+    let same = (1..case.world.views.len()).all(|view| case.place(view) == first);
+    (same && !first.is_empty() && case.world.views.len() > 1).then_some(first)
 }
 
 fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {

@@ -136,6 +136,9 @@ fn describe(case: &Case<'_>, view: usize, token: Token) -> String {
     }
     let comm = case.comms.iter().find(|comm| comm.id == token.communicator && comm.member(view).is_some());
     let peer = comm.and_then(|comm| comm.view_of(token.peer)).map(|peer| case.view(peer).rank);
+    if token.peer < 0 {
+        return format!("{name} from any rank");
+    }
     let towards = if name == "send" { "to" } else { "from" };
     match peer {
         Some(rank) => format!("{name} {towards} rank {rank}"),

@@ -12,6 +12,7 @@ mod compile;
 mod d_state;
 mod data_loader;
 mod dtype_mismatch;
+mod extra_collective;
 mod gil_deadlock;
 mod host_lock;
 mod kernel_hang;
@@ -74,6 +75,7 @@ pub(crate) const RULES: &[Rule] = &[
     op_mismatch::RULE,
     dtype_mismatch::RULE,
     size_mismatch::RULE,
+    extra_collective::RULE,
     process_dead::RULE,
     process_stopped::RULE,
     d_state::RULE,

@@ -3,7 +3,8 @@
 //! Following who waits for whom leads back to where it began, over at least two sends or receives, and every host on the way is
 //! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree on the order. All ranks that
 //! wait in such a send or receive are named, because the fault is in their common plan; unless only some of them made their operations in another order
-//! than ever before, and then it is those.
+//! than ever before, and then it is those. The confidence is high only for a plan that never worked: where they have made the same transfers
+//! before, one of them has left the plan, and the record does not show which.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
@@ -12,6 +13,7 @@ use super::{
 };
 use crate::{
     graph::{Event, Suspect},
+    history::made_before,
     text::{capital, ranks},
 };
 
@@ -45,13 +47,18 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             capital(&ranks(&who)),
             ranks(&case.world.ranks(case.graph.waiters_of(transfers[0]).iter().copied())),
         )),
-        confidence: case.members_confidence(&transfers).min(hosts_confidence(case, &culprits)),
+        confidence: case.members_confidence(&transfers).min(plan_confidence(case, &transfers, &culprits)),
         culprits,
         evidence,
     })
 }
 
-/// A circle is certain only when the stacks of its ranks are known.
-pub(super) fn hosts_confidence(case: &Case<'_>, views: &[usize]) -> Confidence {
-    if views.iter().all(|view| case.view(*view).host.stack) { Confidence::High } else { Confidence::Medium }
+/// A circle is certain only when the stacks of its ranks are known, and the plan is at fault only when it never worked.
+fn plan_confidence(case: &Case<'_>, transfers: &[Event], views: &[usize]) -> Confidence {
+    let worked = |event: &Event| match (event, case.operation(*event)) {
+        (Event::PointToPoint { view, .. }, Some(operation)) => made_before(case.view(*view), operation),
+        _ => false,
+    };
+    let stacks = views.iter().all(|view| case.view(*view).host.stack);
+    if stacks && !transfers.iter().any(worked) { Confidence::High } else { Confidence::Medium }
 }

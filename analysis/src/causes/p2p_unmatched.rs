@@ -2,7 +2,8 @@
 //!
 //! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
 //! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
-//! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many.
+//! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
+//! one rank of a circle of transfers that is in none of them.
 //! In a circle, the rank is named that left out a send or receive which it had always made at this point.
 
 use super::{
@@ -20,19 +21,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Told::OtherBreak => return None,
         Told::Nothing => {}
     }
+    if let Some(found) = from_anybody(case, suspect) {
+        return Some(found);
+    }
     let event = match suspect {
         Suspect::Host { events, .. } if !events.is_empty() => {
             let only = events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));
             case.main_event(suspect).filter(|_| only)?
         }
-        Suspect::Cycle(events) => {
-            let mut unmatched = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. }));
-            let first = *unmatched.next()?;
-            if unmatched.next().is_some() || events.len() < 2 {
-                return None;
-            }
-            first
-        }
+        Suspect::Cycle(events) => elsewhere(case, events)?,
         _ => return None,
     };
     let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
@@ -62,6 +59,40 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         )),
     };
     Some(Finding { culprits: vec![culprit], says, confidence, evidence })
+}
+
+/// One rank of a circle receives from any rank, and all others wait for it by way of something else.
+fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let open = |event: &Event| match *event {
+        Event::PointToPoint { view, peer, recv: true, .. } if peer < 0 => Some((view, *event)),
+        _ => None,
+    };
+    let mut open = events.iter().filter_map(open);
+    let (view, event) = open.next().filter(|_| open.next().is_none())?;
+    let rank = case.view(view).rank;
+    let sentence = format!(
+        "Rank {rank} waits in {} and nobody sends to it, because all others wait for it; it stands{}.",
+        case.describe(event),
+        stands(case.place(view))
+    );
+    let mut evidence =
+        vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}
+
+/// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.
+fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
+    let peer_of = |event: &Event| match *event {
+        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer),
+        _ => None,
+    };
+    let transfers = || events.iter().filter(|event| matches!(event, Event::PointToPoint { .. }));
+    let in_transfer: Vec<usize> = transfers().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
+    let mut towards = transfers().filter(|event| peer_of(event).is_some_and(|peer| !in_transfer.contains(&peer)));
+    let first = towards.next()?;
+    towards.all(|event| peer_of(event) == peer_of(first)).then_some(*first)
 }
 
 fn stands(place: String) -> String {

@@ -1,8 +1,8 @@
 //! `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
 //!
 //! As `op_mismatch`, with the same operation everywhere and different counts. All-to-all is left out, because its ranks may
-//! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; which
-//! of the two is wrong cannot be told, so both are named.
+//! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; the one is named
+//! whose size is not what it had always been between these two, and both where the past tells nothing.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
@@ -14,6 +14,7 @@ use crate::{
     graph::{Event, Suspect},
     text::{ranks, shape},
 };
+use xpu_timer_proto::v1::{OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_mistaken };
 
@@ -44,14 +45,39 @@ fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
     // Both ends are suspects of their own; either gives the same finding.
     let mut ends = [(case.view(view).rank, mine), (case.view(other).rank, theirs)];
     ends.sort_by_key(|end| end.0);
-    let culprits = case.world.ranks([view, other]);
+    // Whose size is not what it had always been.
+    let changed = |view: usize, operation: &Operation| {
+        let before: Vec<u64> = case
+            .view(view)
+            .operations()
+            .filter(|past| {
+                past.status() == OpStatus::Completed
+                    && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
+            })
+            .map(|past| past.count)
+            .collect();
+        !before.is_empty() && before.iter().all(|count| *count == before[0] && *count != operation.count)
+    };
+    let blamed = match (changed(view, mine), changed(other, theirs)) {
+        (true, false) => vec![view],
+        (false, true) => vec![other],
+        _ => vec![view, other],
+    };
+    let both = case.world.ranks([view, other]);
+    let new = match blamed[..] {
+        [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
+        _ => String::new(),
+    };
     let sentence = format!(
-        "Rank {} runs {} and its peer rank {} {}: the sizes differ.",
+        "Rank {} runs {} and its peer rank {} {}: the sizes differ{new}.",
         ends[0].0,
         shape(ends[0].1),
         ends[1].0,
         shape(ends[1].1)
     );
-    let evidence = vec![line(format!("{} have both begun and differ in size", ranks(&culprits)), culprits)];
-    Some(Finding { culprits: vec![view, other], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    let mut evidence = vec![line(format!("{} have both begun and differ in size", ranks(&both)), both)];
+    for &view in &blamed {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits: blamed, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }

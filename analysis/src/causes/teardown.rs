@@ -2,14 +2,22 @@
 //!
 //! The main thread stands in the destruction, abort or finalization of a communicator, in the finalization of Python, or in the
 //! exit handlers. A rank gets there early after an exception of its own, or because its loop was shorter; what it ran into
-//! stands in its log. A rank that is torn down while it waits for the device waits, and is followed further instead.
+//! stands in its log. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
+//! that wait for each other, those that are in the finalization of their library are the ones that gave up early, with medium confidence.
 
-use super::{Case, Cause, Finding, Rule, Says, never_mistaken};
-use crate::{graph::Suspect, verdict::Activity};
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::{
+    graph::{Event, Suspect},
+    text::{capital, ranks},
+    verdict::Activity,
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Cycle(events) = suspect {
+        return gave_up(case, events);
+    }
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
     let content = case.view(view);
     let mut evidence = vec![case.witness(view)];
@@ -21,4 +29,33 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence: case.host_confidence(suspect),
         evidence,
     })
+}
+
+/// Ranks of a circle whose call is the end of their library, while the others go on.
+fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let finalizes = |event: &&Event| {
+        let function = case.operation(**event).map_or("", |operation| operation.function.as_str());
+        function.ends_with("Finalize")
+    };
+    let event = *events.iter().find(finalizes)?;
+    let culprits = case.graph.waiters_of(event).to_vec();
+    if culprits.is_empty() {
+        return None;
+    }
+    let who = case.world.ranks(culprits.iter().copied());
+    let place = if culprits.len() == 1 { case.place(culprits[0]) } else { String::new() };
+    let others: Vec<String> = events
+        .iter()
+        .filter(|other| **other != event && !case.graph.waiters_of(**other).is_empty())
+        .take(4)
+        .map(|other| format!("{} in {}", case.waiters_text(*other), case.describe(*other)))
+        .collect();
+    let are = if culprits.len() == 1 { "is" } else { "are" };
+    let sentence =
+        format!("{} {are} shutting down{place}, while others go on: {}.", capital(&ranks(&who)), others.join(", "));
+    let mut evidence = vec![line(format!("{} {are} in {}", ranks(&who), case.describe(event)), who)];
+    for &view in culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }

@@ -345,7 +345,46 @@ fn all_ranks_in_their_loaders() {
     for rank in 0..4 {
         job.stands(rank, Stack::loader());
     }
-    expect(&job.judge(), Cause::DataLoader, &[0, 1, 2, 3], Confidence::Medium);
+    let verdict = job.judge();
+    expect(&verdict, Cause::DataLoader, &[], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 2, 3]);
+    assert!(sentence(&verdict).contains("none is to blame"), "{}", sentence(&verdict));
+    job.stands(1, Stack::sleep());
+    expect(&job.judge(), Cause::DataLoader, &[0, 2, 3], Confidence::Medium);
+}
+
+#[test]
+fn all_ranks_ask_a_server_that_does_not_answer() {
+    let mut job = Job::new(4);
+    job.trigger(TriggerKind::Idle);
+    for rank in 0..4 {
+        job.stands(
+            rank,
+            Stack::new(&[("read", "/usr/lib/python3.11/socket.py:7"), ("fetch", "/job/train.py:64")], &["recv"]),
+        );
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::Unknown, &[], Confidence::Low);
+    assert!(sentence(&verdict).contains("all 4 ranks stand at train.py:64 in fetch"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn the_one_rank_that_goes_on_when_all_others_are_done() {
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 1, Op::AllReduce);
+    for rank in [0, 2, 3] {
+        job.rank(rank).presence = Presence::Left.into();
+        job.rank(rank).exit = "exit code 0".into();
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
+    assert!(sentence(&verdict).contains("made a collective too many"), "{}", sentence(&verdict));
+    // An error is another thing, and so is one that left before the others.
+    job.rank(2).exit = "exit code 1".into();
+    assert_eq!(job.judge().cause, Cause::ProcessDead);
+    let mut job = behind(2, Stack::sleep());
+    job.rank(2).presence = Presence::Left.into();
+    expect(&job.judge(), Cause::ProcessDead, &[2], Confidence::High);
 }
 
 #[test]
@@ -378,4 +417,60 @@ fn of_several_lost_ranks_none_is_sure() {
     job.lost(3);
     job.lost(6);
     expect(&job.judge(), Cause::MissingRank, &[3, 6], Confidence::Low);
+}
+
+#[test]
+fn a_finalizer_that_blocks_is_no_collection() {
+    let native = ["pause", "slot_tp_finalize", "gc_collect_main", "gc_collect"];
+    let stack = Stack::new(&[("__del__", "/job/train.py:12"), ("main", "/job/train.py:9")], &native);
+    let verdict = behind(1, stack.clone()).judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
+    assert!(sentence(&verdict).contains("train.py:12 in __del__"), "{}", sentence(&verdict));
+    expect(&behind(1, stack.busy(4 * SECOND)).judge(), Cause::PythonGc, &[1], Confidence::Medium);
+}
+
+#[test]
+fn a_paused_container_is_stopped_although_its_state_does_not_say_so() {
+    for (state, wchan) in [("D (disk sleep)", "__refrigerator"), ("S (sleeping)", "do_freezer_trap")] {
+        let verdict = behind(1, Stack::sleep().state(state, wchan)).judge();
+        expect(&verdict, Cause::ProcessStopped, &[1], Confidence::High);
+        assert!(sentence(&verdict).contains("is frozen with its control group"), "{}", sentence(&verdict));
+    }
+}
+
+#[test]
+fn a_lock_on_a_file_is_not_sure_to_be_this_rank_s_fault() {
+    let stack = Stack::new(&[("index", "/job/train.py:12")], &["__GI___flock", "fcntl_flock"]);
+    let verdict = behind(1, stack).judge();
+    expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
+    assert!(sentence(&verdict).contains("waits for a lock on a file"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn a_thread_that_is_stuck_is_named_beside_the_lock_that_the_main_thread_waits_for() {
+    let mut job = behind(1, Stack::lock());
+    job.thread(
+        1,
+        native_thread(5002, &["__GI___libc_write", "os_write"], "S (sleeping)", "pipe_write", Some(1), 9),
+        Some(python_thread(5002, "saver", &[("save", "/job/train.py:46".to_owned())])),
+    );
+    let verdict = job.judge();
+    expect(&verdict, Cause::HostLock, &[1], Confidence::Medium);
+    assert!(sentence(&verdict).contains("while its thread saver is inside write"), "{}", sentence(&verdict));
+}
+
+#[test]
+fn what_a_dead_rank_left_behind_is_no_wait() {
+    let mut job = Job::with_world(4, 30);
+    for rank in [0, 2, 3] {
+        job.done(0x77, rank, 1);
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    // Its watcher ended with it, so its last collective still counts as pending.
+    job.queue(0x77, 1, Op::AllReduce);
+    job.rank(1).presence = Presence::Left.into();
+    job.rank(1).exit = "exit code 1".into();
+    let verdict = job.judge();
+    expect(&verdict, Cause::ProcessDead, &[1], Confidence::High);
+    assert!(sentence(&verdict).contains("ranks 0, 2-3 wait for it in all_reduce 32"), "{}", sentence(&verdict));
 }

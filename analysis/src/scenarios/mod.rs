@@ -5,6 +5,7 @@ mod devices;
 mod graphs;
 mod hosts;
 mod laws;
+mod transfers;
 
 use crate::{Cause, Confidence, Verdict};
 

@@ -46,12 +46,17 @@ fn awaited_child(dump: &Stacktrace, last: Sample<'_>) -> Option<StuckHelper> {
     Some(StuckHelper { who: child_name(child), place: "has not ended".to_owned() })
 }
 
+/// A child that Python's multiprocessing has forked has the command line of its parent, which tells nothing.
 fn child_name(child: &ChildProcess) -> String {
     /// Of long command lines so much is shown.
     const SHOWN: usize = 60;
     let command: String = child.command.chars().take(SHOWN).collect();
     let rest = if child.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
-    if command.is_empty() {
+    let frames = child.samples.iter().flat_map(|sample| &sample.py_stacktrace).flat_map(|thread| &thread.frames);
+    let worker = frames.into_iter().any(|frame| frame.file_name.contains("/multiprocessing/"));
+    if worker {
+        format!("worker process {}", child.pid)
+    } else if command.is_empty() {
         format!("child process {}", child.pid)
     } else {
         format!("child process {} ({command}{rest})", child.pid)

@@ -1,0 +1,66 @@
+//! `missing_rank`, seen from the other side: a few ranks are in a collective that all others have done without.
+//!
+//! The ranks inside are fewer than those that have not entered, and every one of those ended in order (it left with status 0, or it is
+//! shutting down), so they had done all they had to do. The few made a collective too many: an epoch with one batch more, a barrier that
+//! only one rank calls. The confidence is medium, because the others may have ended too early for the same reason.
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::{
+    graph::{Event, Suspect},
+    text::{capital, ranks},
+    verdict::Activity,
+};
+use xpu_timer_proto::v1::Presence;
+
+/// In a communicator of more members nobody asks who ended how, once for each of them.
+const MOST: usize = 1024;
+
+pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    case.host(suspect).filter(|view| ended(case, *view))?;
+    let event = case.main_event(suspect)?;
+    let Event::Collective { comm, .. } = event else { return None };
+    let (inside, members) = (case.graph.waiters_of(event), &case.comms[comm].members);
+    if inside.is_empty() || 2 * inside.len() >= members.len() || members.len() > MOST {
+        return None;
+    }
+    // Both are ascending.
+    let outside = |view: &usize| inside.binary_search(view).is_err();
+    let others: Vec<usize> = members.iter().map(|member| member.view).filter(outside).collect();
+    let whole = members.len() == case.comms[comm].size as usize;
+    if !whole || !others.iter().all(|view| ended(case, *view)) {
+        return None;
+    }
+    let what = case.describe(event);
+    let (few, rest) = (case.world.ranks(inside.iter().copied()), case.world.ranks(others));
+    let (one, place) = match inside {
+        [view] => (true, case.place(*view)),
+        _ => (false, String::new()),
+    };
+    let sentence = format!(
+        "{} {} in {what}{place}, and all others ({}) are done and have ended: {} made a collective too many.",
+        capital(&ranks(&few)),
+        if one { "waits" } else { "wait" },
+        ranks(&rest),
+        if one { "it" } else { "they" },
+    );
+    let mut evidence = vec![
+        line(format!("{} in {what}", ranks(&few)), few),
+        line(format!("{} ended in order without it", ranks(&rest)), rest),
+    ];
+    for &view in inside.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let says = Says::Whole(sentence);
+    Some(Finding { culprits: inside.to_vec(), says, confidence: Confidence::Medium, evidence })
+}
+
+fn ended(case: &Case<'_>, view: usize) -> bool {
+    let content = case.view(view);
+    let exit = content.evidence.map_or("", |evidence| evidence.exit.as_str());
+    match content.presence {
+        Presence::Left => matches!(exit, "" | "exit code 0"),
+        _ => !content.dead() && case.does(view, Activity::Teardown),
+    }
+}

@@ -1,0 +1,103 @@
+//! Circles of sends and receives, and what the past of the ranks in them tells.
+
+use super::expect;
+use crate::{
+    Cause, Confidence,
+    testing::{Job, Stack},
+};
+use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
+
+/// A transfer that completed long ago.
+fn past(job: &mut Job, rank: u32, op: Op, peer: i32, count: u64) {
+    let operation = Job::operation(0x77, 1, op);
+    job.push(rank, Operation { peer, count, started_ns: 1, status: OpStatus::Completed.into(), ..operation });
+}
+
+/// Ranks that wait for their devices and share 0x77.
+fn together(world: u32) -> Job {
+    let mut job = Job::new(world);
+    job.comm(0x77, &(0..world).collect::<Vec<_>>());
+    job
+}
+
+#[test]
+fn a_circle_that_never_worked_is_the_fault_of_the_plan_and_one_that_did_is_uncertain() {
+    let mut job = together(2);
+    job.transfer(0x77, 0, Op::Send, 1);
+    job.transfer(0x77, 1, Op::Send, 0);
+    expect(&job.judge(), Cause::P2pCycle, &[0, 1], Confidence::High);
+    let mut job = together(2);
+    past(&mut job, 0, Op::Send, 1, 1024);
+    job.transfer(0x77, 0, Op::Send, 1);
+    job.transfer(0x77, 1, Op::Send, 0);
+    expect(&job.judge(), Cause::P2pCycle, &[0, 1], Confidence::Medium);
+}
+
+#[test]
+fn the_one_rank_that_is_in_no_transfer_of_the_circle() {
+    let mut job = together(4);
+    job.transfer(0x77, 0, Op::Recv, 1);
+    job.transfer(0x77, 1, Op::Recv, 2);
+    job.transfer(0x77, 3, Op::Recv, 2);
+    job.enter(0x77, 2, Op::AllReduce);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
+    assert_eq!(verdict.victims, [0, 1, 3]);
+}
+
+#[test]
+fn the_size_that_is_new_is_the_wrong_one() {
+    let sizes = |old: [u64; 2], new: [u64; 2]| {
+        let mut job = together(3);
+        for _ in 0..3 {
+            past(&mut job, 0, Op::Send, 1, old[0]);
+            past(&mut job, 1, Op::Recv, 0, old[1]);
+        }
+        job.transfer(0x77, 0, Op::Send, 1);
+        job.transfer(0x77, 1, Op::Recv, 0);
+        for (rank, count) in [(0, new[0]), (1, new[1])] {
+            job.flight(rank).operations.last_mut().expect("it was pushed").count = count;
+        }
+        job.judge()
+    };
+    expect(&sizes([64, 64], [32, 64]), Cause::SizeMismatch, &[0], Confidence::Medium);
+    expect(&sizes([64, 64], [64, 128]), Cause::SizeMismatch, &[1], Confidence::Medium);
+    expect(&sizes([64, 64], [32, 128]), Cause::SizeMismatch, &[0, 1], Confidence::Medium);
+}
+
+#[test]
+fn a_receive_from_any_rank_waits_for_those_that_may_still_send() {
+    // The master takes results as they come; rank 2 computes none.
+    let mut job = together(4);
+    job.transfer(0x77, 0, Op::Recv, -1);
+    for rank in [1, 3] {
+        job.transfer(0x77, rank, Op::Recv, 0);
+    }
+    job.stands(2, Stack::sleep());
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::P2pUnmatched, &[2][..]), "{}", verdict.to_text());
+    // All others wait for the one that receives what nobody sends.
+    let mut job = together(3);
+    job.transfer(0x77, 1, Op::Recv, -1);
+    for rank in [0, 2] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("a recv from any rank"), "{}", verdict.sentence);
+}
+
+#[test]
+fn who_ends_its_library_while_others_go_on_gave_up() {
+    let mut job = together(3);
+    job.comm(0x88, &[0, 1, 2]);
+    job.enter(0x88, 0, Op::AllReduce);
+    job.enter(0x88, 1, Op::AllReduce);
+    job.enter_with(0x77, 2, Op::Barrier, |operation| {
+        operation.function = "MPI_Finalize".into();
+        operation.kind = OpKind::Collective.into();
+    });
+    let verdict = job.judge();
+    expect(&verdict, Cause::Teardown, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("while others go on: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
+}
