@@ -2,7 +2,7 @@
 //! Never more than the merged whole and the parts in flight are in memory.
 
 use std::{
-    collections::BTreeMap,
+    collections::{BTreeMap, HashMap},
     fs,
     path::{Path, PathBuf},
     sync::mpsc,
@@ -76,6 +76,8 @@ pub enum Done {
 
 /// All stacks of the job, merged.
 pub const TREES: &str = "stacks.bin";
+/// Room is made beforehand for no more ranks than this, whatever a node says.
+const LARGEST_WORLD: u32 = 1 << 18;
 /// The viewer's time; the verdict is there already.
 const VIEW: Duration = Duration::from_secs(60);
 
@@ -94,9 +96,53 @@ struct Gather {
     plan: Plan,
     native: PrefixTree,
     python: PrefixTree,
-    ranks: BTreeMap<u32, RankEvidence>,
+    ranks: Ranks,
     errors: Vec<String>,
     files: BTreeMap<String, fs::File>,
+}
+
+/// What is known of each rank; of a large job this is most of the memory.
+#[derive(Default)]
+struct Ranks {
+    list: Vec<RankEvidence>,
+    places: HashMap<u32, usize>,
+}
+
+impl Ranks {
+    fn of(list: Vec<RankEvidence>) -> Self {
+        let places = list.iter().enumerate().map(|(place, rank)| (rank.rank, place)).collect();
+        Ranks { list, places }
+    }
+
+    /// Makes room for the ranks of a job, for as many as can be believed.
+    fn reserve(&mut self, world_size: u32) {
+        self.list.reserve_exact((world_size.min(LARGEST_WORLD) as usize).saturating_sub(self.list.len()));
+    }
+
+    fn holds(&self, rank: u32) -> bool {
+        self.places.contains_key(&rank)
+    }
+
+    /// Adds ranks; one that is there already is replaced.
+    fn extend(&mut self, ranks: Vec<RankEvidence>) {
+        for mut rank in ranks {
+            if let Some(flight) = &mut rank.flight {
+                flight.operations.shrink_to_fit();
+            }
+            match self.places.get(&rank.rank) {
+                Some(place) => self.list[*place] = rank,
+                None => {
+                    self.places.insert(rank.rank, self.list.len());
+                    self.list.push(rank);
+                }
+            }
+        }
+    }
+
+    fn sorted(mut self) -> Vec<RankEvidence> {
+        self.list.sort_unstable_by_key(|rank| rank.rank);
+        self.list
+    }
 }
 
 impl Gather {
@@ -105,7 +151,7 @@ impl Gather {
         let mut gather = Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
-            ranks: BTreeMap::new(),
+            ranks: Ranks::default(),
             errors: Vec::new(),
             files: BTreeMap::new(),
             plan,
@@ -114,7 +160,7 @@ impl Gather {
         let evidence = read("evidence.bin").and_then(|bytes| Evidence::decode(&bytes[..]).ok());
         let trees = read(TREES).and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
         if let (Some(evidence), Some(trees)) = (evidence, trees) {
-            gather.ranks = evidence.ranks.into_iter().map(|rank| (rank.rank, rank)).collect();
+            gather.ranks = Ranks::of(evidence.ranks);
             gather.merge(trees.native.as_ref(), trees.python.as_ref());
         }
         gather
@@ -137,7 +183,9 @@ impl Gather {
     fn part(&mut self, part: NodeDump) {
         self.merge(part.native.as_ref(), part.python.as_ref());
         self.errors.extend(part.errors);
-        self.ranks.extend(part.ranks.into_iter().map(|rank| (rank.rank, rank)));
+        // All of them at once: a list that grows piece by piece is copied again and again, and keeps room that it does not need.
+        self.ranks.reserve(self.plan.world_size);
+        self.ranks.extend(part.ranks);
     }
 
     fn merge(
@@ -154,17 +202,15 @@ impl Gather {
 
     fn judge(&mut self, missing: Vec<RankEvidence>, errors: Vec<String>) -> Verdict {
         let begun = Instant::now();
-        let mut ranks = std::mem::take(&mut self.ranks);
-        for rank in missing {
-            ranks.entry(rank.rank).or_insert(rank);
-        }
+        let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
+        self.ranks.extend(missing);
         let evidence = Evidence {
             incident: self.plan.incident.clone(),
             job: self.plan.job.clone(),
             world_size: self.plan.world_size,
             attempt: self.plan.attempt,
             trigger: Some(self.plan.trigger.clone()),
-            ranks: ranks.into_values().collect(),
+            ranks: std::mem::take(&mut self.ranks).sorted(),
             hang_timeout_ns: self.plan.hang_timeout_ns,
             sample_interval_ns: self.plan.sample_interval_ns,
         };
@@ -179,7 +225,7 @@ impl Gather {
         let since = Now::get().unix_ns.saturating_sub(self.plan.opened.unix_ns) + self.plan.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
         self.write(&evidence, &mut verdict);
-        self.ranks = evidence.ranks.into_iter().map(|rank| (rank.rank, rank)).collect();
+        self.ranks = Ranks::of(evidence.ranks);
         verdict
     }
 

@@ -17,8 +17,10 @@ use crate::{member, registry::JobKey};
 pub type NodeId = u64;
 /// One stream.
 pub type StreamId = u64;
+/// A message to a node. In a box, because a channel has room for 32 of them from the start, and there is one for each node.
+pub type Outbound = Box<Result<ClusterMessage, Status>>;
 /// The sending side of a stream.
-pub type Outgoing = mpsc::Sender<Result<ClusterMessage, Status>>;
+pub type Outgoing = mpsc::Sender<Outbound>;
 
 /// One node collector.
 #[derive(Debug)]
@@ -199,7 +201,7 @@ impl Nodes {
     pub fn send(&mut self, id: NodeId, message: Message, now_ns: u64) -> bool {
         let Some(node) = self.nodes.get_mut(&id) else { return false };
         let Some((_, outgoing)) = &node.stream else { return false };
-        let sent = outgoing.try_send(Ok(ClusterMessage { message: Some(message) })).is_ok();
+        let sent = outgoing.try_send(Box::new(Ok(ClusterMessage { message: Some(message) }))).is_ok();
         if !sent {
             node.stream = None;
             node.lost_ns = now_ns;
@@ -382,11 +384,7 @@ mod tests {
         }
     }
 
-    fn node(
-        nodes: &mut Nodes,
-        name: &str,
-        stream: StreamId,
-    ) -> (NodeId, mpsc::Receiver<Result<ClusterMessage, Status>>) {
+    fn node(nodes: &mut Nodes, name: &str, stream: StreamId) -> (NodeId, mpsc::Receiver<Outbound>) {
         let (sender, receiver) = mpsc::channel(8);
         (nodes.join(name, name, stream, sender), receiver)
     }

@@ -1,16 +1,19 @@
 //! The gRPC side: who may join, and the two directions of a stream.
 
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::{
+    pin::Pin,
+    sync::atomic::{AtomicU64, Ordering},
+};
 
 use tokio::sync::mpsc;
-use tokio_stream::{StreamExt, wrappers::ReceiverStream};
+use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     v1::{ClusterMessage, NodeHello, NodeMessage, cluster_server, node_message::Message},
 };
 
-use super::nodes::{Outgoing, StreamId};
+use super::nodes::{Outbound, Outgoing, StreamId};
 
 /// What happens on the streams.
 #[derive(Debug)]
@@ -68,7 +71,7 @@ const OUTGOING: usize = 64;
 
 #[tonic::async_trait]
 impl cluster_server::Cluster for Service {
-    type JoinStream = ReceiverStream<Result<ClusterMessage, Status>>;
+    type JoinStream = Pin<Box<dyn Stream<Item = Result<ClusterMessage, Status>> + Send>>;
 
     async fn join(&self, request: Request<Streaming<NodeMessage>>) -> Result<Response<Self::JoinStream>, Status> {
         let id = self.next.fetch_add(1, Ordering::Relaxed);
@@ -86,21 +89,21 @@ impl cluster_server::Cluster for Service {
                             listen(id, &mut messages, &events).await
                         }
                         Err(status) => {
-                            let _ = outgoing.send(Err(status)).await;
+                            let _ = outgoing.send(Box::new(Err(status))).await;
                             return;
                         }
                     }
                 }
                 Some(Ok(_)) => {
-                    let _ =
-                        outgoing.send(Err(Status::failed_precondition("the first message must be the hello"))).await;
+                    let refusal = Status::failed_precondition("the first message must be the hello");
+                    let _ = outgoing.send(Box::new(Err(refusal))).await;
                     return;
                 }
                 _ => return,
             };
             let _ = events.send(StreamEvent::Ended(id, why)).await;
         });
-        Ok(Response::new(ReceiverStream::new(answers)))
+        Ok(Response::new(Box::pin(ReceiverStream::new(answers).map(|message: Outbound| *message))))
     }
 }
 
