@@ -304,6 +304,10 @@ impl<'w, 'a> Builder<'w, 'a> {
                     None => self.edge(node, Node::Host(other)),
                     Some(_) if self.world.views[other].halted() => self.edge(node, Node::Host(other)),
                     Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
+                    // Each waits for another message than the one that the other is about.
+                    Some(_) if !tags_meet(self.world, comms[comm].id, (view, event), (other, counterpart)) => {
+                        self.edge(node, Node::Host(other));
+                    }
                     Some(_) => {}
                 }
             }
@@ -499,6 +503,22 @@ impl<'w, 'a> Builder<'w, 'a> {
         events.sort_unstable();
         suspects.push(Suspect::Cycle(events));
     }
+}
+
+/// Whether one of the sends and receives that are pending at both ends of a pair may match, by their tags. Only MPI and gloo have
+/// tags; one that is negative matches all.
+pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), other: (usize, Event)) -> bool {
+    let tags = |(view, event): (usize, Event)| -> Vec<i32> {
+        let Event::PointToPoint { peer, recv, .. } = event else { return Vec::new() };
+        let op = if recv { Op::Recv } else { Op::Send };
+        world.views[view]
+            .pending()
+            .filter(|operation| operation.communicator == comm_id && operation.peer == peer && operation.op() == op)
+            .map(|operation| operation.tag.unwrap_or(-1))
+            .collect()
+    };
+    let (one, other) = (tags(one), tags(other));
+    one.iter().any(|one| other.iter().any(|other| *one < 0 || *other < 0 || one == other))
 }
 
 fn transfers_of<'a>(world: &World<'a>, by_id: &HashMap<u64, usize>, view: usize) -> BTreeMap<Event, &'a Operation> {

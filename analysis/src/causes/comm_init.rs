@@ -54,7 +54,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Some(Event::Init { comm }) => case.comms[comm].member(view).is_some(),
         _ => false,
     };
-    let says = if returned {
+    let store =
+        by_stacks && case.stack_waiters.iter().all(|view| case.view(*view).host.doing.witness.contains("Store::"));
+    let says = if store {
+        format!("has not set the key that the others wait for in the store; it is{}", or_unknown(case.place(view)))
+    } else if returned {
         format!(
             "has left the creation of a communicator that the others are still in; it is{}",
             or_unknown(case.place(view))

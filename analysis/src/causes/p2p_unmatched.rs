@@ -4,6 +4,7 @@
 //! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
 //! one rank of a circle of transfers that is in none of them.
+//! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
 //! In a circle, the rank is named that left out a send or receive which it had always made at this point.
 
 use super::{
@@ -11,7 +12,11 @@ use super::{
     circle::{self, Break, Told},
     line, never_mistaken,
 };
-use crate::graph::{Event, Suspect};
+use crate::{
+    graph::{Event, Suspect, tags_meet},
+    text::capital,
+};
+use xpu_timer_proto::v1::{OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
@@ -21,7 +26,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Told::OtherBreak => return None,
         Told::Nothing => {}
     }
-    if let Some(found) = from_anybody(case, suspect) {
+    if let Some(found) = from_anybody(case, suspect).or_else(|| other_tags(case, suspect)) {
         return Some(found);
     }
     let event = match suspect {
@@ -80,6 +85,52 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
     evidence.extend(case.standing(view));
     Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}
+
+/// A send and its receive are there, and their tags differ.
+fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let counterpart = |event: Event| {
+        let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
+        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
+        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+        let apart =
+            events.contains(&there) && !tags_meet(&case.world, case.comms[comm].id, (view, event), (other, there));
+        apart.then_some((event, view, there, other))
+    };
+    let (event, view, there, other) = events.iter().find_map(|event| counterpart(*event))?;
+    let changed = |view: usize, event: Event| {
+        let operation = case.operation(event)?;
+        let alike = |past: &&Operation| {
+            past.status() == OpStatus::Completed
+                && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
+        };
+        let mut past = case.view(view).operations().filter(alike).peekable();
+        past.peek()?;
+        let first = past.next()?.tag;
+        Some(first != operation.tag && past.all(|past| past.tag == first))
+    };
+    let blamed = match (changed(view, event) == Some(true), changed(other, there) == Some(true)) {
+        (true, false) => vec![view],
+        (false, true) => vec![other],
+        _ => vec![view, other],
+    };
+    let with_tag = |view: usize, event: Event| {
+        let tag = case.operation(event).and_then(|operation| operation.tag).unwrap_or(-1);
+        format!("rank {} is in {} with tag {tag}", case.view(view).rank, case.describe(event))
+    };
+    let (one, two) = (with_tag(view, event), with_tag(other, there));
+    let new = match blamed[..] {
+        [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
+        _ => String::new(),
+    };
+    let mut evidence =
+        vec![line(one.clone(), vec![case.view(view).rank]), line(two.clone(), vec![case.view(other).rank])];
+    for &view in &blamed {
+        evidence.extend(case.standing(view));
+    }
+    let says = Says::Whole(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
+    Some(Finding { culprits: blamed, says, confidence: Confidence::Medium, evidence })
 }
 
 /// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.

@@ -101,3 +101,30 @@ fn who_ends_its_library_while_others_go_on_gave_up() {
     expect(&verdict, Cause::Teardown, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("while others go on: ranks 0-1 in all_reduce 1"), "{}", verdict.sentence);
 }
+
+#[test]
+fn tags_that_do_not_match() {
+    let tagged = |old: Option<i32>, sent: &[i32], received: i32| {
+        let mut job = together(3);
+        past(&mut job, 0, Op::Send, 1, 8);
+        past(&mut job, 1, Op::Recv, 0, 8);
+        job.flight(0).operations[0].tag = old;
+        job.flight(1).operations[0].tag = old;
+        for tag in sent {
+            job.transfer(0x77, 0, Op::Send, 1);
+            job.flight(0).operations.last_mut().expect("it was pushed").tag = Some(*tag);
+        }
+        job.transfer(0x77, 1, Op::Recv, 0);
+        job.flight(1).operations.last_mut().expect("it was pushed").tag = Some(received);
+        job.enter(0x77, 2, Op::AllReduce);
+        job.judge()
+    };
+    let verdict = tagged(None, &[7], 8);
+    expect(&verdict, Cause::P2pUnmatched, &[0, 1], Confidence::Medium);
+    assert!(verdict.sentence.contains("with tag 8: the tags do not match"), "{}", verdict.sentence);
+    expect(&tagged(Some(7), &[7], 8), Cause::P2pUnmatched, &[1], Confidence::Medium);
+    expect(&tagged(Some(8), &[7], 8), Cause::P2pUnmatched, &[0], Confidence::Medium);
+    // One of several matches, or any does: the data does not move.
+    assert_eq!(tagged(None, &[7, 8], 8).cause, Cause::NetworkStall);
+    assert_eq!(tagged(None, &[7], -1).cause, Cause::NetworkStall);
+}

@@ -76,13 +76,12 @@ fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
 }
 
 fn initializes(thread: &Thread<'_>) -> Option<String> {
-    let native = thread.functions().find(|function| contains_any(function, words::INIT_NATIVE));
-    native.map(str::to_owned).or_else(|| {
-        let of_torch = |frame: &&PySpyFrame| {
-            frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
-        };
-        thread.python().iter().find(of_torch).map(shown)
-    })
+    // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
+    let of_torch = |frame: &&PySpyFrame| {
+        frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
+    };
+    let native = || thread.functions().find(|function| contains_any(function, words::INIT_NATIVE)).map(str::to_owned);
+    thread.python().iter().find(of_torch).map(shown).or_else(native)
 }
 
 fn tears_down(thread: &Thread<'_>) -> Option<String> {
