@@ -43,7 +43,7 @@ pub struct Config {
     pub disabled: bool,
     /// What the collector is told.
     pub hello: Hello,
-    /// Values that could not be used.
+    /// Values that could not be used, and variables that change nothing.
     pub problems: Vec<String>,
 }
 
@@ -121,6 +121,7 @@ impl Config {
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
         let disabled = source.flag("XPU_TIMER_DISABLE");
         problems.extend(source.problems().iter().map(ToString::to_string));
+        problems.extend(source.without_effect());
         Config { hang_timeout, socket, log, bracket, disabled, hello, problems }
     }
 }

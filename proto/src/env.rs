@@ -77,6 +77,45 @@ variables! {
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
 }
 
+/// Variables of the original tool that are accepted and change nothing; the meaning says why.
+pub const WITHOUT_EFFECT: &[Variable] = &[
+    without_effect("XPU_TIMER_TIMELINE_TRACE_COUNT", "1000", "no timeline is written"),
+    without_effect("XPU_TIMER_ALL_DUMP_TIMELINE", "1", "no timeline is written"),
+    without_effect(
+        "XPU_TIMER_DUMP_STACK_COUNT",
+        "0",
+        "no timeline is written; an incident has the stacks of all ranks",
+    ),
+    without_effect("XPU_TIMER_DEBUG_MODE", "0", "a job runs also when it does not use every device"),
+    without_effect(
+        "XPU_TIMER_SKIP_TP",
+        "0",
+        "a bracket costs little, and what is not bracketed cannot be seen hanging",
+    ),
+    without_effect("XPU_TIMER_TP_SIZE", "8", "it belongs to XPU_TIMER_SKIP_TP"),
+    without_effect("XPU_TIMER_HOST_TRACING_FUNC", "", "Python functions are not traced; an incident has their stacks"),
+    without_effect(
+        "XPU_TIMER_EXIT_HOOK_PLUGIN",
+        "",
+        "no Python is run in the ranks; XPU_TIMER_WEBHOOK tells of verdicts",
+    ),
+    without_effect("XPU_TIMER_TORCH_CUDA_LIB_PATH", "", "no function of libtorch_cuda is called"),
+    without_effect("XPU_TIMER_SYMS_FILE", "", "functions are found without a symbol file"),
+];
+
+const fn without_effect(name: &'static str, default: &'static str, meaning: &'static str) -> Variable {
+    Variable { name, default, meaning }
+}
+
+/// Of these, zero is no value: nothing would ever have time, or nothing would be looked at.
+const ABOVE_ZERO: [&str; 5] = [
+    "XPU_TIMER_HANG_TIMEOUT",
+    "XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL",
+    "XPU_TIMER_LOCAL_UPDATE_INTERVAL",
+    "XPU_TIMER_MM_BVAR_WINDOW_SIZE",
+    "XPU_TIMER_COLL_BVAR_WINDOW_SIZE",
+];
+
 /// A value that could not be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -169,7 +208,15 @@ impl Source {
     /// Seconds, whole or with a fraction.
     #[must_use]
     pub fn seconds(&self, name: &str) -> Option<Duration> {
-        self.parsed(name, |text| text.parse().ok().and_then(|seconds| Duration::try_from_secs_f64(seconds).ok()))
+        let least = if ABOVE_ZERO.contains(&name) { Duration::from_millis(1) } else { Duration::ZERO };
+        let duration = |text: &str| Duration::try_from_secs_f64(text.parse().ok()?).ok();
+        self.parsed(name, |text| duration(text).filter(|duration| *duration >= least))
+    }
+
+    /// How many levels a label has, at most as many as tell something.
+    #[must_use]
+    pub fn levels(&self, name: &str) -> u32 {
+        self.parsed(name, |text| text.parse().ok().filter(|levels| (1..=1000).contains(levels))).unwrap_or(1)
     }
 
     /// A switch: 1, true, yes, on or 0, false, no, off.
@@ -208,10 +255,23 @@ impl Source {
     /// Control port of the node collector; metrics are on the next one.
     #[must_use]
     pub fn control_port(&self) -> u16 {
-        match self.number::<u16>("XPU_TIMER_PORT") {
-            Some(metrics) if metrics > 1 => metrics - 1,
-            _ => self.number("XPU_TIMER_BASEPORT").unwrap_or(18888),
-        }
+        self.metrics_port().map_or_else(|| self.base_port(), |metrics| metrics - 1)
+    }
+
+    fn metrics_port(&self) -> Option<u16> {
+        self.parsed("XPU_TIMER_PORT", |text| text.parse::<u16>().ok().filter(|port| *port > 1))
+    }
+
+    fn base_port(&self) -> u16 {
+        let port = self.parsed("XPU_TIMER_BASEPORT", |text| text.parse::<u16>().ok().filter(|port| *port > 0));
+        port.unwrap_or(18888)
+    }
+
+    /// For the log: variables that are set and change nothing, and why.
+    #[must_use]
+    pub fn without_effect(&self) -> Vec<String> {
+        let given = WITHOUT_EFFECT.iter().filter(|variable| self.given(variable.name).is_some());
+        given.map(|variable| format!("{} changes nothing: {}", variable.name, variable.meaning)).collect()
     }
 
     /// Who this process is in its job, by the variables of torchrun, Open MPI, PMI, PMIx and Slurm, in this order.
@@ -314,6 +374,16 @@ mod tests {
             assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(300)), "{text}");
             assert_eq!(source.problems().len(), 1, "{text}");
         }
+    }
+
+    #[test]
+    fn what_is_accepted_and_changes_nothing_is_said_when_it_is_set() {
+        let source = source(&[("XPU_TIMER_SKIP_TP", "1"), ("XPU_TIMER_HANG_TIMEOUT", "3")], "XPU_TIMER_DEBUG_MODE=1\n");
+        let said = source.without_effect();
+        assert_eq!(said.len(), 2, "{said:?}");
+        assert!(said[0].starts_with("XPU_TIMER_DEBUG_MODE changes nothing: "), "{said:?}");
+        assert_eq!(source.problems(), [], "and is no problem");
+        assert!(WITHOUT_EFFECT.iter().all(|one| VARIABLES.iter().all(|other| one.name != other.name)));
     }
 
     #[test]

@@ -31,12 +31,8 @@ impl MetricsSettings {
     #[must_use]
     pub fn new(source: &Source) -> Self {
         let seconds = |name| source.seconds(name).unwrap_or(Duration::from_secs(10));
-        // As many levels as fit a label; none would divide by nothing.
-        let levels =
-            |name, default| source.number::<u32>(name).filter(|levels| (1..=1000).contains(levels)).unwrap_or(default);
-        let levels = source
-            .flag("XPU_TIMER_BUCKETING_METRICS")
-            .then(|| (levels("XPU_TIMER_COMM_BUCKETING_COUNT", 20), levels("XPU_TIMER_MM_BUCKETING_COUNT", 10)));
+        let levels = (source.levels("XPU_TIMER_COMM_BUCKETING_COUNT"), source.levels("XPU_TIMER_MM_BUCKETING_COUNT"));
+        let levels = source.flag("XPU_TIMER_BUCKETING_METRICS").then_some(levels);
         MetricsSettings {
             look: seconds("XPU_TIMER_LOCAL_UPDATE_INTERVAL"),
             publish: seconds("XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL"),

@@ -1,5 +1,7 @@
 //! The variables as they are in force: value, where it comes from, and what is wrong with it. For people who ask.
 
+#[cfg(test)]
+use super::ABOVE_ZERO;
 use super::{Problem, Source, VARIABLES, Variable};
 
 /// Where a value comes from.
@@ -37,6 +39,7 @@ enum Kind {
     Flag,
     Seconds,
     Number,
+    Levels,
     Port,
     Choice(&'static [&'static str]),
 }
@@ -54,12 +57,10 @@ fn kind(variable: &Variable) -> Kind {
         "XPU_TIMER_HANG_KILL" | "XPU_TIMER_LOGGING_APPEND" | "XPU_TIMER_DISABLE" | "XPU_TIMER_BUCKETING_METRICS" => {
             Kind::Flag
         }
-        "XPU_TIMER_MM_BUCKETING_COUNT"
-        | "XPU_TIMER_COMM_BUCKETING_COUNT"
-        | "XPU_TIMER_LINGER"
-        | "XPU_TIMER_KEEP_INCIDENTS"
-        | "XPU_TIMER_KEEP_DAYS"
-        | "XPU_TIMER_COLLECTOR_PID" => Kind::Number,
+        "XPU_TIMER_MM_BUCKETING_COUNT" | "XPU_TIMER_COMM_BUCKETING_COUNT" => Kind::Levels,
+        "XPU_TIMER_LINGER" | "XPU_TIMER_KEEP_INCIDENTS" | "XPU_TIMER_KEEP_DAYS" | "XPU_TIMER_COLLECTOR_PID" => {
+            Kind::Number
+        }
         "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
         "XPU_TIMER_BRACKET" => Kind::Choice(&["collectives", "matmuls", "all", "none"]),
         "XPU_TIMER_INLINE" => Kind::Choice(&["off", "auto", "all"]),
@@ -83,7 +84,9 @@ impl Source {
             Kind::Flag => _ = self.flag(name),
             Kind::Seconds => _ = self.seconds(name),
             Kind::Number => _ = self.number::<u64>(name),
-            Kind::Port => _ = self.number::<u16>(name),
+            Kind::Levels => _ = self.levels(name),
+            Kind::Port if name == "XPU_TIMER_BASEPORT" => _ = self.base_port(),
+            Kind::Port => _ = self.metrics_port(),
             Kind::Choice(words) => _ = self.parsed(name, |text| words.contains(&text).then_some(())),
         }
         let problem = self.problems().into_iter().nth(before);
@@ -133,6 +136,35 @@ mod tests {
             assert_eq!((setting.value.as_str(), setting.origin), (setting.default, Origin::Environment), "{name}");
             assert_eq!(setting.problem.unwrap().value, *bad);
         }
+    }
+
+    /// Every variable that is not any text, with values that no user can have meant.
+    #[test]
+    fn no_bad_value_of_any_variable_goes_unnoticed() {
+        let mut checked = 0;
+        for variable in VARIABLES {
+            let bad: &[&'static str] = match kind(variable) {
+                Kind::Text => continue,
+                Kind::Flag => &["maybe", "2", "-1"],
+                Kind::Seconds if ABOVE_ZERO.contains(&variable.name) => &["soon", "-1", "nan", "5s", "0", "0.0"],
+                Kind::Seconds => &["soon", "-1", "nan", "5s"],
+                Kind::Number => &["many", "-1", "1.5"],
+                Kind::Levels => &["many", "-1", "1.5", "0", "5000"],
+                Kind::Port => &["http", "-1", "70000", "0"],
+                Kind::Choice(_) => &["sometimes", "All of them"],
+            };
+            for value in bad {
+                let source = Source::new(move |name| (name == variable.name).then(|| (*value).to_string()), "");
+                let of_all = source.settings();
+                let setting = of_all.into_iter().find(|setting| setting.name == variable.name).unwrap();
+                let problem = setting.problem.unwrap_or_else(|| panic!("{}={value} was taken", variable.name));
+                assert_eq!((problem.name.as_str(), problem.value.as_str()), (variable.name, *value));
+                assert_eq!(setting.value, variable.default, "the default is in force");
+                assert_eq!(source.problems().iter().filter(|other| other.name == variable.name).count(), 1);
+                checked += 1;
+            }
+        }
+        assert!(checked > 60, "{checked}");
     }
 
     #[test]

@@ -40,6 +40,8 @@ pub struct Report {
     pub port: u16,
     /// The process or program.
     pub target: Option<Hooked>,
+    /// Variables that are set and change nothing.
+    pub without_effect: Vec<String>,
     /// What is wrong.
     pub problems: Vec<String>,
 }
@@ -110,6 +112,7 @@ impl Report {
             socket: config.socket,
             port: source.control_port(),
             target: hooked,
+            without_effect: source.without_effect(),
             problems,
         })
     }
@@ -143,6 +146,7 @@ impl Report {
             "control_port": self.port,
             "metrics_port": self.port.checked_add(1),
             "target": self.target.as_ref().map(Hooked::json),
+            "without_effect": self.without_effect,
             "problems": self.problems,
         })
     }

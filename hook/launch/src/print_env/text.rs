@@ -50,6 +50,9 @@ fn settings(text: &mut String, report: &Report) {
         let value = if setting.value.is_empty() { "-" } else { &setting.value };
         let _ = writeln!(text, "{mark} {:<36} {value:<width$}  {}", setting.name, remark(setting));
     }
+    for line in &report.without_effect {
+        let _ = writeln!(text, "* {line}");
+    }
 }
 
 fn remark(setting: &Setting) -> String {

@@ -150,8 +150,16 @@ struct Transfer {
     work: Word,
 }
 
-fn transfer(recorder: &'static Recorder, work: Word, group: Word, op: Op, peer: Word, tensors: Word) -> Transfer {
-    Transfer { what: begin(recorder, group, op, peer as i32, Tensors::Many(tensors)), work }
+fn transfer(
+    recorder: &'static Recorder,
+    work: Word,
+    group: Word,
+    op: Op,
+    (peer, tag): (Word, Word),
+    tensors: Word,
+) -> Transfer {
+    let what = begin(recorder, group, op, peer as i32, Tensors::Many(tensors));
+    Transfer { what: what.map(|what| Begin { tag: Some(tag as i32), ..what }), work }
 }
 
 impl After for Transfer {
@@ -318,11 +326,11 @@ symbols! {
             => |recorder, _| direct(recorder, this, Op::Barrier);
 
         _ZN4c10d16ProcessGroupGloo4sendERSt6vectorIN2at6TensorESaIS3_EEii(work, this, tensors, peer, tag)
-            => |recorder, _| transfer(recorder, work, this, Op::Send, peer, tensors);
+            => |recorder, _| transfer(recorder, work, this, Op::Send, (peer, tag), tensors);
         _ZN4c10d16ProcessGroupGloo4recvERSt6vectorIN2at6TensorESaIS3_EEii(work, this, tensors, peer, tag)
-            => |recorder, _| transfer(recorder, work, this, Op::Recv, peer, tensors);
+            => |recorder, _| transfer(recorder, work, this, Op::Recv, (peer, tag), tensors);
         _ZN4c10d16ProcessGroupGloo13recvAnysourceERSt6vectorIN2at6TensorESaIS3_EEi(work, this, tensors, tag)
-            => |recorder, _| transfer(recorder, work, this, Op::Recv, NOBODY as Word, tensors);
+            => |recorder, _| transfer(recorder, work, this, Op::Recv, (NOBODY as Word, tag), tensors);
         _ZN4c10d16ProcessGroupGloo8SendWork4waitENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, timeout)
             => |recorder, _| waited(recorder, this);
         _ZN4c10d16ProcessGroupGloo8RecvWork4waitENSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, timeout)
