@@ -26,7 +26,8 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The cluster role: 12,500 nodes of 8 ranks deliver to one cluster collector; fails when a limit does not hold
+    /// The collectors: 12,500 nodes of 8 ranks deliver to one cluster collector, a node collector watches 8 busy ranks; fails
+    /// when a limit does not hold
     Cluster {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
@@ -68,11 +69,11 @@ pub fn run(options: &Options) -> Result<()> {
             shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
         }
         Bench::Cluster { arguments } => {
-            let packages = ["-p", "xpu_timer_collector", "-p", "xpu_timer_viewer", "--bins"];
+            let packages = ["collector", "viewer", "launch", "hook", "bench"].map(|name| format!("xpu_timer_{name}"));
+            let packages = packages.iter().flat_map(|package| ["-p", package]);
             shell::run(cargo(&["build", "--release"]).args(packages))?;
-            let benchmark =
-                ["run", "--quiet", "--release", "-p", "xpu_timer_collector", "--example", "bench_cluster", "--"];
-            shell::run(cargo(&benchmark).args(arguments))
+            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "cluster"];
+            shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
         }
         Bench::Viewer => {
             // Every limit is looked at, whatever became of the ones before it.

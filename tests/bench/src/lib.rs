@@ -1,10 +1,11 @@
-//! Measures what the hook costs, and the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
+//! Measures what the hook and the collectors cost, and the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
 //! machine; what counts are ratios of medians of alternating repetitions, and agreement with what the others see.
 #![forbid(unsafe_code)]
 
 mod agreement;
 mod capture;
 mod churn;
+mod cluster;
 mod hook;
 mod report;
 mod rivals;
@@ -25,6 +26,8 @@ pub enum Command {
     Capture(capture::Options),
     /// Measures what the hook costs and prints a table; fails when a limit does not hold
     Hook(hook::Options),
+    /// Measures both roles of the collector and prints a table; fails when a limit does not hold
+    Cluster(cluster::Options),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]
     Peak {
@@ -44,6 +47,7 @@ pub fn run(command: &Command) -> Result<bool> {
     match command {
         Command::Capture(options) => capture::run(options),
         Command::Hook(options) => hook::run(options),
+        Command::Cluster(options) => cluster::run(options),
         Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
     }
 }

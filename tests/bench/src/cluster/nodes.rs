@@ -1,14 +1,6 @@
-//! Measures the cluster role: `cargo xtask bench cluster`.
-//!
-//! Simulated nodes of 8 ranks each join one real cluster collector over loopback gRPC, a connection each. One rank hangs; every node
-//! is asked and delivers its trees and flight records. What is measured is the collector process. First with few nodes, then with
-//! many: the time may grow with the nodes and no faster.
+//! Simulated nodes of eight ranks each: what they say to the cluster collector, over a connection each.
 
 use std::{
-    fs,
-    net::TcpListener,
-    path::{Path, PathBuf},
-    process::{Child, Command, Stdio},
     sync::{
         Arc,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -16,208 +8,103 @@ use std::{
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, ensure};
-use clap::Parser;
+use anyhow::{Result, ensure};
 use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::transport::Endpoint;
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::stragglers::KEPT_BLOCKS;
 use xpu_timer_collector::delivery::{Part, pieces};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     v1::{
-        Alarm, Captured, Communicator, CommunicatorState, DataType, DumpFile, FlightRecord, JobId, NodeDump, NodeHello,
-        NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, Presence, RankEntry, RankEvidence, RankInfo, Trigger,
-        TriggerKind, cluster_client::ClusterClient, cluster_message::Message as Asked, node_message::Message,
+        Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, DumpFile, FlightRecord, JobId,
+        NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock, Paces, Presence,
+        RankEntry, RankEvidence, RankInfo, RankPace, Trigger, TriggerKind, cluster_client::ClusterClient,
+        cluster_message::Message as Asked, node_message::Message,
     },
 };
 
-/// Benchmark of the cluster role.
-#[derive(Parser)]
-struct Options {
-    /// Nodes of the small run
-    #[arg(long, default_value_t = 1_000)]
-    few: u32,
-    /// Nodes of the large run
-    #[arg(long, default_value_t = 12_500)]
-    many: u32,
-    /// The collector [default: beside this program's folder]
-    #[arg(long)]
-    collector: Option<PathBuf>,
-}
-
-const RANKS: u32 = 8;
+/// Ranks of a node.
+pub const RANKS: u32 = 8;
 const PIPELINE: u32 = 10;
 const SECOND: u64 = 1_000_000_000;
 const NOW: u64 = 1_000 * SECOND;
-const REPORT_LIMIT: Duration = Duration::from_secs(15);
-const MEMORY_LIMIT_MB: u64 = 2_000;
-const PATIENCE: Duration = Duration::from_secs(300);
-
-fn main() -> Result<()> {
-    let options = Options::parse();
-    let own = std::env::current_exe()?;
-    let beside = own.parent().and_then(Path::parent).context("a profile folder")?.join("xpu_timer_collector");
-    let collector = options.collector.clone().unwrap_or(beside);
-    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
-    let small = runtime.block_on(run(&collector, options.few))?;
-    let large = runtime.block_on(run(&collector, options.many))?;
-    // What every run takes whatever its size is no growth.
-    let growth = large.total.as_secs_f64() / small.total.as_secs_f64();
-    let nodes = f64::from(options.many) / f64::from(options.few);
-    let held = [
-        (
-            format!(
-                "report after the last delivery's start: {:.1} s, limit {} s",
-                large.report.as_secs_f64(),
-                REPORT_LIMIT.as_secs()
-            ),
-            large.report <= REPORT_LIMIT,
-        ),
-        (format!("peak memory: {} MB, limit {MEMORY_LIMIT_MB} MB", large.peak_mb), large.peak_mb < MEMORY_LIMIT_MB),
-        (format!("{nodes:.1} times the nodes take {growth:.1} times as long"), growth <= nodes),
-    ];
-    for (what, holds) in &held {
-        println!("{what}: {}", if *holds { "met" } else { "NOT met" });
-    }
-    ensure!(held.iter().all(|(_, holds)| *holds), "a limit does not hold");
-    Ok(())
-}
-
-struct Measured {
-    /// From the alarm to the finished report.
-    total: Duration,
-    /// From the start of the last delivery.
-    report: Duration,
-    peak_mb: u64,
-}
-
-/// The collector under test; ended on drop.
-struct Collector(Child);
-
-impl Collector {
-    fn peak_mb(&self) -> Result<u64> {
-        let status = fs::read_to_string(format!("/proc/{}/status", self.0.id()))?;
-        let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
-        let kib: u64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
-        Ok(kib * 1024 / 1_000_000)
-    }
-
-    fn cpu_s(&self) -> Result<f64> {
-        let stat = fs::read_to_string(format!("/proc/{}/stat", self.0.id()))?;
-        let fields: Vec<&str> = stat.rsplit_once(')').context("stat")?.1.split_whitespace().collect();
-        let ticks: u64 = fields[11].parse::<u64>()? + fields[12].parse::<u64>()?;
-        Ok(ticks as f64 / 100.0)
-    }
-}
-
-impl Drop for Collector {
-    fn drop(&mut self) {
-        // Both fail only when it has ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
+/// Nothing here takes longer.
+pub const PATIENCE: Duration = Duration::from_secs(300);
 
 /// What the simulated nodes tell the measurement.
-struct Shared {
+pub struct Shared {
     template: Template,
-    nodes: u32,
-    begun: Instant,
-    joined: AtomicU32,
-    delivered: AtomicU32,
-    bytes: AtomicU64,
-    last_start_ns: AtomicU64,
+    /// How many there are.
+    pub nodes: u32,
+    /// Start of the clock.
+    pub begun: Instant,
+    /// Nodes that were welcomed.
+    pub joined: AtomicU32,
+    /// Nodes that have delivered their part.
+    pub delivered: AtomicU32,
+    /// Bytes of the parts.
+    pub bytes: AtomicU64,
+    /// When the last delivery began, on `begun`'s clock.
+    pub last_start_ns: AtomicU64,
 }
 
-async fn run(collector: &Path, nodes: u32) -> Result<Measured> {
-    let folder = tempfile::tempdir()?;
-    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
-    let mut command = Command::new(collector);
-    command.args(["cluster", "--listen", &format!("127.0.0.1:{port}")]);
-    command.env("XPU_TIMER_TIMELINE_PATH", folder.path()).env("XPU_TIMER_LOG", "error").env("TMPDIR", folder.path());
-    let child = Collector(command.stdin(Stdio::null()).stderr(Stdio::inherit()).spawn().context("the collector")?);
-
-    let shared = Arc::new(Shared {
-        template: Template::new(nodes),
-        nodes,
-        begun: Instant::now(),
-        joined: AtomicU32::new(0),
-        delivered: AtomicU32::new(0),
-        bytes: AtomicU64::new(0),
-        last_start_ns: AtomicU64::new(0),
-    });
-    let mut alarm = None;
-    for node in 0..nodes {
-        let (sender, receiver) = mpsc::channel(64);
-        if node == 0 {
-            alarm = Some(sender.clone());
-        }
-        tokio::spawn(play(Arc::clone(&shared), node, port, sender, receiver));
-        // No faster than they join: the backlog of a listening socket is no part of this.
-        while node - shared.joined.load(Ordering::Relaxed).min(node) > 200 {
-            ensure!(shared.begun.elapsed() < PATIENCE, "the nodes do not join");
-            tokio::time::sleep(Duration::from_millis(1)).await;
+impl Shared {
+    /// So many nodes, none of which has said anything.
+    pub fn new(nodes: u32) -> Self {
+        Shared {
+            template: Template::new(nodes),
+            nodes,
+            begun: Instant::now(),
+            joined: AtomicU32::new(0),
+            delivered: AtomicU32::new(0),
+            bytes: AtomicU64::new(0),
+            last_start_ns: AtomicU64::new(0),
         }
     }
-    while shared.joined.load(Ordering::Relaxed) < nodes {
-        ensure!(shared.begun.elapsed() < PATIENCE, "only {} nodes joined", shared.joined.load(Ordering::Relaxed));
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    let (joining, joined_mb) = (shared.begun.elapsed(), child.peak_mb()?);
+}
 
-    let cpu = child.cpu_s()?;
-    let start = Instant::now();
-    let incident = "20261121T030000Z-00000001";
-    let message = Message::Alarm(Alarm {
+/// What the first node says when one of its ranks hangs.
+pub fn alarm(incident: &str) -> NodeMessage {
+    let alarm = Alarm {
         incident: incident.into(),
         job: Some(job()),
         trigger: Some(Trigger { kind: TriggerKind::Operation.into(), rank: 0, ..Default::default() }),
         hangs: true,
         ..Default::default()
-    });
-    alarm.context("a node")?.send(NodeMessage { message: Some(message) }).await.ok().context("node 0 is gone")?;
-    let latest = folder.path().join("latest");
-    while !latest.exists() {
-        ensure!(start.elapsed() < PATIENCE, "no report; {} nodes delivered", shared.delivered.load(Ordering::Relaxed));
-        tokio::time::sleep(Duration::from_millis(5)).await;
-    }
-    let total = start.elapsed();
-    let last_start = Duration::from_nanos(shared.last_start_ns.load(Ordering::Relaxed));
-    let report = shared.begun.elapsed().saturating_sub(last_start);
-    let peak_mb = child.peak_mb()?;
-
-    let verdict: Verdict = serde_json::from_slice(&fs::read(latest.join("verdict.json"))?)?;
-    let culprit = culprit(nodes);
-    ensure!(verdict.culprits == [culprit], "rank {culprit} is to blame: {}", verdict.sentence);
-    ensure!(verdict.world_size == nodes * RANKS && verdict.timing.errors.is_empty(), "{:?}", verdict.timing.errors);
-    let folded = fs::read_to_string(latest.join("py_stack"))?;
-    let world = nodes * RANKS;
-    ensure!(folded.contains(&format!("@0-{}|", world - 1)), "a frame that all ranks share");
-    println!(
-        "{nodes} nodes, {world} ranks: joined in {:.1} s ({joined_mb} MB); {:.0} KB a node; from the alarm to the report {:.1} s, \
-         {:.1} s after the last delivery's start; {:.1} s of processors, peak {peak_mb} MB",
-        joining.as_secs_f64(),
-        shared.bytes.load(Ordering::Relaxed) as f64 / f64::from(nodes) / 1e3,
-        total.as_secs_f64(),
-        report.as_secs_f64(),
-        child.cpu_s()? - cpu,
-    );
-    println!("  {}", verdict.sentence);
-    Ok(Measured { total, report, peak_mb })
+    };
+    NodeMessage { message: Some(Message::Alarm(alarm)) }
 }
 
 fn job() -> JobId {
     JobId { name: "bench".into(), instance: "host:29500".into() }
 }
 
-fn culprit(nodes: u32) -> u32 {
+/// The rank that stopped.
+pub fn culprit(nodes: u32) -> u32 {
     nodes * RANKS / 2 + 3
 }
 
+/// The rank for which the others waited before that.
+pub const SLOW: u32 = 5;
+
+/// How the ranks of a node fared: all the same, but for the slow one, which came last in the world's collectives.
+fn paces(nodes: u32, node: u32) -> Paces {
+    let ranks = (node * RANKS..(node + 1) * RANKS).map(|rank| {
+        let communicators = groups(nodes, rank).into_iter().map(|(id, size, _)| {
+            let inside_us = if id == 1 && rank != SLOW { 3_000_000 } else { 20_000 };
+            let block = |index| PaceBlock { level: 6, index, inside_us, span_us: 10_000_000 };
+            let blocks = (0..KEPT_BLOCKS as u32).map(block).collect();
+            CommunicatorPace { id, size, point_to_point: false, blocks }
+        });
+        RankPace { job: Some(job()), attempt: 0, rank, communicators: communicators.collect() }
+    });
+    Paces { ranks: ranks.collect() }
+}
+
 /// One simulated node: answers what it is asked.
-async fn play(
+pub async fn play(
     shared: Arc<Shared>,
     node: u32,
     port: u16,
@@ -239,7 +126,10 @@ async fn play(
     let mut asked = ClusterClient::new(channel).join(ReceiverStream::new(receiver)).await?.into_inner();
     while let Some(message) = asked.next().await {
         match message?.message {
-            Some(Asked::Welcome(_)) => _ = shared.joined.fetch_add(1, Ordering::Relaxed),
+            Some(Asked::Welcome(_)) => {
+                say(Message::Paces(paces(shared.nodes, node))).await?;
+                shared.joined.fetch_add(1, Ordering::Relaxed);
+            }
             Some(Asked::Dump(request)) => say(Message::Captured(Captured { incident: request.incident })).await?,
             Some(Asked::Deliver(wanted)) => {
                 let at = u64::try_from(shared.begun.elapsed().as_nanos())?;
@@ -344,18 +234,23 @@ impl Template {
     }
 }
 
-/// Identities and places of the communicators of a rank: the world, its tensor-parallel group (the node), its pipeline, its
+/// Identity, size and place of the communicators of a rank: the world, its tensor-parallel group (the node), its pipeline, its
 /// data-parallel group.
-fn number(flight: &mut FlightRecord, nodes: u32, rank: u32, culprit: u32) {
+fn groups(nodes: u32, rank: u32) -> [(u64, u32, u32); 4] {
     let (node, local) = (rank / RANKS, rank % RANKS);
     let (stage, replica) = (node % PIPELINE, node / PIPELINE);
-    let groups: [(u64, u32, u32); 4] = [
+    [
         (1, nodes * RANKS, rank),
         (1_000_000 + u64::from(node), RANKS, local),
         (2_000_000 + u64::from(replica * RANKS + local), PIPELINE, stage),
         (3_000_000 + u64::from(stage * RANKS + local), nodes.div_ceil(PIPELINE), replica),
-    ];
-    let same_group = node == culprit / RANKS;
+    ]
+}
+
+/// Puts the communicators of a rank into its flight record.
+fn number(flight: &mut FlightRecord, nodes: u32, rank: u32, culprit: u32) {
+    let groups = groups(nodes, rank);
+    let same_group = rank / RANKS == culprit / RANKS;
     for (communicator, (id, size, place)) in flight.communicators.iter_mut().zip(groups) {
         (communicator.id, communicator.size, communicator.rank) = (id, size, place as i32);
     }

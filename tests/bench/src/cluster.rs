@@ -1,0 +1,228 @@
+//! The cluster role: simulated nodes of eight ranks join one real cluster collector over loopback gRPC, a connection each. One rank
+//! hangs; every node is asked and delivers its trees and flight records. What is measured is the collector's process, first with few
+//! nodes, then with many. And the node role at rest: what it takes to watch eight ranks that launch all the time.
+
+mod idle;
+mod nodes;
+
+use std::{
+    fs,
+    net::TcpListener,
+    path::{Path, PathBuf},
+    process::{Child, Command, Stdio},
+    sync::{Arc, atomic::Ordering},
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use nix::{time::ClockId, unistd::Pid};
+use serde_json::Value;
+use tokio::sync::mpsc;
+use xpu_timer_analysis::{Verdict, judge};
+use xpu_timer_proto::{Message as _, v1::Evidence};
+use xpu_timer_tests::{Artifacts, http, tree};
+
+use self::nodes::{PATIENCE, RANKS, SLOW, Shared, alarm, culprit, play};
+use crate::report::Report;
+
+/// Options of the benchmark.
+#[derive(clap::Args)]
+pub struct Options {
+    /// Nodes of the small run
+    #[arg(long, default_value = "1000")]
+    few: u32,
+    /// Nodes of the large run
+    #[arg(long, default_value = "12500")]
+    many: u32,
+    /// Seconds of each measurement of the node collector at rest
+    #[arg(long, default_value = "40")]
+    idle_seconds: u64,
+    /// Another collector to measure
+    #[arg(long)]
+    collector: Option<PathBuf>,
+    /// Write the table into docs/benchmarks.md
+    #[arg(long)]
+    write: bool,
+}
+
+const REPORT_LIMIT: Duration = Duration::from_secs(15);
+const VERDICT_LIMIT: Duration = Duration::from_secs(2);
+const MEMORY_LIMIT: f64 = 2e9;
+
+/// Runs it; whether all limits hold.
+pub fn run(options: &Options) -> Result<bool> {
+    let artifacts = Artifacts::beside_this_executable()?;
+    let collector = options.collector.clone().unwrap_or_else(|| artifacts.bin("xpu_timer_collector"));
+    let mut report = Report::new();
+    report.section("Machine");
+    report.note("load average of the machine", fs::read_to_string("/proc/loadavg")?.trim());
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build()?;
+    let few = section(&mut report, options.few, runtime.block_on(measure(&collector, options.few)), false);
+    let many = section(&mut report, options.many, runtime.block_on(measure(&collector, options.many)), true);
+    if let (Some(few), Some(many)) = (few, many) {
+        let growth = many.total.as_secs_f64() / few.total.as_secs_f64();
+        let nodes = f64::from(options.many) / f64::from(options.few);
+        let what = format!("{nodes:.1} times the nodes: from the alarm to the report");
+        report.check(&what, format!("{growth:.1} times as long"), "no more times", growth <= nodes);
+    }
+    idle::run(&artifacts, Duration::from_secs(options.idle_seconds), &mut report);
+    if options.write {
+        report.write(&tree().join("docs/benchmarks.md"), "## The collectors")?;
+    }
+    Ok(report.all_hold())
+}
+
+fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: bool) -> Option<Measured> {
+    report.section(&format!("Cluster collector: {nodes} nodes, {} ranks", nodes * RANKS));
+    let run = match measured {
+        Ok(run) => run,
+        Err(error) => {
+            report.failed("a job-wide incident", &error);
+            return None;
+        }
+    };
+    let seconds = |time: Duration| format!("{:.1} s", time.as_secs_f64());
+    let mut check = |what: &str, figure: String, limit: &str, holds: bool| {
+        if limits { report.check(what, figure, limit, holds) } else { report.note(what, figure) }
+    };
+    let (after, verdict) = (run.report, run.verdict);
+    check("report complete, after the last delivery's start", seconds(after), "at most 15 s", after <= REPORT_LIMIT);
+    check("verdict over the ranks", seconds(verdict), "below 2 s", verdict < VERDICT_LIMIT);
+    let megabytes = |bytes: f64| format!("{:.0} MB", bytes / 1e6);
+    check("peak memory", megabytes(run.peak), "below 2 GB", run.peak < MEMORY_LIMIT);
+    report.note("memory when all nodes have joined", megabytes(run.joined_bytes));
+    report.note("time to join", seconds(run.joining));
+    report.note("a slow rank named, after the last node's news", seconds(run.slow));
+    report.note("from the alarm to the report", seconds(run.total));
+    report.note("delivered by a node", format!("{:.0} KB", run.node_bytes / 1e3));
+    report.note("processor time from the alarm to the report", seconds(run.processors));
+    Some(run)
+}
+
+struct Measured {
+    joining: Duration,
+    joined_bytes: f64,
+    /// From the last node's news to the naming of the slow rank.
+    slow: Duration,
+    /// From the alarm to the finished report.
+    total: Duration,
+    /// From the start of the last delivery.
+    report: Duration,
+    /// Of the same evidence, made again here.
+    verdict: Duration,
+    peak: f64,
+    node_bytes: f64,
+    processors: Duration,
+}
+
+/// The process under test; ended on drop.
+struct Collector(Child);
+
+impl Collector {
+    fn peak(&self) -> Result<f64> {
+        peak_bytes(self.0.id() as i32)
+    }
+}
+
+impl Drop for Collector {
+    fn drop(&mut self) {
+        // Both fail only when it has ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
+}
+
+/// Peak of the resident memory of a process.
+fn peak_bytes(pid: i32) -> Result<f64> {
+    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
+    let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
+    let kib: f64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
+    Ok(kib * 1024.0)
+}
+
+/// Processor time that a process has used so far.
+fn processor_time(pid: i32) -> Result<Duration> {
+    Ok(ClockId::pid_cpu_clock_id(Pid::from_raw(pid))?.now()?.into())
+}
+
+async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
+    let folder = tempfile::tempdir()?;
+    let port = TcpListener::bind("127.0.0.1:0")?.local_addr()?.port();
+    let mut command = Command::new(collector);
+    command.args(["cluster", "--listen", &format!("127.0.0.1:{port}")]);
+    command.env("XPU_TIMER_TIMELINE_PATH", folder.path()).env("XPU_TIMER_LOG", "error").env("TMPDIR", folder.path());
+    let child = Collector(command.stdin(Stdio::null()).stderr(Stdio::inherit()).spawn().context("the collector")?);
+    let pid = child.0.id() as i32;
+
+    let shared = Arc::new(Shared::new(nodes));
+    let joined = || shared.joined.load(Ordering::Relaxed);
+    let mut first = None;
+    for node in 0..nodes {
+        let (sender, receiver) = mpsc::channel(64);
+        if node == 0 {
+            first = Some(sender.clone());
+        }
+        tokio::spawn(play(Arc::clone(&shared), node, port, sender, receiver));
+        // No faster than they join: the backlog of a listening socket is no part of this.
+        while node - joined().min(node) > 200 {
+            ensure!(shared.begun.elapsed() < PATIENCE, "the nodes do not join");
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+    }
+    while joined() < nodes {
+        ensure!(shared.begun.elapsed() < PATIENCE, "only {} nodes joined", joined());
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let joining = shared.begun.elapsed();
+    let slow = wait_slow(port).await?;
+    let joined_bytes = child.peak()?;
+
+    let (cpu, start) = (processor_time(pid)?, Instant::now());
+    first.context("a node")?.send(alarm("20261121T030000Z-00000001")).await.ok().context("node 0 is gone")?;
+    let latest = folder.path().join("latest");
+    while !latest.exists() {
+        ensure!(start.elapsed() < PATIENCE, "no report; {} nodes delivered", shared.delivered.load(Ordering::Relaxed));
+        tokio::time::sleep(Duration::from_millis(5)).await;
+    }
+    let total = start.elapsed();
+    let last_start = Duration::from_nanos(shared.last_start_ns.load(Ordering::Relaxed));
+    let report = shared.begun.elapsed().saturating_sub(last_start);
+    let (peak, processors) = (child.peak()?, processor_time(pid)?.saturating_sub(cpu));
+    drop(child);
+    let verdict = look(&latest, nodes)?;
+    let node_bytes = shared.bytes.load(Ordering::Relaxed) as f64 / f64::from(nodes);
+    Ok(Measured { joining, joined_bytes, slow, total, report, verdict, peak, node_bytes, processors })
+}
+
+/// Waits until the slow rank is named, and no other one.
+async fn wait_slow(port: u16) -> Result<Duration> {
+    let start = Instant::now();
+    loop {
+        let answer = tokio::task::spawn_blocking(move || http("GET", port, "/slow_ranks")).await?;
+        let list: Value = serde_json::from_str(&answer.map_err(anyhow::Error::msg)?.1)?;
+        match list.as_array().map(Vec::as_slice) {
+            Some([one]) if one["rank"] == SLOW => return Ok(start.elapsed()),
+            Some([]) => {}
+            _ => anyhow::bail!("rank {SLOW} is slow, and not: {list}"),
+        }
+        ensure!(start.elapsed() < PATIENCE, "no rank is said to be slow");
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    }
+}
+
+/// Looks whether the folder tells the truth, and how long its verdict takes to make.
+fn look(folder: &Path, nodes: u32) -> Result<Duration> {
+    let (culprit, world) = (culprit(nodes), nodes * RANKS);
+    let written: Verdict = serde_json::from_slice(&fs::read(folder.join("verdict.json"))?)?;
+    ensure!(written.culprits == [culprit], "rank {culprit} is to blame: {}", written.sentence);
+    ensure!(written.world_size == world && written.timing.errors.is_empty(), "{:?}", written.timing.errors);
+    let folded = fs::read_to_string(folder.join("py_stack"))?;
+    ensure!(folded.contains(&format!("@0-{}|", world - 1)), "a frame that all ranks share");
+    let evidence = Evidence::decode(&fs::read(folder.join("evidence.bin"))?[..])?;
+    ensure!(evidence.ranks.len() == world as usize, "{} ranks in the evidence", evidence.ranks.len());
+    let start = Instant::now();
+    let verdict = judge(&evidence);
+    let took = start.elapsed();
+    ensure!(verdict.sentence == written.sentence, "{}", verdict.sentence);
+    Ok(took)
+}

@@ -1,0 +1,125 @@
+//! The node collector at rest: processor time and memory while it watches eight ranks that launch 10,000 times a second each, against
+//! the same collector before they came.
+
+use std::{
+    path::Path,
+    process::{Child, Command, Stdio},
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result, ensure};
+use xpu_timer_tests::{Artifacts, Job, PATIENCE, Process, tree};
+
+use super::{nodes::RANKS, peak_bytes, processor_time};
+use crate::report::Report;
+
+const LAUNCHES_A_SECOND: f64 = 10_000.0;
+const PROCESSOR_LIMIT: f64 = 0.01;
+const MEMORY_LIMIT: f64 = 64e6;
+
+/// Measures and reports.
+pub fn run(artifacts: &Artifacts, time: Duration, report: &mut Report) {
+    report.section("Node collector at rest: 8 ranks that launch 10,000 times a second each");
+    match measure(artifacts, time) {
+        Ok(idle) => {
+            let percent = |part: f64| format!("{:.2} %", part * 100.0);
+            let added = idle.watching - idle.alone;
+            report.check(
+                "of a core, more than without the ranks",
+                percent(added),
+                "below 1 %",
+                added < PROCESSOR_LIMIT,
+            );
+            let peak = format!("{:.1} MB", idle.peak / 1e6);
+            report.check("peak memory", peak, "below 64 MB", idle.peak < MEMORY_LIMIT);
+            report.note("of a core without the ranks", percent(idle.alone));
+            report.note("launches of a rank, counted by the collector", format!("{:.0} a second", idle.launches));
+        }
+        Err(error) => report.failed("of a core, more than without the ranks", &error),
+    }
+}
+
+struct Idle {
+    /// Part of a core.
+    alone: f64,
+    /// The same with the ranks.
+    watching: f64,
+    launches: f64,
+    peak: f64,
+}
+
+/// The ranks, which end with their standard input.
+struct Ranks(Vec<Child>);
+
+impl Drop for Ranks {
+    fn drop(&mut self) {
+        for rank in &mut self.0 {
+            drop(rank.stdin.take());
+            // It fails only when it has been waited for.
+            let _ = rank.wait();
+        }
+    }
+}
+
+fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
+    let folder = tempfile::tempdir()?;
+    let job = Job::new().with("LD_LIBRARY_PATH", &folder.path().display().to_string());
+    compile(folder.path())?;
+    let mut collector = Process::spawn(job.command(artifacts.bin("xpu_timer_collector")).arg("node"));
+    collector.wait_for("listening on", PATIENCE);
+    let pid = collector.pid();
+    let alone = share(pid, time)?;
+
+    let start = |rank: u32| -> Result<Child> {
+        let mut command: Command = job.launch(folder.path().join("idle_rank"));
+        let place = [("RANK", rank), ("WORLD_SIZE", RANKS), ("LOCAL_RANK", rank), ("LOCAL_WORLD_SIZE", RANKS)];
+        command.envs(place.map(|(name, value)| (name, value.to_string())));
+        Ok(command.stdin(Stdio::piped()).spawn()?)
+    };
+    let _ranks = Ranks((0..RANKS).map(start).collect::<Result<_>>()?);
+    let begun = Instant::now();
+    while launched(&job)?.len() < RANKS as usize {
+        ensure!(begun.elapsed() < PATIENCE, "the ranks do not register");
+        thread::sleep(Duration::from_millis(50));
+    }
+    let (before, begun) = (launched(&job)?, Instant::now());
+    let watching = share(pid, time)?;
+    let (after, took) = (launched(&job)?, begun.elapsed().as_secs_f64());
+    let rates: Vec<f64> = before.iter().zip(&after).map(|(before, after)| (after - before) as f64 / took).collect();
+    let launches = rates.iter().copied().fold(f64::INFINITY, f64::min);
+    ensure!(launches > LAUNCHES_A_SECOND * 0.95, "a rank launched {launches:.0} times a second only: {rates:.0?}");
+    Ok(Idle { alone, watching, launches, peak: peak_bytes(pid)? })
+}
+
+/// Part of a core that a process uses within a time.
+fn share(pid: i32, time: Duration) -> Result<f64> {
+    let (begun, before) = (Instant::now(), processor_time(pid)?);
+    thread::sleep(time);
+    let used = processor_time(pid)?.saturating_sub(before);
+    Ok(used.as_secs_f64() / begun.elapsed().as_secs_f64())
+}
+
+/// Kernels of each rank, as the collector counts them.
+fn launched(job: &Job) -> Result<Vec<u64>> {
+    let status = job.status().map_err(anyhow::Error::msg)?;
+    let ranks = status["ranks"].as_array().context("ranks")?;
+    Ok(ranks.iter().filter_map(|rank| rank["kernels"].as_u64()).filter(|count| *count > 0).collect())
+}
+
+fn compile(folder: &Path) -> Result<()> {
+    let targets = tree().join("tests/bench/targets");
+    let library = ["-fPIC", "-shared"];
+    let program = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2"];
+    for (source, output, arguments) in [
+        ("hook_stubs.c", "libcuda.so.1", [&library[..], &["-DDRIVER", "-Wl,-soname,libcuda.so.1"]].concat()),
+        ("hook_stubs.c", "libnccl.so.2", [&library[..], &["-DCOLLECTIVES", "-Wl,-soname,libnccl.so.2"]].concat()),
+        ("idle_rank.c", "idle_rank", program.to_vec()),
+    ] {
+        let mut gcc = Command::new("gcc");
+        gcc.current_dir(folder).args(["-O2", "-o", output]).arg(targets.join(source)).args(arguments);
+        let result = gcc.output().context("gcc cannot be run")?;
+        ensure!(result.status.success(), "{source}: {}", String::from_utf8_lossy(&result.stderr));
+    }
+    Ok(())
+}
