@@ -27,8 +27,8 @@ pub struct Handoff {
 struct Given {
     /// Where the watcher puts the next event.
     next: AtomicUsize,
-    /// Events, 0 for an empty cell.
-    cells: [AtomicUsize; SPARE],
+    /// Events, 0 for an empty cell. In a place of its own, because the first device call may be made on a very small stack.
+    cells: Box<[AtomicUsize]>,
 }
 
 impl Handoff {
@@ -38,7 +38,7 @@ impl Handoff {
             begun: AtomicU32::new(0),
             context: AtomicUsize::new(0),
             taken: AtomicUsize::new(0),
-            given: Given { next: AtomicUsize::new(0), cells: [const { AtomicUsize::new(0) }; SPARE] },
+            given: Given { next: AtomicUsize::new(0), cells: (0..SPARE).map(|_| AtomicUsize::new(0)).collect() },
         }
     }
 

@@ -165,11 +165,23 @@ pub fn close(fd: c_int) {
     unsafe { libc::close(fd) };
 }
 
+/// The limit of the size of a file, which holds for shared memory as well.
+fn largest_file() -> u64 {
+    let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
+    // SAFETY: `limit` is valid for writing; on a failure it stays infinite.
+    unsafe { libc::getrlimit(libc::RLIMIT_FSIZE, &mut limit) };
+    limit.rlim_cur
+}
+
 /// A shared memory file of `bytes` zero bytes, all of it allocated, and its mapping.
 ///
 /// # Errors
 /// What the system answered; nothing is left open then.
 pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
+    if bytes as u64 > largest_file() {
+        // Trying would raise SIGXFSZ, which ends the host.
+        return Err(io::Error::from_raw_os_error(libc::EFBIG));
+    }
     // SAFETY: the name is a C string; the flags are valid.
     let fd = unsafe { libc::memfd_create(c"xpu_timer_ring".as_ptr(), libc::MFD_CLOEXEC) };
     if fd < 0 {

@@ -8,7 +8,7 @@ use std::{
     sync::atomic::{AtomicBool, AtomicI32, Ordering},
 };
 
-use super::elf::LinkMap;
+use super::{elf::LinkMap, prologue::ENDBR64};
 use crate::{hooked::guarded, sys, thread_state::in_hook};
 
 /// The linker's `r_debug`, which is public.
@@ -58,7 +58,6 @@ pub fn listen() -> bool {
 
 /// Whether this is a function that only returns, and has room for a jump with the padding behind it.
 fn is_empty_function(code: &[u8]) -> bool {
-    const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
     let body = code.strip_prefix(&ENDBR64).unwrap_or(code);
     // A plain return, or one with a prefix for old processors.
     let Some(padding) = body.strip_prefix(&[0xf3, 0xc3]).or_else(|| body.strip_prefix(&[0xc3])) else { return false };

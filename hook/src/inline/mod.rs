@@ -3,7 +3,7 @@
 //! That is the case for a collective or BLAS library that is linked statically into the program or into another library, for one
 //! that binds its symbols to itself (`-Bsymbolic`), and for gloo, which lies inside PyTorch. Everything else is reached without a
 //! change of code, and is left alone: a uprobe that somebody puts on a replaced function later breaks it, because the kernel
-//! runs the instruction of the file in its place.
+//! runs the instruction of the file in its place. Only where the function begins with an `endbr64` does it not matter.
 //!
 //! Code is replaced at two moments only: when the process starts and has one thread, and when the linker has just mapped a library of
 //! which nothing has run yet. It is never put back.
@@ -205,12 +205,15 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
     }
     // SAFETY: code of a loaded object, as just seen.
     let code = unsafe { std::slice::from_raw_parts(symbol.address as *const u8, symbol.size) };
-    prologue::check(code, symbol.address as u64)?;
+    // The mark of an indirect branch's target stays, which does nothing else: a uprobe on it may come and go later.
+    let kept = if code.starts_with(&prologue::ENDBR64) { prologue::ENDBR64.len() } else { 0 };
+    let (code, entry) = (&code[kept..], symbol.address + kept);
+    prologue::check(code, entry as u64)?;
     let (slot, wrapper) = function.spare_slot().ok_or(Refusal::Engine)?;
     let mut publish = |original: *const ()| function.fill_slot(slot, original.cast_mut().cast());
     // SAFETY: the object has just been mapped, or the process has one thread; the code was checked; the wrapper is that of a function
     // of this name.
-    let replaced = unsafe { ENGINE.replace(symbol.address, wrapper, &mut publish) };
+    let replaced = unsafe { ENGINE.replace(entry, wrapper, &mut publish) };
     match replaced {
         Ok(()) => Ok(slot),
         Err(refusal) => {

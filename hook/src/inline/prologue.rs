@@ -8,6 +8,9 @@ const JUMP: usize = 5;
 /// A function is looked through up to here; a longer one's tail is taken to be harmless only when all of it was seen.
 const MOST: usize = 1 << 20;
 
+/// The instruction that marks a function as a target of indirect branches, and does nothing.
+pub const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
+
 /// Why a function's code cannot be replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
