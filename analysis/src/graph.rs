@@ -452,6 +452,15 @@ impl<'w, 'a> Builder<'w, 'a> {
                 _ => self.cycle(&component, &events_into, &mut suspects),
             }
         }
+        // Who waits for the store, or in the creation of a communicator that no record tells of, waits for some other rank.
+        let waits_elsewhere = |suspect: &Suspect| {
+            matches!(suspect, Suspect::Host { view, .. } if !self.world.views[*view].halted()
+                && self.world.views[*view].host.doing.activity == Activity::CommInit)
+        };
+        let certain = |suspect: &Suspect| !matches!(suspect, Suspect::Host { guess: true, .. });
+        if suspects.iter().any(|suspect| certain(suspect) && !waits_elsewhere(suspect)) {
+            suspects.retain(|suspect| !waits_elsewhere(suspect));
+        }
         // A guess counts only when there is nothing better.
         if suspects.iter().any(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. })) {
             suspects.retain(|suspect| !matches!(suspect, Suspect::Host { guess: true, .. }));

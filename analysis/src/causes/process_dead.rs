@@ -6,7 +6,8 @@
 //! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank.
 //!
 //! A rank that left in order right after it launched the collective itself is blamed with medium confidence: its watcher ended with
-//! it, so nobody saw whether its call took part. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
+//! it, so nobody saw whether its call took part. So is one that left with success when those that wait are no majority: it may be they
+//! who made a collective too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
 //! that ended by itself there did not take part in it; that is `missing_rank`.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
@@ -23,7 +24,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         let mut evidence =
             vec![line(format!("rank {} {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-        let mut confidence = Confidence::High;
+        let mut confidence =
+            if outnumbered(case, view, case.main_event(suspect)) { Confidence::Medium } else { Confidence::High };
         if case.view(view).presence == Presence::Left && had_launched(case, view, case.main_event(suspect)) {
             confidence = Confidence::Medium;
             let text = format!(
@@ -59,6 +61,18 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence: Confidence::Medium,
         evidence: evidence.collect(),
     })
+}
+
+/// Whether the rank left with success, and as many with it as wait now: then those that wait may have made a collective too many.
+fn outnumbered(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
+    let success = |view: usize| {
+        let content = case.view(view);
+        content.presence == Presence::Left && content.evidence.is_some_and(|evidence| evidence.exit == "exit code 0")
+    };
+    let Some(event @ Event::Collective { comm, .. }) = event.filter(|_| success(view)) else { return false };
+    let inside = case.graph.waiters_of(event).len();
+    let members = case.comms[comm].members.iter();
+    members.filter(|member| success(member.view)).take(inside).count() == inside
 }
 
 /// Whether a rank had launched what the others wait in.

@@ -474,3 +474,49 @@ fn what_a_dead_rank_left_behind_is_no_wait() {
     expect(&verdict, Cause::ProcessDead, &[1], Confidence::High);
     assert!(sentence(&verdict).contains("ranks 0, 2-3 wait for it in all_reduce 32"), "{}", sentence(&verdict));
 }
+
+#[test]
+fn one_of_two_that_left_is_not_sure_to_have_left_too_early() {
+    let left = |world: u32, gone: &[u32]| {
+        let mut job = Job::with_world(world, 30);
+        for rank in (0..world).filter(|rank| !gone.contains(rank)) {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+        for rank in gone {
+            job.rank(*rank).presence = Presence::Left.into();
+            job.rank(*rank).exit = "exit code 0".into();
+        }
+        job.judge()
+    };
+    expect(&left(2, &[1]), Cause::ProcessDead, &[1], Confidence::Medium);
+    expect(&left(4, &[1, 2]), Cause::ProcessDead, &[1, 2], Confidence::Medium);
+    expect(&left(4, &[1]), Cause::ProcessDead, &[1], Confidence::High);
+}
+
+#[test]
+fn a_rank_that_waits_for_the_store_waits_for_another_rank() {
+    let store = Stack::new(&[("main", "/job/train.py:30")], &["poll", "c10d::TCPStore::wait"]);
+    let mut job = behind(2, Stack::checkpoint());
+    job.flight(3).operations.pop();
+    let counters = &mut job.flight(3).communicators[0];
+    (counters.launched, counters.started) = (30, 30);
+    job.stands(3, store.clone());
+    expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
+    // When nobody else is behind, it is this one.
+    expect(&behind(3, store).judge(), Cause::MissingRank, &[3], Confidence::High);
+}
+
+#[test]
+fn a_stop_of_the_capture_is_no_debugger() {
+    let traced = |first: &str, ran: u64| {
+        let mut job = behind(2, Stack::sleep().state("t (tracing stop)", ""));
+        let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
+        let sample = dump.first_sample.as_mut().expect("two samples");
+        sample.process_state = first.to_owned();
+        sample.stacktrace[0].context_switches -= ran;
+        job.judge().cause
+    };
+    assert_eq!(traced("t (tracing stop)", 0), Cause::ProcessStopped);
+    assert_eq!(traced("S (sleeping)", 0), Cause::MissingRank);
+    assert_eq!(traced("t (tracing stop)", 1), Cause::MissingRank);
+}

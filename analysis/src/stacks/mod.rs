@@ -25,6 +25,9 @@ const MOVING_BYTES_PER_SECOND: f64 = 16_384.0;
 /// The kernel shows a process whose control group is frozen as one that sleeps, so it gets a state of its own here.
 const FROZEN: &str = "F (frozen)";
 
+/// What the kernel calls a process that waits.
+const SLEEPING: &str = "S (sleeping)";
+
 /// The stacks of one moment.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Sample<'a> {
@@ -142,10 +145,11 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
     let does = |(native, python)| classify_without(excluded, native, python);
     let doing = does(main);
     let frozen = main.0.is_some_and(|thread| words::FREEZER_WCHAN.contains(&thread.wchan.as_str()));
-    let state = match (frozen, last.state) {
-        (true, _) => FROZEN,
-        (false, "") => shown.state,
-        (false, state) => state,
+    let state = match (frozen, last.state, first) {
+        (true, ..) => FROZEN,
+        (false, "", _) => shown.state,
+        (false, state, first) if state.starts_with('t') => traced_state(state, first, moved),
+        (false, state, _) => state,
     };
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
@@ -156,6 +160,17 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         doing,
+    }
+}
+
+/// A process that is traced in the last sample: a debugger holds it only when it did so in the first one and the main thread did not run
+/// in between. Else it was a stop of the capture itself, which lasts for microseconds and is long enough to be seen on a busy machine.
+fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Moved>) -> &'a str {
+    let ran = moved.is_none_or(|moved| moved.main_ran || moved.cpu_share > 0.0);
+    match first {
+        Some(first) if !first.state.starts_with('t') && !first.state.is_empty() => first.state,
+        Some(_) if !ran => state,
+        _ => SLEEPING,
     }
 }
 
