@@ -96,6 +96,35 @@ fn capture_has_its_rules() {
 }
 
 #[test]
+fn a_graph_keeps_alive_what_it_refers_to() {
+    one("user_objects");
+}
+
+#[test]
+fn a_destructor_may_still_call_the_device() {
+    // The C library has dropped the values of the main thread by then.
+    let source = r#"
+        #include <stdio.h>
+        int cudaSetDevice(int), cudaGetDevice(int *), cudaDeviceSynchronize(void);
+        int __cudaPushCallConfiguration(unsigned long, unsigned, unsigned long, unsigned, unsigned long, void *);
+        int ncclGroupStart(void), ncclGroupEnd(void);
+        static __attribute__((destructor)) void last(void) {
+            int device = -1, asked = cudaGetDevice(&device), waited = cudaDeviceSynchronize();
+            int started = ncclGroupStart(), ended = ncclGroupEnd();
+            printf("%d %d %d %d %d\n", asked, device, waited, started, ended);
+        }
+        int main(void) {
+            return cudaSetDevice(1) + __cudaPushCallConfiguration(1, 1, 1, 1, 0, NULL);
+        }
+    "#;
+    let dir = TempDir::new().unwrap();
+    let sim = format!("-L{}", artifacts().sim().display());
+    let program = compile_c(dir.path(), "last", source, &[&sim, "-l:libcudart.so.13", "-l:libnccl.so.2"]);
+    let output = Process::spawn(&mut simulated(&program)).wait(PATIENCE);
+    assert_eq!((output.code(), output.stdout.as_str()), (0, "0 1 0 0 0\n"), "{output:#?}");
+}
+
+#[test]
 fn get_proc_address_has_two_forms_of_a_function() {
     faulty("proc_addresses", 1, "stuck_kernel:n=1");
 }

@@ -136,6 +136,7 @@ errors! {
     101 INVALID_DEVICE c"CUDA_ERROR_INVALID_DEVICE" c"cudaErrorInvalidDevice" "invalid device ordinal";
     200 INVALID_IMAGE c"CUDA_ERROR_INVALID_IMAGE" c"cudaErrorInvalidKernelImage" "device kernel image is invalid";
     201 INVALID_CONTEXT c"CUDA_ERROR_INVALID_CONTEXT" c"cudaErrorDeviceUninitialized" "invalid device context";
+    301 FILE_NOT_FOUND c"CUDA_ERROR_FILE_NOT_FOUND" c"cudaErrorFileNotFound" "file not found";
     400 INVALID_HANDLE c"CUDA_ERROR_INVALID_HANDLE" c"cudaErrorInvalidResourceHandle" "invalid resource handle";
     401 ILLEGAL_STATE c"CUDA_ERROR_ILLEGAL_STATE" c"cudaErrorIllegalState" "the operation cannot be performed in the present state";
     500 NOT_FOUND c"CUDA_ERROR_NOT_FOUND" c"cudaErrorSymbolNotFound" "named symbol not found";

@@ -61,6 +61,12 @@ impl<T> Out<T> {
         Out(self.0.cast())
     }
 
+    /// NULL.
+    #[must_use]
+    pub fn null() -> Self {
+        Out(std::ptr::null_mut())
+    }
+
     /// A pointer of this process.
     #[must_use]
     pub fn to(target: &mut T) -> Self {

@@ -131,7 +131,7 @@ pub struct Product {
 }
 
 /// A product of more multiplications is only a kernel: it leaves D as it is.
-const MOST_MULTIPLICATIONS: usize = 1 << 28;
+const MOST_MULTIPLICATIONS: usize = 1 << 18;
 
 static KERNELS: HostKernels = HostKernels::new(run);
 

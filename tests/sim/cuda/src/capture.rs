@@ -13,9 +13,13 @@ use std::{
     thread::{self, ThreadId},
 };
 
-use sim_abi::{cuda::CuError, handles::Handles};
+use sim_abi::cuda::{CuError, GraphHandle};
 
-use crate::{stream::Stream, work::Work};
+use crate::{
+    graph::{GRAPHS, Graph},
+    stream::Stream,
+    work::Work,
+};
 
 /// CUstreamCaptureMode, of a capture and of a thread.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -31,17 +35,6 @@ impl Mode {
         [Mode::Global, Mode::ThreadLocal, Mode::Relaxed].get(number as usize).copied().ok_or(CuError::INVALID_VALUE)
     }
 }
-
-/// The work of a graph, in an order that may be run.
-pub struct Graph(pub Mutex<Vec<Work>>);
-
-/// An instantiated graph.
-pub struct Exec(pub Arc<[Work]>);
-
-/// All living graphs.
-pub static GRAPHS: Handles<Graph> = Handles::new();
-/// All living instantiated graphs.
-pub static EXECS: Handles<Exec> = Handles::new();
 
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
 /// The length of `ACTIVE`, to be read without its lock.
@@ -75,6 +68,8 @@ pub fn check_permitted() -> Result<(), CuError> {
 /// See the module.
 pub struct Capture {
     pub id: u64,
+    /// What comes out: it has its handle from the beginning, and its work when the capture ends.
+    graph: Arc<Graph>,
     mode: Mode,
     thread: ThreadId,
     /// The queue's id of the stream in which it began.
@@ -102,8 +97,11 @@ impl Capture {
             return Err(CuError::ILLEGAL_STATE);
         }
         let origin = stream.queue.id;
+        let graph = Arc::new(Graph::default());
+        GRAPHS.insert(Arc::clone(&graph));
         let capture = Arc::new(Capture {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
+            graph,
             mode,
             thread: thread::current().id(),
             origin,
@@ -122,7 +120,7 @@ impl Capture {
     }
 
     /// cuStreamEndCapture: the graph's handle.
-    pub fn end(stream: &Arc<Stream>) -> Result<usize, CuError> {
+    pub fn end(stream: &Arc<Stream>) -> Result<GraphHandle, CuError> {
         let capture = stream.capture().ok_or(CuError::ILLEGAL_STATE)?;
         if stream.queue.id != capture.origin {
             capture.invalidate();
@@ -132,15 +130,29 @@ impl Capture {
             return Err(CuError::CAPTURE_WRONG_THREAD);
         }
         capture.finish();
-        let mut state = capture.lock();
+        let captured = capture.take_nodes();
+        let graph = capture.graph();
+        if captured.is_err() {
+            GRAPHS.remove(graph);
+        }
+        *capture.graph.nodes() = captured?;
+        Ok(graph)
+    }
+
+    /// The handle of the graph that is being captured.
+    pub fn graph(&self) -> GraphHandle {
+        Arc::as_ptr(&self.graph) as GraphHandle
+    }
+
+    fn take_nodes(&self) -> Result<Vec<Work>, CuError> {
+        let mut state = self.lock();
         if !state.valid {
             return Err(CuError::CAPTURE_INVALIDATED);
         }
-        if !state.all_joined(capture.origin) {
+        if !state.all_joined(self.origin) {
             return Err(CuError::CAPTURE_UNJOINED);
         }
-        let nodes = std::mem::take(&mut state.nodes).into_iter().map(|(work, _)| work).collect();
-        Ok(GRAPHS.insert(Arc::new(Graph(Mutex::new(nodes)))))
+        Ok(std::mem::take(&mut state.nodes).into_iter().map(|(work, _)| work).collect())
     }
 
     /// No stream takes part any more.

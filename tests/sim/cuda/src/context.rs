@@ -3,6 +3,7 @@
 use std::{
     cell::RefCell,
     collections::BTreeMap,
+    mem::ManuallyDrop,
     sync::{
         Arc, LazyLock, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
@@ -22,7 +23,8 @@ static CONTEXTS: Handles<Context> = Handles::new();
 static PRIMARY: Mutex<BTreeMap<Device, (Arc<Context>, u32)>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
-    static STACK: RefCell<Vec<Arc<Context>>> = const { RefCell::new(Vec::new()) };
+    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    static STACK: RefCell<ManuallyDrop<Vec<Arc<Context>>>> = const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 /// How many devices there are.
@@ -35,11 +37,16 @@ pub fn device(number: Device) -> Result<Device, CuError> {
     if (0..device_count()).contains(&number) { Ok(number) } else { Err(CuError::INVALID_DEVICE) }
 }
 
+/// Bytes of a thread's stack, of the device's printf and of its heap.
+const DEFAULT_LIMITS: [(u32, usize); 3] = [(0, 1 << 10), (1, 1 << 20), (2, 8 << 20)];
+
 /// See the module.
 pub struct Context {
     pub id: u64,
     pub device: Device,
     pub flags: AtomicU32,
+    /// By CUlimit; nothing is held to them.
+    pub limits: Mutex<BTreeMap<u32, usize>>,
     alive: AtomicBool,
     legacy: Mutex<Option<Arc<Stream>>>,
     streams: Mutex<Vec<Weak<Stream>>>,
@@ -53,6 +60,7 @@ impl Context {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
             device,
             flags: AtomicU32::new(flags),
+            limits: Mutex::new(DEFAULT_LIMITS.into()),
             alive: AtomicBool::new(true),
             legacy: Mutex::default(),
             streams: Mutex::default(),
@@ -169,7 +177,7 @@ pub fn push(context: Arc<Context>) {
 
 /// cuCtxPopCurrent.
 pub fn pop() -> Result<Arc<Context>, CuError> {
-    STACK.with_borrow_mut(Vec::pop).ok_or(CuError::INVALID_CONTEXT)
+    STACK.with_borrow_mut(|stack| stack.pop()).ok_or(CuError::INVALID_CONTEXT)
 }
 
 /// cuCtxSetCurrent: replaces the top; `None` takes it away.

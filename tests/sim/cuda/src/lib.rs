@@ -9,6 +9,7 @@ mod api;
 mod capture;
 mod context;
 mod event;
+mod graph;
 mod memory;
 mod module;
 mod process;

@@ -71,9 +71,12 @@ impl Stream {
             }
             STREAM_PER_THREAD => {
                 let context = Context::current()?;
-                PER_THREAD.with_borrow_mut(|streams| {
-                    Ok(streams.entry(context.id).or_insert_with(|| Self::new(&context, 0, 0, false)).clone())
-                })
+                // The stream ends with its thread.
+                let own = PER_THREAD.try_with(|streams| {
+                    let mut streams = streams.borrow_mut();
+                    streams.entry(context.id).or_insert_with(|| Self::new(&context, 0, 0, false)).clone()
+                });
+                own.map_err(|_| CuError::DEINITIALIZED)
             }
             handle => STREAMS.get(handle).ok_or(CuError::INVALID_HANDLE),
         }

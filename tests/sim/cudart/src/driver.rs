@@ -16,6 +16,7 @@ driver_table! {
     /// Addresses of driver functions, obtained with one value of the flags.
     Driver {
         init = c"cuInit" (u32);
+        get_proc_address = c"cuGetProcAddress" (Text, Out<usize>, i32, u64, Out<i32>);
         driver_version = c"cuDriverGetVersion" (Out<i32>);
         device_count = c"cuDeviceGetCount" (Out<i32>);
         device_name = c"cuDeviceGetName" (Out<u8>, i32, Device);
@@ -67,6 +68,11 @@ driver_table! {
         graph_upload = c"cuGraphUpload" (ExecHandle, StreamHandle);
         graph_launch = c"cuGraphLaunch" (ExecHandle, StreamHandle);
         graph_exec_destroy = c"cuGraphExecDestroy" (ExecHandle);
+        object_create = c"cuUserObjectCreate" (Out<usize>, usize, usize, u32, u32);
+        object_retain = c"cuUserObjectRetain" (usize, u32);
+        object_release = c"cuUserObjectRelease" (usize, u32);
+        graph_retain_object = c"cuGraphRetainUserObject" (GraphHandle, usize, u32, u32);
+        graph_release_object = c"cuGraphReleaseUserObject" (GraphHandle, usize, u32);
         event_create = c"cuEventCreate" (Out<EventHandle>, u32);
         event_destroy = c"cuEventDestroy" (EventHandle);
         event_record = c"cuEventRecord" (EventHandle, StreamHandle);

@@ -3,6 +3,7 @@
 use std::{
     cell::{Cell, RefCell},
     hint::black_box,
+    mem::ManuallyDrop,
 };
 
 use sim_abi::{
@@ -17,7 +18,9 @@ thread_local! {
     /// Of any code but success: "not ready" is remembered like an error, too.
     static LAST_ERROR: Cell<i32> = const { Cell::new(0) };
     static DEVICE: Cell<Device> = const { Cell::new(0) };
-    static CONFIGURATIONS: RefCell<Vec<Configuration>> = const { RefCell::new(Vec::new()) };
+    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    static CONFIGURATIONS: RefCell<ManuallyDrop<Vec<Configuration>>> =
+        const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
 /// What `<<<…>>>` hands over.
@@ -101,5 +104,5 @@ pub(crate) fn push_configuration(configuration: Configuration) {
 
 /// __cudaPopCallConfiguration.
 pub(crate) fn pop_configuration() -> Result<Configuration, CuError> {
-    CONFIGURATIONS.with_borrow_mut(Vec::pop).ok_or(CuError::INVALID_VALUE)
+    CONFIGURATIONS.with_borrow_mut(|stack| stack.pop()).ok_or(CuError::INVALID_VALUE)
 }

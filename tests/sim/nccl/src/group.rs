@@ -2,7 +2,7 @@
 //!
 //! A call outside a group is a group of its own.
 
-use std::{cell::RefCell, sync::Arc, thread};
+use std::{cell::RefCell, mem::ManuallyDrop, sync::Arc, thread};
 
 use sim_abi::{
     cuda::StreamHandle,
@@ -32,7 +32,8 @@ struct Group {
 }
 
 thread_local! {
-    static GROUP: RefCell<Group> = RefCell::default();
+    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    static GROUP: RefCell<ManuallyDrop<Group>> = RefCell::default();
 }
 
 /// ncclGroupStart.
@@ -44,7 +45,7 @@ pub(crate) fn start() {
 pub(crate) fn end() -> Result<(), NcclError> {
     let ended = GROUP.with_borrow_mut(|group| match group.depth {
         0 => Err(NcclError::INVALID_USAGE),
-        1 => Ok(Some(std::mem::take(group))),
+        1 => Ok(Some(std::mem::take(&mut **group))),
         _ => {
             group.depth -= 1;
             Ok(None)

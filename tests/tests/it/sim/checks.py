@@ -138,6 +138,38 @@ def full_queue_blocks():
     assert_hung_quietly()
 
 
+def user_objects():
+    """As PyTorch uses them: a graph takes over an object while it is captured, and its last holder destroys it."""
+    stream, destroyed = cuda.Stream(), []
+    callback = ctypes.CFUNCTYPE(None, c_void_p)(lambda data: destroyed.append(data))
+    runtime, handle = cuda.runtime, c_void_p
+
+    def new(data):
+        created = handle()
+        assert runtime.cudaUserObjectCreate(byref(created), c_void_p(data), callback, 1, 1) == 0
+        return created
+
+    own = new(1)
+    assert runtime.cudaUserObjectRetain(own, 1) == 0 and runtime.cudaUserObjectRelease(own, 1) == 0 and destroyed == []
+    assert runtime.cudaUserObjectRelease(own, 1) == 0 and destroyed == [1]
+    assert runtime.cudaUserObjectRelease(own, 1) != 0, "it is gone"
+
+    cuda._cuda("cudaStreamBeginCapture", stream.handle, cuda.CAPTURE_GLOBAL)
+    status, id_, captured, nothing = c_int(), ctypes.c_uint64(), handle(), c_void_p()
+    info = runtime.cudaStreamGetCaptureInfo
+    assert info(stream.handle, byref(status), byref(id_), byref(captured), byref(nothing), byref(nothing), byref(nothing)) == 0
+    assert (status.value, nothing.value) == (1, None) and captured.value
+    assert runtime.cudaGraphRetainUserObject(captured, new(2), 1, 1) == 0
+    graph, launchable = handle(), handle()
+    cuda._cuda("cudaStreamEndCapture", stream.handle, byref(graph))
+    assert graph.value == captured.value, "the graph has its handle from the beginning"
+    cuda._cuda("cudaGraphInstantiateWithFlags", byref(launchable), graph, 0)
+    cuda._cuda("cudaGraphDestroy", graph)
+    assert destroyed == [1], "what was instantiated holds it, too"
+    cuda._cuda("cudaGraphExecDestroy", launchable)
+    assert destroyed == [1, 2]
+
+
 def capture_rules():
     stream, event, ready = cuda.Stream(), cuda.Event(), cuda.Event()
     kernel = cuda.Kernel("any", 0)

@@ -1,6 +1,6 @@
 //! Initialization, errors, `cuGetProcAddress`, devices and contexts.
 
-use std::sync::atomic::Ordering;
+use std::sync::{PoisonError, atomic::Ordering};
 
 use sim_abi::{
     cuda::{CUDA_VERSION, ContextHandle, CuError, Device, driver_name, error_text},
@@ -236,6 +236,17 @@ driver_api! { call:
     fn cuCtxGetStreamPriorityRange(least: Out<i32>, greatest: Out<i32>) {
         least.set_if_wanted(stream::LEAST_PRIORITY);
         greatest.set_if_wanted(stream::GREATEST_PRIORITY);
+        Ok(())
+    }
+
+    fn cuCtxGetLimit(value: Out<usize>, limit: u32) {
+        let context = Context::current()?;
+        let limits = context.limits.lock().unwrap_or_else(PoisonError::into_inner);
+        Ok(value.set(*limits.get(&limit).ok_or(CuError::NOT_SUPPORTED)?)?)
+    }
+
+    fn cuCtxSetLimit(limit: u32, value: usize) {
+        Context::current()?.limits.lock().unwrap_or_else(PoisonError::into_inner).insert(limit, value);
         Ok(())
     }
 

@@ -1,6 +1,6 @@
 //! Graphs: made by capture, instantiated, launched.
 
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use sim_abi::{
     cuda::{CuError, ExecHandle, GraphHandle, StreamHandle},
@@ -9,19 +9,22 @@ use sim_abi::{
 
 use super::driver_api;
 use crate::{
-    capture::{EXECS, Exec, GRAPHS, Graph},
+    graph::{EXECS, GRAPHS, Graph, UserObject},
     stream::Stream,
     work::Work,
 };
 
+/// CU_GRAPH_USER_OBJECT_MOVE: the graph takes over references of the caller.
+const MOVE: u32 = 1;
+
 driver_api! { call:
     fn cuGraphCreate(graph: Out<GraphHandle>, _flags: u32) {
-        Ok(graph.set(GRAPHS.insert(Arc::new(Graph(Mutex::default()))))?)
+        Ok(graph.set(GRAPHS.insert(Arc::default()))?)
     }
 
     fn cuGraphClone(clone: Out<GraphHandle>, graph: GraphHandle) {
-        let nodes = nodes_of(graph)?;
-        Ok(clone.set(GRAPHS.insert(Arc::new(Graph(Mutex::new(nodes)))))?)
+        let copy = Graph::find(graph)?.duplicate();
+        Ok(clone.set(GRAPHS.insert(Arc::new(copy)))?)
     }
 
     fn cuGraphDestroy(graph: GraphHandle) {
@@ -33,17 +36,17 @@ driver_api! { call:
         if !nodes.is_null() {
             return Err(CuError::NOT_SUPPORTED);
         }
-        Ok(count.set(nodes_of(graph)?.len())?)
+        Ok(count.set(Graph::find(graph)?.nodes().len())?)
     }
 
     since 12000 fn cuGraphInstantiate_v2(
         exec: Out<ExecHandle>, graph: GraphHandle, _node: usize, _log: usize, _log_bytes: usize
     ) {
-        Ok(exec.set(instantiate(graph)?)?)
+        Ok(exec.set(Graph::find(graph)?.instantiate())?)
     }
 
     since 11040 fn cuGraphInstantiateWithFlags(exec: Out<ExecHandle>, graph: GraphHandle, _flags: u64) {
-        Ok(exec.set(instantiate(graph)?)?)
+        Ok(exec.set(Graph::find(graph)?.instantiate())?)
     }
 
     fn cuGraphExecDestroy(exec: ExecHandle) {
@@ -57,15 +60,35 @@ driver_api! { call:
 
     since 10000 ptsz cuGraphLaunch_ptsz(stream) fn cuGraphLaunch(exec: ExecHandle, stream: StreamHandle) {
         let exec = EXECS.get(exec).ok_or(CuError::INVALID_VALUE)?;
-        Stream::find(stream)?.submit(Work::Graph(Arc::clone(&exec.0)))
+        Stream::find(stream)?.submit(Work::Graph(Arc::clone(&exec.nodes)))
     }
-}
 
-fn nodes_of(graph: GraphHandle) -> Result<Vec<Work>, CuError> {
-    let graph = GRAPHS.get(graph).ok_or(CuError::INVALID_VALUE)?;
-    Ok(graph.0.lock().unwrap_or_else(PoisonError::into_inner).clone())
-}
+    since 11030 fn cuUserObjectCreate(
+        object: Out<usize>, data: usize, destroy: Option<extern "C" fn(usize)>, references: u32, _flags: u32
+    ) {
+        let destroy = destroy.filter(|_| references > 0).ok_or(CuError::INVALID_VALUE)?;
+        Ok(object.set(UserObject::create(data, destroy, references))?)
+    }
 
-fn instantiate(graph: GraphHandle) -> Result<ExecHandle, CuError> {
-    Ok(EXECS.insert(Arc::new(Exec(nodes_of(graph)?.into()))))
+    since 11030 fn cuUserObjectRetain(object: usize, count: u32) {
+        UserObject::find(object)?.retain(count);
+        Ok(())
+    }
+
+    since 11030 fn cuUserObjectRelease(object: usize, count: u32) {
+        UserObject::find(object)?.release(count)
+    }
+
+    since 11030 fn cuGraphRetainUserObject(graph: GraphHandle, object: usize, count: u32, flags: u32) {
+        let (graph, object) = (Graph::find(graph)?, UserObject::find(object)?);
+        if flags & MOVE == 0 {
+            object.retain(count);
+        }
+        graph.retain(&object, count);
+        Ok(())
+    }
+
+    since 11030 fn cuGraphReleaseUserObject(graph: GraphHandle, object: usize, _count: u32) {
+        Graph::find(graph)?.release(&UserObject::find(object)?)
+    }
 }

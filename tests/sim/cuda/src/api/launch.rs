@@ -15,6 +15,14 @@ use crate::{
 };
 
 driver_api! { call:
+    fn cuModuleLoad(module: Out<ModuleHandle>, path: Text) {
+        Context::current()?;
+        let mut image = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
+        // A text ends with NUL, and what is looked for in an image ends before.
+        image.push(0);
+        Ok(module.set(Module::load(In::from_slice(&image))?)?)
+    }
+
     fn cuModuleLoadData(module: Out<ModuleHandle>, image: In<u8>) {
         Context::current()?;
         Ok(module.set(Module::load(image)?)?)

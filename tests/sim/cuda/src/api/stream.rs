@@ -148,8 +148,7 @@ driver_api! { call:
         dependencies: Out<usize>,
         dependency_count: Out<usize>
     ) {
-        capture_info(stream, status, id)?;
-        graph.set_if_wanted(0);
+        capture_info(stream, status, id, graph)?;
         dependencies.set_if_wanted(0);
         dependency_count.set_if_wanted(0);
         Ok(())
@@ -164,8 +163,7 @@ driver_api! { call:
         edges: Out<usize>,
         dependency_count: Out<usize>
     ) {
-        capture_info(stream, status, id)?;
-        graph.set_if_wanted(0);
+        capture_info(stream, status, id, graph)?;
         dependencies.set_if_wanted(0);
         edges.set_if_wanted(0);
         dependency_count.set_if_wanted(0);
@@ -186,11 +184,13 @@ fn status_of(capture: Option<&Arc<Capture>>) -> i32 {
     capture.map_or(0, |capture| if capture.is_valid() { 1 } else { 2 })
 }
 
-fn capture_info(stream: StreamHandle, status: Out<i32>, id: Out<u64>) -> Result<(), CuError> {
+/// Nodes have no handles here, so nobody is told the ones that the next comes after.
+fn capture_info(stream: StreamHandle, status: Out<i32>, id: Out<u64>, graph: Out<GraphHandle>) -> Result<(), CuError> {
     let stream = Stream::find(stream)?;
     check_legacy_meaning(&stream)?;
     let capture = stream.capture();
     status.set(status_of(capture.as_ref()))?;
+    graph.set_if_wanted(capture.as_ref().map_or(0, |capture| capture.graph()));
     if let Some(capture) = capture {
         id.set_if_wanted(capture.id);
     }

@@ -4,7 +4,7 @@ use std::ffi::c_int;
 
 use sim_abi::{
     cuda::{CuError, Device, check},
-    ffi::{Out, write},
+    ffi::{Out, Text, write},
 };
 
 use super::runtime_api;
@@ -13,6 +13,24 @@ use crate::{driver::Driver, state};
 runtime_api! { without_context:
     fn cudaDriverGetVersion(d; version: Out<i32>) {
         check((d.driver_version)(version))
+    }
+
+    fn cudaGetDriverEntryPoint(d; name: Text, function: Out<usize>, flags: u64, status: Out<i32>) {
+        driver_function(d, name, function, super::VERSION, flags, status)
+    }
+
+    ptsz cudaGetDriverEntryPointByVersion_ptsz fn cudaGetDriverEntryPointByVersion(
+        d; name: Text, function: Out<usize>, version: i32, flags: u64, status: Out<i32>
+    ) {
+        driver_function(d, name, function, version, flags, status)
+    }
+
+    fn cudaProfilerStart(d;) {
+        Ok(())
+    }
+
+    fn cudaProfilerStop(d;) {
+        Ok(())
     }
 
     fn cudaGetDeviceCount(d; count: Out<i32>) {
@@ -84,7 +102,56 @@ runtime_api! { with_context:
     }
 }
 
-/// Fills the members of cudaDeviceProp at whose place versions 12 and 13 agree; the caller's others stay as they are.
+/// A function that the driver does not have is an answer and no error.
+fn driver_function(
+    d: &Driver,
+    name: Text,
+    function: Out<usize>,
+    version: i32,
+    flags: u64,
+    status: Out<i32>,
+) -> Result<(), CuError> {
+    let mut found = 0;
+    check((d.get_proc_address)(name, function, version, flags, Out::to(&mut found)))?;
+    status.set_if_wanted(found);
+    Ok(())
+}
+
+/// Members of cudaDeviceProp: the offset in versions 13 and 12, the CUdevice_attribute, the size.
+const MEMBERS: [(usize, usize, i32, usize); 30] = [
+    (296, 296, 8, 8),  // sharedMemPerBlock
+    (304, 304, 12, 4), // regsPerBlock
+    (308, 308, 10, 4), // warpSize
+    (312, 312, 11, 8), // memPitch
+    (320, 320, 1, 4),  // maxThreadsPerBlock
+    (324, 324, 2, 4),  // maxThreadsDim
+    (328, 328, 3, 4),
+    (332, 332, 4, 4),
+    (336, 336, 5, 4), // maxGridSize
+    (340, 340, 6, 4),
+    (344, 344, 7, 4),
+    (352, 352, 9, 8),   // totalConstMem
+    (360, 360, 75, 4),  // major
+    (364, 364, 76, 4),  // minor
+    (368, 368, 14, 8),  // textureAlignment
+    (384, 388, 16, 4),  // multiProcessorCount
+    (392, 400, 19, 4),  // canMapHostMemory
+    (560, 576, 31, 4),  // concurrentKernels
+    (584, 600, 40, 4),  // asyncEngineCount
+    (588, 604, 41, 4),  // unifiedAddressing
+    (592, 612, 37, 4),  // memoryBusWidth
+    (596, 616, 38, 4),  // l2CacheSize
+    (604, 624, 39, 4),  // maxThreadsPerMultiProcessor
+    (608, 628, 78, 4),  // streamPrioritiesSupported
+    (624, 640, 81, 8),  // sharedMemPerMultiprocessor
+    (632, 648, 82, 4),  // regsPerMultiprocessor
+    (636, 652, 83, 4),  // managedMemory
+    (668, 688, 95, 4),  // cooperativeLaunch
+    (672, 696, 97, 8),  // sharedMemPerBlockOptin
+    (688, 712, 106, 4), // maxBlocksPerMultiProcessor
+];
+
+/// Fills the members that mean something here; the caller's others stay as they are.
 fn fill_properties(d: &Driver, at: usize, device: Device) -> Result<(), CuError> {
     if at == 0 {
         return Err(CuError::INVALID_VALUE);
@@ -102,31 +169,12 @@ fn fill_properties(d: &Driver, at: usize, device: Device) -> Result<(), CuError>
         let mut value = 0;
         check((d.device_attribute)(Out::to(&mut value), number, device)).map(|()| value)
     };
-    // Offset, CUdevice_attribute, whether the member is a size_t.
-    for (offset, number, wide) in [
-        (296, 8, true),   // sharedMemPerBlock
-        (304, 12, false), // regsPerBlock
-        (308, 10, false), // warpSize
-        (312, 11, true),  // memPitch
-        (320, 1, false),  // maxThreadsPerBlock
-        (324, 2, false),  // maxThreadsDim
-        (328, 3, false),
-        (332, 4, false),
-        (336, 5, false), // maxGridSize
-        (340, 6, false),
-        (344, 7, false),
-        (352, 9, true),   // totalConstMem
-        (360, 75, false), // major
-        (364, 76, false), // minor
-        (368, 14, true),  // textureAlignment
-    ] {
-        match wide {
-            true => write(at + offset, 0, attribute(number)? as usize),
-            false => write::<c_int>(at + offset, 0, attribute(number)?),
+    for (offset, offset_in_12, number, bytes) in MEMBERS {
+        let (at, value) = (at + if super::VERSION < 13000 { offset_in_12 } else { offset }, attribute(number)?);
+        match bytes {
+            8 => write(at, 0, value as usize),
+            _ => write::<c_int>(at, 0, value),
         }
     }
-    // Version 12 has deviceOverlap in front of multiProcessorCount.
-    let multiprocessors = if super::VERSION < 13000 { 388 } else { 384 };
-    write::<c_int>(at + multiprocessors, 0, attribute(16)?);
     Ok(())
 }

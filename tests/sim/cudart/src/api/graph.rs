@@ -39,4 +39,24 @@ runtime_api! { with_context:
     ptsz cudaGraphLaunch_ptsz fn cudaGraphLaunch(d; exec: ExecHandle, stream: StreamHandle) {
         check((d.graph_launch)(exec, stream))
     }
+
+    fn cudaUserObjectCreate(d; object: Out<usize>, data: usize, destroy: usize, references: u32, flags: u32) {
+        check((d.object_create)(object, data, destroy, references, flags))
+    }
+
+    fn cudaUserObjectRetain(d; object: usize, count: u32) {
+        check((d.object_retain)(object, count))
+    }
+
+    fn cudaUserObjectRelease(d; object: usize, count: u32) {
+        check((d.object_release)(object, count))
+    }
+
+    fn cudaGraphRetainUserObject(d; graph: GraphHandle, object: usize, count: u32, flags: u32) {
+        check((d.graph_retain_object)(graph, object, count, flags))
+    }
+
+    fn cudaGraphReleaseUserObject(d; graph: GraphHandle, object: usize, count: u32) {
+        check((d.graph_release_object)(graph, object, count))
+    }
 }

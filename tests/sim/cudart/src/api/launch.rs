@@ -64,6 +64,27 @@ runtime_api! { with_context:
         check((d.function_name)(name, fatbin::function(d, function)?))
     }
 
+    fn cudaFuncGetAttributes(d; attributes: Out<FunctionAttributes>, function: usize) {
+        let function = fatbin::function(d, function)?;
+        let attribute = |number| {
+            let mut value = 0;
+            check((d.function_attribute)(Out::to(&mut value), number, function)).map(|()| value)
+        };
+        let bytes = |number| attribute(number).map(|value| value as usize);
+        Ok(attributes.set(FunctionAttributes {
+            shared_bytes: bytes(1)?,
+            constant_bytes: bytes(2)?,
+            local_bytes: bytes(3)?,
+            max_threads: attribute(0)?,
+            registers: attribute(4)?,
+            ptx_version: attribute(5)?,
+            binary_version: attribute(6)?,
+            cache_mode: attribute(7)?,
+            max_dynamic_shared_bytes: attribute(8)?,
+            others: [0; 24],
+        })?)
+    }
+
     fn cudaFuncSetAttribute(d; function: usize, _attribute: i32, _value: i32) {
         fatbin::function(d, function).map(drop)
     }
@@ -95,6 +116,22 @@ pub struct RuntimeConfig {
     stream: StreamHandle,
     attributes: usize,
     attribute_count: u32,
+}
+
+/// cudaFuncAttributes.
+#[repr(C)]
+#[derive(Debug, Clone, Copy)]
+pub struct FunctionAttributes {
+    shared_bytes: usize,
+    constant_bytes: usize,
+    local_bytes: usize,
+    max_threads: i32,
+    registers: i32,
+    ptx_version: i32,
+    binary_version: i32,
+    cache_mode: i32,
+    max_dynamic_shared_bytes: i32,
+    others: [i32; 24],
 }
 
 fn launch(d: &Driver, function: FunctionHandle, launch: Configuration, params: usize) -> Result<(), CuError> {

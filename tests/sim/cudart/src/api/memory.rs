@@ -75,6 +75,13 @@ runtime_api! { with_context:
         check((d.copy_async)(to, from, bytes, stream))
     }
 
+    ptsz cudaMemcpy2DAsync_ptsz fn cudaMemcpy2DAsync(
+        d; to: DevicePointer, to_pitch: usize, from: DevicePointer, from_pitch: usize, width: usize, height: usize,
+        _kind: i32, stream: StreamHandle
+    ) {
+        (0..height).try_for_each(|row| check((d.copy_async)(to + row * to_pitch, from + row * from_pitch, width, stream)))
+    }
+
     ptsz cudaMemcpyPeerAsync_ptsz fn cudaMemcpyPeerAsync(
         d; to: DevicePointer, _to_device: Device, from: DevicePointer, _from_device: Device, bytes: usize,
         stream: StreamHandle

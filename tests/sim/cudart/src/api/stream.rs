@@ -121,6 +121,23 @@ runtime_api! { with_context:
         check((d.capture_info)(stream, status, id, graph, dependencies, Out::to(&mut edges), count))
     }
 
+    // Version 13 gave the plain name to the newest form; in version 12 it is that of the oldest.
+    ptsz cudaStreamGetCaptureInfo_ptsz fn cudaStreamGetCaptureInfo(
+        d;
+        stream: StreamHandle,
+        status: Out<i32>,
+        id: Out<u64>,
+        graph: Out<GraphHandle>,
+        dependencies: Out<usize>,
+        edges: Out<usize>,
+        count: Out<usize>
+    ) {
+        let new = super::VERSION >= 13000;
+        let graph = if new { graph } else { Out::null() };
+        let [dependencies, edges, count] = if new { [dependencies, edges, count] } else { [Out::null(); 3] };
+        check((d.capture_info)(stream, status, id, graph, dependencies, edges, count))
+    }
+
     ptsz cudaStreamGetCaptureInfo_v3_ptsz fn cudaStreamGetCaptureInfo_v3(
         d;
         stream: StreamHandle,
