@@ -1,12 +1,16 @@
-"""Ranks of a PyTorch job on the (simulated) GPU: DDP, FSDP, bf16 autocast, a CUDA graph with a captured all_reduce, NCCL.
+"""Ranks of a PyTorch job on the (simulated) GPU with ProcessGroupNCCL: parts that train or communicate, then perhaps a fault.
 
-    run_ranks.py --nproc 4 torch_cuda.py --fault all_reduce --fault-rank 2
+    run_ranks.py --nproc 4 torch_cuda.py --parts ddp fsdp2 --fault ddp --fault-rank 2
 
-The kernels of a simulated device compute nothing, so losses mean nothing here; what NCCL sums is right. Fault, on --fault-rank:
-`all_reduce`: it skips one and waits for a shard that does not come; `step`: the same inside the DDP loop.
+What NCCL moves is right and is checked; the kernels of a simulated device compute nothing, so losses mean nothing, and
+all_gather_object, which takes a maximum on the device, cannot be used. Faults, on --fault-rank, in the middle of the steps:
+`ddp`, `fsdp2`: it does not come to a step; `tensor_parallel`: it stays away from its tensor-parallel group, on which the others
+wait in a chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one all_reduce and goes on;
+`shapes`: it leaves out one bucket of another size; `exception`: it raises; `once`: as `ddp`, but only before the first restart.
 """
 
 import argparse
+import datetime
 import os
 import sys
 import time
@@ -14,11 +18,13 @@ import time
 os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
 from torch.nn.parallel import DistributedDataParallel
 
 RANK = int(os.environ["RANK"])
 SIZE = int(os.environ["WORLD_SIZE"])
-PARTS = ["ddp", "autocast", "fsdp", "graph"]
+PARTS = ["ddp", "autocast", "fsdp1", "fsdp2", "graph", "collectives", "point_to_point", "groups", "compiled"]
+FAULTS = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "skip", "shapes", "exception", "once"]
 
 
 def say(line):
@@ -27,34 +33,39 @@ def say(line):
     sys.stdout.flush()
 
 
-def model():
-    layers = [torch.nn.Linear(64, 256), torch.nn.ReLU(), torch.nn.Linear(256, 64)]
-    return torch.nn.Sequential(*layers).cuda()
-
-
 def wait_for_shard():
     """What a rank does that has lost the others."""
     while True:
         time.sleep(0.5)
 
 
-def check_sum():
-    values = torch.full((1024,), float(RANK + 1)).cuda()
-    dist.all_reduce(values)
+def full(count, value):
+    """Filled on the host, because a kernel would fill nothing."""
+    return torch.full((count,), float(value)).cuda()
+
+
+def check(what, tensor, expected):
     torch.cuda.synchronize()
-    found, expected = values.cpu()[7].item(), SIZE * (SIZE + 1) / 2
+    found = tensor.cpu().tolist()
     if found != expected:
-        raise ArithmeticError(f"the sum is {found}, not {expected}")
+        raise ArithmeticError(f"{what}: {found}, not {expected}")
 
 
-def train(network, steps, fault_step=None, autocast=False):
+def model():
+    # The first bucket of gradients takes 1 MiB: each of these layers fills one.
+    layers = [torch.nn.Linear(64, 8192), torch.nn.ReLU(), torch.nn.Linear(8192, 64)]
+    return torch.nn.Sequential(*layers).cuda()
+
+
+def train(network, options, part, autocast=False):
     optimizer = torch.optim.AdamW(network.parameters(), lr=1e-3)
-    for step in range(steps):
-        if step == fault_step:
+    for step in range(options.steps):
+        if step == options.steps // 2 and part in options.faults:
+            if options.fault == "exception":
+                raise ValueError("the loss is not a number")
             wait_for_shard()
-        batch = torch.ones(32, 64).cuda()
         with torch.autocast("cuda", dtype=torch.bfloat16, enabled=autocast):
-            loss = network(batch).sum()
+            loss = network(torch.ones(32, 64).cuda()).sum()
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
@@ -62,24 +73,32 @@ def train(network, steps, fault_step=None, autocast=False):
 
 
 def ddp(options):
-    fault = options.fault == "step" and RANK == options.fault_rank
-    train(DistributedDataParallel(model()), options.steps, options.steps // 2 if fault else None)
+    train(DistributedDataParallel(model()), options, "ddp")
 
 
 def autocast(options):
-    train(DistributedDataParallel(model()), options.steps, autocast=True)
+    train(DistributedDataParallel(model()), options, "autocast", autocast=True)
 
 
-def fsdp(options):
+def fsdp1(options):
+    from torch.distributed.fsdp import FullyShardedDataParallel
+
+    train(FullyShardedDataParallel(model()), options, "fsdp1")
+
+
+def fsdp2(options):
     from torch.distributed.fsdp import fully_shard
 
     network = model()
+    for layer in (network[0], network[2]):
+        fully_shard(layer)
     fully_shard(network)
-    train(network, options.steps)
+    train(network, options, "fsdp2")
 
 
 def graph(options):
-    values = torch.ones(256).cuda()
+    values = full(256, 1)
+    # NCCL connects at its first use, which a capture would not like.
     dist.all_reduce(values)
     torch.cuda.synchronize()
     captured = torch.cuda.CUDAGraph()
@@ -87,26 +106,142 @@ def graph(options):
         dist.all_reduce(values)
     for _ in range(options.steps):
         captured.replay()
+    check("a captured all_reduce", values[:1], [float(SIZE ** (1 + options.steps))])
+
+
+def collectives(options):
+    total = SIZE * (SIZE + 1) / 2
+    for _ in range(options.steps):
+        values = full(4, RANK + 1)
+        dist.all_reduce(values)
+        check("all_reduce", values, [total] * 4)
+        dist.broadcast(values := full(4, RANK), src=1)
+        check("broadcast", values, [1.0] * 4)
+        dist.reduce(values := full(4, RANK + 1), dst=2)
+        check("reduce", values, [total if RANK == 2 else RANK + 1.0] * 4)
+        dist.all_gather_into_tensor(gathered := full(SIZE, -1), full(1, RANK))
+        check("all_gather_into_tensor", gathered, [float(rank) for rank in range(SIZE)])
+        dist.reduce_scatter_tensor(part := full(2, -1), full(2 * SIZE, RANK + 1))
+        check("reduce_scatter_tensor", part, [total] * 2)
+        dist.all_to_all_single(received := full(SIZE, -1), full(SIZE, RANK))
+        check("all_to_all_single", received, [float(rank) for rank in range(SIZE)])
+        dist.gather(full(1, RANK), parts := [full(1, -1) for _ in range(SIZE)] if RANK == 0 else None, dst=0)
+        if RANK == 0:
+            check("gather", torch.cat([part.cpu() for part in parts]), [float(rank) for rank in range(SIZE)])
+        dist.scatter(part := full(1, -1), [full(1, rank) for rank in range(SIZE)] if RANK == 1 else None, src=1)
+        check("scatter", part, [float(RANK)])
+        dist.barrier()
+
+
+def point_to_point(options):
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+    for _ in range(options.steps):
+        token = full(2, -1)
+        if RANK % 2 == 0:
+            dist.isend(full(2, RANK), right).wait()
+        else:
+            dist.irecv(token, left).wait()
+            check("irecv", token, [float(left)] * 2)
+        token = full(2, -1)
+        both = [dist.P2POp(dist.isend, full(2, RANK), right), dist.P2POp(dist.irecv, token, left)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        check("batch_isend_irecv", token, [float(left)] * 2)
+
+
+def mesh():
+    """Ranks in rows of two: the tensor-parallel groups are the rows, the data-parallel ones the columns."""
+    grid = init_device_mesh("cuda", (SIZE // 2, 2), mesh_dim_names=("dp", "tp"))
+    return grid["tp"].get_group(), grid["dp"].get_group()
+
+
+def groups(options):
+    tensor_parallel, data_parallel = mesh()
+    halves = [dist.new_group(list(range(half, SIZE, 2))) for half in range(2)]
+    row, column = range(RANK // 2 * 2, RANK // 2 * 2 + 2), range(RANK % 2, SIZE, 2)
+    for _ in range(options.steps):
+        for group, members in ((tensor_parallel, row), (data_parallel, column), (halves[RANK % 2], column)):
+            dist.all_reduce(values := full(2, RANK), group=group)
+            check("the sum of a group", values, [float(sum(members))] * 2)
+
+
+def compiled(options):
+    """A function through Inductor, which launches by itself, and a kernel of Triton's own."""
+    import triton
+
+    from torch_kernel import double
+
+    function = torch.compile(lambda left, right: torch.nn.functional.gelu(left * 2 + right).sum(-1))
+    values, result = torch.ones(64, 256).cuda(), torch.ones(1024).cuda()
+    for _ in range(options.steps):
+        function(values, values)
+        double[(triton.cdiv(1024, 128),)](result, 1024, BLOCK=128)
     torch.cuda.synchronize()
+
+
+def lose(options):
+    """The faults that are no step of a training loop."""
+    fault, mine = options.fault, RANK == options.fault_rank
+    if fault == "tensor_parallel":
+        tensor_parallel, data_parallel = mesh()
+        for step in range(options.steps):
+            if mine and step == options.steps // 2:
+                wait_for_shard()
+            dist.all_reduce(full(64, 1), group=tensor_parallel)
+            dist.all_reduce(full(32, 1), group=data_parallel)
+            torch.cuda.synchronize()
+    elif fault == "pipeline":
+        for step in range(options.steps):
+            if RANK > 0:
+                dist.recv(full(64, 0), RANK - 1)
+            if mine and step == options.steps // 2:
+                wait_for_shard()
+            if RANK < SIZE - 1:
+                dist.send(full(64, 1), RANK + 1)
+            torch.cuda.synchronize()
+    elif fault in ("skip", "shapes"):
+        for step in range(options.steps):
+            for bucket in (64, 32):
+                left_out = mine and step == options.steps // 2 and (fault == "skip" or bucket == 32)
+                if not (left_out and (fault == "shapes" or bucket == 64)):
+                    dist.all_reduce(full(64 if fault == "skip" else bucket, 1))
+            torch.cuda.synchronize()
+        dist.all_gather_into_tensor(full(SIZE, 0), full(1, 1))
+        torch.cuda.synchronize()
+
+
+def join(options):
+    """All ranks meet before the first call of the device, so that a slow start of one is no wait of the others in NCCL."""
+    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    settings = {"device_id": torch.device("cuda", int(os.environ["LOCAL_RANK"]))}
+    if options.timeout:
+        settings["timeout"] = datetime.timedelta(seconds=options.timeout)
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        port = int(os.environ["MASTER_PORT"])
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], port, SIZE, RANK == 0, wait_for_workers=True)
+        settings.update(store=store, rank=RANK, world_size=SIZE)
+    dist.init_process_group("nccl", **settings)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS)
-    parser.add_argument("--fault", choices=["all_reduce", "step"])
+    parser.add_argument("--parts", nargs="*", choices=PARTS, default=[])
+    parser.add_argument("--fault", choices=FAULTS)
     parser.add_argument("--fault-rank", type=int, default=2)
+    parser.add_argument("--timeout", type=int, help="seconds until torch's own watchdog ends the rank; default 600")
     options = parser.parse_args()
-    torch.cuda.set_device(RANK)
-    dist.init_process_group("nccl", device_id=torch.device("cuda", RANK))
-    check_sum()
+    if options.fault == "once" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
+        options.fault = None
+    in_training = {"ddp": "ddp", "exception": "ddp", "once": "ddp", "fsdp2": "fsdp2"}.get(options.fault)
+    options.faults = [in_training] if RANK == options.fault_rank else []
+    join(options)
     for part in options.parts:
         globals()[part](options)
-        dist.barrier()
         say(f"rank {RANK} {part}")
-    if options.fault == "all_reduce" and RANK == options.fault_rank:
-        wait_for_shard()
-    check_sum()
+    lose(options)
+    dist.barrier()
+    torch.cuda.synchronize()
     say(f"rank {RANK} done")
     dist.destroy_process_group()
 

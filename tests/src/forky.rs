@@ -6,26 +6,26 @@
 use std::{
     ffi::OsStr,
     fs,
-    io::{self, Write},
     path::{Path, PathBuf},
-    process::{Command, Stdio},
-    time::{Duration, Instant},
+    process::Command,
 };
 
-use anyhow::{Context, Result, bail, ensure};
-use nix::fcntl::{Flock, FlockArg};
+use anyhow::{Context, Result, ensure};
+
+use crate::set_up::{finish, remove, set_up};
 
 /// What the small root holds beyond a minimal Debian.
 const PACKAGES: &str = "python3.14,python3.15";
-/// Setting up takes about 30 s; a slow mirror may take much longer, a dead one must not take for ever.
-const SETUP_DEADLINE: Duration = Duration::from_secs(900);
 
 /// The small root, with python3.14 and python3.15; about 330 MB, set up when it is not there.
 ///
 /// # Errors
 /// In one line, when it is not there and cannot be set up.
 pub fn forky() -> Result<PathBuf> {
-    set_up("forky", debootstrap)
+    set_up("forky", |root| {
+        ensure!(nix::unistd::geteuid().is_root(), "only root can set it up");
+        debootstrap(root)
+    })
 }
 
 /// The large root, which also has python3-torch; about 1.9 GB. For the benchmark only.
@@ -93,55 +93,6 @@ pub fn only_child(pid: i32) -> Result<i32> {
     Ok(child.parse()?)
 }
 
-/// Makes `target/NAME` by filling a folder beside it and renaming that. A lock file keeps two processes from doing it at once.
-fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
-    let target = crate::tree().join("target");
-    let root = target.join(name);
-    if root.exists() {
-        return Ok(root);
-    }
-    ensure!(nix::unistd::geteuid().is_root(), "{} is missing, and only root can set it up", root.display());
-    fs::create_dir_all(&target)?;
-    let _lock = lock(&target.join(format!("{name}.lock")))?;
-    if root.exists() {
-        return Ok(root);
-    }
-    let temporary = target.join(format!("{name}.new"));
-    remove(&temporary)?;
-    fs::create_dir(&temporary).with_context(|| format!("{}", temporary.display()))?;
-    eprintln!("setting up {}", root.display());
-    if let Err(error) = fill(&temporary) {
-        // The message about the failure counts more than one about the rest of it on disk, which the next run removes.
-        let _ = remove(&temporary);
-        return Err(error.context(format!("{} cannot be set up", root.display())));
-    }
-    fs::rename(&temporary, &root)?;
-    Ok(root)
-}
-
-fn remove(folder: &Path) -> Result<()> {
-    match fs::remove_dir_all(folder) {
-        Err(error) if error.kind() != io::ErrorKind::NotFound => {
-            Err(error).with_context(|| format!("{}", folder.display()))
-        }
-        _ => Ok(()),
-    }
-}
-
-fn lock(path: &Path) -> Result<Flock<fs::File>> {
-    let start = Instant::now();
-    let mut file = fs::File::create(path).with_context(|| format!("{}", path.display()))?;
-    loop {
-        match Flock::lock(file, FlockArg::LockExclusiveNonblock) {
-            Ok(lock) => return Ok(lock),
-            Err((back, nix::errno::Errno::EWOULDBLOCK)) => file = back,
-            Err((_, error)) => return Err(error).with_context(|| format!("{}", path.display())),
-        }
-        ensure!(start.elapsed() < SETUP_DEADLINE, "{} is held for {SETUP_DEADLINE:?} already", path.display());
-        std::thread::sleep(Duration::from_millis(100));
-    }
-}
-
 fn debootstrap(root: &Path) -> Result<()> {
     let debootstrap = Path::new("/usr/sbin/debootstrap");
     if !debootstrap.exists() {
@@ -184,33 +135,6 @@ pub fn apt_get(arguments: &[&str]) -> Result<()> {
     let mut command = Command::new("apt-get");
     command.args(["-o", "DPkg::Lock::Timeout=300"]).args(arguments).env("DEBIAN_FRONTEND", "noninteractive");
     finish(&mut command, &format!("apt-get {}", arguments.join(" ")))
-}
-
-/// Runs a command to its end, with a deadline; a failure is one line with the last line that it printed.
-fn finish(command: &mut Command, what: &str) -> Result<()> {
-    let mut log = tempfile::tempfile()?;
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
-    let mut child = command.spawn().with_context(|| format!("{what} cannot be started"))?;
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if start.elapsed() > SETUP_DEADLINE {
-            child.kill()?;
-            child.wait()?;
-            bail!("{what} did not end within {SETUP_DEADLINE:?}");
-        }
-        std::thread::sleep(Duration::from_millis(50));
-    };
-    if !status.success() {
-        let mut text = String::new();
-        io::Seek::rewind(&mut log)?;
-        let _ = io::Read::read_to_string(&mut log, &mut text);
-        let _ = io::stderr().flush();
-        bail!("{what}: {status}: {}", text.trim_end().lines().next_back().unwrap_or("no words"));
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -7,6 +7,7 @@ mod fake_collector;
 mod forky;
 mod job;
 mod process;
+mod set_up;
 mod tools;
 mod torch;
 
@@ -16,7 +17,7 @@ pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};
 pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};
-pub use torch::{torch_preloads, torch_venv};
+pub use torch::PypiTorch;
 
 /// How long a test waits for something that takes well under a second on a quiet machine.
 pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

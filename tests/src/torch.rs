@@ -1,94 +1,148 @@
-//! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/torch-venv`: 5.4 GB, so only `cargo xtask test --torch`
-//! sets it up. It runs on the simulated device, whose libraries are preloaded in place of the real ones.
+//! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/`, without any of NVIDIA's packages: 2.4 GB. In their
+//! place it finds the simulated device, and libraries of stubs for what no test needs from a device (cuDNN, cuSPARSE, …).
 
 use std::{
     collections::BTreeSet,
+    env,
+    ffi::OsString,
     fs,
+    hash::{DefaultHasher, Hash, Hasher},
     path::{Path, PathBuf},
     process::Command,
 };
 
 use anyhow::{Context, Result, ensure};
 
-/// Newer ones work as well until a test shows that they do not; the version is fixed so that a failure is ours.
-const VERSION: &str = "torch==2.15.0";
-/// The simulated libraries that this version asks for.
-const SIMULATED: [&str; 5] =
-    ["libcuda.so.1", "libcudart.so.13", "libnccl.so.2", "libcublas.so.13", "libcublasLt.so.13"];
-/// Beginnings of their functions' names.
-const PREFIXES: [&str; 6] = ["cuda", "__cuda", "cublas", "nccl", "pnccl", "cu"];
+use crate::set_up::{finish, set_up};
 
-/// The Python of the environment, which is set up when it is not there.
-///
-/// # Errors
-/// When there is no python3 with venv, or PyPI cannot be reached.
-pub fn torch_venv() -> Result<PathBuf> {
-    let folder = crate::tree().join("target/torch-venv");
-    let python = folder.join("bin/python3");
-    let run = |command: &mut Command| -> Result<()> {
-        let status = command.status().with_context(|| format!("{command:?}"))?;
-        ensure!(status.success(), "{command:?}: {status}");
-        Ok(())
-    };
-    if !python.exists() {
-        run(Command::new(crate::python()).args(["-m", "venv"]).arg(&folder))?;
-    }
-    // Looking the module up is much faster than importing it.
-    let find = ["-c", "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)"];
-    if !Command::new(&python).args(find).status().is_ok_and(|status| status.success()) {
-        run(Command::new(&python).args(["-m", "pip", "install", "--quiet", "--no-input", VERSION, "numpy"]))?;
-    }
-    Ok(python)
+/// The version is fixed so that a failure is ours. All others follow from what this one says of itself.
+const VERSION: &str = "2.15.0";
+/// How the names of NVIDIA's libraries go on after `lib`, and how their functions begin.
+const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
+const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
+
+/// Prints the packages that torch needs, without NVIDIA's.
+const OTHERS: &str = r"
+from importlib.metadata import requires
+from pip._vendor.packaging.requirements import Requirement
+for need in map(Requirement, requires('torch')):
+    if not need.name.startswith(('nvidia-', 'cuda-')) and (need.marker is None or need.marker.evaluate({'extra': ''})):
+        print(f'{need.name}{need.specifier}')
+";
+
+/// PyTorch of PyPI.
+#[derive(Debug, Clone)]
+pub struct PypiTorch {
+    folder: PathBuf,
 }
 
-/// What to preload so that PyPI's torch finds the simulated device: its libraries by their full paths, because torch looks in
-/// its own folders first, and a library of stubs in `folder`, because Python wants every function that torch could call to be
-/// there. A stub answers "not supported" (801).
-///
-/// # Errors
-/// When the environment is not set up, or nm or gcc is missing.
-pub fn torch_preloads(folder: &Path) -> Result<Vec<PathBuf>> {
-    let python = torch_venv()?;
-    let packages =
-        fs::read_dir(python.with_file_name("../lib"))?.flatten().map(|entry| entry.path().join("site-packages"));
-    let mut libraries = Vec::new();
-    for packages in packages {
-        for part in ["torch", "nvidia"] {
-            shared_objects(&packages.join(part), &mut libraries);
-        }
+impl PypiTorch {
+    /// The environment, which is set up when it is not there: about a minute.
+    ///
+    /// # Errors
+    /// In one line, when there is no python3 with venv, or PyPI cannot be reached.
+    pub fn set_up() -> Result<Self> {
+        let folder = set_up(&format!("torch-{VERSION}"), |folder| {
+            finish(Command::new(crate::python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
+            let python = folder.join("bin/python3");
+            let pip = || {
+                let mut pip = Command::new(&python);
+                pip.args(["-m", "pip", "install", "--quiet", "--no-input", "--no-cache-dir"]);
+                pip
+            };
+            finish(pip().arg("--no-deps").arg(format!("torch=={VERSION}")), "torch from PyPI")?;
+            let others = Command::new(&python).args(["-c", OTHERS]).output().context("what torch needs")?;
+            ensure!(others.status.success(), "what torch needs: {}", String::from_utf8_lossy(&others.stderr));
+            let others = String::from_utf8(others.stdout)?;
+            finish(pip().args(others.lines()).arg("numpy"), "what torch needs, from PyPI")
+        })?;
+        Ok(PypiTorch { folder })
     }
-    ensure!(!libraries.is_empty(), "there is no library of torch beside {}", python.display());
-    let replaced = |path: &PathBuf| {
-        let name = path.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        SIMULATED.iter().any(|simulated| simulated.split(".so").next() == name.split(".so").next())
-    };
-    libraries.retain(|path| !replaced(path));
-    let simulated: Vec<PathBuf> = SIMULATED.iter().map(|name| crate::artifacts().sim().join(name)).collect();
 
-    let is_theirs = |name: &String| PREFIXES.iter().any(|prefix| name.starts_with(prefix));
-    let wanted: BTreeSet<String> = symbols("--undefined-only", &libraries)?.into_iter().filter(is_theirs).collect();
-    let given: BTreeSet<String> =
-        symbols("--defined-only", &libraries)?.into_iter().chain(symbols("--defined-only", &simulated)?).collect();
-    let stubs: String = wanted.difference(&given).map(|name| stub(name)).collect();
-    let arguments = ["-shared", "-fPIC", "-w", "-fno-builtin"];
-    let stubs = crate::compile_c(folder, "libtorch_stubs.so", &stubs, &arguments);
-    Ok(simulated.into_iter().chain([stubs]).collect())
-}
+    /// Its Python.
+    #[must_use]
+    pub fn python(&self) -> PathBuf {
+        self.folder.join("bin/python3")
+    }
 
-/// A function in C. Nearly all of them are never called.
-fn stub(name: &str) -> String {
-    match name {
-        // CUDA 13 gave the third form of it the plain name.
-        "cudaStreamGetCaptureInfo" => {
-            let parameters = "(long a, void *b, void *c, void *d, void *e, void *f, void *g)";
-            let call = "cudaStreamGetCaptureInfo_v3(a, b, c, d, e, f, g)";
-            format!("int cudaStreamGetCaptureInfo_v3(); int {name}{parameters} {{ return {call}; }}\n")
+    /// `LD_LIBRARY_PATH` with which it finds the simulated device and the stubs.
+    ///
+    /// # Errors
+    /// When gcc, nm or readelf is missing.
+    pub fn library_path(&self) -> Result<OsString> {
+        Ok(env::join_paths([crate::artifacts().sim(), self.stubs()?])?)
+    }
+
+    /// Libraries of stubs under the names that torch's libraries ask for and nobody has. All functions are in one of them, on
+    /// which the others depend: the simulated device stands before it in the linker's order and is always asked first.
+    fn stubs(&self) -> Result<PathBuf> {
+        let mut libraries = Vec::new();
+        shared_objects(&self.packages()?.join("torch"), &mut libraries);
+        ensure!(!libraries.is_empty(), "there is no library of torch in {}", self.folder.display());
+        let simulated: Vec<PathBuf> =
+            fs::read_dir(crate::artifacts().sim())?.flatten().map(|entry| entry.path()).collect();
+
+        let is_there = |name: &String| simulated.iter().any(|path| path.ends_with(name));
+        let sonames: BTreeSet<String> = needed(&libraries)?.into_iter().filter(|name| !is_there(name)).collect();
+        let given: BTreeSet<String> = [symbols("--defined-only", &libraries)?, symbols("--defined-only", &simulated)?]
+            .into_iter()
+            .flatten()
+            .collect();
+        let source = self.source(symbols("--undefined-only", &libraries)?.difference(&given))?;
+
+        // The folder is named by what is in it, so that nobody changes one that another process uses.
+        let mut hash = DefaultHasher::new();
+        (&source, &sonames).hash(&mut hash);
+        let folder = format!("torch-stubs/{:016x}", hash.finish());
+        set_up(&folder, |folder| {
+            let flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libtorch_stubs.so"];
+            let functions = crate::compile_c(folder, "libtorch_stubs.so", &source, &flags);
+            let functions = functions.display().to_string();
+            for soname in &sonames {
+                let name = format!("-Wl,-soname,{soname}");
+                let flags = ["-shared", "-fPIC", &name, "-Wl,--no-as-needed", &functions, "-Wl,-rpath,$ORIGIN"];
+                crate::compile_c(folder, soname, "", &flags);
+            }
+            Ok(())
+        })
+    }
+
+    /// The functions in C: "not supported" for nearly all of them, which are never called.
+    fn source<'a>(&self, names: impl Iterator<Item = &'a String>) -> Result<String> {
+        let cudnn = self.cudnn_version()?;
+        let mut source = String::from(
+            "#include <stdio.h>\n#include <stdlib.h>\n\
+             static int stub(const char *name)\n{\n    if (getenv(\"XPU_SIM_DEBUG\"))\n        \
+             fprintf(stderr, \"sim: %s is a stub\\n\", name);\n    return 801;\n}\n",
+        );
+        for name in names {
+            let body = match name.as_str() {
+                // Torch compares it with the one that it was made for.
+                "cudnnGetVersion" => cudnn.to_string(),
+                name if name.ends_with("String") => "(long)\"not part of the simulated device\"".into(),
+                _ => format!("stub(\"{name}\")"),
+            };
+            source.push_str(&format!("long {name}(void) {{ return {body}; }}\n"));
         }
-        // What a graph keeps alive is of no interest without a device.
-        "cudaUserObjectCreate" | "cudaUserObjectRelease" | "cudaGraphRetainUserObject" => {
-            format!("int {name}(void) {{ return 0; }}\n")
-        }
-        _ => format!("int {name}(void) {{ return 801; }}\n"),
+        Ok(source)
+    }
+
+    /// As `cudnnGetVersion` says it: 9.26.0 is 92600.
+    fn cudnn_version(&self) -> Result<u64> {
+        let metadata = self.packages()?.join(format!("torch-{VERSION}.dist-info/METADATA"));
+        let metadata = fs::read_to_string(&metadata).with_context(|| format!("{}", metadata.display()))?;
+        let line = metadata.lines().find(|line| line.starts_with("Requires-Dist: nvidia-cudnn-"));
+        let version =
+            line.and_then(|line| line.split("==").nth(1)).context("torch does not say which cuDNN it needs")?;
+        let numbers: Vec<u64> = version.split(['.', ';']).map_while(|part| part.trim().parse().ok()).take(3).collect();
+        let [major, minor, patch] = numbers[..] else { anyhow::bail!("{version} is no version of cuDNN") };
+        Ok(major * 10_000 + minor * 100 + patch)
+    }
+
+    fn packages(&self) -> Result<PathBuf> {
+        let versions = fs::read_dir(self.folder.join("lib"))?.flatten();
+        let mut packages = versions.map(|entry| entry.path().join("site-packages"));
+        packages.find(|folder| folder.exists()).with_context(|| format!("no packages in {}", self.folder.display()))
     }
 }
 
@@ -103,10 +157,23 @@ fn shared_objects(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// Names of dynamic symbols without their versions.
+/// The names of NVIDIA's libraries that these ask for.
+fn needed(libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
+    let output = Command::new("readelf").arg("-d").args(libraries).output().context("readelf cannot be run")?;
+    let text = String::from_utf8_lossy(&output.stdout);
+    let names = text.lines().filter(|line| line.contains("(NEEDED)")).filter_map(|line| {
+        let name = line.split(['[', ']']).nth(1)?;
+        let rest = name.strip_prefix("lib")?;
+        LIBRARIES.iter().any(|start| rest.starts_with(start)).then(|| name.to_string())
+    });
+    Ok(names.collect())
+}
+
+/// Names of NVIDIA's functions, without their versions, that these define or ask for.
 fn symbols(which: &str, libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
     let output = Command::new("nm").args(["-D", which]).args(libraries).output().context("nm cannot be run")?;
     let text = String::from_utf8_lossy(&output.stdout);
     let names = text.lines().filter_map(|line| line.split_whitespace().next_back()?.split('@').next());
-    Ok(names.map(str::to_string).collect())
+    let theirs = names.filter(|name| FUNCTIONS.iter().any(|start| name.starts_with(start)));
+    Ok(theirs.map(str::to_string).collect())
 }
