@@ -22,17 +22,31 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Makes sure that a program of a Debian package is there: installs the package when we may, else says how.
 pub fn need(program: &str, package: &str) -> Result<()> {
-    if which(program) {
+    need_unless(|| which(program), program, package)
+}
+
+/// The same for a module of the PATH's python3.
+pub fn need_module(module: &str, package: &str) -> Result<()> {
+    let import = format!("import {module}");
+    let imports = || {
+        let status = Command::new("python3").args(["-c", &import]).stderr(Stdio::null()).status();
+        status.is_ok_and(|status| status.success())
+    };
+    need_unless(imports, &format!("Python's {module}"), package)
+}
+
+fn need_unless(is_there: impl Fn() -> bool, what: &str, package: &str) -> Result<()> {
+    if is_there() {
         return Ok(());
     }
     let apt = |arguments: &[&str]| Command::new("apt-get").args(arguments).stdout(Stdio::null()).status();
     if nix::unistd::geteuid().is_root() && which("apt-get") {
-        eprintln!("installing {package}, which has {program}");
+        eprintln!("installing {package}, which has {what}");
         let _ = apt(&["update", "-qq"]);
         let _ = apt(&["install", "-y", "-qq", "--no-install-recommends", package]);
     }
-    if !which(program) {
-        bail!("{program} is missing; install it with: apt-get install {package}");
+    if !is_there() {
+        bail!("{what} is missing; install it with: apt-get install {package}");
     }
     Ok(())
 }
