@@ -53,6 +53,11 @@ impl<'a> AddressSpace<'a> {
         self.mappings.at(address)
     }
 
+    /// The mapping that holds an address, when it has been asked for before: while a thread is stopped nobody is asked.
+    pub fn known_mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+        self.mappings.known(address)
+    }
+
     pub fn is_executable(&self, address: u64) -> bool {
         self.mapping(address).is_some_and(|mapping| mapping.executable)
     }

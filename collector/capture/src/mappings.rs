@@ -75,11 +75,9 @@ impl Mappings {
 
     /// The mapping that holds an address.
     pub fn at(&self, address: u64) -> Option<Rc<Mapping>> {
-        if let Some(all) = self.all.get() {
-            return covering(all, address).cloned();
-        }
-        if let Some(known) = covering(&self.asked.borrow(), address) {
-            return Some(Rc::clone(known));
+        let known = self.known(address);
+        if known.is_some() || self.all.get().is_some() {
+            return known;
         }
         match self.ask(address, 0) {
             Answer::Mapping(mapping) => {
@@ -91,6 +89,14 @@ impl Mappings {
             }
             Answer::None => None,
             Answer::Unknown => covering(self.all(), address).cloned(),
+        }
+    }
+
+    /// The mapping that holds an address, as far as that can be told without asking the kernel.
+    pub fn known(&self, address: u64) -> Option<Rc<Mapping>> {
+        match self.all.get() {
+            Some(all) => covering(all, address).cloned(),
+            None => covering(&self.asked.borrow(), address).cloned(),
         }
     }
 

@@ -13,7 +13,7 @@ use nix::{
     unistd::Pid,
 };
 
-use crate::{Error, address_space::AddressSpace};
+use crate::{Error, address_space::AddressSpace, procfs::Mapping};
 
 /// Below the stack pointer a function may use this much without moving it.
 const RED_ZONE: u64 = 128;
@@ -60,13 +60,13 @@ impl Region {
         Ok(Region { start, bytes: room })
     }
 
-    /// A stack from `sp` upwards, with what a function may use below it without moving it.
-    pub fn read_stack(tid: i32, sp: u64, space: &AddressSpace<'_>, mut room: Vec<u8>) -> Result<Self, Error> {
+    /// A stack from `sp` upwards, with what a function may use below it without moving it, within its mapping if that is known.
+    pub fn read_stack(tid: i32, sp: u64, mapping: Option<&Mapping>, mut room: Vec<u8>) -> Result<Self, Error> {
         let start = sp.saturating_sub(RED_ZONE);
+        let Some(mapping) = mapping else { return Region::read_into(tid, start, room) };
         // The main thread's stack may have grown since its mapping was looked up; then the read ends where it has to.
-        let (start, end) =
-            space.mapping(sp).map_or((start, u64::MAX), |mapping| (start.max(mapping.start), mapping.end));
-        room.truncate(usize::try_from(end - start).unwrap_or(usize::MAX));
+        let start = start.max(mapping.start);
+        room.truncate(usize::try_from(mapping.end.saturating_sub(start)).unwrap_or(usize::MAX));
         Region::read_into(tid, start, room)
     }
 
@@ -157,7 +157,8 @@ impl<'a> Memory<'a> {
     /// Copies the stack of a thread from `sp` upwards, as far as most stacks go.
     pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
         let Some((tid, space)) = self.more else { return Ok(()) };
-        self.regions.borrow_mut().push(Region::read_stack(tid, sp, space, vec![0; PIECE])?);
+        let mapping = space.mapping(sp);
+        self.regions.borrow_mut().push(Region::read_stack(tid, sp, mapping.as_deref(), vec![0; PIECE])?);
         Ok(())
     }
 }

@@ -11,36 +11,64 @@ pub enum Frame<'a> {
     Python(&'a PySpyFrame),
 }
 
+/// Two stacks of one thread that do not fit together. It is so where the interpreter's loop has no name, where stacks are switched
+/// in C, as greenlets do it, and where one of the stacks is not whole.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
+#[error("the native stack has {loops} frames of the interpreter's loop, and C code entered Python {entries} times")]
+pub struct Mismatch {
+    /// Frames of the loop in the native stack.
+    pub loops: usize,
+    /// Python frames with which C code entered the interpreter.
+    pub entries: usize,
+}
+
+/// Whether a native stack with so many frames of the interpreter's loop fits to a Python stack.
+///
+/// # Errors
+/// When it does not.
+pub fn fit(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
+    let entered = entries.iter().filter(|entry| **entry).count();
+    // The root of a whole stack is entered from C.
+    let whole = entries.last().is_none_or(|entry| *entry);
+    if loops == entered && whole { Ok(()) } else { Err(Mismatch { loops, entries: entered }) }
+}
+
 /// Merges the two stacks of one thread, both leaf first. `entries` tells for each Python frame whether C code entered the
-/// interpreter with it. `None` when the two do not fit together, as when the interpreter has no symbols.
-#[must_use]
-pub fn merge<'a>(native: &'a [PstackFrame], python: &'a [PySpyFrame], entries: &[bool]) -> Option<Vec<Frame<'a>>> {
-    if python.len() != entries.len() {
-        return None;
-    }
+/// interpreter with it.
+///
+/// # Errors
+/// When the two do not fit together.
+pub fn merge<'a>(
+    native: &'a [PstackFrame],
+    python: &'a [PySpyFrame],
+    entries: &[bool],
+) -> Result<Vec<Frame<'a>>, Mismatch> {
+    fit(native.iter().filter(|frame| is_eval_loop(frame)).count(), entries)?;
     let mut merged = Vec::with_capacity(native.len() + python.len());
     let mut rest = python.iter().zip(entries);
     for frame in native {
-        if !is_eval_loop(frame) {
-            if !is_instruction(frame) {
-                merged.push(Frame::Native(frame));
+        if is_eval_loop(frame) {
+            for (python, entry) in rest.by_ref() {
+                merged.push(Frame::Python(python));
+                if *entry {
+                    break;
+                }
             }
-            continue;
-        }
-        loop {
-            let (python, entry) = rest.next()?;
-            merged.push(Frame::Python(python));
-            if *entry {
-                break;
-            }
+        } else if !is_instruction(frame) {
+            merged.push(Frame::Native(frame));
         }
     }
-    rest.next().is_none().then_some(merged)
+    Ok(merged)
+}
+
+/// Whether the name of a function that was not inlined is that of the interpreter's loop.
+pub(crate) fn is_loop_name(name: &str) -> bool {
+    name.starts_with("_PyEval_EvalFrameDefault")
 }
 
 /// Compilers split the loop into parts such as `_PyEval_EvalFrameDefault.cold`.
 fn is_eval_loop(frame: &PstackFrame) -> bool {
-    !frame.inlined && frame.func_name.starts_with("_PyEval_EvalFrameDefault")
+    !frame.inlined && is_loop_name(&frame.func_name)
 }
 
 /// Interpreters that clang has built from 3.14 on have a function for each instruction, the last of which stands above the loop.
@@ -88,9 +116,16 @@ mod tests {
     #[test]
     fn stacks_that_do_not_fit_are_not_merged() {
         let one = native(&["poll", "_PyEval_EvalFrameDefault", "main"]);
-        assert!(merge(&one, &python(&["b", "a"]), &[true, true]).is_none(), "a Python frame is left over");
-        assert!(merge(&one, &python(&["a"]), &[false]).is_none(), "the group has no end");
-        assert!(merge(&one, &[], &[]).is_none(), "a frame of the loop without Python frames");
-        assert!(merge(&native(&["poll"]), &[], &[]).is_some(), "a thread that is not in Python");
+        let fails =
+            |native: &[PstackFrame], names: &[&str], entries: &[bool]| merge(native, &python(names), entries).err();
+        assert_eq!(
+            fails(&one, &["b", "a"], &[true, true]),
+            Some(Mismatch { loops: 1, entries: 2 }),
+            "a Python frame is left over"
+        );
+        assert_eq!(fails(&one, &["a"], &[false]), Some(Mismatch { loops: 1, entries: 0 }), "the group has no end");
+        assert_eq!(fails(&one, &["b", "a"], &[true, false]), Some(Mismatch { loops: 1, entries: 1 }), "no root");
+        assert!(fails(&one, &[], &[]).is_some(), "a frame of the loop without Python frames");
+        assert!(merge(&native(&["poll"]), &[], &[]).is_ok(), "a thread that is not in Python");
     }
 }

@@ -10,7 +10,7 @@ use crate::{
     address_space::AddressSpace,
     memory::{Memory, Region},
     procfs::{self, Schedule, Status, Syscall},
-    ptrace::Stop,
+    ptrace::{self, Hurry, Stop},
     registers::Registers,
     unwind::{End, RawFrame, unwind},
 };
@@ -162,8 +162,9 @@ impl Thread {
         let mut longest = Duration::ZERO;
         let taken = copy(self.stack_length, space, context, |limit, wanted| {
             let room = Room::new(limit, wanted);
+            let hurry = Hurry::new();
             // Anew each time: in between, files may have been opened that took long.
-            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE))?;
+            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE), &hurry)?;
             let registers = stop.registers()?;
             let regions = room.fill(tid, registers.sp(), space, wanted);
             also();
@@ -224,13 +225,14 @@ pub(crate) fn stop_together(
 ) -> Vec<i32> {
     struct Held<'a> {
         thread: &'a mut Thread,
-        stop: Option<Stop>,
         room: Room,
         copied: Option<Result<(Registers, Vec<Region>), Error>>,
+        stop: Option<Stop>,
     }
     let patience = deadline.min(Instant::now() + STOP_PATIENCE);
     let mut gone = Vec::new();
     let mut all = Vec::with_capacity(threads.len());
+    let mut stops = Vec::with_capacity(threads.len());
     for thread in threads {
         let seized = match thread.may_be_stopped(pid) {
             Ok(true) => Stop::seize(pid, thread.tid),
@@ -240,7 +242,8 @@ pub(crate) fn stop_together(
         match seized {
             Ok(stop) => {
                 let room = Room::new(room_for(thread.stack_length), &[]);
-                all.push(Held { thread, stop: Some(stop), room, copied: None });
+                all.push(Held { thread, room, copied: None, stop: None });
+                stops.push(Some(stop));
             }
             Err(error) => {
                 let tid = thread.tid;
@@ -248,39 +251,33 @@ pub(crate) fn stop_together(
             }
         }
     }
-    for held in &mut all {
-        if let Some(stop) = &mut held.stop
-            && let Err(error) = stop.request(pid)
-        {
-            held.stop = None;
+    // Nothing has been stopped so far, and all the room that is needed has been made.
+    let hurry = Hurry::new();
+    for (held, slot) in all.iter_mut().zip(&mut stops) {
+        if let Some(Err(error)) = slot.as_mut().map(|stop| stop.request(pid)) {
+            *slot = None;
             held.copied = Some(Err(error));
         }
     }
-    let mut left = true;
-    while std::mem::take(&mut left) && Instant::now() < patience {
-        for held in &mut all {
-            let Some(stop) = &mut held.stop else { continue };
-            let copied = match stop.has_stopped() {
-                Ok(false) => {
-                    left = true;
-                    continue;
-                }
-                Ok(true) => stop.registers().and_then(|registers| {
-                    let room = std::mem::take(&mut held.room);
-                    Ok((registers, room.fill(held.thread.tid, registers.sp(), space, &[])?))
-                }),
-                Err(error) => Err(error),
-            };
-            held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
-            held.copied = Some(copied);
-        }
-        std::thread::yield_now();
+    ptrace::each_stopped(&mut stops, patience, &hurry, |place, stop| {
+        let held = &mut all[place];
+        let room = std::mem::take(&mut held.room);
+        let copied = stop
+            .registers()
+            .and_then(|registers| Ok((registers, room.fill(held.thread.tid, registers.sp(), space, &[])?)));
+        held.copied = Some(copied);
+        held.stop = Some(stop);
+    });
+    // Not one by one above: those that go on would take the CPU from those that are still to stop.
+    for held in &mut all {
+        held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
     }
-    for Held { thread, stop, copied, .. } in all {
+    drop(hurry);
+    for (Held { thread, copied, .. }, stop) in all.into_iter().zip(stops) {
         let tid = thread.tid;
         let taken = copied.unwrap_or_else(|| {
-            drop(stop);
-            Err(Error::NoStop { tid, waited_us: STOP_PATIENCE.as_micros() as u64 })
+            let waited_us = STOP_PATIENCE.as_micros() as u64;
+            Err(if stop.is_some() { Error::NoStop { tid, waited_us } } else { Error::Gone(tid) })
         });
         let unwound = taken.map(|(registers, regions)| unwind(registers, &Memory::of_copies(regions), space, context));
         let ended = match unwound {
@@ -373,18 +370,23 @@ fn copy(
 struct Room {
     stack: Vec<u8>,
     pieces: Vec<Vec<u8>>,
+    regions: Vec<Region>,
 }
 
 impl Room {
     fn new(limit: usize, wanted: &[u64]) -> Self {
         // Fresh memory costs a fault a page when it is first written, which would be during the stop.
-        Room { stack: vec![1; limit], pieces: wanted.iter().map(|_| vec![1; PIECE]).collect() }
+        Room {
+            stack: vec![1; limit],
+            pieces: wanted.iter().map(|_| vec![1; PIECE]).collect(),
+            regions: Vec::with_capacity(1 + wanted.len()),
+        }
     }
 
     /// Copies the stack from `sp` upwards, and a piece from each wanted address on.
     fn fill(self, tid: i32, sp: u64, space: &AddressSpace<'_>, wanted: &[u64]) -> Result<Vec<Region>, Error> {
-        let mut regions = Vec::with_capacity(1 + wanted.len());
-        regions.push(Region::read_stack(tid, sp, space, self.stack)?);
+        let mut regions = self.regions;
+        regions.push(Region::read_stack(tid, sp, space.known_mapping(sp).as_deref(), self.stack)?);
         for (address, room) in wanted.iter().zip(self.pieces) {
             regions.push(Region::read_into(tid, address & !0xfff, room)?);
         }

@@ -307,7 +307,12 @@ impl Capture<'_> {
         for _ in 0..ATTEMPTS {
             let mut copy = python.prepare(thread, &missed);
             self.stop_one(native, space, &mut || copy.take())?;
-            let Some((stack, lacking)) = copy.finish() else { return Ok(()) };
+            let Some((stack, lacking)) = copy.finish() else {
+                if self.asleep_again(native, space, python, thread)? {
+                    break;
+                }
+                continue;
+            };
             let whole = stack.problem.is_none();
             thread.stack = stack;
             missed = lacking;
@@ -321,15 +326,35 @@ impl Capture<'_> {
         Ok(())
     }
 
+    /// Takes both stacks of a thread that cannot be stopped as it sleeps; whether it slept. A thread that waits for a lock of
+    /// the kernel's does so uninterruptibly, and soon does something else.
+    fn asleep_again(
+        &mut self,
+        native: &mut Thread,
+        space: &AddressSpace<'_>,
+        python: &Python,
+        thread: &mut PythonThread,
+    ) -> Result<bool, Error> {
+        let gone = || Error::Gone(native.tid);
+        let (now, look) = Thread::look(self.pid, native.tid, space, &mut self.context).ok_or_else(gone)?;
+        python.read(std::slice::from_mut(thread));
+        let after = procfs::status(self.pid, native.tid)?;
+        thread.right = matches!(look, Look::Done) && slept(&now.status, &after);
+        if thread.right {
+            let stopped = native.stopped;
+            *native = now;
+            native.stopped = stopped;
+        }
+        Ok(thread.right)
+    }
+
     fn keep_python(&mut self, threads: &[Thread], mut python_threads: Vec<PythonThread>) {
         let alive = |thread: &PythonThread| thread.tid == 0 || threads.iter().any(|native| native.tid == thread.tid);
         python_threads.retain(alive);
         python::one_holder(&mut python_threads);
         for thread in python_threads {
-            if let Some(problem) = &thread.stack.problem {
-                self.python_error(format!("thread {}: {problem}", thread.tid));
-            } else if !thread.right {
-                self.python_error(format!("thread {} was read while it ran, so its stack may be wrong", thread.tid));
+            if let Some(doubt) = thread.doubt() {
+                self.python_error(format!("thread {}: {doubt}", thread.tid));
             }
             let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);
             let (trace, entries) = thread.finish(self.pid, status.is_some_and(|status| status.letter() == b'R'));

@@ -100,9 +100,11 @@ fn task(pid: i32, tid: i32, file: &str) -> PathBuf {
 pub(crate) fn is_gone(error: &Error) -> bool {
     match error {
         Error::Gone(_) => true,
-        Error::Procfs { source, .. } | Error::Ptrace { source, .. } | Error::Memory { source, .. } => {
+        Error::Procfs { source, .. } | Error::Memory { source, .. } => {
             source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ESRCH)
         }
+        // ECHILD: there is no such thread to wait for, although it was traced before.
+        Error::Ptrace { source, .. } => matches!(source.raw_os_error(), Some(libc::ESRCH | libc::ECHILD)),
         _ => false,
     }
 }

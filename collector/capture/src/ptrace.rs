@@ -4,7 +4,6 @@
 //! OS thread; the kernel releases what that thread still holds when it ends.
 
 use std::{
-    cell::Cell,
     io,
     time::{Duration, Instant},
 };
@@ -15,6 +14,10 @@ use crate::{Error, procfs, registers::Registers};
 
 /// How long an answer from another CPU takes at most, mostly.
 const SPIN: Duration = Duration::from_micros(20);
+/// After that, how long the CPU is left to whoever has to answer. When it is taken back too soon again and again, nobody gets on.
+const PAUSE: Duration = Duration::from_micros(30);
+/// Who has not answered for so long may never do so, and is looked at.
+const LONG: Duration = Duration::from_millis(1);
 
 /// How long a thread that was never asked to stop is waited for so that it can be released.
 const LAST_WAIT: Duration = Duration::from_millis(2);
@@ -31,7 +34,7 @@ pub(crate) struct Stop {
 
 impl Stop {
     /// Stops one thread. A thread that sleeps uninterruptibly would never answer, so the caller must not ask for one.
-    pub fn new(pid: i32, tid: i32, deadline: Instant) -> Result<Self, Error> {
+    pub fn new(pid: i32, tid: i32, deadline: Instant, _hurry: &Hurry) -> Result<Self, Error> {
         let mut stop = Self::seize(pid, tid)?;
         stop.request(pid)?;
         stop.wait(pid, deadline)?;
@@ -40,7 +43,6 @@ impl Stop {
 
     /// Makes ready for stopping one thread, which runs on.
     pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
-        hurry();
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
             .map_err(|errno| explain(pid, tid, errno.into()))?;
         Ok(Stop { tid, since: None, stopped: false, signal: 0 })
@@ -55,11 +57,16 @@ impl Stop {
     /// Whether the thread has stopped by now.
     pub fn has_stopped(&mut self) -> Result<bool, Error> {
         if !self.stopped {
-            let found = wait_stopped(self.tid).map_err(|source| Error::Ptrace { tid: self.tid, source })?;
-            self.stopped = found.is_some();
-            self.signal = found.unwrap_or(0);
+            let found =
+                wait_stopped(libc::P_PID, self.tid).map_err(|source| Error::Ptrace { tid: self.tid, source })?;
+            found.iter().for_each(|stopped| self.take(stopped));
         }
         Ok(self.stopped)
+    }
+
+    fn take(&mut self, stopped: &Stopped) {
+        self.stopped = true;
+        self.signal = stopped.signal;
     }
 
     /// Waits until the thread has stopped.
@@ -69,25 +76,21 @@ impl Stop {
             if Instant::now() >= deadline {
                 return Err(Error::NoStop { tid: self.tid, waited_us: asked.elapsed().as_micros() as u64 });
             }
-            // A thread on another CPU answers within microseconds, and one on this CPU needs this CPU: sleeping would add
-            // to the time for which it then stands still.
+            // A thread on another CPU answers within microseconds. One on this CPU needs this CPU, and nobody else gets it
+            // from a thread in a hurry that does not sleep.
             let waited = asked.elapsed();
             if waited < SPIN {
                 std::hint::spin_loop();
                 continue;
             }
-            if waited < Duration::from_millis(1) {
-                std::thread::yield_now();
-                continue;
-            }
-            match procfs::status(pid, self.tid).map_or(b'X', |status| status.letter()) {
-                b'Z' | b'X' => return Err(Error::Gone(self.tid)),
-                b'D' => {
-                    let waited_us = asked.elapsed().as_micros() as u64;
-                    return Err(Error::NoStop { tid: self.tid, waited_us });
+            if waited >= LONG {
+                match procfs::status(pid, self.tid).map_or(b'X', |status| status.letter()) {
+                    b'Z' | b'X' => return Err(Error::Gone(self.tid)),
+                    b'D' => return Err(Error::NoStop { tid: self.tid, waited_us: waited.as_micros() as u64 }),
+                    _ => {}
                 }
-                _ => std::thread::sleep(Duration::from_micros(20)),
             }
+            std::thread::sleep(PAUSE);
         }
         Ok(())
     }
@@ -138,17 +141,98 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
     Error::Ptrace { tid, source }
 }
 
-/// Puts this OS thread before others: whoever takes the CPU from it while it holds a thread makes that one stand still too. It
-/// lasts until this thread ends, which is soon.
-#[allow(unsafe_code)]
-fn hurry() {
-    thread_local! {
-        static DONE: Cell<bool> = const { Cell::new(false) };
+/// While it lives, this OS thread goes before all others: whoever takes the CPU from it while it holds a thread makes that one
+/// stand still too. So nothing may be done meanwhile that could take long, and waiting is sleeping.
+pub(crate) struct Hurry {
+    before: Option<Priority>,
+}
+
+/// What is changed for a while.
+enum Priority {
+    Policy(i32, libc::sched_param),
+    Niceness(i32),
+}
+
+impl Hurry {
+    /// Without the privilege for it all stays as it is.
+    #[allow(unsafe_code)]
+    pub fn new() -> Self {
+        let first = libc::sched_param { sched_priority: 1 };
+        let mut usual = libc::sched_param { sched_priority: 0 };
+        // SAFETY: the parameters are valid for reading and writing; 0 stands for the calling thread, also below.
+        unsafe {
+            let policy = libc::sched_getscheduler(0);
+            if libc::sched_getparam(0, &raw mut usual) == 0
+                && libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const first) == 0
+            {
+                return Hurry { before: Some(Priority::Policy(policy, usual)) };
+            }
+        }
+        // Control groups may forbid the above to everybody.
+        // SAFETY: these take and return numbers.
+        let (niceness, changed) = unsafe {
+            let niceness = libc::getpriority(libc::PRIO_PROCESS, 0);
+            (niceness, libc::setpriority(libc::PRIO_PROCESS, 0, -20) == 0)
+        };
+        Hurry { before: changed.then_some(Priority::Niceness(niceness)) }
     }
-    if !DONE.replace(true) {
-        // Without the privilege for it, it fails and all stays as it is.
-        // SAFETY: setpriority takes three numbers; 0 stands for the calling thread.
-        unsafe { libc::setpriority(libc::PRIO_PROCESS, 0, -20) };
+}
+
+impl Drop for Hurry {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // Going back is always allowed.
+        match &self.before {
+            // SAFETY: as above.
+            Some(Priority::Policy(policy, usual)) => unsafe {
+                libc::sched_setscheduler(0, *policy, usual);
+            },
+            // SAFETY: as above.
+            Some(Priority::Niceness(niceness)) => unsafe {
+                libc::setpriority(libc::PRIO_PROCESS, 0, *niceness);
+            },
+            None => {}
+        }
+    }
+}
+
+/// Waits for threads that were asked to stop, and hands each over as soon as it has, with its place in the list. Those that have
+/// ended are taken from the list too; what is left has not stopped by the deadline.
+pub(crate) fn each_stopped(
+    stops: &mut [Option<Stop>],
+    deadline: Instant,
+    _hurry: &Hurry,
+    mut each: impl FnMut(usize, Stop),
+) {
+    let mut last = Instant::now();
+    while stops.iter().any(Option::is_some) && Instant::now() < deadline {
+        // One question for all of them, instead of one for each.
+        match wait_stopped(libc::P_ALL, 0) {
+            Ok(Some(stopped)) => {
+                let is_it = |stop: &Option<Stop>| stop.as_ref().is_some_and(|stop| stop.tid == stopped.tid);
+                if let Some(place) = stops.iter().position(is_it)
+                    && let Some(mut stop) = stops[place].take()
+                {
+                    stop.take(&stopped);
+                    each(place, stop);
+                }
+                last = Instant::now();
+            }
+            Ok(None) if last.elapsed() < LONG => std::thread::sleep(PAUSE),
+            // The end of a thread is not told, so it is asked for.
+            _ => {
+                for (place, slot) in stops.iter_mut().enumerate() {
+                    let answer = slot.as_mut().map_or(Ok(false), Stop::has_stopped);
+                    if !matches!(answer, Ok(false))
+                        && let Some(stop) = slot.take()
+                        && answer.is_ok()
+                    {
+                        each(place, stop);
+                    }
+                }
+                std::thread::sleep(PAUSE);
+            }
+        }
     }
 }
 
@@ -158,26 +242,33 @@ pub(crate) fn sleep_exactly() {
     let _ = nix::sys::prctl::set_timerslack(1);
 }
 
-/// `Some` when the thread has stopped, with the signal it is to get afterwards, or 0. Never waits, and never takes the exit
-/// status of a process away from its parent, which may be this one.
+/// A thread that has stopped.
+struct Stopped {
+    tid: i32,
+    /// The signal it is to get afterwards, or 0.
+    signal: i32,
+}
+
+/// A thread that has stopped, of all that this OS thread traces or of one. Never waits, and never takes the exit status of a
+/// process away from its parent, which may be this one.
 #[allow(unsafe_code)]
-fn wait_stopped(tid: i32) -> io::Result<Option<i32>> {
+fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<Stopped>> {
     // SAFETY: siginfo_t is plain data for which zeroes are valid.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
-    let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL;
+    let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     // SAFETY: `info` is valid for writing, and the flags are those of waitid.
-    let result = unsafe { libc::waitid(libc::P_PID, tid as libc::id_t, &mut info, flags) };
+    let result = unsafe { libc::waitid(kind, tid as libc::id_t, &mut info, flags) };
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
     // SAFETY: waitid has filled in the fields of a child event, or left the zeroes.
-    let (reported, status) = unsafe { (info.si_pid(), info.si_status()) };
-    if reported == 0 {
+    let (tid, status) = unsafe { (info.si_pid(), info.si_status()) };
+    if tid == 0 {
         return Ok(None);
     }
     // An event (the interrupt, a group stop) has its number above the signal and delivers nothing.
     let event = status >> 8;
-    Ok(Some(if event == 0 { status & 0xff } else { 0 }))
+    Ok(Some(Stopped { tid, signal: if event == 0 { status & 0xff } else { 0 } }))
 }
 
 #[allow(unsafe_code)]
@@ -186,5 +277,24 @@ fn detach(tid: i32, signal: i32) {
     let result = unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal as usize) };
     if result != 0 {
         tracing::debug!("thread {tid} was not released: {}", io::Error::last_os_error());
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_hurry_ends() {
+        // SAFETY: it takes and returns a number.
+        let policy = || unsafe { libc::sched_getscheduler(0) };
+        let before = policy();
+        let hurry = Hurry::new();
+        if nix::unistd::geteuid().is_root() {
+            assert!(hurry.before.is_some(), "root may");
+        }
+        drop(hurry);
+        assert_eq!(policy(), before);
     }
 }

@@ -204,9 +204,8 @@ impl Python {
         self.spell(&mut memory, &mut Codes::default(), thread, &chains);
         let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
         pages.extend(missed);
-        let pages: Vec<u64> = pages.into_iter().collect();
-        let memory = Snapshot::with_room(self.live, &pages, FETCHES);
-        StoppedCopy { python: self, thread, shallow: all.len() <= SHALLOW, pages, memory, taken: false, chains: None }
+        let memory = Snapshot::with_room(self.live, pages.into_iter().collect(), FETCHES);
+        StoppedCopy { python: self, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
     }
 
     /// Whether the stack of a thread fits to its native frames, which were taken during the same stop.
@@ -298,7 +297,6 @@ pub(crate) struct StoppedCopy<'a> {
     python: &'a Python,
     thread: &'a PythonThread,
     shallow: bool,
-    pages: Vec<u64>,
     memory: Snapshot,
     taken: bool,
     chains: Option<Vec<Chain>>,
@@ -307,7 +305,7 @@ pub(crate) struct StoppedCopy<'a> {
 impl StoppedCopy<'_> {
     /// To be called while the thread is stopped, again when it is stopped again.
     pub fn take(&mut self) {
-        self.memory.fill(&self.pages);
+        self.memory.fill();
         self.taken = true;
         self.chains = None;
         if self.shallow {
@@ -340,9 +338,16 @@ impl PythonThread {
         self.states.iter().map(|(_, state)| state)
     }
 
+    /// Why its stack may not be right.
+    pub fn doubt(&self) -> Option<String> {
+        let ran = || (!self.right).then(|| "read while the thread ran, so it may be wrong".into());
+        self.stack.problem.clone().or_else(ran)
+    }
+
     /// What is told of it, and the marks of its frames.
     pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
         let trace = PySpyStacktrace {
+            incomplete: self.doubt().unwrap_or_default(),
             pid: pid as u32,
             thread_id: self.states.first().map_or(0, |(_, state)| state.pthread),
             thread_name: self.name,

@@ -176,7 +176,8 @@ fn native_stacks(sample: &xpu_timer_proto::server::ProcessSample) -> Vec<Stack> 
 fn python_stacks(sample: &xpu_timer_proto::server::ProcessSample) -> Vec<Stack> {
     let threads = sample.py_stacktrace.iter().map(|thread| {
         let names = thread.frames.iter().rev().map(|frame| frame.func_name.clone());
-        (thread.os_thread_id, Ok(names.collect()))
+        let right = thread.incomplete.is_empty();
+        (thread.os_thread_id, if right { Ok(names.collect()) } else { Err(thread.incomplete.clone()) })
     });
     threads.collect()
 }

@@ -1,13 +1,19 @@
 //! The dump as JSON: the field names of the `.stacktrace` schema. It is written as it is made, without a copy of it all.
 
-use std::io::{self, Write};
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
 
 use serde::{Serialize, Serializer};
 use serde_json::value::RawValue;
 use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::View;
-use crate::{Function, Place, Stacks};
+use crate::{
+    Function, Place, Stacks,
+    merge::{fit, is_loop_name},
+};
 
 /// Writes one process and its descendants; `pretty` for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
@@ -32,7 +38,7 @@ struct Process<'a> {
     #[serde(skip_serializing_if = "Option::is_none")]
     stacktrace: Option<Threads<'a>>,
     #[serde(skip_serializing_if = "Option::is_none")]
-    py_stacktrace: Option<List<'a, PySpyStacktrace, Python<'a>>>,
+    py_stacktrace: Option<Vec<Python<'a>>>,
     children: Vec<Process<'a>>,
 }
 
@@ -51,7 +57,7 @@ impl<'a> Process<'a> {
             capture_ns: sample.capture_ns,
             longest_stop_ns: sample.longest_stop_ns,
             stacktrace: if view == View::Python { None } else { Some(Threads::new(process)?) },
-            py_stacktrace: (view != View::Native).then_some(List(&sample.py_stacktrace, python)),
+            py_stacktrace: (view != View::Native).then(|| pythons(process, view)),
             children: process.children.iter().map(|child| Process::new(child, view)).collect::<Result<_, _>>()?,
         })
     }
@@ -170,6 +176,11 @@ struct Python<'a> {
     os_thread_id: u32,
     active: bool,
     owns_gil: bool,
+    /// Why the frames may be wrong.
+    incomplete: &'a str,
+    /// Why they do not fit to those of the native stack, so that the two cannot be merged.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    unmerged: Option<String>,
     frames: List<'a, PySpyFrame, PythonFrame<'a>>,
 }
 
@@ -179,7 +190,24 @@ struct PythonFrame<'a> {
     file_name: &'a str,
 }
 
-fn python(thread: &PySpyStacktrace) -> Python<'_> {
+fn pythons(process: &Stacks, view: View) -> Vec<Python<'_>> {
+    let sample = &process.sample;
+    let natives: HashMap<u32, usize> =
+        sample.stacktrace.iter().enumerate().map(|(index, native)| (native.pid, index)).collect();
+    let is_loop = |place: &Place| place.functions.last().is_some_and(|function| is_loop_name(&function.name));
+    let is_loop: Vec<bool> = process.places.iter().map(is_loop).collect();
+    let unmerged = |thread: &PySpyStacktrace, entries: &[bool]| {
+        let frames = process.frames.get(*natives.get(&thread.os_thread_id)?)?;
+        let loops = frames.iter().filter(|number| is_loop.get(**number as usize) == Some(&true)).count();
+        fit(loops, entries).err().map(|mismatch| mismatch.to_string())
+    };
+    let threads = sample.py_stacktrace.iter().zip(&process.python_entries);
+    threads
+        .map(|(thread, entries)| python(thread, if view == View::Python { None } else { unmerged(thread, entries) }))
+        .collect()
+}
+
+fn python(thread: &PySpyStacktrace, unmerged: Option<String>) -> Python<'_> {
     fn frame(frame: &PySpyFrame) -> PythonFrame<'_> {
         PythonFrame { func_name: &frame.func_name, file_name: &frame.file_name }
     }
@@ -189,6 +217,8 @@ fn python(thread: &PySpyStacktrace) -> Python<'_> {
         os_thread_id: thread.os_thread_id,
         active: thread.active,
         owns_gil: thread.owns_gil,
+        incomplete: &thread.incomplete,
+        unmerged,
         frames: List(&thread.frames, frame),
     }
 }

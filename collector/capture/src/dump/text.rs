@@ -168,24 +168,33 @@ fn body(
     let python = trace.map_or(&[][..], |trace| trace.frames.as_slice());
     let python_lines = || python.iter().map(|frame| python_line(frame, paint));
     if view == View::Python {
-        return fold(python_lines().collect(), paint);
+        let mut lines = fold(python_lines().collect(), paint);
+        lines.extend(doubt(trace, paint));
+        return lines;
     }
     let native_lines = || thread.frames.iter().map(|frame| native_line(frame, paint));
     let mut lines: Vec<String> = Vec::new();
     if view == View::Native || python.is_empty() {
         lines.extend(native_lines());
-    } else if let Some(merged) = merge(&thread.frames, python, entries) {
-        lines.extend(merged.iter().map(|frame| match frame {
-            Frame::Native(frame) => native_line(frame, paint),
-            Frame::Python(frame) => python_line(frame, paint),
-        }));
     } else {
-        lines.push(format!("  {}", paint.with(DIM, "Python:")));
-        lines.extend(python_lines());
-        lines.push(format!("  {}", paint.with(DIM, "native (it does not fit to the Python stack):")));
-        lines.extend(native_lines());
+        match merge(&thread.frames, python, entries) {
+            Ok(merged) => lines.extend(merged.iter().map(|frame| match frame {
+                Frame::Native(frame) => native_line(frame, paint),
+                Frame::Python(frame) => python_line(frame, paint),
+            })),
+            Err(mismatch) => {
+                lines.push(format!("  {}", paint.with(DIM, format!("two stacks, not merged: {mismatch}"))));
+                lines.push(format!("  {}", paint.with(DIM, "Python:")));
+                lines.extend(python_lines());
+                lines.push(format!("  {}", paint.with(DIM, "native:")));
+                lines.extend(native_lines());
+            }
+        }
     }
     let mut lines = fold(lines, paint);
+    if view == View::Merged {
+        lines.extend(doubt(trace, paint));
+    }
     if !thread.incomplete.is_empty() {
         lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", clean(&thread.incomplete)))));
     }
@@ -193,6 +202,12 @@ fn body(
         lines.extend(thread.kernel_stack.iter().map(|function| format!("    {} [kernel]", clean(function))));
     }
     lines
+}
+
+/// Why a Python stack may be wrong.
+fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
+    let trace = trace.filter(|trace| !trace.incomplete.is_empty())?;
+    Some(format!("    {}", paint.with(RED, format!("Python stack: {}", clean(&trace.incomplete)))))
 }
 
 /// Recursion makes stacks of a hundred times the same frames: such a run is shown once, with how often it comes.

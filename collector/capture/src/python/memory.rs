@@ -51,6 +51,9 @@ pub(super) struct Snapshot {
     fetches: usize,
     /// Pages that were asked for when no more could be fetched.
     missed: Vec<u64>,
+    /// The pages that there was room made for, and how many more may be fetched after them.
+    prepared: (Vec<u64>, usize),
+    filled: bool,
 }
 
 impl Snapshot {
@@ -63,32 +66,47 @@ impl Snapshot {
             last: (u64::MAX, 0),
             fetches: MOST_PAGES,
             missed: Vec::new(),
+            prepared: (Vec::new(), MOST_PAGES),
+            filled: false,
         }
     }
 
     /// Room for pages that are known to be wanted and some more, made before a stop so that during it there is nothing to do
     /// but to copy. [`Snapshot::fill`] copies them; after that `fetches` more can be fetched one by one.
-    pub fn with_room(tid: i32, pages: &[u64], fetches: usize) -> Self {
-        let pages = &pages[..pages.len().min(MOST_PAGES)];
+    pub fn with_room(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
+        pages.truncate(MOST_PAGES);
         let mut bytes = vec![0; (pages.len() + SPARE) * PAGE_BYTES];
         // Fresh memory costs a fault a page when it is first written, which would be during the stop.
         for page in bytes.chunks_mut(PAGE_BYTES) {
             page[0] = std::hint::black_box(1);
         }
-        bytes.truncate(pages.len() * PAGE_BYTES);
-        let mut known = HashMap::with_capacity_and_hasher(pages.len() + SPARE, BuildHasherDefault::default());
-        known.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
-        Snapshot { tid, known, bytes, last: (u64::MAX, 0), fetches, missed: Vec::new() }
+        let known = HashMap::with_capacity_and_hasher(pages.len() + SPARE, BuildHasherDefault::default());
+        let prepared = (pages, fetches);
+        let mut room =
+            Snapshot { tid, known, bytes, last: (u64::MAX, 0), fetches, missed: Vec::new(), prepared, filled: false };
+        room.reset();
+        room
     }
 
     /// Copies the pages that there is room for, with as few system calls as possible, and forgets those that cannot be read.
-    pub fn fill(&mut self, pages: &[u64]) {
-        self.last = (u64::MAX, 0);
-        let length = pages.len().min(MOST_PAGES);
+    /// Whatever was fetched after an earlier time is of that time, so it is forgotten as well.
+    pub fn fill(&mut self) {
+        if std::mem::replace(&mut self.filled, true) {
+            self.reset();
+        }
         let known = &mut self.known;
-        copy(self.tid, &pages[..length], &mut self.bytes[..length * PAGE_BYTES], |page| {
+        copy(self.tid, &self.prepared.0, &mut self.bytes, |page| {
             known.remove(&page);
         });
+    }
+
+    fn reset(&mut self) {
+        self.last = (u64::MAX, 0);
+        let (pages, fetches) = &self.prepared;
+        self.fetches = *fetches;
+        self.bytes.truncate(pages.len() * PAGE_BYTES);
+        self.known.clear();
+        self.known.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
     }
 
     /// Nothing is read from the process from now on.
@@ -281,14 +299,26 @@ mod tests {
         let text = vec![1u8; 4 * PAGE_BYTES];
         let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
         let pages = [0, page, page + PAGE];
-        let mut snapshot = Snapshot::with_room(own(), &pages, 1);
-        snapshot.fill(&pages);
+        let mut snapshot = Snapshot::with_room(own(), pages.to_vec(), 1);
+        snapshot.fill();
         assert_eq!(snapshot.pages(), [page, page + PAGE], "what cannot be read is left out");
         assert_eq!(snapshot.byte("text", page + 2 * PAGE), Ok(1), "one may be fetched");
         snapshot.freeze();
         assert!(snapshot.word("another page", page + 3 * PAGE).is_err());
         assert_eq!(snapshot.missed(), [page + 3 * PAGE]);
         assert_eq!(snapshot.half("text", page + 10), Ok(0x0101_0101));
+    }
+
+    #[test]
+    fn nothing_of_an_earlier_time_is_left_when_it_is_filled_again() {
+        let mut text = vec![1u8; 3 * PAGE_BYTES];
+        let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
+        let mut snapshot = Snapshot::with_room(own(), vec![page], 1);
+        snapshot.fill();
+        assert_eq!((snapshot.byte("text", page), snapshot.byte("text", page + PAGE)), (Ok(1), Ok(1)));
+        std::hint::black_box(&mut text).fill(2);
+        snapshot.fill();
+        assert_eq!((snapshot.byte("text", page), snapshot.byte("text", page + PAGE)), (Ok(2), Ok(2)));
     }
 
     #[test]

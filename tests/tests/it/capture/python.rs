@@ -93,7 +93,7 @@ fn every_version_shows_its_threads() {
             let native = sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
             let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
             let merged = merge(&native.frames, &trace.frames, entries);
-            let merged = merged.unwrap_or_else(|| panic!("{version}: not merged\n{}", describe(sample)));
+            let merged = merged.unwrap_or_else(|why| panic!("{version}: {why}\n{}", describe(sample)));
             let python = merged.iter().filter(|frame| matches!(frame, Frame::Python(_))).count();
             assert_eq!(python, trace.frames.len());
             assert!(matches!(merged[0], Frame::Native(_)), "the leaf is in C");

@@ -112,9 +112,8 @@ fn assert_merged(version: &str, captured: &ProcessCapture) {
         let native = captured.sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
         let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
         let merged = merge(&native.frames, &trace.frames, entries);
-        let merged = merged.unwrap_or_else(|| {
-            panic!("{version}: {} is not merged\n{}", trace.thread_name, describe(&captured.sample))
-        });
+        let merged = merged
+            .unwrap_or_else(|why| panic!("{version}: {}: {why}\n{}", trace.thread_name, describe(&captured.sample)));
         let python = merged.iter().filter(|frame| matches!(frame, Frame::Python(_))).count();
         assert_eq!(python, trace.frames.len(), "{version}");
     }
