@@ -110,7 +110,13 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
             slow => slow,
         },
         Incidents::Show { id } => remote.show(id, json)?,
-        Incidents::Fetch { id, dir } => format!("{}\n", remote.fetch(id, dir)?.display()),
+        Incidents::Fetch { id, dir } => {
+            let (folder, remark) = remote.fetch(id, dir)?;
+            if let Some(remark) = remark {
+                eprintln!("xpu_timer_collector: {remark}");
+            }
+            format!("{}\n", folder.display())
+        }
     };
     match std::io::stdout().write_all(text.as_bytes()) {
         // Whoever went away has seen enough.

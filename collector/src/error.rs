@@ -44,7 +44,7 @@ pub enum Error {
     #[error("capture: {0}")]
     Capture(String),
     /// The cluster role cannot listen.
-    #[error("cannot listen on {address}")]
+    #[error("cannot listen on {address}; --listen or XPU_TIMER_CLUSTER_LISTEN chooses another address")]
     Listen {
         /// Where.
         address: std::net::SocketAddr,

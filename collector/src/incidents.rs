@@ -1,6 +1,10 @@
 //! `xpu_timer_collector incidents`: lists, shows and fetches what a collector has on its disk, over HTTP.
 
-use std::{fs, path::Path, time::Duration};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
@@ -8,8 +12,11 @@ use ureq::Agent;
 use xpu_timer_proto::env::Source;
 
 use crate::{
+    cluster::hub::ALL_FILES,
+    delivery::rank_of,
     dump::folder_name,
     error::chain,
+    records,
     uplink::{self, read_token},
     web_client,
 };
@@ -58,7 +65,7 @@ impl Remote {
         match answer.status().as_u16() {
             200 => Ok(body),
             401 => bail!("{}: the token is wrong or missing (XPU_TIMER_COLLECTOR_TOKEN_FILE)", self.url),
-            404 => bail!("{}", error_of(&body)),
+            404 => bail!("{url}: {}", error_of(&body)),
             code => bail!("{url} answers {code}: {}", error_of(&body)),
         }
     }
@@ -112,11 +119,11 @@ impl Remote {
         String::from_utf8(self.get(&path)?).context("the verdict is no text")
     }
 
-    /// Copies the files of an incident into `incident-ID` below a folder; returns its path.
+    /// Copies the files of an incident into `incident-ID` below a folder; returns its path, and what is not in it, if anything.
     ///
     /// # Errors
     /// When there is no such incident, the collector does not answer, or the folder cannot be written.
-    pub fn fetch(&self, id: &str, to: &Path) -> Result<std::path::PathBuf> {
+    pub fn fetch(&self, id: &str, to: &Path) -> Result<(PathBuf, Option<String>)> {
         let id = plain(id)?;
         let files = self.json(&format!("/incidents/{id}/files"))?;
         let folder = to.join(format!("incident-{id}"));
@@ -135,8 +142,29 @@ impl Remote {
                 .and_then(|()| fs::rename(&part, &whole))
                 .with_context(|| whole.display().to_string())?;
         }
-        Ok(folder)
+        let remark = missing_dumps(&folder, id);
+        Ok((folder, remark))
     }
+}
+
+/// Says so when there is not a dump of every rank in a folder.
+fn missing_dumps(folder: &Path, id: &str) -> Option<String> {
+    let verdict = records::verdict(folder)?;
+    let names = fs::read_dir(folder).ok()?.flatten().filter_map(|entry| entry.file_name().into_string().ok());
+    let dumps = names.filter(|name| rank_of(name).is_some()).count();
+    let world = verdict.world_size as usize;
+    if dumps >= world {
+        return None;
+    }
+    let why = if world > ALL_FILES {
+        format!(
+            "of a job beyond {ALL_FILES} ranks those of the culprits and of one rank of each group are fetched, stacks.bin has the \
+             stacks of all; the other dumps are on the nodes, in incident-{id}-NODE below XPU_TIMER_TIMELINE_PATH"
+        )
+    } else {
+        "the verdict says what became of the others".to_string()
+    };
+    Some(format!("dumps of {dumps} of {world} ranks: {why}"))
 }
 
 /// Rows with their columns one below the other.

@@ -1,6 +1,7 @@
 //! Incidents on disk: those that an earlier collector left open, and the list of all.
 
 use std::{
+    collections::BTreeSet,
     fs,
     path::{Path, PathBuf},
 };
@@ -28,12 +29,20 @@ pub fn open_in(root: &Path, boot: &str) -> Vec<(PathBuf, Record)> {
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }
 
-/// All incidents below some folders, oldest first, as `/incidents` shows them.
+/// All incidents below some folders, oldest first, as `/incidents` shows them. On a file system that the nodes of a job share, the
+/// job's own folder stands for those of the nodes' parts.
 #[must_use]
 pub fn list(roots: &[PathBuf]) -> Vec<Value> {
-    let mut all: Vec<(String, Value)> = Vec::new();
-    for folder in roots.iter().flat_map(|root| folders(root)) {
+    let mut all: Vec<Value> = Vec::new();
+    let mut seen: BTreeSet<String> = BTreeSet::new();
+    // A name comes before those that begin with it.
+    let mut folders: Vec<PathBuf> = roots.iter().flat_map(|root| folders(root)).collect();
+    folders.sort_by_key(|folder| id(folder));
+    for folder in folders {
         let Some(verdict) = verdict(&folder) else { continue };
+        if !seen.insert(verdict.incident.clone()) {
+            continue;
+        }
         let line = json!({
             "incident": verdict.incident,
             "path": folder,
@@ -44,10 +53,9 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
             "culprits": verdict.culprits,
             "sentence": verdict.sentence,
         });
-        all.push((id(&folder), line));
+        all.push(line);
     }
-    all.sort_by(|one, other| one.0.cmp(&other.0));
-    all.into_iter().map(|(_, line)| line).collect()
+    all
 }
 
 /// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.
@@ -96,6 +104,12 @@ pub fn id(folder: &Path) -> String {
     name.strip_prefix("incident-").unwrap_or(&name).to_string()
 }
 
+/// The incident that a folder is of: `20261121T132019Z-0e0c1f66` of `incident-20261121T132019Z-0e0c1f66-node-a`.
+#[must_use]
+pub fn incident_of(folder: &Path) -> String {
+    id(folder).splitn(3, '-').take(2).collect::<Vec<_>>().join("-")
+}
+
 /// Incident folders in one folder, oldest first.
 #[must_use]
 pub fn folders(root: &Path) -> Vec<PathBuf> {
@@ -123,4 +137,29 @@ fn read(path: &Path) -> Option<Vec<u8>> {
         return None;
     }
     fs::read(path).ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_parts_of_a_job_are_one_incident() {
+        let root = tempfile::tempdir().unwrap();
+        let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let mut write = |name: &str, incident: &str, sentence: &str| {
+            (verdict.incident, verdict.sentence) = (incident.into(), sentence.into());
+            let folder = root.path().join(format!("incident-{name}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+        };
+        write("20261121T000000Z-00000001-node-b", "20261121T000000Z-00000001", "b");
+        write("20261121T000000Z-00000001", "20261121T000000Z-00000001", "all");
+        write("20261122T000000Z-00000002-node-b", "20261122T000000Z-00000002", "b alone");
+        let list = list(&[root.path().to_path_buf()]);
+        let sentences: Vec<&str> = list.iter().filter_map(|one| one["sentence"].as_str()).collect();
+        assert_eq!(sentences, ["all", "b alone"]);
+        let of: Vec<String> = folders(root.path()).iter().map(|folder| incident_of(folder)).collect();
+        assert_eq!(of, ["20261121T000000Z-00000001", "20261121T000000Z-00000001", "20261122T000000Z-00000002"]);
+    }
 }

@@ -2,7 +2,7 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs, io,
     path::{Path, PathBuf},
     thread,
     time::SystemTime,
@@ -28,13 +28,17 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
 fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
     // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove.
     let ours: Vec<PathBuf> = records::folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
-    let surplus = if keep.count == 0 { 0 } else { ours.len().saturating_sub(keep.count) };
-    for (index, folder) in ours.iter().enumerate() {
+    // The parts of one incident go together: on a file system that many nodes share there are as many of them.
+    let incidents: BTreeSet<String> = ours.iter().map(|folder| records::incident_of(folder)).collect();
+    let surplus = if keep.count == 0 { 0 } else { incidents.len().saturating_sub(keep.count) };
+    let surplus: BTreeSet<&String> = incidents.iter().take(surplus).collect();
+    for folder in &ours {
         let age = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
         let age = age.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
         let old = !keep.age.is_zero() && age > keep.age;
         let name = records::id(folder);
-        if (index >= surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
+        let is_surplus = surplus.contains(&records::incident_of(folder));
+        if (!is_surplus && !old) || open.iter().any(|id| name.starts_with(id.as_str())) {
             continue;
         }
         // Renamed first, so that nobody finds half a folder.
@@ -43,6 +47,8 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
             Ok(()) => {
                 info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
             }
+            // Another collector was quicker.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
         }
     }
@@ -84,6 +90,20 @@ mod tests {
         assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
         retire(root.path(), Keep { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
         assert_eq!(names(root.path()).len(), 4, "zero is no limit");
+    }
+
+    #[test]
+    fn the_parts_of_an_incident_count_once() {
+        let root = tempfile::tempdir().unwrap();
+        for number in 1..=3 {
+            for node in ["", "-node-a", "-node-b", "-node-c"] {
+                let name = format!("incident-2026112{number}T000000Z-00000001{node}");
+                folder(root.path(), &name, &["verdict.json", "evidence.bin"]);
+            }
+        }
+        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        let left = names(root.path());
+        assert!(left.len() == 8 && left.iter().all(|name| !name.contains("20261121")), "{left:?}");
     }
 
     #[test]

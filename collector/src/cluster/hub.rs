@@ -17,7 +17,7 @@ use xpu_timer_proto::v1::{
     Alarm, NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
 };
 
-pub use self::deadlines::TICK;
+pub use self::{deadlines::TICK, files::ALL_FILES};
 use super::{
     comparing::{self, Comparing},
     config::Settings,

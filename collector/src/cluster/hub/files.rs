@@ -17,7 +17,7 @@ use crate::{
 };
 
 /// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
-const ALL_FILES: usize = 1024;
+pub const ALL_FILES: usize = 1024;
 const SOME_FILES: usize = 16;
 /// Nodes that send files at a time, and how long files are waited for.
 const FILE_NODES: usize = 8;

@@ -23,6 +23,8 @@ use crate::{
 
 /// A node that was away for so long when the incident was opened is not waited for.
 const AWAY_NS: u64 = 30 * SECOND;
+/// A node whose clock differs by more does not name incidents.
+const CLOCK_NS: u64 = 600 * SECOND;
 /// Operations of all ranks together that are worth their memory.
 const OPERATIONS: u32 = 1_000_000;
 
@@ -83,7 +85,8 @@ impl Hub {
             return;
         }
         let hanging = alarm.hangs.then_some(node);
-        self.open(&alarm.incident, &job, view.attempt, trigger, alarm.late_ns, hanging, now);
+        let name = if alarm.captured { alarm.incident } else { in_time(&alarm.incident, now) };
+        self.open(&name, &job, view.attempt, trigger, alarm.late_ns, hanging, now);
     }
 
     #[allow(clippy::too_many_arguments, reason = "all of it is the incident")]
@@ -200,6 +203,37 @@ impl Hub {
     }
 }
 
+/// A name whose time is this collector's: incidents are listed and removed by their names, and a node's clock may be off by hours. A
+/// node that has written a folder already keeps its name.
+fn in_time(name: &str, now: Now) -> String {
+    let [earliest, latest] = [now.unix_ns.saturating_sub(CLOCK_NS), now.unix_ns + CLOCK_NS].map(clock::compact);
+    match name.split_once('-') {
+        Some((time, _)) if *earliest <= *time && *time <= *latest => name.into(),
+        Some((_, rest)) => format!("{}-{rest}", clock::compact(now.unix_ns)),
+        None => name.into(),
+    }
+}
+
 pub(super) fn runs(ranks: &RankSet) -> Vec<RankRun> {
     ranks.runs().iter().map(|run| RankRun { first: run.first, last: run.last }).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_whose_clock_is_off_does_not_name_incidents() {
+        // 2026-11-21T10:55:00Z.
+        let now = Now { mono_ns: 0, unix_ns: 1_795_258_500 * SECOND };
+        for (name, taken) in [
+            ("20261121T105430Z-0e0c1f66", "20261121T105430Z-0e0c1f66"),
+            ("20261121T165430Z-0e0c1f66", "20261121T105500Z-0e0c1f66"),
+            ("20261120T235959Z-0e0c1f66", "20261121T105500Z-0e0c1f66"),
+            ("19700101T000012Z-0e0c1f66", "20261121T105500Z-0e0c1f66"),
+            ("odd", "odd"),
+        ] {
+            assert_eq!(in_time(name, now), taken);
+        }
+    }
 }
