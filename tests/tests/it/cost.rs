@@ -7,7 +7,7 @@ use xpu_timer_proto::server::Stacktrace;
 use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, http, tree};
 
 /// A program linked to a driver and a collective library that do nothing.
-fn idle_device(job: &Job, name: &str, source: &str) -> Process {
+pub fn idle_device(job: &Job, name: &str, source: &str, change: impl FnOnce(&mut Command)) -> Process {
     let stubs = std::fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
     for (soname, part) in [("libcuda.so.1", "-DDRIVER"), ("libnccl.so.2", "-DCOLLECTIVES")] {
         compile_c(&job.dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
@@ -17,14 +17,15 @@ fn idle_device(job: &Job, name: &str, source: &str) -> Process {
     let program = compile_c(&job.dir, name, source, &link);
     let mut command: Command = job.command(program);
     command.env("LD_PRELOAD", artifacts().hook()).env("XPU_TIMER_SOCKET", job.dir.join("fake.sock"));
-    Process::spawn(command.env_remove("LD_LIBRARY_PATH"))
+    change(command.env_remove("LD_LIBRARY_PATH"));
+    Process::spawn(&mut command)
 }
 
 #[test]
 fn launches_and_collectives_allocate_nothing() {
     let job = Job::new();
     let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
-    let program = idle_device(&job, "allocations", include_str!("cost/allocations.c"));
+    let program = idle_device(&job, "allocations", include_str!("cost/allocations.c"), |_| {});
     let pid = program.pid();
     let output = program.wait(PATIENCE);
     assert_eq!(output.code(), 0, "{}", output.stderr);

@@ -1,6 +1,8 @@
 //! The coverage matrix: every way by which a program comes to a function, times every layer, counted exactly once. The programs
 //! are the C files in `coverage/`; what they show is `docs/coverage.md`, which `BLESS=1` writes.
 
+mod probes;
+
 use std::{
     env, fs,
     path::{Path, PathBuf},
@@ -165,7 +167,7 @@ fn gcc(output: &Path, source: &str, arguments: &[String]) {
     assert!(gcc.status.success(), "{source} {arguments:?}: {}", String::from_utf8_lossy(&gcc.stderr));
 }
 
-/// A program of one cell, built in a folder of its own, and its second argument.
+/// A program of one cell, built in a folder, and its second argument.
 fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf) {
     let (_, define, soname) = layer;
     let define = format!("-D{define}");
@@ -220,6 +222,17 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
 
 /// Runs the program under the hook; what its ring holds at the end.
 fn run(dir: &Path, program: &Path, opened: &Path, inline: &str) -> FlightRecord {
+    run_with(dir, program, opened, inline, |_| {})
+}
+
+/// The same for a program that does `meanwhile` to it before its calls, if it waits for that.
+fn run_with(
+    dir: &Path,
+    program: &Path,
+    opened: &Path,
+    inline: &str,
+    meanwhile: impl FnOnce(&mut Process),
+) -> FlightRecord {
     let (socket, stop) = (dir.join(format!("socket-{inline}")), dir.join(format!("stop-{inline}")));
     let collector = FakeCollector::listen(&socket, Ears::Open);
     let mut command = Command::new(program);
@@ -233,6 +246,7 @@ fn run(dir: &Path, program: &Path, opened: &Path, inline: &str) -> FlightRecord 
         .env("XPU_TIMER_BRACKET", "matmuls")
         .env("XPU_TIMER_INLINE", inline);
     let mut process = Process::spawn(&mut command);
+    meanwhile(&mut process);
     process.wait_for("called\n", PATIENCE);
     let pid = process.pid();
     // A process of which no call was seen has no ring; the first one that is seen makes it.
@@ -242,7 +256,7 @@ fn run(dir: &Path, program: &Path, opened: &Path, inline: &str) -> FlightRecord 
     }
     fs::write(&stop, "").unwrap();
     let output = process.wait(PATIENCE);
-    assert_eq!((output.code(), output.stdout.as_str()), (0, "called\n"), "{output:?}");
+    assert_eq!((output.code(), output.stdout.replace("loaded\n", "").as_str()), (0, "called\n"), "{output:?}");
     if !is_watched {
         return FlightRecord::default();
     }
@@ -348,9 +362,10 @@ The flight record of every dump lists each function that the hook knows with its
 a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen.
 
 - A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches.
-- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves, and in gloo. A uprobe that is
-  put on such a function afterwards breaks it, because the kernel runs the instruction of the file in its place; with such tools, set
-  `XPU_TIMER_INLINE=off`. A probe or a breakpoint that is there before is seen, and the function left alone.
+- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves, and in gloo. Where such a
+  function begins with `endbr64`, a uprobe may be put on it afterwards. On others it breaks the function, because the kernel runs the
+  instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
+  function left alone; a debugger's breakpoint may come later on any.
 - Under a debugger that watches the linker, libraries that are loaded later are not looked at.
 - Systems that forbid a change of code (SELinux `execmod`) refuse it; the function is then reported.
 ";

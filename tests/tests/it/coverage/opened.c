@@ -5,6 +5,13 @@ int main(int argc, char **argv) {
     if (!library)
         puts(dlerror());
     ready();
+#ifdef PAUSE
+    /* The library is loaded and seen by the hook; now the test does something to it. */
+    puts("loaded");
+    fflush(stdout);
+    while (access(PAUSE, F_OK))
+        usleep(1000);
+#endif
 #if defined RUNPATH
     P (*inner)(void) = dlsym(library, "inner");
     library = inner();
