@@ -80,9 +80,12 @@ static int is(const char *name) { return strcmp(what, name) == 0; }
 #define ROUND(bare_call, hooked_call)                                                                                            \
     do {                                                                                                                         \
         alone = PHASE(bare_call);                                                                                                \
+        long before = switches();                                                                                                \
         for (int index = 0; index < WARM_UP; index++) hooked_call;                                                               \
         gate();                                                                                                                  \
-        thread->hooked = PHASE(hooked_call);                                                                                       \
+        thread->hooked = PHASE(hooked_call);                                                                                     \
+        /* Who was away meanwhile comes back to the caches of somebody else. */                                                  \
+        thread->hooked.switched = switches() != before;                                                                                       \
     } while (0)
 
 /* Whether enough others were calling during nearly all of a thread's phase. */
