@@ -18,13 +18,15 @@ use crate::{
     error::chain,
     records,
     uplink::{self, read_token},
-    web_client,
+    web_client::{self, Peer},
 };
 
 /// A collector to ask.
 pub struct Remote {
     agent: Agent,
     url: String,
+    // What to do when nobody answers.
+    advice: &'static str,
     authorization: Option<String>,
 }
 
@@ -38,16 +40,26 @@ impl Remote {
     /// # Errors
     /// When the address, the token file or the authority cannot be used.
     pub fn new(url: Option<String>, source: &Source) -> Result<Self> {
-        let own = || format!("http://127.0.0.1:{}", source.control_port());
-        let url = url.or_else(|| source.text("XPU_TIMER_COLLECTOR")).unwrap_or_else(own);
+        let named = url.or_else(|| source.text("XPU_TIMER_COLLECTOR"));
+        let advice = match &named {
+            Some(_) => "",
+            None => " (no job runs under xpu_timer_launch here? --url or XPU_TIMER_COLLECTOR names another collector)",
+        };
+        let url = named.unwrap_or_else(|| format!("http://127.0.0.1:{}", source.control_port()));
         uplink::check_url(&url).map_err(anyhow::Error::msg)?;
         let token = source.path("XPU_TIMER_COLLECTOR_TOKEN_FILE").map(|path| read_token(&path)).transpose();
         let token = token.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         let authority = source.path("XPU_TIMER_COLLECTOR_CA_FILE");
-        let authority =
-            authority.map(|path| fs::read(&path).with_context(|| path.display().to_string())).transpose()?;
+        let read = |path: PathBuf| {
+            let pem = fs::read(&path).with_context(|| path.display().to_string())?;
+            let certificates = web_client::certificates(&pem);
+            ensure!(!certificates.is_empty(), "{}: there is no certificate in it", path.display());
+            Ok(certificates)
+        };
+        let authorities = authority.map(read).transpose()?.unwrap_or_default();
         Ok(Remote {
-            agent: web_client::agent(DEADLINE, authority.as_deref()),
+            agent: web_client::agent(DEADLINE, Peer::Collector(authorities)),
+            advice,
             url: url.trim_end_matches('/').into(),
             authorization: token.map(|token| format!("Bearer {token}")),
         })
@@ -59,7 +71,7 @@ impl Remote {
         if let Some(authorization) = &self.authorization {
             request = request.header("authorization", authorization);
         }
-        let mut answer = request.call().with_context(|| format!("{} does not answer", self.url))?;
+        let mut answer = request.call().with_context(|| format!("{} does not answer{}", self.url, self.advice))?;
         let body = answer.body_mut().with_config().limit(MAX_FILE_BYTES).read_to_vec();
         let body = body.with_context(|| format!("{url}: the answer ended early"))?;
         match answer.status().as_u16() {

@@ -3,23 +3,39 @@
 use std::{sync::Arc, time::Duration};
 
 use ureq::{
-    Agent,
-    tls::{Certificate, RootCerts, TlsConfig, parse_pem},
+    Agent, Proxy,
+    tls::{Certificate, PemItem, RootCerts, TlsConfig, parse_pem},
 };
 
-/// A client that trusts the system's authorities, or only those of a PEM text.
+/// Whom a client asks.
+#[derive(Debug)]
+pub enum Peer {
+    /// A service of the world: by the proxy of the environment, with the system's authorities.
+    Service,
+    /// A collector: on this machine or in this cluster, where a proxy for the world leads nowhere. It is trusted by these authorities,
+    /// or by the system's when there are none.
+    Collector(Vec<Certificate<'static>>),
+}
+
+/// The certificates in a PEM text.
 #[must_use]
-pub fn agent(deadline: Duration, authorities: Option<&[u8]>) -> Agent {
-    let own = |pem: &[u8]| {
-        let items = parse_pem(pem).filter_map(Result::ok);
-        let certificates = items.filter_map(|item| match item {
-            ureq::tls::PemItem::Certificate(certificate) => Some(certificate),
-            _ => None,
-        });
-        RootCerts::Specific(Arc::new(certificates.collect::<Vec<Certificate<'static>>>()))
+pub fn certificates(pem: &[u8]) -> Vec<Certificate<'static>> {
+    let items = parse_pem(pem).filter_map(Result::ok);
+    let certificate = |item| if let PemItem::Certificate(certificate) = item { Some(certificate) } else { None };
+    items.filter_map(certificate).collect()
+}
+
+/// A client.
+#[must_use]
+pub fn agent(deadline: Duration, peer: Peer) -> Agent {
+    let (proxy, roots) = match peer {
+        Peer::Service => (Proxy::try_from_env(), RootCerts::PlatformVerifier),
+        Peer::Collector(own) if own.is_empty() => (None, RootCerts::PlatformVerifier),
+        Peer::Collector(own) => (None, RootCerts::Specific(Arc::new(own))),
     };
-    let tls = TlsConfig::builder().root_certs(authorities.map_or(RootCerts::PlatformVerifier, own)).build();
+    let tls = TlsConfig::builder().root_certs(roots).build();
     // Whatever was installed before serves as well.
     let _ = rustls::crypto::ring::default_provider().install_default();
-    Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false).tls_config(tls).build().into()
+    let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
+    config.proxy(proxy).tls_config(tls).build().into()
 }

@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
 
-use crate::web_client;
+use crate::web_client::{self, Peer};
 
 /// Where verdicts go.
 #[derive(Debug, Clone)]
@@ -60,7 +60,7 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
 }
 
 fn send(url: &str, incident: &str, body: &Value) {
-    let agent = web_client::agent(DEADLINE, None);
+    let agent = web_client::agent(DEADLINE, Peer::Service);
     let text = body.to_string();
     let mut pauses = PAUSES.iter();
     loop {
