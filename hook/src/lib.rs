@@ -61,6 +61,7 @@ mod watcher;
 fn functions() -> impl Iterator<Item = &'static original::Function> {
     let tables = [
         nccl::FUNCTIONS,
+        nccl::kin::FUNCTIONS,
         driver::FUNCTIONS,
         driver::get_proc_address::FUNCTIONS,
         runtime::FUNCTIONS,
@@ -69,4 +70,18 @@ fn functions() -> impl Iterator<Item = &'static original::Function> {
         blas::FUNCTIONS,
     ];
     tables.into_iter().chain(host::TABLES).flatten().copied()
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeSet;
+
+    use xpu_timer_proto::ring::coverage;
+
+    #[test]
+    fn every_function_is_one_row_and_has_its_place_in_the_coverage_table() {
+        let names: Vec<_> = crate::functions().map(|function| function.name).collect();
+        assert!(names.len() <= coverage::SLOTS, "{}", names.len());
+        assert_eq!(names.iter().collect::<BTreeSet<_>>().len(), names.len());
+    }
 }

@@ -144,7 +144,7 @@ fn by_proc_address(name: &[u8], version: c_int, flags: u64) -> Option<&'static F
 /// The row of a name.
 pub fn find(name: &[u8]) -> Option<&'static Function> {
     // Nearly all look-ups of a process end at the first letters.
-    if ![&b"nccl"[..], b"cu", b"__cu", b"hip", b"mc", b"MPI_", b"PMPI_", b"MPIX_"]
+    if ![&b"nccl"[..], b"cu", b"__cu", b"hip", b"mc", b"MPI_", b"Hccl", b"cncl", b"PMPI_", b"MPIX_"]
         .iter()
         .any(|prefix| name.starts_with(prefix))
     {

@@ -232,14 +232,14 @@ pub static FAMILIES: [Family; 6] = [
             function_name: None,
         }),
     },
-    // Only what is certain of the next three: which library decides, and which holds the collectives. Their mccl* rows are
-    // NCCL's by documentation; the others have no rows.
+    // Only what is certain of the next three, by public headers and programs: which library decides, and which holds the
+    // collectives. The mccl* rows are NCCL's by documentation, those of the others are their own.
     Family {
         name: "Moore Threads MUSA",
         verified: false,
-        runtime: &[c"libmusart.so"],
-        driver: &[c"libmusa.so"],
-        collectives: &[c"libmccl.so"],
+        runtime: &[c"libmusart.so.5", c"libmusart.so.4", c"libmusart.so.1", c"libmusart.so"],
+        driver: &[c"libmusa.so.5", c"libmusa.so.4", c"libmusa.so.1", c"libmusa.so"],
+        collectives: &[c"libmccl.so.2", c"libmccl.so"],
         blas: &[c"libmublas.so"],
         original_prefix: c"p",
         device: None,
@@ -279,6 +279,9 @@ mod tests {
         assert_eq!(of(&[c"libcuda.so.1", c"libnccl.so.2"]), Some("NVIDIA CUDA"));
         assert_eq!(of(&[c"libmcruntime.so", c"libmccl.so"]), Some("MetaX MACA"));
         assert_eq!(of(&[c"libmusart.so", c"libmccl.so"]), Some("Moore Threads MUSA"));
+        assert_eq!(of(&[c"libmusart.so.5", c"libmccl.so.2"]), Some("Moore Threads MUSA"));
+        assert_eq!(of(&[c"libascendcl.so", c"libhccl.so"]), Some("Huawei Ascend"));
+        assert_eq!(of(&[c"libcnrt.so", c"libcncl.so"]), Some("Cambricon"));
         assert_eq!(of(&[c"libamdhip64.so.6", c"librccl.so.1"]), Some("AMD ROCm"));
         assert_eq!(of(&[c"libmccl.so"]), None);
         assert_eq!(of(&[c"libnccl.so.2"]), None);

@@ -61,6 +61,15 @@ pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
     Some(slot)
 }
 
+/// Ranks of one job do not start at once: each has to load its libraries first, on a machine where the others do so too. So the patience
+/// with those who have not come to the first meeting of all begins so much later.
+const STARTING_NS: u64 = 10_000_000_000;
+
+/// The age of an operation that meets the others for the first time counts later.
+pub fn be_patient(recorder: &'static Recorder, slot: usize) {
+    recorder.slots[slot].since_ns.store(sys::now_ns() + STARTING_NS, Ordering::Relaxed);
+}
+
 /// Begins an operation that another host thread will run. Its age counts from now.
 pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
     let slot = recorder.begin(what)?;
@@ -134,6 +143,14 @@ impl Running {
         match self.leader {
             None => self.leader = open(self.recorder, what),
             Some(leader) => follow(self.recorder, leader, what),
+        }
+        self
+    }
+
+    /// The patience with what the call waits for begins [`STARTING_NS`] later, when `starting`.
+    pub fn patient(self, recorder: &'static Recorder, starting: bool) -> Self {
+        if let Some(leader) = self.leader.filter(|_| starting) {
+            be_patient(recorder, leader);
         }
         self
     }

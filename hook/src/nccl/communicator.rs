@@ -12,7 +12,7 @@ use xpu_timer_proto::{
 
 use super::group;
 use crate::{
-    abi::{Comm, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
+    abi::{Comm, Data, NCCL_IN_PROGRESS, NCCL_SPLIT_NOCOLOR, SUCCESS, UniqueId},
     bracket::{chain, close_all, comm_of},
     comms::{NewComm, hash, local_id},
     device::device,
@@ -38,6 +38,15 @@ pub fn ints_of<'a>(ints: *const c_int, count: c_int) -> &'a [u8] {
     }
     // SAFETY: the caller's array of `count` ints, valid during the call that this is used in.
     unsafe { std::slice::from_raw_parts(ints.cast::<u8>(), count as usize * size_of::<c_int>()) }
+}
+
+/// So many bytes of the caller's.
+pub fn bytes_of_words<'a>(place: Data, bytes: usize) -> &'a [u8] {
+    if place.is_null() {
+        return &[];
+    }
+    // SAFETY: the caller's structure or array of that size, valid during the call that this is used in.
+    unsafe { std::slice::from_raw_parts(place.cast::<u8>(), bytes) }
 }
 
 /// A handle that the library wrote.
@@ -84,8 +93,8 @@ fn complete(recorder: &'static Recorder, site: Site, index: usize, handle: usize
             let function = site.companion(number, names)?;
             comm_number(function, handle as *mut c_void)
         };
-        let size = ask(0, &[c"ncclCommCount", c"mcclCommCount"]).unwrap_or(0);
-        let rank = ask(1, &[c"ncclCommUserRank", c"mcclCommUserRank"]).unwrap_or(-1);
+        let size = ask(0, &[c"ncclCommCount", c"mcclCommCount", c"HcclGetRankSize"]).unwrap_or(0);
+        let rank = ask(1, &[c"ncclCommUserRank", c"mcclCommUserRank", c"HcclGetRankId"]).unwrap_or(-1);
         recorder.set_comm_size_rank(index, size as u32, rank);
     }
 }
@@ -238,6 +247,22 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
     }
     recorder.hand_over(index);
     Creating { site, slot, comm: None, output: 0 }
+}
+
+/// Before a call that only the members of a part of a communicator make, who all say the same of it.
+pub fn subset(
+    recorder: &'static Recorder,
+    site: Site,
+    parent: *const Comm,
+    (size, rank): (c_int, c_int),
+    said: &[&[u8]],
+    output: *mut Comm,
+) -> Creating {
+    // SAFETY: null, or the caller's place of a communicator.
+    let parent = unsafe { parent.as_ref() }.and_then(|parent| known(recorder, site, *parent));
+    let parent = parent.map_or(0, |parent| recorder.comm_id(parent)).to_le_bytes();
+    let parts: Vec<&[u8]> = std::iter::once(&parent[..]).chain(said.iter().copied()).collect();
+    init(recorder, site, &parts, size, rank, output)
 }
 
 /// Before ncclCommShrink: the ranks that stay agree on who leaves.

@@ -3,6 +3,7 @@
 mod collective;
 mod communicator;
 mod group;
+pub mod kin;
 
 use std::ffi::c_int;
 

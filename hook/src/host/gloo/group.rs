@@ -14,7 +14,7 @@ use super::Word;
 use crate::{
     comms::{NewComm, hash, local_id},
     hooked::After,
-    host::open::{close, named, open},
+    host::open::{be_patient, close, named, open},
     recorder::{Begin, Recorder},
     start, sys,
 };
@@ -137,5 +137,9 @@ pub fn key_set(recorder: &'static Recorder, key: Word) {
     });
     let name = named(recorder, "c10d::ProcessGroupGloo");
     let what = Begin { kind: OpKind::HostCall, op: Op::CommInit, comm, communicator: id, ..name };
-    IN_WORK.set(Some(InWork { comm, slot: open(recorder, &what), ..in_work }));
+    let slot = open(recorder, &what);
+    if let Some(slot) = slot.filter(|_| comm == Some(0)) {
+        be_patient(recorder, slot);
+    }
+    IN_WORK.set(Some(InWork { comm, slot, ..in_work }));
 }

@@ -27,5 +27,5 @@ pub fn of_main_thread() -> bool {
 
 /// Before a call that returns when others have come.
 pub fn waiting(recorder: &'static Recorder, name: &'static str) -> Running {
-    Running::new(recorder).with(&named(recorder, name))
+    Running::new(recorder).with(&named(recorder, name)).patient(recorder, recorder.comms.used() == 0)
 }

@@ -1,5 +1,7 @@
 //! Families other than NVIDIA, with libraries of their names made from `family.c`, and the names that two families share.
 
+use xpu_timer_proto::v1::DataType;
+
 use super::*;
 
 /// A family's libraries, in a folder.
@@ -159,4 +161,74 @@ fn a_loaded_collective_library_of_another_family_changes_nothing() {
     assert_eq!(collector.ring(pid).collectives_launched, 5);
     fs::write(job.path("stop"), "").unwrap();
     assert_eq!(process.wait(PATIENCE).code(), 0);
+}
+
+/// Runs a program on a library made of `hccl.c`, beside a runtime of the family, and gives its record.
+fn record_of_kin(runtime: &str, collectives: &str, lines: &str) -> FlightRecord {
+    let job = Job::new();
+    let source = fs::read_to_string(tree().join("tests/tests/it/hook/hccl.c")).unwrap();
+    for (soname, source) in [(runtime, "int runtime;"), (collectives, &*source)] {
+        compile_c(job.dir.path(), soname, source, &["-shared", "-fPIC", "-w", &format!("-Wl,-soname,{soname}")]);
+    }
+    let program = format!(
+        "import ctypes, os, time\n\
+         from ctypes import c_void_p as P, byref, c_int, c_uint, c_uint64, create_string_buffer\n\
+         runtime, ccl = map(ctypes.CDLL, ['{runtime}', '{collectives}'])\n\
+         comm, part = P(), P()\n\
+         {lines}\n\
+         print('called', ccl.called(), flush=True)\n\
+         while not os.path.exists('stop'): time.sleep(0.01)\n"
+    );
+    let collector = job.collector();
+    let mut command = job.hooked(python());
+    command.args(["-c", &program]).current_dir(job.dir.path()).env("LD_LIBRARY_PATH", job.dir.path());
+    let mut process = Process::spawn(&mut command);
+    process.wait_for("called 3\n", PATIENCE);
+    collector.wait_hello();
+    let pid = process.pid();
+    wait_until(PATIENCE, "nothing pends", || no_collective_pends(&collector.ring(pid)));
+    let record = collector.ring(pid);
+    fs::write(job.path("stop"), "").unwrap();
+    assert_eq!(process.wait(PATIENCE).code(), 0);
+    record
+}
+
+#[test]
+fn collectives_of_ascend_and_cambricon_count_in_their_communicators() {
+    let hccl = record_of_kin(
+        "libascendcl.so",
+        "libhccl.so",
+        "assert ccl.HcclCommInitRootInfo(2, create_string_buffer(4108), 1, byref(comm)) == 0\n\
+         ccl.HcclAllReduce.argtypes = (P, P, c_uint64, c_int, c_int, P, P)\n\
+         for _ in range(2): assert ccl.HcclAllReduce(None, None, 64, 4, 2, comm, None) == 0\n\
+         ranks = (c_uint * 2)(0, 1)\n\
+         assert ccl.HcclCreateSubCommConfig(byref(comm), 2, ranks, c_uint64(7), 1, None, byref(part)) == 0\n\
+         ccl.HcclBroadcast.argtypes = (P, c_uint64, c_int, c_uint, P, P)\n\
+         assert ccl.HcclBroadcast(None, 8, 11, 1, part, None) == 0",
+    );
+    let seen: Vec<_> = hccl.operations.iter().filter(|operation| operation.kind() == OpKind::Collective).collect();
+    let what =
+        |operation: &Operation| (operation.op(), operation.seq, operation.count, operation.dtype(), operation.peer);
+    assert_eq!(
+        seen.iter().map(|operation| what(operation)).collect::<Vec<_>>(),
+        [
+            (Op::AllReduce, 1, 64, DataType::Float32, -1),
+            (Op::AllReduce, 2, 64, DataType::Float32, -1),
+            (Op::Broadcast, 1, 8, DataType::Bfloat16, 1),
+        ]
+    );
+    let [world, part] = &hccl.communicators[..] else { panic!("{:?}", hccl.communicators) };
+    assert_eq!((world.size, world.rank, world.launched, part.size, part.rank, part.launched), (2, 1, 2, 2, 1, 1));
+    assert_ne!(world.id, part.id);
+
+    let cncl = record_of_kin(
+        "libcnrt.so",
+        "libcncl.so",
+        "devices, ranks = (c_int * 1)(0), (c_int * 1)(3)\n\
+         assert ccl.cnclInitComms(byref(comm), 1, devices, ranks, 4, create_string_buffer(136)) == 0\n\
+         ccl.cnclAllReduce.argtypes = (P, P, c_uint64, c_int, c_int, P, P)\n\
+         for _ in range(3): assert ccl.cnclAllReduce(None, None, 5, 0x10, 0, comm, None) == 0",
+    );
+    assert_eq!((cncl.communicators[0].size, cncl.communicators[0].rank, cncl.communicators[0].launched), (4, 3, 3));
+    assert!(cncl.operations.iter().any(|operation| operation.dtype() == DataType::Float16 && operation.count == 5));
 }
