@@ -39,7 +39,7 @@ const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 150.0;
 /// Longest time for the rounds of one figure.
-const PATIENCE_S: usize = 30;
+const PATIENCE_S: usize = 60;
 const START_LIMIT: Duration = Duration::from_millis(2);
 const MEMORY_LIMIT: f64 = 16e6;
 

@@ -140,8 +140,8 @@ static void *run(void *argument) {
             thread->rows[place][0] = (alone.to - alone.from) / calls;
             thread->rows[place][1] = (thread->hooked.to - thread->hooked.from) / calls;
         }
-        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. */
-        if (is("collective")) usleep(30000);
+        /* The watcher needs a moment to empty the ring, the longer the more there is in it: a full one would make the calls cheap. */
+        if (is("collective")) usleep(threads > 4 ? 2000 * threads : 8000);
         if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
             atomic_store(&ended, atomic_load(&counted) >= wanted || now() > deadline ? round + 1 : 0);
         pthread_barrier_wait(&line);

@@ -118,7 +118,7 @@ impl Drop for Team {
 struct Pairs {
     wall: Vec<f64>,
     processor: Vec<f64>,
-    alone: Vec<f64>,
+    alone: [Vec<f64>; 2],
 }
 
 /// Measures the loop.
@@ -132,7 +132,8 @@ pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
         Ok(pairs) => {
             let (wall, processor) = (Median::of(&pairs.wall), Median::of(&pairs.processor));
             report.note("pairs of blocks", pairs.wall.len().to_string());
-            report.note("one step without the hook", format!("{:.2} ms", Median::of(&pairs.alone).middle));
+            let [step, used] = pairs.alone.each_ref().map(|alone| Median::of(alone).middle);
+            report.note("one step without the hook: wall, processor", format!("{step:.2} ms, {used:.2} ms"));
             report.note("load average of the machine", fs::read_to_string("/proc/loadavg").unwrap_or_default().trim());
             if wall.half_width() > HALF_WIDTH {
                 let figure = format!("{}: too noisy after {} pairs", wall.percent(), pairs.wall.len());
@@ -169,7 +170,7 @@ fn measure(bench: &Bench, options: &Options) -> Result<Pairs> {
         };
         pairs.wall.push(with[0] / without[0] - 1.0);
         pairs.processor.push(with[1] / without[1] - 1.0);
-        pairs.alone.push(without[0]);
+        pairs.alone.iter_mut().zip(without).for_each(|(alone, figure)| alone.push(figure));
         if pairs.wall.len() >= FEWEST_PAIRS && Median::of(&pairs.wall).half_width() <= HALF_WIDTH {
             break;
         }
