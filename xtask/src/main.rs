@@ -36,14 +36,17 @@ enum Command {
     Bless,
 }
 
+fn hangs(arguments: &[String]) -> anyhow::Result<()> {
+    test::need_tools()?;
+    shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", "run"]).args(arguments))
+}
+
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
         Command::Fuzz(options) => fuzz::run(&options),
-        Command::Hangs { arguments } => {
-            shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", "run"]).args(arguments))
-        }
+        Command::Hangs { arguments } => hangs(&arguments),
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Bless => test::bless(),

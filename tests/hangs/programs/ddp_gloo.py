@@ -2,13 +2,12 @@
 
 Every 8 steps the accuracy is gathered on all ranks, every 16 rank 0 saves a checkpoint. `--wrong NAME@RANK` makes something go wrong there
 at step 20: a function of troubles.py, or `loader` (the data set reads a pipe that stays empty),
-`worker_killed`, `no_metric` (leaves the accuracy out), `short_epoch` (its epoch has fewer steps),
-`raises`, `rank0_barrier` (waits in a barrier of its own).
+`no_metric` (leaves the accuracy out), `short_epoch` (its epoch has fewer steps),
+`rank0_barrier` (waits in a barrier of its own).
 """
 
 import argparse
 import os
-import signal
 import time
 
 # gloo looks up the host name otherwise, which a container may not know.
@@ -33,8 +32,6 @@ class Samples(Dataset):
         if index >= self.from_index and self.wrong == "loader":
             reading, _writing = os.pipe()
             os.read(reading, 1)
-        if index >= self.from_index and self.wrong == "worker_killed":
-            os.kill(os.getpid(), signal.SIGKILL)
         generator = torch.Generator().manual_seed(index)
         return torch.randn(32, generator=generator), index % 10
 
@@ -70,8 +67,6 @@ def main():
         inputs, labels = next(loader)
         if step == WRONG_STEP and wrong in troubles.NAMES:
             troubles.begin(wrong)
-        if step == WRONG_STEP and wrong == "raises":
-            raise ValueError("nan in the loss")
         if step == WRONG_STEP and wrong == "short_epoch":
             break
         optimizer.zero_grad()

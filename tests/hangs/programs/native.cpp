@@ -225,7 +225,8 @@ void train(int rank, int world, const std::string &fault, int steps, int tp)
     CHECK(ncclCommSplit(all, rank % tp, rank, &data, nullptr));
     CHECK(cudaStreamCreateWithFlags(&stream, 1));
     CHECK(cudaMalloc(&buffer, 4096));
-    Loader loader(fault);
+    // Its thread runs to the end of the process, and so it has to live as long.
+    Loader &loader = *new Loader(fault);
     Optimizer optimizer;
     for (int step = 0; step < steps; step++) {
         loader.next_batch();

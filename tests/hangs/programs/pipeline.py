@@ -2,7 +2,7 @@
 
 Rank = replica x stages + stage. Activations travel on one communicator and gradients on another one, each on a stream of its own; the
 replicas of a stage sum their gradients at the end of a step, and all ranks clip them by their norm. `--spoil KIND@RANK` changes the schedule
-of that rank in step 7: `swap` (a backward before its forward), `lost_send`, `extra_recv`, `wrong_peer`, `small`
+of that rank in step 7: `lost_send`, `extra_recv`, `wrong_peer`, `small`
 (half of the activations), `one_less` (a micro-batch less), `stuck` (its host stays in a forward pass),
 `no_clip` (leaves the norm out), `clip_first` (norm before gradients).
 """
@@ -76,9 +76,6 @@ class Stage:
     def step(self, number):
         self.spoilt = next((kind for kind, rank in self.options.spoil if rank == self.rank and number == SPOIL_STEP), "")
         plan = one_f_one_b(self.stage, self.stages, self.options.micro_batches - (self.spoilt == "one_less"))
-        if self.spoilt == "swap":
-            at = next(at for at in range(len(plan) - 1) if plan[at][0] == "F" and plan[at + 1][0] == "B")
-            plan[at], plan[at + 1] = plan[at + 1], plan[at]
         for kind, index in plan:
             (self.forward if kind == "F" else self.backward)(index)
         reductions = [(self.same_stage, self.weights), (self.everybody, self.norm)]

@@ -5,8 +5,12 @@ barrier. `--trouble NAME@RANK[+RANK...]` lets something go wrong there in the th
 """
 
 import argparse
+import fcntl
 import os
+import shutil
+import subprocess
 import sys
+import tempfile
 import time
 
 import cuda
@@ -23,13 +27,15 @@ def train(rank, world, options):
     ready = cuda.Event(timing=False)
     forward, backward, step_kernel = (cuda.Kernel(name, 150) for name in ("mlp_fwd", "mlp_bwd", "sgd_step"))
     try:
-        for epoch in range(options.epochs):
+        for epoch in range(options.epochs + ("one_more_epoch" in mine)):
             now = mine if epoch == 2 else set()
             batches = options.batches - 3 if "fewer_batches" in now else options.batches
             for batch in range(batches):
                 here = now if batch == 5 else set()
                 for name in here & troubles.NAMES:
                     troubles.begin(name)
+                if "keeps_lock" in here or "wants_lock" in now and batch == 6:
+                    lock_index()
                 if "raises" in here:
                     raise RuntimeError("loss is not finite")
                 time.sleep(options.step_ms / 1000)
@@ -52,6 +58,10 @@ def train(rank, world, options):
                 compute.synchronize()
             if rank == 0 and options.validate_seconds:
                 validate(options)
+            if rank == 0 and options.save_seconds:
+                save(options)
+            if rank == 1 and epoch == 1 and options.compile_seconds:
+                compile_kernels(options)
             comm.all_reduce(flag, comms)
             comms.synchronize()
     finally:
@@ -71,6 +81,28 @@ def validate(options):
     return correct
 
 
+def save(options):
+    """Rank 0 writes a checkpoint to a slow disk."""
+    end = time.monotonic() + options.save_seconds
+    with open(os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "plain.ckpt"), "wb") as file:
+        while time.monotonic() < end:
+            file.write(bytes(1 << 16))
+            time.sleep(0.02)
+
+
+def compile_kernels(options):
+    """Rank 1 has a shape that nobody has met before."""
+    compiler = os.path.join(tempfile.mkdtemp(), "ptxas")
+    shutil.copy(shutil.which("sleep"), compiler)
+    subprocess.run([compiler, str(options.compile_seconds)], check=True)
+
+
+def lock_index():
+    """Takes the lock of the cache's index, and keeps it."""
+    index = os.open(os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "index.lock"), os.O_CREAT | os.O_RDWR)
+    fcntl.flock(index, fcntl.LOCK_EX)
+
+
 def score(sample):
     return sum(number % 7 for number in range(2000 + sample % 3)) % 2
 
@@ -86,6 +118,8 @@ def main():
     parser.add_argument("--batches", type=int, default=12)
     parser.add_argument("--step-ms", type=float, default=15.0)
     parser.add_argument("--validate-seconds", type=float, default=0.0)
+    parser.add_argument("--save-seconds", type=float, default=0.0)
+    parser.add_argument("--compile-seconds", type=float, default=0.0)
     parser.add_argument("--start-seconds", type=float, default=0.0, help="the last rank starts so much later")
     parser.add_argument("--trouble", type=trouble, action="append", default=[])
     options = parser.parse_args()

@@ -9,7 +9,7 @@ mod run;
 mod scenario;
 mod score;
 
-use std::{path::PathBuf, process::ExitCode};
+use std::{io::Write, path::PathBuf, process::ExitCode};
 
 use clap::Parser;
 use xpu_timer_analysis::judge;
@@ -95,9 +95,9 @@ fn work(command: Command) -> anyhow::Result<bool> {
             Ok(true)
         }
         Command::List => {
-            for scenario in corpus::matching(None)? {
-                println!("{scenario}");
-            }
+            let list: String = corpus::matching(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();
+            // Who reads only the beginning of it wants no more.
+            let _ = std::io::stdout().write_all(list.as_bytes());
             Ok(true)
         }
     }

@@ -31,6 +31,13 @@ pub enum Truth {
         /// Ascending; empty when no rank is to blame.
         culprits: Vec<u32>,
     },
+    /// It is slow beyond the timeout, because of these ranks; its incident is resolved by itself, and it runs to its end.
+    Passes {
+        /// Causes that are right.
+        causes: &'static [&'static str],
+        /// Ascending.
+        culprits: Vec<u32>,
+    },
     /// It runs to its end, and nothing is to be reported.
     Healthy,
 }
@@ -62,9 +69,17 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
-    /// Whether it hangs.
+    /// Whether it hangs, and for ever.
     pub fn hangs(&self) -> bool {
         matches!(self.truth, Truth::Hang { .. })
+    }
+
+    /// Causes and culprits that are right, when something is to be said at all.
+    pub fn right(&self) -> Option<(&'static [&'static str], &[u32])> {
+        match &self.truth {
+            Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits } => Some((causes, culprits)),
+            Truth::Healthy => None,
+        }
     }
 
     /// Adds an option of its program.
@@ -87,6 +102,12 @@ impl Scenario {
     /// It hangs because of these ranks.
     pub fn is(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
         self.truth = Truth::Hang { causes, culprits: culprits.to_vec() };
+        self
+    }
+
+    /// It is slow because of these ranks, and goes on.
+    pub fn passes(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
+        self.truth = Truth::Passes { causes, culprits: culprits.to_vec() };
         self
     }
 

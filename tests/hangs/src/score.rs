@@ -1,6 +1,6 @@
 //! How often the verdict was right.
 
-use std::{fmt, path::Path, time::Duration};
+use std::{fmt, fs, path::Path, time::Duration};
 
 use anyhow::{Context, Result};
 use serde_json::Value;
@@ -15,6 +15,8 @@ use crate::{
 const CULPRITS_RIGHT: f64 = 0.95;
 const CAUSES_RIGHT: f64 = 0.90;
 const CULPRITS_RIGHT_WITH_GAPS: f64 = 0.85;
+/// The verdict is there so long after the timeout: the time between the samples, which is two seconds here, and three more.
+const LATEST_SECONDS: f64 = 5.0;
 /// Of so many dumps one is taken away.
 const ONE_MISSING_OF: u32 = 8;
 
@@ -29,14 +31,15 @@ pub struct Said {
     pub confidence: String,
     /// The sentence.
     pub sentence: String,
-    seconds: f64,
+    /// From the timeout to the finished folder; none when it was judged again.
+    seconds: Option<f64>,
 }
 
 impl Said {
     /// Whether a rank that is not to blame is accused with high confidence.
     pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
         let culprits = match truth {
-            Truth::Hang { culprits, .. } => culprits.as_slice(),
+            Truth::Hang { culprits, .. } | Truth::Passes { culprits, .. } => culprits.as_slice(),
             Truth::Healthy => &[],
         };
         self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
@@ -51,7 +54,7 @@ impl Said {
             culprits: culprits.iter().filter_map(|rank| u32::try_from(rank.as_u64()?).ok()).collect(),
             confidence: text("confidence")?,
             sentence: text("sentence")?,
-            seconds: verdict["seconds_from_timeout"].as_f64().unwrap_or(0.0),
+            seconds: verdict["seconds_from_timeout"].as_f64().filter(|seconds| *seconds > 0.0),
         })
     }
 }
@@ -68,17 +71,17 @@ pub struct Outcome {
 
 impl Outcome {
     fn culprits_right(&self) -> bool {
-        match (&self.scenario.truth, &self.said) {
-            (Truth::Hang { culprits, .. }, Ok(Some(said))) => *culprits == said.culprits,
-            (Truth::Healthy, Ok(None)) => true,
+        match (self.scenario.right(), &self.said) {
+            (Some((_, culprits)), Ok(Some(said))) => *culprits == said.culprits,
+            (None, Ok(None)) => true,
             _ => false,
         }
     }
 
     fn cause_right(&self) -> bool {
-        match (&self.scenario.truth, &self.said) {
-            (Truth::Hang { causes, .. }, Ok(Some(said))) => causes.contains(&said.cause.as_str()),
-            (Truth::Healthy, Ok(None)) => true,
+        match (self.scenario.right(), &self.said) {
+            (Some((causes, _)), Ok(Some(said))) => causes.contains(&said.cause.as_str()),
+            (None, Ok(None)) => true,
             _ => false,
         }
     }
@@ -102,14 +105,17 @@ impl fmt::Display for Outcome {
             Ok(None) => write!(f, "{mark} {name:24} {wall:5.1} s  no incident")?,
             Ok(Some(said)) => write!(
                 f,
-                "{mark} {name:24} {wall:5.1} s  {} {:?}, {}, {:.1} s after the timeout",
-                said.cause, said.culprits, said.confidence, said.seconds
+                "{mark} {name:24} {wall:5.1} s  {} {:?}, {}{}",
+                said.cause,
+                said.culprits,
+                said.confidence,
+                said.seconds.map_or(String::new(), |seconds| format!(", {seconds:.1} s after the timeout"))
             )?,
         }
         if self.culprits_right() && self.cause_right() {
             return Ok(());
         }
-        if let Truth::Hang { causes, culprits } = &self.scenario.truth {
+        if let Some((causes, culprits)) = self.scenario.right() {
             write!(f, "\n        truth: {} {culprits:?}", causes.join(" or "))?;
         }
         if let Ok(Some(said)) = &self.said {
@@ -121,13 +127,18 @@ impl fmt::Display for Outcome {
 
 /// Prints the sums, and says whether they are good enough.
 pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
-    let (hangs, healthy): (Vec<&Outcome>, Vec<&Outcome>) =
-        outcomes.iter().partition(|outcome| outcome.scenario.hangs());
+    let of = |keep: fn(&Truth) -> bool| -> Vec<&Outcome> {
+        outcomes.iter().filter(|outcome| keep(&outcome.scenario.truth)).collect()
+    };
+    let hangs = of(|truth| matches!(truth, Truth::Hang { .. }));
+    let slow = of(|truth| matches!(truth, Truth::Passes { .. }));
+    let healthy = of(|truth| matches!(truth, Truth::Healthy));
     let count = |outcomes: &[&Outcome], right: fn(&Outcome) -> bool| outcomes.iter().filter(|one| right(one)).count();
     let share = |part: usize, all: usize| if all == 0 { 1.0 } else { part as f64 / all as f64 };
     let culprits = count(&hangs, Outcome::culprits_right);
     let causes = count(&hangs, Outcome::cause_right);
-    let mistakes = count(&hangs, Outcome::confident_mistake);
+    let mistakes = count(&hangs, Outcome::confident_mistake) + count(&slow, Outcome::confident_mistake);
+    let passed = count(&slow, |outcome| outcome.culprits_right() && outcome.cause_right());
     let false_alarms = healthy.len() - count(&healthy, Outcome::culprits_right);
     let gaps = with_gaps(&hangs, output);
     let mut good = true;
@@ -144,6 +155,15 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     line(share(causes, all) >= CAUSES_RIGHT, format!("cause right in {causes} of {all} hangs (at least {limit} %)"));
     line(mistakes == 0, format!("{mistakes} wrong culprits with high confidence"));
     line(false_alarms == 0, format!("{false_alarms} of {} healthy runs with an incident or a failure", healthy.len()));
+    let of_slow = "slow runs judged right, resolved by themselves and run to their end";
+    line(passed == slow.len(), format!("{passed} of {} {of_slow}", slow.len()));
+    if let Some((seconds, of)) = latest(&hangs) {
+        let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
+        let load = load.split(' ').next().unwrap_or("?");
+        let met = seconds <= LATEST_SECONDS;
+        let limit = format!("at most {LATEST_SECONDS} s; the load of this machine is {load}");
+        line(met, format!("verdict {seconds:.1} s after the timeout at the latest, in {of} ({limit})"));
+    }
     let limit = CULPRITS_RIGHT_WITH_GAPS * 100.0;
     let met = share(gaps.right, gaps.all) >= CULPRITS_RIGHT_WITH_GAPS;
     line(
@@ -158,6 +178,14 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
         format!("one dump in {ONE_MISSING_OF} missing: {} wrong with high confidence", gaps.mistakes),
     );
     good
+}
+
+/// The longest time from a timeout to its verdict, and whose it was. A death waits for two seconds of grace instead of a timeout, so it
+/// counts like the others.
+fn latest(hangs: &[&Outcome]) -> Option<(f64, String)> {
+    let said = hangs.iter().filter_map(|outcome| Some((outcome.said.as_ref().ok()?.as_ref()?.seconds?, outcome)));
+    let (seconds, outcome) = said.max_by(|one, other| one.0.total_cmp(&other.0))?;
+    Some((seconds, format!("{} of {} ranks", outcome.scenario.name, outcome.scenario.world)))
 }
 
 #[derive(Default)]

@@ -1,6 +1,9 @@
 //! Jobs that are slow, uneven or idle, but well. The timeout of every job here is five seconds, and ten when nothing is launched.
 
-use crate::scenario::{Scenario, hybrid};
+use crate::{
+    program::Program,
+    scenario::{Scenario, hybrid, job},
+};
 
 pub fn scenarios() -> Vec<Scenario> {
     let plain =
@@ -20,6 +23,28 @@ pub fn scenarios() -> Vec<Scenario> {
         hybrid("well-short", 1, 1, 4).option("--steps=20"),
         hybrid("well-very-short", 1, 1, 4).option("--steps=1"),
         hybrid("well-32", 2, 4, 4).healthy(15),
+    ]);
+    let plain = |name: &str, world: u32, arguments: &[&str]| job(name, Program::Script("plain.py"), world, arguments);
+    scenarios.extend([
+        plain("well-plain", 4, &["--epochs=12"]),
+        plain("well-plain-late", 4, &["--epochs=8", "--start-seconds=3"]),
+        plain("well-plain-validates", 3, &["--epochs=3", "--validate-seconds=3"]),
+        job("well-pipeline", Program::Script("pipeline.py"), 8, &["--stages=4", "--replicas=2", "--steps=60"]),
+        job("well-native", Program::Native, 4, &["none", "0", "300", "2"]),
+        job("well-gloo", Program::Torch("ddp_gloo.py"), 3, &["--steps=60"]),
+        job("well-heat", Program::Mpi, 4, &["none", "0", "300"]),
+        job("well-farm", Program::Mpi4py("farm.py"), 3, &["--rounds=200"]),
+        // Longer than the timeout, so there is an incident, which says what goes on and is resolved by itself.
+        plain("slow-validates", 4, &["--epochs=2", "--validate-seconds=9"])
+            .passes(&["long_step", "missing_rank"], &[0]),
+        plain("slow-saves", 4, &["--epochs=2", "--save-seconds=9"]).passes(&["long_step"], &[0]),
+        plain("slow-compiles", 4, &["--epochs=3", "--compile-seconds=9"]).passes(&["compile"], &[1]),
+        plain("slow-starts", 4, &["--epochs=6", "--start-seconds=10"])
+            .passes(&["comm_init", "missing_rank", "long_step"], &[3]),
+        hybrid("slow-evaluates", 1, 1, 4)
+            .option("--steps=6")
+            .option("--evaluate-seconds=8")
+            .passes(&["missing_rank", "long_step"], &[0]),
     ]);
     scenarios
 }

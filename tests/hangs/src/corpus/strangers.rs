@@ -2,7 +2,7 @@
 
 use crate::{
     program::{Program, can_freeze},
-    scenario::{Scenario, job},
+    scenario::{Scenario, hybrid, job},
 };
 
 const PLAIN: Program = Program::Script("plain.py");
@@ -45,7 +45,8 @@ const TROUBLES: &[(&str, &[&str])] = &[
     ("spins_on_flag", BUSY),
     ("recursion", BUSY),
     ("finalizer", MISSING),
-    ("out_of_time", DEAD),
+    // On a busy machine its time is up only after the timeout.
+    ("out_of_time", &["process_dead", "missing_rank"]),
     ("out_of_memory", DEAD),
     ("aborts", DEAD),
     ("frozen", &["process_stopped", "d_state"]),
@@ -82,19 +83,24 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("other-root", 4, &["--trouble=other_root@3"]).is(&["op_mismatch"], &[3]),
         plain("no-loss", 4, &["--trouble=no_loss@2"]).is(&["op_mismatch", "missing_rank"], &[2]),
         plain("extra-barrier", 4, &["--trouble=extra_barrier@0"]).is(&["op_mismatch", "missing_rank"], &[0]),
+        plain("one-more-epoch", 4, &["--epochs=3", "--trouble=one_more_epoch@2"]).is(&["missing_rank"], &[2]),
+        plain("wants-lock", 4, &["--trouble=keeps_lock@0", "--trouble=wants_lock@3"])
+            .is(&["storage_io", "host_lock"], &[3]),
+        // Nobody differs: what all wait for is outside of the job.
+        plain("all-ask-a-server", 4, &["--trouble=silent_server@0+1+2+3"]).is(&["unknown"], &[]),
+        hybrid("plain-all-read", 1, 1, 4).fault("fifo@0+1+2+3:load").is(&["data_loader", "storage_io"], &[]),
         plain("two-reasons", 8, &["--trouble=silent_server@1", "--trouble=starved_executor@6"])
             .is(&["host_lock", "missing_rank"], &[1, 6]),
         pipeline("blocking-sends", 4, 1, &["--blocking-sends"]).is(&["p2p_cycle"], &[2, 3]),
-        pipeline("swap", 4, 1, &["--spoil=swap@1"]).is(&["p2p_cycle", "p2p_unmatched", "order_mismatch"], &[1]),
         pipeline("lost-send", 4, 1, &["--spoil=lost_send@2"]).is(&["p2p_unmatched"], &[2]),
-        pipeline("extra-recv", 4, 2, &["--spoil=extra_recv@5"]).is(&["p2p_unmatched"], &[5]),
+        pipeline("extra-recv", 4, 2, &["--spoil=extra_recv@5"]).is(&["p2p_unmatched", "p2p_cycle"], &[5]),
         pipeline("wrong-peer", 4, 1, &["--spoil=wrong_peer@1"]).is(&["p2p_unmatched", "p2p_cycle"], &[1]),
         pipeline("small", 3, 1, &["--spoil=small@1"]).is(&["size_mismatch"], &[1]),
         pipeline("one-less", 4, 2, &["--spoil=one_less@6"])
             .is(&["p2p_unmatched", "missing_rank", "order_mismatch"], &[6]),
         pipeline("stuck", 4, 2, &["--spoil=stuck@3"]).is(MISSING, &[3]),
         pipeline("no-clip", 2, 4, &["--spoil=no_clip@4"]).is(MISSING, &[4]),
-        pipeline("clip-first", 2, 4, &["--spoil=clip_first@3"]).is(&["order_mismatch"], &[3]),
+        pipeline("clip-first", 2, 4, &["--spoil=clip_first@3"]).is(&["order_mismatch", "missing_rank"], &[3]),
         native("mutex", 4, 1).is(&["host_lock"], &[1]),
         native("cond", 4, 2).is(LOCK, &[2]),
         native("read", 2, 1).is(IO, &[1]),
@@ -113,7 +119,8 @@ pub fn scenarios() -> Vec<Scenario> {
         native("segv", 4, 0).is(DEAD, &[0]),
         native("exits", 4, 3).is(DEAD, &[3]),
         native("stop", 4, 2).is(&["process_stopped"], &[2]),
-        native("no_reduce", 4, 2).option("100000").option("2").is(MISSING, &[2]),
+        // The sums are wrong from there on, and at the end one is missing.
+        native("no_reduce", 4, 2).option("150").option("2").is(&["missing_rank", "process_dead", "teardown"], &[2]),
     ]);
     scenarios
 }
