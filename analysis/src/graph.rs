@@ -288,7 +288,7 @@ impl<'w, 'a> Builder<'w, 'a> {
                     continue;
                 }
                 if recv && peer < 0 {
-                    self.from_anybody(node, comm, view);
+                    self.until_anybody_sends(node, comm, view);
                     continue;
                 }
                 let Some(other) = comms[comm].view_of(peer) else {
@@ -315,7 +315,7 @@ impl<'w, 'a> Builder<'w, 'a> {
     }
 
     /// Who receives from any rank waits for all that do not send to it: as long as one of them may still come, it is that one's turn.
-    fn from_anybody(&mut self, node: Node, comm: usize, view: usize) {
+    fn until_anybody_sends(&mut self, node: Node, comm: usize, view: usize) {
         let content = &self.comms[comm];
         let Some(own) = content.member(view).map(|member| member.comm_rank) else { return };
         for member in content.members.iter().filter(|member| member.view != view).take(MOST_SENDERS) {
