@@ -1,4 +1,5 @@
-//! `/metrics`: the Prometheus text format. Only what is measured is there.
+//! `/metrics`: the Prometheus text format. Only what is measured is there: of the original tool's names, `XPU_TIMER_COMMON_GC_COUNT` and
+//! `XPU_TIMER_COMMON_DATA_LOADER_COUNT` are not, because they count calls of Python functions, which nothing traces here.
 //!
 //! The names in capitals, their labels and their levels are those of the original tool, whose dashboards and whose judge in
 //! DLRover's master read them; `xpu_timer_*` are ours. The kernel metrics come from the ranks' rings ([`sampler`]), at no cost for

@@ -355,6 +355,25 @@ A call of the runtime counts as the kernel that it launches.
 ";
 
 const TAIL: &str = "
+## Other vendors, MPI and gloo
+
+The runtime that a process has loaded decides the vendor, never the name of a function: `mccl*` is MetaX and Moore Threads, `nccl*` NCCL and RCCL.
+
+| vendor | what is seen | tested on |
+|---|---|---|
+| NVIDIA | launches, graphs, collectives, matrix products, copies | the simulated device, real PyTorch on it |
+| AMD, MetaX | the same through HIP and MACA | libraries of these names, made from one source |
+| Moore Threads | collectives of MCCL, without times: they never pend | as above |
+| Huawei Ascend | collectives of HCCL and their communicators, without times | a library of its public header's functions |
+| Cambricon | all_reduce, reduce_scatter and broadcast of CNCL, without times | as above |
+
+A collective without times cannot be seen hanging by itself; when its job is idle, the counts in each communicator tell which rank is behind.
+
+| host library | what is seen | not |
+|---|---|---|
+| Open MPI, MPICH | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, communicators, sessions | `MPI_Put` and its kin, partitioned messages, `MPI_Comm_idup` (waiting for it is seen); MPI linked statically |
+| gloo in PyTorch | collectives, messages, groups and their making, and waiting in the store, the main thread's only where others may rightly wait | stores other than TCPStore before there is a group |
+
 ## What is not seen, and where that is said
 
 The flight record of every dump lists each function that the hook knows with its layer, its calls, and the reason when it is not hooked
@@ -362,7 +381,7 @@ The flight record of every dump lists each function that the hook knows with its
 a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen.
 
 - A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches.
-- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves, and in gloo. Where such a
+- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves. Where such a
   function begins with `endbr64`, a uprobe may be put on it afterwards. On others it breaks the function, because the kernel runs the
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
   function left alone; a debugger's breakpoint may come later on any.

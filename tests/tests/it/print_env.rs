@@ -3,7 +3,7 @@
 use std::fs;
 
 use serde_json::{Value, json};
-use xpu_timer_tests::{Job, Output, PATIENCE, Process, artifacts, compile_c};
+use xpu_timer_tests::{Job, Output, PATIENCE, Process, artifacts, compile_c, wait_until};
 
 fn run(job: &Job, arguments: &[&str]) -> Output {
     Process::spawn(job.command(artifacts().bin("xpu_timer_print_env")).args(arguments)).wait(PATIENCE)
@@ -105,6 +105,12 @@ fn a_program_is_looked_at_and_not_run() {
     assert!(report["target"]["title"].as_str().unwrap().contains("(a script for "), "{report}");
     assert!(report["target"]["title"].as_str().unwrap().contains("/bash)"), "{report}");
 
+    let mpi = compile_c(&job.dir, "libmpi.so.40", "int MPI_Barrier(void *comm) { return 0; }", &["-shared", "-fPIC"]);
+    let own = compile_c(&job.dir, "own", &source, &["-Wl,--no-as-needed", &mpi.display().to_string()]);
+    let report = show_json(&job, &[&own.display().to_string()], 0);
+    let library = &report["target"]["libraries"][0];
+    assert_eq!((&library["layer"], &library["functions"]), (&json!("host"), &json!(["MPI_Barrier"])), "{report}");
+
     let alone = compile_c(&job.dir, "alone", &source, &["-static"]);
     let output = run(&job, &[&alone.display().to_string()]);
     assert_eq!(output.code(), 1);
@@ -119,6 +125,14 @@ fn what_cannot_be_shown_is_said_in_a_line() {
     let output = run(&job, &["--pid", &plain.pid().to_string()]);
     assert_eq!(output.code(), 1);
     assert!(output.stdout.contains("it was not started under xpu_timer_launch"), "{}", output.stdout);
+    // It ends at once, and nobody waits for it.
+    let mut ended = std::process::Command::new("true").spawn().expect("a process");
+    let state = || fs::read_to_string(format!("/proc/{}/stat", ended.id())).is_ok_and(|stat| stat.contains(") Z "));
+    wait_until(PATIENCE, "the process has ended", state);
+    let output = run(&job, &["--pid", &ended.id().to_string()]);
+    assert_eq!((output.code(), output.stdout.as_str()), (1, ""));
+    assert!(output.stderr.contains("has ended; its parent has not taken notice yet"), "{}", output.stderr);
+    ended.wait().expect("its end");
     for (arguments, code, words) in [
         (&["--pid", "4194304"][..], 1, "there is no process 4194304"),
         (&["no_such_program"], 1, "no_such_program is not on the PATH"),

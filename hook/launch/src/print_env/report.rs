@@ -246,7 +246,7 @@ impl Hooked {
             Ok(exports) => exports,
             Err(error) => return self.notes.push(format!("the hook cannot be read: {error:#}")),
         };
-        for layer in Layer::ALL {
+        for layer in Layer::ALL.into_iter().chain([Layer::Mpi]) {
             for library in libraries.iter().filter(|library| belongs(library, layer, self.family)) {
                 let functions = symbols::exported(&library.file).map_err(|error| format!("{error:#}"));
                 let functions = functions.map(|names| names.intersection(&exports).cloned().collect());
@@ -259,8 +259,7 @@ impl Hooked {
         }
         let names: BTreeSet<&str> = libraries.iter().map(|library| library.name.as_str()).collect();
         if names.iter().any(|name| name.starts_with("libtorch_cpu.so")) {
-            self.notes
-                .push("gloo lies inside libtorch_cpu.so: its calls are seen by inline hooks, not by symbol".into());
+            self.notes.push("gloo lies inside libtorch_cpu.so: its methods are seen by their symbols".into());
         }
     }
 }

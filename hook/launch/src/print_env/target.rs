@@ -2,7 +2,7 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    fs,
+    fs, io,
     os::unix::{ffi::OsStrExt, fs::MetadataExt},
     path::{Path, PathBuf},
 };
@@ -83,8 +83,18 @@ fn process(pid: i32) -> Result<Process> {
     if !folder.exists() {
         bail!("there is no process {pid}");
     }
-    let read =
-        |name: &str| fs::read(folder.join(name)).with_context(|| format!("process {pid}: its {name} cannot be read"));
+    let read = |name: &str| {
+        fs::read(folder.join(name))
+            .with_context(|| format!("process {pid}: its {name} cannot be read, which only its user and root may"))
+    };
+    // What has ended, and what is a part of the kernel, has neither arguments nor memory.
+    match state(&folder) {
+        Some('Z' | 'X') => bail!("process {pid} has ended; its parent has not taken notice yet"),
+        Some(_) if fs::read_link(folder.join("exe")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) => {
+            bail!("process {pid} is a part of the kernel")
+        }
+        _ => {}
+    }
     let command: Vec<u8> = read("cmdline")?
         .strip_suffix(b"\0")
         .unwrap_or_default()
@@ -102,6 +112,12 @@ fn process(pid: i32) -> Result<Process> {
     mapped.dedup();
     let environ = read("environ")?;
     Ok(Process { pid, command: String::from_utf8_lossy(&command).into_owned(), mapped, environ })
+}
+
+/// The letter behind the name in `/proc/PID/stat`.
+fn state(folder: &Path) -> Option<char> {
+    let stat = fs::read_to_string(folder.join("stat")).ok()?;
+    stat.rsplit_once(") ")?.1.chars().next()
 }
 
 fn program(words: &[OsString]) -> Result<Program> {
