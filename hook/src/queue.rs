@@ -1,5 +1,5 @@
-//! A bounded queue of words without locks, for several writers and readers: slot numbers on their way to the watcher, and
-//! spare events on their way to the launching threads.
+//! A bounded queue of words without locks, for several writers and readers: the spare events of a context, for threads that have
+//! none of their own in [`crate::handoff`].
 //!
 //! Every cell carries a lap counter that says whose turn it is, so a full queue refuses and an empty one answers nothing; neither waits.
 
