@@ -1,20 +1,20 @@
 //! How a function leaves, read from its code: the way to the caller where no table tells it.
 //!
-//! A frame that is not a leaf goes on at its return address. When the instructions there do nothing but put back registers
-//! and return, they say exactly where the caller is. Trampolines, thunks and the `main` that some compilers make are such code. Anything
-//! else is not guessed.
+//! When the instructions that come next do nothing but compute, put back registers and return, they say exactly where the caller is.
+//! Trampolines, thunks, the `main` that some compilers make and functions around one system call, as Go has them, are such code.
+//! Anything else is not guessed.
 
 use crate::registers::{FRAME_POINTER, PC, Registers, STACK_POINTER};
 
 /// Bytes of code that are looked at.
-pub(crate) const LENGTH: usize = 32;
+pub(crate) const LENGTH: usize = 64;
 /// Bytes before a return address that a call may take.
 pub(crate) const CALL: usize = 7;
 
 /// DWARF numbers of the registers, in the processor's own order.
 const NUMBERS: [usize; 16] = [0, 2, 1, 3, 7, 6, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15];
 
-/// The registers of the caller, when the code at a return address just leaves.
+/// The registers of the caller, when the code that comes next just leaves.
 pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Option<u64>) -> Option<Registers> {
     let mut caller = registers.preserved();
     let mut sp = registers.sp();
@@ -54,11 +54,73 @@ pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Op
                 sp = frame.checked_add(8)?;
                 rest
             }
-            // xor %eax, %eax: the result; nop; vzeroupper
-            [0x31, 0xc0, rest @ ..] | [0x90, rest @ ..] | [0xc5, 0xf8, 0x77, rest @ ..] => rest,
-            _ => return None,
+            // vzeroupper
+            [0xc5, 0xf8, 0x77, rest @ ..] => rest,
+            other => &other[plain(other)?..],
         };
     }
+}
+
+/// The length of an instruction that only computes: it leaves the stack pointer and the frame pointer alone, and goes on at the
+/// next one, or may do so. Whichever way a branch goes, the function leaves with the same stack.
+fn plain(code: &[u8]) -> Option<usize> {
+    let (rex, start) = match *code.first()? {
+        rex @ 0x40..=0x4f => (rex, 1),
+        _ => (0, 0),
+    };
+    let (opcode, operand) = (*code.get(start)?, code.get(start + 1).copied());
+    let wide = rex & 8 != 0;
+    // The bytes of an operand in memory, and the register that is named instead, if it is one.
+    let operand = || -> Option<(usize, Option<u8>)> {
+        let operand = operand?;
+        let (mode, base) = (operand >> 6, operand & 7);
+        let index = usize::from(mode != 3 && base == 4);
+        let absolute = mode == 0 && (base == 5 || (index == 1 && code.get(start + 2)? & 7 == 5));
+        let displacement = match mode {
+            1 => 1,
+            2 => 4,
+            _ if absolute => 4,
+            _ => 0,
+        };
+        Some((1 + index + displacement, (mode == 3).then_some(base | (rex & 1) << 3)))
+    };
+    let middle = || Some(code.get(start + 1)? >> 3 & 7);
+    let kept = |register: Option<u8>| register.is_none_or(|register| !matches!(register, 4 | 5));
+    let length = match opcode {
+        // nop; the branches that are short
+        0x90 => 0,
+        0x70..=0x7f => 1,
+        // mov $imm, register
+        0xb8..=0xbf if kept(Some((opcode & 7) | (rex & 1) << 3)) => {
+            if wide {
+                8
+            } else {
+                4
+            }
+        }
+        // add, or, and, sub, xor, mov: register into operand
+        0x01 | 0x09 | 0x21 | 0x29 | 0x31 | 0x89 => operand().filter(|(_, register)| kept(*register))?.0,
+        // the same the other way round; lea, movslq
+        0x03 | 0x0b | 0x23 | 0x2b | 0x33 | 0x8b | 0x8d | 0x63 if kept(Some(middle()? | (rex & 4) << 1)) => operand()?.0,
+        // cmp and test change nothing
+        0x39 | 0x3b | 0x85 => operand()?.0,
+        0x3d => 4,
+        // those with a number: all but adc and sbb, which nobody leaves with
+        0x81 | 0x83 if !matches!(middle()?, 2 | 3) => {
+            let (length, register) = operand()?;
+            let number = if opcode == 0x81 { 4 } else { 1 };
+            if middle()? != 7 && !kept(register) {
+                return None;
+            }
+            length + number
+        }
+        0xc7 if middle()? == 0 => operand().filter(|(_, register)| kept(*register))?.0 + 4,
+        // not, neg
+        0xf7 if matches!(middle()?, 2 | 3) => operand().filter(|(_, register)| kept(*register))?.0,
+        _ => return None,
+    };
+    let length = start + 1 + length;
+    (length <= code.len()).then_some(length)
 }
 
 /// Whether the bytes before a return address end with a call.
@@ -101,6 +163,47 @@ mod tests {
     }
 
     #[test]
+    fn instructions_that_only_compute() {
+        for code in [
+            &[0x90][..],
+            // add %r8,%rax; mov %eax,0x28(%rsp); mov (%rip+…),%rcx; cmp $-4095,%rax; jbe; neg %rax; mov $-1,%rax; xor %ebx,%ebx
+            &[0x4c, 0x01, 0xc0],
+            &[0x89, 0x44, 0x24, 0x28],
+            &[0x48, 0x8b, 0x0d, 1, 2, 3, 4],
+            &[0x48, 0x3d, 0x01, 0xf0, 0xff, 0xff],
+            &[0x76, 0x0a],
+            &[0x48, 0xf7, 0xd8],
+            &[0x48, 0xc7, 0xc0, 0xff, 0xff, 0xff, 0xff],
+            &[0x31, 0xdb],
+            &[0xb8, 1, 0, 0, 0],
+            &[0x48, 0xb8, 1, 2, 3, 4, 5, 6, 7, 8],
+            &[0x48, 0x83, 0xf8, 0x01],
+            &[0x48, 0x63, 0xd0],
+            &[0x8b, 0x04, 0x25, 1, 2, 3, 4],
+        ] {
+            let followed = [code, &[0xc3]].concat();
+            assert_eq!(plain(&followed), Some(code.len()), "{code:x?}");
+            assert_eq!(plain(&code[..code.len() - 1]).filter(|length| *length >= code.len()), None, "{code:x?} cut");
+        }
+        // push; call; jmp; mov %rsp,%rbp; mov $1,%ebp; sub $8,%rsp; lea 8(%rsp),%rsp; xchg
+        for code in [
+            &[0x55][..],
+            &[0xe8, 0, 0, 0, 0],
+            &[0xeb, 0],
+            &[0x48, 0x89, 0xe5],
+            &[0xbd, 1, 0, 0, 0],
+            &[0x48, 0x83, 0xec, 0x08],
+            &[0x48, 0x8d, 0x64, 0x24, 0x08],
+            &[0x48, 0x94],
+        ] {
+            assert_eq!(plain(code), None, "{code:x?}");
+        }
+        // r12 and r13 share their lower bits with the stack pointer and the frame pointer.
+        assert_eq!(plain(&[0x41, 0xbd, 1, 0, 0, 0]), Some(6));
+        assert_eq!(plain(&[0x49, 0x89, 0xc4]), Some(3));
+    }
+
+    #[test]
     fn code_that_leaves() {
         for (code, sp) in [
             (&[0xc3][..], 0x1000),
@@ -129,7 +232,7 @@ mod tests {
             &[0x5c, 0xc3],
             &[0x48, 0x83, 0xc4, 0xf8, 0xc3],
             &[0xe8, 0, 0, 0, 0, 0xc3],
-            &[0x74, 2, 0xc3],
+            &[0x0f, 0x84, 2, 0, 0, 0, 0xc3],
             &[0x5d],
             &[0xcc],
         ];

@@ -182,8 +182,7 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     }
     let mut caller = registers.preserved();
     let sp = registers.sp();
-    if !frame.exact
-        && let Some(code) = space.instructions(frame.pc, epilogue::LENGTH)
+    if let Some(code) = space.instructions(frame.pc, epilogue::LENGTH)
         && let Some(caller) = epilogue::leave(&code, registers, |address| memory.number(address, 8))
         && space.is_executable(caller.pc())
         && let Some(before) = space.instructions(caller.pc().wrapping_sub(epilogue::CALL as u64), epilogue::CALL)

@@ -6,6 +6,7 @@ mod eintr;
 mod hard;
 mod lines;
 mod native;
+mod odd;
 mod python;
 mod python_churn;
 mod python_kinds;

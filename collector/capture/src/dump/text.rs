@@ -269,7 +269,12 @@ fn count(number: usize, what: &str) -> String {
 
 /// What a process calls itself may hold anything, also sequences that command a terminal.
 fn clean(text: &str) -> String {
-    text.chars().map(|character| if character.is_control() { ' ' } else { character }).collect()
+    // The latter turn the direction of what follows around.
+    let commands = |character: char| {
+        character.is_control()
+            || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+    };
+    text.chars().map(|character| if commands(character) { ' ' } else { character }).collect()
 }
 
 #[cfg(test)]
