@@ -328,6 +328,9 @@ impl<'w, 'a> Builder<'w, 'a> {
 
     fn inits(&mut self) {
         let comms = self.comms;
+        let creating = |member: &&Member<'_>| member.initializing;
+        let creates: BTreeSet<usize> =
+            comms.iter().flat_map(|comm| comm.members.iter().filter(creating)).map(|member| member.view).collect();
         for (comm, content) in comms.iter().enumerate() {
             let initializing: Vec<usize> =
                 content.members.iter().filter(|member| member.initializing).map(|member| member.view).collect();
@@ -344,7 +347,10 @@ impl<'w, 'a> Builder<'w, 'a> {
             }
             for &view in &content.silent {
                 // One that stands in the store, which comes before the creation, waits for the others as well.
-                if self.world.views[view].host.doing.activity == Activity::CommInit && !self.world.views[view].halted()
+                // One that creates another communicator waits in that one.
+                if self.world.views[view].host.doing.activity == Activity::CommInit
+                    && !self.world.views[view].halted()
+                    && !creates.contains(&view)
                 {
                     self.edge(Node::Host(view), node);
                     self.wait(node, view);

@@ -39,7 +39,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         });
     }
     if let Suspect::Cycle(events) = suspect {
-        return ahead(case, events);
+        return apart(case, events).or_else(|| ahead(case, events));
     }
     let view = case.host(suspect)?;
     let event = case.main_event(suspect);
@@ -71,7 +71,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     } else {
         format!("has not joined the communicator; it is{}", or_unknown(case.place(view)))
     };
-    let confidence = if returned || by_stacks { Confidence::Medium } else { case.host_confidence(suspect) };
+    // A process that computes and has no communicator at all has only just begun.
+    let starts = content.host.moved.is_some_and(|moved| moved.any())
+        && content.flight.is_none_or(|flight| flight.communicators.is_empty());
+    let says = if starts { format!("{says}; it moves, so it is probably still starting") } else { says };
+    let confidence = match () {
+        () if starts => Confidence::Low,
+        () if returned || by_stacks => Confidence::Medium,
+        () => case.host_confidence(suspect),
+    };
     let rank = content.rank;
     let inside = |event| {
         line(format!("{} in {}; rank {rank} is not", case.waiters_text(event), case.describe(event)), vec![rank])
@@ -79,6 +87,39 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
     evidence.extend(case.standing(view));
     Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
+}
+
+/// Ranks create a communicator of the same size by different unique ids, so that none of them is ever complete.
+fn apart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let size = |event: &Event| match *event {
+        Event::Init { comm } => Some(case.comms[comm].size),
+        _ => None,
+    };
+    let first = size(events.first()?)?;
+    if events.len() < 2 || events.iter().any(|event| size(event) != Some(first)) {
+        return None;
+    }
+    let count = |event: &Event| case.graph.waiters_of(*event).len();
+    let (most, largest) = (events.iter().map(count).max()?, events.iter().max_by_key(|event| count(event))?);
+    let certain = events.iter().filter(|event| count(event) == most).count() == 1;
+    let odd = events.iter().filter(|event| !certain || *event != largest);
+    let culprits: Vec<usize> = odd.flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
+    let each: Vec<String> =
+        events.iter().map(|event| format!("{} in {}", case.waiters_text(*event), case.describe(*event))).collect();
+    let sentence = format!(
+        "The ranks create communicators of {first} ranks that none of them can complete, because they have different unique ids: {}; an id of an earlier attempt may have been left in the store.",
+        each.join(", ")
+    );
+    let mut evidence: Vec<_> = events
+        .iter()
+        .zip(&each)
+        .map(|(event, text)| line(text, case.world.ranks(case.graph.waiters_of(*event).iter().copied())))
+        .collect();
+    for &view in culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let confidence = if certain { Confidence::Medium } else { Confidence::Low };
+    Some(Finding { culprits, says: Says::Whole(sentence), confidence, evidence })
 }
 
 /// Ranks that use the communicator already wait for those that are still in its creation, who wait for them: the creation of the

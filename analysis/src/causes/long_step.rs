@@ -2,7 +2,8 @@
 //!
 //! Between the samples the rank's bytes flow, or its own Python code went on to another line: an evaluation, a checkpoint or a
 //! preprocessing that takes longer than the timeout. A processor that is busy at one and the same line proves nothing, because an
-//! endless loop is busy as well. Never high confidence.
+//! endless loop is busy as well. The same of a device that is far behind its host: something in the streams that are waited for began
+//! or completed between the samples. Never high confidence.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
 use crate::{graph::Suspect, verdict::Activity};
@@ -10,6 +11,9 @@ use crate::{graph::Suspect, verdict::Activity};
 pub(super) const RULE: Rule = Rule { cause: Cause::LongStep, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Device { view, .. } = suspect {
+        return slow_device(case, *view);
+    }
     let view = case.host(suspect)?;
     let content = case.view(view);
     let moved = content.host.moved.filter(|moved| moved.io || moved.own_frame)?;
@@ -22,6 +26,33 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding {
         culprits: vec![view],
         says: Says::Rank(format!("is busy{}: {how}, so this is probably a long step and not a hang", case.place(view))),
+        confidence: Confidence::Medium,
+        evidence,
+    })
+}
+
+/// What stands in the stream is behind, and the stream goes on: it completed something since the first sample.
+fn slow_device(case: &Case<'_>, view: usize) -> Option<Finding> {
+    let content = case.view(view);
+    let read_ns = content.flight?.read_ns;
+    let recent = |ns: u64| ns != 0 && read_ns.saturating_sub(ns) < case.evidence.sample_interval_ns;
+    let streams: Vec<u64> = content.pending().map(|operation| operation.stream).collect();
+    let went_on = content
+        .operations()
+        .filter(|operation| streams.contains(&operation.stream))
+        .any(|operation| recent(operation.completed_ns) || recent(operation.started_ns));
+    if !went_on {
+        return None;
+    }
+    let rank = content.rank;
+    let mut evidence = vec![line(format!("rank {rank}: its device went on between the samples"), vec![rank])];
+    evidence.extend(case.standing(view));
+    Some(Finding {
+        culprits: vec![view],
+        says: Says::Rank(format!(
+            "is slow on its device, which is behind its host and goes on, so this is probably not a hang; its host is{}",
+            case.place(view)
+        )),
         confidence: Confidence::Medium,
         evidence,
     })

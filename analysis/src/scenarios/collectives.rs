@@ -255,3 +255,15 @@ fn aborted_communicators_do_not_wait() {
     assert_eq!(job.judge().culprits, [0; 0]);
     assert_ne!(job.judge().cause, Cause::NetworkStall);
 }
+
+#[test]
+fn one_rank_has_the_unique_id_of_another_attempt() {
+    let mut job = Job::new(4);
+    for rank in [0, 2, 3] {
+        job.creates(0x2b46, 4, rank, rank as i32);
+    }
+    job.creates(0x18fd, 4, 1, 1);
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[1], Confidence::Medium);
+    assert!(verdict.sentence.contains("rank 1 in the creation of communicator 0x18fd"), "{}", verdict.sentence);
+}

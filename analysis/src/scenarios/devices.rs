@@ -120,3 +120,20 @@ fn a_dump_on_demand_of_a_young_hang_is_a_hang() {
     job.trigger(TriggerKind::Manual);
     expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Medium);
 }
+
+#[test]
+fn a_device_that_is_behind_and_goes_on_is_slow() {
+    let slow = |completed_ago: u64| {
+        let mut job = Job::with_world(4, 30);
+        for rank in [0, 1, 3] {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+        job.queue(0x77, 2, Op::AllReduce);
+        let read_ns = job.flight(2).read_ns;
+        let done = job.flight(2).operations.iter_mut().rev().nth(1).expect("it has completed some");
+        (done.stream, done.completed_ns) = (0x10, read_ns - completed_ago);
+        job.judge()
+    };
+    expect(&slow(SECOND), Cause::LongStep, &[2], Confidence::Medium);
+    expect(&slow(20 * SECOND), Cause::KernelHang, &[2], Confidence::High);
+}

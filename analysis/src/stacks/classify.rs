@@ -174,6 +174,17 @@ pub(super) fn waits_for_child(native: &PstackStacktrace) -> bool {
         || thread.syscall().is_some_and(|number| words::CHILD_SYSCALLS.contains(&number))
 }
 
+/// Whether a thread waits for what another machine or process sends.
+pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
+    let thread = Thread { native: Some(native), python: None };
+    thread.leaves().any(|function| words::NETWORK_NATIVE.contains(&plain(function)))
+}
+
+/// Whether a thread stands in a queue or pipe of Python's own.
+pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
+    frames.iter().take(5).any(|frame| words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
+}
+
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
@@ -216,7 +227,7 @@ fn bare(function: &str) -> &str {
 
 /// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
 /// `clock_nanosleep`, `read@plt` is `read`.
-fn plain(function: &str) -> &str {
+pub(super) fn plain(function: &str) -> &str {
     let name = function.split(['@', '(']).next().unwrap_or(function);
     let name = name.trim_start_matches("__GI_").trim_start_matches('_');
     let name = name.strip_prefix("libc_").unwrap_or(name);

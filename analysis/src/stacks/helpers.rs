@@ -6,7 +6,7 @@ use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyStacktrace, S
 
 use super::{
     Sample,
-    classify::{classify, shown, waits_for_child},
+    classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
     location::{own_frame, own_native_place},
     main_threads, named, of_process, samples, short, words,
 };
@@ -69,12 +69,26 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     if last.process_state.starts_with(['Z', 'X', 'x']) {
         return Some(StuckHelper { who, place: "is dead".to_owned() });
     }
-    if last.process_state.starts_with(['T', 't']) {
+    // A tracer that is seen but once is the capture itself.
+    let traced = child.samples.iter().all(|sample| sample.process_state.starts_with('t')) && child.samples.len() > 1;
+    if last.process_state.starts_with('T') || traced {
         return Some(StuckHelper { who, place: "is stopped".to_owned() });
     }
     let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
-    let (_, place) = stuck_thread(first, of_process(last), 0)?;
+    let last = of_process(last);
+    let (_, place) = stuck_thread(first, last, 0).or_else(|| waiting_thread(first, last))?;
     Some(StuckHelper { who, place })
+}
+
+/// A thread of a worker in whose own code it waits for another machine; not for its batches or its orders, which come through queues.
+fn waiting_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
+    last.python.iter().filter(|thread| thread.os_thread_id != 0 && !in_queue(&thread.frames)).find_map(|python| {
+        let of = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == python.os_thread_id).cloned();
+        let native = of(last).filter(waits_for_network)?;
+        let same = first.and_then(of).is_none_or(|before| before.context_switches == native.context_switches);
+        let place = own_frame(&python.frames).filter(|_| same).map(shown)?;
+        Some((python.thread_name.clone(), format!("waits for the network at {place}")))
+    })
 }
 
 /// A thread other than `not` that does input or output, in both samples without having run in between.

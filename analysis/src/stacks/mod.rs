@@ -254,6 +254,11 @@ fn contains_any(text: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| text.contains(part))
 }
 
+/// Whether a function of the C library moves bytes of a file.
+pub(crate) fn moves_bytes(function: &str) -> bool {
+    words::IO_NATIVE.contains(&classify::plain(function))
+}
+
 /// Whether a witness of [`Activity::Io`] waits for a lock on a file rather than for its bytes.
 pub(crate) fn is_file_lock(witness: &str) -> bool {
     words::FILE_LOCKS.contains(&witness)

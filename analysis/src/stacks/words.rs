@@ -199,6 +199,10 @@ pub(super) const IO_WCHAN: &[&str] = &[
     "submit_bio_wait",
 ];
 
+/// Functions of the C library that wait for what comes over a socket.
+pub(super) const NETWORK_NATIVE: &[&str] =
+    &["recv", "recvfrom", "recvmsg", "connect", "accept", "accept4", "poll", "ppoll", "select", "epoll_wait"];
+
 /// Functions of the C library that wait for a child process to end, and their system calls of x86-64.
 pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];
 pub(super) const CHILD_SYSCALLS: &[i64] = &[61, 247];
