@@ -7,6 +7,7 @@ use std::{
     net::{Ipv4Addr, TcpListener},
     path::{Path, PathBuf},
     process::Command,
+    sync::MutexGuard,
 };
 
 use serde_json::json;
@@ -50,6 +51,13 @@ fn forky() -> Option<Torch> {
             None
         }
     }
+}
+
+/// That of PyPI, which is linked with the libraries of a device; nothing asks for one.
+fn on_cpu() -> Option<(Torch, MutexGuard<'static, ()>)> {
+    let (torch, turn) = pypi()?;
+    let library_path = torch.library_path().expect("the libraries of stubs");
+    Some((Torch { python: torch.python(), root: None, library_path: Some(library_path) }, turn))
 }
 
 impl Torch {
@@ -240,13 +248,34 @@ fn forky_ranks_that_stay_away() {
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
     check_records(&incident, true);
-    expect(&torch, "monitored_barrier", "missing_rank", &["has not entered barrier"]);
+    stay_away_from_the_others(&torch);
     expect_of(&torch, 0, "init", "comm_init", &["has not joined the communicator", "ranks 1-3 wait in"]);
+}
+
+fn stay_away_from_the_others(torch: &Torch) {
+    for (fault, part) in [
+        ("broadcast", "has not entered broadcast"),
+        ("barrier", "has not entered barrier"),
+        ("all_gather_object", "has not entered all_gather"),
+        ("monitored_barrier", "has not entered barrier"),
+    ] {
+        expect(torch, fault, "missing_rank", &[part]);
+    }
 }
 
 #[test]
 fn torchrun_restarts_a_job_that_hung_and_was_ended() {
     let Some(torch) = forky() else { return };
+    restarts(&torch);
+}
+
+#[test]
+fn torchrun_of_pypi_restarts_a_job_that_hung_and_was_ended() {
+    let Some((torch, _turn)) = on_cpu() else { return };
+    restarts(&torch);
+}
+
+fn restarts(torch: &Torch) {
     let job = job().with("XPU_TIMER_HANG_KILL", "1").with("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1");
     let script = tree().join("tests/examples/torch_gloo.py").display().to_string();
     // Debian's torchrun cannot make the store that it prefers, because that needs libuv; a file does as well.
@@ -270,19 +299,10 @@ fn torchrun_restarts_a_job_that_hung_and_was_ended() {
 
 #[test]
 fn torch_of_pypi_on_gloo() {
-    let Some((torch, _turn)) = pypi() else { return };
-    let library_path = torch.library_path().expect("the libraries of stubs");
-    let torch = Torch { python: torch.python(), root: None, library_path: Some(library_path) };
+    let Some((torch, _turn)) = on_cpu() else { return };
     let (_job, incident) =
         expect(&torch, "all_reduce", "missing_rank", &["has not entered all_reduce", "ranks 0-1, 3 wait"]);
     check_records(&incident, true);
-    for (fault, part) in [
-        ("broadcast", "has not entered broadcast"),
-        ("barrier", "has not entered barrier"),
-        ("all_gather_object", "has not entered all_gather"),
-        ("monitored_barrier", "has not entered barrier"),
-    ] {
-        expect(&torch, fault, "missing_rank", &[part]);
-    }
+    stay_away_from_the_others(&torch);
     healthy(&torch);
 }
