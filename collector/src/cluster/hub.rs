@@ -235,6 +235,9 @@ impl Hub {
                 if !update.hangs {
                     self.held.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
                 }
+                if update.hangs {
+                    self.reopen(&update.incident, now);
+                }
                 if let Some(incident) = self.incidents.get_mut(&update.incident) {
                     incident.hangs(node, update.hangs, update.ended, now.mono_ns);
                 }

@@ -1,8 +1,9 @@
 //! The cluster role: several node collectors with fake hooks, one cluster collector, and everything that can happen between them.
 
-mod network;
+pub mod network;
 mod security;
 mod slow;
+mod trouble;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
 

@@ -228,10 +228,11 @@ fn a_timeline_path_that_cannot_be_written_is_replaced_and_named() {
 }
 
 /// A small file system, unmounted on drop.
-struct Tmpfs(std::path::PathBuf);
+pub struct Tmpfs(pub std::path::PathBuf);
 
 impl Tmpfs {
-    fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
+    /// `None`, after having said so, when this machine does not let us.
+    pub fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
         fs::create_dir(&path).expect("a folder");
         let mount =
             Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "none"]).arg(&path).output();

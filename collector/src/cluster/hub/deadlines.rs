@@ -1,6 +1,6 @@
 //! What time does: parts that do not come, hangs that are over, and what is forgotten.
 
-use std::time::Duration;
+use std::{path::Path, time::Duration};
 
 use tracing::{info, warn};
 use xpu_timer_proto::v1::{IncidentClosed, cluster_message::Message};
@@ -122,6 +122,33 @@ impl Hub {
         }
     }
 
+    /// A hang that begins again before its node knows that it was over is the same one: the node will not ask for another incident.
+    pub(super) fn reopen(&mut self, id: &str, now: Now) {
+        let Some(job) = self.incidents.get(id).map(|one| one.job.clone()) else { return };
+        let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
+        let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state == State::Resolved) else { return };
+        if is_open || self.nodes.job(&job).attempt != incident.attempt {
+            return;
+        }
+        info!("incident {id}: the job hangs again");
+        incident.state = State::Judged;
+        incident.quiet_since_ns = Some(now.mono_ns);
+        if let Some(folder) = incident.folder.clone() {
+            self.note_status(id, &folder, xpu_timer_analysis::Status::Open, None);
+        }
+    }
+
+    /// Writes into a verdict how its incident stands.
+    fn note_status(&self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
+        let changed = change_verdict(folder, |verdict| {
+            verdict.timing.status = status;
+            verdict.timing.resolved_at = at;
+        });
+        if let Err(error) = changed {
+            warn!("incident {id}: {}", chain(&error));
+        }
+    }
+
     pub(super) fn close(&mut self, id: &str, state: State, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         info!("incident {id}: {}", if state == State::Resolved { "resolved, the job goes on" } else { "ended" });
@@ -133,13 +160,7 @@ impl Hub {
                 State::Resolved => xpu_timer_analysis::Status::Resolved,
                 _ => xpu_timer_analysis::Status::Ended,
             };
-            let changed = change_verdict(&folder, |verdict| {
-                verdict.timing.status = status;
-                verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
-            });
-            if let Err(error) = changed {
-                warn!("incident {id}: {}", chain(&error));
-            }
+            self.note_status(id, &folder, status, Some(clock::rfc3339(now.unix_ns)));
         }
         for node in nodes {
             self.nodes.send(node, Message::Closed(IncidentClosed { incident: id.into() }), now.mono_ns);

@@ -18,7 +18,7 @@ use super::{
 };
 
 /// A bridge, the cluster's namespace and those of the nodes: 10.77.N.1 is the cluster, .2 and on are the nodes.
-struct Network {
+pub struct Network {
     prefix: String,
     subnet: u32,
     namespaces: Vec<String>,
@@ -39,7 +39,7 @@ fn tool(program: &str, arguments: &str) -> Result<(), String> {
 
 impl Network {
     /// `None`, after having said so, when this machine does not let us.
-    fn new(nodes: u32) -> Option<Self> {
+    pub fn new(nodes: u32) -> Option<Self> {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
         let number = COUNTER.fetch_add(1, Ordering::Relaxed);
         // Names of links have at most 15 characters.
@@ -75,11 +75,13 @@ impl Network {
         Ok(())
     }
 
-    fn namespace(&self, member: u32) -> String {
+    /// Name of a member's namespace.
+    pub fn namespace(&self, member: u32) -> String {
         format!("{}-{member}", self.prefix)
     }
 
-    fn address(&self, member: u32) -> String {
+    /// Address of a member.
+    pub fn address(&self, member: u32) -> String {
         format!("10.77.{}.{}", self.subnet, member + 1)
     }
 

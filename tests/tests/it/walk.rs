@@ -1,0 +1,154 @@
+//! The README's chapter about several nodes, word by word: its commands are taken out of the file and run in shells of their own, on
+//! three nodes and a head that are network namespaces.
+
+use std::{
+    fs,
+    os::unix::fs::{PermissionsExt, symlink},
+    path::{Path, PathBuf},
+    process::Command,
+};
+
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, python, skip, tree, wait_until};
+
+use crate::cluster::network::Network;
+
+/// The commands of the README's chapter, by the comment that stands above them.
+fn commands() -> Vec<(String, String)> {
+    let readme = fs::read_to_string(tree().join("README.md")).unwrap();
+    let chapter = readme.split("\n## Several nodes\n").nth(1).expect("the chapter");
+    let block = chapter.split("```").nth(1).expect("its commands");
+    let mut commands: Vec<(String, String)> = Vec::new();
+    for line in block.lines() {
+        match line.strip_prefix("# ") {
+            Some(comment) => commands.push((comment.into(), String::new())),
+            None => {
+                if let Some((_, text)) = commands.last_mut() {
+                    text.push_str(line);
+                    text.push('\n');
+                }
+            }
+        }
+    }
+    commands
+}
+
+fn under<'a>(commands: &'a [(String, String)], words: &str) -> &'a str {
+    let found = commands.iter().find(|(comment, _)| comment.contains(words));
+    &found.unwrap_or_else(|| panic!("the README has no command under {words:?}: {commands:#?}")).1
+}
+
+/// `head` means the head's address on every node.
+struct Names(Vec<PathBuf>);
+
+impl Names {
+    fn new(network: &Network, members: u32) -> std::io::Result<Self> {
+        let mut names = Names(Vec::new());
+        for member in 0..members {
+            let folder = Path::new("/etc/netns").join(network.namespace(member));
+            fs::create_dir_all(&folder)?;
+            names.0.push(folder.clone());
+            fs::write(folder.join("hosts"), format!("127.0.0.1 localhost\n{} head\n", network.address(0)))?;
+        }
+        Ok(names)
+    }
+}
+
+impl Drop for Names {
+    fn drop(&mut self) {
+        for folder in &self.0 {
+            // One that stays names a namespace that is gone.
+            let _ = fs::remove_dir_all(folder);
+        }
+    }
+}
+
+/// A shell of a person who has only built the programs: in a folder of the README's files, the programs in front of its PATH.
+fn shell(job: &Job, folder: &Path, text: &str) -> Command {
+    let mut command = job.command("bash");
+    let path = std::env::var("PATH").unwrap_or_default();
+    let programs = artifacts().bin("xpu_timer_launch");
+    let programs = programs.parent().expect("a folder").display();
+    command.env("PATH", format!("{}:{programs}:{path}", folder.join("bin").display()));
+    command.current_dir(folder).args(["-euc", text]);
+    command
+}
+
+#[test]
+fn three_nodes_as_the_readme_says() {
+    let Some(network) = Network::new(3) else { return };
+    let _names = match Names::new(&network, 4) {
+        Ok(names) => names,
+        Err(error) => {
+            return skip(&format!("/etc/netns cannot be written, so that no node knows the name head: {error}"));
+        }
+    };
+    if Command::new("openssl").arg("version").output().is_err() {
+        return skip("the README's certificate is made with openssl");
+    }
+    let commands = commands();
+    // The folder that they all see: the certificate and the token, the training program, the interpreter and torchrun.
+    let folder = tempfile::tempdir().unwrap();
+    let folder = folder.path();
+    for name in ["train.py", "cuda.py"] {
+        fs::copy(tree().join("tests/examples").join(name), folder.join(name)).unwrap();
+    }
+    fs::create_dir_all(folder.join("bin")).unwrap();
+    symlink(python(), folder.join("bin/python3")).unwrap();
+    fs::copy(tree().join("tests/tests/it/walk/torchrun"), folder.join("bin/torchrun")).unwrap();
+    fs::set_permissions(folder.join("bin/torchrun"), fs::Permissions::from_mode(0o755)).unwrap();
+
+    let head = Job::new().within(&network.namespace(0));
+    let collector = Process::spawn(&mut shell(&head, folder, under(&commands, "once, where the job's head runs")));
+    wait_until(PATIENCE, "the cluster collector listens", || collector.stderr().contains("listening on https://"));
+
+    let rendezvous = folder.join("rendezvous");
+    fs::create_dir(&rendezvous).unwrap();
+    let on_a_node = under(&commands, "on each of three nodes");
+    assert!(on_a_node.contains("--node-rank=N") && on_a_node.contains("--nproc-per-node=8"), "{on_a_node}");
+    let nodes: Vec<(Job, Process)> = (0..3u32)
+        .map(|number| {
+            let job = Job::new()
+                .within(&network.namespace(number + 1))
+                .with("POD_NAME", &format!("node-{number}"))
+                .with("XPU_EXAMPLE_RENDEZVOUS", rendezvous.to_str().expect("UTF-8"))
+                .with("XPU_SIM_FAULT", "stuck_kernel:rank=3,n=400");
+            // Two processes for each of two processors, not twelve.
+            let text =
+                on_a_node.replace("=N", &format!("={number}")).replace("--nproc-per-node=8", "--nproc-per-node=2");
+            let process = Process::spawn(&mut shell(&job, folder, &text));
+            (job, process)
+        })
+        .collect();
+    let head_log =
+        || format!("{}\n{}", collector.stderr(), nodes.iter().map(|(_, node)| node.stderr()).collect::<String>());
+    let start = std::time::Instant::now();
+    while head.finished_incidents().is_empty() {
+        assert!(start.elapsed() < 2 * PATIENCE, "there is no incident\n{}", head_log());
+        std::thread::sleep(std::time::Duration::from_millis(50));
+    }
+
+    // An on-call person, on one of the nodes.
+    let anywhere = under(&commands, "anywhere");
+    let variables = on_a_node.lines().find(|line| line.starts_with("export ")).expect("three variables");
+    let reader = Job::new().within(&network.namespace(2));
+    let say = |text: &str| {
+        let output = Process::spawn(&mut shell(&reader, folder, &format!("{variables}\n{text}"))).wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{text}: {output:?}");
+        output.stdout
+    };
+    let of = |words: &str| {
+        let line = anywhere.lines().find(|line| line.contains(words)).unwrap_or_else(|| panic!("{words}: {anywhere}"));
+        line.split(" #").next().expect("a command").trim().to_string()
+    };
+    let list = say(anywhere.lines().next().expect("the list"));
+    let id = list.split_whitespace().next().expect("an incident").to_string();
+    assert!(list.contains("kernel_hang") && list.lines().count() == 1, "{list}");
+    let shown = say(&of("show ID").replace("ID", &id));
+    assert!(shown.contains("culprits:    3") && shown.contains("6 ranks"), "{shown}");
+    let fetched = say(&of("fetch ID").replace("ID", &id));
+    let copy = folder.join(fetched.trim());
+    for name in ["report.html", "verdict.txt", "00005-00006.stacktrace", "py_stack.svg"] {
+        assert!(copy.join(name).exists(), "{name} is not in {}", copy.display());
+    }
+    drop(nodes);
+}
