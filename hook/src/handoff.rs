@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use crate::recorder::Slot;
 
 /// Spare events a lane keeps; more go to the pool of their context.
-const SPARE: usize = 512;
+const SPARE: usize = 1024;
 
 /// Of one lane. Processors fetch cache lines in pairs, hence the alignment.
 #[repr(align(128))]

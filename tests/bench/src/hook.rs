@@ -22,7 +22,7 @@ use crate::{
 #[derive(clap::Args)]
 pub struct Options {
     /// Rounds of a thread that each figure of a call is the median of
-    #[arg(long, default_value = "200")]
+    #[arg(long, default_value = "100")]
     rounds: usize,
     /// Starts of a process, with and without the hook
     #[arg(long, default_value = "200")]

@@ -2,8 +2,8 @@
  * which it does not, from several threads at once.
  *
  * A round of a thread counts when the thread was not switched out in it (getrusage says so) and when as many others as the machine has
- * processors for were calling at the same time: only then threads can get in each other's way at all. So the figures hold on a
- * machine that does other things beside, which makes the program take longer, not the calls. It ends when WANTED rounds have counted or
+ * processors for were calling at the same time: only then threads can get in each other's way at all. Where the system lets it, the
+ * program runs at a real-time priority. So the figures hold on a machine that does other things beside. It ends when WANTED rounds have counted or
  * SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line for each that counted:
  * nanoseconds a call, bare and hooked.
  *
@@ -140,8 +140,8 @@ static void *run(void *argument) {
             thread->rows[place][0] = (alone.to - alone.from) / calls;
             thread->rows[place][1] = (thread->hooked.to - thread->hooked.from) / calls;
         }
-        /* The watcher needs a moment to empty the ring, the longer the more there is in it: a full one would make the calls cheap. */
-        if (is("collective")) usleep(threads > 4 ? 2000 * threads : 8000);
+        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. */
+        if (is("collective")) usleep(30000);
         if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
             atomic_store(&ended, atomic_load(&counted) >= wanted || now() > deadline ? round + 1 : 0);
         pthread_barrier_wait(&line);
@@ -156,6 +156,11 @@ int main(int count, char **arguments) {
     if (threads < 1 || sched_getaffinity(0, sizeof processors, &processors) != 0) return 2;
     together = CPU_COUNT(&processors) < threads ? CPU_COUNT(&processors) : threads;
     deadline = now() + atof(arguments[5]) * 1e9;
+    /* The threads inherit it, the hook's own as well. */
+    if (!is("memory")) sched_setscheduler(0, SCHED_RR, &(struct sched_param){1});
+    /* The first call starts the hook, and calls of other threads meanwhile would go past it. */
+    if (is("launch")) cuLaunchKernel(&line, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+    usleep(100000);
     pthread_barrier_init(&line, NULL, threads);
     pthread_t ids[threads];
     work = calloc(threads, sizeof *work);
@@ -172,7 +177,7 @@ int main(int count, char **arguments) {
         printf("%ld\n", resident * sysconf(_SC_PAGESIZE));
         return 0;
     }
-    printf("total %lld %d\n", (long long)ended * threads * (WARM_UP + calls), (int)ended * threads);
+    printf("total %lld %d\n", (long long)ended * threads * (WARM_UP + calls) + is("launch"), (int)ended * threads);
     for (int row = 0; row < counted && row < wanted; row++) printf("%.2f %.2f\n", figures[row][0], figures[row][1]);
     return 0;
 }

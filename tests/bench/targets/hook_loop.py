@@ -17,6 +17,11 @@ KERNELS, BUCKETS, HOST_S, WARM_UP = 400, 4, 0.04, 5
 
 
 def main():
+    try:
+        # What else the machine does has to wait, for this job as for the one that it is compared with. All threads inherit it.
+        os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
+    except PermissionError:
+        pass
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda.set_device(int(os.environ["LOCAL_RANK"]))
     world = cuda.Communicator.create("world", rank, world_size)
