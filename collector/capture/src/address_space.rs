@@ -107,7 +107,7 @@ impl<'a> AddressSpace<'a> {
 
     /// What the process tells of the code that it made at run time; read when it is first asked for.
     pub fn perf_map(&self) -> &PerfMap {
-        self.perf_map.get_or_init(|| PerfMap::of(self.pid))
+        self.perf_map.get_or_init(|| self.images.perf_map(self.pid).unwrap_or_default())
     }
 
     /// The mappings of code that lies in files, ascending.

@@ -20,6 +20,7 @@ use crate::{
     from_memory::Headers,
     image::{Bytes, Image},
     memory,
+    perf_map::PerfMap,
     procfs::Mapping,
     target_files::{self, FileSystems, Source},
 };
@@ -57,6 +58,11 @@ pub(crate) struct Images {
 }
 
 impl Images {
+    /// What a process tells of the code that it made at run time; `None` when its `/tmp` does not answer.
+    pub fn perf_map(&self, pid: i32) -> Option<PerfMap> {
+        self.file_systems.ask((0, 0), Source::Temporary(pid), move || PerfMap::of(pid))
+    }
+
     /// The object behind a mapping of a process; `first` finds the mapping of the object's first byte. Nothing is opened with a
     /// lock held, because a process in trouble can make that wait.
     pub fn get(

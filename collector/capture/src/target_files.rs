@@ -29,6 +29,8 @@ pub(crate) enum Source {
     File,
     /// The memory of a process that has mapped it: a page that is not there yet is read from the file system.
     Memory,
+    /// The file system that a process has at `/tmp`. Its device is not known, so the process is told by its id.
+    Temporary(i32),
 }
 
 type Device = (u32, u32);

@@ -420,6 +420,40 @@ fn a_file_system_that_does_not_answer() {
     assert!(state(&reader) == Some('D') && state(&toucher) == Some('D'));
 }
 
+/// A process may have written names for the code that it made, to a `/tmp` that hangs. They cost the names and no stack.
+#[test]
+fn a_perf_map_on_a_file_system_that_does_not_answer() {
+    if !namespaces() {
+        return;
+    }
+    if !Path::new("/dev/fuse").exists() {
+        return skip("there is no /dev/fuse");
+    }
+    let folder = open_folder();
+    let program = compile(folder.path(), "program", FUSE);
+    let mountpoint = folder.path().join("mount");
+    fs::create_dir(&mountpoint).expect("own folder");
+    let mut target = Process::spawn(Command::new(&program).arg(&mountpoint).arg("/tmp"));
+    target.wait_for("ready", PATIENCE);
+    let pid = target.pid();
+    let mut capturer = Capturer::new();
+    let mut last = None;
+    wait_until(PATIENCE, "it sleeps below the code that it made", || {
+        let start = Instant::now();
+        let captured = capturer.capture(&[pid], &Options::default()).pop().expect("one entry for each pid");
+        assert!(start.elapsed() < Duration::from_secs(6), "the deadline is 5 s: {:?}", start.elapsed());
+        assert_eq!(captured.sample.errors, Vec::<String>::new(), "{captured:#?}");
+        let sleeps = names(thread(&captured, pid)).contains(&"sleep_as_usual");
+        last = Some(captured);
+        sleeps
+    });
+    let captured = last.expect("captured at least once");
+    let main = thread(&captured, pid);
+    let made = main.frames.iter().position(|frame| frame.module == "[jit]").expect("the code that it made");
+    assert_eq!((main.frames[made].func_name.as_str(), main.frames[made + 1].func_name.as_str()), ("??", "main"));
+    assert_eq!(main.incomplete, "", "{main:#?}");
+}
+
 /// Frames, thread names, lines and the GIL holder of one CPython of forky.
 fn forky_python(version: &str) {
     let root = match forky() {

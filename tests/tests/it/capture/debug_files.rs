@@ -252,8 +252,8 @@ fn code_made_at_run_time() {
 #[test]
 fn code_made_at_run_time_with_a_frame_pointer() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    // push %rbp; mov %rsp, %rbp; call *%rdi; add $1, %eax; pop %rbp; ret
-    let source = JIT.replace("0xff, 0xd7, 0x5d, 0xc3}", "0xff, 0xd7, 0x83, 0xc0, 0x01, 0x5d, 0xc3}");
+    // push %rbp; mov %rsp, %rbp; call *%rdi; push %rax; pop %rax; nop; pop %rbp; ret: what follows is not followed
+    let source = JIT.replace("0xff, 0xd7, 0x5d, 0xc3}", "0xff, 0xd7, 0x50, 0x58, 0x90, 0x5d, 0xc3}");
     assert_ne!(source, JIT);
     let program = compile_c(folder.path(), "program", &source, &["-O2", "-fno-optimize-sibling-calls"]);
     let process = start(&program, &[]);

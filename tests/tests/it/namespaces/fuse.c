@@ -121,12 +121,19 @@ int main(int count, char **arguments) {
     if (device < 0 || mount("never", arguments[1], "fuse", MS_NOSUID | MS_NODEV, options)) die("mount");
     if (fork() == 0) serve(device);
     close(device);
-    snprintf(path, sizeof path, "%s/file", arguments[1]);
+    // With a third word the file system is to be seen there as well.
+    if (count > 2 && mount(arguments[1], arguments[2], NULL, MS_BIND, NULL)) die("bind");
+    snprintf(path, sizeof path, "%s/file", arguments[count > 2 ? 2 : 1]);
     pthread_barrier_init(&known, NULL, 3);
     pthread_t thread;
     if (pthread_create(&thread, NULL, reader, NULL) || pthread_create(&thread, NULL, toucher, NULL)) die("thread");
     pthread_barrier_wait(&known);
     printf("threads %d %d ready\n", tids[0], tids[1]);
     fflush(stdout);
-    return sleep_as_usual() + 1;
+    if (count == 2) return sleep_as_usual() + 1;
+    // Code made at run time: push %rbp; mov %rsp,%rbp; call *%rdi; pop %rbp; ret
+    char *made = mmap(NULL, 4096, PROT_READ | PROT_WRITE | PROT_EXEC, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (made == MAP_FAILED) die("mmap");
+    memcpy(made, "\x55\x48\x89\xe5\xff\xd7\x5d\xc3", 8);
+    return ((int (*)(int (*)(void)))made)(sleep_as_usual) + 1;
 }
