@@ -66,8 +66,12 @@ fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
     let folder = tempfile::tempdir()?;
     let job = Job::new().with("LD_LIBRARY_PATH", &folder.path().display().to_string());
     compile(folder.path())?;
-    let mut collector = Process::spawn(job.command(artifacts.bin("xpu_timer_collector")).arg("node"));
-    collector.wait_for("listening on", PATIENCE);
+    let collector = Process::spawn(job.command(artifacts.bin("xpu_timer_collector")).arg("node"));
+    let begun = Instant::now();
+    while !collector.stderr().contains("listening on") {
+        ensure!(begun.elapsed() < PATIENCE, "the collector does not listen: {}", collector.stderr());
+        thread::sleep(Duration::from_millis(20));
+    }
     let pid = collector.pid();
     let alone = share(pid, time)?;
 

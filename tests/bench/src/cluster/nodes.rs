@@ -89,13 +89,17 @@ pub fn culprit(nodes: u32) -> u32 {
 /// The rank for which the others waited before that.
 pub const SLOW: u32 = 5;
 
-/// How the ranks of a node fared: all the same, but for the slow one, which came last in the world's collectives.
-fn paces(nodes: u32, node: u32) -> Paces {
+/// A node tells of so many blocks at a time.
+const BLOCKS: u32 = 4;
+
+/// How the ranks of a node fared in some stretches of time: all the same, but for the slow one, which came last in the world's
+/// collectives.
+fn paces(nodes: u32, node: u32, first: u32) -> Paces {
     let ranks = (node * RANKS..(node + 1) * RANKS).map(|rank| {
         let communicators = groups(nodes, rank).into_iter().map(|(id, size, _)| {
             let inside_us = if id == 1 && rank != SLOW { 3_000_000 } else { 20_000 };
             let block = |index| PaceBlock { level: 6, index, inside_us, span_us: 10_000_000 };
-            let blocks = (0..KEPT_BLOCKS as u32).map(block).collect();
+            let blocks = (first..first + BLOCKS).map(block).collect();
             CommunicatorPace { id, size, point_to_point: false, blocks }
         });
         RankPace { job: Some(job()), attempt: 0, rank, communicators: communicators.collect() }
@@ -127,8 +131,12 @@ pub async fn play(
     while let Some(message) = asked.next().await {
         match message?.message {
             Some(Asked::Welcome(_)) => {
-                say(Message::Paces(paces(shared.nodes, node))).await?;
                 shared.joined.fetch_add(1, Ordering::Relaxed);
+                // A real node has one block of each communicator every ten seconds, and tells it then.
+                for first in (0..KEPT_BLOCKS as u32).step_by(BLOCKS as usize) {
+                    say(Message::Paces(paces(shared.nodes, node, first))).await?;
+                    tokio::time::sleep(Duration::from_secs(1)).await;
+                }
             }
             Some(Asked::Dump(request)) => say(Message::Captured(Captured { incident: request.incident })).await?,
             Some(Asked::Deliver(wanted)) => {
