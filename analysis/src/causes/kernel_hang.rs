@@ -2,7 +2,8 @@
 //!
 //! The rank has launched the collective that its peers wait in, and its device has not begun it although no other collective
 //! of this rank is under way: what stands before it in its stream does not end. Or its host waits for the device while no collective
-//! of it is pending. The kernel is named when it was recorded; else the last kernel of the stream is.
+//! of it is pending. The kernel is named when it was recorded; else the last kernel of the stream is. When the host goes on
+//! between the samples, the device may only be slow, and the confidence is low.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
 use crate::{graph::Suspect, text::shape, verdict::Activity};
@@ -57,6 +58,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let confidence = if content.watcher_stale() {
         evidence
             .push(line(format!("rank {rank}: its watcher has not turned for a while, so this may be old"), vec![rank]));
+        Confidence::Low
+    } else if content.host.moved.is_some_and(|moved| moved.own_frame) {
+        evidence.push(line(format!("rank {rank}: its host goes on, so its device may only be slow"), vec![rank]));
         Confidence::Low
     } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !content.host.same_in_both {
         Confidence::Medium

@@ -3,7 +3,7 @@
 use super::expect;
 use crate::{
     Cause, Confidence,
-    testing::{Job, SECOND},
+    testing::{Job, SECOND, Stack},
 };
 use xpu_timer_proto::v1::{Op, TriggerKind};
 
@@ -136,4 +136,11 @@ fn a_device_that_is_behind_and_goes_on_is_slow() {
     };
     expect(&slow(SECOND), Cause::LongStep, &[2], Confidence::Medium);
     expect(&slow(20 * SECOND), Cause::KernelHang, &[2], Confidence::High);
+}
+
+#[test]
+fn a_device_whose_host_goes_on_may_only_be_slow() {
+    let mut job = queued(2);
+    job.stands(2, Stack::device_wait().was_at("forward", "/job/train.py:80"));
+    expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Low);
 }
