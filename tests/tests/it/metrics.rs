@@ -69,7 +69,14 @@ fn a_job_is_measured_with_the_names_labels_and_units_of_the_original_tool() {
     let job = job();
     let mut ranks = job.train(2, &["--step-ms=5", "--seconds=600"]);
     ranks.wait_for("step 20 ", PATIENCE);
-    let text = wait_measured(&job, 2);
+    wait_measured(&job, 2);
+    // What was launched before a look is on the page from that look on.
+    let mut text = String::new();
+    wait_until(PATIENCE, "twenty steps are on the page", || {
+        text = page(&job);
+        let launched = samples(&text, "xpu_timer_kernels_launched_total");
+        launched.len() == 2 && launched.iter().all(|sample| sample.value >= 9.0 * 20.0)
+    });
 
     let common = ["ip", "job_name", "local_rank", "pod_name", "rank"];
     let mut expected: Vec<&str> =
