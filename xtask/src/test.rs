@@ -20,8 +20,9 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 15] = [
+const TOOLS: [(&str, &str); 16] = [
     ("gcc", "gcc"),
+    ("gfortran", "gfortran"),
     ("g++", "g++"),
     ("objcopy", "binutils"),
     ("xz", "xz-utils"),
