@@ -10,6 +10,7 @@ use tracing::warn;
 use xpu_timer_proto::v1::HookMessage;
 
 use crate::{
+    process::Handle,
     registry::ConnectionId,
     socket::{self, Endpoint, Peer, Received},
 };
@@ -38,6 +39,8 @@ pub enum Event {
 #[derive(Debug, Default)]
 pub struct Connections {
     open: BTreeMap<ConnectionId, Connection>,
+    /// The commands that launchers became: their ranks may need an hour before their first device call.
+    commands: Vec<Handle>,
     next: ConnectionId,
     paused_until: Option<Instant>,
     limiter: Limiter,
@@ -56,10 +59,10 @@ impl Connections {
         self.open.iter().map(|(id, connection)| (*id, connection))
     }
 
-    /// Whether there is none.
+    /// Whether anybody needs a collector: who is connected, and the commands under a launcher.
     #[must_use]
-    pub fn is_empty(&self) -> bool {
-        self.open.is_empty()
+    pub fn are_needed(&self) -> bool {
+        !self.open.is_empty() || !self.commands.is_empty()
     }
 
     /// Pid at the other end.
@@ -129,9 +132,20 @@ impl Connections {
         events
     }
 
-    /// Closes one.
+    /// Closes one. A peer that went without a word is a launcher, and its process is the command from now on.
     pub fn close(&mut self, id: ConnectionId) {
-        self.open.remove(&id);
+        let Some(connection) = self.open.remove(&id) else { return };
+        if !connection.spoke
+            && self.commands.len() < MAX_CONNECTIONS
+            && let Ok(command) = Handle::open(connection.pid)
+        {
+            self.commands.push(command);
+        }
+    }
+
+    /// Forgets the commands that have ended.
+    pub fn forget_ended(&mut self) {
+        self.commands.retain(|command| !command.is_dead());
     }
 
     /// Closes one that said something wrong.
@@ -185,7 +199,29 @@ impl Limiter {
 
 #[cfg(test)]
 mod tests {
+    use std::{
+        os::unix::net::UnixStream,
+        process::{Command, Stdio},
+    };
+
     use super::*;
+
+    #[test]
+    fn a_collector_is_needed_as_long_as_a_launched_command_lives() {
+        let mut command =
+            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat is there");
+        let mut connections = Connections::default();
+        let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
+        let launcher = Connection { fd: fd.into(), pid: command.id() as i32, accepted: Instant::now(), spoke: false };
+        connections.open.insert(1, launcher);
+        connections.close(1);
+        connections.forget_ended();
+        assert!(connections.are_needed());
+        drop(command.stdin.take());
+        command.wait().expect("cat ends with its input");
+        connections.forget_ended();
+        assert!(!connections.are_needed());
+    }
 
     #[test]
     fn a_flood_of_lines_is_cut() {

@@ -166,8 +166,9 @@ impl Node {
                 next_tick = Instant::now() + TICK;
                 self.core.tick(now);
                 self.connections.close_silent();
+                self.connections.forget_ended();
             }
-            if !self.connections.is_empty() || self.core.is_busy() {
+            if self.connections.are_needed() || self.core.is_busy() {
                 used = Instant::now();
             }
             if let Some(since) = stopping
@@ -177,7 +178,7 @@ impl Node {
                 return;
             }
             if self.core.settings.linger.is_some_and(|linger| used.elapsed() >= linger) {
-                info!("nothing has been connected for {:.1?}: ended", used.elapsed());
+                info!("nobody has needed this collector for {:.1?}: ended", used.elapsed());
                 return;
             }
         }

@@ -73,7 +73,7 @@ variables! {
     XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
     XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children; set by xpu_timer_launch";
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
-    XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected";
+    XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
 }
 
