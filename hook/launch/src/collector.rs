@@ -1,6 +1,7 @@
 //! The node collector: asks whether one answers, starts one if not, and waits for it, but not for ever.
 
 use std::{
+    ffi::OsString,
     fs::{File, OpenOptions},
     io::{self, Read, Seek, SeekFrom},
     os::{
@@ -38,11 +39,11 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How much of the end of a log is looked at for its last line.
 const LAST_WORDS_BYTES: u64 = 1024;
 
-/// Makes sure that a node collector answers, and says its process id; 0 when that is of another PID namespace.
+/// Makes sure that a node collector answers, one with these `changes` of the environment if none does, and says its process id; 0 when that is of another PID namespace.
 ///
 /// # Errors
 /// Why none does, with the place of its log.
-pub fn ensure(config: &Config) -> Result<i32> {
+pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<i32> {
     match ask(&config.socket, ANSWER_DEADLINE) {
         Ok(pid) => return Ok(pid),
         Err(Silence::Absent) => {}
@@ -52,8 +53,8 @@ pub fn ensure(config: &Config) -> Result<i32> {
     let (log, log_path) = open_log(config);
     let mut spoken = log.try_clone();
     let arguments = ["node", "--linger", &config.linger];
-    let mut child =
-        detach::spawn(&program, &arguments, log).with_context(|| format!("{} cannot be started", program.display()))?;
+    let mut child = detach::spawn(&program, &arguments, changes, log)
+        .with_context(|| format!("{} cannot be started", program.display()))?;
 
     let begun = Instant::now();
     let mut deadline = START_DEADLINE;

@@ -1,8 +1,17 @@
 //! Settings of the launcher, from the environment and the INI file.
 
-use std::path::PathBuf;
+use std::{ffi::OsString, path::PathBuf};
 
 use xpu_timer_proto::{env::Source, socket};
+
+/// Variables that name a file or a folder.
+const PATHS: [&str; 5] = [
+    "XPU_TIMER_CONFIG",
+    "XPU_TIMER_TIMELINE_PATH",
+    "XPU_TIMER_LOGGING_DIR",
+    "XPU_TIMER_COLLECTOR_TOKEN_FILE",
+    "XPU_TIMER_COLLECTOR_CA_FILE",
+];
 
 /// What the launcher must know.
 #[derive(Debug, Clone)]
@@ -23,6 +32,8 @@ pub struct Config {
     pub linger: String,
     /// Folder of the launcher's own executable.
     pub beside: Option<PathBuf>,
+    /// Other variables whose path is relative, and what it means here: the collector and the ranks run in other folders.
+    pub made_absolute: Vec<(&'static str, OsString)>,
 }
 
 impl Config {
@@ -36,13 +47,46 @@ impl Config {
     pub fn of(source: &Source, uid: u32) -> Self {
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
-            socket: socket::of(source, uid),
+            socket: absolute(socket::of(source, uid)),
             daemon: source.path("XPU_TIMER_DAEMON_PATH"),
             hook: source.path("XPU_TIMER_HOOK_PATH"),
-            log: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()).join("xpu_timer_collector.log"),
+            log: absolute(source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()))
+                .join("xpu_timer_collector.log"),
             append: source.flag("XPU_TIMER_LOGGING_APPEND"),
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
             beside: std::env::current_exe().ok().and_then(|exe| exe.parent().map(PathBuf::from)),
+            made_absolute: PATHS
+                .into_iter()
+                .filter_map(|name| Some((name, source.path(name).filter(|path| path.is_relative())?)))
+                .map(|(name, path)| (name, absolute(path).into_os_string()))
+                .collect(),
         }
+    }
+}
+
+/// As seen from the launcher's folder; as it is when that is gone.
+fn absolute(path: PathBuf) -> PathBuf {
+    std::path::absolute(&path).unwrap_or(path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn relative_paths_mean_the_folder_of_the_launcher() {
+        let ini = "XPU_TIMER_COLLECTOR_TOKEN_FILE=keys/token\n";
+        let environment = |name: &str| match name {
+            "XPU_TIMER_TIMELINE_PATH" => Some("dumps".into()),
+            "XPU_TIMER_LOGGING_DIR" => Some("/var/log".into()),
+            _ => None,
+        };
+        let config = Config::of(&Source::new(environment, ini), 0);
+        let here = std::env::current_dir().unwrap();
+        let wanted = [
+            ("XPU_TIMER_TIMELINE_PATH", here.join("dumps").into_os_string()),
+            ("XPU_TIMER_COLLECTOR_TOKEN_FILE", here.join("keys/token").into_os_string()),
+        ];
+        assert_eq!(config.made_absolute, wanted);
     }
 }

@@ -3,6 +3,7 @@
 //! By a process in between, which ends at once. This program has one thread, so forking it is safe.
 
 use std::{
+    ffi::OsString,
     fs::File,
     io::{self, Read, Write},
     os::{
@@ -50,18 +51,18 @@ impl Detached {
     }
 }
 
-/// Starts `program` with its output in `log`.
+/// Starts `program` in the root folder, with these changes of the environment and its output in `log`.
 ///
 /// # Errors
 /// When it cannot be executed.
-pub fn spawn(program: &Path, arguments: &[&str], log: File) -> io::Result<Detached> {
+pub fn spawn(program: &Path, arguments: &[&str], changes: &[(&str, OsString)], log: File) -> io::Result<Detached> {
     let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
     let output = log.try_clone()?;
     // SAFETY: this process has one thread.
     match unsafe { fork() }? {
         ForkResult::Child => {
             drop(read);
-            let answer = in_between(program, arguments, log, output, write.as_raw_fd());
+            let answer = in_between(program, arguments, changes, log, output, write.as_raw_fd());
             let _ = File::from(write).write_all(&answer);
             // SAFETY: ends the process in between without running what the parent registered for its own exit.
             unsafe { libc::_exit(0) }
@@ -82,7 +83,14 @@ pub fn spawn(program: &Path, arguments: &[&str], log: File) -> io::Result<Detach
 }
 
 /// Starts the program from a session of its own; its pid, or the negated error.
-fn in_between(program: &Path, arguments: &[&str], log: File, output: File, keep: i32) -> [u8; 4] {
+fn in_between(
+    program: &Path,
+    arguments: &[&str],
+    changes: &[(&str, OsString)],
+    log: File,
+    output: File,
+    keep: i32,
+) -> [u8; 4] {
     // A session leader's child has no way back to the terminal.
     let _ = setsid();
     close_on_exec(keep);
@@ -91,6 +99,7 @@ fn in_between(program: &Path, arguments: &[&str], log: File, output: File, keep:
     command.stdin(Stdio::null()).stdout(log).stderr(output);
     // What the user preloads is meant for the command, and the hook is not for the collector.
     command.env_remove("LD_PRELOAD");
+    command.envs(changes.iter().map(|(name, value)| (name, value)));
     match command.spawn() {
         Ok(child) => (child.id() as i32).to_ne_bytes(),
         Err(error) => (-error.raw_os_error().unwrap_or(libc::ENOENT)).to_ne_bytes(),

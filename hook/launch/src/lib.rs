@@ -53,12 +53,13 @@ fn run(command: &[OsString]) -> ExitCode {
     let config = Config::read();
     let mut changes = Vec::new();
     if !config.disabled {
-        match collector::ensure(&config) {
+        changes.extend(config.made_absolute.iter().cloned());
+        changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
+        match collector::ensure(&config, &changes) {
             // So that also those processes can let it look into them that never connect.
             Ok(pid) => changes.push(("XPU_TIMER_COLLECTOR_PID", pid.to_string().into())),
             Err(error) => say(&format!("running without the node collector: {error:#}")),
         }
-        changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
         match preload::in_front(&config, std::env::var_os("LD_PRELOAD")) {
             Ok(value) => changes.push(("LD_PRELOAD", value)),
             Err(error) => say(&format!("running without the hook: {error:#}")),

@@ -153,10 +153,11 @@ fn a_collector_is_started_detached() {
     // What it is given, its parent, its session, its descriptors; then it lives on, without answering.
     let script = place.script(
         "echo \"$@\"; echo session $(cut -d' ' -f6 /proc/$$/stat) of $$; ls /proc/$$/fd | tr '\\n' ' '; echo; \
-         pwd; echo preload $LD_PRELOAD; echo $$ > pid.tmp; exit 0",
+         pwd; echo preload $LD_PRELOAD; echo $XPU_TIMER_TIMELINE_PATH; echo $$ > pid.tmp; exit 0",
     );
     let mut command = place.launch(&["sh", "-c", "ps -o pid= --ppid $$ | wc -l"]);
     command.env("XPU_TIMER_DAEMON_PATH", &script).env("XPU_TIMER_LINGER", "77");
+    command.env("XPU_TIMER_TIMELINE_PATH", "dumps").current_dir("/usr");
     let output = Process::spawn(&mut command).wait(PATIENCE);
     assert_eq!(output.code(), 0);
     let log = fs::read_to_string(place.path("xpu_timer_collector.log")).unwrap();
@@ -169,6 +170,7 @@ fn a_collector_is_started_detached() {
     assert!(["0", "1", "2"].iter().all(|standard| descriptors.contains(standard)) && descriptors.len() <= 4, "{log}");
     assert_eq!(lines[3], "/");
     assert_eq!(lines[4], "preload");
+    assert_eq!(lines[5], "/usr/dumps", "a relative path means the folder of the launcher");
 }
 
 #[test]
