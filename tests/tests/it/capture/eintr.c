@@ -7,6 +7,7 @@
 #include <poll.h>
 #include <pthread.h>
 #include <signal.h>
+#include <stdatomic.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
@@ -96,10 +97,14 @@ static struct {
 };
 enum { CALLS = sizeof calls / sizeof *calls };
 
+/* Set before the semaphore goes, whose waiter would otherwise end the program first. */
+static atomic_int ending;
+
 static void *run(void *index) {
   long call = (long)index;
   prctl(PR_SET_NAME, calls[call].name);
   int error = calls[call].function(&calls[call].interrupted);
+  while (ending) pause();
   fprintf(stderr, "%s ended with %s\n", calls[call].name, strerror(error));
   exit(1);
 }
@@ -124,6 +129,7 @@ int main(void) {
     int signal = 0;
     sigwait(&set, &signal);
     if (signal == SIGTERM) {
+      ending = 1;
       semctl(semaphores, 0, IPC_RMID);
       _exit(0);
     }
