@@ -20,10 +20,10 @@ pub struct Arguments {
 enum Role {
     /// Serves the ranks of this node; usually started by xpu_timer_launch
     ///
-    /// Exit codes: 0 when told to end, when nobody is connected for --linger seconds, and when one runs already for this socket; 1
+    /// Exit codes: 0 when told to end, when nobody has needed it for --linger seconds, and when one runs already for this socket; 1
     /// when the socket cannot be had; 2 for a wrong command line.
     Node {
-        /// End when nothing has been connected for this many seconds
+        /// End when nothing has been connected, and no command has lived under a launcher, for this many seconds
         #[arg(long, value_name = "SECONDS", value_parser = seconds)]
         linger: Option<Duration>,
     },

@@ -45,7 +45,7 @@ pub struct Settings {
     pub webhook: Option<String>,
     /// Which incident folders are kept.
     pub keep: Keep,
-    /// The collector ends when nothing has been connected for this long.
+    /// The collector ends when nothing has been connected, and no command has lived under a launcher, for this long.
     pub linger: Option<Duration>,
 }
 

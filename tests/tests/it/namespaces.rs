@@ -377,20 +377,27 @@ fn a_process_that_hides_from_its_own_user() {
 /// file of it, one that touches a mapping of it, one that sleeps as usual.
 const FUSE: &str = include_str!("namespaces/fuse.c");
 
-#[test]
-fn a_file_system_that_does_not_answer() {
+/// Starts that program; `None`, and a word of it, where this machine has no such file systems.
+fn start_on_fuse(folder: &Path, arguments: &[&str]) -> Option<Process> {
     if !namespaces() {
-        return;
+        return None;
     }
     if !Path::new("/dev/fuse").exists() {
-        return skip("there is no /dev/fuse");
+        skip("there is no /dev/fuse");
+        return None;
     }
-    let folder = open_folder();
-    let program = compile(folder.path(), "program", FUSE);
-    let mountpoint = folder.path().join("mount");
+    let program = compile(folder, "program", FUSE);
+    let mountpoint = folder.join("mount");
     fs::create_dir(&mountpoint).expect("own folder");
-    let mut target = Process::spawn(Command::new(&program).arg(&mountpoint));
+    let mut target = Process::spawn(Command::new(&program).arg(&mountpoint).args(arguments));
     target.wait_for("ready", PATIENCE);
+    Some(target)
+}
+
+#[test]
+fn a_file_system_that_does_not_answer() {
+    let folder = open_folder();
+    let Some(target) = start_on_fuse(folder.path(), &[]) else { return };
     let pid = target.pid();
     let state = |tid: &str| {
         let status = fs::read_to_string(format!("/proc/{pid}/task/{tid}/stat")).unwrap_or_default();
@@ -423,18 +430,8 @@ fn a_file_system_that_does_not_answer() {
 /// A process may have written names for the code that it made, to a `/tmp` that hangs. They cost the names and no stack.
 #[test]
 fn a_perf_map_on_a_file_system_that_does_not_answer() {
-    if !namespaces() {
-        return;
-    }
-    if !Path::new("/dev/fuse").exists() {
-        return skip("there is no /dev/fuse");
-    }
     let folder = open_folder();
-    let program = compile(folder.path(), "program", FUSE);
-    let mountpoint = folder.path().join("mount");
-    fs::create_dir(&mountpoint).expect("own folder");
-    let mut target = Process::spawn(Command::new(&program).arg(&mountpoint).arg("/tmp"));
-    target.wait_for("ready", PATIENCE);
+    let Some(target) = start_on_fuse(folder.path(), &["/tmp"]) else { return };
     let pid = target.pid();
     let mut capturer = Capturer::new();
     let mut last = None;

@@ -71,8 +71,7 @@ impl Open {
 
 impl Asking {
     fn new(recorder: &'static Recorder, now: u64) -> Self {
-        let recorder = std::ptr::from_ref(recorder) as usize;
-        Asking { recorder, since_ns: now, last_ns: now, last_cpu_ns: 0, open: None }
+        Asking { recorder: address(recorder), since_ns: now, last_ns: now, last_cpu_ns: 0, open: None }
     }
 
     /// Another question at `now`: whether the thread did nothing else since the last one. `cpu_ns` is its time on a processor.
@@ -90,10 +89,15 @@ impl Asking {
     }
 }
 
+/// What tells this process's recorder from the one of the process that it was forked from.
+fn address(recorder: &'static Recorder) -> usize {
+    std::ptr::from_ref(recorder) as usize
+}
+
 /// A question without an answer; `what` is what the thread asks for.
 fn unanswered(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
     let now = sys::now_ns();
-    let own = |asking: &Asking| asking.recorder == std::ptr::from_ref(recorder) as usize;
+    let own = |asking: &Asking| asking.recorder == address(recorder);
     let Some(mut asking) = ASKING.get().filter(own) else {
         ASKING.set(Some(Asking::new(recorder, now)));
         return;
@@ -118,7 +122,7 @@ fn publish(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(usize,
         // A place that is being filled belongs to nobody's recorder.
         if open.link.compare_exchange(0, slot as u32 + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             open.asked_ns.store(now, Ordering::Relaxed);
-            open.recorder.store(std::ptr::from_ref(recorder) as usize, Ordering::Release);
+            open.recorder.store(address(recorder), Ordering::Release);
             return Some((place, slot));
         }
     }
@@ -144,7 +148,7 @@ pub fn interrupt(recorder: &'static Recorder) {
 fn end(recorder: &'static Recorder, close: impl FnOnce(usize)) {
     let Some(asking) = ASKING.take() else { return };
     if let Some((place, slot)) = asking.open
-        && asking.recorder == std::ptr::from_ref(recorder) as usize
+        && asking.recorder == address(recorder)
         && OPEN[place].take(slot)
     {
         close(slot);
@@ -156,7 +160,7 @@ pub fn expire(recorder: &'static Recorder) {
     let now = sys::now_ns();
     for open in &OPEN {
         let Some(slot) = open.link.load(Ordering::Acquire).checked_sub(1).map(|slot| slot as usize) else { continue };
-        if open.recorder.load(Ordering::Acquire) != std::ptr::from_ref(recorder) as usize {
+        if open.recorder.load(Ordering::Acquire) != address(recorder) {
             // Of the process that this one was forked from, unless it is just being filled.
             if now.saturating_sub(open.asked_ns.load(Ordering::Relaxed)) > STOPPED_NS {
                 open.take(slot);
