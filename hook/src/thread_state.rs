@@ -1,7 +1,10 @@
 //! What the hook knows of the calling thread: which hooked calls it is inside of, and its NCCL group.
 //!
 //! A few words of thread-local memory without destructor: it is there from the first to the last instruction of a thread,
-//! and small, because it is part of the stack that the host sized for its threads.
+//! and small, because it is part of the stack that the host sized for its threads. `thread_local!` would reach it through
+//! `__tls_get_addr`, which a preloaded sanitizer replaces and which crashes as long as the sanitizer is not set up; and it is
+//! the dearer way. A preloaded library is there when the first thread's memory is laid out, so its place is at a fixed distance
+//! from the thread pointer (the initial-exec model), which the compiler cannot be asked for and the assembler can.
 
 use std::cell::Cell;
 
@@ -34,10 +37,12 @@ pub struct ThreadState {
     pub lane: Cell<u32>,
     /// Slot, plus one, of the first operation whose call the thread is inside of; 0 for none.
     pub open: Cell<u32>,
-    /// Launches until the next one whose cost is measured. The very first ones do more than the others.
-    pub launches_to_sample: Cell<u32>,
-    /// As above, of the collective library's functions.
-    pub collectives_to_sample: Cell<u32>,
+    /// Launches so far, for [`crate::cost`].
+    pub launches: Cell<u32>,
+    /// Calls of the collective library so far, for the same.
+    pub collectives: Cell<u32>,
+    /// The last dlopen asked for `RTLD_DEEPBIND`.
+    pub asked_for_deepbind: Cell<bool>,
     /// Tickets that the thread has taken and not used: from, to, and when they were taken; see [`crate::recorder`].
     pub next_ticket: Cell<u64>,
     /// As above.
@@ -60,41 +65,41 @@ pub struct ThreadState {
 /// Places in [`ThreadState::comms`].
 pub const COMMS: usize = 16;
 
-thread_local! {
-    static STATE: ThreadState = const {
-        ThreadState {
-            inside: Cell::new(0),
-            seen_by_driver: Cell::new(false),
-            group_depth: Cell::new(0),
-            group: Cell::new(0),
-            group_first: Cell::new(0),
-            group_last: Cell::new(0),
-            lane: Cell::new(0),
-            open: Cell::new(0),
-            launches_to_sample: Cell::new(16),
-            collectives_to_sample: Cell::new(4),
-            next_ticket: Cell::new(0),
-            end_of_tickets: Cell::new(0),
-            tickets_ns: Cell::new(0),
-            tickets: Cell::new(0),
-            is_not_alone: Cell::new(false),
-            next_group: Cell::new(0),
-            groups_left: Cell::new(0),
-            comms: [const { Cell::new(0) }; COMMS],
-            tid: Cell::new(0),
-        }
-    };
-}
+// All zero: a state that a thread may begin with.
+core::arch::global_asm!(
+    ".pushsection .tbss.xpu_timer_thread_state,\"awT\",@nobits",
+    ".globl xpu_timer_thread_state",
+    ".hidden xpu_timer_thread_state",
+    ".type xpu_timer_thread_state,@object",
+    ".size xpu_timer_thread_state,{bytes}",
+    ".p2align 6",
+    "xpu_timer_thread_state:",
+    ".zero {bytes}",
+    ".popsection",
+    bytes = const size_of::<ThreadState>(),
+);
 
-/// The calling thread's state. One address computation, where `with` around a large closure is a call with all its captures.
-#[inline(always)]
-pub fn current() -> &'static ThreadState {
-    // SAFETY: thread-local memory without a destructor lives as long as its thread, and the reference cannot leave the thread,
-    // because cells cannot be shared.
-    unsafe { &*STATE.with(std::ptr::from_ref) }
-}
+const _: () = assert!(align_of::<ThreadState>() <= 64);
 
 /// The calling thread's state.
+#[inline(always)]
+pub fn current() -> &'static ThreadState {
+    let state: *const ThreadState;
+    // SAFETY: reads the thread pointer and the distance in the table of offsets; neither ever changes in a running thread.
+    unsafe {
+        core::arch::asm!(
+            "mov {state}, qword ptr fs:[0]",
+            "add {state}, qword ptr [rip + xpu_timer_thread_state@GOTTPOFF]",
+            state = out(reg) state,
+            options(pure, nomem, nostack),
+        );
+    }
+    // SAFETY: memory of that size and alignment, in which all zero is a valid value; thread-local memory without a destructor lives
+    // as long as its thread, and the reference cannot leave the thread, because cells cannot be shared.
+    unsafe { &*state }
+}
+
+/// The same for a closure.
 #[inline]
 pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
     use_it(current())

@@ -3,25 +3,17 @@
 //! Before the linker binds such a library, the symbols that it imports and that are hooked are made its own, with the address of
 //! the wrapper; the wrapper's original is the function that the library would have been bound to. No code is changed.
 
-use std::{
-    cell::Cell,
-    ffi::{CStr, c_int, c_void},
-};
+use std::ffi::{CStr, c_int, c_void};
 
 use super::{
     elf::{LinkMap, Object},
     loader,
 };
-use crate::lookup;
-
-thread_local! {
-    /// The thread's last dlopen asked for it.
-    static ASKED: Cell<bool> = const { Cell::new(false) };
-}
+use crate::{lookup, thread_state};
 
 /// Notes the mode of a dlopen that is about to be made.
 pub fn opening(mode: c_int) {
-    ASKED.with(|asked| asked.set(mode & libc::RTLD_DEEPBIND != 0));
+    thread_state::current().asked_for_deepbind.set(mode & libc::RTLD_DEEPBIND != 0);
 }
 
 /// Binds the imports of a new object, if it was asked for with that flag.
@@ -29,7 +21,7 @@ pub fn opening(mode: c_int) {
 /// # Safety
 /// `map` is in the linker's list and was not bound yet.
 pub unsafe fn bind(map: *const LinkMap) {
-    if !ASKED.with(Cell::get) {
+    if !thread_state::current().asked_for_deepbind.get() {
         return;
     }
     // SAFETY: the caller's word.
