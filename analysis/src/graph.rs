@@ -276,6 +276,7 @@ impl<'w, 'a> Builder<'w, 'a> {
         for view in 0..self.world.views.len() {
             let transfers: Vec<(Event, &Operation)> =
                 self.transfers[view].iter().map(|(event, operation)| (*event, *operation)).collect();
+            self.groups(&transfers);
             for (event, operation) in transfers {
                 let Event::PointToPoint { comm, peer, recv, .. } = event else { continue };
                 let node = self.event(event);
@@ -301,6 +302,7 @@ impl<'w, 'a> Builder<'w, 'a> {
                 let own = comms[comm].member(view).map_or(-1, |member| member.comm_rank);
                 let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
                 match self.transfers[other].get(&counterpart) {
+                    None if self.served(comm, view, other, operation.group) => {}
                     None => self.edge(node, Node::Host(other)),
                     Some(_) if self.world.views[other].halted() => self.edge(node, Node::Host(other)),
                     Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
@@ -308,10 +310,57 @@ impl<'w, 'a> Builder<'w, 'a> {
                     Some(_) if !tags_meet(self.world, comms[comm].id, (view, event), (other, counterpart)) => {
                         self.edge(node, Node::Host(other));
                     }
-                    Some(_) => {}
+                    // The two ends meet. What holds them up, if anything does, is what the other end was grouped with.
+                    Some(_) => {
+                        let there = self.event(counterpart);
+                        if there != node {
+                            self.edge(node, there);
+                        }
+                    }
                 }
             }
         }
+    }
+
+    /// Sends and receives that were launched as one group complete as one: each of them waits for what the others wait for.
+    fn groups(&mut self, transfers: &[(Event, &Operation)]) {
+        let mut groups: BTreeMap<u64, Vec<Event>> = BTreeMap::new();
+        for (event, operation) in transfers.iter().filter(|(_, operation)| operation.started_ns != 0) {
+            if operation.group != 0 {
+                groups.entry(operation.group).or_default().push(*event);
+            }
+        }
+        for group in groups.into_values().filter(|group| group.len() > 1) {
+            let round = group.iter().zip(group.iter().cycle().skip(1));
+            for (from, to) in round {
+                let (from, to) = (self.event(*from), self.event(*to));
+                self.edge(from, to);
+            }
+        }
+    }
+
+    /// Whether a peer that has left can be taken to have made its part of a transfer, which then is pending only because of what it
+    /// was grouped with: it has launched as many transfers as the rank that waits, and another peer of the group, which left as well,
+    /// has launched fewer.
+    fn served(&self, comm: usize, view: usize, peer: usize, group: u64) -> bool {
+        let launched = |view: usize| self.launched_transfers(comm, view);
+        let left = |view: usize| self.world.views[view].presence == Presence::Left;
+        if group == 0 || !left(peer) || launched(peer) < launched(view) {
+            return false;
+        }
+        self.transfers[view].iter().any(|(event, operation)| match *event {
+            Event::PointToPoint { comm: of, peer: other, .. } if of == comm && operation.group == group => {
+                self.comms[comm].view_of(other).is_some_and(|other| left(other) && launched(other) < launched(view))
+            }
+            _ => false,
+        })
+    }
+
+    /// Sends and receives that a rank has launched on a communicator.
+    fn launched_transfers(&self, comm: usize, view: usize) -> u64 {
+        let communicators = self.world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
+        let of = |id: u64| communicators.into_iter().find(|communicator| communicator.id == id);
+        of(self.comms[comm].id).map_or(0, |communicator| communicator.point_to_point)
     }
 
     /// Who receives from any rank waits for all that do not send to it: as long as one of them may still come, it is that one's turn.
@@ -516,6 +565,11 @@ impl<'w, 'a> Builder<'w, 'a> {
             })
             .collect();
         events.sort_unstable();
+        // Ends that meet and are held up by nothing else: they wait for no rank, but for the data.
+        if hosts.is_empty() && events.len() == component.len() {
+            suspects.extend(events.into_iter().map(Suspect::Complete));
+            return;
+        }
         suspects.push(Suspect::Cycle(events));
     }
 }

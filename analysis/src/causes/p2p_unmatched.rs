@@ -5,7 +5,8 @@
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
 //! one rank of a circle of transfers that is in none of them.
 //! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
-//! In a circle, the rank is named that left out a send or receive which it had always made at this point.
+//! In a circle, the rank is named that left out a send or receive which it had always made at this point; where no past tells, the one
+//! that lacks the only counterpart that is missing, or that is at an end of all transfers without one.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
@@ -34,7 +35,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             let only = events.iter().all(|event| matches!(event, Event::PointToPoint { .. }));
             case.main_event(suspect).filter(|_| only)?
         }
-        Suspect::Cycle(events) => elsewhere(case, events)?,
+        Suspect::Cycle(events) => match elsewhere(case, events) {
+            Some(event) => event,
+            None => return without_counterpart(case, events),
+        },
         _ => return None,
     };
     let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
@@ -144,6 +148,57 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     let mut towards = transfers().filter(|event| peer_of(event).is_some_and(|peer| !in_transfer.contains(&peer)));
     let first = towards.next()?;
     towards.all(|event| peer_of(event) == peer_of(first)).then_some(*first)
+}
+
+/// Transfers of a circle that have no counterpart, when one rank alone is at an end of all of them, or when there is but one: then it is
+/// the rank that has none. A circle in which each transfer lacks its counterpart is the fault of a common plan.
+fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let ends = |event: &Event| {
+        let Event::PointToPoint { comm, view, peer, recv } = *event else { return None };
+        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
+        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+        let open = !case.graph.waiters_of(*event).is_empty() && case.graph.events.binary_search(&there).is_err();
+        Some((*event, view, other, open))
+    };
+    let transfers: Vec<_> = events.iter().filter_map(ends).collect();
+    let open: Vec<_> = transfers.iter().filter(|(.., open)| *open).collect();
+    if open.len() == transfers.len() {
+        return None;
+    }
+    let (_, waiter, other, _) = **open.first()?;
+    let culprit = match open.len() {
+        1 => other,
+        _ => {
+            let in_all = |view: &usize| open.iter().all(|(_, one, two, _)| one == view || two == view);
+            let mut common = [waiter, other].into_iter().filter(in_all);
+            common.next().filter(|_| common.next().is_none())?
+        }
+    };
+    let rank = case.view(culprit).rank;
+    let without: Vec<String> = open
+        .iter()
+        .take(3)
+        .map(|(event, view, ..)| format!("rank {} in {}", case.view(*view).rank, case.describe(*event)))
+        .collect();
+    let mut evidence: Vec<_> = open
+        .iter()
+        .take(4)
+        .map(|(event, view, ..)| {
+            let rank = case.view(*view).rank;
+            line(format!("rank {rank}: {} has begun and has no counterpart", case.describe(*event)), vec![rank])
+        })
+        .collect();
+    evidence.extend(case.standing(culprit));
+    Some(Finding {
+        culprits: vec![culprit],
+        says: Says::Whole(format!(
+            "Rank {rank} does not take part as its peers do: {} has no counterpart, and the ranks wait for each other; rank {rank} stands{}.",
+            without.join(", "),
+            stands(case.place(culprit))
+        )),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
 fn stands(place: String) -> String {
