@@ -147,6 +147,12 @@ pub fn close_all(recorder: &'static Recorder, index: usize, status: OpStatus, er
     recorder.close(index, status, error, now_ns);
 }
 
+/// Puts an operation that was begun between the events of another one.
+pub fn follow(recorder: &'static Recorder, leader: usize, index: usize) {
+    let behind = recorder.slots[leader].follower.swap(index as u32 + 1, Ordering::Relaxed);
+    recorder.slots[index].follower.store(behind, Ordering::Relaxed);
+}
+
 /// The slots that the events of `index` bracket, itself first. Not to be used once the watcher may free them.
 pub fn members(recorder: &'static Recorder, index: usize) -> impl Iterator<Item = usize> {
     chain(recorder, index as u32 + 1, |recorder, slot| recorder.slots[slot].follower.load(Ordering::Relaxed))

@@ -37,6 +37,8 @@ pub struct Held {
     pub count: u64,
     /// Root or peer.
     pub peer: i32,
+    /// As an operation has it.
+    pub tag: Option<i32>,
     /// Index in the communicator table.
     pub comm: usize,
     /// Its identity, by which a reused index is noticed.
@@ -308,6 +310,7 @@ fn count(recorder: &'static Recorder, held: &Held, stream: usize) -> Option<Begi
         seq,
         count: held.count,
         peer: held.peer,
+        tag: held.tag,
         stream,
         ..Begin::new(OpKind::Collective, held.op)
     })
@@ -318,7 +321,16 @@ mod tests {
     use super::*;
 
     fn held(count: u64) -> Held {
-        Held { op: Op::AllReduce, dtype: DataType::Float32, reduce: 0, count, peer: -1, comm: 0, communicator: 5 }
+        Held {
+            op: Op::AllReduce,
+            dtype: DataType::Float32,
+            reduce: 0,
+            count,
+            peer: -1,
+            tag: None,
+            comm: 0,
+            communicator: 5,
+        }
     }
 
     #[test]

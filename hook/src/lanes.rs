@@ -103,6 +103,17 @@ impl Recorder {
         }
     }
 
+    /// A collective of this thread that was counted did not happen after all.
+    #[cold]
+    pub fn withdrew_collective(&self) {
+        match self.lane_of(thread_state::current()) {
+            Some(lane) => add(&self.lane_words(lane)[lane::COLLECTIVES], u64::MAX),
+            None => {
+                self.ring.header(header::COLLECTIVES).fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
     /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
     #[inline(always)]
     pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {

@@ -49,6 +49,8 @@ mod runtime;
 #[allow(unsafe_code)]
 mod start;
 #[allow(unsafe_code)]
+mod surroundings;
+#[allow(unsafe_code)]
 mod sys;
 #[allow(unsafe_code)]
 mod thread_state;
@@ -61,6 +63,7 @@ mod watcher;
 fn functions() -> impl Iterator<Item = &'static original::Function> {
     let tables = [
         nccl::FUNCTIONS,
+        nccl::later::FUNCTIONS,
         nccl::kin::FUNCTIONS,
         driver::FUNCTIONS,
         driver::get_proc_address::FUNCTIONS,

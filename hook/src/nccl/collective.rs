@@ -3,7 +3,7 @@
 use std::{ffi::c_int, sync::atomic::Ordering};
 
 use xpu_timer_proto::{
-    ring::comm,
+    ring::{comm, op},
     v1::{DataType, Op, OpKind},
 };
 
@@ -13,7 +13,7 @@ use crate::{
     bracket::{self, Open},
     graphs::{self, Held},
     hooked::Site,
-    recorder::{Begin, Recorder},
+    recorder::{Begin, Recorder, state},
     thread_state,
 };
 
@@ -31,47 +31,94 @@ impl Call {
         DataType::try_from(self.dtype.saturating_add(1)).unwrap_or_default()
     }
 
-    fn captured(&self, comm: usize, communicator: u64) -> Held {
+    fn captured(&self, tag: Option<c_int>, comm: usize, communicator: u64) -> Held {
         let (count, reduce) = (self.count as u64, self.reduce as u8);
-        Held { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, comm, communicator }
+        Held { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, tag, comm, communicator }
+    }
+
+    /// As it begins, with its number.
+    fn begin(&self, recorder: &'static Recorder, tag: Option<c_int>, comm: Option<usize>, stream: usize) -> Begin {
+        let counter = counter_of(self.op);
+        let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
+        if counter == comm::LAUNCHED {
+            recorder.launched_collective();
+        }
+        Begin {
+            dtype: self.dtype(),
+            reduce: self.reduce as u8,
+            comm,
+            communicator: comm.map_or(0, |comm| recorder.comm_id(comm)),
+            seq,
+            count: self.count as u64,
+            peer: self.peer,
+            tag,
+            stream,
+            ..Begin::new(OpKind::Collective, self.op)
+        }
     }
 }
 
+/// The word of a communicator that numbers such operations.
+fn counter_of(op: Op) -> usize {
+    if matches!(op, Op::Send | Op::Recv) { comm::POINT_TO_POINT } else { comm::LAUNCHED }
+}
+
 /// Before a collective. In a group it is only queued; the end of the group brackets it.
+#[inline]
 pub fn collective(recorder: &'static Recorder, site: Site, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
+    tagged(recorder, site, [(call, None)], handle, stream)
+}
+
+/// The same for operations that one call runs together, those between two ranks with their tags. They end together.
+#[inline]
+pub fn tagged(
+    recorder: &'static Recorder,
+    site: Site,
+    calls: impl IntoIterator<Item = (Call, Option<c_int>)>,
+    handle: Comm,
+    stream: Stream,
+) -> Option<Open> {
     let stream = stream as usize;
     let comm = known(recorder, site, handle);
     // A captured collective does not happen now. Each launch of its graph gives it a number.
     if bracket::is_captured(stream) {
-        if let Some(comm) = comm {
-            graphs::hold(stream, &[call.captured(comm, recorder.comm_id(comm))]);
+        for (call, tag) in calls {
+            if let Some(comm) = comm {
+                graphs::hold(stream, &[call.captured(tag, comm, recorder.comm_id(comm))]);
+            }
         }
         return None;
     }
-    let point_to_point = matches!(call.op, Op::Send | Op::Recv);
-    let counter = if point_to_point { comm::POINT_TO_POINT } else { comm::LAUNCHED };
-    let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
-    if !point_to_point {
-        recorder.launched_collective();
-    }
-    let what = Begin {
-        dtype: call.dtype(),
-        reduce: call.reduce as u8,
-        comm,
-        communicator: comm.map_or(0, |comm| recorder.comm_id(comm)),
-        seq,
-        count: call.count as u64,
-        peer: call.peer,
-        stream,
-        ..Begin::new(OpKind::Collective, call.op)
-    };
-    if thread_state::with(|thread| thread.group_depth.get()) > 0 {
-        if let Some(index) = recorder.begin(&what) {
-            group::queue(recorder, index);
+    let grouped = thread_state::with(|thread| thread.group_depth.get()) > 0;
+    let mut leader = None;
+    for (call, tag) in calls {
+        let Some(index) = recorder.begin(&call.begin(recorder, tag, comm, stream)) else { continue };
+        match leader {
+            _ if grouped => group::queue(recorder, index),
+            None => leader = Some(index),
+            Some(leader) => bracket::follow(recorder, leader, index),
         }
-        return None;
     }
-    let open = bracket::open(recorder, &what);
-    thread_state::with(|thread| thread.open.set(open.map_or(0, |Open(index)| index as u32 + 1)));
-    open
+    let leader = leader?;
+    recorder.hand_over(leader);
+    bracket::start(recorder, leader);
+    thread_state::with(|thread| thread.open.set(leader as u32 + 1));
+    Some(Open(leader))
+}
+
+/// An operation that was queued in a group which is only tried out has never been one.
+pub fn withdraw(recorder: &'static Recorder, slot: usize) {
+    let words = recorder.ring.op(slot);
+    let op = Op::try_from((words[op::WHAT].load(Ordering::Relaxed) >> 8 & 0xff) as i32).unwrap_or_default();
+    words[op::TICKET].store(0, Ordering::Relaxed);
+    if recorder.kind(slot) == OpKind::Collective {
+        let counter = counter_of(op);
+        if let Some(comm) = bracket::comm_of(recorder, slot) {
+            recorder.comm_word(comm, counter).fetch_sub(1, Ordering::Relaxed);
+        }
+        if counter == comm::LAUNCHED {
+            recorder.withdrew_collective();
+        }
+    }
+    recorder.slots[slot].state.store(state::FREE, Ordering::Release);
 }

@@ -185,7 +185,8 @@ fn created(
     }
     match (slot, comm, result) {
         (Some(slot), Some(comm), NCCL_IN_PROGRESS) => recorder.wait_for_comm(comm, slot),
-        (Some(slot), _, SUCCESS) => recorder.close(slot, OpStatus::Completed, 0, now),
+        // Without a communicator of its own nobody can say when it is through; the host is out of it.
+        (Some(slot), _, SUCCESS | NCCL_IN_PROGRESS) => recorder.close(slot, OpStatus::Completed, 0, now),
         (Some(slot), _, error) => recorder.close(slot, OpStatus::Failed, error as u32, now),
         (None, ..) => {}
     }
@@ -239,7 +240,17 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
     if color != NCCL_SPLIT_NOCOLOR {
         return create(recorder, site, Op::CommSplit, &new, output);
     }
-    let slot = host_call(recorder, Op::CommSplit, site.function.text(), None, new.parent, -1);
+    without_communicator(recorder, site, new.parent)
+}
+
+/// Before a call that all ranks of a communicator make together, or that waits for them, and that makes no communicator.
+pub fn together(recorder: &'static Recorder, site: Site, comm: Comm) -> Creating {
+    let id = known(recorder, site, comm).map_or(0, |comm| recorder.comm_id(comm));
+    without_communicator(recorder, site, id)
+}
+
+fn without_communicator(recorder: &'static Recorder, site: Site, id: u64) -> Creating {
+    let slot = host_call(recorder, Op::CommSplit, site.function.text(), None, id, -1);
     let Some(index) = slot else { return Creating { site, slot, comm: None, output: 0 } };
     if thread_state::with(|thread| thread.group_depth.get()) > 0 {
         group::queue(recorder, index);

@@ -5,7 +5,7 @@ use std::{ffi::c_int, sync::atomic::Ordering};
 
 use xpu_timer_proto::v1::{OpKind, OpStatus};
 
-use super::communicator;
+use super::{collective::withdraw, communicator};
 use crate::{
     abi::SUCCESS,
     bracket::{self, chain, close, close_all},
@@ -95,9 +95,7 @@ pub fn group_end(recorder: &'static Recorder, site: Site) -> Ended {
         };
         match (leader, last) {
             (Some(leader), Some(last)) => {
-                let behind = recorder.slots[leader].follower.load(Ordering::Relaxed);
-                recorder.slots[slot].follower.store(behind, Ordering::Relaxed);
-                recorder.slots[leader].follower.store(slot as u32 + 1, Ordering::Relaxed);
+                bracket::follow(recorder, leader, slot);
                 recorder.slots[last].next.store(next(recorder, slot), Ordering::Relaxed);
             }
             _ => last = Some(slot),
@@ -124,6 +122,14 @@ impl After for Ended {
                 close(recorder, slot, result);
             }
         }
+    }
+}
+
+/// Before ncclGroupSimulateEnd, which ends the group without doing any of it.
+pub fn group_simulated(recorder: &'static Recorder) {
+    let first = thread_state::with(leave);
+    for slot in chain(recorder, first, next) {
+        withdraw(recorder, slot);
     }
 }
 

@@ -4,6 +4,7 @@ mod collective;
 mod communicator;
 mod group;
 pub mod kin;
+pub mod later;
 
 use std::ffi::c_int;
 
@@ -24,7 +25,7 @@ const NOBODY: c_int = -1;
 hooked! {
     library Collectives, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing NCCL_INVALID_USAGE;
 
-    ncclAllReduce | mcclAllReduce(send: Data, recv: Data, count: usize, dtype: c_int, reduce: c_int, comm: Comm, stream: Stream)
+    ncclAllReduce | mcclAllReduce | mcclAllReduceExt(send: Data, recv: Data, count: usize, dtype: c_int, reduce: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::AllReduce, count, dtype, reduce, peer: NOBODY }, comm, stream);
     ncclReduce | mcclReduce(send: Data, recv: Data, count: usize, dtype: c_int, reduce: c_int, root: c_int, comm: Comm,
         stream: Stream)
@@ -33,19 +34,19 @@ hooked! {
         => |recorder, site| collective(recorder, site, Call { op: Op::Broadcast, count, dtype, reduce: 0, peer: root }, comm, stream);
     ncclBcast | mcclBcast(buffer: Data, count: usize, dtype: c_int, root: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::Broadcast, count, dtype, reduce: 0, peer: root }, comm, stream);
-    ncclAllGather | mcclAllGather(send: Data, recv: Data, count: usize, dtype: c_int, comm: Comm, stream: Stream)
+    ncclAllGather | mcclAllGather | mcclAllGatherExt(send: Data, recv: Data, count: usize, dtype: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::AllGather, count, dtype, reduce: 0, peer: NOBODY }, comm, stream);
-    ncclReduceScatter | mcclReduceScatter(send: Data, recv: Data, count: usize, dtype: c_int, reduce: c_int, comm: Comm, stream: Stream)
+    ncclReduceScatter | mcclReduceScatter | mcclReduceScatterExt(send: Data, recv: Data, count: usize, dtype: c_int, reduce: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::ReduceScatter, count, dtype, reduce, peer: NOBODY }, comm, stream);
-    ncclAlltoAll | mcclAlltoAll(send: Data, recv: Data, count: usize, dtype: c_int, comm: Comm, stream: Stream)
+    ncclAlltoAll | ncclAllToAll | mcclAlltoAll | mcclAllToAll | mcclAllToAllExt(send: Data, recv: Data, count: usize, dtype: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::AllToAll, count, dtype, reduce: 0, peer: NOBODY }, comm, stream);
     ncclGather | mcclGather(send: Data, recv: Data, count: usize, dtype: c_int, root: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::Gather, count, dtype, reduce: 0, peer: root }, comm, stream);
     ncclScatter | mcclScatter(send: Data, recv: Data, count: usize, dtype: c_int, root: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::Scatter, count, dtype, reduce: 0, peer: root }, comm, stream);
-    ncclSend | mcclSend(buffer: Data, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: Stream)
+    ncclSend | mcclSend | mcclSendExt(buffer: Data, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::Send, count, dtype, reduce: 0, peer }, comm, stream);
-    ncclRecv | mcclRecv(buffer: Data, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: Stream)
+    ncclRecv | mcclRecv | mcclRecvExt(buffer: Data, count: usize, dtype: c_int, peer: c_int, comm: Comm, stream: Stream)
         => |recorder, site| collective(recorder, site, Call { op: Op::Recv, count, dtype, reduce: 0, peer }, comm, stream);
 
     ncclGroupStart | mcclGroupStart() => |recorder, _| group_start(recorder);

@@ -288,6 +288,94 @@ nccl_api! {
         exchange(send, recv, count, dtype, communicator, stream, &all)
     }
 
+    // A configuration tunes; it changes nothing of what is done.
+    fn ncclAllReduceConfig / pncclAllReduceConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, op: u32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclAllReduce(send, recv, count, dtype, op, communicator, stream))
+    }
+
+    fn ncclBroadcastConfig / pncclBroadcastConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, root: i32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclBroadcast(send, recv, count, dtype, root, communicator, stream))
+    }
+
+    fn ncclReduceConfig / pncclReduceConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, op: u32, root: i32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclReduce(send, recv, count, dtype, op, root, communicator, stream))
+    }
+
+    fn ncclAllGatherConfig / pncclAllGatherConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclAllGather(send, recv, count, dtype, communicator, stream))
+    }
+
+    fn ncclReduceScatterConfig / pncclReduceScatterConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, op: u32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclReduceScatter(send, recv, count, dtype, op, communicator, stream))
+    }
+
+    fn ncclAlltoAllConfig / pncclAlltoAllConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclAlltoAll(send, recv, count, dtype, communicator, stream))
+    }
+
+    fn ncclGatherConfig / pncclGatherConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, root: i32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclGather(send, recv, count, dtype, root, communicator, stream))
+    }
+
+    fn ncclScatterConfig / pncclScatterConfig(
+        send: usize, recv: usize, count: usize, dtype: u32, root: i32, communicator: CommHandle, stream: StreamHandle,
+        _config: usize
+    ) {
+        check(pncclScatter(send, recv, count, dtype, root, communicator, stream))
+    }
+
+    // Here a signal meets its waiter, as a message of nothing.
+    fn ncclSignal / pncclSignal(
+        peer: i32, _signal: i32, _context: i32, _flags: u32, communicator: CommHandle, stream: StreamHandle
+    ) {
+        signals(Op::Send, &[(1, peer)], communicator, stream)
+    }
+
+    fn ncclWaitSignal / pncclWaitSignal(
+        count: i32, awaited: In<[i32; 4]>, communicator: CommHandle, stream: StreamHandle
+    ) {
+        let count = usize::try_from(count).map_err(|_| NcclError::INVALID_ARGUMENT)?;
+        let awaited: Result<Vec<_>, NcclError> = (0..count).map(|index| Ok(awaited.at(index)?)).collect();
+        let awaited: Vec<_> = awaited?.into_iter().map(|[times, peer, ..]| (times, peer)).collect();
+        signals(Op::Recv, &awaited, communicator, stream)
+    }
+
+    fn ncclCommWindowRegister / pncclCommWindowRegister(
+        communicator: CommHandle, buffer: usize, _bytes: usize, window: Out<usize>, _flags: i32
+    ) {
+        Communicator::find_ready(communicator)?;
+        Ok(window.set(buffer)?)
+    }
+
+    fn ncclCommWindowDeregister / pncclCommWindowDeregister(communicator: CommHandle, _window: usize) {
+        Communicator::find_ready(communicator).map(drop)
+    }
+
+    fn ncclGroupSimulateEnd / pncclGroupSimulateEnd(_info: usize) {
+        group::forget()
+    }
+
     fn ncclRedOpCreatePreMulSum / pncclRedOpCreatePreMulSum(
         op: Out<u32>, scalar: usize, dtype: u32, _residence: i32, communicator: CommHandle
     ) {
@@ -475,6 +563,22 @@ fn exchange(
         let offset = place * count * width;
         let (send, recv) = if op == Op::Send { (send + offset, 0) } else { (0, recv + offset) };
         let call = Call { op, send, recv, count, dtype, combine: None, rank: peer as i32, communicator, stream };
+        let (communicator, task) = call.check()?;
+        submit(fault, communicator, stream, task)
+    });
+    if let Err(error) = result {
+        group::note_error(error);
+    }
+    result.and(group::end())
+}
+
+/// Sends or receives signals: how many, and to or from whom.
+fn signals(op: Op, all: &[(i32, i32)], communicator: CommHandle, stream: StreamHandle) -> Result<(), NcclError> {
+    let fault = Fault::of_next_call();
+    group::start();
+    let peers = all.iter().flat_map(|&(times, peer)| (0..times.max(0)).map(move |_| peer));
+    let result = peers.into_iter().try_for_each(|peer| {
+        let call = Call { op, send: 0, recv: 0, count: 0, dtype: 0, combine: None, rank: peer, communicator, stream };
         let (communicator, task) = call.check()?;
         submit(fault, communicator, stream, task)
     });

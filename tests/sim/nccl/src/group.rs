@@ -63,6 +63,21 @@ pub(crate) fn end() -> Result<(), NcclError> {
     launch(group.batches).and(jobs)
 }
 
+/// ncclGroupSimulateEnd: the group ends, and nothing of it begins.
+pub(crate) fn forget() -> Result<(), NcclError> {
+    GROUP.with_borrow_mut(|group| match group.depth {
+        0 => Err(NcclError::INVALID_USAGE),
+        1 => {
+            std::mem::take(&mut **group).jobs.iter().for_each(give_up);
+            Ok(())
+        }
+        _ => {
+            group.depth -= 1;
+            Ok(())
+        }
+    })
+}
+
 /// Remembers that a call inside a group failed: the group will not begin.
 pub(crate) fn note_error(error: NcclError) {
     GROUP.with_borrow_mut(|group| {

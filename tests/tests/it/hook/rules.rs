@@ -1,5 +1,7 @@
 //! The rules of graphs, streams, communicators and errors, each on the simulated device.
 
+use xpu_timer_proto::v1::DataType;
+
 use super::*;
 
 fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
@@ -56,6 +58,61 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     // The last one cannot know what the others call it; the one that made the id says that both are the same.
     assert_ne!(grown(3).id, grown(0).id);
     assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
+}
+
+#[test]
+fn the_later_functions_of_nccl_count_like_the_first() {
+    let records = check("later_functions", 2, &[]);
+    for (rank, record) in records.iter().enumerate() {
+        let comm = &record.communicators[0];
+        // Eight with a configuration and one without; the group that was only tried out never was.
+        assert_eq!((comm.launched, comm.completed, record.collectives_launched), (9, 9, 9));
+        let collectives: Vec<_> =
+            record.operations.iter().filter(|operation| operation.kind() == OpKind::Collective).collect();
+        let of_all: Vec<_> = collectives.iter().filter(|operation| operation.tag.is_none()).collect();
+        assert_eq!(
+            of_all.iter().map(|operation| (operation.op(), operation.seq, operation.peer)).collect::<Vec<_>>(),
+            [
+                (Op::AllReduce, 1, -1),
+                (Op::Reduce, 2, 1),
+                (Op::Broadcast, 3, 1),
+                (Op::AllGather, 4, -1),
+                (Op::ReduceScatter, 5, -1),
+                (Op::AllToAll, 6, -1),
+                (Op::Gather, 7, 0),
+                (Op::Scatter, 8, 0),
+                (Op::AllReduce, 9, -1),
+            ]
+        );
+        assert!(of_all.iter().all(|operation| (operation.count, operation.dtype()) == (4, DataType::Float32)));
+        let other = 1 - rank as i32;
+        let signals: Vec<_> = collectives.iter().filter(|operation| operation.tag.is_some()).collect();
+        assert_eq!(
+            signals
+                .iter()
+                .map(|operation| (operation.op(), operation.peer, operation.tag.unwrap()))
+                .collect::<Vec<_>>(),
+            [(Op::Send, other, 5), (Op::Recv, other, 5)]
+        );
+        assert_eq!(comm.point_to_point, 2);
+        for name in ["ncclCommWindowRegister", "ncclCommWindowDeregister"] {
+            let call = record.operations.iter().find(|operation| operation.function == name).expect(name);
+            assert_eq!(
+                (call.kind(), call.status(), call.communicator),
+                (OpKind::HostCall, OpStatus::Completed, comm.id)
+            );
+        }
+    }
+}
+
+#[test]
+fn a_signal_that_never_comes_is_a_receive_that_pends() {
+    let waits = |record: &FlightRecord| {
+        let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
+        pending.map(|operation| (operation.op(), operation.peer, operation.tag)).collect::<Vec<_>>()
+    };
+    let records = check("later_functions", 2, &[("NO_SIGNAL", "1")]);
+    assert!(waits(&records[1]).contains(&(Op::Recv, 0, Some(9))), "{:?}", records[1].operations);
 }
 
 /// What has an end, whichever.

@@ -761,6 +761,41 @@ def grown():
     assert buffer.to_list() == [float(sum(range(SIZE)))] * 2
 
 
+def later_functions():
+    """What NCCL has had since 2.28: a configuration for each call, signals, windows, and a group that is only tried out."""
+    comm, stream = world()
+    left, right = (RANK - 1) % SIZE, (RANK + 1) % SIZE
+    send, receive = cuda.Buffer(4 * SIZE).fill(1), cuda.Buffer(4 * SIZE).fill(0)
+    ends = (comm.handle, stream.handle)
+    window = c_void_p()
+    nccl("ncclCommWindowRegister", comm.handle, receive.pointer, c_size_t(16 * SIZE), byref(window), 0)
+    pair, four = (send.pointer, receive.pointer), (c_size_t(4), 7)
+    nccl("ncclAllReduceConfig", *pair, *four, 0, *ends, None)
+    nccl("ncclReduceConfig", *pair, *four, 2, 1, *ends, None)
+    nccl("ncclBroadcastConfig", *pair, *four, 1, *ends, None)
+    nccl("ncclAllGatherConfig", *pair, *four, *ends, None)
+    nccl("ncclReduceScatterConfig", *pair, *four, 0, *ends, None)
+    nccl("ncclAlltoAllConfig", *pair, *four, *ends, None)
+    nccl("ncclGatherConfig", *pair, *four, 0, *ends, None)
+    nccl("ncclScatterConfig", *pair, *four, 0, *ends, None)
+    # As if it had never been.
+    nccl("ncclGroupStart")
+    nccl("ncclAllReduce", *pair, *four, 0, *ends)
+    nccl("ncclSend", send.pointer, *four, right, *ends)
+    nccl("ncclGroupSimulateEnd", None)
+    with cuda.group():
+        nccl("ncclSignal", right, 5, 0, 0, *ends)
+        nccl("ncclWaitSignal", 2, (c_int * 8)(1, left, 5, 0, 0, right, 6, 0), *ends)
+    if "NO_SIGNAL" in os.environ:
+        if RANK == 1:
+            nccl("ncclWaitSignal", 1, (c_int * 4)(1, left, 9, 0), *ends)
+        return
+    nccl("ncclAllReduce", *pair, *four, 0, *ends)
+    stream.synchronize()
+    assert receive.to_list()[:4] == [float(SIZE)] * 4, receive.to_list()
+    nccl("ncclCommWindowDeregister", comm.handle, window)
+
+
 def captured_collectives():
     """Two collectives and an exchange in a graph, launched three times; the environment says on which rank one launch less."""
     comm, stream = world()
