@@ -11,6 +11,7 @@ mod end_to_end;
 mod gloo;
 mod guest;
 mod hook;
+mod installed;
 mod launch;
 mod metrics;
 mod mpi;

@@ -1,0 +1,94 @@
+//! Build script of everything that is installed: what is linked on today's Linux starts on that of 2018 (glibc 2.28), as the
+//! containers have it that jobs run in.
+//!
+//! The linker binds to the newest version of a function, and a library that asks for one that is not there is no library that cannot be
+//! preloaded but a program that does not start. So each function that has a new version, name or place since then is linked
+//! under its old one, by `--wrap`. The test `installed::…` looks at what is asked for, and names what is missing here.
+
+use std::{env, fs, path::PathBuf, process::Command};
+
+/// Functions of glibc that have a newer version than the one named here, which all have.
+const MOVED: [(&str, &str); 19] = [
+    ("dladdr", "GLIBC_2.2.5"),
+    ("dlclose", "GLIBC_2.2.5"),
+    ("dlsym", "GLIBC_2.2.5"),
+    ("dlvsym", "GLIBC_2.2.5"),
+    ("pow", "GLIBC_2.2.5"),
+    ("pthread_attr_getguardsize", "GLIBC_2.2.5"),
+    ("pthread_attr_getstack", "GLIBC_2.2.5"),
+    ("pthread_attr_setstacksize", "GLIBC_2.2.5"),
+    ("pthread_create", "GLIBC_2.2.5"),
+    ("pthread_detach", "GLIBC_2.2.5"),
+    ("pthread_getattr_np", "GLIBC_2.2.5"),
+    ("pthread_getspecific", "GLIBC_2.2.5"),
+    ("pthread_join", "GLIBC_2.2.5"),
+    ("pthread_key_create", "GLIBC_2.2.5"),
+    ("pthread_key_delete", "GLIBC_2.2.5"),
+    ("pthread_kill", "GLIBC_2.2.5"),
+    ("pthread_setname_np", "GLIBC_2.12"),
+    ("pthread_setspecific", "GLIBC_2.2.5"),
+    ("pthread_sigmask", "GLIBC_2.2.5"),
+];
+
+/// Functions that `floor.c` has in place of new ones.
+const MADE: [&str; 8] =
+    ["fstat", "fstat64", "fstatat64", "gettid", "lstat64", "posix_spawn_file_actions_addchdir_np", "stat", "stat64"];
+
+/// In programs; a library is not started.
+const START: &str = "__libc_start_main";
+
+/// The hook exports this one itself.
+const EXPORTED: &str = "dlsym";
+
+fn main() {
+    println!("cargo::rerun-if-env-changed=CC");
+    let target = |key: &str| env::var(format!("CARGO_CFG_TARGET_{key}")).unwrap_or_default();
+    if (target("ARCH").as_str(), target("ENV").as_str()) != ("x86_64", "gnu") {
+        return;
+    }
+    let object = compile(&format!("{}\n{}", include_str!("floor.c"), jumps()));
+    let names = MOVED.iter().map(|(name, _)| *name).chain(MADE);
+    // The hook is the one library; cargo refuses arguments for what a package does not have.
+    let (kind, names): (_, Vec<_>) = if env::var("CARGO_PKG_NAME").is_ok_and(|name| name == "xpu_timer_hook") {
+        ("cdylib", names.filter(|name| *name != EXPORTED).collect())
+    } else {
+        ("bins", names.chain([START]).collect())
+    };
+    for name in names {
+        println!("cargo::rustc-link-arg-{kind}=-Wl,--wrap={name}");
+    }
+    // The two libraries held those functions until 2.34; a later glibc still has them, for those who ask.
+    println!(
+        "cargo::rustc-link-arg-{kind}=-Wl,--push-state,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2,--pop-state"
+    );
+    println!("cargo::rustc-link-arg-{kind}={object}");
+}
+
+/// A jump for each function that has moved, so that it sees who called.
+fn jumps() -> String {
+    let jump = |(name, version): &(&str, &str)| {
+        let lines = [
+            format!(".symver first_{name}, {name}@{version}"),
+            format!(".section .text.__wrap_{name}, \\\"ax\\\", @progbits"),
+            format!(".globl __wrap_{name}"),
+            format!(".type __wrap_{name}, @function"),
+            format!("__wrap_{name}: endbr64"),
+            format!("jmp *first_{name}@GOTPCREL(%rip)"),
+            format!(".size __wrap_{name}, . - __wrap_{name}"),
+        ];
+        format!("__asm__(\"{}\\n.text\\n\");\n", lines.join("\\n"))
+    };
+    MOVED.iter().map(jump).collect()
+}
+
+fn compile(source: &str) -> String {
+    let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo names it"));
+    let (file, object) = (out.join("floor.c"), out.join("floor.o"));
+    fs::write(&file, source).expect("OUT_DIR can be written");
+    let cc = env::var_os("CC").unwrap_or_else(|| "cc".into());
+    let arguments = ["-c", "-O2", "-fPIC", "-ffunction-sections", "-fvisibility=hidden", "-o"];
+    let status = Command::new(&cc).args(arguments).arg(&object).arg(&file).status();
+    let status = status.unwrap_or_else(|error| panic!("{} cannot be run: {error}", cc.display()));
+    assert!(status.success(), "{}: {status}", cc.display());
+    object.display().to_string()
+}
