@@ -74,7 +74,7 @@ fn dependencies(object: &Object) -> Vec<Object> {
 ///
 /// # Safety
 /// The symbol is one of the object's table, which nobody reads meanwhile.
-unsafe fn make_own(object: &Object, symbol: *mut libc::Elf64_Sym, address: usize) {
+pub unsafe fn make_own(object: &Object, symbol: *mut libc::Elf64_Sym, address: usize) {
     const LOCAL_FUNCTION: u8 = 2;
     const HIDDEN: u8 = 2;
     const SOME_SECTION: u16 = 1;

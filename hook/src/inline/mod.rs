@@ -14,6 +14,7 @@ mod engine;
 mod loader;
 mod prologue;
 mod static_symbols;
+mod weak;
 
 use std::{
     ffi::CStr,
@@ -98,7 +99,10 @@ fn look_at_new() {
                 known.objects.insert(at, place);
                 look_at(known, place, map, at == 0);
                 // SAFETY: as above; this is the moment before the linker binds it.
-                unsafe { deepbind::bind(map) };
+                unsafe {
+                    deepbind::bind(map);
+                    weak::unbind(map);
+                }
             }
         }
         at += 1;

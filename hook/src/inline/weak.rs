@@ -1,0 +1,48 @@
+//! Weak references: a host that refers weakly to a function asks whether its library has it, as mpi4py does for the functions of
+//! MPI 4. The hook exports the names of all versions of a library, so such a reference would never be null, and the call would go to
+//! a wrapper without an original.
+//!
+//! Before the linker binds a new object, its weak references to functions that nobody has but the hook are made null. No code is
+//! changed. Objects that the program is started with are bound before the hook can look at them.
+
+use std::ffi::CStr;
+
+use super::{
+    deepbind::make_own,
+    elf::{LinkMap, Object},
+    loader, own_base,
+};
+use crate::lookup;
+
+/// Makes the weak references of a new object null that would be so without the hook.
+///
+/// # Safety
+/// `map` is in the linker's list and was not bound yet.
+pub unsafe fn unbind(map: *const LinkMap) {
+    const WEAK: u8 = 2;
+    // SAFETY: the caller's word.
+    let Some(object) = (unsafe { Object::of(map) }) else { return };
+    for (name, symbol) in object.imported() {
+        // SAFETY: a symbol of the object's table.
+        let binding = unsafe { (*symbol).st_info } >> 4;
+        if binding == WEAK && lookup::find(name.to_bytes()).is_some() && !is_anywhere(name) {
+            // SAFETY: a symbol of an object that is not bound yet.
+            unsafe { make_own(&object, symbol.cast_mut(), 0) };
+        }
+    }
+}
+
+/// Whether a loaded object other than the hook exports a function of this name.
+fn is_anywhere(name: &CStr) -> bool {
+    let mut map = loader::first();
+    while !map.is_null() {
+        // SAFETY: the linker's list, which does not change now.
+        let object = unsafe { Object::of(map) };
+        if object.is_some_and(|object| object.base != own_base() && object.exported(name).is_some()) {
+            return true;
+        }
+        // SAFETY: as above.
+        map = unsafe { (*map).next };
+    }
+    false
+}
