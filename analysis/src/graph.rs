@@ -417,6 +417,7 @@ impl<'w, 'a> Builder<'w, 'a> {
                     self.edge(node, Node::Host(member.view));
                 }
             }
+            self.late_for_split(node, comm, initializing[0]);
         }
         for view in 0..self.world.views.len() {
             if let Some(event) = self.split_of(view) {
@@ -434,6 +435,26 @@ impl<'w, 'a> Builder<'w, 'a> {
                     self.edge(Node::Event(index), Node::Host(view));
                 }
             }
+        }
+    }
+
+    /// All ranks of a communicator split it together, so who of them has made fewer splits holds up all children of this one.
+    fn late_for_split(&mut self, child: Node, comm: usize, inside: usize) {
+        let id = self.comms[comm].id;
+        let view = &self.world.views[inside];
+        let known = view.flight.into_iter().flat_map(|flight| &flight.communicators);
+        let Some(parent) = known.into_iter().find(|known| known.id == id).map(|known| known.parent) else { return };
+        let split = view.pending().any(|operation| is_init(operation) && operation.function.contains("Split"));
+        let Some(&parent) = self.by_id.get(&parent).filter(|_| split) else { return };
+        let made = |view: usize| splits_of(self.world, self.comms[parent].id, view);
+        let late: Vec<usize> = self.comms[parent]
+            .members
+            .iter()
+            .map(|member| member.view)
+            .filter(|view| made(*view) < made(inside))
+            .collect();
+        for view in late {
+            self.edge(child, Node::Host(view));
         }
     }
 
@@ -588,6 +609,15 @@ pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), ot
     };
     let (one, other) = (tags(one), tags(other));
     one.iter().any(|one| other.iter().any(|other| *one < 0 || *other < 0 || one == other))
+}
+
+/// How often a rank has split a communicator: its children, and the calls that made it none.
+fn splits_of(world: &World<'_>, parent: u64, view: usize) -> usize {
+    let children = world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
+    let alone = world.views[view].operations().filter(|operation| {
+        operation.kind() == OpKind::HostCall && operation.op() == Op::CommSplit && operation.communicator == parent
+    });
+    children.filter(|child| child.parent == parent).count() + alone.count()
 }
 
 fn transfers_of<'a>(world: &World<'a>, by_id: &HashMap<u64, usize>, view: usize) -> BTreeMap<Event, &'a Operation> {

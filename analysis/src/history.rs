@@ -33,6 +33,11 @@ impl Token {
         Token { communicator: operation.communicator, op: operation.op(), peer: operation.peer }
     }
 
+    /// Whether an operation is this one.
+    pub fn is(self, operation: &Operation) -> bool {
+        self == Token::of(operation)
+    }
+
     /// Whether it is a send or a receive.
     pub fn is_p2p(self) -> bool {
         matches!(self.op, Op::Send | Op::Recv)
@@ -72,7 +77,9 @@ pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
 
 /// Whether the rank has made this operation before.
 pub(crate) fn made_before(view: &RankView<'_>, operation: &Operation) -> bool {
-    let same = |other: &Operation| other.ticket != operation.ticket && Token::of(other) == Token::of(operation);
+    let same = |other: &Operation| {
+        other.ticket != operation.ticket && other.tag == operation.tag && Token::of(other) == Token::of(operation)
+    };
     view.operations().any(|other| other.status() == OpStatus::Completed && same(other))
 }
 

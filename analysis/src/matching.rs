@@ -17,6 +17,8 @@ pub(crate) struct Member<'a> {
     pub view: usize,
     /// Its rank in the communicator; -1 when unknown.
     pub comm_rank: i32,
+    /// Number of ranks that it was created with here; 0 when that is not known.
+    pub claimed: u32,
     /// State as this rank sees it.
     pub state: CommunicatorState,
     /// Collectives launched on the host.
@@ -76,7 +78,7 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     }
     let mut comms: Vec<Comm> = comms.into_values().collect();
     for comm in &mut comms {
-        comm.size = comm.size.max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
+        comm.size = size_by_majority(&comm.members).max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
         comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.view)).collect();
         comm.by_comm_rank.sort_unstable();
         // Of two members that claim the same rank the first counts.
@@ -86,6 +88,16 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
         }
     }
     comms
+}
+
+/// The size that most members give; the largest of several.
+fn size_by_majority(members: &[Member<'_>]) -> u32 {
+    let mut votes: BTreeMap<u32, usize> = BTreeMap::new();
+    members
+        .iter()
+        .filter(|member| member.claimed > 0)
+        .for_each(|member| *votes.entry(member.claimed).or_default() += 1);
+    votes.into_iter().max_by_key(|(size, votes)| (*votes, *size)).map_or(0, |(size, _)| size)
 }
 
 fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view: usize) {
@@ -106,7 +118,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
             creating.entry(operation.communicator).or_insert(operation);
         }
     }
-    let mut add = |id: u64, size: u32, member: Member<'a>| {
+    let mut add = |id: u64, member: Member<'a>| {
         let comm = comms.entry(id).or_insert_with(|| Comm {
             id,
             size: 0,
@@ -115,7 +127,6 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
             unnamed: 0,
             by_comm_rank: Vec::new(),
         });
-        comm.size = comm.size.max(size);
         // A rank that reports a communicator twice keeps its first entry.
         if comm.members.last().is_none_or(|last| last.view != view) {
             comm.members.push(member);
@@ -140,10 +151,10 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
         creating.remove(&id);
         add(
             id,
-            communicator.size,
             Member {
                 view,
                 comm_rank: communicator.rank,
+                claimed: communicator.size,
                 state: communicator.state(),
                 launched: communicator.launched.max(newest.get(&id).copied().unwrap_or(0)),
                 started,
@@ -166,10 +177,10 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
     for (id, (operation, initializing)) in bare {
         add(
             id,
-            0,
             Member {
                 view,
                 comm_rank: -1,
+                claimed: 0,
                 state: CommunicatorState::Unspecified,
                 launched: newest.get(&id).copied().unwrap_or(0),
                 started: if operation.started_ns == 0 { operation.seq.saturating_sub(1) } else { operation.seq },

@@ -7,20 +7,24 @@
 use super::{Case, Confidence, Finding, Says, line};
 use crate::{
     graph::{Event, Suspect},
-    history::{Deviation, Token, deviation},
+    history::{Deviation, Token, deviation, made_before},
     text::{capital, communicator, op_name, ranks},
+    world::RankView,
 };
+use xpu_timer_proto::v1::Operation;
 
 /// Beyond so many ranks in a circle nobody's past is searched.
 const MOST: usize = 4096;
 
 /// What the ranks that left their pattern did.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub(super) enum Break {
     /// They left out a collective.
     Collective,
     /// They left out a send or a receive.
     Transfer,
+    /// They made a send or a receive that they had never made before.
+    NewTransfer,
     /// They exchanged two collectives.
     Order,
     /// They exchanged two operations, at least one of them a send or a receive.
@@ -28,7 +32,12 @@ pub(super) enum Break {
 }
 
 impl Break {
-    fn of(deviation: &Deviation) -> Self {
+    fn of(view: &RankView<'_>, deviation: &Deviation) -> Self {
+        // A transfer of which nobody has ever heard, and which is still pending, is one too many.
+        let new = |operation: &Operation| deviation.came.is(operation) && !made_before(view, operation);
+        if deviation.came.is_p2p() && view.pending().any(new) {
+            return Break::NewTransfer;
+        }
         match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.came.is_p2p()) {
             (true, true) => Break::TransferOrder,
             (true, false) => Break::Order,
@@ -49,7 +58,8 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
     }
     let found: Vec<(usize, Deviation)> =
         inside.iter().filter_map(|view| Some((*view, deviation(case.view(*view))?))).collect();
-    let first = Break::of(&found.first()?.1);
+    let kind = |(view, deviation): &(usize, Deviation)| Break::of(case.view(*view), deviation);
+    let first = found.iter().map(kind).min()?;
     (found.len() < inside.len()).then_some((first, found))
 }
 
@@ -64,11 +74,11 @@ pub(super) enum Told {
 }
 
 /// Asks the past of the ranks in a circle, for a rule that explains breaks of this kind.
-pub(super) fn ask(case: &Case<'_>, suspect: &Suspect, explains: Break) -> Told {
+pub(super) fn ask(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> Told {
     let Suspect::Cycle(events) = suspect else { return Told::Nothing };
     match deviants(case, suspect) {
         None => Told::Nothing,
-        Some((kind, found)) if kind == explains => Told::Finding(broken(case, events, kind, &found)),
+        Some((kind, found)) if explains.contains(&kind) => Told::Finding(broken(case, events, kind, &found)),
         Some(_) => Told::OtherBreak,
     }
 }
@@ -76,12 +86,18 @@ pub(super) fn ask(case: &Case<'_>, suspect: &Suspect, explains: Break) -> Told {
 fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
     let culprits: Vec<usize> = found.iter().map(|(view, _)| *view).collect();
     let who = case.world.ranks(culprits.iter().copied());
-    let (first, deviation) = &found[0];
+    let of_kind = |(view, deviation): &&(usize, Deviation)| Break::of(case.view(*view), deviation) == kind;
+    let (first, deviation) = found.iter().find(of_kind).unwrap_or(&found[0]);
     let did = match kind {
         Break::Collective | Break::Transfer => format!(
             "did not make the {} that it had always made before the {}",
             describe(case, *first, deviation.expected),
             describe(case, *first, deviation.came)
+        ),
+        Break::NewTransfer => format!(
+            "made a {} that it had never made before, where the {} had always come",
+            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.expected)
         ),
         Break::Order | Break::TransferOrder => format!(
             "made the {} before the {}, and had always made them the other way round",

@@ -2,7 +2,8 @@
 //!
 //! Ranks are inside the call that creates or splits a communicator (or, by their stacks, in the store behind it); a member has not
 //! made that call, or its call returned without the others, who wait for it there while it uses the communicator already. When all members are inside, nobody is to blame: the network between
-//! them is. A member that is dead, stopped, in its data loader or in input or output is that first.
+//! them is. When they give different numbers of ranks, those that differ from the most are named; when some create it and the others wait for
+//! those in a collective, the fewer of the two. A member that is dead, stopped, in its data loader or in input or output is that first.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
 use crate::{
@@ -15,6 +16,9 @@ use xpu_timer_proto::v1::Presence;
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(found) = of_another_size(case, suspect) {
+        return Some(found);
+    }
     if let Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) = suspect {
         let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
         let unnamed = match *event {
@@ -39,7 +43,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         });
     }
     if let Suspect::Cycle(events) = suspect {
-        return apart(case, events).or_else(|| ahead(case, events));
+        return apart(case, events).or_else(|| ahead(case, events)).or_else(|| elsewhere(case, events));
     }
     let view = case.host(suspect)?;
     let event = case.main_event(suspect);
@@ -155,6 +159,116 @@ fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     }
     let confidence = case.members_confidence(&[event]);
     Some(Finding { culprits: outside, says: Says::Whole(sentence), confidence, evidence })
+}
+
+/// The number of ranks with which a rank creates the communicator of a suspect, and that of most others, when they differ.
+pub(super) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Option<(u32, u32)> {
+    let events = match suspect {
+        Suspect::Host { events, .. } => events.as_slice(),
+        Suspect::Complete(event) => std::slice::from_ref(event),
+        _ => return None,
+    };
+    events.iter().find_map(|event| {
+        let Event::Init { comm } = *event else { return None };
+        let comm = &case.comms[comm];
+        let right = |claimed: u32| comm.members.iter().filter(|member| member.claimed == claimed).count();
+        let own = comm.member(view)?.claimed;
+        (own > 0 && own != comm.size && right(comm.size) > right(own)).then_some((own, comm.size))
+    })
+}
+
+/// A rank creates the communicator with another number of ranks than the others.
+fn of_another_size(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let views: Vec<usize> = match suspect {
+        Suspect::Host { view, .. } => vec![*view],
+        Suspect::Complete(Event::Init { comm }) => case.comms[*comm].members.iter().map(|member| member.view).collect(),
+        _ => return None,
+    };
+    let sizes: Vec<(usize, (u32, u32))> =
+        views.into_iter().filter_map(|view| Some((view, other_size(case, suspect, view)?))).collect();
+    let &(first, (own, right)) = sizes.first()?;
+    let event = case.main_event(suspect)?;
+    let culprits: Vec<usize> = sizes.iter().map(|(view, _)| *view).collect();
+    let who = case.world.ranks(culprits.iter().copied());
+    let verb = if who.len() == 1 { "creates" } else { "create" };
+    let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied().filter(|view| !culprits.contains(view)));
+    let mut evidence = vec![line(
+        format!("{} {verb} a communicator as one of {own} ranks, {} as one of {right}", ranks(&who), ranks(&inside)),
+        who.clone(),
+    )];
+    for &view in culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding {
+        says: Says::Whole(format!(
+            "{} {verb} the communicator as one of {own} ranks, {} as one of {right}{}.",
+            capital(&ranks(&who)),
+            ranks(&inside),
+            if who.len() == 1 {
+                format!("; rank {} stands{}", who[0], or_unknown(case.place(first)))
+            } else {
+                String::new()
+            },
+        )),
+        confidence: case.members_confidence(&[event]),
+        culprits,
+        evidence,
+    })
+}
+
+/// Some ranks create a communicator, the others are in a collective and wait for them: fewer of them are wrong.
+fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let creation = |event: &&Event| matches!(event, Event::Init { .. } | Event::Split { .. });
+    let event = *events.iter().find(creation)?;
+    let used = *events.iter().find(|event| matches!(event, Event::Collective { .. } | Event::PointToPoint { .. }))?;
+    let inside = case.graph.waiters_of(event).to_vec();
+    let others: Vec<usize> = events
+        .iter()
+        .filter(|event| !creation(event))
+        .flat_map(|event| case.graph.waiters_of(*event))
+        .copied()
+        .collect();
+    let late: Vec<usize> = case
+        .world
+        .views
+        .iter()
+        .enumerate()
+        .map(|(view, _)| view)
+        .filter(|view| others.contains(view) && !inside.contains(view))
+        .collect();
+    if inside.is_empty() || late.is_empty() {
+        return None;
+    }
+    let (culprits, early) = if inside.len() < late.len() { (inside.clone(), true) } else { (late.clone(), false) };
+    let (what, next) = (case.describe(event), case.describe(used));
+    let who = case.world.ranks(culprits.iter().copied());
+    let (is, has) = if who.len() == 1 { ("is", "has") } else { ("are", "have") };
+    let (inside, late) = (case.world.ranks(inside), case.world.ranks(late));
+    let place = if who.len() == 1 { case.place(culprits[0]) } else { String::new() };
+    let sentence = if early {
+        format!(
+            "{} {is} in {what}{place}, which {} {} not come to: they wait in {next}.",
+            capital(&ranks(&who)),
+            ranks(&late),
+            if late.len() == 1 { "does" } else { "do" }
+        )
+    } else {
+        format!(
+            "{} {has} not come to {what} and {is} in {next}{place}; {} {} there.",
+            capital(&ranks(&who)),
+            ranks(&inside),
+            if inside.len() == 1 { "waits" } else { "wait" }
+        )
+    };
+    let mut evidence = vec![
+        line(format!("{} in {what}", ranks(&inside)), inside.clone()),
+        line(format!("{} in {next}", ranks(&late)), late.clone()),
+    ];
+    for &view in culprits.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let confidence = if inside.len() == late.len() { Confidence::Low } else { Confidence::Medium };
+    Some(Finding { culprits, says: Says::Whole(sentence), confidence, evidence })
 }
 
 fn or_unknown(place: String) -> String {

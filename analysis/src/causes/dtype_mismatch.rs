@@ -3,7 +3,12 @@
 //! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
 //! that sends the same bytes as another type differs in both.
 
-use super::{Case, Cause, Finding, Rule, collective::Collective, never_mistaken, op_mismatch::finding};
+use super::{
+    Case, Cause, Finding, Rule,
+    collective::Collective,
+    never_mistaken,
+    op_mismatch::{finding, key},
+};
 use crate::{
     graph::Suspect,
     text::{dtype_name, op_name},
@@ -14,6 +19,9 @@ pub(super) const RULE: Rule = Rule { cause: Cause::DtypeMismatch, explain, rule_
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
+    if collective.dissent(case, key).is_some() {
+        return None;
+    }
     let dissent = collective.dissent(case, |operation| operation.dtype)?;
     let op = collective.operations.first()?.1.op();
     let name = |dtype: &i32| {

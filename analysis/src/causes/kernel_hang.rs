@@ -3,15 +3,26 @@
 //! The rank has launched the collective that its peers wait in, and its device has not begun it although no other collective
 //! of this rank is under way: what stands before it in its stream does not end. Or its host waits for the device while no collective
 //! of it is pending. The kernel is named when it was recorded; else the last kernel of the stream is. When the host goes on
-//! between the samples, the device may only be slow, and the confidence is low.
+//! between the samples, the device may only be slow, and the confidence is low. In a circle of ranks that wait for each other, the one
+//! rank is named whose stream is blocked by nothing that was recorded, with medium confidence.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
-use crate::{graph::Suspect, text::shape, verdict::Activity};
-use xpu_timer_proto::v1::OpKind;
+use crate::{
+    graph::{Event, Suspect},
+    history::made_before,
+    text::shape,
+    verdict::Activity,
+};
+use xpu_timer_proto::v1::{OpKind, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Cycle(circle) = suspect {
+        let view = blocked_in_circle(case, circle)?;
+        let found = explain(case, &Suspect::Device { view, events: circle.clone() })?;
+        return Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found });
+    }
     let Suspect::Device { view, events } = suspect else { return None };
     let content = case.view(*view);
     let rank = content.rank;
@@ -24,8 +35,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             blocked.and_then(|blocked| flight.streams.iter().find(|stream| stream.handle == blocked.stream));
         of_blocked.or_else(|| flight.streams.iter().max_by_key(|stream| stream.last_launch_ns))
     });
-    let last =
-        stream.map(|stream| stream.last_kernel.as_str()).filter(|name| !name.is_empty() && !name.starts_with("nccl"));
+    let last = stream
+        .map(|stream| stream.last_kernel.as_str())
+        .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
     let culprit = match (kernel, last) {
         (Some(kernel), _) => format!("{} does not end", shape(kernel)),
         (None, Some(last)) => format!("something does not end; the kernel launched last is {last}"),
@@ -73,6 +85,34 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence,
         evidence,
     })
+}
+
+/// The only rank of a circle that closes it by something which its device has not begun although no collective or transfer is ahead of it
+/// in its stream, when the same transfers and collectives went well before: its stream is blocked by something else.
+fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
+    let mut inside: Vec<usize> = circle.iter().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
+    inside.sort_unstable();
+    inside.dedup();
+    let of_comm = |operation: &&Operation| operation.kind() == OpKind::Collective;
+    let blocked = |view: &usize| {
+        let started: Vec<u64> = case
+            .view(*view)
+            .pending()
+            .filter(of_comm)
+            .filter(|operation| operation.started_ns != 0)
+            .map(|operation| operation.stream)
+            .collect();
+        case.view(*view)
+            .pending()
+            .filter(of_comm)
+            .any(|operation| operation.started_ns == 0 && !started.contains(&operation.stream))
+    };
+    let worked = |view: usize| {
+        case.view(view).pending().filter(of_comm).all(|operation| made_before(case.view(view), operation))
+    };
+    let mut found = inside.iter().copied().filter(blocked);
+    let view = found.next().filter(|_| found.next().is_none())?;
+    worked(view).then_some(view)
 }
 
 fn stands(place: String) -> String {

@@ -31,7 +31,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return skipped(case, &collective);
     }
     if matches!(suspect, Suspect::Cycle(_)) {
-        return match circle::ask(case, suspect, Break::Collective) {
+        return match circle::ask(case, suspect, &[Break::Collective]) {
             Told::Finding(found) => Some(found),
             Told::OtherBreak | Told::Nothing => None,
         };

@@ -1,7 +1,7 @@
 //! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
 //!
 //! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
-//! show different operations, or different roots of the same operation. The culprits are those that differ from the largest
+//! show different operations, different roots of the same operation, or reductions that compute something else. The culprits are those that differ from the largest
 //! group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
 //! all members are named, with low confidence.
 
@@ -20,17 +20,41 @@ use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
-fn key(operation: &Operation) -> (String, i32) {
+pub(super) fn key(operation: &Operation) -> (String, i32) {
     let rooted = matches!(operation.op(), Op::Reduce | Op::Broadcast | Op::Gather | Op::Scatter);
     (name(operation).to_owned(), if rooted { operation.peer } else { -1 })
 }
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
-    let dissent = collective.dissent(case, key)?;
-    let words =
-        |(name, root): &(String, i32)| if *root >= 0 { format!("{name} with root {root}") } else { name.clone() };
-    Some(finding(case, &collective, dissent, words))
+    if let Some(dissent) = collective.dissent(case, key) {
+        let words =
+            |(name, root): &(String, i32)| if *root >= 0 { format!("{name} with root {root}") } else { name.clone() };
+        return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, words));
+    }
+    let dissent = collective.dissent(case, reduction)?;
+    Some(finding(case, &collective, dissent, Clone::clone))
+}
+
+/// A reduction with what it computes: `all_reduce (max)`.
+fn reduction(operation: &Operation) -> String {
+    const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
+    match operation.op() {
+        Op::AllReduce | Op::Reduce | Op::ReduceScatter => {
+            let computes = COMPUTES.get(operation.reduce_op as usize).unwrap_or(&"an operation of its own");
+            format!("{} ({computes})", name(operation))
+        }
+        _ => name(operation).to_owned(),
+    }
+}
+
+/// Whether those that differ from the right group have all given up: they are in the end of their library, which is `teardown`.
+pub(super) fn gave_up<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
+    let ends = |view: &usize| {
+        let own = collective.operations.iter().find(|(other, _)| other == view);
+        own.is_some_and(|(_, operation)| operation.function.ends_with("Finalize"))
+    };
+    dissent.right.is_some() && dissent.culprits.iter().all(ends)
 }
 
 /// The finding on members that differ; shared by the three mismatches.

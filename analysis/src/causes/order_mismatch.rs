@@ -18,7 +18,7 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Told::Finding(found) = circle::ask(case, suspect, Break::Order) {
+    if let Told::Finding(found) = circle::ask(case, suspect, &[Break::Order]) {
         return Some(found);
     }
     let Suspect::Cycle(events) = suspect else { return None };

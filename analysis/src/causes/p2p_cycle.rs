@@ -20,7 +20,7 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    match circle::ask(case, suspect, Break::TransferOrder) {
+    match circle::ask(case, suspect, &[Break::TransferOrder]) {
         Told::Finding(found) => return Some(found),
         Told::OtherBreak => return None,
         Told::Nothing => {}

@@ -22,7 +22,7 @@ use xpu_timer_proto::v1::{OpStatus, Operation};
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    match circle::ask(case, suspect, Break::Transfer) {
+    match circle::ask(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
         Told::Finding(found) => return Some(found),
         Told::OtherBreak => return None,
         Told::Nothing => {}
@@ -160,6 +160,11 @@ fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         let open = !case.graph.waiters_of(*event).is_empty() && case.graph.events.binary_search(&there).is_err();
         Some((*event, view, other, open))
     };
+    // What has not begun is behind something else, which may be all that is wrong.
+    let begun = |event: &&Event| case.operation(**event).is_none_or(|operation| operation.started_ns != 0);
+    if !events.iter().all(|event| begun(&event)) {
+        return None;
+    }
     let transfers: Vec<_> = events.iter().filter_map(ends).collect();
     let open: Vec<_> = transfers.iter().filter(|(.., open)| *open).collect();
     if open.len() == transfers.len() {

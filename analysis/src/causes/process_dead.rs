@@ -14,13 +14,16 @@ use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective
 use crate::{
     graph::{Event, Suspect},
     text::ranks,
+    verdict::Activity,
 };
 use xpu_timer_proto::v1::Presence;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(view) = case.host(suspect).filter(|view| case.view(*view).dead()) {
+    let other_size = |view: usize| super::comm_init::other_size(case, suspect, view).is_some();
+    let dead = |view: &usize| case.view(*view).dead() && !still_ends(case, *view) && !other_size(*view);
+    if let Some(view) = case.host(suspect).filter(dead) {
         let mut evidence =
             vec![line(format!("rank {} {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
@@ -73,6 +76,15 @@ fn outnumbered(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
     let inside = case.graph.waiters_of(event).len();
     let members = case.comms[comm].members.iter();
     members.filter(|member| success(member.view)).take(inside).count() == inside
+}
+
+/// Whether the process of a rank that has left is still there, in its own end: that is `teardown`.
+fn still_ends(case: &Case<'_>, view: usize) -> bool {
+    let content = case.view(view);
+    content.presence == Presence::Left
+        && content.host.stack
+        && !content.host.gone()
+        && case.does(view, Activity::Teardown)
 }
 
 /// Whether a rank had launched what the others wait in.

@@ -5,7 +5,7 @@
 //! stands in its log. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
 //! that wait for each other, those that are in the finalization of their library are the ones that gave up early, with medium confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line, never_mistaken, op_mismatch};
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
@@ -18,6 +18,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Cycle(events) = suspect {
         return gave_up(case, events);
     }
+    if let Some(found) = ends_instead(case, suspect) {
+        return Some(found);
+    }
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
     let content = case.view(view);
     let mut evidence = vec![case.witness(view)];
@@ -29,6 +32,27 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence: case.host_confidence(suspect),
         evidence,
     })
+}
+
+/// Ranks that are in the end of their library where the others are in a collective, by the number of both.
+fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let collective = Collective::of(case, suspect)?;
+    let dissent = collective.dissent(case, op_mismatch::key)?;
+    if !op_mismatch::gave_up(&collective, &dissent) {
+        return None;
+    }
+    let found = op_mismatch::finding(case, &collective, dissent, |(name, _)| name.clone());
+    let Says::Whole(differs) = &found.says else { return None };
+    let who = case.world.ranks(found.culprits.iter().copied());
+    let are = if who.len() == 1 { "is" } else { "are" };
+    let sentence = format!("{} {are} shutting down while others go on: {}", capital(&ranks(&who)), lower(differs));
+    Some(Finding { says: Says::Whole(sentence), ..found })
+}
+
+/// The text with its first letter in lower case.
+fn lower(text: &str) -> String {
+    let mut letters = text.chars();
+    letters.next().map_or_else(String::new, |first| first.to_lowercase().chain(letters).collect())
 }
 
 /// Ranks of a circle whose call is the end of their library, while the others go on.

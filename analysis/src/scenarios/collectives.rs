@@ -215,7 +215,7 @@ fn a_creation_that_returned_on_one_rank_only() {
         job.creates(0x99, 4, rank, rank as i32);
     }
     job.comm(0x99, &[2]);
-    job.flight(2).communicators[0].rank = 2;
+    (job.flight(2).communicators[0].rank, job.flight(2).communicators[0].size) = (2, 4);
     job.stands(2, Stack::sleep());
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
 }

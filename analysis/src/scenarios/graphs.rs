@@ -205,8 +205,8 @@ fn a_receive_whose_sender_waits_in_a_collective_for_it() {
         job.judge()
     };
     expect(&judge(2), Cause::P2pUnmatched, &[0], Confidence::Medium);
-    // With a past to compare with it is the rank that has never received at this point.
-    expect(&judge(5), Cause::MissingRank, &[1], Confidence::Medium);
+    // With a past to compare with it is the rank that has never received before.
+    expect(&judge(5), Cause::P2pUnmatched, &[1], Confidence::Medium);
 }
 
 #[test]

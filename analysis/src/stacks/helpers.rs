@@ -193,7 +193,8 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
 /// Whether a child of the rank is a compiler.
 pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
     dump.children.iter().find_map(|child| {
-        let program = child.command.split_whitespace().next().map(short)?;
+        let mut words = child.command.split_whitespace().map(short);
+        let program = words.find(|word| !words::INTERPRETERS.contains(word))?;
         let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
         (alive && words::COMPILERS.contains(&program)).then(|| program.to_owned())
     })

@@ -61,6 +61,8 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "worknccl",
     "gloo::",
     "c10d::processgroup",
+    "c10d::reducer",
+    "c10d::work",
 ];
 /// Beginnings of the C functions of the collective libraries.
 pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl", "mpi_", "pmpi_"];
@@ -102,6 +104,9 @@ pub(super) const COMPILERS: &[&str] = &[
     "nvcc", "cicc", "ptxas", "cc1plus", "cc1", "ninja", "g++", "gcc", "c++", "cc", "clang", "clang++", "ld", "hipcc",
     "mxcc",
 ];
+/// Programs whose first argument is the program that they run.
+pub(super) const INTERPRETERS: &[&str] =
+    &["sh", "bash", "dash", "env", "python", "python3", "perl", "ccache", "sccache"];
 
 /// Functions of a data loader, whatever its file.
 pub(super) const LOADER_FUNCTIONS: &[&str] = &[
