@@ -1,12 +1,12 @@
-//! `/metrics`: the Prometheus text format. Only what is measured is there: of the original tool's names, `XPU_TIMER_COMMON_GC_COUNT` and
-//! `XPU_TIMER_COMMON_DATA_LOADER_COUNT` are not, because they count calls of Python functions, which nothing traces here.
+//! `/metrics`: the Prometheus text format. Only what is measured is there.
 //!
 //! The names in capitals, their labels and their levels are those of the original tool, whose dashboards and whose judge in
-//! DLRover's master read them; `xpu_timer_*` are ours. The kernel metrics come from the ranks' rings ([`sampler`]), at no cost for
-//! the ranks.
+//! DLRover's master read them; `xpu_timer_*` are ours. The kernel metrics come from the ranks' rings ([`sampler`]), the counts of
+//! garbage collections and batches from the memory of their interpreters ([`interpreters`]): both at no cost for the ranks.
 
 mod cursor;
 mod exposition;
+mod interpreters;
 mod meaning;
 mod sampler;
 mod series;
@@ -58,12 +58,20 @@ fn common(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
     let spare = |rank: &Rank| Some(core.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
     let pending = |rank: &Rank| Some(core.sampler.of(rank.id)?.cursor.pending() as u64);
     let hangs = |rank: &Rank| Some(u64::from(core.engine.hangs(&rank.job)));
-    let per_rank: [PerRank<'_>; 5] = [
+    let collections = |rank: &Rank| Some(core.sampler.interpreters.of(rank.id)?.collections);
+    let batches = |rank: &Rank| core.sampler.interpreters.of(rank.id)?.batches;
+    let per_rank: [PerRank<'_>; 7] = [
         ("XPU_TIMER_COMMON_HANG", "1 while the job of this rank hangs.", &hangs),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
         ("XPU_TIMER_COMMON_END_DUMP", "1 once the dump of an open incident is finished.", &ended),
         ("XPU_TIMER_COMMON_POOL_QUEUE_SIZE", "Events that the hook keeps for reuse.", &spare),
         ("XPU_TIMER_COMMON_WORK_QUEUE_SIZE", "Operations launched and not completed.", &pending),
+        ("XPU_TIMER_COMMON_GC_COUNT", "Garbage collections of Python, of all generations.", &collections),
+        (
+            "XPU_TIMER_COMMON_DATA_LOADER_COUNT",
+            "Batches that PyTorch's data loaders have yielded; those after the last look at an iterator that ended are missing.",
+            &batches,
+        ),
     ];
     for (name, help, value) in per_rank {
         page.family(name, "gauge", help);

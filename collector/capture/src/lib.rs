@@ -8,6 +8,7 @@
 
 mod address_space;
 mod children;
+mod counting;
 mod debug_file;
 pub mod dump;
 mod epilogue;
@@ -42,6 +43,7 @@ use std::{
 
 use xpu_timer_proto::server::ProcessSample;
 
+pub use counting::{Counter, Counts};
 pub use error::Error;
 pub use stacks::{Function, Place, Stacks};
 

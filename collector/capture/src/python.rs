@@ -8,6 +8,7 @@
 //! the frames of the interpreter's loop on its native stack. It is let go on and stopped again.
 
 mod code;
+mod counts;
 mod frames;
 mod layout;
 mod layouts;
@@ -20,6 +21,7 @@ mod threads;
 
 use std::{
     collections::{BTreeSet, HashMap},
+    sync::Arc,
     time::Instant,
 };
 
@@ -29,6 +31,7 @@ use crate::{address_space::AddressSpace, image::Image, native, procfs, unwind::R
 
 use code::Codes;
 use frames::Chain;
+use layout::Layout;
 use locate::Place;
 use memory::{Snapshot, Torn};
 use threads::Thread;
@@ -135,6 +138,16 @@ impl Python {
             }
         }
         Ok(found)
+    }
+
+    /// What is needed to follow what it counts, from one look to the next.
+    pub fn counting(self) -> Counting {
+        Counting {
+            live: self.live,
+            runtime: self.place.address,
+            layout: Arc::clone(&self.place.layout),
+            loaders: counts::Loaders::default(),
+        }
     }
 
     /// Whether the interpreter is on its way out: threads that want its lock then never get it.
@@ -274,6 +287,28 @@ impl Python {
         {
             runtime.set_unnamed(part);
         }
+    }
+}
+
+/// What the interpreter of one process counts.
+pub(crate) struct Counting {
+    live: i32,
+    runtime: u64,
+    layout: Arc<Layout>,
+    loaders: counts::Loaders,
+}
+
+impl Counting {
+    /// Collections of garbage, and batches that data loaders have yielded when there are any; `None` when the interpreter cannot
+    /// be read any more. Loaders that are not known yet are found by a search.
+    pub fn look(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
+        let interpreters = threads::interpreters(self.live, &self.layout, self.runtime).ok()?;
+        let collections = counts::collections(self.live, &self.layout, self.runtime, &interpreters)?;
+        self.loaders.look(self.live, &self.layout);
+        if search {
+            self.loaders.search(self.live, &self.layout, &interpreters);
+        }
+        Some((collections, self.loaders.yielded()))
     }
 }
 

@@ -11,7 +11,7 @@ use xpu_timer_proto::{
     v1::{Communicator, CommunicatorPace, HookedFunction, OpKind, Operation},
 };
 
-use super::{cursor::Cursor, meaning, series::AllSeries, settings::MetricsSettings};
+use super::{cursor::Cursor, interpreters::Interpreters, meaning, series::AllSeries, settings::MetricsSettings};
 use crate::{
     clock::Now,
     pace::Recorder,
@@ -20,11 +20,13 @@ use crate::{
 };
 
 /// All that is known of the living ranks' operations.
-#[derive(Debug)]
 pub struct Sampler {
     settings: MetricsSettings,
     looked_ns: u64,
+    searched_ns: u64,
     ranks: BTreeMap<RankId, Sampled>,
+    /// Their interpreters.
+    pub interpreters: Interpreters,
 }
 
 /// What is known of one rank's.
@@ -51,7 +53,8 @@ impl Sampler {
     /// Nothing read yet.
     #[must_use]
     pub fn new(settings: MetricsSettings) -> Self {
-        Sampler { settings, looked_ns: 0, ranks: BTreeMap::new() }
+        let interpreters = Interpreters::default();
+        Sampler { settings, looked_ns: 0, searched_ns: 0, ranks: BTreeMap::new(), interpreters }
     }
 
     /// What is known of a rank.
@@ -74,6 +77,11 @@ impl Sampler {
         let living: Vec<&Rank> = living.collect();
         let ids: BTreeSet<RankId> = living.iter().map(|rank| rank.id).collect();
         self.ranks.retain(|id, _| ids.contains(id));
+        let search = now.mono_ns >= self.searched_ns.saturating_add(self.settings.publish.as_nanos() as u64);
+        if search {
+            self.searched_ns = now.mono_ns;
+        }
+        self.interpreters.look(living.iter().map(|rank| (rank.id, rank.pid())).collect(), search);
         let mut completed = Vec::new();
         for rank in &living {
             let Some(ring) = &rank.ring else { continue };

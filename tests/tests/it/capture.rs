@@ -1,6 +1,7 @@
 //! Stack capture against programs whose stacks are known, and against processes in every kind of trouble.
 
 mod builds;
+mod counts;
 mod debug_files;
 mod eintr;
 mod hard;

@@ -18,6 +18,7 @@ const FRAME: &str = "a frame";
 /// A frame whose code has not been looked at.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RawFrame {
+    pub address: u64,
     pub code: u64,
     /// The last instruction, as the frame has it.
     pub instruction: u64,
@@ -105,7 +106,7 @@ fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut 
             // Up to 3.10 it is a number of four bytes, then a pointer. The lowest bits of a reference say who owns it.
             let width = if layout.code_bytes.is_some() { 8 } else { 4 };
             let instruction = number(&bytes, layout.frame_instruction, width);
-            frames.push(RawFrame { code: word(layout.frame_code) & !7, instruction, entry });
+            frames.push(RawFrame { address: frame, code: word(layout.frame_code) & !7, instruction, entry });
         }
         frame = word(layout.frame_previous);
     }

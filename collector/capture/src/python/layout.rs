@@ -66,6 +66,10 @@ layout! {
     interpreter_threads,
     /// sys.modules.
     interpreter_modules,
+    /// _gc_runtime_state: the statistics of its three generations, from 3.15 on a pointer to them.
+    gc_generations,
+    gc_generation_size,
+    gc_collections,
     /// _gil_runtime_state: the thread that holds or held the lock.
     gil_holder,
     /// Whether anyone holds it.
@@ -85,6 +89,10 @@ layout! {
     frame_code,
     /// Up to 3.10 the number of the last instruction, then its address.
     frame_instruction,
+    /// Its local variables, then what it works with.
+    frame_locals,
+    /// PyGenObject: a pointer to its frame, from 3.11 on the frame.
+    generator_frame,
     /// PyCodeObject.
     code_filename,
     /// The qualified name where there is one.
@@ -118,13 +126,29 @@ layout! {
     keys_indices,
     /// PyDictValues.
     values_data,
+    /// Pointer to the items.
+    list_items,
+    /// The items.
+    tuple_items,
     /// PyTypeObject.
+    type_name,
+    type_base,
     type_flags,
     type_dict_offset,;
     /// The one lock of the process, in _PyRuntimeState.
     runtime_gil,
     /// Pointer to the lock of the interpreter.
     interpreter_gil,
+    /// _gc_runtime_state, in _PyRuntimeState.
+    runtime_gc,
+    /// The same in PyInterpreterState.
+    interpreter_gc,
+    /// Statistics kept of the youngest generation, one after the other; the newest has the totals.
+    gc_young_items,
+    /// Behind them those of the other two.
+    gc_old,
+    gc_old_size,
+    gc_old_items,
     /// The kernel's thread id.
     thread_native_id,
     /// The memory that frames lie in.
@@ -144,7 +168,7 @@ layout! {
         frame_previous frame_code frame_instruction code_filename code_name code_first_line code_lines
         object_type object_size bytes_length bytes_data unicode_length unicode_state unicode_ascii_data
         long_tag long_digits dict_keys dict_values type_flags;
-    told, and not in every version: interpreter_gil thread_native_id thread_chunk frame_owner code_bytes
+    told, and not in every version: interpreter_gil interpreter_gc thread_native_id thread_chunk frame_owner code_bytes
 }
 
 /// Versions that can be read.

@@ -28,6 +28,7 @@
 #define SOME(name, type, field) printf("    " name ": Some(%zu),\n", offsetof(type, field))
 #define NONE(name) printf("    " name ": None,\n")
 #define NUMBER(name, value) printf("    " name ": %zu,\n", (size_t)(value))
+#define SOME_NUMBER(name, value) printf("    " name ": Some(%zu),\n", (size_t)(value))
 
 #if PY_VERSION_HEX < 0x030b0000
 // Objects/dict-common.h, which is not installed; the same in 3.8, 3.9 and 3.10.
@@ -43,9 +44,13 @@ typedef struct _frame Frame;
 #define FRAME_PREVIOUS f_back
 #define FRAME_CODE f_code
 #define FRAME_INSTRUCTION f_lasti
+#define FRAME_LOCALS f_localsplus
+#define GENERATOR_FRAME gi_frame
 #else
 typedef _PyInterpreterFrame Frame;
 #define FRAME_PREVIOUS previous
+#define FRAME_LOCALS localsplus
+#define GENERATOR_FRAME gi_iframe
 #if PY_VERSION_HEX >= 0x030d0000
 #define FRAME_CODE f_executable
 #define FRAME_INSTRUCTION instr_ptr
@@ -99,6 +104,27 @@ int main(void) {
     AT("interpreter_modules", PyInterpreterState, modules);
     NONE("interpreter_gil");
 #endif
+#if PY_VERSION_HEX >= 0x03090000
+    NONE("runtime_gc");
+    SOME("interpreter_gc", PyInterpreterState, gc);
+#else
+    SOME("runtime_gc", _PyRuntimeState, gc);
+    NONE("interpreter_gc");
+#endif
+    AT("gc_generations", struct _gc_runtime_state, generation_stats);
+    NUMBER("gc_generation_size", sizeof(struct gc_generation_stats));
+    AT("gc_collections", struct gc_generation_stats, collections);
+#if PY_VERSION_HEX >= 0x030f0000
+    SOME_NUMBER("gc_young_items", GC_YOUNG_STATS_SIZE);
+    SOME("gc_old", struct gc_stats, old);
+    SOME_NUMBER("gc_old_size", sizeof(struct gc_old_stats_buffer));
+    SOME_NUMBER("gc_old_items", GC_OLD_STATS_SIZE);
+#else
+    NONE("gc_young_items");
+    NONE("gc_old");
+    NONE("gc_old_size");
+    NONE("gc_old_items");
+#endif
     AT("gil_holder", struct _gil_runtime_state, last_holder);
     AT("gil_locked", struct _gil_runtime_state, locked);
     NUMBER("thread_size", sizeof(PyThreadState));
@@ -126,6 +152,8 @@ int main(void) {
     AT("frame_previous", Frame, FRAME_PREVIOUS);
     AT("frame_code", Frame, FRAME_CODE);
     AT("frame_instruction", Frame, FRAME_INSTRUCTION);
+    AT("frame_locals", Frame, FRAME_LOCALS);
+    AT("generator_frame", PyGenObject, GENERATOR_FRAME);
 #if PY_VERSION_HEX >= 0x030c0000
     SOME("frame_owner", Frame, owner);
     NONE("frame_is_entry");
@@ -185,6 +213,10 @@ int main(void) {
     NUMBER("values_data", 0);
     NONE("type_cached_keys");
 #endif
+    AT("list_items", PyListObject, ob_item);
+    AT("tuple_items", PyTupleObject, ob_item);
+    AT("type_name", PyTypeObject, tp_name);
+    AT("type_base", PyTypeObject, tp_base);
     AT("type_flags", PyTypeObject, tp_flags);
     AT("type_dict_offset", PyTypeObject, tp_dictoffset);
 #if PY_VERSION_HEX >= 0x030d0000
@@ -197,6 +229,7 @@ int main(void) {
     TOLD("interpreter_threads", interpreter_state.threads_head);
     TOLD("interpreter_modules", interpreter_state.imports_modules);
     TOLD("interpreter_gil", interpreter_state.ceval_gil);
+    TOLD("interpreter_gc", interpreter_state.gc);
     TOLD("thread_previous", thread_state.prev);
     TOLD("thread_next", thread_state.next);
     TOLD("thread_interpreter", thread_state.interp);

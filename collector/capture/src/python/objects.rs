@@ -184,6 +184,12 @@ pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str)
     Ok(None)
 }
 
+/// The values of all attributes that an object itself has.
+pub(super) fn attribute_values(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Vec<u64>, Torn> {
+    let entries = attribute_entries(memory, layout, object)?;
+    Ok((0..entries.count).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
+}
+
 /// The attributes of these names that an object itself has.
 pub(super) fn attributes<const N: usize>(
     memory: &mut Snapshot,
