@@ -60,7 +60,7 @@ fn run(command: &[OsString]) -> ExitCode {
             Ok(pid) => changes.push(("XPU_TIMER_COLLECTOR_PID", pid.to_string().into())),
             Err(error) => say(&format!("running without the node collector: {error:#}")),
         }
-        match preload::in_front(&config, std::env::var_os("LD_PRELOAD")) {
+        match preload::for_command(&config, std::env::var_os("LD_PRELOAD")) {
             Ok(value) => changes.push(("LD_PRELOAD", value)),
             Err(error) => say(&format!("running without the hook: {error:#}")),
         }
