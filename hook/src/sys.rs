@@ -23,6 +23,13 @@ pub fn coarse_now_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC_COARSE)
 }
 
+/// The processor's counter, which goes on at an even pace that nobody says; several times cheaper than a clock.
+#[inline]
+pub fn counter() -> u64 {
+    // SAFETY: every x86-64 processor has it, and Linux lets programs read it.
+    unsafe { core::arch::x86_64::_rdtsc() }
+}
+
 /// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others.
 pub fn thread_cpu_ns() -> u64 {
     clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
@@ -77,6 +84,19 @@ pub fn variable(name: &CStr) -> Option<Vec<u8>> {
     let value = unsafe { libc::getenv(name.as_ptr()) };
     // SAFETY: getenv's string is terminated.
     (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
+}
+
+/// The beginning of a file; its bytes in `buffer`. Nothing of one that cannot be read.
+pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
+    // SAFETY: a C string.
+    let fd = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
+    if fd < 0 {
+        return 0;
+    }
+    // SAFETY: a valid buffer.
+    let length = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
+    close(fd);
+    usize::try_from(length).unwrap_or(0)
 }
 
 /// Whether the process has one thread only. False when nobody can tell.

@@ -38,6 +38,7 @@ pub struct Options {
 const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 150.0;
+const QUESTION_LIMIT_NS: f64 = 50.0;
 /// Longest time for the rounds of one figure.
 const PATIENCE_S: usize = 60;
 const START_LIMIT: Duration = Duration::from_millis(2);
@@ -50,6 +51,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let bench = Bench::set_up(&artifacts)?;
     let mut report = Report::new();
     calls(&bench, options, &mut report);
+    questions(&bench, options, &mut report);
     training::training(&bench, &options.training, &mut report);
     start(&bench, options, &mut report);
     memory(&bench, &mut report);
@@ -73,7 +75,8 @@ impl Bench {
         let stubs = "hook_stubs.c";
         bench.compile(stubs, "libcuda.so.1", &["-DDRIVER", "-fPIC", "-shared", "-Wl,-soname,libcuda.so.1"])?;
         bench.compile(stubs, "libnccl.so.2", &["-DCOLLECTIVES", "-fPIC", "-shared", "-Wl,-soname,libnccl.so.2"])?;
-        let link = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
+        bench.compile(stubs, "libmpi.so.40", &["-DMPI", "-fPIC", "-shared", "-Wl,-soname,libmpi.so.40"])?;
+        let link = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2", "-l:libmpi.so.40", "-Wl,-rpath,$ORIGIN", "-pthread"];
         bench.compile("hook_calls.c", "hook_calls", &link)?;
         bench.compile("hook_start.c", "hook_start", &[])?;
         Ok(bench)
@@ -215,6 +218,28 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
                 }
             }
             Err(error) => report.failed(&what, &error),
+        }
+    }
+}
+
+/// A loop that asks MPI for a message, which does not come.
+fn questions(bench: &Bench, options: &Options, report: &mut Report) {
+    for (what, function) in [("test", "MPI_Test"), ("probe", "MPI_Iprobe")] {
+        let line = format!("{function} that is asked again and again, 1 thread: median (p90)");
+        let measured = bench.calls(what, 1, options.rounds, 2000).and_then(|calls| {
+            let row = calls.flight.coverage.iter().find(|row| row.name == function);
+            let counted = row.map_or(0, |row| row.calls);
+            ensure!(counted == calls.hooked, "{counted} of {} calls were counted", calls.hooked);
+            Ok(calls)
+        });
+        match measured {
+            Ok(calls) => {
+                let (median, p90) = calls.added();
+                let held = median <= QUESTION_LIMIT_NS;
+                report.check(&line, format!("{median:.1} ns ({p90:.1})"), "at most 50 ns", held);
+                report.note("  rounds that counted", calls.share());
+            }
+            Err(error) => report.failed(&line, &error),
         }
     }
 }

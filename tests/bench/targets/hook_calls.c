@@ -1,4 +1,4 @@
-/* Calls a function of the driver or of the collective library under its own name, which the hook sees, and under its other name,
+/* Calls a function of the driver, of the collective library or of MPI under its own name, which the hook sees, and under its other name,
  * which it does not, from several threads at once.
  *
  * A round of a thread counts when the thread was not switched out in it (getrusage says so) and when as many others as the machine has
@@ -7,9 +7,9 @@
  * SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line for each that counted:
  * nanoseconds a call, bare and hooked.
  *
- * `record` times the bare event record. `memory` launches and reduces, and prints the bytes that are resident at the end.
+ * `test` and `probe` ask MPI again and again for a message that does not come. `record` times the bare event record. `memory` launches and reduces, and prints the bytes that are resident at the end.
  *
- * usage: hook_calls launch|collective|record|memory THREADS WANTED CALLS SECONDS */
+ * usage: hook_calls launch|collective|test|probe|record|memory THREADS WANTED CALLS SECONDS */
 #define _GNU_SOURCE
 #include <pthread.h>
 #include <sched.h>
@@ -29,6 +29,12 @@ int bare_cuEventRecord(void *, void *);
 int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int bare_ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int ncclCommInitRank(void **, int, Id, int);
+extern char ompi_mpi_comm_world[], ompi_mpi_int[];
+int MPI_Irecv(void *, int, void *, int, int, void *, void **);
+int MPI_Test(void **, int *, void *);
+int bare_MPI_Test(void **, int *, void *);
+int MPI_Iprobe(int, int, void *, int *, void *);
+int bare_MPI_Iprobe(int, int, void *, int *, void *);
 
 enum { WARM_UP = 32 };
 static const double GATE_NS = 3e6;
@@ -110,6 +116,9 @@ static void *run(void *argument) {
     Id id = {{0}};
     id.internal[0] = (char)thread->number;
     if (is("collective") || is("memory")) ncclCommInitRank(&comm, 4, id, 0);
+    void *request = NULL;
+    int flag = 0;
+    if (is("test")) MPI_Irecv(&flag, 1, ompi_mpi_int, 1, thread->number, ompi_mpi_comm_world, &request);
     if (is("memory")) {
         for (int round = 0; round < wanted; round++) {
             for (int index = 0; index < calls; index++) {
@@ -127,6 +136,10 @@ static void *run(void *argument) {
         if (is("launch"))
             ROUND(bare_cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL),
                   cuLaunchKernel(kernels[index & 31], 1, 1, 1, 1, 1, 1, 0, stream, NULL, NULL));
+        else if (is("test"))
+            ROUND(bare_MPI_Test(&request, &flag, NULL), MPI_Test(&request, &flag, NULL));
+        else if (is("probe"))
+            ROUND(bare_MPI_Iprobe(1, 5, ompi_mpi_comm_world, &flag, NULL), MPI_Iprobe(1, 5, ompi_mpi_comm_world, &flag, NULL));
         else if (is("record"))
             ROUND((void)0, bare_cuEventRecord(stream, stream));
         else

@@ -1,5 +1,6 @@
-/* A driver and a collective library that do nothing, under the names that the hook looks for. What a call through the hook costs
- * more than the same call under its other name, `bare_…`, is the hook's. Compiled twice: with -DDRIVER and with -DCOLLECTIVES. */
+/* A driver, a collective library and an MPI that do nothing, under the names that the hook looks for. What a call through the hook costs
+ * more than the same call under its other name, `bare_…`, is the hook's. Compiled thrice: with -DDRIVER, with -DCOLLECTIVES and with
+ * -DMPI, which has the interface of Open MPI and a message that never comes. */
 #include <stddef.h>
 #include <string.h>
 
@@ -58,4 +59,42 @@ EXPORT int ncclCommCount(void *comm, int *count) { *count = 4; return 0; }
 EXPORT int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
 EXPORT int ncclCommCuDevice(void *comm, int *device) { *device = 0; return 0; }
 EXPORT int ncclCommGetAsyncError(void *comm, int *error) { *error = 0; return 0; }
+#endif
+
+#ifdef MPI
+char ompi_mpi_comm_world[8], ompi_mpi_comm_null[8], ompi_request_null[8], ompi_mpi_int[8];
+static char message[8];
+#define TEST(name)                                                                                                               \
+    EXPORT int name(void **request, int *flag, void *status) {                                                                   \
+        *flag = 0;                                                                                                               \
+        __asm__ volatile("" ::: "memory");                                                                                       \
+        return 0;                                                                                                                \
+    }
+TEST(MPI_Test)
+TEST(bare_MPI_Test)
+#define PROBE(name)                                                                                                              \
+    EXPORT int name(int peer, int tag, void *comm, int *flag, void *status) {                                                    \
+        *flag = 0;                                                                                                               \
+        __asm__ volatile("" ::: "memory");                                                                                       \
+        return 0;                                                                                                                \
+    }
+PROBE(MPI_Iprobe)
+PROBE(bare_MPI_Iprobe)
+EXPORT int MPI_Irecv(void *buffer, int count, void *type, int peer, int tag, void *comm, void **request) {
+    *request = message;
+    return 0;
+}
+EXPORT int PMPI_Comm_rank(void *comm, int *rank) { *rank = 0; return 0; }
+EXPORT int PMPI_Comm_size(void *comm, int *size) { *size = 4; return 0; }
+EXPORT int PMPI_Comm_test_inter(void *comm, int *flag) { *flag = 0; return 0; }
+EXPORT int PMPI_Type_size(void *type, int *size) { *size = 4; return 0; }
+EXPORT int PMPI_Comm_group(void *comm, void **group) { *group = comm; return 0; }
+EXPORT int PMPI_Group_size(void *group, int *size) { *size = 4; return 0; }
+EXPORT int PMPI_Group_translate_ranks(void *group, int count, const int *ranks, void *other, int *out) {
+    return memcpy(out, ranks, count * sizeof *ranks), 0;
+}
+EXPORT int PMPI_Group_free(void **group) { return 0; }
+EXPORT int PMPI_Comm_remote_group(void *comm, void **group) { *group = comm; return 0; }
+EXPORT int PMPI_Group_rank(void *group, int *rank) { *rank = 0; return 0; }
+EXPORT int PMPI_Initialized(int *flag) { *flag = 1; return 0; }
 #endif

@@ -49,6 +49,11 @@ impl Known {
         FIRST_REMOTE[self.index].load(Ordering::Relaxed) != 0
     }
 
+    /// A copy of it connects the same groups.
+    pub fn pass_on(self, copy: usize) {
+        FIRST_REMOTE[copy].store(FIRST_REMOTE[self.index].load(Ordering::Relaxed), Ordering::Relaxed);
+    }
+
     /// The number of a peer among all its members: between two groups, a peer is one of the other group.
     pub fn peer(self, peer: Word) -> Word {
         peer + FIRST_REMOTE[self.index].load(Ordering::Relaxed).saturating_sub(1) as Word
@@ -154,13 +159,15 @@ fn adopt(recorder: &'static Recorder, library: &Library, handle: u64) -> Option<
     Some(index)
 }
 
-fn create(recorder: &'static Recorder, new: &NewComm) -> Option<usize> {
+/// A new entry.
+pub fn create(recorder: &'static Recorder, new: &NewComm) -> Option<usize> {
     let index = recorder.create_comm(new)?;
     FIRST_REMOTE[index].store(0, Ordering::Relaxed);
     Some(index)
 }
 
-fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
+/// It can be used from now on, by this handle.
+pub fn ready(recorder: &'static Recorder, index: usize, handle: usize) {
     recorder.set_comm_handle(index, handle);
     recorder.set_comm_state(index, CommunicatorState::Ready);
 }

@@ -2,6 +2,7 @@
 
 use super::{
     communicator::{ending, from_group, from_parent, session},
+    duplicates::duplicating,
     *,
 };
 
@@ -11,6 +12,10 @@ hooked! {
     MPI_Comm_dup | PMPI_Comm_dup(comm: Word, new: Word) => |recorder, _| from_parent(recorder, "MPI_Comm_dup", comm, new);
     MPI_Comm_dup_with_info | PMPI_Comm_dup_with_info(comm: Word, info: Word, new: Word)
         => |recorder, _| from_parent(recorder, "MPI_Comm_dup_with_info", comm, new);
+    MPI_Comm_idup | PMPI_Comm_idup(comm: Word, new: Word, request: Word)
+        => |recorder, _| duplicating(recorder, "MPI_Comm_idup", comm, new, request);
+    MPI_Comm_idup_with_info | PMPI_Comm_idup_with_info(comm: Word, info: Word, new: Word, request: Word)
+        => |recorder, _| duplicating(recorder, "MPI_Comm_idup_with_info", comm, new, request);
     MPI_Comm_create | PMPI_Comm_create(comm: Word, group: Word, new: Word)
         => |recorder, _| from_parent(recorder, "MPI_Comm_create", comm, new);
     MPI_Comm_create_group | PMPI_Comm_create_group(comm: Word, group: Word, tag: Word, new: Word)

@@ -2,12 +2,13 @@
 //!
 //! Each has two names: C programs call `MPI_`, and so does the Fortran of MPICH; the Fortran of Open MPI, and tools that stand between,
 //! call `PMPI_`. A call inside a hooked call is not seen again. What is not seen: `MPI_Put` and its kin, whose ends are seen;
-//! `MPI_Comm_idup` and partitioned messages, whose waits are seen; reading a file alone; and MPI linked statically.
+//! reading a file alone; and MPI linked statically.
 //! Arguments are words: all of them travel in integer registers or in stack slots of eight bytes, and go
 //! on as they came, so that no type of either interface is needed.
 
 mod communicator;
 pub mod creation;
+mod duplicates;
 pub mod large;
 mod library;
 pub mod persistent;

@@ -4,6 +4,9 @@
 //! and did nothing else: its questions follow each other at once, or it slept in between. A thread that computes between
 //! its questions does not wait, nor does one that has stopped asking; the watcher ends what was not asked for lately. So a receive
 //! that is only there to be told to stop never counts.
+//!
+//! A question that follows the one before at once costs a reading of the processor's counter; the clock is read when that is not so, and
+//! every few milliseconds.
 
 use std::{
     cell::Cell,
@@ -15,7 +18,8 @@ use xpu_timer_proto::v1::{Op, OpStatus};
 
 use super::{
     VARIES, Word,
-    request::{For, Handles},
+    library::library,
+    request::{For, Handles, forget_done},
     transfer,
 };
 use crate::{
@@ -33,21 +37,33 @@ const WAITS_NS: u64 = 100_000_000;
 /// Who has not asked for so long has stopped asking.
 const STOPPED_NS: u64 = 3_000_000_000;
 
+/// The same in steps of the processor's counter, of which every processor makes at least one in a nanosecond: certainly no longer.
+const AT_ONCE_STEPS: u64 = 50_000;
+/// After so many steps the clock is read: some milliseconds at most.
+const LOOK_STEPS: u64 = 1 << 22;
+
 /// A thread's questions without an answer.
 #[derive(Clone, Copy)]
 struct Asking {
-    /// Address of the recorder: a forked child has another one.
+    /// Address of the recorder, because a forked child has another one; 0 when nothing is asked for.
     recorder: usize,
     since_ns: u64,
-    last_ns: u64,
+    /// The processor's counter at the last question.
+    last: u64,
+    /// The counter and the clock when the clock was read last.
+    looked: u64,
+    looked_ns: u64,
     /// The thread's time on a processor at its last question; 0 when it was not looked at.
     last_cpu_ns: u64,
     /// Its place in [`OPEN`] and its slot, once it counts as an operation.
     open: Option<(usize, usize)>,
 }
 
+const NOTHING: Asking =
+    Asking { recorder: 0, since_ns: 0, last: 0, looked: 0, looked_ns: 0, last_cpu_ns: 0, open: None };
+
 thread_local! {
-    static ASKING: Cell<Option<Asking>> = const { Cell::new(None) };
+    static ASKING: Cell<Asking> = const { Cell::new(NOTHING) };
 }
 
 /// An operation that a thread asks for. Whoever takes the slot out of it, its thread or the watcher, ends the operation.
@@ -70,14 +86,28 @@ impl Open {
 }
 
 impl Asking {
-    fn new(recorder: &'static Recorder, now: u64) -> Self {
-        Asking { recorder: address(recorder), since_ns: now, last_ns: now, last_cpu_ns: 0, open: None }
+    fn new(recorder: &'static Recorder, now: u64, counter: u64) -> Self {
+        Asking { recorder: address(recorder), since_ns: now, last: counter, looked: counter, looked_ns: now, ..NOTHING }
     }
 
-    /// Another question at `now`: whether the thread did nothing else since the last one. `cpu_ns` is its time on a processor.
-    fn again(&mut self, now: u64, cpu_ns: impl FnOnce() -> u64) -> bool {
-        let gap = now.saturating_sub(self.last_ns);
-        self.last_ns = now;
+    /// Whether this question follows the one before at once, by the counter alone, and the clock was read lately.
+    #[inline]
+    fn goes_on(&self, counter: u64) -> bool {
+        counter.wrapping_sub(self.last) <= AT_ONCE_STEPS && counter.wrapping_sub(self.looked) <= LOOK_STEPS
+    }
+
+    /// Nanoseconds since the last question. The counter was at `counter` when the clock said `now`, and goes at an even pace.
+    fn gap_ns(&self, counter: u64, now: u64) -> u64 {
+        let (steps, gap) = (counter.wrapping_sub(self.looked), counter.wrapping_sub(self.last));
+        let since = now.saturating_sub(self.looked_ns);
+        if steps == 0 || gap > steps {
+            return since;
+        }
+        (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
+    }
+
+    /// Another question, so long after the last one: whether the thread did nothing else meanwhile. `cpu_ns` is its time on a processor.
+    fn again(&mut self, gap: u64, cpu_ns: impl FnOnce() -> u64) -> bool {
         let before = std::mem::take(&mut self.last_cpu_ns);
         if gap <= AT_ONCE_NS {
             return true;
@@ -95,17 +125,34 @@ fn address(recorder: &'static Recorder) -> usize {
 }
 
 /// A question without an answer; `what` is what the thread asks for.
+#[inline]
 fn unanswered(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
+    let counter = sys::counter();
+    ASKING.with(|cell| {
+        let asking = cell.get();
+        if asking.recorder == address(recorder) && asking.goes_on(counter) {
+            cell.set(Asking { last: counter, ..asking });
+        } else {
+            look(recorder, counter, what);
+        }
+    });
+}
+
+/// The same with a look at the clock.
+#[cold]
+fn look(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Running) {
     let now = sys::now_ns();
-    let own = |asking: &Asking| asking.recorder == address(recorder);
-    let Some(mut asking) = ASKING.get().filter(own) else {
-        ASKING.set(Some(Asking::new(recorder, now)));
+    let mut asking = ASKING.get();
+    if asking.recorder != address(recorder) {
+        ASKING.set(Asking::new(recorder, now, counter));
         return;
-    };
-    if !asking.again(now, sys::thread_cpu_ns) {
-        interrupt(recorder);
-        asking = Asking { last_cpu_ns: asking.last_cpu_ns, ..Asking::new(recorder, now) };
     }
+    let gap = asking.gap_ns(counter, now);
+    if !asking.again(gap, sys::thread_cpu_ns) {
+        interrupt(recorder);
+        asking = Asking { last_cpu_ns: asking.last_cpu_ns, ..Asking::new(recorder, now, counter) };
+    }
+    asking = Asking { last: counter, looked: counter, looked_ns: now, ..asking };
     if let Some((place, slot)) = asking.open {
         OPEN[place].asked_ns.store(now, Ordering::Relaxed);
         if OPEN[place].link.load(Ordering::Relaxed) != slot as u32 + 1 {
@@ -114,7 +161,7 @@ fn unanswered(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
     } else if now.saturating_sub(asking.since_ns) >= WAITS_NS {
         asking.open = what().keep().and_then(|slot| publish(recorder, slot, now));
     }
-    ASKING.set(Some(asking));
+    ASKING.set(asking);
 }
 
 fn publish(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(usize, usize)> {
@@ -146,7 +193,11 @@ pub fn interrupt(recorder: &'static Recorder) {
 
 #[inline]
 fn end(recorder: &'static Recorder, close: impl FnOnce(usize)) {
-    let Some(asking) = ASKING.take() else { return };
+    let asking = ASKING.get();
+    if asking.recorder == 0 {
+        return;
+    }
+    ASKING.set(NOTHING);
     if let Some((place, slot)) = asking.open
         && asking.recorder == address(recorder)
         && OPEN[place].take(slot)
@@ -190,27 +241,58 @@ impl Done {
     }
 }
 
+/// So many of a call's requests are forgotten when they are done; the entries of others are replaced when their handles are used again.
+const KEPT: usize = 8;
+
 /// A call that asks for requests.
 pub struct Testing {
-    handles: Handles,
+    requests: Word,
+    count: i32,
+    /// The first requests as they were before the call, which writes over those that are done.
+    before: [u64; KEPT],
     which: For,
     done: Done,
 }
 
 /// Before a call that asks for `count` requests.
+#[inline]
 pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
-    Testing { handles: Handles::of(requests, count), which, done }
+    let mut before = [0; KEPT];
+    if let Some(library) = library() {
+        for (index, handle) in before.iter_mut().enumerate().take(count.max(0) as usize) {
+            // SAFETY: the caller's array of `count` requests.
+            *handle = unsafe { library.abi.handle_at(requests, index) };
+        }
+    }
+    Testing { requests, count, before, which, done }
+}
+
+/// Before a call that asks for a part of what a request receives.
+pub fn testing_part(request: Word, flag: Word) -> Testing {
+    let mut before = [0; KEPT];
+    before[0] = library().map_or(0, |library| library.abi.handle(request));
+    Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag) }
+}
+
+impl Testing {
+    #[cold]
+    fn running(&self, recorder: &'static Recorder) -> Running {
+        // Nothing is done, so they are as they were. The low half of a word is first in memory, where a handle has 32 bits.
+        let requests = if self.requests == 0 { self.before.as_ptr() as Word } else { self.requests };
+        Handles::of(requests, self.count).running(recorder, "MPI_Test")
+    }
 }
 
 impl After for Testing {
+    #[inline]
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result != SUCCESS || self.done.is_done() {
             if result == SUCCESS {
-                self.handles.forget(self.which);
+                forget_done(recorder, self.before.into_iter().enumerate(), self.which);
             }
             answered(recorder, result == SUCCESS && self.which == For::All);
         } else {
-            unanswered(recorder, || self.handles.running(recorder, "MPI_Test"));
+            unanswered(recorder, || self.running(recorder));
         }
     }
 }
@@ -253,18 +335,31 @@ mod tests {
 
     #[test]
     fn who_asks_at_once_or_sleeps_in_between_waits_and_who_computes_does_not() {
-        let mut spinning = Asking::new(recorder(), 0);
-        assert!((1..100).all(|turn| spinning.again(turn * 2_000, || panic!("its time need not be known"))));
+        let mut spinning = Asking::new(recorder(), 0, 0);
+        assert!((1..100).all(|_| spinning.again(2_000, || panic!("its time need not be known"))));
 
         // Ten milliseconds of sleep and 20 microseconds of work in each turn.
-        let mut sleeping = Asking::new(recorder(), 0);
+        let mut sleeping = Asking::new(recorder(), 0, 0);
         assert!(!sleeping.again(10_000_000, || 20_000), "nobody knows what it did before");
-        assert!((2..100).all(|turn| sleeping.again(turn * 10_000_000, || turn * 20_000)));
+        assert!((2..100).all(|turn| sleeping.again(10_000_000, || turn * 20_000)));
 
-        let mut computing = Asking::new(recorder(), 0);
-        assert!((1..100).all(|turn| !computing.again(turn * 10_000_000, || turn * 9_900_000)));
-        let mut seldom = Asking::new(recorder(), 0);
-        assert!((1..5).all(|turn| !seldom.again(turn * (STOPPED_NS + 1), || turn)));
+        let mut computing = Asking::new(recorder(), 0, 0);
+        assert!((1..100).all(|turn| !computing.again(10_000_000, || turn * 9_900_000)));
+        let mut seldom = Asking::new(recorder(), 0, 0);
+        assert!((1..5).all(|turn| !seldom.again(STOPPED_NS + 1, || turn)));
+    }
+
+    #[test]
+    fn the_counter_tells_how_long_ago_the_last_question_was() {
+        // Three steps a nanosecond; the clock was read at step 3,000, and the last question was at step 30,000.
+        let asking = Asking { last: 30_000, ..Asking::new(recorder(), 1_000, 3_000) };
+        assert!(asking.goes_on(80_000) && !asking.goes_on(80_001), "at once or not");
+        assert_eq!(asking.gap_ns(33_000, 11_000), 1_000);
+        assert_eq!(asking.gap_ns(300_030_000, 100_010_000), 100_000_000);
+        assert!(!Asking { last: LOOK_STEPS + 4_000, ..asking }.goes_on(LOOK_STEPS + 4_001), "the clock is due");
+        // A processor whose counter is behind that of another one.
+        assert!(!asking.goes_on(29_999));
+        assert_eq!(asking.gap_ns(2_000, 5_000), 4_000);
     }
 
     #[test]
@@ -273,10 +368,10 @@ mod tests {
         let what = || Running::new(recorder).with(&super::super::super::open::named(recorder, "MPI_Test"));
         unanswered(recorder, what);
         let asked = |before_ns: u64| {
-            let mut asking = ASKING.get().unwrap();
+            let mut asking = ASKING.get();
             asking.since_ns = sys::now_ns() - before_ns;
-            ASKING.set(Some(asking));
-            unanswered(recorder, what);
+            ASKING.set(asking);
+            look(recorder, sys::counter(), what);
             recorder.open_calls.slots().count()
         };
         assert_eq!(asked(WAITS_NS / 2), 0);
@@ -284,7 +379,7 @@ mod tests {
         assert_eq!(asked(WAITS_NS), 1, "one operation however often it is asked for");
         expire(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 1);
-        let (place, _) = ASKING.get().unwrap().open.unwrap();
+        let (place, _) = ASKING.get().open.unwrap();
         OPEN[place].asked_ns.store(0, Ordering::Relaxed);
         expire(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 0);
@@ -292,6 +387,6 @@ mod tests {
         assert_eq!(asked(WAITS_NS), 1, "and it waits again");
         interrupt(recorder);
         assert_eq!(recorder.open_calls.slots().count(), 0);
-        assert!(ASKING.get().is_none());
+        assert_eq!(ASKING.get().recorder, 0);
     }
 }

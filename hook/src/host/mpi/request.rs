@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{Op, OpStatus},
 };
 
-use super::{Word, library::library, next, polling};
+use super::{Word, duplicates, library::library, next, polling};
 use crate::{
     abi::SUCCESS,
     hooked::After,
@@ -106,19 +106,25 @@ impl Handles {
     }
 
     /// The call has returned with those done that it asked for.
-    pub fn forget(&self, which: For) {
-        let done = |index: usize| match which {
-            For::All => true,
-            // SAFETY: the caller's place for a number, which the library has just written.
-            For::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
-            // Some of them are done, and which costs more to find out than it is worth: their handles are used again, and
-            // an entry is replaced then.
-            For::Any { .. } | For::Some => false,
-        };
-        for (index, handle, meaning) in self.known() {
-            if !meaning.persistent && done(index) {
-                forget(handle);
-            }
+    fn forget(&self, recorder: &'static Recorder, which: For) {
+        forget_done(recorder, self.handles.into_iter().enumerate(), which);
+    }
+}
+
+/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done.
+pub fn forget_done(recorder: &'static Recorder, handles: impl Iterator<Item = (usize, u64)>, which: For) {
+    let done = |index: usize| match which {
+        For::All => true,
+        // SAFETY: the caller's place for a number, which the library has just written.
+        For::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
+        // Some of them are done, and which costs more to find out than it is worth: their handles are used again, and
+        // an entry is replaced then.
+        For::Any { .. } | For::Some => false,
+    };
+    for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
+        if done(index) && recall(handle).is_some_and(|meaning| !meaning.persistent) {
+            forget(handle);
+            duplicates::completed(recorder, handle);
         }
     }
 }
@@ -138,9 +144,9 @@ pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, 
 }
 
 impl After for Waiting {
-    fn after(self, _: &'static Recorder, result: c_int) {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
-            self.handles.forget(self.which);
+            self.handles.forget(recorder, self.which);
         }
         match (result, self.which) {
             (SUCCESS, For::All) => self.running.end(OpStatus::Completed, 0),

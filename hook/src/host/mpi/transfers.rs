@@ -1,7 +1,7 @@
 //! Messages between two ranks, and waiting for what was begun without waiting: rows.
 
 use super::{
-    polling::{Done, probing, testing},
+    polling::{Done, probing, testing, testing_part},
     request::{For, posted, waiting},
     *,
 };
@@ -48,6 +48,18 @@ hooked! {
     MPI_Recv_init | PMPI_Recv_init(buffer: Word, count: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
         request: Word)
         => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+
+    // Partitioned messages: each start of one is a message, whatever its parts.
+    MPI_Psend_init | PMPI_Psend_init(buffer: Word, parts: Word, count: Word, dtype: Word, peer: Word, tag: Word,
+        comm: Word, info: Word, request: Word)
+        => |recorder, _| {
+            let size = Size(int(parts).saturating_mul(count as i64), dtype);
+            posted(transfer(recorder, Op::Send, comm, (peer, tag), size), request, true)
+        };
+    MPI_Precv_init | PMPI_Precv_init(buffer: Word, parts: Word, count: Word, dtype: Word, peer: Word, tag: Word,
+        comm: Word, info: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+    MPI_Parrived | PMPI_Parrived(request: Word, part: Word, flag: Word) => |_, _| testing_part(request, flag);
 
     MPI_Wait | PMPI_Wait(request: Word, status: Word)
         => |recorder, _| waiting(recorder, "MPI_Wait", request, 1, For::All);

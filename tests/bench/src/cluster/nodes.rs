@@ -1,6 +1,7 @@
 //! Simulated nodes of eight ranks each: what they say to the cluster collector, over a connection each.
 
 use std::{
+    iter::once,
     sync::{
         Arc,
         atomic::{AtomicU32, AtomicU64, Ordering},
@@ -11,17 +12,17 @@ use std::{
 use anyhow::{Result, ensure};
 use tokio::sync::mpsc;
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
-use tonic::transport::Endpoint;
+use tonic::transport::{Channel, Endpoint};
 use xpu_timer_analysis::stragglers::KEPT_BLOCKS;
 use xpu_timer_collector::delivery::{Part, pieces};
 use xpu_timer_proto::{
     Message as _, PROTOCOL_VERSION,
     server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
     v1::{
-        Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, DumpFile, FlightRecord, JobId,
-        NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock, Paces, Presence,
-        RankEntry, RankEvidence, RankInfo, RankPace, Trigger, TriggerKind, cluster_client::ClusterClient,
-        cluster_message::Message as Asked, node_message::Message,
+        Alarm, Captured, Communicator, CommunicatorPace, CommunicatorState, DataType, Delivery, DumpFile, FlightRecord,
+        JobId, NodeDump, NodeHello, NodeMessage, NodeRanks, Op, OpKind, OpStatus, Operation, PaceBlock, Paces,
+        Presence, RankEntry, RankEvidence, RankInfo, RankPace, Trigger, TriggerKind, cluster_client::ClusterClient,
+        cluster_message::Message as Asked, delivery::Message as Brought, node_message::Message,
     },
 };
 
@@ -127,7 +128,8 @@ pub async fn play(
     };
     let say = |message| sender.send(NodeMessage { message: Some(message) });
     say(Message::Hello(hello(&shared, node))).await?;
-    let mut asked = ClusterClient::new(channel).join(ReceiverStream::new(receiver)).await?.into_inner();
+    let mut client = ClusterClient::new(channel);
+    let mut asked = client.join(ReceiverStream::new(receiver)).await?.into_inner();
     while let Some(message) = asked.next().await {
         match message?.message {
             Some(Asked::Welcome(_)) => {
@@ -142,24 +144,37 @@ pub async fn play(
             Some(Asked::Deliver(wanted)) => {
                 let at = u64::try_from(shared.begun.elapsed().as_nanos())?;
                 shared.last_start_ns.fetch_max(at, Ordering::Relaxed);
-                for piece in pieces(shared.template.part(shared.nodes, node, &wanted.incident)) {
-                    shared.bytes.fetch_add(piece.encoded_len() as u64, Ordering::Relaxed);
-                    say(Message::Dump(piece)).await?;
-                }
+                let pieces = pieces(shared.template.part(shared.nodes, node, &wanted.incident));
+                let bytes: usize = pieces.iter().map(NodeDump::encoded_len).sum();
+                shared.bytes.fetch_add(bytes as u64, Ordering::Relaxed);
+                bring(&mut client, wanted.key, pieces.into_iter().map(Brought::Dump)).await?;
                 shared.delivered.fetch_add(1, Ordering::Relaxed);
             }
             Some(Asked::Fetch(fetch)) => {
-                for rank in fetch.ranks.iter().flat_map(|run| run.first..=run.last) {
+                let file = |rank| {
                     let name = format!("{rank:05}-{:05}.stacktrace", shared.nodes * RANKS);
                     let data = shared.template.file.clone();
-                    let file = DumpFile { incident: fetch.incident.clone(), name, data, last: true };
-                    say(Message::File(file)).await?;
-                }
-                say(Message::File(DumpFile { incident: fetch.incident, ..Default::default() })).await?;
+                    DumpFile { incident: fetch.incident.clone(), name, data, last: true }
+                };
+                let mut files: Vec<DumpFile> =
+                    fetch.ranks.iter().flat_map(|run| run.first..=run.last).map(file).collect();
+                files.push(DumpFile { incident: fetch.incident.clone(), ..Default::default() });
+                bring(&mut client, fetch.key, files.into_iter().map(Brought::File)).await?;
             }
             _ => {}
         }
     }
+    Ok(())
+}
+
+/// What the cluster asked for by this key.
+async fn bring(
+    client: &mut ClusterClient<Channel>,
+    key: String,
+    pieces: impl Iterator<Item = Brought> + Send + 'static,
+) -> Result<()> {
+    let pieces = once(Brought::Key(key)).chain(pieces).map(|piece| Delivery { message: Some(piece) });
+    client.bring(tokio_stream::iter(pieces)).await?;
     Ok(())
 }
 
