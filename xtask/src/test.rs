@@ -20,7 +20,7 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 16] = [
+const TOOLS: [(&str, &str); 18] = [
     ("gcc", "gcc"),
     ("gfortran", "gfortran"),
     ("g++", "g++"),
@@ -37,6 +37,8 @@ const TOOLS: [(&str, &str); 16] = [
     ("/usr/bin/mpicc.mpich", "libmpich-dev"),
     ("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
     ("/usr/lib/python3/dist-packages/torch/__init__.py", "python3-torch"),
+    ("/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", "libjemalloc2"),
+    ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "libtcmalloc-minimal4"),
 ];
 
 /// Installs or names what is missing of [`TOOLS`].
