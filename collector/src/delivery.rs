@@ -11,10 +11,10 @@ use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     Message as _,
     server::Stacktrace,
-    v1::{DumpFile, NodeDump, NodeMessage, RankEvidence, RankRun, StackTree, node_message::Message},
+    v1::{Delivery, DumpFile, NodeDump, RankEvidence, RankRun, StackTree, delivery::Message},
 };
 
-use crate::uplink::Sender;
+use crate::uplink::Delivering;
 
 /// The node's part, in the node's incident folder, so that it outlives a restart of either collector.
 pub const PART: &str = "node_dump.bin";
@@ -76,13 +76,13 @@ impl Kept {
 }
 
 /// Sends a part; blocks while the cluster is slow. Returns when the stream ends.
-pub fn deliver(incident: &str, kept: &Kept, sender: &Sender) {
+pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
     let part = kept.read().unwrap_or_else(|problem| {
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });
     for piece in pieces(part) {
-        if sender.blocking_send(NodeMessage { message: Some(Message::Dump(piece)) }).is_err() {
+        if sender.blocking_send(Delivery { message: Some(Message::Dump(piece)) }).is_err() {
             return;
         }
     }
@@ -124,8 +124,8 @@ pub fn pieces(part: NodeDump) -> Vec<NodeDump> {
 }
 
 /// Sends the `.stacktrace` files of some ranks, piece by piece.
-pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Sender) {
-    let send = |file: DumpFile| sender.blocking_send(NodeMessage { message: Some(Message::File(file)) }).is_ok();
+pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Delivering) {
+    let send = |file: DumpFile| sender.blocking_send(Delivery { message: Some(Message::File(file)) }).is_ok();
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();

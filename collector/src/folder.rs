@@ -50,7 +50,7 @@ impl Folder {
         }
         let folder = Folder { path };
         folder.release_reserve();
-        if let Err(error) = folder.write_new(RESERVE, &vec![0; RESERVE_BYTES]) {
+        if let Err(error) = folder.write_new(RESERVE, |file| file.write_all(&vec![0; RESERVE_BYTES])) {
             // No room for anything: another place is needed.
             let _ = fs::remove_dir_all(&folder.path);
             return Err(error);
@@ -63,10 +63,18 @@ impl Folder {
     /// # Errors
     /// When it cannot be written whole; then nothing of it is left, and an older file of that name stays.
     pub fn write(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+        self.write_with(name, |file| file.write_all(bytes))
+    }
+
+    /// Writes a file piece by piece.
+    ///
+    /// # Errors
+    /// As [`Folder::write`].
+    pub fn write_with(&self, name: &str, pieces: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), Error> {
         let temporary = format!(".{name}.new");
         // What a killed collector may have left.
         let _ = fs::remove_file(self.path.join(&temporary));
-        self.write_new(&temporary, bytes)?;
+        self.write_new(&temporary, pieces)?;
         let to = self.path.join(name);
         fs::rename(self.path.join(&temporary), &to).map_err(Error::path("write", to))
     }
@@ -93,12 +101,14 @@ impl Folder {
         })
     }
 
-    fn write_new(&self, name: &str, bytes: &[u8]) -> Result<(), Error> {
+    fn write_new(&self, name: &str, pieces: impl FnOnce(&mut dyn Write) -> io::Result<()>) -> Result<(), Error> {
         let path = self.path.join(name);
         let written = || -> io::Result<()> {
             let mut options = fs::OpenOptions::new();
-            let mut file = options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(&path)?;
-            file.write_all(bytes)?;
+            let file = options.write(true).create_new(true).custom_flags(libc::O_NOFOLLOW).open(&path)?;
+            let mut buffered = io::BufWriter::new(file);
+            pieces(&mut buffered)?;
+            let file = buffered.into_inner().map_err(io::IntoInnerError::into_error)?;
             // A network file system may report a full disk only here.
             Ok(nix::unistd::close(file)?)
         };

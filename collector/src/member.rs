@@ -20,7 +20,7 @@ use crate::{
     incident::{Cause, Incident, State},
     process,
     registry::{JobKey, Presence, Rank},
-    uplink::{self, Event, Sender},
+    uplink::{Delivering, Event, Link},
 };
 
 /// What the node remembers of its cluster.
@@ -31,7 +31,7 @@ pub struct Member {
     /// Whether the cluster has welcomed this node.
     pub welcomed: bool,
     identity: String,
-    sender: Option<Sender>,
+    link: Option<Link>,
     // Incidents that the cluster was told of and has not asked for, with the time at which the node dumps alone.
     announced: BTreeMap<String, u64>,
     // Requests that wait for ranks to come again.
@@ -57,7 +57,7 @@ impl Default for Member {
             problem: String::new(),
             welcomed: false,
             identity: process::random_id(),
-            sender: None,
+            link: None,
             announced: BTreeMap::new(),
             held: Vec::new(),
             parts: BTreeMap::new(),
@@ -106,17 +106,17 @@ impl Member {
 
     /// Sends if there is a stream. One that takes nothing more is given up.
     fn send(&mut self, message: Message) -> bool {
-        let sent = self.sender.as_ref().is_some_and(|sender| uplink::send(sender, message));
-        if !sent && self.sender.take().is_some() {
+        let sent = self.link.as_ref().is_some_and(|link| link.send(message));
+        if !sent && self.link.take().is_some() {
             self.welcomed = false;
         }
         sent
     }
 
-    /// Runs something that may block on the stream.
-    fn apart(&self, work: impl FnOnce(Sender) + Send + 'static) {
-        let Some(sender) = self.sender.clone() else { return };
-        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(sender)) {
+    /// Begins what the cluster has asked for by this key, on a thread that may block on it.
+    fn bring(&self, key: String, work: impl FnOnce(Delivering) + Send + 'static) {
+        let Some(link) = self.link.clone() else { return };
+        if let Err(error) = thread::Builder::new().name("delivery".into()).spawn(move || work(link.bring(key))) {
             warn!("no thread for a delivery: {error}");
         }
     }
@@ -126,12 +126,12 @@ impl Core {
     /// Something happened on the stream.
     pub fn uplink(&mut self, event: Event, now: Now) {
         match event {
-            Event::Opened(sender) => {
-                self.member.sender = Some(sender);
+            Event::Opened(link) => {
+                self.member.link = Some(link);
                 self.hello_cluster();
             }
             Event::Lost(why) => {
-                self.member.sender = None;
+                self.member.link = None;
                 self.member.welcomed = false;
                 self.member.problem = why;
                 self.member.lost_ns.get_or_insert(now.mono_ns);
@@ -168,7 +168,7 @@ impl Core {
             cluster_message::Message::Dump(request) => self.requested(request, now),
             cluster_message::Message::Deliver(wanted) => {
                 if let Some(kept) = self.member.parts.get(&wanted.incident).cloned() {
-                    self.member.apart(move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
+                    self.member.bring(wanted.key, move |sender| delivery::deliver(&wanted.incident, &kept, &sender));
                 }
             }
             cluster_message::Message::Fetch(fetch) => self.fetch(fetch),
@@ -286,7 +286,7 @@ impl Core {
             Some(Kept::In(folder)) => Some(folder.clone()),
             _ => None,
         };
-        self.member.apart(move |sender| {
+        self.member.bring(fetch.key, move |sender| {
             delivery::send_files(&fetch.incident, &folder.unwrap_or_default(), &fetch.ranks, &sender);
         });
     }

@@ -9,16 +9,18 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::{sync::mpsc, time::sleep};
+use tokio::{runtime::Handle, sync::mpsc, time::sleep};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::{
     Request, Status,
     metadata::{Ascii, MetadataValue},
+    service::{Interceptor, interceptor::InterceptedService},
     transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Uri},
 };
 use tracing::{info, warn};
 use xpu_timer_proto::v1::{
-    ClusterMessage, NodeMessage, cluster_client::ClusterClient, cluster_message, node_message::Message,
+    ClusterMessage, Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery,
+    node_message::Message,
 };
 
 use crate::{
@@ -39,18 +41,65 @@ pub struct Address {
 #[derive(Debug)]
 pub enum Event {
     /// A stream is being opened; its first message must be the hello.
-    Opened(Sender),
+    Opened(Link),
     /// The cluster said something.
     Message(Box<cluster_message::Message>),
     /// The stream ended, or could not be opened; the text says why.
     Lost(String),
 }
 
-/// The sending side of one stream.
-pub type Sender = mpsc::Sender<NodeMessage>;
+/// The sending side of one stream, and of the deliveries beside it.
+#[derive(Debug, Clone)]
+pub struct Link {
+    messages: mpsc::Sender<NodeMessage>,
+    client: Client,
+    runtime: Handle,
+}
+
+/// Where the pieces of one delivery go; bounded, so that a slow cluster slows the delivery down.
+pub type Delivering = mpsc::Sender<Delivery>;
+type Client = ClusterClient<InterceptedService<Channel, Token>>;
+
+impl Link {
+    /// Sends a control message. False when the stream has ended or is stuck, which ends it.
+    #[must_use]
+    pub fn send(&self, message: Message) -> bool {
+        self.messages.try_send(NodeMessage { message: Some(message) }).is_ok()
+    }
+
+    /// Begins a delivery that the cluster has asked for by this key. It ends when the sender is dropped.
+    #[must_use]
+    pub fn bring(&self, key: String) -> Delivering {
+        let (sender, pieces) = mpsc::channel(PIECES);
+        let mut client = self.client.clone();
+        let first = Delivery { message: Some(delivery::Message::Key(key)) };
+        self.runtime.spawn(async move {
+            let pieces = tokio_stream::once(first).chain(ReceiverStream::new(pieces));
+            if let Err(status) = client.bring(pieces).await {
+                warn!("the cluster collector does not take what it asked for: {}", words(&status));
+            }
+        });
+        sender
+    }
+}
+
+/// Proves each call.
+#[derive(Debug, Clone)]
+struct Token(Option<MetadataValue<Ascii>>);
+
+impl Interceptor for Token {
+    fn call(&mut self, mut request: Request<()>) -> Result<Request<()>, Status> {
+        if let Some(token) = &self.0 {
+            request.metadata_mut().insert("authorization", token.clone());
+        }
+        Ok(request)
+    }
+}
 
 /// Control messages that may wait: a node sends a few a second.
 const BACKLOG: usize = 256;
+/// Pieces of a delivery that may wait: each may be half a megabyte.
+const PIECES: usize = 2;
 const CONNECT: Duration = Duration::from_secs(5);
 /// A peer whose machine vanished is noticed after twice this long.
 pub const KEEPALIVE: Duration = Duration::from_secs(5);
@@ -164,16 +213,11 @@ fn jitter(pause: Duration) -> Duration {
 
 async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
     let channel: Channel = address.endpoint.connect().await.map_err(|error| chain(&error))?;
-    let token = address.token.clone();
-    let prove = move |mut request: Request<()>| {
-        if let Some(token) = &token {
-            request.metadata_mut().insert("authorization", token.clone());
-        }
-        Ok(request)
-    };
-    let mut client = ClusterClient::with_interceptor(channel, prove).max_decoding_message_size(MAX_MESSAGE_BYTES);
+    let client = ClusterClient::with_interceptor(channel, Token(address.token.clone()));
+    let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
     let (sender, messages) = mpsc::channel(BACKLOG);
-    inbox.post(Command::Uplink(Event::Opened(sender)));
+    let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
+    inbox.post(Command::Uplink(Event::Opened(link)));
     let answer = client.join(ReceiverStream::new(messages)).await.map_err(|status| words(&status))?;
     let mut answers = answer.into_inner();
     while let Some(answer) = answers.next().await {
@@ -190,11 +234,6 @@ async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
 
 fn words(status: &Status) -> String {
     format!("{}: {}", status.code().description(), status.message())
-}
-
-/// Sends a control message. False when the stream has ended or is stuck, which ends it.
-pub fn send(sender: &Sender, message: Message) -> bool {
-    sender.try_send(NodeMessage { message: Some(message) }).is_ok()
 }
 
 #[cfg(test)]

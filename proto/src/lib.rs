@@ -5,6 +5,8 @@
 //! This crate depends on no other member, does no I/O and holds no unsafe code.
 #![forbid(unsafe_code)]
 
+#[cfg(feature = "grpc")]
+pub mod codec;
 pub mod env;
 pub mod family;
 pub mod ring;

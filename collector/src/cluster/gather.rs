@@ -2,7 +2,7 @@
 //! Never more than the merged whole and the parts in flight are in memory.
 
 use std::{
-    collections::{BTreeMap, HashMap},
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     sync::mpsc,
@@ -18,6 +18,7 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
+use super::{nodes::NodeId, ranks::Ranks};
 use crate::{
     clock::{self, Now},
     delivery::rank_of,
@@ -56,7 +57,7 @@ pub struct Plan {
 #[derive(Debug)]
 pub enum Work {
     /// A part of a node's dump.
-    Part(Box<NodeDump>),
+    Part(NodeId, Box<NodeDump>),
     /// All that will come in time has come. Ranks of which nothing came, with the reason, and what else went wrong.
     Judge(Vec<RankEvidence>, Vec<String>),
     /// A piece of a `.stacktrace` file.
@@ -68,6 +69,8 @@ pub enum Work {
 /// What the thread tells.
 #[derive(Debug)]
 pub enum Done {
+    /// All that a node delivered is merged: another one may deliver.
+    Merged(NodeId),
     /// The verdict is made and written.
     Judged(Box<Verdict>),
     /// The pictures and the report are drawn, or could not be.
@@ -76,8 +79,8 @@ pub enum Done {
 
 /// All stacks of the job, merged.
 pub const TREES: &str = "stacks.bin";
-/// Room is made beforehand for no more ranks than this, whatever a node says.
-const LARGEST_WORLD: u32 = 1 << 18;
+/// What is known of the ranks.
+const EVIDENCE: &str = "evidence.bin";
 /// The viewer's time; the verdict is there already.
 const VIEW: Duration = Duration::from_secs(60);
 
@@ -97,52 +100,10 @@ struct Gather {
     native: PrefixTree,
     python: PrefixTree,
     ranks: Ranks,
+    // After a verdict the ranks are in the folder and not in `ranks`.
+    written: bool,
     errors: Vec<String>,
     files: BTreeMap<String, fs::File>,
-}
-
-/// What is known of each rank; of a large job this is most of the memory.
-#[derive(Default)]
-struct Ranks {
-    list: Vec<RankEvidence>,
-    places: HashMap<u32, usize>,
-}
-
-impl Ranks {
-    fn of(list: Vec<RankEvidence>) -> Self {
-        let places = list.iter().enumerate().map(|(place, rank)| (rank.rank, place)).collect();
-        Ranks { list, places }
-    }
-
-    /// Makes room for the ranks of a job, for as many as can be believed.
-    fn reserve(&mut self, world_size: u32) {
-        self.list.reserve_exact((world_size.min(LARGEST_WORLD) as usize).saturating_sub(self.list.len()));
-    }
-
-    fn holds(&self, rank: u32) -> bool {
-        self.places.contains_key(&rank)
-    }
-
-    /// Adds ranks; one that is there already is replaced.
-    fn extend(&mut self, ranks: Vec<RankEvidence>) {
-        for mut rank in ranks {
-            if let Some(flight) = &mut rank.flight {
-                flight.operations.shrink_to_fit();
-            }
-            match self.places.get(&rank.rank) {
-                Some(place) => self.list[*place] = rank,
-                None => {
-                    self.places.insert(rank.rank, self.list.len());
-                    self.list.push(rank);
-                }
-            }
-        }
-    }
-
-    fn sorted(mut self) -> Vec<RankEvidence> {
-        self.list.sort_unstable_by_key(|rank| rank.rank);
-        self.list
-    }
 }
 
 impl Gather {
@@ -152,24 +113,44 @@ impl Gather {
             native: PrefixTree::new(),
             python: PrefixTree::new(),
             ranks: Ranks::default(),
+            written: false,
             errors: Vec::new(),
             files: BTreeMap::new(),
             plan,
         };
-        let read = |name: &str| fs::read(gather.plan.folder.as_ref()?.join(name)).ok();
-        let evidence = read("evidence.bin").and_then(|bytes| Evidence::decode(&bytes[..]).ok());
-        let trees = read(TREES).and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
-        if let (Some(evidence), Some(trees)) = (evidence, trees) {
-            gather.ranks = Ranks::of(evidence.ranks);
+        let trees = gather.read(TREES).and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
+        if let Some(trees) = trees {
+            gather.written = true;
             gather.merge(trees.native.as_ref(), trees.python.as_ref());
         }
         gather
     }
 
+    fn read(&self, name: &str) -> Option<Vec<u8>> {
+        fs::read(self.plan.folder.as_ref()?.join(name)).ok()
+    }
+
+    /// Has the ranks in memory again, to add to them.
+    fn recall(&mut self) {
+        if !std::mem::take(&mut self.written) {
+            return;
+        }
+        match self.read(EVIDENCE).and_then(|bytes| Evidence::decode(&bytes[..]).ok()) {
+            Some(evidence) => self.ranks.extend(evidence.ranks),
+            None => self.errors.push(format!("what was delivered before cannot be read from {EVIDENCE} any more")),
+        }
+    }
+
     fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(Done)) {
         for item in work {
             match item {
-                Work::Part(part) => self.part(*part),
+                Work::Part(node, part) => {
+                    let last = part.last;
+                    self.part(*part);
+                    if last {
+                        tell(Done::Merged(node));
+                    }
+                }
                 Work::Judge(missing, errors) => tell(Done::Judged(Box::new(self.judge(missing, errors)))),
                 Work::File(file) => self.file(*file),
                 Work::Draw => {
@@ -183,8 +164,7 @@ impl Gather {
     fn part(&mut self, part: NodeDump) {
         self.merge(part.native.as_ref(), part.python.as_ref());
         self.errors.extend(part.errors);
-        // All of them at once: a list that grows piece by piece is copied again and again, and keeps room that it does not need.
-        self.ranks.reserve(self.plan.world_size);
+        self.recall();
         self.ranks.extend(part.ranks);
     }
 
@@ -202,62 +182,76 @@ impl Gather {
 
     fn judge(&mut self, missing: Vec<RankEvidence>, errors: Vec<String>) -> Verdict {
         let begun = Instant::now();
+        self.recall();
         let missing = missing.into_iter().filter(|rank| !self.ranks.holds(rank.rank)).collect::<Vec<_>>();
         self.ranks.extend(missing);
-        let evidence = Evidence {
+        let mut evidence = Evidence {
             incident: self.plan.incident.clone(),
             job: self.plan.job.clone(),
             world_size: self.plan.world_size,
             attempt: self.plan.attempt,
             trigger: Some(self.plan.trigger.clone()),
-            ranks: std::mem::take(&mut self.ranks).sorted(),
+            ranks: Vec::new(),
             hang_timeout_ns: self.plan.hang_timeout_ns,
             sample_interval_ns: self.plan.sample_interval_ns,
         };
+        // The bytes are written first, so that they are not in memory beside what is made of them.
+        let written = self.write_evidence(&evidence);
+        let count = self.ranks.len();
+        evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judge(&evidence);
-        info!("incident {}: {} ranks judged in {:.0?}", self.plan.incident, evidence.ranks.len(), begun.elapsed());
+        info!("incident {}: {count} ranks judged in {:.0?}", self.plan.incident, begun.elapsed());
+        if !self.written {
+            self.ranks.extend(evidence.ranks);
+        }
         verdict.timing.status = Status::Open;
         verdict.timing.opened_at = Some(clock::rfc3339(self.plan.opened.unix_ns));
         verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
         verdict.timing.errors.extend(errors);
         verdict.timing.errors.append(&mut self.errors);
+        verdict.timing.errors.extend(written.err());
+        verdict.timing.errors.extend(self.write_stacks(verdict.world_size));
         // By the wall clock, because the collector may have been started anew since.
         let since = Now::get().unix_ns.saturating_sub(self.plan.opened.unix_ns) + self.plan.late_ns;
         verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
-        self.write(&evidence, &mut verdict);
-        self.ranks = Ranks::of(evidence.ranks);
+        if let Some(folder) = self.folder() {
+            folder.release_reserve();
+            write_verdict(&folder, &verdict);
+        }
         verdict
     }
 
-    fn write(&self, evidence: &Evidence, verdict: &mut Verdict) {
-        let Some(path) = self.plan.folder.clone() else {
-            verdict.timing.errors.push("no folder could be made".into());
-            return;
-        };
-        let folder = Folder { path };
-        let world = verdict.world_size;
-        let trees = StackTrees {
-            world_size: world,
-            native: Some(self.native.to_message()),
-            python: Some(self.python.to_message()),
-        };
-        // One after the other: of a large job each is some hundred megabytes.
-        self.note(folder.write(TREES, &trees.encode_to_vec()), verdict);
-        drop(trees);
-        self.note(folder.write("evidence.bin", &evidence.encode_to_vec()), verdict);
-        for (name, tree) in [("cpp_stack", &self.native), ("py_stack", &self.python)] {
-            self.note(folder.write(name, folded::folded(tree, world).as_bytes()), verdict);
-        }
-        folder.release_reserve();
-        write_verdict(&folder, verdict);
+    fn write_evidence(&mut self, head: &Evidence) -> Result<(), String> {
+        let Some(folder) = self.folder() else { return Err("no folder could be made".into()) };
+        let result = folder.write_with(EVIDENCE, |to| self.ranks.write(head, to));
+        self.written = result.is_ok();
+        self.said(result)
     }
 
-    fn note(&self, result: Result<(), Error>, verdict: &mut Verdict) {
-        if let Err(error) = result {
+    fn write_stacks(&self, world_size: u32) -> Vec<String> {
+        let Some(folder) = self.folder() else { return Vec::new() };
+        // One after the other: of a large job each may be some hundred megabytes.
+        let trees = || {
+            let message = |tree: &PrefixTree| Some(tree.to_message());
+            StackTrees { world_size, native: message(&self.native), python: message(&self.python) }.encode_to_vec()
+        };
+        let folded = |name: &str, tree| folder.write(name, folded::folded(tree, world_size).as_bytes());
+        let results =
+            [folder.write(TREES, &trees()), folded("cpp_stack", &self.native), folded("py_stack", &self.python)];
+        results.into_iter().filter_map(|result| self.said(result).err()).collect()
+    }
+
+    fn folder(&self) -> Option<Folder> {
+        self.plan.folder.clone().map(|path| Folder { path })
+    }
+
+    /// Logs an error, which is then the verdict's.
+    fn said(&self, result: Result<(), Error>) -> Result<(), String> {
+        result.map_err(|error| {
             let problem = chain(&error);
             warn!("incident {}: {problem}", self.plan.incident);
-            verdict.timing.errors.push(problem);
-        }
+            problem
+        })
     }
 
     /// Appends a piece; the hub has looked at the name.
@@ -286,11 +280,10 @@ impl Gather {
     }
 
     fn draw(&mut self) {
-        let Some(path) = self.plan.folder.clone() else { return };
+        let Some(folder) = self.folder() else { return };
         for name in std::mem::take(&mut self.files).into_keys() {
-            let _ = fs::remove_file(path.join(format!(".{name}.new")));
+            let _ = fs::remove_file(folder.path.join(format!(".{name}.new")));
         }
-        let folder = Folder { path };
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.plan.incident);
             let changed = crate::dump::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));

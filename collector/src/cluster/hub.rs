@@ -41,6 +41,15 @@ pub enum Command {
     Compared(JobKey, u32, Comparison),
 }
 
+/// Something that a node was asked to bring.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Expected {
+    incident: String,
+    node: NodeId,
+    // Its `.stacktrace` files, else its part.
+    files: bool,
+}
+
 /// The state.
 pub struct Hub {
     /// Settings.
@@ -59,7 +68,11 @@ pub struct Hub {
     held: Vec<(NodeId, Alarm)>,
     // Parts that were taken and wait to be asked for.
     captured: VecDeque<(String, NodeId)>,
+    // Parts that are on their way, and those that wait to be merged.
     delivering: BTreeSet<(String, NodeId)>,
+    merging: BTreeSet<(String, NodeId)>,
+    // What nodes were asked to bring, by the key that was drawn for it.
+    expected: BTreeMap<String, Expected>,
     // Jobs of which every rank is known, with attempt and world.
     whole: BTreeMap<JobKey, (u32, u32)>,
     forget_ns: u64,
@@ -91,6 +104,8 @@ impl Hub {
             held: Vec::new(),
             captured: VecDeque::new(),
             delivering: BTreeSet::new(),
+            merging: BTreeSet::new(),
+            expected: BTreeMap::new(),
             whole: BTreeMap::new(),
             forget_ns: 0,
             comparing: Comparing::start(commands.clone()),
@@ -138,6 +153,16 @@ impl Hub {
                 // The stream may have been closed by the node's next one.
                 if let Some(node) = self.streams.get(&stream).copied() {
                     self.said(node, *message, now);
+                }
+            }
+            StreamEvent::Brings(key, known) => {
+                // Whoever asked may be gone.
+                let _ = known.send(self.expected.contains_key(&*key));
+            }
+            StreamEvent::Brought(key, message) => {
+                // The key may have become void in the meantime.
+                if let Some(expected) = self.expected.get(&*key).cloned() {
+                    self.brought(&expected, *message, now);
                 }
             }
             StreamEvent::Ended(stream, why) => {
@@ -218,6 +243,7 @@ impl Hub {
             }
         }
         self.captured.retain(|(_, other)| *other != node);
+        self.expected.retain(|_, expected| expected.node != node);
     }
 
     fn said(&mut self, node: NodeId, message: Said, now: Now) {
@@ -229,8 +255,6 @@ impl Hub {
             }
             Said::Alarm(alarm) => self.alarm(node, alarm, now),
             Said::Captured(captured) => self.captured(&captured.incident, node, now),
-            Said::Dump(dump) => self.delivered(node, dump, now),
-            Said::File(file) => self.file(node, file, now),
             Said::Update(update) => {
                 if !update.hangs {
                     self.held.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
@@ -285,6 +309,10 @@ impl Hub {
             Command::Question(Question::Dump { job, reply }) => self.by_hand(job.as_deref(), reply, now),
             Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),
             Command::Done(id, Done::Drawn) => self.drawn(&id, now),
+            Command::Done(id, Done::Merged(node)) => {
+                self.merging.remove(&(id, node));
+                self.deliver(now);
+            }
             Command::Compared(job, attempt, comparison) => self.compared(&job, attempt, comparison, now),
         }
     }

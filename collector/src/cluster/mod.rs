@@ -7,6 +7,7 @@ pub mod gather;
 pub mod hub;
 pub mod incident;
 pub mod nodes;
+pub mod ranks;
 pub mod service;
 pub mod status;
 pub mod web;

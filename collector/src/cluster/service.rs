@@ -2,15 +2,20 @@
 
 use std::{
     pin::Pin,
-    sync::atomic::{AtomicU64, Ordering},
+    sync::{
+        Arc,
+        atomic::{AtomicU64, Ordering},
+    },
 };
 
-use tokio::sync::mpsc;
+use tokio::sync::{mpsc, oneshot};
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
-    v1::{ClusterMessage, NodeHello, NodeMessage, cluster_server, node_message::Message},
+    v1::{
+        ClusterMessage, Delivered, Delivery, NodeHello, NodeMessage, cluster_server, delivery, node_message::Message,
+    },
 };
 
 use super::nodes::{Outbound, Outgoing, StreamId};
@@ -24,6 +29,10 @@ pub enum StreamEvent {
     Said(StreamId, Box<Message>),
     /// Its stream ended.
     Ended(StreamId, String),
+    /// Somebody begins a delivery, and is told whether its key is one that a node was asked by.
+    Brings(Arc<str>, oneshot::Sender<bool>),
+    /// A piece of it.
+    Brought(Arc<str>, Box<delivery::Message>),
 }
 
 /// The token that a request must carry; `None` on loopback without one.
@@ -104,6 +113,25 @@ impl cluster_server::Cluster for Service {
             let _ = events.send(StreamEvent::Ended(id, why)).await;
         });
         Ok(Response::new(Box::pin(ReceiverStream::new(answers).map(|message: Outbound| *message))))
+    }
+
+    async fn bring(&self, request: Request<Streaming<Delivery>>) -> Result<Response<Delivered>, Status> {
+        let mut pieces = request.into_inner();
+        let Some(Delivery { message: Some(delivery::Message::Key(key)) }) = pieces.message().await? else {
+            return Err(Status::failed_precondition("the first message must be the key"));
+        };
+        let key: Arc<str> = key.into();
+        let (reply, known) = oneshot::channel();
+        // Whoever hears it ends with the process.
+        let _ = self.events.send(StreamEvent::Brings(Arc::clone(&key), reply)).await;
+        if !known.await.unwrap_or(false) {
+            return Err(Status::not_found("nothing is expected by this key, or no longer"));
+        }
+        while let Some(Delivery { message }) = pieces.message().await? {
+            let Some(message) = message else { continue };
+            let _ = self.events.send(StreamEvent::Brought(Arc::clone(&key), Box::new(message))).await;
+        }
+        Ok(Response::new(Delivered {}))
     }
 }
 

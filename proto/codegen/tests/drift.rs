@@ -19,6 +19,7 @@ fn generated_code_is_up_to_date() {
     let descriptors = protox::compile(FILES, [root.join("proto")]).expect("the schema compiles");
     tonic_prost_build::configure()
         .build_transport(false)
+        .codec_path("crate::codec::Codec")
         .client_mod_attribute(".", "#[cfg(feature = \"grpc\")]")
         .server_mod_attribute(".", "#[cfg(feature = \"grpc\")]")
         .out_dir(fresh.path())

@@ -154,6 +154,7 @@ impl Hub {
         info!("incident {id}: {}", if state == State::Resolved { "resolved, the job goes on" } else { "ended" });
         incident.state = state;
         incident.work = None;
+        self.expected.retain(|_, expected| expected.incident != id);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         if let Some(folder) = incident.folder.clone() {
             let status = match state {

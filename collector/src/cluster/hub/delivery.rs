@@ -4,9 +4,10 @@ use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
     Deliver, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree, cluster_message::Message,
+    delivery::Message as Brought,
 };
 
-use super::{Command, Hub, SECOND};
+use super::{Command, Expected, Hub, SECOND};
 use crate::{
     clock::Now,
     cluster::{
@@ -15,6 +16,7 @@ use crate::{
         nodes::NodeId,
     },
     error::chain,
+    process,
 };
 
 /// For a node to send what it was asked for.
@@ -47,19 +49,39 @@ impl Hub {
             let part = incidents.get(id).and_then(|incident| incident.parts.get(node));
             part.is_some_and(|part| matches!(part.progress, Progress::Delivering(_)))
         });
-        while self.delivering.len() < DELIVERIES {
+        while self.delivering.len() + self.merging.len() < DELIVERIES {
             let Some((id, node)) = self.captured.pop_front() else { return };
-            if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone() }), now.mono_ns) {
+            let key = self.expect(Expected { incident: id.clone(), node, files: false });
+            if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
                 self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
                 self.delivering.insert((id, node));
             }
         }
     }
 
+    /// Draws the key for something that a node is asked to bring. An older one for the same is void.
+    pub(super) fn expect(&mut self, expected: Expected) -> String {
+        self.expected.retain(|_, other| *other != expected);
+        let key = process::random_id();
+        self.expected.insert(key.clone(), expected);
+        key
+    }
+
+    /// A node brings something.
+    pub(super) fn brought(&mut self, expected: &Expected, message: Brought, now: Now) {
+        match message {
+            Brought::Key(_) => {}
+            Brought::Dump(dump) if !expected.files => self.delivered(&expected.incident, expected.node, dump, now),
+            Brought::File(file) if expected.files => self.file(&expected.incident, expected.node, file, now),
+            Brought::Dump(_) | Brought::File(_) => {
+                warn!("node {} brings what it was not asked for", self.nodes.name(expected.node));
+            }
+        }
+    }
+
     /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered.
-    pub(super) fn delivered(&mut self, node: NodeId, mut dump: NodeDump, now: Now) {
-        let id = dump.incident.clone();
-        let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
+    fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
         if !matches!(part.progress, Progress::Delivering(_) | Progress::Failed(_)) {
             return;
@@ -100,23 +122,27 @@ impl Hub {
             part.progress = Progress::Delivering(now.mono_ns + DELIVERY_NS);
         }
         let late = incident.state == State::Judged;
-        self.work(&id, Work::Part(Box::new(dump)));
+        let merged = self.work(id, Work::Part(node, Box::new(dump)));
         if last {
+            self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
+            if merged {
+                self.merging.insert((id.into(), node));
+            }
             if late {
                 info!("incident {id}: the part of node {name} came late");
-                if let Some(incident) = self.incidents.get_mut(&id) {
+                if let Some(incident) = self.incidents.get_mut(id) {
                     incident.late_since_ns.get_or_insert(now.mono_ns);
                 }
             } else {
-                self.finish_if_complete(&id, now);
+                self.finish_if_complete(id, now);
             }
             self.deliver(now);
         }
     }
 
-    /// Gives work to the incident's thread, which is started when there is none.
-    pub(super) fn work(&mut self, id: &str, work: Work) {
-        let Some(incident) = self.incidents.get_mut(id) else { return };
+    /// Gives work to the incident's thread, which is started when there is none. False when it cannot be.
+    pub(super) fn work(&mut self, id: &str, work: Work) -> bool {
+        let Some(incident) = self.incidents.get_mut(id) else { return false };
         if incident.work.is_none() {
             let view = self.nodes.job(&incident.job);
             let milliseconds = |ms: u64| ms.saturating_mul(1_000_000);
@@ -139,14 +165,12 @@ impl Hub {
                 Ok(sender) => incident.work = Some(sender),
                 Err(error) => {
                     warn!("incident {id}: {}", chain(&error));
-                    return;
+                    return false;
                 }
             }
         }
-        if let Some(sender) = &incident.work {
-            // The thread ends only when it is let go.
-            let _ = sender.send(work);
-        }
+        // The thread ends only when it is let go.
+        incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok())
     }
 
     pub(super) fn finish_if_complete(&mut self, id: &str, now: Now) {

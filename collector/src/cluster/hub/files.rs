@@ -4,7 +4,7 @@ use serde_json::json;
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{DumpFile, FetchFiles, cluster_message::Message};
 
-use super::{Hub, SECOND, opening::runs};
+use super::{Expected, Hub, SECOND, opening::runs};
 use crate::{
     clock::Now,
     cluster::{
@@ -55,7 +55,8 @@ impl Hub {
                 return;
             }
             let Some((node, ranks)) = incident.files_wanted.pop_first() else { break };
-            let request = FetchFiles { incident: id.into(), ranks: runs(&ranks) };
+            let key = self.expect(Expected { incident: id.into(), node, files: true });
+            let request = FetchFiles { incident: id.into(), ranks: runs(&ranks), key };
             if self.nodes.send(node, Message::Fetch(request), now.mono_ns)
                 && let Some(incident) = self.incidents.get_mut(id)
             {
@@ -70,18 +71,18 @@ impl Hub {
         }
     }
 
-    pub(super) fn file(&mut self, node: NodeId, file: DumpFile, now: Now) {
-        let id = file.incident.clone();
-        let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.files_coming.contains(&node)) else { return };
+    pub(super) fn file(&mut self, id: &str, node: NodeId, file: DumpFile, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files_coming.contains(&node)) else { return };
         if file.name.is_empty() {
             incident.files_coming.remove(&node);
-            self.fetch(&id, now);
+            self.expected.retain(|_, expected| !expected.files || expected.node != node || expected.incident != id);
+            self.fetch(id, now);
             return;
         }
         let own =
             incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
         if own {
-            self.work(&id, Work::File(Box::new(file)));
+            self.work(id, Work::File(Box::new(file)));
         }
     }
 

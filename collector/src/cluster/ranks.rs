@@ -1,0 +1,126 @@
+//! What is known of each rank of an incident, as bytes: of a large job this is most of the memory, and decoded it takes four times as much.
+
+use std::{
+    collections::HashMap,
+    io::{self, Write},
+};
+
+use xpu_timer_proto::{
+    Message as _,
+    v1::{Evidence, RankEvidence},
+};
+
+/// The evidence of ranks, at most one entry a rank.
+#[derive(Debug, Default)]
+pub struct Ranks {
+    // Entries one after the other, each behind its length. In chunks, so that they are given back one by one.
+    chunks: Vec<Vec<u8>>,
+    places: HashMap<u32, Place>,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Place {
+    chunk: usize,
+    offset: usize,
+    bytes: usize,
+}
+
+const CHUNK_BYTES: usize = 1 << 20;
+
+impl Ranks {
+    /// Whether there is an entry of this rank.
+    #[must_use]
+    pub fn holds(&self, rank: u32) -> bool {
+        self.places.contains_key(&rank)
+    }
+
+    /// How many ranks there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.places.len()
+    }
+
+    /// Whether there is none.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.places.is_empty()
+    }
+
+    /// Adds ranks; one that is there already is replaced.
+    pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
+        for rank in ranks {
+            let bytes = rank.encoded_len();
+            // A length takes ten bytes at most.
+            if self.chunks.last().is_none_or(|chunk| chunk.capacity() - chunk.len() < bytes + 10) {
+                self.chunks.push(Vec::with_capacity(CHUNK_BYTES.max(bytes + 10)));
+            }
+            let chunk = self.chunks.len() - 1;
+            let into = &mut self.chunks[chunk];
+            let before = into.len();
+            rank.encode_length_delimited(into).expect("a vector has room");
+            self.places.insert(rank.rank, Place { chunk, offset: before, bytes: into.len() - before });
+        }
+    }
+
+    /// Writes the evidence of all of them as one message.
+    ///
+    /// # Errors
+    /// Those of `to`.
+    pub fn write(&self, head: &Evidence, to: &mut dyn Write) -> io::Result<()> {
+        to.write_all(&head.encode_to_vec())?;
+        let mut places: Vec<(&u32, &Place)> = self.places.iter().collect();
+        places.sort_unstable_by_key(|(rank, _)| **rank);
+        for (_, place) in places {
+            // The key of a field that is a message, which then begins with its length.
+            to.write_all(&[RANKS_KEY])?;
+            to.write_all(&self.chunks[place.chunk][place.offset..place.offset + place.bytes])?;
+        }
+        Ok(())
+    }
+
+    /// All of them, ascending by rank. The bytes are given back on the way.
+    #[must_use]
+    pub fn decode(self) -> Vec<RankEvidence> {
+        let mut list = Vec::with_capacity(self.places.len());
+        for (chunk, bytes) in self.chunks.into_iter().enumerate() {
+            let mut rest = &bytes[..];
+            while !rest.is_empty() {
+                let offset = bytes.len() - rest.len();
+                let rank = RankEvidence::decode_length_delimited(&mut rest).expect("it was encoded here");
+                // An entry that was replaced is left out.
+                if self.places.get(&rank.rank).is_some_and(|place| (place.chunk, place.offset) == (chunk, offset)) {
+                    list.push(rank);
+                }
+            }
+        }
+        list.sort_unstable_by_key(|rank| rank.rank);
+        list
+    }
+}
+
+/// Field 6 of `Evidence`, of wire type 2. The test below fails when that is not true any more.
+const RANKS_KEY: u8 = 6 << 3 | 2;
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn rank(rank: u32, node: &str) -> RankEvidence {
+        RankEvidence { rank, node: node.into(), ..Default::default() }
+    }
+
+    #[test]
+    fn what_is_written_is_the_evidence_in_the_order_of_the_ranks() {
+        let mut ranks = Ranks::default();
+        assert!(ranks.is_empty());
+        ranks.extend([rank(7, "a"), rank(0, ""), rank(300, &"long".repeat(CHUNK_BYTES))]);
+        ranks.extend([rank(7, "b"), rank(2, "c")]);
+        assert!(ranks.len() == 4 && ranks.holds(300) && !ranks.holds(1));
+        let head = Evidence { incident: "1".into(), world_size: 301, hang_timeout_ns: 5, ..Default::default() };
+        let mut bytes = Vec::new();
+        ranks.write(&head, &mut bytes).unwrap();
+        let expected = vec![rank(0, ""), rank(2, "c"), rank(7, "b"), rank(300, &"long".repeat(CHUNK_BYTES))];
+        assert_eq!(Evidence::decode(&bytes[..]).unwrap(), Evidence { ranks: expected.clone(), ..head });
+        assert_eq!(ranks.decode(), expected);
+    }
+}
