@@ -855,7 +855,7 @@ impl TriggerKind {
 }
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct NodeMessage {
-    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 5, 6, 7, 8, 9")]
+    #[prost(oneof = "node_message::Message", tags = "1, 2, 3, 4, 7, 8, 9")]
     pub message: ::core::option::Option<node_message::Message>,
 }
 /// Nested message and enum types in `NodeMessage`.
@@ -871,11 +871,6 @@ pub mod node_message {
         Alarm(super::Alarm),
         #[prost(message, tag = "4")]
         Captured(super::Captured),
-        /// In parts, once the cluster has asked for it by `Deliver`.
-        #[prost(message, tag = "5")]
-        Dump(super::NodeDump),
-        #[prost(message, tag = "6")]
-        File(super::DumpFile),
         #[prost(message, tag = "7")]
         Update(super::IncidentUpdate),
         #[prost(message, tag = "8")]
@@ -884,6 +879,26 @@ pub mod node_message {
         Paces(super::Paces),
     }
 }
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Delivery {
+    #[prost(oneof = "delivery::Message", tags = "1, 2, 3")]
+    pub message: ::core::option::Option<delivery::Message>,
+}
+/// Nested message and enum types in `Delivery`.
+pub mod delivery {
+    #[derive(Clone, PartialEq, ::prost::Oneof)]
+    pub enum Message {
+        /// The first message: the key that came with the request.
+        #[prost(string, tag = "1")]
+        Key(::prost::alloc::string::String),
+        #[prost(message, tag = "2")]
+        Dump(super::NodeDump),
+        #[prost(message, tag = "3")]
+        File(super::DumpFile),
+    }
+}
+#[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Delivered {}
 #[derive(Clone, PartialEq, ::prost::Message)]
 pub struct ClusterMessage {
     #[prost(oneof = "cluster_message::Message", tags = "1, 2, 3, 4, 5, 6, 7")]
@@ -1014,6 +1029,9 @@ pub struct Captured {
 pub struct Deliver {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
+    /// Drawn for this one delivery: who names it is the node that was asked. With another request or stream of the node it is void.
+    #[prost(string, tag = "2")]
+    pub key: ::prost::alloc::string::String,
 }
 /// One run of consecutive ranks, both ends included.
 #[derive(Clone, Copy, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1081,6 +1099,9 @@ pub struct FetchFiles {
     pub incident: ::prost::alloc::string::String,
     #[prost(message, repeated, tag = "2")]
     pub ranks: ::prost::alloc::vec::Vec<RankRun>,
+    /// As that of `Deliver`.
+    #[prost(string, tag = "3")]
+    pub key: ::prost::alloc::string::String,
 }
 /// A piece of a file that was asked for.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1288,13 +1309,36 @@ pub mod cluster_client {
                         format!("Service was not ready: {}", e.into()),
                     )
                 })?;
-            let codec = tonic_prost::ProstCodec::default();
+            let codec = crate::codec::Codec::default();
             let path = http::uri::PathAndQuery::from_static(
                 "/xpu_timer.v1.Cluster/Join",
             );
             let mut req = request.into_streaming_request();
             req.extensions_mut().insert(GrpcMethod::new("xpu_timer.v1.Cluster", "Join"));
             self.inner.streaming(req, path, codec).await
+        }
+        /// What the cluster has asked a node for by `Deliver` or `FetchFiles`. It is a call of its own, on the same connection: a stream keeps
+        /// the room that its largest message took for as long as it lasts, and a delivery is a thousand times as large as what a node says otherwise.
+        pub async fn bring(
+            &mut self,
+            request: impl tonic::IntoStreamingRequest<Message = super::Delivery>,
+        ) -> std::result::Result<tonic::Response<super::Delivered>, tonic::Status> {
+            self.inner
+                .ready()
+                .await
+                .map_err(|e| {
+                    tonic::Status::unknown(
+                        format!("Service was not ready: {}", e.into()),
+                    )
+                })?;
+            let codec = crate::codec::Codec::default();
+            let path = http::uri::PathAndQuery::from_static(
+                "/xpu_timer.v1.Cluster/Bring",
+            );
+            let mut req = request.into_streaming_request();
+            req.extensions_mut()
+                .insert(GrpcMethod::new("xpu_timer.v1.Cluster", "Bring"));
+            self.inner.client_streaming(req, path, codec).await
         }
     }
 }
@@ -1323,6 +1367,12 @@ pub mod cluster_server {
             &self,
             request: tonic::Request<tonic::Streaming<super::NodeMessage>>,
         ) -> std::result::Result<tonic::Response<Self::JoinStream>, tonic::Status>;
+        /// What the cluster has asked a node for by `Deliver` or `FetchFiles`. It is a call of its own, on the same connection: a stream keeps
+        /// the room that its largest message took for as long as it lasts, and a delivery is a thousand times as large as what a node says otherwise.
+        async fn bring(
+            &self,
+            request: tonic::Request<tonic::Streaming<super::Delivery>>,
+        ) -> std::result::Result<tonic::Response<super::Delivered>, tonic::Status>;
     }
     #[derive(Debug)]
     pub struct ClusterServer<T> {
@@ -1429,7 +1479,7 @@ pub mod cluster_server {
                     let inner = self.inner.clone();
                     let fut = async move {
                         let method = JoinSvc(inner);
-                        let codec = tonic_prost::ProstCodec::default();
+                        let codec = crate::codec::Codec::default();
                         let mut grpc = tonic::server::Grpc::new(codec)
                             .apply_compression_config(
                                 accept_compression_encodings,
@@ -1440,6 +1490,51 @@ pub mod cluster_server {
                                 max_encoding_message_size,
                             );
                         let res = grpc.streaming(method, req).await;
+                        Ok(res)
+                    };
+                    Box::pin(fut)
+                }
+                "/xpu_timer.v1.Cluster/Bring" => {
+                    #[allow(non_camel_case_types)]
+                    struct BringSvc<T: Cluster>(pub Arc<T>);
+                    impl<
+                        T: Cluster,
+                    > tonic::server::ClientStreamingService<super::Delivery>
+                    for BringSvc<T> {
+                        type Response = super::Delivered;
+                        type Future = BoxFuture<
+                            tonic::Response<Self::Response>,
+                            tonic::Status,
+                        >;
+                        fn call(
+                            &mut self,
+                            request: tonic::Request<tonic::Streaming<super::Delivery>>,
+                        ) -> Self::Future {
+                            let inner = Arc::clone(&self.0);
+                            let fut = async move {
+                                <T as Cluster>::bring(&inner, request).await
+                            };
+                            Box::pin(fut)
+                        }
+                    }
+                    let accept_compression_encodings = self.accept_compression_encodings;
+                    let send_compression_encodings = self.send_compression_encodings;
+                    let max_decoding_message_size = self.max_decoding_message_size;
+                    let max_encoding_message_size = self.max_encoding_message_size;
+                    let inner = self.inner.clone();
+                    let fut = async move {
+                        let method = BringSvc(inner);
+                        let codec = crate::codec::Codec::default();
+                        let mut grpc = tonic::server::Grpc::new(codec)
+                            .apply_compression_config(
+                                accept_compression_encodings,
+                                send_compression_encodings,
+                            )
+                            .apply_max_message_size_config(
+                                max_decoding_message_size,
+                                max_encoding_message_size,
+                            );
+                        let res = grpc.client_streaming(method, req).await;
                         Ok(res)
                     };
                     Box::pin(fut)
