@@ -142,6 +142,8 @@ impl Function {
         }
         let next = look_up(libc::RTLD_NEXT, self.name);
         if usable(next) {
+            // Who finds a function in the default scope keeps its library; here the hook stands between the two.
+            object_of(next);
             return next;
         }
         let sonames = family::in_order().flat_map(|family| family.sonames(self.library));
@@ -236,17 +238,21 @@ const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
 #[cold]
 fn beside(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     in_hook(|| {
-        // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any address.
-        let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
-        // SAFETY: as above.
-        if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
-            return None;
-        }
-        // SAFETY: the linker's own string.
-        let library = loaded(unsafe { CStr::from_ptr(object.dli_fname) })?;
-        let found = look_up(library, name);
+        let found = look_up(object_of(address)?, name);
         usable(found).then_some(found)
     })
+}
+
+/// The object that `address` lies in, which stays loaded from now on.
+fn object_of(address: *mut c_void) -> Option<*mut c_void> {
+    // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any address.
+    let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
+    // SAFETY: as above.
+    if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
+        return None;
+    }
+    // SAFETY: the linker's own string.
+    loaded(unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
 fn prefixed<'a>(prefix: &CStr, name: &CStr, buffer: &'a mut [u8; 64]) -> Option<&'a CStr> {

@@ -14,6 +14,7 @@ use crate::{
     original::look_up,
     recorder::Recorder,
     ring::{COVERAGE_NAME_BYTES, store_text},
+    surroundings,
     sys::{self, Descriptor},
     thread_state::{self, in_hook},
     tracer, watcher,
@@ -80,7 +81,7 @@ fn start() -> Option<&'static Recorder> {
         }
         Err(_) => return running(),
     }
-    if disabled() {
+    if disabled() || in_hook(surroundings::forbid) {
         STAGE.store(OFF, Ordering::Release);
         return None;
     }
@@ -264,6 +265,9 @@ extern "C" fn on_load() {
     let saved = errno.get();
     NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
     crate::hooked::guarded(tracer::allow_from_environment);
+    if !disabled() {
+        surroundings::note();
+    }
     crate::hooked::guarded(|| in_hook(crate::inline::start));
     errno.set(saved);
 }

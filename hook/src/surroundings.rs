@@ -1,0 +1,77 @@
+//! What the process is besides a training job, where that decides whether the hook may work in it at all: a program that shut itself
+//! in, or one that is run under a sanitizer. Asked at the first device call; a program of which the hook keeps out runs as without it.
+
+use std::sync::atomic::{AtomicU32, Ordering};
+
+use crate::{original::look_up, sys};
+
+/// Filters of system calls that were there when the library was loaded.
+static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
+
+/// When the library is loaded.
+pub fn note() {
+    FILTERS_AT_LOAD.store(filters(), Ordering::Relaxed);
+}
+
+/// Whether the hook must keep out of this process.
+pub fn forbid() -> bool {
+    is_shut_in() || has_no_room_for_a_thread()
+}
+
+/// Whether the process has put a filter of system calls on itself. Such a filter often kills who calls what the program itself has no
+/// need of, and what it kills for cannot be asked for. A filter that was there from the start is another matter: those of container
+/// runtimes refuse with an error, and those of service managers allow what every program does.
+fn is_shut_in() -> bool {
+    filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
+}
+
+/// Whether a sanitizer is at work that takes the watcher for a thread of the program. ThreadSanitizer ends a forked child that starts a
+/// thread when there was a second one before the fork. LeakSanitizer, which AddressSanitizer brings along, lets a forked child fail for
+/// the memory of the threads that it does not have, and its locks do not survive a fork beside another thread.
+fn has_no_room_for_a_thread() -> bool {
+    let has = |name| !look_up(libc::RTLD_DEFAULT, name).is_null();
+    let looks_for_leaks = || {
+        let options = [c"ASAN_OPTIONS", c"LSAN_OPTIONS"].map(sys::variable);
+        !options.iter().flatten().any(|options| options.windows(NO_LEAKS.len()).any(|part| part == NO_LEAKS))
+    };
+    has(c"__tsan_init") || has(c"__lsan_do_leak_check") && looks_for_leaks()
+}
+
+/// In a sanitizer's options.
+const NO_LEAKS: &[u8] = b"detect_leaks=0";
+
+/// Filters of system calls that are in force for the calling thread, by a call that every program makes: it opens and reads a file.
+fn filters() -> u32 {
+    let mut text = [0; 4096];
+    let length = sys::read_file(c"/proc/self/status", &mut text);
+    count(&text[..length])
+}
+
+fn count(status: &[u8]) -> u32 {
+    let field = |name: &[u8]| {
+        let value = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name))?;
+        std::str::from_utf8(value).ok()?.trim().parse::<u32>().ok()
+    };
+    // Kernels before 5.9 do not say how many.
+    field(b"Seccomp_filters:").or_else(|| field(b"Seccomp:")).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn filters_are_counted_where_the_kernel_says_how_many() {
+        assert_eq!(count(b"Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\nSpeculation:\t1\n"), 3);
+        assert_eq!(count(b"Name:\tx\nSeccomp:\t2\nSpeculation:\t1\n"), 2);
+        assert_eq!(count(b"Name:\tx\nSeccomp:\t0\nSeccomp_filters:\t0\n"), 0);
+        assert_eq!(count(b"Seccomp_filters:\tmany"), 0);
+        assert_eq!(count(b""), 0);
+    }
+
+    #[test]
+    fn this_process_is_neither() {
+        note();
+        assert!(!forbid());
+    }
+}
