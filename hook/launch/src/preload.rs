@@ -2,12 +2,18 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    os::unix::ffi::OsStrExt,
+    fs,
+    hash::{DefaultHasher, Hash, Hasher},
+    io,
+    os::unix::{
+        ffi::OsStrExt,
+        fs::{MetadataExt, symlink},
+    },
     path::{Path, PathBuf},
     process::{Command, Stdio},
 };
 
-use anyhow::{Result, bail};
+use anyhow::{Context, Result, bail};
 
 use crate::config::Config;
 
@@ -18,18 +24,50 @@ const FILE: &str = "libxpu_timer_hook.so";
 /// # Errors
 /// When the hook is not there, cannot be loaded, or lies where LD_PRELOAD cannot name it.
 pub fn for_command(config: &Config, before: Option<OsString>) -> Result<OsString> {
-    let hook = find(config)?;
-    let value = in_front(&hook, before)?;
+    let found = find(config)?;
+    let hook = nameable(&found, config)?;
+    let value = in_front(&hook, before);
     loads(&hook)?;
     Ok(value)
 }
 
-fn in_front(hook: &Path, before: Option<OsString>) -> Result<OsString> {
-    let hook = hook.as_os_str();
-    if hook.as_bytes().iter().any(|byte| *byte == b':' || byte.is_ascii_whitespace()) {
-        bail!("LD_PRELOAD cannot name {}: it has a colon or a space", hook.display());
+fn is_separator(byte: &u8) -> bool {
+    *byte == b':' || byte.is_ascii_whitespace()
+}
+
+/// The hook by a name that LD_PRELOAD can hold: its own, else that of a link beside the socket, where no other user can put one.
+fn nameable(hook: &Path, config: &Config) -> Result<PathBuf> {
+    let has_separator = |path: &Path| path.as_os_str().as_bytes().iter().any(is_separator);
+    if !has_separator(hook) {
+        return Ok(hook.to_path_buf());
     }
-    let is_separator = |byte: &u8| *byte == b':' || byte.is_ascii_whitespace();
+    let link = || -> io::Result<PathBuf> {
+        let folder =
+            config.socket.parent().filter(|folder| !has_separator(folder)).ok_or(io::ErrorKind::InvalidFilename)?;
+        let status = fs::metadata(folder)?;
+        if status.uid() != nix::unistd::geteuid().as_raw() || status.mode() & 0o022 != 0 {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        // Links for different hooks have different names, and one that is there is not touched: processes start by it.
+        let mut hash = DefaultHasher::new();
+        hook.hash(&mut hash);
+        let link = folder.join(format!("hook-{:016x}.so", hash.finish()));
+        match symlink(hook, &link) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => Err(error),
+            _ => Ok(link),
+        }
+    };
+    link().with_context(|| {
+        let socket = config.socket.display();
+        format!(
+            "LD_PRELOAD cannot name {}: it has a colon or a space, and no link can be made beside {socket}",
+            hook.display()
+        )
+    })
+}
+
+fn in_front(hook: &Path, before: Option<OsString>) -> OsString {
+    let hook = hook.as_os_str();
     let before = before.unwrap_or_default();
     let others = before.as_bytes().split(is_separator).filter(|other| !other.is_empty() && *other != hook.as_bytes());
     let mut value = hook.to_os_string();
@@ -37,7 +75,7 @@ fn in_front(hook: &Path, before: Option<OsString>) -> Result<OsString> {
         value.push(":");
         value.push(OsStr::from_bytes(other));
     }
-    Ok(value)
+    value
 }
 
 /// Tries the hook on this program. One that was built for another machine or C library, or is half copied, would put a line into the
@@ -82,6 +120,8 @@ pub fn find(config: &Config) -> Result<PathBuf> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     fn config(hook: Option<PathBuf>, beside: PathBuf) -> Config {
@@ -92,12 +132,12 @@ mod tests {
     fn the_hook_is_first_and_once() {
         let folder = tempfile::tempdir().unwrap();
         let hook = folder.path().join(FILE);
-        std::fs::write(&hook, "").unwrap();
+        fs::write(&hook, "").unwrap();
         let config = config(None, folder.path().into());
         let text = hook.display().to_string();
         let found = find(&config).unwrap();
-        let value = |before: &str| in_front(&found, Some(before.into())).unwrap().into_string().unwrap();
-        assert_eq!(in_front(&found, None).unwrap(), hook.as_os_str());
+        let value = |before: &str| in_front(&found, Some(before.into())).into_string().unwrap();
+        assert_eq!(in_front(&found, None), hook.as_os_str());
         assert_eq!(value("/a.so"), format!("{text}:/a.so"));
         assert_eq!(value(&format!("/a.so:{text} /b.so")), format!("{text}:/a.so:/b.so"));
     }
@@ -109,10 +149,26 @@ mod tests {
         assert!(error.to_string().contains("XPU_TIMER_HOOK_PATH"), "{error}");
         let error = for_command(&config(Some("/nowhere.so".into()), folder.path().into()), None).unwrap_err();
         assert!(error.to_string().contains("/nowhere.so"), "{error}");
-        let spaced = folder.path().join("with space");
-        std::fs::create_dir(&spaced).unwrap();
-        std::fs::write(spaced.join(FILE), "").unwrap();
-        let error = for_command(&config(None, spaced), None).unwrap_err();
-        assert!(error.to_string().contains("space"), "{error}");
+    }
+
+    #[test]
+    fn a_hook_whose_path_has_a_space_gets_a_link_in_a_folder_of_this_user() {
+        let folder = tempfile::tempdir().unwrap();
+        let hook = folder.path().join("with space").join(FILE);
+        let config = |socket: PathBuf| Config { socket, ..Config::read() };
+        let link = nameable(&hook, &config(folder.path().join("socket"))).unwrap();
+        assert_eq!((link.parent(), fs::read_link(&link).unwrap()), (Some(folder.path()), hook.clone()));
+        assert_eq!(nameable(&hook, &config(folder.path().join("socket"))).unwrap(), link, "the same link again");
+        let other =
+            nameable(&folder.path().join("an other").join(FILE), &config(folder.path().join("socket"))).unwrap();
+        assert_ne!(other, link);
+
+        let everybodys = folder.path().join("tmp");
+        fs::create_dir(&everybodys).unwrap();
+        fs::set_permissions(&everybodys, fs::Permissions::from_mode(0o1777)).unwrap();
+        for socket in [everybodys.join("socket"), hook.with_file_name("socket")] {
+            let error = nameable(&hook, &config(socket)).unwrap_err();
+            assert!(error.to_string().contains("a colon or a space"), "{error}");
+        }
     }
 }
