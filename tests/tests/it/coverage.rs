@@ -386,5 +386,7 @@ a library holds a copy of its own whose code cannot be replaced; kernels of a co
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
   function left alone; a debugger's breakpoint may come later on any.
 - Under a debugger that watches the linker, libraries that are loaded later are not looked at.
+- A program that has put a filter of system calls (seccomp) on itself, and one under ThreadSanitizer or a sanitizer that looks for leaks
+  (without `detect_leaks=0`): there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
 - Systems that forbid a change of code (SELinux `execmod`) refuse it; the function is then reported.
 ";
