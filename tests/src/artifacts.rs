@@ -27,6 +27,16 @@ pub const PACKAGES: [&str; 13] = [
     "sim_nccl",
 ];
 
+/// What is installed on a node, by name.
+pub const INSTALLED: [&str; 6] = [
+    "xpu_timer_launch",
+    "xpu_timer_collector",
+    "xpu_timer_stacktrace_viewer",
+    "xpu_timer_dump",
+    "xpu_timer_print_env",
+    "libxpu_timer_hook.so",
+];
+
 /// Simulated libraries: what cargo calls them, and their real sonames.
 const SIM: [(&str, &str); 8] = [
     ("libsim_cuda.so", "libcuda.so.1"),

@@ -5,15 +5,17 @@
 mod artifacts;
 mod fake_collector;
 mod forky;
+mod glibc;
 mod job;
 mod process;
 mod set_up;
 mod tools;
 mod torch;
 
-pub use artifacts::{Artifacts, PACKAGES, artifacts};
+pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
 pub use fake_collector::{Ears, FakeCollector, RECONNECT};
 pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
+pub use glibc::old_enough;
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use process::{Output, Process};
 pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};

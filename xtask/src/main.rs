@@ -3,6 +3,7 @@
 
 mod bench;
 mod demo;
+mod dist;
 mod fuzz;
 mod lint;
 mod shell;
@@ -32,6 +33,8 @@ enum Command {
     Lint,
     /// Measures, and prints ratios of two things measured in one run
     Bench(bench::Options),
+    /// Builds what is installed on a node into one archive, target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
+    Dist,
     /// Writes generated code, schemas and goldens anew
     Bless,
 }
@@ -49,6 +52,7 @@ fn main() -> ExitCode {
         Command::Hangs { arguments } => hangs(&arguments),
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
+        Command::Dist => dist::run(),
         Command::Bless => test::bless(),
     };
     match result {

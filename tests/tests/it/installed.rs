@@ -1,32 +1,49 @@
 //! What is installed on a node, as the node sees it: the C library that it needs, and what happens when it cannot be loaded.
 
-use std::process::Command;
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
-use xpu_timer_tests::artifacts;
-
-/// glibc of Red Hat 8; Ubuntu 20.04 has 2.31.
-const OLDEST: (u32, u32) = (2, 28);
+use xpu_timer_tests::{INSTALLED, Job, PATIENCE, Process, artifacts, compile_c, old_enough};
 
 #[test]
 fn what_is_installed_asks_for_no_newer_glibc_than_old_containers_have() {
-    let programs = ["launch", "print_env", "collector", "dump", "stacktrace_viewer"];
-    let files = programs.map(|name| artifacts().bin(&format!("xpu_timer_{name}")));
-    for file in files.iter().chain([&artifacts().hook()]) {
-        let objdump = Command::new("objdump").arg("-T").arg(file).output().expect("objdump runs");
-        assert!(objdump.status.success(), "{}", String::from_utf8_lossy(&objdump.stderr));
-        let text = String::from_utf8_lossy(&objdump.stdout);
-        let asked: Vec<(&str, (u32, u32))> = text.lines().filter_map(asked).collect();
-        assert!(asked.iter().any(|(name, _)| *name == "memcpy"), "{}: no look at its symbols", file.display());
-        let newer: Vec<_> = asked.into_iter().filter(|(_, version)| *version > OLDEST).collect();
-        assert!(newer.is_empty(), "{} asks for {newer:?}; floor/build.rs is for such functions", file.display());
+    for name in INSTALLED {
+        if let Err(error) = old_enough(&artifacts().bin(name)) {
+            panic!("{error:#}");
+        }
     }
 }
 
-/// The function of glibc that a line of `objdump -T` asks for, and the version of glibc that brought it.
-fn asked(line: &str) -> Option<(&str, (u32, u32))> {
-    let (before, after) = line.split_once("(GLIBC_")?;
-    let (version, name) = after.split_once(')')?;
-    let mut numbers = version.split('.').map(str::parse);
-    let version = (numbers.next()?.ok()?, numbers.next()?.ok()?);
-    before.contains("*UND*").then_some((name.trim(), version))
+#[test]
+fn a_hook_that_cannot_be_loaded_costs_one_line_and_not_the_job() {
+    let job = Job::new();
+    let half = job.dir.join("half.so");
+    fs::write(&half, &fs::read(artifacts().hook()).unwrap()[..2000]).unwrap();
+    let text = job.dir.join("text.so");
+    fs::write(&text, "not a library").unwrap();
+    let newer = for_a_newer_libc(&job.dir);
+    for (hook, reason) in [(half, "SIGBUS"), (text, "cannot be preloaded"), (newer, "GLIBC_9.99' not found")] {
+        let mut command = job.launch("/bin/sh");
+        command.args(["-c", "/bin/echo ran, preloaded: $LD_PRELOAD; exit 3"]).env("XPU_TIMER_HOOK_PATH", &hook);
+        let output = Process::spawn(&mut command).wait(PATIENCE);
+        assert_eq!((output.code(), output.stdout.as_str()), (3, "ran, preloaded:\n"), "{}", output.stderr);
+        let line = output.stderr.trim_end();
+        assert_eq!(line.lines().count(), 1, "{line}");
+        assert!(line.starts_with("xpu_timer_launch: running without the hook: ") && line.contains(reason), "{line}");
+        assert!(line.contains(&*hook.to_string_lossy()), "{line}");
+    }
+}
+
+/// A library that asks for a version of glibc that there is not, as one does that was built on a newer system.
+fn for_a_newer_libc(folder: &Path) -> PathBuf {
+    let script = folder.join("versions");
+    fs::write(&script, "GLIBC_9.99 { global: newest; };").unwrap();
+    let script = format!("-Wl,--version-script={}", script.display());
+    let shared = ["-shared", "-fPIC", "-nostdlib"];
+    let arguments = [&shared[..], &["-Wl,-soname,libc.so.6", &script]].concat();
+    let newer = compile_c(folder, "newer.so", "int newest(void) { return 0; }", &arguments);
+    let arguments = [&shared[..], &[newer.to_str().unwrap()]].concat();
+    compile_c(folder, "hook.so", "int newest(void); int call(void) { return newest(); }", &arguments)
 }

@@ -185,9 +185,8 @@ function culpritCard(rank) {
 
 function buildGroups() {
   const section = byId("groups");
-  section.append(
-    ...heading("groups-title", "Who stands where", "Ranks whose main threads have the same stack, the largest group first.").filter(Boolean),
-  );
+  const order = CULPRITS.length ? "the culprits first, then the largest group" : "the largest group first";
+  section.append(...heading("groups-title", "Who stands where", `Ranks whose main threads have the same stack: ${order}.`).filter(Boolean));
   const rows = GROUPS.map((group) => ({
     className: group.colour === "culprit" ? "hot" : "",
     cells: [

@@ -1,0 +1,38 @@
+//! `cargo xtask dist`: what is installed on a node, as one archive.
+
+use std::{fs, process::Command};
+
+use anyhow::{Context, Result};
+use xpu_timer_tests::{INSTALLED, old_enough, tree};
+
+use crate::shell::{self, cargo, need};
+
+/// The packages that [`INSTALLED`] comes from.
+const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
+
+pub fn run() -> Result<()> {
+    need("objcopy", "binutils")?;
+    let packages = PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
+    shell::run(cargo(&["build", "--release"]).args(packages))?;
+
+    let name = format!("xpu_timer-{}-x86_64-linux", env!("CARGO_PKG_VERSION"));
+    let target = tree().join("target");
+    let dist = target.join("dist");
+    let folder = dist.join(&name);
+    fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    for file in INSTALLED {
+        let (built, copy) = (target.join("release").join(file), folder.join(file));
+        // Names of functions stay, so that a stack through the hook can be read; lines do not, which are most of the bytes.
+        shell::run(Command::new("objcopy").arg("--strip-debug").arg(built).arg(&copy))?;
+        old_enough(&copy)?;
+    }
+    for file in ["README.md", "LICENSE"] {
+        fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("copy of {file}"))?;
+    }
+    let archive = dist.join(format!("{name}.tar.gz"));
+    let mut tar = Command::new("tar");
+    tar.args(["--owner=0", "--group=0", "-C"]).arg(&dist).arg("-czf").arg(&archive).arg(&name);
+    shell::run(&mut tar)?;
+    println!("{}", archive.display());
+    Ok(())
+}
