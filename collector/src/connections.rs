@@ -3,6 +3,7 @@
 use std::{
     collections::BTreeMap,
     os::fd::OwnedFd,
+    sync::Arc,
     time::{Duration, Instant},
 };
 
@@ -22,6 +23,8 @@ pub struct Connection {
     pub fd: OwnedFd,
     /// Process at the other end.
     pub pid: i32,
+    /// It too; `None` when it had gone already.
+    pub process: Option<Arc<Handle>>,
     accepted: Instant,
     spoke: bool,
 }
@@ -40,7 +43,7 @@ pub enum Event {
 pub struct Connections {
     open: BTreeMap<ConnectionId, Connection>,
     /// The commands that launchers became: their ranks may need an hour before their first device call.
-    commands: Vec<Handle>,
+    commands: Vec<Arc<Handle>>,
     next: ConnectionId,
     paused_until: Option<Instant>,
     limiter: Limiter,
@@ -69,6 +72,12 @@ impl Connections {
     #[must_use]
     pub fn pid(&self, id: ConnectionId) -> i32 {
         self.open.get(&id).map_or(0, |connection| connection.pid)
+    }
+
+    /// Process at the other end, as it was found when it connected.
+    #[must_use]
+    pub fn process(&self, id: ConnectionId) -> Option<Arc<Handle>> {
+        self.open.get(&id)?.process.clone()
     }
 
     /// Whether new connections are taken now; not for a moment after the descriptors ran out.
@@ -102,9 +111,14 @@ impl Connections {
             self.limiter.warn(&format!("pid {} is refused: there are {MAX_CONNECTIONS} connections already", peer.pid));
             return;
         }
+        let process = Handle::of_peer(peer.pid)
+            .inspect_err(|error| warn!("pid {} connects and cannot be looked at: {error}", peer.pid))
+            .ok()
+            .map(Arc::new);
         socket::welcome(&peer.fd);
         self.next += 1;
-        self.open.insert(self.next, Connection { fd: peer.fd, pid: peer.pid, accepted: Instant::now(), spoke: false });
+        let connection = Connection { fd: peer.fd, pid: peer.pid, process, accepted: Instant::now(), spoke: false };
+        self.open.insert(self.next, connection);
     }
 
     /// Reads one connection. A packet that no hook sends ends it.
@@ -137,7 +151,7 @@ impl Connections {
         let Some(connection) = self.open.remove(&id) else { return };
         if !connection.spoke
             && self.commands.len() < MAX_CONNECTIONS
-            && let Ok(command) = Handle::open(connection.pid)
+            && let Some(command) = connection.process
         {
             self.commands.push(command);
         }
@@ -212,7 +226,9 @@ mod tests {
             Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat is there");
         let mut connections = Connections::default();
         let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
-        let launcher = Connection { fd: fd.into(), pid: command.id() as i32, accepted: Instant::now(), spoke: false };
+        let pid = command.id() as i32;
+        let process = Handle::of_peer(pid).ok().map(Arc::new);
+        let launcher = Connection { fd: fd.into(), pid, process, accepted: Instant::now(), spoke: false };
         connections.open.insert(1, launcher);
         connections.close(1);
         connections.forget_ended();

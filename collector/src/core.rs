@@ -137,13 +137,14 @@ impl Core {
         &mut self,
         connection: ConnectionId,
         pid: i32,
+        process: Option<&Arc<Handle>>,
         message: HookMessage,
         descriptor: Option<std::os::fd::OwnedFd>,
         now: Now,
     ) -> Result<(), String> {
         let known = self.registry.by_connection(connection).map(|rank| rank.id);
         match (message.message, known) {
-            (Some(Message::Hello(hello)), None) => self.hello(connection, pid, &hello, descriptor, now),
+            (Some(Message::Hello(hello)), None) => self.hello(connection, pid, process, &hello, descriptor, now),
             (Some(Message::Hello(_)), Some(_)) => Err("said hello twice".into()),
             (None, _) => Err("sent a message of an unknown kind".into()),
             (Some(_), None) => Err("spoke before its hello".into()),
@@ -177,6 +178,7 @@ impl Core {
         &mut self,
         connection: ConnectionId,
         pid: i32,
+        process: Option<&Arc<Handle>>,
         hello: &Hello,
         descriptor: Option<std::os::fd::OwnedFd>,
         now: Now,
@@ -190,10 +192,6 @@ impl Core {
                 ring::VERSION
             ));
         }
-        let process = Handle::open(pid)
-            .inspect_err(|error| warn!("pid {pid} registers and cannot be looked at: {error}"))
-            .ok()
-            .map(Arc::new);
         let ring = match descriptor.map(|descriptor| RingFile::new(descriptor, pid)) {
             Some(Ok(ring)) => Some(Arc::new(ring)),
             Some(Err(error)) => {
@@ -205,7 +203,7 @@ impl Core {
                 None
             }
         };
-        let registered = self.registry.hello(connection, process, hello, ring, &self.settings, now.mono_ns);
+        let registered = self.registry.hello(connection, process.cloned(), hello, ring, &self.settings, now.mono_ns);
         self.registered(&registered, "registered");
         self.search(registered.id, now);
         Ok(())

@@ -185,11 +185,11 @@ impl Node {
     }
 
     fn read(&mut self, id: ConnectionId, now: Now) {
-        let pid = self.connections.pid(id);
+        let (pid, process) = (self.connections.pid(id), self.connections.process(id));
         for event in self.connections.read(id) {
             match event {
                 Event::Message(message, descriptor) => {
-                    if let Err(problem) = self.core.message(id, pid, *message, descriptor, now) {
+                    if let Err(problem) = self.core.message(id, pid, process.as_ref(), *message, descriptor, now) {
                         self.connections.refuse(id, &problem);
                         self.core.disconnected(id, now);
                         return;

@@ -89,17 +89,28 @@ pub struct Handle {
     pub pid: i32,
     /// Start time, as in [`Stat`].
     pub start: u64,
+    /// Which of several jobs of one name it belongs to; known only of those who connected.
+    pub instance: String,
     fd: OwnedFd,
 }
 
 impl Handle {
+    /// Of a process that has connected. What is read here is gone as soon as it ends, so this comes before it is welcomed: whoever
+    /// has said hello was alive then.
+    ///
+    /// # Errors
+    /// When there is no such process.
+    pub fn of_peer(pid: i32) -> io::Result<Handle> {
+        Ok(Handle { instance: instance_of(pid), ..Handle::open(pid)? })
+    }
+
     /// # Errors
     /// When there is no such process.
     pub fn open(pid: i32) -> io::Result<Handle> {
         let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
         let fd = pidfd_open(raw, PidfdFlags::empty())?;
         let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
-        let handle = Handle { pid, start, fd };
+        let handle = Handle { pid, start, instance: String::new(), fd };
         // The start time is that of this process only if the process was still there after it had been read.
         if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
             return Err(io::ErrorKind::NotFound.into());
@@ -208,7 +219,7 @@ fn maps_hook(pid: i32) -> bool {
 /// What tells jobs of one name on one node apart, such as two runs of torchrun, which are both called `none`: the
 /// rendezvous of torch, the namespace of PMIx, the step of Slurm. Equal on all ranks of a job; empty when none is set.
 #[must_use]
-pub fn instance(source: &Source) -> String {
+fn instance(source: &Source) -> String {
     let torch = source.text("MASTER_PORT").map(|port| {
         let address = source.text("MASTER_ADDR").unwrap_or_default();
         format!("{address}:{port}")
@@ -217,8 +228,7 @@ pub fn instance(source: &Source) -> String {
 }
 
 /// [`instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
-#[must_use]
-pub fn instance_of(pid: i32) -> String {
+fn instance_of(pid: i32) -> String {
     let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
     instance_in(pid, &Source::of_environ(&environ))
 }

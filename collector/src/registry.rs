@@ -17,7 +17,7 @@ use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
 pub struct JobKey {
     /// The job's name; may be empty.
     pub name: String,
-    /// Which of several jobs of this name: [`process::instance`], or the pid of a process without a rank.
+    /// Which of several jobs of this name: [`Handle::instance`], or the pid of a process without a rank.
     pub instance: String,
 }
 
@@ -223,7 +223,7 @@ impl Registry {
         now_ns: u64,
     ) -> Registered {
         let info = hello.rank.clone().unwrap_or_else(|| RankInfo { rank: -1, ..Default::default() });
-        let instance = process.as_ref().map(|process| process::instance_of(process.pid)).unwrap_or_default();
+        let instance = process.as_ref().map(|process| process.instance.clone()).unwrap_or_default();
         let same = |rank: &Rank| match (&rank.process, &process) {
             (Some(old), Some(new)) => (old.pid, old.start) == (new.pid, new.start),
             _ => false,
@@ -254,7 +254,7 @@ impl Registry {
     /// A rank or its world became known or changed. `None` when the connection has not said hello.
     pub fn changed(&mut self, connection: ConnectionId, info: RankInfo, now_ns: u64) -> Option<Registered> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
-        let instance = rank.process.as_ref().map(|process| process::instance_of(process.pid)).unwrap_or_default();
+        let instance = rank.process.as_ref().map(|process| process.instance.clone()).unwrap_or_default();
         rank.job = key(&info, instance, rank.pid());
         rank.info = info;
         let id = rank.id;
