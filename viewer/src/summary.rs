@@ -264,7 +264,7 @@ fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
 fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     let stacks = stacks_of(merged);
     if stacks.is_empty() {
-        text.push_str("\nNo stack is of these ranks and threads and holds this word.\n");
+        text.push_str("\nNo stack matches --rank, --thread and --grep.\n");
     }
     for (mode, ranks, words) in stacks.iter().take(STACKS_SHOWN) {
         let kind = if *mode == Mode::Python { "Python" } else { "Native" };
