@@ -58,7 +58,7 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
 }
 
 fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
-    let Host { stack, state, doing, same_in_both, location, moved, d_sleep } = stacks::read(dump);
+    let Host { stack, state, doing, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump);
     HostFacts {
         stack,
         state,
@@ -84,6 +84,8 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
             waiting: waiting as u64,
         }),
         compiler: stacks::compiler_child(dump),
+        awaited,
+        caller: location.caller,
     }
 }
 
@@ -101,8 +103,10 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
         location: Location {
             python: facts.python.clone(),
             python_function: facts.python_function.clone(),
+            caller: facts.caller.clone(),
             native: facts.native.clone(),
         },
+        awaited: facts.awaited.clone(),
         moved: facts.moved.as_ref().map(|moved| Moved {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,

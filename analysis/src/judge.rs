@@ -1,13 +1,13 @@
 //! From evidence to a verdict: match the collectives, follow who waits for whom, let the rules explain where the waiting ends,
 //! and put the findings into one sentence.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
     alias,
-    causes::{Case, Finding, RULES, Rule, Says, ended_by_agent, line},
+    causes::{Case, Finding, RULES, Rule, Says, alone_in, ended_by_agent, line},
     graph::Suspect,
     hook_report, report,
     text::{capital, ranks, shape},
@@ -119,10 +119,30 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     if kind == TriggerKind::Manual {
         return Vec::new();
     }
+    if stuck.is_empty()
+        && let Some((most, few)) = by_place(case)
+    {
+        case.stack_waiters = most;
+        return few.into_iter().map(alone).collect();
+    }
     if stuck.len() == views.len() {
         case.stack_waiters.clone_from(&stuck);
     }
     stuck.into_iter().map(alone).collect()
+}
+
+/// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
+fn by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
+    let all = 0..case.world.views.len();
+    let known = |view: usize| case.view(view).host.stack && case.view(view).host.frozen();
+    if !all.clone().all(known) {
+        return None;
+    }
+    let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    all.for_each(|view| places.entry(case.place(view)).or_default().push(view));
+    let most = places.into_values().find(|views| 2 * views.len() > case.world.views.len())?;
+    let few: Vec<usize> = (0..case.world.views.len()).filter(|view| !most.contains(view)).collect();
+    (!few.is_empty()).then_some((most, few))
 }
 
 /// Lets the rules explain the suspects, and weighs the findings.
@@ -152,6 +172,9 @@ fn conclude(case: &Case<'_>) -> Outcome {
         findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
     }
     findings.sort_by_key(|(rule, ..)| *rule);
+    if let Some(finding) = turned(case, &findings) {
+        findings = vec![(findings[0].0, findings[0].1, finding)];
+    }
     let Some((primary, ..)) = findings.first() else { return unexplained(case) };
     let primary = *primary;
 
@@ -190,6 +213,20 @@ fn conclude(case: &Case<'_>) -> Outcome {
         main: main.cloned(),
         culprits,
     }
+}
+
+/// Most members of a communicator have not entered what few wait in, and stand together at one place.
+fn turned(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Finding> {
+    let (rule, suspect, _) = findings.first()?;
+    let event = case.main_event(suspect)?;
+    let alike = |(other, suspect, finding): &(usize, &Suspect, Finding)| {
+        other == rule && case.main_event(suspect) == Some(event) && finding.culprits.len() == 1
+    };
+    if RULES[*rule].cause != Cause::MissingRank || !findings.iter().all(alike) {
+        return None;
+    }
+    let outside: Vec<usize> = findings.iter().map(|(_, _, finding)| finding.culprits[0]).collect();
+    alone_in(case, event, &outside)
 }
 
 /// Nobody waits for anybody, and all ranks of the job are stuck in the same way: what they wait for is outside of them.
@@ -259,6 +296,15 @@ fn sentence(
             let Says::Rank(says) = says else { continue };
             let who = case.world.ranks(views.iter().copied());
             let each = if who.len() > 1 { " each" } else { "" };
+            let says = says
+                .strip_prefix("has ")
+                .filter(|_| who.len() > 1)
+                .map_or_else(|| says.clone(), |rest| format!("have {rest}"));
+            let says = says
+                .strip_prefix("is ")
+                .filter(|_| who.len() > 1)
+                .map_or_else(|| says.clone(), |rest| format!("are {rest}"));
+            let each = if says.starts_with("have ") || says.starts_with("are ") { "" } else { each };
             parts.push(format!("{}{each} {says}", ranks(&who)));
         }
         let all: usize = first.iter().map(|finding| finding.culprits.len()).sum();
@@ -268,7 +314,8 @@ fn sentence(
     }
     let mut text = parts.join("; ");
     if let Some(main) = main.filter(|_| !whole) {
-        text.push_str(&case.who_waits(main, culprits));
+        let waits = case.who_waits(main, culprits, &text);
+        text.push_str(&waits);
     }
     for (_, _, finding) in findings.iter().filter(|(rule, ..)| *rule != primary).take(MAX_SPELLED) {
         text.push_str("; also ");

@@ -202,6 +202,10 @@ pub struct Location {
     pub python: Option<String>,
     /// The function of that frame.
     pub python_function: Option<String>,
+    /// Of a thread that waits for its device, when the frame is in a file that was called from another one of the user's: the frame
+    /// there, `path:line in function`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub caller: Option<String>,
     /// The function of the main thread's native stack that tells most: the call that blocks, without the insides of libraries.
     pub native: Option<String>,
 }

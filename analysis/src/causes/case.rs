@@ -1,6 +1,9 @@
 //! What a rule is shown: the ranks, the communicators and the graph, and the words that rules have in common.
 
-use xpu_timer_proto::v1::{Evidence, Operation, Presence};
+use xpu_timer_proto::{
+    server::{AwaitedKind, Holder},
+    v1::{Evidence, Operation, Presence},
+};
 
 use crate::{
     facts,
@@ -28,6 +31,14 @@ pub(crate) struct Case<'a> {
     whole: Vec<bool>,
     /// By event: the ranks inside it, as text. Written once, because many suspects share an event.
     waiters_text: Vec<String>,
+}
+
+/// `path/train.py:88 in step` without its path.
+fn short_frame(frame: &str) -> String {
+    match frame.split_once(" in ") {
+        Some((file, function)) => format!("{} in {function}", stacks::short(file)),
+        None => frame.to_owned(),
+    }
 }
 
 /// A fact about some ranks.
@@ -82,7 +93,8 @@ impl<'a> Case<'a> {
         let location = &self.view(view).host.location;
         let mut place = String::new();
         if let Some(python) = &location.python {
-            place.push_str(&format!(" at {}", stacks::short(python)));
+            let caller = location.caller.as_ref().map(|caller| format!("{}, by ", short_frame(caller)));
+            place.push_str(&format!(" at {}{}", caller.unwrap_or_default(), stacks::short(python)));
             if let Some(function) = &location.python_function {
                 place.push_str(&format!(" in {function}"));
             }
@@ -93,6 +105,47 @@ impl<'a> Case<'a> {
             None => {}
         }
         place
+    }
+
+    /// What the system call of a rank's main thread waits for, beside the call itself: `the lock on x.lock, held by rank 3 (process 77)`.
+    pub fn awaits(&self, view: usize) -> Option<String> {
+        let awaited = self.view(view).host.awaited.as_ref()?;
+        let holders: Vec<String> = awaited.holders.iter().take(2).map(|holder| self.holder(view, holder)).collect();
+        let holders = holders.join(" and ");
+        match awaited.kind() {
+            AwaitedKind::File => Some(stacks::short(&awaited.name).to_owned()),
+            AwaitedKind::Socket if awaited.name.is_empty() => None,
+            AwaitedKind::Socket => Some(awaited.name.clone()),
+            AwaitedKind::Pipe if holders.is_empty() => None,
+            AwaitedKind::Pipe => Some(format!("a pipe whose other end {holders} has open")),
+            AwaitedKind::Lock if holders.is_empty() => Some(format!(
+                "the lock on {}, which another process or file handle holds",
+                stacks::short(&awaited.name)
+            )),
+            AwaitedKind::Lock => Some(format!("the lock on {}, held by {holders}", stacks::short(&awaited.name))),
+            AwaitedKind::Unspecified => None,
+        }
+    }
+
+    /// The child process that the main thread of a rank waits for by a pipe.
+    pub fn child_behind_pipe(&self, view: usize) -> bool {
+        let awaited = self.view(view).host.awaited.as_ref();
+        awaited.is_some_and(|awaited| {
+            awaited.kind() == AwaitedKind::Pipe && awaited.holders.first().is_some_and(|holder| holder.child)
+        })
+    }
+
+    fn holder(&self, view: usize, holder: &Holder) -> String {
+        let of_rank = |other: &RankView<'_>| {
+            let pid = other.flight.and_then(|flight| flight.rank.as_ref()).map(|rank| rank.pid);
+            pid == Some(holder.pid) && other.node() == self.view(view).node()
+        };
+        match self.world.views.iter().position(of_rank) {
+            Some(other) if other == view => "it alone".to_owned(),
+            Some(other) => format!("rank {} (process {})", self.view(other).rank, holder.pid),
+            None if holder.child => format!("its child process {} ({})", holder.pid, holder.name),
+            None => format!("process {} ({})", holder.pid, holder.name),
+        }
     }
 
     /// The event of a suspect in which most ranks wait; the first of equals.
@@ -166,16 +219,21 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// The clause that says who waits for a suspect: `; ranks 0-1, 3 wait for it in all_reduce 31 of …`.
-    pub fn who_waits(&self, suspect: &Suspect, culprits: &[usize]) -> String {
+    /// The clause that says who waits for a suspect: `; ranks 0-1, 3 wait for it in all_reduce 31 of …`, or `there` when `said` names
+    /// that already.
+    pub fn who_waits(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
         let it = if culprits.len() > 1 { "them" } else { "it" };
+        let place = |event: Event| {
+            let what = self.describe(event);
+            if said.contains(&what) { "there".to_owned() } else { format!("in {what}") }
+        };
         if let Some(event) = self.main_event(suspect) {
             let waiters =
                 self.world.ranks(self.graph.waiters_of(event).iter().copied().filter(|view| !culprits.contains(view)));
             return match waiters.len() {
                 0 => String::new(),
-                1 => format!("; {} waits for {it} in {}", ranks(&waiters), self.describe(event)),
-                _ => format!("; {} wait for {it} in {}", ranks(&waiters), self.describe(event)),
+                1 => format!("; {} waits for {it} {}", ranks(&waiters), place(event)),
+                _ => format!("; {} wait for {it} {}", ranks(&waiters), place(event)),
             };
         }
         let waiters = self.world.ranks(self.stack_waiters.iter().copied().filter(|view| !culprits.contains(view)));
@@ -244,6 +302,9 @@ impl<'a> Case<'a> {
                 (Some(_), false) => "",
             };
             lines.push(line(format!("rank {rank}: main thread in {function} at {python}{samples}"), vec![rank]));
+        }
+        if let Some(awaits) = self.awaits(view) {
+            lines.push(line(format!("rank {rank}: its system call waits for {awaits}"), vec![rank]));
         }
         if let Some(native) = &host.location.native {
             lines.push(line(format!("rank {rank}: in C function {native}"), vec![rank]));

@@ -105,12 +105,15 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
             describe(case, *first, deviation.expected)
         ),
     };
-    let waits: Vec<String> = events
-        .iter()
-        .filter(|event| !case.graph.waiters_of(**event).is_empty())
-        .take(4)
-        .map(|event| in_event(case, *event))
-        .collect();
+    // Where those that left their pattern are, and where most of the others wait.
+    let waited: Vec<Event> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
+    let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|view| culprits.contains(view));
+    let most = |event: &&Event| (case.graph.waiters_of(**event).len(), toward(case, **event, &culprits));
+    let others: Vec<Event> = waited.iter().copied().filter(|event| !own(event)).collect();
+    // Of equals the first.
+    let main = others.iter().rev().max_by_key(most);
+    let waits: Vec<String> =
+        waited.iter().find(|event| own(event)).into_iter().chain(main).map(|event| in_event(case, *event)).collect();
     let mut evidence = Vec::new();
     for (view, deviation) in found.iter().take(4) {
         let rank = case.view(*view).rank;
@@ -132,13 +135,19 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
     Finding {
         culprits,
         says: Says::Whole(format!(
-            "{} {did}, and now the ranks wait for each other in a circle: {}.",
+            "{} {did}, and now the ranks wait for each other: {}.",
             capital(&ranks(&who)),
             waits.join(", ")
         )),
         confidence: Confidence::Medium,
         evidence,
     }
+}
+
+/// Whether an event is a transfer with one of these ranks.
+fn toward(case: &Case<'_>, event: Event, culprits: &[usize]) -> bool {
+    let Event::PointToPoint { comm, peer, .. } = event else { return false };
+    case.comms[comm].view_of(peer).is_some_and(|view| culprits.contains(&view))
 }
 
 fn in_event(case: &Case<'_>, event: Event) -> String {

@@ -46,6 +46,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return apart(case, events).or_else(|| ahead(case, events)).or_else(|| elsewhere(case, events));
     }
     let view = case.host(suspect)?;
+    let none_yet = |view: &crate::world::RankView<'_>| view.flight.is_none_or(|flight| flight.communicators.is_empty());
+    if case.world.views.iter().all(none_yet)
+        && let Some(found) = super::missing_rank::apart(case, suspect)
+    {
+        return Some(found);
+    }
     let event = case.main_event(suspect);
     let by_stacks = event.is_none()
         && !case.stack_waiters.is_empty()
@@ -204,10 +210,10 @@ fn of_another_size(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             "{} {verb} the communicator as one of {own} ranks, {} as one of {right}{}.",
             capital(&ranks(&who)),
             ranks(&inside),
-            if who.len() == 1 {
-                format!("; rank {} stands{}", who[0], or_unknown(case.place(first)))
-            } else {
-                String::new()
+            match (who.as_slice(), case.view(first).dead()) {
+                ([rank], true) => format!("; rank {rank} {}", super::process_dead::how(case, first)),
+                ([rank], false) => format!("; rank {rank} stands{}", or_unknown(case.place(first))),
+                _ => String::new(),
             },
         )),
         confidence: case.members_confidence(&[event]),

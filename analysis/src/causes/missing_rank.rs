@@ -8,6 +8,9 @@
 //! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
 //! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
 //!
+//! Where no record tells who waits, a rank that stands still elsewhere than most is named, with low confidence; so are the few that are in
+//! a collective while most stand together at one other place.
+//!
 //! The third form is a circle of ranks that wait for each other, in which a rank left out a collective that it had always made at
 //! this point.
 
@@ -40,6 +43,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if events.is_empty() && case.stack_waiters.is_empty() {
         return None;
     }
+    if let Some(found) = apart(case, suspect) {
+        return Some(found);
+    }
     let content = case.view(*view);
     let event = case.main_event(suspect);
     let place = case.place(*view);
@@ -53,7 +59,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         && content.host.doing.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
     let helper = case.helper(*view);
-    let its = helper.as_ref().map_or(String::new(), |(helper, _)| format!(", and its {helper}"));
+    let its = match (case.awaits(*view), &helper) {
+        (Some(awaits), _) => format!(", and waits for {awaits}"),
+        (None, Some((helper, _))) => format!(", and its {helper}"),
+        (None, None) => String::new(),
+    };
     let says = if *guess {
         format!("is probably not in {what}: all others are{stands}")
     } else {
@@ -77,6 +87,49 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(helper.map(|(_, fact)| fact));
     evidence.extend(case.standing(*view));
     Some(Finding { culprits: vec![*view], says: Says::Rank(says), confidence, evidence })
+}
+
+/// A rank that stands still elsewhere than most, when no record tells that anybody waits.
+pub(super) fn apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Host { view, events, .. } = suspect else { return None };
+    let waits =
+        |view: &usize| matches!(case.view(*view).host.doing.activity, Activity::DeviceWait | Activity::CommInit);
+    let first = *case.stack_waiters.first().filter(|_| events.is_empty())?;
+    if case.stack_waiters.contains(view) || case.stack_waiters.iter().any(waits) {
+        return None;
+    }
+    let (rank, most) = (case.view(*view).rank, case.world.ranks(case.stack_waiters.iter().copied()));
+    let sentence =
+        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*view), ranks(&most), case.place(first));
+    let mut evidence = case.standing(*view);
+    evidence.push(line(format!("{} stand{}", ranks(&most), case.place(first)), most));
+    Some(Finding { culprits: vec![*view], says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
+}
+
+/// The few members that are in a collective which most others have not entered, when those stand still together at one place: they
+/// either wait for something that the few have not done, or the few made a call that was not due. A guess.
+pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Option<Finding> {
+    let Event::Collective { comm, .. } = event else { return None };
+    let inside = case.graph.waiters_of(event);
+    let place = case.place(*outside.first()?);
+    let together = |view: &usize| case.view(*view).host.frozen() && case.place(*view) == place;
+    let whole = inside.len() + outside.len() == case.comms[comm].size as usize;
+    if outside.len() <= inside.len() || inside.is_empty() || !whole || place.is_empty() || !outside.iter().all(together)
+    {
+        return None;
+    }
+    let (few, most) = (case.world.ranks(inside.iter().copied()), case.world.ranks(outside.iter().copied()));
+    let what = case.describe(event);
+    let (are, have) = if few.len() == 1 { ("is", "it has") } else { ("are", "they have") };
+    let sentence = format!(
+        "{} {are} alone in {what}; {} all stand{place}: they may wait for something that {have} not done.",
+        capital(&ranks(&few)),
+        ranks(&most),
+    );
+    let mut evidence =
+        vec![line(format!("{} in {what}", ranks(&few)), few), line(format!("{} stand{place}", ranks(&most)), most)];
+    evidence.extend(case.standing(inside[0]));
+    Some(Finding { culprits: inside.to_vec(), says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
 }
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {

@@ -31,6 +31,7 @@ mod storage_io;
 mod teardown;
 
 pub(crate) use case::{Case, line};
+pub(crate) use missing_rank::alone_in;
 pub(crate) use process_dead::ended_by_agent;
 
 use crate::{

@@ -5,8 +5,8 @@
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
 //! one rank of a circle of transfers that is in none of them.
 //! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
-//! In a circle, the rank is named that left out a send or receive which it had always made at this point; where no past tells, the one
-//! that lacks the only counterpart that is missing, or that is at an end of all transfers without one.
+//! In a circle, the rank is named that is at an end of all transfers without a counterpart, or that left out a send or receive which it
+//! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
@@ -22,6 +22,9 @@ use xpu_timer_proto::v1::{OpStatus, Operation};
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Some(found) = at_all_open_ends(case, suspect) {
+        return Some(found);
+    }
     match circle::ask(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
         Told::Finding(found) => return Some(found),
         Told::OtherBreak => return None,
@@ -37,7 +40,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         Suspect::Cycle(events) => match elsewhere(case, events) {
             Some(event) => event,
-            None => return without_counterpart(case, events),
+            None => return only_open_end(case, events),
         },
         _ => return None,
     };
@@ -150,60 +153,65 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     towards.all(|event| peer_of(event) == peer_of(first)).then_some(*first)
 }
 
-/// Transfers of a circle that have no counterpart, when one rank alone is at an end of all of them, or when there is but one: then it is
-/// the rank that has none. A circle in which each transfer lacks its counterpart is the fault of a common plan.
-fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
-    let ends = |event: &Event| {
-        let Event::PointToPoint { comm, view, peer, recv } = *event else { return None };
+/// The transfers of a circle that have no counterpart, each with the rank that waits in it and the one that it waits for; `None` when
+/// something in it has not begun, and so is behind something else, which may be all that is wrong.
+fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, usize, usize)>> {
+    let begun = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
+    let mut open = Vec::new();
+    for &event in events {
+        let Event::PointToPoint { comm, view, peer, recv } = event else { continue };
         let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
         let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
-        let open = !case.graph.waiters_of(*event).is_empty() && case.graph.events.binary_search(&there).is_err();
-        Some((*event, view, other, open))
-    };
-    // What has not begun is behind something else, which may be all that is wrong.
-    let begun = |event: &&Event| case.operation(**event).is_none_or(|operation| operation.started_ns != 0);
-    if !events.iter().all(|event| begun(&event)) {
-        return None;
-    }
-    let transfers: Vec<_> = events.iter().filter_map(ends).collect();
-    let open: Vec<_> = transfers.iter().filter(|(.., open)| *open).collect();
-    if open.len() == transfers.len() {
-        return None;
-    }
-    let (_, waiter, other, _) = **open.first()?;
-    let culprit = match open.len() {
-        1 => other,
-        _ => {
-            let in_all = |view: &usize| open.iter().all(|(_, one, two, _)| one == view || two == view);
-            let mut common = [waiter, other].into_iter().filter(in_all);
-            common.next().filter(|_| common.next().is_none())?
+        match case.graph.events.binary_search(&there) {
+            Ok(_) if !begun(there) => return None,
+            Ok(_) => {}
+            Err(_) => open.push((event, view, other)),
         }
-    };
+    }
+    events.iter().all(|event| begun(*event)).then_some(open)
+}
+
+/// The one rank that is at an end of all transfers without a counterpart, of which there are several, and for which somebody waits: it made
+/// other ones than its peers. One that only waits itself may have been served in one of them, for several are often waited for together.
+fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    let open = without_counterpart(case, events).filter(|open| open.len() > 1)?;
+    let (_, one, two) = *open.first()?;
+    let mut common = [one, two].into_iter().filter(|view| open.iter().all(|(_, one, two)| one == view || two == view));
+    let culprit = common.next().filter(|_| common.next().is_none())?;
+    open.iter().any(|(_, _, awaited)| *awaited == culprit).then(|| open_ends(case, &open, culprit))
+}
+
+/// The only transfer of a circle that has no counterpart is the fault of the rank that does not make it.
+fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
+    let open = without_counterpart(case, events).filter(|open| open.len() == 1)?;
+    let transfers = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. })).count();
+    (transfers > 1).then(|| open_ends(case, &open, open[0].2))
+}
+
+fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) -> Finding {
     let rank = case.view(culprit).rank;
-    let without: Vec<String> = open
-        .iter()
-        .take(3)
-        .map(|(event, view, ..)| format!("rank {} in {}", case.view(*view).rank, case.describe(*event)))
-        .collect();
+    let each = |(event, view, _): &(Event, usize, usize)| {
+        format!("rank {} in {}", case.view(*view).rank, case.describe(*event))
+    };
+    let without: Vec<String> = open.iter().take(2).map(each).collect();
     let mut evidence: Vec<_> = open
         .iter()
         .take(4)
-        .map(|(event, view, ..)| {
-            let rank = case.view(*view).rank;
-            line(format!("rank {rank}: {} has begun and has no counterpart", case.describe(*event)), vec![rank])
-        })
+        .map(|open| line(format!("{} has begun and has no counterpart", each(open)), vec![case.view(open.1).rank]))
         .collect();
     evidence.extend(case.standing(culprit));
-    Some(Finding {
+    let have = if open.len() == 1 { "has" } else { "have" };
+    Finding {
         culprits: vec![culprit],
         says: Says::Whole(format!(
-            "Rank {rank} does not take part as its peers do: {} has no counterpart, and the ranks wait for each other; rank {rank} stands{}.",
-            without.join(", "),
+            "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart; it stands{}.",
+            without.join(" and "),
             stands(case.place(culprit))
         )),
         confidence: Confidence::Medium,
         evidence,
-    })
+    }
 }
 
 fn stands(place: String) -> String {

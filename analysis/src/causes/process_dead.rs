@@ -94,7 +94,7 @@ fn had_launched(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
 }
 
 /// What became of the process: `is dead (killed by SIGKILL)`.
-fn how(case: &Case<'_>, view: usize) -> String {
+pub(super) fn how(case: &Case<'_>, view: usize) -> String {
     let content = case.view(view);
     let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
     let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));

@@ -3,7 +3,7 @@
 //! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
 //! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
 //! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
-//! is not known here.
+//! may be to blame. A pipe that a child process has the other end of is not.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
 use crate::{
@@ -19,7 +19,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = with_global_lock(case, suspect) {
         return Some(found);
     }
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io))?;
+    // Who reads what its child writes waits for the child.
+    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !case.child_behind_pipe(*view))?;
     let content = case.view(view);
     if content.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
         return None;
@@ -27,12 +28,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let witness = &content.host.doing.witness;
     let lock = is_file_lock(witness);
     let (does, most) = if lock {
-        (
-            format!("waits for a lock on a file, which another process or file handle holds, in {witness}"),
-            Confidence::Medium,
-        )
+        let what = case.awaits(view);
+        let what = what.unwrap_or_else(|| "a lock on a file, which another process or file handle holds".to_owned());
+        (format!("waits for {what}, in {witness}"), Confidence::Medium)
     } else {
-        (format!("is stuck in {witness}"), Confidence::High)
+        let of = case.awaits(view).map_or(String::new(), |what| format!(" of {what}"));
+        (format!("is stuck in {witness}{of}"), Confidence::High)
     };
     let says = format!("{does}{}", case.place(view));
     let mut evidence = vec![line(format!("rank {}: main thread inside {witness}", content.rank), vec![content.rank])];

@@ -22,16 +22,21 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
-    let content = case.view(view);
     let mut evidence = vec![case.witness(view)];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("is shutting down, in {}{}", content.host.doing.witness, case.place(view))),
+        says: Says::Rank(format!("is shutting down{}{}", witness_beside(case, view), case.place(view))),
         confidence: case.host_confidence(suspect),
         evidence,
     })
+}
+
+/// What tells that a rank ends, unless the place where it stands says it.
+fn witness_beside(case: &Case<'_>, view: usize) -> String {
+    let witness = &case.view(view).host.doing.witness;
+    if case.place(view).contains(witness.as_str()) { String::new() } else { format!(", in {witness}") }
 }
 
 /// Ranks that are in the end of their library where the others are in a collective, by the number of both.

@@ -2,12 +2,12 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
     Sample,
     classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
-    location::{own_frame, own_native_place},
+    location::{is_library, own_frame, own_native_place},
     main_threads, named, of_process, samples, short, words,
 };
 use crate::verdict::Activity;
@@ -76,8 +76,23 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     }
     let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
     let last = of_process(last);
-    let (_, place) = stuck_thread(first, last, 0).or_else(|| waiting_thread(first, last))?;
+    let (_, place) = stuck_thread(first, last, 0)
+        .or_else(|| waiting_thread(first, last))
+        .or_else(|| standing_thread(first, last))?;
     Some(StuckHelper { who, place })
+}
+
+/// A thread of a worker that stands in the user's own code, within what the worker was given to do, at the same line in both samples.
+fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
+    const WORKERS: &str = "/multiprocessing/";
+    last.python.iter().filter(|thread| thread.os_thread_id != 0).find_map(|thread| {
+        let given = thread.frames.iter().position(|frame| frame.file_name.contains(WORKERS))?;
+        let own = |frames: &[PySpyFrame]| frames.iter().find(|frame| !is_library(&frame.file_name)).cloned();
+        let frame = own(&thread.frames[..given])?;
+        let before = first.map(|first| first.python.iter().find(|before| before.os_thread_id == thread.os_thread_id));
+        let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
+        same.then(|| (thread.thread_name.clone(), format!("stands at {}", shown(&frame))))
+    })
 }
 
 /// A thread of a worker in whose own code it waits for another machine; not for its batches or its orders, which come through queues.

@@ -2,8 +2,8 @@
 
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
-use super::{contains_any, in_c_library, named, short, words};
-use crate::verdict::Location;
+use super::{Doing, contains_any, in_c_library, named, short, words};
+use crate::verdict::{Activity, Location};
 
 /// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.
 pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
@@ -17,9 +17,19 @@ pub(super) fn is_library(path: &str) -> bool {
     path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
 }
 
-pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>, witness: &str) -> Location {
+/// The innermost frame of the user's own that is in another file than `own`, which it called.
+fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
+    let file = |frame: &PySpyFrame| frame.file_name.rsplit_once(':').map(|(file, _)| file.to_owned());
+    let mut frames = frames.iter().filter(|frame| !is_library(&frame.file_name));
+    let other = frames.find(|frame| file(frame).is_some() && file(frame) != file(own))?;
+    Some(format!("{} in {}", other.file_name, other.func_name))
+}
+
+pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>, doing: &Doing) -> Location {
     let own = python.and_then(|thread| own_frame(&thread.frames));
-    let told = native.and_then(|thread| telling_function(&thread.frames, witness)).map(str::to_owned);
+    let waits = doing.activity == Activity::DeviceWait;
+    let caller = python.zip(own).filter(|_| waits).and_then(|(thread, own)| caller(&thread.frames, own));
+    let told = native.and_then(|thread| telling_function(&thread.frames, &doing.witness)).map(str::to_owned);
     // Where there is no Python to tell the place in the program, the program's own function does.
     let own_native = native.filter(|_| own.is_none()).and_then(|thread| own_native_frame(&thread.frames));
     let told = match (told, own_native) {
@@ -30,6 +40,7 @@ pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpySta
     Location {
         python: own.map(|frame| frame.file_name.clone()),
         python_function: own.map(|frame| frame.func_name.clone()),
+        caller,
         native: told.or_else(|| {
             native.filter(|thread| !thread.wchan.is_empty()).map(|thread| format!("{} (kernel)", thread.wchan))
         }),
@@ -97,6 +108,26 @@ mod tests {
     const CUDA: &str = "/usr/lib/libcuda.so.1";
 
     #[test]
+    fn who_called_a_wrapper_of_the_device() {
+        let frame = |function: &str, file: &str| PySpyFrame {
+            func_name: function.into(),
+            file_name: file.into(),
+            ..Default::default()
+        };
+        let frames = vec![
+            frame("sync", "/job/cuda.py:143"),
+            frame("Stream.wait", "/job/cuda.py:90"),
+            frame("f", "/usr/lib/python3/dist-packages/x.py:1"),
+            frame("step", "/job/train.py:88"),
+        ];
+        let python = PySpyStacktrace { frames, ..Default::default() };
+        let doing = |activity| Doing { activity, witness: String::new() };
+        let caller = |activity| locate(None, Some(&python), &doing(activity)).caller;
+        assert_eq!(caller(Activity::DeviceWait).as_deref(), Some("/job/train.py:88 in step"));
+        assert_eq!(caller(Activity::Sleep), None);
+    }
+
+    #[test]
     fn the_function_that_tells_most() {
         let lock = [
             ("__futex_abstimed_wait_common64", LIBC),
@@ -123,7 +154,7 @@ mod tests {
         };
         let located = |frames: &[PstackFrame]| {
             let thread = PstackStacktrace { frames: frames.to_vec(), ..Default::default() };
-            locate(Some(&thread), None, "").native.unwrap_or_default()
+            locate(Some(&thread), None, &Doing::default()).native.unwrap_or_default()
         };
         let lock = [
             frame("futex_wait", LIBC, "./nptl/futex-internal.h:146"),

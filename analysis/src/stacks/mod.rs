@@ -6,7 +6,7 @@ mod helpers;
 mod location;
 mod words;
 
-use xpu_timer_proto::server::{ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{Awaited, ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace};
 
 use classify::classify_without;
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
@@ -98,6 +98,8 @@ pub(crate) struct Host {
     pub moved: Option<Moved>,
     /// A thread in uninterruptible sleep.
     pub d_sleep: Option<DSleep>,
+    /// What the system call of the main thread waits for.
+    pub awaited: Option<Awaited>,
 }
 
 impl Host {
@@ -156,9 +158,10 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
         same_in_both: before.is_none_or(|before| does(before).activity == doing.activity),
-        location: locate(main.0, main.1, &doing.witness),
+        location: locate(main.0, main.1, &doing),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
+        awaited: main.0.and_then(|thread| thread.awaited.clone()),
         doing,
     }
 }

@@ -7,6 +7,7 @@
 #![deny(unsafe_code)]
 
 mod address_space;
+mod awaited;
 mod children;
 mod counting;
 mod debug_file;

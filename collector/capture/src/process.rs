@@ -12,6 +12,7 @@ use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
 use crate::{
     Error, Options,
     address_space::AddressSpace,
+    awaited,
     images::Images,
     native::{self, Look, Thread},
     places::{Places, RawPlace},
@@ -385,6 +386,7 @@ impl Capture<'_> {
                 cpu_time_ns: thread.cpu_time_ns,
                 incomplete: thread.incomplete,
                 syscall: thread.syscall,
+                awaited: if thread.tid == self.pid { awaited::of_thread(self.pid, thread.tid) } else { None },
             });
         }
         self.process.places = places.list;

@@ -58,6 +58,32 @@ pub struct PstackStacktrace {
     /// Number of the system call the thread is in; -1 when it is in none, absent when unknown.
     #[prost(int64, optional, tag = "107")]
     pub syscall: ::core::option::Option<i64>,
+    /// What that system call waits for. Only of main threads, and only when the call names one file.
+    #[prost(message, optional, tag = "108")]
+    pub awaited: ::core::option::Option<Awaited>,
+}
+/// The file, pipe, socket or lock that a system call waits for, as far as the kernel's tables tell; the file itself is never touched.
+#[derive(Clone, PartialEq, ::prost::Message)]
+pub struct Awaited {
+    #[prost(enumeration = "AwaitedKind", tag = "1")]
+    pub kind: i32,
+    /// The path, or the address of the peer; empty for a pipe.
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// Who is at the other end of the pipe, or holds the lock; at most 4.
+    #[prost(message, repeated, tag = "3")]
+    pub holders: ::prost::alloc::vec::Vec<Holder>,
+}
+#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+pub struct Holder {
+    #[prost(int32, tag = "1")]
+    pub pid: i32,
+    /// Its name, as /proc/PID/comm has it.
+    #[prost(string, tag = "2")]
+    pub name: ::prost::alloc::string::String,
+    /// It descends from the process that waits.
+    #[prost(bool, tag = "3")]
+    pub child: bool,
 }
 /// One Python frame.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -234,6 +260,42 @@ impl CaptureMethod {
             "CAPTURE_METHOD_ZERO_STOP" => Some(Self::ZeroStop),
             "CAPTURE_METHOD_PTRACE" => Some(Self::Ptrace),
             "CAPTURE_METHOD_KERNEL_ONLY" => Some(Self::KernelOnly),
+            _ => None,
+        }
+    }
+}
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum AwaitedKind {
+    Unspecified = 0,
+    File = 1,
+    Pipe = 2,
+    Socket = 3,
+    /// A lock on a file.
+    Lock = 4,
+}
+impl AwaitedKind {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "AWAITED_KIND_UNSPECIFIED",
+            Self::File => "AWAITED_KIND_FILE",
+            Self::Pipe => "AWAITED_KIND_PIPE",
+            Self::Socket => "AWAITED_KIND_SOCKET",
+            Self::Lock => "AWAITED_KIND_LOCK",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "AWAITED_KIND_UNSPECIFIED" => Some(Self::Unspecified),
+            "AWAITED_KIND_FILE" => Some(Self::File),
+            "AWAITED_KIND_PIPE" => Some(Self::Pipe),
+            "AWAITED_KIND_SOCKET" => Some(Self::Socket),
+            "AWAITED_KIND_LOCK" => Some(Self::Lock),
             _ => None,
         }
     }

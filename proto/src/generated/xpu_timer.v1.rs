@@ -633,6 +633,12 @@ pub struct HostFacts {
     pub gil_holder: ::core::option::Option<HostGilHolder>,
     #[prost(string, optional, tag = "13")]
     pub compiler: ::core::option::Option<::prost::alloc::string::String>,
+    /// What the main thread's system call waits for.
+    #[prost(message, optional, tag = "14")]
+    pub awaited: ::core::option::Option<super::server::Awaited>,
+    /// The user's frame that called into the wrapper where `python` is: `train.py:88 in step`.
+    #[prost(string, optional, tag = "15")]
+    pub caller: ::core::option::Option<::prost::alloc::string::String>,
 }
 #[derive(Clone, Copy, PartialEq, ::prost::Message)]
 pub struct HostMovement {
