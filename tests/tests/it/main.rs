@@ -8,6 +8,7 @@ mod cost;
 mod coverage;
 mod dump;
 mod end_to_end;
+mod ends;
 mod gloo;
 mod guest;
 mod hook;

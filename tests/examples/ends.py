@@ -1,0 +1,88 @@
+"""Ranks on the public CUDA and NCCL interfaces that end in every way there is, some of them right after their first device call.
+
+    run_ranks.py --nproc 4 ends.py --how exit --code 3
+    ends.py --method fork --nproc 4 --how killed
+
+Every rank sums twice. On --rank, at --moment `start` (after its first device call), `made` (after the creation of the
+communicator) or `between` (the two sums), it goes: `exit` by sys.exit, `raise` by an exception, `_exit` by os._exit, which runs no
+handler, `killed` and `abort` by a signal, `stay` not at all. Without --how all ranks end as they should, `--how _exit` without a
+--rank lets all leave at once after the first sum. With --method the program starts its ranks itself, as torch.multiprocessing does.
+"""
+
+import argparse
+import multiprocessing
+import os
+import signal
+import sys
+import time
+
+
+def wait_for_shard():
+    while True:
+        time.sleep(0.5)
+
+
+def go(options):
+    if options.how == "exit":
+        sys.exit(options.code)
+    if options.how == "_exit":
+        os._exit(options.code)
+    if options.how == "raise":
+        raise ValueError("a bad sample")
+    if options.how == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if options.how == "abort":
+        os.abort()
+    if options.how == "stay":
+        wait_for_shard()
+
+
+def train(rank, options):
+    # The simulated device is loaded in the rank alone: a forked child cannot go on with its parent's.
+    import cuda
+
+    def moment(name):
+        if options.how and options.rank in (rank, None) and name == options.moment:
+            go(options)
+
+    cuda.set_device(rank)
+    gradients = cuda.Buffer(64)
+    moment("start")
+    world = cuda.Communicator.create("world")
+    stream = cuda.Stream()
+    moment("made")
+    for _ in range(2):
+        world.all_reduce(gradients, stream)
+        stream.synchronize()
+        moment("between")
+    sys.stdout.write(f"rank {rank} done\n")
+    sys.stdout.flush()
+
+
+def child(rank, options):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(options.nproc), LOCAL_WORLD_SIZE=str(options.nproc))
+    train(rank, options)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--how", choices=["exit", "raise", "_exit", "killed", "abort", "stay"])
+    parser.add_argument("--code", type=int, default=0)
+    parser.add_argument("--rank", type=int, help="which; default: all")
+    parser.add_argument("--moment", choices=["start", "made", "between"], default="between")
+    parser.add_argument("--method", choices=["fork", "spawn", "forkserver"])
+    parser.add_argument("--nproc", type=int, default=4)
+    options = parser.parse_args()
+    if options.method is None:
+        return train(int(os.environ["RANK"]), options)
+    context = multiprocessing.get_context(options.method)
+    ranks = [context.Process(target=child, args=(rank, options)) for rank in range(options.nproc)]
+    for rank in ranks:
+        rank.start()
+    for rank in ranks:
+        rank.join()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,102 @@
+//! Ranks that end: in every way, at every moment, and however they were started. What the others wait for is said with the way in
+//! which it ended, and a job that ends as it should is no incident.
+
+use std::{fs, process::Command};
+
+use serde_json::json;
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
+
+const RANKS: &str = "4";
+
+fn job() -> Job {
+    Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1")
+}
+
+/// Ranks that a launcher such as torchrun starts.
+fn started(job: &Job, arguments: &[&str]) -> Process {
+    let examples = tree().join("tests/examples");
+    let mut command = job.launch(python());
+    command.arg(examples.join("run_ranks.py")).args(["--nproc", RANKS]).arg(examples.join("ends.py"));
+    Process::spawn(command.args(arguments))
+}
+
+/// Ranks that the program starts itself.
+fn multiprocessing(job: &Job, method: &str, arguments: &[&str]) -> Process {
+    let mut command: Command = job.launch(python());
+    command.arg(tree().join("tests/examples/ends.py")).args(["--nproc", RANKS, "--method", method]);
+    Process::spawn(command.args(arguments))
+}
+
+fn text(incident: &Incident) -> String {
+    fs::read_to_string(incident.path.join("verdict.txt")).expect("every incident has a verdict.txt")
+}
+
+/// Waits for the verdict on rank 2, whose sentence must hold these words.
+#[track_caller]
+fn expect(job: &Job, cause: &str, words: &[&str]) {
+    let incident = job.wait_incident(1, PATIENCE);
+    let text = text(&incident);
+    assert_eq!(incident.verdict["cause"], cause, "{text}");
+    assert_eq!(incident.verdict["culprits"], json!([2]), "{text}");
+    assert_eq!(incident.verdict["confidence"], "high", "{text}");
+    let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+    for word in words {
+        assert!(sentence.contains(word), "{word} in: {sentence}");
+    }
+}
+
+#[track_caller]
+fn ended(how: &[&str], words: &[&str]) {
+    let job = job();
+    let _ranks = started(&job, &[&["--rank", "2", "--how"], how].concat());
+    expect(&job, "process_dead", &[words, &["ranks 0-1, 3 wait for it"]].concat());
+}
+
+#[test]
+fn a_rank_that_leaves_while_others_wait_is_told_with_its_exit_code() {
+    ended(&["exit", "--code", "3"], &["Rank 2 has left the job (exit code 3)", "all_reduce 2"]);
+    ended(&["exit"], &["Rank 2 has left the job (exit code 0)", "all_reduce 2"]);
+    ended(&["raise"], &["Rank 2 has left the job (exit code 1)", "all_reduce 2"]);
+}
+
+#[test]
+fn a_rank_that_ends_without_a_word_is_told_with_its_exit_code_or_signal() {
+    ended(&["_exit", "--code", "5"], &["Rank 2 is dead: its process is gone (exit code 5)", "all_reduce 2"]);
+    ended(&["killed"], &["Rank 2 is dead: its process is gone (killed by SIGKILL)", "all_reduce 2"]);
+    ended(&["abort"], &["Rank 2 is dead: its process is gone (killed by SIGABRT", "all_reduce 2"]);
+}
+
+#[test]
+fn a_rank_that_ends_before_its_first_collective_belongs_to_its_job() {
+    ended(&["_exit", "--code", "9", "--moment", "made"], &["Rank 2 is dead: its process is gone (exit code 9)"]);
+    ended(&["raise", "--moment", "start"], &["Rank 2 has left the job (exit code 1)", "creation of communicator"]);
+}
+
+#[test]
+fn ranks_of_multiprocessing_are_ranks() {
+    let stays = ["--rank", "2", "--how", "stay"];
+    let place = ["Rank 2 has not entered all_reduce 2", "in wait_for_shard", "ranks 0-1, 3 wait for it"];
+    for method in ["spawn", "forkserver"] {
+        let job = job();
+        let _ranks = multiprocessing(&job, method, &stays);
+        expect(&job, "missing_rank", &place);
+    }
+    let job = job();
+    let _ranks = multiprocessing(&job, "fork", &["--rank", "2", "--how", "exit", "--code", "3"]);
+    // Children of a fork leave by _exit, whatever their code does.
+    expect(&job, "process_dead", &["Rank 2 is dead: its process is gone (exit code 3)", "ranks 0-1, 3 wait for it"]);
+}
+
+#[test]
+fn ranks_that_end_at_once_after_their_work_are_no_incident() {
+    let job = job();
+    for how in [&["--how", "_exit"][..], &["--how", "_exit", "--moment", "start"], &[]] {
+        let output = started(&job, how).wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{}", output.stderr);
+    }
+    wait_until(PATIENCE, "no rank is left", || {
+        let ranks = job.status().ok().and_then(|status| status["ranks"].as_array().cloned()).unwrap_or_default();
+        ranks.iter().all(|rank| rank["presence"] != "present")
+    });
+    assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+}
