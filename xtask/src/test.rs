@@ -20,10 +20,11 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 18] = [
+const TOOLS: [(&str, &str); 19] = [
     ("gcc", "gcc"),
     ("gfortran", "gfortran"),
     ("g++", "g++"),
+    ("clang", "clang"),
     ("objcopy", "binutils"),
     ("xz", "xz-utils"),
     ("script", "bsdutils"),
