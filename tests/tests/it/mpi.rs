@@ -1,6 +1,8 @@
 //! MPI jobs on real MPI libraries, Open MPI and MPICH, in C and in Python: a rank that stays away is named, and a job that goes
 //! on is left alone.
 
+mod wheels;
+
 use std::{
     collections::BTreeMap,
     fs,
@@ -155,7 +157,7 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     // Rank 0 runs all collectives on the world, on its half and on a pair.
     let each = 3 * ROUNDS;
     for (name, count) in [
-        ("MPI_Allreduce", 2 * each + RARER + 1),
+        ("MPI_Allreduce", 2 * each + 3 * RARER + 1),
         ("MPI_Barrier", each + 2 * ROUNDS + 2 * RARER),
         ("MPI_Alltoallw", each),
         ("MPI_Reduce_scatter_block", each),
@@ -164,13 +166,15 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
         ("MPI_Waitall", each),
         ("MPI_Sendrecv", 2 * ROUNDS + RARER),
         ("MPI_Ssend", 2 * ROUNDS),
-        ("MPI_Wait", 12 * ROUNDS + 6 * RARER),
+        ("MPI_Wait", 12 * ROUNDS + 8 * RARER),
+        ("MPI_Comm_idup", 2 * RARER),
         ("MPI_Cart_sub", ROUNDS),
         ("MPI_Comm_create_group", ROUNDS),
         ("MPI_Init", 1),
         ("MPI_Init_thread", 0),
         ("MPIX_Allreduce_init", RARER),
         ("MPI_Start", 3 * RARER),
+        ("MPI_Startall", 6 * ROUNDS + 3 * RARER),
         ("MPI_Neighbor_allgather", RARER),
         ("MPI_Intercomm_create", RARER),
         ("MPI_Win_fence", 2 * RARER),
@@ -262,15 +266,23 @@ fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
 }
 
 #[test]
-fn a_rank_that_stays_away_from_a_call_that_is_not_hooked() {
+fn a_rank_that_does_not_take_part_in_a_copy_that_is_made_meanwhile() {
     let _alone = alone();
-    expect(Mpi::Open, "idup", "missing_rank", &[2], &["C function pause", "ranks 0-1, 3 wait in", "MPI_Wait"]);
+    expect(Mpi::Open, "idup", "missing_rank", &[2], &["has not entered MPI_Comm_idup", "C function pause"]);
+}
+
+#[test]
+fn a_part_of_a_message_that_never_arrives() {
+    let _alone = alone();
+    expect(Mpi::Mpich, "part", "missing_rank", &[2], &["C function pause", "ranks 0, 3 wait for it in barrier"]);
 }
 
 #[test]
 fn a_rank_that_stays_away_from_a_window_or_a_file() {
     let _alone = alone();
-    expect(Mpi::Open, "fence", "missing_rank", &[2], &["has not entered MPI_Win_fence 1 of", "C function pause"]);
+    for mpi in [Mpi::Open, Mpi::Mpich] {
+        expect(mpi, "fence", "missing_rank", &[2], &["has not entered MPI_Win_fence 1 of", "C function pause"]);
+    }
     expect(Mpi::Open, "write", "missing_rank", &[2], &["has not entered MPI_File_set_size 1 of", "ranks 0-1, 3 wait"]);
 }
 
@@ -294,6 +306,24 @@ fn a_message_between_two_groups_that_never_comes() {
     let record = flight(&incident, 2);
     let own = record.communicators.iter().find(|comm| comm.id == pending.communicator).expect("the same one");
     assert_eq!((own.size, own.rank), (4, 1));
+}
+
+#[test]
+fn ranks_that_have_sessions_and_no_world() {
+    let _alone = alone();
+    let compiler = Mpi::Mpich.compiler();
+    let Some(program) = Mpi::Mpich.compile(compiler, "sessions.c", &[]) else {
+        return skip(&format!("{compiler} is missing; cargo xtask test installs it as root"));
+    };
+    let job = job();
+    let _ranks = start(&job, Mpi::Mpich, &program, &[]);
+    let incident = job.wait_incident(1, PATIENCE);
+    check(&incident, "missing_rank", &[2], &["has not entered all_reduce 6 of", "C function pause", "ranks 0-1, 3"]);
+    let pair = |rank: u32| -> Vec<u64> {
+        flight(&incident, rank).communicators.iter().filter(|comm| comm.size == 2).map(|comm| comm.id).collect()
+    };
+    assert_eq!(pair(0).len(), 1);
+    assert!(pair(0) == pair(1) && pair(2) == pair(3) && pair(0) != pair(2), "{:?}", [0, 1, 2, 3].map(pair));
 }
 
 #[test]

@@ -5,7 +5,7 @@
 //! its questions does not wait, nor does one that has stopped asking; the watcher ends what was not asked for lately. So a receive
 //! that is only there to be told to stop never counts.
 //!
-//! A question that follows the one before at once costs a reading of the processor's counter; the clock is read when that is not so, and
+//! A question that follows the one before at once costs a reading of the processor's counter; the clocks are read when that is not so, and
 //! every few milliseconds.
 
 use std::{
@@ -53,14 +53,14 @@ struct Asking {
     /// The counter and the clock when the clock was read last.
     looked: u64,
     looked_ns: u64,
-    /// The thread's time on a processor at its last question; 0 when it was not looked at.
-    last_cpu_ns: u64,
+    /// The thread's time on a processor then; 0 at the first question, which reads the clock only.
+    looked_cpu_ns: u64,
     /// Its place in [`OPEN`] and its slot, once it counts as an operation.
     open: Option<(usize, usize)>,
 }
 
 const NOTHING: Asking =
-    Asking { recorder: 0, since_ns: 0, last: 0, looked: 0, looked_ns: 0, last_cpu_ns: 0, open: None };
+    Asking { recorder: 0, since_ns: 0, last: 0, looked: 0, looked_ns: 0, looked_cpu_ns: 0, open: None };
 
 thread_local! {
     static ASKING: Cell<Asking> = const { Cell::new(NOTHING) };
@@ -106,16 +106,15 @@ impl Asking {
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
     }
 
-    /// Another question, so long after the last one: whether the thread did nothing else meanwhile. `cpu_ns` is its time on a processor.
-    fn again(&mut self, gap: u64, cpu_ns: impl FnOnce() -> u64) -> bool {
-        let before = std::mem::take(&mut self.last_cpu_ns);
+    /// Whether the thread did nothing else in the `gap` before this question, at which its time on a processor is `cpu_ns`. From the
+    /// last look to that gap it asked at once, for `asked_ns`, and was on a processor.
+    fn did_nothing_else(&self, gap: u64, asked_ns: u64, cpu_ns: u64) -> bool {
         if gap <= AT_ONCE_NS {
             return true;
         }
-        self.last_cpu_ns = cpu_ns().max(1);
+        let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(asked_ns);
         // Waking up and asking takes some time, too.
-        let busy = self.last_cpu_ns.saturating_sub(before);
-        before != 0 && gap < STOPPED_NS && busy <= (gap / 4).max(AT_ONCE_NS)
+        self.looked_cpu_ns != 0 && gap < STOPPED_NS && busy <= (gap / 4).max(AT_ONCE_NS)
     }
 }
 
@@ -148,11 +147,13 @@ fn look(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Runnin
         return;
     }
     let gap = asking.gap_ns(counter, now);
-    if !asking.again(gap, sys::thread_cpu_ns) {
+    let asked_ns = now.saturating_sub(asking.looked_ns).saturating_sub(gap);
+    let cpu_ns = sys::thread_cpu_ns().max(1);
+    if !asking.did_nothing_else(gap, asked_ns, cpu_ns) {
         interrupt(recorder);
-        asking = Asking { last_cpu_ns: asking.last_cpu_ns, ..Asking::new(recorder, now, counter) };
+        asking = Asking::new(recorder, now, counter);
     }
-    asking = Asking { last: counter, looked: counter, looked_ns: now, ..asking };
+    asking = Asking { last: counter, looked: counter, looked_ns: now, looked_cpu_ns: cpu_ns, ..asking };
     if let Some((place, slot)) = asking.open {
         OPEN[place].asked_ns.store(now, Ordering::Relaxed);
         if OPEN[place].link.load(Ordering::Relaxed) != slot as u32 + 1 {
@@ -333,20 +334,24 @@ mod tests {
         Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
     }
 
+    /// Whether a thread waits that asks at once for `asked_ns`, then not for `gap` nanoseconds, `busy` of which it is on a processor, and so on.
+    fn waits(gap: u64, busy: u64, asked_ns: u64) -> bool {
+        let mut asking = Asking::new(recorder(), 0, 0);
+        assert!(gap <= AT_ONCE_NS || !asking.did_nothing_else(gap, asked_ns, 1), "nobody knows what it did before");
+        (1..100).all(|turn| {
+            asking.looked_cpu_ns = 1 + (turn - 1) * (busy + asked_ns);
+            asking.did_nothing_else(gap, asked_ns, 1 + turn * (busy + asked_ns))
+        })
+    }
+
     #[test]
     fn who_asks_at_once_or_sleeps_in_between_waits_and_who_computes_does_not() {
-        let mut spinning = Asking::new(recorder(), 0, 0);
-        assert!((1..100).all(|_| spinning.again(2_000, || panic!("its time need not be known"))));
-
-        // Ten milliseconds of sleep and 20 microseconds of work in each turn.
-        let mut sleeping = Asking::new(recorder(), 0, 0);
-        assert!(!sleeping.again(10_000_000, || 20_000), "nobody knows what it did before");
-        assert!((2..100).all(|turn| sleeping.again(10_000_000, || turn * 20_000)));
-
-        let mut computing = Asking::new(recorder(), 0, 0);
-        assert!((1..100).all(|turn| !computing.again(10_000_000, || turn * 9_900_000)));
-        let mut seldom = Asking::new(recorder(), 0, 0);
-        assert!((1..5).all(|turn| !seldom.again(STOPPED_NS + 1, || turn)));
+        assert!(waits(2_000, 2_000, 0));
+        assert!(waits(10_000_000, 20_000, 0), "sleeps, and works for a moment in each turn");
+        assert!(waits(10_000_000, 0, 3_000_000), "asks at once, and its processor is taken away again and again");
+        assert!(!waits(10_000_000, 9_900_000, 0));
+        assert!(!waits(10_000_000, 9_900_000, 3_000_000), "computes, then asks many times");
+        assert!(!waits(STOPPED_NS + 1, 0, 0));
     }
 
     #[test]

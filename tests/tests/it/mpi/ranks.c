@@ -166,6 +166,17 @@ static void rarer(void) {
     MPI_Request_free(&requests[0]);
     MPI_Request_free(&requests[1]);
 
+    // Two that are made at once, and are done in the other order.
+    MPI_Comm copies[2];
+    for (int copy = 0; copy < 2; copy++) MPI_Comm_idup(MPI_COMM_WORLD, &copies[copy], &requests[copy]);
+    MPI_Wait(&requests[rank % 2], MPI_STATUS_IGNORE);
+    MPI_Wait(&requests[1 - rank % 2], MPI_STATUS_IGNORE);
+    for (int copy = 0; copy < 2; copy++) {
+        MPI_Allreduce(&one, &sum, 1, MPI_INT, MPI_SUM, copies[copy]);
+        CHECK(sum == size);
+        MPI_Comm_free(&copies[copy]);
+    }
+
     MPI_Comm ring, half, between;
     MPI_Cart_create(MPI_COMM_WORLD, 1, dims, periodic, 0, &ring);
     MPI_Neighbor_allgather(&rank, 1, MPI_INT, around, 1, MPI_INT, ring);
@@ -182,6 +193,27 @@ static void rarer(void) {
     MPI_Comm_free(&between);
     MPI_Comm_free(&half);
 }
+
+#if MPI_VERSION >= 4
+// Messages in two parts each, along a ring.
+static void partitioned(void) {
+    const int right = (rank + 1) % size, left = (rank + size - 1) % size;
+    int out[2] = {rank, -rank}, in[2] = {-1, -1}, flag = 0;
+    MPI_Request requests[2];
+    MPI_Psend_init(out, 2, 1, MPI_INT, right, 8, MPI_COMM_WORLD, MPI_INFO_NULL, &requests[0]);
+    MPI_Precv_init(in, 2, 1, MPI_INT, left, 8, MPI_COMM_WORLD, MPI_INFO_NULL, &requests[1]);
+    for (int again = 0; again < 2; again++) {
+        MPI_Startall(2, requests);
+        for (int part = 0; part < 2; part++) MPI_Pready(part, requests[0]);
+        while (!flag) MPI_Parrived(requests[1], 1, &flag);
+        MPI_Wait(&requests[0], MPI_STATUS_IGNORE);
+        MPI_Wait(&requests[1], MPI_STATUS_IGNORE);
+        CHECK(in[0] == left && in[1] == -left);
+    }
+    MPI_Request_free(&requests[0]);
+    MPI_Request_free(&requests[1]);
+}
+#endif
 
 // One-sided communication in its three ways. Debian's MPICH 4.0.2 on UCX puts to wrong addresses, also without the hook.
 static __attribute__((unused)) void windows(void) {
@@ -246,6 +278,9 @@ int main(int count, char **arguments) {
         communicators();
         if (round % 5 != 0) continue;
         rarer();
+#if MPI_VERSION >= 4
+        partitioned();
+#endif
 #ifdef OPEN_MPI
         windows();
 #endif
@@ -327,7 +362,6 @@ int main(int count, char **arguments) {
         if (rank == 3) MPI_Recv(&value, 1, MPI_INT, 1, 6, between, MPI_STATUS_IGNORE);
     }
     if (FAULT("idup")) {
-        // The call is not hooked: that somebody waits is known, and not for what.
         if (guilty) stay_away();
         MPI_Comm_idup(MPI_COMM_WORLD, &copy, &request);
         MPI_Wait(&request, MPI_STATUS_IGNORE);
@@ -343,6 +377,15 @@ int main(int count, char **arguments) {
             if (rank == other) usleep(20000);
         }
     }
+#if MPI_VERSION >= 4
+    if (FAULT("part") && guilty) stay_away();
+    if (FAULT("part") && rank == other) {
+        int flag = 0;
+        MPI_Precv_init(&value, 1, 1, MPI_INT, culprit, 0, MPI_COMM_WORLD, MPI_INFO_NULL, &request);
+        MPI_Start(&request);
+        while (!flag) MPI_Parrived(request, 0, &flag);
+    }
+#endif
     if (FAULT("tag")) {
         if (guilty) MPI_Ssend(&value, 1, MPI_INT, other, 7, MPI_COMM_WORLD);
         if (rank == other) MPI_Recv(&value, 1, MPI_INT, culprit, 8, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
