@@ -5,10 +5,12 @@
 
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 
-use crate::recorder::Slot;
+use crate::{recorder::Slot, sys};
 
 /// Spare events a lane keeps; more go to the pool of their context.
 const SPARE: usize = 1024;
+/// Cells in a cache line.
+const CELLS_A_LINE: usize = 8;
 
 /// Of one lane. Processors fetch cache lines in pairs, hence the alignment.
 #[repr(align(128))]
@@ -81,6 +83,8 @@ impl Handoff {
         }
         cell.store(0, Ordering::Release);
         self.taken.store(place.wrapping_add(1), Ordering::Relaxed);
+        // The watcher wrote the next line, on another core, and this thread comes to it some operations later.
+        sys::prefetch(&self.given.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
         Some(event)
     }
 

@@ -53,6 +53,9 @@ impl Recorder {
             (owner == me || !sys::is_thread(owner as u32)) && claim(index, owner)
         };
         let index = (0..lane::SLOTS).find(|index| claim(index, 0)).or_else(|| (0..lane::SLOTS).find(ended));
+        if let Some(index) = index {
+            self.use_lane(index);
+        }
         thread.lane.set(index.map_or(NONE, |index| index as u32 + 1));
         index
     }

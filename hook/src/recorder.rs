@@ -165,6 +165,8 @@ struct Shared {
     names: AtomicUsize,
     groups: AtomicU64,
     host_calls: AtomicU64,
+    /// No lane from here on was ever taken.
+    lanes: AtomicUsize,
 }
 
 /// Most tickets that a thread takes at once.
@@ -322,6 +324,17 @@ impl Recorder {
         let slot = &self.slots[index];
         slot.state.store(state::OPEN, Ordering::Release);
         self.handoff_of(index).push(&self.slots, index);
+    }
+
+    /// What passes between the watcher and the threads that have launched anything, those without a lane included.
+    pub fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
+        let (without, lanes) = self.handoffs.split_last().expect("there is one more than lanes");
+        lanes[..self.shared.lanes.load(Ordering::Acquire)].iter().chain([without])
+    }
+
+    /// A thread has taken a lane.
+    pub fn use_lane(&self, lane: usize) {
+        self.shared.lanes.fetch_max(lane + 1, Ordering::AcqRel);
     }
 
     /// What passes between the watcher and the thread that launched a slot's operation.

@@ -25,20 +25,13 @@ fn is_shut_in() -> bool {
     filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
-/// Whether a sanitizer is at work that takes the watcher for a thread of the program. ThreadSanitizer ends a forked child that starts a
-/// thread when there was a second one before the fork. LeakSanitizer, which AddressSanitizer brings along, lets a forked child fail for
-/// the memory of the threads that it does not have, and its locks do not survive a fork beside another thread.
+/// Whether a sanitizer is at work that takes the watcher for a thread of the program. The locks of their allocators do not survive a
+/// fork beside a thread that allocates: the child waits for ever. And a child in which a thread is started, or that does not have the
+/// threads whose memory it has, fails by their judgement.
 fn has_no_room_for_a_thread() -> bool {
-    let has = |name| !look_up(libc::RTLD_DEFAULT, name).is_null();
-    let looks_for_leaks = || {
-        let options = [c"ASAN_OPTIONS", c"LSAN_OPTIONS"].map(sys::variable);
-        !options.iter().flatten().any(|options| options.windows(NO_LEAKS.len()).any(|part| part == NO_LEAKS))
-    };
-    has(c"__tsan_init") || has(c"__lsan_do_leak_check") && looks_for_leaks()
+    let marks = [c"__asan_init", c"__hwasan_init", c"__lsan_do_leak_check", c"__msan_init", c"__tsan_init"];
+    marks.iter().any(|mark| !look_up(libc::RTLD_DEFAULT, mark).is_null())
 }
-
-/// In a sanitizer's options.
-const NO_LEAKS: &[u8] = b"detect_leaks=0";
 
 /// Filters of system calls that are in force for the calling thread, by a call that every program makes: it opens and reads a file.
 fn filters() -> u32 {

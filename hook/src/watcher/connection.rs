@@ -39,6 +39,8 @@ pub struct Connection {
     retry: Duration,
     waiting: VecDeque<Vec<u8>>,
     complained: bool,
+    /// The collector has said something, or is gone.
+    heard: bool,
 }
 
 enum Stage {
@@ -56,6 +58,7 @@ impl Connection {
             retry: FIRST_RETRY,
             waiting: VecDeque::new(),
             complained: false,
+            heard: false,
         }
     }
 
@@ -81,7 +84,8 @@ impl Connection {
                 greeted = self.greet(since, hello, ring)?;
                 Ok(())
             }
-            Stage::Connected => self.listen(),
+            Stage::Connected if std::mem::take(&mut self.heard) => self.listen(),
+            Stage::Connected => Ok(()),
         });
         let result = result.and_then(|()| self.flush());
         if let Err(error) = result {
@@ -92,15 +96,18 @@ impl Connection {
     }
 
     /// Sleeps until the collector says something or hangs up, at most `pause`.
-    pub fn wait(&self, pause: Duration) {
+    pub fn wait(&mut self, pause: Duration) {
         let connected = !matches!(self.stage, Stage::Apart { .. });
         let Some(fd) = CONNECTION.get().filter(|_| connected) else {
+            // A descriptor that the host has closed is noticed by who uses it.
+            self.heard = true;
             std::thread::sleep(pause);
             return;
         };
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one valid pollfd.
         let ready = unsafe { libc::poll(&mut poll, 1, pause.as_millis() as i32) };
+        self.heard = ready != 0;
         if ready < 0 {
             std::thread::sleep(pause);
         }
@@ -319,6 +326,7 @@ mod tests {
             assert_eq!(HookMessage::decode(bytes).unwrap().message, Some(resolved(ticket)));
         }
         crate::sys::close(theirs);
+        connection.wait(Duration::ZERO);
         connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
         assert!(matches!(connection.stage, Stage::Apart { .. }));
     }

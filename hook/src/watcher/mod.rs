@@ -11,12 +11,13 @@ mod tracker;
 use std::{sync::atomic::Ordering, time::Duration};
 
 use xpu_timer_proto::{
-    ring::{comm, header},
-    v1::{HangSignal, RankInfo, hook_message::Message},
+    ring::{comm, header, op},
+    v1::{HangSignal, hook_message::Message},
 };
 
 use crate::{
     config::{Config, Environment},
+    handoff::Handoff,
     hooked::guarded,
     host::mpi::polling,
     recorder::Recorder,
@@ -33,10 +34,17 @@ const NAME: &str = "xpu_timer_watch";
 /// Enough for the messages and the log; the host's limits count it.
 const STACK_BYTES: usize = 256 * 1024;
 
-/// Pause after a turn in which something completed, and the longest pauses with and without anything pending.
+/// Pauses after a turn in which much came or went, after one in which something did, and the longest with and without anything
+/// pending. How long an operation took is the device's word and how old it is the launching thread's, so a turn is in no hurry;
+/// but it comes before the ring and the spare events run out.
 const SHORTEST: Duration = Duration::from_millis(5);
+const STEADY: Duration = Duration::from_millis(40);
 const LONGEST_PENDING: Duration = Duration::from_millis(100);
 const LONGEST_IDLE: Duration = Duration::from_millis(250);
+/// So many operations are much.
+const MUCH: usize = op::SLOTS / 16;
+/// How often the spare events are counted. To look at a thread's events takes their cache lines away from it.
+const EVENTS_NS: u64 = 1_000_000_000;
 
 /// Starts the thread, with all signals blocked so that none of the host's is delivered to it. Without the thread, operations are
 /// still recorded; the heartbeat of 0 says that nobody watches them.
@@ -62,10 +70,11 @@ struct Watcher {
     tracker: Tracker,
     connection: Connection,
     log: Log,
-    rank: RankInfo,
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
     panics: u64,
+    /// When the spare events are counted next.
+    events_ns: u64,
     coverage: coverage::Survey,
 }
 
@@ -78,9 +87,9 @@ impl Watcher {
             tracker: Tracker::new(recorder),
             connection: Connection::new(config.socket.clone()),
             log: Log::new(config.log.clone()),
-            rank: config.hello.rank.clone().unwrap_or_default(),
             signalled: None,
             panics: 0,
+            events_ns: 0,
             coverage: coverage::Survey::new(),
             config,
         }
@@ -102,9 +111,12 @@ impl Watcher {
                 std::thread::sleep(LONGEST_IDLE);
                 continue;
             }
-            let progress = self.turn();
-            let longest = if self.tracker.is_idle() { LONGEST_IDLE } else { LONGEST_PENDING };
-            pause = if progress { SHORTEST } else { (pause * 2).min(longest) };
+            pause = match self.turn() {
+                0 if self.tracker.is_idle() => (pause * 2).min(LONGEST_IDLE),
+                0 => (pause * 2).min(LONGEST_PENDING),
+                moved if moved >= MUCH => SHORTEST,
+                _ => STEADY,
+            };
             self.connection.wait(pause);
         }
     }
@@ -113,15 +125,15 @@ impl Watcher {
         self.recorder.ring.header(header::HEARTBEAT_NS).store(sys::now_ns(), Ordering::Relaxed);
     }
 
-    /// One turn; whether anything completed.
-    fn turn(&mut self) -> bool {
+    /// One turn; how many operations came and went.
+    fn turn(&mut self) -> usize {
         // A panic of one part must not end the others for ever.
-        let progress = guarded(|| self.tracker.turn()).unwrap_or(false);
+        let moved = guarded(|| self.tracker.turn()).unwrap_or(0);
         guarded(|| self.judge());
         guarded(|| self.talk());
         guarded(|| self.chores());
         guarded(|| polling::expire(self.recorder));
-        progress
+        moved
     }
 
     /// Signals the oldest pending operation when it is too old, and what became of it.
@@ -154,9 +166,7 @@ impl Watcher {
     }
 
     fn talk(&mut self) {
-        let mut hello = self.config.hello.clone();
-        hello.rank = Some(self.rank.clone());
-        let connected = self.connection.turn(&hello, self.recorder.ring.descriptor, &mut self.log);
+        let connected = self.connection.turn(&self.config.hello, self.recorder.ring.descriptor, &mut self.log);
         if connected && let Some((slot, _)) = self.signalled {
             // A new collector knows nothing of a hang that is still pending.
             self.connection.send(self.hang(slot));
@@ -165,32 +175,34 @@ impl Watcher {
 
     fn chores(&mut self) {
         let now = sys::now_ns();
-        if self.rank.rank < 0 {
-            self.learn_rank();
-        }
+        self.learn_rank();
         let panics = self.recorder.ring.header(header::PANICS).load(Ordering::Relaxed);
         if panics != self.panics {
             self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
             self.panics = panics;
         }
-        let pools = self.recorder.pools.contexts().map(|(_, events)| events.len());
-        let spare: usize = pools.chain(self.recorder.handoffs.iter().map(|handoff| handoff.events())).sum();
-        self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
+        if now >= self.events_ns {
+            self.events_ns = now + EVENTS_NS;
+            let pools = self.recorder.pools.contexts().map(|(_, events)| events.len());
+            let spare: usize = pools.chain(self.recorder.handoffs_in_use().map(Handoff::events)).sum();
+            self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
+        }
         self.coverage.turn(self.recorder, now);
     }
 
     /// Takes rank and world from the first communicator when no scheduler told them.
     fn learn_rank(&mut self) {
-        if self.recorder.comms.used() == 0 {
+        let known = self.config.hello.rank.get_or_insert_default();
+        if known.rank >= 0 || self.recorder.comms.used() == 0 {
             return;
         }
         let [id, size_rank] =
             [comm::ID, comm::SIZE_RANK].map(|word| self.recorder.comm_word(0, word).load(Ordering::Acquire));
         let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
         if id != 0 && size != 0 && rank >= 0 {
-            self.rank.rank = rank;
-            self.rank.world_size = size;
-            self.connection.send(Message::Rank(self.rank.clone()));
+            known.rank = rank;
+            known.world_size = size;
+            self.connection.send(Message::Rank(known.clone()));
         }
     }
 }

@@ -75,16 +75,15 @@ impl Tracker {
         self.pending == 0 && self.recorder.open_calls.slots().next().is_none()
     }
 
-    /// Looks at everything once; whether anything came or went.
-    pub fn turn(&mut self) -> bool {
-        let mut progress = false;
-        for handoff in &self.recorder.handoffs {
+    /// Looks at everything once; how many operations came and went.
+    pub fn turn(&mut self) -> usize {
+        for handoff in self.recorder.handoffs_in_use() {
             handoff.take(&self.recorder.slots, |slot| self.arrived.push(slot));
         }
+        let mut moved = self.arrived.len();
         let mut arrived = std::mem::take(&mut self.arrived);
         for slot in arrived.drain(..).rev() {
             self.add(slot);
-            progress = true;
         }
         self.arrived = arrived;
         let mut lanes = std::mem::take(&mut self.lanes);
@@ -94,14 +93,14 @@ impl Tracker {
                     break;
                 }
                 lane.pop_front();
-                progress = true;
+                moved += 1;
             }
             !lane.is_empty()
         });
         self.pending = lanes.values().map(VecDeque::len).sum();
         self.lanes = lanes;
         self.fill_pools();
-        progress
+        moved
     }
 
     /// Adds an operation that has begun. Those of one stream are in the order in which they began, whatever threads they came from.
