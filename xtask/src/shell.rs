@@ -2,7 +2,7 @@
 
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 
 /// Cargo itself, in the root of the tree.
 pub fn cargo(arguments: &[&str]) -> Command {
@@ -22,32 +22,44 @@ pub fn run(command: &mut Command) -> Result<()> {
 
 /// Makes sure that a program of a Debian package is there: installs the package when we may, else says how.
 pub fn need(program: &str, package: &str) -> Result<()> {
-    need_unless(|| which(program), program, package)
+    need_all(&[(program, package)])
+}
+
+/// The same for several, in one go and one line.
+pub fn need_all(tools: &[(&str, &str)]) -> Result<()> {
+    need_unless(|(program, _)| which(program), tools)
 }
 
 /// The same for a module of the PATH's python3.
 pub fn need_module(module: &str, package: &str) -> Result<()> {
-    let import = format!("import {module}");
-    let imports = || {
+    let imports = |(module, _): &(&str, &str)| {
+        let import = format!("import {module}");
         let status = Command::new("python3").args(["-c", &import]).stderr(Stdio::null()).status();
         status.is_ok_and(|status| status.success())
     };
-    need_unless(imports, &format!("Python's {module}"), package)
+    need_unless(imports, &[(module, package)])
 }
 
-fn need_unless(is_there: impl Fn() -> bool, what: &str, package: &str) -> Result<()> {
-    if is_there() {
+/// Of pairs of what is needed and its package.
+fn need_unless(is_there: impl Fn(&(&str, &str)) -> bool, tools: &[(&str, &str)]) -> Result<()> {
+    let missing = || tools.iter().filter(|tool| !is_there(tool)).copied().unzip::<_, _, Vec<_>, Vec<_>>();
+    let (_, packages) = missing();
+    if packages.is_empty() {
         return Ok(());
     }
     let apt = |arguments: &[&str]| Command::new("apt-get").args(arguments).stdout(Stdio::null()).status();
     if nix::unistd::geteuid().is_root() && which("apt-get") {
-        eprintln!("installing {package}, which has {what}");
+        eprintln!("installing {}", packages.join(" "));
         let _ = apt(&["update", "-qq"]);
-        let _ = apt(&["install", "-y", "-qq", "--no-install-recommends", package]);
+        let _ = apt(&[&["install", "-y", "-qq", "--no-install-recommends"], &packages[..]].concat());
     }
-    if !is_there() {
-        bail!("{what} is missing; install it with: apt-get install {package}");
-    }
+    let (missing, packages) = missing();
+    ensure!(
+        missing.is_empty(),
+        "missing: {}; install with: apt-get install {}",
+        missing.join(", "),
+        packages.join(" ")
+    );
     Ok(())
 }
 

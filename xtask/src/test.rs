@@ -6,7 +6,7 @@ use anyhow::{Result, bail};
 use xpu_timer_tests::{Artifacts, PypiTorch};
 
 use crate::fuzz;
-use crate::shell::{self, cargo, need, need_module};
+use crate::shell::{self, cargo, need_all, need_module};
 
 /// Options of `test`.
 #[derive(clap::Args)]
@@ -44,7 +44,7 @@ const TOOLS: [(&str, &str); 19] = [
 
 /// Installs or names what is missing of [`TOOLS`].
 pub fn need_tools() -> Result<()> {
-    TOOLS.iter().try_for_each(|(program, package)| need(program, package))?;
+    need_all(&TOOLS)?;
     // Debian has the part of venv that installs pip in a package of its own.
     need_module("ensurepip", "python3-venv")
 }
