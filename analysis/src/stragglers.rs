@@ -55,8 +55,45 @@ impl Series {
     }
 }
 
-/// All series of one rank, by communicator, sends and receives apart.
-pub type Pace = BTreeMap<(u64, bool), Series>;
+/// All series of one rank, by communicator, sends and receives apart. A list without slack: a rank has a handful, and a cluster
+/// collector a hundred thousand ranks.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub struct Pace {
+    // Ascending.
+    series: Vec<((u64, bool), Series)>,
+}
+
+impl Pace {
+    /// The series of a communicator; a new one when there is none.
+    pub fn series(&mut self, communicator: u64, point_to_point: bool) -> &mut Series {
+        let key = (communicator, point_to_point);
+        let place = self.series.binary_search_by_key(&key, |(key, _)| *key).unwrap_or_else(|place| {
+            self.series.reserve_exact(1);
+            self.series.insert(place, (key, Series::default()));
+            place
+        });
+        &mut self.series[place].1
+    }
+
+    /// All of them, with communicator and whether it is of sends and receives.
+    pub fn iter(&self) -> impl Iterator<Item = (u64, bool, &Series)> {
+        self.series.iter().map(|((communicator, point_to_point), series)| (*communicator, *point_to_point, series))
+    }
+
+    /// Forgets communicators that were not used for long: they may be gone, and what they showed is of another time.
+    pub fn forget(&mut self, now_ns: u64) {
+        self.series.retain(|(_, series)| now_ns.saturating_sub(series.heard_ns) < SILENCE_NS);
+    }
+
+    /// Keeps so many communicators, those that were used last.
+    pub fn keep(&mut self, count: usize) {
+        while self.series.len() > count {
+            let oldest = self.series.iter().enumerate().min_by_key(|(_, (_, series))| series.heard_ns);
+            let Some((place, _)) = oldest else { return };
+            self.series.remove(place);
+        }
+    }
+}
 
 /// A rank for which the others wait.
 #[derive(Debug, Clone, PartialEq)]
@@ -140,24 +177,19 @@ impl Standing {
     }
 }
 
-/// Forgets communicators that were not used for long: they may be gone, and what they showed is of another time.
-pub fn forget(pace: &mut Pace, now_ns: u64) {
-    pace.retain(|_, series| now_ns.saturating_sub(series.heard_ns) < SILENCE_NS);
-}
-
 /// Compares the ranks of one job.
 #[must_use]
 pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparison {
     let mut by_communicator: BTreeMap<u64, Vec<(u32, &Series)>> = BTreeMap::new();
     let mut waits: BTreeMap<u32, f64> = BTreeMap::new();
     for (rank, pace) in ranks {
-        for ((communicator, point_to_point), series) in pace {
-            if *point_to_point {
+        for (communicator, point_to_point, series) in pace.iter() {
+            if point_to_point {
                 // Both ends of a transfer wait for each other; which send belongs to which receive is not known here.
                 let (inside, span) = totals(&series.blocks);
                 *waits.entry(rank).or_default() += share(inside, span);
             } else {
-                by_communicator.entry(*communicator).or_default().push((rank, series));
+                by_communicator.entry(communicator).or_default().push((rank, series));
             }
         }
     }
@@ -315,7 +347,7 @@ mod tests {
                         let inside = all_there + 2_000.0 - *clock;
                         *clock = all_there + 2_000.0;
                         let before = ends.insert((*rank, *communicator), *clock).unwrap_or(0.0);
-                        let series = self.paces.entry(*rank).or_default().entry((*communicator, false)).or_default();
+                        let series = self.paces.entry(*rank).or_default().series(*communicator, false);
                         series.size = members.len() as u32;
                         series.push(
                             PaceBlock {
@@ -459,8 +491,8 @@ mod tests {
         for level in [31, 32, 64, u32::MAX] {
             let odd = PaceBlock { level, index: u32::MAX, inside_us: u32::MAX, span_us: 0 };
             let series = Series { size: 8, blocks: vec![odd; 3], heard_ns: 0 };
-            job.paces.entry(0).or_default().insert((2, false), series.clone());
-            job.paces.entry(1).or_default().insert((2, false), series);
+            *job.paces.entry(0).or_default().series(2, false) = series.clone();
+            *job.paces.entry(1).or_default().series(2, false) = series;
             assert_eq!(job.slow(), [6], "level {level}");
         }
     }
@@ -475,7 +507,7 @@ mod tests {
         });
         let series = (0..16).map(|index| PaceBlock { level: 0, index, inside_us: 50_000, span_us: 152_000 });
         let series = Series { size: 2, blocks: series.collect(), heard_ns: 0 };
-        job.paces.entry(1).or_default().insert((3, true), series);
+        *job.paces.entry(1).or_default().series(3, true) = series;
         assert_eq!(job.slow(), [0]);
     }
 

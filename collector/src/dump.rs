@@ -23,6 +23,7 @@ use crate::{
     evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
     folder::Folder,
     incident::Record,
+    process,
     registry::JobKey,
     subjects, viewer,
 };
@@ -225,8 +226,14 @@ fn write(
     deadline: Instant,
 ) -> (Option<PathBuf>, Option<Kept>) {
     let incident = &plan.incident;
-    let name = folder_name(incident, plan.is_part().then_some(plan.node.as_str()));
-    let folder = match Folder::create(&plan.timeline_path, &plan.fallback_path, &name) {
+    let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
+    let made = match plan.is_part() {
+        true => {
+            Folder::create_own(root, fallback, &folder_name(incident, Some(&plan.node)), &process::home(&plan.socket))
+        }
+        false => Folder::create(root, fallback, &folder_name(incident, None)),
+    };
+    let folder = match made {
         Ok((folder, None)) => Some(folder),
         Ok((folder, Some(error))) => {
             let problem = format!(

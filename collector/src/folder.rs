@@ -22,6 +22,10 @@ pub struct Folder {
 /// Set aside while the dumps are written, so that the verdict still fits when they fill the disk.
 const RESERVE: &str = ".reserve";
 const RESERVE_BYTES: usize = 256 * 1024;
+/// Says which node a folder is of.
+const OWNER: &str = ".owner";
+/// Nodes of one name that may share a file system.
+const SAME_NAME: u32 = 64;
 
 impl Folder {
     /// Makes `incident-ID` in `root`, or in `fallback` when that cannot be written; then the error says why.
@@ -29,7 +33,33 @@ impl Folder {
     /// # Errors
     /// When neither can be written.
     pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
-        let error = match create_directories(root).and_then(|()| Self::create_in(root, id)) {
+        Self::create_with(root, fallback, |root| Self::create_in(root, id))
+    }
+
+    /// As [`Folder::create`], for a folder that is this owner's. Two nodes of one name may share a file system: where another one's
+    /// folder is, this one's name gets a number.
+    ///
+    /// # Errors
+    /// As [`Folder::create`].
+    pub fn create_own(root: &Path, fallback: &Path, id: &str, owner: &str) -> Result<(Folder, Option<Error>), Error> {
+        Self::create_with(root, fallback, |root| {
+            let others = |name: &String| {
+                let path = root.join(format!("incident-{name}"));
+                path.exists() && !is_of(&path, owner)
+            };
+            let name = own_names(id).find(|name| !others(name)).unwrap_or_else(|| id.into());
+            let folder = Self::create_in(root, &name)?;
+            folder.write(OWNER, owner.as_bytes())?;
+            Ok(folder)
+        })
+    }
+
+    fn create_with(
+        root: &Path,
+        fallback: &Path,
+        create_in: impl Fn(&Path) -> Result<Folder, Error>,
+    ) -> Result<(Folder, Option<Error>), Error> {
+        let error = match create_directories(root).and_then(|()| create_in(root)) {
             Ok(folder) => return Ok((folder, None)),
             Err(error) => error,
         };
@@ -38,7 +68,7 @@ impl Folder {
             private_directory(parent)?;
         }
         private_directory(fallback)?;
-        Ok((Self::create_in(fallback, id)?, Some(error)))
+        Ok((create_in(fallback)?, Some(error)))
     }
 
     fn create_in(root: &Path, id: &str) -> Result<Folder, Error> {
@@ -119,6 +149,18 @@ impl Folder {
     }
 }
 
+/// The names that a folder of this node may have.
+pub fn own_names(id: &str) -> impl Iterator<Item = String> {
+    let id = id.to_string();
+    (1..=SAME_NAME).map(move |number| if number == 1 { id.clone() } else { format!("{id}-{number}") })
+}
+
+/// Whether a folder is one that [`Folder::create_own`] made for this owner.
+#[must_use]
+pub fn is_of(path: &Path, owner: &str) -> bool {
+    is_own_folder(path) && fs::read(path.join(OWNER)).is_ok_and(|other| other == owner.as_bytes())
+}
+
 /// A folder of this user, not a link to one.
 fn is_own_folder(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == rustix::process::getuid().as_raw())
@@ -145,6 +187,19 @@ mod tests {
         assert_eq!(fs::read(folder.path.join("verdict.json")).unwrap(), b"two");
         let error = folder.write("no/such", b"x").unwrap_err();
         assert!(!error.is_full() && error.to_string().contains("no/such"), "{error}");
+    }
+
+    #[test]
+    fn a_node_does_not_write_into_the_folder_of_another_one_of_its_name() {
+        let temporary = tempfile::tempdir().unwrap();
+        let root = temporary.path();
+        let make = |owner: &str| Folder::create_own(root, root, "1-node", owner).unwrap().0.path;
+        let (first, second) = (make("a"), make("b"));
+        assert!(first.ends_with("incident-1-node") && is_of(&first, "a") && !is_of(&first, "b"));
+        assert!(second.ends_with("incident-1-node-2") && is_of(&second, "b"));
+        assert_eq!([make("a"), make("b")], [first.clone(), second], "who was restarted goes on in its folder");
+        fs::remove_file(first.join(OWNER)).unwrap();
+        assert!(make("a").ends_with("incident-1-node-3"), "a folder that does not say whose it is may be anybody's");
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! This node as a member of a cluster: what it tells the cluster collector of its ranks and incidents, and what that asks of it.
 //! Without an answer the node works alone.
 
-use std::{collections::BTreeMap, sync::Arc, thread};
+use std::{collections::BTreeMap, path::Path, sync::Arc, thread};
 
 use tracing::{info, warn};
 use xpu_timer_proto::{
@@ -17,6 +17,7 @@ use crate::{
     core::Core,
     delivery::{self, Kept, PART},
     dump::{ForCluster, folder_name},
+    folder::{is_of, own_names},
     incident::{Cause, Incident, State},
     process,
     registry::{JobKey, Presence, Rank},
@@ -262,10 +263,15 @@ impl Core {
         if self.member.parts.contains_key(id) {
             return;
         }
-        let names = [Some(self.node.as_str()), None].map(|node| format!("incident-{}", folder_name(id, node)));
+        let mut names: Vec<String> = own_names(&folder_name(id, Some(&self.node))).collect();
+        names.push(folder_name(id, None));
         let roots = self.folders();
-        let mut folders = roots.iter().flat_map(|root| names.iter().map(|name| root.join(name)));
-        let found = folders.find(|folder| folder.join(PART).is_file());
+        let mut folders = roots.iter().flat_map(|root| names.iter().map(|name| root.join(format!("incident-{name}"))));
+        // A node that dumped alone, before its cluster asked, did so without its name.
+        let alone = names[names.len() - 1].clone();
+        let home = process::home(&self.settings.socket);
+        let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(format!("incident-{alone}"));
+        let found = folders.find(|folder| folder.join(PART).is_file() && own(folder));
         if let Some(folder) = found {
             self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
         }

@@ -3,7 +3,7 @@
 
 use std::collections::BTreeMap;
 
-use xpu_timer_analysis::stragglers::{self, Pace, SILENCE_NS};
+use xpu_timer_analysis::stragglers::{Pace, SILENCE_NS};
 use xpu_timer_proto::v1::{Communicator, CommunicatorPace, Op, OpKind, OpStatus, Operation, PaceBlock};
 
 /// The blocks of one rank.
@@ -54,7 +54,7 @@ impl Recorder {
             let target_ns = (u64::from(world_size) * SECOND / RANKS_PER_SECOND).clamp(SECOND, LONGEST_BLOCK_NS);
             let open = self.open.entry(key).or_default();
             let Some(block) = open.add(operation.seq, inside_ns, operation.completed_ns, target_ns) else { continue };
-            let series = self.pace.entry(key).or_default();
+            let series = self.pace.series(key.0, key.1);
             series.size = communicator.size;
             series.push(block, now_ns);
             let (id, size) = (communicator.id, communicator.size);
@@ -68,7 +68,7 @@ impl Recorder {
 
     /// Forgets communicators that are silent.
     pub fn forget(&mut self, now_ns: u64) {
-        stragglers::forget(&mut self.pace, now_ns);
+        self.pace.forget(now_ns);
         self.open.retain(|_, open| now_ns.saturating_sub(open.last_ns) < SILENCE_NS);
     }
 
@@ -165,7 +165,7 @@ mod tests {
     }
 
     fn blocks(recorder: &Recorder) -> Vec<(u32, u32, u32, u32)> {
-        let all = recorder.pace.values().flat_map(|series| &series.blocks);
+        let all = recorder.pace.iter().flat_map(|(_, _, series)| &series.blocks);
         all.map(|block| (block.level, block.index, block.inside_us / 1000, block.span_us / 1000)).collect()
     }
 
@@ -236,6 +236,6 @@ mod tests {
         record(&mut recorder, [all_reduce(11, 55_000, 700)]);
         assert_eq!(recorder.take_news()[0].blocks.len(), 1);
         recorder.forget(u64::MAX);
-        assert!(recorder.pace.is_empty() && recorder.open.is_empty());
+        assert!(recorder.pace == Pace::default() && recorder.open.is_empty());
     }
 }

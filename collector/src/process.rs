@@ -3,7 +3,7 @@
 use std::{
     fs, io,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
-    path::PathBuf,
+    path::{Path, PathBuf},
 };
 
 use nix::sys::signal;
@@ -257,6 +257,12 @@ fn hydra(pid: i32) -> Option<String> {
 #[must_use]
 pub fn host_name() -> String {
     fs::read_to_string("/proc/sys/kernel/hostname").map(|name| name.trim().to_string()).unwrap_or_default()
+}
+
+/// Where the collector of a socket lives: machine, container and socket. One that is started anew there has the same.
+pub fn home(socket: &Path) -> String {
+    let namespace = fs::read_link("/proc/self/ns/pid").map(|link| link.display().to_string()).unwrap_or_default();
+    format!("{} {namespace} {}", boot_id(), socket.display())
 }
 
 /// Identity of this boot: CLOCK_MONOTONIC and start times of another boot mean nothing in this one.

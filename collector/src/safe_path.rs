@@ -10,10 +10,11 @@ use rustix::process::getuid;
 
 use crate::error::Error;
 
-/// Makes a folder of mode 0700, or checks that the one that is there belongs to this user alone.
+/// Makes a folder of mode 0700, or checks that in the one that is there nobody else can put anything. Who may look into it is its
+/// owner's affair: the socket answers to this user's processes only.
 ///
 /// # Errors
-/// When it is a link, belongs to another user, or others may enter it.
+/// When it is a link, belongs to another user, or others may write to it.
 pub fn private_directory(path: &Path) -> Result<(), Error> {
     match fs::DirBuilder::new().mode(0o700).create(path) {
         Ok(()) => {}
@@ -28,8 +29,9 @@ pub fn private_directory(path: &Path) -> Result<(), Error> {
     if status.uid() != getuid().as_raw() {
         return refuse(format!("belongs to user {}, not to this one", status.uid()));
     }
-    if status.mode() & 0o077 != 0 {
-        return refuse(format!("has mode {:o}, not 700: others may enter it", status.permissions().mode() & 0o7777));
+    if status.mode() & 0o022 != 0 {
+        let mode = status.permissions().mode() & 0o7777;
+        return refuse(format!("has mode {mode:o}: others may write to it; take that away by chmod go-w"));
     }
     Ok(())
 }
@@ -72,8 +74,13 @@ mod tests {
         private_directory(&path).unwrap();
         assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, 0o700);
         private_directory(&path).unwrap();
-        fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
-        assert!(private_directory(&path).unwrap_err().to_string().contains("mode 755"));
+        for (mode, harmless) in [(0o755, true), (0o750, true), (0o775, false), (0o702, false), (0o1777, false)] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            match private_directory(&path) {
+                Ok(()) => assert!(harmless, "{mode:o}"),
+                Err(error) => assert!(!harmless && error.to_string().contains(&format!("mode {mode:o}")), "{error}"),
+            }
+        }
     }
 
     #[test]

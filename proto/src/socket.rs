@@ -9,7 +9,7 @@ use crate::env::Source;
 /// Largest packet on the socket, in bytes: the largest message is a Hello with a command of 4,096 bytes.
 pub const MAX_PACKET_BYTES: usize = 16 * 1024;
 
-/// Folder of the sockets of one user: `<temporary directory>/xpu_timer-<uid>`. Its owner must be that user, its mode 0700.
+/// Folder of the sockets of one user: `<temporary directory>/xpu_timer-<uid>`. Its owner must be that user, and nobody else may write to it.
 #[must_use]
 pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
     temporary.join(format!("xpu_timer-{uid}"))

@@ -18,18 +18,24 @@ use crate::registry::JobKey;
 /// What the thread is told.
 #[derive(Debug)]
 pub enum Told {
-    /// A rank of a job has gone on.
-    Pace(JobKey, RankPace),
+    /// Ranks of a job have gone on.
+    Paces(JobKey, Vec<RankPace>),
     /// These jobs run; others are forgotten.
     Running(BTreeSet<JobKey>),
 }
 
 /// The way to the thread, which ends when this is dropped.
 #[derive(Debug)]
-pub struct Comparing(Option<mpsc::Sender<Told>>);
+pub struct Comparing {
+    thread: Option<mpsc::SyncSender<Told>>,
+    // It was too slow, which is said once.
+    fell_behind: bool,
+}
 
 /// Between two comparisons.
 const EVERY: Duration = Duration::from_secs(5);
+/// News that may wait while ranks are compared. What comes then is lost, and fewer blocks are compared.
+const NEWS: usize = 20_000;
 /// Communicators of one rank; of more, those that were used last.
 const MAX_COMMUNICATORS: usize = 64;
 
@@ -46,22 +52,24 @@ impl Comparing {
     /// Starts the thread; without one nothing is compared.
     #[must_use]
     pub fn start(commands: tokio::sync::mpsc::UnboundedSender<Command>) -> Self {
-        let (sender, told) = mpsc::channel();
+        let (sender, told) = mpsc::sync_channel(NEWS);
         let work = move || run(&told, &commands);
-        match thread::Builder::new().name("comparing".into()).spawn(work) {
-            Ok(_) => Comparing(Some(sender)),
+        let thread = match thread::Builder::new().name("comparing".into()).spawn(work) {
+            Ok(_) => Some(sender),
             Err(error) => {
                 warn!("slow ranks will not be found, there is no thread: {error}");
-                Comparing(None)
+                None
             }
-        }
+        };
+        Comparing { thread, fell_behind: false }
     }
 
     /// Tells the thread something.
-    pub fn tell(&self, told: Told) {
-        if let Some(sender) = &self.0 {
-            // It lives as long as this.
-            let _ = sender.send(told);
+    pub fn tell(&mut self, told: Told) {
+        // It lives as long as this, so it can only be too slow.
+        let lost = self.thread.as_ref().is_some_and(|thread| thread.try_send(told).is_err());
+        if lost && !std::mem::replace(&mut self.fell_behind, true) {
+            warn!("the comparison of ranks falls behind; slow ranks may be found late");
         }
     }
 }
@@ -73,13 +81,16 @@ fn run(told: &mpsc::Receiver<Told>, commands: &tokio::sync::mpsc::UnboundedSende
     loop {
         let now_ns = u64::try_from(begun.elapsed().as_nanos()).unwrap_or(u64::MAX);
         match told.recv_timeout(next.saturating_duration_since(Instant::now())) {
-            Ok(Told::Pace(job, rank)) => jobs.entry(job).or_default().add(rank, now_ns),
+            Ok(Told::Paces(key, ranks)) => {
+                let job = jobs.entry(key).or_default();
+                ranks.into_iter().for_each(|rank| job.add(rank, now_ns));
+            }
             Ok(Told::Running(running)) => jobs.retain(|job, _| running.contains(job)),
             Err(RecvTimeoutError::Disconnected) => return,
             Err(RecvTimeoutError::Timeout) => {
                 for (key, job) in jobs.iter_mut().filter(|(_, job)| job.news) {
                     job.news = false;
-                    job.ranks.values_mut().for_each(|pace| stragglers::forget(pace, now_ns));
+                    job.ranks.values_mut().for_each(|pace| pace.forget(now_ns));
                     let comparison = stragglers::compare(job.ranks.iter().map(|(rank, pace)| (*rank, pace)));
                     // The hub ends before this thread.
                     let _ = commands.send(Command::Compared(key.clone(), job.attempt, comparison));
@@ -101,16 +112,12 @@ impl Job {
         self.news = true;
         let pace = self.ranks.entry(rank.rank).or_default();
         for communicator in rank.communicators {
-            let key = (communicator.id, communicator.point_to_point);
-            if pace.len() >= MAX_COMMUNICATORS && !pace.contains_key(&key) {
-                let oldest = pace.iter().min_by_key(|(_, series)| series.heard_ns).map(|(key, _)| *key);
-                oldest.map(|oldest| pace.remove(&oldest));
-            }
-            let series = pace.entry(key).or_default();
+            let series = pace.series(communicator.id, communicator.point_to_point);
             series.size = communicator.size;
             for block in communicator.blocks {
                 series.push(block, now_ns);
             }
+            pace.keep(MAX_COMMUNICATORS);
         }
     }
 }
@@ -137,7 +144,8 @@ mod tests {
         for id in 0..2 * MAX_COMMUNICATORS as u64 {
             job.add(pace(1, 2, id), 10 + id);
         }
-        assert_eq!(job.ranks[&2].len(), MAX_COMMUNICATORS);
-        assert!(job.ranks[&2].contains_key(&(2 * MAX_COMMUNICATORS as u64 - 1, false)));
+        let known: Vec<u64> = job.ranks[&2].iter().map(|(id, _, _)| id).collect();
+        let newest = MAX_COMMUNICATORS as u64..2 * MAX_COMMUNICATORS as u64;
+        assert_eq!(known, newest.collect::<Vec<_>>());
     }
 }

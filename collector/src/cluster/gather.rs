@@ -18,7 +18,7 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{nodes::NodeId, ranks::Ranks};
+use super::{memory, nodes::NodeId, ranks::Ranks};
 use crate::{
     clock::{self, Now},
     delivery::rank_of,
@@ -159,6 +159,8 @@ impl Gather {
                 }
             }
         }
+        drop(self);
+        memory::trim();
     }
 
     fn part(&mut self, part: NodeDump) {
@@ -201,8 +203,10 @@ impl Gather {
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
         let mut verdict = judge(&evidence);
         info!("incident {}: {count} ranks judged in {:.0?}", self.plan.incident, begun.elapsed());
+        // They are given back before the stacks are written, unless memory is the only place where they are.
+        let ranks = std::mem::take(&mut evidence.ranks);
         if !self.written {
-            self.ranks.extend(evidence.ranks);
+            self.ranks.extend(ranks);
         }
         verdict.timing.status = Status::Open;
         verdict.timing.opened_at = Some(clock::rfc3339(self.plan.opened.unix_ns));

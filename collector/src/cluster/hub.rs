@@ -278,14 +278,15 @@ impl Hub {
 
     /// How ranks fare. A node speaks for its own ranks.
     fn paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
-        let own = |rank: &RankPace| {
-            let job = key(rank.job.as_ref()?);
-            (self.nodes.of_rank(&job, rank.attempt, rank.rank) == Some(node)).then_some(job)
-        };
-        for rank in ranks {
-            if let Some(job) = own(&rank) {
-                self.comparing.tell(comparing::Told::Pace(job, rank));
+        let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
+        for mut rank in ranks {
+            let Some(job) = rank.job.take().as_ref().map(key) else { continue };
+            if self.nodes.of_rank(&job, rank.attempt, rank.rank) == Some(node) {
+                by_job.entry(job).or_default().push(rank);
             }
+        }
+        for (job, ranks) in by_job {
+            self.comparing.tell(comparing::Told::Paces(job, ranks));
         }
     }
 

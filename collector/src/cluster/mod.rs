@@ -6,13 +6,14 @@ pub mod config;
 pub mod gather;
 pub mod hub;
 pub mod incident;
+mod memory;
 pub mod nodes;
 pub mod ranks;
 pub mod service;
 pub mod status;
 pub mod web;
 
-use std::{fs, net::SocketAddr, path::Path, sync::atomic::AtomicU64};
+use std::{fs, net::SocketAddr, path::Path, sync::atomic::AtomicU64, thread};
 
 use tokio::{
     net::TcpListener,
@@ -41,6 +42,8 @@ use crate::{
     uplink::{KEEPALIVE, read_token},
 };
 
+/// Threads that read the streams: one task owns the state, so that more of them would only wait for it.
+const THREADS: usize = 4;
 /// Messages of nodes that wait for the hub; then the streams are read no further.
 const EVENTS: usize = 1024;
 /// What a node may send without being read: it is asked for one part at a time.
@@ -52,8 +55,10 @@ const WINDOW_BYTES: u32 = 256 * 1024;
 /// When it cannot listen, or a file that it was given cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
     raise_descriptor_limit();
-    let runtime =
-        tokio::runtime::Builder::new_multi_thread().enable_all().build().map_err(Error::system("start the runtime"))?;
+    memory::share();
+    let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
+    let runtime = runtime.map_err(Error::system("start the runtime"))?;
     let result = runtime.block_on(serve(settings));
     runtime.shutdown_background();
     result

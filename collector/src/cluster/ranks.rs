@@ -86,7 +86,11 @@ impl Ranks {
             let mut rest = &bytes[..];
             while !rest.is_empty() {
                 let offset = bytes.len() - rest.len();
-                let rank = RankEvidence::decode_length_delimited(&mut rest).expect("it was encoded here");
+                let mut rank = RankEvidence::decode_length_delimited(&mut rest).expect("it was encoded here");
+                // A list that was decoded has room for up to twice as much.
+                if let Some(flight) = &mut rank.flight {
+                    flight.operations.shrink_to_fit();
+                }
                 // An entry that was replaced is left out.
                 if self.places.get(&rank.rank).is_some_and(|place| (place.chunk, place.offset) == (chunk, offset)) {
                     list.push(rank);
