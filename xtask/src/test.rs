@@ -20,7 +20,7 @@ pub struct Options {
 }
 
 /// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 19] = [
+const TOOLS: [(&str, &str); 21] = [
     ("gcc", "gcc"),
     ("gfortran", "gfortran"),
     ("g++", "g++"),
@@ -29,6 +29,8 @@ const TOOLS: [(&str, &str); 19] = [
     ("xz", "xz-utils"),
     ("script", "bsdutils"),
     ("unshare", "util-linux"),
+    ("ip", "iproute2"),
+    ("openssl", "openssl"),
     ("python3", "python3"),
     ("gdb", "gdb"),
     ("dwz", "dwz"),
