@@ -6,15 +6,31 @@ use std::process::Command;
 use xpu_timer_proto::server::Stacktrace;
 use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, http, tree};
 
-/// A program linked to a driver and a collective library that do nothing.
-pub fn idle_device(job: &Job, name: &str, source: &str, change: impl FnOnce(&mut Command)) -> Process {
+/// A driver and a collective library that do nothing, in the job's folder.
+pub fn idle_libraries(job: &Job) {
     let stubs = std::fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
     for (soname, part) in [("libcuda.so.1", "-DDRIVER"), ("libnccl.so.2", "-DCOLLECTIVES")] {
         compile_c(&job.dir, soname, &stubs, &["-O2", "-fPIC", "-shared", part, &format!("-Wl,-soname,{soname}")]);
     }
+}
+
+/// A program linked to them, under the hook.
+pub fn idle_device(job: &Job, name: &str, source: &str, change: impl FnOnce(&mut Command)) -> Process {
+    idle_libraries(job);
     let folder = format!("-L{}", job.dir.display());
     let link = ["-O2", &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
-    let program = compile_c(&job.dir, name, source, &link);
+    hooked_program(job, name, source, &link, change)
+}
+
+/// A program under the hook, which looks for the collector at `fake.sock`.
+pub fn hooked_program(
+    job: &Job,
+    name: &str,
+    source: &str,
+    link: &[&str],
+    change: impl FnOnce(&mut Command),
+) -> Process {
+    let program = compile_c(&job.dir, name, source, link);
     let mut command: Command = job.command(program);
     command.env("LD_PRELOAD", artifacts().hook()).env("XPU_TIMER_SOCKET", job.dir.join("fake.sock"));
     change(command.env_remove("LD_LIBRARY_PATH"));

@@ -1,6 +1,7 @@
 //! The coverage matrix: every way by which a program comes to a function, times every layer, counted exactly once. The programs
 //! are the C files in `coverage/`; what they show is `docs/coverage.md`, which `BLESS=1` writes.
 
+mod frida;
 mod probes;
 
 use std::{
@@ -233,6 +234,18 @@ fn run_with(
     inline: &str,
     meanwhile: impl FnOnce(&mut Process),
 ) -> FlightRecord {
+    run_under(&artifacts().hook(), dir, program, opened, inline, meanwhile)
+}
+
+/// The same under any hook.
+fn run_under(
+    hook: &Path,
+    dir: &Path,
+    program: &Path,
+    opened: &Path,
+    inline: &str,
+    meanwhile: impl FnOnce(&mut Process),
+) -> FlightRecord {
     let (socket, stop) = (dir.join(format!("socket-{inline}")), dir.join(format!("stop-{inline}")));
     let collector = FakeCollector::listen(&socket, Ears::Open);
     let mut command = Command::new(program);
@@ -240,7 +253,7 @@ fn run_with(
         .arg(&stop)
         .arg(opened)
         .env("LD_LIBRARY_PATH", artifacts().sim())
-        .env("LD_PRELOAD", artifacts().hook())
+        .env("LD_PRELOAD", hook)
         .env("XPU_TIMER_SOCKET", &socket)
         .env("XPU_TIMER_LOGGING_DIR", dir)
         .env("XPU_TIMER_BRACKET", "matmuls")
@@ -386,7 +399,7 @@ a library holds a copy of its own whose code cannot be replaced; kernels of a co
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
   function left alone; a debugger's breakpoint may come later on any.
 - Under a debugger that watches the linker, libraries that are loaded later are not looked at.
-- A program that has put a filter of system calls (seccomp) on itself, and one under ThreadSanitizer or a sanitizer that looks for leaks
-  (without `detect_leaks=0`): there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
+- A program that has put a filter of system calls (seccomp) on itself, and one under AddressSanitizer, LeakSanitizer, MemorySanitizer or
+  ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
 - Systems that forbid a change of code (SELinux `execmod`) refuse it; the function is then reported.
 ";

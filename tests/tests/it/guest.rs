@@ -1,27 +1,55 @@
 //! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on as without it, print nothing
 //! more, and what can be recorded is.
 
+use std::{path::Path, process::Command};
+
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE};
+use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, skip};
 
-use crate::cost::idle_device;
+use crate::cost::{hooked_program, idle_device, idle_libraries};
 
-/// Runs one case of `guest.c`; the flight record, if the process could say Hello.
-fn guest(arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
-    let job = Job::new();
-    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
-    let program = idle_device(&job, "guest", include_str!("guest/guest.c"), |command| {
-        command.args(arguments).envs(environment.iter().copied());
-    });
+const GUEST: &str = concat!(include_str!("guest/work.h"), include_str!("guest/guest.c"));
+const PROCESSES: &str = concat!(include_str!("guest/work.h"), include_str!("guest/processes.c"));
+const LOADS: &str = include_str!("guest/loads.c");
+
+/// Waits for a program that prints "ok"; the flight record, if the process could say Hello.
+fn ends_well(collector: &FakeCollector, program: Process, case: &str) -> Option<FlightRecord> {
     let pid = program.pid();
     let output = program.wait(PATIENCE);
-    assert_eq!((output.code(), output.stdout.as_str(), output.stderr.as_str()), (0, "ok\n", ""), "{arguments:?}");
+    assert_eq!((output.code(), output.stdout.as_str(), output.stderr.as_str()), (0, "ok\n", ""), "{case}");
     let spoke = collector.hellos().iter().any(|(speaker, _)| *speaker == pid);
     let record = spoke.then(|| collector.ring(pid));
     if let Some(health) = record.as_ref().and_then(|record| record.health.as_ref()) {
-        assert_eq!(health.panics, 0, "{arguments:?}");
+        assert_eq!(health.panics, 0, "{case}");
     }
     record
+}
+
+/// Runs one case of a program.
+fn run(source: &str, arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
+    let job = Job::new();
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let program = idle_device(&job, "guest", source, |command| {
+        command.args(arguments).envs(environment.iter().copied());
+    });
+    ends_well(&collector, program, &format!("{arguments:?} {environment:?}"))
+}
+
+/// Runs one case of `guest.c`.
+fn guest(arguments: &[&str], environment: &[(&str, &str)]) -> Option<FlightRecord> {
+    run(GUEST, arguments, environment)
+}
+
+/// Runs one case of `loads.c`, compiled with `flags`.
+fn loads(case: &str, flags: &[&str], change: impl FnOnce(&Job, &mut Command)) -> Option<FlightRecord> {
+    let job = Job::new();
+    idle_libraries(&job);
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let program = hooked_program(&job, "loads", LOADS, flags, |command| {
+        command.arg(case).arg(&job.dir);
+        change(&job, command);
+    });
+    ends_well(&collector, program, case)
 }
 
 #[test]
@@ -30,14 +58,19 @@ fn limits_of_the_system_cost_the_record_and_not_the_program() {
     assert!(guest(&["file size"], &[]).is_none());
     guest(&["address space"], &[]);
     guest(&["locked memory"], &[]);
-    assert!(guest(&["sandbox"], &[]).is_none());
+}
+
+#[test]
+fn a_filter_of_system_calls_refuses_or_kills_and_the_program_goes_on() {
+    assert!(guest(&["container"], &[]).is_none(), "the ring was refused");
+    assert!(guest(&["shut in"], &[]).is_none(), "nothing was tried");
 }
 
 #[test]
 fn a_program_in_another_root_goes_on() {
     let job = Job::new();
     if !nix::unistd::geteuid().is_root() {
-        return xpu_timer_tests::skip("chroot needs root");
+        return skip("chroot needs root");
     }
     guest(&["chroot", job.dir.to_str().unwrap()], &[]);
 }
@@ -76,17 +109,119 @@ fn a_program_that_closes_every_descriptor_has_its_own_numbers() {
     assert!(record.kernels_launched >= 40, "{}", record.kernels_launched);
 }
 
+/// The hook in front of another preloaded library, and behind it.
+fn beside(library: &str) -> [String; 2] {
+    let hook = artifacts().hook().display().to_string();
+    [format!("{library}:{hook}"), format!("{hook}:{library}")]
+}
+
 #[test]
-fn other_preloaded_allocators_and_sanitizers_get_along() {
-    let library = |name: &str| {
-        let gcc = std::process::Command::new("gcc").arg(format!("-print-file-name={name}")).output().expect("gcc runs");
-        String::from_utf8_lossy(&gcc.stdout).trim().to_string()
-    };
-    let asan = library("libasan.so");
-    assert!(asan.starts_with('/'), "gcc brings its own: {asan}");
-    let hook = xpu_timer_tests::artifacts().hook();
-    let preload = format!("{asan}:{}", hook.display());
-    for case in ["vfork", "fork"] {
-        guest(&[case], &[("LD_PRELOAD", &preload), ("ASAN_OPTIONS", "detect_leaks=0")]);
+fn other_preloaded_allocators_get_along() {
+    for soname in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
+        let library = format!("/usr/lib/x86_64-linux-gnu/{soname}");
+        if !Path::new(&library).exists() {
+            return skip(&format!("{soname} is not installed"));
+        }
+        for preload in beside(&library) {
+            for case in ["fork", "vfork", "cancelled"] {
+                guest(&[case], &[("LD_PRELOAD", &preload)]).expect("a record");
+            }
+        }
     }
+}
+
+/// A library that the compiler brings along.
+fn of_gcc(name: &str) -> String {
+    let gcc = Command::new("gcc").arg(format!("-print-file-name={name}")).output().expect("gcc runs");
+    let path = String::from_utf8_lossy(&gcc.stdout).trim().to_string();
+    assert!(path.starts_with('/'), "gcc brings its own: {path}");
+    path
+}
+
+#[test]
+fn sanitizers_get_along() {
+    let [asan, lsan, tsan, ubsan] = ["libasan.so", "liblsan.so", "libtsan.so", "libubsan.so"].map(of_gcc);
+    for preload in beside(&ubsan) {
+        guest(&["fork"], &[("LD_PRELOAD", &preload)]).expect("a record");
+    }
+    // These take the watcher for a thread of the program, so there is none. AddressSanitizer insists on being the first.
+    let quick = ("TSAN_OPTIONS", "atexit_sleep_ms=0");
+    let [first, _] = beside(&asan);
+    for preload in beside(&tsan).iter().chain(&beside(&lsan)).chain([&first]) {
+        for case in ["children end", "table"] {
+            assert!(run(PROCESSES, &[case], &[("LD_PRELOAD", preload), quick]).is_none());
+        }
+    }
+    for preload in [&beside(&tsan)[0], &first] {
+        let whole = ("ASAN_OPTIONS", "detect_leaks=0");
+        assert!(guest(&["fork"], &[("LD_PRELOAD", preload), quick, whole]).is_none());
+    }
+}
+
+#[test]
+fn stacks_of_other_kinds_are_large_enough() {
+    let record = run(PROCESSES, &["coroutines"], &[]).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (800, 200));
+    let record = run(PROCESSES, &["signal stack"], &[]).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 1001, 1001));
+}
+
+#[test]
+fn processes_of_every_making_go_on() {
+    run(PROCESSES, &["spawn"], &[]).expect("a record");
+    let record = run(PROCESSES, &["shared memory"], &[]).expect("a record");
+    // What a process that shares the memory launches is counted there.
+    assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 420, 420));
+    let record = run(PROCESSES, &["daemon"], &[]).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (80, 20));
+    run(PROCESSES, &["exec"], &[]).expect("a record");
+    run(PROCESSES, &["children end"], &[]).expect("a record");
+}
+
+#[test]
+fn who_patches_addresses_later_stays_in_front() {
+    let record = run(PROCESSES, &["table"], &[]).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (4 * 51, 51));
+}
+
+#[test]
+fn libraries_may_be_closed_while_the_watcher_uses_them() {
+    let record = loads("closes", &[], |_, _| {}).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (1500, 1500));
+    let record = loads("global", &[], |_, _| {}).expect("a record");
+    assert_eq!((record.kernels_launched, record.collectives_launched), (50, 50));
+    let record = loads("asks", &[], |_, _| {}).expect("a record");
+    assert_eq!(record.kernels_launched, 10);
+}
+
+#[test]
+fn others_that_wrap_dlsym_keep_their_turn() {
+    let beside_shim = |order: usize| {
+        loads("shim", &[], |job, command| {
+            let shim = compile_c(&job.dir, "shim.so", include_str!("guest/shim.c"), &["-shared", "-fPIC"]);
+            command.env("LD_PRELOAD", &beside(&shim.display().to_string())[order]);
+        })
+    };
+    assert!(beside_shim(0).is_none(), "its way leads past the hook");
+    assert_eq!(beside_shim(1).expect("a record").kernels_launched, 200);
+    // Who defines dlsym asks the C library past everything preloaded.
+    loads("asks", &["-DOWN_DLSYM", "-rdynamic"], |_, _| {});
+}
+
+#[test]
+fn a_program_with_rights_of_its_own_runs_under_the_launcher_and_without_the_hook() {
+    if !nix::unistd::geteuid().is_root() {
+        return skip("another group's program needs root");
+    }
+    let source = "#include <stdio.h>\n#include <sys/auxv.h>\nint main(void) { printf(\"%lu\\n\", getauxval(AT_SECURE)); return 7; }";
+    let job = Job::new();
+    let program = compile_c(&job.dir, "privileged", source, &[]);
+    let changed = Command::new("chgrp").arg("nogroup").arg(&program).status().expect("chgrp runs");
+    let marked = Command::new("chmod").arg("2755").arg(&program).status().expect("chmod runs");
+    assert!(changed.success() && marked.success());
+    let output: Output = Process::spawn(&mut job.launch(&program)).wait(PATIENCE);
+    if output.stdout == "0\n" {
+        return skip("the temporary folder gives programs no rights");
+    }
+    assert_eq!((output.code(), output.stdout.as_str()), (7, "1\n"), "{output:?}");
 }
