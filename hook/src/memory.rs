@@ -43,7 +43,8 @@ impl After for Allocation {
 hooked! {
     library Runtime, mark IN_RUNTIME, bypass IN_RUNTIME | IN_COLLECTIVES | IN_HOOK, missing RUNTIME_NOT_FOUND;
 
-    cudaMemcpyAsync | cudaMemcpyAsync_ptsz | mcMemcpyAsync | hipMemcpyAsync(to: Data, from: Data, bytes: usize, kind: c_int,
+    cudaMemcpyAsync | cudaMemcpyAsync_ptsz | mcMemcpyAsync | hipMemcpyAsync
+        | hipMemcpyAsync_spt | hipMemcpyWithStream(to: Data, from: Data, bytes: usize, kind: c_int,
         stream: Stream) => |_, _| Copy { kind, bytes };
     cudaMalloc | mcMalloc | hipMalloc(out: Out, bytes: usize) => |_, _| Allocation(bytes);
     cudaMallocHost | mcMallocHost(out: Out, bytes: usize) => |_, _| Allocation(bytes);

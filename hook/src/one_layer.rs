@@ -25,6 +25,8 @@ hooked! {
     hipLaunchCooperativeKernel | mcLaunchCooperativeKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data,
         shared: usize, stream: Stream)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
+    hipLaunchCooperativeKernel_spt(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), ptsz(stream));
     hipExtLaunchKernel(stub: Stub, grid: Dim3, block: Dim3, arguments: Data, shared: usize, stream: Stream, before: Data,
         after: Data, flags: c_int)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream as usize);
@@ -32,6 +34,9 @@ hooked! {
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(stub as usize), stream_of(config) as usize);
     hipModuleLaunchKernel | mcModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint,
         by: c_uint, bz: c_uint, shared: c_uint, stream: Stream, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
+        bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
     hipExtModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint, bz: c_uint,
         shared: usize, stream: Stream, parameters: Data, extra: Data, before: Data, after: Data, flags: c_uint)

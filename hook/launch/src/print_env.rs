@@ -4,6 +4,7 @@
 //! all is well; 1 something is wrong, which is said; 2 wrong usage.
 
 mod cli;
+mod library;
 mod loaded;
 mod parts;
 mod report;
@@ -11,7 +12,7 @@ mod symbols;
 mod target;
 mod text;
 
-use std::{ffi::OsString, io::Write, process::ExitCode};
+use std::{ffi::OsString, io::Write, path::Path, process::ExitCode};
 
 use cli::Request;
 use report::Report;
@@ -30,6 +31,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
             say(&format!("{why}\n{}", cli::USAGE));
             return ExitCode::from(crate::USAGE);
         }
+        Request::Library { json, file } => return compare(&file, json),
         Request::Show { json, target } => (json, target),
     };
     let report = match Target::open(target).and_then(|target| Report::of(&target)) {
@@ -42,6 +44,17 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
     let text = if json { format!("{:#}\n", report.json()) } else { text::of(&report) };
     print(&text);
     if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// A library against the hook. That it has functions which are not hooked is no failure: it is what was asked for.
+fn compare(file: &Path, json: bool) -> ExitCode {
+    match library::Compared::with_hook(file) {
+        Ok(compared) => print(&if json { format!("{:#}\n", compared.json()) } else { compared.text() }),
+        Err(error) => {
+            say(&format!("{error:#}"));
+            ExitCode::FAILURE
+        }
+    }
 }
 
 /// The product, on stdout; a reader that went away is content.

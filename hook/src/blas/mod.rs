@@ -78,6 +78,14 @@ hooked! {
         c: Data, ldc: c_int, batch: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
 
+    cublasHgemm_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, lda: i64, b: Const,
+        ldb: i64, beta: Const, c: Data, ldc: i64)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, 1, ta, tb));
+    cublasSgemmBatched_64 | cublasDgemmBatched_64 | cublasHgemmBatched_64(handle: Data, ta: c_int, tb: c_int, m: i64,
+        n: i64, k: i64, alpha: Const, a: Const, lda: i64, b: Const, ldb: i64, beta: Const, c: Data, ldc: i64,
+        batch: i64)
+        => |recorder, site| by_handle(recorder, site, handle, Elements::Letter, Shape::of(m, n, k, batch, ta, tb));
+
     cublasLtMatmul | hipblasLtMatmul | mcblasLtMatmul(handle: Data, what: Data, alpha: Const, a: Const, a_layout: Data,
         b: Const, b_layout: Data, beta: Const, c: Const, c_layout: Data, d: Data, d_layout: Data, algorithm: Const,
         workspace: Data, workspace_bytes: usize, stream: Stream)

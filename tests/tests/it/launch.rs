@@ -180,3 +180,42 @@ fn switched_off_nothing_is_started_or_changed() {
         Process::spawn(place.launch(&["sh", "-c", "echo [$LD_PRELOAD]"]).env("XPU_TIMER_DISABLE", "1")).wait(PATIENCE);
     assert_eq!((output.stdout.as_str(), output.stderr.as_str()), ("[]\n", ""));
 }
+
+#[test]
+fn who_a_rank_is_by_every_launcher() {
+    // What each of them really sets, and rank, world size, local rank, ranks of the node and job by it.
+    let launchers: [(&str, &str, [i64; 4], &str); 6] = [
+        (
+            "torchrun inside a pod of a PyTorchJob",
+            "RANK=5 WORLD_SIZE=8 LOCAL_RANK=1 LOCAL_WORLD_SIZE=4 TORCHELASTIC_RUN_ID=run7 PET_NODE_RANK=1 PET_NNODES=2",
+            [5, 8, 1, 4],
+            "run7",
+        ),
+        (
+            "a PyTorchJob or a Volcano job with the pytorch plugin, without torchrun",
+            "RANK=1 WORLD_SIZE=2 VC_TASK_INDEX=0",
+            [1, 2, -1, 0],
+            "",
+        ),
+        (
+            "mpirun of Open MPI, also in an MPIJob",
+            "OMPI_COMM_WORLD_RANK=3 OMPI_COMM_WORLD_SIZE=4 OMPI_COMM_WORLD_LOCAL_RANK=1 OMPI_COMM_WORLD_LOCAL_SIZE=2 PMIX_RANK=3",
+            [3, 4, 1, 2],
+            "",
+        ),
+        (
+            "mpirun of MPICH and Intel MPI",
+            "PMI_RANK=2 PMI_SIZE=4 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=2",
+            [2, 4, 0, 2],
+            "",
+        ),
+        ("srun", "SLURM_PROCID=6 SLURM_NTASKS=8 SLURM_LOCALID=2 SLURM_JOB_ID=4711", [6, 8, 2, 0], "4711"),
+        ("nobody", "HOSTNAME=worker-3 VC_TASK_INDEX=3 JOB_COMPLETION_INDEX=3", [-1, 0, -1, 0], ""),
+    ];
+    for (launcher, variables, expected, job) in launchers {
+        let environ = variables.replace(' ', "\0");
+        let info = xpu_timer_proto::env::Source::of_environ(environ.as_bytes()).rank_info();
+        let found = [info.rank.into(), info.world_size.into(), info.local_rank.into(), info.local_world_size.into()];
+        assert_eq!((found, info.job.as_str()), (expected, job), "{launcher}");
+    }
+}

@@ -119,6 +119,26 @@ fn a_program_is_looked_at_and_not_run() {
 }
 
 #[test]
+fn a_library_is_compared_with_the_hook() {
+    let job = Job::new();
+    let source = "int ncclAllReduce(void) { return 0; } int pncclAllReduce(void) { return 0; }\n\
+                  int ncclAllReduceOfTomorrow(void) { return 0; } int pncclAllReduceOfTomorrow(void) { return 0; }\n\
+                  int ncclGetVersion(void) { return 0; } int sendAll(void) { return 0; }";
+    let library = compile_c(&job.dir, "libnccl.so.2", source, &["-shared", "-fPIC"]).display().to_string();
+    let report = show_json(&job, &["--library", &library], 0);
+    assert_eq!(
+        report,
+        json!({ "library": library, "hooked": ["ncclAllReduce"], "not_hooked": ["ncclAllReduceOfTomorrow"] })
+    );
+    let text = run(&job, &["--library", &library]);
+    assert_eq!(text.code(), 0);
+    assert!(text.stdout.contains(": 1 functions are hooked\n"), "{}", text.stdout);
+    assert!(text.stdout.ends_with("multiplies\n  ncclAllReduceOfTomorrow\n"), "{}", text.stdout);
+    let missing = run(&job, &["--library", "/nowhere/libnccl.so.2"]);
+    assert_eq!((missing.code(), missing.stderr.lines().count()), (1, 1), "{}", missing.stderr);
+}
+
+#[test]
 fn what_cannot_be_shown_is_said_in_a_line() {
     let job = Job::new();
     let plain = Process::spawn(job.command("sleep").arg("600"));

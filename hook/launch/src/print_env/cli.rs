@@ -1,20 +1,21 @@
 //! The command line. Options end at the first word that is none, because the rest is the program and its arguments.
 
-use std::ffi::OsString;
+use std::{ffi::OsString, path::PathBuf};
 
 /// One line of usage.
 pub const USAGE: &str =
-    "usage: xpu_timer_print_env [--json] [--pid N | [--] program [argument ...]] | --help | --version";
+    "usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]] | --help | --version";
 
 /// The text of `--help`.
 pub const HELP: &str = "\
 Shows the settings that are in force, where the parts of xpu_timer are, and what would be hooked.
 
-usage: xpu_timer_print_env [--json] [--pid N | [--] program [argument ...]]
+usage: xpu_timer_print_env [--json] [--pid N | --library FILE | [--] program [argument ...]]
 
   (nothing)        the settings of this shell
   --pid N          the settings of a running process, the hook in it, and which of its libraries' functions are hooked
   program …        the same for a program, by the libraries that the dynamic loader would load; it is not run
+  --library FILE   which functions of a library are hooked, and which are not although their names say that they launch, communicate or multiply
   --json           the same as JSON
 
 Exit codes: 0 all is well; 1 something is wrong: a value that cannot be used, a part that is missing, or a process or program
@@ -35,6 +36,13 @@ pub enum Request {
         /// Of whom.
         target: Wanted,
     },
+    /// Compare a library with the hook.
+    Library {
+        /// As JSON.
+        json: bool,
+        /// Its file.
+        file: PathBuf,
+    },
     /// Something else, and why it is wrong.
     Wrong(String),
 }
@@ -54,6 +62,7 @@ pub enum Wanted {
 pub fn parse(arguments: Vec<OsString>) -> Request {
     let mut json = false;
     let mut target = Wanted::Here;
+    let mut library = None;
     let mut rest = arguments.into_iter();
     while let Some(word) = rest.next() {
         match word.to_str() {
@@ -71,15 +80,20 @@ pub fn parse(arguments: Vec<OsString>) -> Request {
                 Ok(pid) => target = Wanted::Process(pid),
                 Err(why) => return Request::Wrong(why),
             },
+            Some("--library") => match rest.next().filter(|file| !file.is_empty()) {
+                Some(file) => library = Some(PathBuf::from(file)),
+                None => return Request::Wrong("--library needs a file".into()),
+            },
+            Some(option) if option.starts_with("--library=") => library = Some(option["--library=".len()..].into()),
             Some("--") => {
                 let program: Vec<OsString> = rest.collect();
-                return finish(json, target, program, true);
+                return finish(json, target, library, program, true);
             }
             Some(option) if option.starts_with('-') => return Request::Wrong(format!("unknown option {option}")),
-            _ => return finish(json, target, std::iter::once(word).chain(rest).collect(), false),
+            _ => return finish(json, target, library, std::iter::once(word).chain(rest).collect(), false),
         }
     }
-    finish(json, target, Vec::new(), false)
+    finish(json, target, library, Vec::new(), false)
 }
 
 fn pid(text: &OsString) -> Result<i32, String> {
@@ -87,7 +101,14 @@ fn pid(text: &OsString) -> Result<i32, String> {
     number.ok_or_else(|| format!("{} is not the number of a process", text.display()))
 }
 
-fn finish(json: bool, target: Wanted, program: Vec<OsString>, announced: bool) -> Request {
+fn finish(json: bool, target: Wanted, library: Option<PathBuf>, program: Vec<OsString>, announced: bool) -> Request {
+    match library {
+        Some(file) if target == Wanted::Here && program.is_empty() && !announced => {
+            return Request::Library { json, file };
+        }
+        Some(_) => return Request::Wrong("a library is compared by itself".into()),
+        None => {}
+    }
     match (target, program.is_empty()) {
         (Wanted::Process(_), false) => Request::Wrong("a process and a program cannot both be shown".into()),
         (Wanted::Here, false) if program[0].is_empty() => Request::Wrong("the program is empty".into()),
@@ -114,6 +135,9 @@ mod tests {
         assert_eq!(of(&["--pid=7", "--json"]), show(true, Wanted::Process(7)));
         assert_eq!(of(&["python", "--json", "--pid"]), show(false, program(&["python", "--json", "--pid"])));
         assert_eq!(of(&["--json", "--", "--odd"]), show(true, program(&["--odd"])));
+        let library = |json, file: &str| Request::Library { json, file: file.into() };
+        assert_eq!(of(&["--library", "libnccl.so.2", "--json"]), library(true, "libnccl.so.2"));
+        assert_eq!(of(&["--library=a b"]), library(false, "a b"));
         assert_eq!((of(&["-h"]), of(&["--version", "x"])), (Request::Help, Request::Version));
     }
 
@@ -129,6 +153,9 @@ mod tests {
             &["--"],
             &[""],
             &["--pid", "99999999999"],
+            &["--library"],
+            &["--library", "a", "--pid", "7"],
+            &["--library", "a", "python"],
         ] {
             assert!(matches!(of(words), Request::Wrong(_)), "{words:?}");
         }

@@ -100,7 +100,7 @@ impl Asking {
     fn gap_ns(&self, counter: u64, now: u64) -> u64 {
         let (steps, gap) = (counter.wrapping_sub(self.looked), counter.wrapping_sub(self.last));
         let since = now.saturating_sub(self.looked_ns);
-        if steps == 0 || gap > steps {
+        if counter <= self.looked || gap > steps {
             return since;
         }
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64

@@ -8,15 +8,29 @@ use super::*;
 struct Family {
     prefix: &'static str,
     collectives: &'static str,
+    /// Another form of all_reduce, which NVIDIA's library does not have.
+    other_reduce: &'static str,
     sonames: [&'static str; 3],
 }
 
-const AMD: Family =
-    Family { prefix: "hip", collectives: "nccl", sonames: ["libamdhip64.so.6", "librccl.so.1", "libhipblas.so.2"] };
-const METAX: Family =
-    Family { prefix: "mc", collectives: "mccl", sonames: ["libmcruntime.so", "libmccl.so", "libmcblas.so"] };
-const MOORE_THREADS: Family =
-    Family { prefix: "musa", collectives: "mccl", sonames: ["libmusart.so", "libmccl.so", "libmublas.so"] };
+const AMD: Family = Family {
+    prefix: "hip",
+    collectives: "nccl",
+    other_reduce: "AllReduceWithBias",
+    sonames: ["libamdhip64.so.6", "librccl.so.1", "libhipblas.so.2"],
+};
+const METAX: Family = Family {
+    prefix: "mc",
+    collectives: "mccl",
+    other_reduce: "AllReduceExt",
+    sonames: ["libmcruntime.so", "libmccl.so", "libmcblas.so"],
+};
+const MOORE_THREADS: Family = Family {
+    prefix: "musa",
+    collectives: "mccl",
+    other_reduce: "AllReduceExt",
+    sonames: ["libmusart.so", "libmccl.so", "libmublas.so"],
+};
 
 impl Family {
     fn build(&self, dir: &Path) {
@@ -32,7 +46,7 @@ impl Family {
     /// Launches in this family's ways, and prints how many of them arrived.
     fn program(&self) -> String {
         let [runtime, collectives, blas] = self.sonames;
-        let (prefix, nccl) = (self.prefix, self.collectives);
+        let (prefix, nccl, other) = (self.prefix, self.collectives, self.other_reduce);
         format!(
             "import ctypes, os, time\n\
              from ctypes import c_void_p as P, byref, c_int, c_uint, c_size_t\n\
@@ -50,6 +64,12 @@ impl Family {
              assert nccl.{nccl}CommSplit(comm, 0, 0, byref(child), None) == 0\n\
              nccl.{nccl}AllReduce.argtypes = (P, P, c_size_t, c_int, c_int, P, P)\n\
              for _ in range(3): assert nccl.{nccl}AllReduce(None, None, 64, 9, 0, comm, 0x50) == 0\n\
+             bias = nccl.{nccl}{other}; bias.argtypes = (P, P, c_size_t, c_int, c_int, P, P, P)\n\
+             assert bias(None, None, 64, 9, 0, comm, 0x50, None) == 0\n\
+             nccl.{nccl}AllToAll.argtypes = (P, P, c_size_t, c_int, P, P)\n\
+             assert nccl.{nccl}AllToAll(None, None, 32, 7, comm, 0x50) == 0\n\
+             nccl.{nccl}AllToAllv.argtypes = (*[P] * 6, c_int, P, P)\n\
+             assert nccl.{nccl}AllToAllv(*[None] * 6, 7, comm, 0x50) == 0\n\
              assert blas.{prefix}blasSgemm(P(0x60), 0, 1, 4, 5, 6, *[P()] * 2, 4, None, 5, None, None, 4) == 0\n\
              print('called', runtime.launched(), nccl.reductions(), flush=True)\n\
              while not os.path.exists('stop'): time.sleep(0.01)\n"
@@ -86,13 +106,21 @@ fn no_collective_pends(record: &FlightRecord) -> bool {
 /// What is the same for every family that is timed.
 fn is_complete(family: &Family) {
     let record = record(family, &[], no_collective_pends);
-    assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (3, 1, 3));
+    assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (3, 1, 6));
     let [world, child] = &record.communicators[..] else { panic!("{:#?}", record.communicators) };
-    assert_eq!((world.size, world.rank, world.launched, world.completed), (2, 1, 3, 3));
+    assert_eq!((world.size, world.rank, world.launched, world.completed), (2, 1, 6, 6));
     assert_eq!((child.parent, child.size, child.rank), (world.id, 1, 0), "its size was asked for");
     let of = |op: Op| record.operations.iter().filter(move |operation| operation.op() == op).collect::<Vec<_>>();
     let reduces = of(Op::AllReduce);
-    assert_eq!(reduces.iter().map(|operation| operation.seq).collect::<Vec<_>>(), [1, 2, 3]);
+    assert_eq!(reduces.iter().map(|operation| operation.seq).collect::<Vec<_>>(), [1, 2, 3, 4]);
+    let exchanges: Vec<_> =
+        of(Op::AllToAll).iter().map(|operation| (operation.seq, operation.count, operation.dtype())).collect();
+    assert_eq!(
+        exchanges,
+        [(5, 32, DataType::Float32), (6, 0, DataType::Float32)],
+        "what goes to whom is not said in the second"
+    );
+    assert_eq!(calls(&record, &format!("{}{}", family.collectives, family.other_reduce)), 1);
     assert!(reduces.iter().all(|operation| operation.device_ns == 1_500_000 && operation.completed_ns > 0));
     let init = of(Op::CommInit);
     assert_eq!(init[0].function, format!("{}CommInitRank", family.collectives));
@@ -119,11 +147,11 @@ fn a_collective_of_another_family_that_does_not_complete_is_pending() {
     for family in [&AMD, &METAX] {
         let never = (0x50).to_string();
         let pending = |record: &FlightRecord| {
-            record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending).count() == 3
+            record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending).count() == 6
         };
         let record = record(family, &[("FAMILY_NEVER", &never)], pending);
         let comm = &record.communicators[0];
-        assert_eq!((comm.launched, comm.started, comm.completed), (3, 0, 0));
+        assert_eq!((comm.launched, comm.started, comm.completed), (6, 0, 0));
     }
 }
 
@@ -133,9 +161,9 @@ fn the_same_name_is_another_family_with_another_runtime() {
     // collectives count, and none is ever pending.
     let never = (0x50).to_string();
     let record = record(&MOORE_THREADS, &[("FAMILY_NEVER", &never)], no_collective_pends);
-    assert_eq!((record.collectives_launched, record.kernels_launched), (3, 0));
+    assert_eq!((record.collectives_launched, record.kernels_launched), (6, 0));
     let reduces: Vec<_> = record.operations.iter().filter(|operation| operation.op() == Op::AllReduce).collect();
-    assert_eq!(reduces.len(), 3);
+    assert_eq!(reduces.len(), 4);
     assert!(reduces.iter().all(|operation| operation.completed_ns == 0 && operation.started_ns == 0), "{reduces:?}");
 }
 

@@ -48,6 +48,11 @@ int C(AllReduce)(const void *send, void *receive, size_t count, int type, int op
 int PASTE(p, C(AllReduce))(const void *send, void *receive, size_t count, int type, int op, P comm, P stream) {
     return reduced++, 0;
 }
+int C(AllReduceWithBias)(const void *send, void *receive, size_t count, int type, int op, P comm, P stream, const void *bias) { return 0; }
+int C(AllReduceExt)(const void *send, void *receive, size_t count, int type, int op, P comm, P stream) { return 0; }
+int C(AllToAll)(const void *send, void *receive, size_t count, int type, P comm, P stream) { return 0; }
+int C(AllToAllv)(const void *send, const size_t *counts, const size_t *places, void *receive, const size_t *receives,
+                 const size_t *to, int type, P comm, P stream) { return 0; }
 int reductions(void) { return reduced; }
 #elif defined BLAS
 int F(blasGetStream)(P handle, P *stream) { return *stream = handle, 0; }

