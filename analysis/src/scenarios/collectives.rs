@@ -267,3 +267,66 @@ fn one_rank_has_the_unique_id_of_another_attempt() {
     expect(&verdict, Cause::CommInit, &[1], Confidence::Medium);
     assert!(verdict.sentence.contains("rank 1 in the creation of communicator 0x18fd"), "{}", verdict.sentence);
 }
+
+#[test]
+fn a_communicator_that_one_rank_creates_with_another_size() {
+    let mut job = Job::new(4);
+    for rank in 0..4 {
+        job.creates(0x99, if rank == 1 { 5 } else { 4 }, rank, rank as i32);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[1], Confidence::High);
+    assert!(verdict.sentence.contains("one of 5 ranks, ranks 0, 2-3 as one of 4"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_rank_that_does_not_split_holds_up_all_children() {
+    let mut job = Job::with_world(4, 3);
+    for rank in [0, 2, 3] {
+        let child = 0x90 + u64::from(rank % 2);
+        job.creates(child, 0, rank, -1);
+        let flight = job.flight(rank);
+        flight.communicators.last_mut().expect("it was pushed").parent = 0x77;
+        let operation = flight.operations.last_mut().expect("it was pushed");
+        operation.function = "ncclCommSplit".into();
+        operation.op = Op::CommSplit.into();
+    }
+    job.stands(1, Stack::sleep());
+    expect(&job.judge(), Cause::CommInit, &[1], Confidence::High);
+}
+
+#[test]
+fn some_create_a_communicator_and_the_others_wait_for_them_in_a_collective() {
+    let judge = |creating: &[u32]| {
+        let mut job = Job::with_world(4, 3);
+        for rank in 0..4 {
+            if creating.contains(&rank) {
+                job.creates(0x99, 4, rank, rank as i32);
+            } else {
+                job.enter(0x77, rank, Op::AllReduce);
+            }
+        }
+        job.judge()
+    };
+    expect(&judge(&[0, 2, 3]), Cause::CommInit, &[1], Confidence::Medium);
+    expect(&judge(&[2]), Cause::CommInit, &[2], Confidence::Medium);
+}
+
+#[test]
+fn a_reduction_that_computes_something_else() {
+    let job = all_enter(4, 3, Op::AllReduce, |operation| operation.reduce_op = 2);
+    let verdict = job.judge();
+    expect(&verdict, Cause::OpMismatch, &[3], Confidence::High);
+    assert!(verdict.sentence.contains("rank 3 runs all_reduce (max)"), "{}", verdict.sentence);
+}
+
+#[test]
+fn who_is_in_the_end_of_its_library_where_the_others_reduce_gave_up() {
+    let end = |operation: &mut Operation| {
+        operation.op = Op::Barrier.into();
+        operation.function = "MPI_Finalize".into();
+    };
+    let verdict = all_enter(4, 2, Op::AllReduce, end).judge();
+    expect(&verdict, Cause::Teardown, &[2], Confidence::High);
+    assert!(verdict.sentence.starts_with("Rank 2 is shutting down while others go on"), "{}", verdict.sentence);
+}

@@ -5,7 +5,10 @@ use crate::{
     Cause, Confidence, Verdict,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
-use xpu_timer_proto::v1::{Op, Presence, TriggerKind};
+use xpu_timer_proto::{
+    server::{Awaited, AwaitedKind, Holder},
+    v1::{Op, Presence, TriggerKind},
+};
 
 /// Four ranks of which all but one wait in all_reduce 31.
 fn behind(culprit: u32, stack: Stack) -> Job {
@@ -519,4 +522,58 @@ fn a_stop_of_the_capture_is_no_debugger() {
     assert_eq!(traced("t (tracing stop)", 0), Cause::ProcessStopped);
     assert_eq!(traced("S (sleeping)", 0), Cause::MissingRank);
     assert_eq!(traced("t (tracing stop)", 1), Cause::MissingRank);
+}
+
+/// A job in which rank 1 is in this call, which waits for something.
+fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, &str, bool)]) -> Verdict {
+    let mut job = Job::with_world(4, 9);
+    for rank in [0, 2, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    for rank in 0..4 {
+        job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
+    }
+    job.stands(1, Stack::new(&[("save", "/job/train.py:7")], &[native]));
+    let holder = |(pid, name, child): &(i32, &str, bool)| Holder { pid: *pid, name: (*name).into(), child: *child };
+    let holders = holders.iter().map(holder).collect();
+    let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
+    thread.awaited = Some(Awaited { kind: kind.into(), name: name.into(), holders });
+    job.judge()
+}
+
+#[test]
+fn what_a_system_call_waits_for_is_told() {
+    let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(1003, "python3", false)]);
+    expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
+    let told = "waits for the lock on cache.lock, held by rank 3 (process 1003), in flock";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let verdict = awaits("read", AwaitedKind::File, "/data/shard", &[]);
+    expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
+    assert!(verdict.sentence.contains("is stuck in read of shard"), "{}", verdict.sentence);
+    let verdict = awaits("recv", AwaitedKind::Socket, "10.0.0.5:29500", &[]);
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
+    assert!(verdict.sentence.contains("and waits for 10.0.0.5:29500"), "{}", verdict.sentence);
+}
+
+#[test]
+fn who_reads_the_output_of_a_child_is_not_stuck_in_storage() {
+    let verdict = awaits("read", AwaitedKind::Pipe, "", &[(4242, "sh", true)]);
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
+    let told = "a pipe whose other end its child process 4242 (sh) has open";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let verdict = awaits("read", AwaitedKind::Pipe, "", &[(1001, "python3", false)]);
+    expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
+    assert!(verdict.sentence.contains("it alone has open"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_process_that_has_said_goodbye_and_still_ends_is_in_its_teardown() {
+    let mut job = Job::with_world(3, 9);
+    for rank in [0, 1] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(2, Stack::new(&[], &["pause", "__run_exit_handlers"]));
+    job.rank(2).presence = Presence::Left.into();
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::Teardown, &[2][..]), "{}", verdict.to_text());
 }

@@ -3,6 +3,7 @@
 mod collectives;
 mod devices;
 mod graphs;
+mod groups;
 mod hosts;
 mod laws;
 mod transfers;

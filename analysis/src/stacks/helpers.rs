@@ -7,7 +7,7 @@ use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyFrame, PySpyS
 use super::{
     Sample,
     classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
-    location::{is_library, own_frame, own_native_place},
+    location::{is_library, own_frame, own_native_place, telling_frame},
     main_threads, named, of_process, samples, short, words,
 };
 use crate::verdict::Activity;
@@ -131,7 +131,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         // Threads of libraries (watchers, network threads) read sockets and pipes by nature, so it has to be the program's own.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
         let place = match frames {
-            Some(frames) => own_frame(frames).map(shown),
+            Some(frames) => telling_frame(frames).map(shown),
             None if last.python.is_empty() => Some(own_native_place(&thread.frames, program?)?),
             None => return None,
         };

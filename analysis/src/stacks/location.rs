@@ -13,6 +13,14 @@ pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, words::STARTERS)))
 }
 
+/// As [`own_frame`], for a thread that a library may have started: where nothing is the user's, the innermost frame of a package says
+/// more than what the standard library starts threads with.
+pub(super) fn telling_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+    let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, words::PACKAGE_PATHS);
+    let own = frames.iter().any(|frame| !is_library(&frame.file_name));
+    frames.iter().find(of_package).filter(|_| !own).or_else(|| own_frame(frames))
+}
+
 pub(super) fn is_library(path: &str) -> bool {
     path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
 }
@@ -107,13 +115,24 @@ mod tests {
     const PYTHON: &str = "/usr/lib/libpython3.11.so";
     const CUDA: &str = "/usr/lib/libcuda.so.1";
 
+    fn frame(function: &str, file: &str) -> PySpyFrame {
+        PySpyFrame { func_name: function.into(), file_name: file.into(), ..Default::default() }
+    }
+
+    #[test]
+    fn a_thread_of_a_pool_is_told_by_the_package_that_uses_it() {
+        let pool = frame("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py:83");
+        let package =
+            frame("_write_files", "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/filesystem.py:9");
+        let told = |frames: &[PySpyFrame]| telling_frame(frames).map(|frame| frame.func_name.clone());
+        assert_eq!(told(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
+        let own = frame("save", "/job/train.py:3");
+        assert_eq!(told(&[package, own, pool.clone()]).as_deref(), Some("save"));
+        assert_eq!(told(&[pool]).as_deref(), Some("_worker"));
+    }
+
     #[test]
     fn who_called_a_wrapper_of_the_device() {
-        let frame = |function: &str, file: &str| PySpyFrame {
-            func_name: function.into(),
-            file_name: file.into(),
-            ..Default::default()
-        };
         let frames = vec![
             frame("sync", "/job/cuda.py:143"),
             frame("Stream.wait", "/job/cuda.py:90"),

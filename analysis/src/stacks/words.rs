@@ -251,6 +251,8 @@ pub(super) const LIBRARY_PATHS: &[&str] = &[
     "<frozen",
     "<string>",
 ];
+/// Parts of the paths of packages, which are libraries and not the standard one.
+pub(super) const PACKAGE_PATHS: &[&str] = &["site-packages/", "dist-packages/"];
 /// Files of the standard library that stand around a script: what starts it, or starts its thread.
 pub(super) const STARTERS: &[&str] =
     &["runpy.py", "threading.py", "importlib", "<frozen", "<string>", "multiprocessing/"];

@@ -1,0 +1,114 @@
+//! Sends and receives that are launched as one group, as in a ring or in an all-to-all, and devices that are behind in one stream.
+
+use super::expect;
+use crate::{
+    Cause, Confidence,
+    testing::{Job, Stack},
+};
+use xpu_timer_proto::v1::{Op, Operation, Presence};
+
+const RING: u64 = 0x77;
+
+fn together(world: u32) -> Job {
+    let mut job = Job::new(world);
+    job.comm(RING, &(0..world).collect::<Vec<_>>());
+    job
+}
+
+/// One group of transfers that has begun.
+fn group(job: &mut Job, rank: u32, number: u64, transfers: &[(Op, i32)]) {
+    for (op, peer) in transfers {
+        job.transfer(RING, rank, *op, *peer);
+        job.flight(rank).operations.last_mut().expect("it was pushed").group = number;
+    }
+}
+
+/// What a rank of a ring sends to the next one and receives from the one before, in one group.
+fn hop(rank: i32, world: i32) -> [(Op, i32); 2] {
+    [(Op::Send, (rank + 1) % world), (Op::Recv, (rank + world - 1) % world)]
+}
+
+#[test]
+fn a_ring_in_which_one_rank_sends_to_the_wrong_one() {
+    let mut job = together(4);
+    for rank in [0, 1, 3] {
+        group(&mut job, rank, 9, &hop(rank as i32, 4));
+    }
+    group(&mut job, 2, 9, &[(Op::Send, 0), (Op::Recv, 1)]);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("rank 3 in a recv from rank 2"), "{}", verdict.sentence);
+}
+
+#[test]
+fn a_ring_that_is_complete_and_does_not_move() {
+    let mut job = together(4);
+    for rank in 0..4 {
+        group(&mut job, rank, 9, &hop(rank as i32, 4));
+    }
+    expect(&job.judge(), Cause::NetworkStall, &[], Confidence::Medium);
+}
+
+#[test]
+fn an_exchange_of_all_with_all_that_lacks_one_receive() {
+    let mut job = together(4);
+    for rank in 0..4 {
+        let all = (0..4).flat_map(|peer| [(Op::Send, peer), (Op::Recv, peer)]);
+        let made: Vec<(Op, i32)> = all.filter(|transfer| (rank, *transfer) != (2, (Op::Recv, 3))).collect();
+        group(&mut job, rank, 5, &made);
+    }
+    expect(&job.judge(), Cause::P2pUnmatched, &[2], Confidence::Medium);
+}
+
+#[test]
+fn of_two_that_have_left_the_one_that_made_fewer_transfers() {
+    let mut job = together(4);
+    group(&mut job, 0, 9, &hop(0, 4));
+    for (rank, transfers) in [(0, 8), (1, 8), (2, 8), (3, 6)] {
+        job.flight(rank).communicators[0].point_to_point = transfers;
+        if rank > 0 {
+            job.rank(rank).presence = Presence::Left.into();
+            job.rank(rank).exit = "exit code 0".into();
+        }
+    }
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::ProcessDead, &[3][..]), "{}", verdict.to_text());
+}
+
+#[test]
+fn a_circle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
+    // Rank 0 has launched its send behind a kernel that does not end, and has begun to receive on another stream.
+    let judge = |worked: bool| {
+        let mut job = together(2);
+        if worked {
+            for (rank, op, peer) in [(0, Op::Send, 1), (0, Op::Recv, 1), (1, Op::Recv, 0)] {
+                let operation = Operation { peer, started_ns: 1, ..Job::operation(RING, 1, op) };
+                job.push(rank, Operation { status: xpu_timer_proto::v1::OpStatus::Completed.into(), ..operation });
+            }
+        }
+        job.push(0, Operation { peer: 1, stream: 0x20, ..Job::operation(RING, 1, Op::Send) });
+        job.transfer(RING, 0, Op::Recv, 1);
+        job.transfer(RING, 1, Op::Recv, 0);
+        job.judge()
+    };
+    expect(&judge(true), Cause::KernelHang, &[0], Confidence::Medium);
+    assert_eq!(judge(false).cause, Cause::P2pCycle);
+}
+
+#[test]
+fn few_in_a_collective_while_most_stand_together_elsewhere() {
+    let judge = |outside: &[u32], elsewhere: &[u32]| {
+        let mut job = Job::with_world(5, 6);
+        for rank in 0..5 {
+            match (outside.contains(&rank), elsewhere.contains(&rank)) {
+                (true, _) => job.stands(rank, Stack::sleep()),
+                (_, true) => job.stands(rank, Stack::new(&[("f", "/job/other.py:1")], &["clock_nanosleep"])),
+                _ => job.enter(0x77, rank, Op::AllReduce),
+            }
+        }
+        job.judge()
+    };
+    expect(&judge(&[0, 1, 2, 4], &[]), Cause::MissingRank, &[3], Confidence::Low);
+    expect(&judge(&[0, 1], &[]), Cause::MissingRank, &[0, 1], Confidence::High);
+    expect(&judge(&[0, 1], &[2]), Cause::MissingRank, &[0, 1, 2], Confidence::High);
+}
