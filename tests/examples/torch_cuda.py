@@ -6,11 +6,14 @@ What NCCL moves is right and is checked; the kernels of a simulated device compu
 all_gather_object, which takes a maximum on the device, cannot be used. Faults, on --fault-rank, in the middle of the steps:
 `ddp`, `fsdp2`: it does not come to a step; `tensor_parallel`: it stays away from its tensor-parallel group, on which the others
 wait in a chain; `pipeline`: it does not hand on what the next stage receives; `skip`: it leaves out one all_reduce and goes on;
-`shapes`: it leaves out one bucket of another size; `exception`: it raises; `once`: as `ddp`, but only before the first restart.
+`shapes`: it leaves out one bucket of another size; `exception`: it raises; `once`: as `ddp`, but only before the first restart;
+`sharded`: it does not come to a step of FSDP over tensor parallelism; `objects`: it stays away from an all_gather_object on gloo;
+`checkpoint`: its part of a checkpoint cannot be written.
 """
 
 import argparse
 import datetime
+import gc
 import os
 import sys
 import time
@@ -23,8 +26,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 RANK = int(os.environ["RANK"])
 SIZE = int(os.environ["WORLD_SIZE"])
-PARTS = ["ddp", "autocast", "fsdp1", "fsdp2", "graph", "collectives", "point_to_point", "groups", "compiled"]
-FAULTS = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "skip", "shapes", "exception", "once"]
+PARTS = ["ddp", "autocast", "fsdp1", "fsdp2", "graph", "collectives", "point_to_point", "groups", "compiled", "measured"]
+PARTS += ["sharded", "objects", "checkpoint"]
+FAULTS = ["ddp", "fsdp2", "tensor_parallel", "pipeline", "skip", "shapes", "exception", "once", "sharded", "objects", "checkpoint"]
 
 
 def say(line):
@@ -179,6 +183,89 @@ def compiled(options):
     torch.cuda.synchronize()
 
 
+def sharded(options):
+    """Tensor parallelism within rows of ranks, and FSDP over the columns."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    grid = init_device_mesh("cuda", (SIZE // 2, 2), mesh_dim_names=("dp", "tp"))
+    network = model()
+    parallelize_module(network, grid["tp"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(network, mesh=grid["dp"])
+    train(network, options, "sharded")
+
+
+def objects(options):
+    """Python objects between the steps, through a group of gloo beside that of NCCL."""
+    group = dist.new_group(backend="gloo")
+    for step in range(options.steps):
+        if step == options.steps // 2 and "objects" in options.faults:
+            wait_for_shard()
+        losses = [None] * SIZE
+        dist.all_gather_object(losses, {"rank": RANK, "loss": "x" * RANK}, group=group)
+        if losses != [{"rank": rank, "loss": "x" * rank} for rank in range(SIZE)]:
+            raise ArithmeticError(f"the losses are {losses}")
+        told = [{"step": step}] if RANK == 0 else [None]
+        dist.broadcast_object_list(told, src=0, group=group)
+        if told != [{"step": step}]:
+            raise ArithmeticError(f"what rank 0 told is {told}")
+        dist.monitored_barrier(group)
+        dist.all_reduce(values := full(4, 1))
+        check("all_reduce", values, [float(SIZE)] * 4)
+
+
+def checkpoint(options):
+    """Checkpoints that are written beside the training, each rank its part; with the fault one rank's is a pipe that nobody reads."""
+    from torch.distributed import checkpoint
+    from torch.distributed.fsdp import fully_shard
+
+    network = model()
+    fully_shard(network)
+    group = dist.new_group(backend="gloo")
+    folder = os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "checkpoint")
+    if "checkpoint" in options.faults:
+        os.makedirs(folder, exist_ok=True)
+        os.mkfifo(os.path.join(folder, f"__{RANK}_0.distcp"))
+    dist.barrier()
+    saving = checkpoint.async_save({"model": network.state_dict()}, checkpoint_id=folder, process_group=group)
+    train(network, options, "beside a checkpoint")
+    saving.result()
+
+
+def measured(options):
+    """Batches of a data loader through DDP in half precision, and collectives whose sizes are known, in a type that nothing else
+    has. In the last batch the rank says what it has counted itself, and rests for ever."""
+    from torch.utils.data import DataLoader, TensorDataset
+
+    network = DistributedDataParallel(model())
+    right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+
+    def own(count):
+        return torch.ones(count, dtype=torch.float64).cuda()
+
+    loader = DataLoader(TensorDataset(torch.ones(32 * options.steps, 64)), batch_size=32, num_workers=1)
+    for step, (batch,) in enumerate(loader):
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            loss = network(batch.cuda()).sum()
+        loss.backward()
+        dist.all_reduce(own(32768))
+        dist.broadcast(own(32768), src=1)
+        dist.reduce(own(32768), dst=2)
+        dist.all_gather_into_tensor(own(8192 * SIZE), own(8192))
+        dist.reduce_scatter_tensor(own(8192), own(8192 * SIZE))
+        dist.all_to_all_single(own(8192 * SIZE), own(8192 * SIZE))
+        both = [dist.P2POp(dist.isend, own(32768), right), dist.P2POp(dist.irecv, own(32768), left)]
+        for work in dist.batch_isend_irecv(both):
+            work.wait()
+        torch.cuda.synchronize()
+        if step == options.steps - 1:
+            gc.collect()
+            gc.disable()
+            collected = sum(generation["collections"] for generation in gc.get_stats())
+            say(f"rank {RANK} counted {collected} {step + 1}")
+            wait_for_shard()
+
+
 def lose(options):
     """The faults that are no step of a training loop."""
     fault, mine = options.fault, RANK == options.fault_rank
@@ -233,7 +320,7 @@ def main():
     options = parser.parse_args()
     if options.fault == "once" and os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0":
         options.fault = None
-    in_training = {"ddp": "ddp", "exception": "ddp", "once": "ddp", "fsdp2": "fsdp2"}.get(options.fault)
+    in_training = {"ddp": "ddp", "exception": "ddp", "once": "ddp"}.get(options.fault, options.fault)
     options.faults = [in_training] if RANK == options.fault_rank else []
     join(options)
     for part in options.parts:

@@ -3,8 +3,12 @@
 
 use std::{fs, process::Command};
 
+use nix::sys::signal::Signal;
 use serde_json::json;
+use xpu_timer_proto::v1::hook_message::Message;
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
+
+use crate::collector::fake::{FakeHook, collector};
 
 const RANKS: &str = "4";
 
@@ -99,4 +103,30 @@ fn ranks_that_end_at_once_after_their_work_are_no_incident() {
         ranks.iter().all(|rank| rank["presence"] != "present")
     });
     assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+}
+
+#[test]
+fn a_rank_that_is_gone_before_its_hello_is_read_belongs_to_its_job() {
+    let job = job().with("MASTER_ADDR", "10.0.0.9").with("MASTER_PORT", "29500");
+    let collector = collector(&job, &[]);
+    let mut rank = FakeHook::start(&job, "short", 1, 2);
+    rank.connect(&job);
+    collector.signal(Signal::SIGSTOP);
+    wait_until(PATIENCE, "the collector stands still", || {
+        let stat = fs::read_to_string(format!("/proc/{}/stat", collector.pid())).unwrap_or_default();
+        stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T'))
+    });
+    rank.send(Message::Hello(rank.hello.clone()));
+    // It is killed and waited for: nothing of it is in /proc any more.
+    drop(rank);
+    collector.signal(Signal::SIGCONT);
+    let mut found = None;
+    wait_until(PATIENCE, "the collector knows of its end", || {
+        found = job.status().ok().and_then(|status| status["ranks"].as_array()?.first().cloned());
+        found.as_ref().is_some_and(|rank| rank["presence"] == "dead")
+    });
+    let rank = found.expect("the loop ends with it");
+    assert_eq!((&rank["job"], &rank["rank"]), (&json!("short (10.0.0.9:29500)"), &json!(1)), "{rank}");
+    // Linux before 6.15 forgets how a process ended when it is waited for.
+    assert!(rank["exit"].is_null() || rank["exit"] == "killed by SIGKILL", "{rank}");
 }

@@ -12,23 +12,23 @@ use tools::{Prometheus, dlrover_python, promtool};
 
 /// One line of a page without its name: labels and value.
 #[derive(Debug, Clone)]
-struct Sample {
-    labels: BTreeMap<String, String>,
-    value: f64,
+pub struct Sample {
+    pub labels: BTreeMap<String, String>,
+    pub value: f64,
 }
 
 impl Sample {
-    fn label(&self, name: &str) -> &str {
+    pub fn label(&self, name: &str) -> &str {
         self.labels.get(name).map_or("", String::as_str)
     }
 }
 
-fn page(job: &Job) -> String {
+pub fn page(job: &Job) -> String {
     http("GET", job.port + 1, "/metrics").expect("the metrics endpoint answers").1
 }
 
 /// The samples of a page whose name is `name`. No label value of these jobs has a quote or a comma in it.
-fn samples(page: &str, name: &str) -> Vec<Sample> {
+pub fn samples(page: &str, name: &str) -> Vec<Sample> {
     let of_name = page.lines().filter(|line| line.strip_prefix(name).is_some_and(|rest| rest.starts_with(['{', ' '])));
     of_name
         .map(|line| {
@@ -283,6 +283,12 @@ fn dlrovers_judge_tells_the_hung_job_from_the_healthy_one() {
     ranks.wait_for("step 20 ", PATIENCE);
     assert_eq!(judge("healthy"), "healthy");
     let _ = job.wait_incident(1, Duration::from_secs(90));
+    let text = page(&job);
+    for part in ["HANG", "START_DUMP", "END_DUMP"] {
+        let values: Vec<f64> =
+            samples(&text, &format!("XPU_TIMER_COMMON_{part}")).iter().map(|sample| sample.value).collect();
+        assert_eq!(values, [1.0, 1.0], "{part}: {text}");
+    }
     assert_eq!(judge("hung"), "hung");
     drop(ranks);
     collector.signal(nix::sys::signal::Signal::SIGTERM);

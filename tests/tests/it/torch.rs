@@ -3,6 +3,7 @@
 
 mod counts;
 mod hangs;
+mod metrics;
 
 use std::{
     fs,

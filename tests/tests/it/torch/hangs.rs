@@ -51,6 +51,19 @@ fn a_rank_stays_away_from_its_tensor_parallel_group() {
 }
 
 #[test]
+fn a_rank_does_not_come_to_a_step_of_fsdp_over_tensor_parallelism() {
+    // Rank 3 waits for it in their row, ranks 0 and 1 in the columns and in their own row.
+    let parts = ["Rank 2 has not entered all_", "in wait_for_shard", "(2 ranks)"];
+    expect(&["sharded", "--parts", "sharded"], "missing_rank", &parts);
+}
+
+#[test]
+fn a_rank_stays_away_from_python_objects_on_gloo_beside_nccl() {
+    let parts = ["Rank 2 has not entered all_gather", "in wait_for_shard", "ranks 0-1, 3 wait for it"];
+    expect(&["objects", "--parts", "objects"], "missing_rank", &parts);
+}
+
+#[test]
 fn a_stage_of_a_pipeline_stops() {
     expect(&["pipeline"], "p2p_unmatched", &["Rank 2 does not receive from rank 1", "in wait_for_shard"]);
 }
