@@ -5,7 +5,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use xpu_timer_tests::{INSTALLED, Job, PATIENCE, Process, artifacts, compile_c, old_enough};
+use xpu_timer_proto::env::VARIABLES;
+use xpu_timer_tests::{INSTALLED, Job, PATIENCE, Process, artifacts, compile_c, old_enough, tree};
 
 #[test]
 fn what_is_installed_asks_for_no_newer_glibc_than_old_containers_have() {
@@ -34,6 +35,30 @@ fn a_hook_that_cannot_be_loaded_costs_one_line_and_not_the_job() {
         assert!(line.starts_with("xpu_timer_launch: running without the hook: ") && line.contains(reason), "{line}");
         assert!(line.contains(&*hook.to_string_lossy()), "{line}");
     }
+}
+
+#[test]
+fn every_variable_that_the_texts_name_is_one() {
+    let mut texts: Vec<PathBuf> =
+        ["README.md", "CONTRIBUTING.md", "ARCHITECTURE.md"].map(|name| tree().join(name)).into();
+    for folder in ["docs", "deploy"] {
+        texts.extend(fs::read_dir(tree().join(folder)).unwrap().map(|entry| entry.unwrap().path()));
+    }
+    let known = |word: &str| {
+        // The original tool's metrics are written like variables.
+        VARIABLES.iter().any(|variable| variable.name == word) || word.starts_with("XPU_TIMER_COMMON_")
+    };
+    let mut named = 0;
+    for path in texts {
+        let text = fs::read(&path).unwrap();
+        let text = String::from_utf8_lossy(&text);
+        let words = text.split(|c: char| !c.is_ascii_alphanumeric() && c != '_');
+        let words: Vec<_> = words.filter(|word| word.starts_with("XPU_TIMER_")).collect();
+        let unknown: Vec<_> = words.iter().filter(|word| !known(word)).collect();
+        assert!(unknown.is_empty(), "{}: {unknown:?}", path.display());
+        named += words.len();
+    }
+    assert!(named > 20, "only {named} variables are named");
 }
 
 /// A library that asks for a version of glibc that there is not, as one does that was built on a newer system.
