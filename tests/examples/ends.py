@@ -10,11 +10,13 @@ handler, `killed` and `abort` by a signal, `stay` not at all. Without --how all 
 """
 
 import argparse
+import json
 import multiprocessing
 import os
 import signal
 import sys
 import time
+import urllib.request
 
 
 def wait_for_shard():
@@ -22,7 +24,22 @@ def wait_for_shard():
         time.sleep(0.5)
 
 
+def known():
+    """Waits until the collector knows this process. One that ends in the first milliseconds after its first device call may go
+    before the hook's thread has had its turn to say hello, above all on a busy machine."""
+    status = f"http://127.0.0.1:{os.environ['XPU_TIMER_BASEPORT']}/status"
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        with urllib.request.build_opener(urllib.request.ProxyHandler({})).open(status, timeout=10) as answer:
+            if any(rank["pid"] == os.getpid() for rank in json.load(answer)["ranks"]):
+                return
+        time.sleep(0.02)
+    raise TimeoutError("the collector does not know this rank")
+
+
 def go(options):
+    if options.rank is not None:
+        known()
     if options.how == "exit":
         sys.exit(options.code)
     if options.how == "_exit":
