@@ -8,7 +8,10 @@ use std::{
 };
 
 use serde_json::{Value, json};
-use xpu_timer_proto::v1::Presence;
+use xpu_timer_proto::{
+    Message,
+    v1::{Evidence, Presence},
+};
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, wait_until};
 
 use super::{Cluster, Node, evidence};
@@ -75,10 +78,12 @@ fn two_jobs_over_the_same_nodes_hang_at_once() {
     cluster.wait_ranks("two", 2);
     nodes[0].hooks[0].hang(3);
     nodes[1].hooks[1].hang(3);
-    let _ = cluster.wait_incident(2);
+    // Either may be finished first, so that `latest` says nothing of the other one.
+    let reported = || cluster.job.incidents().iter().filter(|one| one.path.join("report.html").exists()).count() == 2;
+    wait_until(PATIENCE, "both incidents have their report", reported);
     let mut jobs: Vec<(String, usize)> = cluster
         .job
-        .finished_incidents()
+        .incidents()
         .iter()
         .map(|incident| (incident.verdict["job"].as_str().expect("a job").to_string(), evidence(incident).ranks.len()))
         .collect();
@@ -172,6 +177,36 @@ fn all_nodes_and_the_cluster_may_share_one_folder() {
     assert_eq!(listed, names[1..]);
     for name in NAMES {
         assert!(shared.path().join(format!("incident-{}-{name}/node_dump.bin", names[2])).exists(), "{name}");
+    }
+}
+
+#[test]
+fn two_nodes_of_one_name_may_share_one_folder() {
+    let shared = tempfile::tempdir().unwrap();
+    let path = shared.path().to_str().expect("UTF-8").to_string();
+    let mut cluster = Cluster::with(Job::new().with("XPU_TIMER_TIMELINE_PATH", &path), "http", "127.0.0.1");
+    cluster.start();
+    let mut nodes: Vec<Node> = (0..2)
+        .map(|index| {
+            let mut node = Node::new(&cluster, "pod-0");
+            let mut hook = FakeHook::start(&node.job, "twins", index, 2);
+            hook.hello.timeline_path.clone_from(&path);
+            hook.join(&node.job);
+            node.hooks.push(hook);
+            node
+        })
+        .collect();
+    cluster.wait_ranks("twins", 2);
+    nodes[1].hooks[0].hang(1);
+    cluster.wait_state("dumped");
+    wait_until(PATIENCE, "the report is there", || shared.path().join("latest/report.html").exists());
+    let evidence = fs::read(shared.path().join("latest/evidence.bin")).unwrap();
+    let evidence: Evidence = Message::decode(&evidence[..]).unwrap();
+    let known: Vec<(u32, bool)> = evidence.ranks.iter().map(|rank| (rank.rank, rank.flight.is_some())).collect();
+    assert_eq!(known, [(0, true), (1, true)], "{}", cluster.log());
+    let id = list(&cluster)[0]["incident"].as_str().expect("an id").to_string();
+    for name in ["pod-0", "pod-0-2"] {
+        assert!(shared.path().join(format!("incident-{id}-{name}/node_dump.bin")).exists(), "{name}");
     }
 }
 
