@@ -11,7 +11,7 @@ mod tracker;
 use std::{sync::atomic::Ordering, time::Duration};
 
 use xpu_timer_proto::{
-    ring::{comm, header, op},
+    ring::{comm, header},
     v1::{HangSignal, hook_message::Message},
 };
 
@@ -34,15 +34,11 @@ const NAME: &str = "xpu_timer_watch";
 /// Enough for the messages and the log; the host's limits count it.
 const STACK_BYTES: usize = 256 * 1024;
 
-/// Pauses after a turn in which much came or went, after one in which something did, and the longest with and without anything
-/// pending. How long an operation took is the device's word and how old it is the launching thread's, so a turn is in no hurry;
-/// but it comes before the ring and the spare events run out.
+/// Pause after a turn in which something came or went, and the longest pauses with and without anything pending. The first is short
+/// because a rank that ends leaves the rest of its operations as they were last seen.
 const SHORTEST: Duration = Duration::from_millis(5);
-const STEADY: Duration = Duration::from_millis(40);
 const LONGEST_PENDING: Duration = Duration::from_millis(100);
 const LONGEST_IDLE: Duration = Duration::from_millis(250);
-/// So many operations are much.
-const MUCH: usize = op::SLOTS / 16;
 /// How often the spare events are counted. To look at a thread's events takes their cache lines away from it.
 const EVENTS_NS: u64 = 1_000_000_000;
 
@@ -112,10 +108,9 @@ impl Watcher {
                 continue;
             }
             pause = match self.turn() {
-                0 if self.tracker.is_idle() => (pause * 2).min(LONGEST_IDLE),
-                0 => (pause * 2).min(LONGEST_PENDING),
-                moved if moved >= MUCH => SHORTEST,
-                _ => STEADY,
+                true => SHORTEST,
+                false if self.tracker.is_idle() => (pause * 2).min(LONGEST_IDLE),
+                false => (pause * 2).min(LONGEST_PENDING),
             };
             self.connection.wait(pause);
         }
@@ -125,10 +120,10 @@ impl Watcher {
         self.recorder.ring.header(header::HEARTBEAT_NS).store(sys::now_ns(), Ordering::Relaxed);
     }
 
-    /// One turn; how many operations came and went.
-    fn turn(&mut self) -> usize {
+    /// One turn; whether any operation came or went.
+    fn turn(&mut self) -> bool {
         // A panic of one part must not end the others for ever.
-        let moved = guarded(|| self.tracker.turn()).unwrap_or(0);
+        let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
         guarded(|| self.judge());
         guarded(|| self.talk());
         guarded(|| self.chores());

@@ -75,12 +75,12 @@ impl Tracker {
         self.pending == 0 && self.recorder.open_calls.slots().next().is_none()
     }
 
-    /// Looks at everything once; how many operations came and went.
-    pub fn turn(&mut self) -> usize {
+    /// Looks at everything once; whether any operation came or went.
+    pub fn turn(&mut self) -> bool {
         for handoff in self.recorder.handoffs_in_use() {
             handoff.take(&self.recorder.slots, |slot| self.arrived.push(slot));
         }
-        let mut moved = self.arrived.len();
+        let mut moved = !self.arrived.is_empty();
         let mut arrived = std::mem::take(&mut self.arrived);
         for slot in arrived.drain(..).rev() {
             self.add(slot);
@@ -93,7 +93,7 @@ impl Tracker {
                     break;
                 }
                 lane.pop_front();
-                moved += 1;
+                moved = true;
             }
             !lane.is_empty()
         });
