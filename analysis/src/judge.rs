@@ -186,6 +186,12 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if first.len() < findings.len() {
         confidence = confidence.min(Confidence::Medium);
     }
+    // Many that are somewhere else together while few wait may be waiting for something that those few have not done.
+    let elsewhere = matches!(cause(primary), Cause::MissingRank | Cause::P2pUnmatched);
+    let together = culprits.len() > 1 && culprits.iter().all(|view| case.place(*view) == case.place(culprits[0]));
+    if elsewhere && together && culprits.len() > waiting(case).iter().filter(|view| !culprits.contains(view)).count() {
+        confidence = confidence.min(Confidence::Medium);
+    }
     // Of several ranks of which nothing is known, any one may be the culprit.
     if guesses > 1 {
         confidence = Confidence::Low;
