@@ -3,11 +3,16 @@
 
 use super::*;
 
+const TARGET: &str = "x86_64-unknown-linux-gnu";
+
+fn cargo() -> Command {
+    Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+}
+
 /// Compiles the devkit's stand-in into a folder.
 fn devkit() -> PathBuf {
-    let cargo = || Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     let metadata = cargo()
-        .args(["metadata", "--format-version", "1", "--offline"])
+        .args(["metadata", "--format-version", "1", "--all-features", "--filter-platform", TARGET])
         .current_dir(tree())
         .output()
         .expect("cargo runs");
@@ -30,10 +35,9 @@ fn devkit() -> PathBuf {
 
 /// Builds the hook with it, apart from the one that the other tests use.
 fn hook_with_frida() -> PathBuf {
-    const TARGET: &str = "x86_64-unknown-linux-gnu";
     let devkit = devkit();
     let target = tree().join("target");
-    let output = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()))
+    let output = cargo()
         .args(["build", "--quiet", "-p", "xpu_timer_hook", "--features", "frida", "--target", TARGET, "--target-dir"])
         .arg(&target)
         .env("CPATH", &devkit)
