@@ -112,7 +112,9 @@ impl Connections {
             return;
         }
         let process = Handle::of_peer(peer.pid)
-            .inspect_err(|error| warn!("pid {} connects and cannot be looked at: {error}", peer.pid))
+            .inspect_err(|error| {
+                self.limiter.warn(&format!("pid {} connects and cannot be looked at: {error}", peer.pid));
+            })
             .ok()
             .map(Arc::new);
         socket::welcome(&peer.fd);
