@@ -128,7 +128,7 @@ impl Core {
     pub fn uplink(&mut self, event: Event, now: Now) {
         match event {
             Event::Opened(link) => {
-                self.member.link = Some(link);
+                self.member.link = Some(*link);
                 self.hello_cluster();
             }
             Event::Lost(why) => {

@@ -41,7 +41,7 @@ pub struct Address {
 #[derive(Debug)]
 pub enum Event {
     /// A stream is being opened; its first message must be the hello.
-    Opened(Link),
+    Opened(Box<Link>),
     /// The cluster said something.
     Message(Box<cluster_message::Message>),
     /// The stream ended, or could not be opened; the text says why.
@@ -217,7 +217,7 @@ async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
     let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
     let (sender, messages) = mpsc::channel(BACKLOG);
     let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
-    inbox.post(Command::Uplink(Event::Opened(link)));
+    inbox.post(Command::Uplink(Event::Opened(Box::new(link))));
     let answer = client.join(ReceiverStream::new(messages)).await.map_err(|status| words(&status))?;
     let mut answers = answer.into_inner();
     while let Some(answer) = answers.next().await {
