@@ -6,8 +6,8 @@
 //! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank.
 //!
 //! A rank that left in order right after it launched the collective itself is blamed with medium confidence: its watcher ended with
-//! it, so nobody saw whether its call took part. So is one that left with success when those that wait are no majority: it may be they
-//! who made a collective too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
+//! it, so nobody saw whether its call took part. So is one that left with success when those that wait are no majority, or when they wait
+//! in a send or receive, which only two know of: it may be they who made one too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
 //! that ended by itself there did not take part in it; that is `missing_rank`.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
@@ -66,13 +66,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// Whether the rank left with success, and as many with it as wait now: then those that wait may have made a collective too many.
+/// Whether the rank left with success, and those that wait for it may as well have made an operation too many: as many left with it
+/// as wait in the collective, or it is a transfer between two.
 fn outnumbered(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
     let success = |view: usize| {
         let content = case.view(view);
         content.presence == Presence::Left && content.evidence.is_some_and(|evidence| evidence.exit == "exit code 0")
     };
-    let Some(event @ Event::Collective { comm, .. }) = event.filter(|_| success(view)) else { return false };
+    let Some(event) = event.filter(|_| success(view)) else { return false };
+    let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
     let inside = case.graph.waiters_of(event).len();
     let members = case.comms[comm].members.iter();
     members.filter(|member| success(member.view)).take(inside).count() == inside

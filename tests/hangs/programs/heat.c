@@ -84,6 +84,18 @@ static void begin_fault(void)
         kill(getpid(), SIGSTOP);
     if (is("probe"))
         MPI_Probe(MPI_ANY_SOURCE, 99, MPI_COMM_WORLD, MPI_STATUS_IGNORE);
+    if (is("ends")) {
+        MPI_Finalize();
+        exit(0);
+    }
+}
+
+/* Once, and not on the rank that leaves it out. */
+static void divide(long step, const char *wanted_anywhere)
+{
+    MPI_Comm part;
+    if (step == FAULT_STEP && strcmp(wanted_anywhere, "no_split") == 0 && !is("no_split"))
+        MPI_Comm_split(MPI_COMM_WORLD, rank / 2, rank, &part);
 }
 
 int main(int argc, char **argv)
@@ -99,6 +111,9 @@ int main(int argc, char **argv)
     for (long step = 0; step < steps; step++) {
         fault = step == FAULT_STEP ? wanted : "none";
         begin_fault();
+        divide(step, argc > 1 ? argv[1] : "none");
+        if (is("own_message"))
+            MPI_Ssend(cells, 1, MPI_DOUBLE, (rank + 1) % size, 99, MPI_COMM_WORLD);
         diffuse();
         exchange_borders();
         double residual = cells[1], all, of_half;

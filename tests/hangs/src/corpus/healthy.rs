@@ -30,6 +30,7 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("well-plain-late", 4, &["--epochs=8", "--start-seconds=3"]),
         plain("well-plain-validates", 3, &["--epochs=3", "--validate-seconds=3"]),
         job("well-pipeline", Program::Script("pipeline.py"), 8, &["--stages=4", "--replicas=2", "--steps=60"]),
+        job("well-experts", Program::Script("experts.py"), 8, &["--steps=60"]),
         job("well-native", Program::Native, 4, &["none", "0", "300", "2"]),
         job("well-gloo", Program::Torch("ddp_gloo.py"), 3, &["--steps=60"]),
         job("well-heat", Program::Mpi, 4, &["none", "0", "300"]),

@@ -40,6 +40,9 @@ pub fn scenarios() -> Vec<Scenario> {
         // It waits in the second one at once, so nobody can know that it would have made the first one later.
         heat("swap_groups", 4, 3).is(&["order_mismatch", "missing_rank"], &[3]),
         heat("probe", 4, 2).is(&["p2p_unmatched", "missing_rank"], &[2]),
+        heat("own_message", 4, 1).is(&["p2p_unmatched"], &[1]),
+        heat("ends", 4, 3).is(&["teardown"], &[3]),
+        heat("no_split", 4, 2).is(&["comm_init"], &[2]),
         farm("no_answer", 4, 2).is(&["p2p_unmatched", "missing_rank"], &[2]),
         farm("no_sum", 4, 1).is(&["p2p_unmatched", "missing_rank"], &[1]),
         // Its interpreter ends in MPI_Finalize.

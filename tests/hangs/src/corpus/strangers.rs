@@ -71,6 +71,10 @@ pub fn scenarios() -> Vec<Scenario> {
         let arguments: Vec<&str> = options.iter().map(String::as_str).chain(spoil.iter().copied()).collect();
         job(&format!("pipeline-{name}"), PIPELINE, stages * replicas, &arguments)
     };
+    let experts = |spoil: &str, world: u32, rank: u32| {
+        let argument = format!("--spoil={spoil}@{rank}");
+        job(&format!("experts-{}", spoil.replace('_', "-")), Program::Script("experts.py"), world, &[&argument])
+    };
     let native = |fault: &str, world: u32, rank: u32| {
         let rank = rank.to_string();
         job(&format!("native-{}", fault.replace('_', "-")), Program::Native, world, &[fault, &rank])
@@ -101,6 +105,15 @@ pub fn scenarios() -> Vec<Scenario> {
         pipeline("stuck", 4, 2, &["--spoil=stuck@3"]).is(MISSING, &[3]),
         pipeline("no-clip", 2, 4, &["--spoil=no_clip@4"]).is(MISSING, &[4]),
         pipeline("clip-first", 2, 4, &["--spoil=clip_first@3"]).is(&["order_mismatch", "missing_rank"], &[3]),
+        experts("no_recv", 8, 6).is(&["p2p_unmatched"], &[6]),
+        experts("more_tokens", 8, 3).is(&["size_mismatch"], &[3]),
+        experts("wrong_neighbour", 4, 2).is(&["p2p_unmatched"], &[2]),
+        experts("drops", 8, 5).option("--steps=40").is(&["p2p_unmatched", "process_dead", "missing_rank"], &[5]),
+        experts("largest", 8, 1).option("--block=2").is(&["op_mismatch"], &[1]),
+        experts("slow_expert", 8, 4).is(&["kernel_hang"], &[4]),
+        experts("other_size", 4, 2).is(&["comm_init"], &[2]),
+        experts("no_split", 4, 1).is(&["comm_init"], &[1]),
+        experts("no_id", 4, 0).is(&["comm_init"], &[0]),
         native("mutex", 4, 1).is(&["host_lock"], &[1]),
         native("cond", 4, 2).is(LOCK, &[2]),
         native("read", 2, 1).is(IO, &[1]),
