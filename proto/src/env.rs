@@ -290,8 +290,9 @@ impl Source {
             ],
             ["PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"],
             ["PMIX_RANK", "", "", ""],
-            ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""],
+            SLURM,
         ];
+        const SLURM: [&str; 4] = ["SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", ""];
         const JOBS: [&str; 6] = [
             "XPU_TIMER_JOB",
             "ENV_ARGO_WORKFLOW_NAME",
@@ -303,10 +304,17 @@ impl Source {
         let found = SCHEDULERS.iter().find_map(|names| self.number(names[0]).map(|rank: i32| (rank, names)));
         let mut info = RankInfo { rank: -1, local_rank: -1, ..Default::default() };
         if let Some((rank, names)) = found {
+            // `srun --mpi=pmix` tells the rank in PMIx's words and the rest in its own. What mpirun starts within a batch script
+            // inherits Slurm's variables too, but those of the script, which is no step.
+            let step = self.given("SLURM_STEP_ID").is_some() && self.number(SLURM[0]) == Some(rank);
+            let number = |which: usize| {
+                let slurm = || step.then(|| self.number(SLURM[which])).flatten();
+                self.number::<u32>(names[which]).or_else(slurm)
+            };
             info.rank = rank;
-            info.world_size = self.number(names[1]).unwrap_or(0);
-            info.local_rank = self.number(names[2]).unwrap_or(-1);
-            info.local_world_size = self.number(names[3]).unwrap_or(0);
+            info.world_size = number(1).unwrap_or(0);
+            info.local_rank = number(2).and_then(|local| i32::try_from(local).ok()).unwrap_or(-1);
+            info.local_world_size = number(3).unwrap_or(0);
         }
         info.attempt = self.number("TORCHELASTIC_RESTART_COUNT").unwrap_or(0);
         info.job = JOBS.iter().find_map(|name| self.text(name)).unwrap_or_default();
@@ -394,6 +402,13 @@ mod tests {
         assert_eq!((mpi.rank, mpi.world_size), (1, 2));
         let slurm = Source::of_environ(b"SLURM_PROCID=5\0SLURM_NTASKS=6\0SLURM_JOB_ID=99\0").rank_info();
         assert_eq!((slurm.rank, slurm.world_size, slurm.job.as_str()), (5, 6, "99"));
+        let pmix = [("PMIX_RANK", "5"), ("SLURM_PROCID", "5"), ("SLURM_NTASKS", "6"), ("SLURM_LOCALID", "1")];
+        let script = source(&pmix, "").rank_info();
+        assert_eq!((script.rank, script.world_size, script.local_rank), (5, 0, -1), "a batch script's variables");
+        let step = source(&[&pmix[..], &[("SLURM_STEP_ID", "0")]].concat(), "").rank_info();
+        assert_eq!((step.rank, step.world_size, step.local_rank), (5, 6, 1));
+        let other = source(&[("PMIX_RANK", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "0")], "").rank_info();
+        assert_eq!((other.rank, other.world_size), (2, 0), "the variables of the daemon of mpirun");
         assert_eq!(source(&[], "").rank_info().rank, -1);
     }
 
