@@ -281,10 +281,18 @@ impl<'a> Case<'a> {
         Some((format!("{who} {place}"), fact))
     }
 
-    /// The frame or function by which a rank's main thread is classified, for the evidence.
-    pub fn witness(&self, view: usize) -> EvidenceLine {
+    /// The frame or function by which a rank's main thread is classified, for the evidence. None when it is the one that
+    /// [`Case::standing`] tells more of.
+    pub fn witness(&self, view: usize) -> Option<EvidenceLine> {
         let content = self.view(view);
-        line(format!("rank {}: main thread in {}", content.rank, content.host.doing.witness), vec![content.rank])
+        let (rank, witness) = (content.rank, &content.host.doing.witness);
+        let location = &content.host.location;
+        let stands =
+            location.python_function.as_deref().zip(location.python.as_deref()).is_some_and(|(function, place)| {
+                let file = place.rsplit_once('/').map_or(place, |(_, file)| file);
+                *witness == format!("{function} ({file})")
+            });
+        (!stands).then(|| line(format!("rank {rank}: main thread in {witness}"), vec![rank]))
     }
 
     /// Facts on where a rank stands, for the evidence.

@@ -11,7 +11,7 @@ pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
-    let mut evidence = vec![case.witness(view)];
+    let mut evidence = Vec::from_iter(case.witness(view));
     let mut says = format!("waits for its data loader{}", case.place(view));
     if let Some((helper, fact)) = case.helper(view) {
         says.push_str(&format!(", whose {helper}"));

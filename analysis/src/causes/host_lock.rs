@@ -15,7 +15,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !content.host.same_in_both || !content.host.frozen() {
         return None;
     }
-    let mut evidence = vec![case.witness(view)];
+    let mut evidence = Vec::from_iter(case.witness(view));
     let mut says = format!("waits for a lock or a thread of its own process{}", case.place(view));
     if let Some((helper, fact)) = case.helper(view) {
         says.push_str(&format!(", while its {helper}"));

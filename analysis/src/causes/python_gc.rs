@@ -10,7 +10,7 @@ pub(super) const RULE: Rule = Rule { cause: Cause::PythonGc, explain, rule_out: 
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Gc))?;
-    let mut evidence = vec![case.witness(view)];
+    let mut evidence = Vec::from_iter(case.witness(view));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],

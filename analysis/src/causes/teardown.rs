@@ -22,7 +22,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
-    let mut evidence = vec![case.witness(view)];
+    let mut evidence = Vec::from_iter(case.witness(view));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
