@@ -207,7 +207,7 @@ fn debian_ranks_that_stay_away_from_what_is_made_of_collectives() {
     expect(&torch, "all_gather_object", "missing_rank", &["has not entered all_gather", "ranks 0-1, 3 wait"]);
     expect(&torch, "monitored_barrier", "missing_rank", &["has not entered barrier"]);
     for fault in ["recv", "recv_any", "send"] {
-        expect(&torch, fault, "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
+        expect(&torch, fault, "missing_rank", &["ranks 0, 3 wait for it there"]);
     }
 }
 

@@ -230,7 +230,7 @@ fn a_receive_without_its_send() {
 #[test]
 fn a_send_that_nobody_receives() {
     let _alone = alone();
-    expect(Mpi::Open, "send", "missing_rank", &[2], &["C function pause", "ranks 0, 3 wait for it in barrier"]);
+    expect(Mpi::Open, "send", "missing_rank", &[2], &["C function pause", "ranks 0, 3 wait for it there"]);
 }
 
 #[test]
@@ -298,7 +298,7 @@ fn a_message_between_two_groups_that_never_comes() {
     let _alone = alone();
     let job = job();
     let Some(incident) = hang(&job, Mpi::Open, "between") else { return };
-    check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1 wait for it in barrier"]);
+    check(&incident, "missing_rank", &[2], &["C function pause", "ranks 0-1 wait for it there"]);
     // Member 1 of the other half is member 2 there of all: the members 0 and 1 are the ranks 0 and 2.
     let pending = flight(&incident, 3).operations.into_iter().find(|operation| operation.status() == OpStatus::Pending);
     let pending = pending.expect("rank 3 waits");
@@ -445,16 +445,16 @@ fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
 #[test]
 fn python_ranks_that_stay_away_from_a_collective() {
     let _alone = alone();
-    expect_in_python("Allreduce", "missing_rank", &["ranks 0-1, 3 wait for it in all_reduce"]);
-    expect_in_python("bcast", "missing_rank", &["ranks 0-1, 3 wait for it in broadcast"]);
-    expect_in_python("barrier", "missing_rank", &["ranks 0-1, 3 wait for it in barrier"]);
+    expect_in_python("Allreduce", "missing_rank", &["ranks 0-1, 3 wait for it there"]);
+    expect_in_python("bcast", "missing_rank", &["ranks 0-1, 3 wait for it there"]);
+    expect_in_python("barrier", "missing_rank", &["ranks 0-1, 3 wait for it there"]);
 }
 
 #[test]
 fn python_ranks_that_wait_for_a_message() {
     let _alone = alone();
-    expect_in_python("recv", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
-    expect_in_python("wait", "missing_rank", &["ranks 0, 3 wait for it in barrier"]);
+    expect_in_python("recv", "missing_rank", &["ranks 0, 3 wait for it there"]);
+    expect_in_python("wait", "missing_rank", &["ranks 0, 3 wait for it there"]);
 }
 
 #[test]
