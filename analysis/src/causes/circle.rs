@@ -47,7 +47,8 @@ impl Break {
     }
 }
 
-/// The ranks of a circle that left their pattern, as views, and how; `None` when none of them did, or all.
+/// The ranks of a circle that left their pattern, as views, and how; `None` when none of them did, or most: what most do is the
+/// program, and a past of a few steps shows patterns that are none.
 fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
     let Suspect::Cycle(events) = suspect else { return None };
     let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
@@ -60,7 +61,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
         inside.iter().filter_map(|view| Some((*view, deviation(case.view(*view))?))).collect();
     let kind = |(view, deviation): &(usize, Deviation)| Break::of(case.view(*view), deviation);
     let first = found.iter().map(kind).min()?;
-    (found.len() < inside.len()).then_some((first, found))
+    (found.len() * 2 <= inside.len()).then_some((first, found))
 }
 
 /// What the past of the ranks in a circle is to a rule.
