@@ -85,10 +85,13 @@ fn compile(source: &str) -> String {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo names it"));
     let (file, object) = (out.join("floor.c"), out.join("floor.o"));
     fs::write(&file, source).expect("OUT_DIR can be written");
-    let cc = env::var_os("CC").unwrap_or_else(|| "cc".into());
+    // It may be a command with arguments, as `ccache gcc`.
+    let cc = env::var("CC").unwrap_or_default();
+    let mut words = cc.split_whitespace();
+    let mut command = Command::new(words.next().unwrap_or("cc"));
     let arguments = ["-c", "-O2", "-fPIC", "-ffunction-sections", "-fvisibility=hidden", "-o"];
-    let status = Command::new(&cc).args(arguments).arg(&object).arg(&file).status();
-    let status = status.unwrap_or_else(|error| panic!("{} cannot be run: {error}", cc.display()));
-    assert!(status.success(), "{}: {status}", cc.display());
+    command.args(words).args(arguments).arg(&object).arg(&file);
+    let status = command.status().unwrap_or_else(|error| panic!("{command:?} cannot be run: {error}"));
+    assert!(status.success(), "{command:?}: {status}");
     object.display().to_string()
 }
