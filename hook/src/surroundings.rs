@@ -34,9 +34,12 @@ fn has_no_room_for_a_thread() -> bool {
 }
 
 /// Filters of system calls that are in force for the calling thread, by a call that every program makes: it opens and reads a file.
+/// The one of the process is that of its first thread; kernels before 3.17 have no other.
 fn filters() -> u32 {
-    let mut text = [0; 4096];
-    let length = sys::read_file(c"/proc/self/status", &mut text);
+    // Before them stands the list of the user's groups, of which a directory service gives thousands.
+    let mut text = vec![0; 64 << 10];
+    let paths = [c"/proc/thread-self/status", c"/proc/self/status"];
+    let length = paths.iter().map(|path| sys::read_file(path, &mut text)).find(|length| *length != 0).unwrap_or(0);
     count(&text[..length])
 }
 
