@@ -159,7 +159,7 @@ impl Core {
             }
             (Some(Message::Rank(info)), Some(_)) => {
                 if let Some(registered) = self.registry.changed(connection, info, now.mono_ns) {
-                    self.registered(&registered, "changed");
+                    self.registered(&registered, "changed", now);
                 }
                 Ok(())
             }
@@ -204,12 +204,12 @@ impl Core {
             }
         };
         let registered = self.registry.hello(connection, process.cloned(), hello, ring, &self.settings, now.mono_ns);
-        self.registered(&registered, "registered");
+        self.registered(&registered, "registered", now);
         self.search(registered.id, now);
         Ok(())
     }
 
-    fn registered(&self, registered: &Registered, what: &str) {
+    fn registered(&mut self, registered: &Registered, what: &str, now: Now) {
         if let Some(rank) = self.registry.get(registered.id) {
             let helper = if rank.auxiliary { ", a helper of it" } else { "" };
             info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
@@ -219,6 +219,9 @@ impl Core {
         }
         if let Some(remark) = &registered.remark {
             warn!("{remark}");
+        }
+        for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
+            self.engine.replaced(&old.job, cause_pid(old), now);
         }
     }
 

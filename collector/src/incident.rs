@@ -369,6 +369,20 @@ impl Engine {
         }
     }
 
+    /// A process took the place of one that ended: a launcher starts the job again. Its other ranks get their grace anew, because they
+    /// come one after the other.
+    pub fn replaced(&mut self, job: &JobKey, pid: i32, now: Now) {
+        let is_its = |raise: &Raise| raise.job == *job && raise.cause == Cause::Death { pid };
+        self.held.retain(|held| !is_its(held));
+        let before = self.deaths.len();
+        self.deaths.retain(|(_, death)| !is_its(death));
+        if self.deaths.len() < before {
+            for (due, _) in self.deaths.iter_mut().filter(|(_, death)| death.job == *job) {
+                *due = now.mono_ns + DEATH_GRACE_NS;
+            }
+        }
+    }
+
     /// The folder of an incident is finished, or could not be made.
     pub fn dumped(&mut self, id: &str, now: Now) -> Option<Action> {
         let incident = self.incidents.get_mut(id)?;

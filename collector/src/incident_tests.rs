@@ -300,3 +300,29 @@ fn a_part_of_a_wide_incident_ends_with_its_cluster_and_its_own_causes() {
     engine.withdraw("other");
     assert!(!engine.hangs(&job("j")));
 }
+
+#[test]
+fn a_job_that_is_killed_and_started_again_is_no_incident() {
+    let mut engine = Engine::default();
+    let jobs = alive();
+    for pid in [5, 6] {
+        assert_eq!(engine.raise(raise(Cause::Death { pid }, 10), at(10)), None);
+    }
+    let other = Raise { job: job("k"), ..raise(Cause::Death { pid: 7 }, 10) };
+    assert_eq!(engine.raise(other, at(10)), None);
+    engine.replaced(&job("j"), 5, at(11));
+    let actions = engine.tick(&jobs, at(12));
+    let id = opened(actions.first().cloned());
+    assert_eq!((actions.len(), &engine.get(&id).unwrap().job), (1, &job("k")));
+    engine.replaced(&job("j"), 6, at(12));
+    assert_eq!(engine.tick(&jobs, at(60)), []);
+
+    // Who does not come again is missed all the same.
+    for pid in [8, 9] {
+        assert_eq!(engine.raise(raise(Cause::Death { pid }, 70), at(70)), None);
+    }
+    engine.replaced(&job("j"), 8, at(71));
+    assert_eq!(engine.tick(&jobs, at(72)), []);
+    let id = opened(engine.tick(&jobs, at(73)).into_iter().next());
+    assert_eq!(engine.get(&id).unwrap().seen, BTreeSet::from([Cause::Death { pid: 9 }]));
+}

@@ -149,6 +149,8 @@ pub struct Registered {
     pub id: RankId,
     /// Jobs of which an earlier attempt was superseded.
     pub new_attempt: bool,
+    /// Entries whose place it took.
+    pub superseded: Vec<RankId>,
     /// One sentence for the log, when something is odd.
     pub remark: Option<String>,
 }
@@ -312,20 +314,19 @@ impl Registry {
         let (job, rank, attempt, pid) = (new.job.clone(), new.info.rank, new.info.attempt, new.pid());
 
         let mut auxiliary = Vec::new();
-        let mut superseded = Vec::new();
         for old in self.ranks.values().filter(|old| old.id != id && old.job == job) {
             if old.info.attempt < attempt {
-                superseded.push(old.id);
+                result.superseded.push(old.id);
                 result.new_attempt |= !old.auxiliary;
             } else if old.info.attempt == attempt && old.info.rank == rank && !old.auxiliary {
                 if !old.presence.is_alive() {
-                    superseded.push(old.id);
+                    result.superseded.push(old.id);
                 } else if process::descends(pid, old.pid()) {
                     auxiliary.push(id);
                 } else if process::descends(old.pid(), pid) {
                     auxiliary.push(old.id);
                 } else {
-                    superseded.push(old.id);
+                    result.superseded.push(old.id);
                     result.remark = Some(format!(
                         "two living processes say that they are rank {rank} of job {job}: pid {} and pid {pid}; the newer one is \
                          taken. Give the jobs different names with XPU_TIMER_JOB if they are two",
@@ -339,8 +340,8 @@ impl Registry {
                 rank.auxiliary = true;
             }
         }
-        for id in superseded {
-            if let Some(rank) = self.ranks.get_mut(&id) {
+        for id in &result.superseded {
+            if let Some(rank) = self.ranks.get_mut(id) {
                 rank.presence = Presence::Left;
                 rank.ended_ns = now_ns;
             }
