@@ -1,15 +1,22 @@
 //! What the system call of a blocked thread waits for: a file, the other end of a pipe or a socket, the holder of a lock. Only the
 //! kernel's tables in `/proc` are read; the file itself, which may be on a file system that does not answer, is never touched.
 
-use std::{collections::HashSet, fs};
+use std::{
+    collections::HashSet,
+    fs,
+    io::{BufRead, BufReader, ErrorKind},
+    time::{Duration, Instant},
+};
 
 use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use crate::{
-    children::descendants,
+    children::descendants_until,
     procfs::{self, Syscall},
 };
 
+/// So long the tables are searched: the stacks of the process, which are there already, must not be late for it.
+const PATIENCE: Duration = Duration::from_millis(100);
 /// So many holders are named.
 const MOST_HOLDERS: usize = 4;
 /// So many processes are looked at for the other end of a pipe.
@@ -31,8 +38,10 @@ enum Does {
     Connects,
 }
 
-/// What a thread that is asleep in a system call waits for; `None` when the call is about no one descriptor.
-pub(crate) fn of_thread(pid: i32, tid: i32) -> Option<Awaited> {
+/// What a thread that is asleep in a system call waits for; `None` when the call is about no one descriptor. Who holds it, and the
+/// peer, are left out when they are not found in time.
+pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited> {
+    let deadline = deadline.min(Instant::now() + PATIENCE);
     let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
         return None;
     };
@@ -42,7 +51,7 @@ pub(crate) fn of_thread(pid: i32, tid: i32) -> Option<Awaited> {
     let link = fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).ok()?;
     let link = link.to_string_lossy();
     if let Some(inode) = inode_of(&link, "socket:[") {
-        let name = peer(pid, inode).unwrap_or_default();
+        let name = peer(pid, inode, deadline).unwrap_or_default();
         return Some(Awaited { kind: AwaitedKind::Socket.into(), name, ..Awaited::default() });
     }
     if does == Does::Locks {
@@ -50,11 +59,11 @@ pub(crate) fn of_thread(pid: i32, tid: i32) -> Option<Awaited> {
         return Some(Awaited {
             kind: AwaitedKind::Lock.into(),
             name: link.into_owned(),
-            holders: lock_holders(pid, &position),
+            holders: lock_holders(pid, &position, deadline),
         });
     }
     if inode_of(&link, "pipe:[").is_some() {
-        let holders = other_end(pid, &link, does);
+        let holders = other_end(pid, &link, does, deadline);
         return Some(Awaited { kind: AwaitedKind::Pipe.into(), name: String::new(), holders });
     }
     (link.starts_with('/')).then(|| Awaited {
@@ -88,27 +97,54 @@ fn inode_of(link: &str, kind: &str) -> Option<u64> {
     link.strip_prefix(kind)?.strip_suffix(']')?.parse().ok()
 }
 
-/// Of the relatives of a process, through whom a pipe is passed on, those that have its other end open. The process itself counts last:
-/// when nobody else has that end, it waits for what only it could do.
-fn other_end(pid: i32, link: &str, does: Does) -> Vec<Holder> {
+/// Of the relatives of a process, through whom a pipe is passed on, those that have its other end open. The process itself is told
+/// only when all of them could be looked at and none has that end: then it waits for what only it could do.
+fn other_end(pid: i32, link: &str, does: Does, deadline: Instant) -> Vec<Holder> {
     let wanted = if does == Does::Reads { WRITE_ONLY } else { READ_ONLY };
-    let below = descendants(pid, &HashSet::new());
-    let parent = procfs::stat(pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 1);
-    let beside = parent.into_iter().flat_map(|parent| descendants(parent, &HashSet::from([pid])));
-    let relatives = below.iter().copied().chain(parent).chain(beside).chain([pid]);
-    let others = relatives.take(MOST_PROCESSES).filter(|other| has_open(*other, link, wanted));
-    others.take(MOST_HOLDERS).map(|other| holder(other, &below)).collect()
+    let (below, mut all) = descendants_until(pid, &HashSet::new(), Some(deadline));
+    // A parent in another namespace has the number 0.
+    let parent = procfs::stat(pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 0);
+    let beside = parent.map(|parent| descendants_until(parent, &HashSet::from([pid]), Some(deadline)));
+    let (beside, all_beside) = beside.unwrap_or_default();
+    all &= all_beside;
+    let mut holders = Vec::new();
+    for (count, other) in below.iter().copied().chain(parent).chain(beside).enumerate() {
+        if count == MOST_PROCESSES || holders.len() == MOST_HOLDERS || Instant::now() >= deadline {
+            all = false;
+            break;
+        }
+        match has_open(other, link, wanted, deadline) {
+            Some(true) => holders.push(holder(other, &below)),
+            Some(false) => {}
+            None => all = false,
+        }
+    }
+    if holders.is_empty() && all && has_open(pid, link, wanted, deadline) == Some(true) {
+        holders.push(holder(pid, &below));
+    }
+    holders
 }
 
-/// Whether a process has this file open for `wanted`.
-fn has_open(pid: i32, link: &str, wanted: u32) -> bool {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten();
-    entries.take(MOST_FILES).any(|entry| {
-        fs::read_link(entry.path()).is_ok_and(|found| found.as_os_str() == link)
+/// Whether a process has this file open for `wanted`; `None` when not all of its files could be looked at.
+fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool> {
+    let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
+        Ok(entries) => entries,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Some(false),
+        Err(_) => return None,
+    };
+    for (count, entry) in entries.flatten().enumerate() {
+        if count == MOST_FILES || Instant::now() >= deadline {
+            return None;
+        }
+        if fs::read_link(entry.path()).is_ok_and(|found| found.as_os_str() == link)
             && entry.file_name().to_str().and_then(|name| name.parse().ok()).is_some_and(|descriptor| {
                 flags(pid, descriptor).is_some_and(|flags| [wanted, READ_WRITE].contains(&(flags & ACCESS_MODE)))
             })
-    })
+        {
+            return Some(true);
+        }
+    }
+    Some(false)
 }
 
 /// A line of `/proc/PID/fdinfo/N`.
@@ -137,9 +173,9 @@ fn place_of_descriptor(pid: i32, descriptor: i32) -> Option<String> {
 }
 
 /// Who holds the lock on a file.
-fn lock_holders(pid: i32, place: &str) -> Vec<Holder> {
+fn lock_holders(pid: i32, place: &str, deadline: Instant) -> Vec<Holder> {
     let text = fs::read_to_string("/proc/locks").unwrap_or_default();
-    let below = descendants(pid, &HashSet::new());
+    let (below, _) = descendants_until(pid, &HashSet::new(), Some(deadline));
     parse_holders(&text, place).into_iter().take(MOST_HOLDERS).map(|pid| holder(pid, &below)).collect()
 }
 
@@ -165,16 +201,19 @@ fn holder(pid: i32, below: &[i32]) -> Holder {
 }
 
 /// The address at the other end of a TCP socket, as the network namespace of its process lists it.
-fn peer(pid: i32, inode: u64) -> Option<String> {
+fn peer(pid: i32, inode: u64, deadline: Instant) -> Option<String> {
+    /// Bytes of a table that are read at once; a busy node has a hundred thousand sockets.
+    const AT_ONCE: usize = 1 << 16;
     ["tcp", "tcp6"].iter().find_map(|table| {
-        let text = fs::read_to_string(format!("/proc/{pid}/net/{table}")).ok()?;
-        parse_peer(&text, inode)
+        let table = fs::File::open(format!("/proc/{pid}/net/{table}")).ok()?;
+        let lines = BufReader::with_capacity(AT_ONCE, table).lines().map_while(Result::ok);
+        parse_peer(lines.take_while(|_| Instant::now() < deadline), inode)
     })
 }
 
-fn parse_peer(table: &str, inode: u64) -> Option<String> {
+fn parse_peer(table: impl Iterator<Item = String>, inode: u64) -> Option<String> {
     let inode = inode.to_string();
-    table.lines().skip(1).find_map(|line| {
+    table.skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
         if *fields.get(9)? != inode {
             return None;
@@ -210,13 +249,17 @@ mod tests {
         io::{Read, Write},
         net::{TcpListener, TcpStream},
         os::fd::AsRawFd,
-        time::{Duration, Instant},
     };
 
     use super::*;
 
     /// Runs something that blocks for ever in a thread and waits until the kernel tells what it waits for.
     fn awaited(block: impl FnOnce() + Send + 'static) -> Awaited {
+        awaited_if(|_| true, block)
+    }
+
+    /// The same, until it is this.
+    fn awaited_if(is: impl Fn(&Awaited) -> bool, block: impl FnOnce() + Send + 'static) -> Awaited {
         let (tell, told) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
             tell.send(nix::unistd::gettid().as_raw()).expect("the test listens");
@@ -225,7 +268,12 @@ mod tests {
         let tid = told.recv().expect("the thread has begun");
         let start = Instant::now();
         loop {
-            if let Some(awaited) = of_thread(std::process::id().cast_signed(), tid) {
+            let own = std::process::id().cast_signed();
+            if let Some(late) = of_thread(own, tid, start) {
+                assert!(late.holders.is_empty() || late.kind() == AwaitedKind::Lock, "there was no time to look");
+            }
+            let found = of_thread(own, tid, Instant::now() + Duration::from_secs(60));
+            if let Some(awaited) = found.filter(&is) {
                 return awaited;
             }
             assert!(start.elapsed() < Duration::from_secs(20), "the thread blocks in no known call");
@@ -248,6 +296,17 @@ mod tests {
         let other: Vec<(i32, &str, bool)> =
             found.holders.iter().map(|holder| (holder.pid, &*holder.name, holder.child)).collect();
         assert_eq!(other, [(pid, "sleep", true)]);
+    }
+
+    #[test]
+    fn a_pipe_that_nobody_else_has_open() {
+        let (mut output, input) = std::io::pipe().expect("a pipe");
+        // Children of other tests have it open for a moment, before they become another program.
+        let own = std::process::id().cast_signed();
+        let alone = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
+        let found = awaited_if(alone, move || drop(output.read(&mut [0])));
+        drop(input);
+        assert_eq!(found.kind(), AwaitedKind::Pipe);
     }
 
     #[test]

@@ -1,6 +1,9 @@
 //! The descendants of a process.
 
-use std::collections::{HashMap, HashSet};
+use std::{
+    collections::{HashMap, HashSet},
+    time::Instant,
+};
 
 use crate::procfs;
 
@@ -10,10 +13,16 @@ const LIMIT: usize = 1024;
 /// All descendants of `pid`, parents first. Processes in `skip`, and what is below them, are left out: they are captured
 /// in their own right.
 pub(crate) fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
+    descendants_until(pid, skip, None).0
+}
+
+/// Those descendants that are found by a deadline, and whether they are all.
+pub(crate) fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<Instant>) -> (Vec<i32>, bool) {
     let mut found = vec![pid];
     let mut parents: Option<HashMap<i32, Vec<i32>>> = None;
     let mut next = 0;
-    while next < found.len() && found.len() <= LIMIT {
+    let in_time = || deadline.is_none_or(|deadline| Instant::now() < deadline);
+    while next < found.len() && found.len() <= LIMIT && in_time() {
         let parent = found[next];
         next += 1;
         let children = children(parent).unwrap_or_else(|| {
@@ -26,7 +35,8 @@ pub(crate) fn descendants(pid: i32, skip: &HashSet<i32>) -> Vec<i32> {
             }
         }
     }
-    found.split_off(1)
+    let all = next == found.len();
+    (found.split_off(1), all)
 }
 
 /// Children of all threads; `None` when the kernel does not list them.

@@ -386,7 +386,9 @@ impl Capture<'_> {
                 cpu_time_ns: thread.cpu_time_ns,
                 incomplete: thread.incomplete,
                 syscall: thread.syscall,
-                awaited: if thread.tid == self.pid { awaited::of_thread(self.pid, thread.tid) } else { None },
+                awaited: (thread.tid == self.pid)
+                    .then(|| awaited::of_thread(self.pid, thread.tid, self.deadline))
+                    .flatten(),
             });
         }
         self.process.places = places.list;
