@@ -13,12 +13,15 @@ const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"]
 pub fn run() -> Result<()> {
     need("objcopy", "binutils")?;
     let packages = PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
-    shell::run(cargo(&["build", "--release"]).args(packages))?;
-
-    let name = format!("xpu_timer-{}-x86_64-linux", env!("CARGO_PKG_VERSION"));
     let target = tree().join("target");
+    shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;
+
     let dist = target.join("dist");
-    let folder = dist.join(&name);
+    // Unpacked with `tar -C /opt`, it is where `deploy/` looks for it.
+    let folder = dist.join("xpu_timer");
+    if folder.exists() {
+        fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
+    }
     fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
     for file in INSTALLED {
         let (built, copy) = (target.join("release").join(file), folder.join(file));
@@ -29,9 +32,9 @@ pub fn run() -> Result<()> {
     for file in ["README.md", "LICENSE"] {
         fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("copy of {file}"))?;
     }
-    let archive = dist.join(format!("{name}.tar.gz"));
+    let archive = dist.join(format!("xpu_timer-{}-x86_64-linux.tar.gz", env!("CARGO_PKG_VERSION")));
     let mut tar = Command::new("tar");
-    tar.args(["--owner=0", "--group=0", "-C"]).arg(&dist).arg("-czf").arg(&archive).arg(&name);
+    tar.args(["--owner=0", "--group=0", "-C"]).arg(&dist).arg("-czf").arg(&archive).arg("xpu_timer");
     shell::run(&mut tar)?;
     println!("{}", archive.display());
     Ok(())
