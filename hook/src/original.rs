@@ -354,6 +354,15 @@ pub fn comm_number(function: *mut c_void, comm: *mut c_void) -> Option<c_int> {
     (result == 0).then_some(number)
 }
 
+/// The version that a library of collectives says it has.
+pub fn version_number(function: *mut c_void) -> Option<c_int> {
+    type Getter = unsafe extern "C" fn(*mut c_int) -> c_int;
+    let mut number = 0;
+    // SAFETY: a companion; ncclGetVersion has this type.
+    let result = unsafe { std::mem::transmute::<*mut c_void, Getter>(function)(&mut number) };
+    (result == 0).then_some(number)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

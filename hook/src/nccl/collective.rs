@@ -66,20 +66,18 @@ fn counter_of(op: Op) -> usize {
 /// Before a collective. In a group it is only queued; the end of the group brackets it.
 #[inline]
 pub fn collective(recorder: &'static Recorder, site: Site, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
-    tagged(recorder, site, [(call, None)], handle, stream)
+    tagged(recorder, [(call, None)], known(recorder, site, handle), stream)
 }
 
 /// The same for operations that one call runs together, those between two ranks with their tags. They end together.
 #[inline]
 pub fn tagged(
     recorder: &'static Recorder,
-    site: Site,
     calls: impl IntoIterator<Item = (Call, Option<c_int>)>,
-    handle: Comm,
+    comm: Option<usize>,
     stream: Stream,
 ) -> Option<Open> {
     let stream = stream as usize;
-    let comm = known(recorder, site, handle);
     // A captured collective does not happen now. Each launch of its graph gives it a number.
     if bracket::is_captured(stream) {
         for (call, tag) in calls {

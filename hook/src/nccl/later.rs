@@ -3,7 +3,7 @@
 //! A signal is a send of nothing to a window of the peer, with the signal's number as its tag, and waiting for signals is as many
 //! receives as ranks are waited for. The signal itself waits for nobody.
 
-use std::ffi::{c_int, c_uint};
+use std::ffi::c_int;
 
 use xpu_timer_proto::v1::Op;
 
@@ -15,7 +15,10 @@ use super::{
 };
 use crate::{
     abi::{Comm, Data, NCCL_INVALID_USAGE, Stream, UniqueId},
-    hooked::hooked,
+    bracket::Open,
+    hooked::{Site, hooked},
+    original::version_number,
+    recorder::Recorder,
     thread_state::{IN_COLLECTIVES, IN_HOOK},
 };
 
@@ -32,7 +35,8 @@ pub struct Awaited {
 /// So many ranks that one call waits for are noted.
 const MOST_AWAITED: usize = 64;
 
-fn awaited<'a>(list: *const Awaited, count: c_int) -> &'a [Awaited] {
+fn awaited<'a>(list: Word, count: c_int) -> &'a [Awaited] {
+    let list = list as *const Awaited;
     if list.is_null() || count <= 0 {
         return &[];
     }
@@ -47,6 +51,29 @@ fn varies(op: Op, dtype: c_int, peer: c_int) -> Call {
 
 /// Of a type that nobody says.
 const NO_TYPE: c_int = -1;
+
+/// An argument of a function that had other arguments before: the whole register or place on the stack, which is passed on as it is.
+/// The rows have as many as any known form, so that none is lost; what is above the arguments of a shorter one is the caller's stack.
+type Word = usize;
+
+/// The first version of NCCL with signals in this form. Builds of older ones have functions of these names with other arguments.
+const FIRST_WITH_SIGNALS: c_int = 22900;
+
+/// Signals, of a library that has them in this form, in a communicator that is known already: whatever else the word is, nobody
+/// is asked about it.
+fn signals<C: IntoIterator<Item = (Call, Option<c_int>)>>(
+    recorder: &'static Recorder,
+    site: Site,
+    (comm, stream): (Word, Word),
+    calls: impl FnOnce() -> C,
+) -> Option<Open> {
+    let version = version_number(site.companion(0, &[c"ncclGetVersion"])?)?;
+    if version < FIRST_WITH_SIGNALS {
+        return None;
+    }
+    let comm = recorder.comms.find(comm)?;
+    tagged(recorder, calls(), Some(comm), stream as Stream)
+}
 
 hooked! {
     library Collectives, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing NCCL_INVALID_USAGE;
@@ -79,18 +106,23 @@ hooked! {
     mcclCommInitRankMulti(comm: *mut Comm, size: c_int, id: UniqueId, rank: c_int, device: c_int)
         => |recorder, site| init(recorder, site, &[&id.0], size, rank, comm);
 
-    ncclPutSignal(from: Data, count: usize, dtype: c_int, peer: c_int, window: Data, offset: usize, signal: c_int, context: c_int,
-        flags: c_uint, comm: Comm, stream: Stream)
+    ncclPutSignal(from: Word, count: Word, dtype: Word, peer: Word, window: Word, offset: Word, signal: Word, context: Word,
+        flags: Word, comm: Word, stream: Word)
         => |recorder, site| {
-            let put = Call { op: Op::Send, count, dtype, reduce: 0, peer };
-            tagged(recorder, site, [(put, Some(signal))], comm, stream)
+            let put = Call { op: Op::Send, count, dtype: dtype as c_int, reduce: 0, peer: peer as c_int };
+            signals(recorder, site, (comm, stream), || [(put, Some(signal as c_int))])
         };
-    ncclSignal(peer: c_int, signal: c_int, context: c_int, flags: c_uint, comm: Comm, stream: Stream)
-        => |recorder, site| tagged(recorder, site, [(varies(Op::Send, NO_TYPE, peer), Some(signal))], comm, stream);
-    ncclWaitSignal(count: c_int, list: *const Awaited, comm: Comm, stream: Stream)
+    ncclSignal(peer: Word, signal: Word, context: Word, flags: Word, comm: Word, stream: Word, further: Word)
+        => |recorder, site| {
+            let empty = varies(Op::Send, NO_TYPE, peer as c_int);
+            signals(recorder, site, (comm, stream), || [(empty, Some(signal as c_int))])
+        };
+    ncclWaitSignal(count: Word, list: Word, comm: Word, stream: Word, fifth: Word, sixth: Word, seventh: Word)
         => |recorder, site| {
             let receive = |one: &Awaited| (varies(Op::Recv, NO_TYPE, one.peer), Some(one.signal));
-            tagged(recorder, site, awaited(list, count).iter().filter(|one| one.count > 0).map(receive), comm, stream)
+            signals(recorder, site, (comm, stream), || {
+                awaited(list, count as c_int).iter().filter(|one| one.count > 0).map(receive)
+            })
         };
 
     ncclGroupSimulateEnd(info: Data) => |recorder, _| group_simulated(recorder);
