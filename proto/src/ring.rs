@@ -200,7 +200,7 @@ pub mod coverage {
         "the library does not have it",
         "nobody asked for it",
         "calls inside a library that holds a copy of its own are not seen, because its code cannot be replaced",
-        "its kernels run and no call of it is seen: linked statically into something, without symbols",
+        "its kernels run and no call of it is seen: linked statically without symbols, or called past the linker",
     ];
 }
 
