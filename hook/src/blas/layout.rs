@@ -7,18 +7,34 @@ use crate::{
     hooked::Site,
 };
 
-/// Attributes of a layout.
-pub const TYPE: c_int = 0;
-/// As above.
-pub const ROWS: c_int = 2;
-/// As above.
-pub const COLUMNS: c_int = 3;
-/// As above.
-pub const BATCH: c_int = 5;
-/// Attributes of a product.
-pub const TRANS_A: c_int = 3;
-/// As above.
-pub const TRANS_B: c_int = 4;
+/// How a family numbers the attributes of its layouts and products.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Attributes {
+    /// Of a layout: the element type.
+    pub kind: c_int,
+    /// As above.
+    pub rows: c_int,
+    /// As above.
+    pub columns: c_int,
+    /// As above.
+    pub batch: c_int,
+    /// Of a product: whether A is transposed.
+    pub trans_a: c_int,
+    /// As above, B.
+    pub trans_b: c_int,
+}
+
+/// Those of cuBLASLt. MACA's are taken to be the same; no header of it was at hand.
+const CUBLAS_LT: Attributes = Attributes { kind: 0, rows: 2, columns: 3, batch: 5, trans_a: 3, trans_b: 4 };
+/// Those of hipBLASLt in ROCm 6 and 7.
+const HIPBLAS_LT: Attributes = Attributes { kind: 2, rows: 4, columns: 5, batch: 0, trans_a: 0, trans_b: 1 };
+
+impl Attributes {
+    /// Those of the family whose product this is, by its name.
+    fn of(function: &str) -> Self {
+        if function.starts_with("hip") { HIPBLAS_LT } else { CUBLAS_LT }
+    }
+}
 
 /// The stream of a handle; `None` when nobody can tell.
 #[inline]
@@ -39,6 +55,8 @@ type GetAttribute = unsafe extern "C" fn(Data, c_int, *mut c_void, usize, *mut u
 pub struct LayoutFunctions {
     layout: GetAttribute,
     product: GetAttribute,
+    /// What they are asked by.
+    pub attributes: Attributes,
 }
 
 impl LayoutFunctions {
@@ -55,7 +73,7 @@ impl LayoutFunctions {
             // SAFETY: functions of these names have this type.
             unsafe { std::mem::transmute::<*mut c_void, GetAttribute>(function) }
         });
-        Some(LayoutFunctions { layout, product })
+        Some(LayoutFunctions { layout, product, attributes: Attributes::of(site.function.text()) })
     }
 
     /// A 64-bit attribute of a layout.
@@ -85,4 +103,20 @@ fn ask<T>(get: GetAttribute, descriptor: Data, attribute: c_int, place: &mut T) 
     // SAFETY: the descriptor that the host is passing to the product, and a place of the size that is said.
     let code = unsafe { get(descriptor, attribute, std::ptr::from_mut(place).cast(), bytes, &mut written) };
     code == SUCCESS && written == bytes
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_family_has_its_numbers() {
+        let numbers = |function| {
+            let of = Attributes::of(function);
+            ([of.kind, of.rows, of.columns, of.batch], [of.trans_a, of.trans_b])
+        };
+        assert_eq!(numbers("cublasLtMatmul"), ([0, 2, 3, 5], [3, 4]));
+        assert_eq!(numbers("hipblasLtMatmul"), ([2, 4, 5, 0], [0, 1]));
+        assert_eq!(numbers("mcblasLtMatmul"), numbers("cublasLtMatmul"));
+    }
 }

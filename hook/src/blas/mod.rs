@@ -19,16 +19,16 @@ type Const = *const std::ffi::c_void;
 hooked! {
     library Blas, mark IN_BLAS, bypass IN_BLAS | IN_HOOK, missing BLAS_NOT_INITIALIZED;
 
-    cublasGemmEx | hipblasGemmEx | mcblasGemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int,
-        alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int, beta: Const, c: Data,
-        c_type: c_int, ldc: c_int, compute: c_int, algorithm: c_int)
+    cublasGemmEx | hipblasGemmEx | hipblasGemmEx_v2 | mcblasGemmEx(handle: Data, ta: c_int, tb: c_int, m: c_int,
+        n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int,
+        beta: Const, c: Data, c_type: c_int, ldc: c_int, compute: c_int, algorithm: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
     cublasGemmEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const, a_type: c_int,
         lda: i64, b: Const, b_type: c_int, ldb: i64, beta: Const, c: Data, c_type: c_int, ldc: i64, compute: c_int,
         algorithm: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, 1, ta, tb));
-    cublasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx | mcblasGemmStridedBatchedEx(handle: Data, ta: c_int,
-        tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, a_stride: i64,
+    cublasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx | hipblasGemmStridedBatchedEx_v2
+        | mcblasGemmStridedBatchedEx(handle: Data, ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, a_stride: i64,
         b: Const, b_type: c_int, ldb: c_int, b_stride: i64, beta: Const, c: Data, c_type: c_int, ldc: c_int,
         c_stride: i64, batch: c_int, compute: c_int, algorithm: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
@@ -36,8 +36,8 @@ hooked! {
         a_type: c_int, lda: i64, a_stride: i64, b: Const, b_type: c_int, ldb: i64, b_stride: i64, beta: Const, c: Data,
         c_type: c_int, ldc: i64, c_stride: i64, batch: i64, compute: c_int, algorithm: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
-    cublasGemmBatchedEx | hipblasGemmBatchedEx | mcblasGemmBatchedEx(handle: Data, ta: c_int, tb: c_int, m: c_int,
-        n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int,
+    cublasGemmBatchedEx | hipblasGemmBatchedEx | hipblasGemmBatchedEx_v2 | mcblasGemmBatchedEx(handle: Data,
+        ta: c_int, tb: c_int, m: c_int, n: c_int, k: c_int, alpha: Const, a: Const, a_type: c_int, lda: c_int, b: Const, b_type: c_int, ldb: c_int,
         beta: Const, c: Data, c_type: c_int, ldc: c_int, batch: c_int, compute: c_int, algorithm: c_int)
         => |recorder, site| by_handle(recorder, site, handle, Elements::Type(a_type), Shape::of(m, n, k, batch, ta, tb));
     cublasGemmBatchedEx_64(handle: Data, ta: c_int, tb: c_int, m: i64, n: i64, k: i64, alpha: Const, a: Const,

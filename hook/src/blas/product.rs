@@ -23,7 +23,7 @@ static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
 
 /// What a call says of its elements.
 pub enum Elements {
-    /// cudaDataType of A.
+    /// The number of A's type; see [`dtype_of`].
     Type(i32),
     /// The letter in front of `gemm` in the function's name.
     Letter,
@@ -89,14 +89,15 @@ pub fn by_layout(
         return None;
     }
     let ask = LayoutFunctions::beside(site)?;
-    let trans_a = transpose(ask.of_product(what, layout::TRANS_A)?);
-    let trans_b = transpose(ask.of_product(what, layout::TRANS_B)?);
-    let [m, n] = [layout::ROWS, layout::COLUMNS].map(|attribute| ask.size(d, attribute));
-    let k = ask.size(a, if trans_a == 0 { layout::COLUMNS } else { layout::ROWS });
-    let batch = ask.number(d, layout::BATCH).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
+    let of = ask.attributes;
+    let trans_a = transpose(ask.of_product(what, of.trans_a)?);
+    let trans_b = transpose(ask.of_product(what, of.trans_b)?);
+    let [m, n] = [of.rows, of.columns].map(|attribute| ask.size(d, attribute));
+    let k = ask.size(a, if trans_a == 0 { of.columns } else { of.rows });
+    let batch = ask.number(d, of.batch).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
     let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
     let shape = MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b };
-    let dtype = ask.number(a, layout::TYPE).map_or(DataType::Unspecified, dtype_of);
+    let dtype = ask.number(a, of.kind).map_or(DataType::Unspecified, dtype_of);
     open(recorder, site.function, Some(stream as usize), dtype, shape)
 }
 
@@ -129,7 +130,8 @@ fn open(
     bracket::open(recorder, &Begin { stream, ..what })
 }
 
-/// The element type of a cudaDataType; those that no collective has are unspecified.
+/// The element type of a cudaDataType, or of hipBLAS's own (from 150), which ended with 3.0; those that no collective has are
+/// unspecified.
 fn dtype_of(number: i32) -> DataType {
     match number {
         0 => DataType::Float32,
@@ -144,6 +146,14 @@ fn dtype_of(number: i32) -> DataType {
         26 => DataType::Uint64,
         28 => DataType::Float8E4m3,
         29 => DataType::Float8E5m2,
+        150 => DataType::Float16,
+        151 => DataType::Float32,
+        152 => DataType::Float64,
+        160 => DataType::Int8,
+        161 => DataType::Uint8,
+        162 => DataType::Int32,
+        163 => DataType::Uint32,
+        168 => DataType::Bfloat16,
         _ => DataType::Unspecified,
     }
 }
@@ -170,6 +180,14 @@ mod tests {
         assert_eq!(dtype_of_name(&cublasDgemm_v2_64::FUNCTION), DataType::Float64);
         assert_eq!(dtype_of_name(&cublasHgemmStridedBatched::FUNCTION), DataType::Float16);
         assert_eq!(dtype_of_name(&mcblasSgemm::FUNCTION), DataType::Float32);
+    }
+
+    #[test]
+    fn both_numberings_of_types_are_known() {
+        let types = [DataType::Float16, DataType::Float32, DataType::Float64, DataType::Int8, DataType::Bfloat16];
+        assert_eq!([2, 0, 1, 3, 14].map(dtype_of), types);
+        assert_eq!([150, 151, 152, 160, 168].map(dtype_of), types);
+        assert_eq!([154, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex ones and none");
     }
 
     #[test]
