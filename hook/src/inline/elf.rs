@@ -25,8 +25,11 @@ struct Entry {
 
 const DT_NULL: i64 = 0;
 const DT_NEEDED: i64 = 1;
+const DT_HASH: i64 = 4;
 const DT_STRTAB: i64 = 5;
 const DT_SYMTAB: i64 = 6;
+const DT_RELA: i64 = 7;
+const DT_RELASZ: i64 = 8;
 const DT_STRSZ: i64 = 10;
 const DT_SONAME: i64 = 14;
 const DT_SYMBOLIC: i64 = 16;
@@ -34,11 +37,16 @@ const DT_TEXTREL: i64 = 22;
 const DT_FLAGS: i64 = 30;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 /// Entries that are addresses of tables which may lie behind the symbols: relocations, hash tables, versions, strings.
-const TABLES: [i64; 8] = [4, DT_STRTAB, 7, 23, DT_GNU_HASH, 0x6fff_fff0, 0x6fff_fffe, 0x6fff_fffc];
+const TABLES: [i64; 8] = [DT_HASH, DT_STRTAB, DT_RELA, 23, DT_GNU_HASH, 0x6fff_fff0, 0x6fff_fffe, 0x6fff_fffc];
 /// A program that exports nothing imports no more than this.
 const MOST_SYMBOL_BYTES: usize = 1 << 20;
 const DF_SYMBOLIC: usize = 2;
 const DF_TEXTREL: usize = 4;
+
+/// Kinds of relocations that put a symbol's address into a place when the object is bound: into an entry of the table of addresses,
+/// and into data. Those of the table of jumps are left until the first call.
+const R_X86_64_64: u64 = 1;
+const R_X86_64_GLOB_DAT: u64 = 6;
 
 /// A function symbol of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,6 +67,10 @@ pub struct Object {
     strings: *const c_char,
     string_bytes: usize,
     hash: *const u32,
+    /// The older form of the hash table, which few objects have alone.
+    old_hash: *const u32,
+    relocations: *const libc::Elf64_Rela,
+    relocation_bytes: usize,
     /// The first table behind the symbols.
     next_table: usize,
     soname: Option<usize>,
@@ -84,6 +96,9 @@ impl Object {
             strings: std::ptr::null(),
             string_bytes: 0,
             hash: std::ptr::null(),
+            old_hash: std::ptr::null(),
+            relocations: std::ptr::null(),
+            relocation_bytes: 0,
             next_table: 0,
             soname: None,
             is_symbolic: false,
@@ -96,6 +111,9 @@ impl Object {
                 DT_STRTAB => object.strings = address(value) as *const c_char,
                 DT_SYMTAB => object.symbols = address(value) as *const libc::Elf64_Sym,
                 DT_GNU_HASH => object.hash = address(value) as *const u32,
+                DT_HASH => object.old_hash = address(value) as *const u32,
+                DT_RELA => object.relocations = address(value) as *const libc::Elf64_Rela,
+                DT_RELASZ => object.relocation_bytes = value,
                 DT_STRSZ => object.string_bytes = value,
                 DT_SONAME => object.soname = Some(value),
                 DT_SYMBOLIC => object.is_symbolic = true,
@@ -140,7 +158,7 @@ impl Object {
     /// The function that it defines and exports under `name`.
     pub fn exported(&self, name: &CStr) -> Option<Symbol> {
         if self.hash.is_null() {
-            return None;
+            return self.exported_by_old_hash(name);
         }
         let hash = gnu_hash(name.to_bytes());
         // SAFETY: the table of DT_GNU_HASH: four words, the filter, the buckets, the chains; all indices come from it.
@@ -171,6 +189,36 @@ impl Object {
             }
         }
         None
+    }
+
+    /// The same in the older table, which says how many symbols there are.
+    fn exported_by_old_hash(&self, name: &CStr) -> Option<Symbol> {
+        // SAFETY: null, or the table of DT_HASH: how many buckets, how many symbols.
+        let count = unsafe { self.old_hash.as_ref().map_or(0, |_| *self.old_hash.add(1)) };
+        (1..count as usize).find_map(|index| {
+            // SAFETY: a symbol of the table, and its name.
+            let (symbol, own) = unsafe {
+                let symbol = &*self.symbols.add(index);
+                (symbol, CStr::from_ptr(self.strings.add(symbol.st_name as usize)))
+            };
+            const LOCAL: u8 = 0;
+            if symbol.st_info >> 4 != LOCAL && own == name { self.function(symbol) } else { None }
+        })
+    }
+
+    /// Whether something in the object holds the address of this imported symbol from when the object is bound, and does not yet.
+    pub fn awaits(&self, symbol: *const libc::Elf64_Sym) -> bool {
+        // SAFETY: a symbol of the table.
+        let index = unsafe { symbol.offset_from(self.symbols) } as u64;
+        (0..self.relocation_bytes / size_of::<libc::Elf64_Rela>()).any(|number| {
+            // SAFETY: the table of DT_RELA.
+            let relocation = unsafe { &*self.relocations.add(number) };
+            let kind = relocation.r_info & 0xffff_ffff;
+            relocation.r_info >> 32 == index
+                && matches!(kind, R_X86_64_64 | R_X86_64_GLOB_DAT)
+                // SAFETY: the relocation's place in the object, which is mapped.
+                && unsafe { (self.base.wrapping_add(relocation.r_offset as usize) as *const u64).read_unaligned() } == 0
+        })
     }
 
     /// A symbol of this object as a function with code of its own.
@@ -297,6 +345,29 @@ mod tests {
         assert_eq!(object.exported(c"environ"), None, "data is no function");
         assert!(!object.holds_code(std::ptr::from_ref(&object) as usize));
         assert!(!object.is_symbolic);
+    }
+
+    #[test]
+    fn both_hash_tables_know_the_same_functions() {
+        let mut object = libc_object();
+        let found = object.exported(c"qsort").unwrap();
+        if object.old_hash.is_null() {
+            // The C library has no older table; one that only says how many symbols there are is as good.
+            let end = object.next_table.wrapping_sub(object.symbols as usize) / size_of::<libc::Elf64_Sym>();
+            object.old_hash = Box::leak(Box::new([1, end as u32])).as_ptr();
+        }
+        object.hash = std::ptr::null();
+        assert_eq!(object.exported(c"qsort"), Some(found));
+        assert_eq!(object.exported(c"xpu_timer_no_such_function"), None);
+        object.old_hash = std::ptr::null();
+        assert_eq!(object.exported(c"qsort"), None);
+    }
+
+    #[test]
+    fn what_is_bound_awaits_nothing() {
+        let object = libc_object();
+        let imports: Vec<_> = object.imported().collect();
+        assert!(!imports.is_empty() && imports.iter().all(|(_, symbol)| !object.awaits(*symbol)));
     }
 
     #[test]

@@ -3,7 +3,9 @@
 //! a wrapper without an original.
 //!
 //! Before the linker binds a new object, its weak references to functions that nobody has but the hook are made null. No code is
-//! changed. Objects that the program is started with are bound before the hook can look at them.
+//! changed. Objects that the program is started with are bound before the hook can look at them, and since 2.41 glibc tells of a new
+//! object only when it is bound: there such a reference stays as it is. One that is only ever called is left alone too: who does not
+//! ask has made sure otherwise, and its library may come before the first call.
 
 use std::ffi::CStr;
 
@@ -17,7 +19,7 @@ use crate::lookup;
 /// Makes the weak references of a new object null that would be so without the hook.
 ///
 /// # Safety
-/// `map` is in the linker's list and was not bound yet.
+/// `map` is in the linker's list and nothing of it runs.
 pub unsafe fn unbind(map: *const LinkMap) {
     const WEAK: u8 = 2;
     // SAFETY: the caller's word.
@@ -25,8 +27,8 @@ pub unsafe fn unbind(map: *const LinkMap) {
     for (name, symbol) in object.imported() {
         // SAFETY: a symbol of the object's table.
         let binding = unsafe { (*symbol).st_info } >> 4;
-        if binding == WEAK && lookup::find(name.to_bytes()).is_some() && !is_anywhere(name) {
-            // SAFETY: a symbol of an object that is not bound yet.
+        if binding == WEAK && lookup::find(name.to_bytes()).is_some() && object.awaits(symbol) && !is_anywhere(name) {
+            // SAFETY: a symbol of an object that is not bound yet, because the hook would be what it is bound to.
             unsafe { make_own(&object, symbol.cast_mut(), 0) };
         }
     }
