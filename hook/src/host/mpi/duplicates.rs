@@ -70,35 +70,113 @@ impl After for Duplicating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         self.posted.after(recorder, result);
         let (Some((index, id)), Some(library)) = (self.made, library()) else { return };
-        // SAFETY: the caller's place for the request, which the library has just written.
-        let request = unsafe { library.abi.handle_at(self.request, 0) };
-        let Ok(mut pending) = PENDING.try_lock() else { return recorder.retire_comm(index) };
-        if result != SUCCESS || pending.len() == MOST {
+        if result != SUCCESS {
             return recorder.retire_comm(index);
         }
-        pending.push(Pending { request, place: self.place, index, id });
-        COUNT.store(pending.len(), Ordering::Relaxed);
+        // SAFETY: the caller's place for the request, which the library has just written.
+        let request = unsafe { library.abi.handle_at(self.request, 0) };
+        let one = Pending { request, place: self.place, index, id };
+        if request == 0 || request == library.abi.request_null {
+            return one.is_there(recorder);
+        }
+        match PENDING.try_lock() {
+            Ok(mut pending) if pending.len() < MOST => {
+                pending.push(one);
+                COUNT.store(pending.len(), Ordering::Relaxed);
+            }
+            _ => recorder.retire_comm(index),
+        }
     }
 }
 
-/// A request is done: if it was one of these, its communicator is there.
-#[inline]
-pub fn completed(recorder: &'static Recorder, request: u64) {
-    if COUNT.load(Ordering::Relaxed) != 0 {
-        find(recorder, request);
+impl Pending {
+    /// Whether the entry is still its own: it is somebody else's when the table was made anew in a forked child.
+    fn is_its_own(&self, recorder: &'static Recorder) -> bool {
+        recorder.comm_id(self.index) == self.id
+    }
+
+    /// The call that is returning has made the communicator.
+    fn is_there(&self, recorder: &'static Recorder) {
+        let Some(library) = library().filter(|_| self.is_its_own(recorder)) else { return };
+        // SAFETY: the host's place for the communicator, which has to stay until the request is done, and that is now.
+        match unsafe { library.abi.handle_at(self.place, 0) } {
+            handle if handle == 0 || handle == library.abi.comm_null => recorder.retire_comm(self.index),
+            handle => ready(recorder, self.index, handle as usize),
+        }
     }
 }
 
-#[cold]
-fn find(recorder: &'static Recorder, request: u64) {
-    let Ok(mut pending) = PENDING.try_lock() else { return };
-    let Some(at) = pending.iter().position(|one| one.request == request) else { return };
+/// Takes out what is pending.
+fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
+    let mut pending = PENDING.try_lock().ok()?;
+    let at = pending.iter().position(which)?;
     let one = pending.swap_remove(at);
     COUNT.store(pending.len(), Ordering::Relaxed);
-    let Some(library) = library() else { return };
-    // Somebody else's by now, when the table was made anew in a forked child.
-    if recorder.comm_id(one.index) == one.id {
-        // SAFETY: the host's place for the communicator, which has to stay until the request is done.
-        ready(recorder, one.index, unsafe { library.abi.handle_at(one.place, 0) as usize });
+    Some(one)
+}
+
+/// The library has given this handle to a new request. The one that had it before was done without a word of it here: nobody knows
+/// whether the place for its communicator is still there.
+#[inline]
+pub fn is_used_again(recorder: &'static Recorder, request: u64) {
+    if COUNT.load(Ordering::Relaxed) != 0
+        && let Some(one) = take(|one| one.request == request)
+        && one.is_its_own(recorder)
+    {
+        recorder.retire_comm(one.index);
+    }
+}
+
+/// Those of a call's requests that are pending here, with their numbers in its array.
+pub struct Asked {
+    requests: Word,
+    pending: Vec<(usize, Pending)>,
+}
+
+impl Asked {
+    /// None.
+    pub fn nothing() -> Self {
+        Asked { requests: 0, pending: Vec::new() }
+    }
+
+    /// Of an array of `count` requests, before the call.
+    #[inline]
+    pub fn of(requests: Word, count: i32) -> Self {
+        if COUNT.load(Ordering::Relaxed) == 0 { Self::nothing() } else { Self::find(requests, count) }
+    }
+
+    #[cold]
+    fn find(requests: Word, count: i32) -> Self {
+        let mut asked = Asked { requests, pending: Vec::new() };
+        if let (Some(library), Ok(pending)) = (library(), PENDING.try_lock()) {
+            // SAFETY: the caller's array of `count` requests.
+            let handle = |index| unsafe { library.abi.handle_at(requests, index) };
+            let known = |index| {
+                let request = handle(index);
+                Some((index, *pending.iter().find(|one| one.request == request)?))
+            };
+            asked.pending.extend((0..usize::try_from(count).unwrap_or(0)).filter_map(known));
+        }
+        asked
+    }
+
+    /// The call has returned, and has written over the requests that are done.
+    #[inline]
+    pub fn completed(&self, recorder: &'static Recorder) {
+        for (index, one) in &self.pending {
+            self.look_at(recorder, *index, one);
+        }
+    }
+
+    #[cold]
+    fn look_at(&self, recorder: &'static Recorder, index: usize, one: &Pending) {
+        let Some(library) = library() else { return };
+        // SAFETY: the caller's array, which is the library's to write to until it has returned.
+        let now = unsafe { library.abi.handle_at(self.requests, index) };
+        // Another thread may have made a request since that has the same handle.
+        if now == library.abi.request_null && take(|other| (other.request, other.id) == (one.request, one.id)).is_some()
+        {
+            one.is_there(recorder);
+        }
     }
 }

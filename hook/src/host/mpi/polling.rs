@@ -18,8 +18,9 @@ use xpu_timer_proto::v1::{Op, OpStatus};
 
 use super::{
     VARIES, Word,
+    duplicates::Asked,
     library::library,
-    request::{For, Handles, forget_done},
+    request::{For, Handles, SHOWN, forget_done},
     transfer,
 };
 use crate::{
@@ -242,8 +243,13 @@ impl Done {
     }
 }
 
-/// So many of a call's requests are forgotten when they are done; the entries of others are replaced when their handles are used again.
+/// So many of a call's requests are kept beside the call, which is as many as most have; further ones in the thread's [`FURTHER`].
 const KEPT: usize = 8;
+
+thread_local! {
+    /// Requests of the thread's call, from the one after [`KEPT`]. A call within it is not seen.
+    static FURTHER: [Cell<u64>; SHOWN - KEPT] = const { [const { Cell::new(0) }; SHOWN - KEPT] };
+}
 
 /// A call that asks for requests.
 pub struct Testing {
@@ -253,6 +259,7 @@ pub struct Testing {
     before: [u64; KEPT],
     which: For,
     done: Done,
+    duplicates: Asked,
 }
 
 /// Before a call that asks for `count` requests.
@@ -264,15 +271,23 @@ pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
             // SAFETY: the caller's array of `count` requests.
             *handle = unsafe { library.abi.handle_at(requests, index) };
         }
+        if count as usize > KEPT && count > 0 {
+            FURTHER.with(|further| {
+                for (index, handle) in (KEPT..count as usize).zip(further) {
+                    // SAFETY: as above.
+                    handle.set(unsafe { library.abi.handle_at(requests, index) });
+                }
+            });
+        }
     }
-    Testing { requests, count, before, which, done }
+    Testing { requests, count, before, which, done, duplicates: Asked::of(requests, count) }
 }
 
 /// Before a call that asks for a part of what a request receives.
 pub fn testing_part(request: Word, flag: Word) -> Testing {
     let mut before = [0; KEPT];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
-    Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag) }
+    Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag), duplicates: Asked::nothing() }
 }
 
 impl Testing {
@@ -282,6 +297,15 @@ impl Testing {
         let requests = if self.requests == 0 { self.before.as_ptr() as Word } else { self.requests };
         Handles::of(requests, self.count).running(recorder, "MPI_Test")
     }
+
+    fn forget(&self, recorder: &'static Recorder) {
+        forget_done(self.before.into_iter().enumerate(), self.which);
+        let further = usize::try_from(self.count).unwrap_or(0).saturating_sub(KEPT);
+        if further > 0 {
+            FURTHER.with(|kept| forget_done((KEPT..).zip(kept.iter().take(further).map(Cell::get)), self.which));
+        }
+        self.duplicates.completed(recorder);
+    }
 }
 
 impl After for Testing {
@@ -289,7 +313,7 @@ impl After for Testing {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result != SUCCESS || self.done.is_done() {
             if result == SUCCESS {
-                forget_done(recorder, self.before.into_iter().enumerate(), self.which);
+                self.forget(recorder);
             }
             answered(recorder, result == SUCCESS && self.which == For::All);
         } else {

@@ -9,7 +9,12 @@ use xpu_timer_proto::{
     v1::{Op, OpStatus},
 };
 
-use super::{Word, duplicates, library::library, next, polling};
+use super::{
+    Word,
+    duplicates::{self, Asked},
+    library::library,
+    next, polling,
+};
 use crate::{
     abi::SUCCESS,
     hooked::After,
@@ -21,7 +26,7 @@ use crate::{
 };
 
 /// So many requests of one call are shown.
-const SHOWN: usize = 64;
+pub const SHOWN: usize = 64;
 
 /// A nonblocking call: when it returns, its request is known.
 pub struct Posted {
@@ -38,14 +43,16 @@ pub fn posted(what: Option<Begin>, request: Word, persistent: bool) -> Posted {
 impl After for Posted {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         polling::interrupt(recorder);
-        let (Some(what), Some(library)) = (self.what, library()) else { return };
-        let Some(comm) = what.comm.filter(|_| result == SUCCESS) else { return };
+        let Some(library) = library().filter(|_| result == SUCCESS) else { return };
+        // SAFETY: the caller's place for the request, which the library has just written.
+        let handle = unsafe { library.abi.handle_at(self.request, 0) };
+        duplicates::is_used_again(recorder, handle);
+        let Some(what) = self.what else { return };
+        let Some(comm) = what.comm else { return };
         if !self.persistent && !matches!(what.op, Op::Send | Op::Recv) {
             // The library runs it from now on, whoever waits for it later.
             recorder.comm_word(comm, comm::STARTED).fetch_max(what.seq, Ordering::Relaxed);
         }
-        // SAFETY: the caller's place for the request, which the library has just written.
-        let handle = unsafe { library.abi.handle_at(self.request, 0) };
         if handle == library.abi.request_null || handle == 0 {
             return;
         }
@@ -106,13 +113,13 @@ impl Handles {
     }
 
     /// The call has returned with those done that it asked for.
-    fn forget(&self, recorder: &'static Recorder, which: For) {
-        forget_done(recorder, self.handles.into_iter().enumerate(), which);
+    fn forget(&self, which: For) {
+        forget_done(self.handles.into_iter().enumerate(), which);
     }
 }
 
 /// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done.
-pub fn forget_done(recorder: &'static Recorder, handles: impl Iterator<Item = (usize, u64)>, which: For) {
+pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: For) {
     let done = |index: usize| match which {
         For::All => true,
         // SAFETY: the caller's place for a number, which the library has just written.
@@ -124,7 +131,6 @@ pub fn forget_done(recorder: &'static Recorder, handles: impl Iterator<Item = (u
     for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
         if done(index) && recall(handle).is_some_and(|meaning| !meaning.persistent) {
             forget(handle);
-            duplicates::completed(recorder, handle);
         }
     }
 }
@@ -134,19 +140,21 @@ pub struct Waiting {
     running: Running,
     handles: Handles,
     which: For,
+    duplicates: Asked,
 }
 
 /// Before a call that waits for `count` requests.
 pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: For) -> Waiting {
     polling::interrupt(recorder);
     let handles = Handles::of(requests, count);
-    Waiting { running: handles.running(recorder, name), handles, which }
+    Waiting { running: handles.running(recorder, name), handles, which, duplicates: Asked::of(requests, count) }
 }
 
 impl After for Waiting {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == SUCCESS {
-            self.handles.forget(recorder, self.which);
+            self.handles.forget(self.which);
+            self.duplicates.completed(recorder);
         }
         match (result, self.which) {
             (SUCCESS, For::All) => self.running.end(OpStatus::Completed, 0),
