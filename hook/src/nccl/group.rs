@@ -125,12 +125,25 @@ impl After for Ended {
     }
 }
 
-/// Before ncclGroupSimulateEnd, which ends the group without doing any of it.
-pub fn group_simulated(recorder: &'static Recorder) {
-    let first = thread_state::with(leave);
-    for slot in chain(recorder, first, next) {
+/// Before ncclGroupSimulateEnd, which launches nothing of the group, but makes the communicators that were queued in it.
+pub fn group_simulated(recorder: &'static Recorder, site: Site) -> Ended {
+    let slots: Vec<usize> = chain(recorder, thread_state::with(leave), next).collect();
+    let (host_calls, others): (Vec<usize>, Vec<usize>) =
+        slots.into_iter().partition(|slot| is_host_call(recorder, *slot));
+    for slot in others {
         withdraw(recorder, slot);
     }
+    let now = sys::now_ns();
+    let first = host_calls.iter().rev().fold(0, |following, slot| {
+        recorder.slots[*slot].next.store(following, Ordering::Relaxed);
+        *slot as u32 + 1
+    });
+    for slot in host_calls {
+        recorder.slots[slot].since_ns.store(now, Ordering::Relaxed);
+        recorder.hand_over(slot);
+    }
+    thread_state::with(|thread| thread.open.set(first));
+    Ended { site, first }
 }
 
 /// A nonblocking call of a communicator is through: its operations get their end events, its init its end.
