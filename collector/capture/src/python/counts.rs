@@ -11,7 +11,7 @@ use super::{
     frames,
     layout::Layout,
     memory::{Snapshot, Torn},
-    objects::{attribute_values, attributes, number, pairs},
+    objects::{attribute_values, attributes, number, pairs_of_small},
     threads::Interpreter,
 };
 
@@ -27,8 +27,9 @@ const STEPS: usize = 6;
 const VARIABLES: u64 = 192;
 /// Words behind the head of such an iterator that may lead to another one: it has some numbers as well.
 const WRAPPER_WORDS: u64 = 3;
-/// What holds more than this is a model or a data set, and is not looked into.
-const MOST_HELD: usize = 96;
+/// A list or dictionary that holds more than this is a model or a data set, and is not looked into; of an object's attributes so
+/// many are.
+const MOST_HELD: u64 = 96;
 /// Classes that are remembered, classes from one to the last of its bases, and bytes of a name.
 const MOST_CLASSES: usize = 1 << 14;
 const MOST_BASES: usize = 16;
@@ -196,7 +197,7 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
                 _ => object.wrapping_add(layout.tuple_items),
             };
             let length = memory.word(LIST, object.wrapping_add(layout.bytes_length)).unwrap_or(0);
-            if length <= MOST_HELD as u64 {
+            if length <= MOST_HELD {
                 found.extend((0..length).map_while(|index| memory.word(LIST, first.wrapping_add(index * 8)).ok()));
             }
         }
@@ -205,12 +206,11 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
             found.extend(words.filter_map(|address| memory.word("an iterator", address).ok()));
         }
         Kind::Dict => {
-            let pairs = pairs(memory, layout, object).unwrap_or_default();
-            found.extend(pairs.into_iter().map(|(_, value)| value).take(MOST_HELD));
+            let pairs = pairs_of_small(memory, layout, object, MOST_HELD).unwrap_or_default();
+            found.extend(pairs.into_iter().map(|(_, value)| value));
         }
         Kind::Object => {
-            let values = attribute_values(memory, layout, object).unwrap_or_default();
-            found.extend(values.into_iter().take(MOST_HELD));
+            found.extend(attribute_values(memory, layout, object, MOST_HELD).unwrap_or_default());
         }
         Kind::Generator => {
             let frame = object.wrapping_add(layout.generator_frame);

@@ -168,7 +168,9 @@ impl Snapshot {
 
     fn fetch_one(&mut self, page: u64) -> Option<usize> {
         if self.fetches == 0 || self.known.len() >= MOST_PAGES {
-            self.missed.push(page);
+            if self.missed.len() < MOST_PAGES {
+                self.missed.push(page);
+            }
             return None;
         }
         self.fetches -= 1;

@@ -166,7 +166,20 @@ impl Entries {
 
 /// All pairs of a dictionary, as they are found while it may change.
 pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, Torn> {
+    pairs_of_small(memory, layout, dict, MOST_ENTRIES)
+}
+
+/// The same; of a dictionary that has more entries than `most` none is read.
+pub(super) fn pairs_of_small(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    dict: u64,
+    most: u64,
+) -> Result<Vec<(u64, u64)>, Torn> {
     let entries = Entries::of_dict(memory, layout, dict)?;
+    if entries.count > most {
+        return Ok(Vec::new());
+    }
     Ok((0..entries.count).filter_map(|index| entries.get(memory, index)).collect())
 }
 
@@ -184,10 +197,15 @@ pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str)
     Ok(None)
 }
 
-/// The values of all attributes that an object itself has.
-pub(super) fn attribute_values(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Vec<u64>, Torn> {
+/// The values of the first `most` attributes that an object itself has.
+pub(super) fn attribute_values(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    object: u64,
+    most: u64,
+) -> Result<Vec<u64>, Torn> {
     let entries = attribute_entries(memory, layout, object)?;
-    Ok((0..entries.count).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
+    Ok((0..entries.count.min(most)).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
 }
 
 /// The attributes of these names that an object itself has.
