@@ -16,6 +16,8 @@ pub struct Ranks {
     // Entries one after the other, each behind its length. In chunks, so that they are given back one by one.
     chunks: Vec<Vec<u8>>,
     places: HashMap<u32, Place>,
+    // Bytes of entries that were replaced.
+    replaced: usize,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -49,16 +51,40 @@ impl Ranks {
     /// Adds ranks; one that is there already is replaced.
     pub fn extend(&mut self, ranks: impl IntoIterator<Item = RankEvidence>) {
         for rank in ranks {
-            let bytes = rank.encoded_len();
             // A length takes ten bytes at most.
-            if self.chunks.last().is_none_or(|chunk| chunk.capacity() - chunk.len() < bytes + 10) {
-                self.chunks.push(Vec::with_capacity(CHUNK_BYTES.max(bytes + 10)));
+            self.append(rank.rank, rank.encoded_len() + 10, |into| {
+                rank.encode_length_delimited(into).expect("a vector has room");
+            });
+        }
+        let all: usize = self.chunks.iter().map(Vec::len).sum();
+        if self.replaced > CHUNK_BYTES && self.replaced > all / 2 {
+            self.compact();
+        }
+    }
+
+    fn append(&mut self, rank: u32, room: usize, write: impl FnOnce(&mut Vec<u8>)) {
+        if self.chunks.last().is_none_or(|chunk| chunk.capacity() - chunk.len() < room) {
+            self.chunks.push(Vec::with_capacity(CHUNK_BYTES.max(room)));
+        }
+        let chunk = self.chunks.len() - 1;
+        let into = &mut self.chunks[chunk];
+        let offset = into.len();
+        write(into);
+        let place = Place { chunk, offset, bytes: into.len() - offset };
+        self.replaced += self.places.insert(rank, place).map_or(0, |old| old.bytes);
+    }
+
+    /// Gives back what replaced entries take: a node whose delivery breaks off sends all of it again.
+    fn compact(&mut self) {
+        self.replaced = 0;
+        let mut places: Vec<(u32, Place)> = self.places.drain().collect();
+        places.sort_unstable_by_key(|(_, place)| (place.chunk, place.offset));
+        let mut places = places.into_iter().peekable();
+        for (chunk, bytes) in std::mem::take(&mut self.chunks).into_iter().enumerate() {
+            while let Some((rank, place)) = places.next_if(|(_, place)| place.chunk == chunk) {
+                let entry = &bytes[place.offset..place.offset + place.bytes];
+                self.append(rank, entry.len(), |into| into.extend_from_slice(entry));
             }
-            let chunk = self.chunks.len() - 1;
-            let into = &mut self.chunks[chunk];
-            let before = into.len();
-            rank.encode_length_delimited(into).expect("a vector has room");
-            self.places.insert(rank.rank, Place { chunk, offset: before, bytes: into.len() - before });
         }
     }
 
@@ -126,5 +152,19 @@ mod tests {
         let expected = vec![rank(0, ""), rank(2, "c"), rank(7, "b"), rank(300, &"long".repeat(CHUNK_BYTES))];
         assert_eq!(Evidence::decode(&bytes[..]).unwrap(), Evidence { ranks: expected.clone(), ..head });
         assert_eq!(ranks.decode(), expected);
+    }
+
+    #[test]
+    fn what_is_replaced_again_and_again_does_not_pile_up() {
+        let mut ranks = Ranks::default();
+        let text = "x".repeat(CHUNK_BYTES / 4);
+        let times = 40;
+        for time in 0..times {
+            ranks.extend((0..8).map(|number| rank(number, &format!("{time}{text}"))));
+            let bytes: usize = ranks.chunks.iter().map(Vec::len).sum();
+            assert!(bytes < 6 * CHUNK_BYTES, "{bytes} bytes for two megabytes");
+        }
+        let last: Vec<_> = (0..8).map(|number| rank(number, &format!("{}{text}", times - 1))).collect();
+        assert_eq!(ranks.decode(), last);
     }
 }
