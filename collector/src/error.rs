@@ -81,6 +81,12 @@ impl Error {
         let Error::Path { source, .. } = self else { return false };
         matches!(source.kind(), io::ErrorKind::StorageFull | io::ErrorKind::QuotaExceeded)
     }
+
+    /// Whether something of that name is there already.
+    #[must_use]
+    pub fn is_taken(&self) -> bool {
+        matches!(self, Error::Path { source, .. } if source.kind() == io::ErrorKind::AlreadyExists)
+    }
 }
 
 /// An error and its sources in one line.

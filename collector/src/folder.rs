@@ -33,7 +33,7 @@ impl Folder {
     /// # Errors
     /// When neither can be written.
     pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
-        Self::create_with(root, fallback, |root| Self::create_in(root, id))
+        Self::create_with(root, fallback, |root| Self::create_in(root, id, is_own_folder, None))
     }
 
     /// As [`Folder::create`], for a folder that is this owner's. Two nodes of one name may share a file system: where another one's
@@ -43,14 +43,15 @@ impl Folder {
     /// As [`Folder::create`].
     pub fn create_own(root: &Path, fallback: &Path, id: &str, owner: &str) -> Result<(Folder, Option<Error>), Error> {
         Self::create_with(root, fallback, |root| {
-            let others = |name: &String| {
-                let path = root.join(format!("incident-{name}"));
-                path.exists() && !is_of(&path, owner)
-            };
-            let name = own_names(id).find(|name| !others(name)).unwrap_or_else(|| id.into());
-            let folder = Self::create_in(root, &name)?;
-            folder.write(OWNER, owner.as_bytes())?;
-            Ok(folder)
+            let mut taken = None;
+            for name in own_names(id) {
+                // Making it decides whose it is: another node may be about to do the same.
+                match Self::create_in(root, &name, |path| is_of(path, owner), Some(owner)) {
+                    Err(error) if error.is_taken() => taken = Some(error),
+                    made => return made,
+                }
+            }
+            Err(taken.expect("there is at least one name"))
         })
     }
 
@@ -71,18 +72,28 @@ impl Folder {
         Ok((create_in(fallback)?, Some(error)))
     }
 
-    fn create_in(root: &Path, id: &str) -> Result<Folder, Error> {
+    fn create_in(
+        root: &Path,
+        id: &str,
+        may_go_on: impl Fn(&Path) -> bool,
+        owner: Option<&str>,
+    ) -> Result<Folder, Error> {
         let path = root.join(format!("incident-{id}"));
-        match fs::create_dir(&path) {
+        let made = match fs::create_dir(&path) {
+            Ok(()) => true,
             // A collector that was restarted in the middle of this incident goes on in its folder.
-            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && is_own_folder(&path) => {}
-            made => made.map_err(Error::path("create", &path))?,
-        }
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists && may_go_on(&path) => false,
+            Err(error) => return Err(Error::path("create", &path)(error)),
+        };
         let folder = Folder { path };
         folder.release_reserve();
-        if let Err(error) = folder.write_new(RESERVE, |file| file.write_all(&vec![0; RESERVE_BYTES])) {
-            // No room for anything: another place is needed.
-            let _ = fs::remove_dir_all(&folder.path);
+        let owned = owner.map_or(Ok(()), |owner| folder.write(OWNER, owner.as_bytes()));
+        let reserved = owned.and_then(|()| folder.write_new(RESERVE, |file| file.write_all(&vec![0; RESERVE_BYTES])));
+        if let Err(error) = reserved {
+            // No room for anything: another place is needed. What was here before stays.
+            if made {
+                let _ = fs::remove_dir_all(&folder.path);
+            }
             return Err(error);
         }
         Ok(folder)
