@@ -4,6 +4,8 @@ mod deadlines;
 mod delivery;
 mod files;
 mod opening;
+#[cfg(test)]
+mod tests;
 
 use std::{
     collections::{BTreeMap, BTreeSet, VecDeque},
@@ -66,8 +68,8 @@ pub struct Hub {
     throttle: Throttle<JobKey>,
     // Alarms of jobs that have had too many incidents of late.
     held: Vec<(NodeId, Alarm)>,
-    // Parts that were taken and wait to be asked for.
-    captured: VecDeque<(String, NodeId)>,
+    // Parts that were taken and wait to be asked for, by incident.
+    captured: BTreeMap<String, VecDeque<NodeId>>,
     // Parts that are on their way, and those that wait to be merged.
     delivering: BTreeSet<(String, NodeId)>,
     merging: BTreeSet<(String, NodeId)>,
@@ -102,7 +104,7 @@ impl Hub {
             streams: BTreeMap::new(),
             throttle: Throttle::default(),
             held: Vec::new(),
-            captured: VecDeque::new(),
+            captured: BTreeMap::new(),
             delivering: BTreeSet::new(),
             merging: BTreeSet::new(),
             expected: BTreeMap::new(),
@@ -165,9 +167,12 @@ impl Hub {
                     self.brought(&expected, *message, now);
                 }
             }
+            StreamEvent::Ceased(key) => self.ceased(&key, now),
             StreamEvent::Ended(stream, why) => {
                 let Some(node) = self.streams.remove(&stream) else { return };
-                if self.nodes.lose(node, stream, now.mono_ns) {
+                // A stream that took nothing more was given up before it ended; what follows of that is done here.
+                let given_up = self.nodes.get(node).is_some_and(|node| !node.is_joined());
+                if self.nodes.lose(node, stream, now.mono_ns) || given_up {
                     info!("node {} is gone: {why}", self.nodes.name(node));
                     self.lost(node, now);
                 }
@@ -242,7 +247,9 @@ impl Hub {
                 incident.files_wanted.insert(node, RankSet::new());
             }
         }
-        self.captured.retain(|(_, other)| *other != node);
+        for nodes in self.captured.values_mut() {
+            nodes.retain(|other| *other != node);
+        }
         self.expected.retain(|_, expected| expected.node != node);
     }
 

@@ -34,6 +34,8 @@ pub struct Part {
     pub progress: Progress,
     /// Ranks that it may speak for, those included that it found without their having registered.
     pub ranks: RankSet,
+    /// Deliveries of it that broke off while the node was there.
+    pub broken: u32,
 }
 
 /// Where an incident is in its life.
@@ -93,6 +95,8 @@ pub struct Incident {
     pub folder: Option<PathBuf>,
     /// The thread that merges, while there is something to come.
     pub work: Option<mpsc::Sender<Work>>,
+    /// The last that it was given is to draw: it is let go after that.
+    pub drawing: bool,
     /// The verdict in one sentence, its cause and culprits; empty until there is one.
     pub sentence: String,
     /// Cause.
@@ -132,6 +136,7 @@ impl Incident {
             deadline_ns: u64::MAX,
             folder: None,
             work: None,
+            drawing: false,
             sentence: String::new(),
             cause: String::new(),
             culprits: Vec::new(),

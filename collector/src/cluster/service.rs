@@ -33,6 +33,8 @@ pub enum StreamEvent {
     Brings(Arc<str>, oneshot::Sender<bool>),
     /// A piece of it.
     Brought(Arc<str>, Box<delivery::Message>),
+    /// It ended, by its last piece or before.
+    Ceased(Arc<str>),
 }
 
 /// The token that a request must carry; `None` on loopback without one.
@@ -127,11 +129,27 @@ impl cluster_server::Cluster for Service {
         if !known.await.unwrap_or(false) {
             return Err(Status::not_found("nothing is expected by this key, or no longer"));
         }
+        let _ceased = Ceased { events: self.events.clone(), key: Arc::clone(&key) };
         while let Some(Delivery { message }) = pieces.message().await? {
             let Some(message) = message else { continue };
             let _ = self.events.send(StreamEvent::Brought(Arc::clone(&key), Box::new(message))).await;
         }
         Ok(Response::new(Delivered {}))
+    }
+}
+
+/// Says that a delivery ended, also when its call is dropped in the middle of it.
+struct Ceased {
+    events: mpsc::Sender<StreamEvent>,
+    key: Arc<str>,
+}
+
+impl Drop for Ceased {
+    fn drop(&mut self) {
+        // Without a runtime the process ends.
+        let Ok(runtime) = tokio::runtime::Handle::try_current() else { return };
+        let (events, key) = (self.events.clone(), Arc::clone(&self.key));
+        runtime.spawn(async move { events.send(StreamEvent::Ceased(key)).await });
     }
 }
 

@@ -11,7 +11,7 @@ use crate::{
     cluster::{
         comparing::Told,
         incident::{Part, Progress, State},
-        nodes::NodeId,
+        nodes::{Node, NodeId},
     },
     dump::change_verdict,
     error::chain,
@@ -64,13 +64,17 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         for (node, part) in &mut incident.parts {
             let late = match part.progress {
-                Progress::Asked if now.mono_ns > incident.deadline_ns => Some(match self.nodes.get(*node) {
-                    Some(node) if node.is_joined() => "it took no dump in time".to_string(),
-                    Some(node) => {
-                        format!("its connection was lost {:.0} s ago", clock::seconds(now.mono_ns - node.lost_ns))
-                    }
-                    None => "it is gone".to_string(),
-                }),
+                // A part that was taken waits for its turn, as long as its node is there.
+                Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
+                Progress::Asked | Progress::Captured if now.mono_ns > incident.deadline_ns => {
+                    Some(match self.nodes.get(*node) {
+                        Some(node) if node.is_joined() => "it took no dump in time".to_string(),
+                        Some(node) => {
+                            format!("its connection was lost {:.0} s ago", clock::seconds(now.mono_ns - node.lost_ns))
+                        }
+                        None => "it is gone".to_string(),
+                    })
+                }
                 Progress::Delivering(until) if now.mono_ns > until => {
                     Some(format!("nothing more came of it for {} s", DELIVERY_NS / SECOND))
                 }
@@ -155,6 +159,8 @@ impl Hub {
         incident.state = state;
         incident.work = None;
         self.expected.retain(|_, expected| expected.incident != id);
+        self.captured.remove(id);
+        self.merging.retain(|(of, _)| of != id);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         if let Some(folder) = incident.folder.clone() {
             let status = match state {

@@ -1,5 +1,7 @@
 //! What the nodes deliver for an incident, some at a time, and the verdict that is made of it.
 
+use std::collections::VecDeque;
+
 use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
@@ -21,8 +23,10 @@ use crate::{
 
 /// For a node to send what it was asked for.
 pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
-/// Parts that are under way at a time: each is some hundred kilobytes, and the merging takes one after the other.
+/// Parts of an incident that are under way at a time: each is some hundred kilobytes, and the merging takes one after the other.
 const DELIVERIES: usize = 32;
+/// How often a part is asked for again whose delivery broke off while its node was there.
+const RETRIES: u32 = 2;
 
 impl Hub {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
@@ -37,7 +41,7 @@ impl Hub {
         let Some(part) = incident.parts.get_mut(&node) else { return };
         if matches!(part.progress, Progress::Asked | Progress::Failed(_)) {
             part.progress = Progress::Captured;
-            self.captured.push_back((id.into(), node));
+            self.captured.entry(id.into()).or_default().push_back(node);
         }
         self.deliver(now);
     }
@@ -49,14 +53,55 @@ impl Hub {
             let part = incidents.get(id).and_then(|incident| incident.parts.get(node));
             part.is_some_and(|part| matches!(part.progress, Progress::Delivering(_)))
         });
-        while self.delivering.len() + self.merging.len() < DELIVERIES {
-            let Some((id, node)) = self.captured.pop_front() else { return };
-            let key = self.expect(Expected { incident: id.clone(), node, files: false });
-            if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
-                self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
-                self.delivering.insert((id, node));
+        let waiting: Vec<String> = self.captured.keys().cloned().collect();
+        for id in waiting {
+            while self.under_way(&id) < DELIVERIES {
+                let Some(node) = self.captured.get_mut(&id).and_then(VecDeque::pop_front) else { break };
+                let key = self.expect(Expected { incident: id.clone(), node, files: false });
+                if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
+                    self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
+                    self.delivering.insert((id.clone(), node));
+                } else {
+                    warn!("incident {id}: node {} takes no message any more", self.nodes.name(node));
+                    self.lost(node, now);
+                }
             }
         }
+        self.captured.retain(|_, nodes| !nodes.is_empty());
+    }
+
+    /// Parts of an incident that are on their way or wait to be merged. Each incident has its own: one whose thread is stuck does not
+    /// hold up the others.
+    fn under_way(&self, id: &str) -> usize {
+        self.delivering.iter().chain(&self.merging).filter(|(of, _)| of == id).count()
+    }
+
+    /// A delivery ended. When that was before its last piece, it is asked for again, a few times.
+    pub(super) fn ceased(&mut self, key: &str, now: Now) {
+        // What came whole is not expected any more, nor is what was asked for anew.
+        let Some(Expected { incident: id, node, files }) = self.expected.remove(key) else { return };
+        let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
+        if files {
+            if incident.files_coming.remove(&node) {
+                warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
+                self.fetch(&id, now);
+            }
+            return;
+        }
+        let Some(part) = incident.parts.get_mut(&node) else { return };
+        if !matches!(part.progress, Progress::Delivering(_)) {
+            return;
+        }
+        warn!("incident {id}: the delivery of node {} broke off", self.nodes.name(node));
+        part.broken += 1;
+        if part.broken > RETRIES {
+            part.progress = Progress::Failed(format!("its delivery broke off {} times", part.broken));
+            self.finish_if_complete(&id, now);
+        } else {
+            part.progress = Progress::Captured;
+            self.captured.entry(id).or_default().push_back(node);
+        }
+        self.deliver(now);
     }
 
     /// Draws the key for something that a node is asked to bring. An older one for the same is void.
@@ -169,8 +214,15 @@ impl Hub {
                 }
             }
         }
-        // The thread ends only when it is let go.
-        incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok())
+        incident.drawing = matches!(work, Work::Draw);
+        let given = incident.work.as_ref().is_some_and(|sender| sender.send(work).is_ok());
+        if !given {
+            // The thread ends only when it is let go, or by an error in this program.
+            warn!("incident {id}: its gathering thread is gone");
+            incident.work = None;
+            self.merging.retain(|(of, _)| of != id);
+        }
+        given
     }
 
     pub(super) fn finish_if_complete(&mut self, id: &str, now: Now) {

@@ -93,8 +93,10 @@ impl Hub {
             // Whoever asked may be gone.
             drop(reply.send(Ok(json!({ "incident": id, "path": path }))));
         }
-        // The merged whole is on disk; a part that comes late reads it again.
-        incident.work = None;
+        // The merged whole is on disk; a part that comes late reads it again. One that came meanwhile is still in the thread alone.
+        if std::mem::take(&mut incident.drawing) {
+            incident.work = None;
+        }
         if incident.is_manual() {
             self.close(id, State::Ended, now);
         }

@@ -49,7 +49,12 @@ impl Hub {
             self.nodes.send(node, decline(reason), now.mono_ns);
             return;
         }
-        let trigger = alarm.trigger.clone().unwrap_or_default();
+        let mut trigger = alarm.trigger.clone().unwrap_or_default();
+        // A node speaks for its own ranks. What it says of itself is heard all the same.
+        if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, view.attempt, rank) != Some(node)) {
+            warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
+            (trigger.rank, trigger.operation) = (-1, None);
+        }
         if trigger.kind() == TriggerKind::Idle
             && let Some(busy) = self.nodes.busy_elsewhere(&job, node, now.mono_ns)
         {
@@ -164,7 +169,8 @@ impl Hub {
             ranks: runs(&ranks),
             operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
         };
-        let part = incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new() });
+        let part =
+            incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0 });
         part.ranks.union_with(&ranks);
         part.progress = Progress::Asked;
         // The ranks of a node that was started anew are no longer those of the old one, which is away.
