@@ -17,7 +17,7 @@ pub fn ptsz(stream: Stream) -> usize {
 }
 
 /// Stream of a launch configuration.
-fn stream_of(config: *const DriverLaunchConfig) -> Stream {
+pub fn stream_of(config: *const DriverLaunchConfig) -> Stream {
     // SAFETY: null, or the caller's configuration, whose head this is; it stays valid for the call.
     unsafe { config.as_ref() }.map_or(std::ptr::null_mut(), |config| config.stream)
 }

@@ -2,18 +2,29 @@
 
 use std::ffi::{c_int, c_uint, c_void};
 
+use xpu_timer_proto::ring::header;
+
 use crate::{
-    abi::{Data, Dim3, GraphExec, Kernel, RUNTIME_NOT_FOUND, RuntimeLaunchConfig, Stream},
-    driver::ptsz,
+    abi::{Data, Dim3, DriverLaunchConfig, GraphExec, Kernel, RUNTIME_NOT_FOUND, RuntimeLaunchConfig, Stream},
+    driver::{self, ptsz},
     graphs::{Change, ending},
     hooked::hooked,
     launch::{What, by_driver},
+    recorder::Recorder,
     runtime::stream_of,
-    thread_state::{IN_DRIVER, IN_HOOK},
+    sys,
+    thread_state::{self, IN_COLLECTIVES, IN_DRIVER, IN_HOOK},
 };
 
 /// The host stub of a kernel.
 type Stub = *const c_void;
+
+/// A kernel whose stream is not known. It gets no events: on another stream they would wait for other work.
+fn count_only(recorder: &'static Recorder, inside: u8) {
+    if inside & IN_COLLECTIVES == 0 {
+        recorder.launched(thread_state::current(), header::KERNELS, sys::coarse_now_ns());
+    }
+}
 
 hooked! {
     library Runtime, mark IN_DRIVER, bypass IN_DRIVER | IN_HOOK, missing RUNTIME_NOT_FOUND;
@@ -35,6 +46,12 @@ hooked! {
     hipModuleLaunchKernel | mcModuleLaunchKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint,
         by: c_uint, bz: c_uint, shared: c_uint, stream: Stream, parameters: Data, extra: Data)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
+    // Its configuration has the layout of CUDA's.
+    hipDrvLaunchKernelEx(config: *const DriverLaunchConfig, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), driver::stream_of(config) as usize);
+    // The layout of this one's configuration is not known, so nobody reads its stream.
+    mcModuleLaunchKernelEx(config: Data, function: Kernel, parameters: Data, extra: Data)
+        => |recorder, site| count_only(recorder, site.inside);
     hipModuleLaunchCooperativeKernel(function: Kernel, gx: c_uint, gy: c_uint, gz: c_uint, bx: c_uint, by: c_uint,
         bz: c_uint, shared: c_uint, stream: Stream, parameters: Data)
         => |recorder, site| by_driver(recorder, site.inside, What::Kernel(function as usize), stream as usize);
