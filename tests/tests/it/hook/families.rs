@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::v1::DataType;
 
-use super::*;
+use super::{rules::operations, *};
 
 /// A family's libraries, in a folder.
 struct Family {
@@ -11,6 +11,8 @@ struct Family {
     /// Another form of all_reduce, which NVIDIA's library does not have.
     other_reduce: &'static str,
     sonames: [&'static str; 3],
+    /// The launch with a configuration; none that is hooked where it is empty.
+    launch_by: &'static str,
 }
 
 const AMD: Family = Family {
@@ -18,18 +20,21 @@ const AMD: Family = Family {
     collectives: "nccl",
     other_reduce: "AllReduceWithBias",
     sonames: ["libamdhip64.so.6", "librccl.so.1", "libhipblas.so.2"],
+    launch_by: "hipDrvLaunchKernelEx",
 };
 const METAX: Family = Family {
     prefix: "mc",
     collectives: "mccl",
     other_reduce: "AllReduceExt",
     sonames: ["libmcruntime.so", "libmccl.so", "libmcblas.so"],
+    launch_by: "mcModuleLaunchKernelEx",
 };
 const MOORE_THREADS: Family = Family {
     prefix: "musa",
     collectives: "mccl",
     other_reduce: "AllReduceExt",
     sonames: ["libmusart.so", "libmccl.so", "libmublas.so"],
+    launch_by: "",
 };
 
 impl Family {
@@ -44,7 +49,8 @@ impl Family {
     }
 
     /// Launches in this family's ways, and prints how many of them arrived.
-    fn program(&self) -> String {
+    fn program(&self, more: &str) -> String {
+        let launch_by = self.launch_by;
         let [runtime, collectives, blas] = self.sonames;
         let (prefix, nccl, other) = (self.prefix, self.collectives, self.other_reduce);
         format!(
@@ -58,6 +64,8 @@ impl Family {
              for _ in range(2): assert runtime.{prefix}LaunchKernel(0x1000, one, one, None, 0, 0x30) == 0\n\
              assert runtime.{prefix}ModuleLaunchKernel(P(0x2000), *[1] * 7, P(0x30), None, None) == 0\n\
              assert runtime.{prefix}GraphLaunch(P(0x40), P(0x30)) == 0\n\
+             config = (ctypes.c_uint64 * 6)(0, 0, 0, 0, 0x30, 0)\n\
+             assert not '{launch_by}' or runtime['{launch_by}'](byref(config), P(0x2000), None, None) == 0\n\
              comm, child = P(), P()\n\
              nccl.{nccl}CommInitRank.argtypes = (P, c_int, Id, c_int)\n\
              assert nccl.{nccl}CommInitRank(byref(comm), 2, Id(b'x'), 1) == 0\n\
@@ -71,6 +79,7 @@ impl Family {
              nccl.{nccl}AllToAllv.argtypes = (*[P] * 6, c_int, P, P)\n\
              assert nccl.{nccl}AllToAllv(*[None] * 6, 7, comm, 0x50) == 0\n\
              assert blas.{prefix}blasSgemm(P(0x60), 0, 1, 4, 5, 6, *[P()] * 2, 4, None, 5, None, None, 4) == 0\n\
+             {more}\n\
              print('called', runtime.launched(), nccl.reductions(), flush=True)\n\
              while not os.path.exists('stop'): time.sleep(0.01)\n"
         )
@@ -79,14 +88,25 @@ impl Family {
 
 /// Runs a family's program under the hook. NVIDIA's libraries are not to be had.
 fn record(family: &Family, environment: &[(&str, &str)], settled: impl Fn(&FlightRecord) -> bool) -> FlightRecord {
+    record_of(family, "", environment, settled)
+}
+
+/// The same with `more` in its program.
+fn record_of(
+    family: &Family,
+    more: &str,
+    environment: &[(&str, &str)],
+    settled: impl Fn(&FlightRecord) -> bool,
+) -> FlightRecord {
     let job = Job::new();
     family.build(job.dir.path());
     let collector = job.collector();
     let mut command = job.hooked(python());
-    command.args(["-c", &family.program()]).current_dir(job.dir.path());
+    command.args(["-c", &family.program(more)]).current_dir(job.dir.path());
     command.env("LD_LIBRARY_PATH", job.dir.path()).env("XPU_TIMER_BRACKET", "matmuls");
     let mut process = Process::spawn(command.envs(environment.iter().copied()));
-    process.wait_for("called 4 3\n", PATIENCE);
+    let launches = if family.launch_by.is_empty() { 4 } else { 5 };
+    process.wait_for(&format!("called {launches} 3\n"), PATIENCE);
     collector.wait_hello();
     let pid = process.pid();
     wait_until(PATIENCE, "what is waited for", || settled(&collector.ring(pid)));
@@ -106,7 +126,7 @@ fn no_collective_pends(record: &FlightRecord) -> bool {
 /// What is the same for every family that is timed.
 fn is_complete(family: &Family) {
     let record = record(family, &[], no_collective_pends);
-    assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (3, 1, 6));
+    assert_eq!((record.kernels_launched, record.graphs_launched, record.collectives_launched), (4, 1, 6));
     let [world, child] = &record.communicators[..] else { panic!("{:#?}", record.communicators) };
     assert_eq!((world.size, world.rank, world.launched, world.completed), (2, 1, 6, 6));
     assert_eq!((child.parent, child.size, child.rank), (world.id, 1, 0), "its size was asked for");
@@ -130,6 +150,27 @@ fn is_complete(family: &Family) {
     assert_eq!((product.function.as_str(), product.stream), (&*format!("{}blasSgemm", family.prefix), 0x60));
     assert_eq!(calls(&record, &format!("{}LaunchKernel", family.prefix)), 2);
     assert_eq!(calls(&record, &format!("{}ModuleLaunchKernel", family.prefix)), 1);
+}
+
+#[test]
+fn products_of_amd_are_asked_for_by_its_own_numbers() {
+    let more = "layout = lambda rows, columns: (ctypes.c_long * 6)(3, 0, 14, 0, rows, columns)\n\
+                product = (ctypes.c_long * 2)(112, 111)\n\
+                d = layout(7, 9)\n\
+                assert blas.hipblasLtMatmul(None, product, None, None, layout(8, 7), None, layout(8, 9), None, None, d, None,\
+                                            d, None, None, c_size_t(0), P(0x60)) == 0\n\
+                assert blas.hipblasGemmEx_v2(P(0x60), 112, 111, 2, 3, 4, None, None, 168, 4, None, 168, 4, None, None, 168, 2,\
+                                             151, 160) == 0";
+    let record = record_of(&AMD, more, &[], no_collective_pends);
+    let products: Vec<_> = operations(&record, Op::Matmul)[1..]
+        .iter()
+        .map(|one| {
+            let shape = one.matmul.unwrap();
+            assert_eq!((one.dtype(), one.stream, shape.trans_a, shape.trans_b), (DataType::Bfloat16, 0x60, 1, 0));
+            (&*one.function, [shape.batch, shape.m, shape.n, shape.k])
+        })
+        .collect();
+    assert_eq!(products, [("hipblasLtMatmul", [3, 7, 9, 8]), ("hipblasGemmEx_v2", [1, 2, 3, 4])]);
 }
 
 #[test]

@@ -29,6 +29,11 @@ int F(EventElapsedTime)(float *ms, P start, P end) { return *ms = 1.5, 0; }
 int F(LaunchKernel)(const void *stub, Dim3 grid, Dim3 block, P *arguments, size_t shared, P stream) { return launches++, 0; }
 int F(ModuleLaunchKernel)(P function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz,
                           unsigned shared, P stream, P *parameters, P *extra) { return launches++, 0; }
+/* As HIP and MACA have it: a configuration in front, with CUDA's fields. */
+typedef struct { unsigned grid[3], block[3], shared; P stream; } Config;
+static int launch_by(const Config *config, P function) { return launches += config && function, 0; }
+int hipDrvLaunchKernelEx(const Config *config, P function, P *parameters, P *extra) { return launch_by(config, function); }
+int mcModuleLaunchKernelEx(const Config *config, P function, P *parameters, P *extra) { return launch_by(config, function); }
 int F(GraphLaunch)(P graph, P stream) { return launches++, 0; }
 int launched(void) { return launches; }
 #elif defined COLLECTIVES
@@ -58,4 +63,21 @@ int reductions(void) { return reduced; }
 int F(blasGetStream)(P handle, P *stream) { return *stream = handle, 0; }
 int F(blasSgemm)(P handle, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, const float *b,
                  int ldb, const float *beta, float *c, int ldc) { return 0; }
+int hipblasGemmEx_v2(P handle, int ta, int tb, int m, int n, int k, P alpha, P a, int a_type, int lda, P b, int b_type, int ldb,
+                     P beta, P c, int c_type, int ldc, int compute, int algorithm) { return 0; }
+/* A layout is its attributes by hipBLASLt's numbers: batch, stride, type, order, rows, columns; a product's are the transposes. */
+static int tell(const long *attributes, int number, int count, size_t bytes, void *place, size_t size, size_t *written) {
+    if (number < 0 || number >= count || size != bytes)
+        return 3;
+    memcpy(place, &attributes[number], size);
+    return *written = size, 0;
+}
+int hipblasLtMatrixLayoutGetAttribute(P layout, int number, void *place, size_t size, size_t *written) {
+    return tell(layout, number, 6, number == 1 || number > 3 ? 8 : 4, place, size, written);
+}
+int hipblasLtMatmulDescGetAttribute(P product, int number, void *place, size_t size, size_t *written) {
+    return tell(product, number, 2, 4, place, size, written);
+}
+int hipblasLtMatmul(P handle, P what, P alpha, P a, P a_layout, P b, P b_layout, P beta, P c, P c_layout, P d, P d_layout,
+                    P algorithm, P workspace, size_t bytes, P stream) { return 0; }
 #endif

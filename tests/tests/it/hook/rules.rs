@@ -4,7 +4,7 @@ use xpu_timer_proto::v1::DataType;
 
 use super::*;
 
-fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
+pub fn operations(record: &FlightRecord, op: Op) -> Vec<&Operation> {
     record.operations.iter().filter(|operation| operation.op() == op).collect()
 }
 
@@ -320,4 +320,33 @@ fn matrix_products_of_every_form_have_their_shape() {
         fs::write(job.path("stop"), "").unwrap();
         assert_eq!(process.wait(PATIENCE).code(), 0);
     }
+}
+
+#[test]
+fn the_watcher_breaks_no_capture_of_another_thread() {
+    // It asks for the end of the slow kernel all the time, which would be a mistake in a thread that is not relaxed.
+    let job = Job::new();
+    let collector = job.collector();
+    let program = "import cuda, os, time; cuda.set_device(0)\n\
+                   kernel, side, stream = cuda.Kernel('k', 0), cuda.Stream(), cuda.Stream()\n\
+                   kernel.launch(side)\n\
+                   with cuda.capture(stream) as graph:\n\
+                   \x20   kernel.launch(stream); print('captures', flush=True)\n\
+                   \x20   while not os.path.exists('stop'): time.sleep(0.01)\n\
+                   print('captured', flush=True); os._exit(0)";
+    let mut command = job.hooked(python());
+    command.args(["-c", program]).current_dir(job.dir.path()).env("XPU_SIM_FAULT", "stuck_kernel:n=1");
+    let mut process = Process::spawn(command.env("XPU_TIMER_BRACKET", "all"));
+    process.wait_for("captures\n", PATIENCE);
+    collector.wait_hello();
+    let pid = process.pid();
+    let beat = |record: FlightRecord| record.health.unwrap().heartbeat_ns;
+    let first = beat(collector.ring(pid));
+    wait_until(PATIENCE, "half a second of queries", || beat(collector.ring(pid)) > first + 500_000_000);
+    let record = collector.ring(pid);
+    let [kernel] = &operations(&record, Op::Kernel)[..] else { panic!("one kernel: {:?}", record.operations) };
+    assert_eq!(kernel.status(), OpStatus::Pending, "there is something to ask for");
+    fs::write(job.path("stop"), "").unwrap();
+    let output = process.wait(PATIENCE);
+    assert_eq!((output.code(), output.stdout.as_str()), (0, "captures\ncaptured\n"), "{output:?}");
 }
