@@ -8,7 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, Operation, Presence};
+use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, OpStatus, Operation, Presence};
 
 use crate::{
     matching::{Comm, Member, certainly_absent},
@@ -438,7 +438,8 @@ impl<'w, 'a> Builder<'w, 'a> {
         }
     }
 
-    /// All ranks of a communicator split it together, so who of them has made fewer splits holds up all children of this one.
+    /// All ranks of a communicator split it together, so who of them has made fewer splits holds up all children of this one. Only
+    /// a record that is complete tells how many a rank has made, and one that is inside a split of it is there.
     fn late_for_split(&mut self, child: Node, comm: usize, inside: usize) {
         let id = self.comms[comm].id;
         let view = &self.world.views[inside];
@@ -446,13 +447,14 @@ impl<'w, 'a> Builder<'w, 'a> {
         let Some(parent) = known.into_iter().find(|known| known.id == id).map(|known| known.parent) else { return };
         let split = view.pending().any(|operation| is_init(operation) && operation.function.contains("Split"));
         let Some(&parent) = self.by_id.get(&parent).filter(|_| split) else { return };
-        let made = |view: usize| splits_of(self.world, self.comms[parent].id, view);
-        let late: Vec<usize> = self.comms[parent]
-            .members
-            .iter()
-            .map(|member| member.view)
-            .filter(|view| made(*view) < made(inside))
-            .collect();
+        let parent_id = self.comms[parent].id;
+        let made = splits_of(self.world, parent_id, inside, false).count();
+        let is_late = |view: &usize| {
+            let splits: Vec<&Operation> = splits_of(self.world, parent_id, *view, true).collect();
+            let inside = splits.iter().any(|split| split.status() == OpStatus::Pending);
+            self.world.views[*view].complete() && !inside && splits.len() < made
+        };
+        let late: Vec<usize> = self.comms[parent].members.iter().map(|member| member.view).filter(is_late).collect();
         for view in late {
             self.edge(child, Node::Host(view));
         }
@@ -611,13 +613,21 @@ pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), ot
     one.iter().any(|one| other.iter().any(|other| *one < 0 || *other < 0 || one == other))
 }
 
-/// How often a rank has split a communicator: its children, and the calls that made it none.
-fn splits_of(world: &World<'_>, parent: u64, view: usize) -> usize {
-    let children = world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
-    let alone = world.views[view].operations().filter(|operation| {
-        operation.kind() == OpKind::HostCall && operation.op() == Op::CommSplit && operation.communicator == parent
-    });
-    children.filter(|child| child.parent == parent).count() + alone.count()
+/// The splits of a communicator that a rank has made: those that made it a child, and those that made it none. `unknown` are those
+/// whose child is not listed any longer, so that it may be one of this communicator.
+fn splits_of<'a>(
+    world: &World<'a>,
+    parent: u64,
+    view: usize,
+    unknown: bool,
+) -> impl Iterator<Item = &'a Operation> + use<'a> {
+    let content = &world.views[view];
+    let known = content.flight.into_iter().flat_map(|flight| &flight.communicators);
+    let parents: HashMap<u64, u64> = known.map(|known| (known.id, known.parent)).collect();
+    content.operations().filter(move |operation| {
+        let of_parent = |id: u64| id == parent || parents.get(&id).map_or(unknown, |of| *of == parent);
+        operation.kind() == OpKind::HostCall && operation.op() == Op::CommSplit && of_parent(operation.communicator)
+    })
 }
 
 fn transfers_of<'a>(world: &World<'a>, by_id: &HashMap<u64, usize>, view: usize) -> BTreeMap<Event, &'a Operation> {

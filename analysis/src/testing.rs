@@ -205,7 +205,6 @@ pub fn python_thread(tid: u32, name: &str, frames: &[(&'static str, String)]) ->
 #[derive(Debug, Clone)]
 pub struct Job {
     pub evidence: Evidence,
-    next_ticket: u64,
 }
 
 impl Job {
@@ -237,7 +236,6 @@ impl Job {
                 sample_interval_ns: 5 * SECOND,
                 ..Default::default()
             },
-            next_ticket: 0,
         };
         for rank in 0..world {
             job.stands(rank, Stack::device_wait());
@@ -299,9 +297,9 @@ impl Job {
     }
 
     pub fn push(&mut self, rank: u32, mut operation: Operation) {
-        operation.ticket = self.next_ticket;
-        self.next_ticket += 1;
-        self.flight(rank).operations.push(operation);
+        let operations = &mut self.flight(rank).operations;
+        operation.ticket = operations.last().map_or(0, |last| last.ticket + 1);
+        operations.push(operation);
     }
 
     /// The rank has completed so many more all_reduces.

@@ -73,6 +73,11 @@ impl<'a> RankView<'a> {
         node.or_else(|| self.flight?.rank.as_ref().map(|info| info.node.as_str()).filter(|node| !node.is_empty()))
     }
 
+    /// The number of its process, when its record tells it.
+    pub fn pid(&self) -> Option<i32> {
+        Some(self.flight?.rank.as_ref()?.pid)
+    }
+
     /// The watcher has not turned for so long that what the record says of the device is old.
     pub fn watcher_stale(&self) -> bool {
         const STALE_NS: u64 = 2_000_000_000;
@@ -87,6 +92,12 @@ impl<'a> RankView<'a> {
     pub fn lossy(&self) -> bool {
         let health = self.flight.and_then(|flight| flight.health.as_ref());
         health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
+    }
+
+    /// Its record has everything since the beginning: nothing was lost, nothing old has made room, nothing was left out.
+    pub fn complete(&self) -> bool {
+        let last = self.operations().map(|operation| operation.ticket).max();
+        !self.lossy() && last.is_none_or(|last| self.operations().count() as u64 == last.saturating_add(1))
     }
 
     /// Age of its oldest pending operation.

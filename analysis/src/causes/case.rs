@@ -110,14 +110,27 @@ impl<'a> Case<'a> {
     /// What the system call of a rank's main thread waits for, beside the call itself: `the lock on x.lock, held by rank 3 (process 77)`.
     pub fn awaits(&self, view: usize) -> Option<String> {
         let awaited = self.view(view).host.awaited.as_ref()?;
-        let holders: Vec<String> = awaited.holders.iter().take(2).map(|holder| self.holder(view, holder)).collect();
-        let holders = holders.join(" and ");
+        let own = |holder: &Holder| self.view(view).pid() == Some(holder.pid);
+        let others: Vec<String> = awaited
+            .holders
+            .iter()
+            .filter(|holder| !own(holder))
+            .take(2)
+            .map(|holder| self.holder(view, holder))
+            .collect();
+        let have = if others.len() == 1 { "has" } else { "have" };
+        let holders = others.join(" and ");
+        let alone = others.is_empty() && awaited.holders.iter().any(own);
         match awaited.kind() {
             AwaitedKind::File => Some(stacks::short(&awaited.name).to_owned()),
             AwaitedKind::Socket if awaited.name.is_empty() => None,
             AwaitedKind::Socket => Some(awaited.name.clone()),
+            AwaitedKind::Pipe if alone => Some("a pipe whose other end only it has open".to_owned()),
             AwaitedKind::Pipe if holders.is_empty() => None,
-            AwaitedKind::Pipe => Some(format!("a pipe whose other end {holders} has open")),
+            AwaitedKind::Pipe => Some(format!("a pipe whose other end {holders} {have} open")),
+            AwaitedKind::Lock if alone => {
+                Some(format!("the lock on {}, which it holds itself", stacks::short(&awaited.name)))
+            }
             AwaitedKind::Lock if holders.is_empty() => Some(format!(
                 "the lock on {}, which another process or file handle holds",
                 stacks::short(&awaited.name)
@@ -136,12 +149,8 @@ impl<'a> Case<'a> {
     }
 
     fn holder(&self, view: usize, holder: &Holder) -> String {
-        let of_rank = |other: &RankView<'_>| {
-            let pid = other.flight.and_then(|flight| flight.rank.as_ref()).map(|rank| rank.pid);
-            pid == Some(holder.pid) && other.node() == self.view(view).node()
-        };
+        let of_rank = |other: &RankView<'_>| other.pid() == Some(holder.pid) && other.node() == self.view(view).node();
         match self.world.views.iter().position(of_rank) {
-            Some(other) if other == view => "it alone".to_owned(),
             Some(other) => format!("rank {} (process {})", self.view(other).rank, holder.pid),
             None if holder.child => format!("its child process {} ({})", holder.pid, holder.name),
             None => format!("process {} ({})", holder.pid, holder.name),
@@ -251,6 +260,14 @@ impl<'a> Case<'a> {
         let Suspect::Host { view, events, guess } = suspect else { return Confidence::Medium };
         let host = &self.view(*view).host;
         if *guess || events.is_empty() || !host.stack || host.moved.is_none() || !host.same_in_both || !host.frozen() {
+            return Confidence::Medium;
+        }
+        // Whoever is no member of the new communicator is late for the split that makes it by a count of splits.
+        let by_count = |event: &Event| {
+            matches!(*event, Event::Init { comm }
+                if self.comms[comm].member(*view).is_none() && !self.comms[comm].silent.contains(view))
+        };
+        if events.iter().any(by_count) {
             return Confidence::Medium;
         }
         self.members_confidence(events)

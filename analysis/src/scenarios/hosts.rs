@@ -563,7 +563,13 @@ fn who_reads_the_output_of_a_child_is_not_stuck_in_storage() {
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     let verdict = awaits("read", AwaitedKind::Pipe, "", &[(1001, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
-    assert!(verdict.sentence.contains("it alone has open"), "{}", verdict.sentence);
+    assert!(verdict.sentence.contains("a pipe whose other end only it has open"), "{}", verdict.sentence);
+    let both = [(4242, "sh", false), (1003, "python3", false), (1001, "python3", false)];
+    let told = "a pipe whose other end process 4242 (sh) and rank 3 (process 1003) have open";
+    let verdict = awaits("read", AwaitedKind::Pipe, "", &both);
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(1001, "python3", false)]);
+    assert!(verdict.sentence.contains("the lock on cache.lock, which it holds itself"), "{}", verdict.sentence);
 }
 
 #[test]
