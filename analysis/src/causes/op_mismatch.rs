@@ -13,10 +13,11 @@ use super::{
     line,
 };
 use crate::{
-    graph::Suspect,
+    graph::{Event, Suspect},
     text::{name, ranks},
+    world::is_collective,
 };
-use xpu_timer_proto::v1::{Op, Operation};
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
@@ -33,7 +34,32 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, words));
     }
     let dissent = collective.dissent(case, reduction)?;
-    Some(finding(case, &collective, dissent, Clone::clone))
+    if completed_before(case, &collective, &dissent) {
+        return None;
+    }
+    // The library does not compare what they compute: it makes wrong sums of it, and only with other faults a hang.
+    let found = finding(case, &collective, dissent, Clone::clone);
+    Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
+}
+
+/// Whether ranks that differ in what a reduction computes have done so before, and it completed.
+fn completed_before(case: &Case<'_>, collective: &Collective<'_>, dissent: &Dissent<String>) -> bool {
+    let Event::Collective { comm, seq } = collective.event else { return false };
+    let comm = &case.comms[comm];
+    let mut before: HashMap<u64, HashMap<usize, String>> = HashMap::new();
+    for (view, _) in &collective.operations {
+        for operation in case.view(*view).operations().filter(|operation| {
+            is_collective(operation)
+                && operation.communicator == comm.id
+                && operation.seq < seq
+                && operation.status() == OpStatus::Completed
+        }) {
+            before.entry(operation.seq).or_default().insert(*view, reduction(operation));
+        }
+    }
+    before
+        .values()
+        .any(|said| dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key))))
 }
 
 /// A reduction with what it computes: `all_reduce (max)`.
