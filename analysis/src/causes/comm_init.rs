@@ -177,9 +177,11 @@ pub(super) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Opt
     events.iter().find_map(|event| {
         let Event::Init { comm } = *event else { return None };
         let comm = &case.comms[comm];
-        let right = |claimed: u32| comm.members.iter().filter(|member| member.claimed == claimed).count();
+        let claim = |claimed: u32| comm.members.iter().filter(|member| member.claimed == claimed).count();
         let own = comm.member(view)?.claimed;
-        (own > 0 && own != comm.size && right(comm.size) > right(own)).then_some((own, comm.size))
+        // More ranks have come than this one says, however many say so.
+        let too_few = comm.members.len() > own as usize && claim(comm.size) > 0;
+        (own > 0 && own != comm.size && (too_few || claim(comm.size) > claim(own))).then_some((own, comm.size))
     })
 }
 
@@ -216,7 +218,12 @@ fn of_another_size(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 _ => String::new(),
             },
         )),
-        confidence: case.members_confidence(&[event]),
+        // It is the majority of those who have come; who says as many as the job has may be right against it.
+        confidence: if culprits.len() > inside.len() || own == case.world.size {
+            Confidence::Medium
+        } else {
+            case.members_confidence(&[event])
+        },
         culprits,
         evidence,
     })
