@@ -125,7 +125,7 @@ hooked! {
             })
         };
 
-    ncclGroupSimulateEnd(info: Data) => |recorder, site| group_simulated(recorder, site);
+    ncclGroupSimulateEnd(info: Data) => group_simulated;
     ncclCommWindowRegister(comm: Comm, buffer: Data, bytes: usize, window: *mut Data, flags: c_int)
         => |recorder, site| together(recorder, site, comm);
     ncclCommWindowDeregister(comm: Comm, window: Data) => |recorder, site| together(recorder, site, comm);
