@@ -61,7 +61,7 @@ fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
     let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("caller_library.c", plain)), ..WAY };
     let layer = LAYERS[2];
     let (program, opened) = build(dir.path(), &way, layer);
-    let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}), layer.0);
+    let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}, |_| true), layer.0);
     assert_eq!(seen("auto"), CALLS);
     assert_eq!(seen("off"), 0, "nothing but the engine sees these calls");
 }
