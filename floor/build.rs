@@ -8,9 +8,10 @@
 use std::{env, fs, path::PathBuf, process::Command};
 
 /// Functions of glibc that have a newer version than the one named here, which all have.
-const MOVED: [(&str, &str); 19] = [
+const MOVED: [(&str, &str); 20] = [
     ("dladdr", "GLIBC_2.2.5"),
     ("dlclose", "GLIBC_2.2.5"),
+    ("dlerror", "GLIBC_2.2.5"),
     ("dlsym", "GLIBC_2.2.5"),
     ("dlvsym", "GLIBC_2.2.5"),
     ("pow", "GLIBC_2.2.5"),
@@ -37,8 +38,8 @@ const MADE: [&str; 8] =
 /// In programs; a library is not started.
 const START: &str = "__libc_start_main";
 
-/// The hook exports this one itself.
-const EXPORTED: &str = "dlsym";
+/// The hook exports these itself.
+const EXPORTED: [&str; 2] = ["dlsym", "dlvsym"];
 
 fn main() {
     println!("cargo::rerun-if-env-changed=CC");
@@ -50,7 +51,7 @@ fn main() {
     let names = MOVED.iter().map(|(name, _)| *name).chain(MADE);
     // The hook is the one library; cargo refuses arguments for what a package does not have.
     let (kind, names): (_, Vec<_>) = if env::var("CARGO_PKG_NAME").is_ok_and(|name| name == "xpu_timer_hook") {
-        ("cdylib", names.filter(|name| *name != EXPORTED).collect())
+        ("cdylib", names.filter(|name| !EXPORTED.contains(name)).collect())
     } else {
         ("bins", names.chain([START]).collect())
     };

@@ -11,6 +11,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, OpStatus, Operation, Presence};
 
 use crate::{
+    followers::{Follower, followers},
     matching::{Comm, Member, certainly_absent},
     verdict::Activity,
     world::{World, is_init, is_p2p},
@@ -18,6 +19,9 @@ use crate::{
 
 /// Of a communicator so many members are looked at as senders to one that receives from any rank, which keeps the graph small.
 const MOST_SENDERS: usize = 1024;
+
+/// So often the ends of waiting are left out to see what is behind them.
+const MOST_PEELED: usize = 16;
 
 /// Something that ranks wait in.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -73,6 +77,10 @@ pub(crate) struct Graph {
     pub waiters: Vec<Vec<usize>>,
     /// Where the waiting ends.
     pub suspects: Vec<Suspect>,
+    /// Ranks that wait for what another one holds, where nothing else tells what they wait for.
+    pub followers: Vec<Follower>,
+    /// Ranks for which others wait, and of which it is only assumed that they wait themselves: there is no stack of them.
+    pub assumed: Vec<usize>,
 }
 
 impl Graph {
@@ -91,7 +99,8 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
     builder.inits();
     builder.hosts();
     let suspects = builder.suspects();
-    Graph { events: builder.events, waiters: builder.waiters, suspects }
+    let assumed = builder.assumed();
+    Graph { events: builder.events, waiters: builder.waiters, suspects, followers: builder.followers, assumed }
 }
 
 struct Builder<'w, 'a> {
@@ -110,6 +119,8 @@ struct Builder<'w, 'a> {
     guess: Vec<bool>,
     /// A rank that lives waits for something, so what the dead had not completed is no wait.
     alive_wait: bool,
+    /// Ranks that wait for what another one holds.
+    followers: Vec<Follower>,
 }
 
 impl<'w, 'a> Builder<'w, 'a> {
@@ -135,6 +146,7 @@ impl<'w, 'a> Builder<'w, 'a> {
             soft: vec![false; views],
             guess: vec![false; views],
             alive_wait,
+            followers: followers(world),
         }
     }
 
@@ -462,6 +474,7 @@ impl<'w, 'a> Builder<'w, 'a> {
 
     /// What a host that has not made a call waits for itself, by its stack.
     fn hosts(&mut self) {
+        let followers = std::mem::take(&mut self.followers);
         for view in 0..self.world.views.len() {
             let content = &self.world.views[view];
             let in_host_call = !self.edges[self.number(Node::Host(view))].is_empty();
@@ -477,7 +490,16 @@ impl<'w, 'a> Builder<'w, 'a> {
             let kernel = content.pending().any(|operation| {
                 matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch) || operation.started_ns == 0
             });
-            match content.host.doing.activity {
+            let activity = content.host.doing.activity;
+            let follows = followers.iter().find(|follower| follower.view == view && activity != Activity::DeviceWait);
+            if let Some(&follower) = follows {
+                self.followers.push(follower);
+                self.edge(Node::Host(view), Node::Host(follower.holder));
+                continue;
+            }
+            match activity {
+                // A call of a library on the host that no record tells of, as for a window of MPI.
+                Activity::DeviceWait if !device_waits && content.flight.is_some() && !content.has_device() => {}
                 Activity::DeviceWait => self.edge(Node::Host(view), Node::Device(view)),
                 Activity::DataLoader | Activity::Io | Activity::Compile | Activity::Gc => {}
                 _ if device_waits || kernel && !content.host.stack => {
@@ -489,20 +511,85 @@ impl<'w, 'a> Builder<'w, 'a> {
         }
     }
 
+    fn assumed(&self) -> Vec<usize> {
+        let base = 2 * self.world.views.len();
+        let awaited: BTreeSet<usize> = self.edges[base..].iter().flatten().copied().collect();
+        let assumed = |view: &usize| {
+            self.soft[*view] && !self.world.views[*view].host.stack && awaited.contains(&self.number(Node::Host(*view)))
+        };
+        (0..self.world.views.len()).filter(assumed).collect()
+    }
+
     /// The strongly connected components from which no edge leads away, as suspects.
     fn suspects(&self) -> Vec<Suspect> {
+        let found = self.suspects_of(&self.edges);
+        let unknown = |suspect: &Suspect| matches!(suspect, Suspect::Complete(event) if self.unknown_creation(*event));
+        if found.is_empty() || !found.iter().all(unknown) {
+            return found;
+        }
+        // A creation of which members are not known ends nothing: what those wait for who are not behind it may be known.
+        let mut left_out = BTreeSet::new();
+        let mut ends = found.clone();
+        for _ in 0..MOST_PEELED {
+            let complete: Vec<Event> = ends
+                .iter()
+                .filter_map(|suspect| match suspect {
+                    Suspect::Complete(event) => Some(*event),
+                    _ => None,
+                })
+                .collect();
+            if complete.is_empty() || complete.len() < ends.len() {
+                break;
+            }
+            for event in complete {
+                let index = self.events.binary_search(&event).unwrap_or(0);
+                left_out.insert(self.number(Node::Event(index)));
+                let inside = self.waiters[index].iter();
+                left_out
+                    .extend(inside.flat_map(|view| [Node::Host(*view), Node::Device(*view)]).map(|at| self.number(at)));
+            }
+            let mut edges = self.edges.clone();
+            edges.iter_mut().for_each(|to| to.retain(|node| !left_out.contains(node)));
+            let gone = |suspect: &Suspect| match suspect {
+                Suspect::Complete(event) => {
+                    let index = self.events.binary_search(event).unwrap_or(0);
+                    left_out.contains(&self.number(Node::Event(index)))
+                }
+                _ => false,
+            };
+            ends = self.suspects_of(&edges);
+            ends.retain(|suspect| !gone(suspect));
+        }
+        if ends.is_empty() { found } else { ends }
+    }
+
+    fn unknown_creation(&self, event: Event) -> bool {
+        matches!(event, Event::Init { comm } | Event::Split { comm } if self.comms[comm].unnamed > 0)
+    }
+
+    fn suspects_of(&self, edges: &[Vec<usize>]) -> Vec<Suspect> {
         let base = 2 * self.world.views.len();
         let roots = base..base + self.events.len();
-        let components = sinks(&self.edges, roots);
+        let components = sinks(edges, roots);
         let mut into: HashMap<usize, Vec<Event>> = HashMap::new();
         for (index, event) in self.events.iter().enumerate() {
-            for &to in &self.edges[base + index] {
+            for &to in &edges[base + index] {
                 if to < base {
                     into.entry(to).or_default().push(*event);
                 }
             }
         }
-        let events_into = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
+        let direct = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
+        // Who holds up a rank holds up what others wait for that rank in.
+        let events_into = |node: Node| {
+            let Node::Host(view) = node else { return direct(node) };
+            let events = direct(node);
+            if events.is_empty() {
+                self.behind(view).into_iter().flat_map(|view| direct(Node::Host(view))).collect()
+            } else {
+                events
+            }
+        };
         let mut suspects = Vec::new();
         for component in components {
             match (component.len(), self.node(component[0])) {
@@ -561,6 +648,20 @@ impl<'w, 'a> Builder<'w, 'a> {
         self.waiters[event].iter().map(suspect).collect::<Option<Vec<_>>>().unwrap_or_default()
     }
 
+    /// The ranks that wait for what a rank holds, and those that wait for what these hold, and so on.
+    fn behind(&self, holder: usize) -> BTreeSet<usize> {
+        let mut found = BTreeSet::new();
+        let mut wanted = vec![holder];
+        while let Some(holder) = wanted.pop() {
+            for follower in self.followers.iter().filter(|follower| follower.holder == holder) {
+                if found.insert(follower.view) {
+                    wanted.push(follower.view);
+                }
+            }
+        }
+        found
+    }
+
     /// A circle is real only when every host in it is known to wait. One that was merely assumed to wait is the suspect.
     fn cycle(&self, component: &[usize], events_into: &dyn Fn(Node) -> Vec<Event>, suspects: &mut Vec<Suspect>) {
         let hosts: Vec<usize> = component
@@ -570,6 +671,20 @@ impl<'w, 'a> Builder<'w, 'a> {
                 _ => None,
             })
             .collect();
+        // Who holds what another one waits for, and waits for that one, could have let go of it.
+        let holds = |view: &usize| {
+            let of = |follower: &&Follower| follower.holder == *view && hosts.contains(&follower.view);
+            self.followers.iter().any(|follower| of(&follower))
+        };
+        let holders: Vec<usize> = hosts.iter().copied().filter(holds).collect();
+        if !holders.is_empty() {
+            suspects.extend(holders.into_iter().map(|view| Suspect::Host {
+                view,
+                events: self.behind(view).into_iter().flat_map(|view| events_into(Node::Host(view))).collect(),
+                guess: false,
+            }));
+            return;
+        }
         let soft: Vec<usize> = hosts.iter().copied().filter(|view| self.soft[*view]).collect();
         // When no host is known to wait, their stacks tell nothing, and the circle is the better explanation.
         if !soft.is_empty() && soft.len() < hosts.len() || soft.len() == 1 {

@@ -100,8 +100,26 @@ fn from_period(tokens: &[Token]) -> Option<Deviation> {
         expected,
         came: tokens[at],
         times: u32::try_from(at / period).unwrap_or(u32::MAX),
-        swapped: tokens.get(at + 1) == Some(&expected),
+        swapped: swapped(tokens, at, expected),
     })
+}
+
+/// Whether what was expected at `index` changed places with what came there, rather than having been left out: it came right after, and what
+/// came then is more like what had followed the two than what follows when one is missing.
+fn swapped(tokens: &[Token], index: usize, expected: Token) -> bool {
+    if tokens.get(index + 1) != Some(&expected) {
+        return false;
+    }
+    let alike = |one: &mut dyn Iterator<Item = &Token>, two: &mut dyn Iterator<Item = &Token>| {
+        one.zip(two).take(LONGEST).take_while(|(one, two)| one == two).count()
+    };
+    // Where the two have come in their usual order after most of the same operations, the latest.
+    let usual = (0..index.saturating_sub(1)).filter(|at| tokens[*at] == expected && tokens[at + 1] == tokens[index]);
+    let before = |at: usize| alike(&mut tokens[..at].iter().rev(), &mut tokens[..index].iter().rev());
+    let Some(usual) = usual.max_by_key(|at| before(*at)) else { return true };
+    let followed = &tokens[usual + 2..index];
+    let after_swap = 1 + alike(&mut tokens[index + 2..].iter(), &mut followed.iter());
+    after_swap > alike(&mut tokens[index + 1..].iter(), &mut followed.iter())
 }
 
 fn from_context(tokens: &[Token]) -> Option<Deviation> {
@@ -115,7 +133,7 @@ fn from_context(tokens: &[Token]) -> Option<Deviation> {
         let recovered = last.is_none_or(|(before, _)| index > before + LONGEST);
         let surprise = known.filter(|known| known.always && known.token != *token && recovered);
         if let Some(known) = surprise.filter(|_| !comes_again(tokens, index)) {
-            let swapped = tokens.get(index + 1) == Some(&known.token);
+            let swapped = swapped(tokens, index, known.token);
             last = Some((index, Deviation { expected: known.token, came: *token, times: known.times, swapped }));
         }
         for context in contexts {
@@ -178,6 +196,8 @@ mod tests {
         assert_eq!(letters("ttdwttdwttdwttdwttw"), Some((b'd', b'w', false)), "left out");
         assert_eq!(letters("ttdwttdwttdwttdwttwd"), Some((b'd', b'w', true)), "changed places");
         assert_eq!(letters("tttdtttdtttdtttdttd"), Some((b't', b'd', false)), "one of a run");
+        assert_eq!(letters("StRtSdStRtSdStRtSdStRtSdSRt"), Some((b't', b'R', false)), "the next of its kind follows");
+        assert_eq!(letters("tRtStdtRtStdtRtStdtRtStdtRStd"), Some((b't', b'S', false)), "and is what is due next");
     }
 
     #[test]

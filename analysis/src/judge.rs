@@ -7,11 +7,12 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
     alias,
-    causes::{Case, Finding, RULES, Rule, Says, alone_in, ended_by_agent, line},
+    causes::{Case, Finding, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
     graph::Suspect,
     hook_report, report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
+    world::RankView,
 };
 
 /// So many suspects are spelled out in the sentence; the rest is counted.
@@ -31,7 +32,10 @@ pub fn judge(evidence: &Evidence) -> Verdict {
         not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
-            case.graph.suspects = without_events(&mut case);
+            let mut suspects: Vec<Suspect> =
+                without_events(&mut case).into_iter().map(|suspect| held_by(&case, suspect)).collect();
+            suspects.dedup();
+            case.graph.suspects = suspects;
         }
         conclude(&case)
     };
@@ -69,7 +73,24 @@ fn moves_on(case: &Case<'_>) -> bool {
     matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
         && !case.graph.events.is_empty()
         && limit.is_some_and(|limit| oldest < limit)
-        && !case.world.views.iter().any(|view| view.halted() || view.unseen())
+        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || asks_again(view))
+}
+
+/// Whether a rank asks again and again for the end of a collective, so that its newest question is no measure of its age.
+fn asks_again(view: &RankView<'_>) -> bool {
+    let mut communicators = view.flight.into_iter().flat_map(|flight| &flight.communicators);
+    communicators.any(|communicator| view.asked_again(communicator).is_some())
+}
+
+/// The rank that holds what a suspect waits for, in its place.
+fn held_by(case: &Case<'_>, suspect: Suspect) -> Suspect {
+    let Suspect::Host { mut view, events, guess } = suspect else { return suspect };
+    let holder = |view: usize| case.graph.followers.iter().find(|follower| follower.view == view);
+    // Those that wait for each other in a circle have no end.
+    for _ in 0..case.graph.followers.len() {
+        view = holder(view).map_or(view, |follower| follower.holder);
+    }
+    Suspect::Host { view, events, guess }
 }
 
 /// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
@@ -81,8 +102,7 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
 
     // A rank that left in order is no suspect while nobody waits for it.
-    let halted: Vec<usize> =
-        all().filter(|view| views[*view].halted() && views[*view].presence != Presence::Left).collect();
+    let halted: Vec<usize> = all().filter(|view| views[*view].halted() && !in_order(case, *view)).collect();
     let waits = |view: usize| matches!(views[view].host.doing.activity, Activity::DeviceWait | Activity::CommInit);
     let (waiting, others): (Vec<usize>, Vec<usize>) =
         all().filter(|view| views[*view].host.stack && !views[*view].halted()).partition(|view| waits(*view));
@@ -131,6 +151,13 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     stuck.into_iter().map(alone).collect()
 }
 
+/// Whether a rank has left in order, with or without a goodbye.
+fn in_order(case: &Case<'_>, view: usize) -> bool {
+    let content = case.view(view);
+    let exit = content.evidence.map_or("", |evidence| evidence.exit.as_str());
+    content.presence == Presence::Left || content.presence == Presence::Dead && exit == "exit code 0"
+}
+
 /// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
 fn by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
     let all = 0..case.world.views.len();
@@ -159,6 +186,19 @@ fn conclude(case: &Case<'_>) -> Outcome {
         }
     }
     let cause = |rule: usize| RULES[rule].cause;
+    // Who looks again and again for something that has not come may wait for what another one should have done.
+    let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);
+    let polls = |finding: &Finding| finding.culprits.iter().all(waits);
+    let others = findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !polls(finding));
+    let before = findings.len();
+    if others {
+        findings.retain(|(rule, _, finding)| {
+            !matches!(cause(*rule), Cause::MissingRank | Cause::CommInit)
+                || !polls(finding)
+                || finding.culprits.is_empty()
+        });
+    }
+    let mut certain = findings.len() == before;
     // Who moves is not to blame while somebody else stands still, and the network is not while a rank is.
     let mild = |rule: usize| matches!(cause(rule), Cause::LongStep | Cause::Compile | Cause::PythonGc);
     if findings.iter().any(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty()) {
@@ -170,6 +210,13 @@ fn conclude(case: &Case<'_>) -> Outcome {
     let by_agent = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_agent(case, *view));
     if findings.iter().any(|(rule, _, finding)| dead(*rule) && !by_agent(finding)) {
         findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
+    }
+    // Who was killed did not notice a death; who ended with an error may have.
+    let killed = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_signal(case, *view));
+    if findings.iter().any(|(rule, _, finding)| dead(*rule) && killed(finding)) {
+        let before = findings.len();
+        findings.retain(|(rule, _, finding)| !dead(*rule) || killed(finding));
+        certain &= findings.len() == before;
     }
     findings.sort_by_key(|(rule, ..)| *rule);
     if let Some(finding) = turned(case, &findings) {
@@ -190,6 +237,13 @@ fn conclude(case: &Case<'_>) -> Outcome {
     let elsewhere = matches!(cause(primary), Cause::MissingRank | Cause::P2pUnmatched);
     let together = culprits.len() > 1 && culprits.iter().all(|view| case.place(*view) == case.place(culprits[0]));
     if elsewhere && together && culprits.len() > waiting(case).iter().filter(|view| !culprits.contains(view)).count() {
+        confidence = confidence.min(Confidence::Medium);
+    }
+    // Ranks that are missing at different places may wait for each other in a way that is not seen.
+    let missing = first.iter().flat_map(|(_, _, finding)| &finding.culprits).map(|view| case.place(*view));
+    let apart = cause(primary) == Cause::MissingRank && missing.collect::<BTreeSet<_>>().len() > 1;
+    let assumed = case.graph.assumed.iter().any(|view| !culprits.contains(view));
+    if apart || assumed || !certain {
         confidence = confidence.min(Confidence::Medium);
     }
     // Of several ranks of which nothing is known, any one may be the culprit.
@@ -351,6 +405,11 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         let confidence = if moving == views.len() { Confidence::Medium } else { Confidence::Low };
         return not_a_hang(why, confidence);
     }
+    let done: Vec<usize> = (0..views.len()).filter(|view| in_order(case, *view)).collect();
+    if !done.is_empty() && nothing_pending && views.iter().all(|view| !view.unseen()) {
+        let left = ranks(&case.world.ranks(done));
+        return not_a_hang(format!("no operation is pending, and {left} left in order"), Confidence::Medium);
+    }
     let known = match (views.len(), nothing_pending) {
         (0, _) => "nothing is known of any rank".to_owned(),
         (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
@@ -437,6 +496,7 @@ fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
     let mut waiting: BTreeSet<usize> = (0..case.world.views.len()).filter(|view| pends(*view)).collect();
     waiting.extend(case.graph.waiters.iter().flatten());
     waiting.extend(&case.stack_waiters);
+    waiting.extend(case.graph.followers.iter().map(|follower| follower.view));
     waiting.retain(|view| !case.view(*view).dead());
     waiting
 }

@@ -135,7 +135,8 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
     for communicator in flight.communicators.iter().filter(|communicator| communicator.id != 0) {
         let id = communicator.id;
         let ended = matches!(communicator.state(), CommunicatorState::Finalized | CommunicatorState::Aborted);
-        let operation = oldest.remove(&id).filter(|_| !ended);
+        let asked = world.views[view].asked_again(communicator);
+        let operation = asked.or(oldest.remove(&id)).filter(|_| !ended);
         let by_counters = || {
             // Only a record that lost operations leaves the counters as the last witness.
             let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);

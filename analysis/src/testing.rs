@@ -31,7 +31,8 @@ pub struct Stack {
     wchan: &'static str,
     cpu_ns: u64,
     io_bytes: u64,
-    switches: u64,
+    /// How often the main thread ran between the samples.
+    pub switches: u64,
 }
 
 impl Stack {

@@ -97,6 +97,8 @@ pub(crate) fn dtype_name(dtype: DataType) -> &'static str {
         DataType::Bfloat16 => "bfloat16",
         DataType::Float8E4m3 => "float8_e4m3",
         DataType::Float8E5m2 => "float8_e5m2",
+        DataType::Complex64 => "complex64",
+        DataType::Complex128 => "complex128",
     }
 }
 

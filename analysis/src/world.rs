@@ -1,6 +1,8 @@
 //! The ranks of a job as the judge sees them: one view a rank, in ascending order, missing ranks included.
 
-use xpu_timer_proto::v1::{Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence};
+use xpu_timer_proto::v1::{
+    Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence,
+};
 
 use crate::{facts, stacks::Host};
 
@@ -98,6 +100,23 @@ impl<'a> RankView<'a> {
     pub fn complete(&self) -> bool {
         let last = self.operations().map(|operation| operation.ticket).max();
         !self.lossy() && last.is_none_or(|last| self.operations().count() as u64 == last.saturating_add(1))
+    }
+
+    /// It has used a device, as far as its record tells.
+    pub fn has_device(&self) -> bool {
+        self.flight.is_some_and(|flight| !flight.streams.is_empty())
+            || self.operations().any(|operation| operation.stream != 0)
+    }
+
+    /// A collective for whose end the rank asks again and again: each question stands in the record with an end of its own, and the
+    /// communicator has not completed it.
+    pub fn asked_again(&self, communicator: &Communicator) -> Option<&'a Operation> {
+        let next = communicator.completed + 1;
+        let mut asked = self.operations().filter(move |operation| {
+            is_collective(operation) && operation.communicator == communicator.id && operation.seq == next
+        });
+        let first = asked.next().filter(|_| communicator.launched >= next)?;
+        asked.any(|again| again.ticket != first.ticket).then_some(first)
     }
 
     /// Age of its oldest pending operation.

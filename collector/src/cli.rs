@@ -1,6 +1,10 @@
 //! The command line.
 
-use std::{io::Write, path::PathBuf, time::Duration};
+use std::{
+    io::{IsTerminal, Write},
+    path::PathBuf,
+    time::Duration,
+};
 
 use clap::{Parser, Subcommand};
 use tracing::warn;
@@ -68,13 +72,16 @@ enum Incidents {
         /// Its name, as the list has it
         id: String,
     },
-    /// Copies all its files into DIR/incident-ID
+    /// Copies its files into DIR/incident-ID: all, or the dumps of some ranks
     Fetch {
         /// Its name, as the list has it
         id: String,
         /// Where to
         #[arg(default_value = ".")]
         dir: PathBuf,
+        /// Only the dump of this rank; may be given several times
+        #[arg(long, value_name = "R")]
+        rank: Vec<u32>,
     },
 }
 
@@ -104,14 +111,14 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
 fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::Result<()> {
     let remote = Remote::new(url, &Source::process())?;
     let text = match what {
-        Incidents::List => remote.list(json)?,
+        Incidents::List => remote.list(json, terminal_width())?,
         Incidents::Slow => match remote.slow_ranks(json)? {
             none if none.is_empty() => "no slow ranks\n".into(),
             slow => slow,
         },
         Incidents::Show { id } => remote.show(id, json)?,
-        Incidents::Fetch { id, dir } => {
-            let (folder, remark) = remote.fetch(id, dir)?;
+        Incidents::Fetch { id, dir, rank } => {
+            let (folder, remark) = remote.fetch(id, dir, rank)?;
             if let Some(remark) = remark {
                 eprintln!("xpu_timer_collector: {remark}");
             }
@@ -123,6 +130,13 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
         result => Ok(result?),
     }
+}
+
+/// Columns of stdout; `None` where it is no terminal.
+fn terminal_width() -> Option<usize> {
+    let stdout = std::io::stdout();
+    let size = stdout.is_terminal().then(|| rustix::termios::tcgetwinsize(&stdout).ok()).flatten();
+    size.map(|size| usize::from(size.ws_col)).filter(|&width| width > 0)
 }
 
 fn run_node(linger: Option<Duration>) -> anyhow::Result<()> {

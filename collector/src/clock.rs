@@ -26,6 +26,12 @@ fn read(clock: ClockId) -> u64 {
     u64::try_from(time.tv_sec).unwrap_or(0) * 1_000_000_000 + u64::try_from(time.tv_nsec).unwrap_or(0)
 }
 
+/// Time since boot, that of sleep included: what the start times in /proc are counted by. Nanoseconds.
+#[must_use]
+pub fn since_boot_ns() -> u64 {
+    read(ClockId::Boottime)
+}
+
 /// `2026-11-21T10:55:00.123Z`.
 #[must_use]
 pub fn rfc3339(unix_ns: u64) -> String {

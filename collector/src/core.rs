@@ -1,6 +1,7 @@
 //! The node's state and what happens to it. One thread owns it: no locks, and nothing here waits for anything.
 
 mod comparing;
+mod ending;
 mod work;
 
 use std::{
@@ -23,10 +24,10 @@ use crate::{
     config::Settings,
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
-    incident::{Cause, Engine, Jobs, Raise, State},
+    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
     member::Member,
     metrics::Sampler,
-    monitor::{Monitor, Observation},
+    monitor::{Monitor, Observation, SHORTEST_SILENCE},
     process::{self, Handle},
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
@@ -34,6 +35,8 @@ use crate::{
     slow::SlowRanks,
     webhook::Webhook,
 };
+use ending::Ending;
+pub use ending::Judged;
 
 /// What came of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
@@ -44,6 +47,8 @@ pub struct Told {
     pub sentence: String,
     /// Cause of the verdict.
     pub cause: String,
+    /// Ranks to blame.
+    pub culprits: Vec<u32>,
     /// What went wrong.
     pub errors: Vec<String>,
 }
@@ -81,16 +86,26 @@ pub struct Core {
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
     compared_ns: u64,
-    // Ranks that were told to end, and when they are made to.
-    ending: Vec<(u64, Arc<Handle>)>,
+    ending: Ending,
 }
 
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
+/// A job whose ranks are ending one after the other has this many timeouts: one may save a checkpoint while the others are gone.
+const ENDING_TIMEOUTS: u32 = 4;
+
 impl Jobs for Registry {
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool {
-        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.presence.is_alive())
+        self.ranks().any(|rank| rank.job == *job && rank.info.attempt == attempt && rank.is_there())
+    }
+
+    fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64 {
+        let timeouts = self.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
+        match self.is_ending(job, attempt) {
+            true => nanoseconds(timeouts.max().unwrap_or_default() * ENDING_TIMEOUTS).max(DEATH_GRACE_NS),
+            false => DEATH_GRACE_NS,
+        }
     }
 }
 
@@ -125,7 +140,7 @@ impl Core {
             webhook,
             slow: SlowRanks::default(),
             compared_ns: 0,
-            ending: Vec::new(),
+            ending: Ending::default(),
         }
     }
 
@@ -296,17 +311,23 @@ impl Core {
 
     /// Once a second.
     pub fn tick(&mut self, now: Now) {
+        self.registry.note_lingering(now.mono_ns);
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
-        let observations: Vec<Observation> =
-            self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?))).collect();
+        let mut observations: Vec<Observation> =
+            self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
+        for job in self.registry.jobs().iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
+            observations
+                .iter_mut()
+                .filter(|rank| rank.job == *job)
+                .for_each(|rank| rank.idle_timeout *= ENDING_TIMEOUTS);
+        }
         let conditions = self.monitor.look(&observations, now.mono_ns);
         for observed in &observations {
             let Some(rank) = self.registry.get(observed.id) else { continue };
             let cause = Cause::Heartbeat { pid: cause_pid(rank) };
-            if conditions.stuck.contains(&rank.id) {
-                let late_ns =
-                    now.mono_ns.saturating_sub(observed.heartbeat_ns + nanoseconds(rank.settings.hang_timeout));
-                self.raise(Raise { cause, since_ns: observed.heartbeat_ns, late_ns, ..raise(rank) }, now);
+            if let Some(since_ns) = conditions.stuck.get(&rank.id).copied() {
+                let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(rank.settings.hang_timeout));
+                self.raise(Raise { cause, since_ns, late_ns, ..raise(rank) }, now);
             } else {
                 self.engine.lift(&rank.job, &cause, now);
             }
@@ -315,14 +336,18 @@ impl Core {
             let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
             let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
             self.member.launched(&job, last);
-            if conditions.idle.contains(&job) && !self.member.is_declined(&job, now) {
+            let idle = conditions.idle.get(&job).filter(|_| !self.member.is_declined(&job, now));
+            if let Some(since_ns) = idle.copied() {
                 let timeout = ranks.iter().map(|rank| rank.idle_timeout).max().unwrap_or_default();
-                let late_ns = now.mono_ns.saturating_sub(last + nanoseconds(timeout));
+                let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(timeout));
                 let attempt = self.attempt(&job);
                 let cause = Cause::Idle;
-                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns: last, late_ns }, now);
+                self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
             } else {
-                self.engine.lift(&job, &Cause::Idle, now);
+                // A job whose ranks have all ended does not move again.
+                if !ranks.is_empty() {
+                    self.engine.lift(&job, &Cause::Idle, now);
+                }
                 self.forgive_deaths(&job, last, now);
             }
         }
@@ -332,7 +357,7 @@ impl Core {
         self.tick_member(now);
         let engine = &self.engine;
         self.told.retain(|id, _| engine.get(id).is_some());
-        self.end_the_rest(now);
+        self.tick_ending(now);
         self.sampler.turn(living_ranks(&self.registry), now);
         self.compare(now);
         self.registry.forget(now.mono_ns);
@@ -377,7 +402,7 @@ impl Core {
     /// Whether something is in work that must not be cut off.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.engine.is_busy() || !self.ending.is_empty()
+        self.engine.is_busy() || self.ending.is_busy()
     }
 
     /// Whether a dump is being written.
@@ -388,7 +413,7 @@ impl Core {
 }
 
 fn living_ranks(registry: &Registry) -> impl Iterator<Item = &Rank> {
-    registry.ranks().filter(|rank| rank.presence.is_alive() && !rank.auxiliary)
+    registry.ranks().filter(|rank| rank.is_there() && !rank.auxiliary)
 }
 
 /// A process outside this PID namespace has no pid here; its entry's number stands for it.
@@ -415,11 +440,15 @@ fn read_header(rank: &Rank) -> Option<(RankId, [u64; header::WORDS])> {
     Some((rank.id, rank.ring.as_ref()?.header().ok()?))
 }
 
-fn observation(rank: &Rank, words: &[u64; header::WORDS]) -> Observation {
+fn observation(rank: &Rank, words: &[u64; header::WORDS], now: Now) -> Observation {
+    let is_silent = now.mono_ns.saturating_sub(words[header::HEARTBEAT_NS]) > nanoseconds(SHORTEST_SILENCE);
+    let stopped = |process: &Arc<Handle>| {
+        process.stat().is_some_and(|stat| stat.is_stopped()) || is_silent && process.is_frozen()
+    };
     Observation {
         job: rank.job.clone(),
         id: rank.id,
-        stopped: rank.process.as_ref().and_then(|process| process.stat()).is_some_and(|stat| stat.is_stopped()),
+        stopped: rank.process.as_ref().is_some_and(stopped),
         heartbeat_ns: words[header::HEARTBEAT_NS],
         last_launch_ns: words[header::LAST_LAUNCH_NS],
         registered_ns: rank.registered_ns,

@@ -6,7 +6,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use tracing::warn;
+use tracing::{info, warn};
 use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     Message as _,
@@ -81,6 +81,7 @@ pub fn deliver(incident: &str, kept: &Kept, sender: &Delivering) {
         warn!("incident {incident}: {problem}");
         NodeDump { incident: incident.into(), errors: vec![problem], ..Default::default() }
     });
+    info!("incident {incident}: its part is on its way");
     for piece in pieces(part) {
         if sender.blocking_send(Delivery { message: Some(Message::Dump(piece)) }).is_err() {
             return;
@@ -129,6 +130,7 @@ pub fn send_files(incident: &str, folder: &Path, ranks: &[RankRun], sender: &Del
     let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
     let mut names: Vec<String> = entries.filter_map(|entry| entry.file_name().into_string().ok()).collect();
     names.sort();
+    info!("incident {incident}: files are on their way");
     for name in names {
         let asked = rank_of(&name).is_some_and(|rank| ranks.iter().any(|run| (run.first..=run.last).contains(&rank)));
         if asked && !send_file(incident, &folder.join(&name), &name, &send) {

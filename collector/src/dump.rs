@@ -8,8 +8,8 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict, judge};
+use tracing::{error, info, warn};
+use xpu_timer_analysis::{Status, Verdict};
 use xpu_timer_proto::{
     Message,
     v1::{Evidence, RankEvidence, Trigger},
@@ -23,7 +23,7 @@ use crate::{
     evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
     folder::Folder,
     incident::Record,
-    process,
+    judging, process,
     registry::JobKey,
     subjects, viewer,
 };
@@ -123,8 +123,17 @@ const BUDGET: Duration = Duration::from_millis(2700);
 /// The viewer gets this much even when the samples used up the budget.
 const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
-/// Dumps, judges and writes one incident.
-pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
+/// Dumps, judges and writes one incident. Whatever fails, there is an outcome.
+pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
+    let head = head(&plan);
+    judging::survive(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
+        error!("incident {}: its dump failed: {why}", head.incident);
+        let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
+        Outcome { incident: head.incident, path: None, verdict, sampled_ns: Now::get().mono_ns, part: None }
+    })
+}
+
+fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node, &plan.socket);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
@@ -138,11 +147,17 @@ pub fn run(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let sampled = Now::get();
 
     let evidence = evidence(&plan, taken);
-    let mut verdict = judge(&evidence);
+    let mut verdict = judging::judge(&evidence);
     verdict.timing.status = Status::Open;
     verdict.timing.opened_at = Some(clock::rfc3339(plan.opened.unix_ns));
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
-    let (path, part) = write(&plan, &evidence, &mut verdict, begun + plan.sample_interval + BUDGET);
+    let deadline = begun + plan.sample_interval + BUDGET;
+    let written = judging::survive(|| write(&plan, &evidence, &mut verdict, deadline));
+    let (path, part) = written.unwrap_or_else(|why| {
+        error!("incident {}: its folder could not be finished: {why}", plan.incident);
+        verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
+        (None, None)
+    });
     Outcome { incident: plan.incident, path, verdict, sampled_ns: sampled.mono_ns, part }
 }
 
@@ -206,13 +221,18 @@ fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
     for subject in &plan.subjects {
         ranks.insert(subject.rank, subject.evidence(taken.remove(&subject.rank).unwrap_or_default()));
     }
+    Evidence { world_size, ranks: ranks.into_values().collect(), ..head(plan) }
+}
+
+/// The evidence without what was found out.
+fn head(plan: &Plan) -> Evidence {
     Evidence {
         incident: plan.incident.clone(),
         job: plan.key.name.clone(),
-        world_size,
+        world_size: 0,
         attempt: plan.attempt,
         trigger: Some(plan.trigger.clone()),
-        ranks: ranks.into_values().collect(),
+        ranks: Vec::new(),
         hang_timeout_ns: nanoseconds(plan.hang_timeout),
         sample_interval_ns: nanoseconds(plan.sample_interval),
     }
@@ -340,7 +360,8 @@ pub fn write_record(path: &Path, record: &Record) {
     }
 }
 
-fn without_dumps(evidence: &Evidence) -> Evidence {
+/// The same without the dumps, which are files of their own.
+pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
     let ranks = evidence.ranks.iter().map(|rank| RankEvidence {
         rank: rank.rank,
         presence: rank.presence,

@@ -27,6 +27,8 @@ pub struct Subject {
     pub exit: Option<String>,
     /// Name of the node.
     pub node: String,
+    /// It said goodbye a while ago and its process is still there.
+    pub lingers: bool,
 }
 
 /// What was taken of one rank.
@@ -80,6 +82,9 @@ impl Subject {
             errors.push(format!("the process is gone{how}"));
         } else if self.process.is_none() && self.presence != Presence::Left {
             errors.push("its process cannot be seen from the collector's PID namespace".into());
+        }
+        if self.lingers {
+            errors.push("it said goodbye, and its process does not end".into());
         }
         let dump = (first.is_some() || last.is_some()).then(|| stacktrace(self, first, last, &mut errors));
         RankEvidence {
@@ -204,7 +209,7 @@ mod tests {
     fn subject(presence: Presence) -> Subject {
         let process = Some(Arc::new(Handle::open(std::process::id() as i32).unwrap()));
         let info = RankInfo { rank: 3, command: "train".into(), ..Default::default() };
-        Subject { rank: 3, presence, info, process, ring: None, exit: None, node: "n1".into() }
+        Subject { rank: 3, presence, info, process, ring: None, exit: None, node: "n1".into(), lingers: false }
     }
 
     #[test]

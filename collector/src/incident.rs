@@ -192,6 +192,9 @@ pub enum Action {
 pub trait Jobs {
     /// Whether any rank of this attempt (and no later attempt) runs.
     fn is_alive(&self, job: &JobKey, attempt: u32) -> bool;
+
+    /// How long its other ranks may need to follow one that ended: [`DEATH_GRACE_NS`], or longer when the job is ending.
+    fn grace_ns(&self, job: &JobKey, attempt: u32) -> u64;
 }
 
 /// All incidents of a node.
@@ -353,6 +356,7 @@ impl Engine {
     /// Something is no longer wrong.
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
         self.held.retain(|held| held.job != *job || held.cause != *cause);
+        self.deaths.retain(|(_, death)| death.job != *job || death.cause != *cause);
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             incident.remove(|other| other != cause, now.mono_ns);
         }
@@ -383,6 +387,15 @@ impl Engine {
         }
     }
 
+    /// An incident whose folder is finished is looked at once more. False when it is not in that state.
+    pub fn again(&mut self, id: &str) -> bool {
+        let dumped = self.incidents.get_mut(id).filter(|incident| incident.state == State::Dumped);
+        dumped.is_some_and(|incident| {
+            incident.state = State::Open;
+            true
+        })
+    }
+
     /// The folder of an incident is finished, or could not be made.
     pub fn dumped(&mut self, id: &str, now: Now) -> Option<Action> {
         let incident = self.incidents.get_mut(id)?;
@@ -401,8 +414,14 @@ impl Engine {
         let (due, waiting) = std::mem::take(&mut self.deaths).into_iter().partition(|(due, _)| *due <= now.mono_ns);
         self.deaths = waiting;
         let due: Vec<(u64, Raise)> = due;
-        for (_, death) in due {
-            if jobs.is_alive(&death.job, death.attempt) {
+        for (due_ns, death) in due {
+            if !jobs.is_alive(&death.job, death.attempt) {
+                continue;
+            }
+            let ends_ns = death.since_ns + jobs.grace_ns(&death.job, death.attempt);
+            if ends_ns > now.mono_ns {
+                self.deaths.push((due_ns, death));
+            } else {
                 actions.extend(self.raise(death, now));
             }
         }

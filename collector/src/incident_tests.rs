@@ -11,6 +11,10 @@ impl Jobs for Alive {
     fn is_alive(&self, _: &JobKey, attempt: u32) -> bool {
         self.0.get() && attempt == 0
     }
+
+    fn grace_ns(&self, _: &JobKey, _: u32) -> u64 {
+        DEATH_GRACE_NS
+    }
 }
 fn alive() -> Alive {
     Alive(Cell::new(true))

@@ -1,6 +1,9 @@
 //! `xpu_timer_collector incidents`: lists, shows and fetches what a collector has on its disk, over HTTP.
 
+mod table;
+
 use std::{
+    collections::BTreeMap,
     fs,
     path::{Path, PathBuf},
     time::Duration,
@@ -9,6 +12,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::Agent;
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::env::Source;
 
 use crate::{
@@ -26,8 +30,10 @@ pub struct Remote {
     agent: Agent,
     url: String,
     // What to do when nobody answers.
-    advice: &'static str,
+    advice: String,
     authorization: Option<String>,
+    // Where a node's own collector listens.
+    control_port: u16,
 }
 
 const DEADLINE: Duration = Duration::from_secs(60);
@@ -42,8 +48,12 @@ impl Remote {
     pub fn new(url: Option<String>, source: &Source) -> Result<Self> {
         let named = url.or_else(|| source.text("XPU_TIMER_COLLECTOR"));
         let advice = match &named {
-            Some(_) => "",
-            None => " (no job runs under xpu_timer_launch here? --url or XPU_TIMER_COLLECTOR names another collector)",
+            Some(_) => String::new(),
+            None => format!(
+                " (no job runs under xpu_timer_launch here? --url or XPU_TIMER_COLLECTOR names another collector; incidents of jobs \
+                 that have ended: xpu_timer_stacktrace_viewer --list --path {})",
+                source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default().display()
+            ),
         };
         let url = named.unwrap_or_else(|| format!("http://127.0.0.1:{}", source.control_port()));
         uplink::check_url(&url).map_err(anyhow::Error::msg)?;
@@ -62,6 +72,7 @@ impl Remote {
             advice,
             url: url.trim_end_matches('/').into(),
             authorization: token.map(|token| format!("Bearer {token}")),
+            control_port: source.control_port(),
         })
     }
 
@@ -86,17 +97,20 @@ impl Remote {
         serde_json::from_slice(&self.get(path)?).with_context(|| format!("{}{path} is no JSON", self.url))
     }
 
-    /// All incidents as text, one a line, oldest first, and the slow ranks of jobs that run. As JSON the incidents alone.
+    /// All incidents as text, oldest first, in lines of at most `width` characters if one is given, and the slow ranks of jobs that
+    /// run. As JSON the incidents alone.
     ///
     /// # Errors
     /// When the collector does not answer.
-    pub fn list(&self, as_json: bool) -> Result<String> {
+    pub fn list(&self, as_json: bool, width: Option<usize>) -> Result<String> {
         let list = self.json("/incidents")?;
         if as_json {
             return Ok(format!("{list:#}\n"));
         }
-        let rows: Vec<[String; 5]> = list.as_array().into_iter().flatten().map(row).collect();
-        let mut text = if rows.is_empty() { "no incidents\n".into() } else { table(&rows) };
+        let mut text = match list.as_array() {
+            Some(incidents) if !incidents.is_empty() => table::of(incidents, width),
+            _ => "no incidents\n".into(),
+        };
         let slow = self.slow_ranks(false)?;
         if !slow.is_empty() {
             text.push_str("\nslow ranks, without a hang:\n");
@@ -131,17 +145,24 @@ impl Remote {
         String::from_utf8(self.get(&path)?).context("the verdict is no text")
     }
 
-    /// Copies the files of an incident into `incident-ID` below a folder; returns its path, and what is not in it, if anything.
+    /// Copies the files of an incident into `incident-ID` below a folder, or, where `ranks` names any, the dumps of those alone; returns
+    /// its path, and what is not in it, if anything.
     ///
     /// # Errors
-    /// When there is no such incident, the collector does not answer, or the folder cannot be written.
-    pub fn fetch(&self, id: &str, to: &Path) -> Result<(PathBuf, Option<String>)> {
+    /// When there is no such incident or no dump of such a rank, the collector does not answer, or the folder cannot be written.
+    pub fn fetch(&self, id: &str, to: &Path, ranks: &[u32]) -> Result<(PathBuf, Option<String>)> {
         let id = plain(id)?;
         let files = self.json(&format!("/incidents/{id}/files"))?;
+        let names: Vec<&str> =
+            files.as_array().into_iter().flatten().map(|file| file["name"].as_str().unwrap_or_default()).collect();
+        let wanted = if ranks.is_empty() {
+            names
+        } else {
+            dumps_of(ranks, &names).map_err(|(missing, there)| self.no_dump(id, &missing, &there))?
+        };
         let folder = to.join(format!("incident-{id}"));
         fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
-        for file in files.as_array().into_iter().flatten() {
-            let name = file["name"].as_str().unwrap_or_default();
+        for name in wanted {
             // A name is one that we would give ourselves, whatever the collector says.
             ensure!(
                 folder_name("", Some(name)) == format!("-{name}") && !name.starts_with('.'),
@@ -154,9 +175,37 @@ impl Remote {
                 .and_then(|()| fs::rename(&part, &whole))
                 .with_context(|| whole.display().to_string())?;
         }
-        let remark = missing_dumps(&folder, id);
+        let remark = if ranks.is_empty() { missing_dumps(&folder, id) } else { None };
         Ok((folder, remark))
     }
+
+    fn no_dump(&self, id: &str, missing: &RankSet, there: &RankSet) -> anyhow::Error {
+        let (of, ranks) = (list_of(missing), list_of(there));
+        let there =
+            if there.is_empty() { "none of any".into() } else { format!("those of {} ranks: {ranks}", there.len()) };
+        let rank = missing.first().unwrap_or_default();
+        anyhow::anyhow!(
+            "{} has no dump of rank {of} of incident {id}, but {there}; on the node of that rank, where its own collector runs: \
+             xpu_timer_collector incidents --url http://127.0.0.1:{} fetch {id} --rank {rank}",
+            self.url,
+            self.control_port
+        )
+    }
+}
+
+/// The names of the dumps of some ranks, or those ranks that have none and those that have one.
+fn dumps_of<'a>(ranks: &[u32], names: &[&'a str]) -> Result<Vec<&'a str>, (RankSet, RankSet)> {
+    let dumps: BTreeMap<u32, &str> = names.iter().filter_map(|name| Some((rank_of(name)?, *name))).collect();
+    let missing: RankSet = ranks.iter().filter(|rank| !dumps.contains_key(rank)).copied().collect();
+    if missing.is_empty() {
+        Ok(ranks.iter().filter_map(|rank| dumps.get(rank).copied()).collect())
+    } else {
+        Err((missing, dumps.keys().copied().collect()))
+    }
+}
+
+fn list_of(ranks: &RankSet) -> String {
+    ranks.to_string().replace('/', ",")
 }
 
 /// Says so when there is not a dump of every rank in a folder.
@@ -179,17 +228,6 @@ fn missing_dumps(folder: &Path, id: &str) -> Option<String> {
     Some(format!("dumps of {dumps} of {world} ranks: {why}"))
 }
 
-/// Rows with their columns one below the other.
-fn table(rows: &[[String; 5]]) -> String {
-    let width = |column: usize| rows.iter().map(|row| row[column].chars().count()).max().unwrap_or(0);
-    let [a, b, c, d] = [width(0), width(1), width(2), width(3)];
-    let line = |row: &[String; 5]| {
-        let [id, status, job, cause, sentence] = row;
-        format!("{id:a$}  {status:b$}  {job:c$}  {cause:d$}  {sentence}\n")
-    };
-    rows.iter().map(line).collect()
-}
-
 fn error_of(body: &[u8]) -> String {
     let json: Option<Value> = serde_json::from_slice(body).ok();
     let said = json.as_ref().and_then(|json| json["error"].as_str()).map(str::to_string);
@@ -202,14 +240,22 @@ fn plain(id: &str) -> Result<&str> {
     Ok(id.strip_prefix("incident-").unwrap_or(id))
 }
 
-fn row(incident: &Value) -> [String; 5] {
-    let text = |name: &str| incident[name].as_str().unwrap_or_default().to_string();
-    [text("incident"), text("status"), text("job"), text("cause"), text("sentence")]
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_dump_that_is_not_there_is_named_with_those_that_are() {
+        let names = ["00000-08192.stacktrace", "00001-08192.stacktrace", "00007-08192.stacktrace", "verdict.json"];
+        assert_eq!(dumps_of(&[7, 0], &names).unwrap(), ["00007-08192.stacktrace", "00000-08192.stacktrace"]);
+        let (missing, there) = dumps_of(&[7, 12, 13], &names).unwrap_err();
+        assert_eq!((list_of(&missing), list_of(&there)), ("12-13".into(), "0-1,7".into()));
+        let remote = Remote::new(Some("http://localhost:1".into()), &Source::new(|_| None, "")).unwrap();
+        let error = remote.no_dump("x", &missing, &there).to_string();
+        assert!(error.contains("no dump of rank 12-13 of incident x, but those of 3 ranks: 0-1,7;"), "{error}");
+        assert!(error.ends_with("--url http://127.0.0.1:18888 fetch x --rank 12"), "{error}");
+        assert!(remote.no_dump("x", &missing, &RankSet::default()).to_string().contains("but none of any;"));
+    }
 
     #[test]
     fn names_are_plain() {

@@ -20,6 +20,7 @@ pub mod http;
 pub mod inbox;
 pub mod incident;
 pub mod incidents;
+pub mod judging;
 pub mod member;
 pub mod metrics;
 pub mod monitor;

@@ -14,7 +14,8 @@ use xpu_timer_proto::{
 
 use crate::{
     clock::Now,
-    core::Core,
+    cluster::trust,
+    core::{Core, Judged},
     delivery::{self, Kept, PART},
     dump::{ForCluster, folder_name},
     folder::{is_of, own_names},
@@ -37,10 +38,12 @@ pub struct Member {
     announced: BTreeMap<String, u64>,
     // Requests that wait for ranks to come again.
     held: Vec<DumpRequest>,
-    // Parts of job-wide incidents.
+    // Parts of job-wide incidents, and which look at each the cluster has asked for last.
     parts: BTreeMap<String, Arc<Kept>>,
+    rounds: BTreeMap<String, u32>,
     // Whether this node's ranks hang in an incident, as the cluster was told last.
     told_hangs: BTreeMap<String, bool>,
+    // Without their ages, which always change.
     told_ranks: Vec<RankEntry>,
     // Jobs whose idleness the cluster does not believe, and until when that holds.
     declined: BTreeMap<JobKey, u64>,
@@ -62,6 +65,7 @@ impl Default for Member {
             announced: BTreeMap::new(),
             held: Vec::new(),
             parts: BTreeMap::new(),
+            rounds: BTreeMap::new(),
             told_hangs: BTreeMap::new(),
             told_ranks: Vec::new(),
             declined: BTreeMap::new(),
@@ -129,7 +133,7 @@ impl Core {
         match event {
             Event::Opened(link) => {
                 self.member.link = Some(*link);
-                self.hello_cluster();
+                self.hello_cluster(now);
             }
             Event::Lost(why) => {
                 self.member.link = None;
@@ -141,15 +145,16 @@ impl Core {
         }
     }
 
-    fn hello_cluster(&mut self) {
+    fn hello_cluster(&mut self, now: Now) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
         self.member.told_ranks = self.rank_entries();
+        let ranks = self.aged(now);
         let hello = NodeHello {
             protocol: PROTOCOL_VERSION,
             node: self.node.clone(),
             identity: self.member.identity.clone(),
-            ranks: Some(NodeRanks { ranks: self.member.told_ranks.clone() }),
+            ranks: Some(NodeRanks { ranks }),
             incidents,
         };
         self.member.told_hangs.clear();
@@ -184,6 +189,9 @@ impl Core {
                     return;
                 }
                 info!("incident {}: {}", declined.incident, declined.reason);
+                if declined.alone {
+                    return self.dump_alone(&declined.incident);
+                }
                 if let Some(job) = self.engine.get(&declined.incident).map(|incident| incident.job.clone()) {
                     self.member.declined.insert(job, now.mono_ns + DECLINED_NS);
                 }
@@ -196,7 +204,7 @@ impl Core {
     pub fn announce(&mut self, id: &str, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.member.welcomed) else { return false };
         let Some(alarm) = self.alarm(incident) else { return false };
-        self.tell_ranks();
+        self.tell_ranks(now);
         if !self.member.send(Message::Alarm(alarm)) {
             return false;
         }
@@ -220,12 +228,16 @@ impl Core {
 
     /// The cluster asks for a dump.
     fn requested(&mut self, request: DumpRequest, now: Now) {
-        let Some(job) = request.job.as_ref().map(key) else { return };
+        let Some(job) = request.job.as_ref().map(own_key) else { return };
         let id = request.incident.clone();
         self.find_part(&id);
+        if request.round > self.member.rounds.get(&id).copied().unwrap_or(0) {
+            // What was taken for an earlier look is old.
+            self.member.parts.remove(&id);
+        }
         if self.member.parts.contains_key(&id) {
             self.engine.take_part(&id);
-            self.member.send(Message::Captured(Captured { incident: id }));
+            self.member.send(Message::Captured(Captured { incident: id, round: request.round }));
             return;
         }
         if self.member.held.iter().any(|held| held.incident == id) {
@@ -239,6 +251,7 @@ impl Core {
             return;
         }
         let operations = request.operations as usize;
+        self.member.rounds.insert(id.clone(), request.round);
         let announced = self.member.announced.keys().find(|own| self.engine.get(own).is_some_and(|one| one.job == job));
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
@@ -249,7 +262,7 @@ impl Core {
             }
         } else if self.engine.get(&id).is_some_and(|incident| incident.state == State::Open) {
             return;
-        } else {
+        } else if request.round == 0 || !self.engine.again(&id) {
             let of_job = self.registry.of_job(&job);
             let attempt = of_job.first().map_or(request.attempt, |rank| rank.info.attempt);
             self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
@@ -283,7 +296,11 @@ impl Core {
         while self.member.parts.len() > MAX_PARTS {
             self.member.parts.pop_first();
         }
-        self.member.send(Message::Captured(Captured { incident: id.into() }));
+        while self.member.rounds.len() > MAX_PARTS {
+            self.member.rounds.pop_first();
+        }
+        let round = self.member.rounds.get(id).copied().unwrap_or(0);
+        self.member.send(Message::Captured(Captured { incident: id.into(), round }));
     }
 
     fn fetch(&mut self, fetch: FetchFiles) {
@@ -303,7 +320,8 @@ impl Core {
             (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
         }
         if self.member.asked.remove(&verdict.incident).is_some() {
-            self.kill(&verdict.incident, now);
+            let judged = Judged { mild: verdict.mild, culprits: verdict.culprits, by_cluster: true };
+            self.judged(&verdict.incident, &judged, now);
         }
     }
 
@@ -344,7 +362,7 @@ impl Core {
         if !self.member.welcomed {
             return;
         }
-        self.tell_ranks();
+        self.tell_ranks(now);
         self.tell_hangs();
         if now.mono_ns >= self.member.heartbeat_ns + HEARTBEAT_NS {
             self.member.heartbeat_ns = now.mono_ns;
@@ -360,12 +378,27 @@ impl Core {
         }
     }
 
-    fn tell_ranks(&mut self) {
+    fn tell_ranks(&mut self, now: Now) {
         let ranks = self.rank_entries();
         if ranks != self.member.told_ranks {
-            self.member.told_ranks.clone_from(&ranks);
+            self.member.told_ranks = ranks;
+            let ranks = self.aged(now);
             self.member.send(Message::Ranks(NodeRanks { ranks }));
         }
+    }
+
+    /// What is told of the ranks, with their ages.
+    fn aged(&self, now: Now) -> Vec<RankEntry> {
+        let age_ms = |rank: &Rank| (now.mono_ns.saturating_sub(rank.started_ns(now.mono_ns)) / 1_000_000).max(1);
+        let ended_age_ms = |rank: &Rank| match rank.presence.is_alive() {
+            true => 0,
+            false => (now.mono_ns.saturating_sub(rank.ended_ns) / 1_000_000).max(1),
+        };
+        let ranks = self.shared_ranks();
+        ranks
+            .iter()
+            .map(|rank| RankEntry { age_ms: age_ms(rank), ended_age_ms: ended_age_ms(rank), ..entry(rank) })
+            .collect()
     }
 
     fn tell_hangs(&mut self) {
@@ -382,8 +415,13 @@ impl Core {
     }
 
     fn rank_entries(&self) -> Vec<RankEntry> {
+        self.shared_ranks().into_iter().map(entry).collect()
+    }
+
+    /// The ranks that know who they are.
+    fn shared_ranks(&self) -> Vec<&Rank> {
         let jobs = self.registry.jobs();
-        jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).map(entry).collect()
+        jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).collect()
     }
 }
 
@@ -401,17 +439,23 @@ fn entry(rank: &Rank) -> RankEntry {
         hang_timeout_ms: milliseconds(rank.settings.hang_timeout),
         sample_interval_ms: milliseconds(rank.settings.sample_interval),
         idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
+        ..Default::default()
     }
 }
 
 /// The job as the cluster is told of it.
 #[must_use]
 pub fn job_id(job: &JobKey) -> JobId {
-    JobId { name: job.name.clone(), instance: job.instance.clone() }
+    JobId { name: job.name.clone(), instance: trust::beyond_this_machine(&job.instance) }
 }
 
-/// The registry's key of a job.
+/// The key of a job at the cluster.
 #[must_use]
 pub fn key(job: &JobId) -> JobKey {
     JobKey { name: job.name.clone(), instance: job.instance.clone() }
+}
+
+/// The registry's key of a job.
+fn own_key(job: &JobId) -> JobKey {
+    JobKey { name: job.name.clone(), instance: trust::on_this_machine(&job.instance).into() }
 }

@@ -209,7 +209,7 @@ impl Node {
             .core
             .registry
             .ranks()
-            .filter(|rank| rank.presence.is_alive())
+            .filter(|rank| !rank.gone)
             .filter_map(|rank| Some((rank.id, Arc::clone(rank.process.as_ref()?))))
             .collect();
         let connections: Vec<(ConnectionId, _)> =

@@ -11,6 +11,7 @@ use rustix::{
     event::{PollFd, PollFlags, Timespec, poll},
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
+use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{env::Source, socket, v1::RankInfo};
 
 use crate::pidfd;
@@ -136,6 +137,13 @@ impl Handle {
     #[must_use]
     pub fn stat(&self) -> Option<Stat> {
         Stat::of(self.pid).filter(|stat| stat.start == self.start)
+    }
+
+    /// Whether it stands in the freezer of its control group, as in a container that is paused.
+    #[must_use]
+    pub fn is_frozen(&self) -> bool {
+        let place = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
+        FREEZER_WCHAN.contains(&place.trim())
     }
 
     /// How it ended: `exit code 1`, `killed by SIGKILL`; `None` while it runs, and when the kernel does not tell.

@@ -50,6 +50,7 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
             "status": verdict.timing.status,
             "opened_at": verdict.timing.opened_at,
             "cause": verdict.cause,
+            "confidence": verdict.confidence,
             "culprits": verdict.culprits,
             "sentence": verdict.sentence,
         });

@@ -10,7 +10,7 @@ use std::{
 
 use xpu_timer_proto::v1::{Hello, RankInfo};
 
-use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
+use crate::{clock, config::Settings, process, process::Handle, ring_file::RingFile};
 
 /// Tells jobs apart.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -125,6 +125,13 @@ pub struct Rank {
     pub registered_ns: u64,
     /// CLOCK_MONOTONIC at which it ended or left.
     pub ended_ns: u64,
+    /// It said goodbye a while ago, and its process is still there: something in its own end does not end.
+    pub lingers: bool,
+    /// Its process has ended.
+    pub gone: bool,
+    // Of a world that is over: another one has taken its place.
+    past: bool,
+    said_goodbye: bool,
     connection: Option<ConnectionId>,
 }
 
@@ -133,6 +140,32 @@ impl Rank {
     #[must_use]
     pub fn pid(&self) -> i32 {
         self.process.as_ref().map_or(0, |process| process.pid)
+    }
+
+    /// Whether its process runs, or does not come to its end.
+    #[must_use]
+    pub fn is_there(&self) -> bool {
+        self.presence.is_alive() || self.lingers
+    }
+
+    /// Whether it ended with success, or because it was told to: by a signal that asks for the end, or with the exit code that stands
+    /// for SIGTERM.
+    #[must_use]
+    pub fn ended_in_order(&self) -> bool {
+        const TOLD: [&str; 4] = ["killed by SIGTERM", "killed by SIGINT", "killed by SIGHUP", "exit code 143"];
+        let told = |exit: &str| TOLD.contains(&exit);
+        match self.presence {
+            Presence::Left => self.exit.as_deref().is_none_or(|exit| exit == "exit code 0" || told(exit)),
+            Presence::Dead => self.exit.as_deref().is_some_and(told),
+            Presence::Present | Presence::Detached => false,
+        }
+    }
+
+    /// CLOCK_MONOTONIC at which its process was started; that of its registration when the process cannot be seen.
+    #[must_use]
+    pub fn started_ns(&self, now_ns: u64) -> u64 {
+        let age_ns = |process: &Arc<Handle>| clock::since_boot_ns().saturating_sub(process.start * TICK_NS);
+        self.process.as_ref().map_or(self.registered_ns, |process| now_ns.saturating_sub(age_ns(process)))
     }
 
     /// For messages.
@@ -162,6 +195,12 @@ pub struct Registry {
     next: RankId,
 }
 
+/// One of the clock ticks in which /proc has the start of a process: 100 a second, on every kernel.
+const TICK_NS: u64 = 10_000_000;
+/// The end of a process is noticed within this time.
+const NOTICED_NS: u64 = 1_000_000_000;
+/// Exit handlers and destructors are done within this time.
+const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
 const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 /// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
@@ -194,7 +233,7 @@ impl Registry {
     /// The ranks of a job in its newest attempt, ascending, at most one entry a rank; helpers are left out.
     #[must_use]
     pub fn of_job(&self, job: &JobKey) -> Vec<&Rank> {
-        let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary);
+        let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.past);
         let attempt = entries().map(|rank| rank.info.attempt).max().unwrap_or(0);
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
         for rank in entries().filter(|rank| rank.info.attempt == attempt) {
@@ -211,7 +250,13 @@ impl Registry {
     /// Whether any process of a job runs.
     #[must_use]
     pub fn is_alive(&self, job: &JobKey) -> bool {
-        self.ranks.values().any(|rank| rank.job == *job && rank.presence.is_alive())
+        self.ranks.values().any(|rank| rank.job == *job && rank.is_there())
+    }
+
+    /// Whether a job is about to end, or to go on with fewer ranks: some ended in order or were told to end, and others are still there.
+    #[must_use]
+    pub fn is_ending(&self, job: &JobKey, attempt: u32) -> bool {
+        self.of_job(job).into_iter().any(|rank| rank.info.attempt == attempt && rank.ended_in_order())
     }
 
     /// A hook said hello.
@@ -247,6 +292,10 @@ impl Registry {
             exit: None,
             registered_ns: now_ns,
             ended_ns: 0,
+            lingers: false,
+            gone: false,
+            past: false,
+            said_goodbye: false,
             connection: Some(connection),
         };
         self.ranks.insert(id, rank);
@@ -268,7 +317,16 @@ impl Registry {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
         rank.presence = Presence::Left;
         rank.ended_ns = now_ns;
+        rank.said_goodbye = true;
         Some(rank.id)
+    }
+
+    /// Looks who has said goodbye and stays.
+    pub fn note_lingering(&mut self, now_ns: u64) {
+        for rank in self.ranks.values_mut() {
+            let stays = rank.said_goodbye && !rank.gone && rank.process.is_some();
+            rank.lingers = stays && now_ns >= rank.ended_ns + LINGER_NS;
+        }
     }
 
     /// A connection ended; the process may live on.
@@ -285,6 +343,7 @@ impl Registry {
     pub fn ended(&mut self, id: RankId, exit: Option<String>, now_ns: u64) -> bool {
         let Some(rank) = self.ranks.get_mut(&id) else { return false };
         rank.exit = exit.or(rank.exit.take());
+        (rank.gone, rank.lingers) = (true, false);
         let died = rank.presence.is_alive();
         if died {
             rank.presence = Presence::Dead;
@@ -296,12 +355,9 @@ impl Registry {
     /// Forgets jobs that ended long ago.
     pub fn forget(&mut self, now_ns: u64) {
         let alive: BTreeSet<JobKey> =
-            self.ranks.values().filter(|rank| rank.presence.is_alive()).map(|rank| rank.job.clone()).collect();
-        self.ranks.retain(|_, rank| {
-            alive.contains(&rank.job) || rank.presence.is_alive() || now_ns < rank.ended_ns + FORGET_AFTER_NS
-        });
-        let ended: Vec<RankId> =
-            self.ranks.values().filter(|rank| !rank.presence.is_alive()).map(|rank| rank.id).collect();
+            self.ranks.values().filter(|rank| rank.is_there()).map(|rank| rank.job.clone()).collect();
+        self.ranks.retain(|_, rank| alive.contains(&rank.job) || now_ns < rank.ended_ns + FORGET_AFTER_NS);
+        let ended: Vec<RankId> = self.ranks.values().filter(|rank| !rank.is_there()).map(|rank| rank.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(MAX_ENDED)) {
             self.ranks.remove(id);
         }
@@ -313,11 +369,17 @@ impl Registry {
         let Some(new) = self.ranks.get(&id) else { return result };
         let (job, rank, attempt, pid) = (new.job.clone(), new.info.rank, new.info.attempt, new.pid());
 
+        // A launcher starts the ranks of a world when all of its own of the world before have ended. It may count that as the same attempt.
+        let started_ns = new.started_ns(now_ns);
+        let others = || self.ranks.values().filter(|old| old.id != id && old.job == job && !old.past);
+        let begins_world =
+            !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
         let mut auxiliary = Vec::new();
-        for old in self.ranks.values().filter(|old| old.id != id && old.job == job) {
-            if old.info.attempt < attempt {
+        for old in others() {
+            let ended_before = !old.presence.is_alive() && old.ended_ns <= started_ns.saturating_add(NOTICED_NS);
+            if old.info.attempt < attempt || (begins_world && ended_before) {
                 result.superseded.push(old.id);
-                result.new_attempt |= !old.auxiliary;
+                result.new_attempt |= !old.auxiliary && (old.info.attempt < attempt || old.info.rank != rank);
             } else if old.info.attempt == attempt && old.info.rank == rank && !old.auxiliary {
                 if !old.presence.is_alive() {
                     result.superseded.push(old.id);
@@ -342,8 +404,9 @@ impl Registry {
         }
         for id in &result.superseded {
             if let Some(rank) = self.ranks.get_mut(id) {
-                rank.presence = Presence::Left;
+                (rank.presence, rank.past) = (Presence::Left, true);
                 rank.ended_ns = now_ns;
+                (rank.said_goodbye, rank.lingers) = (false, false);
             }
         }
         result
@@ -445,6 +508,32 @@ mod tests {
         assert!(result.new_attempt && result.remark.is_none());
         assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
         assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
+    }
+
+    #[test]
+    fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
+        let (a, b, c, d) = (Sleeper::new(), Sleeper::new(), Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        let second = 1_000_000_000;
+        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), second);
+        registry.hello(2, b.handle(), &hello(3, 0), None, &settings(), second);
+        registry.goodbye(1, 2 * second);
+        // The other one lives: a rank that comes now is one of its world.
+        registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), 9 * second);
+        let left = Presence::Left;
+        assert_eq!(ranks(&registry), [(1, Presence::Present), (2, left), (3, Presence::Present)]);
+        registry.goodbye(2, 10 * second);
+        registry.goodbye(3, 10 * second);
+        // The attempt is the same, because the job has only shrunk.
+        let result = registry.hello(4, d.handle(), &hello(0, 0), None, &settings(), 20 * second);
+        assert!(result.new_attempt && result.superseded.len() == 3);
+        assert_eq!(ranks(&registry), [(0, Presence::Present)]);
+        // An agent that is started anew counts from 0 again.
+        registry.goodbye(4, 30 * second);
+        registry.hello(5, a.handle(), &hello(0, 1), None, &settings(), 40 * second);
+        registry.goodbye(5, 50 * second);
+        registry.hello(6, c.handle(), &hello(1, 0), None, &settings(), 60 * second);
+        assert_eq!(ranks(&registry), [(1, Presence::Present)]);
     }
 
     #[test]

@@ -42,6 +42,7 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
         "world_size": rank.info.world_size,
         "pid": rank.pid(),
         "presence": rank.presence.name(),
+        "lingers": rank.lingers,
         "auxiliary": rank.auxiliary,
         "exit": rank.exit,
         "hang": core.engine.hangs(&rank.job),

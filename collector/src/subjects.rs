@@ -23,7 +23,9 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         // A process that does not know its rank is a job of its own, and its only rank.
         rank: u32::try_from(rank.info.rank).unwrap_or(0),
         presence: match rank.presence {
+            // One that is stuck in its own end is there to be looked at.
             Presence::Present | Presence::Detached => Shown::Present,
+            Presence::Left if rank.lingers => Shown::Present,
             Presence::Dead => Shown::Dead,
             Presence::Left => Shown::Left,
         },
@@ -32,6 +34,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         ring: rank.ring.clone(),
         exit: rank.exit.clone(),
         node: if named { rank.info.node.clone() } else { node.to_string() },
+        lingers: rank.lingers,
     }
 }
 
@@ -62,6 +65,7 @@ pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32,
             ring: None,
             exit: None,
             node: node.to_string(),
+            lingers: false,
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
@@ -134,7 +138,7 @@ mod tests {
     fn subject(rank: u32, local_rank: i32, local_world_size: u32, world_size: u32) -> Subject {
         let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
         let node = String::new();
-        Subject { rank, presence: Shown::Present, info, process: None, ring: None, exit: None, node }
+        Subject { rank, presence: Shown::Present, info, process: None, ring: None, exit: None, node, lingers: false }
     }
 
     #[test]

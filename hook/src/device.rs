@@ -5,10 +5,7 @@
 
 use std::{
     ffi::{CStr, c_char, c_int, c_uint, c_void},
-    sync::{
-        OnceLock,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::atomic::{AtomicUsize, Ordering},
 };
 
 use xpu_timer_proto::family::Place;
@@ -19,6 +16,7 @@ use crate::{
     original::{loaded, look_up},
     queue::Queue,
     recorder::Recorder,
+    sys::{Made, forget_linker_error},
 };
 
 /// The functions of the loaded driver.
@@ -55,14 +53,14 @@ enum PlaceFunctions {
 
 /// The driver, once it is loaded. A driver that lacks one of the functions is not used: then nothing is bracketed.
 pub fn device() -> Option<&'static Device> {
-    static DEVICE: OnceLock<Device> = OnceLock::new();
+    static DEVICE: Made<Device> = Made::new();
     if let Some(device) = DEVICE.get() {
         return Some(device);
     }
-    let device = find()?;
-    // Two threads may both have found it; both found the same.
-    let _ = DEVICE.set(device);
-    DEVICE.get()
+    let found = find();
+    forget_linker_error();
+    let device = found?;
+    Some(DEVICE.get_or_make(|| device))
 }
 
 #[cold]

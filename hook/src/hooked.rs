@@ -13,6 +13,7 @@ use std::{
 use xpu_timer_proto::ring::header;
 
 use crate::{
+    cancellation::shielded,
     cost::Cost,
     original::Function,
     recorder::Recorder,
@@ -103,10 +104,12 @@ pub fn around<T: After>(
     thread.inside.set(inside | bit | IN_HOOK);
     let leave = Leave(inside);
     let mut cost = Cost::begin(thread, bit);
-    let token = guarded(|| {
-        let recorder = start::recorder()?;
-        called(recorder, thread, function);
-        Some((recorder, before(recorder, Site { function, slot, inside })))
+    let token = shielded(|| {
+        guarded(|| {
+            let recorder = start::recorder()?;
+            called(recorder, thread, function);
+            Some((recorder, before(recorder, Site { function, slot, inside })))
+        })
     })
     .flatten();
     thread.inside.set(inside | bit);
@@ -119,12 +122,14 @@ pub fn around<T: After>(
     {
         let saved = errno.get();
         thread.inside.set(inside | bit | IN_HOOK);
-        guarded(|| {
-            // In a child that was forked inside the real call, what was begun belongs to the parent.
-            if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
-                token.after(recorder, result);
-                cost.end(thread, recorder, bit);
-            }
+        shielded(|| {
+            guarded(|| {
+                // In a child that was forked inside the real call, what was begun belongs to the parent.
+                if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                    token.after(recorder, result);
+                    cost.end(thread, recorder, bit);
+                }
+            })
         });
         errno.set(saved);
     }

@@ -7,8 +7,12 @@
 
 mod abi;
 #[allow(unsafe_code)]
+mod bell;
+#[allow(unsafe_code)]
 mod blas;
 mod bracket;
+#[allow(unsafe_code)]
+mod cancellation;
 mod comms;
 #[allow(unsafe_code)]
 mod config;

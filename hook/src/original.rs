@@ -11,7 +11,7 @@ use std::{
 
 use xpu_timer_proto::family::Library;
 
-use crate::{family, sys, thread_state::in_hook};
+use crate::{family, inline, sys, thread_state::in_hook};
 
 /// Originals a row.
 pub const SLOTS: usize = 4;
@@ -128,6 +128,7 @@ impl Function {
         let errno = sys::errno();
         let saved = errno.get();
         let found = in_hook(|| self.search());
+        sys::forget_linker_error();
         errno.set(saved);
         if !found.is_null() {
             self.reals[0].store(found, Ordering::Release);
@@ -195,6 +196,7 @@ impl Function {
             });
             anywhere.unwrap_or(std::ptr::null_mut())
         });
+        sys::forget_linker_error();
         errno.set(saved);
         if !found.is_null() {
             self.reals[0].store(found, Ordering::Release);
@@ -239,20 +241,26 @@ const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
 fn beside(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     in_hook(|| {
         let found = look_up(object_of(address)?, name);
+        sys::forget_linker_error();
         usable(found).then_some(found)
     })
 }
 
 /// The object that `address` lies in, which stays loaded from now on.
 fn object_of(address: *mut c_void) -> Option<*mut c_void> {
+    loaded(path_of(address)?)
+}
+
+/// Path of the object that `address` lies in.
+pub fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
     // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any address.
     let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: as above.
     if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the linker's own string.
-    loaded(unsafe { CStr::from_ptr(object.dli_fname) })
+    // SAFETY: the linker's own string, which stays as long as the object.
+    Some(unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
 fn prefixed<'a>(prefix: &CStr, name: &CStr, buffer: &'a mut [u8; 64]) -> Option<&'a CStr> {
@@ -299,23 +307,22 @@ pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
     unsafe { libc_dlsym()(handle, name.as_ptr()) }
 }
 
-/// The C library's own dlsym. By version, because the plain name is interposed; dlvsym is not.
+/// The C library's own dlsym. Read from its symbol table, because every name by which the linker could be asked is interposed.
 fn libc_dlsym() -> Dlsym {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-    cached(&REAL, || {
-        [c"GLIBC_2.34", c"GLIBC_2.17", c"GLIBC_2.2.5"]
-            .iter()
-            // SAFETY: C strings.
-            .map(|version| unsafe { libc::dlvsym(libc::RTLD_NEXT, c"dlsym".as_ptr(), version.as_ptr()) })
-            .find(|found| !found.is_null())
-            .unwrap_or(std::ptr::null_mut())
-    })
+    cached(&REAL, || inline::exported_by_libc(c"dlsym"))
 }
 
 /// The dlopen that a host's call would have reached without the hook.
 pub fn next_dlopen() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlopen"))
+}
+
+/// The same for a look-up by version.
+pub fn next_dlvsym() -> Dlsym {
+    static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+    cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlvsym"))
 }
 
 /// What a host's look-up would have reached without the hook: the C library's dlsym, or that of another preloaded library

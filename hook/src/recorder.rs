@@ -15,6 +15,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    bell,
     comms::Comms,
     device::EventPools,
     handoff::Handoff,
@@ -169,6 +170,8 @@ struct Shared {
     lanes: AtomicUsize,
 }
 
+/// Every so many slots the watcher is called, long before there are none, and before a lane has none of its spare events.
+const SLOTS_A_RING: usize = 512;
 /// Most tickets that a thread takes at once.
 const MOST_TICKETS: u64 = 64;
 /// So long they are good for; older ones would stand among the operations of a later time.
@@ -177,12 +180,13 @@ const TICKETS_NS: u64 = 5_000_000;
 const GROUPS: u64 = 64;
 
 impl Recorder {
-    /// A recorder with an empty ring.
+    /// A recorder with an empty ring. On the heap at once: the first device call may be made on the smallest stack.
     ///
     /// # Errors
     /// When there is no memory or descriptor for the ring.
-    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
-        Ok(Recorder {
+    #[inline(never)]
+    pub fn boxed(descriptor: &'static Descriptor) -> io::Result<Box<Self>> {
+        Ok(Box::new(Recorder {
             ring: Ring::create(descriptor)?,
             slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
             handoffs: (0..=lane::SLOTS).map(|_| Handoff::new()).collect(),
@@ -193,7 +197,16 @@ impl Recorder {
             bracket: AtomicU32::new(0),
             seen: (0..SEEN).map(|_| AtomicU64::new(0)).collect(),
             shared: Shared::default(),
-        })
+        }))
+    }
+
+    /// The same, not on the heap.
+    ///
+    /// # Errors
+    /// As above.
+    #[cfg(test)]
+    pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
+        Self::boxed(descriptor).map(|recorder| *recorder)
     }
 
     /// Adds one to a word of the header.
@@ -256,8 +269,17 @@ impl Recorder {
     }
 
     /// Takes a slot and publishes the operation in it as pending. `None` when the slot's operation of the lap before is still
-    /// pending; that is counted. Its age counts from now.
+    /// pending; that is counted. Its age counts from now. The watcher frees the slot, and comes early when many are in use.
     pub fn begin(&self, what: &Begin) -> Option<usize> {
+        let slot = self.begin_unwatched(what);
+        if slot.is_none_or(|slot| slot % SLOTS_A_RING == 0) {
+            bell::ring();
+        }
+        slot
+    }
+
+    /// The same for an operation whose slot a host thread frees.
+    pub fn begin_unwatched(&self, what: &Begin) -> Option<usize> {
         let now = sys::now_ns();
         let thread = thread_state::current();
         let lane = self.lane_of(thread);

@@ -5,12 +5,17 @@
 use std::{
     ffi::{c_int, c_void},
     sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, AtomicU32, AtomicU64, Ordering},
+    time::Duration,
 };
 
 use xpu_timer_proto::ring::{coverage, header, offset};
 
 use crate::{
-    config, cost, inject,
+    bell,
+    cancellation::{self, shielded_always},
+    config, cost,
+    hooked::guarded,
+    inject,
     original::look_up,
     recorder::Recorder,
     ring::{COVERAGE_NAME_BYTES, store_text},
@@ -20,9 +25,38 @@ use crate::{
     tracer, watcher,
 };
 
-static RECORDER: AtomicPtr<Recorder> = AtomicPtr::new(std::ptr::null_mut());
-static STAGE: AtomicU32 = AtomicU32::new(IDLE);
-static RETRY_AT_NS: AtomicU64 = AtomicU64::new(0);
+/// What belongs to one process alone. The kernel empties this page in every forked child, also in one of the bare system call, which
+/// runs no fork handler; a child of vfork shares it.
+#[repr(C, align(4096))]
+struct Own {
+    recorder: AtomicPtr<Recorder>,
+    stage: AtomicU32,
+    retry_at_ns: AtomicU64,
+    /// The process that the recorder is of.
+    pid: AtomicI32,
+    /// Something turns and can be waited for.
+    is_watched: AtomicBool,
+    /// One of `LOOK_…`.
+    last_look: AtomicU32,
+    /// The process is ending: no driver call from the watcher any more.
+    is_ending: AtomicBool,
+    quick_exit: AtomicI32,
+}
+
+static OWN: Own = Own {
+    recorder: AtomicPtr::new(std::ptr::null_mut()),
+    stage: AtomicU32::new(IDLE),
+    retry_at_ns: AtomicU64::new(0),
+    pid: AtomicI32::new(0),
+    is_watched: AtomicBool::new(false),
+    last_look: AtomicU32::new(LOOK_UNWANTED),
+    is_ending: AtomicBool::new(false),
+    quick_exit: AtomicI32::new(0),
+};
+
+/// The process that last set anything up, known also in its forked children.
+static SET_UP_IN: AtomicI32 = AtomicI32::new(0);
+static OFF: AtomicBool = AtomicBool::new(false);
 static DISABLED: AtomicU32 = AtomicU32::new(0);
 static FORK_HANDLER: AtomicBool = AtomicBool::new(false);
 static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
@@ -35,12 +69,15 @@ static OPENING: AtomicBool = AtomicBool::new(false);
 static RING: Descriptor = Descriptor::none();
 /// The connection to the node collector, kept by the watcher.
 pub static CONNECTION: Descriptor = Descriptor::none();
-/// The process is ending: no driver call from the watcher any more.
-pub static ENDING: AtomicBool = AtomicBool::new(false);
 
 const IDLE: u32 = 0;
 const STARTING: u32 = 1;
-const OFF: u32 = 2;
+
+const LOOK_UNWANTED: u32 = 0;
+const LOOK_WANTED: u32 = 1;
+const LOOKED: u32 = 2;
+/// A process that ends waits no longer than this for the watcher, which normally needs a fraction of a millisecond.
+const LAST_LOOK: Duration = Duration::from_millis(50);
 
 /// After a start that failed for want of descriptors or memory, the next is tried this much later.
 const RETRY_NS: u64 = 1_000_000_000;
@@ -48,9 +85,19 @@ const RETRY_NS: u64 = 1_000_000_000;
 /// The process's recorder if it has started.
 #[inline]
 pub fn running() -> Option<&'static Recorder> {
-    let recorder = RECORDER.load(Ordering::Acquire);
+    let recorder = OWN.recorder.load(Ordering::Acquire);
     // SAFETY: null, or a recorder that is never freed.
     unsafe { recorder.as_ref() }
+}
+
+/// The same, unless this is a child of vfork, which has borrowed the memory. Async-signal-safe.
+fn running_here() -> Option<&'static Recorder> {
+    running().filter(|_| OWN.pid.load(Ordering::Relaxed) == pid())
+}
+
+fn pid() -> c_int {
+    // SAFETY: getpid takes nothing and cannot fail.
+    unsafe { libc::getpid() }
 }
 
 /// The process's recorder, started if this is the first device call. `None` when the hook is off or could not start.
@@ -61,40 +108,50 @@ pub fn recorder() -> Option<&'static Recorder> {
 
 #[cold]
 fn start() -> Option<&'static Recorder> {
-    if STAGE.load(Ordering::Relaxed) == OFF || sys::coarse_now_ns() < RETRY_AT_NS.load(Ordering::Relaxed) {
+    let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
+    if set_up_in != 0 && set_up_in != pid() {
+        // A child of the bare system call. Locks of the C library may be held by threads that it does not have, so nothing is set up.
+        forget_parent();
+        OFF.store(true, Ordering::Relaxed);
+    }
+    if OFF.load(Ordering::Relaxed) || sys::coarse_now_ns() < OWN.retry_at_ns.load(Ordering::Relaxed) {
         return None;
     }
-    match STAGE.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire) {
-        Ok(_) => {}
-        Err(STARTING) => {
-            // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
-            for _ in 0..1000 {
-                std::thread::yield_now();
-                if let Some(recorder) = running() {
-                    return Some(recorder);
-                }
-                if STAGE.load(Ordering::Acquire) != STARTING {
-                    break;
-                }
+    if OWN.stage.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire).is_err() {
+        // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+            if let Some(recorder) = running() {
+                return Some(recorder);
             }
-            return running();
+            if OWN.stage.load(Ordering::Acquire) != STARTING {
+                break;
+            }
         }
-        Err(_) => return running(),
+        return running();
     }
-    if disabled() || in_hook(surroundings::forbid) {
-        STAGE.store(OFF, Ordering::Release);
-        return None;
-    }
-    let started = in_hook(set_up);
+    let started = shielded_always(|| in_hook(|| guarded(set_up_if_allowed))).flatten();
+    sys::forget_linker_error();
     if started.is_none() {
-        RETRY_AT_NS.store(sys::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
+        OWN.retry_at_ns.store(sys::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
     }
-    STAGE.store(IDLE, Ordering::Release);
+    OWN.stage.store(IDLE, Ordering::Release);
     started
 }
 
+fn set_up_if_allowed() -> Option<&'static Recorder> {
+    if disabled() || surroundings::forbid() {
+        OFF.store(true, Ordering::Relaxed);
+        return None;
+    }
+    running().or_else(set_up)
+}
+
 fn set_up() -> Option<&'static Recorder> {
-    let recorder = Recorder::create(&RING).ok()?;
+    SET_UP_IN.store(pid(), Ordering::Relaxed);
+    // SAFETY: a whole page of this library's zero data, which nothing but `OWN` lies in. Kernels before 4.14 refuse.
+    unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };
+    let recorder = Recorder::boxed(&RING).ok()?;
     cost::calibrate();
     let environment = config::snapshot();
     recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
@@ -106,15 +163,12 @@ fn set_up() -> Option<&'static Recorder> {
         store_text(&entry[coverage::NAME..], &name[..name.len().min(COVERAGE_NAME_BYTES)]);
         watcher::publish_coverage(&recorder, function, index, watcher::NOT_LOADED);
     }
-    let recorder: &'static Recorder = Box::leak(Box::new(recorder));
+    let recorder: &'static Recorder = Box::leak(recorder);
     watch_forks();
-    if !EXIT_HANDLER.swap(true, Ordering::Relaxed) {
-        // SAFETY: a handler of the right type, in a library that is never unloaded. A failure costs what it does.
-        unsafe { libc::atexit(at_exit) };
-    }
-    OWNER.store(std::process::id() as c_int, Ordering::Relaxed);
-    RECORDER.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
-    watcher::spawn(recorder, environment);
+    watch_exits();
+    OWN.pid.store(pid(), Ordering::Relaxed);
+    OWN.recorder.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
+    OWN.is_watched.store(watcher::spawn(recorder, environment), Ordering::Relaxed);
     Some(recorder)
 }
 
@@ -126,10 +180,24 @@ pub fn watch_forks() {
     }
 }
 
+/// Has the hook told of the process's end, once.
+fn watch_exits() {
+    unsafe extern "C" {
+        fn __cxa_at_quick_exit(handler: extern "C" fn(*mut c_void), library: *mut c_void) -> c_int;
+    }
+    if !EXIT_HANDLER.swap(true, Ordering::Relaxed) {
+        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what they do.
+        unsafe {
+            libc::atexit(at_exit);
+            __cxa_at_quick_exit(at_quick_exit, std::ptr::null_mut());
+        }
+    }
+}
+
 /// Turns the hook off for the rest of this process.
 pub fn turn_off() {
-    STAGE.store(OFF, Ordering::Release);
-    RECORDER.store(std::ptr::null_mut(), Ordering::Release);
+    OFF.store(true, Ordering::Release);
+    OWN.recorder.store(std::ptr::null_mut(), Ordering::Release);
     CONNECTION.close();
     RING.close();
 }
@@ -182,28 +250,81 @@ extern "C" fn after_fork_in_child() {
     // The child's stacks are part of a dump.
     tracer::allow_in_child();
     errno.set(saved);
-    if RECORDER.swap(std::ptr::null_mut(), Ordering::AcqRel).is_null() && STAGE.load(Ordering::Relaxed) == OFF {
-        return;
-    }
-    STAGE.store(IDLE, Ordering::Release);
-    thread_state::with(thread_state::ThreadState::after_fork);
-    CONNECTION.close();
-    RING.close();
+    forget_parent();
     errno.set(saved);
 }
 
-/// Says goodbye, and keeps the watcher out of a driver that is being torn down: handlers run last in, first out, so the
-/// driver's own comes after this one.
+/// In a forked child: what was set up is the parent's. Async-signal-safe.
+fn forget_parent() {
+    if SET_UP_IN.swap(0, Ordering::Relaxed) == 0 {
+        return;
+    }
+    // For kernels that do not empty the page.
+    OWN.recorder.store(std::ptr::null_mut(), Ordering::Relaxed);
+    OWN.retry_at_ns.store(0, Ordering::Relaxed);
+    OWN.last_look.store(LOOK_UNWANTED, Ordering::Relaxed);
+    OWN.is_ending.store(false, Ordering::Relaxed);
+    OWN.stage.store(IDLE, Ordering::Release);
+    thread_state::with(thread_state::ThreadState::after_fork);
+    CONNECTION.close();
+    RING.close();
+}
+
+/// Whether the process is ending.
+pub fn is_ending() -> bool {
+    OWN.is_ending.load(Ordering::SeqCst)
+}
+
+/// Whether the ending process waits for the watcher's last look.
+pub fn wants_last_look() -> bool {
+    OWN.last_look.load(Ordering::Acquire) == LOOK_WANTED
+}
+
+/// The watcher has looked.
+pub fn looked() {
+    OWN.last_look.store(LOOKED, Ordering::Release);
+    bell::wake(&OWN.last_look);
+}
+
+/// Has what is complete by now written to the ring, and keeps the watcher out of a driver that is being torn down: handlers run last
+/// in, first out, so the driver's own comes after this one. The connection stays, because a handler that runs later may hang.
 extern "C" fn at_exit() {
-    let Some(recorder) = running() else { return };
-    ENDING.store(true, Ordering::SeqCst);
-    say_goodbye();
+    if let Some(recorder) = running_here() {
+        look_and_end(recorder);
+    }
+}
+
+/// Async-signal-safe.
+fn look_and_end(recorder: &Recorder) {
+    if OWN.is_ending.load(Ordering::Relaxed) {
+        return;
+    }
+    let deadline = sys::now_ns() + LAST_LOOK.as_nanos() as u64;
+    let left = || Duration::from_nanos(deadline.saturating_sub(sys::now_ns()));
+    if OWN.is_watched.load(Ordering::Relaxed) {
+        OWN.last_look.store(LOOK_WANTED, Ordering::Release);
+        bell::ring();
+        while wants_last_look() && !left().is_zero() {
+            bell::wait_while(&OWN.last_look, LOOK_WANTED, left());
+        }
+    }
+    OWN.is_ending.store(true, Ordering::SeqCst);
     // The watcher is normally asleep, or microseconds inside an event query.
-    let deadline = sys::now_ns() + 50_000_000;
-    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && sys::now_ns() < deadline {
+    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && !left().is_zero() {
         std::thread::yield_now();
     }
 }
+
+/// Of quick_exit(3), which runs no other handlers and says how it ends nowhere else.
+extern "C" fn at_quick_exit(_: *mut c_void) {
+    at_exit();
+    if running_here().is_some() && OWN.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
+        say_goodbye();
+    }
+}
+
+/// In [`Own::quick_exit`]: its status was 0.
+const QUICK_SUCCESS: c_int = 1;
 
 /// Tells the collector that this end is meant.
 fn say_goodbye() {
@@ -216,10 +337,22 @@ fn say_goodbye() {
     }
 }
 
-/// The C library's function, or another preloaded library's, looked for when nothing can be in its way yet.
+/// The C library's functions, or another preloaded library's, looked for when nothing can be in the way yet.
 static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-/// The process whose recorder this is: a child of vfork shares its memory and its socket.
-static OWNER: AtomicI32 = AtomicI32::new(0);
+/// As above.
+static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
+    let next = next.load(Ordering::Relaxed);
+    if !next.is_null() {
+        // SAFETY: a function of this type, found when the hook was loaded.
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(next)(status) };
+    }
+    loop {
+        // SAFETY: ends the process, as the C library's function does.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
 
 /// Exported in place of the C library's: an end with success and without handlers (`os._exit(0)`) is no death either. Nothing here
 /// but system calls, because a signal handler or a child of vfork may call it.
@@ -229,19 +362,26 @@ static OWNER: AtomicI32 = AtomicI32::new(0);
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn _exit(status: c_int) -> ! {
-    // SAFETY: getpid takes nothing and cannot fail.
-    if status == 0 && running().is_some() && OWNER.load(Ordering::Relaxed) == unsafe { libc::getpid() } {
-        say_goodbye();
+    if let Some(recorder) = running_here() {
+        look_and_end(recorder);
+        if status == 0 {
+            say_goodbye();
+        }
     }
-    let next = NEXT_EXIT.load(Ordering::Relaxed);
-    if !next.is_null() {
-        // SAFETY: the next function of this name, found when the hook was loaded.
-        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(next)(status) };
+    end(&NEXT_EXIT, status)
+}
+
+/// Exported only for the status, of which its handlers are not told.
+///
+/// # Safety
+/// As quick_exit(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
+    if status == 0 && running_here().is_some() {
+        OWN.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
     }
-    loop {
-        // SAFETY: ends the process, as the C library's function does.
-        unsafe { libc::syscall(libc::SYS_exit_group, status) };
-    }
+    end(&NEXT_QUICK_EXIT, status)
 }
 
 /// As [`_exit`], by the name of ISO C.
@@ -264,11 +404,15 @@ extern "C" fn on_load() {
     let errno = sys::errno();
     let saved = errno.get();
     NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
-    crate::hooked::guarded(tracer::allow_from_environment);
+    NEXT_QUICK_EXIT.store(look_up(libc::RTLD_NEXT, c"quick_exit"), Ordering::Relaxed);
+    cancellation::find_next();
+    tracer::find_next();
+    guarded(tracer::allow_from_environment);
     if !disabled() {
         surroundings::note();
     }
-    crate::hooked::guarded(|| in_hook(crate::inline::start));
+    guarded(|| in_hook(crate::inline::start));
+    sys::forget_linker_error();
     errno.set(saved);
 }
 
@@ -276,3 +420,17 @@ extern "C" fn on_load() {
 #[used]
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
+
+/// Runs when the library is taken down, after all exit handlers: the collector is told at the last moment, because a handler of the
+/// host that hangs is the end of a job like any other.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn at_end() {
+    if running_here().is_some() {
+        say_goodbye();
+    }
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_END: extern "C" fn() = at_end;

@@ -5,7 +5,7 @@ use std::{
     cell::Cell,
     ffi::{CStr, c_int, c_void},
     io,
-    sync::atomic::{AtomicI32, AtomicU64, Ordering},
+    sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering},
 };
 
 /// Descriptors of the hook start here, where no program expects its own.
@@ -63,6 +63,52 @@ pub fn errno() -> &'static Cell<c_int> {
     // SAFETY: the location is valid for as long as the thread lives and only this thread touches it; the reference does not
     // leave the calling function, so it does not outlive the thread.
     unsafe { Cell::from_mut(&mut *libc::__errno_location()) }
+}
+
+/// Drops what the dynamic linker would tell the host of a look-up of the hook's that found nothing.
+pub fn forget_linker_error() {
+    // SAFETY: it has no arguments; the answer is the linker's and is not used.
+    unsafe { libc::dlerror() };
+}
+
+/// A value that is made once and kept for ever. Threads that need it at the same time make it each, and one is kept: nobody waits for
+/// another thread, which a forked child may not have.
+pub struct Made<T: 'static>(AtomicPtr<T>);
+
+impl<T: Sync> Made<T> {
+    /// Not made yet.
+    pub const fn new() -> Self {
+        Made(AtomicPtr::new(std::ptr::null_mut()))
+    }
+
+    /// The value, if it is made.
+    #[inline]
+    pub fn get(&self) -> Option<&'static T> {
+        // SAFETY: null, or a value that is never freed.
+        unsafe { self.0.load(Ordering::Acquire).as_ref() }
+    }
+
+    /// The value, made if need be.
+    #[inline]
+    pub fn get_or_make(&self, make: impl FnOnce() -> T) -> &'static T {
+        self.get().unwrap_or_else(|| self.keep(make()))
+    }
+
+    #[cold]
+    fn keep(&self, made: T) -> &'static T {
+        let made = Box::into_raw(Box::new(made));
+        match self.0.compare_exchange(std::ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
+            // SAFETY: just made, and never freed.
+            Ok(_) => unsafe { &*made },
+            Err(first) => {
+                // SAFETY: nobody else has seen it; the other one is never freed.
+                unsafe {
+                    drop(Box::from_raw(made));
+                    &*first
+                }
+            }
+        }
+    }
 }
 
 /// The kernel's id of the calling thread.
@@ -253,6 +299,18 @@ mod tests {
         assert!(identity(number).is_ok(), "the host's file stays open");
         close(number);
         close(other);
+    }
+
+    #[test]
+    fn a_value_is_made_once_and_nobody_waits_for_who_makes_it() {
+        static MADE: Made<u32> = Made::new();
+        assert_eq!(MADE.get(), None);
+        // As a thread that never comes back from making it.
+        let first = MADE.get_or_make(|| {
+            assert_eq!(MADE.get_or_make(|| 1), &1);
+            2
+        });
+        assert_eq!((first, MADE.get()), (&1, Some(&1)));
     }
 
     #[test]

@@ -6,13 +6,34 @@
 //! may be what matters - a spawned data loader worker is such a process. The launcher tells it by an environment variable, and
 //! the one system call that it takes is made when the library is loaded. A collector that was started anew since then is
 //! known only to processes that are connected. Where Yama is not at work nothing of this has any effect.
+//!
+//! A process has room for one name. What the host names by itself stays: the transports of Open MPI and UCX let everybody in and then
+//! read each other's memory, which would fail.
 
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::{
+    ffi::{c_int, c_ulong, c_void},
+    sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering},
+};
 
-use crate::start;
+use crate::{original::look_up, start, thread_state};
 
 /// Process id of the node collector; 0 while unknown.
 static COLLECTOR_PID: AtomicI32 = AtomicI32::new(0);
+
+/// The host has named somebody.
+static NAMED_BY_HOST: AtomicBool = AtomicBool::new(false);
+/// The first prctl of the process, which may be another preloaded library's, and the one after the hook's.
+static FIRST: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+/// As above.
+static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+type Prctl = unsafe extern "C" fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
+
+/// When the library is loaded.
+pub fn find_next() {
+    FIRST.store(look_up(libc::RTLD_DEFAULT, c"prctl"), Ordering::Relaxed);
+    NEXT.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
+}
 
 /// Lets the node collector look into this process, and into the children that it forks.
 pub fn allow(collector: i32) {
@@ -24,6 +45,7 @@ pub fn allow(collector: i32) {
 
 /// In a forked child, which does not inherit the permission. Async-signal-safe.
 pub fn allow_in_child() {
+    NAMED_BY_HOST.store(false, Ordering::Relaxed);
     let collector = COLLECTOR_PID.load(Ordering::Relaxed);
     if collector > 0 {
         set(collector);
@@ -47,7 +69,40 @@ pub fn allow_from_environment() {
 }
 
 fn set(collector: i32) {
-    // SAFETY: PR_SET_PTRACER takes an integer and changes nothing but the permission. Without Yama, or for a process that is
-    // gone, it fails and nothing happens.
-    unsafe { libc::prctl(libc::PR_SET_PTRACER, collector as libc::c_ulong, 0, 0, 0) };
+    if NAMED_BY_HOST.load(Ordering::Relaxed) {
+        return;
+    }
+    // PR_SET_PTRACER takes an integer and changes nothing but the permission. Without Yama, or for a process that is gone, it fails and
+    // nothing happens.
+    thread_state::in_hook(|| call(&FIRST, [libc::PR_SET_PTRACER as c_ulong, collector as c_ulong, 0, 0, 0]));
+}
+
+/// Calls a prctl that was found, or the system itself. Async-signal-safe.
+fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
+    let function = function.load(Ordering::Relaxed);
+    if function.is_null() {
+        // SAFETY: the arguments of the caller, which are those of prctl(2).
+        return unsafe { libc::syscall(libc::SYS_prctl, option, second, third, fourth, fifth) } as c_int;
+    }
+    // SAFETY: a function of this type, as far as a caller can see it: it takes as many of these as the option has.
+    unsafe { std::mem::transmute::<*mut c_void, Prctl>(function)(option as c_int, second, third, fourth, fifth) }
+}
+
+/// Exported in place of the C library's, only to see whom the host names.
+///
+/// # Safety
+/// As prctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn prctl(
+    option: c_int,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+) -> c_int {
+    if option == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
+        NAMED_BY_HOST.store(true, Ordering::Relaxed);
+    }
+    call(&NEXT, [option as c_ulong, second, third, fourth, fifth])
 }

@@ -38,12 +38,12 @@ impl Library {
         }
     }
 
-    /// How the file name of a library begins that belongs to no family: Open MPI and MPICH's relatives, MPICH as Debian has it,
+    /// How the file name of a library begins that belongs to no family: Open MPI and MPICH's relatives, MPI 5's, MPICH as Debian has it,
     /// Cray's; PyTorch, which Debian has by version.
     #[must_use]
     pub const fn host_files(self) -> &'static [&'static str] {
         match self {
-            Library::Mpi => &["libmpi.so", "libmpich.so", "libmpi_cray.so"],
+            Library::Mpi => &["libmpi.so", "libmpi_abi.so", "libmpich.so", "libmpi_cray.so"],
             Library::Gloo => &["libtorch_cpu.so"],
             _ => &[],
         }

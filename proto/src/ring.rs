@@ -194,13 +194,14 @@ pub mod coverage {
     /// Names of the layers.
     pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
     /// Reasons for not being hooked; the empty one means that it is.
-    pub const STATUSES: [&str; 6] = [
+    pub const STATUSES: [&str; 7] = [
         "",
         "the library is not loaded",
         "the library does not have it",
         "nobody asked for it",
         "calls inside a library that holds a copy of its own are not seen, because its code cannot be replaced",
         "its kernels run and no call of it is seen: linked statically without symbols, or called past the linker",
+        "the library is not loaded; one that is loaded later and bound to itself is not seen, because the linker does not tell of it",
     ];
 }
 
@@ -395,16 +396,19 @@ pub fn pack_halves(low: u32, high: u32) -> u64 {
 pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
     let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
     let op = Op::try_from(i32::from(op_code)).unwrap_or_default();
-    let matmul = (op == Op::Matmul).then(|| Matmul {
+    let shape = || Matmul {
         batch: high(words[matmul::K_BATCH]),
         m: low(words[matmul::M_N]),
         n: high(words[matmul::M_N]),
         k: low(words[matmul::K_BATCH]),
         trans_a: low(words[matmul::TRANSPOSES]),
         trans_b: high(words[matmul::TRANSPOSES]),
-    });
-    // The shape of a matrix product lies where a collective has these three.
-    let of_collective = |word: usize| if matmul.is_some() { 0 } else { words[word] };
+    };
+    // The shape of a matrix product lies where a collective has these three; all are 0 when it is not known.
+    let is_product = op == Op::Matmul;
+    let is_told = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].iter().any(|word| words[*word] != 0);
+    let matmul = (is_product && is_told).then(shape);
+    let of_collective = |word: usize| if is_product { 0 } else { words[word] };
     Operation {
         ticket: words[op::TICKET] - 1,
         kind: OpKind::try_from(i32::from(kind)).unwrap_or_default().into(),

@@ -27,7 +27,9 @@ use nix::{
 use xpu_timer_proto::{
     Message as _, ring,
     socket::MAX_PACKET_BYTES,
-    v1::{FlightRecord, HangSignal, Hello, HookMessage, NodeReply, Welcome, hook_message::Message, node_reply},
+    v1::{
+        FlightRecord, HangSignal, Hello, HookMessage, NodeReply, Operation, Welcome, hook_message::Message, node_reply,
+    },
 };
 
 use crate::wait_until;
@@ -137,10 +139,43 @@ impl FakeCollector {
     /// When it sent none, or something that is no ring.
     #[must_use]
     pub fn ring(&self, pid: i32) -> FlightRecord {
+        let read = |file: &File| ring::read(|at, buffer| file.read_exact_at(buffer, at), Default::default(), 0);
+        self.with_ring(pid, read).expect("a ring of this version")
+    }
+
+    /// All operations that are in a ring, of which a flight record has only the last ones.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn operations(&self, pid: i32) -> Vec<Operation> {
+        self.with_ring(pid, |file| {
+            let read_at = |at, buffer: &mut [u8]| file.read_exact_at(buffer, at);
+            let names = ring::read_names(read_at)?;
+            let slots = ring::read_slots(read_at, 0, ring::op::SLOTS)?;
+            let name = |words: &[u64; ring::op::WORDS]| names.get(&words[ring::op::FUNCTION]).cloned();
+            Ok::<_, std::io::Error>(
+                slots.iter().map(|words| ring::operation(words, name(words).unwrap_or_default())).collect(),
+            )
+        })
+        .expect("its operations")
+    }
+
+    /// What a process has counted: launches, copies, allocations.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn totals(&self, pid: i32) -> ring::lane::Totals {
+        self.with_ring(pid, |file| ring::lane::totals(&|at, buffer: &mut [u8]| file.read_exact_at(buffer, at)))
+            .expect("its lanes")
+    }
+
+    fn with_ring<R>(&self, pid: i32, read: impl FnOnce(&File) -> R) -> R {
         let heard = self.heard.lock().expect("the listening thread does not panic");
         let found = heard.rings.iter().rev().find(|(owner, _)| *owner == pid);
         let (_, file) = found.expect("the process has sent its ring");
-        ring::read(|at, buffer| file.read_exact_at(buffer, at), Default::default(), 0).expect("a ring of this version")
+        read(file)
     }
 
     /// Waits for the first Hello; its process.

@@ -4,6 +4,7 @@
 use std::{
     fs,
     io::{self, Write},
+    path::Path,
     time::Duration,
 };
 
@@ -40,6 +41,8 @@ enum Fault {
 const RANKS: u32 = 4;
 const CULPRIT: u32 = 2;
 const HANG_TIMEOUT: &str = "5";
+const SAMPLE_INTERVAL: &str = "5";
+const POLL: Duration = Duration::from_millis(50);
 /// A run that has no verdict by then has failed.
 const DEADLINE: Duration = Duration::from_secs(28);
 
@@ -70,30 +73,74 @@ pub fn run(options: &Options) -> Result<()> {
     }
     let job = Job::at(&dir)
         .with("XPU_TIMER_HANG_TIMEOUT", HANG_TIMEOUT)
-        .with("XPU_TIMER_SAMPLE_INTERVAL", "5")
+        .with("XPU_TIMER_SAMPLE_INTERVAL", SAMPLE_INTERVAL)
         .with("XPU_SIM_FAULT", sim_fault)
         .with("XPU_TIMER_JOB", "demo");
 
     let fault = if sim_fault.is_empty() { String::new() } else { format!("XPU_SIM_FAULT='{sim_fault}' ") };
-    println!(
-        "running: {fault}XPU_TIMER_HANG_TIMEOUT={HANG_TIMEOUT} xpu_timer_launch python3 run_ranks.py --nproc={RANKS} train.py {}\n",
-        arguments.join(" ")
-    );
-    io::stdout().flush()?;
+    println!("running: {fault}XPU_TIMER_HANG_TIMEOUT={HANG_TIMEOUT} xpu_timer_launch \\");
+    println!("           python3 run_ranks.py --nproc={RANKS} train.py {}", arguments.join(" "));
     let mut ranks = job.train(RANKS, arguments);
     let incident = wait(&job, &mut ranks)?;
     print(&incident)?;
     drop(ranks);
     job.end();
-    check(&incident.verdict, causes, culprits)
+    check(&incident.verdict, causes, culprits)?;
+    println!("\nthe verdict is right: {}", in_short(&incident.verdict));
+    Ok(())
 }
 
-/// Waits for the finished incident folder.
+/// How far a run has come, as the collector tells it.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+enum Stage {
+    Starting,
+    Training,
+    Hanging,
+    Judged,
+}
+
+impl Stage {
+    fn of(job: &Job) -> Self {
+        if !job.incidents().is_empty() {
+            return Stage::Judged;
+        }
+        let Ok(status) = job.status() else { return Stage::Starting };
+        let count = |name: &str| status[name].as_array().map_or(0, Vec::len);
+        match (count("incidents"), count("ranks")) {
+            (0, ranks) if ranks < RANKS as usize => Stage::Starting,
+            (0, _) => Stage::Training,
+            _ => Stage::Hanging,
+        }
+    }
+
+    fn words(self) -> String {
+        match self {
+            Stage::Starting => format!("{RANKS} ranks start"),
+            Stage::Training => {
+                format!("{RANKS} ranks train until one stops; after {HANG_TIMEOUT} s without progress that is a hang")
+            }
+            Stage::Hanging => {
+                format!("a hang is reported; the stacks of all ranks are taken twice, {SAMPLE_INTERVAL} s apart")
+            }
+            Stage::Judged => "judged; the report and the flame graphs are written".into(),
+        }
+    }
+}
+
+/// Waits for the finished incident folder, and says each second or so how far it is.
 fn wait(job: &Job, ranks: &mut xpu_timer_tests::Process) -> Result<Incident> {
     let start = std::time::Instant::now();
+    let mut told = None;
     loop {
         if let Some(incident) = job.finished_incidents().into_iter().next() {
+            println!();
             return Ok(incident);
+        }
+        let stage = Stage::of(job);
+        if told.is_none_or(|told| told < stage) {
+            told = Some(stage);
+            println!("{:>6.1} s  {}", start.elapsed().as_secs_f64(), stage.words());
+            io::stdout().flush()?;
         }
         let ended = ranks.try_wait();
         if ended.is_some() || start.elapsed() > DEADLINE {
@@ -101,7 +148,7 @@ fn wait(job: &Job, ranks: &mut xpu_timer_tests::Process) -> Result<Incident> {
                 ended.map_or(format!("no verdict within {DEADLINE:?}"), |status| format!("the ranks ended: {status}"));
             bail!("{why}\nstdout: {}\nstderr: {}\nlogs:\n{}", ranks.stdout(), ranks.stderr(), job.logs());
         }
-        std::thread::sleep(Duration::from_millis(20));
+        std::thread::sleep(POLL);
     }
 }
 
@@ -109,15 +156,30 @@ fn print(incident: &Incident) -> Result<()> {
     let text = fs::read_to_string(incident.path.join("verdict.txt")).context("verdict.txt")?;
     println!("{}\n", text.trim_end());
     if let Some(seconds) = incident.verdict["seconds_from_timeout"].as_f64() {
-        println!("from the timeout to the finished folder: {seconds:.1} s, of which 5 s lie between the two samples");
+        println!(
+            "from the timeout to the finished folder: {seconds:.1} s, of which {SAMPLE_INTERVAL} s lie between the two samples"
+        );
     }
-    println!("incident folder: {}", incident.path.display());
+    // Short enough for a line, and right where it is printed.
+    let here = std::env::current_dir().unwrap_or_default();
+    let shown = |path: &Path| path.strip_prefix(&here).unwrap_or(path).display().to_string();
+    println!("incident folder: {}", shown(&incident.path));
     for (what, file) in [("flame graph", "py_stack.svg"), ("flame graph", "cpp_stack.svg"), ("report", "report.html")] {
         let path = incident.path.join(file);
         fs::metadata(&path).with_context(|| format!("{}", path.display()))?;
-        println!("{:<16} {}", format!("{what}:"), path.display());
+        println!("{:<16} {}", format!("{what}:"), shown(&path));
     }
     Ok(())
+}
+
+/// Cause and culprits in a few words.
+fn in_short(verdict: &Value) -> String {
+    let cause = verdict["cause"].as_str().unwrap_or_default();
+    let culprits: Vec<String> = verdict["culprits"].as_array().into_iter().flatten().map(Value::to_string).collect();
+    match culprits.as_slice() {
+        [] => format!("{cause}, no rank alone is to blame"),
+        culprits => format!("{cause} on rank {}", culprits.join(", ")),
+    }
 }
 
 /// The demo fails when its verdict is wrong.

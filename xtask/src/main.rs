@@ -7,6 +7,7 @@ mod dist;
 mod fuzz;
 mod lint;
 mod shell;
+mod suite;
 mod test;
 
 use std::process::ExitCode;

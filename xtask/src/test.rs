@@ -5,8 +5,8 @@ use std::{env, fs};
 use anyhow::{Result, bail};
 use xpu_timer_tests::{Artifacts, PypiTorch};
 
-use crate::fuzz;
 use crate::shell::{self, cargo, need_all, need_module};
+use crate::{fuzz, suite};
 
 /// Options of `test`.
 #[derive(clap::Args)]
@@ -59,13 +59,16 @@ pub fn run(options: &Options) -> Result<()> {
     let _ = fs::remove_file(&skipped);
     let filter = options.filter.as_deref().or(options.torch.then_some("torch"));
     let which = if options.torch { ["-p", "xpu_timer_tests", "--test", "it"].as_slice() } else { &["--workspace"] };
-    let mut command = cargo(&["test", "--no-fail-fast"]);
-    command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
     if options.torch {
         // Here a failure says why; among the tests it is a reason to skip.
         PypiTorch::set_up()?;
     }
-    shell::run(command.arg("--").args(filter))?;
+    let test = || {
+        let mut command = cargo(&["test", "--no-fail-fast"]);
+        command.args(which).env("XPU_TIMER_ARTIFACTS", "ready").env("XPU_TIMER_SKIP_LOG", &skipped);
+        command
+    };
+    suite::run(test, filter)?;
     if filter.is_none() {
         fuzz::run(&fuzz::Options::short())?;
     }

@@ -231,6 +231,21 @@ impl<'a> Case<'a> {
     /// The clause that says who waits for a suspect: `; ranks 0-1, 3 wait for it in all_reduce 31 of …`, or `there` when `said` names
     /// that already.
     pub fn who_waits(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
+        let held = self.one_rank(suspect).map_or(String::new(), |view| self.held_up(view));
+        held + &self.who_waits_inside(suspect, culprits, said)
+    }
+
+    /// The clause that says which rank waits for what a rank holds.
+    fn held_up(&self, holder: usize) -> String {
+        let follower = self.graph.followers.iter().find(|follower| follower.holder == holder);
+        let text = follower.and_then(|follower| {
+            let what = self.awaits(follower.view)?;
+            Some(format!("; rank {} waits for {what}{}", self.view(follower.view).rank, self.place(follower.view)))
+        });
+        text.unwrap_or_default()
+    }
+
+    fn who_waits_inside(&self, suspect: &Suspect, culprits: &[usize], said: &str) -> String {
         let it = if culprits.len() > 1 { "them" } else { "it" };
         let place = |event: Event| {
             let what = self.describe(event);
@@ -283,6 +298,21 @@ impl<'a> Case<'a> {
             self.whole[comm]
         };
         if events.iter().all(known) { Confidence::High } else { Confidence::Medium }
+    }
+
+    /// The main thread of a rank sleeps and has run between the samples: it looks again and again for something.
+    pub fn polls(&self, view: usize) -> bool {
+        let ran = |moved: stacks::Moved| moved.main_ran && !moved.any();
+        self.does(view, Activity::Sleep) && self.view(view).host.moved.is_some_and(ran)
+    }
+
+    /// The main thread of a rank waits for what comes over a socket, or looks for something again and again, so that somebody else may
+    /// be to blame.
+    pub fn asks_others(&self, view: usize) -> bool {
+        let host = &self.view(view).host;
+        let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
+        let native = host.location.native.as_deref().unwrap_or_default();
+        socket || stacks::is_network(native.split([' ', ',']).next().unwrap_or_default()) || self.polls(view)
     }
 
     /// The main thread of a rank does this in its last sample.

@@ -13,6 +13,9 @@ use crate::{
 };
 use xpu_timer_proto::v1::Presence;
 
+/// Of more suspects nobody asks whether all of them are in the creation of a communicator.
+const MOST: usize = 1024;
+
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
@@ -53,6 +56,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     let event = case.main_event(suspect);
+    // Asked of few only, because each asks about all members.
+    let asks = case.does(view, Activity::CommInit) && case.graph.suspects.len() <= MOST;
+    if let Some(found) = event.filter(|_| asks).and_then(|event| few_inside(case, event)) {
+        return Some(found);
+    }
     let by_stacks = event.is_none()
         && !case.stack_waiters.is_empty()
         && case.stack_waiters.iter().all(|view| case.does(*view, Activity::CommInit));
@@ -167,6 +175,32 @@ fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     Some(Finding { culprits: outside, says: Says::Whole(sentence), confidence, evidence })
 }
 
+/// Few ranks wait in a collective for the others, who by their stacks are all in the creation of a communicator, which those few left out.
+fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
+    let Event::Collective { comm, .. } = event else { return None };
+    let inside = case.graph.waiters_of(event);
+    let members = case.comms[comm].members.iter().map(|member| member.view);
+    let outside: Vec<usize> = members.filter(|view| inside.binary_search(view).is_err()).collect();
+    let creates = |view: &usize| case.does(*view, Activity::CommInit) && !case.view(*view).halted();
+    if inside.is_empty() || inside.len() >= outside.len() || !outside.iter().all(creates) {
+        return None;
+    }
+    let (few, most) = (case.world.ranks(inside.iter().copied()), case.world.ranks(outside.iter().copied()));
+    let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
+    let (have, wait) = if few.len() == 1 { ("has", "waits") } else { ("have", "wait") };
+    let sentence = format!(
+        "{} {have} not come to the creation of a communicator that {} are in, and {wait} in {}{place}.",
+        capital(&ranks(&few)),
+        ranks(&most),
+        case.describe(event),
+    );
+    let mut evidence = vec![line(format!("{} are in the creation of a communicator", ranks(&most)), most)];
+    for &view in inside.iter().chain(&outside).take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits: inside.to_vec(), says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}
+
 /// The number of ranks with which a rank creates the communicator of a suspect, and that of most others, when they differ.
 pub(super) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Option<(u32, u32)> {
     let events = match suspect {
@@ -249,6 +283,12 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         .map(|(view, _)| view)
         .filter(|view| others.contains(view) && !inside.contains(view))
         .collect();
+    // Where it is known who is missing in the creation, the rest of those who wait elsewhere wait for its members.
+    let missing: Vec<usize> = match event {
+        Event::Init { comm } => late.iter().copied().filter(|view| case.comms[comm].silent.contains(view)).collect(),
+        _ => Vec::new(),
+    };
+    let late = if missing.is_empty() { late } else { missing };
     if inside.is_empty() || late.is_empty() {
         return None;
     }

@@ -1,23 +1,29 @@
 //! `dtype_mismatch`: all ranks have entered the same operation with different element types.
 //!
 //! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
-//! that sends the same bytes as another type differs in both.
+//! that sends the same bytes as another type differs in both. The same holds for a send and its receive.
 
 use super::{
     Case, Cause, Finding, Rule,
     collective::Collective,
     never_mistaken,
     op_mismatch::{finding, key},
+    size_mismatch,
 };
 use crate::{
     graph::Suspect,
     text::{dtype_name, op_name},
 };
-use xpu_timer_proto::v1::DataType;
+use xpu_timer_proto::v1::{DataType, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::DtypeMismatch, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let differ = |one: &Operation, other: &Operation| one.dtype != other.dtype && one.dtype != 0 && other.dtype != 0;
+    if let Some(found) = size_mismatch::ends_differ(case, suspect, "types", differ, |operation| operation.dtype as u64)
+    {
+        return Some(found);
+    }
     let collective = Collective::of(case, suspect)?;
     if collective.dissent(case, key).is_some() {
         return None;

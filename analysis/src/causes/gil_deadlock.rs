@@ -2,17 +2,17 @@
 //!
 //! The same thread holds the lock in both samples, it stands at the same place and used no processor in between, and at least
 //! one other thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
-//! A holder that is blocked in a file is `storage_io`: it is the file that does not answer.
+//! What the holder is blocked in, a file or a foreign lock, is part of the sentence: it would do no harm to the others without the lock.
 
 use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{facts, graph::Suspect, stacks::moves_bytes, verdict::Activity};
+use crate::{facts, graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::GilDeadlock, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.one_rank(suspect)?;
     let content = case.view(view);
-    let holder = facts::gil_holder(content.evidence?).filter(|holder| !moves_bytes(&holder.function))?;
+    let holder = facts::gil_holder(content.evidence?)?;
     let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
     let says = format!(
         "is deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",

@@ -13,7 +13,7 @@ use crate::{
     text::shape,
     verdict::Activity,
 };
-use xpu_timer_proto::v1::{OpKind, Operation};
+use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
@@ -24,6 +24,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found });
     }
     let Suspect::Device { view, events } = suspect else { return None };
+    if in_open_group(case, *view) {
+        return None;
+    }
     let content = case.view(*view);
     let rank = content.rank;
     let blocked =
@@ -85,6 +88,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         confidence,
         evidence,
     })
+}
+
+/// Whether the rank may have called its collective without having launched it: the newest that it made stands in a group, and its host stands
+/// still somewhere else, where it would be if the group is not closed yet.
+pub(super) fn in_open_group(case: &Case<'_>, view: usize) -> bool {
+    let content = case.view(view);
+    let last = content.operations().last();
+    let open = last.is_some_and(|last| last.group != 0 && last.started_ns == 0 && last.status() == OpStatus::Pending);
+    let kernel = content.pending().any(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
+    open && !kernel && content.host.stack && content.host.frozen() && !case.does(view, Activity::DeviceWait)
 }
 
 /// The only rank of a circle that closes it by something which its device has not begun although no collective or transfer is ahead of it

@@ -8,6 +8,12 @@
 //! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
 //! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
 //!
+//! A rank that waits for what comes over a socket, or that looks for something again and again, is named with medium confidence: who should
+//! have answered may be to blame. Where another rank stands still, one that only looks for something is not named.
+//!
+//! So is a rank whose record ends, unwritten for a while, in a collective that most others have completed: its process runs something
+//! else. And one that called the collective in a group which it did not close, because it stands still elsewhere.
+//!
 //! Where no record tells who waits, a rank that stands still elsewhere than most is named, with low confidence; so are the few that are in
 //! a collective while most stand together at one other place.
 //!
@@ -18,6 +24,7 @@ use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
     circle::{self, Break, Told},
     collective::{Collective, synchronizes},
+    kernel_hang::in_open_group,
     line,
 };
 use crate::{
@@ -31,13 +38,16 @@ pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_ou
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
-        return skipped(case, &collective);
+        return fell_silent(case, &collective).or_else(|| skipped(case, &collective));
     }
     if matches!(suspect, Suspect::Cycle(_)) {
         return match circle::ask(case, suspect, &[Break::Collective]) {
             Told::Finding(found) => Some(found),
             Told::OtherBreak | Told::Nothing => None,
         };
+    }
+    if let Suspect::Device { view, events } = suspect {
+        return open_group(case, *view, events);
     }
     let Suspect::Host { view, events, guess } = suspect else { return None };
     if events.is_empty() && case.stack_waiters.is_empty() {
@@ -81,12 +91,58 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
-    let confidence =
-        if case.does(*view, Activity::DeviceWait) { confidence.min(Confidence::Medium) } else { confidence };
+    let confidence = if case.does(*view, Activity::DeviceWait) || case.asks_others(*view) {
+        confidence.min(Confidence::Medium)
+    } else {
+        confidence
+    };
     let mut evidence: Vec<_> = event.and_then(|event| case.counters(*view, event)).into_iter().collect();
     evidence.extend(helper.map(|(_, fact)| fact));
+    if case.polls(*view) {
+        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", content.rank);
+        evidence.push(line(looks, vec![content.rank]));
+    }
     evidence.extend(case.standing(*view));
     Some(Finding { culprits: vec![*view], says: Says::Rank(says), confidence, evidence })
+}
+
+/// A rank that has called its collective in a group, which it has not closed.
+fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding> {
+    if !in_open_group(case, view) {
+        return None;
+    }
+    let suspect = Suspect::Device { view, events: events.to_vec() };
+    let event = case.main_event(&suspect)?;
+    let says =
+        format!("has called {} in a group that it has not closed; it stands{}", case.describe(event), case.place(view));
+    let mut evidence: Vec<_> = case.counters(view, event).into_iter().collect();
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: Confidence::Medium, evidence })
+}
+
+/// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run
+/// something else.
+fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
+    let (passed, inside) = (&collective.passed, &collective.inside);
+    let silent = |view: &usize| case.view(*view).watcher_stale() && !case.does(*view, Activity::DeviceWait);
+    if inside.is_empty() || inside.len() >= passed.len() || !inside.iter().all(silent) {
+        return None;
+    }
+    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(passed.iter().copied()));
+    let what = case.describe(collective.event);
+    let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
+    let sentence = format!(
+        "{} fell silent in {what}, which {} completed{}{place}.",
+        capital(&ranks(&who)),
+        ranks(&others),
+        if place.is_empty() { "" } else { "; it stands" },
+    );
+    let mut evidence =
+        vec![line(format!("the record of {} ends in {what}, and {} completed that", ranks(&who), ranks(&others)), who)];
+    for &view in inside.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits: inside.clone(), says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// A rank that stands still elsewhere than most, when no record tells that anybody waits.

@@ -14,6 +14,7 @@ mod data_loader;
 mod dtype_mismatch;
 mod extra_collective;
 mod gil_deadlock;
+mod held;
 mod host_lock;
 mod kernel_hang;
 mod long_step;
@@ -32,7 +33,7 @@ mod teardown;
 
 pub(crate) use case::{Case, line};
 pub(crate) use missing_rank::alone_in;
-pub(crate) use process_dead::ended_by_agent;
+pub(crate) use process_dead::{ended_by_agent, ended_by_signal};
 
 use crate::{
     graph::Suspect,
@@ -87,6 +88,8 @@ pub(crate) const RULES: &[Rule] = &[
     storage_io::RULE,
     teardown::RULE,
     long_step::RULE,
+    held::LOCK,
+    held::PEER,
     host_lock::RULE,
     comm_init::RULE,
     p2p_unmatched::RULE,

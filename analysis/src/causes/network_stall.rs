@@ -2,13 +2,18 @@
 //!
 //! Every member of the communicator has launched the same operation with the same number, size and type; every device has begun it,
 //! and it does not complete. No rank is behind and none differs, so no rank is to blame: the data does not move. The confidence is
-//! high only when the records of all members are there; a rank that completed while others did not makes it medium.
+//! high only when the records of all members are there; a rank that completed while others did not makes it medium, and so does an operation whose sizes cannot be compared, as all-to-all.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    collective::{Collective, equal_sizes},
+    line,
+};
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
 };
+use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
 
@@ -21,10 +26,14 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             let collective = Collective::of(case, suspect)?;
             let unnamed = case.comms[*comm].unnamed;
             let stale = collective.inside.iter().any(|view| case.view(*view).watcher_stale());
+            let equal =
+                |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
+            let comparable = collective.operations.iter().all(equal);
             let alone = case.comms[*comm].size < 2;
             let confidence = match () {
                 () if unnamed > 0 || alone => Confidence::Low,
                 () if stale
+                    || !comparable
                     || !collective.passed.is_empty()
                     || collective.operations.len() < case.comms[*comm].members.len() =>
                 {

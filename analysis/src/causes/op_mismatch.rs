@@ -124,9 +124,16 @@ pub(super) fn finding<Key: Ord + Clone>(
     for &view in dissent.culprits.iter().take(2) {
         evidence.extend(case.standing(view));
     }
+    let size = match collective.event {
+        Event::Collective { comm, .. } => case.comms[comm].size as usize,
+        _ => 0,
+    };
+    let majority = right.is_some_and(|(_, views)| 2 * views.len() > size);
     let confidence = match (right.is_some(), dissent.certain) {
         (false, _) => Confidence::Low,
         (true, false) => Confidence::Medium,
+        // The largest group is no majority, or it is one only of those that came.
+        (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[collective.event]),
     };
     Finding { culprits: dissent.culprits, says: Says::Whole(sentence), confidence, evidence }

@@ -3,7 +3,8 @@
 //! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
 //! first and wait for others, who are in the second and wait for them. The culprits are the ranks that
 //! exchanged two collectives which they had always made the other way round; where no past tells, those in the collective that the
-//! fewest wait in; when as many wait in each, all are named, with lower confidence.
+//! fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
+//! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named.
 
 use super::{
     Case, Cause, Confidence, Finding, Rule, Says,
@@ -11,7 +12,8 @@ use super::{
     line, never_mistaken,
 };
 use crate::{
-    graph::Suspect,
+    graph::{Event, Suspect},
+    matching::Comm,
     text::{capital, ranks},
 };
 
@@ -27,6 +29,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let fewest = waited.iter().map(|event| count(*event)).min()?;
     let most = waited.iter().map(|event| count(*event)).max()?;
     let odd: Vec<_> = waited.iter().copied().filter(|event| fewest == most || count(*event) == fewest).collect();
+    let (usual, unusual): (Vec<_>, Vec<_>) = odd.iter().copied().partition(|event| has_precedent(case, *event));
+    let odd = if usual.is_empty() || unusual.is_empty() { odd } else { unusual };
     let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     culprits.sort_unstable();
     culprits.dedup();
@@ -57,4 +61,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         culprits,
         evidence,
     })
+}
+
+/// Whether other ranks have completed this collective of theirs: in a communicator of the same size that shares no rank with this one.
+fn has_precedent(case: &Case<'_>, event: Event) -> bool {
+    let Event::Collective { comm, seq } = event else { return false };
+    let own = &case.comms[comm];
+    let apart = |other: &&Comm<'_>| {
+        other.size == own.size && other.members.iter().all(|member| own.member(member.view).is_none())
+    };
+    let made = |other: &Comm<'_>| other.members.iter().all(|member| member.completed >= seq);
+    case.comms.iter().filter(apart).any(|other| !other.members.is_empty() && made(other))
 }

@@ -34,6 +34,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut culprits: Vec<usize> = transfers.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     culprits.sort_unstable();
     culprits.dedup();
+    if culprits.len() < 2 {
+        return None;
+    }
     let who = case.world.ranks(culprits.iter().copied());
     let evidence = transfers.iter().take(8).map(|event| {
         let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());

@@ -4,6 +4,7 @@
 //! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
 //! one rank of a circle of transfers that is in none of them.
+//! Where groups of transfers meet and do not complete, those are named that have made fewer transfers in as many groups as most members.
 //! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
 //! In a circle, the rank is named that is at an end of all transfers without a counterpart, or that left out a send or receive which it
 //! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart.
@@ -15,13 +16,17 @@ use super::{
 };
 use crate::{
     graph::{Event, Suspect, tags_meet},
-    text::capital,
+    text::{capital, communicator, ranks},
+    world::is_p2p,
 };
-use xpu_timer_proto::v1::{OpStatus, Operation};
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    if let Suspect::Complete(event) = suspect {
+        return fewer_in_groups(case, *event);
+    }
     if let Some(found) = at_all_open_ends(case, suspect) {
         return Some(found);
     }
@@ -71,6 +76,50 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         )),
     };
     Some(Finding { culprits: vec![culprit], says, confidence, evidence })
+}
+
+/// Members that have made fewer transfers than most others when all of these are in their group of the same number: each of them left out
+/// one in an earlier group, whose place a later one took.
+fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
+    let Event::PointToPoint { comm, .. } = event else { return None };
+    let comm = &case.comms[comm];
+    let group = |view: usize| {
+        let of_comm = |operation: &&Operation| is_p2p(operation) && operation.communicator == comm.id;
+        case.view(view).pending().filter(of_comm).map(|operation| operation.group).max().filter(|group| *group != 0)
+    };
+    let newest = comm.members.iter().filter_map(|member| group(member.view)).max()?;
+    let made = |view: usize| {
+        let known = case.view(view).flight.into_iter().flat_map(|flight| &flight.communicators);
+        known.into_iter().find(|known| known.id == comm.id).map_or(0, |known| known.point_to_point)
+    };
+    let there: Vec<(usize, u64)> = comm
+        .members
+        .iter()
+        .filter(|member| group(member.view) == Some(newest))
+        .map(|member| (member.view, made(member.view)))
+        .collect();
+    let most = there.iter().map(|(_, made)| *made).max()?;
+    let fewer: Vec<usize> = there.iter().filter(|(_, made)| *made < most).map(|(view, _)| *view).collect();
+    if fewer.is_empty() || 2 * fewer.len() >= there.len() {
+        return None;
+    }
+    let number = there.iter().find(|(view, _)| fewer.contains(view)).map_or(0, |(_, made)| *made);
+    let who = case.world.ranks(fewer.iter().copied());
+    let others = case.world.ranks(there.iter().map(|(view, _)| *view).filter(|view| !fewer.contains(view)));
+    let have = if who.len() == 1 { "has" } else { "have" };
+    let sentence = format!(
+        "{} {have} left out a send or receive of a group on communicator {} ({} ranks): {number} made in {newest} groups, {most} by {}.",
+        capital(&ranks(&who)),
+        communicator(comm.id),
+        comm.size,
+        ranks(&others),
+    );
+    let mut evidence =
+        vec![line(format!("{} {have} made {number} sends and receives, {} {most}", ranks(&who), ranks(&others)), who)];
+    for &view in fewer.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits: fewer, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// One rank of a circle receives from any rank, and all others wait for it by way of something else.
@@ -165,10 +214,26 @@ fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, 
         match case.graph.events.binary_search(&there) {
             Ok(_) if !begun(there) => return None,
             Ok(_) => {}
+            Err(_) if served_by_count(case, event, other) => {}
             Err(_) => open.push((event, view, other)),
         }
     }
     events.iter().all(|event| begun(*event)).then_some(open)
+}
+
+/// Whether the peer of a transfer has made as many counterparts as there are transfers, by records that have everything.
+fn served_by_count(case: &Case<'_>, event: Event, other: usize) -> bool {
+    let Event::PointToPoint { comm, view, peer, recv } = event else { return false };
+    let Some(own) = case.comms[comm].member(view).map(|member| member.comm_rank) else { return false };
+    let count = |view: usize, peer: i32, op: Op| {
+        let alike = |operation: &&Operation| {
+            operation.communicator == case.comms[comm].id && operation.op() == op && operation.peer == peer
+        };
+        case.view(view).operations().filter(|operation| is_p2p(operation)).filter(alike).count()
+    };
+    let (op, counterpart) = if recv { (Op::Recv, Op::Send) } else { (Op::Send, Op::Recv) };
+    let complete = case.view(view).complete() && case.view(other).complete();
+    complete && count(other, own, counterpart) >= count(view, peer, op)
 }
 
 /// The one rank that is at an end of all transfers without a counterpart, of which there are several, and for which somebody waits: it made

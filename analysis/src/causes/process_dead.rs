@@ -3,7 +3,8 @@
 //! The rank's process vanished without a goodbye, said goodbye and left, or is a zombie; and a collective, a point-to-point
 //! operation or the creation of a communicator waits for it, or nobody waits yet and it did not leave in order. Death beats
 //! every other explanation of the same rank. When several ranks are gone, those that were ended from outside by SIGTERM are
-//! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank.
+//! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank. Nor are those that ended with an
+//! error when another one was killed: they may have noticed that, and the confidence is medium.
 //!
 //! A rank that left in order right after it launched the collective itself is blamed with medium confidence: its watcher ended with
 //! it, so nobody saw whether its call took part. So is one that left with success when those that wait are no majority, or when they wait
@@ -110,6 +111,12 @@ pub(super) fn how(case: &Case<'_>, view: usize) -> String {
 /// Whether a dead rank was ended from outside in an orderly way.
 pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
     case.view(view).evidence.is_some_and(|evidence| evidence.exit.contains("SIGTERM"))
+}
+
+/// Whether a dead rank was ended by a signal, other than that of an agent.
+pub(crate) fn ended_by_signal(case: &Case<'_>, view: usize) -> bool {
+    let killed = |exit: &str| exit.starts_with("killed by") && !exit.contains("SIGTERM");
+    case.view(view).evidence.is_some_and(|evidence| killed(&evidence.exit))
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

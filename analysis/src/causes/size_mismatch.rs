@@ -19,8 +19,10 @@ use xpu_timer_proto::v1::{OpStatus, Operation};
 pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Suspect::Complete(event @ Event::PointToPoint { .. }) = suspect {
-        return point_to_point(case, *event);
+    // A receive of MPI takes what comes, so its record has no size.
+    let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
+    if let Some(found) = ends_differ(case, suspect, "sizes", differ, |operation| operation.count) {
+        return Some(found);
     }
     let collective = Collective::of(case, suspect)?;
     if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op())) {
@@ -32,20 +34,41 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(finding(case, &collective, dissent, name))
 }
 
-fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
+/// A send and a receive that meet, alone or in a circle, and differ in a property of theirs.
+pub(super) fn ends_differ(
+    case: &Case<'_>,
+    suspect: &Suspect,
+    what: &str,
+    differ: impl Fn(&Operation, &Operation) -> bool,
+    key: impl Fn(&Operation) -> u64,
+) -> Option<Finding> {
+    let events = match suspect {
+        Suspect::Complete(event) => std::slice::from_ref(event),
+        Suspect::Cycle(events) => events.as_slice(),
+        _ => return None,
+    };
+    events.iter().find_map(|event| point_to_point(case, *event, what, &differ, &key))
+}
+
+fn point_to_point(
+    case: &Case<'_>,
+    event: Event,
+    what: &str,
+    differ: &impl Fn(&Operation, &Operation) -> bool,
+    key: &impl Fn(&Operation) -> u64,
+) -> Option<Finding> {
     let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
     let own = case.comms[comm].member(view)?.comm_rank;
     let other = case.comms[comm].view_of(peer)?;
     let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
     let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
-    // A receive of MPI takes what comes, so its record has no size.
-    if mine.count == theirs.count || mine.count == 0 || theirs.count == 0 {
+    if !differ(mine, theirs) {
         return None;
     }
     // Both ends are suspects of their own; either gives the same finding.
     let mut ends = [(case.view(view).rank, mine), (case.view(other).rank, theirs)];
     ends.sort_by_key(|end| end.0);
-    // Whose size is not what it had always been.
+    // Whose end is not what it had always been.
     let changed = |view: usize, operation: &Operation| {
         let before: Vec<u64> = case
             .view(view)
@@ -54,9 +77,9 @@ fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
                 past.status() == OpStatus::Completed
                     && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
             })
-            .map(|past| past.count)
+            .map(&key)
             .collect();
-        !before.is_empty() && before.iter().all(|count| *count == before[0] && *count != operation.count)
+        !before.is_empty() && before.iter().all(|past| *past == before[0] && *past != key(operation))
     };
     let blamed = match (changed(view, mine), changed(other, theirs)) {
         (true, false) => vec![view],
@@ -69,13 +92,13 @@ fn point_to_point(case: &Case<'_>, event: Event) -> Option<Finding> {
         _ => String::new(),
     };
     let sentence = format!(
-        "Rank {} runs {} and its peer rank {} {}: the sizes differ{new}.",
+        "Rank {} runs {} and its peer rank {} {}: the {what} differ{new}.",
         ends[0].0,
         shape(ends[0].1),
         ends[1].0,
         shape(ends[1].1)
     );
-    let mut evidence = vec![line(format!("{} have both begun and differ in size", ranks(&both)), both)];
+    let mut evidence = vec![line(format!("{} have both begun, and their {what} differ", ranks(&both)), both)];
     for &view in &blamed {
         evidence.extend(case.standing(view));
     }

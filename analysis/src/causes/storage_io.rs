@@ -6,19 +6,11 @@
 //! may be to blame. A pipe that a child process has the other end of is not.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
-use crate::{
-    facts,
-    graph::Suspect,
-    stacks::{is_file_lock, moves_bytes},
-    verdict::Activity,
-};
+use crate::{graph::Suspect, stacks::is_file_lock, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(found) = with_global_lock(case, suspect) {
-        return Some(found);
-    }
     // Who reads what its child writes waits for the child.
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !case.child_behind_pipe(*view))?;
     let content = case.view(view);
@@ -41,22 +33,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     let confidence = case.host_confidence(suspect).min(most);
     Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
-}
-
-/// A thread is in a file call and holds Python's global lock, for which the others of the rank wait.
-fn with_global_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.one_rank(suspect)?;
-    let content = case.view(view);
-    let holder = facts::gil_holder(content.evidence?).filter(|holder| moves_bytes(&holder.function))?;
-    let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
-    let says = format!(
-        "is stuck in {}{place}, on thread {} with Python's global lock held, so no other thread of it runs",
-        holder.function, holder.thread
-    );
-    let mut evidence = vec![line(format!("rank {}: {says}, in both samples", content.rank), vec![content.rank])];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

@@ -5,7 +5,7 @@ use crate::{
     Cause, Confidence,
     testing::{Job, SECOND, Stack},
 };
-use xpu_timer_proto::v1::{Op, TriggerKind};
+use xpu_timer_proto::v1::{Op, OpStatus, TriggerKind};
 
 fn queued(culprit: u32) -> Job {
     let mut job = Job::with_world(4, 30);
@@ -143,4 +143,47 @@ fn a_device_whose_host_goes_on_may_only_be_slow() {
     let mut job = queued(2);
     job.stands(2, Stack::device_wait().was_at("forward", "/job/train.py:80"));
     expect(&job.judge(), Cause::KernelHang, &[2], Confidence::Low);
+}
+
+#[test]
+fn a_group_that_is_not_closed_is_no_stuck_device() {
+    let mut job = Job::with_world(4, 10);
+    for rank in [0, 1, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.queue(0x77, 2, Op::AllReduce);
+    job.flight(2).operations.last_mut().expect("it was pushed").group = 1;
+    job.stands(2, Stack::sleep());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("in a group that it has not closed"), "{}", verdict.sentence);
+    // Who waits for the device has closed it.
+    job.stands(2, Stack::device_wait());
+    assert_eq!(job.judge().cause, Cause::KernelHang);
+}
+
+#[test]
+fn a_rank_that_asks_again_and_again_waits() {
+    let mut job = Job::with_world(4, 40);
+    for rank in 1..4 {
+        job.enter_with(0x77, rank, Op::Barrier, |operation| operation.status = OpStatus::Completed.into());
+        let asked = job.flight(rank).operations.last().expect("it was pushed").clone();
+        job.push(rank, asked);
+    }
+    job.stands(0, Stack::checkpoint());
+    expect(&job.judge(), Cause::StorageIo, &[0], Confidence::High);
+}
+
+#[test]
+fn a_rank_whose_record_ends_where_the_others_have_long_been() {
+    let mut job = Job::with_world(4, 12);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.flight(0).health.as_mut().expect("it tells").heartbeat_ns = 900 * SECOND;
+    job.stands(0, Stack::new(&[], &["nanosleep"]));
+    for rank in 1..4 {
+        job.done(0x77, rank, 1);
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[0], Confidence::Medium);
+    assert!(verdict.sentence.contains("fell silent in all_reduce 13"), "{}", verdict.sentence);
 }

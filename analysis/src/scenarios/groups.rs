@@ -110,5 +110,52 @@ fn few_in_a_collective_while_most_stand_together_elsewhere() {
     };
     expect(&judge(&[0, 1, 2, 4], &[]), Cause::MissingRank, &[3], Confidence::Low);
     expect(&judge(&[0, 1], &[]), Cause::MissingRank, &[0, 1], Confidence::High);
-    expect(&judge(&[0, 1], &[2]), Cause::MissingRank, &[0, 1, 2], Confidence::High);
+    expect(&judge(&[0, 1], &[2]), Cause::MissingRank, &[0, 1, 2], Confidence::Medium);
+}
+
+#[test]
+fn behind_a_creation_whose_members_are_not_known_the_one_that_stays_away_is_found() {
+    // Tensor groups of three and pairs over them: rank 4 leaves its group of three out, so rank 5 never comes to the pair of rank 2.
+    let mut job = Job::new(6);
+    job.comm(0x1, &[0, 1, 2, 3, 4, 5]);
+    job.comm(0x2, &[0, 1, 2]);
+    job.comm(0x14, &[1, 4]);
+    for (id, size, rank, comm_rank) in [(0x25, 2, 2, 0), (0x03, 2, 0, 0), (0x345, 3, 3, 0), (0x345, 3, 5, 2)] {
+        job.creates(id, size, rank, comm_rank);
+    }
+    job.enter(0x2, 1, Op::AllReduce);
+    job.queue(0x1, 1, Op::AllReduce);
+    job.enter(0x1, 4, Op::AllReduce);
+    expect(&job.judge(), Cause::CommInit, &[4], Confidence::Medium);
+}
+
+#[test]
+fn few_that_left_out_a_creation_in_which_all_others_are() {
+    let group =
+        [("new_group", "/v/site-packages/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:30")];
+    let mut job = Job::with_world(4, 8);
+    job.enter(0x77, 3, Op::AllReduce);
+    for rank in 0..3 {
+        job.stands(rank, Stack::new(&group, &["clock_nanosleep"]));
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::CommInit, &[3], Confidence::Medium);
+    assert!(verdict.sentence.contains("that ranks 0-2 are in"), "{}", verdict.sentence);
+}
+
+#[test]
+fn of_two_collectives_the_one_is_in_order_that_other_ranks_have_made_among_themselves() {
+    // Halves are {0, 2} and {1, 3}; rank 2 takes its pair {2, 3} instead.
+    let mut job = Job::with_world(4, 28);
+    for (id, ranks) in [(0x02, [0, 2]), (0x13, [1, 3]), (0x01, [0, 1]), (0x23, [2, 3])] {
+        job.comm(id, &ranks);
+    }
+    for rank in [1, 3] {
+        job.done(0x13, rank, 1);
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.enter(0x02, 0, Op::AllReduce);
+    job.enter(0x23, 2, Op::AllReduce);
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [2], "{}", verdict.to_text());
 }

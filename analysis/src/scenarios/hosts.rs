@@ -543,15 +543,15 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
 
 #[test]
 fn what_a_system_call_waits_for_is_told() {
-    let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(1003, "python3", false)]);
+    let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(77, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
-    let told = "waits for the lock on cache.lock, held by rank 3 (process 1003), in flock";
+    let told = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
     let verdict = awaits("read", AwaitedKind::File, "/data/shard", &[]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
     assert!(verdict.sentence.contains("is stuck in read of shard"), "{}", verdict.sentence);
     let verdict = awaits("recv", AwaitedKind::Socket, "10.0.0.5:29500", &[]);
-    expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
     assert!(verdict.sentence.contains("and waits for 10.0.0.5:29500"), "{}", verdict.sentence);
 }
 
@@ -582,4 +582,48 @@ fn a_process_that_has_said_goodbye_and_still_ends_is_in_its_teardown() {
     job.rank(2).presence = Presence::Left.into();
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::Teardown, &[2][..]), "{}", verdict.to_text());
+}
+
+#[test]
+fn who_looks_for_something_is_not_named_beside_who_stands_still() {
+    let polling = Stack::sleep().with(|stack| stack.switches = 50);
+    let mut job = behind(2, polling.clone());
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+    for (stack, cause) in [(Stack::checkpoint(), Cause::StorageIo), (Stack::loader(), Cause::DataLoader)] {
+        let mut job = Job::with_world(4, 30);
+        job.enter(0x77, 0, Op::AllReduce);
+        job.enter(0x77, 1, Op::AllReduce);
+        job.stands(2, polling.clone());
+        job.stands(3, stack);
+        expect(&job.judge(), cause, &[3], Confidence::Medium);
+    }
+    job.dies(3, "exit code 9");
+    let counters = &mut job.flight(3).communicators[0];
+    (counters.launched, counters.started) = (30, 30);
+    job.flight(3).operations.pop();
+    expect(&job.judge(), Cause::ProcessDead, &[3], Confidence::Medium);
+}
+
+#[test]
+fn who_ended_with_an_error_may_have_noticed_that_another_one_was_killed() {
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.enter(0x77, 1, Op::AllReduce);
+    job.dies(2, "exit code 1");
+    job.dies(3, "killed by SIGKILL");
+    expect(&job.judge(), Cause::ProcessDead, &[3], Confidence::Medium);
+}
+
+#[test]
+fn a_rank_that_is_only_assumed_to_wait_makes_no_other_one_sure() {
+    let mut job = Job::with_world(4, 30);
+    job.comm(0x88, &[1, 2]);
+    for rank in [0, 3] {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.enter(0x88, 1, Op::AllReduce);
+    job.stands(2, Stack::loader());
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::High);
+    job.no_dump(1);
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
 }

@@ -2,6 +2,7 @@
 
 mod collectives;
 mod devices;
+mod followers;
 mod graphs;
 mod groups;
 mod hosts;

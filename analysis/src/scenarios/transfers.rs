@@ -5,7 +5,7 @@ use crate::{
     Cause, Confidence,
     testing::{Job, Stack},
 };
-use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
+use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation};
 
 /// A transfer that completed long ago.
 fn past(job: &mut Job, rank: u32, op: Op, peer: i32, count: u64) {
@@ -127,4 +127,42 @@ fn tags_that_do_not_match() {
     // One of several matches, or any does: the data does not move.
     assert_eq!(tagged(None, &[7, 8], 8).cause, Cause::NetworkStall);
     assert_eq!(tagged(None, &[7], -1).cause, Cause::NetworkStall);
+}
+
+#[test]
+fn ends_of_a_pair_that_differ_in_their_type_or_their_size() {
+    let pair = |change: fn(&mut Operation)| {
+        let mut job = Job::with_world(4, 10);
+        job.transfer(0x77, 1, Op::Send, 2);
+        job.transfer(0x77, 2, Op::Recv, 1);
+        change(job.flight(1).operations.last_mut().expect("the send"));
+        for rank in [0, 3] {
+            job.enter(0x77, rank, Op::AllReduce);
+        }
+        job.judge()
+    };
+    let verdict = pair(|send| send.dtype = DataType::Float16.into());
+    expect(&verdict, Cause::DtypeMismatch, &[1, 2], Confidence::Medium);
+    assert!(verdict.sentence.contains("the types differ"), "{}", verdict.sentence);
+    expect(&pair(|send| send.count = 7), Cause::SizeMismatch, &[1, 2], Confidence::Medium);
+}
+
+#[test]
+fn who_left_a_send_out_of_a_group_is_told_by_the_number_of_its_transfers() {
+    let mut job = Job::with_world(4, 10);
+    for rank in 0..4 {
+        // Rank 3 is still in the group before, for the send that rank 2 left out.
+        let group = if rank == 3 { 9 } else { 10 };
+        for peer in 0..4 {
+            for op in [Op::Send, Op::Recv] {
+                job.transfer(0x77, rank, op, peer);
+                job.flight(rank).operations.last_mut().expect("it was pushed").group = group;
+            }
+        }
+        let made = [80, 80, 79, 72][rank as usize];
+        job.flight(rank).communicators[0].point_to_point = made;
+    }
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("79 made in 10 groups, 80 by ranks 0-1"), "{}", verdict.sentence);
 }

@@ -11,6 +11,7 @@ use xpu_timer_proto::server::{Awaited, ProcessSample, PstackFrame, PstackStacktr
 use classify::classify_without;
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
 use location::{locate, own_frame};
+pub use words::FREEZER_WCHAN;
 
 use crate::main_thread::{self, Candidate};
 use crate::verdict::{Activity, Location};
@@ -146,12 +147,12 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
     let doing = does(main);
-    let frozen = main.0.is_some_and(|thread| words::FREEZER_WCHAN.contains(&thread.wchan.as_str()));
+    let frozen = main.0.is_some_and(|thread| FREEZER_WCHAN.contains(&thread.wchan.as_str()));
     let state = match (frozen, last.state, first) {
-        (true, ..) => FROZEN,
-        (false, "", _) => shown.state,
-        (false, state, first) if state.starts_with('t') => traced_state(state, first, moved),
-        (false, state, _) => state,
+        (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
+        (_, "", _) => shown.state,
+        (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
+        (_, state, _) => state,
     };
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
@@ -257,14 +258,14 @@ fn contains_any(text: &str, parts: &[&str]) -> bool {
     parts.iter().any(|part| text.contains(part))
 }
 
-/// Whether a function of the C library moves bytes of a file.
-pub(crate) fn moves_bytes(function: &str) -> bool {
-    words::IO_NATIVE.contains(&classify::plain(function))
-}
-
 /// Whether a witness of [`Activity::Io`] waits for a lock on a file rather than for its bytes.
 pub(crate) fn is_file_lock(witness: &str) -> bool {
     words::FILE_LOCKS.contains(&witness)
+}
+
+/// Whether a function of the C library waits for what comes over a socket.
+pub(crate) fn is_network(function: &str) -> bool {
+    words::NETWORK_NATIVE.contains(&classify::plain(function))
 }
 
 fn in_c_library(frame: &PstackFrame) -> bool {

@@ -212,8 +212,9 @@ pub(super) const NETWORK_NATIVE: &[&str] =
 pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];
 pub(super) const CHILD_SYSCALLS: &[i64] = &[61, 247];
 
-/// Kernel functions in which a process stands whose control group is frozen, of the freezers of version 1 and 2.
-pub(super) const FREEZER_WCHAN: &[&str] = &["__refrigerator", "do_freezer_trap"];
+/// Kernel functions in which a process stands whose control group is frozen, of the freezers of version 1 and 2. Newer kernels have that of
+/// version 2 inlined into `get_signal`, in which otherwise only a process stands that is stopped, as its state says.
+pub const FREEZER_WCHAN: &[&str] = &["__refrigerator", "do_freezer_trap", "get_signal"];
 
 /// Functions of the C library that sleep.
 pub(super) const SLEEP_NATIVE: &[&str] = &["nanosleep", "clock_nanosleep", "usleep", "sleep"];

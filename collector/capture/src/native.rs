@@ -49,6 +49,23 @@ const PLAIN_WAITS: [i64; 14] = [
     libc::SYS_waitid,
 ];
 
+/// System calls that a stop cuts short once a part is done: they return less than they were asked for, and programs that never meet a
+/// signal do not expect that.
+const CUT_SHORT: [i64; 12] = [
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_sendto,
+    libc::SYS_sendmsg,
+    libc::SYS_sendmmsg,
+    libc::SYS_sendfile,
+    libc::SYS_splice,
+    libc::SYS_vmsplice,
+    libc::SYS_copy_file_range,
+];
+
 /// One thread as it was found.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Thread {
@@ -175,16 +192,18 @@ impl Thread {
         self.take(pid, taken)
     }
 
-    /// Whether a thread may be asked to stop: one that sleeps uninterruptibly would not answer. It may have fallen into such
-    /// a sleep since it was looked at. An error means that it has ended.
+    /// Whether a thread may be asked to stop: one that sleeps uninterruptibly would not answer, and one that sends would notice. It
+    /// may have fallen into such a sleep since it was looked at. An error means that it has ended.
     fn may_be_stopped(&mut self, pid: i32) -> Result<bool, Error> {
         let status = procfs::status(pid, self.tid)?;
-        let sleeps = status.letter() == b'D';
-        if sleeps {
-            self.status = status;
-            self.note("the thread sleeps uninterruptibly and cannot be stopped");
-        }
-        Ok(!sleeps)
+        let reason = match status.letter() {
+            b'D' => "the thread sleeps uninterruptibly and cannot be stopped",
+            b'S' if sends(pid, self.tid) => "the thread waits in a system call that a stop would cut short",
+            _ => return Ok(true),
+        };
+        self.status = status;
+        self.note(reason);
+        Ok(false)
     }
 
     /// Takes what came of a stop. An error means that the thread has ended.
@@ -212,6 +231,12 @@ impl Thread {
         }
         self.incomplete.push_str(reason);
     }
+}
+
+/// Whether a thread waits in one of [`CUT_SHORT`].
+fn sends(pid: i32, tid: i32) -> bool {
+    let blocked = procfs::syscall(pid, tid);
+    matches!(blocked, Ok(Syscall::Blocked { number, .. }) if CUT_SHORT.contains(&number))
 }
 
 /// Stops all these threads at once and takes their stacks, which is over sooner than with one after the other but holds each of

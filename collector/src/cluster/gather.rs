@@ -12,20 +12,20 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict, folded, judge, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{Status, Verdict, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
     Message as _,
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{memory, nodes::NodeId, ranks::Ranks};
+use super::{memory, nodes::NodeId, ranks::Ranks, service::Credit};
 use crate::{
     clock::{self, Now},
     delivery::rank_of,
     dump::write_verdict,
     error::{Error, chain},
     folder::Folder,
-    viewer,
+    judging, viewer,
 };
 
 /// What is gathered.
@@ -51,17 +51,19 @@ pub struct Plan {
     pub sample_interval_ns: u64,
     /// The incident's folder; `None` when none could be made.
     pub folder: Option<PathBuf>,
+    /// It begins: what is in the folder is that of an earlier look.
+    pub fresh: bool,
 }
 
 /// What the thread is given to do.
 #[derive(Debug)]
 pub enum Work {
     /// A part of a node's dump.
-    Part(NodeId, Box<NodeDump>),
+    Part(NodeId, Box<NodeDump>, Credit),
     /// All that will come in time has come. Ranks of which nothing came, with the reason, and what else went wrong.
     Judge(Vec<RankEvidence>, Vec<String>),
     /// A piece of a `.stacktrace` file.
-    File(Box<DumpFile>),
+    File(Box<DumpFile>, Credit),
     /// No more files: draw.
     Draw,
 }
@@ -118,7 +120,8 @@ impl Gather {
             files: BTreeMap::new(),
             plan,
         };
-        let trees = gather.read(TREES).and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
+        let kept = if gather.plan.fresh { None } else { gather.read(TREES) };
+        let trees = kept.and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
         if let Some(trees) = trees {
             gather.written = true;
             gather.merge(trees.native.as_ref(), trees.python.as_ref());
@@ -144,7 +147,7 @@ impl Gather {
     fn run(mut self, work: &mpsc::Receiver<Work>, tell: &impl Fn(Done)) {
         for item in work {
             match item {
-                Work::Part(node, part) => {
+                Work::Part(node, part, _credit) => {
                     let last = part.last;
                     self.part(*part);
                     if last {
@@ -152,7 +155,7 @@ impl Gather {
                     }
                 }
                 Work::Judge(missing, errors) => tell(Done::Judged(Box::new(self.judge(missing, errors)))),
-                Work::File(file) => self.file(*file),
+                Work::File(file, _credit) => self.file(*file),
                 Work::Draw => {
                     self.draw();
                     tell(Done::Drawn);
@@ -201,7 +204,7 @@ impl Gather {
         let written = self.write_evidence(&evidence);
         let count = self.ranks.len();
         evidence.ranks = std::mem::take(&mut self.ranks).decode();
-        let mut verdict = judge(&evidence);
+        let mut verdict = judging::judge(&evidence);
         info!("incident {}: {count} ranks judged in {:.0?}", self.plan.incident, begun.elapsed());
         // They are given back before the stacks are written, unless memory is the only place where they are.
         let ranks = std::mem::take(&mut evidence.ranks);

@@ -8,13 +8,13 @@ mod opening;
 mod tests;
 
 use std::{
-    collections::{BTreeMap, BTreeSet, VecDeque},
+    collections::{BTreeMap, BTreeSet},
     path::PathBuf,
 };
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet, stragglers::Comparison};
+use xpu_timer_analysis::{Verdict, stragglers::Comparison};
 use xpu_timer_proto::v1::{
     Alarm, NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
 };
@@ -24,7 +24,7 @@ use super::{
     comparing::{self, Comparing},
     config::Settings,
     gather::{Done, Record},
-    incident::{Incident, Progress, State},
+    incident::{Incident, State},
     nodes::{NodeId, Nodes, Outgoing, StreamId},
     service::StreamEvent,
 };
@@ -68,15 +68,14 @@ pub struct Hub {
     throttle: Throttle<JobKey>,
     // Alarms of jobs that have had too many incidents of late.
     held: Vec<(NodeId, Alarm)>,
-    // Parts that were taken and wait to be asked for, by incident.
-    captured: BTreeMap<String, VecDeque<NodeId>>,
-    // Parts that are on their way, and those that wait to be merged.
-    delivering: BTreeSet<(String, NodeId)>,
-    merging: BTreeSet<(String, NodeId)>,
     // What nodes were asked to bring, by the key that was drawn for it.
     expected: BTreeMap<String, Expected>,
     // Jobs of which every rank is known, with attempt and world.
     whole: BTreeMap<JobKey, (u32, u32)>,
+    // Nodes that say they have ranks of another one: since when, and whether that was told.
+    refused: BTreeMap<(NodeId, NodeId, JobKey), (u64, bool)>,
+    // What streams were refused for, and when that was told.
+    turned_away: Option<(String, u64)>,
     forget_ns: u64,
     comparing: Comparing,
     /// Ranks that slow their job down.
@@ -88,6 +87,8 @@ pub struct Hub {
 const SECOND: u64 = 1_000_000_000;
 /// Beyond the sample interval, for a node to have taken its dump.
 const CAPTURE_NS: u64 = 10 * SECOND;
+/// The same words about streams that are refused are told once in so long.
+const AGAIN_NS: u64 = 600 * SECOND;
 /// After a restart, nodes come again within this time.
 const RETURN_NS: u64 = 60 * SECOND;
 
@@ -104,11 +105,10 @@ impl Hub {
             streams: BTreeMap::new(),
             throttle: Throttle::default(),
             held: Vec::new(),
-            captured: BTreeMap::new(),
-            delivering: BTreeSet::new(),
-            merging: BTreeSet::new(),
             expected: BTreeMap::new(),
             whole: BTreeMap::new(),
+            refused: BTreeMap::new(),
+            turned_away: None,
             forget_ns: 0,
             comparing: Comparing::start(commands.clone()),
             slow: SlowRanks::default(),
@@ -161,12 +161,13 @@ impl Hub {
                 // Whoever asked may be gone.
                 let _ = known.send(self.expected.contains_key(&*key));
             }
-            StreamEvent::Brought(key, message) => {
+            StreamEvent::Brought(key, message, credit) => {
                 // The key may have become void in the meantime.
                 if let Some(expected) = self.expected.get(&*key).cloned() {
-                    self.brought(&expected, *message, now);
+                    self.brought(&expected, *message, credit, now);
                 }
             }
+            StreamEvent::Refused(node, why) => self.turned_away(&node, why, now),
             StreamEvent::Ceased(key) => self.ceased(&key, now),
             StreamEvent::Ended(stream, why) => {
                 let Some(node) = self.streams.remove(&stream) else { return };
@@ -180,6 +181,15 @@ impl Hub {
         }
     }
 
+    /// A node that is refused dials again and again, and after an update of one side all nodes do.
+    fn turned_away(&mut self, node: &str, why: String, now: Now) {
+        let told = self.turned_away.as_ref();
+        if told.is_none_or(|(before, when)| *before != why || now.mono_ns > when + AGAIN_NS) {
+            warn!("node {node} is refused: {why}");
+            self.turned_away = Some((why, now.mono_ns));
+        }
+    }
+
     fn joined(&mut self, stream: StreamId, hello: NodeHello, outgoing: Outgoing, now: Now) {
         let node = self.nodes.join(&hello.node, &hello.identity, stream, outgoing);
         self.streams.retain(|_, other| *other != node);
@@ -188,7 +198,7 @@ impl Hub {
         self.interrupted(node, now);
         let ranks = hello.ranks.unwrap_or_default().ranks;
         info!("node {} joined with {} ranks", hello.node, ranks.len());
-        self.claim(node, ranks);
+        self.claim(node, ranks, now);
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
         let requests = open.iter().filter_map(|id| self.ask(id, node)).collect();
         self.nodes.send(node, Message::Welcome(NodeWelcome { open: requests }), now.mono_ns);
@@ -197,9 +207,9 @@ impl Hub {
         }
     }
 
-    fn claim(&mut self, node: NodeId, ranks: Vec<RankEntry>) {
+    fn claim(&mut self, node: NodeId, ranks: Vec<RankEntry>, now: Now) {
         let jobs: BTreeSet<JobKey> = ranks.iter().filter_map(|entry| entry.job.as_ref().map(key)).collect();
-        self.claim_ranks(node, ranks);
+        let others = self.nodes.claim(node, ranks, now.mono_ns);
         for job in jobs {
             let view = self.nodes.job(&job);
             let now = (view.attempt, view.world_size);
@@ -212,43 +222,31 @@ impl Hub {
                 );
             }
         }
+        for other in others {
+            self.ask_all_of(other, now);
+        }
     }
 
-    fn claim_ranks(&mut self, node: NodeId, ranks: Vec<RankEntry>) {
-        for refused in self.nodes.claim(node, ranks) {
-            warn!(
-                "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
-                self.nodes.name(node),
-                refused.ranks,
-                refused.job,
-                refused.by
-            );
-        }
+    /// Whether a job has a world that was started after this incident was opened: what it is about is over.
+    fn is_over(&self, incident: &Incident) -> bool {
+        let view = self.nodes.job(&incident.job);
+        view.alive && view.born_ns > incident.opened.mono_ns
     }
 
     /// A node has no stream any more.
     fn lost(&mut self, node: NodeId, now: Now) {
         self.interrupted(node, now);
-        for helped in self.nodes.claim_again() {
-            self.ask_all_of(helped, now);
+        for other in self.nodes.rivals(node) {
+            self.ask_all_of(other, now);
         }
     }
 
     /// Deliveries of a node end with its stream. They begin anew when it comes again.
     fn interrupted(&mut self, node: NodeId, now: Now) {
         for incident in self.incidents.values_mut() {
-            if let Some(part) = incident.parts.get_mut(&node)
-                && matches!(part.progress, Progress::Captured | Progress::Delivering(_))
-            {
-                part.progress = Progress::Asked;
+            if incident.interrupted(node) {
                 incident.deadline_ns = incident.deadline_ns.max(now.mono_ns + CAPTURE_NS);
             }
-            if incident.files_coming.remove(&node) {
-                incident.files_wanted.insert(node, RankSet::new());
-            }
-        }
-        for nodes in self.captured.values_mut() {
-            nodes.retain(|other| *other != node);
         }
         self.expected.retain(|_, expected| expected.node != node);
     }
@@ -257,11 +255,11 @@ impl Hub {
         match message {
             Said::Hello(_) => warn!("node {} said hello twice", self.nodes.name(node)),
             Said::Ranks(ranks) => {
-                self.claim(node, ranks.ranks);
+                self.claim(node, ranks.ranks, now);
                 self.ask_all_of(node, now);
             }
             Said::Alarm(alarm) => self.alarm(node, alarm, now),
-            Said::Captured(captured) => self.captured(&captured.incident, node, now),
+            Said::Captured(captured) => self.captured(&captured, node, now),
             Said::Update(update) => {
                 if !update.hangs {
                     self.held.retain(|(other, alarm)| *other != node || alarm.incident != update.incident);
@@ -288,7 +286,9 @@ impl Hub {
         let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
         for mut rank in ranks {
             let Some(job) = rank.job.take().as_ref().map(key) else { continue };
-            if self.nodes.of_rank(&job, rank.attempt, rank.rank) == Some(node) {
+            if self.nodes.of_rank(&job, rank.rank) == Some(node) {
+                // Agents may count the attempts apart.
+                rank.attempt = self.nodes.job(&job).attempt;
                 by_job.entry(job).or_default().push(rank);
             }
         }
@@ -300,8 +300,7 @@ impl Hub {
     fn compared(&mut self, job: &JobKey, attempt: u32, comparison: Comparison, now: Now) {
         let nodes = &self.nodes;
         if nodes.job(job).attempt == attempt {
-            let node_of =
-                |rank| nodes.of_rank(job, attempt, rank).map_or(String::new(), |id| nodes.name(id).to_string());
+            let node_of = |rank| nodes.of_rank(job, rank).map_or(String::new(), |id| nodes.name(id).to_string());
             self.slow.note(job, attempt, comparison, node_of, now);
         }
     }
@@ -318,7 +317,9 @@ impl Hub {
             Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),
             Command::Done(id, Done::Drawn) => self.drawn(&id, now),
             Command::Done(id, Done::Merged(node)) => {
-                self.merging.remove(&(id, node));
+                if let Some(incident) = self.incidents.get_mut(&id) {
+                    incident.merging.remove(&node);
+                }
                 self.deliver(now);
             }
             Command::Compared(job, attempt, comparison) => self.compared(&job, attempt, comparison, now),

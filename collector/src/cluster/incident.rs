@@ -1,7 +1,7 @@
 //! One job-wide incident: which nodes were asked, what came, who still hangs.
 
 use std::{
-    collections::{BTreeMap, BTreeSet},
+    collections::{BTreeMap, BTreeSet, VecDeque},
     path::PathBuf,
     sync::mpsc,
 };
@@ -81,8 +81,20 @@ pub struct Incident {
     pub late_ns: u64,
     /// Where it is in its life.
     pub state: State,
+    /// Counts the looks at it from 0: one that may be no hang is looked at again.
+    pub round: u32,
+    /// When it is looked at again.
+    pub again_ns: Option<u64>,
+    /// How it was closed, and when, in Unix nanoseconds.
+    pub closed: Option<(State, u64)>,
     /// The nodes.
     pub parts: BTreeMap<NodeId, Part>,
+    /// Parts that were taken and wait to be asked for.
+    pub captured: VecDeque<NodeId>,
+    /// Parts that are on their way.
+    pub delivering: BTreeSet<NodeId>,
+    /// Parts that wait to be merged.
+    pub merging: BTreeSet<NodeId>,
     /// Nodes whose own ranks hang.
     pub hanging: BTreeSet<NodeId>,
     /// Some of them stopped hanging without having ended.
@@ -107,12 +119,12 @@ pub struct Incident {
     pub judging: bool,
     /// When the first of the parts came that no verdict knows yet.
     pub late_since_ns: Option<u64>,
-    /// Nodes that are still to be asked for their files, and those that send them.
+    /// Nodes that are still to be asked for their files, and whose.
     pub files_wanted: BTreeMap<NodeId, RankSet>,
-    /// Nodes that send files.
-    pub files_coming: BTreeSet<NodeId>,
-    /// Files are not waited for after this; `None` before they are asked for.
-    pub files_until_ns: Option<u64>,
+    /// Nodes that send files, and whose.
+    pub files_coming: BTreeMap<NodeId, RankSet>,
+    /// When files were asked for, and after what time without a piece they are not waited for; `None` when none are awaited.
+    pub files: Option<(u64, u64)>,
     /// Who waits for a dump by hand.
     pub replies: Vec<DumpReply>,
 }
@@ -129,7 +141,13 @@ impl Incident {
             opened,
             late_ns,
             state: State::Gathering,
+            round: 0,
+            again_ns: None,
+            closed: None,
             parts: BTreeMap::new(),
+            captured: VecDeque::new(),
+            delivering: BTreeSet::new(),
+            merging: BTreeSet::new(),
             hanging: BTreeSet::new(),
             recovered: false,
             quiet_since_ns: None,
@@ -143,8 +161,8 @@ impl Incident {
             judging: false,
             late_since_ns: None,
             files_wanted: BTreeMap::new(),
-            files_coming: BTreeSet::new(),
-            files_until_ns: None,
+            files_coming: BTreeMap::new(),
+            files: None,
             replies: Vec::new(),
         }
     }
@@ -153,6 +171,61 @@ impl Incident {
     #[must_use]
     pub fn is_open(&self) -> bool {
         matches!(self.state, State::Gathering | State::Judged)
+    }
+
+    /// Whether something is still to come for its folder: it may be over by then.
+    #[must_use]
+    pub fn is_in_work(&self) -> bool {
+        self.is_open() || self.judging || self.files.is_some() || self.drawing
+    }
+
+    /// How far the part of a node is.
+    pub fn progress(&mut self, node: NodeId, progress: Progress) {
+        if let Some(part) = self.parts.get_mut(&node) {
+            self.delivering.remove(&node);
+            match progress {
+                Progress::Captured if !self.captured.contains(&node) => self.captured.push_back(node),
+                Progress::Delivering(_) => _ = self.delivering.insert(node),
+                _ => {}
+            }
+            part.progress = progress;
+        }
+    }
+
+    /// Its node has no stream any more, or has a new one: what was under way begins anew. True when something was.
+    pub fn interrupted(&mut self, node: NodeId) -> bool {
+        self.captured.retain(|other| *other != node);
+        if let Some(ranks) = self.files_coming.remove(&node) {
+            self.files_wanted.insert(node, ranks);
+        }
+        let begun =
+            matches!(self.parts.get(&node), Some(Part { progress: Progress::Captured | Progress::Delivering(_), .. }));
+        if begun {
+            self.progress(node, Progress::Asked);
+        }
+        begun
+    }
+
+    /// All that is known is old: everybody is asked once more.
+    pub fn begin_round(&mut self) {
+        self.round += 1;
+        self.again_ns = None;
+        self.state = State::Gathering;
+        self.late_since_ns = None;
+        self.work = None;
+        self.captured.clear();
+        self.merging.clear();
+        self.files_wanted.clear();
+        let nodes: Vec<NodeId> = self.parts.keys().copied().collect();
+        for node in nodes {
+            self.progress(node, Progress::Asked);
+        }
+    }
+
+    /// Parts that are under way, and wait to be merged.
+    #[must_use]
+    pub fn under_way(&self) -> usize {
+        self.delivering.union(&self.merging).count()
     }
 
     /// Whether somebody asked for it by hand.
@@ -178,5 +251,38 @@ impl Incident {
     #[must_use]
     pub fn is_complete(&self) -> bool {
         self.parts.values().all(|part| matches!(part.progress, Progress::Delivered | Progress::Failed(_)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn incident() -> Incident {
+        let job = JobKey { name: "j".into(), instance: String::new() };
+        let now = Now { mono_ns: 1, unix_ns: 1 };
+        let mut incident = Incident::new("1", &job, 0, Trigger::default(), now, 0);
+        incident.parts.insert(7, Part { progress: Progress::Asked, ranks: RankSet::from_iter([0, 1]), broken: 0 });
+        incident
+    }
+
+    #[test]
+    fn what_a_lost_node_had_begun_begins_anew() {
+        let mut incident = incident();
+        assert!(!incident.interrupted(7), "nothing was under way");
+        incident.progress(7, Progress::Captured);
+        incident.progress(7, Progress::Captured);
+        assert_eq!(incident.captured, [7]);
+        assert!(incident.interrupted(7) && incident.captured.is_empty());
+        incident.progress(7, Progress::Delivering(5));
+        incident.merging.insert(7);
+        assert_eq!(incident.under_way(), 1, "one part takes one place");
+        assert!(incident.interrupted(7) && incident.delivering.is_empty());
+        assert_eq!(incident.parts[&7].progress, Progress::Asked);
+        incident.progress(7, Progress::Delivered);
+        incident.files_coming.insert(7, RankSet::from_iter([1]));
+        assert!(!incident.interrupted(7), "its part is here");
+        assert_eq!(incident.files_wanted[&7], RankSet::from_iter([1]), "the same files are asked for again");
+        assert!(!incident.files_wanted.contains_key(&8) && incident.files_coming.is_empty());
     }
 }

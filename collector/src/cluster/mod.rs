@@ -11,6 +11,7 @@ pub mod nodes;
 pub mod ranks;
 pub mod service;
 pub mod status;
+pub mod trust;
 pub mod web;
 
 use std::{fs, net::SocketAddr, path::Path, sync::atomic::AtomicU64, thread};
@@ -46,8 +47,9 @@ use crate::{
 const THREADS: usize = 4;
 /// Messages of nodes that wait for the hub; then the streams are read no further.
 const EVENTS: usize = 1024;
-/// What a node may send without being read: it is asked for one part at a time.
-const WINDOW_BYTES: u32 = 256 * 1024;
+/// What a node may send without being read: it is asked for one part at a time. On a link of 256 kbit/s that takes two seconds, in which
+/// nothing else comes through: more, and the connection would be taken for dead.
+const WINDOW_BYTES: u32 = 64 * 1024;
 
 /// Runs the cluster collector until it is told to end.
 ///

@@ -2,6 +2,7 @@
 
 use std::{
     cell::RefCell,
+    cmp::Reverse,
     collections::{BTreeMap, BTreeSet, HashMap},
     sync::Arc,
 };
@@ -31,7 +32,6 @@ pub struct Node {
     /// When its last stream ended; meaningless while it has one.
     pub lost_ns: u64,
     told: Vec<RankEntry>,
-    refused: usize,
     launches: BTreeMap<JobKey, u64>,
 }
 
@@ -43,62 +43,153 @@ impl Node {
     }
 }
 
-/// One rank of one job.
+/// What one node says of one rank of a job.
 #[derive(Debug, Clone)]
-pub struct Claim {
-    /// The node that speaks for it.
-    pub node: NodeId,
-    /// Whether its process runs.
-    pub presence: Presence,
-    /// Ranks of the job, as it says.
-    pub world_size: u32,
+struct Claim {
+    attempt: u32,
+    // Ranks of the job, as it says; 0 when it does not know.
+    world_size: u32,
+    presence: Presence,
+    // By this collector's clock; the end is `u64::MAX` while the process lives.
+    started_ns: u64,
+    ended_ns: u64,
+    // In the order in which they came.
+    number: u64,
     hang_timeout_ms: u64,
     sample_interval_ms: u64,
     idle_timeout_ms: u64,
 }
 
 impl Claim {
+    fn new(entry: &RankEntry, number: u64, now_ns: u64) -> Self {
+        let ago = |age_ms: u64| now_ns.saturating_sub(age_ms.saturating_mul(1_000_000));
+        let info = entry.info.as_ref();
+        Claim {
+            attempt: info.map_or(0, |info| info.attempt),
+            world_size: info.map_or(0, |info| info.world_size),
+            presence: entry.presence(),
+            started_ns: ago(entry.age_ms),
+            ended_ns: if entry.presence() == Presence::Present { u64::MAX } else { ago(entry.ended_age_ms) },
+            number,
+            hang_timeout_ms: entry.hang_timeout_ms,
+            sample_interval_ms: entry.sample_interval_ms,
+            idle_timeout_ms: entry.idle_timeout_ms,
+        }
+    }
+
     fn is_alive(&self) -> bool {
         self.presence == Presence::Present
+    }
+
+    /// Whether the same process says the same again.
+    fn is_again(&self, other: &Claim) -> bool {
+        let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.presence);
+        what(self) == what(other) && self.is_process_of(other)
+    }
+
+    fn is_process_of(&self, other: &Claim) -> bool {
+        self.started_ns.abs_diff(other.started_ns) < SAME_NS
+    }
+}
+
+/// The world that runs, by the rank of it that was started last. A launcher starts a world when the one before has ended, so that they
+/// are told apart by time; the attempts by which its agents count may differ after one of them has failed, and stay the same when the
+/// job grows or shrinks.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+struct World {
+    size: u32,
+    attempt: u32,
+    started_ns: u64,
+}
+
+impl World {
+    fn holds(self, rank: u32, claim: &Claim) -> bool {
+        let of_size = self.size == 0 || (rank < self.size && (claim.world_size == self.size || claim.world_size == 0));
+        // Who ended before its last rank was started belongs to the world before, unless it counts as that rank does.
+        of_size && (claim.ended_ns > self.started_ns.saturating_add(SAME_NS) || claim.attempt == self.attempt)
     }
 }
 
 /// The ranks of one job.
 #[derive(Debug, Default)]
 struct Claims {
-    // By attempt and rank.
-    ranks: BTreeMap<(u32, u32), Claim>,
+    // By rank; of nodes that say that they have the same, one holds it.
+    ranks: BTreeMap<(u32, NodeId), Claim>,
     // Made when it is asked for. Only what adds a rank keeps it true; whatever else changes drops it.
     view: RefCell<Option<Arc<JobView>>>,
 }
 
 impl Claims {
-    fn view(&self) -> Arc<JobView> {
+    fn view(&self, away: &BTreeSet<NodeId>) -> Arc<JobView> {
         Arc::clone(self.view.borrow_mut().get_or_insert_with(|| {
-            let attempt = self.ranks.last_key_value().map_or(0, |((attempt, _), _)| *attempt);
-            let mut view = JobView { attempt, ..JobView::default() };
-            for ((_, rank), claim) in self.ranks.range((attempt, 0)..) {
-                view.add(*rank, claim);
+            let newest = self.ranks.values().max_by_key(|claim| (claim.is_alive(), claim.started_ns, claim.number));
+            let world = newest.map_or(World::default(), |claim| World {
+                size: claim.world_size,
+                attempt: claim.attempt,
+                started_ns: claim.started_ns,
+            });
+            let mut view = JobView { world, born_ns: u64::MAX, ..JobView::default() };
+            let mut last = None;
+            for (rank, _) in self.ranks.keys() {
+                if last.replace(*rank) == Some(*rank) {
+                    continue;
+                }
+                if let Some((node, claim)) = holder(&mut self.of_rank(world, *rank), away) {
+                    view.add(*rank, node, claim);
+                }
+                view.contested |= self.of_rank(world, *rank).nth(1).is_some();
             }
             Arc::new(view)
         }))
     }
 
-    fn insert(&mut self, attempt: u32, rank: u32, claim: Claim) {
-        let view = self.view.get_mut();
-        match view {
-            Some(known) if known.attempt == attempt && !self.ranks.contains_key(&(attempt, rank)) => {
-                Arc::make_mut(known).add(rank, &claim);
-            }
-            _ => *view = None,
-        }
-        self.ranks.insert((attempt, rank), claim);
+    /// What nodes say of a rank of a world.
+    fn of_rank(&self, world: World, rank: u32) -> impl Iterator<Item = (NodeId, &Claim)> {
+        let claims = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX));
+        claims.map(|((_, node), claim)| (*node, claim)).filter(move |(_, claim)| world.holds(rank, claim))
     }
 
-    fn remove(&mut self, attempt: u32, rank: u32) {
-        self.ranks.remove(&(attempt, rank));
+    fn others(&self, rank: u32, node: NodeId) -> impl Iterator<Item = NodeId> {
+        let claims = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX));
+        claims.map(|((_, other), _)| *other).filter(move |other| *other != node)
+    }
+
+    fn insert(&mut self, rank: u32, node: NodeId, mut claim: Claim, age_is_known: bool) {
+        if let Some(old) = self.ranks.get(&(rank, node)) {
+            if !age_is_known && (old.attempt, old.world_size) == (claim.attempt, claim.world_size) {
+                claim.started_ns = old.started_ns;
+            }
+            if old.is_again(&claim) {
+                return;
+            }
+            if old.is_process_of(&claim) {
+                claim.number = old.number;
+            }
+        }
+        let alone = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX)).next().is_none();
+        let view = self.view.get_mut();
+        match view {
+            Some(known) if alone && known.takes(rank, &claim) => Arc::make_mut(known).add(rank, node, &claim),
+            _ => *view = None,
+        }
+        self.ranks.insert((rank, node), claim);
+    }
+
+    fn remove(&mut self, rank: u32, node: NodeId) {
+        self.ranks.remove(&(rank, node));
         *self.view.get_mut() = None;
     }
+}
+
+/// The node that speaks for a rank: of those that live and are there, the first that said so. Another one waits until it goes.
+fn holder<'c>(
+    claims: &mut dyn Iterator<Item = (NodeId, &'c Claim)>,
+    away: &BTreeSet<NodeId>,
+) -> Option<(NodeId, &'c Claim)> {
+    claims.max_by_key(|(node, claim)| {
+        let alive = claim.is_alive();
+        (alive && !away.contains(node), alive, Reverse(if alive { claim.number } else { 0 }), claim.started_ns)
+    })
 }
 
 /// All nodes, and who may speak for which rank.
@@ -110,12 +201,14 @@ pub struct Nodes {
     away: BTreeSet<NodeId>,
     claims: BTreeMap<JobKey, Claims>,
     next: NodeId,
+    // Claims that have come.
+    claimed: u64,
 }
 
-/// What the ranks of a job in its newest attempt say of it.
+/// What the ranks of the world of a job that runs, or ran last, say of it.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct JobView {
-    /// The newest attempt.
+    /// The greatest attempt that one of them counts.
     pub attempt: u32,
     /// Ranks of the job.
     pub world_size: u32,
@@ -131,14 +224,34 @@ pub struct JobView {
     pub sample_interval_ms: u64,
     /// Idle timeout; 0 is off.
     pub idle_timeout_ms: u64,
+    /// When the first of its processes that live was started; `u64::MAX` without one.
+    pub born_ns: u64,
+    world: World,
+    // Some rank is more than one node's, as they say.
+    contested: bool,
+    // Some rank has ended.
+    ended: bool,
 }
 
 impl JobView {
-    fn add(&mut self, rank: u32, claim: &Claim) {
+    /// Whether a rank of which no node has spoken yet changes nothing but that it is there.
+    fn takes(&self, rank: u32, claim: &Claim) -> bool {
+        let in_order =
+            claim.started_ns <= self.world.started_ns || (!self.ended && claim.attempt == self.world.attempt);
+        claim.is_alive() && claim.world_size == self.world.size && in_order && self.world.holds(rank, claim)
+    }
+
+    fn add(&mut self, rank: u32, node: NodeId, claim: &Claim) {
         self.ranks += 1;
+        self.attempt = self.attempt.max(claim.attempt);
         self.world_size = self.world_size.max(claim.world_size).max(rank + 1);
-        self.nodes.insert(claim.node);
+        self.nodes.insert(node);
         self.alive |= claim.is_alive();
+        self.ended |= !claim.is_alive();
+        if claim.is_alive() {
+            self.born_ns = self.born_ns.min(claim.started_ns);
+            self.world.started_ns = self.world.started_ns.max(claim.started_ns);
+        }
         self.hang_timeout_ms = self.hang_timeout_ms.max(claim.hang_timeout_ms);
         self.sample_interval_ms = self.sample_interval_ms.max(claim.sample_interval_ms);
         self.idle_timeout_ms = self.idle_timeout_ms.max(claim.idle_timeout_ms);
@@ -152,16 +265,20 @@ impl JobView {
 }
 
 /// Ranks that another node has.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Refused {
+    /// Who says that it has them.
+    pub node: NodeId,
     /// The job.
     pub job: JobKey,
-    /// Ranks that another node speaks for.
+    /// The node that speaks for them.
+    pub by: NodeId,
+    /// The ranks.
     pub ranks: RankSet,
-    /// Name of that node.
-    pub by: String,
 }
 
+/// A process whose start is told anew is the same one when that differs by less: messages take their time.
+const SAME_NS: u64 = 1_000_000_000;
 /// A node without a stream and without a running rank is forgotten after this long.
 const FORGET_NS: u64 = 600 * 1_000_000_000;
 
@@ -177,11 +294,11 @@ impl Nodes {
             stream: None,
             lost_ns: 0,
             told: Vec::new(),
-            refused: 0,
             launches: BTreeMap::new(),
         });
         node.stream = Some((stream, outgoing));
         self.away.remove(&id);
+        self.unsettle(id);
         id
     }
 
@@ -194,7 +311,19 @@ impl Nodes {
         node.stream = None;
         node.lost_ns = now_ns;
         self.away.insert(id);
+        self.unsettle(id);
         true
+    }
+
+    /// A node came or went: who holds the ranks that others have, too, may have changed.
+    fn unsettle(&mut self, id: NodeId) {
+        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
+        let jobs: BTreeSet<JobKey> = told.iter().filter_map(key_of).map(|(job, _)| job).collect();
+        for job in jobs {
+            if let Some(claims) = self.claims.get_mut(&job) {
+                claims.view.get_mut().take_if(|view| view.contested);
+            }
+        }
     }
 
     /// Sends to a node. One whose stream takes nothing more loses it.
@@ -206,6 +335,7 @@ impl Nodes {
             node.stream = None;
             node.lost_ns = now_ns;
             self.away.insert(id);
+            self.unsettle(id);
         }
         sent
     }
@@ -232,64 +362,61 @@ impl Nodes {
         self.nodes.get(&id).map_or("a node that is forgotten", |node| node.name.as_str())
     }
 
-    /// A node lists its ranks. A rank that another living node has is refused, until that one goes.
-    pub fn claim(&mut self, id: NodeId, ranks: Vec<RankEntry>) -> Vec<Refused> {
-        let listed: BTreeSet<(JobKey, u32, u32)> = ranks.iter().filter_map(key_of).collect();
+    /// A node lists its ranks. Returns other nodes that have said that they have one of these, and may speak for it from now on.
+    pub fn claim(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+        let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
         let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.told)).unwrap_or_default();
-        for (job, attempt, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
-            if let Some(claims) = self.claims.get_mut(&job)
-                && claims.ranks.get(&(attempt, rank)).is_some_and(|claim| claim.node == id)
-            {
-                claims.remove(attempt, rank);
+        let mut others = BTreeSet::new();
+        for (job, rank) in before.iter().filter_map(key_of).filter(|old| !listed.contains(old)) {
+            if let Some(claims) = self.claims.get_mut(&job) {
+                others.extend(claims.others(rank, id));
+                claims.remove(rank, id);
                 if claims.ranks.is_empty() {
                     self.claims.remove(&job);
                 }
             }
         }
-        let mut refused: Vec<Refused> = Vec::new();
         for entry in &ranks {
-            let Some((job, attempt, rank)) = key_of(entry) else { continue };
-            let info = entry.info.clone().unwrap_or_default();
-            let claims = self.claims.entry(job.clone()).or_default();
-            if let Some(other) = claims.ranks.get(&(attempt, rank)).filter(|other| other.node != id && other.is_alive())
-                && let Some(holder) = self.nodes.get(&other.node).filter(|holder| holder.is_joined())
-            {
-                match refused.iter_mut().find(|one| one.job == job && one.by == holder.name) {
-                    Some(one) => _ = one.ranks.insert(rank),
-                    None => refused.push(Refused { job, ranks: RankSet::from_iter([rank]), by: holder.name.clone() }),
-                }
-                continue;
-            }
-            let claim = Claim {
-                node: id,
-                presence: entry.presence(),
-                world_size: info.world_size,
-                hang_timeout_ms: entry.hang_timeout_ms,
-                sample_interval_ms: entry.sample_interval_ms,
-                idle_timeout_ms: entry.idle_timeout_ms,
-            };
-            claims.insert(attempt, rank, claim);
+            let Some((job, rank)) = key_of(entry) else { continue };
+            let claims = self.claims.entry(job).or_default();
+            others.extend(claims.others(rank, id));
+            self.claimed += 1;
+            claims.insert(rank, id, Claim::new(entry, self.claimed, now_ns), entry.age_ms > 0);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
             node.told = ranks;
-            node.refused = refused.iter().map(|one| one.ranks.len() as usize).sum();
         }
-        refused
+        others
     }
 
-    /// Looks again at what was refused: a node that had the rank may be gone. The nodes that got one.
-    pub fn claim_again(&mut self) -> Vec<NodeId> {
-        let waiting: Vec<NodeId> = self.nodes.iter().filter(|(_, node)| node.refused > 0).map(|(id, _)| *id).collect();
-        let mut helped = Vec::new();
-        for id in waiting {
-            let Some(node) = self.nodes.get(&id) else { continue };
-            let (told, before) = (node.told.clone(), node.refused);
-            self.claim(id, told);
-            if self.nodes.get(&id).is_some_and(|node| node.refused < before) {
-                helped.push(id);
+    /// Other nodes that say that they have a rank which this one says it has.
+    #[must_use]
+    pub fn rivals(&self, id: NodeId) -> BTreeSet<NodeId> {
+        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
+        let keys = told.iter().filter_map(key_of);
+        keys.filter_map(|(job, rank)| Some((self.claims.get(&job)?, rank)))
+            .flat_map(|(claims, rank)| claims.others(rank, id))
+            .collect()
+    }
+
+    /// Living ranks that nodes say they have while another node speaks for them.
+    #[must_use]
+    pub fn refused(&self) -> Vec<Refused> {
+        let mut refused: BTreeMap<(NodeId, NodeId, &JobKey), RankSet> = BTreeMap::new();
+        for (job, claims) in &self.claims {
+            let view = claims.view(&self.away);
+            if !view.contested {
+                continue;
+            }
+            for ((rank, node), claim) in &claims.ranks {
+                let holder = holder(&mut claims.of_rank(view.world, *rank), &self.away);
+                let stands = claim.is_alive() && !self.away.contains(node) && view.world.holds(*rank, claim);
+                if let Some((by, _)) = holder.filter(|(by, held)| stands && by != node && held.is_alive()) {
+                    refused.entry((*node, by, job)).or_default().insert(*rank);
+                }
             }
         }
-        helped
+        refused.into_iter().map(|((node, by, job), ranks)| Refused { node, by, job: job.clone(), ranks }).collect()
     }
 
     /// Jobs that have a rank.
@@ -300,25 +427,23 @@ impl Nodes {
     /// What is known of a job.
     #[must_use]
     pub fn job(&self, job: &JobKey) -> Arc<JobView> {
-        self.claims.get(job).map(Claims::view).unwrap_or_default()
+        self.claims.get(job).map(|claims| claims.view(&self.away)).unwrap_or_default()
     }
 
     /// The ranks that one node speaks for.
     #[must_use]
-    pub fn ranks_of(&self, job: &JobKey, attempt: u32, node: NodeId) -> RankSet {
+    pub fn ranks_of(&self, job: &JobKey, node: NodeId) -> RankSet {
         let told = self.nodes.get(&node).map(|node| node.told.as_slice()).unwrap_or_default();
-        let claims = self.claims.get(job);
-        let own = |rank: u32| {
-            claims.and_then(|claims| claims.ranks.get(&(attempt, rank))).is_some_and(|claim| claim.node == node)
-        };
-        let listed = told.iter().filter_map(key_of).filter(|(of, when, _)| of == job && *when == attempt);
-        listed.map(|(_, _, rank)| rank).filter(|rank| own(*rank)).collect()
+        let listed = told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        listed.map(|(_, rank)| rank).filter(|rank| self.of_rank(job, *rank) == Some(node)).collect()
     }
 
     /// The node that speaks for a rank.
     #[must_use]
-    pub fn of_rank(&self, job: &JobKey, attempt: u32, rank: u32) -> Option<NodeId> {
-        Some(self.claims.get(job)?.ranks.get(&(attempt, rank))?.node)
+    pub fn of_rank(&self, job: &JobKey, rank: u32) -> Option<NodeId> {
+        let claims = self.claims.get(job)?;
+        let world = claims.view(&self.away).world;
+        holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)
     }
 
     /// A node says when each of its jobs launched last.
@@ -338,14 +463,14 @@ impl Nodes {
         busy.next().map(|node| node.name.as_str())
     }
 
-    /// Forgets attempts that a newer one has taken the place of, and nodes that are gone for long.
+    /// Forgets worlds that a newer one has taken the place of, and nodes that are gone for long.
     pub fn forget(&mut self, now_ns: u64) {
         let gone = |node: &Node| !node.is_joined() && now_ns > node.lost_ns + FORGET_NS;
         let nodes = &self.nodes;
         for claims in self.claims.values_mut() {
-            let (before, newest) = (claims.ranks.len(), claims.view().attempt);
-            claims.ranks.retain(|(attempt, _), claim| {
-                *attempt == newest && nodes.get(&claim.node).is_some_and(|node| !gone(node))
+            let (before, world) = (claims.ranks.len(), claims.view(&self.away).world);
+            claims.ranks.retain(|(rank, node), claim| {
+                (claim.is_alive() || world.holds(*rank, claim)) && nodes.get(node).is_some_and(|node| !gone(node))
             });
             if claims.ranks.len() < before {
                 *claims.view.get_mut() = None;
@@ -359,9 +484,8 @@ impl Nodes {
     }
 }
 
-fn key_of(entry: &RankEntry) -> Option<(JobKey, u32, u32)> {
-    let info = entry.info.as_ref()?;
-    Some((member::key(entry.job.as_ref()?), info.attempt, u32::try_from(info.rank).ok()?))
+fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
+    Some((member::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]
@@ -390,7 +514,20 @@ mod tests {
     }
 
     fn ranks(nodes: &Nodes, id: NodeId) -> String {
-        nodes.ranks_of(&job("j"), 0, id).to_string()
+        nodes.ranks_of(&job("j"), id).to_string()
+    }
+
+    const SECOND: u64 = 1_000_000_000;
+
+    /// A rank of a process that is `age_s` old, and ended so long ago.
+    fn aged(rank: i32, attempt: u32, world_size: u32, age_s: u64, ended_s: Option<u64>) -> RankEntry {
+        let presence = if ended_s.is_some() { Presence::Dead } else { Presence::Present };
+        RankEntry {
+            presence: presence.into(),
+            age_ms: age_s * 1000,
+            ended_age_ms: ended_s.unwrap_or(0) * 1000,
+            ..entry("j", rank, attempt, world_size)
+        }
     }
 
     #[test]
@@ -398,19 +535,25 @@ mod tests {
         let mut nodes = Nodes::default();
         let (a, _a) = node(&mut nodes, "a", 1);
         let (b, _b) = node(&mut nodes, "b", 2);
-        assert_eq!(nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)]), []);
-        let refused = nodes.claim(b, vec![entry("j", 1, 0, 4), entry("j", 2, 0, 4), entry("k", 1, 0, 4)]);
-        assert_eq!(refused, [Refused { job: job("j"), ranks: RankSet::from_iter([1]), by: "a".into() }]);
+        nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
+        assert_eq!(nodes.refused(), []);
+        let others = nodes.claim(b, vec![entry("j", 1, 0, 4), entry("j", 2, 0, 4), entry("k", 1, 0, 4)], 2);
+        assert_eq!(others, BTreeSet::from([a]));
+        assert_eq!(
+            nodes.refused(),
+            [Refused { node: b, job: job("j"), by: a, ranks: RankSet::from_iter([1]) }],
+            "the younger process does not take the place of the older one"
+        );
         assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2".into()));
-        assert!(nodes.of_rank(&job("j"), 0, 1) == Some(a) && nodes.of_rank(&job("j"), 0, 3).is_none());
+        assert!(nodes.of_rank(&job("j"), 1) == Some(a) && nodes.of_rank(&job("j"), 3).is_none());
         // The first node goes: its rank may have moved.
         assert!(nodes.lose(a, 1, 5));
-        assert_eq!(nodes.claim_again(), [b]);
+        assert_eq!(nodes.rivals(a), BTreeSet::from([b]));
         assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0".into(), "1-2".into()));
-        // It comes again and finds its rank taken.
+        // It comes again, and the rank is its own: it was the first to have it.
         let (again, _again) = node(&mut nodes, "a", 3);
         assert_eq!(again, a);
-        assert_eq!(nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)]).len(), 1);
+        assert_eq!((ranks(&nodes, a), nodes.refused().len()), ("0-1".into(), 1));
         assert!(!nodes.lose(a, 1, 6), "the old stream is not the node's any more");
     }
 
@@ -419,17 +562,78 @@ mod tests {
         let mut nodes = Nodes::default();
         let (a, _a) = node(&mut nodes, "a", 1);
         let (b, _b) = node(&mut nodes, "b", 2);
-        nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)]);
-        nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)]);
+        nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
+        nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)], 2);
         assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
-        nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)]);
+        nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)], 2 * SECOND);
         let view = nodes.job(&job("j"));
         assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
         assert!(view.is_whole());
-        nodes.forget(5);
-        assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older attempt is forgotten");
-        nodes.claim(a, Vec::new());
+        nodes.claim(b, vec![aged(2, 0, 4, 3, Some(2)), aged(3, 0, 4, 3, Some(2))], 3 * SECOND);
+        nodes.forget(4 * SECOND);
+        assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older world is forgotten");
+        nodes.claim(a, Vec::new(), 5 * SECOND);
         assert_eq!(nodes.jobs().count(), 0);
+    }
+
+    #[test]
+    fn agents_that_count_restarts_apart_have_one_world() {
+        let mut nodes = Nodes::default();
+        let (a, _a) = node(&mut nodes, "a", 1);
+        let (b, _b) = node(&mut nodes, "b", 2);
+        let at = |seconds: u64| seconds * SECOND;
+        nodes.claim(a, vec![aged(0, 0, 4, 5, None), aged(1, 0, 4, 5, None)], at(10));
+        nodes.claim(b, vec![aged(2, 0, 4, 5, None), aged(3, 0, 4, 5, None)], at(10));
+        assert!(nodes.job(&job("j")).is_whole());
+        // A rank of the first node crashes: its agent counts that, the other one only sees that a member was away.
+        nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(30));
+        nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
+        let view = nodes.job(&job("j"));
+        assert_eq!((view.attempt, view.ranks, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
+        assert_eq!(view.born_ns, at(29), "the world before is not that one");
+        nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
+        let view = nodes.job(&job("j"));
+        assert!(view.is_whole() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
+        assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2-3".into()));
+        // Who dies in this world is one of it, whatever it counts.
+        nodes.claim(b, vec![aged(2, 0, 4, 10, Some(1)), aged(3, 0, 4, 10, None)], at(40));
+        assert_eq!((nodes.job(&job("j")).ranks, ranks(&nodes, b).as_str()), (4, "2-3"));
+        // And again, when the other agent's counter is ahead.
+        nodes.claim(b, vec![aged(2, 1, 4, 1, None), aged(3, 1, 4, 1, None)], at(50));
+        nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(50));
+        assert!(nodes.job(&job("j")).is_whole());
+        assert_eq!(nodes.refused(), []);
+    }
+
+    #[test]
+    fn a_world_that_grows_and_shrinks_within_an_attempt() {
+        let mut nodes = Nodes::default();
+        let (a, _a) = node(&mut nodes, "a", 1);
+        let (b, _b) = node(&mut nodes, "b", 2);
+        let (c, _c) = node(&mut nodes, "c", 3);
+        let at = |seconds: u64| seconds * SECOND;
+        nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
+        nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
+        // A node more: its rank comes before the old ones are told to be gone, and has one of their numbers.
+        nodes.claim(c, vec![aged(0, 0, 3, 1, None)], at(20));
+        let view = nodes.job(&job("j"));
+        assert_eq!((view.world_size, view.ranks, nodes.refused()), (3, 1, vec![]), "nobody complains of the old ranks");
+        nodes.claim(a, vec![aged(1, 0, 3, 1, None)], at(20));
+        nodes.claim(b, vec![aged(1, 0, 2, 15, Some(2)), aged(2, 0, 3, 1, None)], at(20));
+        assert!(nodes.job(&job("j")).is_whole());
+        assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "2".into(), "0".into()));
+        // The first node is preempted, and the others have its place.
+        nodes.claim(a, vec![aged(1, 0, 3, 11, Some(2))], at(30));
+        nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(30));
+        nodes.claim(c, vec![aged(1, 0, 2, 1, None)], at(30));
+        let view = nodes.job(&job("j"));
+        assert_eq!((view.world_size, view.ranks, view.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
+        // Another takes its place in a world of the same size: the old number is free as soon as its process has ended.
+        nodes.claim(c, vec![aged(1, 0, 2, 11, Some(1))], at(40));
+        nodes.claim(a, vec![aged(1, 0, 2, 0, None)], at(41));
+        nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(41));
+        assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "0".into(), String::new()));
+        assert!(nodes.job(&job("j")).is_whole() && nodes.refused().is_empty());
     }
 
     #[test]
@@ -437,9 +641,9 @@ mod tests {
         let mut nodes = Nodes::default();
         let (a, _a) = node(&mut nodes, "a", 1);
         let (b, _b) = node(&mut nodes, "b", 2);
-        nodes.claim(a, vec![entry("j", 0, 0, 2)]);
-        nodes.claim(b, vec![entry("j", 1, 0, 2)]);
-        let second = 1_000_000_000;
+        nodes.claim(a, vec![entry("j", 0, 0, 2)], 1);
+        nodes.claim(b, vec![entry("j", 1, 0, 2)], 1);
+        let second = SECOND;
         let id = JobId { name: "j".into(), instance: String::new() };
         nodes.launched(b, &id, 1000, 20 * second);
         assert_eq!(nodes.busy_elsewhere(&job("j"), a, 28 * second), Some("b"));

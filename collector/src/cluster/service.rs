@@ -8,7 +8,7 @@ use std::{
     },
 };
 
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 use xpu_timer_proto::{
@@ -32,10 +32,17 @@ pub enum StreamEvent {
     /// Somebody begins a delivery, and is told whether its key is one that a node was asked by.
     Brings(Arc<str>, oneshot::Sender<bool>),
     /// A piece of it.
-    Brought(Arc<str>, Box<delivery::Message>),
+    Brought(Arc<str>, Box<delivery::Message>, Credit),
     /// It ended, by its last piece or before.
     Ceased(Arc<str>),
+    /// A node of this name may not join, and why.
+    Refused(String, String),
 }
+
+/// What a piece of a delivery takes while it is not merged or written. The next ones are read when enough of them are given back by a
+/// drop: a disk that stalls slows the nodes down, and nothing piles up here.
+#[derive(Debug, Default)]
+pub struct Credit(#[allow(dead_code, reason = "it is held for its drop")] Option<OwnedSemaphorePermit>);
 
 /// The token that a request must carry; `None` on loopback without one.
 #[derive(Debug, Clone)]
@@ -79,6 +86,8 @@ pub struct Service {
 
 /// Messages to one node that may wait. A node that does not read them is cut off.
 const OUTGOING: usize = 64;
+/// Pieces of one delivery that may be here at a time: each may be half a megabyte, and a tree is one.
+const PIECES: usize = 4;
 
 #[tonic::async_trait]
 impl cluster_server::Cluster for Service {
@@ -100,6 +109,8 @@ impl cluster_server::Cluster for Service {
                             listen(id, &mut messages, &events).await
                         }
                         Err(status) => {
+                            let refused = StreamEvent::Refused(hello.node, status.message().into());
+                            let _ = events.send(refused).await;
                             let _ = outgoing.send(Box::new(Err(status))).await;
                             return;
                         }
@@ -130,9 +141,13 @@ impl cluster_server::Cluster for Service {
             return Err(Status::not_found("nothing is expected by this key, or no longer"));
         }
         let _ceased = Ceased { events: self.events.clone(), key: Arc::clone(&key) };
-        while let Some(Delivery { message }) = pieces.message().await? {
+        let pieces_here = Arc::new(Semaphore::new(PIECES));
+        loop {
+            // It is closed by nobody.
+            let credit = Credit(Arc::clone(&pieces_here).acquire_owned().await.ok());
+            let Some(Delivery { message }) = pieces.message().await? else { break };
             let Some(message) = message else { continue };
-            let _ = self.events.send(StreamEvent::Brought(Arc::clone(&key), Box::new(message))).await;
+            let _ = self.events.send(StreamEvent::Brought(Arc::clone(&key), Box::new(message), credit)).await;
         }
         Ok(Response::new(Delivered {}))
     }
@@ -185,6 +200,9 @@ async fn listen(id: StreamId, messages: &mut Streaming<NodeMessage>, events: &mp
 
 #[cfg(test)]
 mod tests {
+    use tonic::transport::{Channel, Server, server::TcpIncoming};
+    use xpu_timer_proto::v1::{DumpFile, cluster_client::ClusterClient};
+
     use super::*;
 
     #[test]
@@ -198,5 +216,69 @@ mod tests {
         }
         assert!(!token.admits(None));
         assert!(Token::new(None).admits(None));
+    }
+    /// A client of the service, and what the service tells of it.
+    async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("http://{}", listener.local_addr().unwrap());
+        let (events, told) = mpsc::channel(64);
+        let service = cluster_server::ClusterServer::new(Service { events, next: AtomicU64::new(1) });
+        // It ends with the runtime of the test.
+        tokio::spawn(Server::builder().add_service(service).serve_with_incoming(TcpIncoming::from(listener)));
+        (ClusterClient::new(Channel::from_shared(url).unwrap().connect().await.unwrap()), told)
+    }
+
+    #[tokio::test]
+    async fn another_protocol_is_refused_in_words_that_both_sides_have() {
+        let (mut client, mut told) = served().await;
+        let hello = NodeHello { protocol: PROTOCOL_VERSION + 1, node: "old".into(), ..Default::default() };
+        let mut answers = client
+            .join(tokio_stream::once(NodeMessage { message: Some(Message::Hello(hello)) }))
+            .await
+            .unwrap()
+            .into_inner();
+        let status = answers.next().await.unwrap().unwrap_err();
+        let versions = [
+            format!("speaks protocol {}", PROTOCOL_VERSION + 1),
+            format!("this cluster collector {PROTOCOL_VERSION};"),
+        ];
+        let Some(StreamEvent::Refused(node, why)) = told.recv().await else { panic!("the hub is told") };
+        assert_eq!((node.as_str(), why.as_str()), ("old", status.message()));
+        assert!(versions.iter().all(|version| why.contains(version)), "{why}");
+    }
+
+    #[tokio::test]
+    async fn no_more_pieces_are_read_than_are_written() {
+        let (mut client, mut told) = served().await;
+        let count = 3 * PIECES;
+        let file = |_| delivery::Message::File(DumpFile { data: vec![7; 1000], ..Default::default() });
+        let messages = std::iter::once(delivery::Message::Key("k".into())).chain((0..count).map(file));
+        let pieces: Vec<Delivery> = messages.map(|message| Delivery { message: Some(message) }).collect();
+        let sent = tokio::spawn(async move { client.bring(tokio_stream::iter(pieces)).await });
+        let mut held = Vec::new();
+        while let Some(event) = told.recv().await {
+            match event {
+                StreamEvent::Brings(_, known) => known.send(true).unwrap(),
+                StreamEvent::Brought(_, _, credit) => held.push(credit),
+                _ => {}
+            }
+            if held.len() == PIECES {
+                break;
+            }
+        }
+        // Nothing is written, as on a disk that stalls.
+        let more = tokio::time::timeout(std::time::Duration::from_millis(300), told.recv()).await;
+        assert!(more.is_err(), "{more:?}");
+        let mut written = held.len();
+        held.clear();
+        while let Some(event) = told.recv().await {
+            match event {
+                StreamEvent::Brought(..) => written += 1,
+                StreamEvent::Ceased(_) => break,
+                _ => {}
+            }
+        }
+        assert_eq!(written, count);
+        sent.await.unwrap().unwrap();
     }
 }

@@ -7,25 +7,23 @@ use std::{
     thread,
 };
 
-use rustix::process::Signal;
 use serde_json::json;
 use tracing::{info, warn};
 
-use super::{Core, Told};
+use super::{Core, Judged, Told};
 use crate::{
     clock::{self, Now},
     dump::{self, ForCluster, Outcome, Plan},
     error::chain,
     inbox::{Command, DumpReply, wanted_job},
     incident::{Action, Cause, Raise, Record, State},
-    registry::{JobKey, Rank},
+    judging,
+    registry::JobKey,
     retention, subjects,
 };
 
 /// Operations of each flight record that are kept for a cluster collector that has not said how many it wants.
 const LATER_OPERATIONS: usize = 128;
-/// Between the polite and the final signal of XPU_TIMER_HANG_KILL.
-const KILL_AFTER_NS: u64 = 5_000_000_000;
 
 impl Core {
     /// Folders in which incidents may lie.
@@ -67,12 +65,29 @@ impl Core {
 
     /// Starts the work of an incident without the cluster collector, which may come later and ask for it.
     pub(crate) fn dump_alone(&mut self, id: &str) {
-        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
-        self.dump(id, self.settings.cluster.is_some().then_some(part));
+        self.note_opened(id);
+        self.capture_alone(id);
     }
 
     /// Starts the work of an incident.
     pub(crate) fn dump(&mut self, id: &str, for_cluster: Option<ForCluster>) {
+        self.note_opened(id);
+        self.capture(id, for_cluster);
+    }
+
+    fn note_opened(&mut self, id: &str) {
+        let Some(incident) = self.engine.get(id) else { return };
+        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
+        self.opened += 1;
+        self.told.insert(id.to_string(), Told::default());
+    }
+
+    pub(super) fn capture_alone(&mut self, id: &str) {
+        let part = ForCluster { operations: LATER_OPERATIONS, alone: true };
+        self.capture(id, self.settings.cluster.is_some().then_some(part));
+    }
+
+    fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
         let of_job = self.registry.of_job(&incident.job);
@@ -94,9 +109,6 @@ impl Core {
             fallback_path: self.settings.fallback_path.clone(),
             for_cluster,
         };
-        info!("incident {id} opened for job {}: {:?}", incident.job, incident.trigger.kind());
-        self.opened += 1;
-        self.told.insert(id.to_string(), Told::default());
         let (captures, hurry, inbox) = (Arc::clone(&self.captures), Arc::clone(&self.hurry), self.inbox.clone());
         let (give, take) = mpsc::channel();
         let work = move || {
@@ -121,13 +133,18 @@ impl Core {
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
         let shared = self.member.is_asked(&id);
-        if let (Some(webhook), false) = (&self.webhook, shared) {
+        let judged = Judged { mild: judging::is_mild(&verdict), culprits: verdict.culprits.clone(), by_cluster: false };
+        let cause = verdict.cause.to_string();
+        // A second look that tells nothing new is not told again.
+        let is_news = self.told.get(&id).is_none_or(|before| before.cause != cause);
+        if let (Some(webhook), true) = (&self.webhook, !shared && is_news) {
             webhook.post(&verdict, path.as_deref());
         }
         let told = Told {
             path: path.clone(),
             sentence: verdict.sentence,
-            cause: verdict.cause.to_string(),
+            cause,
+            culprits: verdict.culprits,
             errors: verdict.timing.errors,
         };
         self.told.insert(id.clone(), told);
@@ -156,7 +173,7 @@ impl Core {
             self.captured(&id, part);
         }
         if !shared {
-            self.kill(&id, now);
+            self.judged(&id, &judged, now);
         }
         self.retire();
     }
@@ -181,33 +198,5 @@ impl Core {
         if let Err(error) = changed {
             warn!("incident {id}: {}", chain(&error));
         }
-    }
-
-    /// XPU_TIMER_HANG_KILL: ends the ranks of a job that still hangs, so that its agent starts them again.
-    pub(crate) fn kill(&mut self, id: &str, now: Now) {
-        let Some(incident) = self.engine.get(id) else { return };
-        let hangs = incident.causes.iter().any(|cause| *cause != Cause::Manual);
-        let ranks: Vec<&Rank> = self.registry.of_job(&incident.job);
-        if !hangs || !ranks.iter().any(|rank| rank.settings.hang_kill) {
-            return;
-        }
-        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
-        for rank in ranks.into_iter().filter(|rank| rank.presence.is_alive()) {
-            let Some(process) = &rank.process else { continue };
-            if let Err(error) = process.signal(Signal::TERM) {
-                warn!("{} cannot be ended: {error}", rank.title());
-            }
-            self.ending.push((now.mono_ns + KILL_AFTER_NS, Arc::clone(process)));
-        }
-    }
-
-    pub(super) fn end_the_rest(&mut self, now: Now) {
-        self.ending.retain(|(due_ns, process)| {
-            if *due_ns <= now.mono_ns && !process.is_dead() {
-                // It fails when the process has just ended.
-                let _ = process.signal(Signal::KILL);
-            }
-            *due_ns > now.mono_ns
-        });
     }
 }

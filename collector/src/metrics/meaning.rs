@@ -102,7 +102,11 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     if operation.status() != OpStatus::Completed || operation.device_ns == 0 {
         return None;
     }
-    let done = Done { at_ns: operation.completed_ns, us: operation.device_ns as f64 / 1e3, amount: flops(shape) };
+    let done = Done {
+        at_ns: operation.completed_ns,
+        us: operation.device_ns as f64 / 1e3,
+        amount: flops(shape, operation.dtype()),
+    };
     let dtype = dtype_name(operation.dtype());
     let mut labels = vec![("dtype", dtype.to_string()), ("operation", "Matmul".to_string())];
     if let Some((_, levels)) = settings.levels {
@@ -112,11 +116,12 @@ pub fn matmul(operation: &Operation, settings: &MetricsSettings) -> Option<(Key,
     Some((Key { family: Family::Matmul, labels }, done))
 }
 
-/// Floating-point operations of a product: a multiplication and an addition for each of its terms.
+/// Floating-point operations of a product: a multiplication and an addition for each of its terms, of complex numbers four and four.
 #[must_use]
-pub fn flops(shape: &Matmul) -> f64 {
+pub fn flops(shape: &Matmul, dtype: DataType) -> f64 {
+    let of_term = if matches!(dtype, DataType::Complex64 | DataType::Complex128) { 8.0 } else { 2.0 };
     // A product that says nothing of batches is one.
-    2.0 * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
+    of_term * f64::from(shape.batch.max(1)) * f64::from(shape.m) * f64::from(shape.n) * f64::from(shape.k)
 }
 
 /// Bytes that count for the bus bandwidth of a collective, from the count that each rank passed.
@@ -170,8 +175,8 @@ fn peak_tflops(device: &str, dtype: &str) -> f64 {
     };
     match dtype {
         "fp16" | "bf16" => half,
-        "fp32" => single,
-        "fp64" => double,
+        "fp32" | "complex64" => single,
+        "fp64" | "complex128" => double,
         "fp8_e4m3" | "fp8_e5m2" => quarter.unwrap_or(312.0),
         _ => 312.0,
     }
@@ -183,7 +188,8 @@ fn width(dtype: DataType) -> Option<u32> {
         DataType::Int8 | DataType::Uint8 | DataType::Float8E4m3 | DataType::Float8E5m2 => Some(1),
         DataType::Float16 | DataType::Bfloat16 => Some(2),
         DataType::Int32 | DataType::Uint32 | DataType::Float32 => Some(4),
-        DataType::Int64 | DataType::Uint64 | DataType::Float64 => Some(8),
+        DataType::Int64 | DataType::Uint64 | DataType::Float64 | DataType::Complex64 => Some(8),
+        DataType::Complex128 => Some(16),
         DataType::Unspecified => None,
     }
 }
@@ -202,6 +208,8 @@ fn dtype_name(dtype: DataType) -> &'static str {
         DataType::Bfloat16 => "bf16",
         DataType::Float8E4m3 => "fp8_e4m3",
         DataType::Float8E5m2 => "fp8_e5m2",
+        DataType::Complex64 => "complex64",
+        DataType::Complex128 => "complex128",
         DataType::Unspecified => "UNKNOWN",
     }
 }
@@ -369,7 +377,8 @@ mod tests {
     #[test]
     fn a_matrix_product_is_counted_and_levelled() {
         let shape = Matmul { batch: 0, m: 4096, n: 4096, k: 4096, ..Default::default() };
-        assert_eq!(flops(&shape), 137_438_953_472.0);
+        assert_eq!(flops(&shape, DataType::Bfloat16), 137_438_953_472.0);
+        assert_eq!(flops(&shape, DataType::Complex64), 4.0 * 137_438_953_472.0);
         let operation = Operation {
             kind: OpKind::Kernel.into(),
             op: Op::Matmul.into(),

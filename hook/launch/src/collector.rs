@@ -6,7 +6,7 @@ use std::{
     io::{self, Read, Seek, SeekFrom},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
-        unix::fs::{MetadataExt, OpenOptionsExt},
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -27,7 +27,10 @@ use xpu_timer_proto::{
     v1::{NodeReply, node_reply},
 };
 
-use crate::{config::Config, detach};
+use crate::{
+    config::{Config, LOG_FILE},
+    detach,
+};
 
 /// How long a collector may take from its start to its first Welcome.
 const START_DEADLINE: Duration = Duration::from_secs(5);
@@ -39,19 +42,29 @@ const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How much of the end of a log is looked at for its last line.
 const LAST_WORDS_BYTES: u64 = 1024;
 
-/// Makes sure that a node collector answers, one with these `changes` of the environment if none does, and says its process id; 0 when that is of another PID namespace.
+/// A node collector that answers.
+#[derive(Debug)]
+pub struct Found {
+    /// Its process id; 0 when that is of another PID namespace.
+    pub pid: i32,
+    /// What it cannot do, if it has just been started; a line.
+    pub remark: Option<String>,
+}
+
+/// Makes sure that a node collector answers, one with these `changes` of the environment if none does.
 ///
 /// # Errors
 /// Why none does, with the place of its log.
-pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<i32> {
+pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     match ask(&config.socket, ANSWER_DEADLINE) {
-        Ok(pid) => return Ok(pid),
+        Ok(pid) => return Ok(Found { pid, remark: None }),
         Err(Silence::Absent) => {}
         Err(why) => bail!("{}: {why}", config.socket.display()),
     }
     let program = find(config)?;
     let (log, log_path) = open_log(config);
     let mut spoken = log.try_clone();
+    let before = log.metadata().map_or(0, |metadata| metadata.len());
     let arguments = ["node", "--linger", &config.linger];
     let mut child = detach::spawn(&program, &arguments, changes, log)
         .with_context(|| format!("{} cannot be started", program.display()))?;
@@ -61,7 +74,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<i32> {
     let mut ended = false;
     loop {
         let why = match ask(&config.socket, deadline.saturating_sub(begun.elapsed())) {
-            Ok(pid) => return Ok(pid),
+            Ok(pid) => return Ok(Found { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
             Err(why) => why,
         };
         if !ended && child.has_ended() {
@@ -185,26 +198,48 @@ fn last_words(log: &mut File) -> Option<String> {
     end.lines().rev().map(str::trim).find(|line| !line.is_empty()).map(String::from)
 }
 
-/// The collector's log and its name; /dev/null where it cannot be written.
+/// What a collector complained about before it said Welcome: the words of its errors in the log, behind the time and the place in the code.
+fn problems(mut log: File, before: u64) -> Option<String> {
+    let mut text = Vec::new();
+    let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(LAST_WORDS_BYTES).read_to_end(&mut text));
+    let text = String::from_utf8_lossy(if read.is_ok() { &text } else { &[] }).into_owned();
+    let words = |line: &str| Some(line.split_once(" ERROR ")?.1.split_once(": ")?.1.trim().to_string());
+    let all: Vec<String> = text.lines().filter_map(words).collect();
+    (!all.is_empty()).then(|| format!("the node collector works, but {}", all.join("; ")))
+}
+
+/// The collector's log and its name: where it is to be, else in this user's own folder (another user's may be there), else /dev/null.
 fn open_log(config: &Config) -> (File, String) {
     if let Some(folder) = config.log.parent() {
         // Why it cannot be made is what opening the file says.
         let _ = std::fs::create_dir_all(folder);
     }
-    let log = open_own(&config.log).and_then(|file| {
+    let open = |path: &Path| {
+        let file = open_own(path)?;
         if !config.append {
             file.set_len(0)?;
         }
-        Ok(file)
-    });
-    match log {
-        Ok(file) => (file, config.log.display().to_string()),
-        Err(error) => {
+        Ok::<_, io::Error>((file, path.display().to_string()))
+    };
+    open(&config.log)
+        .or_else(|error| own_folder(config).and_then(|folder| open(&folder.join(LOG_FILE))).map_err(|_| error))
+        .unwrap_or_else(|error| {
             let null = OpenOptions::new().write(true).open("/dev/null");
             let null = null.expect("a system without /dev/null runs no shell either");
             (null, format!("none, because {}: {error}", config.log.display()))
-        }
+        })
+}
+
+/// The folder of the socket, made if need be, if nobody else can have put anything into it.
+fn own_folder(config: &Config) -> io::Result<PathBuf> {
+    let folder = config.socket.parent().ok_or(io::ErrorKind::NotFound)?;
+    match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
     }
+    let status = std::fs::symlink_metadata(folder)?;
+    let own = status.is_dir() && status.uid() == nix::unistd::geteuid().as_raw() && status.mode() & 0o022 == 0;
+    if own { Ok(folder.to_path_buf()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
 }
 
 /// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut.
@@ -242,9 +277,35 @@ mod tests {
         std::fs::write(&victim, "precious").unwrap();
         let link = folder.path().join("xpu_timer_collector.log");
         std::os::unix::fs::symlink(&victim, &link).unwrap();
-        let (_, name) = open_log(&Config { log: link, append: false, ..Config::read() });
+        let socket = folder.path().join("no/folder/1.sock");
+        let (_, name) = open_log(&Config { log: link, socket, append: false, ..Config::read() });
         assert!(name.starts_with("none"), "{name}");
         assert_eq!(std::fs::read_to_string(victim).unwrap(), "precious");
+    }
+
+    #[test]
+    fn errors_of_a_collector_that_works_are_its_remarks() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let old = "2026-11-22T09:00:00.1Z ERROR xpu_timer_collector::node: of the run before\n";
+        let new = "2026-11-22T09:50:37.1Z ERROR xpu_timer_collector::node: there is no control endpoint: port 1 is taken\n\
+                   2026-11-22T09:50:37.1Z  INFO xpu_timer_collector::node: listening on /x as pid 1\n";
+        std::fs::write(&path, format!("{old}{new}")).unwrap();
+        let said = problems(File::open(&path).unwrap(), old.len() as u64);
+        assert_eq!(said.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
+    }
+
+    #[test]
+    fn a_log_of_another_user_is_left_to_that_one() {
+        let folder = tempfile::tempdir().unwrap();
+        let log = folder.path().join("xpu_timer_collector.log");
+        std::os::unix::fs::symlink("/dev/null", &log).unwrap();
+        let socket = folder.path().join("xpu_timer-7/1.sock");
+        let config = Config { log, socket: socket.clone(), append: false, ..Config::read() };
+        assert_eq!(open_log(&config).1, socket.with_file_name(LOG_FILE).display().to_string());
+        let everybodys = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+        std::fs::set_permissions(socket.parent().unwrap(), everybodys).unwrap();
+        assert!(open_log(&config).1.starts_with("none"));
     }
 
     #[test]

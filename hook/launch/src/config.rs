@@ -13,6 +13,9 @@ const PATHS: [&str; 5] = [
     "XPU_TIMER_COLLECTOR_CA_FILE",
 ];
 
+/// Name of the collector's log.
+pub const LOG_FILE: &str = "xpu_timer_collector.log";
+
 /// What the launcher must know.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -26,6 +29,8 @@ pub struct Config {
     pub hook: Option<PathBuf>,
     /// Where the collector's output goes.
     pub log: PathBuf,
+    /// Where incidents go, and where they go when that cannot be written.
+    pub timeline: [PathBuf; 2],
     /// Keep the log of the run before.
     pub append: bool,
     /// Seconds after which an unused collector ends.
@@ -50,8 +55,11 @@ impl Config {
             socket: absolute(socket::of(source, uid)),
             daemon: source.path("XPU_TIMER_DAEMON_PATH"),
             hook: source.path("XPU_TIMER_HOOK_PATH"),
-            log: absolute(source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()))
-                .join("xpu_timer_collector.log"),
+            log: absolute(source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into())).join(LOG_FILE),
+            timeline: [
+                absolute(source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default()),
+                socket::directory(&socket::temporary(source), uid).join("timeline"),
+            ],
             append: source.flag("XPU_TIMER_LOGGING_APPEND"),
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
             beside: std::env::current_exe().ok().and_then(|exe| exe.parent().map(PathBuf::from)),

@@ -8,12 +8,17 @@
 mod cli;
 mod collector;
 mod config;
+mod container;
 #[allow(unsafe_code)]
 mod detach;
+mod image;
 mod preload;
 mod print_env;
 #[allow(unsafe_code)]
+mod probe;
+#[allow(unsafe_code)]
 mod signals;
+mod timeline;
 
 use std::{
     ffi::{CString, OsString},
@@ -26,6 +31,7 @@ use nix::errno::Errno;
 
 use cli::Request;
 use config::Config;
+use image::{Image, Obstacle};
 pub use print_env::main as print_env;
 
 /// Exit code for wrong usage.
@@ -51,21 +57,69 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
 
 fn run(command: &[OsString]) -> ExitCode {
     let config = Config::read();
-    let mut changes = Vec::new();
-    if !config.disabled {
-        changes.extend(config.made_absolute.iter().cloned());
-        changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
-        match collector::ensure(&config, &changes) {
-            // So that also those processes can let it look into them that never connect.
-            Ok(pid) => changes.push(("XPU_TIMER_COLLECTOR_PID", pid.to_string().into())),
-            Err(error) => say(&format!("running without the node collector: {error:#}")),
-        }
-        match preload::for_command(&config, std::env::var_os("LD_PRELOAD")) {
-            Ok(value) => changes.push(("LD_PRELOAD", value)),
-            Err(error) => say(&format!("running without the hook: {error:#}")),
-        }
-    }
+    let changes = if config.disabled {
+        Vec::new()
+    } else if let Some(why) = impossible(command) {
+        say(&format!("running without the hook: {why}"));
+        // A launcher above this one may have put it there.
+        preload::without_hook(std::env::var_os("LD_PRELOAD")).map(|value| ("LD_PRELOAD", value)).into_iter().collect()
+    } else {
+        prepare(command, &config)
+    };
     ExitCode::from(become_command(command, &changes))
+}
+
+/// Why the hook would be of no use to the command, or do it harm.
+fn impossible(command: &[OsString]) -> Option<String> {
+    let elsewhere = container::elsewhere(command).filter(|elsewhere| elsewhere.in_container);
+    if let Some(elsewhere) = elsewhere {
+        return Some(elsewhere.advice);
+    }
+    // A command that is not there is said when it cannot be executed.
+    let image = Image::of(command).ok();
+    let obstacle = image.as_ref().and_then(|image| Some((image, image.obstacle.as_ref()?)));
+    match obstacle {
+        Some((image, obstacle)) if obstacle.forbids_preload() => Some(format!("{}: {obstacle}", image.file.display())),
+        _ => probe::forbidden(),
+    }
+}
+
+/// Collector and hook for a command that can have them: what changes in its environment.
+fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString)> {
+    let mut changes = config.made_absolute.clone();
+    changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
+    match collector::ensure(config, &changes) {
+        Ok(found) => {
+            // So that also those processes can let it look into them that never connect.
+            changes.push(("XPU_TIMER_COLLECTOR_PID", found.pid.to_string().into()));
+            found.remark.into_iter().chain(timeline::remark(&config.timeline)).for_each(|remark| say(&remark));
+        }
+        Err(error) => say(&format!("running without the node collector: {error:#}")),
+    }
+    match preload::for_command(config, command, std::env::var_os("LD_PRELOAD")) {
+        Ok(value) => {
+            changes.push(("LD_PRELOAD", value));
+            if let Some(remark) = remark(command) {
+                say(&remark);
+            }
+        }
+        Err(error) => say(&format!("running without the hook: {error:#}")),
+    }
+    changes
+}
+
+/// What is to be known of a command that gets the hook, and yet not in its own process or not on its own node.
+fn remark(command: &[OsString]) -> Option<String> {
+    if let Some(elsewhere) = container::elsewhere(command) {
+        return Some(elsewhere.advice);
+    }
+    let image = Image::of(command).ok()?;
+    let obstacle = image.obstacle?;
+    let advice = match obstacle {
+        Obstacle::Privileged => "write xpu_timer_launch behind it",
+        _ => "only programs that it starts get the hook",
+    };
+    Some(format!("{}: {obstacle}; {advice}", image.file.display()))
 }
 
 /// Replaces this process. The exit code for when that fails.

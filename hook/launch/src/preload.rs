@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::config::Config;
+use crate::{config::Config, image::Image};
 
 const FILE: &str = "libxpu_timer_hook.so";
 
@@ -23,12 +23,25 @@ const FILE: &str = "libxpu_timer_hook.so";
 ///
 /// # Errors
 /// When the hook is not there, cannot be loaded, or lies where LD_PRELOAD cannot name it.
-pub fn for_command(config: &Config, before: Option<OsString>) -> Result<OsString> {
+pub fn for_command(config: &Config, command: &[OsString], before: Option<OsString>) -> Result<OsString> {
     let found = find(config)?;
     let hook = nameable(&found, config)?;
     let value = in_front(&hook, before);
     loads(&hook)?;
-    Ok(value)
+    let image = Image::of(command).ok();
+    match image.as_ref().and_then(|image| image.refusal_of(&hook)) {
+        Some(refusal) => bail!("{}: {refusal}", command[0].display()),
+        None => Ok(value),
+    }
+}
+
+/// LD_PRELOAD without any hook of ours; `None` when it has none.
+pub fn without_hook(before: Option<OsString>) -> Option<OsString> {
+    let before = before?;
+    let all: Vec<&[u8]> = before.as_bytes().split(is_separator).filter(|name| !name.is_empty()).collect();
+    let is_hook = |name: &[u8]| Path::new(OsStr::from_bytes(name)).file_name().is_some_and(|name| name == FILE);
+    let kept: Vec<&[u8]> = all.iter().copied().filter(|name| !is_hook(name)).collect();
+    (kept.len() < all.len()).then(|| OsStr::from_bytes(&kept.join(&b':')).to_owned())
 }
 
 fn is_separator(byte: &u8) -> bool {
@@ -143,11 +156,18 @@ mod tests {
     }
 
     #[test]
+    fn an_inherited_hook_is_taken_out() {
+        let without = |before: &str| without_hook(Some(before.into()));
+        assert_eq!(without("/x/libxpu_timer_hook.so:/a.so /b.so"), Some("/a.so:/b.so".into()));
+        assert_eq!((without("/a.so"), without_hook(None)), (None, None));
+    }
+
+    #[test]
     fn a_hook_that_cannot_be_preloaded_is_said() {
         let folder = tempfile::tempdir().unwrap();
-        let error = for_command(&config(None, folder.path().into()), None).unwrap_err();
+        let error = for_command(&config(None, folder.path().into()), &[], None).unwrap_err();
         assert!(error.to_string().contains("XPU_TIMER_HOOK_PATH"), "{error}");
-        let error = for_command(&config(Some("/nowhere.so".into()), folder.path().into()), None).unwrap_err();
+        let error = for_command(&config(Some("/nowhere.so".into()), folder.path().into()), &[], None).unwrap_err();
         assert!(error.to_string().contains("/nowhere.so"), "{error}");
     }
 

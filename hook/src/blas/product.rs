@@ -21,6 +21,9 @@ const SAMPLE_NS: u64 = 20_000_000;
 /// The last sample.
 static SAMPLED_NS: AtomicU64 = AtomicU64::new(0);
 
+/// So many groups of one call are looked at.
+const MOST_GROUPS: usize = 4096;
+
 /// What a call says of its elements.
 pub enum Elements {
     /// The number of A's type; see [`dtype_of`].
@@ -36,6 +39,34 @@ pub struct Shape {
 }
 
 impl Shape {
+    /// Of products that one call runs in groups, each of as many as `counts` says: one product as large as all of them. `None` when they
+    /// differ in more than one size.
+    pub fn of_groups<T: Copy + Into<i64>>(
+        sizes: [*const T; 3],
+        (counts, groups): (*const T, T),
+        transposes: [*const i32; 2],
+    ) -> Option<Self> {
+        let groups = usize::try_from(groups.into()).ok().filter(|groups| (1..=MOST_GROUPS).contains(groups))?;
+        let is_there = !counts.is_null() && sizes.iter().all(|array| !array.is_null());
+        if !is_there || transposes.iter().any(|array| array.is_null()) {
+            return None;
+        }
+        // SAFETY: the caller's arrays of so many numbers, valid during the call that this is used in.
+        let at = |array: *const T, group: usize| -> i64 { unsafe { *array.add(group) }.into() };
+        let differs = |size: &usize| (1..groups).any(|group| at(sizes[*size], group) != at(sizes[*size], 0));
+        let mut differing = (0..sizes.len()).filter(differs);
+        let (differing, others) = (differing.next(), differing.next());
+        let total = |size: usize| {
+            let of_group = |group| at(counts, group).saturating_mul(differing.map_or(1, |_| at(sizes[size], group)));
+            (0..groups).map(of_group).fold(0, i64::saturating_add)
+        };
+        let [m, n, k] = [0, 1, 2].map(|size| if differing == Some(size) { total(size) } else { at(sizes[size], 0) });
+        let batch = if differing.is_some() { 1 } else { total(0) };
+        // SAFETY: as above.
+        let transposes = transposes.map(|array| unsafe { *array });
+        others.is_none().then_some(Shape { dimensions: [m, n, k, batch], transposes })
+    }
+
     /// From arguments of either width.
     pub fn of<T: Into<i64>, B: Into<i64>>(m: T, n: T, k: T, batch: B, trans_a: i32, trans_b: i32) -> Self {
         Shape { dimensions: [m.into(), n.into(), k.into(), batch.into()], transposes: [trans_a, trans_b] }
@@ -65,6 +96,18 @@ pub fn by_handle(
     elements: Elements,
     shape: Shape,
 ) -> Option<Open> {
+    by_groups(recorder, site, handle, elements, || Some(shape))
+}
+
+/// The same for a call of several products, whose shape is asked for only when it is noted.
+#[inline]
+pub fn by_groups(
+    recorder: &'static Recorder,
+    site: Site,
+    handle: Data,
+    elements: Elements,
+    shape: impl FnOnce() -> Option<Shape>,
+) -> Option<Open> {
     if !is_timed(recorder) {
         return None;
     }
@@ -73,10 +116,11 @@ pub fn by_handle(
         Elements::Type(number) => dtype_of(number),
         Elements::Letter => dtype_of_name(site.function),
     };
-    open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape.cut())
+    open(recorder, site.function, stream.map(|stream| stream as usize), dtype, shape().map(|shape| shape.cut()))
 }
 
-/// Before a product whose shape is in descriptors of the library.
+/// Before a product whose shape is in descriptors of the library. A copy of a library that does not tell what is in them has its time
+/// noted and not its shape.
 #[inline]
 pub fn by_layout(
     recorder: &'static Recorder,
@@ -88,17 +132,24 @@ pub fn by_layout(
     if !is_timed(recorder) {
         return None;
     }
-    let ask = LayoutFunctions::beside(site)?;
-    let of = ask.attributes;
-    let trans_a = transpose(ask.of_product(what, of.trans_a)?);
-    let trans_b = transpose(ask.of_product(what, of.trans_b)?);
-    let [m, n] = [of.rows, of.columns].map(|attribute| ask.size(d, attribute));
-    let k = ask.size(a, if trans_a == 0 { of.columns } else { of.rows });
-    let batch = ask.number(d, of.batch).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
-    let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
-    let shape = MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b };
-    let dtype = ask.number(a, of.kind).map_or(DataType::Unspecified, dtype_of);
+    let told = LayoutFunctions::beside(site).map(|ask| described(&ask, what, [a, d]));
+    let (shape, dtype) = told.unwrap_or((None, DataType::Unspecified));
     open(recorder, site.function, Some(stream as usize), dtype, shape)
+}
+
+/// What a product's descriptors say.
+fn described(ask: &LayoutFunctions, what: Data, [a, d]: [Data; 2]) -> (Option<MatmulShape>, DataType) {
+    let of = ask.attributes;
+    let shape = || {
+        let trans_a = transpose(ask.of_product(what, of.trans_a)?);
+        let trans_b = transpose(ask.of_product(what, of.trans_b)?);
+        let [m, n] = [of.rows, of.columns].map(|attribute| ask.size(d, attribute));
+        let k = ask.size(a, if trans_a == 0 { of.columns } else { of.rows });
+        let batch = ask.number(d, of.batch).and_then(|batch| u32::try_from(batch).ok()).unwrap_or(1);
+        let cut = |size: Option<u64>| size.map(|size| u32::try_from(size).unwrap_or(u32::MAX));
+        Some(MatmulShape { m: cut(m)?, n: cut(n)?, k: cut(k)?, batch, trans_a, trans_b })
+    };
+    (shape(), ask.number(a, of.kind).map_or(DataType::Unspecified, dtype_of))
 }
 
 /// Whether this product gets events.
@@ -119,10 +170,10 @@ fn open(
     function: &'static Function,
     stream: Option<usize>,
     dtype: DataType,
-    shape: MatmulShape,
+    matmul: Option<MatmulShape>,
 ) -> Option<Open> {
     let function = recorder.name_key(function.text());
-    let what = Begin { dtype, function, matmul: Some(shape), ..Begin::new(OpKind::Kernel, Op::Matmul) };
+    let what = Begin { dtype, function, matmul, ..Begin::new(OpKind::Kernel, Op::Matmul) };
     let Some(stream) = stream else { return bracket::open_without_events(recorder, &what) };
     if bracket::is_captured(stream) {
         return None;
@@ -138,6 +189,8 @@ fn dtype_of(number: i32) -> DataType {
         1 => DataType::Float64,
         2 => DataType::Float16,
         3 => DataType::Int8,
+        4 => DataType::Complex64,
+        5 => DataType::Complex128,
         8 => DataType::Uint8,
         10 => DataType::Int32,
         12 => DataType::Uint32,
@@ -149,6 +202,8 @@ fn dtype_of(number: i32) -> DataType {
         150 => DataType::Float16,
         151 => DataType::Float32,
         152 => DataType::Float64,
+        154 => DataType::Complex64,
+        155 => DataType::Complex128,
         160 => DataType::Int8,
         161 => DataType::Uint8,
         162 => DataType::Int32,
@@ -165,6 +220,8 @@ fn dtype_of_name(function: &Function) -> DataType {
         Some(b'S') => DataType::Float32,
         Some(b'D') => DataType::Float64,
         Some(b'H') => DataType::Float16,
+        Some(b'C') => DataType::Complex64,
+        Some(b'Z') => DataType::Complex128,
         _ => DataType::Unspecified,
     }
 }
@@ -172,7 +229,7 @@ fn dtype_of_name(function: &Function) -> DataType {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::blas::{cublasDgemm_v2_64, cublasHgemmStridedBatched, cublasSgemm_v2, mcblasSgemm};
+    use crate::blas::{cublasDgemm_v2_64, cublasHgemmStridedBatched, cublasSgemm_v2, cublasZgemm3m, mcblasSgemm};
 
     #[test]
     fn the_letter_is_the_type() {
@@ -180,6 +237,7 @@ mod tests {
         assert_eq!(dtype_of_name(&cublasDgemm_v2_64::FUNCTION), DataType::Float64);
         assert_eq!(dtype_of_name(&cublasHgemmStridedBatched::FUNCTION), DataType::Float16);
         assert_eq!(dtype_of_name(&mcblasSgemm::FUNCTION), DataType::Float32);
+        assert_eq!(dtype_of_name(&cublasZgemm3m::FUNCTION), DataType::Complex128);
     }
 
     #[test]
@@ -187,7 +245,24 @@ mod tests {
         let types = [DataType::Float16, DataType::Float32, DataType::Float64, DataType::Int8, DataType::Bfloat16];
         assert_eq!([2, 0, 1, 3, 14].map(dtype_of), types);
         assert_eq!([150, 151, 152, 160, 168].map(dtype_of), types);
-        assert_eq!([154, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex ones and none");
+        assert_eq!([4, 5, 154, 155].map(dtype_of), [DataType::Complex64, DataType::Complex128].repeat(2)[..]);
+        assert_eq!([6, 169, 255].map(dtype_of), [DataType::Unspecified; 3], "complex halves and none");
+    }
+
+    #[test]
+    fn products_in_groups_are_one_as_large_as_all() {
+        let counts = [1i32, 2, 3];
+        let of = |m: [i32; 3], n: [i32; 3], k: [i32; 3]| {
+            let sizes = [&m, &n, &k].map(|size| size.as_ptr());
+            let shape = Shape::of_groups(sizes, (counts.as_ptr(), 3), [&1, &0].map(std::ptr::from_ref))?;
+            assert_eq!(shape.transposes, [1, 0]);
+            Some(shape.dimensions)
+        };
+        assert_eq!(of([4; 3], [5; 3], [6; 3]), Some([4, 5, 6, 6]));
+        assert_eq!(of([1, 10, 100], [5; 3], [6; 3]), Some([321, 5, 6, 1]));
+        assert_eq!(of([4; 3], [5; 3], [7, 7, 8]), Some([4, 5, 45, 1]));
+        assert_eq!(of([1, 10, 100], [5, 6, 5], [6; 3]), None);
+        assert!(Shape::of_groups([std::ptr::null::<i64>(); 3], (std::ptr::null(), 3), [std::ptr::null(); 2]).is_none());
     }
 
     #[test]

@@ -72,7 +72,7 @@ pub fn be_patient(recorder: &'static Recorder, slot: usize) {
 
 /// Begins an operation that another host thread will run. Its age counts from now.
 pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
-    let slot = recorder.begin(what)?;
+    let slot = recorder.begin_unwatched(what)?;
     let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
     if cell == 0 {
         recorder.count(header::OVERFLOWS);
@@ -83,7 +83,7 @@ pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
 
 /// Begins an operation that the same call runs, and that ends with `leader`.
 fn follow(recorder: &'static Recorder, leader: usize, what: &Begin) {
-    let Some(slot) = recorder.begin(what) else { return };
+    let Some(slot) = recorder.begin_unwatched(what) else { return };
     begun(recorder, slot);
     let link = &recorder.slots[leader].follower;
     recorder.slots[slot].follower.store(link.load(Ordering::Relaxed), Ordering::Relaxed);

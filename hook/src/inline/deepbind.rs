@@ -30,6 +30,7 @@ pub unsafe fn bind(map: *const LinkMap) {
     for (name, symbol) in object.imported() {
         let wrapper = match name.to_bytes() {
             b"dlsym" => Some(lookup::dlsym as *const ()),
+            b"dlvsym" => Some(lookup::dlvsym as *const ()),
             b"dlopen" => Some(lookup::dlopen as *const ()),
             text => lookup::find(text).and_then(|function| {
                 let found = dependencies.iter().find_map(|object| object.exported(name))?;

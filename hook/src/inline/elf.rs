@@ -244,11 +244,12 @@ impl Object {
         })
     }
 
-    /// They stand in front of those that the hash table holds. A table that holds none does not say where they end; then it is
+    /// Where the search for them may end. They stand in front of those that the hash table holds. A table that holds none does not say where they end; then it is
     /// where the next table begins.
     fn imports_end(&self) -> usize {
         if self.hash.is_null() {
-            return 0;
+            // SAFETY: null, or the table of DT_HASH, which counts all symbols.
+            return unsafe { self.old_hash.as_ref().map_or(0, |_| *self.old_hash.add(1) as usize) };
         }
         // SAFETY: the table, as in `exported`.
         unsafe {
@@ -359,6 +360,7 @@ mod tests {
         object.hash = std::ptr::null();
         assert_eq!(object.exported(c"qsort"), Some(found));
         assert_eq!(object.exported(c"xpu_timer_no_such_function"), None);
+        assert!(object.imported().any(|(name, _)| name == c"__tls_get_addr"));
         object.old_hash = std::ptr::null();
         assert_eq!(object.exported(c"qsort"), None);
     }

@@ -117,6 +117,11 @@ pub fn writing(address: usize, length: usize, access: c_int, write: impl FnOnce(
 static AT_WORK: AtomicI32 = AtomicI32::new(0);
 static DEAF: AtomicBool = AtomicBool::new(false);
 
+/// Whether it has stopped listening.
+pub fn is_deaf() -> bool {
+    DEAF.load(Ordering::Relaxed)
+}
+
 /// Called by the linker before and after each change of its list.
 extern "C" fn loaded() {
     // SAFETY: as above.

@@ -17,10 +17,10 @@ mod static_symbols;
 mod weak;
 
 use std::{
-    ffi::CStr,
+    ffi::{CStr, c_void},
     sync::{
         Mutex,
-        atomic::{AtomicU32, Ordering},
+        atomic::{AtomicBool, AtomicU32, Ordering},
     },
 };
 
@@ -81,7 +81,15 @@ pub fn start() {
     LEVEL.store(level as u32, Ordering::Relaxed);
     look_at_new();
     // Under a debugger the linker's function is not empty; then what is loaded later stays as it is.
-    loader::listen();
+    LISTENS.store(loader::listen(), Ordering::Relaxed);
+}
+
+static LISTENS: AtomicBool = AtomicBool::new(false);
+
+/// Whether the hook hears of libraries that are loaded later. Not so when that is turned off, when the system does not let code be
+/// changed, under a debugger, and in some forked children.
+pub fn listens() -> bool {
+    LISTENS.load(Ordering::Relaxed) && !loader::is_deaf()
 }
 
 /// Looks at every object that is new in the linker's list. Called while the list cannot change.
@@ -228,6 +236,30 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
             Err(refusal)
         }
     }
+}
+
+/// A function of the C library, or of the part of it that it had apart until 2.34; null when there is none.
+pub fn exported_by_libc(name: &CStr) -> *mut c_void {
+    let in_file = |file: &[u8]| {
+        let mut map = loader::first();
+        while !map.is_null() {
+            // SAFETY: the linker's list, whose beginning does not change.
+            let object = unsafe { Object::of(map) }.filter(|object| object.soname() == file);
+            if let Some(found) = object.and_then(|object| object.exported(name)) {
+                return Some(found.address as *mut c_void);
+            }
+            // SAFETY: as above.
+            map = unsafe { (*map).next };
+        }
+        None
+    };
+    in_file(b"libc.so.6").or_else(|| in_file(b"libdl.so.2")).unwrap_or(std::ptr::null_mut())
+}
+
+/// Whether the program, and no library, has the code at `address`.
+pub fn is_in_program(address: usize) -> bool {
+    // SAFETY: the first object of the linker's list, which is never unloaded.
+    unsafe { Object::of(loader::first()) }.is_some_and(|program| program.holds_code(address))
 }
 
 /// Base of the hook's own object.

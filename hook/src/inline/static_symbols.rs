@@ -21,6 +21,11 @@ use crate::original::Function;
 
 /// Symbols and names that are read of one file; one with more is not looked at.
 const MOST_BYTES: u64 = 64 << 20;
+/// Reading more than this takes longer than the start of a process may, so it is only done for an object with code for a device, which
+/// every library of collectives or matrix products brings with it.
+const MOST_BYTES_OF_ANY: u64 = 256 << 10;
+/// Names of sections.
+const MOST_BYTES_OF_SECTIONS: u64 = 64 << 10;
 
 /// Names of the functions that are looked for.
 fn wanted() -> &'static HashSet<&'static [u8]> {
@@ -54,6 +59,7 @@ impl Symbols {
 
 /// A section of an ELF file, as far as it matters here.
 struct Section {
+    name: u32,
     kind: u32,
     link: u32,
     offset: u64,
@@ -78,6 +84,7 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
     let sections: Vec<Section> = headers
         .chunks_exact(64)
         .map(|header| Section {
+            name: word(header, 0) as u32,
             kind: word(header, 4) as u32,
             link: word(header, 0x28) as u32,
             offset: word(header, 0x18),
@@ -86,13 +93,19 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
         .collect();
     let Some(table) = sections.iter().find(|section| section.kind == SYMBOL_TABLE) else { return Ok(found) };
     let Some(names) = sections.get(table.link as usize) else { return Ok(found) };
-    if table.size.saturating_add(names.size) > MOST_BYTES {
-        return Ok(found);
-    }
     let contents = |section: &Section| {
         let mut bytes = vec![0; section.size as usize];
         file.read_exact_at(&mut bytes, section.offset).map(|()| bytes)
     };
+    let holds_device_code = || {
+        let names = sections.get(usize::from(half(&header, 0x3e))).filter(|names| names.size < MOST_BYTES_OF_SECTIONS);
+        let names = names.and_then(|names| contents(names).ok()).unwrap_or_default();
+        sections.iter().any(|section| is_of_device(names.get(section.name as usize..).unwrap_or_default()))
+    };
+    let bytes = table.size.saturating_add(names.size);
+    if bytes > MOST_BYTES || bytes > MOST_BYTES_OF_ANY && !holds_device_code() {
+        return Ok(found);
+    }
     let (symbols, names) = (contents(table)?, contents(names)?);
     for symbol in symbols.chunks_exact(SYMBOL_BYTES) {
         let name = names.get(word(symbol, 0) as u32 as usize..).unwrap_or_default();
@@ -117,6 +130,12 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
         }
     }
     Ok(found)
+}
+
+/// Whether a section holds code for a device, by its name at the beginning of these bytes: `.nv_fatbin`, `.hip_fatbin`.
+fn is_of_device(names: &[u8]) -> bool {
+    let name = names.split(|byte| *byte == 0).next().unwrap_or_default();
+    name.to_ascii_lowercase().windows(6).any(|part| part == b"fatbin")
 }
 
 fn word(bytes: &[u8], at: usize) -> u64 {

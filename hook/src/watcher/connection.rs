@@ -16,6 +16,7 @@ use xpu_timer_proto::{
 
 use super::log::Log;
 use crate::{
+    bell,
     start::{self, CONNECTION},
     sys::Descriptor,
     tracer,
@@ -29,6 +30,8 @@ const FIRST_RETRY: Duration = Duration::from_millis(100);
 const LAST_RETRY: Duration = Duration::from_secs(5);
 /// A collector that has not said Welcome by then is not one.
 const WELCOME_DEADLINE: Duration = Duration::from_secs(10);
+/// In that time nobody hears a ring.
+const GREETING_PAUSE: Duration = Duration::from_millis(20);
 /// Messages that wait while the socket is full.
 const MOST_WAITING: usize = 64;
 
@@ -39,8 +42,6 @@ pub struct Connection {
     retry: Duration,
     waiting: VecDeque<Vec<u8>>,
     complained: bool,
-    /// The collector has said something, or is gone.
-    heard: bool,
 }
 
 enum Stage {
@@ -58,7 +59,6 @@ impl Connection {
             retry: FIRST_RETRY,
             waiting: VecDeque::new(),
             complained: false,
-            heard: false,
         }
     }
 
@@ -84,8 +84,7 @@ impl Connection {
                 greeted = self.greet(since, hello, ring)?;
                 Ok(())
             }
-            Stage::Connected if std::mem::take(&mut self.heard) => self.listen(),
-            Stage::Connected => Ok(()),
+            Stage::Connected => self.listen(),
         });
         let result = result.and_then(|()| self.flush());
         if let Err(error) = result {
@@ -95,21 +94,14 @@ impl Connection {
         greeted
     }
 
-    /// Sleeps until the collector says something or hangs up, at most `pause`.
+    /// Sleeps until somebody rings, at most `pause`. While the collector has not said Welcome, its word ends the sleep too.
     pub fn wait(&mut self, pause: Duration) {
-        let connected = !matches!(self.stage, Stage::Apart { .. });
-        let Some(fd) = CONNECTION.get().filter(|_| connected) else {
-            // A descriptor that the host has closed is noticed by who uses it.
-            self.heard = true;
-            std::thread::sleep(pause);
-            return;
-        };
+        let greeting = matches!(self.stage, Stage::Greeting { .. });
+        let Some(fd) = CONNECTION.get().filter(|_| greeting) else { return bell::wait(pause) };
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one valid pollfd.
-        let ready = unsafe { libc::poll(&mut poll, 1, pause.as_millis() as i32) };
-        self.heard = ready != 0;
-        if ready < 0 {
-            std::thread::sleep(pause);
+        if unsafe { libc::poll(&mut poll, 1, GREETING_PAUSE.min(pause).as_millis() as i32) } < 0 {
+            bell::wait(pause);
         }
     }
 

@@ -19,6 +19,7 @@ const NOT_THERE: u8 = 2;
 const NOT_ASKED: u8 = 3;
 const HIDDEN_COPY: u8 = 4;
 const UNSEEN: u8 = 5;
+const DEAF: u8 = 6;
 
 /// In the mangled names of a collective library's kernels: NCCL's and RCCL's, and those before 2.19.
 const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
@@ -55,10 +56,12 @@ impl Survey {
         // Whoever asks the linker for a communicator may still call the collective itself past it.
         let unseen = recorder.any_name(is_collective)
             && !rows().any(|(index, function)| runs_collectives(function) && recorder.calls(index) > 0);
+        let listens = crate::inline::listens();
         for (index, function) in rows() {
             let calls = recorder.calls(index);
             let status = match status(function, calls, &libraries) {
                 HOOKED | NOT_LOADED if unseen && calls == 0 && function.library == Library::Collectives => UNSEEN,
+                NOT_LOADED if !listens && matches!(function.library, Library::Collectives | Library::Blas) => DEAF,
                 status => status,
             };
             publish_coverage(recorder, function, index, status);
@@ -139,7 +142,7 @@ mod tests {
         let hidden = row(Library::Collectives);
         hidden.out_of_reach();
         assert_eq!(status(&hidden, 7, &[]), HIDDEN_COPY, "also when other calls of it were seen");
-        let all = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED, HIDDEN_COPY, UNSEEN];
+        let all = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED, HIDDEN_COPY, UNSEEN, DEAF];
         assert!(all.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));
     }
 }

@@ -3,6 +3,7 @@
 //! It calls driver functions only, each stamped before it is entered, because each can block for ever; then the collector sees
 //! the stamp and the heartbeat that stopped. Nothing that the host does waits for this thread.
 
+mod clock;
 mod connection;
 mod coverage;
 mod log;
@@ -23,6 +24,7 @@ use crate::{
     recorder::Recorder,
     start, sys, thread_state,
 };
+use clock::Clock;
 use connection::Connection;
 pub use connection::GOODBYE;
 pub use coverage::{NOT_LOADED, libraries, publish_coverage};
@@ -34,17 +36,16 @@ const NAME: &str = "xpu_timer_watch";
 /// Enough for the messages and the log; the host's limits count it.
 const STACK_BYTES: usize = 256 * 1024;
 
-/// Pause after a turn in which something came or went, and the longest pauses with and without anything pending. The first is short
-/// because a rank that ends leaves the rest of its operations as they were last seen.
-const SHORTEST: Duration = Duration::from_millis(5);
-const LONGEST_PENDING: Duration = Duration::from_millis(100);
-const LONGEST_IDLE: Duration = Duration::from_millis(250);
+/// Between two turns while something is pending or was, and while nothing is. Each turn takes a processor away from the host for a
+/// moment; whoever launches more than is good for so long a pause rings the [`crate::bell`].
+const PAUSE: Duration = Duration::from_millis(100);
+const PAUSE_IDLE: Duration = Duration::from_millis(250);
 /// How often the spare events are counted. To look at a thread's events takes their cache lines away from it.
 const EVENTS_NS: u64 = 1_000_000_000;
 
-/// Starts the thread, with all signals blocked so that none of the host's is delivered to it. Without the thread, operations are
-/// still recorded; the heartbeat of 0 says that nobody watches them.
-pub fn spawn(recorder: &'static Recorder, environment: Environment) {
+/// Starts the thread, with all signals blocked so that none of the host's is delivered to it. Without the thread, which the answer tells,
+/// operations are still recorded; the heartbeat of 0 says that nobody watches them.
+pub fn spawn(recorder: &'static Recorder, environment: Environment) -> bool {
     // SAFETY: both sets are valid for writing before they are read, and the mask is put back.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
@@ -53,10 +54,11 @@ pub fn spawn(recorder: &'static Recorder, environment: Environment) {
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
         let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES);
         // Its handle is dropped: nobody ever joins it.
-        let _ = thread.spawn(move || {
+        let spawned = thread.spawn(move || {
             thread_state::in_hook(|| guarded(|| Watcher::new(recorder, environment).run()));
         });
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        spawned.is_ok()
     }
 }
 
@@ -65,6 +67,7 @@ struct Watcher {
     config: Config,
     tracker: Tracker,
     connection: Connection,
+    clock: Clock,
     log: Log,
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
@@ -82,6 +85,7 @@ impl Watcher {
             recorder,
             tracker: Tracker::new(recorder),
             connection: Connection::new(config.socket.clone()),
+            clock: Clock::default(),
             log: Log::new(config.log.clone()),
             signalled: None,
             panics: 0,
@@ -99,20 +103,19 @@ impl Watcher {
         for problem in std::mem::take(&mut self.config.problems) {
             self.log.say(&problem);
         }
-        let mut pause = SHORTEST;
         loop {
             self.beat();
-            if start::ENDING.load(Ordering::SeqCst) {
+            if start::is_ending() {
                 // The rest of the process's life belongs to its exit handlers.
-                std::thread::sleep(LONGEST_IDLE);
+                std::thread::sleep(PAUSE_IDLE);
                 continue;
             }
-            pause = match self.turn() {
-                true => SHORTEST,
-                false if self.tracker.is_idle() => (pause * 2).min(LONGEST_IDLE),
-                false => (pause * 2).min(LONGEST_PENDING),
-            };
+            let moved = self.turn();
+            let is_quiet = !moved && self.tracker.is_idle();
+            let pause = if is_quiet { PAUSE_IDLE } else { PAUSE };
+            self.clock.mark(sys::now_ns(), 0);
             self.connection.wait(pause);
+            self.clock.mark(sys::now_ns(), pause.as_nanos() as u64);
         }
     }
 
@@ -123,7 +126,12 @@ impl Watcher {
     /// One turn; whether any operation came or went.
     fn turn(&mut self) -> bool {
         // A panic of one part must not end the others for ever.
+        let is_last = start::wants_last_look();
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
+        self.clock.mark_driver(sys::now_ns());
+        if is_last {
+            start::looked();
+        }
         guarded(|| self.judge());
         guarded(|| self.talk());
         guarded(|| self.chores());
@@ -146,7 +154,7 @@ impl Watcher {
             self.signalled = None;
         }
         let Some((slot, since_ns)) = self.tracker.oldest() else { return };
-        if u128::from(now.saturating_sub(since_ns)) > self.config.hang_timeout.as_nanos() {
+        if u128::from(self.clock.between(since_ns, now)) > self.config.hang_timeout.as_nanos() {
             let operation = self.recorder.operation(slot);
             self.signalled = Some((slot, operation.ticket));
             self.coverage.refresh(self.recorder, now);
@@ -157,7 +165,8 @@ impl Watcher {
     fn hang(&self, slot: usize) -> Message {
         let since_ns = self.recorder.slots[slot].since_ns.load(Ordering::Relaxed);
         let operation = self.recorder.operation(slot);
-        Message::Hang(HangSignal { operation: Some(operation), pending_ns: sys::now_ns().saturating_sub(since_ns) })
+        let pending_ns = self.clock.between(since_ns, sys::now_ns());
+        Message::Hang(HangSignal { operation: Some(operation), pending_ns })
     }
 
     fn talk(&mut self) {

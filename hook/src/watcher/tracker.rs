@@ -292,7 +292,7 @@ impl Tracker {
         since.store(sys::now_ns(), Ordering::Relaxed);
         // The exit handler sets its flag and then looks at the stamp; this stamps and then looks at the flag. One sees the other.
         call.store(what, Ordering::SeqCst);
-        let result = (!start::ENDING.load(Ordering::SeqCst)).then(function);
+        let result = (!start::is_ending()).then(function);
         call.store(0, Ordering::SeqCst);
         since.store(0, Ordering::Relaxed);
         result

@@ -380,6 +380,9 @@ pub enum DataType {
     Bfloat16 = 10,
     Float8E4m3 = 11,
     Float8E5m2 = 12,
+    /// Two floats of 32 bits, and two of 64.
+    Complex64 = 13,
+    Complex128 = 14,
 }
 impl DataType {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -401,6 +404,8 @@ impl DataType {
             Self::Bfloat16 => "DATA_TYPE_BFLOAT16",
             Self::Float8E4m3 => "DATA_TYPE_FLOAT8_E4M3",
             Self::Float8E5m2 => "DATA_TYPE_FLOAT8_E5M2",
+            Self::Complex64 => "DATA_TYPE_COMPLEX64",
+            Self::Complex128 => "DATA_TYPE_COMPLEX128",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -419,6 +424,8 @@ impl DataType {
             "DATA_TYPE_BFLOAT16" => Some(Self::Bfloat16),
             "DATA_TYPE_FLOAT8_E4M3" => Some(Self::Float8E4m3),
             "DATA_TYPE_FLOAT8_E5M2" => Some(Self::Float8E5m2),
+            "DATA_TYPE_COMPLEX64" => Some(Self::Complex64),
+            "DATA_TYPE_COMPLEX128" => Some(Self::Complex128),
             _ => None,
         }
     }
@@ -976,6 +983,11 @@ pub struct RankEntry {
     /// 0 is off.
     #[prost(uint64, tag = "6")]
     pub idle_timeout_ms: u64,
+    /// Since its process was started, and since that ended; 0 while it lives. Ages and not times: the clocks of nodes differ.
+    #[prost(uint64, tag = "7")]
+    pub age_ms: u64,
+    #[prost(uint64, tag = "8")]
+    pub ended_age_ms: u64,
 }
 /// Something is wrong with a job on this node: an incident that it asks for, or has already.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1023,12 +1035,18 @@ pub struct DumpRequest {
     /// So many operations of each flight record are sent, the newest; all that are pending are.
     #[prost(uint32, tag = "7")]
     pub operations: u32,
+    /// Counts the looks at one incident from 0: a hang that may be none is looked at again when it lasts, and what was taken before is old.
+    #[prost(uint32, tag = "8")]
+    pub round: u32,
 }
 /// The node has taken its dump and waits for `Deliver`.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct Captured {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
+    /// That of the request.
+    #[prost(uint32, tag = "2")]
+    pub round: u32,
 }
 /// Asks for the dump. Only some nodes are asked at a time, so that the cluster never holds the dumps of all.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -1204,6 +1222,11 @@ pub struct IncidentVerdict {
     /// Folder on the cluster collector's machine.
     #[prost(string, tag = "4")]
     pub path: ::prost::alloc::string::String,
+    /// The job may be healthy after all: it is judged again when the hang lasts.
+    #[prost(bool, tag = "5")]
+    pub mild: bool,
+    #[prost(uint32, repeated, tag = "6")]
+    pub culprits: ::prost::alloc::vec::Vec<u32>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentClosed {
@@ -1217,6 +1240,9 @@ pub struct AlarmDeclined {
     pub incident: ::prost::alloc::string::String,
     #[prost(string, tag = "2")]
     pub reason: ::prost::alloc::string::String,
+    /// The cluster does not know the ranks as this node's: the node does alone what it does without a cluster.
+    #[prost(bool, tag = "3")]
+    pub alone: bool,
 }
 /// Generated client implementations.
 #[cfg(feature = "grpc")]

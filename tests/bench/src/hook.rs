@@ -11,7 +11,7 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Artifacts, Ears, FakeCollector, tree};
+use xpu_timer_tests::{Artifacts, Ears, FakeCollector, python, tree};
 
 use crate::{
     report::Report,
@@ -79,6 +79,7 @@ impl Bench {
         let link = ["-L.", "-l:libcuda.so.1", "-l:libnccl.so.2", "-l:libmpi.so.40", "-Wl,-rpath,$ORIGIN", "-pthread"];
         bench.compile("hook_calls.c", "hook_calls", &link)?;
         bench.compile("hook_start.c", "hook_start", &[])?;
+        bench.compile("hook_start.c", "hook_start_large", &["-DLARGE", "-ldl"])?;
         Ok(bench)
     }
 
@@ -248,22 +249,33 @@ fn questions(bench: &Bench, options: &Options, report: &mut Report) {
 fn start(bench: &Bench, options: &Options, report: &mut Report) {
     report.section("Hook: the start of a process that makes no device call");
     let socket = bench.folder.path().join("nobody.sock");
-    let program = bench.folder.path().join("hook_start");
-    let wall = |hooked: bool| -> Result<Duration> {
-        let mut command = if hooked { bench.hooked("hook_start", &socket) } else { Command::new(&program) };
-        let (wall, status) = time(|| command.status());
-        ensure!(status?.success(), "hook_start failed");
-        Ok(wall)
-    };
-    let mut added = Vec::new();
-    for _ in 0..options.starts {
-        match (wall(false), wall(true)) {
-            (Ok(alone), Ok(hooked)) => added.push((hooked.as_nanos() as i64) - (alone.as_nanos() as i64)),
-            (Err(error), _) | (_, Err(error)) => return report.failed("added to start and end", &error),
+    let own = |name: &str| bench.folder.path().join(name);
+    for (what, program, arguments) in [
+        ("added to start and end, wall time: median", own("hook_start"), &[][..]),
+        ("the same of a program with 50 MB of symbols", own("hook_start_large"), &[]),
+        ("the same of `python3 -c pass`", python(), &["-c", "pass"]),
+    ] {
+        let wall = |hooked: bool| -> Result<Duration> {
+            let mut command = Command::new(&program);
+            if hooked {
+                command.env("LD_PRELOAD", &bench.hook).env("XPU_TIMER_SOCKET", &socket);
+            }
+            let (wall, status) = time(|| command.args(arguments).status());
+            ensure!(status?.success(), "{} failed", program.display());
+            Ok(wall)
+        };
+        let pair = || -> Result<i64> {
+            let alone = wall(false)?;
+            Ok(wall(true)?.as_nanos() as i64 - alone.as_nanos() as i64)
+        };
+        match (0..options.starts).map(|_| pair()).collect::<Result<Vec<_>>>() {
+            Ok(added) => {
+                let middle = Duration::from_nanos(median(added).max(0) as u64);
+                report.check(what, ms(middle), "below 2 ms", middle < START_LIMIT);
+            }
+            Err(error) => report.failed(what, &error),
         }
     }
-    let middle = Duration::from_nanos(median(added).max(0) as u64);
-    report.check("added to start and end, wall time: median", ms(middle), "below 2 ms", middle < START_LIMIT);
     match bench.hooked("hook_start", &socket).arg("threads").output() {
         Ok(output) => {
             let threads = String::from_utf8_lossy(&output.stdout).trim().to_string();

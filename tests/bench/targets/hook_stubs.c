@@ -1,10 +1,17 @@
 /* A driver, a collective library and an MPI that do nothing, under the names that the hook looks for. What a call through the hook costs
- * more than the same call under its other name, `bare_…`, is the hook's. Compiled thrice: with -DDRIVER, with -DCOLLECTIVES and with
+ * more than the same call under its other name, `bare_…`, is the hook's. Compiled with -DDRIVER, with -DCOLLECTIVES, with -DBLAS, and with
  * -DMPI, which has the interface of Open MPI and a message that never comes. */
 #include <stddef.h>
 #include <string.h>
 
 #define EXPORT __attribute__((visibility("default"), noinline))
+
+/* With -DCANCELLATION_POINTS a thread can be cancelled inside the driver. */
+#ifdef CANCELLATION_POINTS
+extern void pthread_testcancel(void);
+#else
+#define pthread_testcancel() ((void)0)
+#endif
 
 #ifdef DRIVER
 static int context;
@@ -18,9 +25,11 @@ LAUNCH(cuLaunchKernel)
 LAUNCH(bare_cuLaunchKernel)
 #define RECORD(name)                                                                                                             \
     EXPORT int name(void *event, void *stream) {                                                                                 \
+        pthread_testcancel();                                                                                                    \
         __asm__ volatile("" ::: "memory");                                                                                       \
         return 0;                                                                                                                \
     }
+EXPORT int cuGraphLaunch(void *graph, void *stream) { return 0; }
 RECORD(cuEventRecord)
 RECORD(bare_cuEventRecord)
 EXPORT int cuEventCreate(void **event, unsigned flags) {
@@ -31,7 +40,7 @@ EXPORT int cuEventCreate(void **event, unsigned flags) {
 EXPORT int cuEventQuery(void *event) { return 0; }
 EXPORT int cuEventElapsedTime(float *ms, void *start, void *end) { *ms = 0.01f; return 0; }
 EXPORT int cuEventDestroy_v2(void *event) { return 0; }
-EXPORT int cuStreamIsCapturing(void *stream, int *status) { *status = 0; return 0; }
+EXPORT int cuStreamIsCapturing(void *stream, int *status) { pthread_testcancel(); *status = 0; return 0; }
 EXPORT int cuStreamGetCtx(void *stream, void **out) { *out = &context; return 0; }
 EXPORT int cuCtxGetCurrent(void **out) { *out = &context; return 0; }
 EXPORT int cuCtxSetCurrent(void *to) { return 0; }
@@ -52,6 +61,10 @@ static int made;
 ALL_REDUCE(ncclAllReduce)
 ALL_REDUCE(pncclAllReduce)
 ALL_REDUCE(bare_ncclAllReduce)
+EXPORT int ncclGroupStart(void) { return 0; }
+EXPORT int ncclGroupEnd(void) { return 0; }
+EXPORT int ncclSend(const void *buffer, size_t count, int type, int peer, void *comm, void *stream) { return 0; }
+EXPORT int ncclRecv(void *buffer, size_t count, int type, int peer, void *comm, void *stream) { return 0; }
 EXPORT int ncclGetUniqueId(Id *id) { memset(id, ++made, sizeof *id); return 0; }
 EXPORT int pncclCommInitRank(void **comm, int size, Id id, int rank) { *comm = &comms[__atomic_fetch_add(&made, 1, __ATOMIC_RELAXED) % 64]; return 0; }
 EXPORT int ncclCommInitRank(void **comm, int size, Id id, int rank) { return pncclCommInitRank(comm, size, id, rank); }
@@ -59,6 +72,14 @@ EXPORT int ncclCommCount(void *comm, int *count) { *count = 4; return 0; }
 EXPORT int ncclCommUserRank(void *comm, int *rank) { *rank = 0; return 0; }
 EXPORT int ncclCommCuDevice(void *comm, int *device) { *device = 0; return 0; }
 EXPORT int ncclCommGetAsyncError(void *comm, int *error) { *error = 0; return 0; }
+#endif
+
+#ifdef BLAS
+EXPORT int cublasGetStream_v2(void *handle, void **stream) { *stream = handle; return 0; }
+EXPORT int cublasSgemm_v2(void *handle, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, const float *b,
+                          int ldb, const float *beta, float *c, int ldc) {
+    return 0;
+}
 #endif
 
 #ifdef MPI
@@ -80,6 +101,10 @@ TEST(bare_MPI_Test)
     }
 PROBE(MPI_Iprobe)
 PROBE(bare_MPI_Iprobe)
+EXPORT int MPI_Allreduce(const void *from, void *to, int count, void *type, void *op, void *comm) { return 0; }
+EXPORT int MPI_Barrier(void *comm) { return 0; }
+EXPORT int MPI_Send(const void *buffer, int count, void *type, int peer, int tag, void *comm) { return 0; }
+EXPORT int MPI_Wait(void **request, void *status) { return 0; }
 EXPORT int MPI_Irecv(void *buffer, int count, void *type, int peer, int tag, void *comm, void **request) {
     *request = message;
     return 0;

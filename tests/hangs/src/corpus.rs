@@ -3,11 +3,18 @@
 //! A cause is accepted when a person who knows how the hang was made would call it right. Where two words of the list fit, the
 //! first one is what we would say.
 
+mod blind;
 mod collectives;
+mod elastic;
+mod endings;
 mod healthy;
 mod hosts;
 mod hosts_only;
+mod machine;
+mod mistakes;
+mod stragglers;
 mod strangers;
+mod threads;
 
 use anyhow::{Result, ensure};
 
@@ -20,7 +27,14 @@ pub fn matching(filter: Option<&str>) -> Result<Vec<Scenario>> {
         hosts::scenarios(),
         strangers::scenarios(),
         hosts_only::scenarios(),
+        machine::scenarios(),
+        mistakes::scenarios(),
+        endings::scenarios(),
+        threads::scenarios(),
+        elastic::scenarios(),
+        stragglers::scenarios(),
         healthy::scenarios(),
+        blind::scenarios(),
     ]
     .concat();
     let chosen: Vec<Scenario> =

@@ -1,7 +1,8 @@
 //! The programs that the corpus hangs, and how each kind is started. They have nothing in common but the libraries that they call.
 
 use std::{
-    fmt, fs,
+    collections::BTreeSet,
+    env, fmt, fs,
     path::{Path, PathBuf},
     process::Command,
 };
@@ -13,27 +14,25 @@ use xpu_timer_tests::{Job, artifacts, compile_c, python, tree};
 const DEBIAN_PYTHON: &str = "/usr/bin/python3";
 
 /// What the ranks of a job run.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Program {
     /// A script on the simulated device; its ranks are started as torchrun does it.
     Script(&'static str),
-    /// The C++ program on the simulated device; a shell starts its ranks.
-    Native,
+    /// A C++ program on the simulated device; a shell starts its ranks.
+    Native(&'static str),
     /// A script with Debian's PyTorch on gloo.
     Torch(&'static str),
-    /// The C program under Open MPI.
-    Mpi,
+    /// A script with Debian's PyTorch that starts torchrun, which starts the ranks.
+    Elastic(&'static str),
+    /// A C program under Open MPI.
+    Mpi(&'static str),
     /// A script with Debian's mpi4py under Open MPI.
     Mpi4py(&'static str),
 }
 
 impl fmt::Display for Program {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Program::Script(name) | Program::Torch(name) | Program::Mpi4py(name) => name,
-            Program::Native => "native.cpp",
-            Program::Mpi => "heat.c",
-        })
+        f.write_str(self.source())
     }
 }
 
@@ -55,31 +54,35 @@ const EACH_RANK: &str = r#"for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$ra
 pub struct Compiled {
     /// A library that `faults.py` calls.
     pub vfork: PathBuf,
-    native: PathBuf,
-    heat: PathBuf,
+    folder: PathBuf,
 }
 
 impl Compiled {
     /// Compiles those of which `programs` has need into `folder`.
     pub fn of(programs: &[Program], folder: &Path) -> Result<Self> {
-        let source = |name: &str| tree().join("tests/hangs/programs").join(name);
-        let compiled = Compiled {
-            vfork: compile_c(folder, "block_in_vfork.so", VFORK, &["-shared", "-fPIC"]),
-            native: folder.join("native"),
-            heat: folder.join("heat"),
-        };
+        let vfork = compile_c(folder, "block_in_vfork.so", VFORK, &["-shared", "-fPIC"]);
+        let compiled = Compiled { vfork, folder: folder.to_owned() };
         let libraries = ["libcudart.so.13", "libnccl.so.2"].map(|name| artifacts().sim().join(name));
         let mut compilers = Vec::new();
-        if programs.contains(&Program::Native) {
-            let mut gcc = Command::new("g++");
-            gcc.args(["-std=c++17", "-g", "-O1", "-pthread", "-Wl,--allow-shlib-undefined", "-o"]);
-            gcc.arg(&compiled.native).arg(source("native.cpp")).args(libraries);
-            compilers.push(gcc);
-        }
-        if programs.contains(&Program::Mpi) {
-            let mut mpicc = Command::new("mpicc.openmpi");
-            mpicc.args(["-g", "-O1", "-o"]).arg(&compiled.heat).arg(source("heat.c"));
-            compilers.push(mpicc);
+        for program in programs.iter().collect::<BTreeSet<_>>() {
+            let mut compiler = match program {
+                Program::Native(_) => {
+                    let mut gcc = Command::new("g++");
+                    gcc.args(["-std=c++17", "-g", "-O1", "-pthread", "-Wl,--allow-shlib-undefined"]);
+                    gcc
+                }
+                Program::Mpi(_) => {
+                    let mut mpicc = Command::new("mpicc.openmpi");
+                    mpicc.args(["-g", "-O1"]);
+                    mpicc
+                }
+                _ => continue,
+            };
+            compiler.arg("-o").arg(compiled.binary(program.source())).arg(script(program.source()));
+            if matches!(program, Program::Native(_)) {
+                compiler.args(&libraries);
+            }
+            compilers.push(compiler);
         }
         for mut compiler in compilers {
             let output = compiler.output().with_context(|| format!("{compiler:?}"))?;
@@ -87,12 +90,33 @@ impl Compiled {
         }
         Ok(compiled)
     }
+
+    /// What a source became.
+    fn binary(&self, source: &str) -> PathBuf {
+        self.folder.join(Path::new(source).file_stem().unwrap_or_default())
+    }
+}
+
+/// Where a program of the corpus lies.
+fn script(name: &str) -> PathBuf {
+    tree().join("tests/hangs/programs").join(name)
 }
 
 impl Program {
+    /// The name of its source.
+    fn source(self) -> &'static str {
+        match self {
+            Program::Script(name)
+            | Program::Torch(name)
+            | Program::Elastic(name)
+            | Program::Mpi4py(name)
+            | Program::Native(name)
+            | Program::Mpi(name) => name,
+        }
+    }
+
     /// The command that starts all ranks of a job, without the program's own arguments.
     pub fn command(self, job: &Job, world: u32, compiled: &Compiled) -> Command {
-        let script = |name: &str| tree().join("tests/hangs/programs").join(name);
         let count = world.to_string();
         let ranks_of = |python: &Path, name: &str| {
             let mut command = job.launch(python);
@@ -108,14 +132,19 @@ impl Program {
         match self {
             Program::Script(name) => ranks_of(&python(), name),
             Program::Torch(name) => ranks_of(Path::new(DEBIAN_PYTHON), name),
-            Program::Native => {
-                let mut command = job.launch("sh");
-                command.env("WORLD_SIZE", count).args(["-c", EACH_RANK, "sh"]).arg(&compiled.native);
+            Program::Elastic(name) => {
+                let mut command = job.launch(DEBIAN_PYTHON);
+                command.arg(script(name)).arg(format!("--ranks={world}"));
                 command
             }
-            Program::Mpi => {
+            Program::Native(name) => {
+                let mut command = job.launch("sh");
+                command.env("WORLD_SIZE", count).args(["-c", EACH_RANK, "sh"]).arg(compiled.binary(name));
+                command
+            }
+            Program::Mpi(name) => {
                 let mut command = mpirun();
-                command.arg(&compiled.heat);
+                command.arg(compiled.binary(name));
                 command
             }
             Program::Mpi4py(name) => {
@@ -128,11 +157,54 @@ impl Program {
 
     /// Whether its ranks wait by polling, so that few of them fill a small machine.
     pub fn polls(self) -> bool {
-        matches!(self, Program::Mpi | Program::Mpi4py(_))
+        matches!(self, Program::Mpi(_) | Program::Mpi4py(_))
     }
 }
 
-/// Whether the freezer of control groups can be used here.
-pub fn can_freeze() -> bool {
-    fs::metadata("/sys/fs/cgroup/freezer/tasks").is_ok_and(|tasks| !tasks.permissions().readonly())
+/// What a scenario asks of the machine, beyond what every one needs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Need {
+    /// The freezer of the first version of control groups.
+    Freezer,
+    /// Control groups of the second version.
+    Groups,
+    /// Mounts of its own, answered by a program.
+    Fuse,
+    /// A program that is on the PATH.
+    Tool(&'static str),
+}
+
+impl Need {
+    /// Why it is not met here, if it is not.
+    pub fn missing(self) -> Option<String> {
+        let writable = |path: &Path| fs::OpenOptions::new().write(true).open(path).is_ok();
+        match self {
+            Need::Freezer => (!writable(Path::new("/sys/fs/cgroup/freezer/tasks")))
+                .then(|| "no freezer of control groups that can be written".into()),
+            Need::Groups => {
+                let mounts = fs::read_to_string("/proc/self/mounts").unwrap_or_default();
+                let mut roots = mounts.lines().filter_map(|line| {
+                    let mut words = line.split(' ').skip(1);
+                    Some((words.next()?, words.next()?)).filter(|(_, kind)| *kind == "cgroup2")
+                });
+                let usable = roots.any(|(root, _)| writable(&Path::new(root).join("cgroup.procs")));
+                (!usable).then(|| "no control groups of the second version that can be written".into())
+            }
+            Need::Fuse => {
+                let open = fs::OpenOptions::new().read(true).write(true).open("/dev/fuse");
+                let mounts =
+                    || Command::new("unshare").args(["--mount", "true"]).output().map(|it| it.status.success());
+                match open {
+                    Err(error) => Some(format!("/dev/fuse: {error}")),
+                    Ok(_) if !matches!(mounts(), Ok(true)) => Some("no mounts of its own for a process".into()),
+                    Ok(_) => None,
+                }
+            }
+            Need::Tool(name) => {
+                let path = env::var_os("PATH").unwrap_or_default();
+                let found = env::split_paths(&path).any(|folder| folder.join(name).exists());
+                (!found).then(|| format!("no {name}"))
+            }
+        }
+    }
 }

@@ -11,12 +11,13 @@ use std::{
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
+use serde_json::Value;
 use xpu_timer_analysis::judge;
-use xpu_timer_tests::{Incident, Job, Output, Process, tree};
+use xpu_timer_tests::{Incident, Job, Output, Process, http, skip, tree};
 
 use crate::{
     folder,
-    program::{Compiled, Program},
+    program::{Compiled, Need, Program},
     scenario::{Scenario, Truth},
     score::{Outcome, Said},
 };
@@ -24,11 +25,15 @@ use crate::{
 /// From the start of the processes to the end of the first incident.
 const PATIENCE: Duration = Duration::from_secs(120);
 
+/// An even run is watched for so long after its ranks have been compared: the comparison looks at the last minute at most.
+const LONG_ENOUGH: Duration = Duration::from_secs(25);
+
 /// From so many ranks on, a small machine needs longer than the usual timeout to start them all.
 const MANY: u32 = 32;
 
 /// Runs all, `jobs` at a time, and prints a line for each as it ends.
 pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Result<Vec<Outcome>> {
+    let scenarios: Vec<Scenario> = scenarios.into_iter().filter(can_run).collect();
     // The harness builds what it runs once for the process; not in several threads at once.
     let _ = xpu_timer_tests::artifacts();
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -75,6 +80,15 @@ pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
     output.join(&scenario.name).join("timeline/latest")
 }
 
+/// Whether the machine can do what a scenario needs; says so when it cannot.
+fn can_run(scenario: &Scenario) -> bool {
+    let missing = scenario.need.and_then(Need::missing);
+    if let Some(reason) = &missing {
+        skip(&format!("{}: {reason}", scenario.name));
+    }
+    missing.is_none()
+}
+
 fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Outcome {
     static POLLING: Mutex<()> = Mutex::new(());
     let _alone = scenario.program.polls().then(|| POLLING.lock().unwrap_or_else(PoisonError::into_inner));
@@ -95,7 +109,7 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Result<Option
         .with("XPU_HANGS_LIBRARY", &compiled.vfork.display().to_string())
         .with("XPU_SIM_DEVICES", "64");
     // PyTorch takes long to load, on a machine that is busy longer than a collector without ranks would wait.
-    if matches!(scenario.program, Program::Torch(_)) {
+    if matches!(scenario.program, Program::Torch(_) | Program::Elastic(_)) {
         job = job.with("XPU_TIMER_LINGER", "120");
     }
     if scenario.world >= MANY {
@@ -113,6 +127,7 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Result<Option
             passed(&job, ranks, &incident)?;
             Said::of(&incident.verdict).map(Some)
         }
+        Truth::Slow(expected) => slow(&job, &mut ranks, scenario.world, expected),
         Truth::Healthy => healthy(&job, ranks),
     }
 }
@@ -161,6 +176,42 @@ fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
         std::thread::sleep(Duration::from_millis(50));
     }
     Ok(())
+}
+
+/// Waits until ranks are called slow, or, when none should be, until they have been compared for long enough.
+fn slow(job: &Job, ranks: &mut Process, world: u32, expected: &[u32]) -> Result<Option<Said>> {
+    let start = Instant::now();
+    let mut compared_since = None;
+    loop {
+        ensure!(ranks.try_wait().is_none(), "the job has ended; {}", tail(&ranks.stderr()));
+        if let Some(incident) = job.incidents().into_iter().next() {
+            return Said::of(&incident.verdict).map(Some);
+        }
+        let named = slow_ranks(job.port);
+        let foreign = named.iter().any(|rank| !expected.contains(rank));
+        if foreign || !named.is_empty() && named == expected {
+            return Ok(Said::slow(named));
+        }
+        let (_, page) = http("GET", job.port + 1, "/metrics").unwrap_or_default();
+        let compared = page.lines().filter(|line| line.starts_with("xpu_timer_rank_wait_ratio{")).count();
+        if compared == world as usize {
+            compared_since.get_or_insert_with(Instant::now);
+        }
+        if compared_since.is_some_and(|since| expected.is_empty() && since.elapsed() > LONG_ENOUGH) {
+            return Ok(None);
+        }
+        ensure!(start.elapsed() < PATIENCE, "within {PATIENCE:?} {named:?} of {expected:?}, {compared} compared");
+        std::thread::sleep(Duration::from_millis(200));
+    }
+}
+
+/// Ranks that the collector calls slow, ascending.
+fn slow_ranks(port: u16) -> Vec<u32> {
+    let (_, body) = http("GET", port, "/slow_ranks").unwrap_or_default();
+    let list: Vec<Value> = serde_json::from_str(&body).unwrap_or_default();
+    let mut ranks: Vec<u32> = list.iter().filter_map(|one| u32::try_from(one["rank"].as_u64()?).ok()).collect();
+    ranks.sort_unstable();
+    ranks
 }
 
 fn healthy(job: &Job, ranks: Process) -> Result<Option<Said>> {

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use crate::program::Program;
+use crate::program::{Need, Program};
 
 /// What a job does, and what is to be said of it.
 #[derive(Debug, Clone)]
@@ -17,6 +17,8 @@ pub struct Scenario {
     pub arguments: Vec<String>,
     /// Besides that of every job.
     pub environment: Vec<(&'static str, String)>,
+    /// What the machine must be able to do for it.
+    pub need: Option<Need>,
     /// The truth.
     pub truth: Truth,
 }
@@ -38,9 +40,14 @@ pub enum Truth {
         /// Ascending.
         culprits: Vec<u32>,
     },
+    /// It does not come to an end by itself, and these ranks, ascending, slow it down without a hang; none in an even run.
+    Slow(Vec<u32>),
     /// It runs to its end, and nothing is to be reported.
     Healthy,
 }
+
+/// What is said of ranks that slow a job down, in place of a cause.
+pub const SLOW: &str = "slow";
 
 impl fmt::Display for Scenario {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -57,6 +64,7 @@ pub fn job(name: &str, program: Program, world: u32, arguments: &[&str]) -> Scen
         world,
         arguments: arguments.iter().map(|argument| (*argument).to_owned()).collect(),
         environment: Vec::new(),
+        need: None,
         truth: Truth::Healthy,
     }
 }
@@ -78,7 +86,8 @@ impl Scenario {
     pub fn right(&self) -> Option<(&'static [&'static str], &[u32])> {
         match &self.truth {
             Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits } => Some((causes, culprits)),
-            Truth::Healthy => None,
+            Truth::Slow(ranks) if !ranks.is_empty() => Some((&[SLOW], ranks)),
+            Truth::Slow(_) | Truth::Healthy => None,
         }
     }
 
@@ -108,6 +117,12 @@ impl Scenario {
     /// It is slow because of these ranks, and goes on.
     pub fn passes(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
         self.truth = Truth::Passes { causes, culprits: culprits.to_vec() };
+        self
+    }
+
+    /// These ranks slow it down.
+    pub fn slowed_by(mut self, ranks: &[u32]) -> Self {
+        self.truth = Truth::Slow(ranks.to_vec());
         self
     }
 

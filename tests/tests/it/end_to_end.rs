@@ -1,7 +1,14 @@
 //! The whole way on real processes: ranks under `xpu_timer_launch`, a hang, a finished incident folder with the right verdict.
 
-use std::{fs, time::Duration};
+use std::{
+    fs,
+    time::{Duration, Instant},
+};
 
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::{Value, json};
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
 
@@ -155,4 +162,28 @@ fn a_healthy_minute_gives_no_incident_and_not_a_word() {
     assert_eq!(job.incidents().len(), 0, "{}", job.logs());
     let status = job.status().expect("the collector answers");
     assert_eq!(status["incidents"].as_array().map(Vec::len), Some(0), "{status}");
+}
+
+#[test]
+fn a_job_that_is_stopped_as_a_whole_and_continued_is_no_incident() {
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_IDLE_TIMEOUT", "3");
+    let mut ranks = job.train(RANKS, &[]);
+    ranks.wait_for("step 20 ", PATIENCE);
+    let pids: Vec<i32> = job.status().expect("/status")["ranks"].as_array().map_or(Vec::new(), |ranks| {
+        ranks.iter().filter_map(|rank| rank["pid"].as_i64()).map(|pid| pid as i32).collect()
+    });
+    assert_eq!(pids.len(), RANKS as usize);
+    let signal = |signal: Signal| {
+        for pid in &pids {
+            kill(Pid::from_raw(*pid), signal).expect("the rank runs");
+        }
+    };
+    signal(Signal::SIGSTOP);
+    let since = Instant::now();
+    wait_until(PATIENCE, "it was stopped for longer than its timeouts", || since.elapsed() > Duration::from_secs(8));
+    signal(Signal::SIGCONT);
+    let step = |ranks: &Process| ranks.stdout().matches("step ").count();
+    let steps = step(&ranks);
+    wait_until(PATIENCE, "it goes on", || step(&ranks) > steps + 10);
+    assert_eq!(job.incidents().len(), 0, "{}", job.logs());
 }

@@ -2,6 +2,7 @@
 
 mod families;
 mod rules;
+mod safety;
 
 use std::{
     fs,

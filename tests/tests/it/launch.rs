@@ -10,7 +10,9 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
-use xpu_timer_tests::{Ears, FakeCollector, Output, PATIENCE, Process, artifacts};
+use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, skip};
+
+use crate::collector::Tmpfs;
 
 /// A folder, and `xpu_timer_launch` in an environment that belongs to it.
 struct Place {
@@ -49,6 +51,7 @@ impl Place {
             .args(arguments)
             .env("XPU_TIMER_SOCKET", self.path("socket"))
             .env("XPU_TIMER_LOGGING_DIR", self.dir.path())
+            .env("XPU_TIMER_TIMELINE_PATH", self.path("timeline"))
             .env("XPU_TIMER_DAEMON_PATH", "/nowhere/xpu_timer_collector");
         command
     }
@@ -171,6 +174,206 @@ fn a_collector_is_started_detached() {
     assert_eq!(lines[3], "/");
     assert_eq!(lines[4], "preload");
     assert_eq!(lines[5], "/usr/dumps", "a relative path means the folder of the launcher");
+}
+
+/// Starts `true` under the launcher and a collector of the job's own, and returns the one line that the launcher says.
+fn one_line(job: &Job) -> String {
+    let output = Process::spawn(&mut job.launch("true")).wait(PATIENCE);
+    assert_eq!((output.code(), output.stdout.as_str()), (0, ""), "{output:?}");
+    assert_eq!(output.stderr.lines().count(), 1, "{output:?}\n{}", job.logs());
+    output.stderr
+}
+
+#[test]
+fn a_collector_that_cannot_do_all_says_so_through_the_launcher() {
+    let job = Job::new();
+    let _taken = std::net::TcpListener::bind(("127.0.0.1", job.port)).unwrap();
+    let line = one_line(&job);
+    let words = format!("port {} cannot be listened on", job.port);
+    assert!(line.contains(&words) && line.contains("XPU_TIMER_BASEPORT"), "{line}");
+    assert!(!line.contains("ERROR") && !line.contains("metrics"), "{line}");
+
+    let file = job.dir.join("file");
+    fs::write(&file, "").unwrap();
+    let job = Job::new().with("XPU_TIMER_TIMELINE_PATH", &file.join("timeline").display().to_string());
+    let line = one_line(&job);
+    assert!(line.contains("XPU_TIMER_TIMELINE_PATH") && line.contains("Not a directory"), "{line}");
+    assert!(line.contains(&format!("xpu_timer-{}/timeline", nix::unistd::geteuid())), "{line}");
+
+    let job = Job::new();
+    if let Some(disk) = Tmpfs::new(job.dir.join("disk"), 8) {
+        let _ = fs::write(disk.0.join("fills"), vec![1; 1 << 20]);
+        let job = Job::new().with("XPU_TIMER_TIMELINE_PATH", &disk.0.display().to_string());
+        let line = one_line(&job);
+        assert!(line.contains("No space left on device") && line.contains("/timeline"), "{line}");
+    }
+}
+
+#[test]
+fn a_socket_that_its_collector_left_behind_is_no_obstacle() {
+    let job = Job::new();
+    let socket = job.dir.join("left.sock");
+    let job = job.with("XPU_TIMER_SOCKET", &socket.display().to_string());
+    drop(FakeCollector::listen(&socket, Ears::Open));
+    assert!(socket.exists());
+    let output = Process::spawn(job.launch("sh").args(["-c", "kill -0 $XPU_TIMER_COLLECTOR_PID"])).wait(PATIENCE);
+    assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{output:?}");
+}
+
+/// A user who is nobody else.
+const OTHER_USER: u32 = 54321;
+
+#[test]
+fn two_users_of_a_node_have_a_collector_each() {
+    if !nix::unistd::geteuid().is_root() {
+        return skip("only root can start programs as another user");
+    }
+    // The folder that all users of a node share, and the programs where all can read them.
+    let shared = TempDir::new().unwrap();
+    fs::set_permissions(shared.path(), fs::Permissions::from_mode(0o1777)).unwrap();
+    let installed = shared.path().join("installed");
+    fs::create_dir(&installed).unwrap();
+    for name in ["xpu_timer_launch", "xpu_timer_collector", "libxpu_timer_hook.so"] {
+        let (from, to) = (artifacts().bin(name), installed.join(name));
+        fs::hard_link(&from, &to).or_else(|_| fs::copy(&from, &to).map(drop)).unwrap();
+    }
+    let temporary = shared.path().display().to_string();
+    let first = Job::new();
+    let job = |job: Job| job.with("TMPDIR", &temporary).with("XPU_TIMER_LOGGING_DIR", &temporary);
+    let second = job(Job::new().with("XPU_TIMER_BASEPORT", &first.port.to_string()));
+    let first = job(first);
+    let shows = "stat -c %u /proc/$XPU_TIMER_COLLECTOR_PID; echo $XPU_TIMER_SOCKET";
+    let run = |job: &Job, user: u32| {
+        let mut command = job.command("setpriv");
+        command.arg(format!("--reuid={user}")).arg("--clear-groups").arg(installed.join("xpu_timer_launch"));
+        command.current_dir("/").args(["sh", "-c", shows]);
+        Process::spawn(&mut command).wait(PATIENCE)
+    };
+    let expected = |job: &Job, user: u32| {
+        format!("{user}\n{temporary}/xpu_timer-{user}/{}.sock\n", if user == 0 { job.port } else { first.port })
+    };
+    let output = run(&first, 0);
+    assert_eq!((output.code(), output.stdout, output.stderr.as_str()), (0, expected(&first, 0), ""));
+    let output = run(&second, OTHER_USER);
+    assert_eq!((output.code(), output.stdout.clone()), (0, expected(&second, OTHER_USER)), "{output:?}");
+    // The port is the first one's, and so are its folder for incidents and its log.
+    let said = &output.stderr;
+    assert!(said.contains(&format!("port {} cannot be listened on", first.port)), "{said}");
+    assert!(said.contains("XPU_TIMER_TIMELINE_PATH") && said.contains("Permission denied"), "{said}");
+    assert_eq!(said.lines().count(), 2, "{said}");
+    let log = shared.path().join(format!("xpu_timer-{OTHER_USER}/xpu_timer_collector.log"));
+    assert!(fs::read_to_string(&log).unwrap().contains("listening on"), "{}", log.display());
+    // Once more: it is there now.
+    let again = run(&second, OTHER_USER);
+    assert_eq!(again.stdout, output.stdout);
+}
+
+/// Prints what it is preloaded with, and ends with 3.
+const SHOWS_PRELOAD: &str = "#include <stdio.h>\n#include <stdlib.h>\n\
+     int main(void) { const char *value = getenv(\"LD_PRELOAD\"); printf(\"[%s]\\n\", value ? value : \"\"); return 3; }";
+
+/// The launcher says one line that holds all of these words, and the command runs as without it.
+fn runs_without_the_hook(output: &Output, words: &[&str]) {
+    assert_eq!((output.code(), output.stdout.as_str()), (3, "[]\n"), "{output:?}");
+    let line = output.stderr.strip_prefix("xpu_timer_launch: running without the hook: ").unwrap_or_default();
+    assert_eq!(line.lines().count(), 1, "{output:?}");
+    assert!(words.iter().all(|word| line.contains(word)), "{words:?}: {output:?}");
+}
+
+#[test]
+fn a_program_that_cannot_load_the_hook_runs_without_it() {
+    let place = Place::new();
+    let loader = place.path("ld-musl-x86_64.so.1");
+    std::os::unix::fs::symlink("/lib64/ld-linux-x86-64.so.2", &loader).unwrap();
+    let linked = format!("-Wl,--dynamic-linker={}", loader.display());
+    let musl = compile_c(place.dir.path(), "musl", SHOWS_PRELOAD, &[&linked]).display().to_string();
+    runs_without_the_hook(&place.run(&[&musl]), &[&musl, "musl"]);
+    runs_without_the_hook(&place.run(&["env", "A=b", &musl]), &[&musl, "musl"]);
+    let script = place.script("").with_file_name("script");
+    fs::write(&script, format!("#!/usr/bin/env -S A=b {musl}\n")).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    let script = script.display().to_string();
+    runs_without_the_hook(&place.run(&[&script]), &[&musl, "musl"]);
+    // A launcher above has put the hook there; others stay.
+    let hook = artifacts().hook();
+    let output = Process::spawn(place.launch(&[&musl]).env("LD_PRELOAD", &hook)).wait(PATIENCE);
+    runs_without_the_hook(&output, &[&musl]);
+    assert!(!place.path("xpu_timer_collector.log").exists(), "no collector was started");
+
+    // Needs no 32-bit library: it only ends. A kernel may have no 32-bit programs.
+    let ends = "void _start(void) { __asm__(\"mov $1, %eax; mov $3, %ebx; int $0x80\"); }";
+    let narrow = compile_c(place.dir.path(), "narrow", ends, &["-m32", "-nostdlib", "-static", "-fno-pic", "-no-pie"]);
+    let narrow = narrow.display().to_string();
+    let output = place.run(&[&narrow]);
+    assert!([3, 126].contains(&output.code()), "{output:?}");
+    let line = output.stderr.lines().next().unwrap_or_default();
+    assert!(line.contains("running without the hook") && line.contains("32-bit"), "{output:?}");
+}
+
+#[test]
+fn a_static_program_passes_the_hook_on() {
+    let place = Place::new();
+    let _collector = place.collector();
+    let program = compile_c(place.dir.path(), "alone", SHOWS_PRELOAD, &["-static"]).display().to_string();
+    let output = place.run(&[&program]);
+    assert_eq!((output.code(), output.stdout), (3, format!("[{}]\n", artifacts().hook().display())));
+    assert!(output.stderr.contains("statically linked") && output.stderr.lines().count() == 1, "{}", output.stderr);
+}
+
+#[test]
+fn a_container_runtime_is_told_where_the_launcher_belongs() {
+    let place = Place::new();
+    for name in ["docker", "srun"] {
+        let program = place.path(name);
+        fs::write(&program, "#!/bin/sh\necho \"[$LD_PRELOAD]\"\nexit 3\n").unwrap();
+        fs::set_permissions(&program, fs::Permissions::from_mode(0o755)).unwrap();
+    }
+    let path = format!("{}:{}", place.dir.path().display(), std::env::var("PATH").unwrap());
+    let run = |arguments: &[&str]| Process::spawn(place.launch(arguments).env("PATH", &path)).wait(PATIENCE);
+    let output = run(&["docker", "run", "--gpus=all", "image", "python", "train.py"]);
+    runs_without_the_hook(&output, &["docker run", "in a container", "xpu_timer_launch python"]);
+    assert!(!place.path("xpu_timer_collector.log").exists(), "no collector was started");
+    // Its ranks on this node are served as ever.
+    let _collector = place.collector();
+    let output = run(&["srun", "-N1", "python", "train.py"]);
+    assert!(output.stdout.contains("libxpu_timer_hook.so"), "{output:?}");
+    assert!(output.stderr.contains("srun … xpu_timer_launch") && output.stderr.lines().count() == 1, "{output:?}");
+    let output = run(&["docker", "ps"]);
+    assert_eq!((output.code(), output.stderr.as_str()), (3, ""));
+}
+
+#[test]
+fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
+    let place = Place::new();
+    let _collector = place.collector();
+    let filter = compile_c(place.dir.path(), "filter", include_str!("launch/filter.c"), &[]);
+    let under = |action: &str, call: libc::c_long, arguments: &[&str]| {
+        let launch = place.launch(arguments);
+        let mut command = Command::new(&filter);
+        command.arg(action).arg(call.to_string()).arg(launch.get_program()).args(launch.get_args());
+        for (name, value) in launch.get_envs() {
+            match value {
+                Some(value) => command.env(name, value),
+                None => command.env_remove(name),
+            };
+        }
+        Process::spawn(&mut command).wait(PATIENCE)
+    };
+    let shows = ["sh", "-c", "echo \"[$LD_PRELOAD]\"; exit 3"];
+    for (action, call, name) in [
+        ("kill", libc::SYS_memfd_create, "ends whoever calls memfd_create"),
+        ("trap", libc::SYS_sendmsg, "ends whoever calls sendmsg"),
+        ("kill", libc::SYS_socket, "ends whoever calls socket"),
+        ("kill", libc::SYS_prctl, "ends whoever calls prctl"),
+        ("kill", libc::SYS_process_vm_readv, "ends whoever calls process_vm_readv"),
+        ("kill", libc::SYS_clone3, "ends whoever calls clone3"),
+        ("errno", libc::SYS_memfd_create, "refuses memfd_create (Operation not permitted)"),
+    ] {
+        runs_without_the_hook(&under(action, call, &shows), &[name]);
+    }
+    // What only the collector needs, and says itself when it needs it.
+    let output = under("errno", libc::SYS_ptrace, &shows);
+    assert!(output.stdout.contains("libxpu_timer_hook.so") && output.stderr.is_empty(), "{output:?}");
 }
 
 #[test]

@@ -134,8 +134,18 @@ fn a_library_is_compared_with_the_hook() {
     assert_eq!(text.code(), 0);
     assert!(text.stdout.contains(": 1 functions are hooked\n"), "{}", text.stdout);
     assert!(text.stdout.ends_with("multiplies\n  ncclAllReduceOfTomorrow\n"), "{}", text.stdout);
-    let missing = run(&job, &["--library", "/nowhere/libnccl.so.2"]);
-    assert_eq!((missing.code(), missing.stderr.lines().count()), (1, 1), "{}", missing.stderr);
+    let pipe = job.dir.join("pipe.so");
+    nix::unistd::mkfifo(&pipe, nix::sys::stat::Mode::S_IRWXU).unwrap();
+    for (file, why) in [
+        ("/nowhere/libnccl.so.2", "there is no file /nowhere/libnccl.so.2: --library takes the path"),
+        ("/etc/passwd", "/etc/passwd is no ELF library"),
+        ("/etc", "/etc is not a file"),
+        (&pipe.display().to_string(), "is not a file"),
+    ] {
+        let wrong = run(&job, &["--library", file]);
+        assert_eq!((wrong.code(), wrong.stderr.lines().count(), wrong.stdout.as_str()), (1, 1, ""), "{wrong:?}");
+        assert!(wrong.stderr.contains(why), "{wrong:?}");
+    }
 }
 
 #[test]

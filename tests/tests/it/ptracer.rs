@@ -156,3 +156,23 @@ fn without_a_launcher_or_when_off_nobody_is_named() {
         assert_eq!(recorder.calls(), [], "{name}={value}");
     }
 }
+
+#[test]
+fn whom_the_host_has_named_stays() {
+    let (job, recorder) = (Job::new(), Recorder::new());
+    // As the transports of MPI do it, before the first call that the hook sees.
+    let program = "import ctypes, os; ctypes.CDLL(None).prctl(0x59616d61, 12345, 0, 0, 0); print('named', os.getpid(), flush=True); \
+                   nccl = ctypes.CDLL('libnccl.so.2'); nccl.ncclGroupStart(); nccl.ncclGroupEnd(); import time; time.sleep(100000)";
+    let mut command = job.launch(python());
+    recorder.record(command.args(["-c", program]));
+    let mut process = Process::spawn(&mut command);
+    process.wait_for("named", PATIENCE);
+    let pid = process.pid();
+    wait_until(PATIENCE, "the collector knows it", || {
+        let status = job.status().ok();
+        status.is_some_and(|status| status["ranks"].as_array().is_some_and(|ranks| !ranks.is_empty()))
+    });
+    let whom: Vec<i32> = recorder.calls().into_iter().filter(|(who, _)| *who == pid).map(|(_, whom)| whom).collect();
+    assert_eq!(whom.last(), Some(&12345), "{whom:?}");
+    assert!(whom.len() <= 2, "the collector was named when the library was loaded, and not again: {whom:?}");
+}

@@ -22,6 +22,8 @@ use crate::{
 pub const TICK: Duration = Duration::from_millis(500);
 /// A hang is over when no node has hung for so long.
 const QUIET_NS: u64 = 2 * SECOND;
+/// A node that says for so long that it has another one's ranks is told of.
+const REFUSED_NS: u64 = 3 * SECOND;
 /// What comes late is collected for so long before it is judged.
 const LATE_NS: u64 = 15 * SECOND;
 /// How often nodes and attempts that are gone are looked for.
@@ -32,8 +34,8 @@ const MAX_CLOSED: usize = 500;
 impl Hub {
     /// Once a second.
     pub fn tick(&mut self, now: Now) {
-        let ids: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
-        for id in ids {
+        let ids = self.incidents.values().filter(|one| one.is_in_work()).map(|one| one.id.clone());
+        for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
         let (free, held): (Vec<_>, Vec<_>) = std::mem::take(&mut self.held).into_iter().partition(|(_, alarm)| {
@@ -57,12 +59,14 @@ impl Hub {
         for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
             self.incidents.remove(id);
         }
+        self.complain(now);
         self.deliver(now);
     }
 
     fn tick_incident(&mut self, id: &str, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        for (node, part) in &mut incident.parts {
+        let mut given_up = Vec::new();
+        for (node, part) in &incident.parts {
             let late = match part.progress {
                 // A part that was taken waits for its turn, as long as its node is there.
                 Progress::Captured if self.nodes.get(*node).is_some_and(Node::is_joined) => None,
@@ -82,14 +86,19 @@ impl Hub {
             };
             if let Some(why) = late {
                 warn!("incident {id}: node {}: {why}", self.nodes.name(*node));
-                part.progress = Progress::Failed(why);
+                given_up.push((*node, why));
             }
         }
-        let files_late = incident.files_until_ns.is_some_and(|until| now.mono_ns > until);
-        if files_late {
-            warn!("incident {id}: {} nodes did not send their files in time", incident.files_coming.len());
-            incident.files_wanted.clear();
-            incident.files_coming.clear();
+        for (node, why) in given_up {
+            incident.progress(node, Progress::Failed(why));
+        }
+        if let Some((_, until)) = incident.files {
+            if now.mono_ns > until {
+                let nodes = incident.files_coming.len() + incident.files_wanted.len();
+                warn!("incident {id}: {nodes} nodes did not send their files in time");
+                incident.files_wanted.clear();
+                incident.files_coming.clear();
+            }
             self.fetch(id, now);
         }
         let Some(incident) = self.incidents.get_mut(id) else { return };
@@ -104,12 +113,14 @@ impl Hub {
         }
         let Some(incident) = self.incidents.get(id) else { return };
         let view = self.nodes.job(&incident.job);
-        let ended = !view.alive || view.attempt > incident.attempt;
+        let is_over = self.is_over(incident);
         let restored = incident.opened.mono_ns < self.started.mono_ns;
         let settling = restored && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
-            // Nobody of the job came again after a restart.
-            State::Gathering if view.nodes.is_empty() && !settling => self.close(id, State::Ended, now),
+            // Nobody of its world came again after a restart.
+            State::Gathering if incident.parts.is_empty() && (view.nodes.is_empty() || is_over) && !settling => {
+                self.close(id, State::Ended, now);
+            }
             State::Gathering => self.finish_if_complete(id, now),
             State::Judged if incident.is_manual() || settling => {}
             State::Judged => {
@@ -118,8 +129,15 @@ impl Hub {
                 if quiet {
                     let state = if incident.recovered { State::Resolved } else { State::Ended };
                     self.close(id, state, now);
-                } else if ended {
+                } else if !view.alive || is_over {
                     self.close(id, State::Ended, now);
+                } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
+                    && !(incident.judging
+                        || incident.files.is_some()
+                        || incident.drawing
+                        || incident.hanging.is_empty())
+                {
+                    self.look_again(id, now);
                 }
             }
             _ => {}
@@ -128,14 +146,17 @@ impl Hub {
 
     /// A hang that begins again before its node knows that it was over is the same one: the node will not ask for another incident.
     pub(super) fn reopen(&mut self, id: &str, now: Now) {
-        let Some(job) = self.incidents.get(id).map(|one| one.job.clone()) else { return };
+        let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.job.clone(), self.is_over(one))) else {
+            return;
+        };
         let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
         let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state == State::Resolved) else { return };
-        if is_open || self.nodes.job(&job).attempt != incident.attempt {
+        if is_open || is_over {
             return;
         }
         info!("incident {id}: the job hangs again");
         incident.state = State::Judged;
+        incident.closed = None;
         incident.quiet_since_ns = Some(now.mono_ns);
         if let Some(folder) = incident.folder.clone() {
             self.note_status(id, &folder, xpu_timer_analysis::Status::Open, None);
@@ -153,21 +174,50 @@ impl Hub {
         }
     }
 
+    pub(super) fn note_closed(&self, id: &str, folder: &Path, state: State, unix_ns: u64) {
+        let status = match state {
+            State::Resolved => xpu_timer_analysis::Status::Resolved,
+            _ => xpu_timer_analysis::Status::Ended,
+        };
+        self.note_status(id, folder, status, Some(clock::rfc3339(unix_ns)));
+    }
+
+    /// Tells of nodes that say for a while that they have ranks of another one. While a world takes the place of the one before, some
+    /// seem to do so for a moment.
+    fn complain(&mut self, now: Now) {
+        let mut known = std::mem::take(&mut self.refused);
+        for refused in self.nodes.refused() {
+            let key = (refused.node, refused.by, refused.job.clone());
+            let (since, mut told) = known.remove(&key).unwrap_or((now.mono_ns, false));
+            if !told && now.mono_ns > since + REFUSED_NS {
+                told = true;
+                warn!(
+                    "node {} says that it has ranks {} of job {}, which node {} has; they are refused to it",
+                    self.nodes.name(refused.node),
+                    refused.ranks,
+                    refused.job,
+                    self.nodes.name(refused.by)
+                );
+            }
+            self.refused.insert(key, (since, told));
+        }
+    }
+
     pub(super) fn close(&mut self, id: &str, state: State, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         info!("incident {id}: {}", if state == State::Resolved { "resolved, the job goes on" } else { "ended" });
         incident.state = state;
-        incident.work = None;
-        self.expected.retain(|_, expected| expected.incident != id);
-        self.captured.remove(id);
-        self.merging.retain(|(of, _)| of != id);
+        incident.closed = Some((state, now.unix_ns));
+        incident.captured.clear();
+        incident.merging.clear();
+        // Files that are on their way still belong to its folder.
+        if !incident.is_in_work() {
+            incident.work = None;
+        }
+        self.expected.retain(|_, expected| expected.incident != id || expected.files);
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         if let Some(folder) = incident.folder.clone() {
-            let status = match state {
-                State::Resolved => xpu_timer_analysis::Status::Resolved,
-                _ => xpu_timer_analysis::Status::Ended,
-            };
-            self.note_status(id, &folder, status, Some(clock::rfc3339(now.unix_ns)));
+            self.note_closed(id, &folder, state, now.unix_ns);
         }
         for node in nodes {
             self.nodes.send(node, Message::Closed(IncidentClosed { incident: id.into() }), now.mono_ns);

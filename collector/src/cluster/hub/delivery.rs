@@ -1,11 +1,9 @@
 //! What the nodes deliver for an incident, some at a time, and the verdict that is made of it.
 
-use std::collections::VecDeque;
-
 use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
-    Deliver, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree, cluster_message::Message,
+    Captured, Deliver, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree, cluster_message::Message,
     delivery::Message as Brought,
 };
 
@@ -16,9 +14,10 @@ use crate::{
         gather::{self, Plan, Work},
         incident::{Progress, State},
         nodes::NodeId,
+        service::Credit,
     },
     error::chain,
-    process,
+    judging, process,
 };
 
 /// For a node to send what it was asked for.
@@ -26,80 +25,68 @@ pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 /// Parts of an incident that are under way at a time: each is some hundred kilobytes, and the merging takes one after the other.
 const DELIVERIES: usize = 32;
 /// How often a part is asked for again whose delivery broke off while its node was there.
-const RETRIES: u32 = 2;
+pub(super) const RETRIES: u32 = 2;
+/// How often a hang that may be none is looked at again.
+const ROUNDS: u32 = 3;
 
 impl Hub {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
-        if let Some(part) = self.incidents.get_mut(id).and_then(|incident| incident.parts.get_mut(&node)) {
-            part.progress = progress;
+        if let Some(incident) = self.incidents.get_mut(id) {
+            incident.progress(node, progress);
         }
     }
 
     /// A node has taken its dump.
-    pub(super) fn captured(&mut self, id: &str, node: NodeId, now: Now) {
-        let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
-        let Some(part) = incident.parts.get_mut(&node) else { return };
-        if matches!(part.progress, Progress::Asked | Progress::Failed(_)) {
-            part.progress = Progress::Captured;
-            self.captured.entry(id.into()).or_default().push_back(node);
+    pub(super) fn captured(&mut self, said: &Captured, node: NodeId, now: Now) {
+        let open = self.incidents.get_mut(&said.incident).filter(|incident| incident.is_open());
+        let Some(incident) = open.filter(|incident| incident.round == said.round) else { return };
+        let progress = incident.parts.get(&node).map(|part| &part.progress);
+        if matches!(progress, Some(Progress::Asked | Progress::Failed(_))) {
+            incident.progress(node, Progress::Captured);
         }
         self.deliver(now);
     }
 
     /// Asks for as many parts as may be under way.
     pub(super) fn deliver(&mut self, now: Now) {
-        let incidents = &self.incidents;
-        self.delivering.retain(|(id, node)| {
-            let part = incidents.get(id).and_then(|incident| incident.parts.get(node));
-            part.is_some_and(|part| matches!(part.progress, Progress::Delivering(_)))
-        });
-        let waiting: Vec<String> = self.captured.keys().cloned().collect();
+        let waiting = self.incidents.values().filter(|one| !one.captured.is_empty());
+        let waiting: Vec<String> = waiting.map(|one| one.id.clone()).collect();
         for id in waiting {
-            while self.under_way(&id) < DELIVERIES {
-                let Some(node) = self.captured.get_mut(&id).and_then(VecDeque::pop_front) else { break };
+            // Each incident has its own: one whose thread is stuck does not hold up the others.
+            while let Some(incident) = self.incidents.get_mut(&id).filter(|one| one.under_way() < DELIVERIES)
+                && let Some(node) = incident.captured.pop_front()
+            {
                 let key = self.expect(Expected { incident: id.clone(), node, files: false });
                 if self.nodes.send(node, Message::Deliver(Deliver { incident: id.clone(), key }), now.mono_ns) {
                     self.progress(&id, node, Progress::Delivering(now.mono_ns + DELIVERY_NS));
-                    self.delivering.insert((id.clone(), node));
                 } else {
                     warn!("incident {id}: node {} takes no message any more", self.nodes.name(node));
                     self.lost(node, now);
                 }
             }
         }
-        self.captured.retain(|_, nodes| !nodes.is_empty());
-    }
-
-    /// Parts of an incident that are on their way or wait to be merged. Each incident has its own: one whose thread is stuck does not
-    /// hold up the others.
-    fn under_way(&self, id: &str) -> usize {
-        self.delivering.iter().chain(&self.merging).filter(|(of, _)| of == id).count()
     }
 
     /// A delivery ended. When that was before its last piece, it is asked for again, a few times.
     pub(super) fn ceased(&mut self, key: &str, now: Now) {
         // What came whole is not expected any more, nor is what was asked for anew.
         let Some(Expected { incident: id, node, files }) = self.expected.remove(key) else { return };
-        let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
         if files {
-            if incident.files_coming.remove(&node) {
-                warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
-                self.fetch(&id, now);
-            }
-            return;
+            return self.files_ceased(&id, node, now);
         }
+        let Some(incident) = self.incidents.get_mut(&id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
         if !matches!(part.progress, Progress::Delivering(_)) {
             return;
         }
         warn!("incident {id}: the delivery of node {} broke off", self.nodes.name(node));
         part.broken += 1;
-        if part.broken > RETRIES {
-            part.progress = Progress::Failed(format!("its delivery broke off {} times", part.broken));
+        let broken = part.broken;
+        if broken > RETRIES {
+            incident.progress(node, Progress::Failed(format!("its delivery broke off {broken} times")));
             self.finish_if_complete(&id, now);
         } else {
-            part.progress = Progress::Captured;
-            self.captured.entry(id).or_default().push_back(node);
+            incident.progress(node, Progress::Captured);
         }
         self.deliver(now);
     }
@@ -113,19 +100,20 @@ impl Hub {
     }
 
     /// A node brings something.
-    pub(super) fn brought(&mut self, expected: &Expected, message: Brought, now: Now) {
+    pub(super) fn brought(&mut self, expected: &Expected, message: Brought, credit: Credit, now: Now) {
+        let (id, node) = (&expected.incident, expected.node);
         match message {
             Brought::Key(_) => {}
-            Brought::Dump(dump) if !expected.files => self.delivered(&expected.incident, expected.node, dump, now),
-            Brought::File(file) if expected.files => self.file(&expected.incident, expected.node, file, now),
+            Brought::Dump(dump) if !expected.files => self.delivered(id, node, dump, credit, now),
+            Brought::File(file) if expected.files => self.file(id, node, file, credit, now),
             Brought::Dump(_) | Brought::File(_) => {
-                warn!("node {} brings what it was not asked for", self.nodes.name(expected.node));
+                warn!("node {} brings what it was not asked for", self.nodes.name(node));
             }
         }
     }
 
     /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered.
-    fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, now: Now) {
+    fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, credit: Credit, now: Now) {
         let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
         if !matches!(part.progress, Progress::Delivering(_) | Progress::Failed(_)) {
@@ -136,7 +124,7 @@ impl Hub {
         dump.ranks.retain(|rank| {
             let found = rank.presence() == Presence::Unregistered
                 && rank.rank < world
-                && self.nodes.of_rank(&incident.job, incident.attempt, rank.rank).is_none_or(|of| of == node);
+                && self.nodes.of_rank(&incident.job, rank.rank).is_none_or(|of| of == node);
             if found {
                 part.ranks.insert(rank.rank);
             }
@@ -161,17 +149,14 @@ impl Hub {
             }
         }
         let last = dump.last;
-        if last {
-            part.progress = Progress::Delivered;
-        } else {
-            part.progress = Progress::Delivering(now.mono_ns + DELIVERY_NS);
-        }
+        let until = Progress::Delivering(now.mono_ns + DELIVERY_NS);
+        incident.progress(node, if last { Progress::Delivered } else { until });
         let late = incident.state == State::Judged;
-        let merged = self.work(id, Work::Part(node, Box::new(dump)));
+        let merged = self.work(id, Work::Part(node, Box::new(dump), credit));
         if last {
             self.expected.retain(|_, expected| expected.files || expected.node != node || expected.incident != id);
-            if merged {
-                self.merging.insert((id.into(), node));
+            if let Some(incident) = self.incidents.get_mut(id).filter(|_| merged) {
+                incident.merging.insert(node);
             }
             if late {
                 info!("incident {id}: the part of node {name} came late");
@@ -202,6 +187,7 @@ impl Hub {
                 hang_timeout_ns: milliseconds(view.hang_timeout_ms),
                 sample_interval_ns: milliseconds(view.sample_interval_ms),
                 folder: incident.folder.clone(),
+                fresh: incident.state == State::Gathering,
             };
             let (commands, name) = (self.commands.clone(), id.to_string());
             // Nobody hears it when the process ends.
@@ -220,7 +206,7 @@ impl Hub {
             // The thread ends only when it is let go, or by an error in this program.
             warn!("incident {id}: its gathering thread is gone");
             incident.work = None;
-            self.merging.retain(|(of, _)| of != id);
+            incident.merging.clear();
         }
         given
     }
@@ -229,14 +215,16 @@ impl Hub {
         let Some(incident) = self.incidents.get(id).filter(|one| one.state == State::Gathering && !one.judging) else {
             return;
         };
-        if !incident.is_complete() {
+        if !incident.is_complete() || incident.parts.is_empty() {
             return;
         }
         // After a restart of this collector the nodes come one after the other.
         let view = self.nodes.job(&incident.job);
-        let all_known = view.nodes.iter().all(|node| incident.parts.contains_key(node)) && !view.nodes.is_empty();
+        let is_over = self.is_over(incident);
+        let all_known = is_over || view.nodes.iter().all(|node| incident.parts.contains_key(node));
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || view.is_whole();
+        let is_whole = view.is_whole() && !is_over && !view.nodes.is_empty();
+        let returned = !restored || now.mono_ns > self.started.mono_ns + 20 * SECOND || is_whole;
         if all_known && returned {
             self.judge(id);
         }
@@ -266,6 +254,7 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let first = incident.state == State::Gathering;
         incident.judging = false;
+        let is_news = incident.cause != verdict.cause.to_string();
         incident.sentence.clone_from(&verdict.sentence);
         incident.cause = verdict.cause.to_string();
         incident.culprits.clone_from(&verdict.culprits);
@@ -276,15 +265,30 @@ impl Hub {
             if incident.hanging.is_empty() && incident.quiet_since_ns.is_none() {
                 incident.quiet_since_ns = Some(now.mono_ns);
             }
-            if let Some(webhook) = &self.webhook {
+            incident.again_ns = None;
+            if judging::is_mild(verdict) && !incident.is_manual() && incident.round < ROUNDS {
+                // Longer each time: who looks for long at what only takes long disturbs it.
+                let wait_ns = self.nodes.job(&incident.job).hang_timeout_ms.max(1000) * 1_000_000;
+                incident.again_ns = Some(now.mono_ns + (wait_ns << incident.round));
+            }
+            if let Some(webhook) = self.webhook.as_ref().filter(|_| is_news) {
                 webhook.post(verdict, incident.folder.as_deref());
             }
         }
+        // Its thread has written that it is open, which it is not if it was closed meanwhile.
+        if let Some((state, at)) = incident.closed
+            && let Some(folder) = incident.folder.clone()
+        {
+            self.note_closed(id, &folder, state, at);
+        }
+        let Some(incident) = self.incidents.get(id) else { return };
         let message = IncidentVerdict {
             incident: id.into(),
             sentence: verdict.sentence.clone(),
             cause: verdict.cause.to_string(),
             path,
+            mild: judging::is_mild(verdict),
+            culprits: verdict.culprits.clone(),
         };
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         for node in nodes {

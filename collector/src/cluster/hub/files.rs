@@ -1,16 +1,18 @@
 //! The `.stacktrace` files of an incident, which are fetched after its verdict, and the end of its work.
 
 use serde_json::json;
+use tracing::warn;
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{DumpFile, FetchFiles, cluster_message::Message};
 
-use super::{Expected, Hub, SECOND, opening::runs};
+use super::{Expected, Hub, SECOND, delivery::RETRIES, opening::runs};
 use crate::{
     clock::Now,
     cluster::{
         gather::Work,
         incident::{Progress, State},
-        nodes::NodeId,
+        nodes::{Node, NodeId},
+        service::Credit,
     },
     delivery::rank_of,
     retention,
@@ -19,9 +21,10 @@ use crate::{
 /// In jobs of up to so many ranks all `.stacktrace` files are fetched; in larger ones those of the culprits and of some others.
 pub const ALL_FILES: usize = 1024;
 const SOME_FILES: usize = 16;
-/// Nodes that send files at a time, and how long files are waited for.
+/// Nodes that send files at a time, how long a piece is waited for, and how long all of them are.
 const FILE_NODES: usize = 8;
-const FILES_NS: u64 = 20 * SECOND;
+const PIECE_NS: u64 = 20 * SECOND;
+const FILES_NS: u64 = 120 * SECOND;
 
 impl Hub {
     /// Chooses whose `.stacktrace` files are fetched.
@@ -44,35 +47,54 @@ impl Hub {
                 incident.files_wanted.insert(*node, wanted);
             }
         }
-        incident.files_until_ns = Some(now.mono_ns + FILES_NS);
+        incident.files = Some((now.mono_ns, now.mono_ns + PIECE_NS));
         self.fetch(id, now);
     }
 
+    /// Asks nodes for their files, some at a time, and draws when all have come. A node that is away is waited for.
     pub(super) fn fetch(&mut self, id: &str, now: Now) {
         loop {
-            let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files_until_ns.is_some()) else { return };
+            let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files.is_some()) else { return };
             if incident.files_coming.len() >= FILE_NODES {
                 return;
             }
-            let Some((node, ranks)) = incident.files_wanted.pop_first() else { break };
+            let is_here = |node: &NodeId| self.nodes.get(*node).is_some_and(Node::is_joined);
+            let Some(node) = incident.files_wanted.keys().copied().find(is_here) else { break };
+            let Some(ranks) = incident.files_wanted.remove(&node) else { break };
             let key = self.expect(Expected { incident: id.into(), node, files: true });
             let request = FetchFiles { incident: id.into(), ranks: runs(&ranks), key };
-            if self.nodes.send(node, Message::Fetch(request), now.mono_ns)
-                && let Some(incident) = self.incidents.get_mut(id)
-            {
-                incident.files_coming.insert(node);
-            }
+            let sent = self.nodes.send(node, Message::Fetch(request), now.mono_ns);
+            let Some(incident) = self.incidents.get_mut(id) else { return };
+            if sent { &mut incident.files_coming } else { &mut incident.files_wanted }.insert(node, ranks);
         }
         if let Some(incident) = self.incidents.get_mut(id)
             && incident.files_coming.is_empty()
+            && incident.files_wanted.is_empty()
         {
-            incident.files_until_ns = None;
+            incident.files = None;
             self.work(id, Work::Draw);
         }
     }
 
-    pub(super) fn file(&mut self, id: &str, node: NodeId, file: DumpFile, now: Now) {
-        let Some(incident) = self.incidents.get_mut(id).filter(|one| one.files_coming.contains(&node)) else { return };
+    /// A fetch ended before its last message: it is begun anew, a few times.
+    pub(super) fn files_ceased(&mut self, id: &str, node: NodeId, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let Some(ranks) = incident.files_coming.remove(&node) else { return };
+        warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
+        if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.broken < RETRIES) {
+            part.broken += 1;
+            incident.files_wanted.insert(node, ranks);
+        }
+        self.fetch(id, now);
+    }
+
+    /// A piece of a file. Its credit goes with it: the node sends the next ones when this is written.
+    pub(super) fn file(&mut self, id: &str, node: NodeId, file: DumpFile, credit: Credit, now: Now) {
+        let coming = self.incidents.get_mut(id).filter(|one| one.files_coming.contains_key(&node));
+        let Some(incident) = coming else { return };
+        if let Some((begun, until)) = &mut incident.files {
+            *until = (now.mono_ns + PIECE_NS).min(*begun + FILES_NS);
+        }
         if file.name.is_empty() {
             incident.files_coming.remove(&node);
             self.expected.retain(|_, expected| !expected.files || expected.node != node || expected.incident != id);
@@ -82,7 +104,7 @@ impl Hub {
         let own =
             incident.parts.get(&node).zip(rank_of(&file.name)).is_some_and(|(part, rank)| part.ranks.contains(rank));
         if own {
-            self.work(id, Work::File(Box::new(file)));
+            self.work(id, Work::File(Box::new(file), credit));
         }
     }
 

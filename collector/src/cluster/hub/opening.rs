@@ -43,15 +43,17 @@ impl Hub {
     pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
         let job = key(&alarm.job.clone().unwrap_or_default());
         let view = self.nodes.job(&job);
-        let decline = |reason: String| Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason });
+        let decline = |reason: String, alone: bool| {
+            Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason, alone })
+        };
         if !view.nodes.contains(&node) {
-            let reason = format!("no rank of job {job} is this node's in attempt {}", view.attempt);
-            self.nodes.send(node, decline(reason), now.mono_ns);
+            let reason = format!("no rank of job {job} is this node's; it works alone");
+            self.nodes.send(node, decline(reason, true), now.mono_ns);
             return;
         }
         let mut trigger = alarm.trigger.clone().unwrap_or_default();
         // A node speaks for its own ranks. What it says of itself is heard all the same.
-        if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, view.attempt, rank) != Some(node)) {
+        if u32::try_from(trigger.rank).is_ok_and(|rank| self.nodes.of_rank(&job, rank) != Some(node)) {
             warn!("node {} alarms for rank {} of job {job}, which is not its own", self.nodes.name(node), trigger.rank);
             (trigger.rank, trigger.operation) = (-1, None);
         }
@@ -59,12 +61,12 @@ impl Hub {
             && let Some(busy) = self.nodes.busy_elsewhere(&job, node, now.mono_ns)
         {
             let reason = format!("the job is not idle, it launches on node {busy}");
-            self.nodes.send(node, decline(reason), now.mono_ns);
+            self.nodes.send(node, decline(reason, false), now.mono_ns);
             return;
         }
-        let open =
-            self.incidents.values_mut().find(|one| one.is_open() && one.job == job && one.attempt == view.attempt);
-        if let Some(incident) = open {
+        let open = self.incidents.values().find(|one| one.is_open() && one.job == job && !self.is_over(one));
+        let open = open.map(|one| one.id.clone());
+        if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.id.clone();
             if alarm.hangs {
                 incident.hangs(node, true, false, now.mono_ns);
@@ -74,7 +76,7 @@ impl Hub {
             if let Some(request) = waits.then(|| self.ask(&id, node)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
-                self.nodes.send(node, decline(format!("it is a part of incident {id}")), now.mono_ns);
+                self.nodes.send(node, decline(format!("it is a part of incident {id}"), false), now.mono_ns);
             }
             return;
         }
@@ -135,26 +137,49 @@ impl Hub {
             Err(error) => warn!("incident {id}: no folder could be made: {}", chain(&error)),
         }
         self.incidents.insert(id.clone(), incident);
-        for node in view.nodes.iter().copied() {
+        self.ask_all(&id, now);
+        id
+    }
+
+    /// Asks every node of an incident's job for a dump.
+    fn ask_all(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get(id) else { return };
+        let nodes = self.nodes.job(&incident.job).nodes.clone();
+        for node in nodes {
             let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
-            let request = self.ask(&id, node);
+            let request = self.ask(id, node);
             match (away, request) {
                 (Some(away_ns), _) if away_ns > AWAY_NS => {
                     let why = format!("it has been away for {:.0} s", clock::seconds(away_ns));
-                    self.progress(&id, node, Progress::Failed(why));
+                    self.progress(id, node, Progress::Failed(why));
                 }
                 (None, Some(request)) => _ = self.nodes.send(node, Message::Dump(request), now.mono_ns),
                 _ => {}
             }
         }
-        self.finish_if_complete(&id, now);
-        id
+        self.finish_if_complete(id, now);
+    }
+
+    /// Looks at a hang once more that may have been none, and lasts.
+    pub(super) fn look_again(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get_mut(id) else { return };
+        let view = self.nodes.job(&incident.job);
+        info!("incident {id}: it lasts; the ranks are looked at again");
+        incident.begin_round();
+        incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
+        self.expected.retain(|_, expected| expected.incident != id);
+        self.ask_all(id, now);
     }
 
     /// Notes that a node takes part in an incident, and what it is asked for; `None` when it has no rank of the job, or has delivered.
     pub(super) fn ask(&mut self, id: &str, node: NodeId) -> Option<DumpRequest> {
+        let is_over = self.is_over(self.incidents.get(id)?);
         let incident = self.incidents.get_mut(id)?;
-        let ranks = self.nodes.ranks_of(&incident.job, incident.attempt, node);
+        let ranks = match is_over {
+            // Of its world only those that were asked before still know something.
+            true => incident.parts.get(&node).map(|part| part.ranks.clone()).unwrap_or_default(),
+            false => self.nodes.ranks_of(&incident.job, node),
+        };
         let done = incident.parts.get(&node).is_some_and(|part| part.progress == Progress::Delivered);
         if ranks.is_empty() || done {
             return None;
@@ -168,16 +193,20 @@ impl Hub {
             sample_interval_ms: view.sample_interval_ms,
             ranks: runs(&ranks),
             operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
+            round: incident.round,
         };
         let part =
             incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0 });
         part.ranks.union_with(&ranks);
-        part.progress = Progress::Asked;
+        incident.captured.retain(|other| *other != node);
+        incident.progress(node, Progress::Asked);
+        if is_over {
+            return Some(request);
+        }
         // The ranks of a node that was started anew are no longer those of the old one, which is away.
         let away = self.nodes.away().filter(|other| incident.parts.contains_key(other));
-        let (job, attempt) = (&incident.job, incident.attempt);
-        let successors: Vec<NodeId> =
-            away.filter(|other| self.nodes.ranks_of(job, attempt, *other).is_empty()).collect();
+        let job = &incident.job;
+        let successors: Vec<NodeId> = away.filter(|other| self.nodes.ranks_of(job, *other).is_empty()).collect();
         for old in successors {
             if incident.parts.get(&old).is_some_and(|part| part.progress != Progress::Delivered) {
                 incident.parts.remove(&old);
@@ -195,7 +224,8 @@ impl Hub {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
-        let open = self.incidents.values().find(|one| one.state == State::Gathering && one.job == job);
+        let open =
+            self.incidents.values().find(|one| one.state == State::Gathering && one.job == job && !self.is_over(one));
         let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
             let trigger =
                 Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };

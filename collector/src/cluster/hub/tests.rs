@@ -3,16 +3,16 @@
 use tokio::sync::oneshot;
 use xpu_timer_proto::{
     env::Source,
-    v1::{Captured, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger, TriggerKind, delivery},
+    v1::{Captured, DumpFile, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger, TriggerKind, delivery},
 };
 
 use super::*;
-use crate::cluster::nodes::Outbound;
+use crate::cluster::{incident::Progress, nodes::Outbound, service::Credit};
 
 struct Told {
     hub: Hub,
     folder: tempfile::TempDir,
-    _commands: mpsc::UnboundedReceiver<Command>,
+    commands: mpsc::UnboundedReceiver<Command>,
 }
 
 fn at(seconds: u64) -> Now {
@@ -23,13 +23,17 @@ fn hub() -> Told {
     let folder = tempfile::tempdir().unwrap();
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
-    let (commands, _commands) = mpsc::unbounded_channel();
-    Told { hub: Hub::new(settings, commands, at(1)), folder, _commands }
+    let (sender, commands) = mpsc::unbounded_channel();
+    Told { hub: Hub::new(settings, sender, at(1)), folder, commands }
 }
 
 impl Told {
     /// A node of one rank joins on a stream of its number.
     fn join(&mut self, rank: i32) -> mpsc::Receiver<Outbound> {
+        self.join_at(rank, at(2))
+    }
+
+    fn join_at(&mut self, rank: i32, now: Now) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
         let entry = RankEntry {
             job: Some(JobId { name: "j".into(), instance: String::new() }),
@@ -39,7 +43,7 @@ impl Told {
         };
         let ranks = Some(NodeRanks { ranks: vec![entry] });
         let hello = NodeHello { node: format!("n{rank}"), identity: format!("{rank}"), ranks, ..Default::default() };
-        self.hub.stream(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), at(2));
+        self.hub.stream(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
         messages
     }
 
@@ -66,7 +70,52 @@ impl Told {
     }
 
     fn captured(&mut self, id: &str, stream: StreamId, now: Now) {
-        self.say(stream, Said::Captured(Captured { incident: id.into() }), now);
+        self.say(stream, Said::Captured(Captured { incident: id.into(), round: 0 }), now);
+    }
+
+    /// A piece of a part comes.
+    fn dump(&mut self, key: &std::sync::Arc<str>, last: bool, now: Now) {
+        let dump = delivery::Message::Dump(NodeDump { last, ..Default::default() });
+        self.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), now);
+    }
+
+    /// The next verdict of the thread.
+    fn verdict(&mut self) -> Verdict {
+        loop {
+            match self.commands.blocking_recv() {
+                Some(Command::Done(_, Done::Judged(verdict))) => return *verdict,
+                Some(_) => {}
+                None => panic!("no verdict"),
+            }
+        }
+    }
+
+    /// The key by which a node was asked for its files.
+    fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
+        let all = std::iter::from_fn(|| messages.try_recv().ok());
+        let keys = all.filter_map(|message| match message.unwrap().message {
+            Some(Message::Fetch(fetch)) => Some(fetch.key),
+            _ => None,
+        });
+        keys.last().expect("the node is asked for its files").into()
+    }
+
+    /// As if all files had come and all was drawn.
+    fn finish_files(&mut self, id: &str) {
+        let incident = self.hub.incidents.get_mut(id).unwrap();
+        (incident.files, incident.drawing) = (None, false);
+        incident.files_coming.clear();
+        incident.files_wanted.clear();
+    }
+
+    /// An incident of two nodes of which the first alone delivers, up to its verdict, of which the hub has not heard yet.
+    fn judged_without_the_second(&mut self, first: &mut mpsc::Receiver<Outbound>) -> (String, Verdict) {
+        let id = self.alarm(0);
+        self.captured(&id, 0, at(11));
+        let key = self.bring(first);
+        self.dump(&key, true, at(12));
+        self.hub.tick(at(40));
+        (id, self.verdict())
     }
 
     fn bring(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
@@ -124,7 +173,7 @@ fn the_end_of_a_delivery_that_is_whole_changes_nothing() {
     told.captured(&id, 0, at(11));
     let key = told.bring(&mut first);
     let dump = delivery::Message::Dump(NodeDump { last: true, ..Default::default() });
-    told.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump)), at(12));
+    told.hub.stream(StreamEvent::Brought(key.clone(), Box::new(dump), Credit::default()), at(12));
     told.hub.stream(StreamEvent::Ceased(key), at(12));
     assert_eq!(told.progress_of(&id, "n0"), Progress::Delivered);
 }
@@ -135,4 +184,118 @@ fn a_node_does_not_alarm_in_the_name_of_a_rank_of_another_one() {
     let (_first, _second) = (told.join(0), told.join(1));
     let id = told.alarm(1);
     assert_eq!(told.hub.incidents[&id].trigger.rank, -1);
+}
+
+#[test]
+fn a_node_that_stalls_in_the_middle_of_its_delivery_is_given_up_and_named() {
+    let mut told = hub();
+    let (mut first, mut second) = (told.join(0), told.join(1));
+    let id = told.alarm(0);
+    told.captured(&id, 0, at(11));
+    told.captured(&id, 1, at(11));
+    let (key, stalled) = (told.bring(&mut first), told.bring(&mut second));
+    told.dump(&key, true, at(12));
+    told.dump(&stalled, false, at(12));
+    told.hub.tick(at(26));
+    assert!(matches!(told.progress_of(&id, "n1"), Progress::Delivering(_)), "a piece came 14 s ago");
+    told.hub.tick(at(28));
+    let Progress::Failed(why) = told.progress_of(&id, "n1") else { panic!("it is given up") };
+    assert!(why.contains("nothing more came of it"), "{why}");
+    assert!(told.hub.incidents[&id].judging, "the others are judged without it");
+}
+
+#[test]
+fn a_verdict_that_comes_when_the_incident_is_over_does_not_open_it_again() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    let folder = told.folder.path().join("timeline").join(format!("incident-{id}"));
+    told.hub.judged(&id, &verdict, at(41));
+    // A part comes late, and while it is judged the hang is over.
+    told.hub.judge(&id);
+    let _ = told.verdict();
+    told.hub.close(&id, State::Resolved, at(42));
+    told.hub.judge(&id);
+    let verdict = told.verdict();
+    let status = || crate::records::verdict(&folder).unwrap().timing.status;
+    assert_eq!(status(), xpu_timer_analysis::Status::Open, "its thread knows nothing of the end");
+    told.hub.judged(&id, &verdict, at(43));
+    assert_eq!(status(), xpu_timer_analysis::Status::Resolved);
+    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+}
+
+#[test]
+fn the_files_of_a_job_that_has_ended_still_come() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    told.hub.close(&id, State::Ended, at(42));
+    let key = told.fetched(&mut first);
+    let file = |name: &str| {
+        let file = DumpFile { incident: id.clone(), name: name.into(), data: b"x".to_vec(), last: true };
+        (key.clone(), Box::new(delivery::Message::File(file)))
+    };
+    for name in ["00000-00002.stacktrace", ""] {
+        let (key, file) = file(name);
+        told.hub.stream(StreamEvent::Brought(key, file, Credit::default()), at(43));
+    }
+    assert!(told.hub.incidents[&id].drawing, "all have come");
+    // The thread writes them before it draws.
+    while !matches!(told.commands.blocking_recv(), Some(Command::Done(_, Done::Drawn))) {}
+    let folder = told.folder.path().join("timeline").join(format!("incident-{id}"));
+    assert_eq!(std::fs::read(folder.join("00000-00002.stacktrace")).unwrap(), b"x");
+    told.hub.drawn(&id, at(44));
+    assert!(told.hub.incidents[&id].work.is_none(), "its thread is let go");
+}
+
+#[test]
+fn files_of_a_node_that_is_away_for_a_moment_are_asked_for_again() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    let _ = told.fetched(&mut first);
+    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    told.hub.tick(at(43));
+    assert!(!told.hub.incidents[&id].drawing, "they are waited for");
+    let mut again = told.join_at(0, at(44));
+    told.hub.tick(at(45));
+    let _ = told.fetched(&mut again);
+    told.hub.tick(at(300));
+    assert!(told.hub.incidents[&id].drawing, "and not for ever");
+}
+
+#[test]
+fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, mut verdict) = told.judged_without_the_second(&mut first);
+    verdict.cause = xpu_timer_analysis::Cause::LongStep;
+    told.hub.judged(&id, &verdict, at(41));
+    assert!(told.hub.incidents[&id].again_ns.is_some());
+    // What is under way is finished first.
+    told.hub.tick(at(50));
+    assert_eq!(told.hub.incidents[&id].round, 0);
+    told.hub.stream(StreamEvent::Ended(1, "reset".into()), at(51));
+    told.finish_files(&id);
+    let _ = std::iter::from_fn(|| first.try_recv().ok()).count();
+    told.hub.tick(at(52));
+    let incident = &told.hub.incidents[&id];
+    assert_eq!((incident.round, incident.state, incident.again_ns), (1, State::Gathering, None));
+    assert_eq!(told.progress_of(&id, "n0"), Progress::Asked);
+    let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
+        Some(Message::Dump(request)) => Some(request.round),
+        _ => None,
+    });
+    assert_eq!(asked, Some(1));
+    // The part of the first look is not that of the second.
+    told.say(0, Said::Captured(Captured { incident: id.clone(), round: 0 }), at(53));
+    assert_eq!(told.progress_of(&id, "n0"), Progress::Asked);
+    told.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
+    assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
+    // Another verdict, which is not mild, is the last.
+    verdict.cause = xpu_timer_analysis::Cause::MissingRank;
+    told.hub.judged(&id, &verdict, at(60));
+    assert!(told.hub.incidents[&id].again_ns.is_none());
 }

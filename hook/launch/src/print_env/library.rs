@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use serde_json::{Value, json};
 
 use super::symbols;
@@ -56,6 +56,12 @@ impl Compared {
     /// When either cannot be read.
     pub fn with_hook(file: &Path) -> Result<Self> {
         let hook = symbols::exported(&preload::find(&Config::read())?)?;
+        if !file.exists() {
+            bail!(
+                "there is no file {}: --library takes the path of a library, which is looked for nowhere else",
+                file.display()
+            );
+        }
         let own = symbols::exported(file)?;
         let hooked = own.intersection(&hook).cloned().collect();
         // The second names of functions, by which a profiler calls them, are no functions of their own.

@@ -11,6 +11,7 @@ use super::{
     symbols,
     target::{Process, Program},
 };
+use crate::image::Obstacle;
 
 /// A library of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -39,16 +40,19 @@ pub fn of_process(process: &Process) -> Vec<Library> {
 /// # Errors
 /// When the loader does not say.
 pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
-    let Some(loader) = &program.loader else { return Ok((Vec::new(), Vec::new())) };
+    let image = &program.image;
+    // A loader of another C library or processor has another list, if it can be run at all.
+    let foreign = image.obstacle.as_ref().is_some_and(Obstacle::forbids_preload);
+    let Some(loader) = image.loader.as_ref().filter(|_| !foreign) else { return Ok((Vec::new(), Vec::new())) };
     let output = Command::new(loader)
         .arg("--list")
-        .arg(&program.file)
+        .arg(&image.file)
         .env_remove("LD_PRELOAD")
         .output()
         .with_context(|| format!("{}", loader.display()))?;
     if !output.status.success() {
         let words = String::from_utf8_lossy(&output.stderr);
-        bail!("{} --list {}: {}", loader.display(), program.file.display(), words.trim());
+        bail!("{} --list {}: {}", loader.display(), image.file.display(), words.trim());
     }
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }

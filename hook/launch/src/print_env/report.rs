@@ -210,16 +210,18 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
 
 fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result<Hooked> {
     let (libraries, missing) = loaded::of_program(program)?;
-    let (loaded, words) = match (&program.obstacle, hook) {
-        (Some(obstacle), _) => (false, obstacle.clone()),
-        (None, None) => (false, "there is no hook to load".into()),
-        (None, Some(_)) if config.disabled => {
-            (true, "XPU_TIMER_DISABLE is set: it would run as without xpu_timer".into())
-        }
-        (None, Some(hook)) => (true, format!("under xpu_timer_launch it would run with {}", hook.display())),
+    let (loaded, words) = match hook {
+        _ if let Some(elsewhere) = &program.elsewhere => (false, elsewhere.advice.clone()),
+        _ if let Some(obstacle) = &program.image.obstacle => (false, obstacle.to_string()),
+        None => (false, "there is no hook to load".into()),
+        Some(_) if config.disabled => (true, "XPU_TIMER_DISABLE is set: it would run as without xpu_timer".into()),
+        Some(hook) => match program.image.refusal_of(hook) {
+            Some(refusal) => (false, refusal.to_string()),
+            None => (true, format!("under xpu_timer_launch it would run with {}", hook.display())),
+        },
     };
     let mut hooked = Hooked {
-        title: format!("program {} ({})", program.command, program.file.display()),
+        title: format!("program {} ({})", program.command, program.image.file.display()),
         loaded,
         words,
         family: family_of(&libraries),

@@ -1,9 +1,13 @@
 //! What a library says of itself: its soname, and the names of the functions that it exports. Only the parts of the file that are
 //! needed are read, because libraries of a gigabyte are usual here.
 
-use std::{collections::BTreeSet, fs::File, path::Path};
+use std::{
+    collections::BTreeSet,
+    fs::{self, File},
+    path::Path,
+};
 
-use anyhow::{Context, Result};
+use anyhow::{Context, Result, bail};
 use object::{
     Endianness, Object, ObjectSymbol, ReadCache, SymbolKind,
     elf::{DT_SONAME, FileHeader64},
@@ -16,7 +20,7 @@ use object::{
 /// When it cannot be read or is no ELF file.
 pub fn exported(library: &Path) -> Result<BTreeSet<String>> {
     let bytes = open(library)?;
-    let file = object::File::parse(&bytes).with_context(|| format!("{}", library.display()))?;
+    let file = object::File::parse(&bytes).with_context(|| format!("{} is no ELF library", library.display()))?;
     let symbols = file.dynamic_symbols().filter(|symbol| symbol.is_definition() && symbol.kind() == SymbolKind::Text);
     Ok(symbols.filter_map(|symbol| Some(symbol.name().ok()?.to_string())).collect())
 }
@@ -34,6 +38,10 @@ pub fn soname(library: &Path) -> Option<String> {
 }
 
 fn open(library: &Path) -> Result<ReadCache<File>> {
+    // Opening a pipe would wait for a writer.
+    if fs::metadata(library).is_ok_and(|metadata| !metadata.is_file()) {
+        bail!("{} is not a file", library.display());
+    }
     Ok(ReadCache::new(File::open(library).with_context(|| format!("{}", library.display()))?))
 }
 
@@ -43,12 +51,17 @@ mod tests {
 
     #[test]
     fn the_c_library_has_its_soname_and_functions() {
-        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
+        let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let libc = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
         let libc = Path::new(libc.expect("this test is linked to it"));
         assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));
         assert!(exported(libc).unwrap().contains("fopen"));
         assert_eq!(soname(Path::new("/proc/self/maps")), None);
-        assert!(exported(Path::new("/nowhere.so")).is_err());
+        for (wrong, why) in
+            [("/nowhere.so", "/nowhere.so"), ("/proc", "is not a file"), ("/proc/self/maps", "is no ELF library")]
+        {
+            let error = format!("{:#}", exported(Path::new(wrong)).unwrap_err());
+            assert!(error.contains(why), "{error}");
+        }
     }
 }

@@ -3,18 +3,17 @@
 //! A store is used by many processes that are no rank of anything, such as the agent of torchrun, so only a rank's waiting counts; and
 //! other threads may rightly wait in one for as long as the job runs, so only the main thread's `wait` does.
 
-use std::sync::OnceLock;
-
 use crate::{
     host::open::{Running, named},
     recorder::Recorder,
-    sys, thread_state,
+    sys::{self, Made},
+    thread_state,
 };
 
 /// Whether this process is one of several ranks, by the variables of torchrun, as of the first time that it is asked.
 pub fn of_a_rank() -> bool {
-    static IS_RANK: OnceLock<bool> = OnceLock::new();
-    *IS_RANK.get_or_init(|| {
+    static IS_RANK: Made<bool> = Made::new();
+    *IS_RANK.get_or_make(|| {
         let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
         number(c"RANK").is_some() && number(c"WORLD_SIZE").is_some_and(|size| size > 1)
     })

@@ -18,7 +18,7 @@ pub enum Tensors {
 }
 
 /// `c10::ScalarType` by its number.
-const TYPES: [(c_int, DataType); 11] = [
+const TYPES: [(c_int, DataType); 13] = [
     (0, DataType::Uint8),
     (1, DataType::Int8),
     (3, DataType::Int32),
@@ -26,6 +26,8 @@ const TYPES: [(c_int, DataType); 11] = [
     (5, DataType::Float16),
     (6, DataType::Float32),
     (7, DataType::Float64),
+    (9, DataType::Complex64),
+    (10, DataType::Complex128),
     (11, DataType::Uint8),
     (15, DataType::Bfloat16),
     (23, DataType::Float8E5m2),

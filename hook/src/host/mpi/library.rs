@@ -1,23 +1,25 @@
-//! The loaded MPI library: which of the two binary interfaces it has, and the few functions of its own that the hook calls.
+//! The loaded MPI library: which of the three binary interfaces it has, and the few functions of its own that the hook calls.
 //!
-//! No header is used. A handle is a pointer in Open MPI and a 32-bit number in MPICH and all that share its interface (Intel
-//! MPI, MVAPICH, Cray MPICH), and the special numbers differ; [`Abi`] is the table. The `PMPI_` names are called, so that no
+//! No header is used. A handle is a pointer in Open MPI and in the standard interface of MPI 5, where the predefined ones are small
+//! numbers, and a 32-bit number in MPICH and all that share its interface (Intel MPI, MVAPICH, Cray MPICH), and the special numbers
+//! differ; [`Abi`] is the table. The `PMPI_` names are called, so that no
 //! profiling library sees the hook's own calls.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
-    sync::{
-        OnceLock,
-        atomic::{AtomicU64, Ordering},
-    },
+    sync::atomic::{AtomicU64, Ordering},
 };
 
 use xpu_timer_proto::{family, v1::DataType};
 
 use super::Word;
-use crate::{host, original::look_up};
+use crate::{
+    host,
+    original::{self, look_up},
+    sys::{Made, forget_linker_error},
+};
 
-/// What differs between the two interfaces.
+/// What differs between the interfaces.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Abi {
     /// Bits of a handle that mean something; the rest of its register may hold anything.
@@ -32,6 +34,8 @@ pub struct Abi {
     pub any_source: c_int,
     /// `MPI_PROC_NULL`.
     pub proc_null: c_int,
+    /// `MPI_ANY_TAG`.
+    pub any_tag: c_int,
 }
 
 type Getter = unsafe extern "C" fn(Word, *mut c_int) -> c_int;
@@ -62,39 +66,52 @@ pub struct Library {
     session: AtomicU64,
 }
 
-/// `MPI_IN_PLACE` of both interfaces.
+/// `MPI_IN_PLACE`: 1, but -1 in MPICH.
 const IN_PLACE: [isize; 2] = [1, -1];
 
-/// Predefined types: Open MPI's symbol, MPICH's number, and what it is.
-const TYPES: [(&CStr, u64, DataType); 21] = [
-    (c"ompi_mpi_byte", 0x4c00_010d, DataType::Uint8),
-    (c"ompi_mpi_char", 0x4c00_0101, DataType::Int8),
-    (c"ompi_mpi_signed_char", 0x4c00_0118, DataType::Int8),
-    (c"ompi_mpi_unsigned_char", 0x4c00_0102, DataType::Uint8),
-    (c"ompi_mpi_int8_t", 0x4c00_0137, DataType::Int8),
-    (c"ompi_mpi_uint8_t", 0x4c00_013b, DataType::Uint8),
-    (c"ompi_mpi_int", 0x4c00_0405, DataType::Int32),
-    (c"ompi_mpi_unsigned", 0x4c00_0406, DataType::Uint32),
-    (c"ompi_mpi_int32_t", 0x4c00_0439, DataType::Int32),
-    (c"ompi_mpi_uint32_t", 0x4c00_043d, DataType::Uint32),
-    (c"ompi_mpi_long", 0x4c00_0807, DataType::Int64),
-    (c"ompi_mpi_unsigned_long", 0x4c00_0808, DataType::Uint64),
-    (c"ompi_mpi_long_long_int", 0x4c00_0809, DataType::Int64),
-    (c"ompi_mpi_unsigned_long_long", 0x4c00_0819, DataType::Uint64),
-    (c"ompi_mpi_int64_t", 0x4c00_083a, DataType::Int64),
-    (c"ompi_mpi_uint64_t", 0x4c00_083e, DataType::Uint64),
-    (c"ompi_mpi_float", 0x4c00_040a, DataType::Float32),
-    (c"ompi_mpi_double", 0x4c00_080b, DataType::Float64),
-    (c"ompi_mpi_real", 0x4c00_041c, DataType::Float32),
-    (c"ompi_mpi_dblprec", 0x4c00_081f, DataType::Float64),
-    (c"ompi_mpi_integer", 0x4c00_041b, DataType::Int32),
+/// Predefined types: Open MPI's symbol, MPICH's number, the standard's number, and what it is.
+const TYPES: [(&CStr, u64, u64, DataType); 23] = [
+    (c"ompi_mpi_byte", 0x4c00_010d, 0x247, DataType::Uint8),
+    (c"ompi_mpi_char", 0x4c00_0101, 0x243, DataType::Int8),
+    (c"ompi_mpi_signed_char", 0x4c00_0118, 0x244, DataType::Int8),
+    (c"ompi_mpi_unsigned_char", 0x4c00_0102, 0x245, DataType::Uint8),
+    (c"ompi_mpi_int8_t", 0x4c00_0137, 0x240, DataType::Int8),
+    (c"ompi_mpi_uint8_t", 0x4c00_013b, 0x241, DataType::Uint8),
+    (c"ompi_mpi_int", 0x4c00_0405, 0x209, DataType::Int32),
+    (c"ompi_mpi_unsigned", 0x4c00_0406, 0x20d, DataType::Uint32),
+    (c"ompi_mpi_int32_t", 0x4c00_0439, 0x250, DataType::Int32),
+    (c"ompi_mpi_uint32_t", 0x4c00_043d, 0x251, DataType::Uint32),
+    (c"ompi_mpi_long", 0x4c00_0807, 0x20a, DataType::Int64),
+    (c"ompi_mpi_unsigned_long", 0x4c00_0808, 0x20e, DataType::Uint64),
+    (c"ompi_mpi_long_long_int", 0x4c00_0809, 0x20b, DataType::Int64),
+    (c"ompi_mpi_unsigned_long_long", 0x4c00_0819, 0x20f, DataType::Uint64),
+    (c"ompi_mpi_int64_t", 0x4c00_083a, 0x258, DataType::Int64),
+    (c"ompi_mpi_uint64_t", 0x4c00_083e, 0x259, DataType::Uint64),
+    (c"ompi_mpi_float", 0x4c00_040a, 0x210, DataType::Float32),
+    (c"ompi_mpi_double", 0x4c00_080b, 0x214, DataType::Float64),
+    (c"ompi_mpi_real", 0x4c00_041c, 0x21a, DataType::Float32),
+    (c"ompi_mpi_dblprec", 0x4c00_081f, 0x21c, DataType::Float64),
+    (c"ompi_mpi_integer", 0x4c00_041b, 0x219, DataType::Int32),
+    (c"ompi_mpi_c_float_complex", 0x4c00_0840, 0x211, DataType::Complex64),
+    (c"ompi_mpi_c_double_complex", 0x4c00_1041, 0x215, DataType::Complex128),
 ];
 
-/// The process's MPI library. `None` when its interface is neither of the two that are known; then its calls only count as
+/// The process's MPI library. `None` when its interface is none of those that are known; then its calls only count as
 /// host calls that may block.
 pub fn library() -> Option<&'static Library> {
-    static LIBRARY: OnceLock<Option<Library>> = OnceLock::new();
-    LIBRARY.get_or_init(Library::find).as_ref()
+    static LIBRARY: Made<Option<Library>> = Made::new();
+    let find = || {
+        let found = Library::find();
+        forget_linker_error();
+        found
+    };
+    LIBRARY.get_or_make(find).as_ref()
+}
+
+/// Whether a function is one of a library of the standard interface, whose file has a name of its own.
+fn is_standard(function: *mut c_void) -> bool {
+    let file = original::path_of(function).and_then(|path| path.to_bytes().rsplit(|byte| *byte == b'/').next());
+    file.is_some_and(|name| name.starts_with(b"libmpi_abi.so"))
 }
 
 impl Library {
@@ -112,11 +129,13 @@ impl Library {
             found => found,
         };
         let open_mpi = at(c"ompi_mpi_comm_world");
-        let (abi, types) = if open_mpi != 0 {
-            let types = TYPES.iter().map(|(name, _, dtype)| (at(name), *dtype));
+        let (abi, types) = if is_standard(look_up(handle, c"PMPI_Comm_rank")) {
+            (Abi::STANDARD, TYPES.iter().map(|(_, _, number, dtype)| (*number, *dtype)).collect())
+        } else if open_mpi != 0 {
+            let types = TYPES.iter().map(|(name, _, _, dtype)| (at(name), *dtype));
             (Abi::open_mpi(open_mpi, at(c"ompi_mpi_comm_null"), at(c"ompi_request_null")), types.collect())
         } else if at(c"MPIR_Dup_fn") != 0 {
-            (Abi::MPICH, TYPES.iter().map(|(_, number, dtype)| (*number, *dtype)).collect())
+            (Abi::MPICH, TYPES.iter().map(|(_, number, _, dtype)| (*number, *dtype)).collect())
         } else {
             return None;
         };
@@ -252,10 +271,21 @@ impl Abi {
         request_null: 0x2c00_0000,
         any_source: -2,
         proc_null: -1,
+        any_tag: -1,
+    };
+    /// That of MPI 5.
+    const STANDARD: Abi = Abi {
+        mask: u64::MAX,
+        world: 0x101,
+        comm_null: 0x100,
+        request_null: 0x180,
+        any_source: -1,
+        proc_null: -3,
+        any_tag: -2,
     };
 
     fn open_mpi(world: u64, comm_null: u64, request_null: u64) -> Abi {
-        Abi { mask: u64::MAX, world, comm_null, request_null, any_source: -1, proc_null: -2 }
+        Abi { mask: u64::MAX, world, comm_null, request_null, any_source: -1, proc_null: -2, any_tag: -1 }
     }
 
     /// A handle without what else its register holds.
@@ -308,7 +338,7 @@ mod tests {
     }
 
     #[test]
-    fn both_interfaces_say_in_place_in_their_way() {
+    fn every_interface_says_in_place_in_its_way() {
         assert!(in_place(1) && in_place(usize::MAX) && !in_place(0) && !in_place(0x1000));
     }
 }

@@ -1,4 +1,4 @@
-//! The MPI of the process, Open MPI or MPICH, by interposition of its functions and through dlsym. A function is a row.
+//! The MPI of the process, Open MPI, MPICH or one with the standard interface of MPI 5, by interposition of its functions and through dlsym. A function is a row.
 //!
 //! Each has two names: C programs call `MPI_`, and so does the Fortran of MPICH; the Fortran of Open MPI, and tools that stand between,
 //! call `PMPI_`. A call inside a hooked call is not seen again. What is not seen: `MPI_Put` and its kin, whose ends are seen;
@@ -105,8 +105,9 @@ fn transfer(recorder: &'static Recorder, op: Op, comm: Word, (peer, tag): (Word,
     let comm = known(recorder, comm)?;
     let seq = recorder.comm_word(comm.index, comm::POINT_TO_POINT).fetch_add(1, Ordering::Relaxed) + 1;
     let peer = if peer as i32 == abi.any_source { NOBODY } else { comm.peer(peer) };
-    // Both interfaces have -1 for any tag.
-    Some(Begin { tag: Some(tag as i32), ..begin(op, comm, seq, peer, size) })
+    // As most interfaces have it, -1 is any tag.
+    let tag = if tag as i32 == abi.any_tag { -1 } else { tag as i32 };
+    Some(Begin { tag: Some(tag), ..begin(op, comm, seq, peer, size) })
 }
 
 /// Before a blocking call that runs these operations.

@@ -140,7 +140,9 @@ pub async fn play(
                     tokio::time::sleep(Duration::from_secs(1)).await;
                 }
             }
-            Some(Asked::Dump(request)) => say(Message::Captured(Captured { incident: request.incident })).await?,
+            Some(Asked::Dump(request)) => {
+                say(Message::Captured(Captured { incident: request.incident, round: request.round })).await?;
+            }
             Some(Asked::Deliver(wanted)) => {
                 let at = u64::try_from(shared.begun.elapsed().as_nanos())?;
                 shared.last_start_ns.fetch_max(at, Ordering::Relaxed);
@@ -193,6 +195,7 @@ fn hello(shared: &Shared, node: u32) -> NodeHello {
         hang_timeout_ms: 300_000,
         sample_interval_ms: 5_000,
         idle_timeout_ms: 600_000,
+        ..Default::default()
     });
     NodeHello {
         protocol: PROTOCOL_VERSION,

@@ -1,4 +1,4 @@
-//! What the hook adds to a loop of four data-parallel ranks on the simulated device.
+//! What the hook adds to a loop of four data-parallel ranks on the simulated device: one that calls it directly, and one of PyTorch.
 //!
 //! Two such jobs live at the same time, one with the hook and one without, and take turns, block by block; the one that waits sleeps.
 //! What counts is the ratio of the two blocks of a pair, half a second apart, so that whatever else the machine does hits both alike.
@@ -6,21 +6,48 @@
 //! the limit to mean something. When it is not so in time, the figure counts as not measured, and that as not met.
 
 use std::{
+    ffi::OsString,
     fs,
     io::{BufRead, BufReader, Write},
     os::unix::net::{UnixListener, UnixStream},
+    path::PathBuf,
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, bail, ensure};
-use xpu_timer_tests::{Job, python, tree};
+use xpu_timer_tests::{Job, PypiTorch, python, tree};
 
 use super::Bench;
 use crate::report::Report;
 
+/// What the ranks run.
+struct Loop {
+    what: &'static str,
+    python: PathBuf,
+    script: &'static str,
+    /// Where the libraries of the device are, if not where a job of the tests has them
+    library_path: Option<OsString>,
+}
+
+impl Loop {
+    fn plain() -> Self {
+        let what = "400 kernels, 4 all-reduces and 40 ms on the host a step";
+        Loop { what, python: python(), script: "hook_loop.py", library_path: None }
+    }
+
+    /// On PyPI's PyTorch, which is set up first.
+    fn torch() -> Result<Self> {
+        let torch = PypiTorch::set_up()?;
+        let what = "DistributedDataParallel of PyPI's PyTorch, 24 layers, AdamW, and 40 ms on the host a step";
+        let library_path = Some(torch.library_path()?);
+        Ok(Loop { what, python: torch.python(), script: "torch_loop.py", library_path })
+    }
+}
+
 /// Options of this part.
 #[derive(clap::Args)]
+#[group(id = "loops")]
 pub struct Options {
     /// Longest time for the training loop, in seconds
     #[arg(long, default_value = "300")]
@@ -28,6 +55,9 @@ pub struct Options {
     /// Burden each step of the hooked job with this share of a step more, to see the benchmark find it
     #[arg(long, default_value = "0")]
     handicap: f64,
+    /// Measure a loop of PyPI's PyTorch as well, which is set up under target first: 2.4 GB
+    #[arg(long)]
+    torch: bool,
 }
 
 const RANKS: usize = 4;
@@ -47,14 +77,17 @@ struct Team {
 }
 
 impl Team {
-    fn start(bench: &Bench, hooked: bool) -> Result<Self> {
+    fn start(bench: &Bench, training: &Loop, hooked: bool) -> Result<Self> {
         let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "600");
         let path = job.dir.join("loop.sock");
         let listener = UnixListener::bind(&path).with_context(|| format!("{}", path.display()))?;
         listener.set_nonblocking(true)?;
-        let mut command = if hooked { job.launch(python()) } else { job.command(python()) };
+        let mut command = if hooked { job.launch(&training.python) } else { job.command(&training.python) };
+        if let Some(library_path) = &training.library_path {
+            command.env("LD_LIBRARY_PATH", library_path);
+        }
         command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
-        command.arg(tree().join("tests/bench/targets/hook_loop.py")).env("LOOP_CONTROL", &path);
+        command.arg(tree().join("tests/bench/targets").join(training.script)).env("LOOP_CONTROL", &path);
         command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", &bench.hook);
         let launched = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn()?;
         let mut team = Team { job, launched, ranks: Vec::new() };
@@ -121,14 +154,24 @@ struct Pairs {
     alone: [Vec<f64>; 2],
 }
 
-/// Measures the loop.
+/// Measures the loops.
 pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
-    report.section(
-        "Hook: a loop of 4 ranks on the simulated device: 400 kernels, 4 all-reduces and 40 ms on the host a step; blocks of 10 steps, with and without \
-         the hook in turn",
-    );
+    measured(bench, &Loop::plain(), options, report);
+    if options.torch {
+        match Loop::torch() {
+            Ok(training) => measured(bench, &training, options, report),
+            Err(error) => report.failed("a loop of PyPI's PyTorch", &error),
+        }
+    }
+}
+
+fn measured(bench: &Bench, training: &Loop, options: &Options, report: &mut Report) {
+    report.section(&format!(
+        "Hook: a loop of {RANKS} ranks on the simulated device: {}; blocks of {STEPS} steps, with and without the hook in turn",
+        training.what
+    ));
     let what = "added time: median of the pairs (95 % interval)";
-    match measure(bench, options) {
+    match measure(bench, training, options) {
         Ok(pairs) => {
             let (wall, processor) = (Median::of(&pairs.wall), Median::of(&pairs.processor));
             report.note("pairs of blocks", pairs.wall.len().to_string());
@@ -147,8 +190,8 @@ pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
     }
 }
 
-fn measure(bench: &Bench, options: &Options) -> Result<Pairs> {
-    let (mut hooked, mut alone) = (Team::start(bench, true)?, Team::start(bench, false)?);
+fn measure(bench: &Bench, training: &Loop, options: &Options) -> Result<Pairs> {
+    let (mut hooked, mut alone) = (Team::start(bench, training, true)?, Team::start(bench, training, false)?);
     let status = hooked.job.status().map_err(anyhow::Error::msg)?;
     ensure!(
         status["ranks"].as_array().is_some_and(|ranks| ranks.len() == RANKS),

@@ -25,16 +25,32 @@ pub fn scenarios() -> Vec<Scenario> {
         hybrid("well-32", 2, 4, 4).healthy(15),
     ]);
     let plain = |name: &str, world: u32, arguments: &[&str]| job(name, Program::Script("plain.py"), world, arguments);
+    let sharded =
+        |name: &str, world: u32, arguments: &[&str]| job(name, Program::Script("sharded.py"), world, arguments);
+    let elastic =
+        |name: &str, ranks: u32, arguments: &[&str]| job(name, Program::Elastic("elastic.py"), ranks, arguments);
     scenarios.extend([
         plain("well-plain", 4, &["--epochs=12"]),
         plain("well-plain-late", 4, &["--epochs=8", "--start-seconds=3"]),
         plain("well-plain-validates", 3, &["--epochs=3", "--validate-seconds=3"]),
         job("well-pipeline", Program::Script("pipeline.py"), 8, &["--stages=4", "--replicas=2", "--steps=60"]),
         job("well-experts", Program::Script("experts.py"), 8, &["--steps=60"]),
-        job("well-native", Program::Native, 4, &["none", "0", "300", "2"]),
+        job("well-native", Program::Native("native.cpp"), 4, &["none", "0", "300", "2"]),
         job("well-gloo", Program::Torch("ddp_gloo.py"), 3, &["--steps=60"]),
-        job("well-heat", Program::Mpi, 4, &["none", "0", "300"]),
+        job("well-heat", Program::Mpi("heat.c"), 4, &["none", "0", "300"]),
         job("well-farm", Program::Mpi4py("farm.py"), 3, &["--rounds=200"]),
+        sharded("well-sharded", 4, &["--epochs=8"]),
+        sharded("well-sharded-imports", 4, &["--epochs=6", "--import-seconds=2"]),
+        sharded("well-sharded-saves", 4, &["--epochs=4", "--save-seconds=2"]),
+        sharded("well-sharded-exports", 4, &["--epochs=3", "--report-seconds=8"]),
+        sharded("well-sharded-paused", 4, &["--epochs=6", "--pause-seconds=9"]),
+        sharded("well-sharded-terminated", 4, &["--epochs=100", "--terminate-in=3", "--report-seconds=12"]),
+        sharded("well-sharded-near", 4, &["--epochs=2", "--think-ms=3000"]),
+        job("well-replay", Program::Native("replay.cpp"), 4, &["none", "0", "300"]),
+        job("well-endings", Program::Script("endings.py"), 4, &["--steps=200"]),
+        job("well-sort", Program::Mpi("sort.c"), 4, &["none", "0", "200"]),
+        elastic("well-elastic", 2, &["--steps=120"]),
+        elastic("well-elastic-restarts", 3, &["--steps=60", "--plan=fail@1:0,kill@2:1"]),
         // Longer than the timeout, so there is an incident, which says what goes on and is resolved by itself.
         plain("slow-validates", 4, &["--epochs=2", "--validate-seconds=9"])
             .passes(&["long_step", "missing_rank"], &[0]),
@@ -46,6 +62,9 @@ pub fn scenarios() -> Vec<Scenario> {
             .option("--steps=6")
             .option("--evaluate-seconds=8")
             .passes(&["missing_rank", "long_step"], &[0]),
+        sharded("slow-sharded-saves", 4, &["--epochs=2", "--save-seconds=9"]).passes(&["long_step"], &[0]),
+        sharded("slow-sharded-imports", 2, &["--epochs=3", "--import-seconds=9"])
+            .passes(&["comm_init", "missing_rank", "long_step"], &[1]),
     ]);
     scenarios
 }

@@ -16,7 +16,7 @@ pub fn scenarios() -> Vec<Scenario> {
     };
     let heat = |fault: &str, world: u32, rank: u32| {
         let rank = rank.to_string();
-        job(&format!("heat-{}", fault.replace('_', "-")), Program::Mpi, world, &[fault, &rank])
+        job(&format!("heat-{}", fault.replace('_', "-")), Program::Mpi("heat.c"), world, &[fault, &rank])
     };
     let farm = |wrong: &str, world: u32, rank: u32| {
         let argument = format!("--wrong={wrong}@{rank}");

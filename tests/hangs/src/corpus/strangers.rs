@@ -1,7 +1,7 @@
 //! Programs that have nothing in common with `hybrid.py`: a first script, a pipeline schedule, C++ without Python.
 
 use crate::{
-    program::{Program, can_freeze},
+    program::{Need, Program},
     scenario::{Scenario, hybrid, job},
 };
 
@@ -55,15 +55,14 @@ const IO_OR_MISSING: &[&str] = &["storage_io", "missing_rank"];
 
 pub fn scenarios() -> Vec<Scenario> {
     let mut scenarios = Vec::new();
-    for (index, (trouble, causes)) in
-        TROUBLES.iter().enumerate().filter(|(_, (name, _))| *name != "frozen" || can_freeze())
-    {
+    for (index, (trouble, causes)) in TROUBLES.iter().enumerate() {
         // Another rank and another world each time.
         let world = [2, 3, 4][index % 3];
         let rank = (index as u32 * 7 + 1) % world;
         let argument = format!("--trouble={trouble}@{rank}");
         let name = format!("plain-{}", trouble.replace('_', "-"));
-        scenarios.push(job(&name, PLAIN, world, &[&argument]).is(causes, &[rank]));
+        let need = (*trouble == "frozen").then_some(Need::Freezer);
+        scenarios.push(Scenario { need, ..job(&name, PLAIN, world, &[&argument]).is(causes, &[rank]) });
     }
     let plain = |name: &str, world: u32, arguments: &[&str]| job(&format!("plain-{name}"), PLAIN, world, arguments);
     let pipeline = |name: &str, stages: u32, replicas: u32, spoil: &[&str]| {
@@ -77,7 +76,7 @@ pub fn scenarios() -> Vec<Scenario> {
     };
     let native = |fault: &str, world: u32, rank: u32| {
         let rank = rank.to_string();
-        job(&format!("native-{}", fault.replace('_', "-")), Program::Native, world, &[fault, &rank])
+        job(&format!("native-{}", fault.replace('_', "-")), Program::Native("native.cpp"), world, &[fault, &rank])
     };
     scenarios.extend([
         plain("fewer-batches", 4, &["--trouble=fewer_batches@2"])
@@ -89,7 +88,7 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("extra-barrier", 4, &["--trouble=extra_barrier@0"]).is(&["op_mismatch", "missing_rank"], &[0]),
         plain("one-more-epoch", 4, &["--epochs=3", "--trouble=one_more_epoch@2"]).is(&["missing_rank"], &[2]),
         plain("wants-lock", 4, &["--trouble=keeps_lock@0", "--trouble=wants_lock@3"])
-            .is(&["storage_io", "host_lock"], &[3]),
+            .is(&["storage_io", "host_lock"], &[0]),
         // Nobody differs: what all wait for is outside of the job.
         plain("all-ask-a-server", 4, &["--trouble=silent_server@0+1+2+3"]).is(&["unknown"], &[]),
         hybrid("plain-all-read", 1, 1, 4).fault("fifo@0+1+2+3:load").is(&["data_loader", "storage_io"], &[]),

@@ -74,3 +74,27 @@ fn no_call_is_interrupted() {
     process.signal(Signal::SIGTERM);
     assert!(process.wait(PATIENCE).status.success());
 }
+
+#[test]
+fn no_write_is_cut_short() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let program = compile_c(folder.path(), "program", include_str!("sends.c"), &["-O2", "-pthread"]);
+    let process = start(&program, &[]);
+    let options = Options { deadline: PATIENCE, force_ptrace: true, ..Options::default() };
+    let writer = |sample: &ProcessSample| {
+        sample
+            .stacktrace
+            .iter()
+            .find(|thread| thread.thread_name == "writer" && thread.syscall == Some(libc::SYS_write))
+            .cloned()
+    };
+    wait_until(PATIENCE, "the writer waits", || writer(&capture_with(process.pid(), &options).sample).is_some());
+    for _ in 0..10 {
+        let captured = capture_with(process.pid(), &options);
+        let writer = writer(&captured.sample).unwrap_or_else(|| panic!("{}", describe(&captured.sample)));
+        assert_eq!(writer.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
+    }
+    process.signal(Signal::SIGUSR1);
+    let output = process.wait(PATIENCE);
+    assert!(output.stdout.ends_with("wrote 1048576 of 1048576\n"), "{}", output.stdout);
+}

@@ -127,7 +127,7 @@ fn forked_children_have_stacks_of_their_own() {
     let text = "\
 import multiprocessing, time
 def fetch():
-    time.sleep(100000)
+    time.sleep(300)
 def worker(index):
     fetch()
 if __name__ == '__main__':

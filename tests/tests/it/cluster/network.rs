@@ -91,7 +91,7 @@ impl Network {
     }
 
     /// Kilobits a second from a member on. False when the kernel has no such thing.
-    fn slow(&self, member: u32, kbit: u32) -> bool {
+    pub fn slow(&self, member: u32, kbit: u32) -> bool {
         let limits = format!("rate {kbit}kbit burst 8kb latency 2s");
         match tool("tc", &format!("-n {} qdisc add dev eth0 root tbf {limits}", self.namespace(member))) {
             Ok(()) => true,
@@ -103,7 +103,7 @@ impl Network {
     }
 
     /// A cluster collector in its namespace, with TLS and a token, for nothing else may listen there.
-    fn cluster(&self, folder: &std::path::Path) -> Cluster {
+    pub(super) fn cluster(&self, folder: &std::path::Path) -> Cluster {
         certificates(folder, &[&self.address(0)]);
         let job = secured(Job::new(), folder).within(&self.namespace(0));
         let mut cluster = Cluster::with(job, "https", &self.address(0));
@@ -111,9 +111,9 @@ impl Network {
         cluster
     }
 
-    fn node(&self, cluster: &Cluster, folder: &std::path::Path, member: u32) -> Node {
-        let job = secured(cluster.node_job(&format!("node-{member}")), folder).within(&self.namespace(member));
-        Node::on(job)
+    /// Settings of a node collector in its namespace.
+    pub(super) fn job(&self, cluster: &Cluster, folder: &std::path::Path, member: u32) -> Job {
+        secured(cluster.node_job(&format!("node-{member}")), folder).within(&self.namespace(member))
     }
 }
 
@@ -131,7 +131,7 @@ impl Drop for Network {
 fn three_nodes(network: &Network, cluster: &Cluster, folder: &std::path::Path, interval_ms: u64) -> Vec<Node> {
     let nodes: Vec<Node> = (1..=3)
         .map(|member| {
-            let mut node = network.node(cluster, folder, member);
+            let mut node = Node::on(network.job(cluster, folder, member));
             node.interval_ms = interval_ms;
             node.add_ranks("net", (member as i32 - 1) * 2, 2, 6);
             node

@@ -124,7 +124,7 @@ impl FakeHook {
 
     /// Puts a pending all-reduce into the ring and signals it.
     pub fn hang(&mut self, ticket: u64) {
-        let slot = (ring::offset::OPS / 8) + ticket as usize * op::WORDS;
+        let slot = slot(ticket);
         let entered_ns = self.now_ns();
         let what = ring::pack_what(OpKind::Collective, Op::AllReduce, xpu_timer_proto::v1::DataType::Float32, 0, 1);
         for (word, value) in
@@ -134,6 +134,11 @@ impl FakeHook {
         }
         self.word(slot + op::TICKET, ticket + 1);
         self.signal(ticket, entered_ns);
+    }
+
+    /// Lets an operation in the ring be one that was entered a moment ago, for as long as the process lives: the job goes on.
+    pub fn keep_young(&mut self, ticket: u64) {
+        self.tell(&format!("keep_young {}", slot(ticket) + op::ENTERED_NS));
     }
 
     /// Signals an operation that is in the ring.
@@ -187,6 +192,11 @@ impl FakeHook {
         });
         status.expect("waited for")
     }
+}
+
+/// Where an operation begins in the ring, in words.
+fn slot(ticket: u64) -> usize {
+    (ring::offset::OPS / 8) + ticket as usize * op::WORDS
 }
 
 impl Drop for FakeHook {

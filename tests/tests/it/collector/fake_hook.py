@@ -4,6 +4,7 @@ The messages themselves are made by the test. A thread turns like the watcher do
 """
 
 import os
+import signal
 import socket
 import struct
 import sys
@@ -21,6 +22,7 @@ class Hook:
         self.socket = None
         self.beating = True
         self.launching = False
+        self.young = None
         threading.Thread(target=self.watch, name="watcher", daemon=True).start()
 
     def watch(self):
@@ -29,6 +31,8 @@ class Hook:
                 self.word(HEARTBEAT, time.monotonic_ns())
             if self.launching:
                 self.word(LAST_LAUNCH, time.monotonic_ns())
+            if self.young is not None:
+                self.word(self.young, time.monotonic_ns())
             time.sleep(0.05)
 
     def word(self, index, value):
@@ -71,6 +75,15 @@ class Hook:
         # At once as well: the thread may not have its turn before the next command.
         self.word(LAST_LAUNCH, time.monotonic_ns())
         self.launching = on == "on"
+
+    def keep_young(self, index):
+        """The operation that was entered at this word is a moment old from now on."""
+        self.word(index, time.monotonic_ns())
+        self.young = int(index)
+
+    def polite(self):
+        """Takes SIGTERM for success."""
+        signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
 
     def flood(self, path, count):
         """Opens many connections at once and keeps those that are taken."""

@@ -24,10 +24,71 @@ typedef struct { char internal[128]; } Id;
 int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
 int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int ncclCommInitRank(void **, int, Id, int);
+int ncclGroupStart(void), ncclGroupEnd(void);
+int ncclSend(const void *, size_t, int, int, void *, void *);
+int ncclRecv(void *, size_t, int, int, void *, void *);
+int cuGraphLaunch(void *, void *);
+int cublasSgemm_v2(void *, int, int, int, int, int, const float *, const float *, int, const float *, int, const float *, float *, int);
+extern char ompi_mpi_comm_world[], ompi_mpi_int[];
+int MPI_Allreduce(const void *, void *, int, void *, void *, void *);
+int MPI_Barrier(void *);
+int MPI_Send(const void *, int, void *, int, int, void *);
+int MPI_Irecv(void *, int, void *, int, int, void *, void **);
+int MPI_Wait(void **, void *);
 
 static void launches(int number, int kernels) {
     for (int index = 0; index < number; index++)
         cuLaunchKernel((void *)(uintptr_t)(0x500000 + 64 * (index % kernels)), 1, 1, 1, 1, 1, 1, 0, (void *)0x100, NULL, NULL);
+}
+
+static void reduces(int number, void *comm) {
+    for (int index = 0; index < number; index++) ncclAllReduce(comm, comm, 8, 7, 0, comm, comm);
+}
+
+static void groups(int number, void *comm) {
+    for (int index = 0; index < number; index++) {
+        ncclGroupStart();
+        for (int peer = 0; peer < 4; peer++) {
+            ncclSend(comm, 8, 7, peer, comm, comm);
+            ncclRecv(comm, 8, 7, peer, comm, comm);
+        }
+        ncclGroupEnd();
+    }
+}
+
+static void graphs(int number, void *comm) {
+    for (int index = 0; index < number; index++) cuGraphLaunch((void *)(uintptr_t)(0x900000 + 64 * (index % 8)), comm);
+}
+
+/* One of them is timed every 20 milliseconds. */
+static void products(int number, void *comm) {
+    float one = 1;
+    for (int index = 0; index < number; index++) cublasSgemm_v2(comm, 0, 1, 64, 32, 16, &one, &one, 64, &one, 32, &one, &one, 64);
+}
+
+static void messages(int number, void *comm) {
+    for (int index = 0; index < number; index++) {
+        void *request;
+        MPI_Allreduce(&index, comm, 1, ompi_mpi_int, comm, ompi_mpi_comm_world);
+        MPI_Barrier(ompi_mpi_comm_world);
+        MPI_Send(&index, 1, ompi_mpi_int, 1, index, ompi_mpi_comm_world);
+        MPI_Irecv(comm, 1, ompi_mpi_int, 1, index, ompi_mpi_comm_world, &request);
+        MPI_Wait(&request, NULL);
+    }
+}
+
+/* What calls allocate after the first of them. */
+static long allocated(void (*calls)(int, void *), int number, void *comm) {
+    long sum = 0;
+    calls(8, comm);
+    for (int round = 0; round < 20; round++) {
+        /* The watcher takes the slots back; with none left the way would be another one. */
+        usleep(20000);
+        long before = used;
+        calls(number, comm);
+        sum += used - before;
+    }
+    return sum;
 }
 
 static void *thread(void *name) {
@@ -37,19 +98,12 @@ static void *thread(void *name) {
     launches(1, 1);
     long start = used - before;
     ncclCommInitRank(&comm, 4, id, 0);
-    ncclAllReduce(comm, comm, 8, 7, 0, comm, comm);
     before = used;
     launches(100000, 40);
     long launching = used - before;
-    long reducing = 0;
-    for (int round = 0; round < 20; round++) {
-        /* The watcher takes the slots back; with none left the way would be another one. */
-        usleep(20000);
-        before = used;
-        for (int index = 0; index < 500; index++) ncclAllReduce(comm, comm, 8, 7, 0, comm, comm);
-        reducing += used - before;
-    }
-    printf("%s %ld %ld %ld\n", (char *)name, start, launching, reducing);
+    printf("%s %ld %ld", (char *)name, start, launching);
+    printf(" %ld %ld %ld", allocated(reduces, 500, comm), allocated(groups, 50, comm), allocated(graphs, 100, comm));
+    printf(" %ld %ld\n", allocated(products, 500, comm), allocated(messages, 500, comm));
     return NULL;
 }
 

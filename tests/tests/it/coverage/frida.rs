@@ -59,7 +59,7 @@ fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
     // Without optimisation a function begins in the plainest way.
     let plain: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-O0", "-fcf-protection=none"];
     let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(("caller_library.c", plain)), ..WAY };
-    let layer = LAYERS[2];
+    let layer = LAYERS[3];
     let (program, opened) = build(dir.path(), &way, layer);
     let seen = |inline| counted(&run_under(&hook, dir.path(), &program, &opened, inline, |_| {}, |_| true), layer.0);
     assert_eq!(seen("auto"), CALLS);

@@ -1,9 +1,10 @@
 /* What the programs of the coverage matrix have in common: one layer's target function, what must be there before it can be
-   called, and a call. LAYER_… selects the layer, the program says by which way it comes to the target. */
+   called, and a call. LAYER_… selects the layer, SONAME its library; the program says by which way it comes to the target. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <string.h>
 #include <unistd.h>
 
 typedef void *P;
@@ -12,26 +13,27 @@ typedef struct { char internal[128]; } Id;
 
 #if defined LAYER_DRIVER
 #define TARGET cuLaunchKernel
-#define SONAME "libcuda.so.1"
 #define PROTOTYPE (P function, unsigned gx, unsigned gy, unsigned gz, unsigned bx, unsigned by, unsigned bz, unsigned shared, \
                    P stream, P *parameters, P *extra)
 #define ARGUMENTS (function, gx, gy, gz, bx, by, bz, shared, stream, parameters, extra)
 #elif defined LAYER_RUNTIME
 #define TARGET cudaLaunchKernel
-#define SONAME "libcudart.so.13"
 #define PROTOTYPE (const void *stub, Dim3 grid, Dim3 block, P *parameters, unsigned long shared, P stream)
 #define ARGUMENTS (stub, grid, block, parameters, shared, stream)
 #elif defined LAYER_NCCL
 #define TARGET ncclAllReduce
-#define SONAME "libnccl.so.2"
 #define PROTOTYPE (const void *send, void *receive, size_t count, int type, int op, P communicator, P stream)
 #define ARGUMENTS (send, receive, count, type, op, communicator, stream)
 #elif defined LAYER_CUBLAS
 #define TARGET cublasSgemm_v2
-#define SONAME "libcublas.so.13"
 #define PROTOTYPE (P handle, int ta, int tb, int m, int n, int k, const float *alpha, const float *a, int lda, const float *b, \
                    int ldb, const float *beta, float *c, int ldc)
 #define ARGUMENTS (handle, ta, tb, m, n, k, alpha, a, lda, b, ldb, beta, c, ldc)
+#elif defined LAYER_CUBLASLT
+#define TARGET cublasLtMatmul
+#define PROTOTYPE (P handle, P product, const void *alpha, const void *a, P a_layout, const void *b, P b_layout, const void *beta, \
+                   const void *c, P c_layout, void *d, P d_layout, const void *algorithm, P workspace, size_t bytes, P stream)
+#define ARGUMENTS (handle, product, alpha, a, a_layout, b, b_layout, beta, c, c_layout, d, d_layout, algorithm, workspace, bytes, stream)
 #endif
 
 typedef int Target PROTOTYPE;
@@ -45,6 +47,15 @@ static void check(int code, const char *what) {
     }
 }
 
+/* What dlerror says after a look-up is what the C library's own says: nothing after one that succeeded, else what was not there. */
+static void says(P found, const char *missing) {
+    const char *error = dlerror();
+    if (found ? error != NULL : !error || !strstr(error, missing)) {
+        printf("%s %s: dlerror says %s\n", missing, found ? "found" : "not found", error ? error : "nothing");
+        exit(1);
+    }
+}
+
 /* A function that is in no row of the hook: it is had like any program would have it. */
 static P helper(const char *soname, const char *name) {
     P library = dlopen(soname, RTLD_NOW), function = library ? dlsym(library, name) : NULL;
@@ -52,6 +63,7 @@ static P helper(const char *soname, const char *name) {
         printf("%s: %s\n", name, dlerror());
         exit(1);
     }
+    says(function, name);
     return function;
 }
 
@@ -112,6 +124,25 @@ static void ready(void) {
 static int call(Target *target) {
     static const float one = 1, zero = 0;
     return target(handle, 0, 1, 2, 2, 2, &one, matrix, 2, matrix, 2, &zero, result, 2);
+}
+#elif defined LAYER_CUBLASLT
+static P handle, product, layout;
+static float matrix[4] = {1, 2, 3, 4}, result[4];
+static void ready(void) {
+    int (*create)(P *) = helper(SONAME, "cublasLtCreate");
+    int (*describe)(P *, int, int) = helper(SONAME, "cublasLtMatmulDescCreate");
+    int (*set)(P, int, const void *, size_t) = helper(SONAME, "cublasLtMatmulDescSetAttribute");
+    int (*lay_out)(P *, int, unsigned long, unsigned long, long) = helper(SONAME, "cublasLtMatrixLayoutCreate");
+    int transposed = 1;
+    check(driver_ready(), "context");
+    check(create(&handle), "cublasLtCreate");
+    check(describe(&product, 68, 0), "cublasLtMatmulDescCreate");
+    check(set(product, 4, &transposed, sizeof transposed), "cublasLtMatmulDescSetAttribute");
+    check(lay_out(&layout, 0, 2, 2, 2), "cublasLtMatrixLayoutCreate");
+}
+static int call(Target *target) {
+    static const float one = 1, zero = 0;
+    return target(handle, product, &one, matrix, layout, matrix, layout, &zero, result, layout, result, layout, NULL, NULL, 0, NULL);
 }
 #endif
 

@@ -1,5 +1,7 @@
 //! Inline hooks and the other tools that change code: uprobes and breakpoints, before and after; and the level that replaces more.
 
+use std::sync::Once;
+
 use super::*;
 
 /// A library that is bound to itself, so that only an inline hook sees its calls. The program waits before it makes them.
@@ -19,7 +21,7 @@ fn bound_to_itself(
     (program, opened, go)
 }
 
-const NCCL: (&str, &str, &str) = LAYERS[2];
+const NCCL: (&str, &str, &str) = LAYERS[3];
 const MARKED: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-fcf-protection=branch"];
 const PLAIN: &[&str] = &["-DCOPY", "-Wl,-Bsymbolic", "-fcf-protection=none"];
 
@@ -43,9 +45,21 @@ struct Uprobe(String);
 
 const TRACING: &str = "/sys/kernel/tracing";
 
+/// Has tracefs mounted where every distribution mounts it; containers and small machines often lack it.
+fn mount_tracing() {
+    static ONCE: Once = Once::new();
+    ONCE.call_once(|| {
+        if !Path::new(TRACING).join("uprobe_events").exists() {
+            // Without permission it fails, and the tests say that they cannot run.
+            let _ = Command::new("mount").args(["-t", "tracefs", "tracefs", TRACING]).status();
+        }
+    });
+}
+
 impl Uprobe {
     /// `None` where the kernel has none for us.
     fn put(file: &Path, function: &str) -> Option<Self> {
+        mount_tracing();
         let name =
             format!("xpu_timer_{}_{}", std::process::id(), file.parent()?.file_name()?.to_str()?.replace('.', "_"));
         // The text of these libraries lies in the file where it lies in memory.

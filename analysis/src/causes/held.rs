@@ -1,0 +1,61 @@
+//! `storage_io` and `missing_rank`: a rank holds what another rank waits for outside of all collectives.
+//!
+//! The main thread of a rank waits for a lock on a file, a pipe or a socket, and the process of one other rank alone has that lock or
+//! the other end. So that rank is followed further. When it is dead, stopped, or stuck by itself, that is the cause. Else it
+//! is named here, with medium confidence: it stands somewhere else, or it is itself in a collective that waits for the rank that it holds up
+//! (it kept a lock, or did not send what was due). A lock is `storage_io`, everything else `missing_rank`.
+
+use xpu_timer_proto::server::AwaitedKind;
+
+use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use crate::graph::{Event, Suspect};
+
+pub(super) const LOCK: Rule = Rule { cause: Cause::StorageIo, explain: of_lock, rule_out: never_mistaken };
+pub(super) const PEER: Rule = Rule { cause: Cause::MissingRank, explain: of_peer, rule_out: never_mistaken };
+
+fn of_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    explain(case, suspect, true)
+}
+
+fn of_peer(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    explain(case, suspect, false)
+}
+
+fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
+    let holder = case.host(suspect)?;
+    let follower = case.graph.followers.iter().find(|follower| follower.holder == holder)?.view;
+    let awaited = case.view(follower).host.awaited.as_ref()?;
+    if (awaited.kind() == AwaitedKind::Lock) != lock || behind(case, holder, case.main_event(suspect)) {
+        return None;
+    }
+    let (rank, other) = (case.view(holder).rank, case.view(follower).rank);
+    let what = case.awaits(follower)?;
+    let inside = case.graph.events.iter().find(|event| case.graph.waiters_of(**event).contains(&holder));
+    let itself = match (inside, case.place(holder)) {
+        (Some(event), _) => format!("is itself in {}", case.describe(*event)),
+        (None, place) if place.is_empty() => "is at an unknown place".to_owned(),
+        (None, place) => format!("stands{place}"),
+    };
+    let sentence = format!(
+        "Rank {rank} holds up rank {other}, which waits for {what}{}; rank {rank} {itself}.",
+        case.place(follower)
+    );
+    let mut evidence = vec![line(format!("rank {other}: its system call waits for {what}"), vec![other])];
+    evidence.extend(case.standing(holder));
+    evidence.extend(case.standing(follower));
+    Some(Finding {
+        culprits: vec![holder],
+        says: Says::Whole(sentence),
+        confidence: case.host_confidence(suspect).min(Confidence::Medium),
+        evidence,
+    })
+}
+
+/// Whether the rank has not entered the collective either, which says more.
+fn behind(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
+    let Some(Event::Collective { comm, seq }) = event else { return false };
+    match case.comms[comm].member(view) {
+        Some(member) => member.launched < seq,
+        None => case.comms[comm].silent.contains(&view),
+    }
+}

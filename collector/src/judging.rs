@@ -1,0 +1,126 @@
+//! The verdict on one incident, made where it cannot take the collector along: a judge that panics has the verdict `unknown`, and
+//! what is known of the ranks stands in it.
+
+use std::{
+    any::Any,
+    panic::{AssertUnwindSafe, catch_unwind},
+};
+
+use tracing::error;
+use xpu_timer_analysis::{Cause, Confidence, Verdict};
+use xpu_timer_proto::v1::Evidence;
+
+use crate::dump::without_dumps;
+
+/// Judges. Never panics.
+#[must_use]
+pub fn judge(evidence: &Evidence) -> Verdict {
+    judge_by(evidence, xpu_timer_analysis::judge)
+}
+
+/// Runs work that must not end its thread without a word.
+///
+/// # Errors
+/// What a panic said.
+pub fn survive<T>(work: impl FnOnce() -> T) -> Result<T, String> {
+    // What the work has touched is not looked at after a panic.
+    catch_unwind(AssertUnwindSafe(work)).map_err(|payload| words(&*payload))
+}
+
+/// The verdict on an incident of which nothing can be told but this.
+#[must_use]
+pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
+    let bare = Evidence { ranks: Vec::new(), trigger: None, ..evidence.clone() };
+    let mut verdict = xpu_timer_analysis::judge(&bare);
+    (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
+    verdict
+}
+
+/// Whether the job may be healthy after all: what it does is long, and it moves.
+#[must_use]
+pub fn is_mild(verdict: &Verdict) -> bool {
+    match verdict.cause {
+        Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc => true,
+        // A rank that starts, and moves.
+        Cause::CommInit => verdict.confidence == Confidence::Low,
+        _ => false,
+    }
+}
+
+fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdict {
+    let why = match survive(|| judge(evidence)) {
+        Ok(verdict) => return verdict,
+        Err(why) => why,
+    };
+    error!("incident {}: the judge failed: {why}", evidence.incident);
+    let sentence = format!("The verdict could not be made: the judge failed ({why}); the stacks and records are here.");
+    let bare = presences(evidence);
+    // What fails on all that is known may still tell who is there.
+    let mut verdict = survive(|| judge(&bare)).unwrap_or_else(|_| unknown(evidence, String::new()));
+    (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
+    verdict.culprits.clear();
+    verdict.victims.clear();
+    verdict.timing.errors.push(format!("the judge failed: {why}; please report it with evidence.bin"));
+    verdict
+}
+
+/// The same without what the ranks did.
+fn presences(evidence: &Evidence) -> Evidence {
+    let mut bare = without_dumps(evidence);
+    for rank in &mut bare.ranks {
+        (rank.flight, rank.host) = (None, None);
+    }
+    bare
+}
+
+fn words(payload: &(dyn Any + Send)) -> String {
+    let text = payload.downcast_ref::<&str>().map(ToString::to_string);
+    text.or_else(|| payload.downcast_ref::<String>().cloned()).unwrap_or_else(|| "a panic without words".into())
+}
+
+#[cfg(test)]
+mod tests {
+    use xpu_timer_proto::v1::{FlightRecord, Presence, RankEvidence};
+
+    use super::*;
+
+    fn evidence() -> Evidence {
+        let rank = |rank: u32, presence: Presence| RankEvidence {
+            rank,
+            presence: presence.into(),
+            flight: Some(FlightRecord::default()),
+            ..Default::default()
+        };
+        let ranks = vec![rank(0, Presence::Present), rank(1, Presence::Dead)];
+        Evidence { incident: "i".into(), job: "j".into(), world_size: 2, ranks, ..Default::default() }
+    }
+
+    #[test]
+    fn a_judge_that_panics_has_an_honest_verdict() {
+        let verdict = judge_by(&evidence(), |evidence| {
+            assert!(evidence.ranks.iter().all(|rank| rank.flight.is_none()), "no such rank");
+            xpu_timer_analysis::judge(evidence)
+        });
+        assert_eq!((verdict.cause, verdict.confidence), (Cause::Unknown, Confidence::Low));
+        assert!(verdict.sentence.contains("no such rank"), "{}", verdict.sentence);
+        assert_eq!((verdict.incident.as_str(), verdict.world_size, verdict.timing.errors.len()), ("i", 2, 1));
+        let shown: Vec<&str> = verdict.ranks.iter().map(|group| group.presence.as_str()).collect();
+        assert!(shown.contains(&"dead") && shown.contains(&"present"), "{shown:?}");
+        assert!(verdict.culprits.is_empty(), "the failed judge names nobody");
+    }
+
+    #[test]
+    fn a_judge_that_always_panics_leaves_a_verdict_too() {
+        let verdict = judge_by(&evidence(), |_| panic!("never"));
+        assert_eq!((verdict.cause, verdict.world_size, verdict.job.as_str()), (Cause::Unknown, 2, "j"));
+        assert!(verdict.sentence.contains("never"), "{}", verdict.sentence);
+    }
+
+    #[test]
+    fn what_moves_is_mild() {
+        let of = |cause, confidence| is_mild(&Verdict { cause, confidence, ..judge(&Evidence::default()) });
+        assert!(of(Cause::LongStep, Confidence::High) && of(Cause::NotAHang, Confidence::Medium));
+        assert!(of(Cause::CommInit, Confidence::Low) && !of(Cause::CommInit, Confidence::High));
+        assert!(!of(Cause::Unknown, Confidence::Low) && !of(Cause::MissingRank, Confidence::Low));
+    }
+}

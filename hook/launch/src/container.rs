@@ -1,0 +1,164 @@
+//! Commands that start another one where neither the hook nor a collector of this place reaches it: in a container, on other nodes, as
+//! another user.
+
+use std::{
+    ffi::{OsStr, OsString},
+    path::Path,
+};
+
+use crate::image::behind_env;
+
+/// Where such a command runs the one behind it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Reach {
+    /// In a container: other files, often another environment.
+    Container,
+    /// On other nodes too, where no collector has been started.
+    Nodes,
+}
+
+/// Programs, the words behind which they start something (none: always), and where.
+const STARTERS: [(&str, &[&str], Reach); 20] = [
+    ("docker", &["run", "exec", "create", "start", "up"], Reach::Container),
+    ("podman", &["run", "exec", "create", "start", "up"], Reach::Container),
+    ("nerdctl", &["run", "exec", "create", "start", "up"], Reach::Container),
+    ("docker-compose", &["run", "exec", "create", "start", "up"], Reach::Container),
+    ("podman-hpc", &["run", "exec", "shared-run"], Reach::Container),
+    ("kubectl", &["exec", "run", "debug"], Reach::Container),
+    ("oc", &["exec", "run", "rsh", "debug"], Reach::Container),
+    ("ctr", &["run", "exec", "start"], Reach::Container),
+    ("crictl", &["run", "exec", "start"], Reach::Container),
+    ("runc", &["run", "exec", "start"], Reach::Container),
+    ("crun", &["run", "exec", "start"], Reach::Container),
+    ("singularity", &["run", "exec", "shell", "start"], Reach::Container),
+    ("apptainer", &["run", "exec", "shell", "start"], Reach::Container),
+    ("enroot", &["start", "exec"], Reach::Container),
+    ("udocker", &["run"], Reach::Container),
+    ("sarus", &["run"], Reach::Container),
+    ("shifter", &[], Reach::Container),
+    ("ch-run", &[], Reach::Container),
+    ("ssh", &[], Reach::Nodes),
+    ("srun", &[], Reach::Nodes),
+];
+
+/// Words that run the command behind them as it is.
+const WRAPPERS: [&str; 5] = ["sudo", "doas", "nohup", "setsid", "time"];
+/// Those that run it as another user.
+const USER_CHANGERS: [&str; 2] = ["sudo", "doas"];
+/// Options of theirs with a value.
+const VALUED: [&str; 8] = ["-u", "-g", "-h", "-p", "-C", "-D", "-f", "-o"];
+
+/// A command that starts another one elsewhere.
+#[derive(Debug, PartialEq, Eq)]
+pub struct Elsewhere {
+    /// Where the launcher belongs, in a line.
+    pub advice: String,
+    /// Whether the hook by its path here would be an error there.
+    pub in_container: bool,
+}
+
+/// Where the ranks of this command run, when that is not here.
+pub fn elsewhere(command: &[OsString]) -> Option<Elsewhere> {
+    started_elsewhere(&without_wrappers(command)).or_else(|| as_another_user(command))
+}
+
+/// Whoever changes the user takes every variable of the dynamic loader away.
+fn as_another_user(command: &[OsString]) -> Option<Elsewhere> {
+    let inner = behind_env(command, &mut OsString::new());
+    let program = Path::new(inner.as_deref().unwrap_or(command).first()?).file_name()?;
+    let name = USER_CHANGERS.iter().find(|name| program == **name)?;
+    let advice =
+        format!("{name} takes LD_PRELOAD away: write xpu_timer_launch behind it, `{name} … xpu_timer_launch python …`");
+    Some(Elsewhere { advice, in_container: false })
+}
+
+fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
+    let program = Path::new(words.first()?).file_name()?;
+    let (name, starts, reach) = STARTERS.iter().find(|(name, ..)| program == *name)?;
+    let verb = words[1..].iter().filter_map(|word| word.to_str()).find(|word| starts.contains(word));
+    if verb.is_none() && !starts.is_empty() {
+        return None;
+    }
+    let named = [Some(*name), verb].into_iter().flatten().collect::<Vec<_>>().join(" ");
+    // Slurm's own containers and those of its plugin.
+    let in_container =
+        *reach == Reach::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
+    let place = if in_container {
+        "in a container, which must have xpu_timer too"
+    } else {
+        "on nodes that have no collector yet"
+    };
+    let advice = format!(
+        "{named} starts its command {place}: write xpu_timer_launch behind it, `{named} … xpu_timer_launch python …`"
+    );
+    Some(Elsewhere { advice, in_container })
+}
+
+fn without_wrappers(command: &[OsString]) -> Vec<OsString> {
+    let mut words = command.to_vec();
+    loop {
+        if let Some(inner) = behind_env(&words, &mut OsString::new()) {
+            words = inner;
+            continue;
+        }
+        let name = words.first().and_then(|word| Path::new(word).file_name());
+        if !name.is_some_and(|name| WRAPPERS.iter().any(|wrapper| name == *wrapper)) {
+            return words;
+        }
+        words.remove(0);
+        while let Some(word) = words.first().filter(|word| is_option(word)) {
+            let count = if VALUED.iter().any(|option| word == option) { 2 } else { 1 };
+            words.drain(..count.min(words.len()));
+        }
+    }
+}
+
+fn is_option(word: &OsStr) -> bool {
+    let word = word.as_encoded_bytes();
+    word.starts_with(b"-") || word.contains(&b'=')
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(text: &str) -> Option<Elsewhere> {
+        elsewhere(&text.split(' ').map(OsString::from).collect::<Vec<_>>())
+    }
+
+    #[test]
+    fn a_container_is_known_by_program_and_verb() {
+        for text in [
+            "docker run --gpus all image python train.py",
+            "/usr/bin/docker --context gpu exec box python train.py",
+            "sudo -E -u me docker compose -f x.yml up",
+            "env A=b nohup podman run image",
+            "singularity exec --nv image.sif python train.py",
+            "srun --container-image=image python train.py",
+            "enroot start image",
+        ] {
+            let found = of(text).unwrap_or_else(|| panic!("{text}"));
+            assert!(found.in_container && !found.advice.contains('\n'), "{text}: {found:?}");
+        }
+        assert!(of("docker run image").unwrap().advice.contains("`docker run … xpu_timer_launch python …`"));
+    }
+
+    #[test]
+    fn other_nodes_get_the_hook_and_the_advice() {
+        let found = of("srun -N 2 python train.py").unwrap();
+        assert!(!found.in_container && found.advice.contains("`srun … xpu_timer_launch"), "{found:?}");
+    }
+
+    #[test]
+    fn who_changes_the_user_is_told_to_stand_in_front() {
+        let found = of("env A=b /usr/bin/sudo -E python train.py").unwrap();
+        assert!(!found.in_container && found.advice.contains("`sudo … xpu_timer_launch python …`"), "{found:?}");
+    }
+
+    #[test]
+    fn what_starts_nothing_elsewhere_is_left_alone() {
+        for text in ["python docker run", "docker ps", "apptainer build x y", "torchrun train.py", "env", "time -p"] {
+            assert_eq!(of(text), None, "{text}");
+        }
+    }
+}

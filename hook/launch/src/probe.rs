@@ -1,0 +1,171 @@
+//! Tries, in a child that may die of it, the system calls that hook and collector need: a seccomp filter may refuse them, or end who calls.
+//!
+//! Without this a filter that ends the caller would end the training process at the hook's first call.
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    os::{fd::AsFd, raw::c_long},
+    time::{Duration, Instant},
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::OFlag,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{Signal, kill},
+        wait::waitpid,
+    },
+    unistd::{ForkResult, Pid, fork, pipe2},
+};
+
+/// A filter whose supervisor does not answer holds the child for longer.
+const PATIENCE: Duration = Duration::from_secs(2);
+/// In place of an error number: the call was begun.
+const BEGUN: u8 = u8::MAX;
+
+/// A system call, its arguments, and whether the hook can do nothing without it.
+struct Call {
+    name: &'static str,
+    number: c_long,
+    arguments: [c_long; 4],
+    /// One that is not vital may be refused: what needs it says so itself. It must not end the caller.
+    vital: bool,
+}
+
+const fn call(name: &'static str, number: c_long, arguments: [c_long; 4], vital: bool) -> Call {
+    Call { name, number, arguments, vital }
+}
+
+const NO_FILE: c_long = -1;
+
+/// None of them changes anything but the child, which ends: they name no descriptor, no process, or only ask.
+fn calls() -> [Call; 18] {
+    let own = c_long::from(std::process::id() as i32);
+    let kind = c_long::from(libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC);
+    let name = c"xpu_timer_probe".as_ptr() as c_long;
+    [
+        // First, so that no core is written when another one ends the child.
+        call("prctl", libc::SYS_prctl, [c_long::from(libc::PR_SET_DUMPABLE), 0, 0, 0], false),
+        call("socket", libc::SYS_socket, [c_long::from(libc::AF_UNIX), kind, 0, 0], true),
+        call("connect", libc::SYS_connect, [NO_FILE, 0, 0, 0], true),
+        call("getsockopt", libc::SYS_getsockopt, [NO_FILE, 0, 0, 0], true),
+        call("recvfrom", libc::SYS_recvfrom, [NO_FILE, 0, 0, 0], true),
+        call("sendto", libc::SYS_sendto, [NO_FILE, 0, 0, 0], true),
+        call("sendmsg", libc::SYS_sendmsg, [NO_FILE, 0, 0, 0], true),
+        call("poll", libc::SYS_poll, [0, 0, 0, 0], true),
+        call("memfd_create", libc::SYS_memfd_create, [name, c_long::from(libc::MFD_CLOEXEC), 0, 0], true),
+        call("fallocate", libc::SYS_fallocate, [NO_FILE, 0, 0, 1], true),
+        call("tgkill", libc::SYS_tgkill, [own, own, 0, 0], true),
+        call("prctl", libc::SYS_prctl, [c_long::from(libc::PR_SET_PTRACER), 0, 0, 0], false),
+        // Of the C library, when a program or a thread is started; it has another way where this is only refused.
+        call("clone3", libc::SYS_clone3, [0, 0, 0, 0], false),
+        // Those of the collector, which gets the same filter.
+        call("bind", libc::SYS_bind, [NO_FILE, 0, 0, 0], false),
+        call("listen", libc::SYS_listen, [NO_FILE, 0, 0, 0], false),
+        call("pidfd_open", libc::SYS_pidfd_open, [own, 0, 0, 0], false),
+        call("process_vm_readv", libc::SYS_process_vm_readv, [own, 0, 0, 0], false),
+        call("ptrace", libc::SYS_ptrace, [c_long::from(libc::PTRACE_DETACH), own, 0, 0], false),
+    ]
+}
+
+/// Which system call is forbidden here, and how; `None` when none is, and when that cannot be found out.
+pub fn forbidden() -> Option<String> {
+    // Nearly free where there is no filter.
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    if status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0")) {
+        return None;
+    }
+    let calls = calls();
+    let (answers, ended) = try_all(&calls).ok()?;
+    let remedy = "which xpu_timer needs; another profile allows it (docker run --security-opt seccomp=FILE, Kubernetes seccompProfile)";
+    let pairs = || answers.chunks_exact(2).map(|pair| (&calls[usize::from(pair[0])], pair[1]));
+    let refused =
+        |answer: u8| [Errno::EPERM, Errno::EACCES, Errno::ENOSYS].contains(&Errno::from_raw(i32::from(answer)));
+    if ended && let Some((call, BEGUN)) = pairs().next_back() {
+        return Some(format!("the seccomp filter here ends whoever calls {}, {remedy}", call.name));
+    }
+    let (call, answer) = pairs().find(|(call, answer)| call.vital && *answer != BEGUN && refused(*answer))?;
+    let error = Errno::from_raw(i32::from(answer)).desc();
+    Some(format!("the seccomp filter here refuses {} ({error}), {remedy}", call.name))
+}
+
+/// Pairs of the index of a call and [`BEGUN`] or its error number, and whether the child ended, or was ended, before the last.
+fn try_all(calls: &[Call]) -> io::Result<(Vec<u8>, bool)> {
+    let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+    // SAFETY: this process has one thread.
+    match unsafe { fork() }? {
+        ForkResult::Child => {
+            drop(read);
+            in_child(calls, File::from(write));
+            // SAFETY: ends the child without running what the parent registered for its own exit.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            drop(write);
+            let answers = collect(File::from(read), child);
+            // Only fails when somebody else reaped it, which is as good.
+            let _ = waitpid(child, None);
+            let complete = 4 * calls.len();
+            Ok((answers.clone(), answers.len() < complete))
+        }
+    }
+}
+
+fn in_child(calls: &[Call], mut report: File) {
+    for (index, call) in (0u8..).zip(calls) {
+        let [a, b, c, d] = call.arguments;
+        if report.write_all(&[index, BEGUN]).is_err() {
+            return;
+        }
+        // SAFETY: the arguments name no memory but a C string, and no file; see `calls`.
+        let result = unsafe { libc::syscall(call.number, a, b, c, d, 0, 0) };
+        let error = if result < 0 { Errno::last_raw() as u8 } else { 0 };
+        if report.write_all(&[index, error]).is_err() {
+            return;
+        }
+    }
+}
+
+/// What the child writes until it ends or is ended for taking too long.
+fn collect(mut pipe: File, child: Pid) -> Vec<u8> {
+    let until = Instant::now() + PATIENCE;
+    let mut answers = Vec::new();
+    let mut piece = [0; 128];
+    loop {
+        let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).unwrap_or(PollTimeout::ZERO);
+        let mut waiting = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut waiting, left) {
+            Err(Errno::EINTR) => {}
+            Ok(1..) => match pipe.read(&mut piece) {
+                Ok(count @ 1..) => answers.extend_from_slice(&piece[..count]),
+                _ => return answers,
+            },
+            _ => {
+                let _ = kill(child, Signal::SIGKILL);
+                return answers;
+            }
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn each_call_is_begun_and_answered() {
+        let (answers, ended) = try_all(&calls()).unwrap();
+        assert!(!ended, "{answers:?}");
+        for (index, pair) in answers.chunks_exact(4).enumerate() {
+            assert_eq!((usize::from(pair[0]), pair[1], pair[2]), (index, BEGUN, pair[0]), "{answers:?}");
+        }
+    }
+
+    #[test]
+    fn the_call_that_ends_the_child_is_the_last_that_was_begun() {
+        let own = [call("getppid", libc::SYS_getppid, [0; 4], true), call("exit", libc::SYS_exit_group, [0; 4], true)];
+        assert_eq!(try_all(&own).unwrap(), (vec![0, BEGUN, 0, 0, 1, BEGUN], true));
+    }
+}

@@ -1,0 +1,50 @@
+//! Whether incidents can be written where they are to go: whoever looks for them after a hang should know before it where they are.
+
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
+
+use nix::{
+    errno::Errno,
+    sys::statvfs::statvfs,
+    unistd::{AccessFlags, access},
+};
+
+/// What is wrong with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the second is used then.
+pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
+    let error = problem(wanted)?.desc();
+    let (wanted, fallback) = (wanted.display(), fallback.display());
+    Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}): incidents will be in {fallback}"))
+}
+
+/// Looks only: the folder is made with the first incident.
+fn problem(folder: &Path) -> Option<Errno> {
+    // The first one that is there, of the folder and those above it; what stands in the way may be a file.
+    let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok())?;
+    if !fs::metadata(there).is_ok_and(|metadata| metadata.is_dir()) {
+        return Some(Errno::ENOTDIR);
+    }
+    if let Err(error) = access(there, AccessFlags::W_OK | AccessFlags::X_OK) {
+        return Some(error);
+    }
+    // Some file systems do not count their blocks.
+    let space = statvfs(there).ok()?;
+    (space.blocks() > 0 && space.blocks_available() == 0).then_some(Errno::ENOSPC)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_to_be_made_is_fine_and_one_below_a_file_is_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("file");
+        fs::write(&file, "").unwrap();
+        let of = |path: PathBuf| remark(&[path, "/other/timeline".into()]);
+        assert_eq!((of(folder.path().into()), of(folder.path().join("a/b"))), (None, None));
+        let said = of(file.join("timeline")).unwrap();
+        assert!(said.contains("(Not a directory)") && said.ends_with("incidents will be in /other/timeline"), "{said}");
+    }
+}

@@ -1,0 +1,73 @@
+"""Small jobs of PyTorch on gloo, written by somebody who did not know the rules of the judge.
+
+    blind_gloo.py JOB RANK
+
+JOB is a function of this file. Its trouble begins on that rank in step 9.
+"""
+
+import datetime
+import os
+import sys
+
+# gloo looks up the host name otherwise, which a container may not know.
+os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+import torch
+import torch.distributed as dist
+
+TROUBLE_STEP = 9
+RANK, SIZE = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+MINE = RANK == int(sys.argv[2])
+
+
+def steps():
+    """The numbers of the steps, each with whether the trouble begins in it on this rank; after each, gradients are summed."""
+    gradients = torch.ones(64)
+    for step in range(1 << 20):
+        yield step, MINE and step == TROUBLE_STEP
+        dist.all_reduce(gradients)
+
+
+def group_without_one():
+    """All ranks but one make another group of all, and the one goes on."""
+    for step, here in steps():
+        if step == TROUBLE_STEP and not here:
+            dist.new_group(list(range(SIZE)))
+
+
+def pair_for_half():
+    """One rank sums with its neighbour what it should sum with every second rank."""
+    halves = [dist.new_group(list(range(start, SIZE, 2))) for start in (0, 1)]
+    pairs = [dist.new_group([first, first + 1]) for first in range(0, SIZE, 2)]
+    for step, here in steps():
+        if step >= TROUBLE_STEP:
+            dist.all_reduce(torch.ones(4), group=pairs[RANK // 2] if here else halves[RANK % 2])
+
+
+def objects():
+    """One rank gathers its metrics as an object."""
+    for _step, here in steps():
+        if here:
+            dist.all_gather_object([None] * SIZE, {"loss": 1.0})
+
+
+def lost_of_batch():
+    """A batch of sends and receives round a ring, in which one send is missing."""
+    received = torch.zeros(16)
+    for _step, here in steps():
+        right, left = (RANK + 1) % SIZE, (RANK - 1) % SIZE
+        sends = [] if here else [dist.P2POp(dist.isend, torch.ones(16), right)]
+        for work in dist.batch_isend_irecv([*sends, dist.P2POp(dist.irecv, received, left)]):
+            work.wait()
+
+
+def from_anybody():
+    """Rank 0 receives from whoever sends, and nobody does."""
+    for _step, here in steps():
+        if here:
+            dist.recv(torch.zeros(4))
+
+
+if __name__ == "__main__":
+    store = f"file://{os.environ['XPU_EXAMPLE_RENDEZVOUS']}/gloo"
+    dist.init_process_group("gloo", init_method=store, rank=RANK, world_size=SIZE, timeout=datetime.timedelta(hours=1))
+    globals()[sys.argv[1]]()

@@ -1,0 +1,172 @@
+/* Programs that end, fork, cancel threads and ask the linker in ways of their own, with a driver and a collective library that do nothing.
+ * usage: safety CASE FOLDER; the test and the program tell each other by files in that folder how far they are. */
+#define _GNU_SOURCE
+#include <dlfcn.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <pthread.h>
+#include <signal.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/syscall.h>
+#include <sys/wait.h>
+#include <time.h>
+#include <unistd.h>
+
+typedef struct { char internal[128]; } Id;
+int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, unsigned, void *, void **, void **);
+int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
+int ncclCommInitRank(void **, int, Id, int);
+
+static const char *folder;
+static void *comm;
+
+#define MUST(condition)                                                                                                          \
+    do {                                                                                                                         \
+        if (!(condition)) {                                                                                                      \
+            fprintf(stderr, "line %d: %s\n", __LINE__, #condition);                                                              \
+            abort();                                                                                                             \
+        }                                                                                                                        \
+    } while (0)
+
+static const char *path(const char *name) {
+    static char text[4096];
+    snprintf(text, sizeof text, "%s/%s", folder, name);
+    return text;
+}
+
+static void say(const char *name) { close(open(path(name), O_CREAT | O_WRONLY, 0600)); }
+
+static void await(const char *name) {
+    while (access(path(name), F_OK) != 0) usleep(1000);
+}
+
+static void reduce(int times) {
+    for (int index = 0; index < times; index++) ncclAllReduce(comm, comm, 8, 7, 0, comm, (void *)0x100);
+}
+
+static void init(void) {
+    Id id = {{0}};
+    MUST(ncclCommInitRank(&comm, 4, id, 0) == 0);
+}
+
+static void begin(void) {
+    init();
+    reduce(1);
+    say("begun");
+    await("go");
+}
+
+static void late(void) {
+    say("late");
+    await("leave");
+}
+
+static void *steady(void *seconds) {
+    struct timespec from, now;
+    clock_gettime(CLOCK_MONOTONIC, &from);
+    do {
+        reduce(1);
+        usleep(5000);
+        clock_gettime(CLOCK_MONOTONIC, &now);
+    } while (now.tv_sec - from.tv_sec < (intptr_t)seconds);
+    return NULL;
+}
+
+/* A child that no fork handler hears of, which calls what it must not call. */
+static void bare_fork(int leaves_by_exit) {
+    pid_t child = syscall(SYS_clone, SIGCHLD, 0, 0, 0, 0);
+    MUST(child >= 0);
+    if (child == 0) {
+        for (int index = 0; index < 100; index++) cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+        reduce(50);
+        if (leaves_by_exit) exit(0);
+        _exit(0);
+    }
+    int status;
+    MUST(waitpid(child, &status, 0) == child && status == 0);
+}
+
+static void *cancels_itself(void *unused) {
+    pthread_cancel(pthread_self());
+    init();
+    reduce(1);
+    pthread_testcancel();
+    return unused;
+}
+
+static void *reduces_until_cancelled(void *running) {
+    for (;;) {
+        reduce(1);
+        __atomic_store_n((int *)running, 1, __ATOMIC_RELAXED);
+        pthread_testcancel();
+    }
+}
+
+static void cancelled(void) {
+    pthread_t thread;
+    void *result;
+    MUST(pthread_create(&thread, NULL, cancels_itself, NULL) == 0);
+    MUST(pthread_join(thread, &result) == 0 && result == PTHREAD_CANCELED);
+    for (int round = 0; round < 100; round++) {
+        int running = 0;
+        MUST(pthread_create(&thread, NULL, reduces_until_cancelled, &running) == 0);
+        while (!__atomic_load_n(&running, __ATOMIC_RELAXED)) usleep(100);
+        MUST(pthread_cancel(thread) == 0);
+        MUST(pthread_join(thread, &result) == 0 && result == PTHREAD_CANCELED);
+    }
+}
+
+static void linker_errors(void) {
+    dlerror();
+    errno = 77;
+    init();
+    MUST(dlerror() == NULL && errno == 77);
+    reduce(1);
+    cuLaunchKernel((void *)0x500000, 1, 1, 1, 1, 1, 1, 0, NULL, NULL, NULL);
+    MUST(dlerror() == NULL && errno == 77);
+    void *library = dlopen("libnccl.so.2", RTLD_NOW | RTLD_NOLOAD);
+    MUST(library != NULL && dlerror() == NULL);
+    const char *names[] = {"ncclAllReduce", "ncclCommInitRank"};
+    for (int index = 0; index < 2; index++) {
+        MUST(dlsym(library, names[index]) != NULL && dlerror() == NULL);
+        MUST(dlsym(RTLD_DEFAULT, names[index]) != NULL && dlerror() == NULL);
+        MUST(dlsym(RTLD_NEXT, names[index]) != NULL && dlerror() == NULL);
+    }
+    MUST(dlsym(library, "ncclCommSplit") == NULL && dlerror() != NULL);
+    MUST(dlsym(RTLD_DEFAULT, "cudaLaunchKernel") == NULL && dlerror() != NULL);
+    MUST(dlopen("no such library", RTLD_NOW) == NULL && dlerror() != NULL);
+}
+
+int main(int count, char **arguments) {
+    if (count != 3) return 2;
+    const char *what = arguments[1];
+    folder = arguments[2];
+#define IS(name) (strcmp(what, name) == 0)
+    if (IS("late")) atexit(late);
+    if (IS("linker errors")) linker_errors();
+    if (IS("cancelled")) cancelled();
+    begin();
+    if (IS("steady")) steady((void *)4);
+    if (IS("bursts")) {
+        for (int burst = 0; burst < 20; burst++) {
+            reduce(2000);
+            usleep(20000);
+        }
+    }
+    if (IS("bare fork")) {
+        bare_fork(0);
+        bare_fork(1);
+        say("forked");
+        await("leave");
+    }
+    reduce(3);
+    if (IS("_exit")) _exit(0);
+    if (IS("_exit 3")) _exit(3);
+    if (IS("quick_exit")) quick_exit(0);
+    if (IS("quick_exit 3")) quick_exit(3);
+    return 0;
+}

@@ -1,0 +1,199 @@
+//! What the hook must not do to its host: turn often, lose what it saw last, speak for another process, be in the way of who cancels a
+//! thread or asks the linker.
+
+use std::{fs, path::Path};
+
+use xpu_timer_proto::v1::{FlightRecord, OpStatus};
+use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, tree, wait_until};
+
+use crate::cost::idle_device;
+
+const SOURCE: &str = include_str!("safety.c");
+
+/// A program under the hook that the collector has heard of.
+struct Guest {
+    job: Job,
+    collector: FakeCollector,
+    process: Process,
+}
+
+impl Guest {
+    fn start(case: &str) -> Self {
+        Self::start_after(case, |_| {})
+    }
+
+    /// `change` may put other libraries into the job's folder, which is given to it.
+    fn start_after(case: &str, change: impl FnOnce(&Path)) -> Self {
+        let job = Job::new();
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let folder = job.dir.clone();
+        let process = idle_device(&job, "safety", SOURCE, |command| {
+            change(&folder);
+            command.arg(case).arg(&folder);
+        });
+        let guest = Guest { job, collector, process };
+        guest.wait("begun");
+        assert_eq!(guest.collector.wait_hello(), guest.process.pid());
+        guest
+    }
+
+    fn wait(&self, name: &str) {
+        wait_until(PATIENCE, name, || self.job.dir.join(name).exists());
+    }
+
+    fn say(&self, name: &str) {
+        fs::write(self.job.dir.join(name), "").unwrap();
+    }
+
+    /// Lets it go on to its end; its exit status, its record, and whether it has said goodbye.
+    fn end(self) -> (i32, FlightRecord, bool) {
+        self.say("go");
+        let pid = self.process.pid();
+        let output = self.process.wait(PATIENCE);
+        assert_eq!(output.stderr, "");
+        wait_until(PATIENCE, "the end of the connection", || {
+            self.collector.ended().contains(&pid) || self.collector.goodbyes().contains(&pid)
+        });
+        let record = self.collector.ring(pid);
+        assert_eq!(record.health.as_ref().unwrap().panics, 0);
+        (output.code(), record, self.collector.goodbyes().contains(&pid))
+    }
+}
+
+/// Times that a thread of a process went to sleep.
+fn sleeps(pid: i32, name: &str) -> u64 {
+    let tasks = fs::read_dir(format!("/proc/{pid}/task")).unwrap().flatten();
+    let texts = tasks.filter_map(|task| fs::read_to_string(task.path().join("status")).ok());
+    let status = texts.into_iter().find(|text| text.lines().next().is_some_and(|line| line.ends_with(name)));
+    let status = status.expect("the thread");
+    let line = status.lines().find_map(|line| line.strip_prefix("voluntary_ctxt_switches:")).unwrap();
+    line.trim().parse().unwrap()
+}
+
+#[test]
+fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
+    let guest = Guest::start("steady");
+    let pid = guest.process.pid();
+    let (begun, before) = (std::time::Instant::now(), sleeps(pid, "xpu_timer_watch"));
+    guest.say("go");
+    std::thread::sleep(std::time::Duration::from_secs(3));
+    let (turns, seconds) = (sleeps(pid, "xpu_timer_watch") - before, begun.elapsed().as_secs_f64());
+    assert!(turns as f64 <= 10.0 * seconds + 10.0, "{turns} turns in {seconds} s");
+    assert!(turns > 0);
+    guest.end();
+}
+
+#[test]
+fn a_burst_calls_the_watcher_before_there_is_no_room_left() {
+    // Without the bell every try loses most of its operations; a machine that has something else to do may lose a few of one.
+    let tries: Vec<u64> = (0..3)
+        .map(|_| Guest::start("bursts").end().1)
+        .inspect(|record| assert_eq!(record.collectives_launched, 40_004))
+        .map(|record| record.health.unwrap().dropped)
+        .take_while(|dropped| *dropped > 0)
+        .collect();
+    assert!(tries.len() < 3, "{tries:?}");
+}
+
+#[test]
+fn what_is_complete_when_a_process_ends_is_in_its_record() {
+    for (case, code, goodbye) in [
+        ("exit", 0, true),
+        ("_exit", 0, true),
+        ("_exit 3", 3, false),
+        ("quick_exit", 0, true),
+        ("quick_exit 3", 3, false),
+    ] {
+        // The host waits for the last look only so long, which may be too short on a busy machine.
+        let is_complete = (0..5).any(|_| {
+            let (ended, record, said) = Guest::start(case).end();
+            assert_eq!((ended, said), (code, goodbye), "{case}");
+            assert_eq!(record.collectives_launched, 4, "{case}");
+            record.operations.iter().all(|operation| operation.status() == OpStatus::Completed)
+        });
+        assert!(is_complete, "{case}");
+    }
+}
+
+#[test]
+fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
+    let guest = Guest::start("late");
+    guest.say("go");
+    guest.wait("late");
+    // A goodbye would have been said before.
+    std::thread::sleep(std::time::Duration::from_millis(200));
+    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty());
+    guest.say("leave");
+    let (code, _, said) = guest.end();
+    assert_eq!((code, said), (0, true));
+}
+
+#[test]
+fn a_child_of_the_bare_system_call_touches_nothing_of_its_parents() {
+    let guest = Guest::start("bare fork");
+    guest.say("go");
+    guest.wait("forked");
+    assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty(), "the parent is there");
+    let record = guest.collector.ring(guest.process.pid());
+    assert_eq!((record.kernels_launched, record.collectives_launched), (0, 1), "the child's are not its parent's");
+    guest.say("leave");
+    let collector_heard = |guest: &Guest| guest.collector.hellos().len();
+    assert_eq!(collector_heard(&guest), 1, "and it is no rank");
+    let (code, record, said) = guest.end();
+    assert_eq!((code, record.collectives_launched, said), (0, 4, true));
+}
+
+#[test]
+fn threads_are_cancelled_in_the_hosts_code_only() {
+    let stubs = fs::read_to_string(tree().join("tests/bench/targets/hook_stubs.c")).unwrap();
+    // A driver in which a thread can be cancelled at every question that a collective asks it.
+    let driver = |folder: &Path| {
+        let flags = ["-O2", "-fPIC", "-fexceptions", "-shared", "-DDRIVER", "-DCANCELLATION_POINTS"];
+        compile_c(folder, "libcuda.so.1", &stubs, &[&flags[..], &["-Wl,-soname,libcuda.so.1"]].concat());
+    };
+    let (code, record, said) = Guest::start_after("cancelled", driver).end();
+    assert_eq!((code, said), (0, true));
+    let pending = record.operations.iter().filter(|operation| operation.status() == OpStatus::Pending);
+    assert_eq!(pending.count(), 0, "no operation is left open");
+}
+
+#[test]
+fn the_linker_has_no_errors_to_tell_but_the_hosts() {
+    assert_eq!(Guest::start("linker errors").end().0, 0);
+}
+
+/// A program with a large symbol table, which prints how many bytes it has read so far, and what else it is made of.
+fn bytes_read_by_a_large_program(more: &str, hooked: bool) -> u64 {
+    let source = format!(
+        r#"
+        #include <dlfcn.h>
+        #include <stdio.h>
+        __asm__(".altmacro\n.macro one n\n.set a_function_of_a_large_program_\\n, 1\n.endm\n"
+                ".set i, 0\n.rept 50000\none %i\n.set i, i + 1\n.endr\n.noaltmacro");
+        {more}
+        int main(int count, char **arguments) {{
+            if (count > 9) dlopen(arguments[1], RTLD_NOW);
+            char line[64];
+            FILE *file = fopen("/proc/self/io", "r");
+            fgets(line, sizeof line, file);
+            fputs(line, stdout);
+        }}"#
+    );
+    let job = Job::new();
+    let mut command = job.command(compile_c(&job.dir, "large", &source, &["-w", "-ldl"]));
+    if hooked {
+        command.env("LD_PRELOAD", artifacts().hook());
+    }
+    let output = Process::spawn(&mut command).wait(PATIENCE);
+    assert_eq!((output.code(), output.stderr.as_str()), (0, ""));
+    output.stdout.trim().strip_prefix("rchar: ").unwrap().parse().unwrap()
+}
+
+#[test]
+fn a_large_program_is_searched_for_libraries_only_if_it_holds_code_for_a_device() {
+    const SYMBOLS: u64 = 50_000 * 24;
+    let read = |more: &str| bytes_read_by_a_large_program(more, true) - bytes_read_by_a_large_program(more, false);
+    let (without, with) = (read(""), read(r#"__attribute__((section(".nv_fatbin"))) const char code[8] = "code";"#));
+    assert!(without < SYMBOLS / 4, "{without}");
+    assert!(with > SYMBOLS, "{with}: it is searched at all");
+}
