@@ -128,9 +128,10 @@ pub struct Incident {
     pub dumped: Option<Now>,
     /// When it was closed.
     pub closed: Option<Now>,
-    // Since when nothing is wrong any more, and whether that is because ranks went away.
+    /// What was wrong here is so no more because ranks went away.
+    pub went_away: bool,
+    // Since when nothing is wrong any more.
     quiet_since_ns: Option<u64>,
-    went_away: bool,
     // How long an adopted incident waits for a signal.
     adopted_until_ns: u64,
 }
@@ -367,7 +368,7 @@ impl Engine {
         self.held.retain(|held| held.job != *job || held.cause.pid() != Some(pid));
         for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
             let keep = |cause: &Cause| cause.pid() != Some(pid) || matches!(cause, Cause::Death { .. });
-            if incident.remove(keep, now.mono_ns) && incident.quiet_since_ns.is_some() {
+            if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
                 incident.went_away = true;
             }
         }

@@ -403,11 +403,12 @@ impl Core {
 
     fn tell_hangs(&mut self) {
         let open = self.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped));
-        let now: Vec<(String, bool)> =
-            open.map(|incident| (incident.id.clone(), self.engine.hangs_here(&incident.job))).collect();
-        for (incident, hangs) in now {
+        let now: Vec<(String, bool, bool)> = open
+            .map(|incident| (incident.id.clone(), self.engine.hangs_here(&incident.job), incident.went_away))
+            .collect();
+        for (incident, hangs, ended) in now {
             if self.member.told_hangs.insert(incident.clone(), hangs) != Some(hangs) {
-                self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended: false }));
+                self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended }));
             }
         }
         let engine = &self.engine;
