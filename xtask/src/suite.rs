@@ -1,14 +1,17 @@
-//! Runs all tests, and those that failed once more, alone.
+//! Runs all tests, and a few that failed again, alone.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, bail};
 
 use crate::shell::words;
 
-/// More failures than this are no accident of a busy machine: none of them is run again.
+/// More failures than this are no accident of a busy machine: none of them is run again …
 const ACCIDENTS: usize = 4;
+
+/// … and fewer are so often. One that is broken fails each time.
+const AGAIN: usize = 2;
 
 /// What libtest printed, as far as it says which tests failed.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -39,28 +42,37 @@ impl Log {
 }
 
 /// Runs `cargo test` with `harness` options for libtest. Many tests start dozens of processes and share two cores, so a few that
-/// fail are run once more, one at a time: one that fails again is a failure, one that passes is named at the end.
+/// fail are run again, one at a time: one that fails again and again is a failure, one that passes is named at the end. What reads the
+/// output counts a test as failed by its last line, so that of a run that another one follows says so in other words.
 ///
 /// # Errors
-/// A test that failed twice, more than [`ACCIDENTS`] that failed, an executable that crashed or could not be built.
+/// A test that failed each time, more than [`ACCIDENTS`] that failed, an executable that crashed or could not be built.
 pub fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     let mut command = test();
     command.arg("--").args(harness);
-    let (success, log) = follow(&mut command)?;
+    let (success, mut log) = follow(&mut command)?;
     if success {
         return Ok(());
     }
     let line = words(&command);
-    ensure!(log.may_be_accidents(), "{line}: {} tests failed", log.failed.len());
-    eprintln!("again, alone: {}", log.failed.join(" "));
-    let mut again = test();
-    again.args(["--", "--exact", "--test-threads=1"]).args(&log.failed);
-    let (success, second) = follow(&mut again)?;
-    if !success {
-        bail!("{line}: failed twice: {}", second.failed.join(" "));
+    let mut late = Vec::new();
+    for _ in 0..AGAIN {
+        if !log.may_be_accidents() {
+            break;
+        }
+        eprintln!("again, alone: {}", log.failed.join(" "));
+        let mut again = test();
+        again.args(["--", "--exact", "--test-threads=1"]).args(&log.failed);
+        let (success, next) = follow(&mut again)?;
+        late.extend(log.failed.into_iter().filter(|name| !next.failed.contains(name)));
+        if success {
+            eprintln!("passed only when run again, alone: {}", late.join(" "));
+            return Ok(());
+        }
+        log = next;
     }
-    eprintln!("passed only when run again, alone: {}", log.failed.join(" "));
-    Ok(())
+    log.failed.iter().for_each(|name| println!("test {name} ... FAILED"));
+    bail!("{line}: {} tests failed: {}", log.failed.len(), log.failed.join(" "))
 }
 
 /// Runs a command, passes on what it prints, and reads it.
@@ -71,10 +83,18 @@ fn follow(command: &mut Command) -> Result<(bool, Log)> {
     let mut log = Log::default();
     for text in BufReader::new(child.stdout.take().expect("piped")).split(b'\n') {
         let text = String::from_utf8_lossy(&text?).into_owned();
-        println!("{text}");
         log.read(&text);
+        println!("{}", in_passing(&text));
     }
     Ok((child.wait()?.success(), log))
+}
+
+/// A line about a failure that is not the last word.
+fn in_passing(line: &str) -> String {
+    match line.strip_prefix("test result: FAILED. ") {
+        Some(counts) => format!("so far: {counts}"),
+        None => line.replace(" ... FAILED", " ... failed this time"),
+    }
 }
 
 #[cfg(test)]
@@ -98,5 +118,9 @@ mod tests {
         assert!(!read("").may_be_accidents(), "it was not built");
         let many = "test a ... FAILED\n".repeat(super::ACCIDENTS + 1);
         assert!(!read(&["running 5 tests\n", &many, closing].concat()).may_be_accidents());
+        let said: Vec<String> = [one, closing].concat().lines().map(super::in_passing).collect();
+        assert!(
+            said.iter().all(|line| !line.contains("FAILED")) && said.contains(&"test a::c ... failed this time".into())
+        );
     }
 }
