@@ -119,8 +119,12 @@ impl Stack {
         change(&mut self);
         self
     }
-    /// Bytes that flow between the samples.
+    /// Bytes that the main thread reads and writes between the samples.
     pub fn moving_bytes(self, bytes: u64) -> Self {
+        self.bytes_beside(bytes).with(|stack| stack.switches += 10)
+    }
+    /// Bytes that other threads read and write between the samples.
+    pub fn bytes_beside(self, bytes: u64) -> Self {
         self.with(|stack| stack.io_bytes = bytes)
     }
     /// Processor time between the samples, which are five seconds apart.

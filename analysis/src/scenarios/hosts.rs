@@ -84,6 +84,17 @@ fn a_write_that_does_not_progress_is_storage_and_one_that_does_is_a_long_step() 
 }
 
 #[test]
+fn what_another_thread_writes_is_no_progress_of_a_main_thread_that_stands() {
+    let stuck = behind(3, Stack::checkpoint().bytes_beside(500 << 20)).judge();
+    expect(&stuck, Cause::StorageIo, &[3], Confidence::High);
+    assert_eq!(behind(3, Stack::sleep().bytes_beside(500 << 20)).judge().cause, Cause::MissingRank);
+    // It may wait for that thread, or be about to come out of the call.
+    expect(&behind(3, Stack::lock().bytes_beside(500 << 20)).judge(), Cause::LongStep, &[3], Confidence::Medium);
+    let runs = Stack::checkpoint().bytes_beside(500 << 20).state("R (running)", "");
+    expect(&behind(3, runs).judge(), Cause::LongStep, &[3], Confidence::Medium);
+}
+
+#[test]
 fn by_the_kernel_function_alone_it_is_storage_but_a_socket_is_not() {
     let read = |wchan| Stack::new(&[("load", "/job/train.py:9")], &["??"]).state("S (sleeping)", wchan);
     expect(&behind(1, read("request_wait_answer")).judge(), Cause::StorageIo, &[1], Confidence::High);

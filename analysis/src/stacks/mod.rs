@@ -154,11 +154,17 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
         (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
         (_, state, _) => state,
     };
+    let same_in_both = before.is_none_or(|before| does(before).activity == doing.activity);
+    // What other threads read and write is nothing to a main thread that slept, or stood in one call, all the time.
+    let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
+    let in_one_call = matches!(doing.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
+    let stood = |moved: Moved| in_one_call && !moved.main_ran && !state.starts_with('R');
+    let moved = moved.map(|moved| Moved { io: moved.io && !stood(moved), ..moved });
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
-        same_in_both: before.is_none_or(|before| does(before).activity == doing.activity),
+        same_in_both,
         location: locate(main.0, main.1, &doing),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
