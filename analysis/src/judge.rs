@@ -151,11 +151,17 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     stuck.into_iter().map(alone).collect()
 }
 
-/// Whether a rank has left in order, with or without a goodbye.
+/// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not; 143 is what a shell says
+/// of a program that was told to end.
 fn in_order(case: &Case<'_>, view: usize) -> bool {
     let content = case.view(view);
     let exit = content.evidence.map_or("", |evidence| evidence.exit.as_str());
-    content.presence == Presence::Left || content.presence == Presence::Dead && exit == "exit code 0"
+    let code = exit.strip_prefix("exit code ");
+    match content.presence {
+        Presence::Left => code.is_none_or(|code| matches!(code, "0" | "143")),
+        Presence::Dead => code == Some("0"),
+        _ => false,
+    }
 }
 
 /// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
@@ -406,7 +412,8 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         return not_a_hang(why, confidence);
     }
     let done: Vec<usize> = (0..views.len()).filter(|view| in_order(case, *view)).collect();
-    if !done.is_empty() && nothing_pending && views.iter().all(|view| !view.unseen()) {
+    let comes = |view: &RankView<'_>| !view.halted() && view.host.doing.activity == Activity::CommInit;
+    if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
         let left = ranks(&case.world.ranks(done));
         return not_a_hang(format!("no operation is pending, and {left} left in order"), Confidence::Medium);
     }

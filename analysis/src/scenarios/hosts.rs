@@ -490,6 +490,21 @@ fn what_a_dead_rank_left_behind_is_no_wait() {
 }
 
 #[test]
+fn a_rank_that_ended_with_an_error_before_there_was_a_communicator_is_dead() {
+    let mut job = Job::new(4);
+    (1..4).for_each(|rank| job.stands(rank, Stack::init()));
+    job.rank(0).dump = None;
+    job.rank(0).presence = Presence::Left.into();
+    job.trigger(TriggerKind::Idle);
+    // How it ended is not known, and it is awaited all the same.
+    assert_ne!(job.judge().cause, Cause::NotAHang);
+    job.rank(0).exit = "exit code 1".into();
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::ProcessDead, &[0][..]), "{}", verdict.to_text());
+    assert!(sentence(&verdict).contains("exit code 1"), "{}", sentence(&verdict));
+}
+
+#[test]
 fn one_of_two_that_left_is_not_sure_to_have_left_too_early() {
     let left = |world: u32, gone: &[u32]| {
         let mut job = Job::with_world(world, 30);
