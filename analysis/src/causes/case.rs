@@ -122,6 +122,7 @@ impl<'a> Case<'a> {
         let holders = others.join(" and ");
         let alone = others.is_empty() && awaited.holders.iter().any(own);
         match awaited.kind() {
+            AwaitedKind::File if self.at_terminal(view) => Some(format!("its terminal {}", awaited.name)),
             AwaitedKind::File => Some(stacks::short(&awaited.name).to_owned()),
             AwaitedKind::Socket if awaited.name.is_empty() => None,
             AwaitedKind::Socket => Some(awaited.name.clone()),
@@ -138,6 +139,16 @@ impl<'a> Case<'a> {
             AwaitedKind::Lock => Some(format!("the lock on {}, held by {holders}", stacks::short(&awaited.name))),
             AwaitedKind::Unspecified => None,
         }
+    }
+
+    /// Whether the main thread of a rank waits for what a person types.
+    pub fn at_terminal(&self, view: usize) -> bool {
+        let awaited = self.view(view).host.awaited.as_ref();
+        awaited.is_some_and(|awaited| {
+            let name = awaited.name.as_str();
+            awaited.kind() == AwaitedKind::File
+                && (name.starts_with("/dev/pts/") || name.starts_with("/dev/tty") || name == "/dev/console")
+        })
     }
 
     /// The child process that the main thread of a rank waits for by a pipe.

@@ -3,7 +3,7 @@
 //! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
 //! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
 //! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
-//! may be to blame. A pipe that a child process has the other end of is not.
+//! may be to blame. A pipe that a child process has the other end of is not, nor is a terminal.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
 use crate::{graph::Suspect, stacks::is_file_lock, verdict::Activity};
@@ -11,8 +11,9 @@ use crate::{graph::Suspect, stacks::is_file_lock, verdict::Activity};
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    // Who reads what its child writes waits for the child.
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !case.child_behind_pipe(*view))?;
+    // Who reads what its child writes waits for the child, and who reads a terminal for a person.
+    let beside = |view: usize| case.child_behind_pipe(view) || case.at_terminal(view);
+    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !beside(*view))?;
     let content = case.view(view);
     if content.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
         return None;

@@ -573,6 +573,9 @@ fn what_a_system_call_waits_for_is_told() {
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
     let told = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+    let verdict = awaits("read", AwaitedKind::File, "/dev/pts/0", &[]);
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[1][..]), "{}", verdict.to_text());
+    assert!(sentence(&verdict).contains("waits for its terminal /dev/pts/0"), "{}", sentence(&verdict));
     let verdict = awaits("read", AwaitedKind::File, "/data/shard", &[]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::High);
     assert!(verdict.sentence.contains("is stuck in read of shard"), "{}", verdict.sentence);
