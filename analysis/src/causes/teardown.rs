@@ -2,7 +2,8 @@
 //!
 //! The main thread stands in the destruction, abort or finalization of a communicator, in the finalization of Python, or in the
 //! exit handlers. A rank gets there early after an exception of its own, or because its loop was shorter; what it ran into
-//! stands in its log. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
+//! stands in its log. Where the main threads of those that wait for it stand at the same place, the ranks train in other threads, and that
+//! tells nothing. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
 //! that wait for each other, those that are in the finalization of their library are the ones that gave up early, with medium confidence.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line, never_mistaken, op_mismatch};
@@ -22,6 +23,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
+    let waiters = case.main_event(suspect).map_or(&[][..], |event| case.graph.waiters_of(event));
+    if !waiters.is_empty() && waiters.iter().all(|waiter| case.place(*waiter) == case.place(view)) {
+        return None;
+    }
     let mut evidence = Vec::from_iter(case.witness(view));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));

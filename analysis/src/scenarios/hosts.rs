@@ -474,6 +474,16 @@ fn a_thread_that_is_stuck_is_named_beside_the_lock_that_the_main_thread_waits_fo
 }
 
 #[test]
+fn main_threads_that_wait_for_those_that_train_tell_nothing() {
+    let joins = || Stack::new(&[], &["__futex_abstimed_wait_common64", "wait_for_thread_shutdown", "Py_FinalizeEx"]);
+    let mut job = behind(3, joins());
+    expect(&job.judge(), Cause::Teardown, &[3], Confidence::High);
+    (0..3).for_each(|rank| job.stands(rank, joins()));
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::MissingRank, &[3][..]), "{}", verdict.to_text());
+}
+
+#[test]
 fn what_a_dead_rank_left_behind_is_no_wait() {
     let mut job = Job::with_world(4, 30);
     for rank in [0, 2, 3] {
