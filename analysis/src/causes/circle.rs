@@ -112,15 +112,14 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
             describe(case, *first, deviation.expected)
         ),
     };
-    // Where those that left their pattern are, and where most of the others wait.
+    // Where most of the others wait: where those that left their pattern are was said.
     let waited: Vec<Event> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
     let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|view| culprits.contains(view));
     let most = |event: &&Event| (case.graph.waiters_of(**event).len(), toward(case, **event, &culprits));
     let others: Vec<Event> = waited.iter().copied().filter(|event| !own(event)).collect();
     // Of equals the first.
     let main = others.iter().rev().max_by_key(most);
-    let waits: Vec<String> =
-        waited.iter().find(|event| own(event)).into_iter().chain(main).map(|event| in_event(case, *event)).collect();
+    let waits = main.or(waited.first()).map_or_else(String::new, |event| format!(": {}", in_event(case, *event)));
     let mut evidence = Vec::new();
     for (view, deviation) in found.iter().take(4) {
         let rank = case.view(*view).rank;
@@ -141,11 +140,7 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
     }));
     Finding {
         culprits,
-        says: Says::Whole(format!(
-            "{} {did}, and now the ranks wait for each other: {}.",
-            capital(&ranks(&who)),
-            waits.join(", ")
-        )),
+        says: Says::Whole(format!("{} {did}, and now the ranks wait for each other{waits}.", capital(&ranks(&who)),)),
         confidence: Confidence::Medium,
         evidence,
     }

@@ -40,7 +40,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let parts: Vec<String> = waited
         .iter()
-        .take(4)
+        .take(2)
         .map(|event| {
             let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
             format!("{} in {}", ranks(&inside), case.describe(*event))

@@ -14,9 +14,6 @@ use crate::graph::{Event, Suspect};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_mistaken };
 
-/// So many of the collectives that it has not entered are spelled out.
-const SHOWN: usize = 2;
-
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     if !matches!(circle::ask(case, suspect, &[]), Told::Nothing) {
@@ -38,12 +35,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let rank = case.view(view).rank;
-    let shown: Vec<String> = owed.iter().take(SHOWN).map(|event| case.describe(*event)).collect();
     let sentence = format!(
-        "Rank {rank} is out of step: it is in {}{} and has not entered {}, where others wait for it.",
+        "Rank {rank} is out of step: it is in {}{}, and others wait for it in {} and {} more.",
         case.describe(own),
         case.place(view),
-        shown.join(" and "),
+        case.describe(owed[0]),
+        owed.len() - 1,
     );
     let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters(view, *event)).collect();
     evidence
