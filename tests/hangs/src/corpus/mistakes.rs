@@ -27,6 +27,8 @@ pub fn scenarios() -> Vec<Scenario> {
     vec![
         sharded("empty_batch", 8, 2).option("--node=4").is(AHEAD, &[2]),
         sharded("one_batch_less", 4, 1).is(AHEAD, &[1]),
+        ring("no_start", 4, 2).is(&["p2p_unmatched", "missing_rank"], &[2]),
+        ring("no_start_recv", 4, 0).is(&["p2p_unmatched", "missing_rank"], &[0]),
         ring("no_wait", 4, 1).is(&["missing_rank"], &[1]),
         sharded("swapped", 8, 5).option("--node=4").is(&["op_mismatch"], &[5]),
         sharded("groups_swapped", 4, 2).is(&["comm_init", "order_mismatch"], &[2]),
