@@ -14,7 +14,7 @@ use crate::{
     followers::{Follower, followers},
     matching::{Comm, Member, certainly_absent},
     verdict::Activity,
-    world::{World, is_init, is_p2p},
+    world::{RankView, World, is_init, is_p2p},
 };
 
 /// Of a communicator so many members are looked at as senders to one that receives from any rank, which keeps the graph small.
@@ -249,7 +249,8 @@ impl<'w, 'a> Builder<'w, 'a> {
                 let blocked = seqs.partition_point(|seq| *seq <= begun);
                 if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
                     let event = self.event(at(*seq));
-                    let to = if view.halted() { Node::Host(member.view) } else { Node::Device(member.view) };
+                    let host = view.halted() || runs_on_host(view);
+                    let to = if host { Node::Host(member.view) } else { Node::Device(member.view) };
                     self.edge(event, to);
                     held[blocked] = true;
                 }
@@ -710,6 +711,13 @@ impl<'w, 'a> Builder<'w, 'a> {
         }
         suspects.push(Suspect::Cycle(events));
     }
+}
+
+/// Whether it is the host itself that has to run what the rank has launched, for it has no device and nothing is under way in its place: a
+/// library of the host runs a collective when somebody waits for it.
+fn runs_on_host(view: &RankView<'_>) -> bool {
+    let under_way = |operation: &Operation| operation.kind() == OpKind::Collective && operation.started_ns != 0;
+    !view.has_device() && !view.pending().any(under_way)
 }
 
 /// Whether one of the sends and receives that are pending at both ends of a pair may match, by their tags. Only MPI and gloo have

@@ -101,6 +101,10 @@ impl Stack {
             &["clock_nanosleep", "time_sleep"],
         )
     }
+    /// Waits for a signal in the user's own code, and for nothing else.
+    pub fn pause() -> Self {
+        Self::new(&[("wait_for_operator", "/job/train.py:101"), ("main", "/job/train.py:133")], &["pause"])
+    }
     /// Waits for a lock of the process.
     pub fn lock() -> Self {
         Self::new(

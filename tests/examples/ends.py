@@ -20,7 +20,7 @@ import urllib.request
 
 
 def wait_for_shard():
-    time.sleep(86_400)
+    signal.pause()
 
 
 def known():

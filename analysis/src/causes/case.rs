@@ -280,12 +280,47 @@ impl<'a> Case<'a> {
         }
     }
 
+    /// The C function that tells where the main thread of a rank is, without the program's function that called it.
+    fn native(&self, view: usize) -> &str {
+        let native = self.view(view).host.location.native.as_deref().unwrap_or_default();
+        native.split([' ', ',']).next().unwrap_or_default()
+    }
+
+    /// Whether what a rank does may come to its end by itself: its main thread runs, which on a busy machine is no question of the processor
+    /// time that it gets, or sleeps for a time, or waits for somebody else, a child or a loader that is not known to be stuck.
+    fn may_go_on(&self, view: usize) -> bool {
+        let content = self.view(view);
+        let host = &content.host;
+        let helper = content.evidence.and_then(facts::stuck_helper);
+        let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
+        let ran = host.moved.is_some_and(|moved| moved.main_ran);
+        let goes_on = match host.doing.activity {
+            Activity::Sleep | Activity::Running => true,
+            Activity::DataLoader => !stuck && host.awaited.is_none(),
+            Activity::Unknown => ran || self.asks_others(view) || helper.is_some() && !stuck,
+            Activity::Io => ran,
+            _ => false,
+        };
+        goes_on || stacks::is_sleep(self.native(view))
+    }
+
+    /// The main thread of a rank did not run at all between the samples, in a call that neither ends by itself nor waits for the work of
+    /// another thread; what other threads do, as those of a library that poll, is nothing to it.
+    pub fn blocked(&self, view: usize) -> bool {
+        let host = &self.view(view).host;
+        let stands = host.moved.is_some_and(|moved| !moved.io && !moved.own_frame && !moved.main_ran);
+        stands && host.stack && self.does(view, Activity::Unknown) && !self.may_go_on(view)
+    }
+
     /// Confidence in a suspect of the host kind: high only when its stacks and the records of all members of what the others
-    /// wait in are there, and agree in both samples.
+    /// wait in are there, and agree in both samples, and what it does cannot end by itself.
     pub fn host_confidence(&self, suspect: &Suspect) -> Confidence {
         let Suspect::Host { view, events, guess } = suspect else { return Confidence::Medium };
         let host = &self.view(*view).host;
         if *guess || events.is_empty() || !host.stack || host.moved.is_none() || !host.same_in_both || !host.frozen() {
+            return Confidence::Medium;
+        }
+        if !self.view(*view).halted() && self.may_go_on(*view) {
             return Confidence::Medium;
         }
         // Whoever is no member of the new communicator is late for the split that makes it by a count of splits.
@@ -322,8 +357,7 @@ impl<'a> Case<'a> {
     pub fn asks_others(&self, view: usize) -> bool {
         let host = &self.view(view).host;
         let socket = host.awaited.as_ref().is_some_and(|awaited| awaited.kind() == AwaitedKind::Socket);
-        let native = host.location.native.as_deref().unwrap_or_default();
-        socket || stacks::is_network(native.split([' ', ',']).next().unwrap_or_default()) || self.polls(view)
+        socket || stacks::is_network(self.native(view)) || self.polls(view)
     }
 
     /// The main thread of a rank does this in its last sample.

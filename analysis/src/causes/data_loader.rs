@@ -2,7 +2,7 @@
 //!
 //! The main thread stands in the `__next__` of a loader or in the `get` of a queue that a loader's frames surround, in both
 //! samples. A reader thread or worker process that is stuck in input or output, dead or stopped, makes it certain and is
-//! named; so is the cause behind the cause. A loader that makes progress is slow, not stuck: medium confidence.
+//! named; so is the cause behind the cause. A loader in which nothing is known to be stuck may only be slow: medium confidence.
 
 use super::{Case, Cause, Finding, Rule, Says};
 use crate::{graph::Suspect, verdict::Activity};

@@ -43,7 +43,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         .filter(|name| !name.is_empty() && !name.contains("ncclDev") && !name.starts_with("nccl"));
     let culprit = match (kernel, last) {
         (Some(kernel), _) => format!("{} does not end", shape(kernel)),
-        (None, Some(last)) => format!("something does not end; the kernel launched last is {last}"),
+        (None, Some(last)) => format!("something does not end, and {last} was launched last"),
         (None, None) => "something that is not a collective does not end".to_owned(),
     };
     let mut evidence = Vec::new();
@@ -84,7 +84,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     Some(Finding {
         culprits: vec![*view],
-        says: Says::Rank(format!("is stuck on its device: {culprit}; its host stands{}", stands(case.place(*view)))),
+        says: Says::Rank(format!("is stuck on its device: {culprit}; it stands{}", stands(case.place(*view)))),
         confidence,
         evidence,
     })

@@ -8,8 +8,14 @@
 //! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
 //! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
 //!
+//! A rank that computes or sleeps at one place, or waits for a child that may be at work, is named with medium confidence: what it does may be
+//! long and end by itself, which two samples cannot tell from an endless loop.
+//!
 //! A rank that waits for what comes over a socket, or that looks for something again and again, is named with medium confidence: who should
 //! have answered may be to blame. Where another rank stands still, one that only looks for something is not named.
+//!
+//! So are the few ranks that have begun a collective of MPI and do not wait for it while most do: the library runs it only in the calls of its
+//! process.
 //!
 //! So is a rank whose record ends, unwritten for a while, in a collective that most others have completed: its process runs something
 //! else. And one that called the collective in a group which it did not close, because it stands still elsewhere.
@@ -29,6 +35,7 @@ use super::{
 };
 use crate::{
     graph::{Event, Suspect},
+    stacks::Moved,
     text::{capital, ranks},
     verdict::Activity,
 };
@@ -38,7 +45,8 @@ pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_ou
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(collective) = Collective::of(case, suspect) {
-        return fell_silent(case, &collective).or_else(|| skipped(case, &collective));
+        let found = fell_silent(case, &collective).or_else(|| skipped(case, &collective));
+        return found.or_else(|| not_waited_for(case, &collective));
     }
     if matches!(suspect, Suspect::Cycle(_)) {
         return match circle::ask(case, suspect, &[Break::Collective]) {
@@ -65,8 +73,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         (_, false) => format!("; it stands{place}"),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let busy = content.host.moved.is_some_and(|moved| moved.cpu_share >= 0.8)
-        && content.host.doing.activity != Activity::DeviceWait;
+    let runs = |moved: Moved| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*view, Activity::Running));
+    let busy = content.host.moved.is_some_and(runs) && content.host.doing.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
     let helper = case.helper(*view);
     let its = match (case.awaits(*view), &helper) {
@@ -74,20 +82,21 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         (None, Some((helper, _))) => format!(", and its {helper}"),
         (None, None) => String::new(),
     };
+    let launched = match event {
+        Some(Event::Collective { comm, seq }) => {
+            case.comms[comm].member(*view).is_some_and(|member| member.launched >= seq)
+        }
+        _ => false,
+    };
     let says = if *guess {
         format!("is probably not in {what}: all others are{stands}")
+    } else if launched {
+        format!("has launched {what} and does not wait for it, so nobody runs it{stands}{busy}{its}")
     } else {
         format!("has not entered {what}{stands}{busy}{its}")
     };
-    // A processor that is busy at one line is no sign of progress, so only what moved otherwise lowers the confidence.
     let confidence = match event {
-        Some(_)
-            if content.host.moved.is_some_and(|moved| !moved.io && !moved.own_frame)
-                && content.host.stack
-                && !guess =>
-        {
-            case.members_confidence(events)
-        }
+        Some(_) if case.blocked(*view) && !guess => case.members_confidence(events),
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
@@ -143,6 +152,33 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
         evidence.extend(case.standing(view));
     }
     Some(Finding { culprits: inside.clone(), says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}
+
+/// Few ranks have begun a collective of a library of the host and do not wait for it as the others do: nobody runs it for them.
+fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
+    let waiting = case.graph.waiters_of(collective.event);
+    let away: Vec<usize> =
+        collective.inside.iter().copied().filter(|view| waiting.binary_search(view).is_err()).collect();
+    let known = |view: &usize| !case.view(*view).has_device() && !case.view(*view).lossy() && !case.view(*view).dead();
+    if away.is_empty() || away.len() >= waiting.len() || !away.iter().all(known) {
+        return None;
+    }
+    let (who, others) = (case.world.ranks(away.iter().copied()), case.world.ranks(waiting.iter().copied()));
+    let (has, does) = if who.len() == 1 { ("has", "does") } else { ("have", "do") };
+    let place = if away.len() == 1 { case.place(away[0]) } else { String::new() };
+    let sentence = format!(
+        "{} {has} begun {} and {does} not wait for it as {} {does_others}{}{place}.",
+        capital(&ranks(&who)),
+        case.describe(collective.event),
+        ranks(&others),
+        if place.is_empty() { "" } else { "; it stands" },
+        does_others = if others.len() == 1 { "does" } else { "do" },
+    );
+    let mut evidence: Vec<_> = away.iter().take(4).filter_map(|view| case.counters(*view, collective.event)).collect();
+    for &view in away.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    Some(Finding { culprits: away, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// A rank that stands still elsewhere than most, when no record tells that anybody waits.

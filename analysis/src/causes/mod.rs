@@ -22,6 +22,7 @@ mod missing_rank;
 mod network_stall;
 mod op_mismatch;
 mod order_mismatch;
+mod out_of_step;
 mod p2p_cycle;
 mod p2p_unmatched;
 mod process_dead;
@@ -96,6 +97,7 @@ pub(crate) const RULES: &[Rule] = &[
     missing_rank::RULE,
     kernel_hang::RULE,
     p2p_cycle::RULE,
+    out_of_step::RULE,
     order_mismatch::RULE,
     network_stall::RULE,
 ];

@@ -30,8 +30,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
             let comparable = collective.operations.iter().all(equal);
             let alone = case.comms[*comm].size < 2;
+            // Some are through and others are not, as when they name different roots, of which these records tell nothing.
+            let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
+            let roots = !collective.passed.is_empty() && collective.operations.iter().any(rootless);
             let confidence = match () {
-                () if unnamed > 0 || alone => Confidence::Low,
+                () if unnamed > 0 || alone || roots => Confidence::Low,
                 () if stale
                     || !comparable
                     || !collective.passed.is_empty()
@@ -50,6 +53,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             if unnamed > 0 {
                 evidence.push(line(
                     format!("{unnamed} of its members are not known; one of them may be to blame"),
+                    Vec::new(),
+                ));
+            }
+            if roots {
+                evidence.push(line(
+                    "the records do not tell the root: the ranks may have named different ones",
                     Vec::new(),
                 ));
             }

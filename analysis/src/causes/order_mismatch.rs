@@ -2,8 +2,8 @@
 //!
 //! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
 //! first and wait for others, who are in the second and wait for them. The culprits are the ranks that
-//! exchanged two collectives which they had always made the other way round; where no past tells, those in the collective that the
-//! fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
+//! exchanged two collectives which they had always made the other way round; where no past tells, the only rank that all circles go
+//! through, else those in the collective that the fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
 //! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named.
 
 use super::{
@@ -34,9 +34,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     culprits.sort_unstable();
     culprits.dedup();
+    let one = circle::in_all_circles(case, events);
+    if let Some(one) = one {
+        culprits = vec![one];
+    }
     let parts: Vec<String> = waited
         .iter()
-        .take(4)
+        .take(2)
         .map(|event| {
             let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
             format!("{} in {}", ranks(&inside), case.describe(*event))
@@ -57,7 +61,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             capital(&ranks(&who)),
             parts.join(", ")
         )),
-        confidence: if fewest == most { Confidence::Low } else { Confidence::Medium },
+        confidence: if fewest == most && one.is_none() { Confidence::Low } else { Confidence::Medium },
         culprits,
         evidence,
     })

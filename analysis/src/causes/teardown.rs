@@ -81,13 +81,17 @@ fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let others: Vec<String> = events
         .iter()
         .filter(|other| **other != event && !case.graph.waiters_of(**other).is_empty())
-        .take(4)
         .map(|other| format!("{} in {}", case.waiters_text(*other), case.describe(*other)))
+        .take(8)
         .collect();
     let are = if culprits.len() == 1 { "is" } else { "are" };
-    let sentence =
-        format!("{} {are} shutting down{place}, while others go on: {}.", capital(&ranks(&who)), others.join(", "));
+    let sentence = format!(
+        "{} {are} shutting down{place}, while others go on: {}.",
+        capital(&ranks(&who)),
+        others[..others.len().min(2)].join(", ")
+    );
     let mut evidence = vec![line(format!("{} {are} in {}", ranks(&who), case.describe(event)), who)];
+    evidence.extend(others.into_iter().map(|other| line(other, Vec::new())));
     for &view in culprits.iter().take(2) {
         evidence.extend(case.standing(view));
     }

@@ -195,7 +195,7 @@ fn a_rank_that_has_not_joined_a_new_communicator() {
     for rank in [0, 1, 3] {
         job.creates(0x99, 4, rank, rank as i32);
     }
-    job.stands(2, Stack::sleep());
+    job.stands(2, Stack::pause());
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[2], Confidence::High);
     assert_eq!(verdict.victims, [0, 1, 3]);
@@ -203,7 +203,7 @@ fn a_rank_that_has_not_joined_a_new_communicator() {
     job.rank(2).flight = None;
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::High);
     job.stands(2, Stack::loader());
-    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::High);
+    expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
     job.lost(2);
     expect(&job.judge(), Cause::CommInit, &[2], Confidence::Medium);
 }

@@ -49,7 +49,7 @@ fn the_holder_of_what_others_wait_for_is_followed() {
         awaits(&mut job, 5, native, kind, &[1002]);
         awaits(&mut job, 6, native, kind, &[1005]);
         job.stands(2, Stack::loader());
-        expect(&job.judge(), Cause::DataLoader, &[2], Confidence::High);
+        expect(&job.judge(), Cause::DataLoader, &[2], Confidence::Medium);
     }
 }
 

@@ -101,7 +101,7 @@ fn few_in_a_collective_while_most_stand_together_elsewhere() {
         let mut job = Job::with_world(5, 6);
         for rank in 0..5 {
             match (outside.contains(&rank), elsewhere.contains(&rank)) {
-                (true, _) => job.stands(rank, Stack::sleep()),
+                (true, _) => job.stands(rank, Stack::pause()),
                 (_, true) => job.stands(rank, Stack::new(&[("f", "/job/other.py:1")], &["clock_nanosleep"])),
                 _ => job.enter(0x77, rank, Op::AllReduce),
             }

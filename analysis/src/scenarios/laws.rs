@@ -226,7 +226,7 @@ fn a_big_job_is_judged_in_linear_time() {
     let start = std::time::Instant::now();
     let verdict = job.judge();
     let elapsed = start.elapsed();
-    super::expect(&verdict, Cause::DataLoader, &[42], Confidence::High);
+    super::expect(&verdict, Cause::DataLoader, &[42], Confidence::Medium);
     assert_eq!(verdict.victims.len(), RANKS as usize - 1);
     println!("{RANKS} ranks judged in {elapsed:?}");
     // Quadratic work over 16,384 ranks takes minutes without optimization; the limit allows for a loaded machine.

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    Sample,
+    BUSY_SHARE, Sample,
     classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
     location::{is_library, own_frame, own_native_place, telling_frame},
     main_threads, named, of_process, samples, short, words,
@@ -14,6 +14,11 @@ use crate::verdict::Activity;
 
 /// More than a thread runs because it is stopped and released for the captures.
 const STOPS_NS: u64 = 5_000_000;
+
+/// What is said of a helper that cannot go on.
+const DEAD: &str = "is dead";
+const STOPPED: &str = "is stopped";
+const INSIDE: &str = "is inside";
 
 /// A thread of a rank, or of one of its children, that is stuck in the same input or output in both samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,8 +29,15 @@ pub(crate) struct StuckHelper {
     pub place: String,
 }
 
+impl StuckHelper {
+    /// Whether it cannot go on by itself: dead, stopped, or inside input or output. One that stands somewhere may be at work.
+    pub fn is_stuck(&self) -> bool {
+        [DEAD, STOPPED, INSIDE].iter().any(|words| self.place.starts_with(words))
+    }
+}
+
 /// Looks for a helper of the main thread that is stuck: a reader thread or a worker process in input or output, or a
-/// worker that is dead or stopped.
+/// worker that is dead or stopped; else for a child that it may wait for.
 pub(crate) fn stuck_helper(dump: &Stacktrace) -> Option<StuckHelper> {
     let (first, last) = samples(dump);
     let pid = u32::try_from(dump.pid).unwrap_or(0);
@@ -36,6 +48,16 @@ pub(crate) fn stuck_helper(dump: &Stacktrace) -> Option<StuckHelper> {
             stuck_thread(first, last, pid).map(|(name, place)| StuckHelper { who: format!("thread {name}"), place })
         })
         .or_else(|| awaited_child(dump, last))
+        .or_else(|| dump.children.iter().find_map(busy_child))
+}
+
+/// A child process that computed between its samples.
+fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
+    let (first, last) = (child.samples.first()?, child.samples.last()?);
+    let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns) as f64;
+    let used_ns = last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64;
+    let busy = between_ns > 0.0 && used_ns >= BUSY_SHARE * between_ns;
+    busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a processor".to_owned() })
 }
 
 /// The child process that the main thread waits for; of several the one that was started last.
@@ -67,12 +89,12 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     let last = child.samples.last()?;
     let who = child_name(child);
     if last.process_state.starts_with(['Z', 'X', 'x']) {
-        return Some(StuckHelper { who, place: "is dead".to_owned() });
+        return Some(StuckHelper { who, place: DEAD.to_owned() });
     }
     // A tracer that is seen but once is the capture itself.
     let traced = child.samples.iter().all(|sample| sample.process_state.starts_with('t')) && child.samples.len() > 1;
     if last.process_state.starts_with('T') || traced {
-        return Some(StuckHelper { who, place: "is stopped".to_owned() });
+        return Some(StuckHelper { who, place: STOPPED.to_owned() });
     }
     let first = (child.samples.len() > 1).then(|| of_process(&child.samples[0]));
     let last = of_process(last);
@@ -137,7 +159,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         };
         let place = place.map_or(String::new(), |place| format!(" at {place}"));
         let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
-        Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("is inside {}{place}", doing.witness)))
+        Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", doing.witness)))
     })
 }
 

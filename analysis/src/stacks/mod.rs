@@ -274,6 +274,11 @@ pub(crate) fn is_network(function: &str) -> bool {
     words::NETWORK_NATIVE.contains(&classify::plain(function))
 }
 
+/// Whether a function of the C library sleeps for a time.
+pub(crate) fn is_sleep(function: &str) -> bool {
+    words::SLEEP_NATIVE.contains(&classify::plain(function))
+}
+
 fn in_c_library(frame: &PstackFrame) -> bool {
     contains_any(&frame.module, words::C_LIBRARY)
 }

@@ -42,6 +42,8 @@ pub struct Meaning {
     function: u64,
     /// It can be started again and again.
     pub persistent: bool,
+    /// It is not started, so that who waits for it waits for nothing.
+    pub idle: bool,
 }
 
 impl Meaning {
@@ -58,13 +60,20 @@ impl Meaning {
             tag: what.tag,
             function: what.function,
             persistent,
+            idle: persistent,
         })
     }
 
-    /// The same thing as the next collective of its communicator; `None` for what is no collective.
+    /// The same thing, started once more: a collective as the next one of its communicator, `None` when that is not known any longer.
     pub fn again(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
         let is_collective = !matches!(self.op, Op::Send | Op::Recv);
-        Some(Meaning { seq: is_collective.then(|| next(self.comm, self.communicator)).flatten()?, ..*self })
+        let seq = if is_collective { next(self.comm, self.communicator)? } else { self.seq };
+        Some(Meaning { seq, idle: false, ..*self })
+    }
+
+    /// The same thing, until it is started once more.
+    pub fn at_rest(&self) -> Self {
+        Meaning { idle: true, ..*self }
     }
 
     /// The operation, as it begins.
@@ -108,6 +117,7 @@ impl Entry {
             | (meaning.dtype as u64) << 8
             | u64::from(meaning.persistent) << 16
             | u64::from(meaning.tag.is_some()) << 17
+            | u64::from(meaning.idle) << 18
             | u64::from(meaning.peer as u32) << 32;
         let tag = meaning.tag.unwrap_or(0) as u32;
         let words = [
@@ -143,6 +153,7 @@ impl Entry {
             tag: (small & 1 << 17 != 0).then_some(tag as i32),
             function,
             persistent: small & 1 << 16 != 0,
+            idle: small & 1 << 18 != 0,
         })
     }
 
@@ -168,6 +179,7 @@ mod tests {
             tag: Some(-1),
             function: 9,
             persistent: true,
+            idle: true,
         };
         let entry = place(0x7000);
         entry.write(0x7000, &meaning);

@@ -3,7 +3,7 @@
 Every 8 steps the accuracy is gathered on all ranks, every 16 rank 0 saves a checkpoint. `--wrong NAME@RANK` makes something go wrong there
 at step 20: a function of troubles.py, or `loader` (the data set reads a pipe that stays empty),
 `no_metric` (leaves the accuracy out), `short_epoch` (its epoch has fewer steps),
-`rank0_barrier` (waits in a barrier of its own).
+`rank0_barrier` (waits in a barrier of its own), `other_dst` (sums the accuracy up on another rank).
 """
 
 import argparse
@@ -78,6 +78,7 @@ def main():
             dist.barrier()
         if step % 8 == 4 and not (wrong == "no_metric" and step == WRONG_STEP):
             gather_accuracy(correct, world)
+            dist.reduce(correct, dst=rank if wrong == "other_dst" and step == WRONG_STEP else 0)
         if step % 16 == 0 and rank == 0:
             save_checkpoint(model, os.path.join(os.environ["XPU_EXAMPLE_RENDEZVOUS"], "model.pt"))
         time.sleep(options.step_ms / 1000)

@@ -5,7 +5,7 @@
 // RANK makes MISTAKE in round 30: other_root, other_type, swapped (two collectives in
 // the other order), extra_recv, any_recv, other_tag, polls (tests a receive again and
 // again), extra_barrier, other_group (a barrier of half of the ranks where all meet),
-// dup_alone (makes another communicator), skips_round (from there on it is a round ahead, and at the end one is missing); or none.
+// dup_alone (makes another communicator), never_waits (its sum is one that it never waits for), skips_round (from there on it is a round ahead, and at the end one is missing); or none.
 #include <mpi.h>
 #include <stdlib.h>
 #include <string.h>
@@ -92,6 +92,7 @@ static void sum_up(const int *mine, MPI_Comm half)
 {
     long sum = mine[0], all, largest;
     MPI_Comm copy;
+    MPI_Request request;
     if (makes("extra_barrier"))
         MPI_Barrier(MPI_COMM_WORLD);
     if (makes("other_group"))
@@ -102,7 +103,10 @@ static void sum_up(const int *mine, MPI_Comm half)
         MPI_Scan(&sum, &largest, 1, MPI_LONG, MPI_MAX, MPI_COMM_WORLD);
         MPI_Allreduce(&sum, &all, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
     } else {
-        MPI_Allreduce(&sum, &all, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
+        if (makes("never_waits"))
+            MPI_Iallreduce(&sum, &all, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD, &request);
+        else
+            MPI_Allreduce(&sum, &all, 1, MPI_LONG, MPI_SUM, MPI_COMM_WORLD);
         MPI_Scan(&sum, &largest, 1, MPI_LONG, MPI_MAX, MPI_COMM_WORLD);
     }
 }

@@ -48,6 +48,9 @@ mod tests {
     use super::*;
     use crate::{corpus, scenario::Truth, score::Said};
 
+    /// Longer sentences say something twice.
+    const MOST_LETTERS: usize = 300;
+
     /// Variants of each recorded job.
     const VARIANTS: u64 = 24;
 
@@ -75,6 +78,19 @@ mod tests {
 
     fn said(evidence: &Evidence) -> Said {
         Said::of(&serde_json::to_value(judge(evidence)).expect("a verdict is JSON")).expect("a verdict has its fields")
+    }
+
+    #[test]
+    fn a_sentence_can_be_read_at_once() {
+        let mut long: Vec<String> = recorded()
+            .into_iter()
+            .map(|(scenario, evidence)| (scenario.name, said(&evidence).sentence))
+            // Two causes are two sentences.
+            .filter(|(_, sentence)| sentence.split("; also ").any(|part| part.chars().count() > MOST_LETTERS))
+            .map(|(name, sentence)| format!("{} {name}: {sentence}", sentence.chars().count()))
+            .collect();
+        long.sort();
+        assert!(long.is_empty(), "{} sentences are too long:\n{}", long.len(), long.join("\n"));
     }
 
     /// Numbers that look random and are the same at every run.

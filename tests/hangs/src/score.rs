@@ -36,12 +36,12 @@ pub struct Said {
 }
 
 impl Said {
-    /// Whether a rank that is not to blame is accused with high confidence.
+    /// Whether a rank that is not to blame is accused with high confidence, be it that it would have gone on by itself.
     pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
         let culprits = match truth {
-            Truth::Hang { culprits, .. } | Truth::Passes { culprits, .. } => culprits.as_slice(),
+            Truth::Hang { culprits, .. } => culprits.as_slice(),
             Truth::Slow(ranks) => ranks,
-            Truth::Healthy => &[],
+            Truth::Passes { .. } | Truth::Healthy => &[],
         };
         self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
     }

@@ -205,6 +205,16 @@ fn root(options: Word) -> i32 {
     unsafe { (options as *const i32).as_ref() }.map_or(NOBODY, |root| *root)
 }
 
+/// The root of `ReduceOptions`, which begin with what is computed: an object of 32 bytes, of 40 where references are counted by two words,
+/// whose last word is a pointer that is null but for one reduction. Another number follows the root, which is always 0.
+fn reduce_root(options: Word) -> i32 {
+    // SAFETY: the caller's options, which are longer than this in either form.
+    let word = |index: usize| unsafe { (options as *const u64).add(index).read_unaligned() };
+    let shorter = if options == 0 { u64::MAX } else { word(4) };
+    let root = if shorter == 0 { word(5) & u64::from(u32::MAX) } else { shorter };
+    i32::try_from(root).unwrap_or(NOBODY)
+}
+
 /// The row that other functions of PyTorch are looked for beside.
 fn allreduce() -> &'static Function {
     &_ZN4c10d16ProcessGroupGloo9allreduceERSt6vectorIN2at6TensorESaIS3_EERKNS_16AllreduceOptionsE::FUNCTION
@@ -287,7 +297,7 @@ symbols! {
         _ZN4c10d16ProcessGroupGloo9broadcastERSt6vectorIN2at6TensorESaIS3_EERKNS_16BroadcastOptionsE(work, this, tensors, options)
             => |recorder, _| launched(recorder, this, Op::Broadcast, root(options), Tensors::Many(tensors));
         _ZN4c10d16ProcessGroupGloo6reduceERSt6vectorIN2at6TensorESaIS3_EERKNS_13ReduceOptionsE(work, this, tensors, options)
-            => |recorder, _| launched(recorder, this, Op::Reduce, NOBODY, Tensors::Many(tensors));
+            => |recorder, _| launched(recorder, this, Op::Reduce, reduce_root(options), Tensors::Many(tensors));
         _ZN4c10d16ProcessGroupGloo9allgatherERSt6vectorIS1_IN2at6TensorESaIS3_EESaIS5_EERS5_RKNS_16AllgatherOptionsE(work, this, outputs, inputs, options)
             => |recorder, _| launched(recorder, this, Op::AllGather, NOBODY, Tensors::Many(inputs));
         _ZN4c10d16ProcessGroupGloo15_allgather_baseERN2at6TensorES3_RKNS_16AllgatherOptionsE(work, this, output, input, options)

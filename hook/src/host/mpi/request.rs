@@ -108,7 +108,8 @@ impl Handles {
 
     /// The operations that are waited for.
     pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
-        let known = self.known().fold(Running::new(recorder), |running, (.., meaning)| running.with(&meaning.begin()));
+        let started = self.known().filter(|(.., meaning)| !meaning.idle);
+        let known = started.fold(Running::new(recorder), |running, (.., meaning)| running.with(&meaning.begin()));
         if self.unknown { known.with(&named(recorder, name)) } else { known }
     }
 
@@ -118,7 +119,7 @@ impl Handles {
     }
 }
 
-/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done.
+/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done; persistent ones are idle.
 pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: For) {
     let done = |index: usize| match which {
         For::All => true,
@@ -129,8 +130,10 @@ pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: For) {
         For::Any { .. } | For::Some => false,
     };
     for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
-        if done(index) && recall(handle).is_some_and(|meaning| !meaning.persistent) {
-            forget(handle);
+        match recall(handle).filter(|_| done(index)) {
+            Some(meaning) if meaning.persistent => remember(handle, &meaning.at_rest()),
+            Some(_) => forget(handle),
+            None => {}
         }
     }
 }
@@ -168,7 +171,12 @@ impl After for Waiting {
 /// Before `MPI_Start` and `MPI_Startall`: what was prepared begins once more.
 pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
     polling::interrupt(recorder);
-    for (_, handle, meaning) in Handles::of(requests, count).known() {
+    let Some(library) = library() else { return };
+    for index in 0..count.max(0) as usize {
+        // SAFETY: the caller's array of `count` requests.
+        let handle = unsafe { library.abi.handle_at(requests, index) };
+        let known = recall(handle).filter(|meaning| handle != 0 && meaning.persistent);
+        let Some(meaning) = known else { continue };
         let number = |index: usize, communicator: u64| {
             // Another communicator may have its entry by now.
             let seq = (recorder.comm_id(index) == communicator).then(|| next(recorder, index))?;

@@ -28,6 +28,7 @@ pub fn scenarios() -> Vec<Scenario> {
         torch("short_epoch", 4, 1).is(&["op_mismatch", "missing_rank", "size_mismatch"], &[1]),
         torch("child_with_full_pipe", 3, 0).is(MISSING, &[0]),
         torch("rank0_barrier", 3, 0).is(&["op_mismatch", "missing_rank", "size_mismatch"], &[0]),
+        torch("other_dst", 4, 2).is(&["op_mismatch"], &[2]),
         torch("silent_server", 4, 2).is(MISSING, &[2]),
         torch("starved_executor", 3, 2).is(LOCK, &[2]),
         heat("mutex", 4, 1).is(&["host_lock"], &[1]),

@@ -1,0 +1,50 @@
+//! `missing_rank`, in a circle: one rank has gone on to another collective than the others, who wait for it in several communicators.
+//!
+//! The ranks wait for each other, every circle of waiting goes through one and the same rank, and through no other, and that rank has not
+//! entered the collectives of at least two communicators that others wait for it in: it left out a step, or ended its epoch early. Had it
+//! exchanged two collectives, it would be missing in one only, and that is `order_mismatch`. The confidence is medium, because the past of
+//! the ranks does not tell what was due.
+
+use super::{
+    Case, Cause, Confidence, Finding, Rule, Says,
+    circle::{self, Told},
+    line, never_mistaken,
+};
+use crate::graph::{Event, Suspect};
+
+pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_mistaken };
+
+fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Cycle(events) = suspect else { return None };
+    if !matches!(circle::ask(case, suspect, &[]), Told::Nothing) {
+        return None;
+    }
+    let view = circle::in_all_circles(case, events)?;
+    let own = *events.iter().find(|event| case.graph.waiters_of(**event).contains(&view))?;
+    let owed: Vec<Event> =
+        events.iter().copied().filter(|event| circle::awaited(case, *event).contains(&view)).collect();
+    let mut comms: Vec<usize> = owed
+        .iter()
+        .filter_map(|event| match *event {
+            Event::Collective { comm, .. } => Some(comm),
+            _ => None,
+        })
+        .collect();
+    comms.dedup();
+    if comms.len() < 2 || !matches!(own, Event::Collective { .. }) {
+        return None;
+    }
+    let rank = case.view(view).rank;
+    let sentence = format!(
+        "Rank {rank} is out of step: it is in {}{}, and others wait for it in {} and {} more.",
+        case.describe(own),
+        case.place(view),
+        case.describe(owed[0]),
+        owed.len() - 1,
+    );
+    let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters(view, *event)).collect();
+    evidence
+        .push(line(format!("all circles of waiting go through rank {rank}, and through no other rank"), vec![rank]));
+    evidence.extend(case.standing(view));
+    Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+}
