@@ -29,6 +29,7 @@ use crate::{
     metrics::Sampler,
     monitor::{Monitor, Observation, SHORTEST_SILENCE},
     process::{self, Handle},
+    node::TICK,
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
     ring_file::RingFile,
@@ -89,6 +90,8 @@ pub struct Core {
     ending: Ending,
 }
 
+    // When the loop turned last.
+    turned_ns: u64,
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
@@ -144,6 +147,21 @@ impl Core {
         }
     }
 
+            turned_ns: 0,
+        }
+    }
+
+    /// The loop has turned.
+    pub fn turned(&mut self, now: Now) {
+        self.turned_ns = now.mono_ns;
+    }
+
+    /// When that happened which is seen now. The loop turns once a second: if it has not for longer, this process or the whole machine
+    /// stood still, and what happened meanwhile did so at any time of it.
+    fn happened_ns(&self, now: Now) -> u64 {
+        match self.turned_ns {
+            0 => now.mono_ns,
+            turned => now.mono_ns.min(turned + nanoseconds(TICK)),
     /// A hook said something.
     ///
     /// # Errors
@@ -179,8 +197,8 @@ impl Core {
                 Ok(())
             }
             (Some(Message::Goodbye(_)), Some(_)) => {
-                if let Some(rank) = self.registry.goodbye(connection, now.mono_ns).and_then(|id| self.registry.get(id))
-                {
+                let ended_ns = self.happened_ns(now);
+                if let Some(rank) = self.registry.goodbye(connection, ended_ns).and_then(|id| self.registry.get(id)) {
                     info!("{} says goodbye", rank.title());
                     self.engine.gone(&rank.job, cause_pid(rank), now);
                 }
@@ -240,6 +258,9 @@ impl Core {
         }
     }
 
+            if registered.new_world {
+                self.engine.begins(&old.job);
+            }
     /// Looks for what an earlier collector left open where this rank's incidents go.
     fn search(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
@@ -289,7 +310,7 @@ impl Core {
     pub fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
-        if !self.registry.ended(id, process.exit(), now.mono_ns) {
+        if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
             return;
         }
         let Some(rank) = self.registry.get(id) else { return };

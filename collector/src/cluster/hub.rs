@@ -196,6 +196,11 @@ impl Hub {
         self.streams.insert(stream, node);
         // What was under way on its old stream is lost.
         self.interrupted(node, now);
+        let lasts = |id: &String| hello.incidents.iter().any(|alarm| alarm.incident == *id);
+        for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.id)) {
+            // It was over there while the node was away.
+            incident.hangs(node, false, false, now.mono_ns);
+        }
         let ranks = hello.ranks.unwrap_or_default().ranks;
         info!("node {} joined with {} ranks", hello.node, ranks.len());
         self.claim(node, ranks, now);

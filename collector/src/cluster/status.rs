@@ -50,7 +50,7 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
 }
 
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
-    hub.incidents.values().any(|one| one.is_open() && !one.is_manual() && one.job == *job)
+    hub.incidents.values().any(|one| one.is_open() && !one.by_hand && one.job == *job)
 }
 
 fn incident(hub: &Hub, incident: &Incident) -> Value {
