@@ -22,14 +22,15 @@ use crate::{
     captures::Captures,
     clock::{self, Now},
     config::Settings,
+    disk::Disk,
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
-    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
+    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, Record, State},
     member::Member,
     metrics::Sampler,
     monitor::{Monitor, Observation, SHORTEST_SILENCE},
-    process::{self, Handle},
     node::TICK,
+    process::{self, Handle},
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
     ring_file::RingFile,
@@ -74,6 +75,7 @@ pub struct Core {
     pub node: String,
     /// This node as a member of a cluster.
     pub member: Member,
+    pub(crate) disk: Disk,
     pub(crate) inbox: Inbox,
     monitor: Monitor,
     /// What the ranks' rings say, for `/metrics`.
@@ -88,10 +90,10 @@ pub struct Core {
     pub slow: SlowRanks,
     compared_ns: u64,
     ending: Ending,
-}
-
     // When the loop turned last.
     turned_ns: u64,
+}
+
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
 const RECONNECT: Duration = Duration::from_secs(10);
 
@@ -132,6 +134,7 @@ impl Core {
             started: Now::get(),
             node,
             member: Member::default(),
+            disk: Disk::new(inbox.clone()),
             inbox,
             monitor: Monitor::default(),
             sampler,
@@ -144,9 +147,6 @@ impl Core {
             slow: SlowRanks::default(),
             compared_ns: 0,
             ending: Ending::default(),
-        }
-    }
-
             turned_ns: 0,
         }
     }
@@ -162,6 +162,9 @@ impl Core {
         match self.turned_ns {
             0 => now.mono_ns,
             turned => now.mono_ns.min(turned + nanoseconds(TICK)),
+        }
+    }
+
     /// A hook said something.
     ///
     /// # Errors
@@ -255,12 +258,12 @@ impl Core {
         }
         for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
             self.engine.replaced(&old.job, cause_pid(old), now);
-        }
-    }
-
             if registered.new_world {
                 self.engine.begins(&old.job);
             }
+        }
+    }
+
     /// Looks for what an earlier collector left open where this rank's incidents go.
     fn search(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
@@ -269,11 +272,19 @@ impl Core {
             if !self.searched.insert(path.clone()) {
                 continue;
             }
-            for (folder, record) in records::open_in(&path, &self.boot) {
-                info!("incident {} was left open by an earlier collector", record.id);
-                self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
-                self.engine.adopt(record, u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX), now);
-            }
+            let wait_ns = nanoseconds(wait);
+            let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
+            let late = move |found| inbox.post(Command::Found(found, wait_ns));
+            let found = self.disk.ask(&path, move || records::open_in(&root, &boot), late);
+            self.adopt(found.unwrap_or_default(), wait_ns, now);
+        }
+    }
+
+    fn adopt(&mut self, found: Vec<(PathBuf, Record)>, wait_ns: u64, now: Now) {
+        for (folder, record) in found {
+            info!("incident {} was left open by an earlier collector", record.id);
+            self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
+            self.engine.adopt(record, wait_ns, now);
         }
     }
 
@@ -418,6 +429,7 @@ impl Core {
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),
         }
+            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
     }
 
     /// Whether something is in work that must not be cut off.
@@ -426,10 +438,10 @@ impl Core {
         self.engine.is_busy() || self.ending.is_busy()
     }
 
-    /// Whether a dump is being written.
+    /// Whether something is being written.
     #[must_use]
-    pub fn is_dumping(&self) -> bool {
-        self.engine.incidents().any(|incident| incident.state == State::Open)
+    pub fn is_writing(&self) -> bool {
+        self.disk.is_busy() || self.engine.incidents().any(|incident| incident.state == State::Open)
     }
 }
 

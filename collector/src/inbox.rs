@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error, registry::JobKey, routes::Answers, uplink};
+use crate::{dump::Outcome, error::Error, incident::Record, registry::JobKey, routes::Answers, uplink};
 
 /// Who waits for a dump by hand: the finished dump, or why there is none.
 pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
@@ -44,6 +44,8 @@ pub enum Command {
     Finished(Box<Outcome>),
     /// The stream to the cluster collector.
     Uplink(uplink::Event),
+    /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
+    Found(Vec<(PathBuf, Record)>, u64),
     /// SIGTERM or SIGINT.
     Stop,
 }
@@ -97,6 +99,11 @@ impl Inbox {
         let _ = self.sender.send(command);
         // It only fails when the counter is full: then the loop is awake anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+        self.wake();
+    }
+
+    /// Lets the loop turn.
+    pub fn wake(&self) {
     }
 
     /// For poll: readable when there is a message.

@@ -280,15 +280,21 @@ impl Core {
         }
         let mut names: Vec<String> = own_names(&folder_name(id, Some(&self.node))).collect();
         names.push(folder_name(id, None));
-        let roots = self.folders();
-        let mut folders = roots.iter().flat_map(|root| names.iter().map(|name| root.join(format!("incident-{name}"))));
-        // A node that dumped alone, before its cluster asked, did so without its name.
-        let alone = names[names.len() - 1].clone();
-        let home = process::home(&self.settings.socket);
-        let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(format!("incident-{alone}"));
-        let found = folders.find(|folder| folder.join(PART).is_file() && own(folder));
-        if let Some(folder) = found {
-            self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+        let names = Arc::new(names);
+        let home: Arc<str> = process::home(&self.settings.socket).into();
+        for root in self.folders() {
+            let (names, home, below) = (Arc::clone(&names), Arc::clone(&home), root.clone());
+            let find = move || {
+                // A node that dumped alone, before its cluster asked, did so without its name.
+                let alone = format!("incident-{}", names[names.len() - 1]);
+                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone);
+                let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
+                folders.find(|folder| folder.join(PART).is_file() && own(folder))
+            };
+            if let Some(folder) = self.disk.ask(&root, find, drop).flatten() {
+                self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+                return;
+            }
         }
     }
 

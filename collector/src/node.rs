@@ -174,7 +174,7 @@ impl Node {
                 used = Instant::now();
             }
             if let Some(since) = stopping
-                && (!self.core.is_dumping() || since.elapsed() > LAST_WORK)
+                && (!self.core.is_writing() || since.elapsed() > LAST_WORK)
             {
                 info!("ended");
                 return;
