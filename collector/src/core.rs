@@ -423,13 +423,16 @@ impl Core {
             Command::Question(Question::Status(reply)) => drop(reply.send(crate::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(crate::metrics::text(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(crate::status::without_folder(self)));
+            }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),
         }
-            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
     }
 
     /// Whether something is in work that must not be cut off.

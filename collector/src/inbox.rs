@@ -31,6 +31,8 @@ pub enum Question {
     },
     /// Folders that may hold incidents.
     Folders(oneshot::Sender<Vec<PathBuf>>),
+    /// Incidents of which no folder could be made, as `/incidents` shows them.
+    WithoutFolder(oneshot::Sender<Vec<Value>>),
     /// `/slow_ranks`.
     SlowRanks(oneshot::Sender<Value>),
 }
@@ -42,10 +44,10 @@ pub enum Command {
     Question(Question),
     /// A dump is finished.
     Finished(Box<Outcome>),
-    /// The stream to the cluster collector.
-    Uplink(uplink::Event),
     /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
     Found(Vec<(PathBuf, Record)>, u64),
+    /// The stream to the cluster collector.
+    Uplink(uplink::Event),
     /// SIGTERM or SIGINT.
     Stop,
 }
@@ -97,13 +99,13 @@ impl Inbox {
     /// Sends a message and wakes the loop. Nobody is there to hear it when the loop has ended.
     pub fn post(&self, command: Command) {
         let _ = self.sender.send(command);
-        // It only fails when the counter is full: then the loop is awake anyway.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
         self.wake();
     }
 
     /// Lets the loop turn.
     pub fn wake(&self) {
+        // It only fails when the counter is full: then the loop is awake anyway.
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
     /// For poll: readable when there is a message.

@@ -317,6 +317,9 @@ impl Hub {
             Command::Question(Question::Status(reply)) => drop(reply.send(super::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(super::status::metrics(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(super::status::without_folder(self)));
+            }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.by_hand(job.as_deref(), reply, now),
             Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),
