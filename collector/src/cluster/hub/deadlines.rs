@@ -124,12 +124,11 @@ impl Hub {
             }
             State::Gathering => self.finish_if_complete(id, now),
             State::Judged if settling => {}
-            State::Judged if incident.by_hand => {
-                // What was to be drawn when an earlier collector ended is not drawn any more.
-                if restored && !incident.is_at_work() {
-                    self.close(id, State::Ended, now);
-                }
+            // What was to be drawn when an earlier collector ended is not drawn any more.
+            State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
+                self.close(id, State::Ended, now);
             }
+            State::Judged if incident.by_hand => {}
             State::Judged => {
                 let quiet = incident.hanging.is_empty()
                     && incident.quiet_since_ns.is_some_and(|since| now.mono_ns > since + QUIET_NS);
