@@ -22,78 +22,86 @@ type Work = Box<dyn FnOnce() + Send>;
 /// One thread for each folder of incident folders.
 #[derive(Debug)]
 pub struct Disk {
-    roots: BTreeMap<PathBuf, mpsc::Sender<Work>>,
-    under_way: Arc<AtomicUsize>,
+    roots: BTreeMap<PathBuf, Thread>,
     inbox: Inbox,
 }
 
-/// The loop waits for so long for what a healthy disk has in a moment.
+#[derive(Debug)]
+struct Thread {
+    give: mpsc::Sender<Work>,
+    under_way: Arc<AtomicUsize>,
+}
+
+impl Thread {
+    fn is_busy(&self) -> bool {
+        self.under_way.load(Ordering::Acquire) > 0
+    }
+}
+
+/// The loop waits for so long for what a healthy disk does in a moment.
 const SOON: Duration = Duration::from_secs(1);
 
 impl Disk {
     /// Without a thread yet.
     #[must_use]
     pub fn new(inbox: Inbox) -> Self {
-        Disk { roots: BTreeMap::new(), under_way: Arc::default(), inbox }
+        Disk { roots: BTreeMap::new(), inbox }
     }
 
     /// Whether something is not done yet.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.under_way.load(Ordering::Acquire) > 0
+        self.roots.values().any(Thread::is_busy)
     }
 
-    /// Does something in or below a folder, after what was given for that before, and wakes the loop when it is done.
+    /// Does something in or below a folder, after what was given for that before; when that takes long, later.
     pub fn give(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
-        let (under_way, inbox) = (Arc::clone(&self.under_way), self.inbox.clone());
-        under_way.fetch_add(1, Ordering::AcqRel);
-        let work = move || {
-            work();
-            under_way.fetch_sub(1, Ordering::AcqRel);
-            inbox.wake();
-        };
-        let thread = self.roots.get(root).cloned().or_else(|| self.start(root));
-        match thread {
-            // It does not end while there is a sender.
-            Some(thread) => drop(thread.send(Box::new(work))),
-            None => work(),
-        }
+        let _ = self.ask(root, work, drop);
     }
 
-    /// What some work in or below a folder finds; `None` when that takes long. It is given to `late` then.
+    /// What some work in or below a folder finds; `None` when that takes long. It is given to `late` then. A folder that is still busy
+    /// with what was given before is not waited for.
     pub fn ask<T: Send + 'static>(
         &mut self,
         root: &Path,
         work: impl FnOnce() -> T + Send + 'static,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Option<T> {
-        let (give, take) = mpsc::sync_channel(0);
-        let begin = move || {
-            if let Err(mpsc::SendError(found)) = give.send(work()) {
-                late(found);
+        let inbox = self.inbox.clone();
+        let Some(thread) = self.thread(root) else { return Some(work()) };
+        let wait = if thread.is_busy() { Duration::ZERO } else { SOON };
+        let (found, take) = mpsc::sync_channel(0);
+        let under_way = Arc::clone(&thread.under_way);
+        under_way.fetch_add(1, Ordering::AcqRel);
+        let work = move || {
+            let result = work();
+            // Before it is told: whoever asks next finds the thread free.
+            under_way.fetch_sub(1, Ordering::AcqRel);
+            if let Err(mpsc::SendError(result)) = found.send(result) {
+                late(result);
             }
+            // The loop may only wait for that to end.
+            inbox.wake();
         };
-        // Without a thread nobody would be there to take it.
-        if !self.roots.contains_key(root) && self.start(root).is_none() {
-            return None;
-        }
-        self.give(root, begin);
-        let found = take.recv_timeout(SOON).ok();
+        // It does not end while there is a sender.
+        let _ = thread.give.send(Box::new(work));
+        let found = take.recv_timeout(wait).ok();
         if found.is_none() {
             warn!("{} does not answer", root.display());
         }
         found
     }
 
-    fn start(&mut self, root: &Path) -> Option<mpsc::Sender<Work>> {
-        let (give, take) = mpsc::channel::<Work>();
-        let turn = move || take.into_iter().for_each(|work| work());
-        if let Err(error) = thread::Builder::new().name("disk".into()).spawn(turn) {
-            warn!("no thread for {}: {error}", root.display());
-            return None;
+    fn thread(&mut self, root: &Path) -> Option<&Thread> {
+        if !self.roots.contains_key(root) {
+            let (give, take) = mpsc::channel::<Work>();
+            let turn = move || take.into_iter().for_each(|work| work());
+            match thread::Builder::new().name("disk".into()).spawn(turn) {
+                Ok(_) => _ = self.roots.insert(root.into(), Thread { give, under_way: Arc::default() }),
+                Err(error) => warn!("no thread for {}: {error}", root.display()),
+            }
         }
-        self.roots.insert(root.into(), give.clone());
-        Some(give)
+        self.roots.get(root)
     }
 }
 
@@ -113,6 +121,9 @@ mod tests {
         let (done, order) = mpsc::channel();
         disk.give(slow, move || done.send(()).unwrap());
         assert!(order.try_recv().is_err(), "one after the other");
+        let (done, written) = mpsc::channel();
+        disk.give(Path::new("/quick"), move || done.send(()).unwrap());
+        assert!(written.try_recv().is_ok(), "a healthy one is waited for");
         answer.send(1).unwrap();
         assert_eq!(heard.recv(), Ok(1));
         order.recv().unwrap();
