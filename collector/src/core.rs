@@ -22,12 +22,14 @@ use crate::{
     captures::Captures,
     clock::{self, Now},
     config::Settings,
+    disk::Disk,
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
-    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, State},
+    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, Record, State},
     member::Member,
     metrics::Sampler,
     monitor::{Monitor, Observation, SHORTEST_SILENCE},
+    node::TICK,
     process::{self, Handle},
     records,
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
@@ -73,6 +75,7 @@ pub struct Core {
     pub node: String,
     /// This node as a member of a cluster.
     pub member: Member,
+    pub(crate) disk: Disk,
     pub(crate) inbox: Inbox,
     monitor: Monitor,
     /// What the ranks' rings say, for `/metrics`.
@@ -87,6 +90,8 @@ pub struct Core {
     pub slow: SlowRanks,
     compared_ns: u64,
     ending: Ending,
+    // When the loop turned last.
+    turned_ns: u64,
 }
 
 /// After a restart hooks connect again within a second or two, and a hang that lasts is signalled again at once.
@@ -129,6 +134,7 @@ impl Core {
             started: Now::get(),
             node,
             member: Member::default(),
+            disk: Disk::new(inbox.clone()),
             inbox,
             monitor: Monitor::default(),
             sampler,
@@ -141,6 +147,21 @@ impl Core {
             slow: SlowRanks::default(),
             compared_ns: 0,
             ending: Ending::default(),
+            turned_ns: 0,
+        }
+    }
+
+    /// The loop has turned.
+    pub fn turned(&mut self, now: Now) {
+        self.turned_ns = now.mono_ns;
+    }
+
+    /// When that happened which is seen now. The loop turns once a second: if it has not for longer, this process or the whole machine
+    /// stood still, and what happened meanwhile did so at any time of it.
+    fn happened_ns(&self, now: Now) -> u64 {
+        match self.turned_ns {
+            0 => now.mono_ns,
+            turned => now.mono_ns.min(turned + nanoseconds(TICK)),
         }
     }
 
@@ -179,8 +200,8 @@ impl Core {
                 Ok(())
             }
             (Some(Message::Goodbye(_)), Some(_)) => {
-                if let Some(rank) = self.registry.goodbye(connection, now.mono_ns).and_then(|id| self.registry.get(id))
-                {
+                let ended_ns = self.happened_ns(now);
+                if let Some(rank) = self.registry.goodbye(connection, ended_ns).and_then(|id| self.registry.get(id)) {
                     info!("{} says goodbye", rank.title());
                     self.engine.gone(&rank.job, cause_pid(rank), now);
                 }
@@ -237,6 +258,9 @@ impl Core {
         }
         for old in registered.superseded.iter().filter_map(|id| self.registry.get(*id)) {
             self.engine.replaced(&old.job, cause_pid(old), now);
+            if registered.new_world {
+                self.engine.begins(&old.job);
+            }
         }
     }
 
@@ -248,11 +272,19 @@ impl Core {
             if !self.searched.insert(path.clone()) {
                 continue;
             }
-            for (folder, record) in records::open_in(&path, &self.boot) {
-                info!("incident {} was left open by an earlier collector", record.id);
-                self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
-                self.engine.adopt(record, u64::try_from(wait.as_nanos()).unwrap_or(u64::MAX), now);
-            }
+            let wait_ns = nanoseconds(wait);
+            let (root, boot, inbox) = (path.clone(), self.boot.clone(), self.inbox.clone());
+            let late = move |found| inbox.post(Command::Found(found, wait_ns));
+            let found = self.disk.ask(&path, move || records::open_in(&root, &boot), late);
+            self.adopt(found.unwrap_or_default(), wait_ns, now);
+        }
+    }
+
+    fn adopt(&mut self, found: Vec<(PathBuf, Record)>, wait_ns: u64, now: Now) {
+        for (folder, record) in found {
+            info!("incident {} was left open by an earlier collector", record.id);
+            self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
+            self.engine.adopt(record, wait_ns, now);
         }
     }
 
@@ -289,7 +321,7 @@ impl Core {
     pub fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
-        if !self.registry.ended(id, process.exit(), now.mono_ns) {
+        if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
             return;
         }
         let Some(rank) = self.registry.get(id) else { return };
@@ -391,9 +423,13 @@ impl Core {
             Command::Question(Question::Status(reply)) => drop(reply.send(crate::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(crate::metrics::text(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(crate::status::without_folder(self)));
+            }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),
         }
@@ -405,10 +441,10 @@ impl Core {
         self.engine.is_busy() || self.ending.is_busy()
     }
 
-    /// Whether a dump is being written.
+    /// Whether something is being written.
     #[must_use]
-    pub fn is_dumping(&self) -> bool {
-        self.engine.incidents().any(|incident| incident.state == State::Open)
+    pub fn is_writing(&self) -> bool {
+        self.disk.is_busy() || self.engine.incidents().any(|incident| incident.state == State::Open)
     }
 }
 

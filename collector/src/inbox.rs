@@ -10,7 +10,7 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error, registry::JobKey, routes::Answers, uplink};
+use crate::{dump::Outcome, error::Error, incident::Record, registry::JobKey, routes::Answers, uplink};
 
 /// Who waits for a dump by hand: the finished dump, or why there is none.
 pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
@@ -31,6 +31,8 @@ pub enum Question {
     },
     /// Folders that may hold incidents.
     Folders(oneshot::Sender<Vec<PathBuf>>),
+    /// Incidents of which no folder could be made, as `/incidents` shows them.
+    WithoutFolder(oneshot::Sender<Vec<Value>>),
     /// `/slow_ranks`.
     SlowRanks(oneshot::Sender<Value>),
 }
@@ -42,6 +44,8 @@ pub enum Command {
     Question(Question),
     /// A dump is finished.
     Finished(Box<Outcome>),
+    /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
+    Found(Vec<(PathBuf, Record)>, u64),
     /// The stream to the cluster collector.
     Uplink(uplink::Event),
     /// SIGTERM or SIGINT.
@@ -95,6 +99,11 @@ impl Inbox {
     /// Sends a message and wakes the loop. Nobody is there to hear it when the loop has ended.
     pub fn post(&self, command: Command) {
         let _ = self.sender.send(command);
+        self.wake();
+    }
+
+    /// Lets the loop turn.
+    pub fn wake(&self) {
         // It only fails when the counter is full: then the loop is awake anyway.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }

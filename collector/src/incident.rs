@@ -130,6 +130,8 @@ pub struct Incident {
     pub closed: Option<Now>,
     /// What was wrong here is so no more because ranks went away.
     pub went_away: bool,
+    /// Of a world that is over on this node: another one has begun here.
+    pub past: bool,
     // Since when nothing is wrong any more.
     quiet_since_ns: Option<u64>,
     // How long an adopted incident waits for a signal.
@@ -153,6 +155,7 @@ impl Incident {
             closed: None,
             quiet_since_ns: None,
             went_away: false,
+            past: false,
             adopted_until_ns: 0,
         }
     }
@@ -238,8 +241,8 @@ impl Engine {
     /// Whether something is wrong with a job's ranks on this node.
     #[must_use]
     pub fn hangs_here(&self, job: &JobKey) -> bool {
-        let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
-        open.flat_map(|incident| &incident.causes).any(Cause::is_own)
+        let is_its = |incident: &&Incident| incident.job == *job && incident.state.is_open() && !incident.past;
+        self.incidents.values().filter(is_its).flat_map(|incident| &incident.causes).any(Cause::is_own)
     }
 
     /// What is wrong with jobs that have had too many incidents of late: how many have to wait.
@@ -256,7 +259,8 @@ impl Engine {
 
     /// Something is wrong: joins the job's open incident, or opens one.
     pub fn raise(&mut self, raise: Raise, now: Now) -> Option<Action> {
-        let of_job = |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt;
+        let of_job =
+            |incident: &&mut Incident| incident.job == raise.job && incident.attempt == raise.attempt && !incident.past;
         // A hang that was dumped takes its later signals even while a dump by hand is in work.
         let mut open: Vec<&mut Incident> =
             self.incidents.values_mut().filter(of_job).filter(|incident| incident.state.is_open()).collect();
@@ -296,11 +300,15 @@ impl Engine {
     pub fn request(&mut self, id: &str, job: &JobKey, attempt: u32, trigger: Trigger, now: Now) {
         let by_hand = trigger.kind() == TriggerKind::Manual;
         let mut causes = BTreeSet::from([if by_hand { Cause::Manual } else { Cause::Cluster }]);
-        let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
-        causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
-        self.held.retain(|held| held.job != *job);
+        // Once more about a world that is over here.
+        let past = self.incidents.get(id).is_some_and(|before| before.past);
+        if !past {
+            let open = self.incidents.values().filter(|incident| incident.job == *job && incident.state.is_open());
+            causes.extend(open.flat_map(|incident| &incident.causes).filter(|cause| cause.is_own()).cloned());
+            self.held.retain(|held| held.job != *job);
+        }
         let incident =
-            Incident { causes: causes.clone(), seen: causes, ..Incident::new(id, job, attempt, trigger, now) };
+            Incident { causes: causes.clone(), seen: causes, past, ..Incident::new(id, job, attempt, trigger, now) };
         self.incidents.insert(id.into(), incident);
     }
 
@@ -371,6 +379,16 @@ impl Engine {
             if incident.remove(keep, now.mono_ns) && !incident.causes.iter().any(Cause::is_own) {
                 incident.went_away = true;
             }
+        }
+    }
+
+    /// A world begins on this node: what was wrong with the one before is over, and what will be wrong with this one is another incident.
+    pub fn begins(&mut self, job: &JobKey) {
+        for incident in self.incidents.values_mut().filter(|one| one.job == *job && one.state.is_open()) {
+            incident.past = true;
+            incident.causes.retain(|cause| *cause == Cause::Manual);
+            // A job that recovered and was then started again has recovered all the same.
+            incident.went_away |= incident.quiet_since_ns.replace(0).is_none();
         }
     }
 

@@ -330,3 +330,28 @@ fn a_job_that_is_killed_and_started_again_is_no_incident() {
     let id = opened(engine.tick(&jobs, at(73)).into_iter().next());
     assert_eq!(engine.get(&id).unwrap().seen, BTreeSet::from([Cause::Death { pid: 9 }]));
 }
+
+#[test]
+fn what_is_wrong_with_a_new_world_is_another_incident_though_its_attempt_is_the_same() {
+    let mut engine = Engine::default();
+    engine.request("1", &job("j"), 0, Trigger::default(), at(5));
+    engine.dumped("1", at(6));
+    // The ranks were told to end and those of the next world are there; the cluster has not said yet that it knows.
+    engine.begins(&job("j"));
+    let second = opened(engine.raise(raise(operation(9, 1), 8), at(10)));
+    assert_eq!(engine.tick(&alive(), at(10)), [Action::Close("1".into(), State::Ended)]);
+    // Nor does it join a late look at the first one.
+    engine.request("1", &job("j"), 0, Trigger::default(), at(11));
+    assert_eq!(engine.raise(raise(operation(9, 2), 9), at(12)), None);
+    assert!(engine.get("1").unwrap().causes.iter().all(|cause| *cause == Cause::Cluster));
+    assert_eq!(engine.get(&second).unwrap().causes.len(), 2);
+    assert!(engine.hangs_here(&job("j")));
+}
+
+#[test]
+fn a_job_that_recovers_and_is_started_again_was_resolved() {
+    let (mut engine, id) = hung(operation(1, 7));
+    engine.lift(&job("j"), &operation(1, 7), at(20));
+    engine.begins(&job("j"));
+    assert_eq!(engine.tick(&alive(), at(20)), [Action::Close(id, State::Resolved)]);
+}

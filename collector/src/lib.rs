@@ -12,6 +12,7 @@ pub mod config;
 pub mod connections;
 pub mod core;
 pub mod delivery;
+pub mod disk;
 pub mod dump;
 pub mod error;
 pub mod evidence;

@@ -221,7 +221,7 @@ impl Core {
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
             late_ns: incident.late_ns,
-            hangs: self.engine.hangs_here(&incident.job) && incident.state != State::Adopted,
+            hangs: !incident.past && self.engine.hangs_here(&incident.job) && incident.state != State::Adopted,
             captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
         })
     }
@@ -252,7 +252,9 @@ impl Core {
         }
         let operations = request.operations as usize;
         self.member.rounds.insert(id.clone(), request.round);
-        let announced = self.member.announced.keys().find(|own| self.engine.get(own).is_some_and(|one| one.job == job));
+        let is_past = self.engine.get(&id).is_some_and(|incident| incident.past);
+        let is_its = |own: &&String| !is_past && self.engine.get(own).is_some_and(|one| one.job == job);
+        let announced = self.member.announced.keys().find(is_its);
         if let Some(own) = announced.cloned() {
             self.member.announced.remove(&own);
             self.engine.rename(&own, &id);
@@ -278,15 +280,21 @@ impl Core {
         }
         let mut names: Vec<String> = own_names(&folder_name(id, Some(&self.node))).collect();
         names.push(folder_name(id, None));
-        let roots = self.folders();
-        let mut folders = roots.iter().flat_map(|root| names.iter().map(|name| root.join(format!("incident-{name}"))));
-        // A node that dumped alone, before its cluster asked, did so without its name.
-        let alone = names[names.len() - 1].clone();
-        let home = process::home(&self.settings.socket);
-        let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(format!("incident-{alone}"));
-        let found = folders.find(|folder| folder.join(PART).is_file() && own(folder));
-        if let Some(folder) = found {
-            self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+        let names = Arc::new(names);
+        let home: Arc<str> = process::home(&self.settings.socket).into();
+        for root in self.folders() {
+            let (names, home, below) = (Arc::clone(&names), Arc::clone(&home), root.clone());
+            let find = move || {
+                // A node that dumped alone, before its cluster asked, did so without its name.
+                let alone = format!("incident-{}", names[names.len() - 1]);
+                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone);
+                let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
+                folders.find(|folder| folder.join(PART).is_file() && own(folder))
+            };
+            if let Some(folder) = self.disk.ask(&root, find, drop).flatten() {
+                self.member.parts.insert(id.into(), Arc::new(Kept::In(folder)));
+                return;
+            }
         }
     }
 
@@ -403,9 +411,8 @@ impl Core {
 
     fn tell_hangs(&mut self) {
         let open = self.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped));
-        let now: Vec<(String, bool, bool)> = open
-            .map(|incident| (incident.id.clone(), self.engine.hangs_here(&incident.job), incident.went_away))
-            .collect();
+        let now: Vec<(String, bool, bool)> =
+            open.map(|one| (one.id.clone(), !one.past && self.engine.hangs_here(&one.job), one.went_away)).collect();
         for (incident, hangs, ended) in now {
             if self.member.told_hangs.insert(incident.clone(), hangs) != Some(hangs) {
                 self.member.send(Message::Update(IncidentUpdate { incident, hangs, ended }));

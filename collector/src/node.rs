@@ -31,7 +31,8 @@ use crate::{
     uplink::{self, Address},
 };
 
-const TICK: Duration = Duration::from_secs(1);
+/// The loop turns at least once in so long.
+pub const TICK: Duration = Duration::from_secs(1);
 /// At the end, dumps in work are hurried and then given this long.
 const LAST_WORK: Duration = Duration::from_secs(10);
 
@@ -168,11 +169,12 @@ impl Node {
                 self.connections.close_silent();
                 self.connections.forget_ended();
             }
+            self.core.turned(now);
             if self.connections.are_needed() || self.core.is_busy() {
                 used = Instant::now();
             }
             if let Some(since) = stopping
-                && (!self.core.is_dumping() || since.elapsed() > LAST_WORK)
+                && (!self.core.is_writing() || since.elapsed() > LAST_WORK)
             {
                 info!("ended");
                 return;

@@ -7,16 +7,19 @@ use axum::{
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::records;
 
 /// Folders of the incident folders.
 pub type Roots = Vec<PathBuf>;
 
-/// `/incidents`.
-pub async fn list(roots: Roots) -> Response {
-    Json(apart(move || records::list(&roots)).await.unwrap_or_default()).into_response()
+/// `/incidents`: those on disk, and others, in the order of their names.
+pub async fn list(roots: Roots, others: Vec<Value>) -> Response {
+    let mut all = apart(move || records::list(&roots)).await.unwrap_or_default();
+    all.extend(others);
+    all.sort_by(|one, other| one["incident"].as_str().cmp(&other["incident"].as_str()));
+    Json(all).into_response()
 }
 
 /// `/incidents/ID`: its `verdict.json`.

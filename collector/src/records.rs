@@ -9,7 +9,12 @@ use std::{
 use serde_json::{Value, json};
 use xpu_timer_analysis::{Status, Verdict};
 
-use crate::{dump::RECORD, incident::Record};
+use crate::{
+    clock::{self, Now},
+    dump::RECORD,
+    incident::Record,
+    registry::JobKey,
+};
 
 /// Only the newest folders are looked at: an open incident is not older than its job.
 const NEWEST: usize = 200;
@@ -57,6 +62,30 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
         all.push(line);
     }
     all
+}
+
+/// An incident of which no folder could be made, as [`list`] shows those that have one.
+#[must_use]
+pub fn line(
+    id: &str,
+    job: &JobKey,
+    status: Status,
+    opened: Now,
+    cause: &str,
+    culprits: &[u32],
+    sentence: &str,
+) -> Value {
+    json!({
+        "incident": id,
+        "path": null,
+        "job": job.name,
+        "status": status,
+        "opened_at": clock::rfc3339(opened.unix_ns),
+        "cause": cause,
+        "confidence": null,
+        "culprits": culprits,
+        "sentence": sentence,
+    })
 }
 
 /// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.

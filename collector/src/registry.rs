@@ -182,6 +182,8 @@ pub struct Registered {
     pub id: RankId,
     /// Jobs of which an earlier attempt was superseded.
     pub new_attempt: bool,
+    /// It is the first of a world; that of the ranks whose place it took is over.
+    pub new_world: bool,
     /// Entries whose place it took.
     pub superseded: Vec<RankId>,
     /// One sentence for the log, when something is odd.
@@ -368,6 +370,8 @@ impl Registry {
         let mut result = Registered { id, ..Default::default() };
         let Some(new) = self.ranks.get(&id) else { return result };
         let (job, rank, attempt, pid) = (new.job.clone(), new.info.rank, new.info.attempt, new.pid());
+        let size = new.info.world_size;
+        let is_of_another_size = |old: &Rank| size > 0 && old.info.world_size > 0 && old.info.world_size != size;
 
         // A launcher starts the ranks of a world when all of its own of the world before have ended. It may count that as the same attempt.
         let started_ns = new.started_ns(now_ns);
@@ -376,9 +380,11 @@ impl Registry {
             !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
         let mut auxiliary = Vec::new();
         for old in others() {
-            let ended_before = !old.presence.is_alive() && old.ended_ns <= started_ns.saturating_add(NOTICED_NS);
+            let ended_before = !old.presence.is_alive()
+                && (old.ended_ns <= started_ns.saturating_add(NOTICED_NS) || is_of_another_size(old));
             if old.info.attempt < attempt || (begins_world && ended_before) {
                 result.superseded.push(old.id);
+                result.new_world |= !old.auxiliary;
                 result.new_attempt |= !old.auxiliary && (old.info.attempt < attempt || old.info.rank != rank);
             } else if old.info.attempt == attempt && old.info.rank == rank && !old.auxiliary {
                 if !old.presence.is_alive() {
@@ -505,7 +511,7 @@ mod tests {
         let old = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1).id;
         registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), 1);
         let result = registry.hello(3, c.handle(), &hello(0, 1), None, &settings(), 2);
-        assert!(result.new_attempt && result.remark.is_none());
+        assert!(result.new_attempt && result.new_world && result.remark.is_none());
         assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
         assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
     }
@@ -519,14 +525,14 @@ mod tests {
         registry.hello(2, b.handle(), &hello(3, 0), None, &settings(), second);
         registry.goodbye(1, 2 * second);
         // The other one lives: a rank that comes now is one of its world.
-        registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), 9 * second);
+        assert!(!registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), 9 * second).new_world);
         let left = Presence::Left;
         assert_eq!(ranks(&registry), [(1, Presence::Present), (2, left), (3, Presence::Present)]);
         registry.goodbye(2, 10 * second);
         registry.goodbye(3, 10 * second);
         // The attempt is the same, because the job has only shrunk.
         let result = registry.hello(4, d.handle(), &hello(0, 0), None, &settings(), 20 * second);
-        assert!(result.new_attempt && result.superseded.len() == 3);
+        assert!(result.new_attempt && result.new_world && result.superseded.len() == 3);
         assert_eq!(ranks(&registry), [(0, Presence::Present)]);
         // An agent that is started anew counts from 0 again.
         registry.goodbye(4, 30 * second);
@@ -534,6 +540,23 @@ mod tests {
         registry.goodbye(5, 50 * second);
         registry.hello(6, c.handle(), &hello(1, 0), None, &settings(), 60 * second);
         assert_eq!(ranks(&registry), [(1, Presence::Present)]);
+    }
+
+    #[test]
+    fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() {
+        let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        let second = 1_000_000_000;
+        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), second);
+        registry.goodbye(1, 20 * second);
+        // A process that was there before that.
+        let same = registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), 9 * second);
+        assert!(!same.new_world && registry.of_job(&job()).len() == 2);
+        registry.goodbye(2, 20 * second);
+        let mut smaller = hello(0, 0);
+        smaller.rank.as_mut().unwrap().world_size = 1;
+        assert!(registry.hello(3, c.handle(), &smaller, None, &settings(), 9 * second).new_world);
+        assert_eq!(ranks(&registry), [(0, Presence::Present)]);
     }
 
     #[test]

@@ -105,7 +105,8 @@ async fn roots(answers: &impl Answers) -> Option<pages::Roots> {
 
 async fn incidents<A: Answers>(State(answers): State<A>) -> Response {
     let Some(roots) = roots(&answers).await else { return no_answer() };
-    pages::list(roots).await
+    let Some(others) = ask(&answers, ANSWER, Question::WithoutFolder).await else { return no_answer() };
+    pages::list(roots, others).await
 }
 
 async fn incident<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {

@@ -1,9 +1,17 @@
 //! `/status`: ranks, incidents and problems of a node as JSON.
 
 use serde_json::{Value, json};
+use xpu_timer_analysis::Status;
 use xpu_timer_proto::ring::header;
 
-use crate::{clock, clock::Now, core::Core, incident::Incident, registry::Rank};
+use crate::{
+    clock,
+    clock::Now,
+    core::Core,
+    incident::{Incident, State},
+    records,
+    registry::Rank,
+};
 
 /// The whole page.
 #[must_use]
@@ -56,6 +64,32 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
         "timeline_path": rank.settings.timeline_path,
         "command": rank.info.command,
     })
+}
+
+/// Incidents of which no folder could be made, as `/incidents` shows them.
+#[must_use]
+pub fn without_folder(core: &Core) -> Vec<Value> {
+    let done = core.engine.incidents().filter(|incident| incident.state != State::Open);
+    let told = done.filter_map(|incident| Some((incident, core.told.get(&incident.id)?)));
+    let homeless = told.filter(|(_, told)| told.path.is_none());
+    homeless
+        .map(|(incident, told)| {
+            let status = match incident.state {
+                State::Resolved => Status::Resolved,
+                State::Ended => Status::Ended,
+                State::Open | State::Dumped | State::Adopted => Status::Open,
+            };
+            records::line(
+                &incident.id,
+                &incident.job,
+                status,
+                incident.opened,
+                &told.cause,
+                &told.culprits,
+                &told.sentence,
+            )
+        })
+        .collect()
 }
 
 fn incident(core: &Core, incident: &Incident) -> Value {

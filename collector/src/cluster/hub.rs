@@ -196,6 +196,11 @@ impl Hub {
         self.streams.insert(stream, node);
         // What was under way on its old stream is lost.
         self.interrupted(node, now);
+        let lasts = |id: &String| hello.incidents.iter().any(|alarm| alarm.incident == *id);
+        for incident in self.incidents.values_mut().filter(|one| one.is_open() && !lasts(&one.id)) {
+            // It was over there while the node was away.
+            incident.hangs(node, false, false, now.mono_ns);
+        }
         let ranks = hello.ranks.unwrap_or_default().ranks;
         info!("node {} joined with {} ranks", hello.node, ranks.len());
         self.claim(node, ranks, now);
@@ -312,6 +317,9 @@ impl Hub {
             Command::Question(Question::Status(reply)) => drop(reply.send(super::status::status(self, now))),
             Command::Question(Question::Metrics(reply)) => drop(reply.send(super::status::metrics(self, now))),
             Command::Question(Question::Folders(reply)) => drop(reply.send(self.folders())),
+            Command::Question(Question::WithoutFolder(reply)) => {
+                drop(reply.send(super::status::without_folder(self)));
+            }
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.by_hand(job.as_deref(), reply, now),
             Command::Done(id, Done::Judged(verdict)) => self.judged(&id, &verdict, now),

@@ -79,6 +79,8 @@ pub struct Incident {
     pub opened: Now,
     /// How long before that the timeout had run out.
     pub late_ns: u64,
+    /// Somebody asked for it, and nothing is wrong as far as is known.
+    pub by_hand: bool,
     /// Where it is in its life.
     pub state: State,
     /// Counts the looks at it from 0: one that may be no hang is looked at again.
@@ -137,6 +139,7 @@ impl Incident {
             id: id.into(),
             job: job.clone(),
             attempt,
+            by_hand: trigger.kind() == TriggerKind::Manual,
             trigger,
             opened,
             late_ns,
@@ -176,7 +179,13 @@ impl Incident {
     /// Whether something is still to come for its folder: it may be over by then.
     #[must_use]
     pub fn is_in_work(&self) -> bool {
-        self.is_open() || self.judging || self.files.is_some() || self.drawing
+        self.is_open() || self.is_at_work()
+    }
+
+    /// Whether a verdict is being made, files are coming or something is drawn.
+    #[must_use]
+    pub fn is_at_work(&self) -> bool {
+        self.judging || self.files.is_some() || self.drawing
     }
 
     /// How far the part of a node is.
@@ -222,16 +231,16 @@ impl Incident {
         }
     }
 
+    /// Whether a node has not taken its dump yet, or was not asked for one.
+    #[must_use]
+    pub fn awaits(&self, node: NodeId) -> bool {
+        self.parts.get(&node).is_none_or(|part| part.progress == Progress::Asked)
+    }
+
     /// Parts that are under way, and wait to be merged.
     #[must_use]
     pub fn under_way(&self) -> usize {
         self.delivering.union(&self.merging).count()
-    }
-
-    /// Whether somebody asked for it by hand.
-    #[must_use]
-    pub fn is_manual(&self) -> bool {
-        self.trigger.kind() == TriggerKind::Manual
     }
 
     /// A node's ranks hang, or no longer do.
@@ -239,6 +248,10 @@ impl Incident {
         if hangs {
             self.hanging.insert(node);
             self.quiet_since_ns = None;
+            if std::mem::take(&mut self.by_hand) && self.state == State::Judged {
+                // Its verdict knows nothing of that.
+                self.again_ns = Some(now_ns);
+            }
         } else if self.hanging.remove(&node) {
             self.recovered |= !ended;
             if self.hanging.is_empty() {

@@ -1,14 +1,16 @@
 //! `/status` and `/metrics` of the cluster collector.
 
 use serde_json::{Value, json};
+use xpu_timer_analysis::Status;
 
 use super::{
     hub::Hub,
-    incident::{Incident, Progress},
+    incident::{Incident, Progress, State},
 };
 use crate::{
     clock::{self, Now},
     metrics::Page,
+    records,
     registry::JobKey,
 };
 
@@ -50,7 +52,23 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
 }
 
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
-    hub.incidents.values().any(|one| one.is_open() && !one.is_manual() && one.job == *job)
+    hub.incidents.values().any(|one| one.is_open() && !one.by_hand && one.job == *job)
+}
+
+/// Incidents of which no folder could be made, as `/incidents` shows them.
+#[must_use]
+pub fn without_folder(hub: &Hub) -> Vec<Value> {
+    let homeless = hub.incidents.values().filter(|incident| incident.folder.is_none());
+    homeless
+        .map(|one| {
+            let status = match one.state {
+                State::Gathering | State::Judged => Status::Open,
+                State::Resolved => Status::Resolved,
+                State::Ended => Status::Ended,
+            };
+            records::line(&one.id, &one.job, status, one.opened, &one.cause, &one.culprits, &one.sentence)
+        })
+        .collect()
 }
 
 fn incident(hub: &Hub, incident: &Incident) -> Value {

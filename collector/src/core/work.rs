@@ -161,7 +161,8 @@ impl Core {
                 dumped_mono_ns: sampled_ns,
                 seen: incident.seen.clone(),
             };
-            dump::write_record(&path, &record);
+            let root = path.parent().unwrap_or(&path).to_path_buf();
+            self.disk.give(&root, move || dump::write_record(&path, &record));
         }
         if let Some(action) = action {
             self.act(action, now);
@@ -191,12 +192,15 @@ impl Core {
         self.tell_closed(id, resolved);
         let Some(path) = self.told.get(id).and_then(|told| told.path.clone()) else { return };
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
-        let changed = dump::change_verdict(&path, |verdict| {
-            verdict.timing.status = status;
-            verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
+        let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
+        self.disk.give(&root, move || {
+            let changed = dump::change_verdict(&path, |verdict| {
+                verdict.timing.status = status;
+                verdict.timing.resolved_at = Some(clock::rfc3339(now.unix_ns));
+            });
+            if let Err(error) = changed {
+                warn!("incident {id}: {}", chain(&error));
+            }
         });
-        if let Err(error) = changed {
-            warn!("incident {id}: {}", chain(&error));
-        }
     }
 }

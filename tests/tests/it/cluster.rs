@@ -330,6 +330,42 @@ fn two_jobs_are_apart_and_a_job_may_grow_shrink_and_start_again() {
 }
 
 #[test]
+fn a_hang_that_may_be_none_is_looked_at_again_on_every_node() {
+    let cluster = Cluster::new();
+    let mut nodes: Vec<Node> = ["node-a", "node-b"].map(|name| Node::new(&cluster, name)).into();
+    for (rank, node) in nodes.iter_mut().enumerate() {
+        let mut hook = FakeHook::start(&node.job, "maybe", rank as i32, 2);
+        // So long before the second look, twice as long before the third.
+        hook.hello.hang_timeout_ms = 6000;
+        hook.join(&node.job);
+        node.hooks.push(hook);
+    }
+    cluster.wait_ranks("maybe", 2);
+    nodes[0].hooks[0].hang(4);
+    nodes[0].hooks[0].keep_young(4);
+    let first = cluster.wait_incident(1);
+    assert_eq!(first.verdict["cause"], "not_a_hang", "{}", first.verdict);
+    nodes[0].hooks[0].grow_old(600);
+    let mut cause = Value::Null;
+    cluster.wait("it is another verdict", |status| {
+        let incident = &status["incidents"][0];
+        cause = incident["cause"].clone();
+        incident["state"] == "dumped" && cause != "not_a_hang"
+    });
+    assert!(cluster.log().contains("the ranks are looked at again"), "{}", cluster.log());
+    let known = evidence(&first).ranks;
+    assert!(known.len() == 2 && known.iter().all(|rank| rank.presence() == Presence::Present), "{}", cluster.log());
+    for node in &nodes {
+        wait_until(PATIENCE, "the node knows the second verdict", || {
+            node.job.status().unwrap_or_default()["incidents"][0]["cause"] == cause
+        });
+    }
+    nodes[0].hooks[0].resolve(4);
+    cluster.wait_state("resolved");
+    assert_eq!(cluster.job.incidents().len(), 1, "it is one incident");
+}
+
+#[test]
 fn a_node_that_dies_is_named_and_the_others_are_judged() {
     let cluster = Cluster::new();
     let mut a = Node::with_ranks(&cluster, "node-a", "dies", 0, 2, 4);

@@ -447,6 +447,45 @@ fn hang_kill_leaves_every_agent_a_failure_even_of_ranks_that_take_sigterm_for_su
     assert_eq!(failed, 1, "all have the same parent, for which one failure is enough");
 }
 
+#[test]
+fn a_disk_that_does_not_answer_does_not_hold_up_the_collector() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    let mut hooks = hooks(&job, "stuck_disk", 2);
+    hooks[0].hang(1);
+    let incident = job.wait_incident(1, PATIENCE);
+    wait_state(&job, "dumped", 1);
+    // Whoever opens it now waits for ever, as on a network file system whose server is gone.
+    let verdict = incident.path.join("verdict.json");
+    fs::remove_file(&verdict).expect("it is there");
+    nix::unistd::mkfifo(&verdict, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+    hooks[0].resolve(1);
+    wait_state(&job, "resolved", 1);
+    hooks[1].goodbye();
+    wait_ranks(&job, "left", 1);
+}
+
+#[test]
+fn an_incident_of_which_no_folder_could_be_made_is_listed() {
+    let job = Job::new();
+    let _collector = collector(&job, &[]);
+    // Where it goes when the first place cannot be used.
+    fs::write(socket_of(&job).with_file_name("timeline"), "no folder").expect("beside the socket");
+    let mut hook = FakeHook::start(&job, "no_disk", 0, 1);
+    hook.hello.timeline_path = "/dev/null/timeline".into();
+    hook.join(&job);
+    hook.hang(1);
+    wait_state(&job, "dumped", 1);
+    let (code, list) = http("GET", job.port, "/incidents").expect("an answer");
+    let list: Value = serde_json::from_str(&list).expect("JSON");
+    assert_eq!((code, &list[0]["path"], &list[0]["status"]), (200, &Value::Null, &json!("open")), "{list}");
+    let status = job.status().expect("an answer");
+    assert_eq!(list[0]["sentence"], status["incidents"][0]["sentence"]);
+    let printed = job.command(artifacts().bin("xpu_timer_collector")).arg("incidents").output().expect("it runs");
+    let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
+    assert!(printed.contains(list[0]["incident"].as_str().expect("a name")), "{printed}");
+}
+
 /// A job that signals and goes on, whose ranks are to be ended.
 fn busy_job(job: &Job, hang_timeout_ms: u64) -> Vec<FakeHook> {
     let mut hooks: Vec<FakeHook> = (0..2).map(|rank| FakeHook::start(job, "busy", rank, 2)).collect();

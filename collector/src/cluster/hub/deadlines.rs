@@ -115,14 +115,20 @@ impl Hub {
         let view = self.nodes.job(&incident.job);
         let is_over = self.is_over(incident);
         let restored = incident.opened.mono_ns < self.started.mono_ns;
-        let settling = restored && now.mono_ns < self.started.mono_ns + RETURN_NS;
+        let is_back = view.alive && view.is_whole();
+        let settling = restored && !is_back && now.mono_ns < self.started.mono_ns + RETURN_NS;
         match incident.state {
             // Nobody of its world came again after a restart.
             State::Gathering if incident.parts.is_empty() && (view.nodes.is_empty() || is_over) && !settling => {
                 self.close(id, State::Ended, now);
             }
             State::Gathering => self.finish_if_complete(id, now),
-            State::Judged if incident.is_manual() || settling => {}
+            State::Judged if settling => {}
+            // What was to be drawn when an earlier collector ended is not drawn any more.
+            State::Judged if incident.by_hand && restored && !incident.is_at_work() => {
+                self.close(id, State::Ended, now);
+            }
+            State::Judged if incident.by_hand => {}
             State::Judged => {
                 let quiet = incident.hanging.is_empty()
                     && incident.quiet_since_ns.is_some_and(|since| now.mono_ns > since + QUIET_NS);
@@ -132,10 +138,7 @@ impl Hub {
                 } else if !view.alive || is_over {
                     self.close(id, State::Ended, now);
                 } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
-                    && !(incident.judging
-                        || incident.files.is_some()
-                        || incident.drawing
-                        || incident.hanging.is_empty())
+                    && !(incident.is_at_work() || incident.hanging.is_empty())
                 {
                     self.look_again(id, now);
                 }
@@ -149,9 +152,10 @@ impl Hub {
         let Some((job, is_over)) = self.incidents.get(id).map(|one| (one.job.clone(), self.is_over(one))) else {
             return;
         };
+        let is_alive = self.nodes.job(&job).alive;
         let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
-        let Some(incident) = self.incidents.get_mut(id).filter(|one| one.state == State::Resolved) else { return };
-        if is_open || is_over {
+        let Some(incident) = self.incidents.get_mut(id).filter(|one| !one.is_open()) else { return };
+        if is_open || is_over || !is_alive {
             return;
         }
         info!("incident {id}: the job hangs again");

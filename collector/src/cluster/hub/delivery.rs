@@ -266,7 +266,7 @@ impl Hub {
                 incident.quiet_since_ns = Some(now.mono_ns);
             }
             incident.again_ns = None;
-            if judging::is_mild(verdict) && !incident.is_manual() && incident.round < ROUNDS {
+            if judging::is_mild(verdict) && !incident.by_hand && incident.round < ROUNDS {
                 // Longer each time: who looks for long at what only takes long disturbs it.
                 let wait_ns = self.nodes.job(&incident.job).hang_timeout_ms.max(1000) * 1_000_000;
                 incident.again_ns = Some(now.mono_ns + (wait_ns << incident.round));

@@ -119,7 +119,7 @@ impl Hub {
         if std::mem::take(&mut incident.drawing) {
             incident.work = None;
         }
-        if incident.is_manual() {
+        if incident.by_hand {
             self.close(id, State::Ended, now);
         }
         let open = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();

@@ -3,7 +3,7 @@
 use tracing::{info, warn};
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{
-    Alarm, AlarmDeclined, DumpRequest, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
+    Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
 };
 
 use super::{CAPTURE_NS, Hub, SECOND};
@@ -64,7 +64,11 @@ impl Hub {
             self.nodes.send(node, decline(reason, false), now.mono_ns);
             return;
         }
-        let open = self.incidents.values().find(|one| one.is_open() && one.job == job && !self.is_over(one));
+        // A dump by hand that was taken on its node knows nothing of what went wrong there after it.
+        let taken = |one: &Incident| one.by_hand && !one.awaits(node);
+        let open = self.incidents.values().find(|one| {
+            one.is_open() && one.job == job && !self.is_over(one) && !(taken(one) && one.id != alarm.incident)
+        });
         let open = open.map(|one| one.id.clone());
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.id.clone();
@@ -72,8 +76,7 @@ impl Hub {
                 incident.hangs(node, true, false, now.mono_ns);
             }
             // A node that alarms while the others have delivered long ago missed the request, or came new.
-            let waits = incident.parts.get(&node).is_none_or(|part| matches!(part.progress, Progress::Asked));
-            if let Some(request) = waits.then(|| self.ask(&id, node)).flatten() {
+            if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
                 self.nodes.send(node, decline(format!("it is a part of incident {id}"), false), now.mono_ns);
@@ -81,6 +84,9 @@ impl Hub {
             return;
         }
         if !alarm.hangs && trigger.kind() != TriggerKind::Manual {
+            // It was away when that was closed.
+            let closed = IncidentClosed { incident: alarm.incident };
+            self.nodes.send(node, Message::Closed(closed), now.mono_ns);
             return;
         }
         if trigger.kind() != TriggerKind::Manual && !self.throttle.allows(&job, now.mono_ns) {

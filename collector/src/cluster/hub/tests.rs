@@ -3,11 +3,25 @@
 use tokio::sync::oneshot;
 use xpu_timer_proto::{
     env::Source,
-    v1::{Captured, DumpFile, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger, TriggerKind, delivery},
+    v1::{
+        Captured, DumpFile, IncidentClosed, IncidentUpdate, JobId, NodeDump, NodeRanks, Presence, RankInfo, Trigger,
+        TriggerKind, delivery,
+    },
 };
 
 use super::*;
 use crate::cluster::{incident::Progress, nodes::Outbound, service::Credit};
+
+/// An alarm of the first node for a rank.
+fn alarm(rank: i32) -> Alarm {
+    Alarm {
+        incident: "20261121T105510Z-00000001".into(),
+        job: Some(JobId { name: "j".into(), instance: String::new() }),
+        trigger: Some(Trigger { kind: TriggerKind::Operation.into(), rank, ..Default::default() }),
+        hangs: true,
+        ..Default::default()
+    }
+}
 
 struct Told {
     hub: Hub,
@@ -20,11 +34,14 @@ fn at(seconds: u64) -> Now {
 }
 
 fn hub() -> Told {
-    let folder = tempfile::tempdir().unwrap();
+    hub_in(tempfile::tempdir().unwrap(), at(1))
+}
+
+fn hub_in(folder: tempfile::TempDir, now: Now) -> Told {
     let settings = Settings::new(&Source::new(|_| None, ""), None, folder.path().into(), 7).unwrap();
     let settings = Settings { timeline_path: folder.path().join("timeline"), ..settings };
     let (sender, commands) = mpsc::unbounded_channel();
-    Told { hub: Hub::new(settings, sender, at(1)), folder, commands }
+    Told { hub: Hub::new(settings, sender, now), folder, commands }
 }
 
 impl Told {
@@ -34,15 +51,22 @@ impl Told {
     }
 
     fn join_at(&mut self, rank: i32, now: Now) -> mpsc::Receiver<Outbound> {
+        self.join_with(rank, Vec::new(), now)
+    }
+
+    /// With incidents that are open on the node.
+    fn join_with(&mut self, rank: i32, incidents: Vec<Alarm>, now: Now) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
         let entry = RankEntry {
             job: Some(JobId { name: "j".into(), instance: String::new() }),
             info: Some(RankInfo { rank, world_size: 2, ..Default::default() }),
             presence: Presence::Present.into(),
+            age_ms: (now.mono_ns - at(1).mono_ns) / 1_000_000,
             ..Default::default()
         };
         let ranks = Some(NodeRanks { ranks: vec![entry] });
-        let hello = NodeHello { node: format!("n{rank}"), identity: format!("{rank}"), ranks, ..Default::default() };
+        let (node, identity) = (format!("n{rank}"), rank.to_string());
+        let hello = NodeHello { node, identity, ranks, incidents, ..Default::default() };
         self.hub.stream(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
         messages
     }
@@ -53,15 +77,19 @@ impl Told {
 
     /// The first node alarms.
     fn alarm(&mut self, rank: i32) -> String {
-        let alarm = Alarm {
-            incident: "20261121T105510Z-00000001".into(),
-            job: Some(JobId { name: "j".into(), instance: String::new() }),
-            trigger: Some(Trigger { kind: TriggerKind::Operation.into(), rank, ..Default::default() }),
-            hangs: true,
-            ..Default::default()
-        };
-        self.say(0, Said::Alarm(alarm), at(10));
+        self.say(0, Said::Alarm(alarm(rank)), at(10));
         self.hub.incidents.keys().next().unwrap().clone()
+    }
+
+    /// A dump that is asked for by hand.
+    fn by_hand(&mut self, now: Now) -> String {
+        let (reply, _) = oneshot::channel();
+        self.hub.by_hand(None, reply, now);
+        self.hub.incidents.keys().next_back().unwrap().clone()
+    }
+
+    fn hangs(&mut self, id: &str, now: Now) {
+        self.say(0, Said::Update(IncidentUpdate { incident: id.into(), hangs: true, ended: false }), now);
     }
 
     fn progress_of(&self, id: &str, name: &str) -> Progress {
@@ -298,4 +326,87 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     verdict.cause = xpu_timer_analysis::Cause::MissingRank;
     told.hub.judged(&id, &verdict, at(60));
     assert!(told.hub.incidents[&id].again_ns.is_none());
+}
+
+#[test]
+fn a_hang_that_begins_after_the_dump_by_hand_of_its_node_is_another_incident() {
+    let mut told = hub();
+    let (_first, _second) = (told.join(0), told.join(1));
+    let id = told.by_hand(at(9));
+    told.captured(&id, 0, at(10));
+    told.alarm(0);
+    assert_eq!(told.hub.incidents.len(), 2);
+    assert!(told.hub.incidents[&id].by_hand && told.hub.incidents[&id].hanging.is_empty());
+}
+
+#[test]
+fn a_hang_that_begins_during_a_dump_by_hand_takes_it_over() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let id = told.by_hand(at(10));
+    told.hangs(&id, at(10));
+    told.captured(&id, 0, at(11));
+    let key = told.bring(&mut first);
+    told.dump(&key, true, at(12));
+    told.hub.tick(at(40));
+    let verdict = told.verdict();
+    told.hub.judged(&id, &verdict, at(41));
+    told.hub.drawn(&id, at(42));
+    assert_eq!(told.hub.incidents[&id].state, State::Judged, "it lasts");
+}
+
+#[test]
+fn a_hang_that_a_node_counts_to_an_incident_that_has_ended_opens_it_again() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    told.hub.close(&id, State::Ended, at(42));
+    told.hangs(&id, at(43));
+    assert_eq!(told.hub.incidents[&id].state, State::Judged);
+}
+
+#[test]
+fn a_node_that_was_away_when_its_incident_was_closed_is_told_when_it_comes_again() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    told.hub.close(&id, State::Resolved, at(43));
+    let mut again = told.join_with(0, vec![Alarm { incident: id.clone(), hangs: false, ..alarm(0) }], at(44));
+    let closed = std::iter::from_fn(|| again.try_recv().ok())
+        .any(|message| message.unwrap().message == Some(Message::Closed(IncidentClosed { incident: id.clone() })));
+    assert!(closed && told.hub.incidents.len() == 1);
+}
+
+#[test]
+fn a_hang_that_was_over_while_its_node_was_away_is_over() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    told.finish_files(&id);
+    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    told.hub.tick(at(60));
+    assert_eq!(told.hub.incidents[&id].state, State::Judged, "nobody knows");
+    let _again = told.join_at(0, at(62));
+    told.hub.tick(at(65));
+    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+}
+
+#[test]
+fn after_a_restart_a_hang_is_over_when_all_are_back_and_say_so() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (id, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&id, &verdict, at(41));
+    let mut told = hub_in(told.folder, at(50));
+    let open = Alarm { incident: id.clone(), captured: true, ..alarm(0) };
+    let (_first, _second) = (told.join_with(0, vec![open], at(51)), told.join_at(1, at(51)));
+    told.hub.tick(at(52));
+    assert_eq!(told.hub.incidents[&id].state, State::Judged);
+    told.say(0, Said::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
+    told.hub.tick(at(56));
+    assert_eq!(told.hub.incidents[&id].state, State::Resolved);
 }

@@ -141,6 +141,11 @@ impl FakeHook {
         self.tell(&format!("keep_young {}", slot(ticket) + op::ENTERED_NS));
     }
 
+    /// Lets the operation of [`FakeHook::keep_young`] be one that was entered so many seconds ago: the job does not go on.
+    pub fn grow_old(&mut self, seconds: u32) {
+        self.tell(&format!("grow_old {seconds}"));
+    }
+
     /// Signals an operation that is in the ring.
     pub fn signal(&mut self, ticket: u64, entered_ns: u64) {
         let operation = Operation {

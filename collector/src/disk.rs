@@ -1,0 +1,131 @@
+//! What the loop of a node has to read and write. A file system that does not answer (NFS, FUSE) holds up a thread here and not the loop,
+//! which still sees every rank.
+
+use std::{
+    collections::BTreeMap,
+    path::{Path, PathBuf},
+    sync::{
+        Arc,
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
+    thread,
+    time::Duration,
+};
+
+use tracing::warn;
+
+use crate::inbox::Inbox;
+
+type Work = Box<dyn FnOnce() + Send>;
+
+/// One thread for each folder of incident folders.
+#[derive(Debug)]
+pub struct Disk {
+    roots: BTreeMap<PathBuf, Thread>,
+    inbox: Inbox,
+}
+
+#[derive(Debug)]
+struct Thread {
+    give: mpsc::Sender<Work>,
+    under_way: Arc<AtomicUsize>,
+}
+
+impl Thread {
+    fn is_busy(&self) -> bool {
+        self.under_way.load(Ordering::Acquire) > 0
+    }
+}
+
+/// The loop waits for so long for what a healthy disk does in a moment.
+const SOON: Duration = Duration::from_secs(1);
+
+impl Disk {
+    /// Without a thread yet.
+    #[must_use]
+    pub fn new(inbox: Inbox) -> Self {
+        Disk { roots: BTreeMap::new(), inbox }
+    }
+
+    /// Whether something is not done yet.
+    #[must_use]
+    pub fn is_busy(&self) -> bool {
+        self.roots.values().any(Thread::is_busy)
+    }
+
+    /// Does something in or below a folder, after what was given for that before; when that takes long, later.
+    pub fn give(&mut self, root: &Path, work: impl FnOnce() + Send + 'static) {
+        let _ = self.ask(root, work, drop);
+    }
+
+    /// What some work in or below a folder finds; `None` when that takes long. It is given to `late` then. A folder that is still busy
+    /// with what was given before is not waited for.
+    pub fn ask<T: Send + 'static>(
+        &mut self,
+        root: &Path,
+        work: impl FnOnce() -> T + Send + 'static,
+        late: impl FnOnce(T) + Send + 'static,
+    ) -> Option<T> {
+        let inbox = self.inbox.clone();
+        let Some(thread) = self.thread(root) else { return Some(work()) };
+        let wait = if thread.is_busy() { Duration::ZERO } else { SOON };
+        let (found, take) = mpsc::sync_channel(0);
+        let under_way = Arc::clone(&thread.under_way);
+        under_way.fetch_add(1, Ordering::AcqRel);
+        let work = move || {
+            let result = work();
+            // Before it is told: whoever asks next finds the thread free.
+            under_way.fetch_sub(1, Ordering::AcqRel);
+            if let Err(mpsc::SendError(result)) = found.send(result) {
+                late(result);
+            }
+            // The loop may only wait for that to end.
+            inbox.wake();
+        };
+        // It does not end while there is a sender.
+        let _ = thread.give.send(Box::new(work));
+        let found = take.recv_timeout(wait).ok();
+        if found.is_none() {
+            warn!("{} does not answer", root.display());
+        }
+        found
+    }
+
+    fn thread(&mut self, root: &Path) -> Option<&Thread> {
+        if !self.roots.contains_key(root) {
+            let (give, take) = mpsc::channel::<Work>();
+            let turn = move || take.into_iter().for_each(|work| work());
+            match thread::Builder::new().name("disk".into()).spawn(turn) {
+                Ok(_) => _ = self.roots.insert(root.into(), Thread { give, under_way: Arc::default() }),
+                Err(error) => warn!("no thread for {}: {error}", root.display()),
+            }
+        }
+        self.roots.get(root)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_folder_that_does_not_answer_holds_up_no_other_and_what_it_says_late_is_heard() {
+        let mut disk = Disk::new(Inbox::new().unwrap().0);
+        let (answer, stuck) = mpsc::channel();
+        let (late, heard) = mpsc::channel();
+        let slow = Path::new("/slow");
+        let found = disk.ask(slow, move || stuck.recv().unwrap(), move |found: u8| late.send(found).unwrap());
+        assert!(found.is_none() && disk.is_busy());
+        assert_eq!(disk.ask(Path::new("/quick"), || 2, drop), Some(2));
+        let (done, order) = mpsc::channel();
+        disk.give(slow, move || done.send(()).unwrap());
+        assert!(order.try_recv().is_err(), "one after the other");
+        let (done, written) = mpsc::channel();
+        disk.give(Path::new("/quick"), move || done.send(()).unwrap());
+        assert!(written.try_recv().is_ok(), "a healthy one is waited for");
+        answer.send(1).unwrap();
+        assert_eq!(heard.recv(), Ok(1));
+        order.recv().unwrap();
+    }
+}
