@@ -33,4 +33,4 @@ pub use judge::judge;
 pub use report::communicator_groups;
 pub use stacks::FREEZER_WCHAN;
 pub use text::{communicator as communicator_name, operation_state};
-pub use verdict::{Cause, Confidence, Status, Timing, Verdict};
+pub use verdict::{Activity, Cause, Confidence, RankGroup, Status, Timing, Verdict};

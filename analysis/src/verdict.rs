@@ -242,7 +242,7 @@ pub enum Activity {
 }
 
 /// Ranks of the job that are in the same state.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize, JsonSchema)]
 pub struct RankGroup {
     /// Ranks in the job, ascending.
     pub ranks: Vec<u32>,

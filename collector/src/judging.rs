@@ -7,7 +7,7 @@ use std::{
 };
 
 use tracing::error;
-use xpu_timer_analysis::{Cause, Confidence, Verdict};
+use xpu_timer_analysis::{Activity, Cause, Confidence, RankGroup, Verdict};
 use xpu_timer_proto::v1::Evidence;
 
 use crate::dump::without_dumps;
@@ -42,9 +42,16 @@ pub fn is_mild(verdict: &Verdict) -> bool {
     match verdict.cause {
         Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc => true,
         // A rank that starts, and moves.
-        Cause::CommInit => verdict.confidence == Confidence::Low,
-        _ => false,
+        Cause::CommInit if verdict.confidence == Confidence::Low => true,
+        _ => verdict.confidence < Confidence::High && culprits_run(verdict),
     }
+}
+
+/// Whether whoever is to blame computes: a long step or an endless loop.
+fn culprits_run(verdict: &Verdict) -> bool {
+    let runs = |group: &&RankGroup| group.process_state.starts_with('R') || group.activity == Activity::Running;
+    let running: Vec<u32> = verdict.ranks.iter().filter(runs).flat_map(|group| group.ranks.iter().copied()).collect();
+    !verdict.culprits.is_empty() && verdict.culprits.iter().all(|culprit| running.contains(culprit))
 }
 
 fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdict {
@@ -122,5 +129,20 @@ mod tests {
         assert!(of(Cause::LongStep, Confidence::High) && of(Cause::NotAHang, Confidence::Medium));
         assert!(of(Cause::CommInit, Confidence::Low) && !of(Cause::CommInit, Confidence::High));
         assert!(!of(Cause::Unknown, Confidence::Low) && !of(Cause::MissingRank, Confidence::Low));
+        let group =
+            |rank, state: &str| RankGroup { ranks: vec![rank], process_state: state.into(), ..RankGroup::default() };
+        let ranks = vec![group(0, "S (sleeping)"), group(1, "R (running)"), group(2, "R (running)")];
+        let blamed = |culprits: &[u32], confidence| {
+            let culprits = culprits.to_vec();
+            is_mild(&Verdict {
+                cause: Cause::MissingRank,
+                culprits,
+                ranks: ranks.clone(),
+                confidence,
+                ..judge(&Evidence::default())
+            })
+        };
+        assert!(blamed(&[1, 2], Confidence::Medium), "they may be in a long step");
+        assert!(!blamed(&[1], Confidence::High) && !blamed(&[0, 1], Confidence::Medium));
     }
 }
