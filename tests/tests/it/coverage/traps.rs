@@ -69,18 +69,18 @@ fn reason(record: &FlightRecord, name: &str) -> String {
 fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
     const FUNCTIONS: [&str; 2] = ["ncclAllReduce", "cublasSgemm_v2"];
     for (layer, [name, other]) in [(NCCL, FUNCTIONS), (LAYERS[4], [FUNCTIONS[1], FUNCTIONS[0]])] {
-        let dir = TempDir::new().unwrap();
+        let [dir, own] = [(); 2].map(|()| TempDir::new().unwrap());
         let forbids = |program: PathBuf| {
-            let wrapper = dir.path().join("forbids");
+            let wrapper = program.with_file_name("forbids");
             gcc(&wrapper, "forbids.c", &[format!("-DPROGRAM=\"{}\"", program.display())]);
             wrapper
         };
         assert_eq!(seen_later(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
 
         // A copy in the program itself.
-        let (program, opened) = build(dir.path(), &Way { program: "copy.c", ..WAY }, layer);
+        let (program, opened) = build(own.path(), &Way { program: "copy.c", ..WAY }, layer);
         let is_told = |record: &FlightRecord| reason(record, name).contains("cannot be replaced");
-        let record = run_under(&artifacts().hook(), dir.path(), &forbids(program), &opened, "auto", |_| {}, is_told);
+        let record = run_under(&artifacts().hook(), own.path(), &forbids(program), &opened, "auto", |_| {}, is_told);
         assert_eq!(counted(&record, layer.0), 0, "{name}");
     }
 }
