@@ -30,7 +30,7 @@ pub struct Options {
     #[command(flatten)]
     training: training::Options,
     /// Write the table into docs/benchmarks.md
-    #[arg(long)]
+    #[arg(long, conflicts_with = "equal")]
     write: bool,
 }
 

@@ -448,9 +448,10 @@ the linker does not tell of libraries that are loaded later. Each function is ca
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
   function left alone; a debugger's breakpoint may come later on any.
 - Under a debugger that watches the linker, libraries that are loaded later are not looked at. The report says so of each function whose
-  library is not loaded.
+  library is not loaded (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
 - A program that has put a filter of system calls (seccomp) on itself, and one under AddressSanitizer, LeakSanitizer, MemorySanitizer or
   ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
-- Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in a library that is loaded at the start is then
-  reported as one whose code cannot be replaced, and libraries that are loaded later are not looked at.
+- Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in the program or in a library that is loaded at the start is then
+  reported as one whose code cannot be replaced, and libraries that are loaded later are not looked at
+  (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`, under a filter that refuses writable code).
 ";

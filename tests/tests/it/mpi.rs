@@ -15,7 +15,7 @@ use serde_json::json;
 use xpu_timer_proto::{
     Message,
     server::Stacktrace,
-    v1::{FlightRecord, Op, OpStatus},
+    v1::{FlightRecord, Op, OpStatus, Operation},
 };
 use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, skip, tree, wait_until};
 
@@ -191,7 +191,9 @@ fn a_rank_that_stays_away_from_allreduce_and_every_call_before_it_seen_once() {
     }
     let health = record.health.expect("health");
     assert_eq!((health.dropped, health.panics, health.overflows), (0, 0, 0));
-    assert!(record.operations.iter().all(|operation| operation.communicator != 0), "all of them mean something");
+    // Of a message that was found before nobody says whose it is.
+    let means = |one: &Operation| one.communicator != 0 || one.function == "MPI_Mrecv";
+    assert!(record.operations.iter().all(means), "all of them mean something");
 
     // Communicators are the same ones on all their ranks, and no others are.
     let of_size = |rank: u32, size: u32| -> Vec<u64> {
@@ -331,6 +333,25 @@ fn ranks_that_wait_by_asking_again_and_again() {
     let _alone = alone();
     expect(Mpi::Open, "test", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
     expect(Mpi::Mpich, "probe", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+}
+
+#[test]
+fn ranks_that_wait_for_one_of_several_messages() {
+    let _alone = alone();
+    expect(Mpi::Open, "waitsome", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+    expect(Mpi::Open, "testany", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+    expect(Mpi::Mpich, "testsome", "p2p_unmatched", &[2], &["has not sent to rank", "C function pause"]);
+}
+
+#[test]
+fn a_message_that_is_looked_for_and_never_comes() {
+    let _alone = alone();
+    let job = job();
+    let Some(incident) = hang(&job, Mpi::Open, "mprobe") else { return };
+    check(&incident, "missing_rank", &[2], &["C function pause"]);
+    let operations = flight(&incident, 1).operations;
+    let pending = operations.iter().find(|operation| operation.status() == OpStatus::Pending).expect("rank 1 waits");
+    assert_eq!((pending.op(), pending.peer, pending.tag), (Op::Recv, 2, Some(0)), "{pending:?}");
 }
 
 #[test]

@@ -287,10 +287,16 @@ hooked! {
     MPI_Ineighbor_allgather | PMPI_Ineighbor_allgather(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
         rtype: Word, comm: Word, request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES), request, false);
+    MPI_Ineighbor_allgatherv | PMPI_Ineighbor_allgatherv(send: Word, sends: Word, stype: Word, recv: Word,
+        receives: Word, offsets: Word, rtype: Word, comm: Word, request: Word)
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES), request, false);
     MPI_Ineighbor_alltoall | PMPI_Ineighbor_alltoall(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
         rtype: Word, comm: Word, request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES), request, false);
     MPI_Ineighbor_alltoallv | PMPI_Ineighbor_alltoallv(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word,
         receives: Word, roffsets: Word, rtype: Word, comm: Word, request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES), request, false);
+    MPI_Ineighbor_alltoallw | PMPI_Ineighbor_alltoallw(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word,
+        receives: Word, roffsets: Word, rtypes: Word, comm: Word, request: Word)
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES), request, false);
 }

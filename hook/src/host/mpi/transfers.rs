@@ -5,6 +5,7 @@ use super::{
     request::{For, posted, waiting},
     *,
 };
+use crate::host::open::named;
 
 hooked! {
     library Mpi, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing ERROR;
@@ -21,6 +22,9 @@ hooked! {
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
     MPI_Mprobe | PMPI_Mprobe(peer: Word, tag: Word, comm: Word, message: Word, status: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
+    // Nobody says whose the message is that was found before.
+    MPI_Mrecv | PMPI_Mrecv(buffer: Word, count: Word, dtype: Word, message: Word, status: Word)
+        => |recorder, _| blocking(recorder, [Some(named(recorder, "MPI_Mrecv"))]);
     MPI_Sendrecv | PMPI_Sendrecv(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
         receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, status: Word)
         => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(sends), stype));

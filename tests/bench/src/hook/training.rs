@@ -55,6 +55,9 @@ pub struct Options {
     /// Burden each step of the hooked job with this share of a step more, to see the benchmark find it
     #[arg(long, default_value = "0")]
     handicap: f64,
+    /// Give neither job the hook, to see by how much two equal jobs differ
+    #[arg(long)]
+    equal: bool,
     /// Measure a loop of PyPI's PyTorch as well, which is set up under target first: 2.4 GB
     #[arg(long)]
     torch: bool,
@@ -191,12 +194,14 @@ fn measured(bench: &Bench, training: &Loop, options: &Options, report: &mut Repo
 }
 
 fn measure(bench: &Bench, training: &Loop, options: &Options) -> Result<Pairs> {
-    let (mut hooked, mut alone) = (Team::start(bench, training, true)?, Team::start(bench, training, false)?);
-    let status = hooked.job.status().map_err(anyhow::Error::msg)?;
-    ensure!(
-        status["ranks"].as_array().is_some_and(|ranks| ranks.len() == RANKS),
-        "the ranks were not hooked: {status}"
-    );
+    let (mut hooked, mut alone) = (Team::start(bench, training, !options.equal)?, Team::start(bench, training, false)?);
+    if !options.equal {
+        let status = hooked.job.status().map_err(anyhow::Error::msg)?;
+        ensure!(
+            status["ranks"].as_array().is_some_and(|ranks| ranks.len() == RANKS),
+            "the ranks were not hooked: {status}"
+        );
+    }
     let step_ms = alone.block(0)?[0];
     hooked.block(0)?;
     let burden_us = (step_ms * 1000.0 * options.handicap) as u64;

@@ -1,5 +1,5 @@
-//! What the page says of a way that nothing reaches, another namespace of the linker; and libraries of the makes that today's
-//! distributions have.
+//! What the page says of a way that nothing reaches, another namespace of the linker, and of systems where code cannot be replaced;
+//! and libraries of the makes that today's distributions have.
 
 use super::*;
 
@@ -44,4 +44,53 @@ fn libraries_of_every_make_opened_with_deepbind_count() {
             assert_eq!(counted(&record, layer.0), CALLS, "{} {make:?}", layer.0);
         }
     }
+}
+
+/// The layer's calls that were seen through a library that is bound to itself and opened by the program, once the report says of a function
+/// whose library is not there why it would not be seen.
+fn seen_later(
+    dir: &Path,
+    (layer, absent): ((&str, &str, &str), &str),
+    hook: &Path,
+    wrap: impl FnOnce(PathBuf) -> PathBuf,
+) -> u64 {
+    let library = ("caller_library.c", &["-DCOPY", "-Wl,-Bsymbolic"][..]);
+    let way = Way { flags: &["-DMODE=RTLD_LOCAL"], library: Some(library), ..WAY };
+    let (program, opened) = build(dir, &way, layer);
+    let is_told = |record: &FlightRecord| reason(record, absent).contains("the linker does not tell of it");
+    counted(&run_under(hook, dir, &wrap(program), &opened, "auto", |_| {}, is_told), layer.0)
+}
+
+fn reason(record: &FlightRecord, name: &str) -> String {
+    record.coverage.iter().find(|function| function.name == name).expect("all functions are listed").reason.clone()
+}
+
+#[test]
+fn where_the_system_forbids_a_change_of_code_the_report_says_so() {
+    const FUNCTIONS: [&str; 2] = ["ncclAllReduce", "cublasSgemm_v2"];
+    for (layer, [name, other]) in [(NCCL, FUNCTIONS), (LAYERS[4], [FUNCTIONS[1], FUNCTIONS[0]])] {
+        let [dir, own] = [(); 2].map(|()| TempDir::new().unwrap());
+        let forbids = |program: PathBuf| {
+            let wrapper = program.with_file_name("forbids");
+            gcc(&wrapper, "forbids.c", &[format!("-DPROGRAM=\"{}\"", program.display())]);
+            wrapper
+        };
+        assert_eq!(seen_later(dir.path(), (layer, other), &artifacts().hook(), forbids), 0, "{name}");
+
+        // A copy in the program itself.
+        let (program, opened) = build(own.path(), &Way { program: "copy.c", ..WAY }, layer);
+        let is_told = |record: &FlightRecord| reason(record, name).contains("cannot be replaced");
+        let record = run_under(&artifacts().hook(), own.path(), &forbids(program), &opened, "auto", |_| {}, is_told);
+        assert_eq!(counted(&record, layer.0), 0, "{name}");
+    }
+}
+
+#[test]
+fn under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen() {
+    let dir = TempDir::new().unwrap();
+    let watches = dir.path().join("libwatches.so");
+    gcc(&watches, "watches.c", &["-shared", "-fPIC"].map(String::from));
+    // Of two that are preloaded the second is initialized first.
+    let both = PathBuf::from(format!("{}:{}", artifacts().hook().display(), watches.display()));
+    assert_eq!(seen_later(dir.path(), (NCCL, "cublasSgemm_v2"), &both, |program| program), 0);
 }

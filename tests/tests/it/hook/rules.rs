@@ -322,6 +322,55 @@ fn matrix_products_of_every_form_have_their_shape() {
     }
 }
 
+/// Multiplies 300 times, two milliseconds apart or more, and prints how many milliseconds passed from the first to the last.
+const MANY_PRODUCTS: &str = r"
+import array, ctypes, os, time, cuda
+from ctypes import c_void_p as P, c_float, byref
+blas = ctypes.CDLL('libcublas.so.13')
+cuda.set_device(0)
+stream, handle, one, zero = cuda.Stream(), P(), c_float(1), c_float(0)
+data = array.array('f', [1] * 16)
+D = P(data.buffer_info()[0])
+assert blas.cublasCreate_v2(byref(handle)) == 0 and blas.cublasSetStream_v2(handle, stream.handle) == 0
+begun = time.monotonic()
+for _ in range(300):
+    assert blas.cublasSgemm_v2(handle, 0, 0, 2, 2, 2, byref(one), D, 2, D, 2, byref(zero), D, 2) == 0
+    stream.synchronize()
+    time.sleep(0.002)
+print('multiplied', int((time.monotonic() - begun) * 1000), 'ms', flush=True)
+while not os.path.exists('stop'): time.sleep(0.01)
+";
+
+#[test]
+fn every_product_counts_and_only_a_sample_is_timed_unless_all_are_asked_for() {
+    for mode in ["collectives", "matmuls", "none"] {
+        let job = Job::new();
+        let collector = job.collector();
+        let mut command = job.hooked(python());
+        command.args(["-c", MANY_PRODUCTS]).current_dir(job.dir.path());
+        let mut process = Process::spawn(command.env("XPU_TIMER_BRACKET", mode));
+        process.wait_for(" ms\n", PATIENCE);
+        let pid = collector.wait_hello();
+        wait_until(PATIENCE, "their end", || all_ended(&collector.ring(pid)));
+        let record = collector.ring(pid);
+        assert_eq!((calls(&record, "cublasSgemm_v2"), record.kernels_launched), (300, 300), "{mode}");
+        let timed = collector.operations(pid);
+        let timed: Vec<_> = timed.iter().filter(|one| one.op() == Op::Matmul).collect();
+        assert!(timed.iter().all(|one| one.device_ns > 0 && one.matmul.is_some()), "{timed:?}");
+        fs::write(job.path("stop"), "").unwrap();
+        let output = process.wait(PATIENCE);
+        assert_eq!(output.code(), 0);
+        let passed_ms: usize = output.stdout.split(' ').nth(1).unwrap().parse().unwrap();
+        let expected = match mode {
+            // One in 20 ms, by a clock that has steps of up to ten.
+            "collectives" => 2..=passed_ms / 20 + 2,
+            "matmuls" => 300..=300,
+            _ => 0..=0,
+        };
+        assert!(expected.contains(&timed.len()), "{mode}: {} in {passed_ms} ms", timed.len());
+    }
+}
+
 #[test]
 fn the_watcher_breaks_no_capture_of_another_thread() {
     // It asks for the end of the slow kernel all the time, which would be a mistake in a thread that is not relaxed.

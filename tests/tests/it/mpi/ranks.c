@@ -100,6 +100,21 @@ static void transfers(MPI_Comm comm, int me, int members) {
     MPI_Isend(&out, 1, MPI_INT, right, 3, comm, &requests[1]);
     for (int done = 0; done < 2; done += finished)
         MPI_Waitsome(2, requests, &finished, indices, statuses);
+    // Messages that are found before they are received, and requests that are asked for in every way.
+    MPI_Message message;
+    MPI_Isend(&out, 1, MPI_INT, right, 9, comm, &requests[1]);
+    MPI_Mprobe(left, 9, comm, &message, &status);
+    in = -1;
+    MPI_Mrecv(&in, 1, MPI_INT, &message, MPI_STATUS_IGNORE);
+    CHECK(in == left && status.MPI_SOURCE == left);
+    for (flag = 0; !flag;) MPI_Testany(1, &requests[1], &index, &flag, MPI_STATUS_IGNORE);
+    MPI_Isend(&out, 1, MPI_INT, right, 10, comm, &requests[1]);
+    for (flag = 0; !flag;) MPI_Improbe(left, 10, comm, &flag, &message, MPI_STATUS_IGNORE);
+    in = -1;
+    MPI_Imrecv(&in, 1, MPI_INT, &message, &requests[0]);
+    for (int done = 0; done < 2; done += finished)
+        MPI_Testsome(2, requests, &finished, indices, statuses);
+    CHECK(in == left);
     MPI_Recv_init(&in, 1, MPI_INT, left, 4, comm, &requests[0]);
     MPI_Send_init(&out, 1, MPI_INT, right, 4, comm, &requests[1]);
     for (int round = 0; round < 3; round++) {
@@ -306,6 +321,23 @@ int main(int count, char **arguments) {
     if (FAULT("wait") && rank == other) {
         MPI_Irecv(&value, 1, MPI_INT, culprit, 0, MPI_COMM_WORLD, &request);
         MPI_Wait(&request, MPI_STATUS_IGNORE);
+    }
+    if (FAULT("waitsome") || FAULT("testany") || FAULT("testsome")) {
+        // One of two is enough, and none comes.
+        MPI_Request both[2];
+        MPI_Status statuses[2];
+        int values[2], flag = 0, index, finished = 0, indices[2];
+        if (guilty) stay_away();
+        for (int i = 0; i < 2; i++) MPI_Irecv(&values[i], 1, MPI_INT, culprit, i, MPI_COMM_WORLD, &both[i]);
+        if (FAULT("waitsome")) MPI_Waitsome(2, both, &finished, indices, statuses);
+        while (FAULT("testany") && !flag) MPI_Testany(2, both, &index, &flag, MPI_STATUS_IGNORE);
+        while (FAULT("testsome") && !finished) MPI_Testsome(2, both, &finished, indices, statuses);
+    }
+    if (FAULT("mprobe") && guilty) stay_away();
+    if (FAULT("mprobe") && rank == other) {
+        MPI_Message message;
+        MPI_Mprobe(culprit, 0, MPI_COMM_WORLD, &message, MPI_STATUS_IGNORE);
+        MPI_Mrecv(&value, 1, MPI_INT, &message, MPI_STATUS_IGNORE);
     }
     if (FAULT("iallreduce") && guilty) stay_away();
     if (FAULT("iallreduce")) {
