@@ -6,13 +6,20 @@
 //! may be to blame. A pipe that a child process has the other end of is not, nor is a terminal.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
-use crate::{graph::Suspect, stacks::is_file_lock, verdict::Activity};
+use crate::{
+    graph::{Event, Suspect},
+    stacks::is_file_lock,
+    verdict::Activity,
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    // Who reads what its child writes waits for the child, and who reads a terminal for a person.
-    let beside = |view: usize| case.child_behind_pipe(view) || case.at_terminal(view);
+    // Who reads what its child writes waits for the child, and who reads a terminal for a person: that is told of a rank that is missing in
+    // a collective.
+    let asks =
+        |view: usize| case.at_terminal(view) && matches!(case.main_event(suspect), Some(Event::Collective { .. }));
+    let beside = |view: usize| case.child_behind_pipe(view) || asks(view);
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !beside(*view))?;
     let content = case.view(view);
     if content.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
