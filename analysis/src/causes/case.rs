@@ -107,6 +107,12 @@ impl<'a> Case<'a> {
         place
     }
 
+    /// As [`Case::place`], in words when it is not known.
+    pub fn somewhere(&self, view: usize) -> String {
+        let place = self.place(view);
+        if place.is_empty() { " at an unknown place".to_owned() } else { place }
+    }
+
     /// What the system call of a rank's main thread waits for, beside the call itself: `the lock on x.lock, held by rank 3 (process 77)`.
     pub fn awaits(&self, view: usize) -> Option<String> {
         let awaited = self.view(view).host.awaited.as_ref()?;

@@ -75,19 +75,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let store =
         by_stacks && case.stack_waiters.iter().all(|view| case.view(*view).host.doing.witness.contains("Store::"));
     let says = if store {
-        format!("has not set the key that the others wait for in the store; it is{}", or_unknown(case.place(view)))
+        format!("has not set the key that the others wait for in the store; it is{}", case.somewhere(view))
     } else if returned {
-        format!(
-            "has left the creation of a communicator that the others are still in; it is{}",
-            or_unknown(case.place(view))
-        )
+        format!("has left the creation of a communicator that the others are still in; it is{}", case.somewhere(view))
     } else if content.presence == Presence::Unregistered {
-        format!(
-            "has made no device call yet and has not joined the communicator; it is{}",
-            or_unknown(case.place(view))
-        )
+        format!("has made no device call yet and has not joined the communicator; it is{}", case.somewhere(view))
     } else {
-        format!("has not joined the communicator; it is{}", or_unknown(case.place(view)))
+        format!("has not joined the communicator; it is{}", case.somewhere(view))
     };
     // A process that computes and has no communicator at all has only just begun.
     let starts = content.host.moved.is_some_and(|moved| moved.any())
@@ -248,7 +242,7 @@ fn of_another_size(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             ranks(&inside),
             match (who.as_slice(), case.view(first).dead()) {
                 ([rank], true) => format!("; rank {rank} {}", super::process_dead::how(case, first)),
-                ([rank], false) => format!("; rank {rank} stands{}", or_unknown(case.place(first))),
+                ([rank], false) => format!("; rank {rank} stands{}", case.somewhere(first)),
                 _ => String::new(),
             },
         )),
@@ -322,8 +316,4 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     }
     let confidence = if inside.len() == late.len() { Confidence::Low } else { Confidence::Medium };
     Some(Finding { culprits, says: Says::Whole(sentence), confidence, evidence })
-}
-
-fn or_unknown(place: String) -> String {
-    if place.is_empty() { " at an unknown place".to_owned() } else { place }
 }

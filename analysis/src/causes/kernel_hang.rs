@@ -84,7 +84,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     Some(Finding {
         culprits: vec![*view],
-        says: Says::Rank(format!("is stuck on its device: {culprit}; it stands{}", stands(case.place(*view)))),
+        says: Says::Rank(format!("is stuck on its device: {culprit}; it stands{}", case.somewhere(*view))),
         confidence,
         evidence,
     })
@@ -126,10 +126,6 @@ fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
     let mut found = inside.iter().copied().filter(blocked);
     let view = found.next().filter(|_| found.next().is_none())?;
     worked(view).then_some(view)
-}
-
-fn stands(place: String) -> String {
-    if place.is_empty() { " at an unknown place".to_owned() } else { place }
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

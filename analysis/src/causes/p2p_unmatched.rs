@@ -68,11 +68,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     )];
     evidence.extend(case.standing(culprit));
     let says = match suspect {
-        Suspect::Host { .. } => Says::Rank(format!("{missing}; it stands{}", stands(case.place(culprit)))),
+        Suspect::Host { .. } => Says::Rank(format!("{missing}; it stands{}", case.somewhere(culprit))),
         _ => Says::Whole(format!(
             "Rank {rank} {missing}, which waits in {}, and waits itself for rank {waiting}; it stands{}.",
             case.describe(event),
-            stands(case.place(culprit))
+            case.somewhere(culprit)
         )),
     };
     Some(Finding { culprits: vec![culprit], says, confidence, evidence })
@@ -135,7 +135,7 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let sentence = format!(
         "Rank {rank} waits in {} and nobody sends to it, because all others wait for it; it stands{}.",
         case.describe(event),
-        stands(case.place(view))
+        case.somewhere(view)
     );
     let mut evidence =
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
@@ -272,13 +272,9 @@ fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) ->
         says: Says::Whole(format!(
             "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart; it stands{}.",
             without.join(" and "),
-            stands(case.place(culprit))
+            case.somewhere(culprit)
         )),
         confidence: Confidence::Medium,
         evidence,
     }
-}
-
-fn stands(place: String) -> String {
-    if place.is_empty() { " at an unknown place".to_owned() } else { place }
 }
