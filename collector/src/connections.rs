@@ -42,8 +42,6 @@ pub enum Event {
 #[derive(Debug, Default)]
 pub struct Connections {
     open: BTreeMap<ConnectionId, Connection>,
-    /// The commands that launchers became: their ranks may need an hour before their first device call.
-    commands: Vec<Arc<Handle>>,
     next: ConnectionId,
     paused_until: Option<Instant>,
     limiter: Limiter,
@@ -62,10 +60,10 @@ impl Connections {
         self.open.iter().map(|(id, connection)| (*id, connection))
     }
 
-    /// Whether anybody needs a collector: who is connected, and the commands under a launcher.
+    /// Whether anybody is connected.
     #[must_use]
-    pub fn are_needed(&self) -> bool {
-        !self.open.is_empty() || !self.commands.is_empty()
+    pub fn are_used(&self) -> bool {
+        !self.open.is_empty()
     }
 
     /// Pid at the other end.
@@ -148,26 +146,16 @@ impl Connections {
         events
     }
 
-    /// Closes one. A peer that went without a word is a launcher, and its process is the command from now on.
-    pub fn close(&mut self, id: ConnectionId) {
-        let Some(connection) = self.open.remove(&id) else { return };
-        if !connection.spoke
-            && self.commands.len() < MAX_CONNECTIONS
-            && let Some(command) = connection.process
-        {
-            self.commands.push(command);
-        }
-    }
-
-    /// Forgets the commands that have ended.
-    pub fn forget_ended(&mut self) {
-        self.commands.retain(|command| !command.is_dead());
+    /// Closes one. A peer that went without a word is a launcher, and its process, which is returned, the command from now on.
+    pub fn close(&mut self, id: ConnectionId) -> Option<Arc<Handle>> {
+        let connection = self.open.remove(&id)?;
+        connection.process.filter(|_| !connection.spoke)
     }
 
     /// Closes one that said something wrong.
     pub fn refuse(&mut self, id: ConnectionId, problem: &str) {
         self.limiter.warn(&format!("pid {} {problem}; its connection is closed", self.pid(id)));
-        self.close(id);
+        self.open.remove(&id);
     }
 
     /// Closes those that never spoke.
@@ -215,30 +203,21 @@ impl Limiter {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        os::unix::net::UnixStream,
-        process::{Command, Stdio},
-    };
+    use std::os::unix::net::UnixStream;
 
     use super::*;
 
     #[test]
-    fn a_collector_is_needed_as_long_as_a_launched_command_lives() {
-        let mut command =
-            Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).spawn().expect("cat is there");
+    fn who_goes_without_a_word_is_a_launcher() {
         let mut connections = Connections::default();
-        let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
-        let pid = command.id() as i32;
-        let process = Handle::of_peer(pid).ok().map(Arc::new);
-        let launcher = Connection { fd: fd.into(), pid, process, accepted: Instant::now(), spoke: false };
-        connections.open.insert(1, launcher);
-        connections.close(1);
-        connections.forget_ended();
-        assert!(connections.are_needed());
-        drop(command.stdin.take());
-        command.wait().expect("cat ends with its input");
-        connections.forget_ended();
-        assert!(!connections.are_needed());
+        let process = Handle::of_peer(std::process::id() as i32).ok().map(Arc::new);
+        for (id, spoke) in [(1, false), (2, true)] {
+            let (fd, _other) = UnixStream::pair().expect("a pair of sockets");
+            let connection =
+                Connection { fd: fd.into(), pid: 0, process: process.clone(), accepted: Instant::now(), spoke };
+            connections.open.insert(id, connection);
+        }
+        assert!(connections.close(1).is_some() && connections.close(2).is_none() && !connections.are_used());
     }
 
     #[test]

@@ -12,6 +12,7 @@ use std::{
 };
 
 use tracing::{info, warn};
+use xpu_timer_analysis::Verdict;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
@@ -26,6 +27,7 @@ use crate::{
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
     incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, Record, State},
+    launched::{Launched, Silent},
     member::Member,
     metrics::Sampler,
     monitor::{Monitor, Observation, SHORTEST_SILENCE},
@@ -53,6 +55,8 @@ pub struct Told {
     pub culprits: Vec<u32>,
     /// What went wrong.
     pub errors: Vec<String>,
+    /// The verdict, when no folder has it.
+    pub verdict: Option<Box<Verdict>>,
 }
 
 /// The state of a node collector.
@@ -73,6 +77,8 @@ pub struct Core {
     pub started: Now,
     /// Name of this node.
     pub node: String,
+    /// Commands under a launcher, and their ranks before these register.
+    pub launched: Launched,
     /// This node as a member of a cluster.
     pub member: Member,
     pub(crate) disk: Disk,
@@ -133,8 +139,13 @@ impl Core {
             opened: 0,
             started: Now::get(),
             node,
+            launched: Launched::default(),
             member: Member::default(),
-            disk: Disk::new(inbox.clone()),
+            disk: Disk::new({
+                // The loop may only wait for something to be written.
+                let inbox = inbox.clone();
+                move || inbox.wake()
+            }),
             inbox,
             monitor: Monitor::default(),
             sampler,
@@ -239,6 +250,9 @@ impl Core {
                 None
             }
         };
+        if let Some(process) = process {
+            self.launched.registered(process);
+        }
         let registered = self.registry.hello(connection, process.cloned(), hello, ring, &self.settings, now.mono_ns);
         self.registered(&registered, "registered", now);
         self.search(registered.id, now);
@@ -335,6 +349,20 @@ impl Core {
         }
     }
 
+    /// Some rank that has not registered has ended.
+    pub fn note_silent(&mut self, now: Now) {
+        self.launched.note_ended(self.happened_ns(now));
+    }
+
+    /// The ranks of this node that have not registered; see [`Launched::ranks`].
+    pub(crate) fn silent_ranks(&self, now: Now) -> Vec<&Silent> {
+        let born_ns = |job: &JobKey| {
+            let living = self.registry.of_job(job).into_iter().filter(|rank| rank.is_there());
+            living.map(|rank| rank.started_ns(now.mono_ns)).min()
+        };
+        self.launched.ranks(born_ns, now.mono_ns)
+    }
+
     fn raise(&mut self, raise: Raise, now: Now) {
         if let Some(action) = self.engine.raise(raise, now) {
             self.act(action, now);
@@ -344,6 +372,9 @@ impl Core {
     /// Once a second.
     pub fn tick(&mut self, now: Now) {
         self.registry.note_lingering(now.mono_ns);
+        self.note_silent(now);
+        let registry = &self.registry;
+        self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
         let mut observations: Vec<Observation> =
             self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();

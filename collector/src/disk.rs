@@ -1,4 +1,4 @@
-//! What the loop of a node has to read and write. A file system that does not answer (NFS, FUSE) holds up a thread here and not the loop,
+//! What the loop of a collector has to read and write, of either role. A file system that does not answer (NFS, FUSE) holds up a thread here and not the loop,
 //! which still sees every rank.
 
 use std::{
@@ -15,15 +15,12 @@ use std::{
 
 use tracing::warn;
 
-use crate::inbox::Inbox;
-
 type Work = Box<dyn FnOnce() + Send>;
 
 /// One thread for each folder of incident folders.
-#[derive(Debug)]
 pub struct Disk {
     roots: BTreeMap<PathBuf, Thread>,
-    inbox: Inbox,
+    done: Arc<dyn Fn() + Send + Sync>,
 }
 
 #[derive(Debug)]
@@ -42,10 +39,10 @@ impl Thread {
 const SOON: Duration = Duration::from_secs(1);
 
 impl Disk {
-    /// Without a thread yet.
+    /// Without a thread yet. `done` is called whenever something is done.
     #[must_use]
-    pub fn new(inbox: Inbox) -> Self {
-        Disk { roots: BTreeMap::new(), inbox }
+    pub fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
+        Disk { roots: BTreeMap::new(), done: Arc::new(done) }
     }
 
     /// Whether something is not done yet.
@@ -67,7 +64,7 @@ impl Disk {
         work: impl FnOnce() -> T + Send + 'static,
         late: impl FnOnce(T) + Send + 'static,
     ) -> Option<T> {
-        let inbox = self.inbox.clone();
+        let done = Arc::clone(&self.done);
         let Some(thread) = self.thread(root) else { return Some(work()) };
         let wait = if thread.is_busy() { Duration::ZERO } else { SOON };
         let (found, take) = mpsc::sync_channel(0);
@@ -80,8 +77,7 @@ impl Disk {
             if let Err(mpsc::SendError(result)) = found.send(result) {
                 late(result);
             }
-            // The loop may only wait for that to end.
-            inbox.wake();
+            done();
         };
         // It does not end while there is a sender.
         let _ = thread.give.send(Box::new(work));
@@ -111,7 +107,7 @@ mod tests {
 
     #[test]
     fn a_folder_that_does_not_answer_holds_up_no_other_and_what_it_says_late_is_heard() {
-        let mut disk = Disk::new(Inbox::new().unwrap().0);
+        let mut disk = Disk::new(|| {});
         let (answer, stuck) = mpsc::channel();
         let (late, heard) = mpsc::channel();
         let slow = Path::new("/slow");

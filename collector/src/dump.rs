@@ -23,7 +23,9 @@ use crate::{
     evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
     folder::Folder,
     incident::Record,
-    judging, process,
+    judging,
+    launched::Silent,
+    process,
     registry::JobKey,
     subjects, viewer,
 };
@@ -45,6 +47,8 @@ pub struct Plan {
     pub key: JobKey,
     /// Its registered ranks on this node, ascending.
     pub subjects: Vec<Subject>,
+    /// Those that are known here and have not registered.
+    pub silent: Vec<Silent>,
     /// Name of this node.
     pub node: String,
     /// Where this collector listens.
@@ -136,6 +140,7 @@ pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
     subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node, &plan.socket);
+    subjects::add_silent(&mut plan.subjects, std::mem::take(&mut plan.silent), &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);
     sample(&mut plan, captures, 0, first_deadline, &mut taken);

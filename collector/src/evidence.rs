@@ -29,6 +29,8 @@ pub struct Subject {
     pub node: String,
     /// It said goodbye a while ago and its process is still there.
     pub lingers: bool,
+    /// It has said hello.
+    pub registered: bool,
 }
 
 /// What was taken of one rank.
@@ -61,7 +63,7 @@ impl Subject {
     /// Reads the flight record into `taken`.
     pub fn read_ring(&self, taken: &mut Taken) {
         let Some(ring) = &self.ring else {
-            if self.presence != Presence::Unregistered {
+            if self.registered {
                 taken.errors.push("no flight record: its hook handed over no ring".into());
             }
             return;
@@ -209,7 +211,8 @@ mod tests {
     fn subject(presence: Presence) -> Subject {
         let process = Some(Arc::new(Handle::open(std::process::id() as i32).unwrap()));
         let info = RankInfo { rank: 3, command: "train".into(), ..Default::default() };
-        Subject { rank: 3, presence, info, process, ring: None, exit: None, node: "n1".into(), lingers: false }
+        let node = "n1".to_string();
+        Subject { rank: 3, presence, info, process, ring: None, exit: None, node, lingers: false, registered: true }
     }
 
     #[test]

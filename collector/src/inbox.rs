@@ -10,7 +10,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use serde_json::Value;
 use tokio::sync::oneshot;
 
-use crate::{dump::Outcome, error::Error, incident::Record, registry::JobKey, routes::Answers, uplink};
+use crate::{
+    dump::Outcome, error::Error, incident::Record, records::WithoutFolder, registry::JobKey, routes::Answers, uplink,
+};
 
 /// Who waits for a dump by hand: the finished dump, or why there is none.
 pub type DumpReply = oneshot::Sender<Result<Value, Refusal>>;
@@ -31,8 +33,8 @@ pub enum Question {
     },
     /// Folders that may hold incidents.
     Folders(oneshot::Sender<Vec<PathBuf>>),
-    /// Incidents of which no folder could be made, as `/incidents` shows them.
-    WithoutFolder(oneshot::Sender<Vec<Value>>),
+    /// Incidents of which no folder could be made.
+    WithoutFolder(oneshot::Sender<Vec<WithoutFolder>>),
     /// `/slow_ranks`.
     SlowRanks(oneshot::Sender<Value>),
 }

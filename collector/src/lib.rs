@@ -22,6 +22,7 @@ pub mod inbox;
 pub mod incident;
 pub mod incidents;
 pub mod judging;
+pub mod launched;
 pub mod member;
 pub mod metrics;
 pub mod monitor;

@@ -19,7 +19,8 @@ use crate::{
     delivery::{self, Kept, PART},
     dump::{ForCluster, folder_name},
     folder::{is_of, own_names},
-    incident::{Cause, Incident, State},
+    incident::{self, Cause, Incident},
+    launched::{Silent, State},
     process,
     registry::{JobKey, Presence, Rank},
     uplink::{Delivering, Event, Link},
@@ -148,8 +149,8 @@ impl Core {
     fn hello_cluster(&mut self, now: Now) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
-        self.member.told_ranks = self.rank_entries();
-        let ranks = self.aged(now);
+        let (told, ranks) = self.rank_entries(now);
+        self.member.told_ranks = told;
         let hello = NodeHello {
             protocol: PROTOCOL_VERSION,
             node: self.node.clone(),
@@ -221,7 +222,9 @@ impl Core {
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
             late_ns: incident.late_ns,
-            hangs: !incident.past && self.engine.hangs_here(&incident.job) && incident.state != State::Adopted,
+            hangs: !incident.past
+                && self.engine.hangs_here(&incident.job)
+                && incident.state != incident::State::Adopted,
             captured: self.member.parts.contains_key(&incident.id) || incident.dumped.is_some(),
         })
     }
@@ -262,11 +265,13 @@ impl Core {
             if let Some(waiting) = self.waiting.remove(&own) {
                 self.waiting.entry(id.clone()).or_default().extend(waiting);
             }
-        } else if self.engine.get(&id).is_some_and(|incident| incident.state == State::Open) {
+        } else if self.engine.get(&id).is_some_and(|incident| incident.state == incident::State::Open) {
             return;
         } else if request.round == 0 || !self.engine.again(&id) {
             let of_job = self.registry.of_job(&job);
-            let attempt = of_job.first().map_or(request.attempt, |rank| rank.info.attempt);
+            let silent =
+                || self.silent_ranks(now).into_iter().find(|rank| rank.job == job).map(|rank| rank.info.attempt);
+            let attempt = of_job.first().map(|rank| rank.info.attempt).or_else(silent).unwrap_or(request.attempt);
             self.engine.request(&id, &job, attempt, request.trigger.unwrap_or_default(), now);
         }
         self.member.asked.insert(id.clone(), now.mono_ns + VERDICT_NS);
@@ -387,30 +392,16 @@ impl Core {
     }
 
     fn tell_ranks(&mut self, now: Now) {
-        let ranks = self.rank_entries();
-        if ranks != self.member.told_ranks {
-            self.member.told_ranks = ranks;
-            let ranks = self.aged(now);
+        let (told, ranks) = self.rank_entries(now);
+        if told != self.member.told_ranks {
+            self.member.told_ranks = told;
             self.member.send(Message::Ranks(NodeRanks { ranks }));
         }
     }
 
-    /// What is told of the ranks, with their ages.
-    fn aged(&self, now: Now) -> Vec<RankEntry> {
-        let age_ms = |rank: &Rank| (now.mono_ns.saturating_sub(rank.started_ns(now.mono_ns)) / 1_000_000).max(1);
-        let ended_age_ms = |rank: &Rank| match rank.presence.is_alive() {
-            true => 0,
-            false => (now.mono_ns.saturating_sub(rank.ended_ns) / 1_000_000).max(1),
-        };
-        let ranks = self.shared_ranks();
-        ranks
-            .iter()
-            .map(|rank| RankEntry { age_ms: age_ms(rank), ended_age_ms: ended_age_ms(rank), ..entry(rank) })
-            .collect()
-    }
-
     fn tell_hangs(&mut self) {
-        let open = self.engine.incidents().filter(|one| matches!(one.state, State::Open | State::Dumped));
+        let open =
+            self.engine.incidents().filter(|one| matches!(one.state, incident::State::Open | incident::State::Dumped));
         let now: Vec<(String, bool, bool)> =
             open.map(|one| (one.id.clone(), !one.past && self.engine.hangs_here(&one.job), one.went_away)).collect();
         for (incident, hangs, ended) in now {
@@ -422,14 +413,33 @@ impl Core {
         self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
     }
 
-    fn rank_entries(&self) -> Vec<RankEntry> {
-        self.shared_ranks().into_iter().map(entry).collect()
-    }
-
-    /// The ranks that know who they are.
-    fn shared_ranks(&self) -> Vec<&Rank> {
+    /// What is told of the ranks that know who they are, without and with their ages.
+    fn rank_entries(&self, now: Now) -> (Vec<RankEntry>, Vec<RankEntry>) {
         let jobs = self.registry.jobs();
-        jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).collect()
+        let ranks: Vec<&Rank> =
+            jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).collect();
+        let mut entries: Vec<(RankEntry, u64, Option<u64>)> = Vec::new();
+        for rank in &ranks {
+            let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
+            entries.push((entry(rank), rank.started_ns(now.mono_ns), ended_ns));
+        }
+        for silent in self.silent_ranks(now) {
+            if ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank)) {
+                let ended_ns = match silent.state {
+                    State::Runs(_) => None,
+                    State::Ended(ended_ns, _) => Some(ended_ns),
+                };
+                entries.push((silent_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns));
+            }
+        }
+        let age_ms = |ns: u64| (now.mono_ns.saturating_sub(ns) / 1_000_000).max(1);
+        let aged = |(entry, started_ns, ended_ns): &(RankEntry, u64, Option<u64>)| RankEntry {
+            age_ms: age_ms(*started_ns),
+            ended_age_ms: ended_ns.map_or(0, age_ms),
+            ..entry.clone()
+        };
+        let aged = entries.iter().map(aged).collect();
+        (entries.into_iter().map(|(entry, ..)| entry).collect(), aged)
     }
 }
 
@@ -447,6 +457,21 @@ fn entry(rank: &Rank) -> RankEntry {
         hang_timeout_ms: milliseconds(rank.settings.hang_timeout),
         sample_interval_ms: milliseconds(rank.settings.sample_interval),
         idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
+        start: rank.process.as_ref().map_or(0, |process| process.start),
+        ..Default::default()
+    }
+}
+
+fn silent_entry(silent: &Silent) -> RankEntry {
+    let presence = match silent.state {
+        State::Runs(_) => Shown::Unregistered,
+        State::Ended(..) => Shown::Dead,
+    };
+    RankEntry {
+        job: Some(job_id(&silent.job)),
+        info: Some(RankInfo { command: String::new(), ..silent.info.clone() }),
+        presence: presence.into(),
+        start: silent.start,
         ..Default::default()
     }
 }

@@ -136,6 +136,8 @@ struct Ready {
     listener: bool,
     connections: Vec<ConnectionId>,
     processes: Vec<RankId>,
+    // Some rank that has not registered.
+    silent: bool,
 }
 
 impl Node {
@@ -153,6 +155,9 @@ impl Node {
             for id in ready.processes {
                 self.core.ended(id, now);
             }
+            if ready.silent {
+                self.core.note_silent(now);
+            }
             if ready.listener {
                 self.connections.accept(&self.endpoint);
             }
@@ -167,10 +172,9 @@ impl Node {
                 next_tick = Instant::now() + TICK;
                 self.core.tick(now);
                 self.connections.close_silent();
-                self.connections.forget_ended();
             }
             self.core.turned(now);
-            if self.connections.are_needed() || self.core.is_busy() {
+            if self.connections.are_used() || self.core.launched.is_needed() || self.core.is_busy() {
                 used = Instant::now();
             }
             if let Some(since) = stopping
@@ -198,7 +202,9 @@ impl Node {
                     }
                 }
                 Event::End => {
-                    self.connections.close(id);
+                    if let Some(command) = self.connections.close(id) {
+                        self.core.launched.add(command);
+                    }
                     self.core.disconnected(id, now);
                 }
             }
@@ -223,6 +229,7 @@ impl Node {
         fds.push(PollFd::from_borrowed_fd(self.endpoint.as_fd(), flags));
         fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
         fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
+        fds.extend(self.core.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
         let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
         if let Err(errno) = poll(&mut fds, Some(&timeout))
             && errno != rustix::io::Errno::INTR
@@ -241,6 +248,7 @@ impl Node {
                 .map(|((id, _), _)| *id)
                 .collect(),
             processes: processes.iter().zip(&mut events).filter(|(_, ready)| *ready).map(|((id, _), _)| *id).collect(),
+            silent: events.any(|ready| ready),
         }
     }
 }

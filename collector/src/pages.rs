@@ -9,37 +9,43 @@ use axum::{
 };
 use serde_json::{Value, json};
 
-use crate::records;
+use crate::records::{self, WithoutFolder};
 
 /// Folders of the incident folders.
 pub type Roots = Vec<PathBuf>;
 
 /// `/incidents`: those on disk, and others, in the order of their names.
-pub async fn list(roots: Roots, others: Vec<Value>) -> Response {
-    let mut all = apart(move || records::list(&roots)).await.unwrap_or_default();
-    all.extend(others);
+pub async fn list(roots: Roots, others: Vec<WithoutFolder>) -> Response {
+    let mut all: Vec<Value> = apart(move || records::list(&roots)).await.unwrap_or_default();
+    all.extend(others.into_iter().map(|other| other.line));
     all.sort_by(|one, other| one["incident"].as_str().cmp(&other["incident"].as_str()));
     Json(all).into_response()
 }
 
 /// `/incidents/ID`: its `verdict.json`.
-pub async fn verdict(roots: Roots, id: String) -> Response {
-    match apart(move || records::verdict_json(&roots, &id)).await.flatten() {
+pub async fn verdict(roots: Roots, others: Vec<WithoutFolder>, id: String) -> Response {
+    let name = "verdict.json";
+    let found = apart(move || records::verdict_json(&roots, &id).or_else(|| file_of(&others, &id, name))).await;
+    match found.flatten() {
         Some(json) => ([(header::CONTENT_TYPE, "application/json")], json).into_response(),
         None => not_found("no such incident"),
     }
 }
 
 /// `/incidents/ID/files`: names and sizes.
-pub async fn files(roots: Roots, id: String) -> Response {
-    match apart(move || records::files(&roots, &id)).await.flatten() {
+pub async fn files(roots: Roots, others: Vec<WithoutFolder>, id: String) -> Response {
+    let others = move |id: &str| {
+        let files = others.iter().find(|other| other.is(id))?.files();
+        Some(files.iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes.len() })).collect::<Vec<Value>>())
+    };
+    match apart(move || records::files(&roots, &id).or_else(|| others(&id))).await.flatten() {
         Some(files) => Json(files).into_response(),
         None => not_found("no such incident"),
     }
 }
 
 /// `/incidents/ID/NAME`: one file, for example `report.html`.
-pub async fn file(roots: Roots, id: String, name: String) -> Response {
+pub async fn file(roots: Roots, others: Vec<WithoutFolder>, id: String, name: String) -> Response {
     let kind = match name.rsplit_once('.').map(|(_, end)| end) {
         Some("html") => "text/html; charset=utf-8",
         Some("json") => "application/json",
@@ -47,12 +53,21 @@ pub async fn file(roots: Roots, id: String, name: String) -> Response {
         Some("stacktrace" | "bin") => "application/octet-stream",
         _ => "text/plain; charset=utf-8",
     };
-    let found = apart(move || records::file(&roots, &id, &name).ok_or_else(|| records::files(&roots, &id).is_some()));
+    let found = apart(move || {
+        let found = records::file(&roots, &id, &name).or_else(|| file_of(&others, &id, &name));
+        found.ok_or_else(|| records::files(&roots, &id).is_some() || others.iter().any(|other| other.is(&id)))
+    });
     match found.await {
         Some(Ok(bytes)) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
         Some(Err(true)) => not_found("no such file"),
         _ => not_found("no such incident"),
     }
+}
+
+/// A file of an incident that has no folder.
+fn file_of(others: &[WithoutFolder], id: &str, name: &str) -> Option<Vec<u8>> {
+    let files = others.iter().find(|other| other.is(id))?.files();
+    files.into_iter().find(|(other, _)| *other == name).map(|(_, bytes)| bytes)
 }
 
 /// Disks may be slow.

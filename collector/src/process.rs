@@ -14,7 +14,7 @@ use rustix::{
 use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{env::Source, socket, v1::RankInfo};
 
-use crate::pidfd;
+use crate::{clock, pidfd};
 
 /// Fields of `/proc/PID/stat` that the collector uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -58,6 +58,25 @@ impl Stat {
     pub fn is_dead(&self) -> bool {
         matches!(self.state, 'Z' | 'X' | 'x')
     }
+
+    /// Since it was started.
+    #[must_use]
+    pub fn age_ns(&self) -> u64 {
+        age_ns(self.start)
+    }
+}
+
+/// One of the clock ticks in which /proc has the start of a process: 100 a second, on every kernel.
+pub const TICK_NS: u64 = 10_000_000;
+
+fn age_ns(start: u64) -> u64 {
+    clock::since_boot_ns().saturating_sub(start.saturating_mul(TICK_NS))
+}
+
+/// CLOCK_MONOTONIC at which a process of this start time was started, as in [`Stat`].
+#[must_use]
+pub fn started_ns(start: u64, now_ns: u64) -> u64 {
+    now_ns.saturating_sub(age_ns(start))
 }
 
 /// Whether `ancestor` is a parent, grandparent, … of `pid`.
@@ -92,6 +111,8 @@ pub struct Handle {
     pub start: u64,
     /// Which of several jobs of one name it belongs to; known only of those who connected.
     pub instance: String,
+    /// Who it is, if its environment names a rank; known only of those who connected.
+    pub rank: Option<RankInfo>,
     fd: OwnedFd,
 }
 
@@ -102,7 +123,9 @@ impl Handle {
     /// # Errors
     /// When there is no such process.
     pub fn of_peer(pid: i32) -> io::Result<Handle> {
-        Ok(Handle { instance: instance_of(pid), ..Handle::open(pid)? })
+        let source = Source::of_environ(&fs::read(format!("/proc/{pid}/environ")).unwrap_or_default());
+        let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
+        Ok(Handle { instance: instance_in(pid, &source), rank, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -111,7 +134,7 @@ impl Handle {
         let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
         let fd = pidfd_open(raw, PidfdFlags::empty())?;
         let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
-        let handle = Handle { pid, start, instance: String::new(), fd };
+        let handle = Handle { pid, start, instance: String::new(), rank: None, fd };
         // The start time is that of this process only if the process was still there after it had been read.
         if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
             return Err(io::ErrorKind::NotFound.into());
@@ -187,7 +210,7 @@ pub struct Found {
     pub start: u64,
     /// Who it is in its job.
     pub info: RankInfo,
-    /// Which of several jobs of one name; see [`instance_of`].
+    /// Which of several jobs of one name; see [`Handle::instance`].
     pub instance: String,
     /// Socket of the collector that it would talk to.
     pub socket: PathBuf,
@@ -204,7 +227,9 @@ pub fn scan(uid: u32) -> Vec<Found> {
         .collect()
 }
 
-fn found(pid: i32, uid: u32) -> Option<Found> {
+/// One process, if it is such a one.
+#[must_use]
+pub fn found(pid: i32, uid: u32) -> Option<Found> {
     let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
     let source = Source::of_environ(&environ);
     let mut info = source.rank_info();
@@ -236,11 +261,6 @@ fn instance(source: &Source) -> String {
 }
 
 /// [`instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
-fn instance_of(pid: i32) -> String {
-    let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-    instance_in(pid, &Source::of_environ(&environ))
-}
-
 fn instance_in(pid: i32, source: &Source) -> String {
     let own = instance(source);
     let tells_nothing = own.is_empty() && source.text("PMI_RANK").is_some();
@@ -356,7 +376,8 @@ mod tests {
         let mut child = proxy.stdout(std::process::Stdio::piped()).spawn().unwrap();
         let mut line = String::new();
         io::BufRead::read_line(&mut io::BufReader::new(child.stdout.take().unwrap()), &mut line).unwrap();
-        assert_eq!(instance_of(line.trim().parse().unwrap()), "node:35363");
+        let rank = Handle::of_peer(line.trim().parse().unwrap()).unwrap();
+        assert_eq!((rank.instance.as_str(), rank.rank.map(|info| info.rank)), ("node:35363", Some(1)));
         assert_eq!(hydra(std::process::id() as i32), None);
         drop(child.stdin.take());
         child.wait().unwrap();

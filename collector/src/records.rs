@@ -48,44 +48,80 @@ pub fn list(roots: &[PathBuf]) -> Vec<Value> {
         if !seen.insert(verdict.incident.clone()) {
             continue;
         }
-        let line = json!({
-            "incident": verdict.incident,
-            "path": folder,
-            "job": verdict.job,
-            "status": verdict.timing.status,
-            "opened_at": verdict.timing.opened_at,
-            "cause": verdict.cause,
-            "confidence": verdict.confidence,
-            "culprits": verdict.culprits,
-            "sentence": verdict.sentence,
-        });
-        all.push(line);
+        all.push(line(&verdict, Some(&folder)));
     }
     all
 }
 
-/// An incident of which no folder could be made, as [`list`] shows those that have one.
-#[must_use]
-pub fn line(
-    id: &str,
-    job: &JobKey,
-    status: Status,
-    opened: Now,
-    cause: &str,
-    culprits: &[u32],
-    sentence: &str,
-) -> Value {
+fn line(verdict: &Verdict, folder: Option<&Path>) -> Value {
     json!({
-        "incident": id,
-        "path": null,
-        "job": job.name,
-        "status": status,
-        "opened_at": clock::rfc3339(opened.unix_ns),
-        "cause": cause,
-        "confidence": null,
-        "culprits": culprits,
-        "sentence": sentence,
+        "incident": verdict.incident,
+        "path": folder,
+        "job": verdict.job,
+        "status": verdict.timing.status,
+        "opened_at": verdict.timing.opened_at,
+        "cause": verdict.cause,
+        "confidence": verdict.confidence,
+        "culprits": verdict.culprits,
+        "sentence": verdict.sentence,
     })
+}
+
+/// An incident of which no folder could be made: what is known of it as if it had one.
+#[derive(Debug)]
+pub struct WithoutFolder {
+    /// As [`list`] shows those that have one; `path` is null.
+    pub line: Value,
+    verdict: Option<Verdict>,
+}
+
+impl WithoutFolder {
+    /// `closed_unix_ns` is when it was over. Without a verdict none has been made yet.
+    #[must_use]
+    pub fn new(
+        id: &str,
+        job: &JobKey,
+        status: Status,
+        opened: Now,
+        closed_unix_ns: Option<u64>,
+        verdict: Option<&Verdict>,
+    ) -> Self {
+        let mut verdict = verdict.cloned();
+        if let Some(verdict) = &mut verdict {
+            verdict.timing.status = status;
+            verdict.timing.resolved_at = closed_unix_ns.map(clock::rfc3339);
+        }
+        let unjudged = || {
+            json!({
+                "incident": id,
+                "path": null,
+                "job": job.name,
+                "status": status,
+                "opened_at": clock::rfc3339(opened.unix_ns),
+                "cause": null,
+                "confidence": null,
+                "culprits": [],
+                "sentence": null,
+            })
+        };
+        WithoutFolder { line: verdict.as_ref().map_or_else(unjudged, |verdict| line(verdict, None)), verdict }
+    }
+
+    /// Whether it is this incident.
+    #[must_use]
+    pub fn is(&self, id: &str) -> bool {
+        self.line["incident"] == id
+    }
+
+    /// The files that its folder would have of its verdict, by name.
+    #[must_use]
+    pub fn files(&self) -> [(&'static str, Vec<u8>); 2] {
+        let (text, json) = match &self.verdict {
+            Some(verdict) => (verdict.to_text(), serde_json::to_vec_pretty(verdict)),
+            None => ("no verdict yet\n".into(), serde_json::to_vec_pretty(&self.line)),
+        };
+        [("verdict.json", json.unwrap_or_default()), ("verdict.txt", text.into_bytes())]
+    }
 }
 
 /// The `verdict.json` of one incident. An id from outside is compared with names that are there, never used as a path.

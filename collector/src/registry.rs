@@ -10,7 +10,7 @@ use std::{
 
 use xpu_timer_proto::v1::{Hello, RankInfo};
 
-use crate::{clock, config::Settings, process, process::Handle, ring_file::RingFile};
+use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
 
 /// Tells jobs apart.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
@@ -164,8 +164,7 @@ impl Rank {
     /// CLOCK_MONOTONIC at which its process was started; that of its registration when the process cannot be seen.
     #[must_use]
     pub fn started_ns(&self, now_ns: u64) -> u64 {
-        let age_ns = |process: &Arc<Handle>| clock::since_boot_ns().saturating_sub(process.start * TICK_NS);
-        self.process.as_ref().map_or(self.registered_ns, |process| now_ns.saturating_sub(age_ns(process)))
+        self.process.as_ref().map_or(self.registered_ns, |process| process::started_ns(process.start, now_ns))
     }
 
     /// For messages.
@@ -197,14 +196,12 @@ pub struct Registry {
     next: RankId,
 }
 
-/// One of the clock ticks in which /proc has the start of a process: 100 a second, on every kernel.
-const TICK_NS: u64 = 10_000_000;
 /// The end of a process is noticed within this time.
 const NOTICED_NS: u64 = 1_000_000_000;
 /// Exit handlers and destructors are done within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
-const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
+pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 /// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
 const MAX_ENDED: usize = 4096;
 
@@ -224,6 +221,13 @@ impl Registry {
     #[must_use]
     pub fn by_connection(&self, connection: ConnectionId) -> Option<&Rank> {
         self.ranks.values().find(|rank| rank.connection == Some(connection))
+    }
+
+    /// Whether a process has said hello.
+    #[must_use]
+    pub fn is_registered(&self, pid: i32, start: u64) -> bool {
+        let is_its = |process: &Arc<Handle>| (process.pid, process.start) == (pid, start);
+        self.ranks.values().any(|rank| rank.process.as_ref().is_some_and(is_its))
     }
 
     /// All jobs that have an entry.

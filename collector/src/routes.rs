@@ -16,6 +16,7 @@ use tokio::{sync::oneshot, time::timeout};
 use crate::{
     inbox::{Question, Refusal},
     pages,
+    records::WithoutFolder,
 };
 
 /// A loop that can be asked.
@@ -98,28 +99,28 @@ fn refusal(refused: Refusal) -> Response {
     (code, Json(json!({ "error": text }))).into_response()
 }
 
-/// Folders of the incidents; `None` when the loop does not answer.
-async fn roots(answers: &impl Answers) -> Option<pages::Roots> {
-    ask(answers, ANSWER, Question::Folders).await
+/// Folders of the incidents, and those incidents that have none; `None` when the loop does not answer.
+async fn known(answers: &impl Answers) -> Option<(pages::Roots, Vec<WithoutFolder>)> {
+    let roots = ask(answers, ANSWER, Question::Folders).await?;
+    Some((roots, ask(answers, ANSWER, Question::WithoutFolder).await?))
 }
 
 async fn incidents<A: Answers>(State(answers): State<A>) -> Response {
-    let Some(roots) = roots(&answers).await else { return no_answer() };
-    let Some(others) = ask(&answers, ANSWER, Question::WithoutFolder).await else { return no_answer() };
+    let Some((roots, others)) = known(&answers).await else { return no_answer() };
     pages::list(roots, others).await
 }
 
 async fn incident<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
-    let Some(roots) = roots(&answers).await else { return no_answer() };
-    pages::verdict(roots, id).await
+    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    pages::verdict(roots, others, id).await
 }
 
 async fn files<A: Answers>(State(answers): State<A>, Path(id): Path<String>) -> Response {
-    let Some(roots) = roots(&answers).await else { return no_answer() };
-    pages::files(roots, id).await
+    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    pages::files(roots, others, id).await
 }
 
 async fn file<A: Answers>(State(answers): State<A>, Path((id, name)): Path<(String, String)>) -> Response {
-    let Some(roots) = roots(&answers).await else { return no_answer() };
-    pages::file(roots, id, name).await
+    let Some((roots, others)) = known(&answers).await else { return no_answer() };
+    pages::file(roots, others, id, name).await
 }

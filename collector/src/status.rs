@@ -9,7 +9,7 @@ use crate::{
     clock::Now,
     core::Core,
     incident::{Incident, State},
-    records,
+    records::WithoutFolder,
     registry::Rank,
 };
 
@@ -66,9 +66,9 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
     })
 }
 
-/// Incidents of which no folder could be made, as `/incidents` shows them.
+/// Incidents of which no folder could be made.
 #[must_use]
-pub fn without_folder(core: &Core) -> Vec<Value> {
+pub fn without_folder(core: &Core) -> Vec<WithoutFolder> {
     let done = core.engine.incidents().filter(|incident| incident.state != State::Open);
     let told = done.filter_map(|incident| Some((incident, core.told.get(&incident.id)?)));
     let homeless = told.filter(|(_, told)| told.path.is_none());
@@ -79,15 +79,9 @@ pub fn without_folder(core: &Core) -> Vec<Value> {
                 State::Ended => Status::Ended,
                 State::Open | State::Dumped | State::Adopted => Status::Open,
             };
-            records::line(
-                &incident.id,
-                &incident.job,
-                status,
-                incident.opened,
-                &told.cause,
-                &told.culprits,
-                &told.sentence,
-            )
+            let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);
+            let verdict = told.verdict.as_deref();
+            WithoutFolder::new(&incident.id, &incident.job, status, incident.opened, closed_unix_ns, verdict)
         })
         .collect()
 }

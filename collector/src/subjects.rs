@@ -7,6 +7,7 @@ use xpu_timer_proto::v1::Presence as Shown;
 
 use crate::{
     evidence::Subject,
+    launched::{Silent, State},
     process::{self, Found, Handle},
     registry::{JobKey, Presence, Rank, Registry},
 };
@@ -35,6 +36,7 @@ fn subject(rank: &Rank, node: &str) -> Subject {
         exit: rank.exit.clone(),
         node: if named { rank.info.node.clone() } else { node.to_string() },
         lingers: rank.lingers,
+        registered: true,
     }
 }
 
@@ -42,8 +44,12 @@ fn subject(rank: &Rank, node: &str) -> Subject {
 /// talk to this collector's `socket`, for another job of the same name may run beside this one.
 pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32, node: &str, socket: &Path) {
     let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
+    let world_size = known_size(subjects);
     for found in process::scan(getuid().as_raw()) {
+        // The variables of an agent in a pod number the agents.
+        let other_world = world_size > 0 && found.info.world_size > 0 && found.info.world_size != world_size;
         let same_job = found.info.job == job.name && found.instance == job.instance && found.info.attempt == attempt;
+        let same_job = same_job && !other_world;
         if same_job && found.socket == socket && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank)
         {
             by_rank.entry(found.info.rank).or_default().push(found);
@@ -66,6 +72,37 @@ pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32,
             exit: None,
             node: node.to_string(),
             lingers: false,
+            registered: false,
+        });
+    }
+    subjects.sort_by_key(|subject| subject.rank);
+}
+
+/// Adds those of the job's other ranks that a launcher of this node has started: who has ended is found nowhere else.
+pub fn add_silent(subjects: &mut Vec<Subject>, silent: Vec<Silent>, node: &str) {
+    let world_size = known_size(subjects);
+    for rank in silent {
+        let other_world = world_size > 0 && rank.info.world_size > 0 && rank.info.world_size != world_size;
+        if other_world || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank) {
+            continue;
+        }
+        let (presence, process, exit) = match rank.state {
+            State::Runs(process) => (Shown::Unregistered, Some(process), None),
+            State::Ended(_, how) => {
+                let how = how.map(|how| format!("{how}, ")).unwrap_or_default();
+                (Shown::Dead, None, Some(format!("{how}before its first device call")))
+            }
+        };
+        subjects.push(Subject {
+            rank: rank.info.rank as u32,
+            presence,
+            info: rank.info,
+            process,
+            ring: None,
+            exit,
+            node: node.to_string(),
+            lingers: false,
+            registered: false,
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
@@ -98,7 +135,7 @@ fn is_shell(pid: i32) -> bool {
 /// World size of a job, and which of its ranks run on this node; `None` when that cannot be told.
 #[must_use]
 pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
-    let known = subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0);
+    let known = known_size(subjects);
     let highest = subjects.iter().map(|subject| subject.rank + 1).max().unwrap_or(0);
     let here = subjects.iter().find_map(|subject| {
         let local = u32::try_from(subject.info.local_rank).ok()?;
@@ -107,6 +144,11 @@ pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
         (count > local).then_some(first..first + count)
     });
     (known.max(highest), here)
+}
+
+/// World size of a job as its ranks say; 0 when none knows it.
+fn known_size(subjects: &[Subject]) -> u32 {
+    subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -138,7 +180,33 @@ mod tests {
     fn subject(rank: u32, local_rank: i32, local_world_size: u32, world_size: u32) -> Subject {
         let info = RankInfo { world_size, local_rank, local_world_size, ..Default::default() };
         let node = String::new();
-        Subject { rank, presence: Shown::Present, info, process: None, ring: None, exit: None, node, lingers: false }
+        let (presence, registered) = (Shown::Present, true);
+        Subject { rank, presence, info, process: None, ring: None, exit: None, node, lingers: false, registered }
+    }
+
+    #[test]
+    fn who_ended_before_its_first_device_call_is_a_rank_of_the_world_that_the_others_have() {
+        let ended = |rank: i32, world_size: u32, exit: Option<&str>| Silent {
+            job: JobKey { name: "j".into(), instance: String::new() },
+            info: RankInfo { rank, world_size, ..Default::default() },
+            start: 1,
+            state: State::Ended(1, exit.map(Into::into)),
+        };
+        let mut subjects = vec![subject(0, 0, 2, 4), subject(1, 1, 2, 4)];
+        let silent = vec![ended(1, 4, None), ended(2, 4, Some("exit code 3")), ended(3, 4, None), ended(3, 2, None)];
+        add_silent(&mut subjects, silent, "n");
+        let told: Vec<_> = subjects.iter().map(|one| (one.rank, one.presence, one.exit.as_deref())).collect();
+        assert_eq!(
+            told,
+            [
+                (0, Shown::Present, None),
+                (1, Shown::Present, None),
+                (2, Shown::Dead, Some("exit code 3, before its first device call")),
+                (3, Shown::Dead, Some("before its first device call")),
+            ]
+        );
+        let evidence = subjects[3].evidence(Default::default());
+        assert_eq!(evidence.errors, ["the process is gone: before its first device call"]);
     }
 
     #[test]

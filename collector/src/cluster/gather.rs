@@ -18,7 +18,7 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{memory, nodes::NodeId, ranks::Ranks, service::Credit};
+use super::{hub::Left, memory, nodes::NodeId, ranks::Ranks, service::Credit};
 use crate::{
     clock::{self, Now},
     delivery::rank_of,
@@ -336,9 +336,9 @@ impl Record {
         }
     }
 
-    /// Incidents that an earlier cluster collector left open: folder, record, and the verdict when there is one.
+    /// Incidents that an earlier cluster collector left open.
     #[must_use]
-    pub fn open_in(root: &Path) -> Vec<(PathBuf, Record, Option<Verdict>)> {
+    pub fn open_in(root: &Path) -> Vec<Left> {
         let mut folders = crate::records::folders(root);
         folders.reverse();
         let of = |folder: PathBuf| {

@@ -29,7 +29,8 @@ use super::{
     service::StreamEvent,
 };
 use crate::{
-    clock::Now, inbox::Question, member::key, registry::JobKey, slow::SlowRanks, throttle::Throttle, webhook::Webhook,
+    clock::Now, disk::Disk, error::Error, folder::Folder, inbox::Question, member::key, registry::JobKey,
+    slow::SlowRanks, throttle::Throttle, webhook::Webhook,
 };
 
 /// A message to the hub that is not from a node's stream.
@@ -41,7 +42,16 @@ pub enum Command {
     Done(String, Done),
     /// The ranks of a job in an attempt were compared.
     Compared(JobKey, u32, Comparison),
+    /// Incidents that an earlier cluster collector left open were found late.
+    Found(Vec<Left>),
+    /// The folder of an incident was made late, or could not be.
+    Made(String, MadeFolder),
 }
+
+/// An incident that an earlier cluster collector left open: folder, record, and the verdict when there is one.
+pub type Left = (PathBuf, Record, Option<Verdict>);
+/// A folder, and why it is not where it should be.
+type MadeFolder = Result<(Folder, Option<Error>), Error>;
 
 /// Something that a node was asked to bring.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -70,6 +80,7 @@ pub struct Hub {
     held: Vec<(NodeId, Alarm)>,
     // What nodes were asked to bring, by the key that was drawn for it.
     expected: BTreeMap<String, Expected>,
+    disk: Disk,
     // Jobs of which every rank is known, with attempt and world.
     whole: BTreeMap<JobKey, (u32, u32)>,
     // Nodes that say they have ranks of another one: since when, and whether that was told.
@@ -106,6 +117,8 @@ impl Hub {
             throttle: Throttle::default(),
             held: Vec::new(),
             expected: BTreeMap::new(),
+            // Nobody waits for it: what comes late is a command.
+            disk: Disk::new(|| {}),
             whole: BTreeMap::new(),
             refused: BTreeMap::new(),
             turned_away: None,
@@ -117,9 +130,10 @@ impl Hub {
             settings,
         };
         for root in hub.folders() {
-            for (folder, record, verdict) in Record::open_in(&root) {
-                hub.restore(folder, record, verdict, now);
-            }
+            let (commands, below) = (hub.commands.clone(), root.clone());
+            let late = move |found| drop(commands.send(Command::Found(found)));
+            let found = hub.disk.ask(&root, move || Record::open_in(&below), late);
+            hub.restore_all(found.unwrap_or_default(), now);
         }
         hub
     }
@@ -127,6 +141,15 @@ impl Hub {
     /// Folders in which incidents may lie.
     fn folders(&self) -> Vec<PathBuf> {
         vec![self.settings.timeline_path.clone(), self.settings.fallback_path.clone()]
+    }
+
+    fn restore_all(&mut self, found: Vec<Left>, now: Now) {
+        for (folder, record, verdict) in found {
+            // Found late, its nodes may have told of it.
+            if !self.incidents.contains_key(&record.id) {
+                self.restore(folder, record, verdict, now);
+            }
+        }
     }
 
     fn restore(&mut self, folder: PathBuf, record: Record, verdict: Option<Verdict>, now: Now) {
@@ -205,7 +228,7 @@ impl Hub {
         info!("node {} joined with {} ranks", hello.node, ranks.len());
         self.claim(node, ranks, now);
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
-        let requests = open.iter().filter_map(|id| self.ask(id, node)).collect();
+        let requests = open.iter().filter_map(|id| self.ask(id, node, now)).collect();
         self.nodes.send(node, Message::Welcome(NodeWelcome { open: requests }), now.mono_ns);
         for alarm in hello.incidents {
             self.alarm(node, alarm, now);
@@ -236,6 +259,13 @@ impl Hub {
     fn is_over(&self, incident: &Incident) -> bool {
         let view = self.nodes.job(&incident.job);
         view.alive && view.born_ns > incident.opened.mono_ns
+    }
+
+    /// Whether what a node alarms of is not what this incident is about: none of its ranks that run was there when it was asked for its
+    /// part. That the world of the incident is over may not have been told by the others yet.
+    fn is_before(&self, incident: &Incident, node: NodeId) -> bool {
+        let asked = incident.parts.get(&node).map(|part| part.asked_ns);
+        asked.is_some_and(|asked_ns| self.nodes.began_after(&incident.job, node, asked_ns))
     }
 
     /// A node has no stream any more.
@@ -331,6 +361,8 @@ impl Hub {
                 self.deliver(now);
             }
             Command::Compared(job, attempt, comparison) => self.compared(&job, attempt, comparison, now),
+            Command::Found(found) => self.restore_all(found, now),
+            Command::Made(id, made) => self.made(&id, made),
         }
     }
 }

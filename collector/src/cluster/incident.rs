@@ -6,7 +6,7 @@ use std::{
     sync::mpsc,
 };
 
-use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{Trigger, TriggerKind};
 
 use super::{gather::Work, nodes::NodeId};
@@ -36,6 +36,8 @@ pub struct Part {
     pub ranks: RankSet,
     /// Deliveries of it that broke off while the node was there.
     pub broken: u32,
+    /// When it was asked for last.
+    pub asked_ns: u64,
 }
 
 /// Where an incident is in its life.
@@ -117,6 +119,8 @@ pub struct Incident {
     pub cause: String,
     /// Culprits.
     pub culprits: Vec<u32>,
+    /// The whole verdict, when no folder has it.
+    pub verdict: Option<Box<Verdict>>,
     /// A verdict is being made.
     pub judging: bool,
     /// When the first of the parts came that no verdict knows yet.
@@ -161,6 +165,7 @@ impl Incident {
             sentence: String::new(),
             cause: String::new(),
             culprits: Vec::new(),
+            verdict: None,
             judging: false,
             late_since_ns: None,
             files_wanted: BTreeMap::new(),
@@ -275,7 +280,8 @@ mod tests {
         let job = JobKey { name: "j".into(), instance: String::new() };
         let now = Now { mono_ns: 1, unix_ns: 1 };
         let mut incident = Incident::new("1", &job, 0, Trigger::default(), now, 0);
-        incident.parts.insert(7, Part { progress: Progress::Asked, ranks: RankSet::from_iter([0, 1]), broken: 0 });
+        let part = Part { progress: Progress::Asked, ranks: RankSet::from_iter([0, 1]), broken: 0, asked_ns: 1 };
+        incident.parts.insert(7, part);
         incident
     }
 

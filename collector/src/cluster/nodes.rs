@@ -12,7 +12,7 @@ use tonic::Status;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
-use crate::{member, registry::JobKey};
+use crate::{member, process::TICK_NS, registry::JobKey};
 
 /// A node collector process. It keeps its number when its stream ends and another one begins.
 pub type NodeId = u64;
@@ -33,6 +33,27 @@ pub struct Node {
     pub lost_ns: u64,
     told: Vec<RankEntry>,
     launches: BTreeMap<JobKey, u64>,
+    clock: Clock,
+}
+
+/// The time since boot by which a node has the start of its processes, on this collector's clock. Of the messages that a node has sent, the
+/// one that took least time tells it best.
+#[derive(Debug, Clone, Copy, Default)]
+struct Clock {
+    // Nanoseconds of this collector's clock minus those of the node's.
+    ahead_ns: Option<i64>,
+}
+
+impl Clock {
+    /// A message that was sent at this time of the node has come now.
+    fn hear(&mut self, sent_ns: u64, now_ns: u64) {
+        let ahead_ns = now_ns.cast_signed().saturating_sub(sent_ns.cast_signed());
+        self.ahead_ns = Some(self.ahead_ns.map_or(ahead_ns, |least| least.min(ahead_ns)));
+    }
+
+    fn here(self, ns: u64) -> Option<u64> {
+        Some(ns.checked_add_signed(self.ahead_ns?).unwrap_or(0))
+    }
 }
 
 impl Node {
@@ -50,6 +71,8 @@ struct Claim {
     // Ranks of the job, as it says; 0 when it does not know.
     world_size: u32,
     presence: Presence,
+    // Pid and start time; `None` when the node cannot see it.
+    process: Option<(i32, u64)>,
     // By this collector's clock; the end is `u64::MAX` while the process lives.
     started_ns: u64,
     ended_ns: u64,
@@ -61,35 +84,59 @@ struct Claim {
 }
 
 impl Claim {
-    fn new(entry: &RankEntry, number: u64, now_ns: u64) -> Self {
-        let ago = |age_ms: u64| now_ns.saturating_sub(age_ms.saturating_mul(1_000_000));
+    fn new(entry: &RankEntry, number: u64, clock: Clock, now_ns: u64) -> Self {
+        // By the node's clock if that is known, because a message may be late.
+        let ago = |age_ms: u64| {
+            let ago_ns = age_ms.saturating_mul(NS_PER_MS);
+            let then = sent_ns(entry).and_then(|sent_ns| clock.here(sent_ns.saturating_sub(ago_ns)));
+            then.unwrap_or_else(|| now_ns.saturating_sub(ago_ns))
+        };
         let info = entry.info.as_ref();
-        Claim {
+        let mut claim = Claim {
             attempt: info.map_or(0, |info| info.attempt),
             world_size: info.map_or(0, |info| info.world_size),
             presence: entry.presence(),
+            process: info.filter(|_| entry.start > 0).map(|info| (info.pid, entry.start)),
             started_ns: ago(entry.age_ms),
-            ended_ns: if entry.presence() == Presence::Present { u64::MAX } else { ago(entry.ended_age_ms) },
+            ended_ns: u64::MAX,
             number,
             hang_timeout_ms: entry.hang_timeout_ms,
             sample_interval_ms: entry.sample_interval_ms,
             idle_timeout_ms: entry.idle_timeout_ms,
+        };
+        if !claim.is_alive() {
+            claim.ended_ns = ago(entry.ended_age_ms);
         }
+        claim
     }
 
     fn is_alive(&self) -> bool {
-        self.presence == Presence::Present
+        matches!(self.presence, Presence::Present | Presence::Unregistered)
     }
 
     /// Whether the same process says the same again.
     fn is_again(&self, other: &Claim) -> bool {
-        let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.presence);
-        what(self) == what(other) && self.is_process_of(other)
+        self.presence == other.presence && self.is_as_before(other)
+    }
+
+    /// Whether the same process, alive or not as before, is in the same place of the world.
+    fn is_as_before(&self, other: &Claim) -> bool {
+        let what = |claim: &Claim| (claim.attempt, claim.world_size, claim.is_alive());
+        what(self) == what(other) && self.is_process_of(other) && self.started_ns.abs_diff(other.started_ns) < SAME_NS
     }
 
     fn is_process_of(&self, other: &Claim) -> bool {
-        self.started_ns.abs_diff(other.started_ns) < SAME_NS
+        match (self.process, other.process) {
+            (Some(one), Some(other)) => one == other,
+            _ => self.started_ns.abs_diff(other.started_ns) < SAME_NS,
+        }
     }
+}
+
+/// When the message with this entry was sent, by the clock of its node; `None` when it does not tell.
+fn sent_ns(entry: &RankEntry) -> Option<u64> {
+    let sent_ns = || entry.start.saturating_mul(TICK_NS).saturating_add(entry.age_ms.saturating_mul(NS_PER_MS));
+    (entry.start > 0 && entry.age_ms > 0).then(sent_ns)
 }
 
 /// The world that runs, by the rank of it that was started last. A launcher starts a world when the one before has ended, so that they
@@ -164,6 +211,17 @@ impl Claims {
             }
             if old.is_process_of(&claim) {
                 claim.number = old.number;
+                // A message may be late, and never early.
+                claim.started_ns = claim.started_ns.min(old.started_ns);
+            }
+            if old.is_alive() && old.is_as_before(&claim) {
+                // It has registered.
+                claim.started_ns = old.started_ns;
+                if let Some(known) = self.view.get_mut() {
+                    Arc::make_mut(known).hear(&claim);
+                }
+                self.ranks.insert((rank, node), claim);
+                return;
             }
         }
         let alone = self.ranks.range((rank, NodeId::MIN)..=(rank, NodeId::MAX)).next().is_none();
@@ -252,6 +310,11 @@ impl JobView {
             self.born_ns = self.born_ns.min(claim.started_ns);
             self.world.started_ns = self.world.started_ns.max(claim.started_ns);
         }
+        self.hear(claim);
+    }
+
+    /// What a rank says of its job's settings.
+    fn hear(&mut self, claim: &Claim) {
         self.hang_timeout_ms = self.hang_timeout_ms.max(claim.hang_timeout_ms);
         self.sample_interval_ms = self.sample_interval_ms.max(claim.sample_interval_ms);
         self.idle_timeout_ms = self.idle_timeout_ms.max(claim.idle_timeout_ms);
@@ -277,7 +340,8 @@ pub struct Refused {
     pub ranks: RankSet,
 }
 
-/// A process whose start is told anew is the same one when that differs by less: messages take their time.
+const NS_PER_MS: u64 = 1_000_000;
+/// Times that were told by different messages are the same when they differ by less: messages take their time.
 const SAME_NS: u64 = 1_000_000_000;
 /// A node without a stream and without a running rank is forgotten after this long.
 const FORGET_NS: u64 = 600 * 1_000_000_000;
@@ -295,6 +359,7 @@ impl Nodes {
             lost_ns: 0,
             told: Vec::new(),
             launches: BTreeMap::new(),
+            clock: Clock::default(),
         });
         node.stream = Some((stream, outgoing));
         self.away.remove(&id);
@@ -376,15 +441,17 @@ impl Nodes {
                 }
             }
         }
+        let mut clock = self.nodes.get(&id).map(|node| node.clock).unwrap_or_default();
+        ranks.iter().filter_map(sent_ns).for_each(|sent_ns| clock.hear(sent_ns, now_ns));
         for entry in &ranks {
             let Some((job, rank)) = key_of(entry) else { continue };
             let claims = self.claims.entry(job).or_default();
             others.extend(claims.others(rank, id));
             self.claimed += 1;
-            claims.insert(rank, id, Claim::new(entry, self.claimed, now_ns), entry.age_ms > 0);
+            claims.insert(rank, id, Claim::new(entry, self.claimed, clock, now_ns), entry.age_ms > 0);
         }
         if let Some(node) = self.nodes.get_mut(&id) {
-            node.told = ranks;
+            (node.told, node.clock) = (ranks, clock);
         }
         others
     }
@@ -444,6 +511,17 @@ impl Nodes {
         let claims = self.claims.get(job)?;
         let world = claims.view(&self.away).world;
         holder(&mut claims.of_rank(world, rank), &self.away).map(|(node, _)| node)
+    }
+
+    /// Whether all ranks of a job that run on a node were started after a time.
+    #[must_use]
+    pub fn began_after(&self, job: &JobKey, id: NodeId, ns: u64) -> bool {
+        let (Some(node), Some(claims)) = (self.nodes.get(&id), self.claims.get(job)) else { return false };
+        let ranks = node.told.iter().filter_map(key_of).filter(|(of, _)| of == job);
+        let claims = ranks.filter_map(|(_, rank)| claims.ranks.get(&(rank, id)));
+        let mut living = claims.filter(|claim| claim.is_alive()).peekable();
+        // Of a process that cannot be seen only its registration is known.
+        living.peek().is_some() && living.all(|claim| claim.process.is_some() && claim.started_ns > ns)
     }
 
     /// A node says when each of its jobs launched last.
@@ -603,6 +681,64 @@ mod tests {
         nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(50));
         assert!(nodes.job(&job("j")).is_whole());
         assert_eq!(nodes.refused(), []);
+    }
+
+    /// As [`aged`], of the process with this pid that was started so many seconds after its node.
+    fn started(pid: i32, start_s: u64, entry: RankEntry) -> RankEntry {
+        let info = entry.info.map(|info| RankInfo { pid, ..info });
+        RankEntry { info, start: start_s * SECOND / TICK_NS, ..entry }
+    }
+
+    #[test]
+    fn a_late_message_moves_neither_a_process_nor_the_beginning_of_a_world() {
+        let mut nodes = Nodes::default();
+        let (a, _a) = node(&mut nodes, "a", 1);
+        let (b, _b) = node(&mut nodes, "b", 2);
+        let at = |seconds: u64| seconds * SECOND;
+        // Of a node that was started 5 s before this collector.
+        nodes.claim(a, vec![started(7, 10, aged(0, 0, 2, 5, None))], at(10));
+        nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
+        assert_eq!(nodes.job(&job("j")).born_ns, at(5));
+        let number = nodes.claims[&job("j")].ranks[&(0, a)].number;
+        // Four seconds late, and with another place in the world: it is the same process.
+        nodes.claim(a, vec![started(7, 10, aged(0, 0, 3, 10, None))], at(19));
+        let claim = &nodes.claims[&job("j")].ranks[&(0, a)];
+        assert_eq!((claim.started_ns, claim.number), (at(5), number));
+        assert!(!nodes.began_after(&job("j"), a, at(5)) && nodes.began_after(&job("j"), a, at(4)));
+        // The first message of a node is late, the next one is not: its processes were not started when the first one told.
+        let (c, _c) = node(&mut nodes, "c", 3);
+        nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 1, None))], at(30));
+        assert_eq!(nodes.job(&job("j")).world.started_ns, at(29));
+        nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 5, None))], at(31));
+        assert_eq!(nodes.job(&job("j")).world.started_ns, at(26));
+        // Another process within the second.
+        let before = nodes.claims[&job("j")].ranks[&(0, c)].number;
+        nodes.claim(c, vec![started(8, 100, aged(0, 0, 1, 5, None))], at(31));
+        let claim = &nodes.claims[&job("j")].ranks[&(0, c)];
+        assert!(claim.process.is_some_and(|(pid, _)| pid == 8) && claim.number > before);
+        // Of one that is not seen nobody knows when it was started.
+        assert!(!nodes.began_after(&job("j"), b, at(1)));
+    }
+
+    #[test]
+    fn a_rank_that_has_not_registered_is_one_of_its_world() {
+        let mut nodes = Nodes::default();
+        let (a, _a) = node(&mut nodes, "a", 1);
+        let (b, _b) = node(&mut nodes, "b", 2);
+        let at = |seconds: u64| seconds * SECOND;
+        nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
+        let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
+        nodes.claim(b, vec![silent], at(10));
+        let view = nodes.job(&job("j"));
+        assert!(view.is_whole() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
+        drop(view);
+        let registered = RankEntry { hang_timeout_ms: 300, ..started(7, 10, aged(1, 0, 2, 6, None)) };
+        nodes.claim(b, vec![registered], at(11));
+        assert!(nodes.claims[&job("j")].view.borrow().is_some(), "in a large job that is not worked out for each rank");
+        assert_eq!(nodes.job(&job("j")).hang_timeout_ms, 300);
+        assert_eq!(nodes.claims[&job("j")].ranks[&(1, b)].presence, Presence::Present);
+        nodes.claim(b, vec![started(7, 10, aged(1, 0, 2, 7, Some(1)))], at(12));
+        assert_eq!((nodes.job(&job("j")).ranks, nodes.job(&job("j")).ended), (2, true));
     }
 
     #[test]

@@ -10,7 +10,7 @@ use super::{
 use crate::{
     clock::{self, Now},
     metrics::Page,
-    records,
+    records::WithoutFolder,
     registry::JobKey,
 };
 
@@ -55,9 +55,9 @@ fn hangs(hub: &Hub, job: &JobKey) -> bool {
     hub.incidents.values().any(|one| one.is_open() && !one.by_hand && one.job == *job)
 }
 
-/// Incidents of which no folder could be made, as `/incidents` shows them.
+/// Incidents of which no folder could be made.
 #[must_use]
-pub fn without_folder(hub: &Hub) -> Vec<Value> {
+pub fn without_folder(hub: &Hub) -> Vec<WithoutFolder> {
     let homeless = hub.incidents.values().filter(|incident| incident.folder.is_none());
     homeless
         .map(|one| {
@@ -66,7 +66,8 @@ pub fn without_folder(hub: &Hub) -> Vec<Value> {
                 State::Resolved => Status::Resolved,
                 State::Ended => Status::Ended,
             };
-            records::line(&one.id, &one.job, status, one.opened, &one.cause, &one.culprits, &one.sentence)
+            let closed_unix_ns = one.closed.map(|(_, unix_ns)| unix_ns);
+            WithoutFolder::new(&one.id, &one.job, status, one.opened, closed_unix_ns, one.verdict.as_deref())
         })
         .collect()
 }

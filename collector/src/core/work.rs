@@ -90,6 +90,8 @@ impl Core {
     fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
+        let silent = self.silent_ranks(Now::get()).into_iter().filter(|rank| rank.job == incident.job);
+        let silent = silent.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
         let of_job = self.registry.of_job(&incident.job);
         let settings = of_job.first().map(|rank| &rank.settings);
         let path = settings.map_or(&self.settings.timeline_path, |settings| &settings.timeline_path);
@@ -101,6 +103,7 @@ impl Core {
             opened: incident.opened,
             late_ns: incident.late_ns,
             subjects,
+            silent,
             node: self.node.clone(),
             socket: self.settings.socket.clone(),
             hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),
@@ -141,6 +144,7 @@ impl Core {
             webhook.post(&verdict, path.as_deref());
         }
         let told = Told {
+            verdict: path.is_none().then(|| Box::new(verdict.clone())),
             path: path.clone(),
             sentence: verdict.sentence,
             cause,

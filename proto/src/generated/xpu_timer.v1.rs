@@ -967,6 +967,7 @@ pub struct NodeRanks {
     #[prost(message, repeated, tag = "1")]
     pub ranks: ::prost::alloc::vec::Vec<RankEntry>,
 }
+/// A rank that has not registered is unregistered, or dead when it has ended.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct RankEntry {
     #[prost(message, optional, tag = "1")]
@@ -988,6 +989,10 @@ pub struct RankEntry {
     pub age_ms: u64,
     #[prost(uint64, tag = "8")]
     pub ended_age_ms: u64,
+    /// Start time of its process, field 22 of /proc/PID/stat: with the pid it tells the processes of a node apart, and with the age when this
+    /// was sent. 0 when the process cannot be seen.
+    #[prost(uint64, tag = "9")]
+    pub start: u64,
 }
 /// Something is wrong with a job on this node: an incident that it asks for, or has already.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

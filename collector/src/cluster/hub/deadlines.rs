@@ -137,6 +137,7 @@ impl Hub {
                     self.close(id, state, now);
                 } else if !view.alive || is_over {
                     self.close(id, State::Ended, now);
+                    self.open_successor(id, now);
                 } else if incident.again_ns.is_some_and(|due| now.mono_ns > due)
                     && !(incident.is_at_work() || incident.hanging.is_empty())
                 {
@@ -168,17 +169,21 @@ impl Hub {
     }
 
     /// Writes into a verdict how its incident stands.
-    fn note_status(&self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
-        let changed = change_verdict(folder, |verdict| {
-            verdict.timing.status = status;
-            verdict.timing.resolved_at = at;
+    fn note_status(&mut self, id: &str, folder: &Path, status: xpu_timer_analysis::Status, at: Option<String>) {
+        let (id, folder) = (id.to_string(), folder.to_path_buf());
+        let root = folder.parent().unwrap_or(&folder).to_path_buf();
+        self.disk.give(&root, move || {
+            let changed = change_verdict(&folder, |verdict| {
+                verdict.timing.status = status;
+                verdict.timing.resolved_at = at;
+            });
+            if let Err(error) = changed {
+                warn!("incident {id}: {}", chain(&error));
+            }
         });
-        if let Err(error) = changed {
-            warn!("incident {id}: {}", chain(&error));
-        }
     }
 
-    pub(super) fn note_closed(&self, id: &str, folder: &Path, state: State, unix_ns: u64) {
+    pub(super) fn note_closed(&mut self, id: &str, folder: &Path, state: State, unix_ns: u64) {
         let status = match state {
             State::Resolved => xpu_timer_analysis::Status::Resolved,
             _ => xpu_timer_analysis::Status::Ended,

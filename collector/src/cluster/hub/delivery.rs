@@ -112,7 +112,7 @@ impl Hub {
         }
     }
 
-    /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered.
+    /// A piece of a node's part. A node speaks for its own ranks, and for those that nobody has registered, also when these are gone.
     fn delivered(&mut self, id: &str, node: NodeId, mut dump: NodeDump, credit: Credit, now: Now) {
         let Some(incident) = self.incidents.get_mut(id).filter(|incident| incident.is_open()) else { return };
         let Some(part) = incident.parts.get_mut(&node) else { return };
@@ -122,7 +122,7 @@ impl Hub {
         let world = self.nodes.job(&incident.job).world_size;
         let before = dump.ranks.len();
         dump.ranks.retain(|rank| {
-            let found = rank.presence() == Presence::Unregistered
+            let found = matches!(rank.presence(), Presence::Unregistered | Presence::Dead)
                 && rank.rank < world
                 && self.nodes.of_rank(&incident.job, rank.rank).is_none_or(|of| of == node);
             if found {
@@ -258,6 +258,7 @@ impl Hub {
         incident.sentence.clone_from(&verdict.sentence);
         incident.cause = verdict.cause.to_string();
         incident.culprits.clone_from(&verdict.culprits);
+        incident.verdict = incident.folder.is_none().then(|| Box::new(verdict.clone()));
         let path = incident.folder.as_ref().map_or(String::new(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {path}]", verdict.sentence, verdict.cause);
         if first {

@@ -6,7 +6,7 @@ use xpu_timer_proto::v1::{
     Alarm, AlarmDeclined, DumpRequest, IncidentClosed, JobId, RankRun, Trigger, TriggerKind, cluster_message::Message,
 };
 
-use super::{CAPTURE_NS, Hub, SECOND};
+use super::{CAPTURE_NS, Command, Hub, MadeFolder, SECOND};
 use crate::{
     clock::{self, Now},
     cluster::{
@@ -34,7 +34,7 @@ impl Hub {
         let open: Vec<String> = self.incidents.values().filter(|one| one.is_open()).map(|one| one.id.clone()).collect();
         for id in open {
             let known = self.incidents.get(&id).is_some_and(|incident| incident.parts.contains_key(&node));
-            if !known && let Some(request) = self.ask(&id, node) {
+            if !known && let Some(request) = self.ask(&id, node, now) {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             }
         }
@@ -66,9 +66,9 @@ impl Hub {
         }
         // A dump by hand that was taken on its node knows nothing of what went wrong there after it.
         let taken = |one: &Incident| one.by_hand && !one.awaits(node);
-        let open = self.incidents.values().find(|one| {
-            one.is_open() && one.job == job && !self.is_over(one) && !(taken(one) && one.id != alarm.incident)
-        });
+        let is_other = |one: &Incident| one.id != alarm.incident && (taken(one) || self.is_before(one, node));
+        let open =
+            self.incidents.values().find(|one| one.is_open() && one.job == job && !self.is_over(one) && !is_other(one));
         let open = open.map(|one| one.id.clone());
         if let Some(incident) = open.and_then(|id| self.incidents.get_mut(&id)) {
             let id = incident.id.clone();
@@ -76,7 +76,7 @@ impl Hub {
                 incident.hangs(node, true, false, now.mono_ns);
             }
             // A node that alarms while the others have delivered long ago missed the request, or came new.
-            if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node)).flatten() {
+            if let Some(request) = incident.awaits(node).then(|| self.ask(&id, node, now)).flatten() {
                 self.nodes.send(node, Message::Dump(request), now.mono_ns);
             } else if id != alarm.incident {
                 self.nodes.send(node, decline(format!("it is a part of incident {id}"), false), now.mono_ns);
@@ -123,28 +123,61 @@ impl Hub {
         let mut incident = Incident::new(&id, job, attempt, trigger, now, late_ns);
         incident.hanging.extend(hanging);
         incident.deadline_ns = now.mono_ns + view.sample_interval_ms * 1_000_000 + CAPTURE_NS;
-        match Folder::create(&self.settings.timeline_path, &self.settings.fallback_path, &id) {
+        let record = Record {
+            id: id.clone(),
+            job: job.name.clone(),
+            instance: job.instance.clone(),
+            attempt,
+            opened_unix_ns: now.unix_ns,
+            late_ns,
+            trigger: xpu_timer_proto::Message::encode_to_vec(&incident.trigger),
+        };
+        self.incidents.insert(id.clone(), incident);
+        self.make_folder(&id, record);
+        self.ask_all(&id, now);
+        id
+    }
+
+    /// Makes the folder of an incident, with its record in it.
+    fn make_folder(&mut self, id: &str, record: Record) {
+        let (root, fallback) = (self.settings.timeline_path.clone(), self.settings.fallback_path.clone());
+        let name = id.to_string();
+        let make = move || {
+            let made = Folder::create(&root, &fallback, &name);
+            if let Ok((folder, _)) = &made {
+                record.write(&folder.path);
+            }
+            made
+        };
+        let (commands, name) = (self.commands.clone(), id.to_string());
+        let late = move |made| drop(commands.send(Command::Made(name, made)));
+        if let Some(made) = self.disk.ask(&self.settings.timeline_path, make, late) {
+            self.made(id, made);
+        }
+    }
+
+    /// The folder of an incident was made, or could not be.
+    pub(super) fn made(&mut self, id: &str, made: MadeFolder) {
+        let folder = match made {
             Ok((folder, problem)) => {
                 if let Some(problem) = problem {
                     warn!("incident {id}: {}; the folder is {}", chain(&problem), folder.path.display());
                 }
-                let record = Record {
-                    id: id.clone(),
-                    job: job.name.clone(),
-                    instance: job.instance.clone(),
-                    attempt,
-                    opened_unix_ns: now.unix_ns,
-                    late_ns,
-                    trigger: xpu_timer_proto::Message::encode_to_vec(&incident.trigger),
-                };
-                record.write(&folder.path);
+                folder
+            }
+            Err(error) => return warn!("incident {id}: no folder could be made: {}", chain(&error)),
+        };
+        match self.incidents.get_mut(id) {
+            Some(incident) if incident.state == State::Gathering && incident.work.is_none() => {
                 incident.folder = Some(folder.path);
             }
-            Err(error) => warn!("incident {id}: no folder could be made: {}", chain(&error)),
+            // Its thread has begun without a folder, and one with nothing in it is no incident.
+            _ => {
+                warn!("incident {id}: {} was made too late and is removed", folder.path.display());
+                let root = self.settings.timeline_path.clone();
+                self.disk.give(&root, move || drop(std::fs::remove_dir_all(&folder.path)));
+            }
         }
-        self.incidents.insert(id.clone(), incident);
-        self.ask_all(&id, now);
-        id
     }
 
     /// Asks every node of an incident's job for a dump.
@@ -153,7 +186,7 @@ impl Hub {
         let nodes = self.nodes.job(&incident.job).nodes.clone();
         for node in nodes {
             let away = self.nodes.get(node).filter(|node| !node.is_joined()).map(|node| now.mono_ns - node.lost_ns);
-            let request = self.ask(id, node);
+            let request = self.ask(id, node, now);
             match (away, request) {
                 (Some(away_ns), _) if away_ns > AWAY_NS => {
                     let why = format!("it has been away for {:.0} s", clock::seconds(away_ns));
@@ -178,7 +211,7 @@ impl Hub {
     }
 
     /// Notes that a node takes part in an incident, and what it is asked for; `None` when it has no rank of the job, or has delivered.
-    pub(super) fn ask(&mut self, id: &str, node: NodeId) -> Option<DumpRequest> {
+    pub(super) fn ask(&mut self, id: &str, node: NodeId, now: Now) -> Option<DumpRequest> {
         let is_over = self.is_over(self.incidents.get(id)?);
         let incident = self.incidents.get_mut(id)?;
         let ranks = match is_over {
@@ -201,9 +234,10 @@ impl Hub {
             operations: (OPERATIONS / view.world_size.max(1)).clamp(10, 1024),
             round: incident.round,
         };
-        let part =
-            incident.parts.entry(node).or_insert(Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0 });
+        let new = || Part { progress: Progress::Asked, ranks: RankSet::new(), broken: 0, asked_ns: 0 };
+        let part = incident.parts.entry(node).or_insert_with(new);
         part.ranks.union_with(&ranks);
+        part.asked_ns = now.mono_ns;
         incident.captured.retain(|other| *other != node);
         incident.progress(node, Progress::Asked);
         if is_over {
@@ -224,6 +258,25 @@ impl Hub {
         Some(request)
     }
 
+    /// What hung in an incident whose world is over, and belongs to the world that runs, is an incident of its own: its nodes told of it
+    /// before the others had told that the older world is over.
+    pub(super) fn open_successor(&mut self, id: &str, now: Now) {
+        let Some(incident) = self.incidents.get(id) else { return };
+        let of_the_next = |node: &&NodeId| self.nodes.began_after(&incident.job, **node, incident.opened.mono_ns);
+        let hanging: Vec<NodeId> = incident.hanging.iter().filter(of_the_next).copied().collect();
+        let job = incident.job.clone();
+        let is_open = self.incidents.values().any(|one| one.is_open() && one.job == job);
+        if hanging.is_empty() || is_open || !self.throttle.allows(&job, now.mono_ns) {
+            return;
+        }
+        let attempt = self.nodes.job(&job).attempt;
+        let trigger = Trigger { rank: -1, unix_ns: now.unix_ns, ..Default::default() };
+        let id = self.open(&new_name(now), &job, attempt, trigger, 0, None, now);
+        if let Some(incident) = self.incidents.get_mut(&id) {
+            incident.hanging.extend(hanging);
+        }
+    }
+
     pub(super) fn by_hand(&mut self, name: Option<&str>, reply: DumpReply, now: Now) {
         let alive: Vec<JobKey> = self.nodes.jobs().filter(|job| self.nodes.job(job).alive).cloned().collect();
         let job = match wanted_job(&alive, name) {
@@ -235,14 +288,18 @@ impl Hub {
         let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
             let trigger =
                 Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };
-            let id = format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND);
             let attempt = self.nodes.job(&job).attempt;
-            self.open(&id, &job, attempt, trigger, 0, None, now)
+            self.open(&new_name(now), &job, attempt, trigger, 0, None, now)
         });
         if let Some(incident) = self.incidents.get_mut(&id) {
             incident.replies.push(reply);
         }
     }
+}
+
+/// A name for an incident that no node has named.
+fn new_name(now: Now) -> String {
+    format!("{}-{:08x}", clock::compact(now.unix_ns), now.unix_ns % SECOND)
 }
 
 /// A name whose time is this collector's: incidents are listed and removed by their names, and a node's clock may be off by hours. A

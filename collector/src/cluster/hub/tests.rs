@@ -23,6 +23,17 @@ fn alarm(rank: i32) -> Alarm {
     }
 }
 
+/// A rank of a world of two whose process was started when the hub was.
+fn entry(rank: i32, now: Now) -> RankEntry {
+    RankEntry {
+        job: Some(JobId { name: "j".into(), instance: String::new() }),
+        info: Some(RankInfo { rank, world_size: 2, ..Default::default() }),
+        presence: Presence::Present.into(),
+        age_ms: (now.mono_ns - at(1).mono_ns) / 1_000_000,
+        ..Default::default()
+    }
+}
+
 struct Told {
     hub: Hub,
     folder: tempfile::TempDir,
@@ -57,14 +68,7 @@ impl Told {
     /// With incidents that are open on the node.
     fn join_with(&mut self, rank: i32, incidents: Vec<Alarm>, now: Now) -> mpsc::Receiver<Outbound> {
         let (outgoing, messages) = mpsc::channel(8);
-        let entry = RankEntry {
-            job: Some(JobId { name: "j".into(), instance: String::new() }),
-            info: Some(RankInfo { rank, world_size: 2, ..Default::default() }),
-            presence: Presence::Present.into(),
-            age_ms: (now.mono_ns - at(1).mono_ns) / 1_000_000,
-            ..Default::default()
-        };
-        let ranks = Some(NodeRanks { ranks: vec![entry] });
+        let ranks = Some(NodeRanks { ranks: vec![entry(rank, now)] });
         let (node, identity) = (format!("n{rank}"), rank.to_string());
         let hello = NodeHello { node, identity, ranks, incidents, ..Default::default() };
         self.hub.stream(StreamEvent::Joined(rank as u64, Box::new(hello), outgoing), now);
@@ -73,6 +77,16 @@ impl Told {
 
     fn say(&mut self, stream: StreamId, message: Said, now: Now) {
         self.hub.stream(StreamEvent::Said(stream, Box::new(message)), now);
+    }
+
+    /// The node of a rank, which was started with this collector, has a process of its own for it from a time on.
+    fn restarts(&mut self, rank: i32, started: Now, now: Now) {
+        let entry = RankEntry {
+            start: started.mono_ns / crate::process::TICK_NS,
+            age_ms: (now.mono_ns - started.mono_ns) / 1_000_000,
+            ..entry(rank, now)
+        };
+        self.say(rank as u64, Said::Ranks(NodeRanks { ranks: vec![entry] }), now);
     }
 
     /// The first node alarms.
@@ -409,4 +423,57 @@ fn after_a_restart_a_hang_is_over_when_all_are_back_and_say_so() {
     told.say(0, Said::Update(IncidentUpdate { incident: id.clone(), hangs: false, ended: false }), at(53));
     told.hub.tick(at(56));
     assert_eq!(told.hub.incidents[&id].state, State::Resolved);
+}
+
+#[test]
+fn an_alarm_of_a_new_world_that_comes_before_the_end_of_the_old_one_is_known_is_an_incident_of_its_own() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (old, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&old, &verdict, at(41));
+    // The agents start the job again, and the second node has not told of that yet.
+    told.restarts(0, at(42), at(43));
+    assert!(!told.hub.is_over(&told.hub.incidents[&old]));
+    let new = Alarm { incident: "20261121T105544Z-00000002".into(), ..alarm(0) };
+    told.say(0, Said::Alarm(new.clone()), at(44));
+    let asked = std::iter::from_fn(|| first.try_recv().ok()).find_map(|message| match message.unwrap().message {
+        Some(Message::Dump(request)) => Some(request.incident),
+        _ => None,
+    });
+    assert_eq!(asked, Some(new.incident.clone()));
+    told.finish_files(&old);
+    told.restarts(1, at(42), at(45));
+    told.hub.tick(at(46));
+    assert_eq!(told.hub.incidents[&old].state, State::Ended);
+    assert_eq!((told.hub.incidents[&new.incident].state, told.hub.incidents.len()), (State::Gathering, 2));
+    // A second alarm of that world is of that incident.
+    told.say(1, Said::Alarm(Alarm { incident: "20261121T105547Z-00000003".into(), ..alarm(1) }), at(47));
+    assert_eq!((told.hub.incidents.len(), told.hub.incidents[&new.incident].hanging.len()), (2, 2));
+}
+
+#[test]
+fn a_hang_of_a_new_world_that_was_counted_to_the_incident_of_the_old_one_is_an_incident_when_that_is_over() {
+    let mut told = hub();
+    let (mut first, _second) = (told.join(0), told.join(1));
+    let (old, verdict) = told.judged_without_the_second(&mut first);
+    told.hub.judged(&old, &verdict, at(41));
+    told.finish_files(&old);
+    // Another node takes the place of the first one, and was asked for its part before it hung.
+    let _third = told.join_with(2, Vec::new(), at(42));
+    told.hub.stream(StreamEvent::Ended(0, "reset".into()), at(42));
+    let of_rank_0 = |now: Now| RankEntry {
+        info: Some(RankInfo { rank: 0, world_size: 2, ..Default::default() }),
+        start: at(42).mono_ns / crate::process::TICK_NS,
+        age_ms: (now.mono_ns - at(42).mono_ns) / 1_000_000,
+        ..entry(0, now)
+    };
+    told.say(2, Said::Ranks(NodeRanks { ranks: vec![of_rank_0(at(43))] }), at(43));
+    told.say(2, Said::Update(IncidentUpdate { incident: old.clone(), hangs: true, ended: false }), at(44));
+    told.hub.tick(at(45));
+    assert_eq!(told.hub.incidents[&old].state, State::Judged);
+    told.restarts(1, at(42), at(46));
+    told.hub.tick(at(47));
+    assert_eq!((told.hub.incidents[&old].state, told.hub.incidents.len()), (State::Ended, 2));
+    let new = told.hub.incidents.values().find(|one| one.id != old).unwrap();
+    assert!(new.is_open() && new.hanging.len() == 1 && new.parts.len() == 2, "{new:?}");
 }
