@@ -16,7 +16,7 @@ use crate::{
 /// pending and the newest `operations` of the rest. What only a report shows is left out.
 #[must_use]
 pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
-    let flight = evidence.flight.as_ref().or_else(|| evidence.dump.as_ref()?.flight_record.as_ref());
+    let flight = flight_of(evidence);
     RankEvidence {
         rank: evidence.rank,
         presence: evidence.presence,
@@ -25,8 +25,18 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
         node: evidence.node.clone(),
         errors: evidence.errors.clone(),
         exit: evidence.exit.clone(),
-        host: evidence.dump.as_ref().map(read).or_else(|| evidence.host.clone()),
+        host: evidence.dump.as_ref().map(|dump| read(dump, training(evidence))).or_else(|| evidence.host.clone()),
     }
+}
+
+/// The flight record of a rank, wherever it stands.
+pub(crate) fn flight_of(evidence: &RankEvidence) -> Option<&FlightRecord> {
+    evidence.flight.as_ref().or_else(|| evidence.dump.as_ref()?.flight_record.as_ref())
+}
+
+/// The thread that trains, when it is not the main one.
+fn training(evidence: &RankEvidence) -> Option<u32> {
+    stacks::training_thread(evidence.dump.as_ref()?, flight_of(evidence))
 }
 
 fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
@@ -57,8 +67,8 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     }
 }
 
-fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
-    let Host { stack, state, doing, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump);
+fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> HostFacts {
+    let Host { stack, state, doing, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
     HostFacts {
         stack,
         state,
@@ -76,7 +86,7 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
             main_ran,
         }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
-        stuck_helper: stacks::stuck_helper(dump).map(|StuckHelper { who, place }| HostHelper { who, place }),
+        stuck_helper: stacks::stuck_helper(dump, training).map(|StuckHelper { who, place }| HostHelper { who, place }),
         gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, place, waiting }| HostGilHolder {
             thread,
             function,
@@ -92,7 +102,7 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace) -> HostFacts {
 /// What a rank's process does.
 pub(crate) fn host(evidence: &RankEvidence) -> Host {
     if let Some(dump) = &evidence.dump {
-        return stacks::read(dump);
+        return stacks::read(dump, training(evidence));
     }
     let Some(facts) = &evidence.host else { return Host::default() };
     Host {
@@ -125,7 +135,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
 /// As [`stacks::stuck_helper`].
 pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
     match &evidence.dump {
-        Some(dump) => stacks::stuck_helper(dump),
+        Some(dump) => stacks::stuck_helper(dump, training(evidence)),
         None => {
             let helper = evidence.host.as_ref()?.stuck_helper.as_ref()?;
             Some(StuckHelper { who: helper.who.clone(), place: helper.place.clone() })

@@ -83,6 +83,11 @@ pub(crate) fn made_before(view: &RankView<'_>, operation: &Operation) -> bool {
     view.operations().any(|other| other.status() == OpStatus::Completed && same(other))
 }
 
+/// Whether the rank has completed any operation like this.
+pub(crate) fn made_token_before(view: &RankView<'_>, token: Token) -> bool {
+    view.operations().any(|other| other.status() == OpStatus::Completed && token.is(other))
+}
+
 /// What was unlike one period ago: of all periods the one that holds longest, and over three of them at least.
 fn from_period(tokens: &[Token]) -> Option<Deviation> {
     let holds = |period: &usize| (*period..tokens.len()).find(|at| tokens[*at] != tokens[at - period]);

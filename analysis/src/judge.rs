@@ -7,12 +7,12 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
     alias,
-    causes::{Case, Finding, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
+    causes::{Case, Finding, Number, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
     graph::Suspect,
     hook_report, report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    world::RankView,
+    world::{RankView, is_collective},
 };
 
 /// So many suspects are spelled out in the sentence; the rest is counted.
@@ -123,6 +123,17 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
         case.stack_waiters = waiting;
         return kernels.into_iter().map(|view| Suspect::Device { view, events: Vec::new() }).collect();
     }
+    // Who waits for a lock that processes share waits for one of them, when there is one that does not.
+    let (waiting, others) = match others.iter().all(|view| case.in_shared_lock(*view)) {
+        true => (waiting, others),
+        false => {
+            let (locked, others): (Vec<usize>, Vec<usize>) =
+                others.into_iter().partition(|view| case.in_shared_lock(*view));
+            let mut waiting = [waiting, locked].concat();
+            waiting.sort_unstable();
+            (waiting, others)
+        }
+    };
     if !waiting.is_empty() && !others.is_empty() && kind != TriggerKind::Manual {
         // Those that wait for the device in an ordinary step and those that are elsewhere mix in any healthy job, so only what
         // stands still counts.
@@ -139,7 +150,10 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     if kind == TriggerKind::Manual {
         return Vec::new();
     }
+    // Of ranks that do nothing, none is in the way of the others.
+    let idle = idle(case);
     if stuck.is_empty()
+        && !idle
         && let Some((most, few)) = by_place(case)
     {
         case.stack_waiters = most;
@@ -151,15 +165,12 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     stuck.into_iter().map(alone).collect()
 }
 
-/// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not; 143 is what a shell says
-/// of a program that was told to end.
+/// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not.
 fn in_order(case: &Case<'_>, view: usize) -> bool {
     let content = case.view(view);
-    let exit = content.evidence.map_or("", |evidence| evidence.exit.as_str());
-    let code = exit.strip_prefix("exit code ");
     match content.presence {
-        Presence::Left => code.is_none_or(|code| matches!(code, "0" | "143")),
-        Presence::Dead => code == Some("0"),
+        Presence::Left => !content.exit().failed(),
+        Presence::Dead => content.exit().succeeded(),
         _ => false,
     }
 }
@@ -192,11 +203,16 @@ fn conclude(case: &Case<'_>) -> Outcome {
         }
     }
     let cause = |rule: usize| RULES[rule].cause;
+    // Who waits for a lock that processes share may wait for another rank.
+    let locked = |finding: &Finding| finding.culprits.iter().all(|view| case.in_shared_lock(*view));
+    let all = findings.len();
+    if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !locked(finding)) {
+        findings.retain(|(_, _, finding)| finding.culprits.is_empty() || !locked(finding));
+    }
     // Who looks again and again for something that has not come may wait for what another one should have done.
     let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);
     let polls = |finding: &Finding| finding.culprits.iter().all(waits);
     let others = findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !polls(finding));
-    let before = findings.len();
     if others {
         findings.retain(|(rule, _, finding)| {
             !matches!(cause(*rule), Cause::MissingRank | Cause::CommInit)
@@ -204,7 +220,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
                 || finding.culprits.is_empty()
         });
     }
-    let mut certain = findings.len() == before;
+    let mut certain = findings.len() == all;
     // Who moves is not to blame while somebody else stands still, and the network is not while a rank is.
     let mild = |rule: usize| matches!(cause(rule), Cause::LongStep | Cause::Compile | Cause::PythonGc);
     if findings.iter().any(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty()) {
@@ -338,10 +354,15 @@ fn sentence(
     culprits: &[usize],
 ) -> String {
     let mut parts: Vec<String> = Vec::new();
-    let spelled = |finding: &Finding| match &finding.says {
-        Says::Rank(says) => format!("{} {says}", ranks(&case.world.ranks(finding.culprits.iter().copied()))),
-        Says::Whole(sentence) => sentence.trim_end_matches('.').to_owned(),
+    let of_ranks = |says: &Says, views: &[usize]| {
+        let who = case.world.ranks(views.iter().copied());
+        match (says, Number::of(who.len())) {
+            (Says::Rank { one, .. }, Number::One) => format!("{} {one}", ranks(&who)),
+            (Says::Rank { many, .. }, Number::Many) => format!("{} {many}", ranks(&who)),
+            (Says::Whole(sentence), _) => sentence.trim_end_matches('.').to_owned(),
+        }
     };
+    let spelled = |finding: &Finding| of_ranks(&finding.says, &finding.culprits);
     let first: Vec<&Finding> =
         findings.iter().filter(|(rule, ..)| *rule == primary).map(|(_, _, finding)| finding).collect();
     let whole = matches!(first[0].says, Says::Whole(_));
@@ -359,19 +380,7 @@ fn sentence(
         }
         let counted: usize = said.iter().map(|(_, views)| views.len()).sum();
         for (says, views) in &said {
-            let Says::Rank(says) = says else { continue };
-            let who = case.world.ranks(views.iter().copied());
-            let each = if who.len() > 1 { " each" } else { "" };
-            let says = says
-                .strip_prefix("has ")
-                .filter(|_| who.len() > 1)
-                .map_or_else(|| says.clone(), |rest| format!("have {rest}"));
-            let says = says
-                .strip_prefix("is ")
-                .filter(|_| who.len() > 1)
-                .map_or_else(|| says.clone(), |rest| format!("are {rest}"));
-            let each = if says.starts_with("have ") || says.starts_with("are ") { "" } else { each };
-            parts.push(format!("{}{each} {says}", ranks(&who)));
+            parts.push(of_ranks(says, views));
         }
         let all: usize = first.iter().map(|finding| finding.culprits.len()).sum();
         if counted < all {
@@ -417,6 +426,15 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         let left = ranks(&case.world.ranks(done));
         return not_a_hang(format!("no operation is pending, and {left} left in order"), Confidence::Medium);
     }
+    if nothing_pending && idle(case) {
+        let stand = match same_place(case) {
+            Some(place) => format!("all {} ranks stand{place}", views.len()),
+            None => "every rank sleeps, or waits for a message, a person or a signal".to_owned(),
+        };
+        return unknown(format!(
+            "No operation is pending, so nothing is stuck on any device: {stand}; the job may just be idle."
+        ));
+    }
     let known = match (views.len(), nothing_pending) {
         (0, _) => "nothing is known of any rank".to_owned(),
         (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
@@ -439,11 +457,22 @@ fn unexplained(case: &Case<'_>) -> Outcome {
             format!("{waits}, and {whom}")
         }
     };
+    unknown(format!("It is not known why the job stopped: {known}."))
+}
+
+/// A job that has worked, and of which no rank does anything now; one that has not begun yet waits for something.
+fn idle(case: &Case<'_>) -> bool {
+    let views = &case.world.views;
+    let worked = views.iter().any(|view| view.operations().any(is_collective));
+    worked && (0..views.len()).all(|view| views[view].host.stack && case.idles(view))
+}
+
+fn unknown(sentence: String) -> Outcome {
     Outcome {
         cause: Cause::Unknown,
         culprits: Vec::new(),
         confidence: Confidence::Low,
-        sentence: format!("It is not known why the job stopped: {known}."),
+        sentence,
         evidence: Vec::new(),
         main: None,
     }

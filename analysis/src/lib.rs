@@ -5,6 +5,7 @@
 
 mod alias;
 mod causes;
+mod exit;
 mod facts;
 pub mod folded;
 mod followers;
@@ -28,6 +29,7 @@ mod text;
 pub mod verdict;
 mod world;
 
+pub use exit::Exit;
 pub use facts::condense;
 pub use judge::judge;
 pub use report::communicator_groups;

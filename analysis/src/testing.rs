@@ -27,7 +27,7 @@ pub struct Stack {
     first_python: Option<Vec<(&'static str, String)>>,
     native: Vec<&'static str>,
     state: &'static str,
-    syscall: Option<i64>,
+    pub syscall: Option<i64>,
     wchan: &'static str,
     cpu_ns: u64,
     io_bytes: u64,

@@ -4,7 +4,7 @@ use xpu_timer_proto::v1::{
     Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence,
 };
 
-use crate::{facts, stacks::Host};
+use crate::{Exit, facts, stacks::Host};
 
 /// Missing ranks get a view of their own up to this world size; beyond it a claim of size is not believed.
 const MAX_WORLD: u32 = 1 << 20;
@@ -35,7 +35,7 @@ impl<'a> RankView<'a> {
             rank: evidence.rank,
             presence,
             evidence: Some(evidence),
-            flight: evidence.flight.as_ref().or_else(|| dump.and_then(|dump| dump.flight_record.as_ref())),
+            flight: facts::flight_of(evidence),
             host: facts::host(evidence),
         }
     }
@@ -52,6 +52,11 @@ impl<'a> RankView<'a> {
     /// Nothing at all is known of it.
     pub fn unseen(&self) -> bool {
         matches!(self.presence, Presence::Missing | Presence::Unspecified)
+    }
+
+    /// How its process ended.
+    pub fn exit(&self) -> Exit<'a> {
+        Exit::of(self.evidence.map_or("", |evidence| evidence.exit.as_str()))
     }
 
     /// Its process cannot run, whatever its stacks say.

@@ -5,6 +5,7 @@ use xpu_timer_proto::{
     v1::{Evidence, Operation, Presence},
 };
 
+use super::Number;
 use crate::{
     facts,
     graph::{self, Event, Graph, Suspect},
@@ -107,10 +108,26 @@ impl<'a> Case<'a> {
         place
     }
 
-    /// As [`Case::place`], in words when it is not known.
-    pub fn somewhere(&self, view: usize) -> String {
+    /// Where a rank stands, as a clause: `; it stands at train.py:41 in load`. Empty when it is not known.
+    pub fn stands(&self, view: usize, number: Number) -> String {
         let place = self.place(view);
-        if place.is_empty() { " at an unknown place".to_owned() } else { place }
+        let stands = number.word("; it stands", "; they stand");
+        if place.is_empty() { place } else { format!("{stands}{place}") }
+    }
+
+    /// What a rank waits for itself, or what is stuck beside it, as a clause: `, and waits for its terminal /dev/pts/0`, `, and its child
+    /// process 4242 (sh) has not ended`. Empty when nothing is known.
+    pub fn itself(&self, view: usize, number: Number) -> String {
+        let awaits = self.awaits(view);
+        let mut clause =
+            awaits.as_ref().map_or(String::new(), |awaits| format!(", and {} for {awaits}", number.waits()));
+        // A pipe whose other end nobody has any more is explained by who should have it.
+        let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
+        let helper = self.view(view).evidence.and_then(facts::stuck_helper).filter(explains);
+        if let Some(StuckHelper { who, place }) = helper {
+            clause.push_str(&format!(", and {} {who} {place}", number.its()));
+        }
+        clause
     }
 
     /// What the system call of a rank's main thread waits for, beside the call itself: `the lock on x.lock, held by rank 3 (process 77)`.
@@ -157,11 +174,16 @@ impl<'a> Case<'a> {
         })
     }
 
-    /// The child process that the main thread of a rank waits for by a pipe.
+    /// Whether the main thread of a rank waits for a child process by a pipe: it has the other end open, or it is dead and only the rank itself
+    /// has.
     pub fn child_behind_pipe(&self, view: usize) -> bool {
-        let awaited = self.view(view).host.awaited.as_ref();
-        awaited.is_some_and(|awaited| {
-            awaited.kind() == AwaitedKind::Pipe && awaited.holders.first().is_some_and(|holder| holder.child)
+        let content = self.view(view);
+        let dead = || content.evidence.and_then(facts::stuck_helper).is_some_and(|helper| helper.is_dead());
+        content.host.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Pipe).is_some_and(|awaited| {
+            match awaited.holders.first() {
+                Some(holder) if Some(holder.pid) != content.pid() => holder.child,
+                _ => dead(),
+            }
         })
     }
 
@@ -366,6 +388,20 @@ impl<'a> Case<'a> {
         socket || stacks::is_network(self.native(view)) || self.polls(view)
     }
 
+    /// The main thread of a rank waits for a lock that it shares with other processes, and none of its own child processes is known to keep it
+    /// waiting: it may wait for another rank.
+    pub fn in_shared_lock(&self, view: usize) -> bool {
+        let content = self.view(view);
+        let shared = self.does(view, Activity::Lock) && stacks::is_shared_lock(&content.host.doing.witness);
+        shared && !content.evidence.and_then(facts::stuck_helper).is_some_and(|helper| helper.is_stuck())
+    }
+
+    /// The main thread of a rank does nothing of its own: it sleeps, or waits for a message, a person or a signal.
+    pub fn idles(&self, view: usize) -> bool {
+        let signal = stacks::is_signal_wait(self.native(view));
+        self.does(view, Activity::Sleep) || signal || self.asks_others(view) || self.at_terminal(view)
+    }
+
     /// The main thread of a rank does this in its last sample.
     pub fn does(&self, view: usize, activity: Activity) -> bool {
         self.view(view).host.doing.activity == activity
@@ -390,7 +426,7 @@ impl<'a> Case<'a> {
                 let file = place.rsplit_once('/').map_or(place, |(_, file)| file);
                 *witness == format!("{function} ({file})")
             });
-        (!stands).then(|| line(format!("rank {rank}: main thread in {witness}"), vec![rank]))
+        (!stands).then(|| line(format!("rank {rank}: inside {witness}"), vec![rank]))
     }
 
     /// Facts on where a rank stands, for the evidence.
@@ -407,7 +443,7 @@ impl<'a> Case<'a> {
                 (Some(_), true) => ", in both samples",
                 (Some(_), false) => "",
             };
-            lines.push(line(format!("rank {rank}: main thread in {function} at {python}{samples}"), vec![rank]));
+            lines.push(line(format!("rank {rank}: stands in {function} at {python}{samples}"), vec![rank]));
         }
         if let Some(awaits) = self.awaits(view) {
             lines.push(line(format!("rank {rank}: its system call waits for {awaits}"), vec![rank]));

@@ -9,7 +9,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Case, Confidence, Finding, Says, line};
 use crate::{
     graph::{Event, Suspect},
-    history::{Deviation, Token, deviation, made_before},
+    history::{Deviation, Token, deviation, made_before, made_token_before},
     matching::Member,
     text::{capital, communicator, op_name, ranks},
     world::RankView,
@@ -31,6 +31,8 @@ pub(super) enum Break {
     Transfer,
     /// They made a send or a receive that they had never made before.
     NewTransfer,
+    /// They made a collective of a communicator in which they had never made it before.
+    NewCollective,
     /// They exchanged two collectives.
     Order,
     /// They exchanged two operations, at least one of them a send or a receive.
@@ -48,6 +50,7 @@ impl Break {
             (true, true) => Break::TransferOrder,
             (true, false) => Break::Order,
             (false, true) => Break::Transfer,
+            (false, false) if !made_token_before(view, deviation.came) => Break::NewCollective,
             (false, false) => Break::Collective,
         }
     }
@@ -101,7 +104,7 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
             describe(case, *first, deviation.expected),
             describe(case, *first, deviation.came)
         ),
-        Break::NewTransfer => format!(
+        Break::NewTransfer | Break::NewCollective => format!(
             "made a {} that it had never made before, where the {} had always come",
             describe(case, *first, deviation.came),
             describe(case, *first, deviation.expected)

@@ -5,7 +5,7 @@
 //! them is. When they give different numbers of ranks, those that differ from the most are named; when some create it and the others wait for
 //! those in a collective, the fewer of the two. A member that is dead, stopped, in its data loader or in input or output is that first.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line, never_mistaken};
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
@@ -74,19 +74,24 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     let store =
         by_stacks && case.stack_waiters.iter().all(|view| case.view(*view).host.doing.witness.contains("Store::"));
-    let says = if store {
-        format!("has not set the key that the others wait for in the store; it is{}", case.somewhere(view))
+    let what = if store {
+        "not set the key that the others wait for in the store"
     } else if returned {
-        format!("has left the creation of a communicator that the others are still in; it is{}", case.somewhere(view))
+        "left the creation of a communicator that the others are still in"
     } else if content.presence == Presence::Unregistered {
-        format!("has made no device call yet and has not joined the communicator; it is{}", case.somewhere(view))
+        "made no device call yet and not joined the communicator"
     } else {
-        format!("has not joined the communicator; it is{}", case.somewhere(view))
+        "not joined the communicator"
     };
     // A process that computes and has no communicator at all has only just begun.
     let starts = content.host.moved.is_some_and(|moved| moved.any())
         && content.flight.is_none_or(|flight| flight.communicators.is_empty());
-    let says = if starts { format!("{says}; it moves, so it is probably still starting") } else { says };
+    let moves = |number: Number| match starts {
+        true => number
+            .word("; it moves, so it is probably still starting", "; they move, so they are probably still starting"),
+        false => "",
+    };
+    let says = Says::rank(|number| format!("{} {what}{}{}", number.has(), case.stands(view, number), moves(number)));
     let confidence = match () {
         () if starts => Confidence::Low,
         () if returned || by_stacks => Confidence::Medium,
@@ -98,7 +103,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
+    Some(Finding { culprits: vec![view], says, confidence, evidence })
 }
 
 /// Ranks create a communicator of the same size by different unique ids, so that none of them is ever complete.
@@ -241,8 +246,9 @@ fn of_another_size(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             capital(&ranks(&who)),
             ranks(&inside),
             match (who.as_slice(), case.view(first).dead()) {
-                ([rank], true) => format!("; rank {rank} {}", super::process_dead::how(case, first)),
-                ([rank], false) => format!("; rank {rank} stands{}", case.somewhere(first)),
+                ([rank], true) => format!("; rank {rank} {}", super::process_dead::how(case, first, Number::One)),
+                ([rank], false) if !case.place(first).is_empty() =>
+                    format!("; rank {rank} stands{}", case.place(first)),
                 _ => String::new(),
             },
         )),

@@ -4,7 +4,7 @@
 //! child process that is one. Compilers take minutes and end by themselves, so the confidence is never high: a compiler can
 //! hang as well.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line, never_mistaken};
 use crate::{facts, graph::Suspect, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_mistaken };
@@ -12,18 +12,30 @@ pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: n
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect)?;
     let content = case.view(view);
-    let witness = if case.does(view, Activity::Compile) {
-        format!("in {}", content.host.doing.witness)
+    let child = if case.does(view, Activity::Compile) {
+        None
     } else {
         let busy = matches!(content.host.doing.activity, Activity::Unknown | Activity::Lock | Activity::Io);
-        let compiler = facts::compiler_child(content.evidence?).filter(|_| busy)?;
-        format!("it waits for its child process {compiler}")
+        Some(facts::compiler_child(content.evidence?).filter(|_| busy)?)
     };
-    let mut evidence = vec![line(format!("rank {}: {witness}", content.rank), vec![content.rank])];
+    let witness = |number: Number| match &child {
+        None => format!("in {}", content.host.doing.witness),
+        Some(compiler) => {
+            format!("{} for {} child process {compiler}", number.word("it waits", "they wait"), number.its())
+        }
+    };
+    let mut evidence = vec![line(format!("rank {}: {}", content.rank, witness(Number::One)), vec![content.rank])];
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("compiles ({witness}){}, which is slow and probably not a hang", case.place(view))),
+        says: Says::rank(|number| {
+            format!(
+                "{} ({}){}, which is slow and probably not a hang",
+                number.word("compiles", "compile"),
+                witness(number),
+                case.place(view)
+            )
+        }),
         confidence: Confidence::Medium,
         evidence,
     })

@@ -15,14 +15,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let sleep = content.host.d_sleep.as_ref().filter(|sleep| sleep.main)?;
     let place = if sleep.wchan.is_empty() { String::new() } else { format!(" in kernel function {}", sleep.wchan) };
     let mut evidence = vec![line(
-        format!("rank {}: main thread in state D{place} in both samples, without having run in between", content.rank),
+        format!("rank {}: in state D{place} in both samples, without having run in between", content.rank),
         vec![content.rank],
     )];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("sleeps uninterruptibly{place}{}", case.place(view))),
+        says: Says::rank(|number| {
+            format!("{} uninterruptibly{place}{}", number.word("sleeps", "sleep"), case.place(view))
+        }),
         confidence: Confidence::High,
         evidence,
     })

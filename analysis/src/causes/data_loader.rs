@@ -3,6 +3,9 @@
 //! The main thread stands in the `__next__` of a loader or in the `get` of a queue that a loader's frames surround, in both
 //! samples. A reader thread or worker process that is stuck in input or output, dead or stopped, makes it certain and is
 //! named; so is the cause behind the cause. A loader in which nothing is known to be stuck may only be slow: medium confidence.
+//!
+//! A main thread that receives from a queue of Python's multiprocessing counts, whatever the program calls it, when a worker process is stuck.
+//! So does one that receives from any pipe of it when a child process is dead or nobody else has the other end open: nothing comes any more.
 
 use super::{Case, Cause, Finding, Rule, Says};
 use crate::{graph::Suspect, verdict::Activity};
@@ -12,14 +15,19 @@ pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
     let mut evidence = Vec::from_iter(case.witness(view));
-    let mut says = format!("waits for its data loader{}", case.place(view));
-    if let Some((helper, fact)) = case.helper(view) {
-        says.push_str(&format!(", whose {helper}"));
-        evidence.push(fact);
-    }
+    let helper = case.helper(view);
+    let because = match (&helper, case.awaits(view)) {
+        (Some((helper, _)), _) => format!(", whose {helper}"),
+        (None, Some(awaits)) => format!(", by {awaits}"),
+        (None, None) => String::new(),
+    };
+    let says = Says::rank(|number| {
+        format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(view))
+    });
+    evidence.extend(helper.map(|(_, fact)| fact));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
+    Some(Finding { culprits: vec![view], says, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

@@ -6,6 +6,7 @@
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
 use crate::{
+    Exit,
     graph::{Event, Suspect},
     text::{capital, ranks},
     verdict::Activity,
@@ -58,9 +59,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 fn ended(case: &Case<'_>, view: usize) -> bool {
     let content = case.view(view);
-    let exit = content.evidence.map_or("", |evidence| evidence.exit.as_str());
     match content.presence {
-        Presence::Left => matches!(exit, "" | "exit code 0"),
+        Presence::Left => matches!(content.exit(), Exit::Unknown | Exit::Code(0)),
         _ => !content.dead() && case.does(view, Activity::Teardown),
     }
 }

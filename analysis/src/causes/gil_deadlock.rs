@@ -14,8 +14,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let content = case.view(view);
     let holder = facts::gil_holder(content.evidence?)?;
     let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
-    let says = format!(
-        "is deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",
+    let how = format!(
+        "deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",
         holder.thread,
         holder.function,
         match holder.waiting {
@@ -23,10 +23,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             waiting => format!("{waiting} other threads wait"),
         }
     );
-    let mut evidence = vec![line(format!("rank {}: {says}, in both samples", content.rank), vec![content.rank])];
+    let mut evidence = vec![line(format!("rank {} is {how}, in both samples", content.rank), vec![content.rank])];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: case.host_confidence(suspect), evidence })
+    let says = Says::rank(|number| format!("{} {how}", number.is()));
+    Some(Finding { culprits: vec![view], says, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

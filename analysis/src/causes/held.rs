@@ -32,14 +32,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
     let what = case.awaits(follower)?;
     let inside = case.graph.events.iter().find(|event| case.graph.waiters_of(**event).contains(&holder));
     let itself = match (inside, case.place(holder)) {
-        (Some(event), _) => format!("is itself in {}", case.describe(*event)),
-        (None, place) if place.is_empty() => "is at an unknown place".to_owned(),
-        (None, place) => format!("stands{place}"),
+        (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(*event)),
+        (None, place) if place.is_empty() => String::new(),
+        (None, place) => format!("; rank {rank} stands{place}"),
     };
-    let sentence = format!(
-        "Rank {rank} holds up rank {other}, which waits for {what}{}; rank {rank} {itself}.",
-        case.place(follower)
-    );
+    let sentence =
+        format!("Rank {rank} holds up rank {other}, which waits for {what}{}{itself}.", case.place(follower));
     let mut evidence = vec![line(format!("rank {other}: its system call waits for {what}"), vec![other])];
     evidence.extend(case.standing(holder));
     evidence.extend(case.standing(follower));

@@ -1,11 +1,14 @@
-//! `host_lock`: others wait for a rank whose main thread waits for a lock or a condition of its own process.
+//! `host_lock`: others wait for a rank whose main thread waits for a lock or a condition, of its own process or shared with others.
 //!
 //! The innermost native functions of the main thread wait for a mutex, a condition, a semaphore or another thread, in both samples;
 //! it is no queue of a data loader, no wait for the device and not Python's global lock. Who holds the lock is not known from
 //! outside, so the confidence is medium; a thread or child process that is stuck in input or output is named beside it.
+//!
+//! A lock, semaphore, condition or barrier of Python's multiprocessing is shared with other processes, which may be ranks. Who waits there
+//! waits for one of them, so it is not named while another rank stands still elsewhere.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says};
-use crate::{graph::Suspect, verdict::Activity};
+use crate::{graph::Suspect, stacks::is_shared_lock, verdict::Activity};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::HostLock, explain, rule_out };
 
@@ -16,16 +19,22 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let mut evidence = Vec::from_iter(case.witness(view));
-    let mut says = format!("waits for a lock or a thread of its own process{}", case.place(view));
-    if let Some((helper, fact)) = case.helper(view) {
-        says.push_str(&format!(", while its {helper}"));
-        evidence.push(fact);
-    }
+    let shared = is_shared_lock(&content.host.doing.witness);
+    let helper = case.helper(view);
+    let says = Says::rank(|number| {
+        let (waits, its, place) = (number.waits(), number.its(), case.place(view));
+        let helper = helper.as_ref().map_or(String::new(), |(helper, _)| format!(", while {its} {helper}"));
+        match shared {
+            true => format!("{waits} for a lock that processes share{place}{helper}"),
+            false => format!("{waits} for a lock or a thread of {its} own process{place}{helper}"),
+        }
+    });
+    evidence.extend(helper.as_ref().map(|(_, fact)| fact.clone()));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(says),
+        says,
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })

@@ -84,7 +84,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     Some(Finding {
         culprits: vec![*view],
-        says: Says::Rank(format!("is stuck on its device: {culprit}; it stands{}", case.somewhere(*view))),
+        says: Says::rank(|number| {
+            format!("{} stuck on {} device: {culprit}{}", number.is(), number.its(), case.stands(*view, number))
+        }),
         confidence,
         evidence,
     })

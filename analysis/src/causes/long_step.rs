@@ -20,12 +20,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if matches!(content.host.doing.activity, Activity::DeviceWait | Activity::CommInit) {
         return None;
     }
-    let how = if moved.own_frame { "its Python code goes on" } else { "its bytes flow" };
-    let mut evidence = vec![line(format!("rank {}: {how} between the samples", content.rank), vec![content.rank])];
+    let how = if moved.own_frame { "Python code goes on" } else { "bytes flow" };
+    let mut evidence = vec![line(format!("rank {}: its {how} between the samples", content.rank), vec![content.rank])];
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("is busy{}: {how}, so this is probably a long step and not a hang", case.place(view))),
+        says: Says::rank(|number| {
+            let (is, its, place) = (number.is(), number.its(), case.place(view));
+            format!("{is} busy{place}: {its} {how}, so this is probably a long step and not a hang")
+        }),
         confidence: Confidence::Medium,
         evidence,
     })
@@ -49,10 +52,10 @@ fn slow_device(case: &Case<'_>, view: usize) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!(
-            "is slow on its device, which is behind its host and goes on, so this is probably not a hang; its host is{}",
-            case.place(view)
-        )),
+        says: Says::rank(|number| {
+            let (is, its, stands) = (number.is(), number.its(), case.stands(view, number));
+            format!("{is} slow on {its} device, which goes on, so this is probably not a hang{stands}")
+        }),
         confidence: Confidence::Medium,
         evidence,
     })

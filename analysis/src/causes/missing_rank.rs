@@ -27,7 +27,7 @@
 //! this point.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    Case, Cause, Confidence, Finding, Number, Rule, Says,
     circle::{self, Break, Told},
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
@@ -66,35 +66,38 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let content = case.view(*view);
     let event = case.main_event(suspect);
-    let place = case.place(*view);
-    let stands = match (content.presence, place.is_empty()) {
-        (Presence::Missing, _) => ", and nothing is known of it".to_owned(),
-        (_, true) => ", and where it stands is not known".to_owned(),
-        (_, false) => format!("; it stands{place}"),
+    let known = !case.place(*view).is_empty();
+    let stands = |number: Number| match (content.presence, known) {
+        (Presence::Missing, _) => {
+            number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
+        }
+        (_, false) => {
+            number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
+        }
+        (_, true) => case.stands(*view, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
     let runs = |moved: Moved| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*view, Activity::Running));
     let busy = content.host.moved.is_some_and(runs) && content.host.doing.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
     let helper = case.helper(*view);
-    let its = match (case.awaits(*view), &helper) {
-        (Some(awaits), _) => format!(", and waits for {awaits}"),
-        (None, Some((helper, _))) => format!(", and its {helper}"),
-        (None, None) => String::new(),
-    };
     let launched = match event {
         Some(Event::Collective { comm, seq }) => {
             case.comms[comm].member(*view).is_some_and(|member| member.launched >= seq)
         }
         _ => false,
     };
-    let says = if *guess {
-        format!("is probably not in {what}: all others are{stands}")
-    } else if launched {
-        format!("has launched {what} and does not wait for it, so nobody runs it{stands}{busy}{its}")
-    } else {
-        format!("has not entered {what}{stands}{busy}{its}")
-    };
+    let says = Says::rank(|number| {
+        let (has, stands, itself) = (number.has(), stands(number), case.itself(*view, number));
+        if *guess {
+            format!("{} probably not in {what}: all others are{stands}", number.is())
+        } else if launched {
+            let does = number.word("does", "do");
+            format!("{has} launched {what} and {does} not wait for it, so nobody runs it{stands}{busy}{itself}")
+        } else {
+            format!("{has} not entered {what}{stands}{busy}{itself}")
+        }
+    });
     let confidence = match event {
         Some(_) if case.blocked(*view) && !guess => case.members_confidence(events),
         Some(_) => case.host_confidence(suspect),
@@ -112,7 +115,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         evidence.push(line(looks, vec![content.rank]));
     }
     evidence.extend(case.standing(*view));
-    Some(Finding { culprits: vec![*view], says: Says::Rank(says), confidence, evidence })
+    Some(Finding { culprits: vec![*view], says, confidence, evidence })
 }
 
 /// A rank that has called its collective in a group, which it has not closed.
@@ -122,11 +125,17 @@ fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding>
     }
     let suspect = Suspect::Device { view, events: events.to_vec() };
     let event = case.main_event(&suspect)?;
-    let says =
-        format!("has called {} in a group that it has not closed; it stands{}", case.describe(event), case.place(view));
+    let says = Says::rank(|number| {
+        let (has, it_has) = (number.has(), number.word("it has", "they have"));
+        format!(
+            "{has} called {} in a group that {it_has} not closed{}",
+            case.describe(event),
+            case.stands(view, number)
+        )
+    });
     let mut evidence: Vec<_> = case.counters(view, event).into_iter().collect();
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits: vec![view], says, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run

@@ -67,10 +67,61 @@ pub(crate) struct Finding {
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Says {
-    /// What follows after `rank 2`; who waits where is added.
-    Rank(String),
+    /// What follows after `rank 2`, and what follows after `ranks 2, 5`; who waits where is added.
+    Rank {
+        /// Of one rank.
+        one: String,
+        /// Of several of which the same is to be said.
+        many: String,
+    },
     /// The whole sentence.
     Whole(String),
+}
+
+impl Says {
+    /// What is said of a rank, in words that agree with the number of ranks.
+    pub fn rank(text: impl Fn(Number) -> String) -> Self {
+        Says::Rank { one: text(Number::One), many: text(Number::Many) }
+    }
+}
+
+/// Whether one rank is spoken of or several.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Number {
+    One,
+    Many,
+}
+
+impl Number {
+    /// That of so many ranks.
+    pub fn of(count: usize) -> Self {
+        if count == 1 { Number::One } else { Number::Many }
+    }
+
+    /// The word for one or that for several.
+    pub fn word(self, one: &'static str, many: &'static str) -> &'static str {
+        match self {
+            Number::One => one,
+            Number::Many => many,
+        }
+    }
+
+    pub fn is(self) -> &'static str {
+        self.word("is", "are")
+    }
+
+    pub fn has(self) -> &'static str {
+        self.word("has", "have")
+    }
+
+    pub fn its(self) -> &'static str {
+        self.word("its", "their")
+    }
+
+    /// What waits, as a verb.
+    pub fn waits(self) -> &'static str {
+        self.word("waits", "wait")
+    }
 }
 
 /// All rules. What makes a rank unable to run comes before what it was doing, the specific before the general.

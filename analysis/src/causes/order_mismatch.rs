@@ -2,7 +2,8 @@
 //!
 //! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
 //! first and wait for others, who are in the second and wait for them. The culprits are the ranks that
-//! exchanged two collectives which they had always made the other way round; where no past tells, the only rank that all circles go
+//! exchanged two collectives which they had always made the other way round, or made one that they had never made before where another one had
+//! always come: the one that the others are in comes later for them, or never. Where no past tells, the only rank that all circles go
 //! through, else those in the collective that the fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
 //! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named.
 
@@ -20,7 +21,7 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Told::Finding(found) = circle::ask(case, suspect, &[Break::Order]) {
+    if let Told::Finding(found) = circle::ask(case, suspect, &[Break::NewCollective, Break::Order]) {
         return Some(found);
     }
     let Suspect::Cycle(events) = suspect else { return None };

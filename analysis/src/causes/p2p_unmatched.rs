@@ -1,7 +1,7 @@
 //! `p2p_unmatched`: a receive without its send, or a send without its receive.
 //!
 //! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
-//! nothing else explains it. When the peer waits in a collective for the very rank that waits for it, the two made different
+//! nothing else explains it. What the peer itself waits for, such as a child process, is told with it. When the peer waits in a collective for the very rank that waits for it, the two made different
 //! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
 //! one rank of a circle of transfers that is in none of them.
 //! Where groups of transfers meet and do not complete, those are named that have made fewer transfers in as many groups as most members.
@@ -10,7 +10,7 @@
 //! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    Case, Cause, Confidence, Finding, Number, Rule, Says,
     circle::{self, Break, Told},
     line, never_mistaken,
 };
@@ -55,8 +55,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         _ => case.comms[comm].view_of(peer)?,
     };
     let waiting = case.view(waiter).rank;
-    let missing =
-        if recv { format!("has not sent to rank {waiting}") } else { format!("does not receive from rank {waiting}") };
+    let missing = |number: Number| match recv {
+        true => format!("{} not sent to rank {waiting}", number.has()),
+        false => format!("{} not receive from rank {waiting}", number.word("does", "do")),
+    };
     let confidence = match suspect {
         Suspect::Host { .. } => case.host_confidence(suspect),
         _ => Confidence::Medium,
@@ -66,13 +68,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("rank {waiting}: {} has begun and rank {rank} has no counterpart pending", case.describe(event)),
         vec![waiting],
     )];
+    evidence.extend(case.helper(culprit).map(|(_, fact)| fact));
     evidence.extend(case.standing(culprit));
+    let stands = |number: Number| case.stands(culprit, number) + &case.itself(culprit, number);
     let says = match suspect {
-        Suspect::Host { .. } => Says::Rank(format!("{missing}; it stands{}", case.somewhere(culprit))),
+        Suspect::Host { .. } => Says::rank(|number| missing(number) + &stands(number)),
         _ => Says::Whole(format!(
-            "Rank {rank} {missing}, which waits in {}, and waits itself for rank {waiting}; it stands{}.",
+            "Rank {rank} {}, which waits in {}, and waits itself for rank {waiting}{}.",
+            missing(Number::One),
             case.describe(event),
-            case.somewhere(culprit)
+            stands(Number::One)
         )),
     };
     Some(Finding { culprits: vec![culprit], says, confidence, evidence })
@@ -133,9 +138,9 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let (view, event) = open.next().filter(|_| open.next().is_none())?;
     let rank = case.view(view).rank;
     let sentence = format!(
-        "Rank {rank} waits in {} and nobody sends to it, because all others wait for it; it stands{}.",
+        "Rank {rank} waits in {} and nobody sends to it, because all others wait for it{}.",
         case.describe(event),
-        case.somewhere(view)
+        case.stands(view, Number::One)
     );
     let mut evidence =
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
@@ -270,9 +275,9 @@ fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) ->
     Finding {
         culprits: vec![culprit],
         says: Says::Whole(format!(
-            "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart; it stands{}.",
+            "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart{}.",
             without.join(" and "),
-            case.somewhere(culprit)
+            case.stands(culprit, Number::One)
         )),
         confidence: Confidence::Medium,
         evidence,

@@ -11,8 +11,9 @@
 //! in a send or receive, which only two know of: it may be they who made one too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
 //! that ended by itself there did not take part in it; that is `missing_rank`.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line};
+use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, collective::Collective, line};
 use crate::{
+    Exit,
     graph::{Event, Suspect},
     text::ranks,
     verdict::Activity,
@@ -25,8 +26,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let other_size = |view: usize| super::comm_init::other_size(case, suspect, view).is_some();
     let dead = |view: &usize| case.view(*view).dead() && !still_ends(case, *view) && !other_size(*view);
     if let Some(view) = case.host(suspect).filter(dead) {
-        let mut evidence =
-            vec![line(format!("rank {} {}", case.view(view).rank, how(case, view)), vec![case.view(view).rank])];
+        let mut evidence = vec![line(
+            format!("rank {} {}", case.view(view).rank, how(case, view, Number::One)),
+            vec![case.view(view).rank],
+        )];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
         let mut confidence =
             if outnumbered(case, view, case.main_event(suspect)) { Confidence::Medium } else { Confidence::High };
@@ -38,7 +41,12 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             );
             evidence.push(line(text, vec![case.view(view).rank]));
         }
-        return Some(Finding { culprits: vec![view], says: Says::Rank(how(case, view)), confidence, evidence });
+        return Some(Finding {
+            culprits: vec![view],
+            says: Says::rank(|number| how(case, view, number)),
+            confidence,
+            evidence,
+        });
     }
     // Killed after it completed what the others are still in.
     let collective = Collective::of(case, suspect)?;
@@ -55,10 +63,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         if dead.len() == 1 { "is" } else { "are" },
         case.describe(collective.event)
     );
-    let evidence = collective
-        .passed
-        .iter()
-        .map(|view| line(format!("rank {} {}", case.view(*view).rank, how(case, *view)), vec![case.view(*view).rank]));
+    let evidence = collective.passed.iter().map(|view| {
+        let rank = case.view(*view).rank;
+        line(format!("rank {rank} {}", how(case, *view, Number::One)), vec![rank])
+    });
     Some(Finding {
         culprits: collective.passed.clone(),
         says: Says::Whole(sentence),
@@ -72,7 +80,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn outnumbered(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
     let success = |view: usize| {
         let content = case.view(view);
-        content.presence == Presence::Left && content.evidence.is_some_and(|evidence| evidence.exit == "exit code 0")
+        content.presence == Presence::Left && content.exit().succeeded()
     };
     let Some(event) = event.filter(|_| success(view)) else { return false };
     let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
@@ -97,26 +105,31 @@ fn had_launched(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
 }
 
 /// What became of the process: `is dead (killed by SIGKILL)`.
-pub(super) fn how(case: &Case<'_>, view: usize) -> String {
+pub(super) fn how(case: &Case<'_>, view: usize, number: Number) -> String {
     let content = case.view(view);
     let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
     let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
     match content.presence {
-        Presence::Left => format!("has left the job{exit}"),
-        _ if content.host.state.starts_with('Z') => format!("is dead: its process is a zombie{exit}"),
-        _ => format!("is dead: its process is gone{exit}"),
+        Presence::Left => format!("{} left the job{exit}", number.has()),
+        _ if content.host.state.starts_with('Z') => {
+            format!(
+                "{} dead: {}{exit}",
+                number.is(),
+                number.word("its process is a zombie", "their processes are zombies")
+            )
+        }
+        _ => format!("{} dead: {} gone{exit}", number.is(), number.word("its process is", "their processes are")),
     }
 }
 
 /// Whether a dead rank was ended from outside in an orderly way.
 pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
-    case.view(view).evidence.is_some_and(|evidence| evidence.exit.contains("SIGTERM"))
+    case.view(view).exit() == Exit::Signal("SIGTERM")
 }
 
 /// Whether a dead rank was ended by a signal, other than that of an agent.
 pub(crate) fn ended_by_signal(case: &Case<'_>, view: usize) -> bool {
-    let killed = |exit: &str| exit.starts_with("killed by") && !exit.contains("SIGTERM");
-    case.view(view).evidence.is_some_and(|evidence| killed(&evidence.exit))
+    matches!(case.view(view).exit(), Exit::Signal(_)) && !ended_by_agent(case, view)
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

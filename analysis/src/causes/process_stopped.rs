@@ -3,7 +3,7 @@
 //! The state of the process is `T` (a signal such as SIGSTOP or a job control key) or `t` (a debugger holds it) in the last
 //! sample, or it stands in the freezer of its control group (`F`), as in a container that is paused. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line};
 use crate::graph::Suspect;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessStopped, explain, rule_out };
@@ -12,17 +12,17 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.one_rank(suspect).filter(|view| case.view(*view).host.stopped())?;
     let content = case.view(view);
     let state = &content.host.state;
-    let how = match state.chars().next() {
-        Some('F') => "is frozen with its control group (a paused container?)".to_owned(),
-        Some('t') => format!("is stopped by a debugger (state {state})"),
-        _ => format!("is stopped by a signal (state {state})"),
+    let how = |number: Number| match state.chars().next() {
+        Some('F') => format!("frozen with {} control group (a paused container?)", number.its()),
+        Some('t') => format!("stopped by a debugger (state {state})"),
+        _ => format!("stopped by a signal (state {state})"),
     };
     let mut evidence = vec![line(format!("rank {}: process state {state}", content.rank), vec![content.rank])];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("{how}{}", case.place(view))),
+        says: Says::rank(|number| format!("{} {}{}", number.is(), how(number), case.place(view))),
         confidence: Confidence::High,
         evidence,
     })

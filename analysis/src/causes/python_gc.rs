@@ -14,7 +14,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("collects Python garbage{}, which is slow and probably not a hang", case.place(view))),
+        says: Says::rank(|number| {
+            let collects = number.word("collects", "collect");
+            format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(view))
+        }),
         confidence: Confidence::Medium,
         evidence,
     })

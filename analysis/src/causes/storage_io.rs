@@ -3,7 +3,8 @@
 //! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
 //! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
 //! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
-//! may be to blame. A pipe that a child process has the other end of is not, nor is a terminal.
+//! may be to blame. A pipe that a child process has the other end of, or had until it died, is not, nor is a terminal, unless another rank
+//! waits for a message.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
 use crate::{
@@ -17,8 +18,9 @@ pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // Who reads what its child writes waits for the child, and who reads a terminal for a person: that is told of a rank that is missing in
     // a collective.
-    let asks =
-        |view: usize| case.at_terminal(view) && matches!(case.main_event(suspect), Some(Event::Collective { .. }));
+    let asks = |view: usize| {
+        case.at_terminal(view) && matches!(case.main_event(suspect), None | Some(Event::Collective { .. }))
+    };
     let beside = |view: usize| case.child_behind_pipe(view) || asks(view);
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !beside(*view))?;
     let content = case.view(view);
@@ -27,20 +29,22 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let witness = &content.host.doing.witness;
     let lock = is_file_lock(witness);
-    let (does, most) = if lock {
-        let what = case.awaits(view);
-        let what = what.unwrap_or_else(|| "a lock on a file, which another process or file handle holds".to_owned());
-        (format!("waits for {what}, in {witness}"), Confidence::Medium)
-    } else {
-        let of = case.awaits(view).map_or(String::new(), |what| format!(" of {what}"));
-        (format!("is stuck in {witness}{of}"), Confidence::High)
-    };
-    let says = format!("{does}{}", case.place(view));
-    let mut evidence = vec![line(format!("rank {}: main thread inside {witness}", content.rank), vec![content.rank])];
+    let what = case.awaits(view);
+    let says = Says::rank(|number| {
+        let place = case.place(view);
+        if lock {
+            let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
+            return format!("{} for {what}, in {witness}{place}", number.waits());
+        }
+        let of = what.as_ref().map_or(String::new(), |what| format!(" of {what}"));
+        format!("{} stuck in {witness}{of}{place}", number.is())
+    });
+    let most = if lock { Confidence::Medium } else { Confidence::High };
+    let mut evidence = vec![line(format!("rank {}: inside {witness}", content.rank), vec![content.rank])];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     let confidence = case.host_confidence(suspect).min(most);
-    Some(Finding { culprits: vec![view], says: Says::Rank(says), confidence, evidence })
+    Some(Finding { culprits: vec![view], says, confidence, evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

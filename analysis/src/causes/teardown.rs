@@ -32,7 +32,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::Rank(format!("is shutting down{}{}", witness_beside(case, view), case.place(view))),
+        says: Says::rank(|number| {
+            format!("{} shutting down{}{}", number.is(), witness_beside(case, view), case.place(view))
+        }),
         confidence: case.host_confidence(suspect),
         evidence,
     })

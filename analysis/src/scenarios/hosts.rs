@@ -11,7 +11,7 @@ use xpu_timer_proto::{
 };
 
 /// Four ranks of which all but one wait in all_reduce 31.
-fn behind(culprit: u32, stack: Stack) -> Job {
+pub(super) fn behind(culprit: u32, stack: Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in (0..4).filter(|rank| *rank != culprit) {
         job.enter(0x77, rank, Op::AllReduce);
@@ -302,7 +302,7 @@ fn two_culprits_are_both_named() {
     job.stands(5, Stack::loader());
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2, 5], Confidence::Medium);
-    assert!(sentence(&verdict).starts_with("Ranks 2, 5 each wait"), "{}", sentence(&verdict));
+    assert!(sentence(&verdict).starts_with("Ranks 2, 5 wait for their data loader"), "{}", sentence(&verdict));
 
     job.stands(5, Stack::checkpoint());
     let verdict = job.judge();
@@ -690,4 +690,25 @@ fn a_rank_that_is_only_assumed_to_wait_makes_no_other_one_sure() {
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     job.no_dump(1);
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::Medium);
+}
+
+#[test]
+fn words_agree_with_the_number_of_ranks() {
+    let mut job = Job::with_world(4, 30);
+    (0..2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+    (2..4).for_each(|rank| job.no_dump(rank));
+    let told =
+        "Ranks 2-3 have not entered all_reduce 31 of communicator 0x77 (4 ranks), and where they stand is not known;";
+    assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
+
+    for rank in 2..4 {
+        job.stands(rank, Stack::device_wait());
+        job.kernel(rank, "attention");
+        let read_ns = job.flight(rank).read_ns;
+        job.flight(rank).operations.last_mut().expect("a kernel").started_ns = read_ns - SECOND;
+        job.queue(0x77, rank, Op::AllReduce);
+    }
+    let told =
+        "Ranks 2-3 are slow on their device, which goes on, so this is probably not a hang; they stand at train.py:90";
+    assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
 }

@@ -6,7 +6,10 @@ mod followers;
 mod graphs;
 mod groups;
 mod hosts;
+mod idle;
 mod laws;
+mod processes;
+mod threads;
 mod transfers;
 
 use crate::{Cause, Confidence, Verdict};

@@ -167,11 +167,45 @@ fn speaks_of(name: &str, parts: &[&str]) -> bool {
     })
 }
 
-/// Whether a thread waits for a child process to end.
-pub(super) fn waits_for_child(native: &PstackStacktrace) -> bool {
-    let thread = Thread { native: Some(native), python: None };
+/// Whether a thread waits for a child process to end, or for its output.
+pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
+    let thread = Thread { native, python };
+    let of_child = |frame: &PySpyFrame| {
+        words::CHILD_FUNCTIONS.contains(&bare(&frame.func_name)) && contains_any(&frame.file_name, words::CHILD_FILES)
+    };
     thread.leaves().any(|function| words::CHILD_NATIVE.contains(&plain(function)))
         || thread.syscall().is_some_and(|number| words::CHILD_SYSCALLS.contains(&number))
+        || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_child)
+}
+
+/// The outermost frame in which a thread receives what other processes put into a queue or pipe of Python's multiprocessing.
+pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+    frames
+        .iter()
+        .take_while(|frame| is_library(&frame.file_name))
+        .filter(|frame| {
+            words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+                && frame.file_name.contains(words::OF_PROCESSES)
+                && contains_any(&frame.file_name, words::QUEUE_FILES)
+        })
+        .last()
+}
+
+/// Whether a thread waits for the end of another thread of its process.
+pub(super) fn joins(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
+    let thread = Thread { native, python };
+    let of_threading = |frame: &PySpyFrame| {
+        words::JOIN_PYTHON.contains(&bare(&frame.func_name)) && frame.file_name.contains(words::THREADING_FILE)
+    };
+    thread.functions().any(|function| contains_any(function, words::JOIN_NATIVE))
+        || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_threading)
+}
+
+/// Whether a thread waits for a signal.
+pub(super) fn waits_for_signal(native: Option<&PstackStacktrace>) -> bool {
+    let thread = Thread { native, python: None };
+    thread.leaves().any(|function| words::SIGNAL_NATIVE.contains(&plain(function)))
+        || thread.syscall().is_some_and(|number| words::SIGNAL_SYSCALLS.contains(&number))
 }
 
 /// Whether a thread waits for what another machine or process sends.
@@ -188,8 +222,13 @@ pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
-    // A socket is not storage: a thread that reads one waits for another process.
-    if wchan.contains("sk_wait") || wchan.contains("unix_stream") || wchan.contains("tcp_") || wchan.contains("skb_") {
+    // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other.
+    if receives(thread.python()).is_some()
+        || wchan.contains("sk_wait")
+        || wchan.contains("unix_stream")
+        || wchan.contains("tcp_")
+        || wchan.contains("skb_")
+    {
         return None;
     }
     if let Some(leaf) = leaf {
@@ -208,7 +247,18 @@ fn sleeps(thread: &Thread<'_>) -> Option<String> {
     })
 }
 
+/// A lock of Python's multiprocessing, as a witness.
+pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
+
 fn locks(thread: &Thread<'_>) -> Option<String> {
+    let lock = own_lock(thread)?;
+    let mut native = thread.native.into_iter().flat_map(|thread| &thread.frames);
+    let shared = native.any(|frame| frame.module.contains(words::SHARED_LOCK_MODULE))
+        || thread.python().first().is_some_and(|frame| frame.file_name.contains(words::SHARED_LOCK_FILE));
+    Some(if shared { SHARED_LOCK.to_owned() } else { lock })
+}
+
+fn own_lock(thread: &Thread<'_>) -> Option<String> {
     // The outermost of them is what was called; the others are its insides.
     let leaf = thread.leaves().filter(|function| contains_any(function, words::LOCK_NATIVE)).last();
     leaf.map(str::to_owned)

@@ -7,8 +7,10 @@ use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyFrame, PySpyS
 use super::{
     BUSY_SHARE, Sample,
     classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
-    location::{is_library, own_frame, own_native_place, telling_frame},
-    main_threads, named, of_process, samples, short, words,
+    location::{is_library, own_frame, own_native_place, program, telling_frame},
+    named, of_process, samples, short,
+    training::telling_threads,
+    words,
 };
 use crate::verdict::Activity;
 
@@ -30,6 +32,11 @@ pub(crate) struct StuckHelper {
 }
 
 impl StuckHelper {
+    /// Whether its process is dead.
+    pub fn is_dead(&self) -> bool {
+        self.place == DEAD
+    }
+
     /// Whether it cannot go on by itself: dead, stopped, or inside input or output. One that stands somewhere may be at work.
     pub fn is_stuck(&self) -> bool {
         [DEAD, STOPPED, INSIDE].iter().any(|words| self.place.starts_with(words))
@@ -38,16 +45,14 @@ impl StuckHelper {
 
 /// Looks for a helper of the main thread that is stuck: a reader thread or a worker process in input or output, or a
 /// worker that is dead or stopped; else for a child that it may wait for.
-pub(crate) fn stuck_helper(dump: &Stacktrace) -> Option<StuckHelper> {
+pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<StuckHelper> {
     let (first, last) = samples(dump);
-    let pid = u32::try_from(dump.pid).unwrap_or(0);
-    dump.children
-        .iter()
-        .find_map(stuck_child)
+    let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
+    worst_child(dump)
         .or_else(|| {
-            stuck_thread(first, last, pid).map(|(name, place)| StuckHelper { who: format!("thread {name}"), place })
+            stuck_thread(first, last, main).map(|(name, place)| StuckHelper { who: format!("thread {name}"), place })
         })
-        .or_else(|| awaited_child(dump, last))
+        .or_else(|| awaited_child(dump, last, training))
         .or_else(|| dump.children.iter().find_map(busy_child))
 }
 
@@ -61,11 +66,20 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
 }
 
 /// The child process that the main thread waits for; of several the one that was started last.
-fn awaited_child(dump: &Stacktrace, last: Sample<'_>) -> Option<StuckHelper> {
-    let (native, _) = main_threads(last, dump.pid);
-    native.filter(|thread| waits_for_child(thread))?;
+fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> Option<StuckHelper> {
+    let (native, python) = telling_threads(last, dump.pid, training);
+    if !waits_for_child(native, python) {
+        return None;
+    }
     let child = dump.children.iter().rfind(|child| child.parent_pid == dump.pid)?;
     Some(StuckHelper { who: child_name(child), place: "has not ended".to_owned() })
+}
+
+/// The child process that is stuck: one that is dead before the others, because it explains what those wait for.
+pub(super) fn worst_child(dump: &Stacktrace) -> Option<StuckHelper> {
+    let stuck: Vec<StuckHelper> = dump.children.iter().filter_map(stuck_child).collect();
+    let dead = stuck.iter().position(StuckHelper::is_dead).unwrap_or(0);
+    stuck.into_iter().nth(dead)
 }
 
 /// A child that Python's multiprocessing has forked has the command line of its parent, which tells nothing.
@@ -138,10 +152,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         .collect();
     let before: Option<HashMap<u32, &PstackStacktrace>> =
         first.map(|first| first.native.iter().map(|thread| (thread.pid, thread)).collect());
-    // The object that the main thread, whose root tells it, runs.
-    let program = last.native.iter().find_map(|thread| {
-        thread.frames.iter().rfind(|frame| frame.func_name == "main").map(|frame| frame.module.as_str())
-    });
+    let program = program(last.native);
     last.native.iter().filter(|thread| thread.pid != not).find_map(|thread| {
         let same = before.as_ref().is_none_or(|before| {
             before.get(&thread.pid).is_some_and(|before| before.context_switches == thread.context_switches)
@@ -151,7 +162,11 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
             return None;
         }
         // Threads of libraries (watchers, network threads) read sockets and pipes by nature, so it has to be the program's own.
+        // What comes through a queue are its orders, or what it hands on: it waits for those who put it there.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
+        if frames.is_some_and(|frames| in_queue(frames)) {
+            return None;
+        }
         let place = match frames {
             Some(frames) => telling_frame(frames).map(shown),
             None if last.python.is_empty() => Some(own_native_place(&thread.frames, program?)?),

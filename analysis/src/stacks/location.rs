@@ -33,18 +33,25 @@ fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
     Some(format!("{} in {}", other.file_name, other.func_name))
 }
 
-pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>, doing: &Doing) -> Location {
+/// Where a thread stands that does this, in a process that runs `program`.
+pub(super) fn locate(
+    native: Option<&PstackStacktrace>,
+    python: Option<&PySpyStacktrace>,
+    doing: &Doing,
+    program: Option<&str>,
+) -> Location {
     let own = python.and_then(|thread| own_frame(&thread.frames));
     let waits = doing.activity == Activity::DeviceWait;
     let caller = python.zip(own).filter(|_| waits).and_then(|(thread, own)| caller(&thread.frames, own));
-    let told = native.and_then(|thread| telling_function(&thread.frames, &doing.witness)).map(str::to_owned);
     // Where there is no Python to tell the place in the program, the program's own function does.
-    let own_native = native.filter(|_| own.is_none()).and_then(|thread| own_native_frame(&thread.frames));
-    let told = match (told, own_native) {
-        (Some(told), Some(own)) if told == own.func_name => Some(format!("{told}{}", source(own))),
-        (Some(told), Some(own)) => Some(format!("{told}, called from {}{}", own.func_name, source(own))),
-        (told, _) => told,
-    };
+    let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
+    let told = native.and_then(|thread| {
+        let told = telling_function(&thread.frames, &doing.witness)?;
+        Some(match own_native(&thread.frames) {
+            Some(own) => native_path(&thread.frames, told, own),
+            None => told.func_name.clone(),
+        })
+    });
     Location {
         python: own.map(|frame| frame.file_name.clone()),
         python_function: own.map(|frame| frame.func_name.clone()),
@@ -55,10 +62,31 @@ pub(super) fn locate(native: Option<&PstackStacktrace>, python: Option<&PySpySta
     }
 }
 
+/// The function that tells most beside the program's own innermost one, the inner of the two first.
+fn native_path(frames: &[PstackFrame], told: &PstackFrame, own: &PstackFrame) -> String {
+    let depth = |wanted: &PstackFrame| frames.iter().position(|frame| std::ptr::eq(frame, wanted));
+    let place = format!("{}{}", own.func_name, source(own));
+    if told.func_name == own.func_name {
+        place
+    } else if depth(told) < depth(own) {
+        format!("{}, called from {place}", told.func_name)
+    } else {
+        format!("{place}, called from {}{}", told.func_name, source(told))
+    }
+}
+
+/// The object that a process runs: the one that holds `main`, which the stack of its main thread tells.
+pub(super) fn program(threads: &[PstackStacktrace]) -> Option<&str> {
+    let of = |root: &str| {
+        let mut frames = threads.iter().flat_map(|thread| &thread.frames);
+        frames.find(|frame| frame.func_name == root).map(|frame| frame.module.as_str())
+    };
+    of("main").or_else(|| of("_start"))
+}
+
 /// The innermost frame of the program itself: in the object that holds `main`, and not what its language brought there.
-fn own_native_frame(frames: &[PstackFrame]) -> Option<&PstackFrame> {
-    let main = frames.iter().rfind(|frame| matches!(frame.func_name.as_str(), "main" | "_start"))?;
-    innermost_of(frames, &main.module).filter(|frame| frame.func_name != "_start")
+fn own_native_frame<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
+    innermost_of(frames, program).filter(|frame| frame.func_name != "_start")
 }
 
 /// Where a thread stands in the program that is this object: `read_shard (loader.cpp:41)`.
@@ -84,7 +112,7 @@ fn source(frame: &PstackFrame) -> String {
 /// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
 /// the function of the C library that was called, without its insides; else what is called from there, without the
 /// insides of a language's runtime; else whatever is innermost.
-fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a str> {
+fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
     let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| named(&frame.func_name)).collect();
     let innermost = frames.first()?;
     let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
@@ -94,7 +122,7 @@ fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a 
     };
     let entry = frames[..library].iter().rfind(public).copied();
     let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
-    Some(&by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost).func_name)
+    Some(by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost))
 }
 
 #[cfg(test)]
@@ -108,7 +136,7 @@ mod tests {
             ..Default::default()
         };
         let frames: Vec<PstackFrame> = stack.iter().map(frame).collect();
-        telling_function(&frames, witness).unwrap_or("nothing").to_owned()
+        telling_function(&frames, witness).map_or("nothing", |frame| &frame.func_name).to_owned()
     }
 
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
@@ -141,7 +169,7 @@ mod tests {
         ];
         let python = PySpyStacktrace { frames, ..Default::default() };
         let doing = |activity| Doing { activity, witness: String::new() };
-        let caller = |activity| locate(None, Some(&python), &doing(activity)).caller;
+        let caller = |activity| locate(None, Some(&python), &doing(activity), None).caller;
         assert_eq!(caller(Activity::DeviceWait).as_deref(), Some("/job/train.py:88 in step"));
         assert_eq!(caller(Activity::Sleep), None);
     }
@@ -172,8 +200,8 @@ mod tests {
             ..Default::default()
         };
         let located = |frames: &[PstackFrame]| {
-            let thread = PstackStacktrace { frames: frames.to_vec(), ..Default::default() };
-            locate(Some(&thread), None, &Doing::default()).native.unwrap_or_default()
+            let threads = [PstackStacktrace { frames: frames.to_vec(), ..Default::default() }];
+            locate(Some(&threads[0]), None, &Doing::default(), program(&threads)).native.unwrap_or_default()
         };
         let lock = [
             frame("futex_wait", LIBC, "./nptl/futex-internal.h:146"),
@@ -188,5 +216,20 @@ mod tests {
         assert_eq!(located(&lock[3..]), "Optimizer::step (train.cpp:108)");
         assert_eq!(located(&lock[5..6]), "__libc_start_main", "nothing of its own");
         assert_eq!(located(&lock[..2]), "pthread_mutex_lock", "a stack that does not reach its root");
+
+        // What tells most may have called the program's own innermost function.
+        let loader = [
+            frame("read", LIBC, "./io/read.c:26"),
+            frame("read_shard", "/job/train", "/job/src/shards.cpp:12"),
+            frame("Loader::next_batch", "/job/train", "/job/src/loader.cpp:77"),
+            frame("main", "/job/train", "/job/src/train.cpp:253"),
+        ];
+        let thread = [PstackStacktrace { frames: loader.to_vec(), ..Default::default() }];
+        let doing = Doing { activity: Activity::DataLoader, witness: "Loader::next_batch".into() };
+        let native = locate(Some(&thread[0]), None, &doing, program(&thread)).native;
+        assert_eq!(
+            native.as_deref(),
+            Some("read_shard (shards.cpp:12), called from Loader::next_batch (loader.cpp:77)")
+        );
     }
 }

@@ -4,16 +4,20 @@
 mod classify;
 mod helpers;
 mod location;
+mod training;
 mod words;
 
-use xpu_timer_proto::server::{Awaited, ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{
+    Awaited, AwaitedKind, ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace,
+};
 
-use classify::classify_without;
+use classify::{classify_without, receives};
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
-use location::{locate, own_frame};
+use location::{locate, own_frame, program};
+pub(crate) use training::training_thread;
+use training::{Telling, telling_threads};
 pub use words::FREEZER_WCHAN;
 
-use crate::main_thread::{self, Candidate};
 use crate::verdict::{Activity, Location};
 
 /// A process counts as moving when it used at least this share of a processor between its samples.
@@ -130,17 +134,17 @@ fn of_process(sample: &ProcessSample) -> Sample<'_> {
     Sample { native: &sample.stacktrace, python: &sample.py_stacktrace, state: &sample.process_state }
 }
 
-/// Reads a dump.
-pub(crate) fn read(dump: &Stacktrace) -> Host {
+/// Reads a dump: what its main thread does, or the one that trains in its place.
+pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let (first, last) = samples(dump);
-    let pid = u32::try_from(dump.pid).unwrap_or(0);
+    let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     // A process that vanished or could not be read the second time still has the stacks of the first.
     let shown = match first {
         Some(first) if last.native.is_empty() && last.python.is_empty() => first,
         _ => last,
     };
-    let main = main_threads(shown, dump.pid);
-    let before = first.map(|first| main_threads(first, dump.pid));
+    let main = telling_threads(shown, dump.pid, training);
+    let before = first.map(|first| telling_threads(first, dump.pid, training));
     let moved = movement(dump, before, main);
     // Who collects garbage computes; one that does not stands in a finalizer, at whatever that does.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
@@ -155,6 +159,7 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
         (_, state, _) => state,
     };
     let same_in_both = before.is_none_or(|before| does(before).activity == doing.activity);
+    let doing = from_stuck_worker(dump, main, &doing).unwrap_or(doing);
     // What other threads read and write is nothing to a main thread that slept, or stood in one call, all the time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(doing.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
@@ -165,7 +170,7 @@ pub(crate) fn read(dump: &Stacktrace) -> Host {
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
         same_in_both,
-        location: locate(main.0, main.1, &doing),
+        location: locate(main.0, main.1, &doing, program(shown.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
@@ -184,18 +189,24 @@ fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Mov
     }
 }
 
-/// The main thread of a process, native and Python.
-fn main_threads<'a>(sample: Sample<'a>, pid: i32) -> (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>) {
-    let native = main_thread::of(sample.native.iter().map(Candidate::from), pid);
-    let python = main_thread::of(sample.python.iter().map(Candidate::from), pid);
-    (native.map(|place| &sample.native[place]), python.map(|place| &sample.python[place]))
+/// Who receives from a queue of worker processes that are stuck, or from any pipe of theirs when one of them is dead or when nobody else has the
+/// other end open, waits for a loader.
+fn from_stuck_worker(dump: &Stacktrace, (native, python): Telling<'_>, doing: &Doing) -> Option<Doing> {
+    if !matches!(doing.activity, Activity::Lock | Activity::Unknown) {
+        return None;
+    }
+    let frame = receives(&python?.frames)?;
+    let abandoned = native.and_then(|thread| thread.awaited.as_ref()).is_some_and(|awaited| {
+        awaited.kind() == AwaitedKind::Pipe
+            && !awaited.holders.is_empty()
+            && awaited.holders.iter().all(|holder| holder.pid == dump.pid)
+    });
+    let queue = frame.file_name.contains(words::QUEUE_OF_PROCESSES);
+    let stuck = helpers::worst_child(dump).is_some_and(|child| child.is_dead() || queue && child.is_stuck());
+    (abandoned || stuck).then(|| Doing { activity: Activity::DataLoader, witness: classify::shown(frame) })
 }
 
-fn movement(
-    dump: &Stacktrace,
-    before: Option<(Option<&PstackStacktrace>, Option<&PySpyStacktrace>)>,
-    after: (Option<&PstackStacktrace>, Option<&PySpyStacktrace>),
-) -> Option<Moved> {
+fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) -> Option<Moved> {
     let first = dump.first_sample.as_ref()?;
     let last = dump.last_sample.as_ref()?;
     let before = before?;
@@ -208,7 +219,7 @@ fn movement(
         (0, _) | (_, 0) => 0,
         (before, after) => after.saturating_sub(before),
     };
-    let own = |threads: (Option<&PstackStacktrace>, Option<&PySpyStacktrace>)| {
+    let own = |threads: Telling<'_>| {
         threads
             .1
             .and_then(|thread| own_frame(&thread.frames))
@@ -269,9 +280,19 @@ pub(crate) fn is_file_lock(witness: &str) -> bool {
     words::FILE_LOCKS.contains(&witness)
 }
 
+/// Whether a witness of [`Activity::Lock`] is a lock that processes share.
+pub(crate) fn is_shared_lock(witness: &str) -> bool {
+    witness == classify::SHARED_LOCK
+}
+
 /// Whether a function of the C library waits for what comes over a socket.
 pub(crate) fn is_network(function: &str) -> bool {
     words::NETWORK_NATIVE.contains(&classify::plain(function))
+}
+
+/// Whether a function of the C library waits for a signal.
+pub(crate) fn is_signal_wait(function: &str) -> bool {
+    words::SIGNAL_NATIVE.contains(&classify::plain(function))
 }
 
 /// Whether a function of the C library sleeps for a time.

@@ -129,6 +129,9 @@ pub(super) const LOADER_FILES: &[&str] = &["dataloader", "data_loader", "/utils/
 /// Beginnings of words in the name of a function that make a queue the queue of a loader.
 pub(super) const LOADER_HINTS: &[&str] =
     &["next", "load", "data", "batch", "fetch", "sample", "shard", "prefetch", "read"];
+/// The part of their paths that tells those of several processes, and the one of them that is a queue.
+pub(super) const OF_PROCESSES: &str = "/multiprocessing/";
+pub(super) const QUEUE_OF_PROCESSES: &str = "/multiprocessing/queues.py";
 /// Files of the standard library whose functions below are waits for another thread or process.
 pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.py", "/multiprocessing/connection.py"];
 /// Functions in those files.
@@ -203,6 +206,23 @@ pub(super) const IO_WCHAN: &[&str] = &[
     "wait_on_buffer",
     "submit_bio_wait",
 ];
+
+/// The file of Python's multiprocessing whose locks, conditions and barriers processes share, and the part of the path of the module behind it.
+pub(super) const SHARED_LOCK_FILE: &str = "/multiprocessing/synchronize.py";
+pub(super) const SHARED_LOCK_MODULE: &str = "/_multiprocessing.";
+/// Files in which a program of Python waits for a child process, with the functions that do.
+pub(super) const CHILD_FILES: &[&str] = &["/subprocess.py", "/multiprocessing/popen_fork.py"];
+pub(super) const CHILD_FUNCTIONS: &[&str] = &["communicate", "_communicate", "wait", "_wait", "run", "poll"];
+
+/// Functions of the C library that wait for a signal, and their system calls of x86-64.
+pub(super) const SIGNAL_NATIVE: &[&str] =
+    &["pause", "sigsuspend", "sigwait", "sigwaitinfo", "sigtimedwait", "sigtimedwait64"];
+pub(super) const SIGNAL_SYSCALLS: &[i64] = &[34, 128, 130];
+/// Functions in which a main thread waits for the end of another thread: of the C library and of the interpreter, then of Python's `threading`.
+pub(super) const JOIN_NATIVE: &[&str] =
+    &["pthread_join", "pthread_clockjoin", "pthread_timedjoin", "wait_for_thread_shutdown"];
+pub(super) const JOIN_PYTHON: &[&str] = &["join", "_wait_for_tstate_lock", "_shutdown"];
+pub(super) const THREADING_FILE: &str = "/threading.py";
 
 /// Functions of the C library that wait for what comes over a socket.
 pub(super) const NETWORK_NATIVE: &[&str] =

@@ -1,0 +1,75 @@
+//! How a process ended, in the words in which the collector writes it down: `exit code 1`, `killed by SIGSEGV (core dumped)`. The one
+//! place that reads them.
+
+/// The end of a process.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Exit<'a> {
+    /// Nobody saw how it ended.
+    Unknown,
+    /// By itself, with this code.
+    Code(i32),
+    /// By this signal: `SIGKILL`, `signal 40`.
+    Signal(&'a str),
+}
+
+impl<'a> Exit<'a> {
+    /// Reads the words; [`Exit::Unknown`] when they say nothing.
+    #[must_use]
+    pub fn of(text: &'a str) -> Self {
+        // What follows says when: `exit code 3, before its first device call`.
+        let text = text.split(", ").next().unwrap_or_default();
+        if let Some(code) = text.strip_prefix("exit code ") {
+            return code.parse().map_or(Exit::Unknown, Exit::Code);
+        }
+        let signal = text.strip_prefix("killed by ");
+        signal.map_or(Exit::Unknown, |signal| Exit::Signal(signal.split(" (").next().unwrap_or(signal)))
+    }
+
+    /// With success.
+    #[must_use]
+    pub fn succeeded(self) -> bool {
+        self == Exit::Code(0)
+    }
+
+    /// Because it was told to: by a signal that asks for the end, or with the code by which a shell says so.
+    #[must_use]
+    pub fn was_told(self) -> bool {
+        matches!(self, Exit::Code(143) | Exit::Signal("SIGTERM" | "SIGINT" | "SIGHUP"))
+    }
+
+    /// With an error of its own.
+    #[must_use]
+    pub fn failed(self) -> bool {
+        matches!(self, Exit::Code(_)) && !self.succeeded() && !self.was_told()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_words_of_the_collector() {
+        assert_eq!(Exit::of(""), Exit::Unknown);
+        assert_eq!(Exit::of("exit code many"), Exit::Unknown);
+        assert_eq!(Exit::of("exit code 3"), Exit::Code(3));
+        assert_eq!(Exit::of("exit code 3, before its first device call"), Exit::Code(3));
+        assert_eq!(Exit::of("before its first device call"), Exit::Unknown);
+        assert_eq!(Exit::of("killed by SIGSEGV (core dumped)"), Exit::Signal("SIGSEGV"));
+        assert_eq!(Exit::of("killed by signal 40"), Exit::Signal("signal 40"));
+    }
+
+    #[test]
+    fn success_a_wish_and_an_error_are_three_things() {
+        let said = |text: &str| {
+            let exit = Exit::of(text);
+            (exit.succeeded(), exit.was_told(), exit.failed())
+        };
+        assert_eq!(said("exit code 0"), (true, false, false));
+        assert_eq!(said("exit code 143"), (false, true, false));
+        assert_eq!(said("killed by SIGTERM"), (false, true, false));
+        assert_eq!(said("exit code 1"), (false, false, true));
+        assert_eq!(said("killed by SIGKILL"), (false, false, false));
+        assert_eq!(said(""), (false, false, false));
+    }
+}
