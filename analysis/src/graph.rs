@@ -113,6 +113,8 @@ struct Builder<'w, 'a> {
     transfers: Vec<BTreeMap<Event, &'a Operation>>,
     /// Edges by node; see `number`.
     edges: Vec<Vec<usize>>,
+    /// Communicators that some rank still creates.
+    creating: Vec<bool>,
     /// Hosts whose edge to their device is an assumption: their stack does not say that they wait.
     soft: Vec<bool>,
     /// Hosts that are suspected only because their peers wait and they have no record.
@@ -143,6 +145,7 @@ impl<'w, 'a> Builder<'w, 'a> {
             waiters: Vec::new(),
             transfers,
             edges: Vec::new(),
+            creating: comms.iter().map(|comm| comm.members.iter().any(|member| member.initializing)).collect(),
             soft: vec![false; views],
             guess: vec![false; views],
             alive_wait,
@@ -208,7 +211,12 @@ impl<'w, 'a> Builder<'w, 'a> {
         let split =
             self.world.views[view].pending().find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
         let comm = *self.by_id.get(&split.communicator)?;
-        Some(Event::Split { comm })
+        // Where the identity is that of the child, its creation is an event already that waits for the members of the parent.
+        let known = self.world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
+        let parent = known.into_iter().find(|known| known.id == split.communicator).map(|known| known.parent);
+        let made = parent.and_then(|parent| self.by_id.get(&parent)).is_some_and(|parent| !self.creating[*parent]);
+        let child = self.comms[comm].member(view).is_some_and(|member| member.initializing);
+        (!child || !made).then_some(Event::Split { comm })
     }
 
     /// What a rank that has not made a call leads to: its host, unless it cannot run at all, which is the same node.

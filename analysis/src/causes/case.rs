@@ -34,6 +34,9 @@ pub(crate) struct Case<'a> {
     waiters_text: Vec<String>,
 }
 
+/// The file of a standard input that is a pipe.
+const STANDARD_INPUT: &str = "/dev/stdin";
+
 /// `path/train.py:88 in step` without its path.
 fn short_frame(frame: &str) -> String {
     match frame.split_once(" in ") {
@@ -145,6 +148,12 @@ impl<'a> Case<'a> {
         let holders = others.join(" and ");
         let alone = others.is_empty() && awaited.holders.iter().any(own);
         match awaited.kind() {
+            AwaitedKind::File if awaited.name == STANDARD_INPUT && holders.is_empty() => {
+                Some("its standard input".to_owned())
+            }
+            AwaitedKind::File if awaited.name == STANDARD_INPUT => {
+                Some(format!("its standard input, whose other end {holders} {have} open"))
+            }
             AwaitedKind::File if self.at_terminal(view) => Some(format!("its terminal {}", awaited.name)),
             AwaitedKind::File => Some(stacks::short(&awaited.name).to_owned()),
             AwaitedKind::Socket if awaited.name.is_empty() => None,
@@ -164,13 +173,14 @@ impl<'a> Case<'a> {
         }
     }
 
-    /// Whether the main thread of a rank waits for what a person types.
+    /// Whether the main thread of a rank waits for what a person types, or what is fed to it in place of one.
     pub fn at_terminal(&self, view: usize) -> bool {
         let awaited = self.view(view).host.awaited.as_ref();
         awaited.is_some_and(|awaited| {
             let name = awaited.name.as_str();
+            let typed = [STANDARD_INPUT, "/dev/console"].contains(&name);
             awaited.kind() == AwaitedKind::File
-                && (name.starts_with("/dev/pts/") || name.starts_with("/dev/tty") || name == "/dev/console")
+                && (typed || name.starts_with("/dev/pts/") || name.starts_with("/dev/tty"))
         })
     }
 

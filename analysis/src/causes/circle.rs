@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
-use super::{Case, Confidence, Finding, Says, line};
+use super::{Case, Confidence, Finding, Number, Says, line};
 use crate::{
     graph::{Event, Suspect},
     history::{Deviation, Token, deviation, made_before, made_token_before},
@@ -66,11 +66,27 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
     if inside.len() > MOST {
         return None;
     }
-    let found: Vec<(usize, Deviation)> =
+    let mut found: Vec<(usize, Deviation)> =
         inside.iter().filter_map(|view| Some((*view, deviation(case.view(*view))?))).collect();
+    if found.len() * 2 > inside.len() {
+        return None;
+    }
+    // Who did not make a collective is waited for in its communicator; the others went on without it as they may.
+    let missed = |(view, deviation): &(usize, Deviation)| {
+        events.iter().any(|event| {
+            let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
+            matches!(*event, Event::Collective { comm, .. } if of(comm)) && awaited(case, *event).contains(view)
+        })
+    };
+    let left_out = |(view, deviation): &(usize, Deviation)| {
+        matches!(Break::of(case.view(*view), deviation), Break::Collective | Break::NewCollective)
+    };
+    if found.iter().any(missed) {
+        found.retain(|one| !left_out(one) || missed(one));
+    }
     let kind = |(view, deviation): &(usize, Deviation)| Break::of(case.view(*view), deviation);
     let first = found.iter().map(kind).min()?;
-    (found.len() * 2 <= inside.len()).then_some((first, found))
+    Some((first, found))
 }
 
 /// What the past of the ranks in a circle is to a rule.
@@ -98,14 +114,20 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
     let who = case.world.ranks(culprits.iter().copied());
     let of_kind = |(view, deviation): &&(usize, Deviation)| Break::of(case.view(*view), deviation) == kind;
     let (first, deviation) = found.iter().find(of_kind).unwrap_or(&found[0]);
+    let it = Number::of(culprits.len()).word("it", "they");
     let did = match kind {
         Break::Collective | Break::Transfer => format!(
-            "did not make the {} that it had always made before the {}",
+            "did not make the {} that {it} had always made before the {}",
             describe(case, *first, deviation.expected),
             describe(case, *first, deviation.came)
         ),
-        Break::NewTransfer | Break::NewCollective => format!(
-            "made a {} that it had never made before, where the {} had always come",
+        Break::NewCollective => format!(
+            "made the {} for the first time, where the {} had always come",
+            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.expected)
+        ),
+        Break::NewTransfer => format!(
+            "made a {} that {it} had never made before, where the {} had always come",
             describe(case, *first, deviation.came),
             describe(case, *first, deviation.expected)
         ),

@@ -7,7 +7,8 @@
 //! Where groups of transfers meet and do not complete, those are named that have made fewer transfers in as many groups as most members.
 //! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
 //! In a circle, the rank is named that is at an end of all transfers without a counterpart, or that left out a send or receive which it
-//! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart.
+//! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart,
+//! as a rank does that receives from itself.
 
 use super::{
     Case, Cause, Confidence, Finding, Number, Rule, Says,
@@ -256,7 +257,8 @@ fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let open = without_counterpart(case, events).filter(|open| open.len() == 1)?;
     let transfers = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. })).count();
-    (transfers > 1).then(|| open_ends(case, &open, open[0].2))
+    let with_itself = open[0].1 == open[0].2;
+    (transfers > 1 || with_itself).then(|| open_ends(case, &open, open[0].2))
 }
 
 fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) -> Finding {

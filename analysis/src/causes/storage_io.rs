@@ -3,7 +3,7 @@
 //! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
 //! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
 //! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
-//! may be to blame. A pipe that a child process has the other end of, or had until it died, is not, nor is a terminal, unless another rank
+//! may be to blame. A pipe that a child process has the other end of, or had until it died, is not, nor is a terminal or the standard input, unless another rank
 //! waits for a message.
 
 use super::{Case, Cause, Confidence, Finding, Rule, Says, line};

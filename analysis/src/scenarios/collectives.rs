@@ -309,6 +309,12 @@ fn a_rank_that_does_not_split_holds_up_all_children() {
         job.judge()
     };
     expect(&judge(&|_| {}), Cause::CommInit, &[1], Confidence::Medium);
+    // It waits in the parent for those who wait for it.
+    let elsewhere = judge(&|job| {
+        job.enter(0x77, 1, Op::AllReduce);
+        job.stands(1, Stack::device_wait());
+    });
+    assert_eq!((elsewhere.cause, &elsewhere.culprits[..]), (Cause::CommInit, &[1][..]), "{}", elsewhere.to_text());
     // It has made splits that its record does not have any more.
     let short = judge(&|job| drop(job.flight(1).operations.remove(0)));
     assert!(short.cause != Cause::CommInit || short.culprits != [1], "{}", short.to_text());
@@ -351,6 +357,20 @@ fn a_reduction_that_computes_something_else() {
     completed.reduce_op = 2;
     let verdict = job.judge();
     assert_ne!(verdict.cause, Cause::OpMismatch, "{}", verdict.to_text());
+}
+
+#[test]
+fn a_nonblocking_form_does_not_match_a_blocking_one() {
+    let nonblocking = |function: &'static str| move |operation: &mut Operation| operation.function = function.into();
+    let verdict = all_enter(4, 0, Op::AllReduce, nonblocking("MPI_Iallreduce")).judge();
+    expect(&verdict, Cause::OpMismatch, &[0], Confidence::High);
+    assert!(verdict.sentence.contains("rank 0 runs MPI_Iallreduce"), "{}", verdict.sentence);
+    let verdict = all_enter(4, 0, Op::Barrier, nonblocking("MPI_Ibarrier")).judge();
+    expect(&verdict, Cause::OpMismatch, &[0], Confidence::High);
+    // A library that let them match before.
+    let mut job = all_enter(4, 0, Op::AllReduce, nonblocking("MPI_Iallreduce"));
+    job.flight(0).operations.iter_mut().for_each(|operation| operation.function = "MPI_Iallreduce".into());
+    assert_ne!(job.judge().cause, Cause::OpMismatch);
 }
 
 #[test]

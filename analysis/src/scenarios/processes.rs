@@ -95,6 +95,24 @@ fn a_pipe_whose_writer_is_dead_is_no_storage() {
 }
 
 #[test]
+fn who_asks_for_input_that_is_no_terminal_is_not_in_storage() {
+    let asks = Stack::new(&[("main", "/job/train.py:3")], &["read", "_Py_read", "PyFile_GetLine"]);
+    let mut job = behind(1, asks.with(|stack| stack.syscall = Some(0)));
+    reads_pipe_of(&mut job, 1, &[]);
+    expect(&job.judge(), Cause::MissingRank, &[1], Confidence::High);
+    // Whatever reads it, and whoever feeds it.
+    let mut job = behind(1, Stack::new(&[("main", "/job/train.py:3")], &["read"]));
+    reads_pipe_of(&mut job, 1, &[(77, false)]);
+    let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
+    let awaited = thread.awaited.as_mut().expect("a pipe");
+    (awaited.kind, awaited.name) = (AwaitedKind::File.into(), "/dev/stdin".into());
+    let verdict = job.judge();
+    expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
+    let told = "waits for its standard input, whose other end process 77 (python3) has open";
+    assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
+}
+
+#[test]
 fn the_child_that_a_rank_waits_for_is_told_of_a_send_as_well() {
     let mut job = Job::new(2);
     job.comm(0x77, &[0, 1]);

@@ -46,6 +46,43 @@ fn the_one_rank_that_is_in_no_transfer_of_the_circle() {
 }
 
 #[test]
+fn who_left_a_collective_out_is_waited_for_in_its_communicator() {
+    let mut job = Job::new(4);
+    job.comm(0x10, &[0, 1]);
+    job.comm(0x11, &[2, 3]);
+    job.comm(0x20, &[0, 2]);
+    job.comm(0x21, &[1, 3]);
+    job.comm(0x77, &[0, 1, 2, 3]);
+    for _ in 0..9 {
+        for rank in 0..4 {
+            job.done(0x10 + u64::from(rank / 2), rank, 1);
+            job.done(0x20 + u64::from(rank % 2), rank, 1);
+        }
+    }
+    // Rank 3 makes no all_reduce with rank 2, and the last one of the job comes for it and for rank 1.
+    (0..2).for_each(|rank| job.done(0x10, rank, 1));
+    for rank in [1, 3] {
+        job.done(0x21, rank, 1);
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.enter(0x20, 0, Op::AllReduce);
+    job.enter(0x11, 2, Op::AllReduce);
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, [3], "{}", verdict.to_text());
+    assert!(verdict.confidence < Confidence::High, "{}", verdict.to_text());
+}
+
+#[test]
+fn who_receives_from_itself_gets_nothing() {
+    let mut job = together(4);
+    [0, 1, 3].iter().for_each(|rank| job.enter(0x77, *rank, Op::AllReduce));
+    job.transfer(0x77, 2, Op::Recv, 2);
+    let verdict = job.judge();
+    expect(&verdict, Cause::P2pUnmatched, &[2], Confidence::Medium);
+    assert!(verdict.sentence.contains("rank 2 in a recv from rank 2"), "{}", verdict.sentence);
+}
+
+#[test]
 fn the_size_that_is_new_is_the_wrong_one() {
     let sizes = |old: [u64; 2], new: [u64; 2]| {
         let mut job = together(3);

@@ -222,8 +222,11 @@ pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
-    // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other.
-    if receives(thread.python()).is_some()
+    // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
+    // or what somebody types.
+    let asks = thread.functions().any(|function| words::INPUT_NATIVE.contains(&function));
+    if asks
+        || receives(thread.python()).is_some()
         || wchan.contains("sk_wait")
         || wchan.contains("unix_stream")
         || wchan.contains("tcp_")

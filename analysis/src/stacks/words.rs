@@ -181,6 +181,8 @@ pub(super) const IO_NATIVE: &[&str] = &[
     "fcntl",
     "fcntl64",
 ];
+/// Functions of the interpreter in which `input()` reads what is no terminal: a person, or another program, is waited for.
+pub(super) const INPUT_NATIVE: &[&str] = &["PyFile_GetLine"];
 /// Those that wait for a lock on a file.
 pub(super) const FILE_LOCKS: &[&str] = &["flock", "lockf", "fcntl", "fcntl64"];
 /// Beginnings of words, or of several joined by `_`, in the name of a kernel function in which a thread waits for a file, a pipe or a disk.

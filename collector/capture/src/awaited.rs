@@ -64,7 +64,10 @@ pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited
     }
     if inode_of(&link, "pipe:[").is_some() {
         let holders = other_end(pid, &link, does, deadline);
-        return Some(Awaited { kind: AwaitedKind::Pipe.into(), name: String::new(), holders });
+        // Who reads the standard input waits for a person, or for what is fed to it in place of one.
+        let stdin = descriptor == libc::STDIN_FILENO && does == Does::Reads;
+        let (kind, name) = if stdin { (AwaitedKind::File, "/dev/stdin") } else { (AwaitedKind::Pipe, "") };
+        return Some(Awaited { kind: kind.into(), name: name.into(), holders });
     }
     (link.starts_with('/')).then(|| Awaited {
         kind: AwaitedKind::File.into(),
