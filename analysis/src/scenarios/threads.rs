@@ -5,7 +5,7 @@ use crate::{
     Cause, Confidence,
     testing::{Job, SECOND, Stack},
 };
-use xpu_timer_proto::v1::Op;
+use xpu_timer_proto::v1::{Op, OpKind};
 
 /// The thread that trains.
 const TRAINER: u32 = 7002;
@@ -71,6 +71,11 @@ fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
         expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
         assert!(verdict.sentence.contains("train.py:55 in update"), "{}", verdict.sentence);
     }
+    // The main thread has made the communicator.
+    let mut job = behind_in_thread(joins(), Stack::checkpoint());
+    let made = &mut job.flight(2).operations[29];
+    (made.tid, made.kind) = (1002, OpKind::HostCall.into());
+    expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
     let in_d = behind_in_thread(joins(), Stack::checkpoint().state("D (disk sleep)", "nfs_wait_bit"));
     expect(&in_d.judge(), Cause::DState, &[2], Confidence::High);
 }

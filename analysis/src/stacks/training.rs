@@ -7,7 +7,7 @@
 
 use xpu_timer_proto::{
     server::{PstackStacktrace, PySpyStacktrace, Stacktrace},
-    v1::FlightRecord,
+    v1::{FlightRecord, OpKind, Operation},
 };
 
 use super::{
@@ -35,7 +35,9 @@ pub(crate) fn training_thread(dump: &Stacktrace, flight: Option<&FlightRecord>) 
     let (_, last) = samples(dump);
     let (native, python) = telling_threads(last, dump.pid, None);
     let main = native.map(|thread| thread.pid).or_else(|| u32::try_from(pid).ok())?;
-    let newest = || flight.operations.iter().rev().take(NEWEST).map(|operation| operation.tid);
+    // Communicators are often made before the thread is started.
+    let launched = |operation: &&Operation| operation.kind() != OpKind::HostCall;
+    let newest = || flight.operations.iter().rev().filter(launched).take(NEWEST).map(|operation| operation.tid);
     let tid = newest().next().filter(|tid| *tid != 0)?;
     if newest().any(|launched_by| launched_by == main) {
         return None;

@@ -104,6 +104,27 @@ def queue_of_dead_thread():
     results.get()
 
 
+def queue_of_killed_worker():
+    """The process that fills a queue is killed, and its queue has room for more."""
+    context = multiprocessing.get_context("fork")
+    results = context.Queue()
+    context.Process(target=kill_self, args=(0,), daemon=True).start()
+    results.get()
+
+
+def pipe_of_dead_child():
+    """The child that was to answer has ended, and nobody has asked how; its end of the pipe is open in the parent as well."""
+    reading, _writing = os.pipe()
+    if os.fork() == 0:
+        os._exit(3)
+    os.read(reading, 1)
+
+
+def barrier_of_processes():
+    """A barrier for two processes, to which the other one never comes."""
+    multiprocessing.get_context("fork").Barrier(2).wait()
+
+
 def pool_of_killed_worker():
     """The worker of a pool is killed in its task, and the pool waits for the result."""
     with multiprocessing.get_context("fork").Pool(1) as pool:

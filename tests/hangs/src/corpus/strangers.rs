@@ -50,6 +50,9 @@ const TROUBLES: &[(&str, &[&str])] = &[
     ("out_of_memory", DEAD),
     ("aborts", DEAD),
     ("frozen", &["process_stopped", "d_state"]),
+    ("queue_of_killed_worker", &["data_loader"]),
+    ("pipe_of_dead_child", MISSING),
+    ("barrier_of_processes", LOCK),
 ];
 const IO_OR_MISSING: &[&str] = &["storage_io", "missing_rank"];
 

@@ -1,4 +1,5 @@
-//! Threads, locks and exceptions of C++: the thread that stands is not the one that calls the communication library.
+//! Threads, locks and exceptions of C++: the thread that stands is not the one that calls the communication library. And Python programs in
+//! which the main thread tells nothing.
 
 use crate::{
     program::Program,
@@ -9,6 +10,7 @@ const LOCK: &[&str] = &["host_lock", "missing_rank"];
 const MISSING: &[&str] = &["missing_rank"];
 const BUSY: &[&str] = &["missing_rank", "long_step"];
 const GONE: &[&str] = &["process_dead"];
+const IDLE: &[&str] = &["unknown", "not_a_hang"];
 const READS: &[&str] = &["missing_rank", "storage_io"];
 
 pub fn scenarios() -> Vec<Scenario> {
@@ -16,7 +18,20 @@ pub fn scenarios() -> Vec<Scenario> {
         let arguments = [accident, &rank.to_string()];
         job(&format!("replay-{}", accident.replace('_', "-")), Program::Native("replay.cpp"), world, &arguments)
     };
+    let beside = |name: &str, world: u32, rank: Option<u32>| {
+        let rank = rank.map(|rank| rank.to_string());
+        let arguments: Vec<&str> = std::iter::once(name).chain(rank.as_deref()).collect();
+        job(&format!("beside-{}", name.replace('_', "-")), Program::Script("beside.py"), world, &arguments)
+    };
     vec![
+        beside("thread_joined", 4, Some(2)).is(&["storage_io"], &[2]),
+        beside("thread_and_signal", 3, Some(1)).is(MISSING, &[1]),
+        beside("thread_and_sleep", 4, Some(0)).is(&["host_lock"], &[0]),
+        beside("two_orders", 4, Some(1)).is(&["order_mismatch"], &[1]),
+        // Nothing is stuck, and nothing says so.
+        beside("idle_sleep", 4, None).is(IDLE, &[]),
+        beside("idle_server", 4, None).is(IDLE, &[]),
+        beside("idle_prompt", 3, None).is(IDLE, &[]),
         replay("lock_order", 4, 1).is(&["host_lock"], &[1]),
         replay("own_shared_lock", 4, 2).is(LOCK, &[2]),
         replay("rwlock", 3, 0).is(LOCK, &[0]),
