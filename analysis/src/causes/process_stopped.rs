@@ -1,7 +1,8 @@
 //! `process_stopped`: others wait for a rank whose process is stopped.
 //!
 //! The state of the process is `T` (a signal such as SIGSTOP or a job control key) or `t` (a debugger holds it) in the last
-//! sample, or it stands in the freezer of its control group (`F`), as in a container that is paused. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
+//! sample, or it stands in the freezer of its control group (`F`), as in a container that is paused; newer
+//! kernels show that as `D` in a function where a signal would wake it. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
 
 use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line};
 use crate::graph::Suspect;

@@ -470,7 +470,12 @@ fn a_finalizer_that_blocks_is_no_collection() {
 
 #[test]
 fn a_paused_container_is_stopped_although_its_state_does_not_say_so() {
-    for (state, wchan) in [("D (disk sleep)", "__refrigerator"), ("S (sleeping)", "do_freezer_trap")] {
+    for (state, wchan) in [
+        ("D (disk sleep)", "__refrigerator"),
+        ("S (sleeping)", "do_freezer_trap"),
+        ("D (disk sleep)", "hrtimer_nanosleep"),
+        ("D (disk sleep)", "futex_do_wait"),
+    ] {
         let verdict = behind(1, Stack::sleep().state(state, wchan)).judge();
         expect(&verdict, Cause::ProcessStopped, &[1], Confidence::High);
         assert!(sentence(&verdict).contains("is frozen with its control group"), "{}", sentence(&verdict));

@@ -113,6 +113,18 @@ fn who_asks_for_input_that_is_no_terminal_is_not_in_storage() {
 }
 
 #[test]
+fn who_waits_for_an_event_is_not_in_storage() {
+    let events = |native: &'static str, wchan| {
+        Stack::new(&[("main", "/job/train.py:3")], &["read", native])
+            .with(|stack| stack.syscall = Some(0))
+            .state("S (sleeping)", wchan)
+    };
+    for stack in [events("eventfd_read", ""), events("os_read", "inotify_read")] {
+        expect(&behind(1, stack).judge(), Cause::MissingRank, &[1], Confidence::High);
+    }
+}
+
+#[test]
 fn the_child_that_a_rank_waits_for_is_told_of_a_send_as_well() {
     let mut job = Job::new(2);
     job.comm(0x77, &[0, 1]);

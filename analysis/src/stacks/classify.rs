@@ -225,7 +225,10 @@ fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
     // or what somebody types.
     let asks = thread.functions().any(|function| words::INPUT_NATIVE.contains(&function));
+    let of_events = |function: &str| words::EVENT_READS.iter().any(|start| function.starts_with(start));
     if asks
+        || of_events(wchan)
+        || thread.leaves().any(of_events)
         || receives(thread.python()).is_some()
         || wchan.contains("sk_wait")
         || wchan.contains("unix_stream")

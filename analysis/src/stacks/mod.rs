@@ -151,7 +151,10 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
     let doing = does(main);
-    let frozen = main.0.is_some_and(|thread| FREEZER_WCHAN.contains(&thread.wchan.as_str()));
+    let frozen = main.0.is_some_and(|thread| {
+        let wakeable = || words::WAKEABLE_WCHAN.iter().any(|start| thread.wchan.starts_with(start));
+        FREEZER_WCHAN.contains(&thread.wchan.as_str()) || thread.state.starts_with('D') && wakeable()
+    });
     let state = match (frozen, last.state, first) {
         (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
         (_, "", _) => shown.state,

@@ -183,6 +183,8 @@ pub(super) const IO_NATIVE: &[&str] = &[
 ];
 /// Functions of the interpreter in which `input()` reads what is no terminal: a person, or another program, is waited for.
 pub(super) const INPUT_NATIVE: &[&str] = &["PyFile_GetLine"];
+/// Beginnings of functions, of the C library and of the kernel, that read what only tells of events.
+pub(super) const EVENT_READS: &[&str] = &["eventfd_", "inotify_read", "signalfd_", "timerfd_"];
 /// Those that wait for a lock on a file.
 pub(super) const FILE_LOCKS: &[&str] = &["flock", "lockf", "fcntl", "fcntl64"];
 /// Beginnings of words, or of several joined by `_`, in the name of a kernel function in which a thread waits for a file, a pipe or a disk.
@@ -237,6 +239,19 @@ pub(super) const CHILD_SYSCALLS: &[i64] = &[61, 247];
 /// Kernel functions in which a process stands whose control group is frozen, of the freezers of version 1 and 2. Newer kernels have that of
 /// version 2 inlined into `get_signal`, in which otherwise only a process stands that is stopped, as its state says.
 pub const FREEZER_WCHAN: &[&str] = &["__refrigerator", "do_freezer_trap", "get_signal"];
+
+/// Beginnings of kernel functions in which a thread sleeps so that a signal wakes it. One that is in state `D` there is frozen: that is how kernels
+/// since 6.1 show the freezer of version 1.
+pub(super) const WAKEABLE_WCHAN: &[&str] = &[
+    "futex_",
+    "hrtimer_nanosleep",
+    "do_nanosleep",
+    "ep_poll",
+    "do_epoll_wait",
+    "poll_schedule_timeout",
+    "do_sigtimedwait",
+    "sk_wait_data",
+];
 
 /// Functions of the C library that sleep.
 pub(super) const SLEEP_NATIVE: &[&str] = &["nanosleep", "clock_nanosleep", "usleep", "sleep"];
