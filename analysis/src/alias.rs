@@ -1,28 +1,75 @@
 //! Communicators that ranks know by two identities become one: of a grown communicator, its old ranks know their parent, those
-//! that joined know the id, and one rank knows both and says so.
+//! that joined know the id, and one rank knows both and says so. What is made of a grown communicator has two identities as well, and
+//! so on; that two of these are one follows from their parents.
 
 use std::{borrow::Cow, collections::HashMap};
 
-use xpu_timer_proto::v1::{Evidence, FlightRecord, RankEvidence};
+use xpu_timer_proto::{
+    ring::{child_id, key_of_child},
+    v1::{Communicator, Evidence, FlightRecord},
+};
+
+/// So many generations are followed; evidence may hold anything, also a communicator that is made of itself.
+const GENERATIONS: u32 = 64;
 
 /// The evidence with one identity for each communicator; as it is when no rank speaks of two.
 pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
-    let mut names: HashMap<u64, u64> = HashMap::new();
-    let record = |rank: &RankEvidence| -> Vec<(u64, u64)> {
-        let own = rank.flight.iter().chain(rank.dump.iter().flat_map(|dump| dump.flight_record.iter()));
-        let comms = own.flat_map(|record| record.communicators.iter());
-        comms.filter(|comm| comm.alias != 0).map(|comm| (comm.alias, comm.id)).collect()
-    };
-    names.extend(evidence.ranks.iter().flat_map(record));
-    if names.is_empty() {
+    let said = Said::of(evidence);
+    if said.same.is_empty() {
         return Cow::Borrowed(evidence);
     }
+    let names = said.names();
     let mut evidence = evidence.clone();
     for rank in &mut evidence.ranks {
         let of_dump = rank.dump.iter_mut().flat_map(|dump| dump.flight_record.iter_mut());
         rank.flight.iter_mut().chain(of_dump).for_each(|record| rename(record, &names));
     }
     Cow::Owned(evidence)
+}
+
+/// What the ranks say of their communicators.
+#[derive(Default)]
+struct Said {
+    /// A second identity, and the first.
+    same: HashMap<u64, u64>,
+    /// A child, and what it is made of.
+    parents: HashMap<u64, u64>,
+}
+
+impl Said {
+    fn of(evidence: &Evidence) -> Self {
+        let records = evidence
+            .ranks
+            .iter()
+            .flat_map(|rank| rank.flight.iter().chain(rank.dump.iter().flat_map(|dump| dump.flight_record.iter())));
+        let mut said = Said::default();
+        for comm in records.flat_map(|record| &record.communicators) {
+            let Communicator { id, alias, parent, .. } = *comm;
+            if alias != 0 {
+                said.same.insert(alias, id);
+            }
+            if parent != 0 {
+                said.parents.insert(id, parent);
+            }
+        }
+        said
+    }
+
+    /// The identities that give way to another one.
+    fn names(&self) -> HashMap<u64, u64> {
+        let known = self.same.keys().chain(self.parents.keys());
+        known.map(|id| (*id, self.first(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
+    }
+
+    /// The identity that a communicator goes by.
+    fn first(&self, id: u64, generations: u32) -> u64 {
+        let Some(generations) = generations.checked_sub(1) else { return id };
+        if let Some(same) = self.same.get(&id) {
+            return self.first(*same, generations);
+        }
+        let Some(parent) = self.parents.get(&id) else { return id };
+        child_id(self.first(*parent, generations), key_of_child(*parent, id))
+    }
 }
 
 fn rename(record: &mut FlightRecord, names: &HashMap<u64, u64>) {
@@ -34,32 +81,85 @@ fn rename(record: &mut FlightRecord, names: &HashMap<u64, u64>) {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::{Communicator, Operation};
+    use xpu_timer_proto::v1::{Operation, RankEvidence};
 
     use super::*;
 
-    fn rank(rank: u32, id: u64, alias: u64) -> RankEvidence {
+    /// A rank and its communicators: each its identity, a second one, and its parent.
+    fn rank(rank: u32, comms: &[(u64, u64, u64)]) -> RankEvidence {
+        let comm = |(id, alias, parent): &(u64, u64, u64)| Communicator {
+            id: *id,
+            alias: *alias,
+            parent: *parent,
+            ..Default::default()
+        };
+        let operation = |(id, ..): &(u64, u64, u64)| Operation { communicator: *id, ..Default::default() };
         let flight = FlightRecord {
-            communicators: vec![Communicator { id, alias, ..Default::default() }],
-            operations: vec![Operation { communicator: id, ..Default::default() }],
+            communicators: comms.iter().map(comm).collect(),
+            operations: comms.iter().map(operation).collect(),
             ..Default::default()
         };
         RankEvidence { rank, flight: Some(flight), ..Default::default() }
     }
 
+    /// The identities of each rank's communicators, which its operations must have as well, and their parents.
+    fn after(ranks: Vec<RankEvidence>) -> Vec<Vec<(u64, u64)>> {
+        let evidence = Evidence { ranks, ..Default::default() };
+        let resolved = resolved(&evidence);
+        let of = |rank: &RankEvidence| {
+            let record = rank.flight.as_ref().unwrap();
+            let comms: Vec<_> = record.communicators.iter().map(|comm| (comm.id, comm.parent)).collect();
+            let operations = record.operations.iter().map(|operation| operation.communicator);
+            assert!(operations.eq(comms.iter().map(|(id, _)| *id)), "rank {}", rank.rank);
+            comms
+        };
+        resolved.ranks.iter().map(of).collect()
+    }
+
     #[test]
     fn who_joined_is_in_the_communicator_of_those_who_were_there() {
-        let grown = Evidence { ranks: vec![rank(0, 7, 9), rank(1, 7, 0), rank(2, 9, 0)], ..Default::default() };
-        let resolved = resolved(&grown);
-        for rank in &resolved.ranks {
-            let record = rank.flight.as_ref().unwrap();
-            assert_eq!((record.communicators[0].id, record.operations[0].communicator), (7, 7), "rank {}", rank.rank);
-        }
+        let grown = after(vec![rank(0, &[(7, 9, 0)]), rank(1, &[(7, 0, 0)]), rank(2, &[(9, 0, 0)])]);
+        assert_eq!(grown, vec![[(7, 0)]; 3]);
+    }
+
+    #[test]
+    fn what_is_made_of_a_grown_communicator_is_one_on_all_ranks() {
+        // Split into two by colours 3 and 4; the first rank, which alone knows both identities, is in the first only.
+        let (old, new) = (|key| child_id(7, key), |key| child_id(9, key));
+        let ranks = vec![
+            rank(0, &[(7, 9, 5), (old(3), 0, 7)]),
+            rank(1, &[(7, 0, 5), (old(4), 0, 7)]),
+            rank(2, &[(9, 0, 0), (new(3), 0, 9)]),
+            rank(3, &[(9, 0, 0), (new(4), 0, 9), (child_id(new(4), 1), 0, new(4))]),
+        ];
+        let mut after = after(ranks);
+        assert_eq!(after[3].pop(), Some((child_id(old(4), 1), old(4))), "a child's child");
+        let children: Vec<_> = after.iter().map(|comms| comms[1]).collect();
+        assert_eq!(children, [(old(3), 7), (old(4), 7), (old(3), 7), (old(4), 7)]);
+    }
+
+    #[test]
+    fn who_joined_may_be_the_one_that_lets_others_join() {
+        let (old, new) = (child_id(7, 2), child_id(9, 2));
+        let ranks = vec![
+            rank(0, &[(7, 9, 0), (old, 0, 7)]),
+            rank(1, &[(9, 0, 0), (new, 11, 9)]),
+            rank(2, &[(11, 0, 0), (child_id(11, 4), 0, 11)]),
+        ];
+        let after = after(ranks);
+        assert_eq!((after[0][1], after[1][1], after[2][0]), ((old, 7), (old, 7), (old, 0)));
+        assert_eq!(after[2][1], (child_id(old, 4), old));
+    }
+
+    #[test]
+    fn identities_in_a_circle_end() {
+        let first = after(vec![rank(0, &[(7, 9, 0), (9, 7, 0)]), rank(1, &[(3, 0, 4), (4, 0, 3)])]);
+        assert_eq!(first.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
     }
 
     #[test]
     fn without_a_second_identity_nothing_is_copied() {
-        let plain = Evidence { ranks: vec![rank(0, 7, 0), rank(1, 9, 0)], ..Default::default() };
+        let plain = Evidence { ranks: vec![rank(0, &[(7, 0, 1)]), rank(1, &[(9, 0, 0)])], ..Default::default() };
         assert!(matches!(resolved(&plain), Cow::Borrowed(_)));
     }
 }

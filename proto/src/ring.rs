@@ -18,7 +18,7 @@ use crate::v1::{
 };
 
 /// Version of the layout; any change of a constant below changes it.
-pub const VERSION: u32 = 3;
+pub const VERSION: u32 = 4;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -143,7 +143,7 @@ pub mod comm {
     pub const STARTED: usize = 8;
     /// Highest sequence number seen completed on the device.
     pub const COMPLETED: usize = 9;
-    /// Another identity of it, that other ranks have; 0 for none.
+    /// Another identity of it, that other ranks have; 0 for none. Its children are then [`super::child_id`] of either.
     pub const ALIAS: usize = 10;
     /// Words of an entry.
     pub const WORDS: usize = 16;
@@ -190,7 +190,7 @@ pub mod coverage {
     /// Words of an entry.
     pub const WORDS: usize = 8;
     /// Number of entries.
-    pub const SLOTS: usize = 1024;
+    pub const SLOTS: usize = 1280;
     /// Names of the layers.
     pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
     /// Reasons for not being hooked; the empty one means that it is.
@@ -391,6 +391,22 @@ pub fn pack_halves(low: u32, high: u32) -> u64 {
     u64::from(low) | u64::from(high) << 32
 }
 
+/// Odd, so that a product with it can be undone.
+const CHILD_FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
+
+/// The identity of a communicator that is made of another one. `key` tells it from the parent's other children and is the same on all
+/// ranks. Where a parent has two identities, so has a child, and [`key_of_child`] tells that they are the same child.
+#[must_use]
+pub fn child_id(parent: u64, key: u64) -> u64 {
+    parent.wrapping_mul(CHILD_FACTOR).wrapping_add(key)
+}
+
+/// What [`child_id`] was given beside the parent.
+#[must_use]
+pub fn key_of_child(parent: u64, child: u64) -> u64 {
+    child.wrapping_sub(parent.wrapping_mul(CHILD_FACTOR))
+}
+
 /// The message of one published slot; `function` is the name of [`op::FUNCTION`].
 #[must_use]
 pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
@@ -559,6 +575,17 @@ mod tests {
         assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
         let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
         assert_eq!((operation.matmul, operation.dtype(), operation.tag), (Some(shape), DataType::Bfloat16, None));
+    }
+
+    #[test]
+    fn the_key_of_a_child_is_had_again_from_the_two_identities() {
+        let keys = [0, 1, 0xfeed_beef_0000_0001, u64::MAX];
+        let parents = [1, 7, 0x1234_5678_9abc_def0, u64::MAX];
+        for (parent, key) in parents.into_iter().flat_map(|parent| keys.map(|key| (parent, key))) {
+            assert_eq!(key_of_child(parent, child_id(parent, key)), key);
+        }
+        // A child's child tells in which order its keys were.
+        assert_ne!(child_id(child_id(7, 3), 5), child_id(child_id(7, 5), 3));
     }
 
     #[test]

@@ -6,7 +6,7 @@ use std::{
 };
 
 use xpu_timer_proto::{
-    ring::{comm as comm_words, op},
+    ring::{child_id, comm as comm_words, op},
     v1::{CommunicatorState, Op, OpKind, OpStatus},
 };
 
@@ -225,7 +225,7 @@ fn child(recorder: &'static Recorder, site: Site, parent: Comm, what: &[u8], col
     let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
     let number = parent.map_or(0, |parent| recorder.next_split(parent));
     NewComm {
-        id: hash(&[&parent_id.to_le_bytes(), &number.to_le_bytes(), &color.to_le_bytes(), what]),
+        id: child_id(parent_id, hash(&[&number.to_le_bytes(), &color.to_le_bytes(), what])),
         size: 0,
         rank: -1,
         device: device().map_or(-1, |device| device.device_number()),
@@ -283,7 +283,8 @@ pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &
 }
 
 /// Before ncclCommGrow. The ranks that were there know their parent, and only the one that made the id knows it; those that join know
-/// only the id. So there are two identities, each the same on all ranks of its kind, and that one rank says that they are one.
+/// only the id. So there are two identities, each the same on all ranks of its kind, and that one rank says that they are one. Of its
+/// children nobody need say so: by [`child_id`] it follows.
 pub fn grow(
     recorder: &'static Recorder,
     site: Site,
