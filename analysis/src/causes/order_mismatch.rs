@@ -5,10 +5,11 @@
 //! exchanged two collectives which they had always made the other way round, or made one that they had never made before where another one had
 //! always come: the one that the others are in comes later for them, or never. Where no past tells, the only rank that all circles go
 //! through, else those in the collective that the fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
-//! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named.
+//! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named. When that is so
+//! of the only one that the fewest wait in, they did what others did, and the ranks that they wait for are named.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    Case, Cause, Confidence, Finding, Number, Rule, Says,
     circle::{self, Break, Told},
     line, never_mistaken,
 };
@@ -31,6 +32,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let most = waited.iter().map(|event| count(*event)).max()?;
     let odd: Vec<_> = waited.iter().copied().filter(|event| fewest == most || count(*event) == fewest).collect();
     let (usual, unusual): (Vec<_>, Vec<_>) = odd.iter().copied().partition(|event| has_precedent(case, *event));
+    if let ([event], true) = (&usual[..], unusual.is_empty() && fewest < most)
+        && let Some(found) = left_out(case, &waited, *event)
+    {
+        return Some(found);
+    }
     let odd = if usual.is_empty() || unusual.is_empty() { odd } else { unusual };
     let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     culprits.sort_unstable();
@@ -66,6 +72,34 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         culprits,
         evidence,
     })
+}
+
+/// The few that wait in a collective did what others have done among themselves: who is not in it, but in another one of the circle, left it
+/// out.
+fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> {
+    let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
+    let elsewhere = |view: &usize| {
+        let other = waited.iter().find(|other| **other != event && case.graph.waiters_of(**other).contains(view));
+        other.map(|other| (*view, *other))
+    };
+    let missing: Vec<(usize, Event)> = circle::awaited(case, event).iter().filter_map(elsewhere).collect();
+    let &(first, other) = missing.first()?;
+    let culprits: Vec<usize> = missing.iter().map(|(view, _)| *view).collect();
+    let who = case.world.ranks(culprits.iter().copied());
+    let number = Number::of(who.len());
+    let sentence = format!(
+        "{} {} in {}{}, and not in {}: {} {} there, and communicators like it have completed as many.",
+        capital(&ranks(&who)),
+        number.is(),
+        case.describe(other),
+        case.place(first),
+        case.describe(event),
+        ranks(&inside),
+        Number::of(inside.len()).waits(),
+    );
+    let mut evidence: Vec<_> = culprits.iter().take(4).filter_map(|view| case.counters(*view, event)).collect();
+    culprits.iter().take(2).for_each(|view| evidence.extend(case.standing(*view)));
+    Some(Finding { culprits, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// Whether other ranks have completed this collective of theirs: in a communicator of the same size that shares no rank with this one.

@@ -73,6 +73,23 @@ fn who_left_a_collective_out_is_waited_for_in_its_communicator() {
 }
 
 #[test]
+fn who_waits_in_what_others_have_done_is_a_victim() {
+    let mut job = Job::new(8);
+    job.comm(0x77, &(0..8).collect::<Vec<_>>());
+    for pair in 0..4 {
+        job.comm(0x10 + u64::from(pair), &[pair, pair + 4]);
+        [pair, pair + 4].iter().for_each(|rank| job.done(0x10 + u64::from(pair), *rank, 9));
+    }
+    // Rank 6 has left one all_reduce with rank 2 out, so rank 2 is alone in the last one.
+    (0..8).filter(|rank| rank % 4 != 2).for_each(|rank| job.done(0x10 + u64::from(rank % 4), rank, 1));
+    (0..8).filter(|rank| *rank != 2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
+    job.enter(0x12, 2, Op::AllReduce);
+    let verdict = job.judge();
+    expect(&verdict, Cause::OrderMismatch, &[6], Confidence::Medium);
+    assert!(verdict.sentence.starts_with("Rank 6 is in all_reduce 1"), "{}", verdict.sentence);
+}
+
+#[test]
 fn who_receives_from_itself_gets_nothing() {
     let mut job = together(4);
     [0, 1, 3].iter().for_each(|rank| job.enter(0x77, *rank, Op::AllReduce));
