@@ -483,7 +483,29 @@ fn an_incident_of_which_no_folder_could_be_made_is_listed() {
     assert_eq!(list[0]["sentence"], status["incidents"][0]["sentence"]);
     let printed = job.command(artifacts().bin("xpu_timer_collector")).arg("incidents").output().expect("it runs");
     let printed = String::from_utf8_lossy(&printed.stdout).into_owned();
-    assert!(printed.contains(list[0]["incident"].as_str().expect("a name")), "{printed}");
+    let id = list[0]["incident"].as_str().expect("a name");
+    assert!(printed.contains(id), "{printed}");
+    let (code, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("an answer");
+    let verdict: Value = serde_json::from_str(&verdict).expect("JSON");
+    assert_eq!((code, &verdict["sentence"], &verdict["status"]), (200, &list[0]["sentence"], &json!("open")));
+    assert!(verdict["errors"].to_string().contains("no folder could be made"), "{verdict}");
+    let command = |arguments: &[&str]| {
+        let mut command = job.command(artifacts().bin("xpu_timer_collector"));
+        command.arg("incidents").args(arguments).output().expect("it runs")
+    };
+    let shown = command(&["show", id]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.contains(&format!("incident {id}")) && shown.contains("culprits:    0"), "{shown}");
+    let copy = job.dir.join("copy");
+    let fetched = command(&["fetch", id, copy.to_str().expect("UTF-8")]);
+    assert!(fetched.status.success(), "{fetched:?}");
+    let text = fs::read_to_string(copy.join(format!("incident-{id}/verdict.txt"))).expect("a copy");
+    assert_eq!(text, shown);
+    hook.resolve(1);
+    wait_state(&job, "resolved", 1);
+    let (_, verdict) = http("GET", job.port, &format!("/incidents/{id}")).expect("an answer");
+    assert_eq!(serde_json::from_str::<Value>(&verdict).expect("JSON")["status"], "resolved");
+    assert_eq!(http("GET", job.port, "/incidents/20200101T000000Z-00000000").expect("an answer").0, 404);
 }
 
 /// A job that signals and goes on, whose ranks are to be ended.

@@ -20,6 +20,7 @@ mod namespaces;
 mod print_env;
 mod ptracer;
 mod report;
+mod silent;
 mod sim;
 mod torch;
 mod viewer;

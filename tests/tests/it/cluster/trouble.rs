@@ -233,6 +233,33 @@ fn a_disk_of_the_cluster_that_is_full_halfway_still_holds_the_verdict() {
 }
 
 #[test]
+fn a_disk_of_the_cluster_that_does_not_answer_does_not_hold_it_up() {
+    let cluster = Cluster::new();
+    let mut node = Node::with_ranks(&cluster, "node-a", "stuck_disk", 0, 2, 2);
+    cluster.wait_ranks("stuck_disk", 2);
+    node.hooks[0].hang(1);
+    let incident = cluster.wait_incident(1);
+    // Whoever opens it now waits for ever, as on a network file system whose server is gone.
+    let verdict = incident.path.join("verdict.json");
+    fs::remove_file(&verdict).expect("it is there");
+    nix::unistd::mkfifo(&verdict, nix::sys::stat::Mode::S_IRWXU).expect("a pipe");
+    node.hooks[0].resolve(1);
+    cluster.wait_state("resolved");
+    wait_until(PATIENCE, "it is over on the node", || {
+        node.job.status().unwrap_or_default()["incidents"][0]["state"] == "resolved"
+    });
+    // The next incident finds the disk busy: it has no folder, and a verdict all the same.
+    node.hooks[1].hang(2);
+    cluster.wait_state("dumped");
+    let known = cluster.status()["incidents"][1].clone();
+    assert_eq!((&known["path"], &known["state"]), (&Value::Null, &json!("dumped")), "{}", cluster.log());
+    let id = known["incident"].as_str().expect("an id");
+    let (code, body) = http("GET", cluster.port, &format!("/incidents/{id}")).expect("an answer");
+    let verdict: Value = serde_json::from_str(&body).expect("JSON");
+    assert_eq!((code, &verdict["sentence"]), (200, &known["sentence"]));
+}
+
+#[test]
 fn a_webhook_that_hangs_or_does_not_resolve_holds_up_nothing() {
     // It takes connections and never answers.
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
