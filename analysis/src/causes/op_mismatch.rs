@@ -1,8 +1,8 @@
 //! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
 //!
 //! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
-//! show different operations, different roots of the same operation, or reductions that compute something else. The culprits are those that differ from the largest
-//! group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
+//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking form at the other (which do not match by
+//! the standard), or reductions that compute something else. The culprits are those that differ from the largest group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
 //! all members are named, with low confidence.
 
 use std::collections::HashMap;
@@ -33,17 +33,28 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             |(name, root): &(String, i32)| if *root >= 0 { format!("{name} with root {root}") } else { name.clone() };
         return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, words));
     }
+    let found = |dissent| finding(case, &collective, dissent, Clone::clone);
+    if let Some(dissent) = collective.dissent(case, form)
+        && !completed_before(case, &collective, &dissent, form)
+    {
+        return Some(found(dissent));
+    }
     let dissent = collective.dissent(case, reduction)?;
-    if completed_before(case, &collective, &dissent) {
+    if completed_before(case, &collective, &dissent, reduction) {
         return None;
     }
     // The library does not compare what they compute: it makes wrong sums of it, and only with other faults a hang.
-    let found = finding(case, &collective, dissent, Clone::clone);
+    let found = found(dissent);
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
 }
 
-/// Whether ranks that differ in what a reduction computes have done so before, and it completed.
-fn completed_before(case: &Case<'_>, collective: &Collective<'_>, dissent: &Dissent<String>) -> bool {
+/// Whether ranks that differ in this have done so before, and it completed.
+fn completed_before(
+    case: &Case<'_>,
+    collective: &Collective<'_>,
+    dissent: &Dissent<String>,
+    key: fn(&Operation) -> String,
+) -> bool {
     let Event::Collective { comm, seq } = collective.event else { return false };
     let comm = &case.comms[comm];
     let mut before: HashMap<u64, HashMap<usize, String>> = HashMap::new();
@@ -54,12 +65,17 @@ fn completed_before(case: &Case<'_>, collective: &Collective<'_>, dissent: &Diss
                 && operation.seq < seq
                 && operation.status() == OpStatus::Completed
         }) {
-            before.entry(operation.seq).or_default().insert(*view, reduction(operation));
+            before.entry(operation.seq).or_default().insert(*view, key(operation));
         }
     }
     before
         .values()
         .any(|said| dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key))))
+}
+
+/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`.
+fn form(operation: &Operation) -> String {
+    if operation.function.starts_with("MPI_I") { operation.function.clone() } else { name(operation).to_owned() }
 }
 
 /// A reduction with what it computes: `all_reduce (max)`.

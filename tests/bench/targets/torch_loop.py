@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-LAYERS, WIDTH, HOST_S, WARM_UP = 24, 64, 0.04, 5
+LAYERS, WIDTH, HOST_S, WARM_UP = 24, 16, 0.04, 5
 
 
 def main():

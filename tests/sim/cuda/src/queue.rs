@@ -57,9 +57,20 @@ impl Queue {
         })
     }
 
-    /// Appends work and returns its position. Blocks while the queue is full, as a device does.
+    /// Appends work and returns its position. Blocks while the queue is full, as a device does. An event in an idle queue
+    /// completes at once: on a device it costs the host no thread either.
     pub fn push(self: &Arc<Self>, work: Work) -> Result<u64, CuError> {
         let mut state = self.lock();
+        if let Work::Record(marker) = &work
+            && state.submitted == state.completed
+            && !state.cancelled
+        {
+            trace::note(format_args!("{work:?}"));
+            state.submitted += 1;
+            state.completed += 1;
+            marker.complete();
+            return Ok(state.submitted);
+        }
         while state.submitted - state.completed >= *DEPTH && !state.cancelled {
             state = self.wait_for_progress(state);
         }
