@@ -4,6 +4,8 @@
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
+use super::loader;
+
 /// Head of the linker's `link_map`, which is public.
 #[repr(C)]
 pub struct LinkMap {
@@ -206,19 +208,32 @@ impl Object {
         })
     }
 
-    /// Whether something in the object holds the address of this imported symbol from when the object is bound, and does not yet.
-    pub fn awaits(&self, symbol: *const libc::Elf64_Sym) -> bool {
+    /// Where the object holds the address of this imported symbol from when it is bound. A call through the table of jumps is not one.
+    pub fn places_of(&self, symbol: *const libc::Elf64_Sym) -> impl Iterator<Item = *const u64> {
         // SAFETY: a symbol of the table.
         let index = unsafe { symbol.offset_from(self.symbols) } as u64;
-        (0..self.relocation_bytes / size_of::<libc::Elf64_Rela>()).any(|number| {
+        let all = (0..self.relocation_bytes / size_of::<libc::Elf64_Rela>()).map(|number| {
             // SAFETY: the table of DT_RELA.
-            let relocation = unsafe { &*self.relocations.add(number) };
+            unsafe { &*self.relocations.add(number) }
+        });
+        let own = all.filter(move |relocation| {
             let kind = relocation.r_info & 0xffff_ffff;
-            relocation.r_info >> 32 == index
-                && matches!(kind, R_X86_64_64 | R_X86_64_GLOB_DAT)
-                // SAFETY: the relocation's place in the object, which is mapped.
-                && unsafe { (self.base.wrapping_add(relocation.r_offset as usize) as *const u64).read_unaligned() } == 0
-        })
+            relocation.r_info >> 32 == index && matches!(kind, R_X86_64_64 | R_X86_64_GLOB_DAT)
+        });
+        own.map(|relocation| self.base.wrapping_add(relocation.r_offset as usize) as *const u64)
+    }
+
+    /// Writes another address into such a place of an object that is bound.
+    ///
+    /// # Safety
+    /// Nobody reads it meanwhile.
+    pub unsafe fn rebind(&self, place: *const u64, address: u64) {
+        let sealed = self.is_sealed(place as usize).then_some(libc::PROT_READ);
+        let Some(access) = sealed.or_else(|| self.access_of(place as usize)) else { return };
+        loader::writing(place as usize, size_of::<u64>(), access, || {
+            // SAFETY: writable meanwhile.
+            unsafe { place.cast_mut().write_unaligned(address) }
+        });
     }
 
     /// A symbol of this object as a function with code of its own.
@@ -270,33 +285,46 @@ impl Object {
 
     /// What may be done with the bytes at `address` of this object; `None` when they are not of it.
     pub fn access_of(&self, address: usize) -> Option<c_int> {
-        struct Question {
+        let flags = self.segment(|segment| {
+            let start = self.base.wrapping_add(segment.p_vaddr as usize);
+            segment.p_type == libc::PT_LOAD && address.wrapping_sub(start) < segment.p_filesz as usize
+        })?;
+        let access = [(libc::PF_R, libc::PROT_READ), (libc::PF_W, libc::PROT_WRITE), (libc::PF_X, libc::PROT_EXEC)];
+        Some(access.iter().filter(|(flag, _)| flags & flag != 0).fold(0, |all, (_, access)| all | access))
+    }
+
+    /// Whether the linker lets nobody write to the bytes at `address` once the object is bound: whole pages only.
+    fn is_sealed(&self, address: usize) -> bool {
+        let sealed = self.segment(|segment| {
+            let start = self.base.wrapping_add(segment.p_vaddr as usize);
+            let end = start.wrapping_add(segment.p_memsz as usize) / loader::PAGE * loader::PAGE;
+            segment.p_type == libc::PT_GNU_RELRO && (start..end).contains(&address)
+        });
+        sealed.is_some()
+    }
+
+    /// Flags of the first of its segments that is wanted.
+    fn segment(&self, wanted: impl Fn(&libc::Elf64_Phdr) -> bool) -> Option<u32> {
+        struct Question<'a> {
             base: usize,
-            address: usize,
+            wanted: &'a dyn Fn(&libc::Elf64_Phdr) -> bool,
             flags: Option<u32>,
         }
         unsafe extern "C" fn look(info: *mut libc::dl_phdr_info, _: usize, question: *mut c_void) -> c_int {
             // SAFETY: the linker's own structure and array, and the question that was passed below.
-            let (info, question) = unsafe { (&*info, &mut *question.cast::<Question>()) };
+            let (info, question) = unsafe { (&*info, &mut *question.cast::<Question<'_>>()) };
             if info.dlpi_addr as usize != question.base {
                 return 0;
             }
             // SAFETY: as above.
             let segments = unsafe { std::slice::from_raw_parts(info.dlpi_phdr, usize::from(info.dlpi_phnum)) };
-            let holds = |segment: &&libc::Elf64_Phdr| {
-                let start = question.base.wrapping_add(segment.p_vaddr as usize);
-                segment.p_type == libc::PT_LOAD && question.address.wrapping_sub(start) < segment.p_filesz as usize
-            };
-            question.flags = segments.iter().find(holds).map(|segment| segment.p_flags);
+            question.flags = segments.iter().find(|segment| (question.wanted)(segment)).map(|segment| segment.p_flags);
             1
         }
-        let mut question = Question { base: self.base, address, flags: None };
+        let mut question = Question { base: self.base, wanted: &wanted, flags: None };
         // SAFETY: the callback gets the question that it expects, and does not keep it.
         unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) };
-        let access = [(libc::PF_R, libc::PROT_READ), (libc::PF_W, libc::PROT_WRITE), (libc::PF_X, libc::PROT_EXEC)];
-        question
-            .flags
-            .map(|flags| access.iter().filter(|(flag, _)| flags & flag != 0).fold(0, |all, (_, access)| all | access))
+        question.flags
     }
 }
 
@@ -321,7 +349,7 @@ mod tests {
 
     /// The C library as the linker knows it.
     fn libc_object() -> Object {
-        let mut map = super::super::loader::first();
+        let mut map = loader::first();
         while !map.is_null() {
             // SAFETY: the linker's list; nothing is unloaded meanwhile.
             let object = unsafe { Object::of(map) };
@@ -366,10 +394,18 @@ mod tests {
     }
 
     #[test]
-    fn what_is_bound_awaits_nothing() {
+    fn what_is_bound_awaits_nothing_and_is_sealed() {
         let object = libc_object();
-        let imports: Vec<_> = object.imported().collect();
-        assert!(!imports.is_empty() && imports.iter().all(|(_, symbol)| !object.awaits(*symbol)));
+        let places: Vec<_> = object.imported().flat_map(|(_, symbol)| object.places_of(symbol)).collect();
+        // SAFETY: the places of relocations.
+        assert!(places.iter().all(|place| unsafe { place.read_unaligned() } != 0));
+        // Its table of addresses is sealed; data that it writes to itself is not.
+        let (sealed, open): (Vec<_>, Vec<_>) = places.iter().partition(|place| object.is_sealed(**place as usize));
+        let is_written =
+            |place: &&*const u64| object.access_of(**place as usize) == Some(libc::PROT_READ | libc::PROT_WRITE);
+        assert!(!sealed.is_empty() && open.iter().all(is_written));
+        let code = object.exported(c"qsort").unwrap().address;
+        assert!(!object.is_sealed(code) && !object.is_sealed(0));
     }
 
     #[test]

@@ -22,6 +22,9 @@ struct Debug {
     linker_base: usize,
 }
 
+/// Bytes that have one access.
+pub const PAGE: usize = 4096;
+
 /// The list of objects is complete.
 const CONSISTENT: c_int = 0;
 
@@ -98,7 +101,6 @@ unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
 
 /// Makes bytes of a loaded object writable for a moment; `access` is what they have otherwise. False when the system refuses.
 pub fn writing(address: usize, length: usize, access: c_int, write: impl FnOnce()) -> bool {
-    const PAGE: usize = 4096;
     let start = address / PAGE * PAGE;
     let length = (address + length).next_multiple_of(PAGE) - start;
     let change = |access| {

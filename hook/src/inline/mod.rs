@@ -96,8 +96,6 @@ pub fn listens() -> bool {
 fn look_at_new() {
     let Ok(mut known) = KNOWN.try_lock() else { return };
     let known = &mut *known;
-    // What the program is started with is bound already.
-    let is_bound = known.objects.is_empty();
     let mut at = 0;
     let mut map = loader::first();
     while !map.is_null() {
@@ -110,10 +108,8 @@ fn look_at_new() {
                 look_at(known, place, map, at == 0);
                 // SAFETY: as above; this is the moment before the linker binds it.
                 unsafe { deepbind::bind(map) };
-                if !is_bound {
-                    // SAFETY: as above; nothing of it runs yet.
-                    unsafe { weak::unbind(map) };
-                }
+                // SAFETY: as above; nothing of it runs yet, or it is what the program is started with.
+                unsafe { weak::unbind(map) };
             }
         }
         at += 1;

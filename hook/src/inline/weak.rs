@@ -3,9 +3,10 @@
 //! a wrapper without an original.
 //!
 //! Before the linker binds a new object, its weak references to functions that nobody has but the hook are made null. No code is
-//! changed. Objects that the program is started with are bound before the hook can look at them, and since 2.41 glibc tells of a new
-//! object only when it is bound: there such a reference stays as it is. One that is only ever called is left alone too: who does not
-//! ask has made sure otherwise, and its library may come before the first call.
+//! changed. What the program is started with is bound before the hook can look at it, and since 2.41 glibc tells of a new object only
+//! when it is bound: there the address of the hook's function is taken out again, before anything of the object has run, or, at the
+//! start, before the program has. A reference that is only ever called is left alone: who does not ask has made sure otherwise, and its
+//! library may come before the first call.
 
 use std::ffi::CStr;
 
@@ -14,12 +15,12 @@ use super::{
     elf::{LinkMap, Object},
     loader, own_base,
 };
-use crate::lookup;
+use crate::{lookup, original::is_ours};
 
 /// Makes the weak references of a new object null that would be so without the hook.
 ///
 /// # Safety
-/// `map` is in the linker's list and nothing of it runs.
+/// `map` is in the linker's list and nothing of it runs, or the process is being started.
 pub unsafe fn unbind(map: *const LinkMap) {
     const WEAK: u8 = 2;
     // SAFETY: the caller's word.
@@ -27,9 +28,18 @@ pub unsafe fn unbind(map: *const LinkMap) {
     for (name, symbol) in object.imported() {
         // SAFETY: a symbol of the object's table.
         let binding = unsafe { (*symbol).st_info } >> 4;
-        if binding == WEAK && lookup::find(name.to_bytes()).is_some() && object.awaits(symbol) && !is_anywhere(name) {
+        if binding != WEAK || lookup::find(name.to_bytes()).is_none() || is_anywhere(name) {
+            continue;
+        }
+        // SAFETY: the place of a relocation in the object, which is mapped.
+        let held = |place: *const u64| unsafe { place.read_unaligned() };
+        if object.places_of(symbol).any(|place| held(place) == 0) {
             // SAFETY: a symbol of an object that is not bound yet, because the hook would be what it is bound to.
             unsafe { make_own(&object, symbol.cast_mut(), 0) };
+        }
+        for place in object.places_of(symbol).filter(|place| is_ours(held(*place) as *mut _)) {
+            // SAFETY: the caller's word.
+            unsafe { object.rebind(place, 0) };
         }
     }
 }

@@ -46,6 +46,29 @@ fn libraries_of_every_make_opened_with_deepbind_count() {
     }
 }
 
+#[test]
+fn who_asks_by_a_weak_reference_finds_what_would_be_there_without_the_hook() {
+    for make in [&["-Wl,-z,relro,-z,now"][..], &["-Wl,-z,lazy"], &["-Wl,-z,norelro"]] {
+        let dir = TempDir::new().unwrap();
+        let shared = |name: &str, flags: &[&str]| {
+            let path = dir.path().join(format!("lib{name}.so"));
+            let common = ["-shared", "-fPIC"].iter().chain(make).chain(flags).map(|flag| (*flag).to_string());
+            gcc(&path, "weak.c", &common.collect::<Vec<_>>());
+            path.display().to_string()
+        };
+        let (linked, opened) = (shared("linked", &["-DLIBRARY=linked"]), shared("opened", &["-DLIBRARY=opened"]));
+        let program = dir.path().join("program");
+        gcc(&program, "weak.c", &[linked, shared("mpi", &["-DHAS"])]);
+        let asked = |hook: Option<PathBuf>| {
+            let mut command = Command::new(&program);
+            command.arg(&opened).env_remove("LD_PRELOAD").envs(hook.map(|hook| ("LD_PRELOAD", hook)));
+            String::from_utf8(command.output().expect("the program runs").stdout).unwrap()
+        };
+        assert_eq!(asked(None), "4 4\n");
+        assert_eq!(asked(Some(artifacts().hook())), "4 4\n", "{make:?}");
+    }
+}
+
 /// The layer's calls that were seen through a library that is bound to itself and opened by the program, once the report says of a function
 /// whose library is not there why it would not be seen.
 fn seen_later(
