@@ -18,13 +18,14 @@ use crate::{
 };
 
 /// The tables of hooked functions.
-pub const TABLES: [&[&Function]; 7] = [
+pub const TABLES: [&[&Function]; 8] = [
     mpi::FUNCTIONS,
     mpi::transfers::FUNCTIONS,
     mpi::creation::FUNCTIONS,
     mpi::windows::FUNCTIONS,
     mpi::persistent::FUNCTIONS,
     mpi::large::FUNCTIONS,
+    mpi::others::FUNCTIONS,
     gloo::FUNCTIONS,
 ];
 

@@ -44,7 +44,12 @@ pub struct Meaning {
     pub persistent: bool,
     /// It is not started, so that who waits for it waits for nothing.
     pub idle: bool,
+    /// It is the first of two operations; [`SECOND`] leads to the other one.
+    paired: bool,
 }
+
+/// What a handle has beside its own key for the second of two operations. No address of a process and no number has this bit.
+const SECOND: u64 = 1 << 63;
 
 impl Meaning {
     /// Of an operation with a communicator.
@@ -61,6 +66,7 @@ impl Meaning {
             function: what.function,
             persistent,
             idle: persistent,
+            paired: false,
         })
     }
 
@@ -97,6 +103,18 @@ pub fn remember(handle: u64, meaning: &Meaning) {
     place(handle).write(handle, meaning);
 }
 
+/// The same of one that stands for two operations, of which the first leads.
+pub fn remember_both(handle: u64, first: &Meaning, second: &Meaning) {
+    remember(handle, &Meaning { paired: true, ..*first });
+    remember(handle | SECOND, second);
+}
+
+/// The operations behind a handle that was recalled as `meaning`, as they begin.
+pub fn operations(handle: u64, meaning: &Meaning) -> impl Iterator<Item = Begin> + use<> {
+    let second = meaning.paired.then(|| recall(handle | SECOND)).flatten();
+    std::iter::once(*meaning).chain(second).map(|meaning| meaning.begin())
+}
+
 /// What a handle stands for, if that is known.
 pub fn recall(handle: u64) -> Option<Meaning> {
     place(handle).read(handle)
@@ -118,6 +136,7 @@ impl Entry {
             | u64::from(meaning.persistent) << 16
             | u64::from(meaning.tag.is_some()) << 17
             | u64::from(meaning.idle) << 18
+            | u64::from(meaning.paired) << 19
             | u64::from(meaning.peer as u32) << 32;
         let tag = meaning.tag.unwrap_or(0) as u32;
         let words = [
@@ -154,6 +173,7 @@ impl Entry {
             function,
             persistent: small & 1 << 16 != 0,
             idle: small & 1 << 18 != 0,
+            paired: small & 1 << 19 != 0,
         })
     }
 
@@ -180,6 +200,7 @@ mod tests {
             function: 9,
             persistent: true,
             idle: true,
+            paired: true,
         };
         let entry = place(0x7000);
         entry.write(0x7000, &meaning);
@@ -191,5 +212,24 @@ mod tests {
         assert!(entry.read(0x8000).is_some());
         entry.forget(0x8000);
         assert_eq!(entry.read(0x8000), None);
+    }
+
+    #[test]
+    fn a_handle_may_stand_for_two_operations() {
+        let of = |op: Op, peer: i32| {
+            Meaning::of(&Begin { comm: Some(1), communicator: 5, peer, ..Begin::new(OpKind::Collective, op) }, false)
+        };
+        let (receive, send) = (of(Op::Recv, 2).unwrap(), of(Op::Send, 3).unwrap());
+        let shown = |handle: u64| -> Vec<(Op, i32)> {
+            let meaning = recall(handle).expect("it was remembered");
+            operations(handle, &meaning).map(|what| (what.op, what.peer)).collect()
+        };
+        remember_both(0x9000, &receive, &send);
+        assert_eq!(shown(0x9000), [(Op::Recv, 2), (Op::Send, 3)]);
+        // The next request of this handle is one operation.
+        remember(0x9000, &send);
+        assert_eq!(shown(0x9000), [(Op::Send, 3)]);
+        forget(0x9000);
+        assert_eq!(recall(0x9000), None);
     }
 }

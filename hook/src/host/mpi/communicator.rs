@@ -271,6 +271,13 @@ fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Kno
     running.with(&what)
 }
 
+/// Before a call that makes a communicator with processes that share none with this one, or none that the call names.
+pub fn from_strangers(recorder: &'static Recorder, name: &'static str, output: Word) -> Making {
+    polling::interrupt(recorder);
+    let running = Running::new(recorder).with(&making(recorder, Op::CommInit, name));
+    Making { running, output, kind: Kind::Comm, comm: None }
+}
+
 /// Before a call that only the ranks of a group make.
 pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, output: Word) -> Making {
     polling::interrupt(recorder);
@@ -345,6 +352,17 @@ impl After for Session {
             library.set_session(unsafe { library.abi.handle_at(self.0, 0) });
         }
     }
+}
+
+/// Before `MPI_Session_finalize`, which may wait for those that the session's communicators were shared with, and writes the handle
+/// over. The library may not be asked by it any more.
+pub fn session_over(recorder: &'static Recorder, place: Word) -> Running {
+    polling::interrupt(recorder);
+    if let Some(library) = library() {
+        // SAFETY: the caller's session.
+        library.forget_session(unsafe { library.abi.handle_at(place, 0) });
+    }
+    Running::new(recorder).with(&named(recorder, "MPI_Session_finalize"))
 }
 
 /// A call that ends a communicator.

@@ -1,7 +1,7 @@
 //! Communicators are made and freed: rows.
 
 use super::{
-    communicator::{ending, from_group, from_parent, session},
+    communicator::{ending, from_group, from_parent, from_strangers, session, session_over},
     duplicates::duplicating,
     *,
 };
@@ -54,8 +54,15 @@ hooked! {
         => |recorder, _| from_parent(recorder, "MPI_Comm_accept", comm, new);
     MPI_Comm_connect | PMPI_Comm_connect(port: Word, info: Word, root: Word, comm: Word, new: Word)
         => |recorder, _| from_parent(recorder, "MPI_Comm_connect", comm, new);
+    MPI_Comm_join | PMPI_Comm_join(socket: Word, new: Word) => |recorder, _| from_strangers(recorder, "MPI_Comm_join", new);
+    // Of a communicator some of whose ranks are gone.
+    MPIX_Comm_shrink(comm: Word, new: Word) => |recorder, _| from_parent(recorder, "MPIX_Comm_shrink", comm, new);
 
     MPI_Session_init | PMPI_Session_init(info: Word, errors: Word, new: Word) => |_, _| session(new);
     MPI_Comm_create_from_group | PMPI_Comm_create_from_group(group: Word, tag: Word, info: Word, errors: Word, new: Word)
         => |recorder, _| from_group(recorder, "MPI_Comm_create_from_group", group, new);
+    MPI_Intercomm_create_from_groups | PMPI_Intercomm_create_from_groups(own: Word, leader: Word, remote: Word,
+        other: Word, tag: Word, info: Word, errors: Word, new: Word)
+        => |recorder, _| from_strangers(recorder, "MPI_Intercomm_create_from_groups", new);
+    MPI_Session_finalize | PMPI_Session_finalize(place: Word) => |recorder, _| session_over(recorder, place);
 }

@@ -1,6 +1,10 @@
 //! The forms of MPI 4 that count in `MPI_Count`, which is 64 bits wide. mpi4py calls them wherever the library has them.
 
-use super::{request::posted, *};
+use super::{
+    persistent::{prepared, prepared_named},
+    request::posted,
+    *,
+};
 
 /// A count in a word.
 fn count(word: Word) -> i64 {
@@ -85,6 +89,25 @@ hooked! {
             let size = sized(send, Size(count(sends), stype), Size(count(receives), rtype));
             started(recorder, Op::AllToAll, comm, NOBODY, size, request)
         };
+    MPI_Igather_c | PMPI_Igather_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        root: Word, comm: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(send, Size(count(sends), stype), Size(count(receives), rtype));
+            started(recorder, Op::Gather, comm, root, size, request)
+        };
+    MPI_Iscatter_c | PMPI_Iscatter_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        root: Word, comm: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(recv, Size(count(receives), rtype), Size(count(sends), stype));
+            started(recorder, Op::Scatter, comm, root, size, request)
+        };
+    MPI_Ireduce_scatter_block_c | PMPI_Ireduce_scatter_block_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word,
+        comm: Word, request: Word)
+        => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, Size(count(n), dtype), request);
+    MPI_Iscan_c | PMPI_Iscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
+        => |recorder, _| posted(named_collective(recorder, "MPI_Scan", comm, Size(count(n), dtype)), request, false);
+    MPI_Iexscan_c | PMPI_Iexscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
+        => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(count(n), dtype)), request, false);
 
     MPI_Send_c | PMPI_Send_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype))]);
@@ -101,4 +124,67 @@ hooked! {
         => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
     MPI_Irecv_c | PMPI_Irecv_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
         => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, false);
+    MPI_Rsend_c | PMPI_Rsend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
+        => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype))]);
+    MPI_Sendrecv_replace_c | PMPI_Sendrecv_replace_c(buffer: Word, n: Word, dtype: Word, to: Word, stag: Word, from: Word,
+        rtag: Word, comm: Word, status: Word)
+        => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(count(n), dtype));
+    MPI_Irsend_c | PMPI_Irsend_c | MPI_Ibsend_c | PMPI_Ibsend_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word,
+        comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, false);
+    MPI_Isendrecv_c | PMPI_Isendrecv_c(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
+        receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, request: Word)
+        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(count(sends), stype), request);
+    MPI_Isendrecv_replace_c | PMPI_Isendrecv_replace_c(buffer: Word, n: Word, dtype: Word, to: Word, stag: Word, from: Word,
+        rtag: Word, comm: Word, request: Word)
+        => |recorder, _| exchange_posted(recorder, comm, [(to, stag), (from, rtag)], Size(count(n), dtype), request);
+    MPI_Send_init_c | PMPI_Send_init_c | MPI_Ssend_init_c | PMPI_Ssend_init_c | MPI_Rsend_init_c | PMPI_Rsend_init_c
+        | MPI_Bsend_init_c | PMPI_Bsend_init_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word,
+        request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype)), request, true);
+    MPI_Recv_init_c | PMPI_Recv_init_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word, request: Word)
+        => |recorder, _| posted(transfer(recorder, Op::Recv, comm, (peer, tag), VARIES), request, true);
+
+    MPI_Bcast_init_c | PMPI_Bcast_init_c(buffer: Word, n: Word, dtype: Word, root: Word, comm: Word, info: Word,
+        request: Word)
+        => |recorder, _| prepared(recorder, Op::Broadcast, comm, root, Size(count(n), dtype), request);
+    MPI_Reduce_init_c | PMPI_Reduce_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, root: Word,
+        comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared(recorder, Op::Reduce, comm, root, Size(count(n), dtype), request);
+    MPI_Allreduce_init_c | PMPI_Allreduce_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word,
+        info: Word, request: Word)
+        => |recorder, _| prepared(recorder, Op::AllReduce, comm, NOBODY, Size(count(n), dtype), request);
+    MPI_Allgather_init_c | PMPI_Allgather_init_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
+        rtype: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(send, Size(count(sends), stype), Size(count(receives), rtype));
+            prepared(recorder, Op::AllGather, comm, NOBODY, size, request)
+        };
+    MPI_Alltoall_init_c | PMPI_Alltoall_init_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
+        rtype: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(send, Size(count(sends), stype), Size(count(receives), rtype));
+            prepared(recorder, Op::AllToAll, comm, NOBODY, size, request)
+        };
+    MPI_Gather_init_c | PMPI_Gather_init_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        root: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(send, Size(count(sends), stype), Size(count(receives), rtype));
+            prepared(recorder, Op::Gather, comm, root, size, request)
+        };
+    MPI_Scatter_init_c | PMPI_Scatter_init_c(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        root: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| {
+            let size = sized(recv, Size(count(receives), rtype), Size(count(sends), stype));
+            prepared(recorder, Op::Scatter, comm, root, size, request)
+        };
+    MPI_Reduce_scatter_block_init_c | PMPI_Reduce_scatter_block_init_c(send: Word, recv: Word, n: Word, dtype: Word,
+        reduce: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared(recorder, Op::ReduceScatter, comm, NOBODY, Size(count(n), dtype), request);
+    MPI_Scan_init_c | PMPI_Scan_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word,
+        request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Scan", comm, Size(count(n), dtype), request);
+    MPI_Exscan_init_c | PMPI_Exscan_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word,
+        info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Exscan", comm, Size(count(n), dtype), request);
 }

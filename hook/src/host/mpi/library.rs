@@ -62,8 +62,8 @@ pub struct Library {
     initialized: unsafe extern "C" fn(*mut c_int) -> c_int,
     /// MPI 4 alone has sessions.
     group_of_session: Option<OfSession>,
-    /// The newest session; 0 for none.
-    session: AtomicU64,
+    /// Sessions that are not over; 0 for none. Further ones are not needed.
+    sessions: [AtomicU64; 8],
 }
 
 /// `MPI_IN_PLACE`: 1, but -1 in MPICH.
@@ -168,7 +168,7 @@ impl Library {
                 // SAFETY: as above.
                 (!found.is_null()).then(|| unsafe { std::mem::transmute::<*mut c_void, OfSession>(found) })
             },
-            session: AtomicU64::new(0),
+            sessions: [const { AtomicU64::new(0) }; 8],
         })
     }
 
@@ -217,7 +217,16 @@ impl Library {
 
     /// A session has begun.
     pub fn set_session(&self, session: u64) {
-        self.session.store(session, Ordering::Relaxed);
+        let free =
+            |place: &&AtomicU64| place.compare_exchange(0, session, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        let _ = self.sessions.iter().find(free);
+    }
+
+    /// A session is over.
+    pub fn forget_session(&self, session: u64) {
+        for place in self.sessions.iter().filter(|_| session != 0) {
+            let _ = place.compare_exchange(session, 0, Ordering::Relaxed, Ordering::Relaxed);
+        }
     }
 
     /// The group of all processes: that of `MPI_COMM_WORLD`, which may not be touched in a program that only has sessions.
@@ -227,10 +236,8 @@ impl Library {
         if unsafe { (self.initialized)(&mut flag) } == 0 && flag != 0 {
             return self.with_group(self.comm_group, self.abi.world, use_it);
         }
-        let (of_session, session) = (self.group_of_session?, self.session.load(Ordering::Relaxed));
-        if session == 0 {
-            return None;
-        }
+        let of_session = self.group_of_session?;
+        let session = self.sessions.iter().map(|place| place.load(Ordering::Relaxed)).find(|session| *session != 0)?;
         let mut group = 0;
         // SAFETY: a live session, the name that the standard has for the set of all processes, and a place for a handle.
         let result = unsafe { of_session(session as Word, c"mpi://WORLD".as_ptr(), &mut group) };

@@ -2,7 +2,8 @@
 //!
 //! Each has two names: C programs call `MPI_`, and so does the Fortran of MPICH; the Fortran of Open MPI, and tools that stand between,
 //! call `PMPI_`. A call inside a hooked call is not seen again. What is not seen: `MPI_Put` and its kin, whose ends are seen;
-//! reading a file alone; and MPI linked statically.
+//! reading a file alone; and MPI linked statically. A form of MPI 4 whose name ends with `_c` stands beside the other one where nothing
+//! that it counts is read, else in [`large`].
 //! Arguments are words: all of them travel in integer registers or in stack slots of eight bytes, and go
 //! on as they came, so that no type of either interface is needed.
 
@@ -11,6 +12,7 @@ pub mod creation;
 mod duplicates;
 pub mod large;
 mod library;
+pub mod others;
 pub mod persistent;
 pub mod polling;
 mod request;
@@ -26,13 +28,13 @@ use xpu_timer_proto::{
 
 use crate::{
     hooked::hooked,
-    host::open::Running,
+    host::open::{Running, named},
     recorder::{Begin, Recorder},
     thread_state::{IN_COLLECTIVES, IN_HOOK},
 };
 use communicator::{known, starting};
 use library::{in_place, library};
-use request::{Posted, posted};
+use request::{Posted, posted, posted_both};
 
 /// An argument as it travels.
 type Word = usize;
@@ -127,13 +129,64 @@ fn named_collective(recorder: &'static Recorder, name: &'static str, comm: Word,
 }
 
 fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
-    posted(operation(recorder, op, comm, root, size), request, false)
+    let what = operation(recorder, op, comm, root, size);
+    posted(what.map(|what| Begin { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
 }
 
-fn exchange(recorder: &'static Recorder, comm: Word, [to, from]: [(Word, Word); 2], sends: Size) -> Running {
+/// The function that starts such a collective. The standard does not let it match a blocking one, so the record tells them apart.
+fn nonblocking(op: Op) -> &'static str {
+    match op {
+        Op::Barrier => "MPI_Ibarrier",
+        Op::Broadcast => "MPI_Ibcast",
+        Op::Reduce => "MPI_Ireduce",
+        Op::AllReduce => "MPI_Iallreduce",
+        Op::AllGather => "MPI_Iallgather",
+        Op::Gather => "MPI_Igather",
+        Op::Scatter => "MPI_Iscatter",
+        Op::AllToAll => "MPI_Ialltoall",
+        Op::ReduceScatter => "MPI_Ireduce_scatter",
+        _ => "a nonblocking collective",
+    }
+}
+
+/// The receive leads: small messages are sent without the peer, so it is what such a call mostly waits for.
+fn both_ways(
+    recorder: &'static Recorder,
+    comm: Word,
+    [to, from]: [(Word, Word); 2],
+    sends: Size,
+) -> [Option<Begin>; 2] {
     let send = transfer(recorder, Op::Send, comm, to, sends);
-    // The receive leads: small messages are sent without the peer, so it is what such a call mostly waits for.
-    blocking(recorder, [transfer(recorder, Op::Recv, comm, from, VARIES), send])
+    [transfer(recorder, Op::Recv, comm, from, VARIES), send]
+}
+
+fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> Running {
+    blocking(recorder, both_ways(recorder, comm, ends, sends))
+}
+
+fn exchange_posted(
+    recorder: &'static Recorder,
+    comm: Word,
+    ends: [(Word, Word); 2],
+    sends: Size,
+    request: Word,
+) -> Posted {
+    posted_both(both_ways(recorder, comm, ends, sends), request)
+}
+
+/// A call that waits for `peer` in a communicator or a window, or for those of its members that only the call knows.
+fn among(
+    recorder: &'static Recorder,
+    name: &'static str,
+    object: Option<communicator::Known>,
+    peer: Word,
+) -> Option<Begin> {
+    object.map(|object| Begin {
+        comm: Some(object.index),
+        communicator: object.id,
+        peer: peer as i32,
+        ..named(recorder, name)
+    })
 }
 
 /// The end of MPI is a barrier of all ranks by another name.
@@ -224,8 +277,8 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             started(recorder, Op::AllGather, comm, NOBODY, size, request)
         };
-    MPI_Iallgatherv | PMPI_Iallgatherv(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        offsets: Word, rtype: Word, comm: Word, request: Word)
+    MPI_Iallgatherv | PMPI_Iallgatherv | MPI_Iallgatherv_c | PMPI_Iallgatherv_c(send: Word, sends: Word, stype: Word,
+        recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::AllGather, comm, NOBODY, VARIES, request);
     MPI_Igather | PMPI_Igather(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
         root: Word, comm: Word, request: Word)
@@ -233,8 +286,8 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             started(recorder, Op::Gather, comm, root, size, request)
         };
-    MPI_Igatherv | PMPI_Igatherv(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word,
-        rtype: Word, root: Word, comm: Word, request: Word)
+    MPI_Igatherv | PMPI_Igatherv | MPI_Igatherv_c | PMPI_Igatherv_c(send: Word, sends: Word, stype: Word, recv: Word,
+        receives: Word, offsets: Word, rtype: Word, root: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::Gather, comm, root, VARIES, request);
     MPI_Iscatter | PMPI_Iscatter(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
         root: Word, comm: Word, request: Word)
@@ -242,8 +295,8 @@ hooked! {
             let size = sized(recv, Size(int(receives), rtype), Size(int(sends), stype));
             started(recorder, Op::Scatter, comm, root, size, request)
         };
-    MPI_Iscatterv | PMPI_Iscatterv(send: Word, sends: Word, offsets: Word, stype: Word, recv: Word, receives: Word,
-        rtype: Word, root: Word, comm: Word, request: Word)
+    MPI_Iscatterv | PMPI_Iscatterv | MPI_Iscatterv_c | PMPI_Iscatterv_c(send: Word, sends: Word, offsets: Word, stype: Word,
+        recv: Word, receives: Word, rtype: Word, root: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::Scatter, comm, root, VARIES, request);
     MPI_Ialltoall | PMPI_Ialltoall(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
         comm: Word, request: Word)
@@ -251,14 +304,14 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             started(recorder, Op::AllToAll, comm, NOBODY, size, request)
         };
-    MPI_Ialltoallv | PMPI_Ialltoallv(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word,
-        receives: Word, roffsets: Word, rtype: Word, comm: Word, request: Word)
+    MPI_Ialltoallv | PMPI_Ialltoallv | MPI_Ialltoallv_c | PMPI_Ialltoallv_c(send: Word, sends: Word, soffsets: Word,
+        stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::AllToAll, comm, NOBODY, VARIES, request);
-    MPI_Ialltoallw | PMPI_Ialltoallw(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word,
-        receives: Word, roffsets: Word, rtypes: Word, comm: Word, request: Word)
+    MPI_Ialltoallw | PMPI_Ialltoallw | MPI_Ialltoallw_c | PMPI_Ialltoallw_c(send: Word, sends: Word, soffsets: Word,
+        stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::AllToAll, comm, NOBODY, VARIES, request);
-    MPI_Ireduce_scatter | PMPI_Ireduce_scatter(send: Word, recv: Word, counts: Word, dtype: Word, reduce: Word,
-        comm: Word, request: Word)
+    MPI_Ireduce_scatter | PMPI_Ireduce_scatter | MPI_Ireduce_scatter_c | PMPI_Ireduce_scatter_c(send: Word, recv: Word,
+        counts: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, VARIES, request);
     MPI_Ireduce_scatter_block | PMPI_Ireduce_scatter_block(send: Word, recv: Word, count: Word, dtype: Word,
         reduce: Word, comm: Word, request: Word)
@@ -269,34 +322,37 @@ hooked! {
         request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(int(count), dtype)), request, false);
 
-    MPI_Neighbor_allgather | PMPI_Neighbor_allgather(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        rtype: Word, comm: Word)
+    MPI_Neighbor_allgather | PMPI_Neighbor_allgather | MPI_Neighbor_allgather_c | PMPI_Neighbor_allgather_c(send: Word,
+        sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word)
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES)]);
-    MPI_Neighbor_allgatherv | PMPI_Neighbor_allgatherv(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        offsets: Word, rtype: Word, comm: Word)
+    MPI_Neighbor_allgatherv | PMPI_Neighbor_allgatherv | MPI_Neighbor_allgatherv_c | PMPI_Neighbor_allgatherv_c(send: Word,
+        sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word)
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES)]);
-    MPI_Neighbor_alltoall | PMPI_Neighbor_alltoall(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        rtype: Word, comm: Word)
+    MPI_Neighbor_alltoall | PMPI_Neighbor_alltoall | MPI_Neighbor_alltoall_c | PMPI_Neighbor_alltoall_c(send: Word,
+        sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word)
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES)]);
-    MPI_Neighbor_alltoallv | PMPI_Neighbor_alltoallv(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word,
-        receives: Word, roffsets: Word, rtype: Word, comm: Word)
+    MPI_Neighbor_alltoallv | PMPI_Neighbor_alltoallv | MPI_Neighbor_alltoallv_c | PMPI_Neighbor_alltoallv_c(send: Word,
+        sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word)
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES)]);
-    MPI_Neighbor_alltoallw | PMPI_Neighbor_alltoallw(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word,
-        receives: Word, roffsets: Word, rtypes: Word, comm: Word)
+    MPI_Neighbor_alltoallw | PMPI_Neighbor_alltoallw | MPI_Neighbor_alltoallw_c | PMPI_Neighbor_alltoallw_c(send: Word,
+        sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word)
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES)]);
-    MPI_Ineighbor_allgather | PMPI_Ineighbor_allgather(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        rtype: Word, comm: Word, request: Word)
+    MPI_Ineighbor_allgather | PMPI_Ineighbor_allgather | MPI_Ineighbor_allgather_c | PMPI_Ineighbor_allgather_c(send: Word,
+        sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES), request, false);
-    MPI_Ineighbor_allgatherv | PMPI_Ineighbor_allgatherv(send: Word, sends: Word, stype: Word, recv: Word,
-        receives: Word, offsets: Word, rtype: Word, comm: Word, request: Word)
+    MPI_Ineighbor_allgatherv | PMPI_Ineighbor_allgatherv | MPI_Ineighbor_allgatherv_c | PMPI_Ineighbor_allgatherv_c(
+        send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word,
+        request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES), request, false);
-    MPI_Ineighbor_alltoall | PMPI_Ineighbor_alltoall(send: Word, sends: Word, stype: Word, recv: Word, receives: Word,
-        rtype: Word, comm: Word, request: Word)
+    MPI_Ineighbor_alltoall | PMPI_Ineighbor_alltoall | MPI_Ineighbor_alltoall_c | PMPI_Ineighbor_alltoall_c(send: Word,
+        sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES), request, false);
-    MPI_Ineighbor_alltoallv | PMPI_Ineighbor_alltoallv(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word,
-        receives: Word, roffsets: Word, rtype: Word, comm: Word, request: Word)
+    MPI_Ineighbor_alltoallv | PMPI_Ineighbor_alltoallv | MPI_Ineighbor_alltoallv_c | PMPI_Ineighbor_alltoallv_c(send: Word,
+        sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word,
+        request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES), request, false);
-    MPI_Ineighbor_alltoallw | PMPI_Ineighbor_alltoallw(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word,
-        receives: Word, roffsets: Word, rtypes: Word, comm: Word, request: Word)
+    MPI_Ineighbor_alltoallw | PMPI_Ineighbor_alltoallw | MPI_Ineighbor_alltoallw_c | PMPI_Ineighbor_alltoallw_c(send: Word,
+        sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word,
+        request: Word)
         => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES), request, false);
 }

@@ -3,8 +3,28 @@
 use super::{request::restart, *};
 
 /// Before a call that only prepares a collective.
-fn prepared(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
+pub(super) fn prepared(
+    recorder: &'static Recorder,
+    op: Op,
+    comm: Word,
+    root: Word,
+    size: Size,
+    request: Word,
+) -> Posted {
     posted(known(recorder, comm).map(|comm| described(op, comm, root, size)), request, true)
+}
+
+/// The same of one for which there is no [`Op`].
+pub(super) fn prepared_named(
+    recorder: &'static Recorder,
+    name: &'static str,
+    comm: Word,
+    size: Size,
+    request: Word,
+) -> Posted {
+    let what = known(recorder, comm)
+        .map(|comm| Begin { function: recorder.name_key(name), ..described(Op::Unspecified, comm, NOBODY, size) });
+    posted(what, request, true)
 }
 
 hooked! {
@@ -27,8 +47,9 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             prepared(recorder, Op::AllGather, comm, NOBODY, size, request)
         };
-    MPI_Allgatherv_init | PMPI_Allgatherv_init | MPIX_Allgatherv_init(send: Word, sends: Word, stype: Word,
-        recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word, info: Word, request: Word)
+    MPI_Allgatherv_init | PMPI_Allgatherv_init | MPI_Allgatherv_init_c | PMPI_Allgatherv_init_c
+        | MPIX_Allgatherv_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word,
+        comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::AllGather, comm, NOBODY, VARIES, request);
     MPI_Gather_init | PMPI_Gather_init | MPIX_Gather_init(send: Word, sends: Word, stype: Word, recv: Word,
         receives: Word, rtype: Word, root: Word, comm: Word, info: Word, request: Word)
@@ -36,8 +57,9 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             prepared(recorder, Op::Gather, comm, root, size, request)
         };
-    MPI_Gatherv_init | PMPI_Gatherv_init | MPIX_Gatherv_init(send: Word, sends: Word, stype: Word, recv: Word,
-        receives: Word, offsets: Word, rtype: Word, root: Word, comm: Word, info: Word, request: Word)
+    MPI_Gatherv_init | PMPI_Gatherv_init | MPI_Gatherv_init_c | PMPI_Gatherv_init_c
+        | MPIX_Gatherv_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word,
+        root: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::Gather, comm, root, VARIES, request);
     MPI_Scatter_init | PMPI_Scatter_init | MPIX_Scatter_init(send: Word, sends: Word, stype: Word, recv: Word,
         receives: Word, rtype: Word, root: Word, comm: Word, info: Word, request: Word)
@@ -45,8 +67,9 @@ hooked! {
             let size = sized(recv, Size(int(receives), rtype), Size(int(sends), stype));
             prepared(recorder, Op::Scatter, comm, root, size, request)
         };
-    MPI_Scatterv_init | PMPI_Scatterv_init | MPIX_Scatterv_init(send: Word, sends: Word, offsets: Word, stype: Word,
-        recv: Word, receives: Word, rtype: Word, root: Word, comm: Word, info: Word, request: Word)
+    MPI_Scatterv_init | PMPI_Scatterv_init | MPI_Scatterv_init_c | PMPI_Scatterv_init_c
+        | MPIX_Scatterv_init(send: Word, sends: Word, offsets: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        root: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::Scatter, comm, root, VARIES, request);
     MPI_Alltoall_init | PMPI_Alltoall_init | MPIX_Alltoall_init(send: Word, sends: Word, stype: Word, recv: Word,
         receives: Word, rtype: Word, comm: Word, info: Word, request: Word)
@@ -54,19 +77,52 @@ hooked! {
             let size = sized(send, Size(int(sends), stype), Size(int(receives), rtype));
             prepared(recorder, Op::AllToAll, comm, NOBODY, size, request)
         };
-    MPI_Alltoallv_init | PMPI_Alltoallv_init | MPIX_Alltoallv_init(send: Word, sends: Word, soffsets: Word,
-        stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word, info: Word, request: Word)
+    MPI_Alltoallv_init | PMPI_Alltoallv_init | MPI_Alltoallv_init_c | PMPI_Alltoallv_init_c
+        | MPIX_Alltoallv_init(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word,
+        roffsets: Word, rtype: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::AllToAll, comm, NOBODY, VARIES, request);
-    MPI_Alltoallw_init | PMPI_Alltoallw_init | MPIX_Alltoallw_init(send: Word, sends: Word, soffsets: Word,
-        stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word, info: Word,
+    MPI_Alltoallw_init | PMPI_Alltoallw_init | MPI_Alltoallw_init_c | PMPI_Alltoallw_init_c
+        | MPIX_Alltoallw_init(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word,
+        roffsets: Word, rtypes: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared(recorder, Op::AllToAll, comm, NOBODY, VARIES, request);
+    MPI_Reduce_scatter_init | PMPI_Reduce_scatter_init | MPI_Reduce_scatter_init_c | PMPI_Reduce_scatter_init_c
+        | MPIX_Reduce_scatter_init(send: Word, recv: Word, counts: Word, dtype: Word, reduce: Word, comm: Word, info: Word,
         request: Word)
-        => |recorder, _| prepared(recorder, Op::AllToAll, comm, NOBODY, VARIES, request);
-    MPI_Reduce_scatter_init | PMPI_Reduce_scatter_init | MPIX_Reduce_scatter_init(send: Word, recv: Word,
-        counts: Word, dtype: Word, reduce: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::ReduceScatter, comm, NOBODY, VARIES, request);
     MPI_Reduce_scatter_block_init | PMPI_Reduce_scatter_block_init | MPIX_Reduce_scatter_block_init(send: Word,
         recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word, request: Word)
         => |recorder, _| prepared(recorder, Op::ReduceScatter, comm, NOBODY, Size(int(n), dtype), request);
+    MPI_Scan_init | PMPI_Scan_init
+        | MPIX_Scan_init(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Scan", comm, Size(int(n), dtype), request);
+    MPI_Exscan_init | PMPI_Exscan_init
+        | MPIX_Exscan_init(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word,
+        request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Exscan", comm, Size(int(n), dtype), request);
+    MPI_Neighbor_allgather_init | PMPI_Neighbor_allgather_init | MPI_Neighbor_allgather_init_c
+        | PMPI_Neighbor_allgather_init_c
+        | MPIX_Neighbor_allgather_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgather", comm, VARIES, request);
+    MPI_Neighbor_allgatherv_init | PMPI_Neighbor_allgatherv_init | MPI_Neighbor_allgatherv_init_c
+        | PMPI_Neighbor_allgatherv_init_c
+        | MPIX_Neighbor_allgatherv_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word,
+        rtype: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgatherv", comm, VARIES, request);
+    MPI_Neighbor_alltoall_init | PMPI_Neighbor_alltoall_init | MPI_Neighbor_alltoall_init_c | PMPI_Neighbor_alltoall_init_c
+        | MPIX_Neighbor_alltoall_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
+        comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoall", comm, VARIES, request);
+    MPI_Neighbor_alltoallv_init | PMPI_Neighbor_alltoallv_init | MPI_Neighbor_alltoallv_init_c
+        | PMPI_Neighbor_alltoallv_init_c
+        | MPIX_Neighbor_alltoallv_init(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word,
+        roffsets: Word, rtype: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallv", comm, VARIES, request);
+    MPI_Neighbor_alltoallw_init | PMPI_Neighbor_alltoallw_init | MPI_Neighbor_alltoallw_init_c
+        | PMPI_Neighbor_alltoallw_init_c
+        | MPIX_Neighbor_alltoallw_init(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word,
+        roffsets: Word, rtypes: Word, comm: Word, info: Word, request: Word)
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallw", comm, VARIES, request);
 
     MPI_Start | PMPI_Start(request: Word) => |recorder, _| restart(recorder, request, 1);
     MPI_Startall | PMPI_Startall(count: Word, requests: Word)

@@ -14,20 +14,19 @@ use std::{
     sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
-use xpu_timer_proto::v1::{Op, OpStatus};
+use xpu_timer_proto::v1::OpStatus;
 
 use super::{
-    VARIES, Word,
+    Word,
     duplicates::Asked,
     library::library,
     request::{For, Handles, SHOWN, forget_done},
-    transfer,
 };
 use crate::{
     abi::SUCCESS,
     hooked::After,
     host::open::{Running, close, leave},
-    recorder::Recorder,
+    recorder::{Begin, Recorder},
     sys,
 };
 
@@ -283,8 +282,8 @@ pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
     Testing { requests, count, before, which, done, duplicates: Asked::of(requests, count) }
 }
 
-/// Before a call that asks for a part of what a request receives.
-pub fn testing_part(request: Word, flag: Word) -> Testing {
+/// Before a call that asks for a request and leaves it as it is, or for a part of what it receives.
+pub fn testing_one(request: Word, flag: Word) -> Testing {
     let mut before = [0; KEPT];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
     Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag), duplicates: Asked::nothing() }
@@ -322,26 +321,24 @@ impl After for Testing {
     }
 }
 
-/// A call that asks for a message.
-pub struct Probing {
-    comm: Word,
-    peer: Word,
-    tag: Word,
+/// A call that asks for something that is no request.
+pub struct Probing<What> {
     flag: Word,
+    what: What,
 }
 
-/// Before `MPI_Iprobe` and `MPI_Improbe`.
-pub fn probing(comm: Word, peer: Word, tag: Word, flag: Word) -> Probing {
-    Probing { comm, peer, tag, flag }
+/// Before a call that asks for `what`, and says at `flag` whether it has come.
+pub fn probing<What: Fn(&'static Recorder) -> Option<Begin>>(flag: Word, what: What) -> Probing<What> {
+    Probing { flag, what }
 }
 
-impl After for Probing {
+impl<What: Fn(&'static Recorder) -> Option<Begin>> After for Probing<What> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result != SUCCESS || Done::Flag(self.flag).is_done() {
             answered(recorder, result == SUCCESS);
         } else {
             unanswered(recorder, || {
-                let what = transfer(recorder, Op::Recv, self.comm, (self.peer, self.tag), VARIES);
+                let what = (self.what)(recorder);
                 what.iter().fold(Running::new(recorder), |running, what| running.with(what))
             });
         }

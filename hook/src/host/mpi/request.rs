@@ -20,7 +20,7 @@ use crate::{
     hooked::After,
     host::{
         open::{Running, named},
-        posted::{Meaning, forget, recall, remember},
+        posted::{Meaning, forget, operations, recall, remember, remember_both},
     },
     recorder::{Begin, Recorder},
 };
@@ -31,13 +31,21 @@ pub const SHOWN: usize = 64;
 /// A nonblocking call: when it returns, its request is known.
 pub struct Posted {
     what: Option<Begin>,
+    second: Option<Begin>,
     request: Word,
     persistent: bool,
 }
 
-/// Before a nonblocking call that runs `what` and writes its request to `request`.
+/// Before a nonblocking call that runs `what` and writes its request to `request`; of a call whose meaning is not known, only that the
+/// request is another one now.
 pub fn posted(what: Option<Begin>, request: Word, persistent: bool) -> Posted {
-    Posted { what, request, persistent }
+    Posted { what, second: None, request, persistent }
+}
+
+/// The same for a call that runs two operations, of which the first leads.
+pub fn posted_both([first, second]: [Option<Begin>; 2], request: Word) -> Posted {
+    let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
+    Posted { what, second, request, persistent: false }
 }
 
 impl After for Posted {
@@ -47,17 +55,22 @@ impl After for Posted {
         // SAFETY: the caller's place for the request, which the library has just written.
         let handle = unsafe { library.abi.handle_at(self.request, 0) };
         duplicates::is_used_again(recorder, handle);
-        let Some(what) = self.what else { return };
-        let Some(comm) = what.comm else { return };
-        if !self.persistent && !matches!(what.op, Op::Send | Op::Recv) {
+        if let Some(Begin { comm: Some(comm), op, seq, .. }) = &self.what
+            && !self.persistent
+            && !matches!(op, Op::Send | Op::Recv)
+        {
             // The library runs it from now on, whoever waits for it later.
-            recorder.comm_word(comm, comm::STARTED).fetch_max(what.seq, Ordering::Relaxed);
+            recorder.comm_word(*comm, comm::STARTED).fetch_max(*seq, Ordering::Relaxed);
         }
         if handle == library.abi.request_null || handle == 0 {
             return;
         }
-        if let Some(meaning) = Meaning::of(&what, self.persistent) {
-            remember(handle, &meaning);
+        let meaning = |what: &Option<Begin>| Meaning::of(what.as_ref()?, self.persistent);
+        match (meaning(&self.what), meaning(&self.second)) {
+            (Some(first), Some(second)) => remember_both(handle, &first, &second),
+            (Some(one), None) => remember(handle, &one),
+            // The request that had this handle before may have been done without a word of it here.
+            (None, _) => forget(handle),
         }
     }
 }
@@ -109,7 +122,8 @@ impl Handles {
     /// The operations that are waited for.
     pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
         let started = self.known().filter(|(.., meaning)| !meaning.idle);
-        let known = started.fold(Running::new(recorder), |running, (.., meaning)| running.with(&meaning.begin()));
+        let known = started.flat_map(|(_, handle, meaning)| operations(handle, &meaning));
+        let known = known.fold(Running::new(recorder), |running, what| running.with(&what));
         if self.unknown { known.with(&named(recorder, name)) } else { known }
     }
 

@@ -5,9 +5,9 @@
 
 use super::{
     communicator::{Freeing, Kind, Known, derived, ending_of, known_object},
+    polling::probing,
     *,
 };
-use crate::host::open::named;
 
 fn window(recorder: &'static Recorder, name: &'static str, window: Word) -> Running {
     on(recorder, name, known_object(recorder, Kind::Window, window))
@@ -35,13 +35,7 @@ fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, requ
 /// Before a call that waits for some members of a window: for `peer`, or for those that only the call knows.
 fn partly(recorder: &'static Recorder, name: &'static str, window: Word, peer: Word) -> Running {
     let object = known_object(recorder, Kind::Window, window);
-    let what = object.map(|object| Begin {
-        comm: Some(object.index),
-        communicator: object.id,
-        peer: peer as i32,
-        ..named(recorder, name)
-    });
-    blocking(recorder, [what])
+    blocking(recorder, [among(recorder, name, object, peer)])
 }
 
 fn freeing(recorder: &'static Recorder, name: &'static str, kind: Kind, place: Word) -> Freeing {
@@ -52,21 +46,28 @@ fn freeing(recorder: &'static Recorder, name: &'static str, kind: Kind, place: W
 hooked! {
     library Mpi, mark IN_COLLECTIVES, bypass IN_COLLECTIVES | IN_HOOK, missing ERROR;
 
-    MPI_Win_create | PMPI_Win_create(base: Word, size: Word, unit: Word, info: Word, comm: Word, new: Word)
+    MPI_Win_create | PMPI_Win_create | MPI_Win_create_c | PMPI_Win_create_c(base: Word, size: Word, unit: Word, info: Word,
+        comm: Word, new: Word)
         => |recorder, _| derived(recorder, "MPI_Win_create", comm, new, Kind::Window);
-    MPI_Win_allocate | PMPI_Win_allocate(size: Word, unit: Word, info: Word, comm: Word, base: Word, new: Word)
+    MPI_Win_allocate | PMPI_Win_allocate | MPI_Win_allocate_c | PMPI_Win_allocate_c(size: Word, unit: Word, info: Word,
+        comm: Word, base: Word, new: Word)
         => |recorder, _| derived(recorder, "MPI_Win_allocate", comm, new, Kind::Window);
-    MPI_Win_allocate_shared | PMPI_Win_allocate_shared(size: Word, unit: Word, info: Word, comm: Word, base: Word,
-        new: Word)
+    MPI_Win_allocate_shared | PMPI_Win_allocate_shared | MPI_Win_allocate_shared_c | PMPI_Win_allocate_shared_c(size: Word,
+        unit: Word, info: Word, comm: Word, base: Word, new: Word)
         => |recorder, _| derived(recorder, "MPI_Win_allocate_shared", comm, new, Kind::Window);
     MPI_Win_create_dynamic | PMPI_Win_create_dynamic(info: Word, comm: Word, new: Word)
         => |recorder, _| derived(recorder, "MPI_Win_create_dynamic", comm, new, Kind::Window);
     MPI_Win_free | PMPI_Win_free(place: Word) => |recorder, _| freeing(recorder, "MPI_Win_free", Kind::Window, place);
+    MPI_Win_set_info | PMPI_Win_set_info(win: Word, info: Word) => |recorder, _| window(recorder, "MPI_Win_set_info", win);
     MPI_Win_fence | PMPI_Win_fence(assert: Word, win: Word) => |recorder, _| window(recorder, "MPI_Win_fence", win);
     MPI_Win_start | PMPI_Win_start(group: Word, assert: Word, win: Word)
         => |recorder, _| partly(recorder, "MPI_Win_start", win, NOBODY);
     MPI_Win_complete | PMPI_Win_complete(win: Word) => |recorder, _| partly(recorder, "MPI_Win_complete", win, NOBODY);
     MPI_Win_wait | PMPI_Win_wait(win: Word) => |recorder, _| partly(recorder, "MPI_Win_wait", win, NOBODY);
+    MPI_Win_test | PMPI_Win_test(win: Word, flag: Word)
+        => |_, _| probing(flag, move |recorder| {
+            among(recorder, "MPI_Win_test", known_object(recorder, Kind::Window, win), NOBODY)
+        });
     MPI_Win_lock | PMPI_Win_lock(kind: Word, peer: Word, assert: Word, win: Word)
         => |recorder, _| partly(recorder, "MPI_Win_lock", win, peer);
     MPI_Win_unlock | PMPI_Win_unlock(peer: Word, win: Word) => |recorder, _| partly(recorder, "MPI_Win_unlock", win, peer);
@@ -96,32 +97,64 @@ hooked! {
     MPI_File_seek_shared | PMPI_File_seek_shared(fh: Word, at: Word, whence: Word)
         => |recorder, _| file(recorder, "MPI_File_seek_shared", fh);
     MPI_File_sync | PMPI_File_sync(fh: Word) => |recorder, _| file(recorder, "MPI_File_sync", fh);
-    MPI_File_read_all | PMPI_File_read_all(fh: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_read_all | PMPI_File_read_all | MPI_File_read_all_c | PMPI_File_read_all_c(fh: Word, buffer: Word, n: Word,
+        dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_read_all", fh);
-    MPI_File_write_all | PMPI_File_write_all(fh: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_write_all | PMPI_File_write_all | MPI_File_write_all_c | PMPI_File_write_all_c(fh: Word, buffer: Word, n: Word,
+        dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_write_all", fh);
-    MPI_File_read_at_all | PMPI_File_read_at_all(fh: Word, at: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_read_at_all | PMPI_File_read_at_all | MPI_File_read_at_all_c | PMPI_File_read_at_all_c(fh: Word, at: Word,
+        buffer: Word, n: Word, dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_read_at_all", fh);
-    MPI_File_write_at_all | PMPI_File_write_at_all(fh: Word, at: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_write_at_all | PMPI_File_write_at_all | MPI_File_write_at_all_c | PMPI_File_write_at_all_c(fh: Word, at: Word,
+        buffer: Word, n: Word, dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_write_at_all", fh);
-    MPI_File_read_ordered | PMPI_File_read_ordered(fh: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_read_ordered | PMPI_File_read_ordered | MPI_File_read_ordered_c | PMPI_File_read_ordered_c(fh: Word,
+        buffer: Word, n: Word, dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_read_ordered", fh);
-    MPI_File_write_ordered | PMPI_File_write_ordered(fh: Word, buffer: Word, n: Word, dtype: Word, status: Word)
+    MPI_File_write_ordered | PMPI_File_write_ordered | MPI_File_write_ordered_c | PMPI_File_write_ordered_c(fh: Word,
+        buffer: Word, n: Word, dtype: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_write_ordered", fh);
-    MPI_File_read_all_begin | PMPI_File_read_all_begin(fh: Word, buffer: Word, n: Word, dtype: Word)
+    MPI_File_read_all_begin | PMPI_File_read_all_begin | MPI_File_read_all_begin_c | PMPI_File_read_all_begin_c(fh: Word,
+        buffer: Word, n: Word, dtype: Word)
         => |recorder, _| file(recorder, "MPI_File_read_all_begin", fh);
     MPI_File_read_all_end | PMPI_File_read_all_end(fh: Word, buffer: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_read_all_end", fh);
-    MPI_File_write_all_begin | PMPI_File_write_all_begin(fh: Word, buffer: Word, n: Word, dtype: Word)
+    MPI_File_write_all_begin | PMPI_File_write_all_begin | MPI_File_write_all_begin_c | PMPI_File_write_all_begin_c(
+        fh: Word, buffer: Word, n: Word, dtype: Word)
         => |recorder, _| file(recorder, "MPI_File_write_all_begin", fh);
     MPI_File_write_all_end | PMPI_File_write_all_end(fh: Word, buffer: Word, status: Word)
         => |recorder, _| file(recorder, "MPI_File_write_all_end", fh);
-    MPI_File_iread_all | PMPI_File_iread_all(fh: Word, buffer: Word, n: Word, dtype: Word, request: Word)
+    MPI_File_read_at_all_begin | PMPI_File_read_at_all_begin | MPI_File_read_at_all_begin_c | PMPI_File_read_at_all_begin_c(
+        fh: Word, at: Word, buffer: Word, n: Word, dtype: Word)
+        => |recorder, _| file(recorder, "MPI_File_read_at_all_begin", fh);
+    MPI_File_read_at_all_end | PMPI_File_read_at_all_end(fh: Word, buffer: Word, status: Word)
+        => |recorder, _| file(recorder, "MPI_File_read_at_all_end", fh);
+    MPI_File_write_at_all_begin | PMPI_File_write_at_all_begin | MPI_File_write_at_all_begin_c
+        | PMPI_File_write_at_all_begin_c(fh: Word, at: Word, buffer: Word, n: Word, dtype: Word)
+        => |recorder, _| file(recorder, "MPI_File_write_at_all_begin", fh);
+    MPI_File_write_at_all_end | PMPI_File_write_at_all_end(fh: Word, buffer: Word, status: Word)
+        => |recorder, _| file(recorder, "MPI_File_write_at_all_end", fh);
+    MPI_File_read_ordered_begin | PMPI_File_read_ordered_begin | MPI_File_read_ordered_begin_c
+        | PMPI_File_read_ordered_begin_c(fh: Word, buffer: Word, n: Word, dtype: Word)
+        => |recorder, _| file(recorder, "MPI_File_read_ordered_begin", fh);
+    MPI_File_read_ordered_end | PMPI_File_read_ordered_end(fh: Word, buffer: Word, status: Word)
+        => |recorder, _| file(recorder, "MPI_File_read_ordered_end", fh);
+    MPI_File_write_ordered_begin | PMPI_File_write_ordered_begin | MPI_File_write_ordered_begin_c
+        | PMPI_File_write_ordered_begin_c(fh: Word, buffer: Word, n: Word, dtype: Word)
+        => |recorder, _| file(recorder, "MPI_File_write_ordered_begin", fh);
+    MPI_File_write_ordered_end | PMPI_File_write_ordered_end(fh: Word, buffer: Word, status: Word)
+        => |recorder, _| file(recorder, "MPI_File_write_ordered_end", fh);
+    MPI_File_iread_all | PMPI_File_iread_all | MPI_File_iread_all_c | PMPI_File_iread_all_c(fh: Word, buffer: Word, n: Word,
+        dtype: Word, request: Word)
         => |recorder, _| file_posted(recorder, "MPI_File_iread_all", fh, request);
-    MPI_File_iwrite_all | PMPI_File_iwrite_all(fh: Word, buffer: Word, n: Word, dtype: Word, request: Word)
+    MPI_File_iwrite_all | PMPI_File_iwrite_all | MPI_File_iwrite_all_c | PMPI_File_iwrite_all_c(fh: Word, buffer: Word,
+        n: Word, dtype: Word, request: Word)
         => |recorder, _| file_posted(recorder, "MPI_File_iwrite_all", fh, request);
-    MPI_File_iread_at_all | PMPI_File_iread_at_all(fh: Word, at: Word, buffer: Word, n: Word, dtype: Word, request: Word)
+    MPI_File_iread_at_all | PMPI_File_iread_at_all | MPI_File_iread_at_all_c | PMPI_File_iread_at_all_c(fh: Word, at: Word,
+        buffer: Word, n: Word, dtype: Word, request: Word)
         => |recorder, _| file_posted(recorder, "MPI_File_iread_at_all", fh, request);
-    MPI_File_iwrite_at_all | PMPI_File_iwrite_at_all(fh: Word, at: Word, buffer: Word, n: Word, dtype: Word, request: Word)
+    MPI_File_iwrite_at_all | PMPI_File_iwrite_at_all | MPI_File_iwrite_at_all_c | PMPI_File_iwrite_at_all_c(fh: Word,
+        at: Word, buffer: Word, n: Word, dtype: Word, request: Word)
         => |recorder, _| file_posted(recorder, "MPI_File_iwrite_at_all", fh, request);
 }

@@ -79,7 +79,7 @@ int PMPI_Initialized(int *flag) { return *flag = 1, 0; }
 #else
 /* What the calls are given. A place for something new holds a handle of its own already: the functions write none. */
 static char buffer[8192], root_info[4108];
-static long handles = 0x7000, cell, world = 0x6000, child, windows[8], files[2], made_windows, made_files, yes = 1;
+static long handles = 0x7000, cell, world = 0x6000, child, windows[16], files[2], made_windows, made_files, yes = 1;
 static long fresh(long *place) { return *place = ++handles, (long)place; }
 static Id unique = {"id"};
 static const Dim3 one = {1, 1, 1};
@@ -117,6 +117,8 @@ extern char ompi_mpi_comm_world[] __attribute__((weak)), ompi_mpi_float[] __attr
 #define BUFFER AT(buffer)
 #define NEW fresh(&cell)
 #define REQUEST AT(&cell)
+/* The request of the call before once more. */
+#define SAME AT(&cell)
 /* The first one is used until all have been made; the calls that end one begin with the last. */
 #define NEW_WINDOW fresh(&windows[made_windows++])
 #define WINDOW windows[0]

@@ -152,7 +152,7 @@ int main(int count, char **arguments) {
     int is(const char *name) { return strcmp(arguments[1], name) == 0; }
     int bad = 2;
     if (is("file size")) bad = limited(RLIMIT_FSIZE, 4096) || (work(100), 0);
-    if (is("address space")) bad = limited(RLIMIT_AS, 24 << 20) || (work(100), 0);
+    if (is("address space")) bad = limited(RLIMIT_AS, 32 << 20) || (work(100), 0);
     if (is("locked memory")) bad = limited(RLIMIT_MEMLOCK, 65536) || (mlockall(MCL_FUTURE), work(100), 0);
     /* A container's filter is there before its programs are. */
     if (is("container")) bad = filtered(SECCOMP_RET_ERRNO | EPERM) || execl("/proc/self/exe", "guest", "sandboxed", NULL);
