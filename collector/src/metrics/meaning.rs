@@ -311,6 +311,13 @@ mod tests {
         assert_eq!(bus_bytes(Op::AllReduce, 1000, DataType::Bfloat16, 4), Some(3000.0));
         assert_eq!(bus_bytes(Op::AllToAll, 1000, DataType::Int64, 4), Some(24_000.0));
         assert_eq!(bus_bytes(Op::Send, 10, DataType::Uint8, 64), Some(10.0));
+        // 1000 floats of one rank, or for one rank, among four: three of four parts of 16,000 bytes pass the bus of the busiest rank.
+        for op in [Op::AllGather, Op::ReduceScatter, Op::Gather, Op::Scatter, Op::AllToAll] {
+            assert_eq!(bus_bytes(op, 1000, DataType::Float32, 4), Some(12_000.0), "{op:?}");
+        }
+        for op in [Op::Broadcast, Op::Reduce, Op::Recv] {
+            assert_eq!(bus_bytes(op, 1000, DataType::Float32, 4), Some(4000.0), "{op:?}");
+        }
         assert_eq!(bus_bytes(Op::AllReduce, 10, DataType::Unspecified, 2), None);
     }
 

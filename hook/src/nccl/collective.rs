@@ -27,8 +27,11 @@ pub struct Call {
 }
 
 impl Call {
+    /// NCCL's numbers are those of the schema less one, as far as it has them.
     fn dtype(&self) -> DataType {
-        DataType::try_from(self.dtype.saturating_add(1)).unwrap_or_default()
+        const LAST: c_int = DataType::Float8E5m2 as c_int;
+        let number = self.dtype.saturating_add(1);
+        if number > LAST { DataType::Unspecified } else { DataType::try_from(number).unwrap_or_default() }
     }
 
     fn captured(&self, tag: Option<c_int>, comm: usize, communicator: u64) -> Held {
@@ -119,4 +122,33 @@ pub fn withdraw(recorder: &'static Recorder, slot: usize) {
         }
     }
     recorder.slots[slot].state.store(state::FREE, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_type_is_the_one_of_nccls_number_and_no_other_of_the_schema() {
+        let of = |dtype: c_int| Call { op: Op::AllReduce, count: 1, dtype, reduce: 0, peer: -1 }.dtype();
+        // By nccl.h: char, unsigned char, int, unsigned, 64 bits twice, half, float, double, bfloat16, two of 8 bits; no others.
+        let known = [
+            DataType::Int8,
+            DataType::Uint8,
+            DataType::Int32,
+            DataType::Uint32,
+            DataType::Int64,
+            DataType::Uint64,
+            DataType::Float16,
+            DataType::Float32,
+            DataType::Float64,
+            DataType::Bfloat16,
+            DataType::Float8E4m3,
+            DataType::Float8E5m2,
+        ];
+        assert_eq!((0..12).map(of).collect::<Vec<_>>(), known);
+        for dtype in [-2, -1, 12, 13, 14, c_int::MAX] {
+            assert_eq!(of(dtype), DataType::Unspecified, "{dtype}");
+        }
+    }
 }

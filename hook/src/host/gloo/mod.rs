@@ -206,13 +206,25 @@ fn root(options: Word) -> i32 {
 }
 
 /// The root of `ReduceOptions`, which begin with what is computed: an object of 32 bytes, of 40 where references are counted by two words,
-/// whose last word is a pointer that is null but for one reduction. Another number follows the root, which is always 0.
+/// whose last two words are its kind and a pointer. Behind the root come another number, which is always 0, and the time limit in
+/// milliseconds, -1 for none. Where that is not what is there, the root is not known.
 fn reduce_root(options: Word) -> i32 {
-    // SAFETY: the caller's options, which are longer than this in either form.
+    const KINDS: u64 = 16;
+    const LIMITS_MS: std::ops::Range<u64> = 1000..1 << 48;
+    // SAFETY: the caller's options. What lies behind the ones of the shorter object is only looked at when they are not these.
     let word = |index: usize| unsafe { (options as *const u64).add(index).read_unaligned() };
-    let shorter = if options == 0 { u64::MAX } else { word(4) };
-    let root = if shorter == 0 { word(5) & u64::from(u32::MAX) } else { shorter };
-    i32::try_from(root).unwrap_or(NOBODY)
+    let is_limit = |ms: u64| ms == u64::MAX || LIMITS_MS.contains(&ms);
+    // The object begins with the address of its class's table, and its own pointer may be null.
+    let is_address = |word: u64| word >> 12 != 0;
+    let is_object = |place: usize| {
+        let pointer = word(place - 1);
+        is_address(word(0)) && word(place - 2) & 0xff < KINDS && (pointer == 0 || is_address(pointer))
+    };
+    let root_at = |place: usize| {
+        let fits = is_object(place) && word(place + 1) == 0 && is_limit(word(place + 2));
+        i32::try_from(word(place)).ok().filter(|_| fits)
+    };
+    if options == 0 { NOBODY } else { [4, 5].into_iter().find_map(root_at).unwrap_or(NOBODY) }
 }
 
 /// The row that other functions of PyTorch are looked for beside.
@@ -399,5 +411,46 @@ symbols! {
             => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
         _ZN4c10d8TCPStore4waitERKSt6vectorISsSaISsEERKNSt6chrono8durationIlSt5ratioILl1ELl1000EEEE(this, keys, timeout)
             => |recorder, _| store::waiting(recorder, "c10d::TCPStore::wait");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE: u64 = 0x7f00_1234_5678;
+    const NO_LIMIT: u64 = u64::MAX;
+
+    fn root_of(options: &[u64]) -> i32 {
+        // As much is there as the longest form has.
+        let mut words = [0xdead_beef_dead_beef; 10];
+        words[..options.len()].copy_from_slice(options);
+        reduce_root(words.as_ptr() as Word)
+    }
+
+    #[test]
+    fn the_root_of_a_reduce_is_found_behind_either_object() {
+        for (root, limit) in [(0, NO_LIMIT), (3, NO_LIMIT), (1, 1_800_000), (0, 30_000)] {
+            // Table, count, kind, nothing; root, 0, limit.
+            assert_eq!(root_of(&[TABLE, 1, 0, 0, root, 0, limit]), root as i32);
+            // Table, two counts, kind, nothing. The bytes beside a kind hold anything.
+            assert_eq!(root_of(&[TABLE, 1, 1, 0xabcd_ef03, 0, root, 0, limit]), root as i32);
+            // A sum of products has a factor.
+            assert_eq!(root_of(&[TABLE, 1, 1, 8, TABLE + 64, root, 0, limit]), root as i32);
+            assert_eq!(root_of(&[TABLE, 1, 8, TABLE + 64, root, 0, limit]), root as i32);
+        }
+    }
+
+    #[test]
+    fn the_root_of_a_reduce_in_another_layout_is_not_known() {
+        assert_eq!(reduce_root(0), NOBODY);
+        // As before there were objects: a kind alone.
+        assert_eq!(root_of(&[0, 3, 0, NO_LIMIT]), NOBODY);
+        // A longer object, a root that is told otherwise, a member in between, a limit of another unit that does not fit.
+        assert_eq!(root_of(&[TABLE, 1, 1, 1, 0, 0, 3, 0, NO_LIMIT]), NOBODY);
+        assert_eq!(root_of(&[TABLE, 1, 0, 0, TABLE + 64, 0, NO_LIMIT]), NOBODY);
+        assert_eq!(root_of(&[TABLE, 1, 0, 0, 3, 7, 0, NO_LIMIT]), NOBODY);
+        assert_eq!(root_of(&[TABLE, 1, 0, 0, 3, 0, u64::MAX - 5]), NOBODY);
+        assert_eq!(root_of(&[TABLE, 1, 0x7f, 0, 3, 0, NO_LIMIT]), NOBODY);
     }
 }
