@@ -15,7 +15,7 @@ use xpu_timer_proto::{
 use crate::{
     abi::{NCCL_IN_PROGRESS, SUCCESS},
     config::Bracket,
-    device::{Device, device},
+    device::{Device, device, is_default},
     hooked::After,
     recorder::{Begin, Recorder, state},
     sys, thread_state,
@@ -66,8 +66,18 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
     if elsewhere && device.make_current(context).is_err() {
         return;
     }
+    let leave = || {
+        if elsewhere {
+            // The context was current a moment ago; that it cannot be again is not ours to repair.
+            let _ = device.make_current(current);
+        }
+    };
     let spare = || spare_event(recorder, context);
     let event = spare().or_else(|| device.create_event().ok());
+    let is_default = is_default(stream);
+    if is_default {
+        leave();
+    }
     if let Some(event) = event {
         match device.record_event(event, stream) {
             Ok(()) => place.store(event, Ordering::Release),
@@ -75,9 +85,8 @@ fn record(recorder: &'static Recorder, device: &Device, index: usize, place: &At
             Err(_) => while spare().is_some() {},
         }
     }
-    if elsewhere {
-        // The context was current a moment ago; that it cannot be again is not ours to repair.
-        let _ = device.make_current(current);
+    if !is_default {
+        leave();
     }
 }
 

@@ -11,7 +11,7 @@ use std::{
 use xpu_timer_proto::family::Place;
 
 use crate::{
-    abi::{Context, Event, SUCCESS, Stream},
+    abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
     family,
     original::{loaded, look_up},
     queue::Queue,
@@ -40,6 +40,7 @@ type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_voi
 enum PlaceFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
+        of_any_stream: Option<unsafe extern "C" fn(Stream, *mut Context, *mut Context) -> c_int>,
         current: unsafe extern "C" fn(*mut Context) -> c_int,
         set: unsafe extern "C" fn(Context) -> c_int,
         device: unsafe extern "C" fn(*mut c_int) -> c_int,
@@ -80,8 +81,9 @@ fn find() -> Option<Device> {
             exchange_capture_mode: typed(library, names.exchange_capture_mode)?,
             capture_info: typed(library, names.capture_info),
             place: match &names.place {
-                Place::Context { of_stream, current, set, device } => PlaceFunctions::Context {
+                Place::Context { of_stream, of_any_stream, current, set, device } => PlaceFunctions::Context {
                     of_stream: typed(library, of_stream)?,
+                    of_any_stream: typed(library, of_any_stream),
                     current: typed(library, current)?,
                     set: typed(library, set)?,
                     device: typed(library, device)?,
@@ -106,6 +108,11 @@ unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
     let address = look_up(library, name);
     // SAFETY: a function pointer has the size of an address, asserted above, and the caller vouches for its type.
     (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
+}
+
+/// Whether a handle means another stream in another context.
+pub fn is_default(stream: usize) -> bool {
+    stream <= STREAM_PER_THREAD
 }
 
 /// A device as a context.
@@ -140,11 +147,17 @@ impl Device {
         if code == SUCCESS && status != 0 { id } else { 0 }
     }
 
-    /// The context that a launch on `stream` happens in: the stream's own, or the thread's for the default streams.
+    /// The context that the events of a launch on `stream` are of: the stream's own, or the thread's for the default streams. A green
+    /// context may be current to one thread only, which is the host's, and events are those of the primary one.
     pub fn context_of(&self, stream: usize) -> Option<usize> {
         let own = stream as Stream;
         let context = match &self.place {
-            _ if stream <= 2 => self.current(),
+            PlaceFunctions::Context { of_any_stream: Some(of_any_stream), .. } => {
+                let (mut context, mut green): (Context, Context) = (std::ptr::null_mut(), std::ptr::null_mut());
+                // SAFETY: as above.
+                if unsafe { of_any_stream(own, &mut context, &mut green) } == SUCCESS { context as usize } else { 0 }
+            }
+            _ if is_default(stream) => self.current(),
             PlaceFunctions::Context { of_stream, .. } => {
                 let mut context: Context = std::ptr::null_mut();
                 // SAFETY: as above.

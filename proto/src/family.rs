@@ -85,6 +85,9 @@ pub enum Place {
     Context {
         /// (stream, context*)
         of_stream: &'static CStr,
+        /// (stream, context*, green context*): of a green context's stream the primary context of its device, which its events are of.
+        /// Where it is missing, the one above is taken.
+        of_any_stream: &'static CStr,
         /// (context*)
         current: &'static CStr,
         /// (context)
@@ -173,6 +176,7 @@ pub static FAMILIES: [Family; 6] = [
             capture_info: c"cuStreamGetCaptureInfo_v2",
             place: Place::Context {
                 of_stream: c"cuStreamGetCtx",
+                of_any_stream: c"cuStreamGetCtx_v2",
                 current: c"cuCtxGetCurrent",
                 set: c"cuCtxSetCurrent",
                 device: c"cuCtxGetDevice",

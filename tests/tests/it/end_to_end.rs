@@ -132,6 +132,34 @@ fn a_stopped_rank() {
 }
 
 #[test]
+fn who_stays_away_from_a_child_of_a_grown_communicator() {
+    // A rank that was there before, and the one that joined.
+    for away in [1, 3] {
+        let job = Job::new().with("AWAY", &away.to_string());
+        let _ranks = grown(&job);
+        let incident = job.wait_incident(1, PATIENCE);
+        assert_eq!(incident.verdict["cause"], "missing_rank", "{}", text(&incident));
+        assert_eq!(culprits(&incident), &json!([away]), "{}", text(&incident));
+        let victims: Vec<u32> = (0..RANKS).filter(|rank| *rank != away).collect();
+        assert_eq!(incident.verdict["victims"], json!(victims), "{}", text(&incident));
+        let sentence = incident.verdict["sentence"].as_str().expect("a sentence");
+        assert!(sentence.contains("all_reduce 3 of"), "{sentence}");
+    }
+    let job = Job::new();
+    let output = grown(&job).wait(PATIENCE);
+    assert_eq!((output.code(), output.stdout.matches("ok").count()), (0, 4), "{}", output.stderr);
+    assert_eq!(job.incidents().len(), 0, "{}", job.logs());
+}
+
+/// Four ranks that make communicators of one which the last of them has joined later.
+fn grown(job: &Job) -> Process {
+    let mut command = job.launch(python());
+    command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
+    command.arg(tree().join("tests/tests/it/sim/checks.py")).arg("children_of_a_grown_one");
+    Process::spawn(command.env("PYTHONPATH", tree().join("tests/examples")))
+}
+
+#[test]
 fn two_hangs_are_two_incidents_and_a_hang_that_ends_is_closed() {
     let job = Job::new();
     // The shards are ten seconds late, five more than the timeout: both hangs resolve by themselves.

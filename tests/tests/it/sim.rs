@@ -226,6 +226,7 @@ fn communicators_split_and_shrink() {
 #[test]
 fn a_communicator_grows() {
     several("grown", 4);
+    several("children_of_a_grown_one", 4);
 }
 
 #[test]
@@ -238,6 +239,11 @@ fn a_lost_device_and_a_destroyed_context_answer_errors() {
     let environment = [("XPU_SIM_FAULT", "lost:n=3")];
     Check { name: "a_lost_device_answers_its_error", ranks: 1, environment: &environment }.succeeds();
     one("a_destroyed_context_has_no_events");
+}
+
+#[test]
+fn green_contexts_have_streams_and_are_one_threads() {
+    several("green_contexts", 2);
 }
 
 #[test]

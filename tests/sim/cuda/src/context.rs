@@ -8,6 +8,7 @@ use std::{
         Arc, LazyLock, Mutex, PoisonError, Weak,
         atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering},
     },
+    thread::{self, ThreadId},
 };
 
 use sim_abi::{
@@ -50,11 +51,29 @@ pub struct Context {
     alive: AtomicBool,
     legacy: Mutex<Option<Arc<Stream>>>,
     streams: Mutex<Vec<Weak<Stream>>>,
+    /// Of a green context, the primary one of its device: its events are that one's.
+    primary: Option<Arc<Context>>,
+    /// The thread that a green context is current to; there may be one only.
+    holder: Mutex<Option<ThreadId>>,
 }
 
 impl Context {
     /// A new context.
     pub fn create(device: Device, flags: u32) -> Arc<Self> {
+        Self::new(device, flags, None)
+    }
+
+    /// A new green context, which keeps its device's primary one.
+    pub fn create_green(device: Device) -> Arc<Self> {
+        Self::new(device, 0, Some(Self::retain_primary(device)))
+    }
+
+    /// The context that its events belong to.
+    pub fn of_events(self: &Arc<Self>) -> &Arc<Self> {
+        self.primary.as_ref().unwrap_or(self)
+    }
+
+    fn new(device: Device, flags: u32, primary: Option<Arc<Context>>) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let context = Arc::new(Context {
             id: NEXT.fetch_add(1, Ordering::Relaxed),
@@ -64,6 +83,8 @@ impl Context {
             alive: AtomicBool::new(true),
             legacy: Mutex::default(),
             streams: Mutex::default(),
+            primary,
+            holder: Mutex::default(),
         });
         CONTEXTS.insert(Arc::clone(&context));
         context
@@ -170,20 +191,48 @@ pub fn cancel_all() {
     CONTEXTS.all().iter().flat_map(|context| context.all_streams()).for_each(|stream| stream.queue.cancel());
 }
 
+/// Notes that a green context is the calling thread's, or is that no longer.
+fn hold(context: &Context, holds: bool) -> Result<(), CuError> {
+    if context.primary.is_none() {
+        return Ok(());
+    }
+    let own = thread::current().id();
+    let mut holder = context.holder.lock().unwrap_or_else(PoisonError::into_inner);
+    if holder.is_some_and(|other| other != own) {
+        // The real one does not say what happens then.
+        return Err(CuError::ILLEGAL_STATE);
+    }
+    *holder = holds.then_some(own);
+    Ok(())
+}
+
 /// cuCtxPushCurrent.
-pub fn push(context: Arc<Context>) {
+pub fn push(context: Arc<Context>) -> Result<(), CuError> {
+    hold(&context, true)?;
     STACK.with_borrow_mut(|stack| stack.push(context));
+    Ok(())
 }
 
 /// cuCtxPopCurrent.
 pub fn pop() -> Result<Arc<Context>, CuError> {
-    STACK.with_borrow_mut(|stack| stack.pop()).ok_or(CuError::INVALID_CONTEXT)
+    let context = STACK.with_borrow_mut(|stack| stack.pop()).ok_or(CuError::INVALID_CONTEXT)?;
+    hold(&context, false)?;
+    Ok(context)
 }
 
 /// cuCtxSetCurrent: replaces the top; `None` takes it away.
-pub fn set_current(context: Option<Arc<Context>>) {
-    STACK.with_borrow_mut(|stack| {
-        stack.pop();
-        stack.extend(context);
+pub fn set_current(context: Option<Arc<Context>>) -> Result<(), CuError> {
+    if let Some(context) = &context {
+        hold(context, true)?;
+    }
+    let before = STACK.with_borrow_mut(|stack| {
+        let before = stack.pop();
+        stack.extend(context.clone());
+        before
     });
+    match (before, context) {
+        (Some(before), Some(now)) if Arc::ptr_eq(&before, &now) => Ok(()),
+        (Some(before), _) => hold(&before, false),
+        (None, _) => Ok(()),
+    }
 }

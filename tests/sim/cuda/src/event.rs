@@ -64,9 +64,9 @@ pub struct Event {
 
 impl Event {
     /// A new event of a context.
-    pub fn create(context: Arc<Context>, flags: u32) -> usize {
+    pub fn create(context: &Arc<Context>, flags: u32) -> usize {
         EVENTS.insert(Arc::new(Event {
-            context,
+            context: Arc::clone(context.of_events()),
             timing: flags & DISABLE_TIMING == 0,
             record: Mutex::new(Record::Never),
         }))
@@ -79,7 +79,7 @@ impl Event {
 
     /// Records it; `external` makes it a node of its own when the stream is capturing.
     pub fn record(self: &Arc<Self>, stream: &Arc<Stream>, external: bool) -> Result<(), CuError> {
-        if !Arc::ptr_eq(&self.context, &stream.context) {
+        if !Arc::ptr_eq(&self.context, stream.context.of_events()) {
             return Err(CuError::INVALID_HANDLE);
         }
         match stream.capture() {

@@ -1,6 +1,9 @@
 //! The rules of graphs, streams, communicators and errors, each on the simulated device.
 
-use xpu_timer_proto::v1::DataType;
+use xpu_timer_proto::{
+    ring::key_of_child,
+    v1::{Communicator, DataType},
+};
 
 use super::*;
 
@@ -58,6 +61,26 @@ fn a_grown_communicator_is_known_by_its_old_ranks_alike() {
     // The last one cannot know what the others call it; the one that made the id says that both are the same.
     assert_ne!(grown(3).id, grown(0).id);
     assert_eq!([0, 1, 2, 3].map(|rank| grown(rank).alias), [grown(3).id, 0, 0, 0]);
+}
+
+#[test]
+fn what_is_made_of_a_grown_communicator_tells_that_it_is_the_same_on_all_ranks() {
+    let records = check("children_of_a_grown_one", 4, &[]);
+    let of = |rank: usize, parent: u64, size: u32| {
+        let is_it = |comm: &&Communicator| comm.parent == parent && comm.size == size;
+        records[rank].communicators.iter().find(is_it).expect("the child").id
+    };
+    let key = |rank: usize, (parent, size): (u64, u32)| key_of_child(parent, of(rank, parent, size));
+    // Of each rank the grown one, the copy of it, and the half of the copy.
+    let grown = |rank: usize| {
+        let made = |operation: &&Operation| operation.function == "ncclCommGrow";
+        records[rank].operations.iter().find(made).expect("the call").communicator
+    };
+    let copy = |rank: usize| of(rank, grown(rank), 4);
+    assert!(copy(0) == copy(1) && copy(0) == copy(2) && copy(0) != copy(3));
+    assert!((0..4).all(|rank| key(rank, (grown(rank), 4)) == key(0, (grown(0), 4))));
+    let half = |rank: usize| key(rank, (copy(rank), 2));
+    assert!(half(0) == half(2) && half(1) == half(3) && half(0) != half(1));
 }
 
 #[test]
@@ -169,6 +192,22 @@ fn several_devices_of_one_process_complete_each_in_its_context() {
     for operation in right {
         assert_eq!((operation.status(), operation.error), (OpStatus::Completed, 0), "{operation:?}");
         assert!(operation.completed_ns >= operation.started_ns && operation.started_ns > 0);
+    }
+}
+
+#[test]
+fn work_of_green_contexts_is_timed_and_they_stay_their_threads() {
+    let records = check_until("green_contexts", 2, &[("XPU_TIMER_BRACKET", "all")], all_ended);
+    for record in &records {
+        let (kernels, reduces) = (operations(record, Op::Kernel), operations(record, Op::AllReduce));
+        // Three, and two in each of twenty rounds, in two green contexts, and one in the primary one.
+        assert_eq!((kernels.len(), reduces.len()), (2 * (3 + 2 * 20) + 1, 2));
+        for operation in kernels.iter().chain(&reduces) {
+            assert_eq!((operation.status(), operation.error), (OpStatus::Completed, 0), "{operation:?}");
+            assert!(operation.started_ns >= operation.entered_ns, "{operation:?}");
+        }
+        // Each of them takes 2 ms on its stream, whichever it is.
+        assert!(kernels.iter().all(|kernel| kernel.device_ns >= 2_000_000), "{kernels:?}");
     }
 }
 

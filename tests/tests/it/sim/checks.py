@@ -731,10 +731,10 @@ def split_and_shrink():
     assert buffer.to_list() == [4.0] * 2, "the parent is as it was"
 
 
-def grown():
-    """Three ranks become four: the first makes the id, and the last has nothing but it."""
-    def grow(comm, unique_id, rank):
-        new = cuda.Communicator(c_void_p(), 0, 0)
+def grow():
+    """Three ranks become four: the first makes the id, and the last has nothing but it. Returns the communicator of all."""
+    def grown_from(comm, unique_id, rank):
+        new = cuda.Communicator(c_void_p(), RANK, SIZE)
         nccl("ncclCommGrow", comm, SIZE, unique_id, rank, byref(new.handle), None)
         return new
 
@@ -748,17 +748,43 @@ def grown():
             with open(path + ".new", "wb") as file:
                 file.write(bytes(unique_id))
             os.rename(path + ".new", path)
-        new = grow(comm.handle, byref(unique_id) if RANK == 0 else None, -1)
-    else:
-        until(lambda: os.path.exists(path), "the id")
-        with open(path, "rb") as file:
-            ctypes.memmove(byref(unique_id), file.read(), 128)
-        new = grow(None, byref(unique_id), RANK)
+        return grown_from(comm.handle, byref(unique_id) if RANK == 0 else None, -1)
+    until(lambda: os.path.exists(path), "the id")
+    with open(path, "rb") as file:
+        ctypes.memmove(byref(unique_id), file.read(), 128)
+    return grown_from(None, byref(unique_id), RANK)
+
+
+def grown():
+    new = grow()
     assert (new._integer("ncclCommUserRank"), new._integer("ncclCommCount")) == (RANK, SIZE)
     stream, buffer = cuda.Stream(), cuda.Buffer(2).fill(RANK)
     new.all_reduce(buffer, stream)
     stream.synchronize()
     assert buffer.to_list() == [float(sum(range(SIZE)))] * 2
+
+
+def children_of_a_grown_one():
+    """All ranks of a grown communicator make others of it, and one of one of these; the environment says who stays away from the
+    last collective."""
+    new, stream = grow(), cuda.Stream()
+    copy = new.split(0)
+    half = copy.split(RANK % 2)
+    buffer = cuda.Buffer(2)
+    for comm in (copy, half, copy):
+        buffer.fill(1)
+        comm.all_reduce(buffer, stream)
+        stream.synchronize()
+        assert buffer.to_list() == [float(comm.size)] * 2
+    if os.environ.get("AWAY") == str(RANK):
+        stay_away()
+    copy.all_reduce(buffer, stream)
+    stream.synchronize()
+
+
+def stay_away():
+    while True:
+        time.sleep(1)
 
 
 def later_functions():
@@ -858,6 +884,46 @@ def per_thread_streams():
 
     in_thread(launched)
     in_thread(completed)
+
+
+def green_contexts():
+    """Kernels and collectives on streams of green contexts, whose thread has the primary one or the green one; twice, because the
+    second green context may be where the first was. Nobody but this thread may make a green one its own."""
+    driver, comm, kernel = cuda.driver, None, None
+    current = lambda: (context := c_void_p(), driver.cuCtxGetCurrent(byref(context)), context.value)[-1]
+
+    def ok(name, *arguments):
+        code = getattr(driver, name)(*arguments)
+        assert code == 0, (name, code)
+
+    comm, primary_stream = world()
+    kernel, primary = cuda.Kernel("any", 2000), current()
+    for _ in range(2):
+        green, context, stream = c_void_p(), c_void_p(), cuda.Stream.default()
+        ok("cuGreenCtxCreate", byref(green), None, RANK, 1)
+        ok("cuCtxFromGreenCtx", byref(context), green)
+        ok("cuGreenCtxStreamCreate", byref(stream.handle), green, 1, 0)
+        of, of_green = c_void_p(), c_void_p()
+        ok("cuStreamGetCtx_v2", stream.handle, byref(of), byref(of_green))
+        assert (of.value, of_green.value) == (primary, green.value)
+        event, buffer = cuda.Event(), cuda.Buffer(2).fill(RANK + 1)
+        for _ in range(3):
+            kernel.launch(stream)
+        comm.all_reduce(buffer, stream)
+        event.record(stream)
+        event.synchronize()
+        assert buffer.to_list() == [float(SIZE * (SIZE + 1) // 2)] * 2 and current() == primary
+        for _ in range(20):
+            ok("cuCtxSetCurrent", context)
+            kernel.launch(cuda.Stream.default())
+            kernel.launch(stream)
+            assert current() == context.value
+            ok("cuCtxSynchronize")
+            ok("cuCtxSetCurrent", c_void_p(primary))
+        ok("cuStreamDestroy_v2", stream.handle)
+        ok("cuGreenCtxDestroy", green)
+    kernel.launch(primary_stream)
+    primary_stream.synchronize()
 
 
 def one_process_all_devices():

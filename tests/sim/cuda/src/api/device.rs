@@ -179,8 +179,7 @@ driver_api! { call:
     fn cuCtxCreate_v2(handle: Out<ContextHandle>, flags: u32, device: Device) {
         let context = Context::create(context::device(device)?, flags);
         handle.set(context.handle())?;
-        context::push(context);
-        Ok(())
+        context::push(context)
     }
 
     fn cuCtxDestroy_v2(handle: ContextHandle) {
@@ -188,7 +187,7 @@ driver_api! { call:
         context.destroy();
         // Only at the top of this thread's stack it is taken away; elsewhere it stays and is an error when used.
         if let Ok(top) = context::pop() && top.handle() != handle {
-            context::push(top);
+            context::push(top)?;
         }
         Ok(())
     }
@@ -201,13 +200,11 @@ driver_api! { call:
         context::set_current(match handle {
             0 => None,
             handle => Some(Context::find(handle)?),
-        });
-        Ok(())
+        })
     }
 
     fn cuCtxPushCurrent_v2(handle: ContextHandle) {
-        context::push(Context::find(handle)?);
-        Ok(())
+        context::push(Context::find(handle)?)
     }
 
     fn cuCtxPopCurrent_v2(handle: Out<ContextHandle>) {

@@ -4,6 +4,7 @@
 
 mod device;
 mod graph;
+mod green;
 mod launch;
 mod memory;
 mod stream;
@@ -49,9 +50,8 @@ pub(crate) use driver_api;
 
 /// Everything that is exported.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
-    [device::ENTRIES, device::ANY_TIME, stream::ENTRIES, graph::ENTRIES, launch::ENTRIES, memory::ENTRIES]
-        .into_iter()
-        .flatten()
+    let others = [graph::ENTRIES, green::ENTRIES, launch::ENTRIES, memory::ENTRIES];
+    [device::ENTRIES, device::ANY_TIME, stream::ENTRIES].into_iter().chain(others).flatten()
 }
 
 /// CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND and _VERSION_NOT_SUFFICIENT.

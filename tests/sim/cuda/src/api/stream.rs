@@ -7,7 +7,7 @@ use sim_abi::{
     ffi::Out,
 };
 
-use super::driver_api;
+use super::{driver_api, green};
 use crate::{
     capture::{self, Capture, Mode},
     context::Context,
@@ -44,6 +44,14 @@ driver_api! { call:
 
     ptsz cuStreamGetCtx_ptsz(stream) fn cuStreamGetCtx(stream: StreamHandle, context: Out<ContextHandle>) {
         Ok(context.set(Stream::find(stream)?.context.handle())?)
+    }
+
+    since 12050 ptsz cuStreamGetCtx_v2_ptsz(stream) fn cuStreamGetCtx_v2(
+        stream: StreamHandle, context: Out<ContextHandle>, green: Out<usize>
+    ) {
+        let of = Arc::clone(&Stream::find(stream)?.context);
+        green.set(green::handle_of(&of))?;
+        Ok(context.set(of.of_events().handle())?)
     }
 
     since 12080 ptsz cuStreamGetDevice_ptsz(stream) fn cuStreamGetDevice(stream: StreamHandle, device: Out<i32>) {
@@ -89,7 +97,7 @@ driver_api! { call:
     }
 
     fn cuEventCreate(event: Out<EventHandle>, flags: u32) {
-        Ok(event.set(Event::create(Context::current()?, flags))?)
+        Ok(event.set(Event::create(&Context::current()?, flags))?)
     }
 
     fn cuEventDestroy_v2(event: EventHandle) {
