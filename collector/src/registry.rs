@@ -8,6 +8,7 @@ use std::{
     time::Duration,
 };
 
+use xpu_timer_analysis::Exit;
 use xpu_timer_proto::v1::{Hello, RankInfo};
 
 use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
@@ -152,11 +153,10 @@ impl Rank {
     /// for SIGTERM.
     #[must_use]
     pub fn ended_in_order(&self) -> bool {
-        const TOLD: [&str; 4] = ["killed by SIGTERM", "killed by SIGINT", "killed by SIGHUP", "exit code 143"];
-        let told = |exit: &str| TOLD.contains(&exit);
+        let exit = Exit::of(self.exit.as_deref().unwrap_or_default());
         match self.presence {
-            Presence::Left => self.exit.as_deref().is_none_or(|exit| exit == "exit code 0" || told(exit)),
-            Presence::Dead => self.exit.as_deref().is_some_and(told),
+            Presence::Left => exit == Exit::Unknown || exit.succeeded() || exit.was_told(),
+            Presence::Dead => exit.was_told(),
             Presence::Present | Presence::Detached => false,
         }
     }
