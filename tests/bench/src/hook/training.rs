@@ -216,7 +216,7 @@ fn measure(bench: &Bench, training: &Loop, options: &Options) -> Result<Added> {
 fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added) -> Result<()> {
     // Each is started first as often as the other.
     let (mut hooked, mut alone);
-    if added.wall.len() % 2 == 0 {
+    if added.wall.len().is_multiple_of(2) {
         hooked = Team::start(bench, training, !options.equal)?;
         alone = Team::start(bench, training, false)?;
     } else {
@@ -236,7 +236,7 @@ fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added
     let (mut wall, mut processor) = (Vec::new(), Vec::new());
     for pair in 0..PAIRS {
         // Each goes first as often as the other.
-        let (with, without) = if pair % 2 == 0 {
+        let (with, without) = if pair.is_multiple_of(2) {
             let with = hooked.block(burden_us)?;
             (with, alone.block(0)?)
         } else {
