@@ -79,7 +79,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     } else if returned {
         "left the creation of a communicator that the others are still in"
     } else if content.presence == Presence::Unregistered {
-        "made no device call yet and not joined the communicator"
+        "not joined the communicator, nor made any device call"
     } else {
         "not joined the communicator"
     };
