@@ -147,7 +147,13 @@ fn set_up_if_allowed() -> Option<&'static Recorder> {
     running().or_else(set_up)
 }
 
+/// Beside the ring: the recorder's tables, and the watcher's stack and heap, with as much to spare again.
+const ROOM_BYTES: usize = 16 << 20;
+
 fn set_up() -> Option<&'static Recorder> {
+    if !sys::may_map(offset::END + ROOM_BYTES) {
+        return None;
+    }
     SET_UP_IN.store(pid(), Ordering::Relaxed);
     // SAFETY: a whole page of this library's zero data, which nothing but `OWN` lies in. Kernels before 4.14 refuse.
     unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };

@@ -239,6 +239,16 @@ fn largest_file() -> u64 {
     limit.rlim_cur
 }
 
+/// Whether the process may still map so many bytes. An allocation that fails ends the process, so who is going to allocate asks first.
+pub fn may_map(bytes: usize) -> bool {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+    // SAFETY: a new mapping at an address of the kernel's choice, which nothing refers to and which is taken away again.
+    unsafe {
+        let memory = libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0);
+        memory != libc::MAP_FAILED && libc::munmap(memory, bytes) == 0
+    }
+}
+
 /// A shared memory file of `bytes` zero bytes, all of it allocated, and its mapping.
 ///
 /// # Errors

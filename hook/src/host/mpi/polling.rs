@@ -3,7 +3,8 @@
 //! What it asks for becomes an operation when nothing has come for a tenth of a second, in which the thread made no other call of MPI
 //! and did nothing else: its questions follow each other at once, or it slept in between. A thread that computes between
 //! its questions does not wait, nor does one that has stopped asking; the watcher ends what was not asked for lately. So a receive
-//! that is only there to be told to stop never counts.
+//! that is only there to be told to stop never counts. Who has asked for long may do something else now and then: an interrupt, or a
+//! hypervisor that takes the processor away, looks like that.
 //!
 //! A question that follows the one before at once costs a reading of the processor's counter; the clocks are read when that is not so, and
 //! every few milliseconds.
@@ -37,7 +38,10 @@ const WAITS_NS: u64 = 100_000_000;
 /// Who has not asked for so long has stopped asking.
 const STOPPED_NS: u64 = 3_000_000_000;
 
-/// The same in steps of the processor's counter, of which every processor makes at least one in a nanosecond: certainly no longer.
+/// A thread that does something else for at most this part of the time since its first question waits.
+const ASIDE_PART: u64 = 8;
+
+/// The same as [`AT_ONCE_NS`] in steps of the processor's counter, of which every processor makes at least one in a nanosecond: certainly no longer.
 const AT_ONCE_STEPS: u64 = 50_000;
 /// After so many steps the clock is read: some milliseconds at most.
 const LOOK_STEPS: u64 = 1 << 22;
@@ -55,12 +59,14 @@ struct Asking {
     looked_ns: u64,
     /// The thread's time on a processor then; 0 at the first question, which reads the clock only.
     looked_cpu_ns: u64,
+    /// What it did besides since the first question.
+    aside_ns: u64,
     /// Its place in [`OPEN`] and its slot, once it counts as an operation.
     open: Option<(usize, usize)>,
 }
 
 const NOTHING: Asking =
-    Asking { recorder: 0, since_ns: 0, last: 0, looked: 0, looked_ns: 0, looked_cpu_ns: 0, open: None };
+    Asking { recorder: 0, since_ns: 0, last: 0, looked: 0, looked_ns: 0, looked_cpu_ns: 0, aside_ns: 0, open: None };
 
 thread_local! {
     static ASKING: Cell<Asking> = const { Cell::new(NOTHING) };
@@ -106,15 +112,21 @@ impl Asking {
         (u128::from(since) * u128::from(gap) / u128::from(steps)) as u64
     }
 
-    /// Whether the thread did nothing else in the `gap` before this question, at which its time on a processor is `cpu_ns`. From the
-    /// last look to that gap it asked at once, for `asked_ns`, and was on a processor.
-    fn did_nothing_else(&self, gap: u64, asked_ns: u64, cpu_ns: u64) -> bool {
+    /// Time that the thread spent on something else in the `gap` before this question, at which its time on a processor is `cpu_ns`;
+    /// `None` when it does not wait. From the last look to that gap it asked at once, for `asked_ns`, and was on a processor.
+    fn aside_ns(&self, gap: u64, asked_ns: u64, cpu_ns: u64, now: u64) -> Option<u64> {
         if gap <= AT_ONCE_NS {
-            return true;
+            return Some(0);
         }
-        let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(asked_ns);
+        let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(asked_ns).min(gap);
         // Waking up and asking takes some time, too.
-        self.looked_cpu_ns != 0 && gap < STOPPED_NS && busy <= (gap / 4).max(AT_ONCE_NS)
+        let sleeps = busy <= (gap / 4).max(AT_ONCE_NS);
+        let is_little = || self.aside_ns + busy <= now.saturating_sub(self.since_ns) / ASIDE_PART;
+        (self.looked_cpu_ns != 0 && gap < STOPPED_NS && (sleeps || is_little())).then_some(if sleeps {
+            0
+        } else {
+            busy
+        })
     }
 }
 
@@ -149,9 +161,12 @@ fn look(recorder: &'static Recorder, counter: u64, what: impl FnOnce() -> Runnin
     let gap = asking.gap_ns(counter, now);
     let asked_ns = now.saturating_sub(asking.looked_ns).saturating_sub(gap);
     let cpu_ns = sys::thread_cpu_ns().max(1);
-    if !asking.did_nothing_else(gap, asked_ns, cpu_ns) {
-        interrupt(recorder);
-        asking = Asking::new(recorder, now, counter);
+    match asking.aside_ns(gap, asked_ns, cpu_ns, now) {
+        Some(aside_ns) => asking.aside_ns += aside_ns,
+        None => {
+            interrupt(recorder);
+            asking = Asking::new(recorder, now, counter);
+        }
     }
     asking = Asking { last: counter, looked: counter, looked_ns: now, looked_cpu_ns: cpu_ns, ..asking };
     if let Some((place, slot)) = asking.open {
@@ -358,10 +373,13 @@ mod tests {
     /// Whether a thread waits that asks at once for `asked_ns`, then not for `gap` nanoseconds, `busy` of which it is on a processor, and so on.
     fn waits(gap: u64, busy: u64, asked_ns: u64) -> bool {
         let mut asking = Asking::new(recorder(), 0, 0);
-        assert!(gap <= AT_ONCE_NS || !asking.did_nothing_else(gap, asked_ns, 1), "nobody knows what it did before");
+        let unknown = asking.aside_ns(gap, asked_ns, 1, asked_ns + gap);
+        assert!(gap <= AT_ONCE_NS || unknown.is_none(), "nobody knows what it did before");
         (1..100).all(|turn| {
             asking.looked_cpu_ns = 1 + (turn - 1) * (busy + asked_ns);
-            asking.did_nothing_else(gap, asked_ns, 1 + turn * (busy + asked_ns))
+            let aside = asking.aside_ns(gap, asked_ns, 1 + turn * (busy + asked_ns), turn * (asked_ns + gap));
+            asking.aside_ns += aside.unwrap_or(0);
+            aside.is_some()
         })
     }
 
@@ -370,6 +388,8 @@ mod tests {
         assert!(waits(2_000, 2_000, 0));
         assert!(waits(10_000_000, 20_000, 0), "sleeps, and works for a moment in each turn");
         assert!(waits(10_000_000, 0, 3_000_000), "asks at once, and its processor is taken away again and again");
+        assert!(waits(200_000, 200_000, 10_000_000), "an interrupt now and then");
+        assert!(!waits(2_000_000, 2_000_000, 10_000_000));
         assert!(!waits(10_000_000, 9_900_000, 0));
         assert!(!waits(10_000_000, 9_900_000, 3_000_000), "computes, then asks many times");
         assert!(!waits(STOPPED_NS + 1, 0, 0));

@@ -25,6 +25,15 @@ static int limited(int resource, rlim_t value) {
     return setrlimit(resource, &limit);
 }
 
+/* Bytes of address space that are in use. */
+static rlim_t mapped(void) {
+    FILE *file = fopen("/proc/self/statm", "r");
+    unsigned long pages = 0;
+    if (!file || fscanf(file, "%lu", &pages) != 1) return 0;
+    fclose(file);
+    return (rlim_t)pages * sysconf(_SC_PAGESIZE);
+}
+
 static void on_alarm(int number) {
     int saved = errno;
     work(1);
@@ -152,7 +161,7 @@ int main(int count, char **arguments) {
     int is(const char *name) { return strcmp(arguments[1], name) == 0; }
     int bad = 2;
     if (is("file size")) bad = limited(RLIMIT_FSIZE, 4096) || (work(100), 0);
-    if (is("address space")) bad = limited(RLIMIT_AS, 32 << 20) || (work(100), 0);
+    if (is("address space")) bad = limited(RLIMIT_AS, mapped() + ((rlim_t)atoi(arguments[2]) << 20)) || (work(100), 0);
     if (is("locked memory")) bad = limited(RLIMIT_MEMLOCK, 65536) || (mlockall(MCL_FUTURE), work(100), 0);
     /* A container's filter is there before its programs are. */
     if (is("container")) bad = filtered(SECCOMP_RET_ERRNO | EPERM) || execl("/proc/self/exe", "guest", "sandboxed", NULL);
