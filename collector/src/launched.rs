@@ -1,7 +1,7 @@
 //! What runs under the launchers of this node: the commands that they became, and the ranks among these and the processes below them. A rank
 //! says nothing to anybody before its first device call; that there was one which ended before it is known from here alone.
 
-use std::{collections::BTreeMap, fs, os::fd::OwnedFd, path::Path, sync::Arc};
+use std::{collections::BTreeMap, os::fd::OwnedFd, path::Path, sync::Arc};
 
 use rustix::process::getuid;
 use xpu_timer_proto::v1::RankInfo;
@@ -112,7 +112,7 @@ impl Launched {
                 if is_registered(command.pid, command.start) { Vec::new() } else { vec![command.pid] };
             let mut looked_at = 0;
             while let Some(parent) = above.pop().filter(|_| looked_at < MAX_BELOW) {
-                for pid in children(parent) {
+                for pid in xpu_timer_capture::children(parent, MAX_THREADS).unwrap_or_default() {
                     looked_at += 1;
                     let Some(stat) = Stat::of(pid).filter(|stat| !stat.is_dead()) else { continue };
                     if is_registered(pid, stat.start) {
@@ -187,13 +187,6 @@ impl Launched {
         }
         ranks.into_values().collect()
     }
-}
-
-/// Children of all threads of a process.
-fn children(pid: i32) -> Vec<i32> {
-    let threads = fs::read_dir(format!("/proc/{pid}/task")).into_iter().flatten().flatten().take(MAX_THREADS);
-    let lists = threads.filter_map(|thread| fs::read_to_string(thread.path().join("children")).ok());
-    lists.flat_map(|list| list.split_whitespace().filter_map(|pid| pid.parse().ok()).collect::<Vec<_>>()).collect()
 }
 
 #[cfg(test)]

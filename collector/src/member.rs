@@ -149,8 +149,8 @@ impl Core {
     fn hello_cluster(&mut self, now: Now) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
         let incidents = open.filter_map(|incident| self.alarm(incident)).collect();
-        let (told, ranks) = self.rank_entries(now);
-        self.member.told_ranks = told;
+        let ranks = self.rank_entries(now);
+        self.member.told_ranks = without_ages(&ranks);
         let hello = NodeHello {
             protocol: PROTOCOL_VERSION,
             node: self.node.clone(),
@@ -392,7 +392,8 @@ impl Core {
     }
 
     fn tell_ranks(&mut self, now: Now) {
-        let (told, ranks) = self.rank_entries(now);
+        let ranks = self.rank_entries(now);
+        let told = without_ages(&ranks);
         if told != self.member.told_ranks {
             self.member.told_ranks = told;
             self.member.send(Message::Ranks(NodeRanks { ranks }));
@@ -413,34 +414,35 @@ impl Core {
         self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
     }
 
-    /// What is told of the ranks that know who they are, without and with their ages.
-    fn rank_entries(&self, now: Now) -> (Vec<RankEntry>, Vec<RankEntry>) {
+    /// What is told of the ranks that know who they are.
+    fn rank_entries(&self, now: Now) -> Vec<RankEntry> {
         let jobs = self.registry.jobs();
         let ranks: Vec<&Rank> =
             jobs.iter().flat_map(|job| self.registry.of_job(job)).filter(|rank| rank.info.rank >= 0).collect();
-        let mut entries: Vec<(RankEntry, u64, Option<u64>)> = Vec::new();
-        for rank in &ranks {
-            let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
-            entries.push((entry(rank), rank.started_ns(now.mono_ns), ended_ns));
-        }
-        for silent in self.silent_ranks(now) {
-            if ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank)) {
-                let ended_ns = match silent.state {
-                    State::Runs(_) => None,
-                    State::Ended(ended_ns, _) => Some(ended_ns),
-                };
-                entries.push((silent_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns));
-            }
-        }
-        let age_ms = |ns: u64| (now.mono_ns.saturating_sub(ns) / 1_000_000).max(1);
-        let aged = |(entry, started_ns, ended_ns): &(RankEntry, u64, Option<u64>)| RankEntry {
-            age_ms: age_ms(*started_ns),
-            ended_age_ms: ended_ns.map_or(0, age_ms),
-            ..entry.clone()
+        let aged = |entry: RankEntry, started_ns: u64, ended_ns: Option<u64>| {
+            let age_ms = |ns: u64| (now.mono_ns.saturating_sub(ns) / 1_000_000).max(1);
+            RankEntry { age_ms: age_ms(started_ns), ended_age_ms: ended_ns.map_or(0, age_ms), ..entry }
         };
-        let aged = entries.iter().map(aged).collect();
-        (entries.into_iter().map(|(entry, ..)| entry).collect(), aged)
+        let registered = ranks.iter().map(|rank| {
+            let ended_ns = (!rank.presence.is_alive()).then_some(rank.ended_ns);
+            aged(entry(rank), rank.started_ns(now.mono_ns), ended_ns)
+        });
+        let is_other =
+            |silent: &&Silent| ranks.iter().all(|rank| (&rank.job, rank.info.rank) != (&silent.job, silent.info.rank));
+        let silent = self.silent_ranks(now).into_iter().filter(is_other).map(|silent| {
+            let ended_ns = match silent.state {
+                State::Runs(_) => None,
+                State::Ended(ended_ns, _) => Some(ended_ns),
+            };
+            aged(silent_entry(silent), process::started_ns(silent.start, now.mono_ns), ended_ns)
+        });
+        registered.chain(silent).collect()
     }
+}
+
+/// What of the ranks is news when it changes: all but their ages.
+fn without_ages(entries: &[RankEntry]) -> Vec<RankEntry> {
+    entries.iter().map(|entry| RankEntry { age_ms: 0, ended_age_ms: 0, ..entry.clone() }).collect()
 }
 
 fn entry(rank: &Rank) -> RankEntry {

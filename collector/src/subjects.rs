@@ -3,7 +3,7 @@
 use std::{collections::BTreeMap, ops::Range, path::Path, sync::Arc};
 
 use rustix::process::getuid;
-use xpu_timer_proto::v1::Presence as Shown;
+use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 
 use crate::{
     evidence::Subject,
@@ -46,10 +46,10 @@ pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32,
     let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
     let world_size = known_size(subjects);
     for found in process::scan(getuid().as_raw()) {
-        // The variables of an agent in a pod number the agents.
-        let other_world = world_size > 0 && found.info.world_size > 0 && found.info.world_size != world_size;
-        let same_job = found.info.job == job.name && found.instance == job.instance && found.info.attempt == attempt;
-        let same_job = same_job && !other_world;
+        let same_job = found.info.job == job.name
+            && found.instance == job.instance
+            && found.info.attempt == attempt
+            && may_be_of_world(&found.info, world_size);
         if same_job && found.socket == socket && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank)
         {
             by_rank.entry(found.info.rank).or_default().push(found);
@@ -82,8 +82,9 @@ pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32,
 pub fn add_silent(subjects: &mut Vec<Subject>, silent: Vec<Silent>, node: &str) {
     let world_size = known_size(subjects);
     for rank in silent {
-        let other_world = world_size > 0 && rank.info.world_size > 0 && rank.info.world_size != world_size;
-        if other_world || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank) {
+        if !may_be_of_world(&rank.info, world_size)
+            || subjects.iter().any(|subject| subject.rank as i32 == rank.info.rank)
+        {
             continue;
         }
         let (presence, process, exit) = match rank.state {
@@ -146,6 +147,11 @@ pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
     (known.max(highest), here)
 }
 
+/// Whether a process may be a rank of the world of this size, 0 for an unknown one. The variables of an agent in a pod number the agents.
+fn may_be_of_world(info: &RankInfo, world_size: u32) -> bool {
+    world_size == 0 || info.world_size == 0 || info.world_size == world_size
+}
+
 /// World size of a job as its ranks say; 0 when none knows it.
 fn known_size(subjects: &[Subject]) -> u32 {
     subjects.iter().map(|subject| subject.info.world_size).max().unwrap_or(0)
@@ -153,8 +159,6 @@ fn known_size(subjects: &[Subject]) -> u32 {
 
 #[cfg(test)]
 mod tests {
-    use xpu_timer_proto::v1::RankInfo;
-
     use super::*;
 
     fn found(pid: i32, parent: i32) -> Found {

@@ -126,7 +126,7 @@ impl<'a> Case<'a> {
             awaits.as_ref().map_or(String::new(), |awaits| format!(", and {} for {awaits}", number.waits()));
         // A pipe whose other end nobody has any more is explained by who should have it.
         let explains = |helper: &StuckHelper| awaits.is_none() || helper.is_dead();
-        let helper = self.view(view).evidence.and_then(facts::stuck_helper).filter(explains);
+        let helper = self.stuck_helper(view).filter(explains);
         if let Some(StuckHelper { who, place }) = helper {
             clause.push_str(&format!(", and {} {who} {place}", number.its()));
         }
@@ -188,7 +188,7 @@ impl<'a> Case<'a> {
     /// has.
     pub fn child_behind_pipe(&self, view: usize) -> bool {
         let content = self.view(view);
-        let dead = || content.evidence.and_then(facts::stuck_helper).is_some_and(|helper| helper.is_dead());
+        let dead = || self.stuck_helper(view).is_some_and(|helper| helper.is_dead());
         content.host.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Pipe).is_some_and(|awaited| {
             match awaited.holders.first() {
                 Some(holder) if Some(holder.pid) != content.pid() => holder.child,
@@ -329,7 +329,7 @@ impl<'a> Case<'a> {
     fn may_go_on(&self, view: usize) -> bool {
         let content = self.view(view);
         let host = &content.host;
-        let helper = content.evidence.and_then(facts::stuck_helper);
+        let helper = self.stuck_helper(view);
         let stuck = helper.as_ref().is_some_and(StuckHelper::is_stuck);
         let ran = host.moved.is_some_and(|moved| moved.main_ran);
         let goes_on = match host.doing.activity {
@@ -403,7 +403,7 @@ impl<'a> Case<'a> {
     pub fn in_shared_lock(&self, view: usize) -> bool {
         let content = self.view(view);
         let shared = self.does(view, Activity::Lock) && stacks::is_shared_lock(&content.host.doing.witness);
-        shared && !content.evidence.and_then(facts::stuck_helper).is_some_and(|helper| helper.is_stuck())
+        shared && !self.stuck_helper(view).is_some_and(|helper| helper.is_stuck())
     }
 
     /// The main thread of a rank does nothing of its own: it sleeps, or waits for a message, a person or a signal.
@@ -417,10 +417,14 @@ impl<'a> Case<'a> {
         self.view(view).host.doing.activity == activity
     }
 
+    fn stuck_helper(&self, view: usize) -> Option<StuckHelper> {
+        self.view(view).evidence.and_then(facts::stuck_helper)
+    }
+
     /// What else is stuck in a rank, to follow a sentence about it (`, and its thread saver is inside write at …`), and for the evidence.
     pub fn helper(&self, view: usize) -> Option<(String, EvidenceLine)> {
         let content = self.view(view);
-        let StuckHelper { who, place } = facts::stuck_helper(content.evidence?)?;
+        let StuckHelper { who, place } = self.stuck_helper(view)?;
         let fact = line(format!("rank {}: {who} {place}", content.rank), vec![content.rank]);
         Some((format!("{who} {place}"), fact))
     }

@@ -25,7 +25,7 @@ pub(crate) fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<
     while next < found.len() && found.len() <= LIMIT && in_time() {
         let parent = found[next];
         next += 1;
-        let children = children(parent).unwrap_or_else(|| {
+        let children = children(parent, usize::MAX).unwrap_or_else(|| {
             // A kernel without CONFIG_PROC_CHILDREN: every process names its parent.
             parents.get_or_insert_with(all_children).get(&parent).cloned().unwrap_or_default()
         });
@@ -39,10 +39,11 @@ pub(crate) fn descendants_until(pid: i32, skip: &HashSet<i32>, deadline: Option<
     (found.split_off(1), all)
 }
 
-/// Children of all threads; `None` when the kernel does not list them.
-fn children(pid: i32) -> Option<Vec<i32>> {
+/// Pids of the children of a process, ascending: those of its first `most_threads` threads. `None` when the kernel does not list them.
+#[must_use]
+pub fn children(pid: i32, most_threads: usize) -> Option<Vec<i32>> {
     let mut children = Vec::new();
-    for tid in procfs::threads(pid).unwrap_or_default() {
+    for tid in procfs::threads(pid).unwrap_or_default().into_iter().take(most_threads) {
         match std::fs::read_to_string(format!("/proc/{pid}/task/{tid}/children")) {
             Ok(text) => children.extend(text.split_whitespace().filter_map(|child| child.parse::<i32>().ok())),
             // A thread that ended meanwhile has no folder any more; a kernel that does not list has the folder.

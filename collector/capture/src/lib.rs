@@ -44,6 +44,7 @@ use std::{
 
 use xpu_timer_proto::server::ProcessSample;
 
+pub use children::children;
 pub use counting::{Counter, Counts};
 pub use error::Error;
 pub use stacks::{Function, Place, Stacks};

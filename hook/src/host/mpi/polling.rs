@@ -120,13 +120,9 @@ impl Asking {
         }
         let busy = cpu_ns.saturating_sub(self.looked_cpu_ns).saturating_sub(asked_ns).min(gap);
         // Waking up and asking takes some time, too.
-        let sleeps = busy <= (gap / 4).max(AT_ONCE_NS);
-        let is_little = || self.aside_ns + busy <= now.saturating_sub(self.since_ns) / ASIDE_PART;
-        (self.looked_cpu_ns != 0 && gap < STOPPED_NS && (sleeps || is_little())).then_some(if sleeps {
-            0
-        } else {
-            busy
-        })
+        let aside = if busy <= (gap / 4).max(AT_ONCE_NS) { 0 } else { busy };
+        let is_little = self.aside_ns + aside <= now.saturating_sub(self.since_ns) / ASIDE_PART;
+        (self.looked_cpu_ns != 0 && gap < STOPPED_NS && is_little).then_some(aside)
     }
 }
 
