@@ -1,8 +1,8 @@
 //! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
 //!
 //! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
-//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking form at the other (which do not match by
-//! the standard), or reductions that compute something else. The culprits are those that differ from the largest group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
+//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking or the prepared form at the
+//! other (which do not match by the standard), or reductions that compute something else. The culprits are those that differ from the largest group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
 //! all members are named, with low confidence.
 
 use std::collections::HashMap;
@@ -73,9 +73,10 @@ fn completed_before(
         .any(|said| dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key))))
 }
 
-/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`.
+/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`, and neither is `MPI_Allreduce_init`.
 fn form(operation: &Operation) -> String {
-    if operation.function.starts_with("MPI_I") { operation.function.clone() } else { name(operation).to_owned() }
+    let of_request = operation.function.starts_with("MPI_I") || operation.function.ends_with("_init");
+    if of_request { operation.function.clone() } else { name(operation).to_owned() }
 }
 
 /// A reduction with what it computes: `all_reduce (max)`.

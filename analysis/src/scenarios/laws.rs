@@ -183,13 +183,33 @@ fn with_one_dump_in_eight_missing_there_is_no_confident_mistake() {
     }
 }
 
+/// Judges a job of 1,024 ranks and one of 16 times as many, and says the verdict on the latter. Quadratic work takes 256 times as long.
+fn in_linear_time(job: impl Fn(u32) -> Job) -> Verdict {
+    const FEW: u32 = 1024;
+    let timed = |job: Job| {
+        let start = std::time::Instant::now();
+        let verdict = job.judge();
+        (verdict, start.elapsed())
+    };
+    let few = [(); 2].map(|()| timed(job(FEW)).1).into_iter().min().unwrap();
+    let (verdict, many) = timed(job(16 * FEW));
+    println!("{FEW} ranks judged in {few:?}, {} in {many:?}", 16 * FEW);
+    assert!(many < few * 80, "{few:?} and {many:?}");
+    verdict
+}
+
 #[test]
 fn a_big_job_is_judged_in_linear_time() {
-    // Tensor groups of 8 and data groups over the rest: 16,384 ranks. A rank far from most is in its loader.
-    const RANKS: u32 = 16_384;
-    let mut job = Job::new(RANKS);
+    let verdict = in_linear_time(tensor_and_data_groups);
+    super::expect(&verdict, Cause::DataLoader, &[42], Confidence::Medium);
+    assert_eq!(verdict.victims.len(), 16_383);
+}
+
+/// Tensor groups of 8 and data groups over the rest. A rank far from most is in its loader.
+fn tensor_and_data_groups(world: u32) -> Job {
+    let mut job = Job::new(world);
     let mut members: std::collections::BTreeMap<u64, Vec<u32>> = std::collections::BTreeMap::new();
-    for rank in 0..RANKS {
+    for rank in 0..world {
         members.entry(0x1_0000 + u64::from(rank / 8)).or_default().push(rank);
         members.entry(0x2_0000 + u64::from(rank % 8)).or_default().push(rank);
     }
@@ -223,38 +243,31 @@ fn a_big_job_is_judged_in_linear_time() {
         let flight = job.evidence.ranks[42].flight.take();
         RankEvidence { flight, ..small.evidence.ranks.swap_remove(42) }
     };
-    let start = std::time::Instant::now();
-    let verdict = job.judge();
-    let elapsed = start.elapsed();
-    super::expect(&verdict, Cause::DataLoader, &[42], Confidence::Medium);
-    assert_eq!(verdict.victims.len(), RANKS as usize - 1);
-    println!("{RANKS} ranks judged in {elapsed:?}");
-    // Quadratic work over 16,384 ranks takes minutes without optimization; the limit allows for a loaded machine.
-    assert!(elapsed < std::time::Duration::from_secs(20), "{elapsed:?}");
+    job
 }
 
 #[test]
 fn a_job_of_which_half_is_to_blame_is_judged_in_linear_time() {
-    const RANKS: u32 = 16_384;
+    let verdict = in_linear_time(half_outside);
+    assert_eq!((verdict.cause, verdict.culprits.len(), verdict.victims.len()), (Cause::MissingRank, 8192, 8192));
+    assert!(verdict.to_text().len() < 20_000, "{}", verdict.to_text().len());
+}
+
+/// Every second rank is in a collective, the others sleep.
+fn half_outside(world: u32) -> Job {
     let mut job = Job::with_world(4, 1);
     job.enter(0x77, 0, Op::AllReduce);
     job.stands(1, Stack::sleep());
     let (waits, late) = (job.evidence.ranks[0].clone(), job.evidence.ranks[1].clone());
-    job.evidence.world_size = RANKS;
-    job.evidence.ranks = (0..RANKS)
+    job.evidence.world_size = world;
+    job.evidence.ranks = (0..world)
         .map(|rank| {
             let mut entry = if rank % 2 == 0 { waits.clone() } else { late.clone() };
             entry.rank = rank;
             let communicator = &mut entry.flight.as_mut().unwrap().communicators[0];
-            (communicator.size, communicator.rank) = (RANKS, rank as i32);
+            (communicator.size, communicator.rank) = (world, rank as i32);
             entry
         })
         .collect();
-    let start = std::time::Instant::now();
-    let verdict = job.judge();
-    let elapsed = start.elapsed();
-    assert_eq!((verdict.cause, verdict.culprits.len(), verdict.victims.len()), (Cause::MissingRank, 8192, 8192));
-    println!("{RANKS} ranks judged in {elapsed:?}");
-    assert!(elapsed < std::time::Duration::from_secs(20), "{elapsed:?}");
-    assert!(verdict.to_text().len() < 20_000, "{}", verdict.to_text().len());
+    job
 }
