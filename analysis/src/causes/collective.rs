@@ -1,8 +1,8 @@
 //! What the members of one collective say of it: the operation each of them runs, who has completed it, who has not.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 
-use xpu_timer_proto::v1::{Op, Operation};
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
 use super::Case;
 use crate::{
@@ -65,6 +65,32 @@ impl<'a> Collective<'a> {
         let culprits =
             groups.iter().filter(|(key, _)| right.as_ref() != Some(*key)).flat_map(|(_, views)| views.clone());
         Some(Dissent { culprits: culprits.collect(), right, groups, certain })
+    }
+
+    /// The same, unless these ranks differed in the same way before and it completed: to MPI, an array is as good as its elements.
+    pub fn new_dissent<Key: Ord + Clone>(
+        &self,
+        case: &Case<'a>,
+        key: impl Fn(&Operation) -> Key,
+    ) -> Option<Dissent<Key>> {
+        let Event::Collective { comm, seq } = self.event else { return None };
+        let comm = &case.comms[comm];
+        let dissent = self.dissent(case, &key)?;
+        let mut before: HashMap<u64, HashMap<usize, Key>> = HashMap::new();
+        for (view, _) in &self.operations {
+            for operation in case.view(*view).operations().filter(|operation| {
+                is_collective(operation)
+                    && operation.communicator == comm.id
+                    && operation.seq < seq
+                    && operation.status() == OpStatus::Completed
+            }) {
+                before.entry(operation.seq).or_default().insert(*view, key(operation));
+            }
+        }
+        let same = |said: &HashMap<usize, Key>| {
+            dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key)))
+        };
+        (!before.values().any(same)).then_some(dissent)
     }
 
     /// What the ranks' common history says was due: the operations of this communicator repeat with some period, and the one

@@ -3,11 +3,15 @@
 //! Ranks are inside the call that creates or splits a communicator (or, by their stacks, in the store behind it); a member has not
 //! made that call, or its call returned without the others, who wait for it there while it uses the communicator already. When all members are inside, nobody is to blame: the network between
 //! them is. When they give different numbers of ranks, those that differ from the most are named; when some create it and the others wait for
-//! those in a collective, the fewer of the two. A member that is dead, stopped, in its data loader or in input or output is that first.
+//! those in a collective, the fewer of the two. When some cannot connect to the store at which the others meet, the fewer of the two are looking for
+//! another one. A member that is dead, stopped, in its data loader or in input or output is that first.
+
+use std::cmp::Ordering;
 
 use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line, never_mistaken};
 use crate::{
     graph::{Event, Suspect},
+    stacks,
     text::{capital, ranks},
     verdict::Activity,
 };
@@ -19,7 +23,7 @@ const MOST: usize = 1024;
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_mistaken };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Some(found) = of_another_size(case, suspect) {
+    if let Some(found) = of_another_size(case, suspect).or_else(|| of_another_store(case)) {
         return Some(found);
     }
     if let Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) = suspect {
@@ -216,6 +220,41 @@ pub(super) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Opt
         let too_few = comm.members.len() > own as usize && claim(comm.size) > 0;
         (own > 0 && own != comm.size && (too_few || claim(comm.size) > claim(own))).then_some((own, comm.size))
     })
+}
+
+/// Ranks that cannot connect to the store at which the others are: it has another address for them, or the network does not lead there.
+fn of_another_store(case: &Case<'_>) -> Option<Finding> {
+    let creates = |view: &usize| case.does(*view, Activity::CommInit);
+    if case.world.views.len() > MOST || case.world.views.iter().any(|view| view.dead() || view.halted()) {
+        return None;
+    }
+    let connects = |view: &usize| stacks::is_store_connect(&case.view(*view).host.doing.witness);
+    let (outside, inside): (Vec<usize>, Vec<usize>) = (0..case.world.views.len()).filter(creates).partition(connects);
+    if outside.is_empty() || inside.is_empty() {
+        return None;
+    }
+    let (who, others) = (case.world.ranks(outside.iter().copied()), case.world.ranks(inside.iter().copied()));
+    let place = if outside.len() == 1 { case.place(outside[0]) } else { String::new() };
+    let sentence = format!(
+        "{} cannot connect to the store at which {} {}{place}: compare {} MASTER_ADDR and MASTER_PORT, and look at the network between them.",
+        capital(&ranks(&who)),
+        ranks(&others),
+        if others.len() == 1 { "is" } else { "are" },
+        if who.len() == 1 { "its" } else { "their" },
+    );
+    let mut evidence = vec![
+        line(format!("{} in the creation of a communicator", ranks(&others)), others),
+        line(format!("{} at the connection to its store", ranks(&who)), who),
+    ];
+    for &view in outside.iter().take(2) {
+        evidence.extend(case.standing(view));
+    }
+    let (confidence, culprits) = match outside.len().cmp(&inside.len()) {
+        Ordering::Less => (Confidence::Medium, outside),
+        Ordering::Equal => (Confidence::Low, outside),
+        Ordering::Greater => (Confidence::Low, inside),
+    };
+    Some(Finding { culprits, says: Says::Whole(sentence), confidence, evidence })
 }
 
 /// A rank creates the communicator with another number of ranks than the others.

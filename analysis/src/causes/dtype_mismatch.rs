@@ -1,7 +1,7 @@
 //! `dtype_mismatch`: all ranks have entered the same operation with different element types.
 //!
 //! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
-//! that sends the same bytes as another type differs in both. The same holds for a send and its receive.
+//! that sends the same bytes as another type differs in both. Who differed in the same way before, and it completed, may do so. The same holds for a send and its receive.
 
 use super::{
     Case, Cause, Finding, Rule,
@@ -28,7 +28,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if collective.dissent(case, key).is_some() {
         return None;
     }
-    let dissent = collective.dissent(case, |operation| operation.dtype)?;
+    let dissent = collective.new_dissent(case, |operation| operation.dtype)?;
     let op = collective.operations.first()?.1.op();
     let name = |dtype: &i32| {
         let dtype = dtype_name(DataType::try_from(*dtype).unwrap_or_default());

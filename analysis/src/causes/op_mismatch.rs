@@ -15,9 +15,8 @@ use super::{
 use crate::{
     graph::{Event, Suspect},
     text::{name, ranks},
-    world::is_collective,
 };
-use xpu_timer_proto::v1::{Op, OpStatus, Operation};
+use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
@@ -34,43 +33,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return (!gave_up(&collective, &dissent)).then(|| finding(case, &collective, dissent, words));
     }
     let found = |dissent| finding(case, &collective, dissent, Clone::clone);
-    if let Some(dissent) = collective.dissent(case, form)
-        && !completed_before(case, &collective, &dissent, form)
-    {
+    if let Some(dissent) = collective.new_dissent(case, form) {
         return Some(found(dissent));
     }
-    let dissent = collective.dissent(case, reduction)?;
-    if completed_before(case, &collective, &dissent, reduction) {
-        return None;
-    }
+    let dissent = collective.new_dissent(case, reduction)?;
     // The library does not compare what they compute: it makes wrong sums of it, and only with other faults a hang.
     let found = found(dissent);
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
-}
-
-/// Whether ranks that differ in this have done so before, and it completed.
-fn completed_before(
-    case: &Case<'_>,
-    collective: &Collective<'_>,
-    dissent: &Dissent<String>,
-    key: fn(&Operation) -> String,
-) -> bool {
-    let Event::Collective { comm, seq } = collective.event else { return false };
-    let comm = &case.comms[comm];
-    let mut before: HashMap<u64, HashMap<usize, String>> = HashMap::new();
-    for (view, _) in &collective.operations {
-        for operation in case.view(*view).operations().filter(|operation| {
-            is_collective(operation)
-                && operation.communicator == comm.id
-                && operation.seq < seq
-                && operation.status() == OpStatus::Completed
-        }) {
-            before.entry(operation.seq).or_default().insert(*view, key(operation));
-        }
-    }
-    before
-        .values()
-        .any(|said| dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key))))
 }
 
 /// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`, and neither is `MPI_Allreduce_init`.

@@ -28,7 +28,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !collective.operations.iter().all(|(_, operation)| equal_sizes(operation.op())) {
         return None;
     }
-    let dissent = collective.dissent(case, |operation| operation.count)?;
+    let dissent = collective.new_dissent(case, |operation| operation.count)?;
     let op = collective.operations.first()?.1.op();
     let name = |count: &u64| format!("{} of {count} elements", crate::text::op_name(op));
     Some(finding(case, &collective, dissent, name))

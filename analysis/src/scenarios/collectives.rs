@@ -360,6 +360,24 @@ fn a_reduction_that_computes_something_else() {
 }
 
 #[test]
+fn who_differed_in_the_same_way_before_and_it_completed_may_do_so() {
+    let array = |operation: &mut Operation| (operation.count, operation.dtype) = (4096, 0);
+    for cause in [Cause::DtypeMismatch, Cause::SizeMismatch] {
+        let mut job = all_enter(4, 1, Op::AllReduce, |operation| {
+            array(operation);
+            if cause == Cause::SizeMismatch {
+                operation.dtype = Job::operation(0, 0, Op::AllReduce).dtype;
+            }
+        });
+        expect(&job.judge(), cause, &[1], Confidence::High);
+        let last = job.flight(1).operations.last().expect("the one that hangs").clone();
+        let completed = job.flight(1).operations.iter_mut().rev().nth(1).expect("the one before");
+        (completed.count, completed.dtype) = (last.count, last.dtype);
+        assert_ne!(job.judge().cause, cause);
+    }
+}
+
+#[test]
 fn a_nonblocking_form_does_not_match_a_blocking_one() {
     let nonblocking = |function: &'static str| move |operation: &mut Operation| operation.function = function.into();
     let verdict = all_enter(4, 0, Op::AllReduce, nonblocking("MPI_Iallreduce")).judge();

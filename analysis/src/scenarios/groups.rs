@@ -144,6 +144,51 @@ fn few_that_left_out_a_creation_in_which_all_others_are() {
 }
 
 #[test]
+fn a_rank_that_looks_for_another_store_than_the_others() {
+    let at = |native: &[&'static str]| {
+        Stack::new(
+            &[("init_process_group", "/v/torch/distributed/distributed_c10d.py:9"), ("main", "/job/train.py:30")],
+            native,
+        )
+    };
+    let outside = || at(&["clock_nanosleep", "??", "c10d::TCPStore::TCPStore"]);
+    let keeps = || at(&["clock_nanosleep", "c10d::TCPStore::waitForWorkers", "c10d::TCPStore::TCPStore"]);
+    let creating = |world: u32, outsiders: &[u32]| {
+        let mut job = Job::new(world);
+        job.stands(0, keeps());
+        for rank in 1..world {
+            if !outsiders.contains(&rank) {
+                job.creates(0x25, world, rank, rank as i32);
+            }
+            job.stands(rank, at(&["recv", "c10d::TCPStore::doWait", "c10d::TCPStore::get"]));
+        }
+        for &rank in outsiders {
+            job.stands(rank, outside());
+        }
+        job
+    };
+    let verdict = creating(4, &[2]).judge();
+    expect(&verdict, Cause::CommInit, &[2], Confidence::Medium);
+    assert!(
+        verdict.sentence.starts_with("Rank 2 cannot connect to the store at which ranks 0-1, 3 are"),
+        "{}",
+        verdict.sentence
+    );
+    assert_eq!(verdict.victims, [0, 1, 3]);
+    // Most can not: it is not where it should be.
+    expect(&creating(8, &[2, 3, 4, 5, 6, 7]).judge(), Cause::CommInit, &[0, 1], Confidence::Low);
+    expect(&creating(4, &[2, 3]).judge(), Cause::CommInit, &[2, 3], Confidence::Low);
+    // A wait for an answer of the store is no attempt to connect.
+    let mut job = creating(4, &[]);
+    job.stands(2, at(&["recv", "c10d::TCPStore::TCPStore"]));
+    assert!(!job.judge().sentence.contains("cannot connect"));
+    // Who is dead is that first.
+    let mut job = creating(4, &[2]);
+    job.rank(1).presence = Presence::Dead.into();
+    assert_ne!(job.judge().culprits, [2]);
+}
+
+#[test]
 fn of_two_collectives_the_one_is_in_order_that_other_ranks_have_made_among_themselves() {
     // Halves are {0, 2} and {1, 3}; rank 2 takes its pair {2, 3} instead.
     let mut job = Job::with_world(4, 28);

@@ -75,7 +75,19 @@ fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
     thread.functions().take(8).find(|function| plain(function) == "take_gil").map(str::to_owned)
 }
 
+/// The connection to the store of a job that a rank cannot make, as a witness.
+pub(super) const STORE_CONNECT: &str = "connect to c10d::TCPStore";
+
+fn connects_to_store(thread: &Thread<'_>) -> bool {
+    let innermost = thread.functions().find(|function| function.contains("c10d::"));
+    innermost.is_some_and(|function| contains_any(function, words::STORE_CONNECT_NATIVE))
+        && thread.leaves().any(|function| words::CONNECT_NATIVE.contains(&plain(function)))
+}
+
 fn initializes(thread: &Thread<'_>) -> Option<String> {
+    if connects_to_store(thread) {
+        return Some(STORE_CONNECT.to_owned());
+    }
     // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
     let of_torch = |frame: &&PySpyFrame| {
         frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))

@@ -288,6 +288,11 @@ pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == classify::SHARED_LOCK
 }
 
+/// Whether a witness of [`Activity::CommInit`] is a connection to the store that does not come about.
+pub(crate) fn is_store_connect(witness: &str) -> bool {
+    witness == classify::STORE_CONNECT
+}
+
 /// Whether a function of the C library waits for what comes over a socket.
 pub(crate) fn is_network(function: &str) -> bool {
     words::NETWORK_NATIVE.contains(&classify::plain(function))

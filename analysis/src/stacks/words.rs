@@ -11,6 +11,12 @@ pub(super) const INIT_NATIVE: &[&str] = &[
     "c10d::FileStore",
     "c10d::PrefixStore",
 ];
+/// Where torch makes a connection to the store of a job, as far as names of it are known; in its constructor it also waits there for the other ranks, by functions of
+/// other names.
+pub(super) const STORE_CONNECT_NATIVE: &[&str] =
+    &["c10d::TCPStore::TCPStore", "c10d::detail::Socket::connect", "SocketConnectOp", "TCPClient::connect"];
+/// Functions of the C library in which it waits for that connection, or before it tries again.
+pub(super) const CONNECT_NATIVE: &[&str] = &["connect", "poll", "nanosleep", "clock_nanosleep"];
 /// Python functions that do, inside `torch/distributed`.
 pub(super) const INIT_PYTHON: &[&str] = &[
     "init_process_group",
