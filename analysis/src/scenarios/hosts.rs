@@ -200,7 +200,10 @@ fn a_lock_is_a_lock_with_medium_confidence() {
 
 /// A rank whose main thread waits for the global lock that a native thread holds.
 fn gil(holder_runs: bool) -> Job {
-    let mut job = behind(2, Stack::new(&[("step", "/job/train.py:20")], &["pthread_cond_timedwait", "take_gil"]));
+    let mut job = behind(
+        2,
+        Stack::new(&[("step", "/job/train.py:20")], &["pthread_cond_timedwait", "take_gil", "PyEval_RestoreThread"]),
+    );
     let mut python = python_thread(5002, "plugin", &[("callback", "/job/plugin.py:5".to_owned())]);
     python.owns_gil = true;
     let native = native_thread(5002, &["pthread_mutex_lock", "plugin_wait"], "S (sleeping)", "", None, 9);
@@ -217,6 +220,28 @@ fn a_holder_of_the_global_lock_that_is_blocked_is_a_deadlock_and_one_that_runs_i
     expect(&verdict, Cause::GilDeadlock, &[2], Confidence::High);
     assert!(sentence(&verdict).contains("thread plugin holds it"), "{}", sentence(&verdict));
     assert_eq!(gil(true).judge().cause, Cause::MissingRank);
+}
+
+#[test]
+fn a_stripped_interpreter_waits_for_the_global_lock_below_its_public_functions() {
+    let judged = |insides: &str, caller: &str| {
+        let mut job = gil(false);
+        let dump = job.rank(2).dump.as_mut().expect("the rank has a dump");
+        let first = dump.first_sample.as_mut().expect("two samples");
+        for thread in [&mut first.stacktrace[0], &mut dump.stacktrace[0]] {
+            let modules = ["/lib/x86_64-linux-gnu/libc.so.6", insides, "/usr/bin/python3.11"];
+            for (frame, module) in thread.frames.iter_mut().zip(modules) {
+                frame.module = module.to_owned();
+            }
+            thread.frames[1].func_name = "??".to_owned();
+            thread.frames[2].func_name = caller.to_owned();
+        }
+        job.judge().cause
+    };
+    assert_eq!(judged("/usr/bin/python3.11", "PyEval_RestoreThread"), Cause::GilDeadlock);
+    assert_eq!(judged("/usr/bin/python3.11", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
+    assert_ne!(judged("/usr/bin/python3.11", "PyThread_acquire_lock_timed"), Cause::GilDeadlock);
+    assert_ne!(judged("/v/lib/plugin.so", "_PyEval_EvalFrameDefault"), Cause::GilDeadlock);
 }
 
 #[test]

@@ -72,7 +72,21 @@ pub(super) fn shown(frame: &PySpyFrame) -> String {
 }
 
 fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
-    thread.functions().take(8).find(|function| plain(function) == "take_gil").map(str::to_owned)
+    let named = thread.functions().take(8).find(|function| plain(function) == "take_gil");
+    named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
+}
+
+/// The same in an interpreter that was stripped, which has only its public names: of all that these call, only the wait for the global
+/// lock waits for a condition with a limit and has no public name itself.
+fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
+    let frames = &thread.native?.frames;
+    let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
+    let insides = rest.iter().take_while(|frame| !named(&frame.func_name)).count();
+    let caller = rest.get(insides)?;
+    (library.iter().any(|frame| frame.func_name.contains(words::GIL_WAIT_NATIVE))
+        && words::TAKES_GIL_NATIVE.contains(&plain(&caller.func_name))
+        && rest[..insides].iter().all(|frame| frame.module == caller.module))
+    .then_some(&caller.func_name)
 }
 
 /// The connection to the store of a job that a rank cannot make, as a witness.

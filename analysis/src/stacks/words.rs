@@ -27,6 +27,18 @@ pub(super) const INIT_PYTHON: &[&str] = &[
     "_new_process_group_helper",
 ];
 
+/// What an interpreter waits with for its global lock, and its public functions that do.
+pub(super) const GIL_WAIT_NATIVE: &str = "pthread_cond_timedwait";
+pub(super) const TAKES_GIL_NATIVE: &[&str] = &[
+    "PyEval_EvalFrameDefault",
+    "PyEval_RestoreThread",
+    "PyEval_AcquireThread",
+    "PyEval_AcquireLock",
+    "PyThreadState_Attach",
+    "PyGILState_Ensure",
+    "Py_HandlePending",
+];
+
 /// Parts of the paths of the C library and its companions.
 pub(super) const C_LIBRARY: &[&str] =
     &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];
