@@ -257,6 +257,11 @@ fn compiling_and_collecting_are_no_hangs() {
     let gc = Stack::new(&[("step", "/job/train.py:5")], &["visit_decref", "subtract_refs", "gc_collect_main"])
         .busy(5 * SECOND);
     expect(&behind(1, gc).judge(), Cause::PythonGc, &[1], Confidence::Medium);
+    // A stripped interpreter tells it by its memory alone.
+    let mut job = behind(1, Stack::new(&[("step", "/job/train.py:5")], &["?"]).busy(5 * SECOND));
+    let dump = job.rank(1).dump.as_mut().expect("the rank has a dump");
+    dump.py_stacktrace[0].collects_garbage = true;
+    expect(&job.judge(), Cause::PythonGc, &[1], Confidence::Medium);
 }
 
 #[test]

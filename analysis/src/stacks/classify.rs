@@ -138,10 +138,11 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
 }
 
 fn collects(thread: &Thread<'_>) -> Option<String> {
-    thread
-        .functions()
-        .find(|function| words::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)))
-        .map(str::to_owned)
+    let named =
+        thread.functions().find(|function| words::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
+    // An interpreter that was stripped has no names for it, but says so in its memory.
+    let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("garbage collector");
+    named.or_else(said).map(str::to_owned)
 }
 
 fn compiles(thread: &Thread<'_>) -> Option<String> {

@@ -72,6 +72,8 @@ pub(crate) struct Stack {
     entries: Vec<bool>,
     /// The lock that it holds, and since when that is known.
     holds: Option<(u64, Instant)>,
+    /// Garbage was collected at that moment.
+    collects: bool,
     /// Why it is not whole.
     pub problem: Option<String>,
 }
@@ -199,8 +201,13 @@ impl Python {
             problem = problem.or(chain.problem);
         }
         let now = Instant::now();
-        let held = thread.states.iter().find(|(gil, state)| threads::holds(memory, layout, *gil, state));
-        stack.holds = held.map(|(gil, _)| (*gil, now));
+        for (gil, state) in &thread.states {
+            // Asked of those that do not hold it as well, so that a copy has the memory of all that may.
+            let collects = threads::collects(memory, layout, self.place.address, state);
+            if stack.holds.is_none() && threads::holds(memory, layout, *gil, state) {
+                (stack.holds, stack.collects) = (Some((*gil, now)), collects);
+            }
+        }
         stack.problem = problem.map(|torn| torn.to_string());
         stack
     }
@@ -389,6 +396,7 @@ impl PythonThread {
             os_thread_id: u32::try_from(self.tid).unwrap_or(0),
             active,
             owns_gil: self.stack.holds.is_some(),
+            collects_garbage: self.stack.holds.is_some() && self.stack.collects,
             frames: self.stack.frames,
         };
         (trace, self.stack.entries)

@@ -120,6 +120,9 @@ pub struct PySpyStacktrace {
     /// Why the frames may not be all of them, or not from one moment; empty when they are right.
     #[prost(string, tag = "100")]
     pub incomplete: ::prost::alloc::string::String,
+    /// The garbage collector of its interpreter runs, and this thread owns the lock.
+    #[prost(bool, tag = "101")]
+    pub collects_garbage: bool,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct DeviceStacktrace {

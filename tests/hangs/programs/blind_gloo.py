@@ -7,6 +7,7 @@ JOB is a function of this file. Its trouble begins on that rank in step 9.
 
 import ctypes
 import datetime
+import gc
 import os
 import socket
 import sys
@@ -77,6 +78,15 @@ def keeps_interpreter():
         if here:
             threading.Thread(target=ctypes.PyDLL(None).pause, name="waiter", daemon=True).start()
             time.sleep(1)
+
+
+def collects_garbage():
+    """A rank looks for garbage on a large heap again and again."""
+    for _step, here in steps():
+        if here:
+            heap = [[number] for number in range(1 << 22)]
+            while heap:
+                gc.collect()
 
 
 def other_port():

@@ -155,7 +155,12 @@ fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Pain
 }
 
 fn gil(trace: &PySpyStacktrace, paint: Paint) -> String {
-    if trace.owns_gil { format!(" {}", paint.with(YELLOW, "holds the GIL")) } else { String::new() }
+    let said = match (trace.owns_gil, trace.collects_garbage) {
+        (true, true) => "holds the GIL and collects garbage",
+        (true, false) => "holds the GIL",
+        (false, _) => return String::new(),
+    };
+    format!(" {}", paint.with(YELLOW, said))
 }
 
 fn body(

@@ -70,6 +70,8 @@ layout! {
     gc_generations,
     gc_generation_size,
     gc_collections,
+    /// Whether the collector runs.
+    gc_collecting,
     /// _gil_runtime_state: the thread that holds or held the lock.
     gil_holder,
     /// Whether anyone holds it.

@@ -114,6 +114,7 @@ int main(void) {
     AT("gc_generations", struct _gc_runtime_state, generation_stats);
     NUMBER("gc_generation_size", sizeof(struct gc_generation_stats));
     AT("gc_collections", struct gc_generation_stats, collections);
+    AT("gc_collecting", struct _gc_runtime_state, collecting);
 #if PY_VERSION_HEX >= 0x030f0000
     SOME_NUMBER("gc_young_items", GC_YOUNG_STATS_SIZE);
     SOME("gc_old", struct gc_stats, old);

@@ -128,6 +128,19 @@ fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     }
 }
 
+/// Whether the garbage collector of a thread's interpreter runs: in the thread that holds the lock, or that lets go of it in a finalizer.
+pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &Thread) -> bool {
+    const COLLECTOR: &str = "the garbage collector";
+    let collector = match (layout.runtime_gc, layout.interpreter_gc) {
+        (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
+        (None, Some(offset)) => memory
+            .word(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
+            .map(|interpreter| interpreter.wrapping_add(offset)),
+        (None, None) => return false,
+    };
+    collector.and_then(|collector| memory.half(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
+}
+
 /// Whether a thread holds the lock of its interpreter.
 pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
     const GIL: &str = "the lock of an interpreter";

@@ -29,6 +29,7 @@ const ON_GLOO: &[(&str, u32, &[u32], &[&str])] = &[
     ("objects", 4, &[1], &["op_mismatch"]),
     ("lost_of_batch", 4, &[2], &["p2p_unmatched", "missing_rank"]),
     ("from_anybody", 4, &[0], &["p2p_unmatched"]),
+    ("collects_garbage", 3, &[1], &["python_gc"]),
     ("keeps_interpreter", 4, &[3], &["gil_deadlock"]),
     ("other_port", 4, &[2], &["comm_init"]),
 ];

@@ -6,7 +6,7 @@ use xpu_timer_capture::{
     ProcessCapture,
     merge::{Frame, merge},
 };
-use xpu_timer_proto::server::PySpyStacktrace;
+use xpu_timer_proto::server::{ProcessSample, PySpyStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, compile_c, python_version, skip};
 
 use super::{
@@ -303,6 +303,35 @@ fn a_thread_that_sleeps_with_the_lock() {
         let version = format!("3.{}", python.minor);
         let script = python.start(HOLDER, &[]);
         check_holder(&version, &script);
+    }
+}
+
+const COLLECTOR: &str = "\
+import gc, sys
+heap = [[number] for number in range(300000)]
+print('ready', flush=True)
+while True:
+    if sys.argv[1] == 'collect':
+        gc.collect()
+    else:
+        sum(map(len, heap))
+";
+
+#[test]
+fn a_thread_that_collects_garbage() {
+    for python in pythons::all() {
+        let version = format!("3.{}", python.minor);
+        for (word, collects) in [("collect", true), ("sum", false)] {
+            let script = python.start(COLLECTOR, &[word]);
+            let captured = capture_until(script.pid, &version, |sample| {
+                sample.py_stacktrace.iter().any(|trace| trace.owns_gil && !trace.frames.is_empty())
+            });
+            let told = |sample: &ProcessSample| sample.py_stacktrace.iter().any(|trace| trace.collects_garbage);
+            assert!(!told(&captured.sample) || collects, "{version}: it adds numbers");
+            if collects {
+                capture_until(script.pid, &version, told);
+            }
+        }
     }
 }
 
