@@ -17,8 +17,9 @@ use crate::{
     config::Bracket,
     device::{Device, device, is_default},
     hooked::After,
+    pace,
     recorder::{Begin, Recorder, state},
-    sys, thread_state,
+    thread_state,
 };
 
 /// An operation that the host is inside of; an index of a slot.
@@ -116,7 +117,7 @@ pub fn runs(recorder: &'static Recorder, stream: usize, kernel: u64) {
 
 /// The call of an operation has returned: the end event, or what else its answer says. `index` leads its followers.
 pub fn close(recorder: &'static Recorder, index: usize, result: c_int) {
-    let now = sys::now_ns();
+    let now = pace::now_ns(thread_state::current());
     for member in members(recorder, index) {
         recorder.returned(member, now);
     }

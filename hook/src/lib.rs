@@ -43,6 +43,7 @@ mod nccl;
 mod one_layer;
 #[allow(unsafe_code)]
 mod original;
+mod pace;
 #[allow(unsafe_code)]
 mod queue;
 mod recorder;

@@ -20,6 +20,7 @@ use crate::{
     device::EventPools,
     handoff::Handoff,
     host::open::OpenCalls,
+    pace,
     ring::{Ring, store_text},
     sys::{self, Descriptor},
     thread_state::{self, ThreadState},
@@ -280,8 +281,8 @@ impl Recorder {
 
     /// The same for an operation whose slot a host thread frees.
     pub fn begin_unwatched(&self, what: &Begin) -> Option<usize> {
-        let now = sys::now_ns();
         let thread = thread_state::current();
+        let now = pace::now_ns(thread);
         let lane = self.lane_of(thread);
         let last_launch = match lane {
             Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],

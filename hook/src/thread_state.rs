@@ -59,6 +59,10 @@ pub struct ThreadState {
     pub groups_left: Cell<u32>,
     /// Where communicators were found last; see [`crate::comms`].
     pub comms: [Cell<u16>; COMMS],
+    /// The clock when it was read last, and the processor's counter then; see [`crate::pace`].
+    pub clock_ns: Cell<u64>,
+    /// As above.
+    pub clock_counter: Cell<u64>,
     tid: Cell<u32>,
 }
 

@@ -21,6 +21,7 @@ use crate::{
     handoff::Handoff,
     hooked::guarded,
     host::mpi::polling,
+    pace::Pace,
     recorder::Recorder,
     start, sys, thread_state,
 };
@@ -68,6 +69,7 @@ struct Watcher {
     tracker: Tracker,
     connection: Connection,
     clock: Clock,
+    pace: Pace,
     log: Log,
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
@@ -86,6 +88,7 @@ impl Watcher {
             tracker: Tracker::new(recorder),
             connection: Connection::new(config.socket.clone()),
             clock: Clock::default(),
+            pace: Pace::default(),
             log: Log::new(config.log.clone()),
             signalled: None,
             panics: 0,
@@ -105,6 +108,7 @@ impl Watcher {
         }
         loop {
             self.beat();
+            self.pace.measure();
             if start::is_ending() {
                 // The rest of the process's life belongs to its exit handlers.
                 std::thread::sleep(PAUSE_IDLE);

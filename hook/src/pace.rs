@@ -1,0 +1,111 @@
+//! The monotonic clock for threads that ask it again and again, at the cost of the processor's counter.
+//!
+//! What a thread reads from the clock holds for a tenth of a millisecond, in which the counter tells how much time has passed since, at
+//! the pace that the watcher has measured. Where counters differ between processors, or jump when a machine moves to another host, that
+//! misleads for no longer than this. Until the pace is known, the clock is read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::{sys, thread_state::ThreadState};
+
+/// Nanoseconds of 2^32 steps of the counter; 0 as long as it is not known.
+static PACE: AtomicU64 = AtomicU64::new(0);
+
+/// So many steps a reading of the clock holds: 0.05 to 0.15 ms.
+const STEPS: u64 = 1 << 18;
+/// A clock that was read within so many steps of the counter was not interrupted.
+const AT_ONCE_STEPS: u64 = 2000;
+/// The pace is measured over this time: counter and clock are then known to a few millionths of it.
+const MEASURED_NS: u64 = 100_000_000;
+/// Of real processors a step takes 0.1 to 2 ns.
+const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
+
+/// Nanoseconds of `CLOCK_MONOTONIC`, less than a microsecond behind it. They never go back for a thread.
+#[inline]
+pub fn now_ns(thread: &ThreadState) -> u64 {
+    let (pace, passed) = (PACE.load(Ordering::Relaxed), sys::counter().wrapping_sub(thread.clock_counter.get()));
+    if passed < STEPS && pace != 0 {
+        return thread.clock_ns.get() + (passed * pace >> 32);
+    }
+    let (now, counter) = reading();
+    thread.clock_ns.set(now);
+    // Nothing is near 0, so the next reading is one of the clock.
+    thread.clock_counter.set(counter.unwrap_or(0));
+    now
+}
+
+/// The clock, and the counter just after it, unless the thread was interrupted between the two.
+fn reading() -> (u64, Option<u64>) {
+    let before = sys::counter();
+    let now = sys::now_ns();
+    let after = sys::counter();
+    (now, Some(after).filter(|after| after.wrapping_sub(before) < AT_ONCE_STEPS))
+}
+
+/// Measures the pace of the counter, again and again.
+#[derive(Debug, Default)]
+pub struct Pace {
+    since: Option<(u64, u64)>,
+}
+
+impl Pace {
+    /// To be called every so often, by one thread.
+    pub fn measure(&mut self) {
+        let (now, Some(counter)) = reading() else { return };
+        let Some((ns, steps)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
+        else {
+            self.since = Some((now, counter));
+            return;
+        };
+        if ns >= MEASURED_NS {
+            self.since = Some((now, counter));
+            PACE.store(of(ns, steps), Ordering::Relaxed);
+        }
+    }
+}
+
+/// The pace when so many steps took so long; 0 when that cannot be.
+fn of(ns: u64, steps: u64) -> u64 {
+    let pace = (u128::from(ns) << 32).checked_div(u128::from(steps)).unwrap_or(0);
+    u64::try_from(pace).ok().filter(|pace| PLAUSIBLE.contains(pace)).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::thread_state;
+
+    #[test]
+    fn it_is_the_clock_and_never_goes_back() {
+        let mut pace = Pace::default();
+        // A busy machine interrupts some of the readings.
+        for _ in 0..100 {
+            pace.measure();
+            std::thread::sleep(std::time::Duration::from_millis(110));
+            pace.measure();
+            if PACE.load(Ordering::Relaxed) != 0 {
+                break;
+            }
+        }
+        assert_ne!(PACE.load(Ordering::Relaxed), 0);
+        let thread = thread_state::current();
+        let (mut last, mut from_counter) = (0, 0);
+        for _ in 0..1_000_000 {
+            let (base, before) = (thread.clock_counter.get(), sys::now_ns());
+            let now = now_ns(thread);
+            let after = sys::now_ns();
+            assert!((before.saturating_sub(2000)..=after).contains(&now), "{before} {now} {after}");
+            assert!(now >= last, "{now} after {last}");
+            last = now;
+            from_counter += usize::from(base != 0 && base == thread.clock_counter.get());
+        }
+        assert!(from_counter > 900_000, "{from_counter} of a million without the clock");
+    }
+
+    #[test]
+    fn a_pace_that_cannot_be_is_none() {
+        assert_eq!(of(1000, 2000), 1 << 31);
+        assert_eq!(of(1000, 1000), 1 << 32);
+        assert_eq!((of(1000, 0), of(1000, 1), of(0, 1000), of(1000, u64::MAX - 5)), (0, 0, 0, 0));
+    }
+}
