@@ -27,7 +27,7 @@ const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 pub fn now_ns(thread: &ThreadState) -> u64 {
     let (pace, passed) = (PACE.load(Ordering::Relaxed), sys::counter().wrapping_sub(thread.clock_counter.get()));
     if passed < STEPS && pace != 0 {
-        return thread.clock_ns.get() + (passed * pace >> 32);
+        return thread.clock_ns.get() + ((passed * pace) >> 32);
     }
     let (now, counter) = reading();
     thread.clock_ns.set(now);
