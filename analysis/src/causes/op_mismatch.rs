@@ -1,7 +1,7 @@
 //! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
 //!
 //! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
-//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking or the prepared form at the
+//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking form at the
 //! other (which do not match by the standard), or reductions that compute something else. The culprits are those that differ from the largest group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
 //! all members are named, with low confidence.
 
@@ -42,10 +42,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
 }
 
-/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`, and neither is `MPI_Allreduce_init`.
+/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`.
 fn form(operation: &Operation) -> String {
-    let of_request = operation.function.starts_with("MPI_I") || operation.function.ends_with("_init");
-    if of_request { operation.function.clone() } else { name(operation).to_owned() }
+    if operation.function.starts_with("MPI_I") { operation.function.clone() } else { name(operation).to_owned() }
 }
 
 /// A reduction with what it computes: `all_reduce (max)`.

@@ -105,9 +105,9 @@ hooked! {
         comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, Size(count(n), dtype), request);
     MPI_Iscan_c | PMPI_Iscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Iscan", comm, Size(count(n), dtype)), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Scan", comm, Size(count(n), dtype)), request, false);
     MPI_Iexscan_c | PMPI_Iexscan_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Iexscan", comm, Size(count(n), dtype)), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(count(n), dtype)), request, false);
 
     MPI_Send_c | PMPI_Send_c(buffer: Word, n: Word, dtype: Word, peer: Word, tag: Word, comm: Word)
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Send, comm, (peer, tag), Size(count(n), dtype))]);
@@ -183,8 +183,8 @@ hooked! {
         => |recorder, _| prepared(recorder, Op::ReduceScatter, comm, NOBODY, Size(count(n), dtype), request);
     MPI_Scan_init_c | PMPI_Scan_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word,
         request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Scan_init", comm, Size(count(n), dtype), request);
+        => |recorder, _| prepared_named(recorder, "MPI_Scan", comm, Size(count(n), dtype), request);
     MPI_Exscan_init_c | PMPI_Exscan_init_c(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word,
         info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Exscan_init", comm, Size(count(n), dtype), request);
+        => |recorder, _| prepared_named(recorder, "MPI_Exscan", comm, Size(count(n), dtype), request);
 }

@@ -130,24 +130,22 @@ fn named_collective(recorder: &'static Recorder, name: &'static str, comm: Word,
 
 fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
     let what = operation(recorder, op, comm, root, size);
-    let (function, _) = forms(op);
-    posted(what.map(|what| Begin { function: recorder.name_key(function), ..what }), request, false)
+    posted(what.map(|what| Begin { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
 }
 
-/// The function that starts such a collective, and the one that prepares it. By the standard neither matches a blocking one, nor each
-/// other, so the record tells them apart.
-fn forms(op: Op) -> (&'static str, &'static str) {
+/// The function that starts such a collective. The standard does not let it match a blocking one, so the record tells them apart.
+fn nonblocking(op: Op) -> &'static str {
     match op {
-        Op::Barrier => ("MPI_Ibarrier", "MPI_Barrier_init"),
-        Op::Broadcast => ("MPI_Ibcast", "MPI_Bcast_init"),
-        Op::Reduce => ("MPI_Ireduce", "MPI_Reduce_init"),
-        Op::AllReduce => ("MPI_Iallreduce", "MPI_Allreduce_init"),
-        Op::AllGather => ("MPI_Iallgather", "MPI_Allgather_init"),
-        Op::Gather => ("MPI_Igather", "MPI_Gather_init"),
-        Op::Scatter => ("MPI_Iscatter", "MPI_Scatter_init"),
-        Op::AllToAll => ("MPI_Ialltoall", "MPI_Alltoall_init"),
-        Op::ReduceScatter => ("MPI_Ireduce_scatter", "MPI_Reduce_scatter_init"),
-        _ => ("a nonblocking collective", "a prepared collective"),
+        Op::Barrier => "MPI_Ibarrier",
+        Op::Broadcast => "MPI_Ibcast",
+        Op::Reduce => "MPI_Ireduce",
+        Op::AllReduce => "MPI_Iallreduce",
+        Op::AllGather => "MPI_Iallgather",
+        Op::Gather => "MPI_Igather",
+        Op::Scatter => "MPI_Iscatter",
+        Op::AllToAll => "MPI_Ialltoall",
+        Op::ReduceScatter => "MPI_Ireduce_scatter",
+        _ => "a nonblocking collective",
     }
 }
 
@@ -319,10 +317,10 @@ hooked! {
         reduce: Word, comm: Word, request: Word)
         => |recorder, _| started(recorder, Op::ReduceScatter, comm, NOBODY, Size(int(count), dtype), request);
     MPI_Iscan | PMPI_Iscan(send: Word, recv: Word, count: Word, dtype: Word, reduce: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Iscan", comm, Size(int(count), dtype)), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Scan", comm, Size(int(count), dtype)), request, false);
     MPI_Iexscan | PMPI_Iexscan(send: Word, recv: Word, count: Word, dtype: Word, reduce: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Iexscan", comm, Size(int(count), dtype)), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Exscan", comm, Size(int(count), dtype)), request, false);
 
     MPI_Neighbor_allgather | PMPI_Neighbor_allgather | MPI_Neighbor_allgather_c | PMPI_Neighbor_allgather_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word)
@@ -341,20 +339,20 @@ hooked! {
         => |recorder, _| blocking(recorder, [named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES)]);
     MPI_Ineighbor_allgather | PMPI_Ineighbor_allgather | MPI_Ineighbor_allgather_c | PMPI_Ineighbor_allgather_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Ineighbor_allgather", comm, VARIES), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgather", comm, VARIES), request, false);
     MPI_Ineighbor_allgatherv | PMPI_Ineighbor_allgatherv | MPI_Ineighbor_allgatherv_c | PMPI_Ineighbor_allgatherv_c(
         send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word, rtype: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Ineighbor_allgatherv", comm, VARIES), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_allgatherv", comm, VARIES), request, false);
     MPI_Ineighbor_alltoall | PMPI_Ineighbor_alltoall | MPI_Ineighbor_alltoall_c | PMPI_Ineighbor_alltoall_c(send: Word,
         sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word, comm: Word, request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Ineighbor_alltoall", comm, VARIES), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoall", comm, VARIES), request, false);
     MPI_Ineighbor_alltoallv | PMPI_Ineighbor_alltoallv | MPI_Ineighbor_alltoallv_c | PMPI_Ineighbor_alltoallv_c(send: Word,
         sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word, roffsets: Word, rtype: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Ineighbor_alltoallv", comm, VARIES), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallv", comm, VARIES), request, false);
     MPI_Ineighbor_alltoallw | PMPI_Ineighbor_alltoallw | MPI_Ineighbor_alltoallw_c | PMPI_Ineighbor_alltoallw_c(send: Word,
         sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word, roffsets: Word, rtypes: Word, comm: Word,
         request: Word)
-        => |recorder, _| posted(named_collective(recorder, "MPI_Ineighbor_alltoallw", comm, VARIES), request, false);
+        => |recorder, _| posted(named_collective(recorder, "MPI_Neighbor_alltoallw", comm, VARIES), request, false);
 }

@@ -11,10 +11,7 @@ pub(super) fn prepared(
     size: Size,
     request: Word,
 ) -> Posted {
-    let (_, function) = forms(op);
-    let what = known(recorder, comm)
-        .map(|comm| Begin { function: recorder.name_key(function), ..described(op, comm, root, size) });
-    posted(what, request, true)
+    posted(known(recorder, comm).map(|comm| described(op, comm, root, size)), request, true)
 }
 
 /// The same of one for which there is no [`Op`].
@@ -97,35 +94,35 @@ hooked! {
         => |recorder, _| prepared(recorder, Op::ReduceScatter, comm, NOBODY, Size(int(n), dtype), request);
     MPI_Scan_init | PMPI_Scan_init
         | MPIX_Scan_init(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Scan_init", comm, Size(int(n), dtype), request);
+        => |recorder, _| prepared_named(recorder, "MPI_Scan", comm, Size(int(n), dtype), request);
     MPI_Exscan_init | PMPI_Exscan_init
         | MPIX_Exscan_init(send: Word, recv: Word, n: Word, dtype: Word, reduce: Word, comm: Word, info: Word,
         request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Exscan_init", comm, Size(int(n), dtype), request);
+        => |recorder, _| prepared_named(recorder, "MPI_Exscan", comm, Size(int(n), dtype), request);
     MPI_Neighbor_allgather_init | PMPI_Neighbor_allgather_init | MPI_Neighbor_allgather_init_c
         | PMPI_Neighbor_allgather_init_c
         | MPIX_Neighbor_allgather_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
         comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgather_init", comm, VARIES, request);
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgather", comm, VARIES, request);
     MPI_Neighbor_allgatherv_init | PMPI_Neighbor_allgatherv_init | MPI_Neighbor_allgatherv_init_c
         | PMPI_Neighbor_allgatherv_init_c
         | MPIX_Neighbor_allgatherv_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, offsets: Word,
         rtype: Word, comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgatherv_init", comm, VARIES, request);
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_allgatherv", comm, VARIES, request);
     MPI_Neighbor_alltoall_init | PMPI_Neighbor_alltoall_init | MPI_Neighbor_alltoall_init_c | PMPI_Neighbor_alltoall_init_c
         | MPIX_Neighbor_alltoall_init(send: Word, sends: Word, stype: Word, recv: Word, receives: Word, rtype: Word,
         comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoall_init", comm, VARIES, request);
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoall", comm, VARIES, request);
     MPI_Neighbor_alltoallv_init | PMPI_Neighbor_alltoallv_init | MPI_Neighbor_alltoallv_init_c
         | PMPI_Neighbor_alltoallv_init_c
         | MPIX_Neighbor_alltoallv_init(send: Word, sends: Word, soffsets: Word, stype: Word, recv: Word, receives: Word,
         roffsets: Word, rtype: Word, comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallv_init", comm, VARIES, request);
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallv", comm, VARIES, request);
     MPI_Neighbor_alltoallw_init | PMPI_Neighbor_alltoallw_init | MPI_Neighbor_alltoallw_init_c
         | PMPI_Neighbor_alltoallw_init_c
         | MPIX_Neighbor_alltoallw_init(send: Word, sends: Word, soffsets: Word, stypes: Word, recv: Word, receives: Word,
         roffsets: Word, rtypes: Word, comm: Word, info: Word, request: Word)
-        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallw_init", comm, VARIES, request);
+        => |recorder, _| prepared_named(recorder, "MPI_Neighbor_alltoallw", comm, VARIES, request);
 
     MPI_Start | PMPI_Start(request: Word) => |recorder, _| restart(recorder, request, 1);
     MPI_Startall | PMPI_Startall(count: Word, requests: Word)
