@@ -99,7 +99,7 @@ pub fn around<T: After>(
     if inside & bypass != 0 {
         return real();
     }
-    let errno = sys::errno();
+    let errno = thread.errno();
     let saved = errno.get();
     thread.inside.set(inside | bit | IN_HOOK);
     let leave = Leave(inside);

@@ -412,15 +412,18 @@ impl Recorder {
 
     /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
     /// the watcher came to it, its module might be unloaded.
+    #[inline(always)]
     pub fn see_function(&self, function: u64) {
-        if self.is_new(function) {
+        // Nearly always it is where it is looked for first.
+        if self.seen[place(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
             crate::device::name_function(self, function);
         }
     }
 
     /// Whether the name of this key has never been asked for; true once for each key.
+    #[inline(never)]
     fn is_new(&self, key: u64) -> bool {
-        let mut index = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN;
+        let mut index = place(key);
         for _ in 0..SEEN {
             match self.seen[index].load(Ordering::Relaxed) {
                 0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {
@@ -476,6 +479,12 @@ impl Recorder {
             .map(name_in);
         ring::operation(&words, text.unwrap_or_default())
     }
+}
+
+/// Where the key of a name is looked for first.
+#[inline(always)]
+fn place(key: u64) -> usize {
+    (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN
 }
 
 /// The text of an entry of the name table.

@@ -6,7 +6,9 @@
 //! the dearer way. A preloaded library is there when the first thread's memory is laid out, so its place is at a fixed distance
 //! from the thread pointer (the initial-exec model), which the compiler cannot be asked for and the assembler can.
 
-use std::cell::Cell;
+use std::{cell::Cell, ffi::c_int};
+
+use crate::sys;
 
 /// Inside a collective library's function.
 pub const IN_COLLECTIVES: u8 = 1;
@@ -64,6 +66,7 @@ pub struct ThreadState {
     /// As above.
     pub clock_counter: Cell<u64>,
     tid: Cell<u32>,
+    errno: Cell<Option<&'static Cell<c_int>>>,
 }
 
 /// Places in [`ThreadState::comms`].
@@ -113,9 +116,22 @@ impl ThreadState {
     /// The thread's id, asked for once.
     pub fn tid(&self) -> u32 {
         if self.tid.get() == 0 {
-            self.tid.set(crate::sys::gettid());
+            self.tid.set(sys::gettid());
         }
         self.tid.get()
+    }
+
+    /// The thread's errno, whose place is asked for once.
+    #[inline(always)]
+    pub fn errno(&self) -> &'static Cell<c_int> {
+        match self.errno.get() {
+            Some(errno) => errno,
+            None => {
+                let errno = sys::errno();
+                self.errno.set(Some(errno));
+                errno
+            }
+        }
     }
 
     /// Forgets what belongs to the parent process, in the only thread that a forked child has.

@@ -3,14 +3,18 @@
  *
  * A round of a thread counts when the thread was not switched out in it (getrusage says so) and when as many others as the machine has
  * processors for were calling at the same time: only then threads can get in each other's way at all. Where the system lets it, the
- * program runs at a real-time priority. So the figures hold on a machine that does other things beside. It ends when WANTED rounds have counted or
- * SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line for each that counted:
- * nanoseconds a call, bare and hooked.
+ * program runs at a real-time priority. So the figures hold on a machine that does other things beside. A virtual machine does not see that
+ * another one has the other half of a core; a control loop that calls nothing and keeps a whole core busy tells it by taking longer, and
+ * a round before or after which it took SHARED times its shortest time is one on a shared core. The program ends when WANTED rounds have
+ * counted that are not, or SECONDS have passed, and prints `total HOOKED_CALLS ROUNDS` (those that did not count are in it) and a line
+ * for each that counted: nanoseconds a call, bare and hooked, and `full` or `shared`.
  *
- * `test` and `probe` ask MPI again and again for a message that does not come. `record` times the bare event record. `memory` launches and reduces, and prints the bytes that are resident at the end.
+ * `test` and `probe` ask MPI again and again for a message that does not come. `record` times the bare event record. `memory` launches
+ * and reduces, and prints the bytes that are resident at the end.
  *
  * usage: hook_calls launch|collective|test|probe|record|memory THREADS WANTED CALLS SECONDS */
 #define _GNU_SOURCE
+#include <limits.h>
 #include <pthread.h>
 #include <sched.h>
 #include <stdatomic.h>
@@ -39,12 +43,14 @@ int bare_MPI_Iprobe(int, int, void *, int *, void *);
 enum { WARM_UP = 32 };
 static const double GATE_NS = 3e6;
 static const double OVERLAP = 0.8;
+static const double SHARED = 1.2;
 
 typedef struct { double from, to; int switched; } Phase;
+typedef struct { double bare, hooked, control; } Row;
 typedef struct {
     int number;
     Phase hooked;
-    double (*rows)[2];
+    double control;
     char apart[128];
 } Thread;
 
@@ -53,7 +59,12 @@ static int threads, together, wanted, calls;
 static double deadline;
 static Thread *work;
 static pthread_barrier_t line;
-static atomic_int arrived, counted, ended;
+static atomic_int arrived, counted, at_full_speed, ended;
+/* The control loop's shortest time of all threads, in picoseconds. */
+static atomic_long shortest = LONG_MAX;
+/* As many as fit; what comes after is not printed. */
+enum { MOST_ROWS = 1 << 16 };
+static Row rows[MOST_ROWS];
 
 static double now(void) {
     struct timespec time;
@@ -73,6 +84,22 @@ static void gate(void) {
     for (double from = now(); atomic_load(&arrived) < target && now() - from < GATE_NS;) {}
 }
 
+/* Nanoseconds of a loop that keeps a whole core busy, with several chains that do not wait for each other. */
+static double control(void) {
+    unsigned long a = 1, b = 2, c = 3, d = 4, e = 5, f = 6;
+    double from = now();
+    for (int index = 0; index < 20000; index++)
+        __asm__ volatile("add %0, %0; lea 3(%1), %1; xor $5, %2; add $7, %3; lea 9(%4), %4; sub $2, %5"
+                         : "+r"(a), "+r"(b), "+r"(c), "+r"(d), "+r"(e), "+r"(f));
+    double took = now() - from;
+    for (long now = took * 1e3, before = atomic_load(&shortest); now < before;)
+        if (atomic_compare_exchange_weak(&shortest, &before, now)) break;
+    return took;
+}
+
+/* As far as is known by now. */
+static int is_at_full_speed(const Row *row) { return row->control * 1e3 < SHARED * atomic_load(&shortest); }
+
 static int is(const char *name) { return strcmp(what, name) == 0; }
 
 #define PHASE(call)                                                                                                              \
@@ -85,13 +112,16 @@ static int is(const char *name) { return strcmp(what, name) == 0; }
     })
 #define ROUND(bare_call, hooked_call)                                                                                            \
     do {                                                                                                                         \
+        double control_before = control();                                                                                       \
         alone = PHASE(bare_call);                                                                                                \
         long before = switches();                                                                                                \
         for (int index = 0; index < WARM_UP; index++) hooked_call;                                                               \
         gate();                                                                                                                  \
         thread->hooked = PHASE(hooked_call);                                                                                     \
         /* Who was away meanwhile comes back to the caches of somebody else. */                                                  \
-        thread->hooked.switched = switches() != before;                                                                                       \
+        thread->hooked.switched = switches() != before;                                                                          \
+        double control_after = control();                                                                                        \
+        thread->control = control_after > control_before ? control_after : control_before;                                       \
     } while (0)
 
 /* Whether enough others were calling during nearly all of a thread's phase. */
@@ -148,15 +178,16 @@ static void *run(void *argument) {
         pthread_barrier_wait(&line);
         /* The first rounds do things for the first time. */
         int good = round >= 3 && !alone.switched && !thread->hooked.switched && was_together(thread);
-        int place = good ? atomic_fetch_add(&counted, 1) : wanted;
-        if (place < wanted) {
-            thread->rows[place][0] = (alone.to - alone.from) / calls;
-            thread->rows[place][1] = (thread->hooked.to - thread->hooked.from) / calls;
+        int place = good ? atomic_fetch_add(&counted, 1) : MOST_ROWS;
+        if (place < MOST_ROWS) {
+            rows[place] = (Row){(alone.to - alone.from) / calls, (thread->hooked.to - thread->hooked.from) / calls, thread->control};
+            atomic_fetch_add(&at_full_speed, is_at_full_speed(&rows[place]));
         }
-        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. */
-        if (is("collective")) usleep(30000);
+        /* The watcher needs a moment to empty the ring: a full one would make the calls cheap. And what takes the processor's speed away
+         * for a moment, such as another virtual machine on the same core, then meets few of the rounds. */
+        usleep(30000);
         if (pthread_barrier_wait(&line) == PTHREAD_BARRIER_SERIAL_THREAD)
-            atomic_store(&ended, atomic_load(&counted) >= wanted || now() > deadline ? round + 1 : 0);
+            atomic_store(&ended, atomic_load(&at_full_speed) >= wanted || now() > deadline ? round + 1 : 0);
         pthread_barrier_wait(&line);
         if (atomic_load(&ended)) return NULL;
     }
@@ -177,9 +208,8 @@ int main(int count, char **arguments) {
     pthread_barrier_init(&line, NULL, threads);
     pthread_t ids[threads];
     work = calloc(threads, sizeof *work);
-    double (*figures)[2] = calloc(wanted, sizeof *figures);
     for (int number = 0; number < threads; number++) {
-        work[number] = (Thread){.number = number, .rows = figures};
+        work[number] = (Thread){.number = number};
         if (pthread_create(&ids[number], NULL, run, &work[number]) != 0) return 1;
     }
     for (int number = 0; number < threads; number++) pthread_join(ids[number], NULL);
@@ -191,6 +221,7 @@ int main(int count, char **arguments) {
         return 0;
     }
     printf("total %lld %d\n", (long long)ended * threads * (WARM_UP + calls) + is("launch"), (int)ended * threads);
-    for (int row = 0; row < counted && row < wanted; row++) printf("%.2f %.2f\n", figures[row][0], figures[row][1]);
+    for (const Row *row = rows; row < rows + counted && row < rows + MOST_ROWS; row++)
+        printf("%.2f %.2f %s\n", row->bare, row->hooked, is_at_full_speed(row) ? "full" : "shared");
     return 0;
 }
