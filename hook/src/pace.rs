@@ -17,8 +17,6 @@ const STEPS: u64 = 1 << 18;
 const AT_ONCE_STEPS: u64 = 2000;
 /// The pace is measured over this time: counter and clock are then known to a few millionths of it.
 const MEASURED_NS: u64 = 100_000_000;
-/// The first time over so much: to a thousandth of it, which is a tenth of a microsecond as long as a reading holds.
-const FIRST_NS: u64 = 50_000;
 /// Of real processors a step takes 0.1 to 2 ns.
 const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 
@@ -51,7 +49,7 @@ pub struct Pace {
 }
 
 impl Pace {
-    /// To be called every so often, by one thread, at first twice in short time.
+    /// To be called every so often, by one thread.
     pub fn measure(&mut self) {
         let (now, Some(counter)) = reading() else { return };
         let Some((ns, steps)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
@@ -59,8 +57,7 @@ impl Pace {
             self.since = Some((now, counter));
             return;
         };
-        let long_enough = if PACE.load(Ordering::Relaxed) == 0 { FIRST_NS } else { MEASURED_NS };
-        if ns >= long_enough {
+        if ns >= MEASURED_NS {
             self.since = Some((now, counter));
             PACE.store(of(ns, steps), Ordering::Relaxed);
         }

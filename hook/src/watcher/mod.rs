@@ -115,7 +115,6 @@ impl Watcher {
                 continue;
             }
             let moved = self.turn();
-            self.pace.measure();
             let is_quiet = !moved && self.tracker.is_idle();
             let pause = if is_quiet { PAUSE_IDLE } else { PAUSE };
             self.clock.mark(sys::now_ns(), 0);
