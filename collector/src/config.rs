@@ -50,12 +50,13 @@ pub struct Settings {
 }
 
 impl Settings {
-    /// From this process's environment. The problems are values that could not be used, for the log.
+    /// From this process's environment. The problems are values that could not be used, for the log: of all variables, because
+    /// the launcher, which has none, leaves it to this one to complain.
     #[must_use]
     pub fn from_process(linger: Option<Duration>) -> (Self, Vec<Problem>) {
         let source = Source::process();
         let settings = Self::new(&source, linger, getuid().as_raw());
-        (settings, source.problems())
+        (settings, source.all_problems())
     }
 
     /// From any source.
@@ -103,10 +104,10 @@ impl Keep {
     /// From any source.
     #[must_use]
     pub fn new(source: &Source) -> Self {
-        let days: u32 = source.number("XPU_TIMER_KEEP_DAYS").unwrap_or(0);
+        let days: u64 = source.number("XPU_TIMER_KEEP_DAYS").unwrap_or(0);
         Keep {
             count: source.number("XPU_TIMER_KEEP_INCIDENTS").unwrap_or(0),
-            age: Duration::from_secs(u64::from(days) * 24 * 3600),
+            age: Duration::from_secs(days.saturating_mul(24 * 3600)),
         }
     }
 }

@@ -9,9 +9,15 @@ use xpu_timer_collector::cli;
 use xpu_timer_proto::env::Source;
 
 fn main() -> ExitCode {
-    let filter = Source::process().text("XPU_TIMER_LOG").unwrap_or_default();
-    let filter = EnvFilter::try_new(filter).unwrap_or_else(|_| EnvFilter::new("info"));
+    let wanted = Source::process().text("XPU_TIMER_LOG").unwrap_or_default();
+    let (filter, wrong) = match EnvFilter::try_new(&wanted) {
+        Ok(filter) => (filter, None),
+        Err(error) => (EnvFilter::new("info"), Some(error)),
+    };
     tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    if let Some(error) = wrong {
+        tracing::warn!("XPU_TIMER_LOG={wanted:?} cannot be used, using \"info\" instead: {error}");
+    }
     match cli::run(cli::Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {

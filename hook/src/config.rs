@@ -120,6 +120,8 @@ impl Config {
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
         let disabled = source.flag("XPU_TIMER_DISABLE");
+        // It was read before there was a log.
+        source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
         Config { hang_timeout, socket, log, bracket, disabled, hello, problems }
@@ -174,6 +176,7 @@ mod tests {
             "WORLD_SIZE=8",
             "XPU_TIMER_HANG_TIMEOUT=2.5",
             "XPU_TIMER_BRACKET=everything",
+            "XPU_TIMER_INLINE=sometimes",
             "TMPDIR=/var/tmp",
             "XPU_TIMER_BASEPORT=19000",
             "XPU_TIMER_LOGGING_DIR=/logs",
@@ -183,6 +186,6 @@ mod tests {
         assert_eq!((config.hello.hang_timeout_ms, config.hello.idle_timeout_ms), (2500, 5000));
         assert!(config.socket.starts_with("/var/tmp") && config.socket.ends_with("19000.sock"));
         assert!(config.log.starts_with("/logs"));
-        assert_eq!(config.problems.len(), 2, "{:?}", config.problems);
+        assert_eq!(config.problems.len(), 3, "{:?}", config.problems);
     }
 }

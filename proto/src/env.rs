@@ -116,6 +116,9 @@ const ABOVE_ZERO: [&str; 5] = [
     "XPU_TIMER_COLL_BVAR_WINDOW_SIZE",
 ];
 
+/// More seconds mean the same: never. Twice as many, and a time to come, still fit into 64 bits of nanoseconds.
+pub const LONGEST: Duration = Duration::from_secs(u32::MAX as u64);
+
 /// A value that could not be used.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Problem {
@@ -152,9 +155,18 @@ impl Source {
     /// Any environment, and the INI file that it names.
     #[must_use]
     pub fn with_ini(environment: impl Fn(&str) -> Option<String> + 'static) -> Self {
+        Self::with_ini_at(environment, |path| PathBuf::from(path))
+    }
+
+    /// The same for the environment of a process that sees other files: `place` says where this one finds what is a path there.
+    #[must_use]
+    pub fn with_ini_at(
+        environment: impl Fn(&str) -> Option<String> + 'static,
+        place: impl Fn(&str) -> PathBuf,
+    ) -> Self {
         let mut source = Self::new(environment, "");
         if let Some(path) = source.text("XPU_TIMER_CONFIG") {
-            match fs::read_to_string(&path) {
+            match fs::read_to_string(place(&path)) {
                 Ok(ini) => source.ini = parse_ini(&ini, &path, &source.problems),
                 Err(error) => source.problems.borrow_mut().push(Problem {
                     name: "XPU_TIMER_CONFIG".into(),
@@ -205,12 +217,12 @@ impl Source {
         self.parsed(name, |text| text.parse().ok())
     }
 
-    /// Seconds, whole or with a fraction.
+    /// Seconds, whole or with a fraction; at most [`LONGEST`].
     #[must_use]
     pub fn seconds(&self, name: &str) -> Option<Duration> {
         let least = if ABOVE_ZERO.contains(&name) { Duration::from_millis(1) } else { Duration::ZERO };
         let duration = |text: &str| Duration::try_from_secs_f64(text.parse().ok()?).ok();
-        self.parsed(name, |text| duration(text).filter(|duration| *duration >= least))
+        self.parsed(name, |text| duration(text).filter(|duration| *duration >= least)).map(|given| given.min(LONGEST))
     }
 
     /// How many levels a label has, at most as many as tell something.
@@ -236,8 +248,13 @@ impl Source {
         let Some(text) = self.given(name) else { return parse(default) };
         let value = parse(text.trim());
         if value.is_none() && !text.trim().is_empty() {
-            let used = if default.is_empty() { "nothing".into() } else { default.into() };
-            self.problems.borrow_mut().push(Problem { name: name.into(), value: text, used });
+            let used = if default.is_empty() { "the default".into() } else { default.into() };
+            let problem = Problem { name: name.into(), value: text, used };
+            let mut problems = self.problems.borrow_mut();
+            // Who reads a variable twice complains once.
+            if !problems.contains(&problem) {
+                problems.push(problem);
+            }
         }
         value.or_else(|| parse(default))
     }
@@ -381,6 +398,16 @@ mod tests {
             let source = source(&[("XPU_TIMER_HANG_TIMEOUT", text)], "");
             assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(300)), "{text}");
             assert_eq!(source.problems().len(), 1, "{text}");
+        }
+    }
+
+    #[test]
+    fn seconds_that_mean_never_can_be_reckoned_with() {
+        for text in ["4294967295", "1e10", "1.8e19"] {
+            let source = source(&[("XPU_TIMER_HANG_TIMEOUT", text)], "");
+            let never = source.seconds("XPU_TIMER_HANG_TIMEOUT").unwrap();
+            assert_eq!((never, source.problems()), (LONGEST, Vec::new()), "{text}");
+            assert!(u64::try_from((never * 2).as_nanos()).is_ok());
         }
     }
 

@@ -44,8 +44,8 @@ enum Kind {
     Choice(&'static [&'static str]),
 }
 
-fn kind(variable: &Variable) -> Kind {
-    match variable.name {
+fn kind(name: &str) -> Kind {
+    match name {
         "XPU_TIMER_HANG_TIMEOUT"
         | "XPU_TIMER_IDLE_TIMEOUT"
         | "XPU_TIMER_SAMPLE_INTERVAL"
@@ -63,12 +63,19 @@ fn kind(variable: &Variable) -> Kind {
         }
         "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
         "XPU_TIMER_BRACKET" => Kind::Choice(&["collectives", "matmuls", "all", "none"]),
-        "XPU_TIMER_INLINE" => Kind::Choice(&["off", "auto", "all"]),
+        "XPU_TIMER_INLINE" => Kind::Choice(&["off", "0", "auto", "all"]),
         _ => Kind::Text,
     }
 }
 
 impl Source {
+    /// What cannot be used of all variables of the table, also of those that this program does not read.
+    #[must_use]
+    pub fn all_problems(&self) -> Vec<Problem> {
+        VARIABLES.iter().for_each(|variable| self.check(variable.name));
+        self.problems()
+    }
+
     /// All variables of the table.
     #[must_use]
     pub fn settings(&self) -> Vec<Setting> {
@@ -77,9 +84,20 @@ impl Source {
 
     fn setting(&self, variable: &'static Variable) -> Setting {
         let name = variable.name;
-        let before = self.problems().len();
-        // What it is does not matter here, only whether it can be used.
-        match kind(variable) {
+        self.check(name);
+        let problem = self.problems().into_iter().find(|problem| problem.name == name);
+        let origin = match () {
+            () if (self.environment)(name).is_some() => Origin::Environment,
+            () if self.given(name).is_some() => Origin::Ini,
+            () => Origin::Default,
+        };
+        let value = if problem.is_some() { variable.default.into() } else { self.text(name).unwrap_or_default() };
+        Setting { name, meaning: variable.meaning, value, default: variable.default, origin, problem }
+    }
+
+    /// Notes a [`Problem`] of a variable that is read elsewhere. What its value is does not matter here, only whether it can be used.
+    pub fn check(&self, name: &str) {
+        match kind(name) {
             Kind::Text => {}
             Kind::Flag => _ = self.flag(name),
             Kind::Seconds => _ = self.seconds(name),
@@ -89,14 +107,6 @@ impl Source {
             Kind::Port => _ = self.metrics_port(),
             Kind::Choice(words) => _ = self.parsed(name, |text| words.contains(&text).then_some(())),
         }
-        let problem = self.problems().into_iter().nth(before);
-        let origin = match () {
-            () if (self.environment)(name).is_some() => Origin::Environment,
-            () if self.given(name).is_some() => Origin::Ini,
-            () => Origin::Default,
-        };
-        let value = if problem.is_some() { variable.default.into() } else { self.text(name).unwrap_or_default() };
-        Setting { name, meaning: variable.meaning, value, default: variable.default, origin, problem }
     }
 }
 
@@ -136,6 +146,13 @@ mod tests {
             assert_eq!((setting.value.as_str(), setting.origin), (setting.default, Origin::Environment), "{name}");
             assert_eq!(setting.problem.unwrap().value, *bad);
         }
+        let source = Source::new(|name| PAIRS.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string()), "");
+        // Looked at before, each is complained about once all the same.
+        assert!(
+            !source.flag("XPU_TIMER_DISABLE")
+                && source.settings().iter().filter(|one| one.problem.is_some()).count() == 5
+        );
+        assert_eq!(source.all_problems().len(), PAIRS.len());
     }
 
     /// Every variable that is not any text, with values that no user can have meant.
@@ -143,7 +160,7 @@ mod tests {
     fn no_bad_value_of_any_variable_goes_unnoticed() {
         let mut checked = 0;
         for variable in VARIABLES {
-            let bad: &[&'static str] = match kind(variable) {
+            let bad: &[&'static str] = match kind(variable.name) {
                 Kind::Text => continue,
                 Kind::Flag => &["maybe", "2", "-1"],
                 Kind::Seconds if ABOVE_ZERO.contains(&variable.name) => &["soon", "-1", "nan", "5s", "0", "0.0"],
@@ -172,7 +189,8 @@ mod tests {
         let source = Source::new(|_| None, "");
         assert!(source.settings().iter().all(|setting| setting.problem.is_none()));
         // A number, a switch or a port that nobody checks would be a value that nobody complains about.
-        let unchecked = |variable: &&Variable| kind(variable) == Kind::Text && variable.default.parse::<f64>().is_ok();
+        let unchecked =
+            |variable: &&Variable| kind(variable.name) == Kind::Text && variable.default.parse::<f64>().is_ok();
         let names: Vec<&str> = VARIABLES.iter().filter(unchecked).map(|variable| variable.name).collect();
         assert_eq!(names, [""; 0]);
     }
