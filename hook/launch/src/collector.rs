@@ -41,6 +41,8 @@ const OTHER_DEADLINE: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
 /// How much of the end of a log is looked at for its last line.
 const LAST_WORDS_BYTES: u64 = 1024;
+/// How much of what a collector says at its start is looked at for its errors; it may warn of every variable before.
+const FIRST_WORDS_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
@@ -201,7 +203,7 @@ fn last_words(log: &mut File) -> Option<String> {
 /// What a collector complained about before it said Welcome: the words of its errors in the log, behind the time and the place in the code.
 fn problems(mut log: File, before: u64) -> Option<String> {
     let mut text = Vec::new();
-    let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(LAST_WORDS_BYTES).read_to_end(&mut text));
+    let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(FIRST_WORDS_BYTES).read_to_end(&mut text));
     let text = String::from_utf8_lossy(if read.is_ok() { &text } else { &[] }).into_owned();
     let words = |line: &str| Some(line.split_once(" ERROR ")?.1.split_once(": ")?.1.trim().to_string());
     let all: Vec<String> = text.lines().filter_map(words).collect();
@@ -288,9 +290,11 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let old = "2026-11-22T09:00:00.1Z ERROR xpu_timer_collector::node: of the run before\n";
+        let warned =
+            "2026-11-22T09:50:37.1Z  WARN xpu_timer_collector::cli: XPU_TIMER_X=\"x\" cannot be used\n".repeat(60);
         let new = "2026-11-22T09:50:37.1Z ERROR xpu_timer_collector::node: there is no control endpoint: port 1 is taken\n\
                    2026-11-22T09:50:37.1Z  INFO xpu_timer_collector::node: listening on /x as pid 1\n";
-        std::fs::write(&path, format!("{old}{new}")).unwrap();
+        std::fs::write(&path, format!("{old}{warned}{new}")).unwrap();
         let said = problems(File::open(&path).unwrap(), old.len() as u64);
         assert_eq!(said.unwrap(), "the node collector works, but there is no control endpoint: port 1 is taken");
     }

@@ -2,7 +2,10 @@
 
 use std::{ffi::OsString, path::PathBuf};
 
-use xpu_timer_proto::{env::Source, socket};
+use xpu_timer_proto::{
+    env::{Origin, Setting, Source},
+    socket,
+};
 
 /// Variables that name a file or a folder.
 const PATHS: [&str; 5] = [
@@ -12,6 +15,10 @@ const PATHS: [&str; 5] = [
     "XPU_TIMER_COLLECTOR_TOKEN_FILE",
     "XPU_TIMER_COLLECTOR_CA_FILE",
 ];
+
+/// Variables that the hook needs before it may read a file: what the INI file says of them goes into the environment.
+const NEEDED_AT_LOAD: [&str; 4] =
+    ["XPU_TIMER_INLINE", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_PATH", "XPU_TIMER_CUBLASLT_LIB_PATH"];
 
 /// Name of the collector's log.
 pub const LOG_FILE: &str = "xpu_timer_collector.log";
@@ -37,8 +44,9 @@ pub struct Config {
     pub linger: String,
     /// Folder of the launcher's own executable.
     pub beside: Option<PathBuf>,
-    /// Other variables whose path is relative, and what it means here: the collector and the ranks run in other folders.
-    pub made_absolute: Vec<(&'static str, OsString)>,
+    /// Other variables that change: whose path is relative, as it is meant here, because the collector and the ranks run in other
+    /// folders; and those of the INI file that the hook needs before it may read that.
+    pub changed: Vec<(&'static str, OsString)>,
 }
 
 impl Config {
@@ -63,13 +71,24 @@ impl Config {
             append: source.flag("XPU_TIMER_LOGGING_APPEND"),
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
             beside: std::env::current_exe().ok().and_then(|exe| exe.parent().map(PathBuf::from)),
-            made_absolute: PATHS
-                .into_iter()
-                .filter_map(|name| Some((name, source.path(name).filter(|path| path.is_relative())?)))
-                .map(|(name, path)| (name, absolute(path).into_os_string()))
-                .collect(),
+            changed: made_absolute(source).chain(needed_at_load(source)).collect(),
         }
     }
+}
+
+fn made_absolute(source: &Source) -> impl Iterator<Item = (&'static str, OsString)> {
+    PATHS
+        .into_iter()
+        .filter_map(|name| Some((name, source.path(name).filter(|path| path.is_relative())?)))
+        .map(|(name, path)| (name, absolute(path).into_os_string()))
+}
+
+fn needed_at_load(source: &Source) -> impl Iterator<Item = (&'static str, OsString)> {
+    // What cannot be used stays in the file, for the logs to complain about.
+    let of_file = |setting: &Setting| {
+        setting.origin == Origin::Ini && setting.problem.is_none() && NEEDED_AT_LOAD.contains(&setting.name)
+    };
+    source.settings().into_iter().filter(of_file).map(|setting| (setting.name, setting.value.into()))
 }
 
 /// As seen from the launcher's folder; as it is when that is gone.
@@ -82,8 +101,8 @@ mod tests {
     use super::*;
 
     #[test]
-    fn relative_paths_mean_the_folder_of_the_launcher() {
-        let ini = "XPU_TIMER_COLLECTOR_TOKEN_FILE=keys/token\n";
+    fn relative_paths_mean_the_folder_of_the_launcher_and_the_hook_gets_what_it_needs_at_load() {
+        let ini = "XPU_TIMER_COLLECTOR_TOKEN_FILE=keys/token\nXPU_TIMER_INLINE=off\nXPU_TIMER_BRACKET=all\n";
         let environment = |name: &str| match name {
             "XPU_TIMER_TIMELINE_PATH" => Some("dumps".into()),
             "XPU_TIMER_LOGGING_DIR" => Some("/var/log".into()),
@@ -94,7 +113,8 @@ mod tests {
         let wanted = [
             ("XPU_TIMER_TIMELINE_PATH", here.join("dumps").into_os_string()),
             ("XPU_TIMER_COLLECTOR_TOKEN_FILE", here.join("keys/token").into_os_string()),
+            ("XPU_TIMER_INLINE", "off".into()),
         ];
-        assert_eq!(config.made_absolute, wanted);
+        assert_eq!(config.changed, wanted);
     }
 }

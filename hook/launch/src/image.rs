@@ -226,7 +226,8 @@ fn interpreter_of_script(file: &Path) -> Result<Option<Vec<OsString>>> {
     let open = File::open(file).with_context(|| format!("{}", file.display()))?;
     open.take(256).read_to_end(&mut head).with_context(|| format!("{}", file.display()))?;
     let Some(line) = head.strip_prefix(b"#!").and_then(|rest| rest.split(|byte| *byte == b'\n').next()) else {
-        return Ok(None);
+        // What the kernel cannot execute, execvp hands to a shell.
+        return Ok((!head.contains(&0)).then(|| vec!["/bin/sh".into()]));
     };
     let line = line.trim_ascii();
     let end = line.iter().position(u8::is_ascii_whitespace).unwrap_or(line.len());
@@ -304,7 +305,9 @@ mod tests {
         assert_eq!(Image::of(&split).unwrap().file, at("musl"));
         assert!(found("env no_such_program").unwrap_err().contains("is not on the PATH"));
         assert!(found("env").unwrap().ends_with("env"));
-        assert!(Image::of(&executable(&at("text"), b"echo\n")).is_err());
+        let text = Image::of(&executable(&at("text"), b"echo\n")).unwrap();
+        assert_eq!((text.file, text.script), ("/bin/sh".into(), true));
+        assert!(Image::of(&executable(&at("bytes"), b"\x01\0\x02")).is_err());
         // Each is the other's interpreter: it ends.
         executable(&at("a"), format!("#!{}\n", at("b").display()).as_bytes());
         let endless = executable(&at("b"), format!("#!{}\n", at("a").display()).as_bytes());

@@ -86,7 +86,7 @@ fn impossible(command: &[OsString]) -> Option<String> {
 
 /// Collector and hook for a command that can have them: what changes in its environment.
 fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString)> {
-    let mut changes = config.made_absolute.clone();
+    let mut changes = config.changed.clone();
     changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
     match collector::ensure(config, &changes) {
         Ok(found) => {

@@ -3,7 +3,7 @@
 use std::fs;
 
 use serde_json::{Value, json};
-use xpu_timer_tests::{Job, Output, PATIENCE, Process, artifacts, compile_c, wait_until};
+use xpu_timer_tests::{Job, Output, PATIENCE, Process, artifacts, compile_c, skip, wait_until};
 
 fn run(job: &Job, arguments: &[&str]) -> Output {
     Process::spawn(job.command(artifacts().bin("xpu_timer_print_env")).args(arguments)).wait(PATIENCE)
@@ -39,7 +39,10 @@ fn settings_tell_their_origin_and_a_bad_value_is_named() {
         assert_eq!(report["parts"][part]["path"], artifacts().bin(file).display().to_string());
     }
 
-    let bad = job.with("XPU_TIMER_BRACKET", "everything").with("XPU_TIMER_HOOK_PATH", "/nowhere/hook.so");
+    let bad = job
+        .with("XPU_TIMER_BRACKET", "everything")
+        .with("XPU_TIMER_DISABLE", "maybe")
+        .with("XPU_TIMER_HOOK_PATH", "/nowhere/hook.so");
     let output = run(&bad, &[]);
     assert_eq!(output.code(), 1, "{}", output.stdout);
     let wrong = output.stdout.split("\nWrong\n").nth(1).expect("what is wrong is at the end");
@@ -47,6 +50,7 @@ fn settings_tell_their_origin_and_a_bad_value_is_named() {
         wrong.contains("XPU_TIMER_BRACKET=\"everything\" cannot be used, using \"collectives\" instead"),
         "{wrong}"
     );
+    assert_eq!(wrong.matches("XPU_TIMER_DISABLE").count(), 1, "each is named once: {wrong}");
     assert!(wrong.contains("the hook is missing: XPU_TIMER_HOOK_PATH=/nowhere/hook.so is not a file"), "{wrong}");
     assert!(output.stdout.contains("INI file"), "{}", output.stdout);
 }
@@ -84,6 +88,34 @@ fn a_running_rank_shows_its_family_and_its_hooked_functions() {
     }
 }
 
+/// A process in a mount namespace of its own has its INI file and its collector's socket where only it sees them.
+#[test]
+fn a_process_that_sees_other_files_is_shown_as_it_sees_them() {
+    let probe = std::process::Command::new("unshare").args(["-m", "true"]).status();
+    if !probe.is_ok_and(|status| status.success()) {
+        return skip("no mount namespaces");
+    }
+    // A folder below which only the process finds anything.
+    let job = Job::new();
+    let inside = job.dir.join("inside");
+    fs::create_dir(&inside).unwrap();
+    let script = r#"mount -t tmpfs none "$1" && cd "$1" && echo XPU_TIMER_KEEP_DAYS=33 >xpu.ini && mkdir sockets && shift && exec "$@""#;
+    let (folder, launch) = (inside.display().to_string(), artifacts().bin("xpu_timer_launch").display().to_string());
+    let mut command = job.command("unshare");
+    command.args(["-m", "sh", "-c", script, "sh", &folder, &launch, "sleep", "600"]);
+    command.env("XPU_TIMER_CONFIG", "xpu.ini").env("TMPDIR", inside.join("sockets"));
+    let process = Process::spawn(&mut command);
+    let pid = process.pid().to_string();
+    wait_until(PATIENCE, "it sleeps", || {
+        fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|comm| comm == "sleep\n")
+    });
+    let report = show_json(&Job::new(), &["--pid", &pid], 0);
+    let days = setting(&report, "XPU_TIMER_KEEP_DAYS");
+    assert_eq!((&days["value"], &days["origin"]), (&json!("33"), &json!("ini")), "{report}");
+    let collector = setting(&report, "XPU_TIMER_COLLECTOR_PID")["value"].as_str().and_then(|pid| pid.parse().ok());
+    assert_eq!(report["collector_pid"].as_i64(), collector, "{report}");
+}
+
 #[test]
 fn a_program_is_looked_at_and_not_run() {
     let job = Job::new();
@@ -104,6 +136,11 @@ fn a_program_is_looked_at_and_not_run() {
     let report = show_json(&job, &[&script.display().to_string()], 0);
     assert!(report["target"]["title"].as_str().unwrap().contains("(a script for "), "{report}");
     assert!(report["target"]["title"].as_str().unwrap().contains("/bash)"), "{report}");
+
+    // What the kernel does not know, the launcher's execvp hands to a shell.
+    fs::write(&script, "true\n").unwrap();
+    let report = show_json(&job, &[&script.display().to_string()], 0);
+    assert!(report["target"]["title"].as_str().unwrap().contains("(a script for /bin/sh)"), "{report}");
 
     let mpi = compile_c(&job.dir, "libmpi.so.40", "int MPI_Barrier(void *comm) { return 0; }", &["-shared", "-fPIC"]);
     let own = compile_c(&job.dir, "own", &source, &["-Wl,--no-as-needed", &mpi.display().to_string()]);

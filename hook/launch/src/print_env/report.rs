@@ -86,8 +86,6 @@ impl Report {
         let config = Config::of(&source, uid);
         let settings = source.settings();
         let mut problems: Vec<String> = source.problems().iter().map(ToString::to_string).collect();
-        // The file is complained about when the source is made and its values when they are looked at.
-        problems.dedup();
         let parts = parts::all(&config);
         for part in &parts {
             if let Err(why) = &part.place {
@@ -108,7 +106,7 @@ impl Report {
             ini: source.text("XPU_TIMER_CONFIG"),
             settings,
             parts,
-            collector: collector::answers(&config.socket),
+            collector: target.as_seen_by(&config.socket, collector::answers),
             socket: config.socket,
             port: source.control_port(),
             target: hooked,

@@ -2,8 +2,12 @@
 
 use std::{
     ffi::{OsStr, OsString},
-    fs, io,
-    os::unix::ffi::OsStrExt,
+    fs::{self, File},
+    io,
+    os::{
+        fd::AsRawFd,
+        unix::{ffi::OsStrExt, fs::OpenOptionsExt},
+    },
     path::{Path, PathBuf},
 };
 
@@ -65,11 +69,31 @@ impl Target {
     pub fn source(&self) -> Source {
         match self {
             Target::Process(process) => {
-                let environ = process.environ.clone();
-                Source::with_ini(move |name| value(&environ, name))
+                let (environ, pid) = (process.environ.clone(), process.pid);
+                Source::with_ini_at(move |name| value(&environ, name), move |path| place_in(pid, Path::new(path)))
             }
             _ => Source::process(),
         }
+    }
+
+    /// Does something with a path of the target's settings: of a process that which the process sees there.
+    pub fn as_seen_by<T>(&self, path: &Path, use_it: impl FnOnce(&Path) -> T) -> T {
+        let Target::Process(process) = self else { return use_it(path) };
+        let place = place_in(process.pid, path);
+        // By the file itself: a socket's path must be short.
+        match File::options().read(true).custom_flags(libc::O_PATH).open(&place) {
+            Ok(file) => use_it(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd()))),
+            Err(_) => use_it(&place),
+        }
+    }
+}
+
+/// Where this process finds what is `path` for another one, which may have another root and another folder.
+fn place_in(pid: i32, path: &Path) -> PathBuf {
+    let process = PathBuf::from(format!("/proc/{pid}"));
+    match path.strip_prefix("/") {
+        Ok(path) => process.join("root").join(path),
+        Err(_) => process.join("cwd").join(path),
     }
 }
 
