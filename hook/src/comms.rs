@@ -23,6 +23,8 @@ struct Entry {
     /// Operations that wait for a nonblocking call to finish; slot plus one.
     waiting: AtomicU32,
     state: AtomicU32,
+    /// Index of the one that it is made of plus one: that tells when this one is there.
+    parent: AtomicU32,
 }
 
 const FREE: u32 = 0;
@@ -140,6 +142,7 @@ impl Recorder {
         private.handle.store(0, Ordering::Relaxed);
         private.splits.store(0, Ordering::Relaxed);
         private.waiting.store(0, Ordering::Relaxed);
+        private.parent.store(0, Ordering::Relaxed);
         private.state.store(CommunicatorState::Initializing as u32, Ordering::Relaxed);
         let words = self.comm_entry(index);
         words[comm::ID].store(0, Ordering::Relaxed);
@@ -163,6 +166,21 @@ impl Recorder {
         }
         self.comm_word(index, comm::HANDLE).store(handle as u64, Ordering::Relaxed);
         self.comms.entries[index].handle.store(handle as u64, Ordering::Release);
+    }
+
+    /// Whether the library has given a communicator its handle.
+    pub fn has_handle(&self, index: usize) -> bool {
+        self.comms.entries[index].handle.load(Ordering::Acquire) != 0
+    }
+
+    /// The communicator of this process that one is being made of.
+    pub fn set_comm_parent(&self, index: usize, parent: usize) {
+        self.comms.entries[index].parent.store(parent as u32 + 1, Ordering::Relaxed);
+    }
+
+    /// As above.
+    pub fn comm_parent(&self, index: usize) -> Option<usize> {
+        self.comms.entries[index].parent.load(Ordering::Relaxed).checked_sub(1).map(|parent| parent as usize)
     }
 
     /// Size and rank, once they are known.

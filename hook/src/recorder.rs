@@ -62,7 +62,7 @@ pub struct Slot {
     pub start: AtomicUsize,
     /// As above.
     pub end: AtomicUsize,
-    /// Where a grouped init call leaves its communicator.
+    /// Where a call that is grouped, or still in progress, leaves its communicator.
     pub output: AtomicUsize,
     /// Next of its group, or of the operations that wait for a nonblocking communicator; slot plus one.
     pub next: AtomicU32,

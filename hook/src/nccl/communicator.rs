@@ -128,21 +128,22 @@ pub struct Creating {
     output: usize,
 }
 
-fn create(recorder: &'static Recorder, site: Site, op: Op, new: &NewComm, output: *mut Comm) -> Creating {
-    create_known_as(recorder, site, op, (new, 0), output)
+/// What a communicator has to do with others.
+#[derive(Default)]
+struct Kin {
+    /// Index of the one that it is made of.
+    parent: Option<usize>,
+    /// By which other ranks know it, unless that is 0.
+    alias: u64,
 }
 
-/// The same for one that other ranks know by another identity, unless that is 0.
-fn create_known_as(
-    recorder: &'static Recorder,
-    site: Site,
-    op: Op,
-    (new, alias): (&NewComm, u64),
-    output: *mut Comm,
-) -> Creating {
+fn create(recorder: &'static Recorder, site: Site, op: Op, (new, kin): (&NewComm, Kin), output: *mut Comm) -> Creating {
     let comm = recorder.create_comm(new);
     if let Some(comm) = comm {
-        recorder.comm_word(comm, comm_words::ALIAS).store(alias, Ordering::Relaxed);
+        recorder.comm_word(comm, comm_words::ALIAS).store(kin.alias, Ordering::Relaxed);
+        if let Some(parent) = kin.parent {
+            recorder.set_comm_parent(comm, parent);
+        }
     }
     let slot = host_call(recorder, op, site.function.text(), comm, new.id, -1);
     let creating = Creating { site, slot, comm, output: output as usize };
@@ -158,7 +159,7 @@ fn create_known_as(
 
 impl After for Creating {
     fn after(self, recorder: &'static Recorder, result: c_int) {
-        created(recorder, self.site, (self.slot, self.comm), handle_at(self.output), result);
+        created(recorder, self.site, (self.slot, self.comm), self.output, result);
     }
 }
 
@@ -166,10 +167,10 @@ fn created(
     recorder: &'static Recorder,
     site: Site,
     (slot, comm): (Option<usize>, Option<usize>),
-    handle: usize,
+    output: usize,
     result: c_int,
 ) {
-    let now = sys::now_ns();
+    let (now, handle) = (sys::now_ns(), handle_at(output));
     if let Some(slot) = slot {
         recorder.returned(slot, now);
     }
@@ -184,7 +185,12 @@ fn created(
         }
     }
     match (slot, comm, result) {
-        (Some(slot), Some(comm), NCCL_IN_PROGRESS) => recorder.wait_for_comm(comm, slot),
+        (Some(slot), Some(comm), NCCL_IN_PROGRESS) => {
+            // A child that has no handle yet gets it when its parent is through.
+            let parent = recorder.comm_parent(comm).filter(|_| handle == 0);
+            recorder.slots[slot].output.store(if parent.is_some() { output } else { 0 }, Ordering::Relaxed);
+            recorder.wait_for_comm(parent.unwrap_or(comm), slot);
+        }
         // Without a communicator of its own nobody can say when it is through; the host is out of it.
         (Some(slot), _, SUCCESS | NCCL_IN_PROGRESS) => recorder.close(slot, OpStatus::Completed, 0, now),
         (Some(slot), _, error) => recorder.close(slot, OpStatus::Failed, error as u32, now),
@@ -196,7 +202,31 @@ fn created(
 pub fn grouped_init_returned(recorder: &'static Recorder, site: Site, slot: usize, result: c_int) {
     let output = recorder.slots[slot].output.load(Ordering::Relaxed);
     let comm = comm_of(recorder, slot);
-    created(recorder, site, (Some(slot), comm), if output == 0 { 0 } else { handle_at(output) }, result);
+    created(recorder, site, (Some(slot), comm), output, result);
+}
+
+/// The communicator `waited_for`, which a host call waited for, is through. If the call made a child of it, that has a handle now.
+pub fn host_call_settled(
+    recorder: &'static Recorder,
+    site: Site,
+    (slot, waited_for): (usize, usize),
+    result: c_int,
+    now: u64,
+) {
+    let output = recorder.slots[slot].output.load(Ordering::Relaxed);
+    if let Some(child) = comm_of(recorder, slot).filter(|child| output != 0 && !recorder.has_handle(*child)) {
+        match (result, handle_at(output)) {
+            // The library writes it a moment later; the host still waits for it.
+            (SUCCESS, 0) => return recorder.wait_for_comm(waited_for, slot),
+            (SUCCESS, handle) => ready(recorder, site, child, handle),
+            _ => {
+                recorder.set_comm_state(child, CommunicatorState::Failed);
+                recorder.retire_comm(child);
+            }
+        }
+    }
+    let status = if result == SUCCESS { OpStatus::Completed } else { OpStatus::Failed };
+    recorder.close(slot, status, result as u32, now);
 }
 
 /// Before a ncclCommInitRank of any form.
@@ -216,12 +246,11 @@ pub fn init(
         parent: 0,
         created_ns: sys::now_ns(),
     };
-    create(recorder, site, Op::CommInit, &new, output)
+    create(recorder, site, Op::CommInit, (&new, Kin::default()), output)
 }
 
 /// A child of a communicator; every rank of the parent calls this in the same order.
-fn child(recorder: &'static Recorder, site: Site, parent: Comm, what: &[u8], color: c_int) -> NewComm {
-    let parent = known(recorder, site, parent);
+fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color: c_int) -> NewComm {
     let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
     let number = parent.map_or(0, |parent| recorder.next_split(parent));
     NewComm {
@@ -236,9 +265,10 @@ fn child(recorder: &'static Recorder, site: Site, parent: Comm, what: &[u8], col
 
 /// Before ncclCommSplit. A rank without color takes part in the call but gets no communicator.
 pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int, output: *mut Comm) -> Creating {
-    let new = child(recorder, site, parent, b"split", color);
+    let parent = known(recorder, site, parent);
+    let new = child(recorder, parent, b"split", color);
     if color != NCCL_SPLIT_NOCOLOR {
-        return create(recorder, site, Op::CommSplit, &new, output);
+        return create(recorder, site, Op::CommSplit, (&new, Kin { parent, alias: 0 }), output);
     }
     without_communicator(recorder, site, new.parent)
 }
@@ -278,8 +308,9 @@ pub fn subset(
 
 /// Before ncclCommShrink: the ranks that stay agree on who leaves.
 pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
-    let new = child(recorder, site, parent, excluded, 0);
-    create(recorder, site, Op::CommSplit, &new, output)
+    let parent = known(recorder, site, parent);
+    let new = child(recorder, parent, excluded, 0);
+    create(recorder, site, Op::CommSplit, (&new, Kin { parent, alias: 0 }), output)
 }
 
 /// Before ncclCommGrow. The ranks that were there know their parent, and only the one that made the id knows it; those that join know
@@ -296,10 +327,11 @@ pub fn grow(
         return init(recorder, site, &[id], size, rank, output);
     }
     // They keep their numbers.
-    let rank = recorder.comms.find(parent as usize).map_or(-1, |parent| recorder.comm_rank(parent));
-    let new = NewComm { size: size as u32, rank, ..child(recorder, site, parent, b"grow", size) };
+    let parent = known(recorder, site, parent);
+    let rank = parent.map_or(-1, |parent| recorder.comm_rank(parent));
+    let new = NewComm { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
     let alias = if id.is_empty() { 0 } else { hash(&[id]) };
-    create_known_as(recorder, site, Op::CommInit, (&new, alias), output)
+    create(recorder, site, Op::CommInit, (&new, Kin { parent, alias }), output)
 }
 
 /// A call that makes the communicators of several devices of this process.
@@ -454,7 +486,7 @@ impl After for Polled {
         if state == SUCCESS && recorder.comm_state(comm) == CommunicatorState::Initializing {
             ready(recorder, self.site, comm, self.comm);
         }
-        group::settle_waiting(recorder, comm, state);
+        group::settle_waiting(recorder, self.site, comm, state);
     }
 }
 

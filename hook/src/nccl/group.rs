@@ -147,12 +147,11 @@ pub fn group_simulated(recorder: &'static Recorder, site: Site) -> Ended {
 }
 
 /// A nonblocking call of a communicator is through: its operations get their end events, its init its end.
-pub fn settle_waiting(recorder: &'static Recorder, comm: usize, result: c_int) {
+pub fn settle_waiting(recorder: &'static Recorder, site: Site, comm: usize, result: c_int) {
     let now = sys::now_ns();
     for slot in chain(recorder, recorder.take_waiting(comm), next) {
         if is_host_call(recorder, slot) {
-            let status = if result == SUCCESS { OpStatus::Completed } else { OpStatus::Failed };
-            recorder.close(slot, status, result as u32, now);
+            communicator::host_call_settled(recorder, site, (slot, comm), result, now);
         } else if result == SUCCESS {
             bracket::finish(recorder, slot);
         } else {

@@ -13,7 +13,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
-use xpu_timer_proto::v1::{CommunicatorState, FlightRecord, Op, OpKind, OpStatus, Operation};
+use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, OpKind, OpStatus, Operation};
 use xpu_timer_tests::{
     Ears, FakeCollector, Output, PATIENCE, Process, RECONNECT, artifacts, compile_c, python, tree, wait_until,
 };
@@ -674,6 +674,27 @@ fn nonblocking_communicators_become_ready_when_the_host_sees_it() {
         let reduce = record.operations.iter().rfind(|operation| operation.op() == Op::AllReduce).unwrap();
         assert_eq!(reduce.status(), OpStatus::Completed, "{reduce:?}");
         assert!(reduce.completed_ns > 0, "its end event was recorded: {reduce:?}");
+    }
+}
+
+#[test]
+fn a_child_that_has_no_handle_yet_is_known_when_its_parent_is_ready() {
+    let records = check("nonblocking_children", 2, &[]);
+    let children = |rank: usize| {
+        let [world, children @ ..] = &records[rank].communicators[..] else { panic!("no world") };
+        assert!(children.iter().all(|child| child.parent == world.id && child.state() == CommunicatorState::Ready));
+        let of =
+            |child: &Communicator| (child.id, child.size, child.rank as usize == rank, child.launched, child.completed);
+        children.iter().map(of).collect::<Vec<_>>()
+    };
+    assert_eq!(children(0), children(1));
+    assert_eq!(
+        children(0).iter().map(|child| (child.1, child.2, child.3, child.4)).collect::<Vec<_>>(),
+        [(2, true, 1, 1); 2]
+    );
+    for record in &records {
+        let calls: Vec<_> = record.operations.iter().filter(|call| call.op() == Op::CommSplit).collect();
+        assert_eq!(calls.iter().map(|call| call.status()).collect::<Vec<_>>(), [OpStatus::Completed; 2], "{calls:?}");
     }
 }
 

@@ -211,6 +211,7 @@ fn fault_slow_is_the_kernels_of_one_rank_and_a_bad_fault_is_named_once() {
 #[test]
 fn nonblocking_communicators_are_in_progress_until_all_are_in() {
     several("nonblocking", 2);
+    several("nonblocking_children", 2);
 }
 
 #[test]

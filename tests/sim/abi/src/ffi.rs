@@ -15,6 +15,8 @@ pub struct NullPointer;
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy)]
 pub struct Out<T>(*mut T);
+// SAFETY: the caller's place for a value; some functions write it from a thread of their own, when what they began is done.
+unsafe impl<T: Send> Send for Out<T> {}
 
 impl<T> Out<T> {
     /// Returns `value` to the caller.

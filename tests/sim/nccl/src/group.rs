@@ -15,6 +15,8 @@ use crate::{communicator::Communicator, task::Task};
 /// Something that meets other ranks on the host, and yields a communicator.
 pub(crate) struct Job {
     pub(crate) communicator: Arc<Communicator>,
+    /// The one that it is made of, which is in progress meanwhile.
+    pub(crate) parent: Option<Arc<Communicator>>,
     /// Where the caller wants its handle.
     pub(crate) handle: Out<CommHandle>,
     pub(crate) run: Box<dyn FnOnce() -> Result<(), NcclError> + Send>,
@@ -123,16 +125,23 @@ pub(crate) fn submit(job: Job) -> Result<(), NcclError> {
 fn run_jobs(jobs: Vec<Job>) -> Result<(), NcclError> {
     let mut result = Ok(());
     let mut waiting = Vec::new();
-    for Job { communicator, handle, run } in jobs {
+    for Job { communicator, parent, handle, run } in jobs {
         let (blocking, worker) = (communicator.blocking, Arc::clone(&communicator));
         if !blocking {
-            // The caller asks the communicator how far it is, so it needs it at once.
-            let _ = handle.set(communicator.handle());
+            // The caller asks the parent how far it is, and gets the child when that is there. Without a parent it asks the
+            // communicator itself, and needs it at once.
+            let _ = handle.set(if parent.is_some() { 0 } else { communicator.handle() });
+            parent.iter().for_each(|parent| parent.set_result(Err(NcclError::IN_PROGRESS)));
         }
         let spawned = thread::Builder::new().name("sim-nccl-init".into()).spawn(move || {
             let result = run();
-            if !blocking {
-                worker.set_result(result);
+            match parent {
+                _ if blocking => {}
+                Some(parent) => {
+                    let _ = finish(worker, handle, result);
+                    parent.set_result(result);
+                }
+                None => worker.set_result(result),
             }
             result
         });

@@ -53,7 +53,7 @@ pub(crate) fn init_rank(
     let skipped = fault::faults(false).value(Kind::InitSkip).is_some();
     let connecting = Arc::clone(&communicator);
     let run = move || if skipped { Ok(()) } else { connecting.connect(&name, rank, ranks) };
-    group::submit(Job { communicator, handle, run: Box::new(run) })
+    group::submit(Job { communicator, parent: None, handle, run: Box::new(run) })
 }
 
 /// ncclCommSplit: a meeting of all ranks of the parent, then one of the ranks of each colour.
@@ -70,7 +70,7 @@ pub(crate) fn split(
     }
     let communicator = create(blocking(config, parent.blocking)?)?;
     let count = parent.children.fetch_add(1, Ordering::Relaxed) + 1;
-    let child = Arc::clone(&communicator);
+    let (child, meeting) = (Arc::clone(&communicator), Arc::clone(&parent));
     let run = move || {
         let Some(arena) = parent.arena() else { return Err(aborted(parent.wait_for_abort())) };
         let (own_color, own_key) = (color as u32 as u64, key as u32 as u64);
@@ -84,7 +84,7 @@ pub(crate) fn split(
         let rank = members.iter().position(|rank| *rank == arena.rank).ok_or(NcclError::INTERNAL)?;
         child.connect(&child_name(&parent, count, own_color), rank, members.len())
     };
-    group::submit(Job { communicator, handle, run: Box::new(run) })
+    group::submit(Job { communicator, parent: Some(meeting), handle, run: Box::new(run) })
 }
 
 /// ncclCommShrink: the ranks that stay meet without the excluded ones, which do not call this.
@@ -111,11 +111,12 @@ pub(crate) fn shrink(
     let members: Vec<_> = (0..ranks).filter(stays).collect();
     let count = parent.children.fetch_add(1, Ordering::Relaxed) + 1;
     let child = Arc::clone(&communicator);
+    let name = child_name(&parent, count, u64::MAX);
     let run = move || {
         let rank = members.iter().position(|member| *member == rank).ok_or(NcclError::INTERNAL)?;
-        child.connect(&child_name(&parent, count, u64::MAX), rank, members.len())
+        child.connect(&name, rank, members.len())
     };
-    group::submit(Job { communicator, handle, run: Box::new(run) })
+    group::submit(Job { communicator, parent: Some(parent), handle, run: Box::new(run) })
 }
 
 /// ncclCommGetUniqueId: what the next ncclCommGrow of this communicator is known by. All its ranks work it out for themselves.

@@ -684,6 +684,34 @@ def nonblocking():
     comm.destroy()
 
 
+def nonblocking_children():
+    """A child is there when its parent says so, and until then there is no handle."""
+    comm = cuda.Communicator.create("world", blocking=False)
+    late = os.environ["XPU_EXAMPLE_RENDEZVOUS"] + "/split"
+    for grouped in (False, True):
+        if RANK == 1:
+            until(lambda: os.path.exists(f"{late}{grouped}"), "rank 0 is in the split")
+        child = cuda.Communicator(c_void_p(), RANK, SIZE)
+        if grouped:
+            nccl("ncclGroupStart")
+        code = cuda.nccl.ncclCommSplit(comm.handle, 0, RANK, byref(child.handle), None)
+        if grouped:
+            assert code == 0
+            code = cuda.nccl.ncclGroupEnd()
+        assert code == cuda.IN_PROGRESS, code
+        if RANK == 0:
+            assert not child.handle.value and comm.async_error() == cuda.IN_PROGRESS
+            open(f"{late}{grouped}", "w").close()
+        comm.wait_ready()
+        assert child.handle.value and child._integer("ncclCommCount") == SIZE
+        stream, buffer = cuda.Stream(), cuda.Buffer(4).fill(RANK)
+        code = cuda.nccl.ncclAllReduce(buffer.pointer, buffer.pointer, 4, 7, 0, child.handle, stream.handle)
+        assert code == cuda.IN_PROGRESS, code
+        child.wait_ready()
+        stream.synchronize()
+        assert buffer.to_list() == [1.0] * 4
+
+
 def abort():
     """An abort ends pending kernels, and what comes after them in the stream goes on."""
     comm, stream = world()
