@@ -56,7 +56,13 @@ impl HookReport {
         let mut parts = Vec::new();
         parts.extend(self.launch_ns.map(|ns| format!("{ns:.0} ns a launch")));
         parts.extend(self.collective_ns.map(|ns| format!("{ns:.0} ns a collective")));
-        if parts.is_empty() {
+        if self.long_samples > self.samples {
+            parts.push(format!(
+                "more than 20 us in {} of {} calls",
+                self.long_samples,
+                self.long_samples + self.samples
+            ));
+        } else if parts.is_empty() {
             parts.push("its cost was not measured, there were too few calls".to_owned());
         }
         let lost =
@@ -77,6 +83,8 @@ mod tests {
         assert_eq!(HookReport::default().line(), None);
         let quiet = HookReport { ranks: 4, ..Default::default() };
         assert_eq!(quiet.line().unwrap(), "its cost was not measured, there were too few calls, nothing dropped");
+        let slow = HookReport { long_samples: 7, ..quiet.clone() };
+        assert_eq!(slow.line().unwrap(), "more than 20 us in 7 of 7 calls, nothing dropped");
         let report = HookReport { launch_ns: Some(18.4), collective_ns: Some(120.0), dropped: 3, panics: 1, ..quiet };
         assert_eq!(report.line().unwrap(), "18 ns a launch, 120 ns a collective, 3 operations dropped, 1 panics");
     }
