@@ -443,6 +443,8 @@ the linker does not tell of libraries that are loaded later. Each function is ca
 
 - A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches
   (`coverage::traps::a_library_in_another_namespace_of_the_linker_is_not_seen`).
+- Of a graph that is put together in other ways than by capturing it whole and by `cuGraphAddChildGraphNode`, some collectives are not counted: what it
+  held before a capture into it (`cuStreamBeginCaptureToGraph`), a graph that came into it by `cuGraphAddNode`, the bodies of conditional nodes.
 - Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves. Where such a
   function begins with `endbr64`, a uprobe may be put on it afterwards. On others it breaks the function, because the kernel runs the
   instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
