@@ -209,6 +209,14 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !locked(finding)) {
         findings.retain(|(_, _, finding)| finding.culprits.is_empty() || !locked(finding));
     }
+    // Who waits for members of a window, even by asking all the time, is not to blame while one of them is elsewhere.
+    let accused: BTreeSet<usize> =
+        findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
+    let in_window = |view: &usize| accused.iter().any(|other| case.waits_in_window(*view, *other));
+    findings.retain(|(rule, _, finding)| {
+        let elsewhere = matches!(cause(*rule), Cause::MissingRank | Cause::LongStep);
+        !elsewhere || finding.culprits.is_empty() || !finding.culprits.iter().all(in_window)
+    });
     // Who looks again and again for something that has not come may wait for what another one should have done.
     let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);
     let polls = |finding: &Finding| finding.culprits.iter().all(waits);

@@ -2,7 +2,7 @@
 
 use xpu_timer_proto::{
     server::{AwaitedKind, Holder},
-    v1::{Evidence, Operation, Presence},
+    v1::{Evidence, Op, OpKind, Operation, Presence},
 };
 
 use super::Number;
@@ -227,7 +227,7 @@ impl<'a> Case<'a> {
             }
             Event::PointToPoint { comm, view, peer, recv } => {
                 let id = self.comms[comm].id;
-                let op = if recv { xpu_timer_proto::v1::Op::Recv } else { xpu_timer_proto::v1::Op::Send };
+                let op = if recv { Op::Recv } else { Op::Send };
                 self.view(view)
                     .pending()
                     .find(|operation| operation.communicator == id && operation.peer == peer && operation.op() == op)
@@ -388,6 +388,18 @@ impl<'a> Case<'a> {
     pub fn polls(&self, view: usize) -> bool {
         let ran = |moved: stacks::Moved| moved.main_ran && !moved.any();
         self.does(view, Activity::Sleep) && self.view(view).host.moved.is_some_and(ran)
+    }
+
+    /// A rank is, by its record, in a call that waits for members of a window of MPI, and another member of it is in no such call.
+    pub fn waits_in_window(&self, view: usize, member: usize) -> bool {
+        let windows = |view: usize| {
+            let named = |operation: &&Operation| {
+                operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0
+            };
+            self.view(view).pending().filter(named).map(|operation| operation.communicator)
+        };
+        let has = |id: u64| self.comms.iter().any(|comm| comm.id == id && comm.member(member).is_some());
+        windows(member).next().is_none() && windows(view).any(has)
     }
 
     /// The main thread of a rank waits for what comes over a socket, or looks for something again and again, so that somebody else may

@@ -7,7 +7,7 @@ use crate::{
 };
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind, Holder},
-    v1::{Op, Presence, TriggerKind},
+    v1::{Op, OpKind, Operation, Presence, TriggerKind},
 };
 
 /// Four ranks of which all but one wait in all_reduce 31.
@@ -746,4 +746,24 @@ fn words_agree_with_the_number_of_ranks() {
     let told =
         "Ranks 2-3 are slow on their device, which goes on, so this is probably not a hang; they stand at train.py:90";
     assert!(job.judge().sentence.starts_with(told), "{}", job.judge().sentence);
+}
+
+#[test]
+fn who_waits_in_a_window_is_not_to_blame_for_one_that_sleeps() {
+    let mut job = Job::with_world(4, 30);
+    job.enter(0x77, 0, Op::AllReduce);
+    job.comm(0x99, &[0, 1, 2, 3]);
+    for (rank, function) in [(1, "MPI_Win_start"), (3, "MPI_Win_test")] {
+        let call = Job::operation(0x99, 1, Op::Unspecified);
+        job.push(rank, Operation { kind: OpKind::HostCall.into(), function: function.into(), ..call });
+    }
+    // Of rank 2, which sleeps, no record tells that it waits. Rank 3 asks often.
+    job.stands(1, Stack::sleep());
+    job.stands(2, Stack::sleep());
+    job.stands(3, Stack::sleep().busy(SECOND));
+    expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
+    // In a window without rank 2 nobody waits for it.
+    job.comm(0x98, &[1]);
+    job.flight(1).operations.last_mut().expect("it was pushed").communicator = 0x98;
+    expect(&job.judge(), Cause::MissingRank, &[1, 2], Confidence::Medium);
 }
