@@ -212,10 +212,10 @@ fn conclude(case: &Case<'_>) -> Outcome {
     // Who waits for members of a window, even by asking all the time, is not to blame while one of them is elsewhere.
     let accused: BTreeSet<usize> =
         findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
-    let in_window = |view: &usize| accused.iter().any(|other| case.waits_in_window(*view, *other));
+    let in_window = case.wait_in_windows(&accused);
     findings.retain(|(rule, _, finding)| {
         let elsewhere = matches!(cause(*rule), Cause::MissingRank | Cause::LongStep);
-        !elsewhere || finding.culprits.is_empty() || !finding.culprits.iter().all(in_window)
+        !elsewhere || finding.culprits.is_empty() || !finding.culprits.iter().all(|view| in_window.contains(view))
     });
     // Who looks again and again for something that has not come may wait for what another one should have done.
     let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);

@@ -1,5 +1,7 @@
 //! What a rule is shown: the ranks, the communicators and the graph, and the words that rules have in common.
 
+use std::collections::BTreeSet;
+
 use xpu_timer_proto::{
     server::{AwaitedKind, Holder},
     v1::{Evidence, Op, OpKind, Operation, Presence},
@@ -390,16 +392,18 @@ impl<'a> Case<'a> {
         self.does(view, Activity::Sleep) && self.view(view).host.moved.is_some_and(ran)
     }
 
-    /// A rank is, by its record, in a call that waits for members of a window of MPI, and another member of it is in no such call.
-    pub fn waits_in_window(&self, view: usize, member: usize) -> bool {
-        let windows = |view: usize| {
-            let named = |operation: &&Operation| {
-                operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0
-            };
-            self.view(view).pending().filter(named).map(|operation| operation.communicator)
+    /// Those of some ranks that wait in a call for members of a window of MPI, by their records, while another of these ranks is a
+    /// member of it and in no such call.
+    pub fn wait_in_windows(&self, views: &BTreeSet<usize>) -> BTreeSet<usize> {
+        let named = |operation: &&Operation| {
+            operation.kind() == OpKind::HostCall && operation.op() == Op::Unspecified && operation.communicator != 0
         };
-        let has = |id: u64| self.comms.iter().any(|comm| comm.id == id && comm.member(member).is_some());
-        windows(member).next().is_none() && windows(view).any(has)
+        let index = |id: u64| self.comms.binary_search_by_key(&id, |comm| comm.id).ok();
+        let windows = |view: usize| self.view(view).pending().filter(named).filter_map(|call| index(call.communicator));
+        let is_elsewhere = |view: usize| views.contains(&view) && windows(view).next().is_none();
+        let mut incomplete: BTreeSet<usize> = views.iter().flat_map(|view| windows(*view)).collect();
+        incomplete.retain(|window| self.comms[*window].members.iter().any(|member| is_elsewhere(member.view)));
+        views.iter().copied().filter(|view| windows(*view).any(|window| incomplete.contains(&window))).collect()
     }
 
     /// The main thread of a rank waits for what comes over a socket, or looks for something again and again, so that somebody else may
