@@ -327,11 +327,14 @@ mod tests {
 
     #[test]
     fn added_time_is_hooked_less_bare() {
-        let rows: String = (0..10).map(|number| format!("2.0 {}.0\n", 3 + number)).collect();
-        let calls = Calls::parse(&format!("total 1600 12\n{rows}")).unwrap();
-        assert_eq!((calls.hooked, calls.rounds, calls.added()), (1600, 12, (6.0, 10.0)));
-        assert!(Calls::parse("total 1600 12\n2.0\n").is_none());
-        assert!(Calls::parse("2.0 3.0\n").is_none());
+        let rows: String = (0..10).map(|number| format!("2.0 {}.0 full\n2.0 30.0 shared\n", 3 + number)).collect();
+        let calls = Calls::parse(&format!("total 1600 22\n{rows}")).unwrap();
+        assert_eq!((calls.hooked, calls.rounds, calls.added()), (1600, 22, (6.0, 10.0)));
+        assert_eq!(calls.share(), "10 of 22; 10 on a shared core: 28 ns");
+        for row in ["2.0", "2.0 3.0", "2.0 3.0 other"] {
+            assert!(Calls::parse(&format!("total 1600 12\n{row}\n")).is_none(), "{row}");
+        }
+        assert!(Calls::parse("2.0 3.0 full\n").is_none());
     }
 
     #[test]
