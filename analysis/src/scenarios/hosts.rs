@@ -749,6 +749,19 @@ fn words_agree_with_the_number_of_ranks() {
 }
 
 #[test]
+fn who_sleeps_between_looks_is_not_busy_when_it_is_seen_looking() {
+    // The first sample found it at another line of the same function, asking whether a file is there.
+    let looks = Stack::sleep().was_at("evaluate", "/job/train.py:98").with(|stack| stack.switches += 100);
+    let verdict = behind(2, looks.clone()).judge();
+    expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
+    // In another function, or with a processor of its own, it goes on.
+    let elsewhere = Stack::sleep().was_at("load", "/job/train.py:98");
+    expect(&behind(2, elsewhere).judge(), Cause::LongStep, &[2], Confidence::Medium);
+    let computes = looks.busy(SECOND);
+    expect(&behind(2, computes).judge(), Cause::LongStep, &[2], Confidence::Medium);
+}
+
+#[test]
 fn who_waits_in_a_window_is_not_to_blame_for_one_that_sleeps() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);

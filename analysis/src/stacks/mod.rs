@@ -167,7 +167,12 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(doing.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Moved| in_one_call && !moved.main_ran && !state.starts_with('R');
-    let moved = moved.map(|moved| Moved { io: moved.io && !stood(moved), ..moved });
+    // Who sleeps between looks at something may be caught looking, in the same function: that is no progress.
+    let sleeps = |doing: &Doing| doing.activity == Activity::Sleep;
+    let looks = idle
+        && before.is_some_and(|before| in_same_function(before, main) && (sleeps(&doing) || sleeps(&does(before))));
+    let moved =
+        moved.map(|moved| Moved { io: moved.io && !stood(moved), own_frame: moved.own_frame && !looks, ..moved });
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
@@ -222,23 +227,31 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
         (0, _) | (_, 0) => 0,
         (before, after) => after.saturating_sub(before),
     };
-    let own = |threads: Telling<'_>| {
-        threads
-            .1
-            .and_then(|thread| own_frame(&thread.frames))
-            .map(|frame| (frame.func_name.clone(), frame.file_name.clone()))
-    };
     Some(Moved {
         cpu_share: last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64 / between_ns as f64,
         io_bytes,
         io: io_bytes as f64 / seconds >= MOVING_BYTES_PER_SECOND,
         // Frames that could not be read in one of the samples are no proof of a move.
-        own_frame: matches!((own(before), own(after)), (Some(before), Some(after)) if before != after),
+        own_frame: own_frames(before, after).is_some_and(|(before, after)| before != after),
         main_ran: before
             .0
             .zip(after.0)
             .is_some_and(|(before, after)| before.context_switches != after.context_switches),
     })
+}
+
+/// Function and `path:line` of the user's own innermost Python frames in two samples.
+fn own_frames<'a>(before: Telling<'a>, after: Telling<'a>) -> Option<((&'a str, &'a str), (&'a str, &'a str))> {
+    let own = |(_, python): Telling<'a>| {
+        own_frame(&python?.frames).map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()))
+    };
+    own(before).zip(own(after))
+}
+
+/// Whether those are of one function, at whatever lines.
+fn in_same_function(before: Telling<'_>, after: Telling<'_>) -> bool {
+    let file = |place: &str| place.rsplit_once(':').map_or(place, |(file, _)| file).to_owned();
+    own_frames(before, after).is_some_and(|(before, after)| before.0 == after.0 && file(before.1) == file(after.1))
 }
 
 fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {
