@@ -8,7 +8,7 @@ mod training;
 mod words;
 
 use xpu_timer_proto::server::{
-    Awaited, AwaitedKind, ProcessSample, PstackFrame, PstackStacktrace, PySpyStacktrace, Stacktrace,
+    Awaited, AwaitedKind, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
 };
 
 use classify::{classify_without, receives};
@@ -232,7 +232,9 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
         io_bytes,
         io: io_bytes as f64 / seconds >= MOVING_BYTES_PER_SECOND,
         // Frames that could not be read in one of the samples are no proof of a move.
-        own_frame: own_frames(before, after).is_some_and(|(before, after)| before != after),
+        own_frame: own_frames(before, after).is_some_and(|[before, after]| {
+            (&before.func_name, &before.file_name) != (&after.func_name, &after.file_name)
+        }),
         main_ran: before
             .0
             .zip(after.0)
@@ -240,18 +242,19 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
     })
 }
 
-/// Function and `path:line` of the user's own innermost Python frames in two samples.
-fn own_frames<'a>(before: Telling<'a>, after: Telling<'a>) -> Option<((&'a str, &'a str), (&'a str, &'a str))> {
-    let own = |(_, python): Telling<'a>| {
-        own_frame(&python?.frames).map(|frame| (frame.func_name.as_str(), frame.file_name.as_str()))
-    };
-    own(before).zip(own(after))
+/// The user's own innermost Python frames in two samples.
+fn own_frames<'a>(before: Telling<'a>, after: Telling<'a>) -> Option<[&'a PySpyFrame; 2]> {
+    let own = |(_, python): Telling<'a>| own_frame(&python?.frames);
+    Some([own(before)?, own(after)?])
 }
 
 /// Whether those are of one function, at whatever lines.
 fn in_same_function(before: Telling<'_>, after: Telling<'_>) -> bool {
-    let file = |place: &str| place.rsplit_once(':').map_or(place, |(file, _)| file).to_owned();
-    own_frames(before, after).is_some_and(|(before, after)| before.0 == after.0 && file(before.1) == file(after.1))
+    let function = |frame: &PySpyFrame| {
+        let file = frame.file_name.rsplit_once(':').map_or(frame.file_name.as_str(), |(file, _)| file);
+        (frame.func_name.clone(), file.to_owned())
+    };
+    own_frames(before, after).is_some_and(|[before, after]| function(before) == function(after))
 }
 
 fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {
