@@ -2,6 +2,7 @@
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use xpu_timer_proto::ring::lane::LONG_NS;
 
 use crate::world::World;
 
@@ -57,11 +58,8 @@ impl HookReport {
         parts.extend(self.launch_ns.map(|ns| format!("{ns:.0} ns a launch")));
         parts.extend(self.collective_ns.map(|ns| format!("{ns:.0} ns a collective")));
         if self.long_samples > self.samples {
-            parts.push(format!(
-                "more than 20 us in {} of {} calls",
-                self.long_samples,
-                self.long_samples + self.samples
-            ));
+            let (long, all) = (self.long_samples, self.long_samples + self.samples);
+            parts.push(format!("more than {} us in {long} of {all} calls", LONG_NS / 1000));
         } else if parts.is_empty() {
             parts.push("its cost was not measured, there were too few calls".to_owned());
         }

@@ -25,9 +25,13 @@ pub(super) fn is_library(path: &str) -> bool {
     path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
 }
 
+/// The file of a frame, whose place is `path:line`.
+pub(super) fn file(frame: &PySpyFrame) -> Option<&str> {
+    frame.file_name.rsplit_once(':').map(|(file, _)| file)
+}
+
 /// The innermost frame of the user's own that is in another file than `own`, which it called.
 fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
-    let file = |frame: &PySpyFrame| frame.file_name.rsplit_once(':').map(|(file, _)| file.to_owned());
     let mut frames = frames.iter().filter(|frame| !is_library(&frame.file_name));
     let other = frames.find(|frame| file(frame).is_some() && file(frame) != file(own))?;
     Some(format!("{} in {}", other.file_name, other.func_name))

@@ -13,7 +13,7 @@ use xpu_timer_proto::server::{
 
 use classify::{classify_without, receives};
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
-use location::{locate, own_frame, program};
+use location::{file, locate, own_frame, program};
 pub(crate) use training::training_thread;
 use training::{Telling, telling_threads};
 pub use words::FREEZER_WCHAN;
@@ -161,16 +161,16 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
         (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
         (_, state, _) => state,
     };
-    let same_in_both = before.is_none_or(|before| does(before).activity == doing.activity);
+    let did = before.map(|before| does(before).activity);
+    let same_in_both = did.is_none_or(|did| did == doing.activity);
     let doing = from_stuck_worker(dump, main, &doing).unwrap_or(doing);
     // What other threads read and write is nothing to a main thread that slept, or stood in one call, all the time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(doing.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Moved| in_one_call && !moved.main_ran && !state.starts_with('R');
     // Who sleeps between looks at something may be caught looking, in the same function: that is no progress.
-    let sleeps = |doing: &Doing| doing.activity == Activity::Sleep;
-    let looks = idle
-        && before.is_some_and(|before| in_same_function(before, main) && (sleeps(&doing) || sleeps(&does(before))));
+    let sleeps = doing.activity == Activity::Sleep || did == Some(Activity::Sleep);
+    let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let moved =
         moved.map(|moved| Moved { io: moved.io && !stood(moved), own_frame: moved.own_frame && !looks, ..moved });
     Host {
@@ -250,11 +250,9 @@ fn own_frames<'a>(before: Telling<'a>, after: Telling<'a>) -> Option<[&'a PySpyF
 
 /// Whether those are of one function, at whatever lines.
 fn in_same_function(before: Telling<'_>, after: Telling<'_>) -> bool {
-    let function = |frame: &PySpyFrame| {
-        let file = frame.file_name.rsplit_once(':').map_or(frame.file_name.as_str(), |(file, _)| file);
-        (frame.func_name.clone(), file.to_owned())
-    };
-    own_frames(before, after).is_some_and(|[before, after]| function(before) == function(after))
+    own_frames(before, after).is_some_and(|[before, after]| {
+        before.func_name == after.func_name && file(before).is_some() && file(before) == file(after)
+    })
 }
 
 fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {
