@@ -10,7 +10,7 @@ use std::{
     path::{Path, PathBuf},
     sync::{
         Arc, Mutex,
-        atomic::{AtomicBool, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
     thread::JoinHandle,
     time::Duration,
@@ -39,6 +39,8 @@ pub struct FakeCollector {
     /// Its socket.
     pub path: PathBuf,
     heard: Arc<Mutex<Heard>>,
+    /// Looks at all connections that found nothing to read.
+    quiet: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
@@ -73,12 +75,12 @@ impl FakeCollector {
         bind(listener.as_raw_fd(), &UnixAddr::new(path).expect("a short path")).expect("the path is free");
         listen(&listener, Backlog::new(64).expect("a valid backlog")).expect("a bound socket listens");
         let heard = Arc::new(Mutex::new(Heard::default()));
-        let stop = Arc::new(AtomicBool::new(false));
+        let (quiet, stop) = (Arc::new(AtomicU64::new(0)), Arc::new(AtomicBool::new(false)));
         let thread = {
-            let (heard, stop) = (Arc::clone(&heard), Arc::clone(&stop));
-            std::thread::spawn(move || serve(&listener, ears, &heard, &stop))
+            let (heard, quiet, stop) = (Arc::clone(&heard), Arc::clone(&quiet), Arc::clone(&stop));
+            std::thread::spawn(move || serve(&listener, ears, &heard, &quiet, &stop))
         };
-        FakeCollector { path: path.into(), heard, stop, thread: Some(thread) }
+        FakeCollector { path: path.into(), heard, quiet, stop, thread: Some(thread) }
     }
 
     fn pick<T>(&self, pick: impl Fn(&(i32, Message)) -> Option<T>) -> Vec<T> {
@@ -178,6 +180,16 @@ impl FakeCollector {
         read(file)
     }
 
+    /// Waits until everything that was sent before this call has been heard.
+    ///
+    /// # Panics
+    /// When the hooks never stop sending.
+    pub fn hear_all(&self) {
+        // The look that is under way may have begun before; the one after it has not.
+        let seen = self.quiet.load(Ordering::SeqCst);
+        wait_until(crate::PATIENCE, "nothing is left to hear", || self.quiet.load(Ordering::SeqCst) > seen + 1);
+    }
+
     /// Waits for the first Hello; its process.
     ///
     /// # Panics
@@ -197,7 +209,7 @@ impl Drop for FakeCollector {
     }
 }
 
-fn serve(listener: &OwnedFd, ears: Ears, heard: &Mutex<Heard>, stop: &AtomicBool) {
+fn serve(listener: &OwnedFd, ears: Ears, heard: &Mutex<Heard>, quiet: &AtomicU64, stop: &AtomicBool) {
     let mut connections: Vec<(OwnedFd, i32)> = Vec::new();
     while !stop.load(Ordering::Relaxed) {
         let sockets = std::iter::once(listener.as_fd()).chain(connections.iter().map(|(socket, _)| socket.as_fd()));
@@ -207,6 +219,9 @@ fn serve(listener: &OwnedFd, ears: Ears, heard: &Mutex<Heard>, stop: &AtomicBool
         }
         let _ = poll(&mut waiting, PollTimeout::from(20u16));
         let ready: Vec<bool> = waiting.iter().map(|socket| socket.any().unwrap_or(false)).collect();
+        if !ready.contains(&true) {
+            quiet.fetch_add(1, Ordering::SeqCst);
+        }
         let mut index = 0;
         connections.retain(|(socket, pid)| {
             index += 1;

@@ -12,7 +12,7 @@ use std::{
 use nix::{sys::signal::Signal, unistd::Pid};
 use serde_json::Value;
 
-use crate::{Process, artifacts, http};
+use crate::{Process, artifacts, http, processes_with};
 
 /// Variable in the environment of everything that a job starts; by it the job finds its processes again, the collector too.
 pub const LAUNCHED_BY: &str = "XPU_TIMER_LAUNCHED_BY";
@@ -213,15 +213,7 @@ impl Job {
     /// Processes that carry this job's marker.
     #[must_use]
     pub fn processes(&self) -> Vec<i32> {
-        let marker = format!("{LAUNCHED_BY}={}", self.marker);
-        let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
-        entries
-            .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-            .filter(|pid: &i32| {
-                let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
-                environ.split(|byte| *byte == 0).any(|variable| variable == marker.as_bytes())
-            })
-            .collect()
+        processes_with(LAUNCHED_BY, &self.marker)
     }
 
     /// Ends every process of this job and waits until none is left.

@@ -8,6 +8,7 @@ mod forky;
 mod glibc;
 mod job;
 mod mpi;
+mod needs;
 mod process;
 mod set_up;
 mod tools;
@@ -19,8 +20,9 @@ pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run
 pub use glibc::old_enough;
 pub use job::{Incident, Job, LAUNCHED_BY};
 pub use mpi::PypiMpi;
+pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
-pub use tools::{compile_c, http, python, python_version, skip, tree, wait_until};
+pub use tools::{compile_c, http, processes_with, python, python_version, skip, tree, wait_until};
 pub use torch::PypiTorch;
 
 /// How long a test waits for something that takes well under a second on a quiet machine.

@@ -67,6 +67,20 @@ pub fn python_version(version: &str) -> Option<PathBuf> {
     })
 }
 
+/// Processes that have this variable with this value in their environment, ended ones left out.
+#[must_use]
+pub fn processes_with(name: &str, value: &str) -> Vec<i32> {
+    let variable = format!("{name}={value}");
+    let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
+    entries
+        .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
+        .filter(|pid: &i32| {
+            let environ = fs::read(format!("/proc/{pid}/environ")).unwrap_or_default();
+            environ.split(|byte| *byte == 0).any(|entry| entry == variable.as_bytes())
+        })
+        .collect()
+}
+
 /// Compiles a C source text with gcc into `dir/name`.
 ///
 /// # Panics

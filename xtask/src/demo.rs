@@ -61,7 +61,7 @@ impl Fault {
 }
 
 pub fn run(options: &Options) -> Result<()> {
-    need("python3", "python3")?;
+    need(&["python3"])?;
     Artifacts::beside_this_executable()?.build(false)?;
     let (arguments, sim_fault, causes, culprits) = options.fault.plan();
 

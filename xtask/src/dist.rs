@@ -11,7 +11,7 @@ use crate::shell::{self, cargo, need};
 const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
 
 pub fn run() -> Result<()> {
-    need("objcopy", "binutils")?;
+    need(&["binutils"])?;
     let packages = PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
     let target = tree().join("target");
     shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;

@@ -56,7 +56,7 @@ pub fn run(options: &Options) -> Result<()> {
 
 /// The programs, built; the folder they lie in.
 fn build() -> Result<PathBuf> {
-    need("g++", "g++")?;
+    need(&["g++"])?;
     let mut build = cargo(&["build", "--release", "-p", "xpu_timer_viewer_fuzz", "--bins", "--features", "fuzzer"]);
     shell::run(build.args(["--target", TARGET]).env("RUSTFLAGS", COUNTERS))?;
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| xpu_timer_tests::tree().join("target"), PathBuf::from);

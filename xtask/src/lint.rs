@@ -26,7 +26,7 @@ const LICENCES: [&str; 12] = [
 pub fn run() -> Result<()> {
     shell::run(&mut cargo(&["fmt", "--all", "--check"]))?;
     // Frida's crate makes its bindings with libclang. It has a header of its own for docs.rs, so that checking needs no devkit.
-    need("clang", "clang")?;
+    need(&["clang", "libclang-dev"])?;
     let all_features = ["clippy", "--workspace", "--all-targets", "--all-features", "--", "-D", "warnings"];
     shell::run(cargo(&all_features).env("DOCS_RS", "1"))?;
     // With all features the hook has Frida's engine; without, the one that is shipped.

@@ -20,52 +20,31 @@ pub fn run(command: &mut Command) -> Result<()> {
     Ok(())
 }
 
-/// Makes sure that a program of a Debian package is there: installs the package when we may, else says how.
-pub fn need(program: &str, package: &str) -> Result<()> {
-    need_all(&[(program, package)])
-}
-
-/// The same for several, in one go and one line.
-pub fn need_all(tools: &[(&str, &str)]) -> Result<()> {
-    need_unless(|(program, _)| which(program), tools)
-}
-
-/// The same for a module of the PATH's python3.
-pub fn need_module(module: &str, package: &str) -> Result<()> {
-    let imports = |(module, _): &(&str, &str)| {
-        let import = format!("import {module}");
-        let status = Command::new("python3").args(["-c", &import]).stderr(Stdio::null()).status();
-        status.is_ok_and(|status| status.success())
-    };
-    need_unless(imports, &[(module, package)])
-}
-
-/// Of pairs of what is needed and its package.
-fn need_unless(is_there: impl Fn(&(&str, &str)) -> bool, tools: &[(&str, &str)]) -> Result<()> {
-    let missing = || tools.iter().filter(|tool| !is_there(tool)).copied().unzip::<_, _, Vec<_>, Vec<_>>();
-    let (_, packages) = missing();
-    if packages.is_empty() {
+/// Makes sure that these Debian packages work here, all that the tests use when none is named: installs those that do not when
+/// we may, else says how.
+pub fn need(packages: &[&str]) -> Result<()> {
+    let lacking =
+        |missing: &[(&'static str, anyhow::Error)]| missing.iter().map(|(package, _)| *package).collect::<Vec<_>>();
+    let missing = xpu_timer_tests::missing(packages);
+    if missing.is_empty() {
         return Ok(());
     }
+    let to_install = lacking(&missing);
     let apt = |arguments: &[&str]| Command::new("apt-get").args(arguments).stdout(Stdio::null()).status();
-    if nix::unistd::geteuid().is_root() && which("apt-get") {
-        eprintln!("installing {}", packages.join(" "));
+    if nix::unistd::geteuid().is_root() && apt(&["--version"]).is_ok() {
+        eprintln!("installing {}", to_install.join(" "));
         let _ = apt(&["update", "-qq"]);
-        let _ = apt(&[&["install", "-y", "-qq", "--no-install-recommends"], &packages[..]].concat());
+        let _ = apt(&[&["install", "-y", "-qq", "--no-install-recommends"], &to_install[..]].concat());
     }
-    let (missing, packages) = missing();
+    let missing = xpu_timer_tests::missing(&to_install);
+    let reasons: Vec<String> = missing.iter().map(|(_, error)| format!("{error:#}")).collect();
     ensure!(
         missing.is_empty(),
-        "missing: {}; install with: apt-get install {}",
-        missing.join(", "),
-        packages.join(" ")
+        "missing or incomplete: {}; install with: apt-get install {}",
+        reasons.join("; "),
+        lacking(&missing).join(" ")
     );
     Ok(())
-}
-
-fn which(program: &str) -> bool {
-    std::env::var_os("PATH")
-        .is_some_and(|path| std::env::split_paths(&path).any(|folder| folder.join(program).is_file()))
 }
 
 /// The command as one would type it.

@@ -5,7 +5,7 @@ use std::{env, fs};
 use anyhow::{Result, bail};
 use xpu_timer_tests::{Artifacts, PypiTorch};
 
-use crate::shell::{self, cargo, need_all, need_module};
+use crate::shell::{self, cargo};
 use crate::{fuzz, suite};
 
 /// Options of `test`.
@@ -19,36 +19,9 @@ pub struct Options {
     torch: bool,
 }
 
-/// Programs and modules that the tests run, and the Debian packages that have them.
-const TOOLS: [(&str, &str); 21] = [
-    ("gcc", "gcc"),
-    ("gfortran", "gfortran"),
-    ("g++", "g++"),
-    ("clang", "clang"),
-    ("objcopy", "binutils"),
-    ("xz", "xz-utils"),
-    ("script", "bsdutils"),
-    ("unshare", "util-linux"),
-    ("ip", "iproute2"),
-    ("openssl", "openssl"),
-    ("python3", "python3"),
-    ("gdb", "gdb"),
-    ("dwz", "dwz"),
-    ("/usr/bin/mpirun.openmpi", "openmpi-bin"),
-    ("/usr/bin/mpicc.openmpi", "libopenmpi-dev"),
-    ("/usr/bin/mpirun.mpich", "mpich"),
-    ("/usr/bin/mpicc.mpich", "libmpich-dev"),
-    ("/usr/lib/python3/dist-packages/mpi4py/__init__.py", "python3-mpi4py"),
-    ("/usr/lib/python3/dist-packages/torch/__init__.py", "python3-torch"),
-    ("/usr/lib/x86_64-linux-gnu/libjemalloc.so.2", "libjemalloc2"),
-    ("/usr/lib/x86_64-linux-gnu/libtcmalloc_minimal.so.4", "libtcmalloc-minimal4"),
-];
-
-/// Installs or names what is missing of [`TOOLS`].
+/// Installs, or names, what the tests use and this machine lacks.
 pub fn need_tools() -> Result<()> {
-    need_all(&TOOLS)?;
-    // Debian has the part of venv that installs pip in a package of its own.
-    need_module("ensurepip", "python3-venv")
+    shell::need(&[])
 }
 
 pub fn run(options: &Options) -> Result<()> {

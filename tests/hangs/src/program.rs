@@ -8,10 +8,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use xpu_timer_tests::{Job, artifacts, compile_c, python, tree};
-
-/// The Python that Debian's PyTorch and mpi4py are made for.
-const DEBIAN_PYTHON: &str = "/usr/bin/python3";
+use xpu_timer_tests::{DEBIAN_PYTHON, Job, artifacts, compile_c, python, tree};
 
 /// What the ranks of a job run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -1,14 +1,10 @@
 //! The command `xpu_timer_dump`: every option, and what it says and answers when something is wrong.
 
-use std::{
-    fs,
-    path::{Path, PathBuf},
-    process::Command,
-};
+use std::{fs, path::PathBuf, process::Command};
 
 use serde_json::Value;
 use xpu_timer_proto::{Message, server::Stacktrace};
-use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, skip, wait_until};
+use xpu_timer_tests::{Output, PATIENCE, Process, artifacts, compile_c, lacks, skip, wait_until};
 
 /// Two threads with the same stack, and a child.
 const PROGRAM: &str = r#"
@@ -264,8 +260,8 @@ fn on_terminal(arguments: &str, colour: Option<&str>) -> String {
 
 #[test]
 fn colours_are_for_terminals() {
-    if !Path::new("/usr/bin/script").exists() {
-        return skip("script(1) of bsdutils is not installed");
+    if let Some(reason) = lacks("bsdutils") {
+        return skip(&reason);
     }
     let target = Target::start(&[]);
     let arguments = format!("--timeout 60 --pid {}", target.pid());

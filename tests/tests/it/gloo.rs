@@ -5,7 +5,7 @@ use std::{
     ffi::OsString,
     fs,
     net::{Ipv4Addr, TcpListener},
-    path::{Path, PathBuf},
+    path::PathBuf,
     process::Command,
     sync::MutexGuard,
 };
@@ -16,7 +16,9 @@ use xpu_timer_proto::{
     server::Stacktrace,
     v1::{DataType, FlightRecord, Op, OpStatus},
 };
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, forky_with_torch, skip, tree, wait_until};
+use xpu_timer_tests::{
+    DEBIAN_PYTHON, Incident, Job, PATIENCE, Process, artifacts, forky_with_torch, lacks, skip, tree, wait_until,
+};
 
 use crate::torch::pypi;
 
@@ -36,11 +38,11 @@ struct Torch {
 }
 
 fn debian() -> Option<Torch> {
-    if !Path::new("/usr/lib/python3/dist-packages/torch/__init__.py").exists() {
-        skip("python3-torch is missing; cargo xtask test installs it as root");
+    if let Some(reason) = lacks("python3-torch") {
+        skip(&reason);
         return None;
     }
-    Some(Torch { python: "/usr/bin/python3".into(), root: None, library_path: None })
+    Some(Torch { python: DEBIAN_PYTHON.into(), root: None, library_path: None })
 }
 
 fn forky() -> Option<Torch> {

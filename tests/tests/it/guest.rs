@@ -1,10 +1,10 @@
 //! The hook as a guest of programs that do what programs are free to do: whatever it is, they go on as without it, print nothing
 //! more, and what can be recorded is.
 
-use std::{path::Path, process::Command};
+use std::process::Command;
 
 use xpu_timer_proto::v1::FlightRecord;
-use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, skip};
+use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, lacks, skip};
 
 use crate::cost::{hooked_program, idle_device, idle_libraries};
 
@@ -121,10 +121,12 @@ fn beside(library: &str) -> [String; 2] {
 
 #[test]
 fn other_preloaded_allocators_get_along() {
-    for soname in ["libjemalloc.so.2", "libtcmalloc_minimal.so.4"] {
+    for (package, soname) in
+        [("libjemalloc2", "libjemalloc.so.2"), ("libtcmalloc-minimal4", "libtcmalloc_minimal.so.4")]
+    {
         let library = format!("/usr/lib/x86_64-linux-gnu/{soname}");
-        if !Path::new(&library).exists() {
-            return skip(&format!("{soname} is not installed"));
+        if let Some(reason) = lacks(package) {
+            return skip(&reason);
         }
         for preload in beside(&library) {
             for case in ["fork", "vfork", "cancelled"] {

@@ -10,7 +10,9 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
-use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, artifacts, compile_c, skip};
+use xpu_timer_tests::{
+    Ears, FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, artifacts, compile_c, processes_with, skip,
+};
 
 use crate::collector::Tmpfs;
 
@@ -52,8 +54,29 @@ impl Place {
             .env("XPU_TIMER_SOCKET", self.path("socket"))
             .env("XPU_TIMER_LOGGING_DIR", self.dir.path())
             .env("XPU_TIMER_TIMELINE_PATH", self.path("timeline"))
-            .env("XPU_TIMER_DAEMON_PATH", "/nowhere/xpu_timer_collector");
+            .env("XPU_TIMER_DAEMON_PATH", "/nowhere/xpu_timer_collector")
+            .env(LAUNCHED_BY, self.dir.path());
         command
+    }
+
+    /// Runs `launch` with a script in place of the collector's binary; whether that was started.
+    fn started(&self, launch: &mut Command) -> (Output, bool) {
+        let mark = self.path("started");
+        let _ = fs::remove_file(&mark);
+        let script = self.script(&format!("echo > {}; exit 1", mark.display()));
+        let output = Process::spawn(launch.env("XPU_TIMER_DAEMON_PATH", script)).wait(PATIENCE);
+        // The launcher starts a collector before it becomes the command. So the script still runs, or it has left its mark.
+        let runs = !processes_with(LAUNCHED_BY, &self.dir.path().display().to_string()).is_empty();
+        (output, runs || mark.exists())
+    }
+
+    /// The names in its folder.
+    fn files(&self) -> Vec<String> {
+        let entries = fs::read_dir(self.dir.path()).unwrap();
+        let mut names: Vec<_> =
+            entries.map(|entry| entry.unwrap().file_name().to_string_lossy().into_owned()).collect();
+        names.sort();
+        names
     }
 
     fn run(&self, arguments: &[&str]) -> Output {
@@ -287,7 +310,9 @@ fn a_program_that_cannot_load_the_hook_runs_without_it() {
     std::os::unix::fs::symlink("/lib64/ld-linux-x86-64.so.2", &loader).unwrap();
     let linked = format!("-Wl,--dynamic-linker={}", loader.display());
     let musl = compile_c(place.dir.path(), "musl", SHOWS_PRELOAD, &[&linked]).display().to_string();
-    runs_without_the_hook(&place.run(&[&musl]), &[&musl, "musl"]);
+    let (output, started) = place.started(&mut place.launch(&[&musl]));
+    runs_without_the_hook(&output, &[&musl, "musl"]);
+    assert!(!started, "a collector without ranks");
     runs_without_the_hook(&place.run(&["env", "A=b", &musl]), &[&musl, "musl"]);
     let script = place.script("").with_file_name("script");
     fs::write(&script, format!("#!/usr/bin/env -S A=b {musl}\n")).unwrap();
@@ -298,7 +323,6 @@ fn a_program_that_cannot_load_the_hook_runs_without_it() {
     let hook = artifacts().hook();
     let output = Process::spawn(place.launch(&[&musl]).env("LD_PRELOAD", &hook)).wait(PATIENCE);
     runs_without_the_hook(&output, &[&musl]);
-    assert!(!place.path("xpu_timer_collector.log").exists(), "no collector was started");
 
     // Needs no 32-bit library: it only ends. A kernel may have no 32-bit programs.
     let ends = "void _start(void) { __asm__(\"mov $1, %eax; mov $3, %ebx; int $0x80\"); }";
@@ -330,9 +354,10 @@ fn a_container_runtime_is_told_where_the_launcher_belongs() {
     }
     let path = format!("{}:{}", place.dir.path().display(), std::env::var("PATH").unwrap());
     let run = |arguments: &[&str]| Process::spawn(place.launch(arguments).env("PATH", &path)).wait(PATIENCE);
-    let output = run(&["docker", "run", "--gpus=all", "image", "python", "train.py"]);
+    let mut docker = place.launch(&["docker", "run", "--gpus=all", "image", "python", "train.py"]);
+    let (output, started) = place.started(docker.env("PATH", &path));
     runs_without_the_hook(&output, &["docker run", "in a container", "xpu_timer_launch python"]);
-    assert!(!place.path("xpu_timer_collector.log").exists(), "no collector was started");
+    assert!(!started, "a collector that the ranks in the container cannot reach");
     // Its ranks on this node are served as ever.
     let _collector = place.collector();
     let output = run(&["srun", "-N1", "python", "train.py"]);
@@ -379,9 +404,14 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
 #[test]
 fn switched_off_nothing_is_started_or_changed() {
     let place = Place::new();
-    let output =
-        Process::spawn(place.launch(&["sh", "-c", "echo [$LD_PRELOAD]"]).env("XPU_TIMER_DISABLE", "1")).wait(PATIENCE);
+    let shows = ["sh", "-c", "echo [$LD_PRELOAD]"];
+    let (output, started) = place.started(place.launch(&shows).env("XPU_TIMER_DISABLE", "1"));
     assert_eq!((output.stdout.as_str(), output.stderr.as_str()), ("[]\n", ""));
+    assert!(!started, "a collector");
+    assert_eq!(place.files(), ["collector.sh"], "nothing is written");
+    // Switched on, the same check sees one.
+    let (_, started) = place.started(&mut place.launch(&shows));
+    assert!(started && place.path("xpu_timer_collector.log").exists());
 }
 
 #[test]

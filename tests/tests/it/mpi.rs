@@ -17,16 +17,15 @@ use xpu_timer_proto::{
     server::Stacktrace,
     v1::{FlightRecord, Op, OpStatus, Operation},
 };
-use xpu_timer_tests::{Incident, Job, PATIENCE, Process, artifacts, http, skip, tree, wait_until};
+use xpu_timer_tests::{
+    DEBIAN_PYTHON, Incident, Job, PATIENCE, Process, artifacts, http, lacks, skip, tree, wait_until,
+};
 
 const RANKS: u32 = 4;
 /// Rounds of the C program before its fault.
 const ROUNDS: u64 = 20;
 /// Those of them that have the rarer calls as well.
 const RARER: u64 = 4;
-/// The Python that Debian's mpi4py is made for.
-const DEBIAN_PYTHON: &str = "/usr/bin/python3";
-const MPI4PY: &str = "/usr/lib/python3/dist-packages/mpi4py/__init__.py";
 
 /// An MPI library and its programs.
 #[derive(Clone, Copy)]
@@ -38,9 +37,18 @@ enum Mpi {
 impl Mpi {
     fn compiler(self) -> &'static str {
         match self {
-            Mpi::Open => "/usr/bin/mpicc.openmpi",
-            Mpi::Mpich => "/usr/bin/mpicc.mpich",
+            Mpi::Open => "mpicc.openmpi",
+            Mpi::Mpich => "mpicc.mpich",
         }
+    }
+
+    /// Why it cannot be used here: its launcher and its header files are two packages.
+    fn lacks(self) -> Option<String> {
+        let packages = match self {
+            Mpi::Open => ["openmpi-bin", "libopenmpi-dev"],
+            Mpi::Mpich => ["mpich", "libmpich-dev"],
+        };
+        packages.into_iter().find_map(lacks)
     }
 
     /// The words in front of the program, the launcher of the MPI library being the first one.
@@ -53,24 +61,25 @@ impl Mpi {
 
     fn fortran(self) -> &'static str {
         match self {
-            Mpi::Open => "/usr/bin/mpif90.openmpi",
-            Mpi::Mpich => "/usr/bin/mpif90.mpich",
+            Mpi::Open => "mpif90.openmpi",
+            Mpi::Mpich => "mpif90.mpich",
         }
     }
 
-    /// The C program, compiled once by each library.
+    /// The C program, compiled once by each library; `None`, and a skipped test, where that cannot be used.
     fn program(self) -> Option<&'static Path> {
         static PROGRAMS: [OnceLock<Option<PathBuf>>; 2] = [const { OnceLock::new() }; 2];
-        let program = PROGRAMS[self as usize].get_or_init(|| self.compile(self.compiler(), "ranks.c", &[]));
-        if program.is_none() {
-            skip(&format!("{} is missing; cargo xtask test installs it as root", self.compiler()));
+        if let Some(reason) = self.lacks() {
+            skip(&reason);
+            return None;
         }
-        program.as_deref()
+        PROGRAMS[self as usize].get_or_init(|| self.compile(self.compiler(), "ranks.c", &[])).as_deref()
     }
 
-    /// A program made by one of the library's compilers, if that is there.
+    /// A program made by one of the library's compilers; `None`, and a skipped test, where the library cannot be used.
     fn compile(self, compiler: &str, source: &str, flags: &[&str]) -> Option<PathBuf> {
-        if !Path::new(compiler).exists() {
+        if let Some(reason) = self.lacks() {
+            skip(&reason);
             return None;
         }
         let folder = tree().join("target/tmp");
@@ -313,10 +322,7 @@ fn a_message_between_two_groups_that_never_comes() {
 #[test]
 fn ranks_that_have_sessions_and_no_world() {
     let _alone = alone();
-    let compiler = Mpi::Mpich.compiler();
-    let Some(program) = Mpi::Mpich.compile(compiler, "sessions.c", &[]) else {
-        return skip(&format!("{compiler} is missing; cargo xtask test installs it as root"));
-    };
+    let Some(program) = Mpi::Mpich.compile(Mpi::Mpich.compiler(), "sessions.c", &[]) else { return };
     let job = job();
     let _ranks = start(&job, Mpi::Mpich, &program, &[]);
     let incident = job.wait_incident(1, PATIENCE);
@@ -378,10 +384,7 @@ fn messages_with_their_tags() {
 fn fortran_programs_are_seen_as_c_programs_are() {
     let _alone = alone();
     for (mpi, interface) in [(Mpi::Open, "-UF08"), (Mpi::Open, "-DF08"), (Mpi::Mpich, "-UF08"), (Mpi::Mpich, "-DF08")] {
-        let Some(program) = mpi.compile(mpi.fortran(), "ranks.f90", &["-cpp", interface]) else {
-            skip(&format!("{} is missing; cargo xtask test installs it as root", mpi.fortran()));
-            continue;
-        };
+        let Some(program) = mpi.compile(mpi.fortran(), "ranks.f90", &["-cpp", interface]) else { continue };
         let job = job();
         let ranks = start(&job, mpi, &program, &["allreduce"]);
         let incident = job.wait_incident(1, PATIENCE);
@@ -448,9 +451,8 @@ fn a_job_that_goes_on_gives_no_incident_however_long_a_request_stays() {
 
 /// The Python program with a fault on rank 2; the sentence must name the line that the rank stands on.
 fn expect_in_python(fault: &str, cause: &str, parts: &[&str]) {
-    if !Path::new(MPI4PY).exists() || !Path::new(Mpi::Open.compiler()).exists() {
-        skip("python3-mpi4py is missing; cargo xtask test installs it as root");
-        return;
+    if let Some(reason) = Mpi::Open.lacks().or_else(|| lacks("python3-mpi4py")) {
+        return skip(&reason);
     }
     let script = tree().join("tests/examples/mpi_train.py");
     let source = fs::read_to_string(&script).expect("the example");

@@ -8,7 +8,7 @@ use std::{
     process::Command,
 };
 
-use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, python, skip, tree, wait_until};
+use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, lacks, python, skip, tree, wait_until};
 
 use crate::cluster::network::Network;
 
@@ -82,8 +82,8 @@ fn three_nodes_as_the_readme_says() {
             return skip(&format!("/etc/netns cannot be written, so that no node knows the name head: {error}"));
         }
     };
-    if Command::new("openssl").arg("version").output().is_err() {
-        return skip("the README's certificate is made with openssl");
+    if let Some(reason) = lacks("openssl") {
+        return skip(&reason);
     }
     let commands = commands();
     // The folder that they all see: the certificate and the token, the training program, the interpreter and torchrun.

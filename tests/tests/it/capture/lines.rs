@@ -6,7 +6,7 @@ use std::{
     process::Command,
 };
 
-use xpu_timer_tests::skip;
+use xpu_timer_tests::{lacks, skip};
 
 use super::builds::{C, check, compile, own};
 
@@ -69,9 +69,8 @@ fn functions_inlined_from_other_units() {
 
 #[test]
 fn what_dwz_has_moved_elsewhere() {
-    let present = Command::new("dwz").arg("--version").output().is_ok_and(|output| output.status.success());
-    if !present {
-        return skip("dwz is missing; install it with: apt-get install dwz");
+    if let Some(reason) = lacks("dwz") {
+        return skip(&reason);
     }
     let folder = tempfile::tempdir().expect("a temporary folder");
     // Into other units of the same file.

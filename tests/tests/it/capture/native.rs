@@ -4,7 +4,7 @@ use std::process::Command;
 
 use xpu_timer_capture::Options;
 use xpu_timer_proto::server::CaptureMethod;
-use xpu_timer_tests::{PATIENCE, skip, wait_until};
+use xpu_timer_tests::{PATIENCE, lacks, skip, wait_until};
 
 use super::target::{
     LEVELS, SOON, capture_until, capture_with, describe, has_run, names, optimized, start, stripped, thread,
@@ -169,8 +169,8 @@ fn a_hundred_threads() {
 
 #[test]
 fn gdb_sees_the_same_addresses() {
-    if Command::new("gdb").arg("--version").output().is_err() {
-        return skip("gdb is not installed");
+    if let Some(reason) = lacks("gdb") {
+        return skip(&reason);
     }
     for (program, arguments) in [
         (optimized(), ["futex", ""]),

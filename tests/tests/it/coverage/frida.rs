@@ -51,8 +51,8 @@ fn hook_with_frida() -> PathBuf {
 
 #[test]
 fn the_hook_links_with_a_devkit_and_replaces_code_through_it() {
-    if Command::new("clang").arg("--version").output().is_err() {
-        return xpu_timer_tests::skip("bindings to gum are made with clang");
+    if let Some(reason) = ["clang", "libclang-dev"].into_iter().find_map(xpu_timer_tests::lacks) {
+        return xpu_timer_tests::skip(&reason);
     }
     let hook = hook_with_frida();
     let dir = TempDir::new().unwrap();

@@ -72,14 +72,17 @@ fn sleeps(pid: i32, name: &str) -> u64 {
 
 #[test]
 fn the_watcher_of_a_busy_rank_turns_ten_times_a_second() {
+    const TURNS: u64 = 30;
     let guest = Guest::start("steady");
     let pid = guest.process.pid();
     let (begun, before) = (std::time::Instant::now(), sleeps(pid, "xpu_timer_watch"));
+    let turns = || sleeps(pid, "xpu_timer_watch") - before;
     guest.say("go");
-    std::thread::sleep(std::time::Duration::from_secs(3));
-    let (turns, seconds) = (sleeps(pid, "xpu_timer_watch") - before, begun.elapsed().as_secs_f64());
+    wait_until(PATIENCE, "the watcher turns", || turns() >= TURNS);
+    // A busy machine makes the turns fewer, never more.
+    let (turns, seconds) = (turns(), begun.elapsed().as_secs_f64());
     assert!(turns as f64 <= 10.0 * seconds + 10.0, "{turns} turns in {seconds} s");
-    assert!(turns > 0);
+    guest.say("enough");
     guest.end();
 }
 
@@ -121,7 +124,7 @@ fn a_rank_that_is_still_in_an_exit_handler_has_not_left() {
     guest.say("go");
     guest.wait("late");
     // A goodbye would have been said before.
-    std::thread::sleep(std::time::Duration::from_millis(200));
+    guest.collector.hear_all();
     assert!(guest.collector.goodbyes().is_empty() && guest.collector.ended().is_empty());
     guest.say("leave");
     let (code, _, said) = guest.end();

@@ -36,7 +36,7 @@ pub struct Browser {
 pub fn browser() -> Option<Browser> {
     // A test that failed with the browser in its hands has poisoned nothing.
     let turn = TURN.lock().unwrap_or_else(std::sync::PoisonError::into_inner);
-    let there = || ["chromium", "chromedriver"].iter().all(|name| found(name));
+    let there = || ["chromium", "chromedriver"].iter().all(|name| runs(name));
     if !there() {
         let install = "apt-get update -qq && apt-get install -qq -y --no-install-recommends chromium chromium-driver";
         // Whether that worked is seen by looking again.
@@ -49,9 +49,9 @@ pub fn browser() -> Option<Browser> {
     Some(Browser::start(turn))
 }
 
-fn found(program: &str) -> bool {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).any(|folder| folder.join(program).is_file())
+/// Whether it runs: a package that is half installed has the program and not its libraries.
+fn runs(program: &str) -> bool {
+    Command::new(program).arg("--version").output().is_ok_and(|output| output.status.success())
 }
 
 impl Browser {
