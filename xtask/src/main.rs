@@ -30,6 +30,12 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit status 1 if a promise did not
+    Chaos {
+        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed N`
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// Format, clippy, documentation and licences
     Lint,
     /// Measures, and prints ratios of two things measured in one run
@@ -45,12 +51,18 @@ fn hangs(arguments: &[String]) -> anyhow::Result<()> {
     shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_hangs", "--", "run"]).args(arguments))
 }
 
+fn chaos(arguments: &[String]) -> anyhow::Result<()> {
+    shell::need(&["gcc", "libc6-dev", "python3", "util-linux", "iproute2"])?;
+    shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
+}
+
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::Demo(options) => demo::run(&options),
         Command::Test(options) => test::run(&options),
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Hangs { arguments } => hangs(&arguments),
+        Command::Chaos { arguments } => chaos(&arguments),
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Dist => dist::run(),

@@ -56,7 +56,7 @@ pub fn run(options: &Options) -> Result<()> {
 }
 
 pub fn bless() -> Result<()> {
-    let packages = ["-p", "xpu_timer_proto_codegen", "-p", "xpu_timer_analysis"];
+    let packages = ["-p", "xpu_timer_proto_codegen", "-p", "xpu_timer_analysis", "-p", "xpu_timer_chaos"];
     shell::run(cargo(&["test", "--quiet"]).args(packages).env("BLESS", "1"))?;
     let layouts = ["-p", "xpu_timer_tests", "--test", "it", "layouts_are_those_of_the_headers"];
     shell::run(cargo(&["test", "--quiet"]).args(layouts).env("BLESS", "1"))

@@ -1,0 +1,41 @@
+"""python3 faults --list, or the name of one fault: 0 it held, 1 it did not, 77 it cannot be tried here."""
+
+import json
+import signal
+import sys
+import traceback
+
+import kit
+
+AREAS = ["healthy", "hangs", "kills", "command", "limits", "files", "sockets", "web", "texts", "programs", "captures",
+         "jobs", "spaces", "cluster"]
+
+
+def main():
+    for area in AREAS:
+        __import__(area)
+    if sys.argv[1:] == ["--list"]:
+        keys = ("area", "fault", "promise", "chance")
+        table = [{"name": name, **{key: getattr(fault, key) for key in keys}} for name, fault in kit.FAULTS.items()]
+        print(json.dumps(table))
+        return 0
+    kit.subreaper()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    try:
+        print(kit.FAULTS[sys.argv[1]].function() or "as promised")
+        return 0
+    except kit.Unable as reason:
+        print(reason)
+        return 77
+    except kit.Broken as reason:
+        print(reason)
+    except Exception:
+        traceback.print_exc()
+        print(kit.tail(traceback.format_exc()))
+    finally:
+        kit.end_all()
+    return 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

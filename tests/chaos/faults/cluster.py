@@ -1,0 +1,252 @@
+"""The cluster collector and the network: a node does all that it does without one."""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+from kit import (CHANCE, COLLECTOR, DIR, PORT, TIMELINE, Broken, Proc, Unable, alive, answers, collector, incident, judged, kill9, launched, log_text,
+                 must, promises, registered, silent, status, tail, train, trains, wait_for)
+
+ALONE = "training goes on in silence, and the node judges its own hang"
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+def cluster(port=None):
+    port = port or free_port()
+    folder = DIR / "cluster"
+    folder.mkdir(exist_ok=True)
+    proc = Proc([COLLECTOR, "cluster", "--listen", f"127.0.0.1:{port}"],
+                env={"XPU_TIMER_TIMELINE_PATH": folder, "XPU_TIMER_COLLECTOR": None})
+    wait_for(f"the cluster collector listens: {tail(proc.err())}", lambda: reachable(port) or proc.ended(), 20)
+    must(not proc.ended(), tail(proc.err()))
+    return proc, port
+
+
+def reachable(port):
+    with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+        return True
+    return False
+
+
+def of(port):
+    return {"XPU_TIMER_COLLECTOR": f"http://127.0.0.1:{port}"}
+
+
+def hangs(port, at=15, **options):
+    return train("--fault=loader", "--fault-rank=1", f"--fault-step={at}", env=of(port), **options)
+
+
+def written(seconds=80):
+    found = wait_for("a verdict at the node or the cluster", lambda: [path for root in (TIMELINE, DIR / "cluster") for path in Path(root).rglob("verdict.json")], seconds)
+    import json
+
+    verdict = json.loads(found[0].read_text())
+    must(verdict["culprits"] == [1], f"{verdict['culprits']}: {verdict['sentence']}")
+    return found[0]
+
+
+@promises(ALONE)
+def cluster_missing():
+    """XPU_TIMER_COLLECTOR names a port on which nobody listens."""
+    job = hangs(free_port())
+    written()
+    silent(job, 1)
+
+
+@promises(ALONE)
+def cluster_silent():
+    """What listens at XPU_TIMER_COLLECTOR accepts and says nothing."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = hangs(server.getsockname()[1])
+        written()
+        silent(job, 1)
+
+
+@promises(ALONE)
+def cluster_nonsense():
+    """What listens at XPU_TIMER_COLLECTOR answers with random bytes."""
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def serves():
+        while True:
+            peer, _ = server.accept()
+            with contextlib.suppress(OSError):
+                peer.sendall(os.urandom(20000))
+                peer.close()
+
+    threading.Thread(target=serves, daemon=True).start()
+    job = hangs(server.getsockname()[1])
+    written()
+    silent(job, 1)
+
+
+@promises(ALONE, chance=True)
+def cluster_killed():
+    """kill -9 of the cluster collector at a random moment of a hang."""
+    own, port = cluster()
+    job = hangs(port, 30)
+    registered(2)
+    time.sleep(CHANCE.uniform(0, 5))
+    kill9(own.pid)
+    written()
+    silent(job)
+
+
+@promises(ALONE)
+def cluster_stopped():
+    """SIGSTOP of the cluster collector before a hang."""
+    own, port = cluster()
+    job = hangs(port, 40)
+    registered(2)
+    own.signal(signal.SIGSTOP)
+    written(100)
+    silent(job)
+
+
+@promises("the verdict is at the cluster collector that came back, or at the node")
+def cluster_restarted():
+    """The cluster collector is killed and started again before a hang."""
+    own, port = cluster()
+    job = hangs(port, 60)
+    registered(2)
+    kill9(own.pid)
+    own.wait(10)
+    cluster(port)
+    written()
+    silent(job)
+
+
+@promises("the cluster collector lives, and the hang of its job is judged")
+def cluster_garbage():
+    """Random bytes, half-open connections and handshakes on the port of the cluster collector."""
+    own, port = cluster()
+    kept = []
+    for text in [os.urandom(5000), b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(3000), b"GET /" + b"a" * 200000, bytes.fromhex("16030100c8010000c40303") + os.urandom(189)] * 20:
+        with contextlib.suppress(OSError):
+            peer = socket.create_connection(("127.0.0.1", port), 3)
+            peer.sendall(text)
+            kept.append(peer)
+    job = hangs(port)
+    written()
+    must(alive(own.pid), tail(own.err()))
+    must(status(own.pid, "VmRSS") < 300 << 10, f"it has {status(own.pid, 'VmRSS')} kB")
+    silent(job)
+
+
+@promises("it refuses to listen beyond loopback, and says what is missing")
+def cluster_without_a_token():
+    """The cluster collector is asked to listen on all addresses without TLS and a token."""
+    proc = Proc([COLLECTOR, "cluster", "--listen", f"0.0.0.0:{free_port()}"])
+    must(proc.wait(20) != 0, "it listens")
+    must("token" in proc.err().lower() or "tls" in proc.err().lower() or "cert" in proc.err().lower(), proc.err())
+
+
+@promises("nothing is sent; the node says so and works alone")
+def cluster_beyond_loopback_without_tls():
+    """XPU_TIMER_COLLECTOR names http:// on another host."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_COLLECTOR": "http://192.0.2.1:18890"})
+    written()
+    silent(job, 1)
+
+
+@promises(ALONE)
+def cluster_name_unknown():
+    """XPU_TIMER_COLLECTOR names a host that nobody knows."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_COLLECTOR": "https://no.such.host.invalid:18890"})
+    written()
+    silent(job, 1)
+
+
+def veth():
+    """Words that run a command in a network namespace with a link to another one, and that namespace's words."""
+    here = f"xc{os.getpid()}"
+    made = subprocess.run(["ip", "netns", "add", here], capture_output=True)
+    if made.returncode != 0:
+        raise Unable("network namespaces cannot be made here")
+    return here
+
+
+@promises("both the node and the cluster collector go on; the hang is judged at the node or at both")
+def cluster_partition():
+    """The network between node and cluster collector is cut at the moment of the hang, by a relay that drops everything."""
+    own, port = cluster()
+    server = socket.create_server(("127.0.0.1", 0))
+    cut = threading.Event()
+
+    def relays():
+        while True:
+            near, _ = server.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=pumps, args=(one, other), daemon=True).start()
+
+    def pumps(one, other):
+        with contextlib.suppress(OSError):
+            while part := one.recv(65536):
+                if cut.is_set():
+                    time.sleep(1000)
+                other.sendall(part)
+
+    threading.Thread(target=relays, daemon=True).start()
+    job = hangs(server.getsockname()[1], 60)
+    registered(2)
+    trains(job, 2)
+    cut.set()
+    written(100)
+    must(alive(own.pid), tail(own.err()))
+    silent(job)
+
+
+@promises("the hang is judged over a link that loses and delays")
+def cluster_over_a_bad_link():
+    """Every packet between node and cluster collector comes late, in pieces of a few bytes."""
+    own, port = cluster()
+    server = socket.create_server(("127.0.0.1", 0))
+
+    def pumps(one, other):
+        with contextlib.suppress(OSError):
+            while part := one.recv(200):
+                time.sleep(0.002)
+                other.sendall(part)
+
+    def relays():
+        while True:
+            near, _ = server.accept()
+            far = socket.create_connection(("127.0.0.1", port))
+            for one, other in ((near, far), (far, near)):
+                threading.Thread(target=pumps, args=(one, other), daemon=True).start()
+
+    threading.Thread(target=relays, daemon=True).start()
+    job = hangs(server.getsockname()[1])
+    written(100)
+    silent(job)
+
+
+@promises("the verdict is written, and the collector ends as ever")
+def webhook_dead():
+    """XPU_TIMER_WEBHOOK names a port that accepts and never answers, and then one that nobody has."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
+                    env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:{server.getsockname()[1]}/hook"})
+        judged([1])
+        silent(job)
+
+
+@promises("the log names neither the token nor the password of a webhook")
+def webhook_secret():
+    """XPU_TIMER_WEBHOOK holds a secret and cannot be reached."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_WEBHOOK": f"http://user:s3cr3tpass@127.0.0.1:{free_port()}/T0KEN-s3cr3t"})
+    judged([1])
+    time.sleep(3)
+    must("s3cr3t" not in log_text(), "the log has the secret")
+    silent(job)

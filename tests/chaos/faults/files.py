@@ -1,0 +1,224 @@
+"""Folders and files that are missing, full, linked, foreign or read-only: no incident is lost, no data is shown, nothing waits."""
+
+import functools
+import os
+import shutil
+import stat
+import subprocess
+import time
+from pathlib import Path
+
+from kit import (DIR, LOGS, PORT, SYSTEM_PYTHON, TIMELINE, TREE, Broken, Proc, Unable, add, alive, answers, as_user, collector, ends_well, http_get,
+                 in_shell, incident, judged, launched, log_text, must, owner_status, promises, rank_pids, registered, root_needed,
+                 silent, tail, train, trains, unshared, wait_for, works_still)
+
+FALLBACK = "training goes on, one line at most says which folder is used instead, and the verdict is written there"
+
+
+def verdicts(*roots):
+    return [path for root in roots for path in Path(root).rglob("verdict.txt")]
+
+
+def elsewhere(script, *namespaces):
+    """The folder of the incidents cannot be used: the verdict is written in another one."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", wrap=in_shell(script, *namespaces))
+    root = f"/proc/{job.pid}/root" if namespaces else ""
+    temporary = os.environ["TMPDIR"]
+    wait_for("a verdict", lambda: verdicts(f"{root}{temporary}", f"{root}{TIMELINE}", f"{root}{DIR}/x"), 60)
+    silent(job, 2)
+    return job.err().strip()[-140:] or "silent"
+
+
+FOLDERS = {
+    "missing": ("is missing and can be made", f"export XPU_TIMER_TIMELINE_PATH={DIR}/x/y/z", ()),
+    "file": ("is a file", f"rmdir {TIMELINE}; : > {TIMELINE}", ()),
+    "dangling": ("is a link to nowhere", f"rmdir {TIMELINE}; ln -s /nowhere/at/all {TIMELINE}", ()),
+    "loop": ("is a link to itself", f"rmdir {TIMELINE}; ln -s {TIMELINE} {TIMELINE}", ()),
+    "read_only": ("is on a read-only file system", f"mount -t tmpfs none {TIMELINE}; mount -o remount,ro {TIMELINE}", ("--mount",)),
+    "device": ("is a device", "export XPU_TIMER_TIMELINE_PATH=/dev/null", ()),
+    "too_long": ("has a name that is too long", "export XPU_TIMER_TIMELINE_PATH=/tmp/$(head -c 5000 /dev/zero | tr '\\0' t)", ()),
+    "proc": ("is in /proc", "export XPU_TIMER_TIMELINE_PATH=/proc/1", ()),
+}
+
+for _name, (_fault, _script, _spaces) in FOLDERS.items():
+    add(f"folder_{_name}", f"the folder of the incidents {_fault}", FALLBACK, functools.partial(elsewhere, _script, *_spaces))
+
+
+@promises("folders are 0700 and files 0600, also with umask 0, unless somebody chooses otherwise")
+def file_modes():
+    """A hang is written by a collector that was started with umask 0."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", wrap=in_shell("umask 0"))
+    folder, _ = judged([1])
+    wait_for("the report", (folder / "report.html").exists, 30)
+    wrong = []
+    for path in [folder, *folder.rglob("*"), *LOGS.glob("xpu_timer*"), *Path(os.environ["TMPDIR"]).rglob("*")]:
+        mode = path.lstat().st_mode
+        if not stat.S_ISLNK(mode) and mode & 0o077:
+            wrong.append(f"{path.name} {stat.S_IMODE(mode):o}")
+    must(not wrong, f"others may: {' '.join(sorted(wrong)[:6])}")
+    silent(job)
+
+
+@promises("another user reads no file of an incident and no log")
+def file_of_another_user():
+    """Another user walks through the folders."""
+    os.chmod(DIR, 0o755)
+    os.chmod(TIMELINE, 0o755)
+    os.chmod(LOGS, 0o755)
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    judged([1])
+    script = f"""
+import os
+seen = []
+for root in ({str(TIMELINE)!r}, {str(LOGS)!r}):
+    for folder, _, names in os.walk(root):
+        for name in names:
+            try: open(os.path.join(folder, name), 'rb').read(1); seen.append(name)
+            except OSError: pass
+print(seen)"""
+    proc = Proc([*as_user(), SYSTEM_PYTHON, "-c", script])
+    must(proc.wait(20) == 0 and proc.out().strip() == "[]", proc.out()[:200] + tail(proc.err()))
+
+
+@promises("the file behind the link is not touched")
+def log_is_a_link():
+    """Another user has put a link to a precious file where the logs belong."""
+    precious = DIR / "precious"
+    precious.write_text("precious")
+    for name in ("xpu_timer_collector.log", "xpu_timer_hook.log", "xpu_timer.log"):
+        (LOGS / name).symlink_to(precious)
+    job = train("--seconds=2")
+    ends_well(job, lines=1)
+    must(precious.read_text() == "precious", "it was written")
+
+
+@promises("the file behind the link is not touched, and the incident is written")
+def latest_is_a_link():
+    """`latest` in the folder of the incidents is a link to a folder of somebody."""
+    precious = DIR / "precious"
+    precious.mkdir()
+    (precious / "file").write_text("precious")
+    (TIMELINE / "latest").symlink_to(precious)
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    wait_for("a verdict", lambda: list(TIMELINE.glob("incident-*/verdict.txt")), 60)
+    must((precious / "file").read_text() == "precious" and len(list(precious.iterdir())) == 1, "it was written")
+
+
+@promises("the incident is written again, or elsewhere, and training goes on")
+def folder_removed():
+    """The folder of the incidents is removed while the job trains."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
+    registered(2)
+    shutil.rmtree(TIMELINE)
+    wait_for("a verdict", lambda: verdicts(TIMELINE, os.environ["TMPDIR"]), 60)
+    silent(job)
+
+
+@promises("training goes on, and the hang is judged")
+def log_folder_removed():
+    """The folder of the logs is removed while the job trains."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
+    registered(2)
+    shutil.rmtree(LOGS)
+    judged([1])
+    silent(job)
+
+
+@promises("logs stay below a few megabytes")
+def log_flood():
+    """Ten thousand things to complain about, with XPU_TIMER_LOG=trace."""
+    job = train("--seconds=3", env={"XPU_TIMER_LOG": "trace"})
+    registered(2)
+    for index in range(3000):
+        try:
+            http_get(f"/incidents/{'x' * 500}{index}", timeout=5)
+        except OSError:
+            pass
+    size = sum(path.stat().st_size for path in LOGS.glob("*"))
+    must(size < 64 << 20, f"the logs have {size >> 20} MB")
+    ends_well(job)
+    return f"{size >> 10} kB"
+
+
+@promises("training goes on; the hang is judged by the same collector")
+def socket_file_removed():
+    """Somebody removes the collector's socket, as cleaners of /tmp do."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=60")
+    registered(2)
+    for path in Path(os.environ["TMPDIR"]).rglob("*.sock"):
+        path.unlink()
+    judged([1])
+    silent(job)
+
+
+@promises("the next command finds or starts a collector, and says one line at most")
+def temporary_folder_emptied():
+    """Everything in the temporary folder is removed while the job trains."""
+    job = train()
+    registered(2)
+    for path in Path(os.environ["TMPDIR"]).iterdir():
+        shutil.rmtree(path, ignore_errors=True)
+    trains(job, 2)
+    second = launched("sh", "-c", "echo fine")
+    must(second.wait(40) == 0 and second.out() == "fine\n", second.err())
+    silent(second, 1)
+    silent(job)
+
+
+@promises("a line on stderr is all that it costs; the job trains to its end")
+def fuse_that_does_not_answer():
+    """XPU_TIMER_CONFIG, the token and the authority lie on a file system that does not answer."""
+    if not Path("/dev/fuse").exists():
+        raise Unable("no /dev/fuse")
+    mount = DIR / "dead"
+    mount.mkdir()
+    holder = DIR / "holder.py"
+    holder.write_text(f'''
+import os, subprocess, sys
+fd = os.open("/dev/fuse", os.O_RDWR)
+import ctypes
+libc = ctypes.CDLL(None, use_errno=True)
+data = f"fd={{fd}},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
+if libc.mount(b"dead", {str(mount).encode()!r}, b"fuse", 0, data) != 0: sys.exit(77)
+os.execvp(sys.argv[1], sys.argv[1:])
+''')
+    import sys
+
+    env = {"XPU_TIMER_CONFIG": mount / "config.ini", "XPU_TIMER_COLLECTOR_TOKEN_FILE": mount / "token"}
+    job = train("--seconds=3", wrap=[*unshared("--mount"), sys.executable, holder], env=env)
+    code = job.wait(60)
+    if code == 77:
+        raise Unable("FUSE cannot be mounted here")
+    must(code == 0, f"status {code}: {tail(job.err())}")
+    silent(job, 2)
+
+
+@promises("what a variable names is opened only when it is a regular file; the job trains to its end")
+def config_socket():
+    """XPU_TIMER_CONFIG names a socket, and then a block device."""
+    import socket
+
+    path = DIR / "socket"
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(str(path))
+    for name in (path, "/dev/vda", "/dev/full", "/proc/kmsg", "/proc/self/mem"):
+        job = launched("sh", "-c", "echo fine", env={"XPU_TIMER_CONFIG": name})
+        must(job.wait(20) == 0 and job.out() == "fine\n", f"{name}: {tail(job.err())}")
+        silent(job, 1)
+
+
+@promises("folders of hangs outlive those of dumps on demand")
+def retention():
+    """XPU_TIMER_KEEP_INCIDENTS=2, a hang, and dumps on demand after it."""
+    from kit import authorized
+
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_KEEP_INCIDENTS": "2"})
+    folder, _ = judged([1])
+    for _ in range(5):
+        try:
+            http_get("/dump", "POST", timeout=40, headers=authorized())
+        except OSError:
+            pass
+        time.sleep(0.3)
+    must((folder / "verdict.txt").exists(), "the record of the hang is gone")
+    silent(job)

@@ -1,0 +1,93 @@
+"""Jobs that hang, with XPU_TIMER_HANG_KILL=1: the verdict names who, and all ranks end within ten seconds of it."""
+
+import functools
+import os
+import signal
+import time
+
+from kit import (TIMEOUT, add, alive, incident, must, rank_pids, registered, promises, silent, train, trains, wait_for,
+                 CHANCE, judged, http_get, PORT)
+
+PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's status is not 0"
+
+# Arguments of train.py, the fault of the device, the culprits, and causes that are right.
+HANGS = {
+    "loader": (["--fault=loader", "--fault-rank=1"], "", [1], "a shard never comes"),
+    "skipped": (["--fault=skip", "--fault-rank=1", "--steps=40"], "", [1], "a rank leaves a collective out"),
+    "raised": (["--fault=raise", "--fault-rank=1"], "", [1], "a rank ends by an exception and the others wait"),
+    "killed": (["--fault=killed", "--fault-rank=1"], "", [1], "a rank is killed and the others wait"),
+    "stopped": (["--fault=stopped", "--fault-rank=1"], "", [1], "a rank is stopped by a signal"),
+    "operation": (["--fault=op", "--fault-rank=0"], "", None, "a rank calls another operation"),
+    "size": (["--fault=size", "--fault-rank=1"], "", None, "a rank sums fewer elements"),
+    "stuck_kernel": ([], "stuck_kernel:rank=1,n=100", [1], "a kernel never ends"),
+    "network": ([], "stall:bytes=100000", [], "the network moves no more bytes"),
+    "never_joins": ([], "init_skip:rank=1", [1], "a rank never enters the communicator"),
+}
+
+
+def ended(name):
+    arguments, device, culprits, _ = HANGS[name]
+    env = {"XPU_TIMER_HANG_KILL": "1", "XPU_SIM_FAULT": device or None}
+    job = train("--fault-step=15", *arguments, env=env)
+    folder, verdict = incident(1, 80)
+    said = (folder / "verdict.json").stat().st_mtime
+    must(culprits is None or verdict["culprits"] == culprits, f"culprits {verdict['culprits']}: {verdict['sentence']}")
+    limit = max(1.0, 10 - (time.time() - said))
+    wait_for("all ranks are ended within 10 s of the verdict", lambda: not any(map(alive, rank_pids())), limit)
+    took = time.time() - said
+    must(job.wait(20) != 0, "the job ended with status 0")
+    return f"{verdict['cause']}, ended {took:.1f} s after the verdict"
+
+
+for _name, _row in HANGS.items():
+    add(f"ended_{_name}", _row[3], PROMISE, functools.partial(ended, _name))
+
+
+@promises("XPU_TIMER_COMMON_HANG is 1 for every rank that hangs, culprits and victims, and 0 before")
+def metric_of_a_hang():
+    """A rank hangs for ever; the metrics are read all the time."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=60")
+    registered(2)
+
+    def levels():
+        page = http_get("/metrics", port=PORT + 1)[1]
+        return sorted(line.split()[-1] for line in page.splitlines() if line.startswith("XPU_TIMER_COMMON_HANG{"))
+
+    must(set(levels()) <= {"0"}, f"raised before the hang: {levels()}")
+    judged([1])
+    wait_for("1 for both ranks", lambda: levels() == ["1", "1"], 15)
+    return "0, then 1 for both ranks"
+
+
+@promises("both hangs of a job are judged, each in a folder of its own")
+def second_hang_after_the_first():
+    """A job hangs, recovers, and hangs again."""
+    train("--fault=pause", "--fault-rank=0", "--fault-step", "10", "30", f"--pause={TIMEOUT + 4}")
+    first, second = incident(1, 60)[0], incident(2, 90)[0]
+    must(first != second, "one folder")
+    return "two folders"
+
+
+@promises("the hang is judged, and the dead rank is named", chance=True)
+def rank_killed_at_any_moment():
+    """kill -9 of a rank at a random moment."""
+    job = train("--jitter=0.5")
+    trains(job)
+    time.sleep(CHANCE.uniform(0, 1))
+    pids = [pid for pid in rank_pids() if alive(pid)]
+    victims = [pid for pid in pids if b"RANK=1" in open(f"/proc/{pid}/environ", "rb").read().split(b"\0")]
+    os.kill(victims[0], signal.SIGKILL)
+    _, verdict = judged([1])
+    silent(job, 0)
+    return verdict["cause"]
+
+
+@promises("the stop of one rank is named as such")
+def rank_stopped_by_somebody():
+    """Somebody stops a rank with SIGSTOP."""
+    job = train()
+    trains(job)
+    victim = [pid for pid in rank_pids() if b"RANK=0" in open(f"/proc/{pid}/environ", "rb").read().split(b"\0")][0]
+    os.kill(victim, signal.SIGSTOP)
+    _, verdict = judged([0], ["process_stopped"])
+    return verdict["cause"]

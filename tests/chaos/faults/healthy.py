@@ -1,0 +1,134 @@
+"""Jobs that are well, with XPU_TIMER_HANG_KILL=1: none of them may ever be ended."""
+
+import functools
+import os
+import signal
+import time
+
+from kit import (EXAMPLES, TIMEOUT, SYSTEM_PYTHON, Unable, add, ends_well, must, promises, rank_pids, registered, silent,
+                 stays, tail, train, trains, wait_for, work)
+
+KILL = {"XPU_TIMER_HANG_KILL": "1", "XPU_TIMER_IDLE_TIMEOUT": str(TIMEOUT)}
+NEVER = "with XPU_TIMER_HANG_KILL=1 the job comes to its end with status 0, and nothing is printed into it"
+
+MODES = {
+    "shards": "all ranks read shards and copy them to the device for several timeouts",
+    "weights": "all ranks load weights for several timeouts",
+    "evaluate": "all ranks evaluate on the processor in Python",
+    "evaluate_in_c": "all ranks spend seconds at a time inside one C function",
+    "checkpoint": "all ranks write a checkpoint with fsync",
+    "checkpoint_from_device": "all ranks copy from the device and write, slowly",
+    "memset_sync": "a loop of memset and synchronize",
+    "synchronize": "nothing but synchronizing an idle device",
+    "copies": "copies to and fro, no kernel and no collective",
+    "long_step": "host work of two timeouts between two collectives",
+    "long_sleep": "all ranks sleep between two collectives for longer than the timeout",
+    "compile": "all ranks run a compiler for several timeouts",
+    "collect_garbage": "all ranks collect garbage for several timeouts",
+    "server": "an inference server without requests for several timeouts",
+    "notebook": "a notebook whose reader takes longer than the timeout",
+    "debugger": "the ranks sleep at a prompt that nobody waits for",
+    "download": "all ranks read from a peer that sends a little at a time",
+    "busy_loaders": "the main threads wait for worker processes that compute",
+    "uneven": "one rank evaluates for half the timeout while the others wait for it in a collective",
+    "threads": "two hundred sleeping threads and one that copies",
+    "forks": "the ranks start short processes all the time",
+    "steps": "plain steps",
+}
+
+
+def well(mode):
+    job = work(mode, env=KILL)
+    ends_well(job)
+    return "ran to its end"
+
+
+for _mode, _fault in MODES.items():
+    add(f"well_{_mode}", _fault, NEVER, functools.partial(well, _mode))
+
+
+@promises("a hang that resolves between the timeout and the verdict ends nobody")
+def well_late_shard():
+    """A shard comes after the timeout and before the verdict: the two samples lie four seconds apart."""
+    late = {**KILL, "XPU_TIMER_SAMPLE_INTERVAL": "5"}
+    job = train("--fault=pause", "--fault-rank=0", "--fault-step=10", f"--pause={TIMEOUT + 2}", "--steps=40", env=late)
+    ends_well(job)
+    return "the shard came, the job ended well"
+
+
+@promises("a job that is stopped as a whole is ended by nobody, and goes on when it is continued")
+def well_stopped_as_a_whole():
+    """All ranks are stopped by SIGSTOP for three timeouts and continued."""
+    job = train(env=KILL)
+    trains(job)
+    pids = rank_pids()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    stays("the ranks are there", lambda: all(os.path.exists(f"/proc/{pid}") for pid in pids), 3 * TIMEOUT)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    trains(job, 2)
+    silent(job)
+    return "trains on"
+
+
+@promises("a rank that says nothing because it is starved is not taken for hung; nobody is ended")
+def well_on_an_overloaded_machine():
+    """Sixteen processes compete with the ranks for the processors."""
+    import subprocess
+    import sys
+
+    hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
+    try:
+        ends_well(work("steps", "--seconds=8", env={**KILL, "XPU_TIMER_HANG_TIMEOUT": "8"}), seconds=120)
+    finally:
+        for hog in hogs:
+            hog.kill()
+    return "ran to its end"
+
+
+@promises("the idle time of a server is not a hang, and its first request is served")
+def well_server_wakes_up():
+    """A server is idle for three timeouts, then works again."""
+    job = work("notebook", env=KILL)
+    ends_well(job)
+    return "idle, then well"
+
+
+@promises("a real elastic job that is well comes to its end under it")
+def well_torchrun():
+    """torchrun starts two ranks on gloo, with XPU_TIMER_HANG_KILL=1."""
+    import subprocess
+
+    probe = subprocess.run([SYSTEM_PYTHON, "-c", "import torch.distributed"], capture_output=True)
+    if probe.returncode != 0:
+        raise Unable("Debian's python3-torch is not installed")
+    from kit import launched
+
+    script = EXAMPLES / "torch_gloo.py"
+    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-port=0", script]
+    job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})
+    must(job.wait(120) == 0, tail(job.err()))
+    return "ran to its end under torchrun"
+
+
+@promises("an incident that resolves lowers XPU_TIMER_COMMON_HANG again, and nobody is ended")
+def well_metric_returns_to_zero():
+    """A rank comes late by more than a verdict, without XPU_TIMER_HANG_KILL."""
+    from kit import PORT, http_get, incident
+
+    def level():
+        code, page = http_get("/metrics", port=PORT + 1)
+        lines = [line for line in page.splitlines() if line.startswith("XPU_TIMER_COMMON_HANG")]
+        must(code == 200 and lines, "the page has no line of XPU_TIMER_COMMON_HANG")
+        return max(float(line.split()[-1]) for line in lines)
+
+    job = train("--fault=pause", "--fault-rank=0", "--fault-step=10", f"--pause={TIMEOUT + 8}")
+    registered(2)
+    must(level() == 0, "it is raised before anything hangs")
+    incident()
+    wait_for("the metric is raised", lambda: level() == 1, 10)
+    wait_for("the metric is lowered", lambda: level() == 0, 40)
+    trains(job)
+    silent(job)
+    return "0, 1 and 0 again"

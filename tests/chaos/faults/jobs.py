@@ -1,0 +1,149 @@
+"""Several jobs, restarts and elastic agents: a hang belongs to its job."""
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+
+from kit import (DIR, EXAMPLES, PORT, TIMELINE, TIMEOUT, Broken, Proc, alive, authorized, collector, ends_well, http_get, incident, incidents, judged,
+                 launched, must, owner_status, promises, rank_pids, ranks, registered, silent, stays, tail, train, trains, wait_for, work)
+
+APART = "the hang is judged as that of its own job, and nobody of the other job is named or ended"
+
+
+def rendezvous(name):
+    folder = DIR / name
+    folder.mkdir(exist_ok=True)
+    return {"XPU_EXAMPLE_RENDEZVOUS": folder}
+
+
+def two(kill, more=None):
+    """Two jobs with the same names and ranks; the second one hangs."""
+    first = train(env={**rendezvous("first"), **kill, **(more or {})})
+    trains(first)
+    second = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill, **(more or {})})
+    _, verdict = judged([1])
+    victims = verdict["victims"]
+    must(victims in ([0], []), f"victims {victims}: {verdict['sentence']}")
+    trains(first, 3)
+    silent(first)
+    return second, verdict
+
+
+@promises(APART)
+def two_jobs_of_one_name():
+    """Two jobs of one name on a node, without MASTER_PORT; one of them hangs."""
+    two({}, {"XPU_TIMER_JOB": "same"})
+
+
+@promises(APART)
+def two_jobs_without_a_name():
+    """Two jobs without a name on a node; one of them hangs."""
+    two({})
+
+
+@promises(APART)
+def two_jobs_of_one_name_with_kill():
+    """The same with XPU_TIMER_HANG_KILL=1: only the ranks of the one that hangs are ended."""
+    second, _ = two({"XPU_TIMER_HANG_KILL": "1", "XPU_TIMER_JOB": "same"})
+    must(second.wait(30) != 0, "the hung job ended with status 0")
+
+
+@promises(APART)
+def two_jobs_of_one_port():
+    """Two jobs of one name and one MASTER_PORT, one after the other still alive."""
+    two({}, {"MASTER_PORT": "29500", "MASTER_ADDR": "127.0.0.1", "XPU_TIMER_JOB": "same"})
+
+
+@promises(APART)
+def two_jobs_of_two_launchers_at_once():
+    """Two jobs of one name start at the same moment, and both hang, each at another rank."""
+    kill = {"XPU_TIMER_JOB": "same"}
+    train("--fault=loader", "--fault-rank=0", "--fault-step=15", env={**rendezvous("first"), **kill})
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill})
+    wait_for("two verdicts", lambda: len(incidents()) >= 2, 80)
+    named = sorted(tuple(verdict["culprits"]) for _, verdict in incidents()[:2])
+    must(named == [(0,), (1,)], f"culprits {named}")
+
+
+@promises("the hang of a job is judged while the other one ends")
+def one_job_ends_another_hangs():
+    """A job ends well while another one of its name hangs."""
+    first = train("--steps=200", env=rendezvous("first"))
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=rendezvous("second"))
+    judged([1])
+    ends_well(first)
+
+
+@promises("each start is a job of its own: no incident, and every one ends well")
+def restarts():
+    """The same job is started six times in a row, and each time killed or ended."""
+    for index in range(6):
+        folder = rendezvous(f"run{index}")
+        if index % 2:
+            ends_well(train("--steps=20", env=folder))
+        else:
+            job = train(env=folder)
+            trains(job)
+            for pid in rank_pids():
+                os.kill(pid, signal.SIGKILL)
+            job.wait(20)
+    must(not [verdict for _, verdict in incidents() if verdict["culprits"]], f"{incidents()[:1]}")
+
+
+@promises("the hang of the second attempt is judged as that of its own ranks")
+def restart_after_a_hang():
+    """A hung job is ended by XPU_TIMER_HANG_KILL, started again, and hangs at another rank."""
+    kill = {"XPU_TIMER_HANG_KILL": "1"}
+    first = train("--fault=loader", "--fault-rank=0", "--fault-step=15", env={**rendezvous("first"), **kill})
+    judged([0])
+    must(first.wait(30) != 0, "status 0")
+    second = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={**rendezvous("second"), **kill})
+    judged([1], count=2)
+    must(second.wait(30) != 0, "status 0")
+
+
+@promises("nobody else is ended")
+def kill_beside_a_healthy_job():
+    """A job hangs with XPU_TIMER_HANG_KILL=1 beside a healthy one with it, of other names."""
+    healthy = train(env={**rendezvous("well"), "XPU_TIMER_JOB": "well", "XPU_TIMER_HANG_KILL": "1"})
+    trains(healthy)
+    hung = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
+                 env={**rendezvous("hung"), "XPU_TIMER_JOB": "hung", "XPU_TIMER_HANG_KILL": "1"})
+    judged([1])
+    must(hung.wait(30) != 0, "status 0")
+    trains(healthy, 3)
+    silent(healthy)
+
+
+@promises("the job without XPU_TIMER_HANG_KILL is not ended")
+def kill_is_of_one_job():
+    """A job without XPU_TIMER_HANG_KILL hangs beside one that has it."""
+    asks = train(env={**rendezvous("asks"), "XPU_TIMER_HANG_KILL": "1"})
+    trains(asks)
+    hung = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=rendezvous("hung"))
+    judged([1])
+    stays("the hung job is there", lambda: not hung.ended(), 5)
+    trains(asks)
+
+
+@promises("both ranks are known, and the hang is judged")
+def rank_known_late():
+    """The ranks learn their rank by the communicator alone."""
+    script = DIR / "late.py"
+    script.write_text('''
+import os, sys, time
+rank, size = int(sys.argv[1]), 2
+import cuda
+cuda.set_device(rank)
+world, stream, buffer = cuda.Communicator.create("w", rank, size), cuda.Stream(), cuda.Buffer(64)
+for step in range(100000):
+    if rank == 1 and step == 20: time.sleep(1000)
+    world.all_reduce(buffer, stream); stream.synchronize(); time.sleep(0.02)
+''')
+    both = [launched(sys.executable, script, str(rank), env={"PYTHONPATH": EXAMPLES}) for rank in range(2)]
+    _, verdict = incident(1, 60)
+    must(verdict["culprits"] == [1], f"{verdict['culprits']}: {verdict['sentence']}")
+    del both

@@ -1,0 +1,224 @@
+"""Processes of xpu_timer that are killed, stopped or starved: the job never notices, and no incident is lost."""
+
+import os
+import signal
+import subprocess
+import time
+
+from kit import (CHANCE, DUMP, TIMELINE, Proc, Unable, children, alive, collector, collectors, comm, incident, judged,
+                 kill9, launched, must, nobody_is_stopped, ours, promises, rank_pids, registered, silent, train,
+                 trains, wait_for, answers)
+
+TRAINS = "the job trains on, and nothing is printed into it"
+
+
+@promises(TRAINS, chance=True)
+def collector_killed_while_training():
+    """kill -9 of the collector at a random moment."""
+    job = train()
+    registered(2)
+    time.sleep(CHANCE.uniform(0, 1))
+    kill9(collector())
+    trains(job, 3)
+    silent(job)
+
+
+@promises("another collector comes, the ranks register again, and the hang is judged", chance=True)
+def collector_killed_then_a_hang():
+    """kill -9 of the collector, and the job hangs while there is none."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=40")
+    registered(2)
+    old = collector()
+    time.sleep(CHANCE.uniform(0, 0.3))
+    kill9(old)
+    judged([1], seconds=80)
+    must(collector() != old, "the old one is still there")
+    silent(job)
+    return "judged by the next collector"
+
+
+@promises("no thread of the job stays stopped, and the incident is written by the next collector", chance=True)
+def collector_killed_during_a_dump():
+    """kill -9 of the collector while it captures and judges."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    registered(2)
+    pid = collector()
+    wait_for("the job hangs", lambda: list(TIMELINE.glob("incident-*")), 40)
+    time.sleep(CHANCE.uniform(0, 1.5))
+    kill9(pid)
+    nobody_is_stopped(rank_pids())
+    judged([1], seconds=80)
+    silent(job)
+
+
+@promises("an incident of which the verdict was written is there after it")
+def collector_killed_after_the_verdict():
+    """kill -9 of the collector right after a verdict."""
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    folder, _ = judged([1])
+    kill9(collector())
+    must((folder / "verdict.txt").stat().st_size > 0, "no verdict")
+    wait_for("another collector", answers, 60)
+    from kit import owner_status
+
+    listed = wait_for("it lists the incident", lambda: owner_status()["incidents"], 30)
+    must(any(folder.name.split("-", 1)[1] in str(one) for one in listed), f"the old incident is not listed: {listed}")
+
+
+@promises(TRAINS + "; the last collector works")
+def collector_killed_again_and_again():
+    """kill -9 of the collector five times in a row."""
+    job = train()
+    registered(2)
+    for _ in range(5):
+        for pid in collectors():
+            kill9(pid)
+        time.sleep(0.4)
+    trains(job, 2)
+    silent(job)
+
+
+@promises(TRAINS)
+def everything_killed():
+    """kill -9 of every process of ours at once, helpers too."""
+    job = train()
+    registered(2)
+    for pid in ours():
+        kill9(pid)
+    trains(job, 3)
+    silent(job)
+
+
+@promises("the folder has its verdict, and training goes on", chance=True)
+def viewer_killed():
+    """kill -9 of the viewer while it draws an incident."""
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    registered(2)
+    pid, killed = collector(), 0
+    end = time.monotonic() + 40
+    while time.monotonic() < end and not (TIMELINE / "latest").exists():
+        for child in children(pid):
+            if comm(child).startswith("xpu_timer_stack"):
+                kill9(child)
+                killed += 1
+    folder = wait_for("a verdict", lambda: list(TIMELINE.glob("incident-*/verdict.txt")), 30)[0]
+    must("1" in folder.read_text(), "an empty verdict")
+    incident(1, 40)
+    if not killed:
+        raise Unable("the viewer was never met")
+    return f"killed {killed} times"
+
+
+@promises(TRAINS)
+def collector_stopped():
+    """SIGSTOP of the collector for several timeouts, then SIGCONT."""
+    job = train()
+    registered(2)
+    pids = ours()
+    for pid in pids:
+        os.kill(pid, signal.SIGSTOP)
+    trains(job, 3)
+    for pid in pids:
+        os.kill(pid, signal.SIGCONT)
+    trains(job, 2)
+    wait_for("it answers again", answers, 20)
+    silent(job)
+
+
+@promises("no thread of the job stays stopped; continued, it judges", chance=True)
+def collector_stopped_during_a_dump():
+    """SIGSTOP of the collector at a random moment of a dump."""
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    registered(2)
+    pid = collector()
+    wait_for("the job hangs", lambda: list(TIMELINE.glob("incident-*")), 40)
+    time.sleep(CHANCE.uniform(0, 1.2))
+    os.kill(pid, signal.SIGSTOP)
+    nobody_is_stopped(rank_pids())
+    os.kill(pid, signal.SIGCONT)
+    judged([1])
+
+
+@promises("what is captured goes on at once", chance=True)
+def dump_killed():
+    """kill -9 of xpu_timer_dump at random moments of its work, forty times."""
+    job = train()
+    trains(job)
+    for _ in range(40):
+        dump = subprocess.Popen([DUMP, "--all", "--force-ptrace"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+        time.sleep(CHANCE.uniform(0, 0.05))
+        dump.kill()
+        dump.wait()
+    nobody_is_stopped(rank_pids())
+    trains(job, 2)
+
+
+@promises("no thread of what is captured stays stopped for longer than ten seconds", chance=True)
+def dump_stopped():
+    """SIGSTOP of xpu_timer_dump at random moments of its work, and nobody continues it."""
+    job = train()
+    trains(job)
+    dumps = []
+    for _ in range(15):
+        dumps.append(subprocess.Popen([DUMP, "--all", "--force-ptrace"], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+        time.sleep(CHANCE.uniform(0, 0.04))
+        dumps[-1].send_signal(signal.SIGSTOP)
+    try:
+        nobody_is_stopped(rank_pids())
+        trains(job, 2)
+    finally:
+        for dump in dumps:
+            dump.kill()
+            dump.wait()
+
+
+@promises("the next launch works as if there had been none before", chance=True)
+def launcher_killed():
+    """kill -9 of the launcher at random moments of its start, thirty times."""
+    for _ in range(30):
+        one = launched("true")
+        time.sleep(CHANCE.uniform(0, 0.06))
+        kill9(one.pid)
+        one.popen.wait()
+    last = launched("sh", "-c", "echo here; exit 4")
+    must((last.wait(30), last.out()) == (4, "here\n"), f"{last.out()} {last.err()}")
+    silent(last)
+
+
+@promises("one collector serves them all, and no launcher says a word")
+def forty_launchers_at_once():
+    """Forty launchers start at the same moment on a node without a collector."""
+    jobs = [launched("sh", "-c", "echo $XPU_TIMER_COLLECTOR_PID") for _ in range(40)]
+    seen = set()
+    for job in jobs:
+        must(job.wait(60) == 0, job.err())
+        silent(job)
+        seen.add(job.out().strip())
+    must(len(seen) == 1, f"collectors {seen}")
+
+
+@promises("the second collector says that there is one and ends; the first one works on")
+def second_collector():
+    """A collector is started where one listens."""
+    from kit import COLLECTOR
+
+    job = train()
+    registered(2)
+    first = collector()
+    second = Proc([COLLECTOR, "node"])
+    second.wait(20)
+    must(second.err().strip(), "it says nothing")
+    must(collector() == first, "the first one is gone")
+    trains(job)
+
+
+@promises("SIGTERM ends the collector, its socket is gone or free, and training goes on")
+def collector_terminated():
+    """SIGTERM of the collector."""
+    job = train()
+    registered(2)
+    pid = collector()
+    os.kill(pid, signal.SIGTERM)
+    wait_for("it ends", lambda: not alive(pid), 20)
+    trains(job, 2)
+    silent(job)

@@ -1,0 +1,256 @@
+"""Little memory, few descriptors, few processes, little disk: the job trains to its end, and what can be recorded is."""
+
+import functools
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from kit import (COLLECTOR, DIR, DUMP, LAUNCH, PORT, TIMELINE, VIEWER, Broken, Proc, Unable, add, alive, answers, as_user,
+                 collector, ends_well, http_get, in_shell, incident, judged, launched, log_text, must, ours, promises,
+                 rank_pids, registered, root_needed, silent, status, tail, train, trains, wait_for, work, works_still)
+
+ENDS = "the job trains to its end, and the launcher says one line at most"
+
+LIMITS = {
+    "descriptors_32": ("the ranks may open 32 descriptors", "ulimit -n 32"),
+    "memory_file_none": ("the ranks may lock no memory", "ulimit -l 0"),
+    "file_size_zero": ("the job may write no file: RLIMIT_FSIZE is 0", "trap '' XFSZ; ulimit -f 0"),
+    "memory_400_mb": ("the ranks have 400 MB of address space", "ulimit -v 400000"),
+    "stack_small": ("threads of the ranks have stacks of 256 KB", "ulimit -s 256"),
+    "signals_none": ("no signal may be queued: RLIMIT_SIGPENDING is 0", "ulimit -i 0"),
+}
+
+
+def limited(script, mode="steps"):
+    job = work(mode, "--seconds=3", wrap=in_shell(script))
+    ends_well(job, lines=1)
+
+
+for _name, (_fault, _script) in LIMITS.items():
+    add(f"limit_{_name}", _fault, ENDS, functools.partial(limited, _script))
+
+
+def own_collector(script, env=None):
+    """A collector that was started under a limit, for the ranks that come later."""
+    environment = {"XPU_TIMER_SOCKET": str(DIR / "own.sock"), **(env or {})}
+    os.environ.update(environment)
+    proc = Proc(["bash", "-c", script + '\nexec "$@"', "bash", COLLECTOR, "node"])
+    wait_for(f"the collector answers; {tail(proc.err())}", lambda: answers() or proc.ended(), 30)
+    must(not proc.ended(), f"the collector ended: {tail(proc.err())}")
+    return proc
+
+
+@promises("training goes on, and the collector says what is missing or judges all the same")
+def collector_with_40_descriptors():
+    """The collector may open 40 descriptors, and eight ranks come."""
+    own = own_collector("ulimit -n 40")
+    job = train("--seconds=4", count=8)
+    ends_well(job, count=8, seconds=120)
+    must(alive(own.pid), f"the collector ended: {tail(own.err())}")
+
+
+@promises("the hang is judged, or the collector says why not; the job is not disturbed")
+def collector_with_little_memory():
+    """The collector has 250 MB of address space."""
+    own = own_collector("ulimit -v 250000")
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    registered(2)
+    wait_for("a verdict, or words", lambda: list(TIMELINE.glob("incident-*/verdict.txt")) or "memory" in own.err() or own.ended(), 60)
+    silent(job)
+    must(list(TIMELINE.glob("incident-*/verdict.txt")), f"no verdict: {tail(own.err())}")
+
+
+def group(kind, limit, value):
+    """A control group of the first version for this fault; removed by the kernel's rules when it is empty."""
+    root_needed()
+    root = Path("/sys/fs/cgroup") / kind
+    folder = root / f"xpu_chaos_{os.getpid()}"
+    try:
+        folder.mkdir()
+        (folder / limit).write_text(str(value))
+    except OSError as error:
+        raise Unable(f"no control group of {kind}: {error}") from None
+    return folder
+
+
+def leave(folder):
+    end = time.monotonic() + 10
+    while time.monotonic() < end:
+        for pid in (folder / "cgroup.procs").read_text().split():
+            try:
+                os.kill(int(pid), signal.SIGKILL)
+            except ProcessLookupError:
+                pass
+        try:
+            folder.rmdir()
+            return
+        except OSError:
+            time.sleep(0.05)
+
+
+@promises("the job trains on; another collector comes when there is memory again")
+def collector_out_of_memory():
+    """The kernel kills the collector for want of memory, in a control group of its own."""
+    folder = group("memory", "memory.limit_in_bytes", 64 << 20)
+    try:
+        job = train()
+        registered(2)
+        pid = collector()
+        (folder / "cgroup.procs").write_text(str(pid))
+        (folder / "memory.limit_in_bytes").write_text(str(1 << 20))
+        trains(job, 2)
+        silent(job)
+        if alive(pid):
+            os.kill(pid, signal.SIGKILL)
+        trains(job, 2)
+        wait_for("another collector", answers, 60)
+    finally:
+        leave(folder)
+
+
+@promises("the verdict is there without pictures, and the collector works on")
+def viewer_out_of_memory():
+    """The viewer may use 12 MB when the collector runs it."""
+    viewer = DIR / "bin"
+    viewer.mkdir()
+    for program in (LAUNCH, COLLECTOR, LAUNCH.parent / "libxpu_timer_hook.so"):
+        (viewer / program.name).symlink_to(program)
+    script = viewer / VIEWER.name
+    script.write_text(f'#!/bin/sh\nulimit -v 12000\nexec {VIEWER} "$@"\n')
+    script.chmod(0o755)
+    own = own_collector("cd /", {"PATH": f"{viewer}:{os.environ['PATH']}"})
+    own.popen.kill()
+    own.popen.wait()
+    copy = viewer / "xpu_timer_collector"
+    copy.unlink()
+    subprocess.run(["cp", COLLECTOR, copy], check=True)
+    Path(os.environ["XPU_TIMER_SOCKET"]).unlink(missing_ok=True)
+    second = Proc([copy, "node"])
+    wait_for("the collector answers", answers, 30)
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    wait_for("a verdict", lambda: list(TIMELINE.glob("incident-*/verdict.txt")), 60)
+    wait_for("the incident is finished", lambda: (TIMELINE / "latest").exists(), 40)
+    must(alive(second.pid), f"the collector ended: {tail(second.err())}")
+
+
+@promises("the viewer ends with status 1 and one line that says why")
+def viewer_alone_out_of_memory():
+    """The viewer has 30 MB for a folder of 64 ranks."""
+    folder = dumps(64)
+    proc = Proc(["sh", "-c", f"ulimit -v 30000; exec {VIEWER} --path {folder}"])
+    code = proc.wait(60)
+    must(code in (0, 1, 134, 127), f"status {code}: {tail(proc.err())}")
+    must(code == 0 or proc.err().strip(), "nothing is said")
+    return f"status {code}"
+
+
+def dumps(count):
+    """A folder of dumps, made from the one of a real hang."""
+    source = Path(__file__).resolve().parents[3] / "tests/fixtures/rank6/in"
+    folder = DIR / "dumps"
+    folder.mkdir()
+    files = sorted(source.glob("*.stacktrace"))
+    for rank in range(count):
+        (folder / f"{rank:05}-{count:05}.stacktrace").write_bytes(files[rank % len(files)].read_bytes())
+    return folder
+
+
+@promises(ENDS)
+def process_table_full():
+    """An ordinary user may start no more processes and threads, while his job trains."""
+    user = 54322
+    from kit import EXAMPLES, SYSTEM_PYTHON
+
+    DIR.chmod(0o777)
+    for path in (DIR / "timeline", DIR / "log", DIR / "rendezvous", Path(os.environ["TMPDIR"])):
+        path.chmod(0o777)
+    program = readable_by_others()
+    script = f"ulimit -u 12; exec {program}/xpu_timer_launch sh -c 'echo one; true; echo done'"
+    for index in range(6):
+        proc = Proc([*as_user(user), "bash", "-c", script], env={"XPU_TIMER_BASEPORT": PORT})
+        code = proc.wait(40)
+        must(code == 0 and proc.out() == "one\ndone\n", f"status {code}: {proc.out()!r} {tail(proc.err())}")
+        must(len(proc.err().splitlines()) <= 2, f"it says {proc.err()!r}")
+
+
+def readable_by_others():
+    """The installed programs where another user can read them."""
+    folder = DIR / "installed"
+    folder.mkdir()
+    names = ["xpu_timer_launch", "xpu_timer_collector", "xpu_timer_stacktrace_viewer", "xpu_timer_dump", "xpu_timer_print_env",
+             "libxpu_timer_hook.so"]
+    for name in names:
+        subprocess.run(["cp", LAUNCH.parent / name, folder / name], check=True)
+    DIR.chmod(0o755)
+    return folder
+
+
+@promises("the ranks train to their end; the hook runs without its thread where none can be made")
+def process_group_full():
+    """The control group of the job allows few processes."""
+    folder = group("pids", "pids.max", 14)
+    try:
+        script = f"echo $$ > {folder}/cgroup.procs"
+        job = work("steps", "--seconds=3", wrap=in_shell(script))
+        ends_well(job, lines=1)
+    finally:
+        leave(folder)
+
+
+def full_disk(size):
+    """A small file system for the incidents, in a mount namespace of the whole job."""
+    return in_shell(f"mount -t tmpfs -o {size} none {TIMELINE}", "--mount")
+
+
+@promises("the verdict is served by the collector, and written once there is space")
+def disk_full():
+    """The disk of the incidents is full when the job hangs; later there is space."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
+                wrap=in_shell(f"mount -t tmpfs -o size=4m none {TIMELINE}; head -c 4194304 /dev/zero > {TIMELINE}/fills 2>/dev/null", "--mount"))
+    inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
+    from kit import owner_status
+
+    shown = wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "culprits" in str(one) or "cause" in str(one)], 60)
+    (inside / "fills").unlink()
+    wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
+    silent(job, 1)
+    return f"served: {str(shown[0])[:80]}"
+
+
+@promises("the verdict is served by the collector, and written once there are inodes")
+def inodes_none():
+    """The disk of the incidents has no inode left when the job hangs; later it has."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
+                wrap=in_shell(f"mount -t tmpfs -o size=8m,nr_inodes=20 none {TIMELINE}; for i in $(seq 30); do : > {TIMELINE}/f$i; done 2>/dev/null", "--mount"))
+    inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
+    from kit import owner_status
+
+    wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "cause" in str(one)], 60)
+    for path in inside.glob("f*"):
+        path.unlink()
+    wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
+    silent(job, 1)
+
+
+@promises("three hundred short commands leave the collector's memory, descriptors and threads flat")
+def short_commands():
+    """Three hundred launched commands come and go while a job trains."""
+    job = train()
+    registered(2)
+    pid = collector()
+
+    def figures():
+        return status(pid, "VmRSS"), len(os.listdir(f"/proc/{pid}/fd")), status(pid, "Threads")
+
+    subprocess.run(["sh", "-c", f"for i in $(seq 100); do {LAUNCH} true; done"], check=True, stderr=subprocess.DEVNULL)
+    before = figures()
+    subprocess.run(["sh", "-c", f"for i in $(seq 200); do {LAUNCH} true; done"], check=True, stderr=subprocess.DEVNULL)
+    wait_for("the connections are closed", lambda: figures()[1] <= before[1] + 4, 20)
+    after = figures()
+    must(after[0] < before[0] + 4096 and after[2] <= before[2] + 2, f"kB, descriptors, threads: {before}, then {after}")
+    trains(job)
+    return f"kB, descriptors, threads: {before}, then {after}"

@@ -1,0 +1,271 @@
+"""Strangers and nonsense on the ports: the collector serves its jobs, and nobody reads what is not his."""
+
+import functools
+import os
+import socket
+import threading
+import time
+from pathlib import Path
+
+from kit import (CHANCE, DIR, PORT, SYSTEM_PYTHON, TIMELINE, Broken, Proc, Unable, add, alive, as_user, authorized, collector,
+                 descriptors, http_get, incident, incidents, judged, log_text, must, owner_status, promises, registered,
+                 silent, status, tail, train, trains, wait_for, works_still)
+
+SERVED = "the collector lives and answers, training goes on, and the next hang is judged"
+
+
+def raw(port, text, seconds=3):
+    """Sends bytes and returns what comes back, until the peer closes or the time is over."""
+    with socket.create_connection(("127.0.0.1", port), timeout=seconds) as peer:
+        answer = b""
+        try:
+            peer.sendall(text)
+            while len(answer) < 1 << 20 and (part := peer.recv(65536)):
+                answer += part
+        except OSError:
+            pass
+        return answer
+
+
+def served(attack, grows_kb=64 << 10):
+    job = train()
+    registered(2)
+    pid = collector()
+    before = status(pid, "VmRSS")
+    kept = attack()
+    trains(job, 2)
+    silent(job)
+    must(alive(pid), f"the collector is gone; {tail(log_text())}")
+    grown = status(pid, "VmRSS") - before
+    must(grown < grows_kb, f"the collector grew by {grown} kB")
+    works_still()
+    del kept
+    return f"grew by {grown} kB"
+
+
+GARBAGE = {
+    "random": ("random bytes", lambda: os.urandom(5000)),
+    "binary_line": ("a line that never ends", lambda: b"GET /" + b"a" * 300_000),
+    "headers_endless": ("headers without an end", lambda: b"GET /status HTTP/1.1\r\n" + b"X: y\r\n" * 60_000),
+    "header_huge": ("a header of one megabyte", lambda: b"GET /status HTTP/1.1\r\nX: " + b"z" * 1_000_000 + b"\r\n\r\n"),
+    "length_lies": ("a body that is longer than memory", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: 99999999999999\r\n\r\n"),
+    "length_negative": ("two lengths that differ, one negative", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\nContent-Length: 5\r\n\r\nhello"),
+    "chunks_bad": ("chunks with lengths that are none", lambda: b"POST /dump HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nFFFFFFFFFFFFFFFFF\r\n"),
+    "version_bad": ("an unknown version", lambda: b"GET /status HTTP/9.9\r\n\r\n"),
+    "http2": ("the preface of HTTP/2", lambda: b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + os.urandom(500)),
+    "tls": ("a TLS handshake", lambda: bytes.fromhex("16030100c8010000c40303") + os.urandom(189)),
+    "connect": ("CONNECT to elsewhere", lambda: b"CONNECT 10.0.0.1:22 HTTP/1.1\r\nHost: 10.0.0.1\r\n\r\n"),
+    "absolute": ("the address of another host", lambda: b"GET http://169.254.169.254/latest HTTP/1.1\r\nHost: x\r\n\r\n"),
+    "pipelined": ("two thousand requests in one packet", lambda: b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n" * 2000),
+}
+
+
+def garbage(name):
+    text = GARBAGE[name][1]
+
+    def attack():
+        for port in (PORT, PORT + 1):
+            for _ in range(5):
+                raw(port, text(), 2)
+
+    return served(attack)
+
+
+for _name, _row in GARBAGE.items():
+    add(f"web_{_name}", f"both ports get {_row[0]}", SERVED, functools.partial(garbage, _name))
+
+PATHS = ["/incidents/../../../../etc/passwd", "/incidents/..%2f..%2f..%2fetc%2fpasswd", "/incidents/%2e%2e/%2e%2e/etc/passwd",
+         "/incidents//etc/passwd", "/incidents/x%00y", "/incidents/" + "a" * 5000, "/incidents/%ff%fe", "/incidents/.", "/incidents/..",
+         "/incidents/latest/../../../log/xpu_timer_collector.log", "//", "/%", "/status?" + "a=b&" * 5000, "/incidents/..\\..\\etc"]
+
+
+@promises("no file outside of the incident folders is served; " + SERVED)
+def web_paths():
+    """Paths that lead out of the folder, in every spelling."""
+
+    def attack():
+        for port in (PORT, PORT + 1):
+            for path in PATHS:
+                answer = raw(port, b"GET " + path.encode() + b" HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+                must(b"root:" not in answer and b"listening on" not in answer, f"{path} serves a file")
+
+    return served(attack)
+
+
+@promises("half-open connections are closed in time, and the owner is served meanwhile")
+def web_half_open():
+    """Six hundred connections to each port that send half a request."""
+    job = train()
+    registered(2)
+    pid = collector()
+    peers = []
+    for index in range(1200):
+        peer = socket.socket()
+        peer.settimeout(0.2)
+        try:
+            peer.connect(("127.0.0.1", PORT + index % 2))
+            peer.send(b"GET /sta")
+        except OSError:
+            pass
+        peers.append(peer)
+    code, _ = http_get("/health", timeout=15)
+    must(code == 200, "the owner is not served")
+    code, _ = http_get("/metrics", port=PORT + 1, timeout=15)
+    must(code == 200, "the metrics are not served")
+    trains(job)
+    wait_for("the half-open ones are closed", lambda: descriptors(pid) < 400, 60)
+    works_still()
+    for peer in peers:
+        peer.close()
+
+
+@promises("slow senders are closed in time, and the owner is served meanwhile")
+def web_slow_headers():
+    """Forty connections send a header a second."""
+    train()
+    registered(2)
+    peers = [socket.create_connection(("127.0.0.1", PORT + index % 2), timeout=5) for index in range(40)]
+    ended = []
+
+    def trickles(peer):
+        try:
+            peer.sendall(b"GET /status HTTP/1.1\r\nHost: localhost\r\n")
+            for _ in range(60):
+                peer.sendall(b"X-A: b\r\n")
+                time.sleep(1)
+        except OSError:
+            ended.append(peer)
+
+    threads = [threading.Thread(target=trickles, args=(peer,), daemon=True) for peer in peers]
+    for thread in threads:
+        thread.start()
+    time.sleep(1)
+    must(http_get("/health", timeout=15)[0] == 200, "the owner is not served")
+    wait_for("the slow ones are closed", lambda: len(ended) == 40, 50)
+
+
+@promises("the collector grows by no more than its buffers, and others are served meanwhile")
+def web_slow_reader():
+    """Thirty readers ask for pages and never read."""
+    job = train()
+    registered(2)
+    pid = collector()
+    before = status(pid, "VmRSS")
+    peers = []
+    for index in range(30):
+        peer = socket.socket()
+        peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1024)
+        peer.connect(("127.0.0.1", PORT + index % 2))
+        page = b"/metrics" if index % 2 else b"/status"
+        peer.setblocking(False)
+        try:
+            peer.send((b"GET " + page + b" HTTP/1.1\r\nHost: localhost\r\n\r\n") * 400)
+        except OSError:
+            pass
+        peers.append(peer)
+    time.sleep(2)
+    must(http_get("/health", timeout=15)[0] == 200, "the owner is not served")
+    grown = status(pid, "VmRSS") - before
+    must(grown < 64 << 10, f"the collector grew by {grown} kB")
+    trains(job)
+    return f"grew by {grown} kB"
+
+
+@promises("the record of the hang stays, folders stay few, and training goes on")
+def web_flood_of_dumps():
+    """POST /dump a hundred times from eight threads, after a hang."""
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_KEEP_INCIDENTS": "3"})
+    folder, _ = judged([1])
+    codes = []
+
+    def asks():
+        for _ in range(12):
+            try:
+                codes.append(http_get("/dump", "POST", timeout=20, headers=authorized())[0])
+            except OSError:
+                codes.append(0)
+
+    threads = [threading.Thread(target=asks) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    must((folder / "verdict.txt").exists(), f"the record of the hang is gone; answers {sorted(set(codes))}")
+    must(http_get("/health")[0] == 200, "the owner is not served")
+    silent(job)
+    return f"answers {sorted(set(codes))}, {len(list(TIMELINE.glob('incident-*')))} folders"
+
+
+def as_stranger(script):
+    """A script in Python, run as another user."""
+    proc = Proc([*as_user(), SYSTEM_PYTHON, "-c", "import http.client\n"
+                 "def ask(method, path, port, **more):\n"
+                 "    c = http.client.HTTPConnection('127.0.0.1', port, timeout=10); c.request(method, path, **more)\n"
+                 "    a = c.getresponse(); return a.status, a.read().decode()\n" + script])
+    proc.wait(60)
+    return proc.out(), proc.err()
+
+
+@promises("the control port answers its owner and root alone")
+def web_another_user():
+    """Another user asks for the status, the incidents and their files."""
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    folder, _ = judged([1])
+    name = folder.name.split("-", 1)[1]
+    for path in ("/status", "/incidents", f"/incidents/{name}", "/slow_ranks"):
+        out, err = as_stranger(f"print(ask('GET', {path!r}, {PORT}))")
+        must(not out.startswith("(200"), f"{path} answers {out[:120]}")
+    must(http_get("/status", headers=authorized())[0] == 200, "the owner is refused")
+
+
+@promises("the metrics stay readable locally, so that Prometheus and DLRover can scrape them")
+def web_metrics_for_everybody():
+    """Another user reads /metrics."""
+    train()
+    registered(2)
+    out, err = as_stranger(f"print(ask('GET', '/metrics', {PORT + 1}))")
+    must(out.startswith("(200") and "XPU_TIMER_COMMON_HANG" in out, f"{out[:100]} {tail(err)}")
+
+
+@promises("no dump is made, and the job is not looked into")
+def web_dump_by_another_user():
+    """Another user asks for a dump."""
+    train()
+    registered(2)
+    out, _ = as_stranger(f"print(ask('POST', '/dump', {PORT}))")
+    must(not out.startswith("(200"), f"answers {out[:120]}")
+    time.sleep(1)
+    must(not list(TIMELINE.glob("incident-*")), "a dump was made")
+
+
+@promises("a page of another origin gets nothing out of the browser of the owner, and makes no dump")
+def web_from_a_browser():
+    """A request with another host's name and origin, as a web page would send it."""
+    train()
+    registered(2)
+    headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
+    code, text = http_get("/dump", "POST", headers=headers)
+    must(code != 200, f"a dump for a page of another origin: {text[:100]}")
+
+
+@promises("training goes on; the launcher says one line at most; the hang is written")
+def port_taken():
+    """Another program listens on the control port and the one of the metrics."""
+    listeners = [socket.create_server(("127.0.0.1", PORT + index)) for index in range(2)]
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    judged([1])
+    silent(job, 1)
+    del listeners
+    return job.err().strip()[-100:]
+
+
+@promises("the status and the verdicts name no secret")
+def web_no_secrets():
+    """The ranks have secrets in their environment and on their command line."""
+    secret = "s3cr3t-token-value"
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"AWS_SECRET_ACCESS_KEY": secret, "PASSWORD": secret})
+    folder, _ = judged([1])
+    wait_for("the report", lambda: (folder / "report.html").exists(), 30)
+    everything = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
+    must(secret.encode() not in everything, "an incident's files have it")
+    must(secret not in str(owner_status()) and secret not in log_text(), "the status or the log has it")

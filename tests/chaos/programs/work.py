@@ -1,0 +1,268 @@
+"""Ranks that are well and look as if they were not: `work.py MODE [--seconds S]`.
+
+Each mode is a function. It works for some seconds, several times the hang timeout, in which it launches no collective.
+"""
+
+import argparse
+import gc
+import os
+import select
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+import cuda
+
+MODES = {}
+
+
+def mode(function):
+    MODES[function.__name__] = function
+    return function
+
+
+class Rank:
+    def __init__(self, seconds):
+        self.rank, self.size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        cuda.set_device(int(os.environ["LOCAL_RANK"]))
+        self.world = cuda.Communicator.create("world", self.rank, self.size)
+        self.stream, self.buffer = cuda.Stream(), cuda.Buffer(4096)
+        self.kernel = cuda.Kernel("step", 200)
+        self.seconds = seconds
+
+    def step(self):
+        self.kernel.launch(self.stream)
+        self.world.all_reduce(self.buffer, self.stream)
+        self.stream.synchronize()
+
+    def left(self):
+        end = time.monotonic() + self.seconds
+        while time.monotonic() < end:
+            yield
+
+    def folder(self):
+        return tempfile.mkdtemp(dir=os.environ["XPU_EXAMPLE_RENDEZVOUS"])
+
+
+@mode
+def shards(rank):
+    """Reads shards and copies them to the device."""
+    path = os.path.join(rank.folder(), "shard")
+    with open(path, "wb") as file:
+        file.write(os.urandom(1 << 20))
+    for _ in rank.left():
+        with open(path, "rb") as file:
+            file.read()
+        rank.buffer.from_list([1.0] * 4096)
+        time.sleep(0.05)
+
+
+@mode
+def weights(rank):
+    """Loads weights piece by piece, each for longer than a moment, and copies them."""
+    for _ in rank.left():
+        total = sum(index * index for index in range(2_000_000))
+        rank.buffer.fill(float(total % 7))
+
+
+@mode
+def evaluate(rank):
+    """Evaluates on the processor alone."""
+    for _ in rank.left():
+        sum(index % 3 for index in range(200_000))
+
+
+@mode
+def evaluate_in_c(rank):
+    """The same inside one C function for seconds at a time."""
+    for _ in rank.left():
+        sorted(range(3_000_000), key=lambda value: -value)
+
+
+@mode
+def checkpoint(rank):
+    """Writes a checkpoint and synchronizes the file."""
+    with open(os.path.join(rank.folder(), "model"), "wb") as file:
+        for _ in rank.left():
+            file.write(os.urandom(1 << 18))
+            file.flush()
+            os.fsync(file.fileno())
+            time.sleep(0.1)
+
+
+@mode
+def checkpoint_from_device(rank):
+    """Copies from the device and writes, slowly."""
+    with open(os.path.join(rank.folder(), "model"), "wb") as file:
+        for _ in rank.left():
+            file.write(bytes(str(rank.buffer.to_list()[:8]), "ascii"))
+            time.sleep(0.5)
+
+
+@mode
+def memset_sync(rank):
+    """A loop of memset and synchronize."""
+    for _ in rank.left():
+        cuda._cuda("cudaMemsetAsync", rank.buffer.pointer, 0, rank.buffer.nbytes, cuda._handle(rank.stream))
+        rank.stream.synchronize()
+        time.sleep(0.01)
+
+
+@mode
+def synchronize(rank):
+    """Nothing but synchronizing an idle device."""
+    for _ in rank.left():
+        cuda.synchronize()
+        time.sleep(0.05)
+
+
+@mode
+def copies(rank):
+    """Copies to and fro, without a kernel."""
+    for _ in rank.left():
+        rank.buffer.fill(2.0)
+        rank.buffer.to_list()
+        time.sleep(0.3)
+
+
+@mode
+def long_step(rank):
+    """Host work of two timeouts between two collectives, on all ranks alike."""
+    for _ in rank.left():
+        end = time.monotonic() + rank.seconds / 2
+        while time.monotonic() < end:
+            sum(range(50_000))
+        rank.step()
+
+
+@mode
+def long_sleep(rank):
+    """All ranks sleep between two collectives for longer than the timeout."""
+    for _ in range(2):
+        time.sleep(rank.seconds / 2)
+        rank.step()
+
+
+@mode
+def compile(rank):
+    """Compiles, as a just-in-time compiler does, with programs of its own."""
+    source = os.path.join(rank.folder(), "kernel.c")
+    with open(source, "w") as file:
+        file.write("#include <stdio.h>\n" + "".join(f"int f{i}(int x) {{ return x * {i} + (x > {i}); }}\n" for i in range(4000)))
+    for _ in rank.left():
+        subprocess.run(["gcc", "-O2", "-c", "-o", source + ".o", source], check=True)
+
+
+@mode
+def collect_garbage(rank):
+    """Collects garbage of a large heap again and again."""
+    heap = [[index] for index in range(400_000)]
+    for _ in rank.left():
+        gc.collect()
+    del heap
+
+
+@mode
+def server(rank):
+    """An idle inference server: rank 0 waits for requests, the others for rank 0."""
+    if rank.rank == 0:
+        listener = socket.create_server(("127.0.0.1", 0))
+        select.select([listener], [], [], rank.seconds)
+    else:
+        threading.Event().wait(rank.seconds)
+
+
+@mode
+def notebook(rank):
+    """Somebody reads the result of a cell before running the next one."""
+    rank.step()
+    reading, _writing = os.pipe()
+    select.select([reading], [], [], rank.seconds)
+    rank.step()
+
+
+@mode
+def debugger(rank):
+    """Rank 0 waits at a prompt between two steps; nobody waits for it yet."""
+    rank.step()
+    time.sleep(rank.seconds)
+
+
+@mode
+def download(rank):
+    """Reads from a peer that sends a little at a time."""
+    one, other = socket.socketpair()
+
+    def sends():
+        for _ in rank.left():
+            other.send(b"x" * 1000)
+            time.sleep(0.2)
+        other.close()
+
+    threading.Thread(target=sends, daemon=True).start()
+    while one.recv(65536):
+        pass
+
+
+@mode
+def busy_loaders(rank):
+    """The main thread waits for worker processes that prepare data without an end in sight."""
+    workers = [subprocess.Popen([sys.executable, "-c", f"import time\ne = time.monotonic() + {rank.seconds}\n"
+                                 "while time.monotonic() < e: sum(range(100000))"]) for _ in range(2)]
+    for worker in workers:
+        worker.wait()
+
+
+@mode
+def uneven(rank):
+    """One rank evaluates alone, for less than the timeout, while the others wait for it in a collective."""
+    for _ in range(3):
+        if rank.rank == 0:
+            end = time.monotonic() + float(os.environ["XPU_TIMER_HANG_TIMEOUT"]) / 2
+            while time.monotonic() < end:
+                sum(range(50_000))
+        rank.step()
+
+
+@mode
+def threads(rank):
+    """Two hundred threads that sleep, and one that copies."""
+    for _ in range(200):
+        threading.Thread(target=time.sleep, args=(rank.seconds + 5,), daemon=True).start()
+    copies(rank)
+
+
+@mode
+def forks(rank):
+    """Starts short processes all the time."""
+    for _ in rank.left():
+        subprocess.run(["true"], check=True)
+
+
+@mode
+def steps(rank):
+    """Plain steps."""
+    for _ in rank.left():
+        rank.step()
+        time.sleep(0.02)
+
+
+def main():
+    parser = argparse.ArgumentParser()
+    parser.add_argument("mode", choices=MODES)
+    parser.add_argument("--seconds", type=float, default=3 * float(os.environ.get("XPU_TIMER_HANG_TIMEOUT", "3")) + 3)
+    options = parser.parse_args()
+    rank = Rank(options.seconds)
+    for _ in range(3):
+        rank.step()
+    MODES[options.mode](rank)
+    rank.step()
+    sys.stdout.write(f"rank {rank.rank} done\n")
+    sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,16 @@
+//! Faults and attacks as real processes, and the promise that must hold under each: `cargo xtask chaos`.
+//!
+//! `faults/` has the faults, in Python: a function each, with its promise. This crate gives each fault a [`Job`] of its own
+//! (folder, ports, environment), runs it with a deadline, ends everything that it started, and prints the table.
+//! `docs/faults.md` is made from the same table.
+//!
+//! [`Job`]: xpu_timer_tests::Job
+#![forbid(unsafe_code)]
+
+mod page;
+mod run;
+mod table;
+
+pub use page::page;
+pub use run::{Options, run};
+pub use table::{Fault, faults};

@@ -1,0 +1,265 @@
+//! Runs faults, each with a job, a deadline and a seed of its own, and prints the table.
+
+use std::{
+    fmt, fs,
+    path::{Path, PathBuf},
+    process::{Command, ExitStatus},
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
+    time::{Duration, Instant, SystemTime},
+};
+
+use anyhow::{Context, Result, ensure};
+use nix::sys::signal::Signal;
+use xpu_timer_tests::{Job, Process, artifacts, python, tree};
+
+use crate::table::{Fault, faults, program};
+
+/// A fault takes some seconds on a quiet machine. One that has not ended by now shows that something waits for ever.
+const DEADLINE: Duration = Duration::from_secs(240);
+/// How long a fault may take to end its processes when it is told to.
+const GRACE: Duration = Duration::from_secs(10);
+/// The status by which a fault says that it cannot be made on this machine.
+const UNABLE: i32 = 77;
+/// How often a long run repeats a fault that draws random moments.
+const REPEATS: u64 = 10;
+
+/// Runs faults and attacks as real processes, and prints what must hold and what held
+#[derive(Debug, clap::Parser)]
+#[command(name = "cargo xtask chaos", bin_name = "cargo xtask chaos")]
+pub struct Options {
+    /// Only faults whose name contains one of these words, or whose area is one
+    names: Vec<String>,
+    /// Names of all faults, and what goes wrong in each
+    #[arg(long)]
+    list: bool,
+    /// Repeats the faults that draw random moments, each time with another seed
+    #[arg(long)]
+    long: bool,
+    /// So many faults at the same time
+    #[arg(long, default_value_t = 2)]
+    jobs: usize,
+    /// Seed of all random moments; the one of each run is printed
+    #[arg(long)]
+    seed: Option<u64>,
+}
+
+/// What came of a promise.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Held {
+    Yes,
+    No,
+    /// The fault cannot be made here.
+    Unable,
+}
+
+#[derive(Debug)]
+struct Outcome {
+    fault: Fault,
+    held: Held,
+    seen: String,
+    wall: Duration,
+}
+
+/// Runs the faults of the options; whether every promise held.
+///
+/// # Errors
+/// When there is no such fault, or the table cannot be made.
+pub fn run(options: &Options) -> Result<bool> {
+    let chosen = |fault: &Fault| {
+        let has = |word: &String| fault.name.contains(word) || fault.area == *word;
+        options.names.is_empty() || options.names.iter().any(has)
+    };
+    let faults: Vec<Fault> = faults()?.into_iter().filter(chosen).collect();
+    ensure!(!faults.is_empty(), "no fault is called {}", options.names.join(" or "));
+    if options.list {
+        faults.iter().for_each(|fault| println!("{:44} {}", fault.name, fault.fault));
+        return Ok(true);
+    }
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+    let seed = options.seed.unwrap_or(u64::from(now.subsec_nanos()));
+    println!("seed {seed}");
+    let times = |fault: &Fault| if options.long && fault.chance { REPEATS } else { 1 };
+    let runs: Vec<(Fault, u64)> = faults
+        .iter()
+        .flat_map(|fault| (0..times(fault)).map(move |index| (fault.clone(), seed.wrapping_add(index))))
+        .collect();
+    let outcomes = all(&runs, options.jobs);
+    let table = table(&outcomes);
+    let path = output().join("table.md");
+    fs::write(&path, &table).with_context(|| path.display().to_string())?;
+    println!("\n{table}\n{}\nthe table: {}", total(&outcomes), path.display());
+    Ok(outcomes.iter().all(|outcome| outcome.held != Held::No))
+}
+
+/// The folder of the table and of the logs of broken promises.
+fn output() -> PathBuf {
+    tree().join("target/chaos")
+}
+
+fn all(runs: &[(Fault, u64)], jobs: usize) -> Vec<Outcome> {
+    // The harness builds what it runs once for the process; not in several threads at once.
+    let _ = artifacts();
+    // Writing the table says why it cannot be made.
+    let _ = fs::create_dir_all(output());
+    let next = AtomicUsize::new(0);
+    let outcomes: Mutex<Vec<(usize, Outcome)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.max(1) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some((fault, seed)) = runs.get(index) else { return };
+                    let outcome = one(fault, *seed);
+                    println!("{outcome}");
+                    outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
+                }
+            });
+        }
+    });
+    let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
+    outcomes.sort_by_key(|(index, _)| *index);
+    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
+}
+
+fn one(fault: &Fault, seed: u64) -> Outcome {
+    let start = Instant::now();
+    let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "3").with("XPU_TIMER_SAMPLE_INTERVAL", "1");
+    let mut process = Process::spawn(&mut command(&job, fault, seed));
+    let Some(status) = wait(&mut process) else {
+        let outcome = Outcome {
+            fault: fault.clone(),
+            held: Held::No,
+            seen: format!("it has not ended within {DEADLINE:?}"),
+            wall: start.elapsed(),
+        };
+        keep(&outcome, seed, &process.stdout(), &process.stderr(), &job);
+        return outcome;
+    };
+    let output = process.wait(GRACE);
+    let seen = output.stdout.lines().next_back().unwrap_or_default().to_owned();
+    let held = match status.code() {
+        Some(0) => Held::Yes,
+        Some(UNABLE) => Held::Unable,
+        _ => Held::No,
+    };
+    let outcome = Outcome { fault: fault.clone(), held, seen, wall: start.elapsed() };
+    keep(&outcome, seed, &output.stdout, &output.stderr, &job);
+    outcome
+}
+
+fn command(job: &Job, fault: &Fault, seed: u64) -> Command {
+    let mut command = job.command(python());
+    command.arg("-B").arg(program()).arg(&fault.name).current_dir(&job.dir);
+    command.env("XPU_CHAOS_DIR", &job.dir).env("XPU_CHAOS_BIN", artifacts().bin(""));
+    command.env("XPU_CHAOS_SEED", seed.to_string());
+    command
+}
+
+/// Waits for a fault; `None` for one that is late. That one is told to end, so that it ends what it started.
+fn wait(process: &mut Process) -> Option<ExitStatus> {
+    let start = Instant::now();
+    let mut late = false;
+    loop {
+        if let Some(status) = process.try_wait() {
+            return (!late).then_some(status);
+        }
+        if !late && start.elapsed() > DEADLINE {
+            process.signal(Signal::SIGTERM);
+            late = true;
+        }
+        if start.elapsed() > DEADLINE + GRACE {
+            return None;
+        }
+        std::thread::sleep(Duration::from_millis(20));
+    }
+}
+
+/// Keeps what the processes of a broken promise have printed and logged.
+fn keep(outcome: &Outcome, seed: u64, stdout: &str, stderr: &str, job: &Job) {
+    if outcome.held != Held::No {
+        return;
+    }
+    let name = &outcome.fault.name;
+    let text = format!("{name}, seed {seed}: {}\n{stdout}\n{stderr}\n{}{}", outcome.seen, printed(&job.dir), job.logs());
+    // The outcome counts more than its log.
+    let _ = fs::write(output().join(format!("{name}.log")), text);
+}
+
+/// What the processes of a job have printed.
+fn printed(folder: &Path) -> String {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let named = |entry: &fs::DirEntry| {
+        let name = entry.file_name();
+        ["out.", "err."].iter().any(|start| name.to_string_lossy().starts_with(start))
+    };
+    let small = |entry: &fs::DirEntry| entry.metadata().is_ok_and(|file| file.is_file() && file.len() < 1 << 20);
+    let text = |entry: fs::DirEntry| {
+        let text = fs::read(entry.path()).unwrap_or_default();
+        format!("--- {}\n{}\n", entry.path().display(), String::from_utf8_lossy(&text))
+    };
+    entries.filter(named).filter(small).map(text).collect()
+}
+
+impl Held {
+    fn word(self) -> &'static str {
+        match self {
+            Held::Yes => "held",
+            Held::No => "**did not hold**",
+            Held::Unable => "not tried",
+        }
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:44} {}: {} ({:.1} s)", self.fault.name, self.held.word(), self.seen, self.wall.as_secs_f64())
+    }
+}
+
+/// A text as a cell of a table.
+pub(crate) fn cell(text: &str) -> String {
+    text.replace('|', "\\|").replace('\n', " ")
+}
+
+fn table(outcomes: &[Outcome]) -> String {
+    let rows = outcomes.iter().map(|Outcome { fault, held, seen, .. }| {
+        let (what, promise, seen) = (cell(&fault.fault), cell(&fault.promise), cell(seen));
+        format!("| {what} (`{}`) | {promise} | {}: {seen} |\n", fault.name, held.word())
+    });
+    format!("| fault | what must hold | what held |\n|---|---|---|\n{}", rows.collect::<String>())
+}
+
+fn total(outcomes: &[Outcome]) -> String {
+    let names = |held: Held| {
+        let outcomes = outcomes.iter().filter(|outcome| outcome.held == held);
+        outcomes.map(|outcome| outcome.fault.name.as_str()).collect::<Vec<_>>()
+    };
+    let (held, broken, unable) = (names(Held::Yes), names(Held::No), names(Held::Unable));
+    let mut text = format!("{} faults: {} held", outcomes.len(), held.len());
+    for (names, what) in [(broken, "did not hold"), (unable, "could not be tried here")] {
+        if !names.is_empty() {
+            text += &format!(", {} {what} ({})", names.len(), names.join(" "));
+        }
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_table_says_what_did_not_hold() {
+        let fault =
+            Fault { name: "a-b".into(), area: "a".into(), fault: "x | y".into(), promise: "p".into(), chance: false };
+        let outcome = |held| Outcome { fault: fault.clone(), held, seen: "s\nt".into(), wall: Duration::ZERO };
+        let outcomes = [outcome(Held::Yes), outcome(Held::No), outcome(Held::Unable)];
+        let table = table(&outcomes);
+        assert_eq!(table.lines().count(), 5);
+        assert!(table.contains("| x \\| y (`a-b`) | p | **did not hold**: s t |"), "{table}");
+        assert_eq!(total(&outcomes), "3 faults: 1 held, 1 did not hold (a-b), 1 could not be tried here (a-b)");
+    }
+}
