@@ -1,11 +1,9 @@
 """Odd processes and odd files: a capture and the viewer end in time, say what is missing, and change nothing."""
 
 import functools
-import gzip
 import os
 import shutil
 import signal
-import socket
 import struct
 import subprocess
 import sys
@@ -13,8 +11,10 @@ import threading
 import time
 from pathlib import Path
 
-from kit import (CHANCE, DIR, DUMP, EXAMPLES, SYSTEM_PYTHON, TREE, VIEWER, Broken, Proc, Unable, add, alive, as_user, compiled,
-                 in_shell, must, nobody_is_stopped, plain_text, promises, rank_pids, status, tail, train, trains, unshared, wait_for)
+from kit import (
+    CHANCE, DIR, DUMP, TREE, VIEWER, Proc, Unable, add, alive, as_user, compiled, in_shell, must,
+    nobody_is_stopped, plain_text, promises, status, tail, wait_for,
+)
 
 ENDS = "it ends within ten seconds with a status of its list, says why, and the process goes on"
 
@@ -259,8 +259,6 @@ def bounded(pid):
 @promises("memory stays below 1 GB, and the capture ends in time")
 def capture_with_a_bomb_of_a_section():
     """A library says that its compressed symbols unpack to 2^62 bytes."""
-    import zlib
-
     library = compiled("lib.so", LIBRARY, "-shared", "-fPIC", "-g", "-gz=zlib")
     text = bytearray(library.read_bytes())
     sections, size, count = struct.unpack_from("<Q", text, 40)[0], *struct.unpack_from("<HH", text, 58)

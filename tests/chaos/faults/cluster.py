@@ -1,17 +1,19 @@
 """The cluster collector and the network: a node does all that it does without one."""
 
 import contextlib
+import json
 import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from pathlib import Path
 
-from kit import (CHANCE, COLLECTOR, DIR, PORT, TIMELINE, Broken, Proc, Unable, alive, answers, collector, incident, judged, kill9, launched, log_text,
-                 must, promises, registered, silent, status, tail, train, trains, wait_for)
+from kit import (
+    CHANCE, COLLECTOR, DIR, TIMELINE, Proc, Unable, alive, judged, kill9, log_text, must, promises,
+    registered, silent, status, tail, train, trains, wait_for,
+)
 
 ALONE = "training goes on in silence, and the node judges its own hang"
 
@@ -48,8 +50,6 @@ def hangs(port, at=15, **options):
 
 def written(seconds=80):
     found = wait_for("a verdict at the node or the cluster", lambda: [path for root in (TIMELINE, DIR / "cluster") for path in Path(root).rglob("verdict.json")], seconds)
-    import json
-
     verdict = json.loads(found[0].read_text())
     must(verdict["culprits"] == [1], f"{verdict['culprits']}: {verdict['sentence']}")
     return found[0]

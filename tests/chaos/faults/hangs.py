@@ -5,8 +5,10 @@ import os
 import signal
 import time
 
-from kit import (TIMEOUT, add, alive, incident, must, rank_pids, registered, promises, silent, train, trains, wait_for,
-                 CHANCE, judged, http_get, PORT)
+from kit import (
+    CHANCE, PORT, TIMEOUT, add, alive, http_get, incident, judged, must, promises, rank_pids,
+    registered, silent, train, trains, wait_for,
+)
 
 PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's status is not 0"
 

@@ -3,10 +3,13 @@
 import functools
 import os
 import signal
-import time
+import subprocess
+import sys
 
-from kit import (EXAMPLES, TIMEOUT, SYSTEM_PYTHON, Unable, add, ends_well, must, promises, rank_pids, registered, silent,
-                 stays, tail, train, trains, wait_for, work)
+from kit import (
+    EXAMPLES, PORT, SYSTEM_PYTHON, TIMEOUT, Unable, add, ends_well, http_get, incident, launched,
+    must, promises, rank_pids, registered, silent, stays, tail, train, trains, wait_for, work,
+)
 
 KILL = {"XPU_TIMER_HANG_KILL": "1", "XPU_TIMER_IDLE_TIMEOUT": str(TIMEOUT)}
 NEVER = "with XPU_TIMER_HANG_KILL=1 the job comes to its end with status 0, and nothing is printed into it"
@@ -75,9 +78,6 @@ def well_stopped_as_a_whole():
 @promises("a rank that says nothing because it is starved is not taken for hung; nobody is ended")
 def well_on_an_overloaded_machine():
     """Sixteen processes compete with the ranks for the processors."""
-    import subprocess
-    import sys
-
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(16)]
     try:
         ends_well(work("steps", "--seconds=8", env={**KILL, "XPU_TIMER_HANG_TIMEOUT": "8"}), seconds=120)
@@ -98,13 +98,9 @@ def well_server_wakes_up():
 @promises("a real elastic job that is well comes to its end under it")
 def well_torchrun():
     """torchrun starts two ranks on gloo, with XPU_TIMER_HANG_KILL=1."""
-    import subprocess
-
     probe = subprocess.run([SYSTEM_PYTHON, "-c", "import torch.distributed"], capture_output=True)
     if probe.returncode != 0:
         raise Unable("Debian's python3-torch is not installed")
-    from kit import launched
-
     script = EXAMPLES / "torch_gloo.py"
     words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-port=0", script]
     job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})
@@ -115,8 +111,6 @@ def well_torchrun():
 @promises("an incident that resolves lowers XPU_TIMER_COMMON_HANG again, and nobody is ended")
 def well_metric_returns_to_zero():
     """A rank comes late by more than a verdict, without XPU_TIMER_HANG_KILL."""
-    from kit import PORT, http_get, incident
-
     def level():
         code, page = http_get("/metrics", port=PORT + 1)
         lines = [line for line in page.splitlines() if line.startswith("XPU_TIMER_COMMON_HANG")]

@@ -1,14 +1,13 @@
 """Several jobs, restarts and elastic agents: a hang belongs to its job."""
 
-import json
 import os
 import signal
 import sys
-import time
-from pathlib import Path
 
-from kit import (DIR, EXAMPLES, PORT, TIMELINE, TIMEOUT, Broken, Proc, alive, authorized, collector, ends_well, http_get, incident, incidents, judged,
-                 launched, must, owner_status, promises, rank_pids, ranks, registered, silent, stays, tail, train, trains, wait_for, work)
+from kit import (
+    DIR, EXAMPLES, ends_well, incident, incidents, judged, launched, must, promises, rank_pids,
+    silent, stays, train, trains, wait_for,
+)
 
 APART = "the hang is judged as that of its own job, and nobody of the other job is named or ended"
 

@@ -5,9 +5,11 @@ import signal
 import subprocess
 import time
 
-from kit import (CHANCE, DUMP, TIMELINE, Proc, Unable, children, alive, collector, collectors, comm, incident, judged,
-                 kill9, launched, must, nobody_is_stopped, ours, promises, rank_pids, registered, silent, train,
-                 trains, wait_for, answers)
+from kit import (
+    CHANCE, COLLECTOR, DUMP, TIMELINE, Proc, Unable, alive, answers, children, collector,
+    collectors, comm, incident, judged, kill9, launched, must, nobody_is_stopped, ours,
+    owner_status, promises, rank_pids, registered, silent, train, trains, wait_for,
+)
 
 TRAINS = "the job trains on, and nothing is printed into it"
 
@@ -59,8 +61,6 @@ def collector_killed_after_the_verdict():
     kill9(collector())
     must((folder / "verdict.txt").stat().st_size > 0, "no verdict")
     wait_for("another collector", answers, 60)
-    from kit import owner_status
-
     listed = wait_for("it lists the incident", lambda: owner_status()["incidents"], 30)
     must(any(folder.name.split("-", 1)[1] in str(one) for one in listed), f"the old incident is not listed: {listed}")
 
@@ -200,8 +200,6 @@ def forty_launchers_at_once():
 @promises("the second collector says that there is one and ends; the first one works on")
 def second_collector():
     """A collector is started where one listens."""
-    from kit import COLLECTOR
-
     job = train()
     registered(2)
     first = collector()

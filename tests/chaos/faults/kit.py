@@ -400,7 +400,7 @@ def unshared(*flags):
 
 def in_shell(script, *namespaces):
     """Words that run a script before the command, in namespaces of its own: `mount -t tmpfs none /tmp; exec "$@"`."""
-    shell = ["sh", "-c", script + '\nexec "$@"', "sh"]
+    shell = ["bash", "-c", script + '\nexec "$@"', "bash"]
     return [*unshared(*namespaces), *shell] if namespaces else shell
 
 

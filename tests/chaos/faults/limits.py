@@ -2,32 +2,34 @@
 
 import functools
 import os
-import resource
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
-from kit import (COLLECTOR, DIR, DUMP, LAUNCH, PORT, TIMELINE, VIEWER, Broken, Proc, Unable, add, alive, answers, as_user,
-                 collector, ends_well, http_get, in_shell, incident, judged, launched, log_text, must, ours, promises,
-                 rank_pids, registered, root_needed, silent, status, tail, train, trains, wait_for, work, works_still)
+from kit import (
+    COLLECTOR, DIR, LAUNCH, PORT, TIMELINE, VIEWER, Proc, Unable, add, alive, answers, as_user,
+    collector, ends_well, in_shell, must, owner_status, promises, registered, root_needed, silent,
+    status, tail, train, trains, wait_for, work,
+)
 
 ENDS = "the job trains to its end, and the launcher says one line at most"
 
 LIMITS = {
     "descriptors_32": ("the ranks may open 32 descriptors", "ulimit -n 32"),
     "memory_file_none": ("the ranks may lock no memory", "ulimit -l 0"),
-    "file_size_zero": ("the job may write no file: RLIMIT_FSIZE is 0", "trap '' XFSZ; ulimit -f 0"),
+    "file_size": ("the job may write files of 64 KB only, by RLIMIT_FSIZE", "ulimit -f 64"),
     "memory_400_mb": ("the ranks have 400 MB of address space", "ulimit -v 400000"),
     "stack_small": ("threads of the ranks have stacks of 256 KB", "ulimit -s 256"),
     "signals_none": ("no signal may be queued: RLIMIT_SIGPENDING is 0", "ulimit -i 0"),
 }
 
 
-def limited(script, mode="steps"):
-    job = work(mode, "--seconds=3", wrap=in_shell(script))
-    ends_well(job, lines=1)
+def limited(script):
+    bare = work("steps", "--seconds=1", wrap=in_shell(script), launcher=(), env={"XPU_EXAMPLE_RENDEZVOUS": DIR})
+    if bare.wait(60) != 0:
+        raise Unable(f"the limit ends the job without us too: {tail(bare.err())}")
+    ends_well(work("steps", "--seconds=3", wrap=in_shell(script)), lines=1)
 
 
 for _name, (_fault, _script) in LIMITS.items():
@@ -61,7 +63,9 @@ def collector_with_little_memory():
     registered(2)
     wait_for("a verdict, or words", lambda: list(TIMELINE.glob("incident-*/verdict.txt")) or "memory" in own.err() or own.ended(), 60)
     silent(job)
-    must(list(TIMELINE.glob("incident-*/verdict.txt")), f"no verdict: {tail(own.err())}")
+    verdict = list(TIMELINE.glob("incident-*/verdict.txt"))
+    must(verdict or "memory" in own.err(), f"neither a verdict nor a word: {tail(own.err())}")
+    return "judged" if verdict else tail(own.err())[-80:]
 
 
 def group(kind, limit, value):
@@ -163,8 +167,6 @@ def dumps(count):
 def process_table_full():
     """An ordinary user may start no more processes and threads, while his job trains."""
     user = 54322
-    from kit import EXAMPLES, SYSTEM_PYTHON
-
     DIR.chmod(0o777)
     for path in (DIR / "timeline", DIR / "log", DIR / "rendezvous", Path(os.environ["TMPDIR"])):
         path.chmod(0o777)
@@ -201,19 +203,13 @@ def process_group_full():
         leave(folder)
 
 
-def full_disk(size):
-    """A small file system for the incidents, in a mount namespace of the whole job."""
-    return in_shell(f"mount -t tmpfs -o {size} none {TIMELINE}", "--mount")
-
-
 @promises("the verdict is served by the collector, and written once there is space")
 def disk_full():
     """The disk of the incidents is full when the job hangs; later there is space."""
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
                 wrap=in_shell(f"mount -t tmpfs -o size=4m none {TIMELINE}; head -c 4194304 /dev/zero > {TIMELINE}/fills 2>/dev/null", "--mount"))
     inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
-    from kit import owner_status
-
+    registered(2)
     shown = wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "culprits" in str(one) or "cause" in str(one)], 60)
     (inside / "fills").unlink()
     wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
@@ -227,8 +223,7 @@ def inodes_none():
     job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
                 wrap=in_shell(f"mount -t tmpfs -o size=8m,nr_inodes=20 none {TIMELINE}; for i in $(seq 30); do : > {TIMELINE}/f$i; done 2>/dev/null", "--mount"))
     inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
-    from kit import owner_status
-
+    registered(2)
     wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "cause" in str(one)], 60)
     for path in inside.glob("f*"):
         path.unlink()

@@ -2,14 +2,12 @@
 
 import functools
 import os
-import signal
 import subprocess
 import sys
-import time
-from pathlib import Path
 
-from kit import (CHANCE, DIR, EXAMPLES, SYSTEM_PYTHON, Proc, Unable, add, alive, collector, ends_well, judged, launched, must, ours, owner_status,
-                 promises, rank_pids, ranks, registered, silent, stays, tail, train, trains, wait_for)
+from kit import (
+    DIR, DUMP, Proc, add, compiled, ends_well, must, promises, ranks, wait_for,
+)
 
 HEAD = """
 import ctypes, gc, os, resource, signal, socket, subprocess, sys, threading, time, cuda
@@ -116,8 +114,6 @@ int main(void) {
 @promises("no system call returns EINTR or less than it would without the captures")
 def captures_of_system_calls():
     """Two hundred captures of a program in eight kinds of waiting calls, with both cores busy."""
-    from kit import DUMP, compiled
-
     program_ = compiled("calls", C_LOOP, "-O1", "-pthread")
     hogs = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2)]
     try:

@@ -3,15 +3,18 @@
 import array
 import os
 import re
+import resource
 import socket
-import struct
+import sys
 import threading
 import time
 from pathlib import Path
 
-from kit import (CHANCE, DIR, Broken, Unable, Proc, alive, answers, as_user, collector, connect, descriptors, judged, kill9, launched,
-                 log_text, must, owner_status, promises, registered, root_needed, silent, socket_path, stays, status, tail, train,
-                 trains, wait_for, works_still, HOOK, EXAMPLES, SYSTEM_PYTHON, TREE)
+from kit import (
+    CHANCE, DIR, EXAMPLES, SYSTEM_PYTHON, TREE, Proc, alive, as_user, collector, connect,
+    descriptors, launched, log_text, must, owner_status, promises, registered, root_needed, silent,
+    socket_path, status, tail, train, trains, wait_for, works_still,
+)
 
 SERVED = "the collector lives, and the next hang is judged"
 HUGE = 4_000_000_000
@@ -137,8 +140,6 @@ def world_of_billions():
     program = DIR / "one.py"
     program.write_text("import cuda, time\ncuda.set_device(0)\nk = cuda.Kernel('k', 100)\n"
                        "for _ in range(400):\n    k.launch(); cuda.synchronize(); time.sleep(0.01)\nprint('fine', flush=True)\n")
-    import sys
-
     env = {"RANK": "0", "WORLD_SIZE": str(HUGE), "LOCAL_RANK": "0", "PYTHONPATH": EXAMPLES}
     job = launched(sys.executable, program, env=env)
     registered(1)
@@ -226,8 +227,6 @@ def socket_connections():
                 time.sleep(0.001)
             peers.append(peer)
         return peers
-
-    import resource
 
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, resource.getrlimit(resource.RLIMIT_NOFILE)[1]),) * 2)
     return served(attack)

@@ -4,13 +4,13 @@ import functools
 import os
 import signal
 import subprocess
-import sys
 import time
-from pathlib import Path
 
-from kit import (COLLECTOR, DIR, EXAMPLES, LAUNCH, PORT, SYSTEM_PYTHON, TIMELINE, TREE, Broken, Proc, Unable, add, alive, answers, as_user, compiled,
-                 ends_well, in_shell, incident, judged, launched, log_text, must, promises, registered, root_needed, silent, tail, train, trains,
-                 unshared, wait_for, work, works_still)
+from kit import (
+    COLLECTOR, DIR, TIMELINE, Proc, add, alive, answers, as_user, compiled, ends_well, in_shell,
+    judged, launched, must, promises, registered, root_needed, silent, tail, train, wait_for,
+)
+from limits import readable_by_others
 
 ENDS = "the job trains to its end, and the launcher says two lines at most"
 JUDGED = "training is not disturbed, and the hang is judged"
@@ -74,8 +74,6 @@ def space_chroot():
 @promises("the job is one with the user's own collector, and says what it cannot use in two lines at most")
 def space_another_user():
     """An ordinary user's job on a node where root has a collector."""
-    from limits import readable_by_others
-
     train()
     registered(2)
     programs = readable_by_others()

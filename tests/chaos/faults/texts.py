@@ -2,15 +2,11 @@
 
 import functools
 import json
-import os
-import signal
-import subprocess
-import sys
-import time
-from pathlib import Path
 
-from kit import (COLLECTOR, DIR, DUMP, EXAMPLES, PORT, PRINT_ENV, TIMELINE, VIEWER, Proc, add, authorized, collector, http_get, incident,
-                 judged, launched, log_text, must, owner_status, plain_text, promises, ranks, registered, silent, tail, train, wait_for)
+from kit import (
+    COLLECTOR, DIR, DUMP, EXAMPLES, PORT, PRINT_ENV, VIEWER, Proc, add, http_get, judged, launched,
+    log_text, must, owner_status, plain_text, promises, ranks, silent, train, wait_for,
+)
 
 SHOWN = ("terminal, log, verdict and pages show no control character, escape or mark of direction; no log line is forged; the hang is "
          "judged")

@@ -5,11 +5,12 @@ import os
 import socket
 import threading
 import time
-from pathlib import Path
 
-from kit import (CHANCE, DIR, PORT, SYSTEM_PYTHON, TIMELINE, Broken, Proc, Unable, add, alive, as_user, authorized, collector,
-                 descriptors, http_get, incident, incidents, judged, log_text, must, owner_status, promises, registered,
-                 silent, status, tail, train, trains, wait_for, works_still)
+from kit import (
+    PORT, SYSTEM_PYTHON, TIMELINE, Proc, add, alive, as_user, authorized, collector, descriptors,
+    http_get, judged, log_text, must, owner_status, promises, registered, silent, status, tail,
+    train, trains, wait_for, works_still,
+)
 
 SERVED = "the collector lives and answers, training goes on, and the next hang is judged"
 
