@@ -2,7 +2,7 @@
 //!
 //! A folder of a large job holds hundreds of megabytes, of which the pictures need two strings a frame. So this reads
 //! the wire format itself and skips the rest: whatever `prost` accepts, this accepts, with the same strings, which
-//! `viewer/fuzz` checks. What only the report shows (other samples, children, the flight record) stays encoded until
+//! `tests/fuzz` checks. What only the report shows (other samples, children, the flight record) stays encoded until
 //! [`Sample::decode`] is asked.
 
 use std::borrow::Cow;

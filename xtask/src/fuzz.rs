@@ -36,7 +36,7 @@ const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-l
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
-/// Each is a function of `viewer/fuzz`.
+/// Each is a function of `tests/fuzz`.
 const TARGETS: [&str; 2] = ["decode", "folder"];
 
 /// A guided fuzzer finds the planted word in about a million attempts; guessing it takes 2^64.
@@ -57,7 +57,7 @@ pub fn run(options: &Options) -> Result<()> {
 /// The programs, built; the folder they lie in.
 fn build() -> Result<PathBuf> {
     need(&["g++"])?;
-    let mut build = cargo(&["build", "--release", "-p", "xpu_timer_viewer_fuzz", "--bins", "--features", "fuzzer"]);
+    let mut build = cargo(&["build", "--release", "-p", "xpu_timer_fuzz", "--bins", "--features", "fuzzer"]);
     shell::run(build.args(["--target", TARGET]).env("RUSTFLAGS", COUNTERS))?;
     let target = env::var_os("CARGO_TARGET_DIR").map_or_else(|| xpu_timer_tests::tree().join("target"), PathBuf::from);
     Ok(target.join(TARGET).join("release"))
@@ -123,7 +123,7 @@ fn program(folder: &Path, name: &str, work: &Path) -> Command {
 }
 
 fn kept(name: &str) -> PathBuf {
-    xpu_timer_tests::tree().join("viewer/fuzz/corpus").join(name)
+    xpu_timer_tests::tree().join("tests/fuzz/corpus").join(name)
 }
 
 fn work(name: &str) -> Result<PathBuf> {

@@ -18,7 +18,6 @@ ENDS = "the job trains to its end, and the launcher says one line at most"
 LIMITS = {
     "descriptors_32": ("the ranks may open 32 descriptors", "ulimit -n 32"),
     "memory_file_none": ("the ranks may lock no memory", "ulimit -l 0"),
-    "file_size": ("the job may write files of 64 KB only, by RLIMIT_FSIZE", "ulimit -f 64"),
     "memory_400_mb": ("the ranks have 400 MB of address space", "ulimit -v 400000"),
     "stack_small": ("threads of the ranks have stacks of 256 KB", "ulimit -s 256"),
     "signals_none": ("no signal may be queued: RLIMIT_SIGPENDING is 0", "ulimit -i 0"),
@@ -210,11 +209,11 @@ def disk_full():
                 wrap=in_shell(f"mount -t tmpfs -o size=4m none {TIMELINE}; head -c 4194304 /dev/zero > {TIMELINE}/fills 2>/dev/null", "--mount"))
     inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
     registered(2)
-    shown = wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "culprits" in str(one) or "cause" in str(one)], 60)
+    shown = wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if one.get("cause")], 60)
     (inside / "fills").unlink()
     wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
     silent(job, 1)
-    return f"served: {str(shown[0])[:80]}"
+    return f"served as {shown[0]['cause']}, then written"
 
 
 @promises("the verdict is served by the collector, and written once there are inodes")
@@ -224,7 +223,7 @@ def inodes_none():
                 wrap=in_shell(f"mount -t tmpfs -o size=8m,nr_inodes=20 none {TIMELINE}; for i in $(seq 30); do : > {TIMELINE}/f$i; done 2>/dev/null", "--mount"))
     inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
     registered(2)
-    wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if "cause" in str(one)], 60)
+    wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if one.get("cause")], 60)
     for path in inside.glob("f*"):
         path.unlink()
     wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)

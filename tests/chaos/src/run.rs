@@ -183,7 +183,8 @@ fn keep(outcome: &Outcome, seed: u64, stdout: &str, stderr: &str, job: &Job) {
         return;
     }
     let name = &outcome.fault.name;
-    let text = format!("{name}, seed {seed}: {}\n{stdout}\n{stderr}\n{}{}", outcome.seen, printed(&job.dir), job.logs());
+    let text =
+        format!("{name}, seed {seed}: {}\n{stdout}\n{stderr}\n{}{}", outcome.seen, printed(&job.dir), job.logs());
     // The outcome counts more than its log.
     let _ = fs::write(output().join(format!("{name}.log")), text);
 }

@@ -215,7 +215,7 @@ mod tests {
 
     #[test]
     fn a_real_hang_is_the_same_both_ways() {
-        let real = files_of("../../tests/fixtures/rank6/in");
+        let real = files_of("../fixtures/rank6/in");
         assert!(real.iter().all(|file| !file.windows(2).any(|window| window == NEXT_FILE)), "no file of it is split");
         folder(&real.join(&NEXT_FILE[..]));
         real.iter().for_each(|bytes| decode(bytes));
@@ -242,7 +242,7 @@ mod tests {
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
-            let mut bytes = files_of("../../tests/fixtures/rank6/in").swap_remove(rank);
+            let mut bytes = files_of("../fixtures/rank6/in").swap_remove(rank);
             if let Some(cut) = cut {
                 bytes.truncate(cut.index(bytes.len()));
             }
