@@ -37,6 +37,7 @@ use crate::{
     registry::{ConnectionId, JobKey, Rank, RankId, Registered, Registry},
     ring_file::RingFile,
     slow::SlowRanks,
+    throttle::{BY_HAND, Throttle},
     webhook::Webhook,
 };
 use ending::Ending;
@@ -84,6 +85,7 @@ pub struct Core {
     pub(crate) disk: Disk,
     pub(crate) inbox: Inbox,
     monitor: Monitor,
+    dumps: Throttle<JobKey>,
     /// What the ranks' rings say, for `/metrics`.
     pub sampler: Sampler,
     captures: Arc<Captures>,
@@ -148,6 +150,7 @@ impl Core {
             }),
             inbox,
             monitor: Monitor::default(),
+            dumps: Throttle::new(BY_HAND),
             sampler,
             captures: Arc::new(captures),
             hurry: Arc::default(),

@@ -1,43 +1,70 @@
-//! The control and metrics endpoints, on loopback only. A page that a browser loaded from elsewhere must not reach them, so only
-//! requests that name this machine as their host, and come from no other origin, are answered.
+//! The control and metrics endpoints of a node, on loopback only. The control port answers its owner and root, and whoever has the
+//! token; the metrics are for everybody on this machine. A page that a browser loaded from elsewhere reaches neither: only requests
+//! that name this machine as their host, and come from no other origin, are answered.
 
-use std::net::Ipv4Addr;
+pub mod peer;
+pub mod server;
+pub mod watch;
+
+use std::{
+    net::{Ipv4Addr, SocketAddr},
+    sync::Arc,
+    time::{Duration, Instant},
+};
 
 use axum::{
-    extract::Request,
+    Router,
+    extract::{Request, State},
     http::{HeaderMap, StatusCode, header},
     middleware::{self, Next},
     response::{IntoResponse, Response},
 };
-use tokio::net::TcpListener;
+use rustix::process::getuid;
+use tokio::{net::TcpListener, sync::Mutex};
 
-use crate::{inbox::Inbox, routes};
+use self::{
+    peer::Owners,
+    server::{Caller, Server},
+};
+use crate::{inbox::Inbox, routes, token::Token};
 
 /// Listens on a loopback port.
 ///
 /// # Errors
-/// A sentence that names the port and the variable that decides it.
+/// A sentence that names the port, who has it and the variable that decides it.
 pub async fn listen(port: u16, what: &str, variable: &str) -> Result<TcpListener, String> {
-    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, port)).await;
+    let address = SocketAddr::from((Ipv4Addr::LOCALHOST, port));
+    let listener = TcpListener::bind(address).await;
     listener.map_err(|error| {
+        let owner = Owners::of_listener(address).filter(|uid| *uid != getuid().as_raw());
+        let owner = owner.map(|uid| format!(", by a process of user {uid}")).unwrap_or_default();
         format!(
-            "there is no {what} endpoint: port {port} cannot be listened on ({error}); {variable} chooses another one"
+            "there is no {what} endpoint: port {port} cannot be listened on ({error}{owner}); {variable} chooses another one"
         )
     })
 }
 
 /// Serves the control endpoint until the process ends.
-pub async fn serve_control(listener: TcpListener, inbox: Inbox) {
-    let router = routes::control().layer(middleware::from_fn(local_only)).with_state(inbox);
-    // It only ends with its listener, that is with the process.
-    let _ = axum::serve(listener, router).await;
+pub async fn serve_control(server: Server, listener: TcpListener, inbox: Inbox, token: Token) {
+    server.run(listener, control(routes::control().with_state(inbox), token)).await;
 }
 
 /// Serves the metrics endpoint until the process ends.
-pub async fn serve_metrics(listener: TcpListener, inbox: Inbox) {
-    let router = routes::metrics().layer(middleware::from_fn(local_only)).with_state(inbox);
-    // As above.
-    let _ = axum::serve(listener, router).await;
+pub async fn serve_metrics(server: Server, listener: TcpListener, inbox: Inbox) {
+    let cache = Arc::new(Mutex::new(None));
+    let router = routes::metrics()
+        .layer(middleware::from_fn_with_state(cache, strangers_share_pages))
+        .layer(middleware::from_fn(local_only))
+        .with_state(inbox);
+    server.run(listener, router).await;
+}
+
+/// Pages that only the owner may see, and `/health`, which is for everybody.
+fn control(pages: Router, token: Token) -> Router {
+    pages
+        .layer(middleware::from_fn_with_state(token, owner_only))
+        .merge(routes::health())
+        .layer(middleware::from_fn(local_only))
 }
 
 async fn local_only(request: Request, next: Next) -> Response {
@@ -47,15 +74,76 @@ async fn local_only(request: Request, next: Next) -> Response {
     (StatusCode::FORBIDDEN, "only requests to localhost are answered\n").into_response()
 }
 
+async fn owner_only(State(token): State<Token>, request: Request, next: Next) -> Response {
+    let caller = request.extensions().get::<Caller>().cloned();
+    if caller.as_ref().is_some_and(Caller::is_owner) {
+        return next.run(request).await;
+    }
+    if token.is_shown(request.headers()) {
+        if let Some(caller) = &caller {
+            caller.is_trusted();
+        }
+        return next.run(request).await;
+    }
+    if let Some(caller) = caller.as_ref().filter(|_| request.headers().contains_key(header::AUTHORIZATION)) {
+        caller.failed().await;
+    }
+    (StatusCode::FORBIDDEN, refusal(caller.and_then(|caller| caller.uid))).into_response()
+}
+
+/// Why a user gets no answer of a port that belongs to another one, and what helps.
+#[must_use]
+pub fn refusal(uid: Option<u32>) -> String {
+    let owner = getuid().as_raw();
+    let who = match uid {
+        Some(uid) => format!("this request comes from user {uid}"),
+        None => "the user behind this request cannot be told".into(),
+    };
+    format!(
+        "this collector answers its owner (user {owner}) and root only, and {who}; ask as that user, or send the token of the \
+         collector's XPU_TIMER_COLLECTOR_TOKEN_FILE: curl -H \"Authorization: Bearer $(cat FILE)\" …\n"
+    )
+}
+
+/// The page that others than the owner got last.
+type Cache = Arc<Mutex<Option<(Instant, axum::body::Bytes)>>>;
+/// So old may a page for others than the owner be: however many ask, the loop that knows the ranks has other work.
+const PAGE_AGE: Duration = Duration::from_secs(1);
+const PAGE_KIND: [(header::HeaderName, &str); 1] = [(header::CONTENT_TYPE, routes::PROMETHEUS)];
+
+async fn strangers_share_pages(State(cache): State<Cache>, request: Request, next: Next) -> Response {
+    if request.extensions().get::<Caller>().is_some_and(Caller::is_owner) {
+        return next.run(request).await;
+    }
+    let mut cached = cache.lock().await;
+    if let Some((_, page)) = cached.as_ref().filter(|(made, _)| made.elapsed() < PAGE_AGE) {
+        return (PAGE_KIND, page.clone()).into_response();
+    }
+    let answer = next.run(request).await;
+    if answer.status() != StatusCode::OK {
+        return answer;
+    }
+    match axum::body::to_bytes(answer.into_body(), usize::MAX).await {
+        Ok(page) => {
+            *cached = Some((Instant::now(), page.clone()));
+            (PAGE_KIND, page).into_response()
+        }
+        Err(_) => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+    }
+}
+
 /// Whether a request names this machine and comes from no page of another one.
 #[must_use]
 pub fn is_local(headers: &HeaderMap) -> bool {
     let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
     let host = text(header::HOST).is_some_and(is_loopback);
-    let origin = text(header::ORIGIN).is_none_or(|origin| {
-        origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://")).is_some_and(is_loopback)
-    });
-    host && origin
+    host && text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(is_loopback))
+}
+
+/// Host and port of an origin.
+#[must_use]
+pub fn authority(origin: &str) -> Option<&str> {
+    origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"))
 }
 
 /// `localhost`, `127.0.0.1` or `[::1]`, with or without a port.
@@ -69,31 +157,4 @@ fn is_loopback(authority: &str) -> bool {
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn only_this_machine_is_loopback() {
-        for host in ["localhost", "localhost:18888", "127.0.0.1:1", "[::1]", "[::1]:80", "LOCALHOST:1"] {
-            assert!(is_loopback(host), "{host}");
-        }
-        for host in ["evil.example", "localhost.evil.example:18888", "127.0.0.1.evil:1", "", "localhost:1@evil", "::1"]
-        {
-            assert!(!is_loopback(host), "{host}");
-        }
-    }
-
-    #[test]
-    fn pages_from_elsewhere_are_refused() {
-        let local = |pairs: &[(header::HeaderName, &str)]| {
-            let headers = pairs.iter().map(|(name, value)| (name.clone(), value.parse().unwrap())).collect();
-            is_local(&headers)
-        };
-        assert!(local(&[(header::HOST, "localhost:1")]));
-        assert!(local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "http://127.0.0.1:1")]));
-        assert!(!local(&[]));
-        assert!(!local(&[(header::HOST, "evil.example:1")]));
-        assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "http://evil.example")]));
-        assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "null")]));
-    }
-}
+mod tests;

@@ -61,6 +61,19 @@ pub enum Refusal {
     NoJob(String),
     /// There are several, and none was named.
     WhichJob(String),
+    /// There were too many of late.
+    TooMany {
+        /// After so many seconds one may be asked for again.
+        seconds: u64,
+    },
+}
+
+impl Refusal {
+    /// One may be asked for again after so long.
+    #[must_use]
+    pub fn too_many(wait_ns: u64) -> Self {
+        Refusal::TooMany { seconds: wait_ns.div_ceil(1_000_000_000).max(1) }
+    }
 }
 
 /// The job that is to be dumped by hand: the one of this name among those that are alive, or the only one.

@@ -216,7 +216,7 @@ pub struct Engine {
 pub const DEATH_GRACE_NS: u64 = 2_000_000_000;
 /// A hang is over when nothing has been wrong for this long: what resolves on one rank is noticed later on another one.
 pub const QUIET_NS: u64 = 1_000_000_000;
-/// Closed incidents are kept for `/status`; the folders stay.
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`; the folders stay.
 const MAX_CLOSED: usize = 500;
 
 impl Engine {
@@ -475,10 +475,13 @@ impl Engine {
                 actions.push(close(incident, state, now));
             }
         }
-        let closed: Vec<String> =
-            self.incidents.values().filter(|incident| incident.closed.is_some()).map(|i| i.id.clone()).collect();
-        for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
-            self.incidents.remove(id);
+        // Apart, so that dumps by hand never push out a hang.
+        for hangs in [true, false] {
+            let closed = self.incidents.values().filter(|one| one.closed.is_some() && one.is_hang() == hangs);
+            let closed: Vec<String> = closed.map(|incident| incident.id.clone()).collect();
+            for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
+                self.incidents.remove(id);
+            }
         }
         actions
     }

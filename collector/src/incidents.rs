@@ -4,7 +4,8 @@ mod table;
 
 use std::{
     collections::BTreeMap,
-    fs,
+    fs::{self, File},
+    io::{self, Read},
     path::{Path, PathBuf},
     time::Duration,
 };
@@ -21,7 +22,8 @@ use crate::{
     dump::folder_name,
     error::chain,
     records,
-    uplink::{self, read_token},
+    token::read_token,
+    uplink,
     web_client::{self, Peer},
 };
 
@@ -39,6 +41,10 @@ pub struct Remote {
 const DEADLINE: Duration = Duration::from_secs(60);
 /// A `report.html` or a dump of a large job.
 const MAX_FILE_BYTES: u64 = 1 << 30;
+/// A longer error is no sentence.
+const MAX_ERROR_BYTES: u64 = 64 * 1024;
+/// A link that is slower than this is given up.
+const SLOWEST_BYTES_A_SECOND: u64 = 16 * 1024;
 
 impl Remote {
     /// The collector at `url`, else the cluster collector of the environment, else this node's.
@@ -76,21 +82,35 @@ impl Remote {
         })
     }
 
-    fn get(&self, path: &str) -> Result<Vec<u8>> {
+    /// The body of a page, which is read while it comes.
+    fn open(&self, path: &str, deadline: Duration) -> Result<impl Read + use<>> {
         let url = format!("{}{path}", self.url);
-        let mut request = self.agent.get(&url);
+        let mut request = self.agent.get(&url).config().timeout_global(Some(deadline)).build();
         if let Some(authorization) = &self.authorization {
             request = request.header("authorization", authorization);
         }
-        let mut answer = request.call().with_context(|| format!("{} does not answer{}", self.url, self.advice))?;
-        let body = answer.body_mut().with_config().limit(MAX_FILE_BYTES).read_to_vec();
-        let body = body.with_context(|| format!("{url}: the answer ended early"))?;
-        match answer.status().as_u16() {
-            200 => Ok(body),
+        let answer = request.call().with_context(|| format!("{} does not answer{}", self.url, self.advice))?;
+        let status = answer.status().as_u16();
+        let mut body = answer.into_body().into_with_config().limit(MAX_FILE_BYTES).reader();
+        if status == 200 {
+            return Ok(body);
+        }
+        let mut text = Vec::new();
+        // What cannot be read of an error is only missing in its text.
+        let _ = body.by_ref().take(MAX_ERROR_BYTES).read_to_end(&mut text);
+        let body = text;
+        match status {
             401 => bail!("{}: the token is wrong or missing (XPU_TIMER_COLLECTOR_TOKEN_FILE)", self.url),
             404 => bail!("{url}: {}", error_of(&body)),
             code => bail!("{url} answers {code}: {}", error_of(&body)),
         }
+    }
+
+    fn get(&self, path: &str) -> Result<Vec<u8>> {
+        let mut body = Vec::new();
+        let read = self.open(path, DEADLINE)?.read_to_end(&mut body);
+        read.with_context(|| format!("{}{path}: the answer ended early", self.url))?;
+        Ok(body)
     }
 
     fn json(&self, path: &str) -> Result<Value> {
@@ -153,6 +173,12 @@ impl Remote {
     pub fn fetch(&self, id: &str, to: &Path, ranks: &[u32]) -> Result<(PathBuf, Option<String>)> {
         let id = plain(id)?;
         let files = self.json(&format!("/incidents/{id}/files"))?;
+        let sizes: BTreeMap<&str, u64> = files
+            .as_array()
+            .into_iter()
+            .flatten()
+            .filter_map(|file| Some((file["name"].as_str()?, file["bytes"].as_u64()?)))
+            .collect();
         let names: Vec<&str> =
             files.as_array().into_iter().flatten().map(|file| file["name"].as_str().unwrap_or_default()).collect();
         let wanted = if ranks.is_empty() {
@@ -168,12 +194,17 @@ impl Remote {
                 folder_name("", Some(name)) == format!("-{name}") && !name.starts_with('.'),
                 "{name:?} is no file of an incident"
             );
-            let bytes = self.get(&format!("/incidents/{id}/{name}"))?;
+            let size = sizes.get(name).copied().unwrap_or(0);
+            let deadline = DEADLINE + Duration::from_secs(size / SLOWEST_BYTES_A_SECOND);
+            let mut body = self.open(&format!("/incidents/{id}/{name}"), deadline)?;
             let part = folder.join(format!(".{name}.part"));
             let whole = folder.join(name);
-            fs::write(&part, bytes)
-                .and_then(|()| fs::rename(&part, &whole))
-                .with_context(|| whole.display().to_string())?;
+            let written = File::create(&part).and_then(|mut file| io::copy(&mut body, &mut file));
+            written.and_then(|_| fs::rename(&part, &whole)).with_context(|| {
+                // Half a file is none.
+                let _ = fs::remove_file(&part);
+                whole.display().to_string()
+            })?;
         }
         let remark = if ranks.is_empty() { missing_dumps(&folder, id) } else { None };
         Ok((folder, remark))

@@ -42,6 +42,7 @@ pub mod socket;
 pub mod status;
 pub mod subjects;
 pub mod throttle;
+pub mod token;
 pub mod uplink;
 pub mod viewer;
 mod web_client;

@@ -22,12 +22,13 @@ use crate::{
     config::Settings,
     connections::{Connections, Event},
     core::Core,
-    error::Error,
-    http,
+    error::{Error, chain},
+    http::{self, server::Server, watch::Limits},
     inbox::{Command, Inbox},
     process::Handle,
     registry::{ConnectionId, RankId},
     socket::Endpoint,
+    token::{Token, read_token},
     uplink::{self, Address},
 };
 
@@ -42,7 +43,7 @@ const LAST_WORK: Duration = Duration::from_secs(10);
 /// When there is another one for this socket, or the socket cannot be had.
 pub fn run(settings: Settings) -> Result<(), Error> {
     let endpoint = Endpoint::open(&settings.socket)?;
-    raise_descriptor_limit();
+    let descriptors = raise_descriptor_limit();
     let (inbox, commands) = Inbox::new()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)
@@ -51,7 +52,7 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         .build()
         .map_err(Error::system("start the HTTP runtime"))?;
     let mut core = Core::new(settings, Captures::default(), inbox.clone());
-    core.problems = runtime.block_on(start(&core.settings, &inbox));
+    core.problems = runtime.block_on(start(&core.settings, &inbox, descriptors));
     if let Some(problem) = join_cluster(&core.settings, &runtime, &inbox) {
         error!("{problem}");
         core.problems.push(problem);
@@ -81,16 +82,24 @@ fn end(runtime: Runtime) {
 }
 
 /// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not the end: the dumps matter more.
-async fn start(settings: &Settings, inbox: &Inbox) -> Vec<String> {
+async fn start(settings: &Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
+    let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
+    let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
+        problems.push(format!("{}; the control port answers its owner and root only", chain(&error)));
+        None
+    });
     let variable = settings.port_variable;
     match http::listen(settings.control_port, "control", variable).await {
-        Ok(listener) => drop(tokio::spawn(http::serve_control(listener, inbox.clone()))),
+        Ok(listener) => {
+            let token = Token::new(token);
+            drop(tokio::spawn(http::serve_control(server.clone(), listener, inbox.clone(), token)));
+        }
         Err(problem) => problems.push(problem),
     }
     match settings.metrics_port {
         Some(port) => match http::listen(port, "metrics", variable).await {
-            Ok(listener) => drop(tokio::spawn(http::serve_metrics(listener, inbox.clone()))),
+            Ok(listener) => drop(tokio::spawn(http::serve_metrics(server, listener, inbox.clone()))),
             Err(problem) => problems.push(problem),
         },
         None => problems.push(format!("there is no metrics endpoint: no port is above the one of {variable}")),
@@ -114,12 +123,14 @@ async fn start(settings: &Settings, inbox: &Inbox) -> Vec<String> {
     problems
 }
 
-/// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select.
-pub fn raise_descriptor_limit() {
+/// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select. Returns how many there may be.
+pub fn raise_descriptor_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
     if let Err(error) = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, maximum: limit.maximum }) {
         warn!("the limit of open files stays at {:?}: {error}", limit.current);
+        return limit.current.unwrap_or(u64::MAX);
     }
+    limit.maximum.unwrap_or(u64::MAX)
 }
 
 struct Node {

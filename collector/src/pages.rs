@@ -1,13 +1,24 @@
 //! The pages about incidents on disk, which both roles have: the list, a verdict, and every file.
 
-use std::path::PathBuf;
+use std::{
+    fs::File,
+    io::{self, Read},
+    path::PathBuf,
+    time::Duration,
+};
 
 use axum::{
     Json,
+    body::Body,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
 };
 use serde_json::{Value, json};
+use tokio::{
+    sync::{Semaphore, SemaphorePermit, mpsc},
+    time::timeout,
+};
+use tokio_stream::wrappers::ReceiverStream;
 
 use crate::records::{self, WithoutFolder};
 
@@ -53,15 +64,66 @@ pub async fn file(roots: Roots, others: Vec<WithoutFolder>, id: String, name: St
         Some("stacktrace" | "bin") => "application/octet-stream",
         _ => "text/plain; charset=utf-8",
     };
+    let Ok(Ok(reader)) = timeout(QUEUE, READERS.acquire()).await else {
+        let busy = "too many files are being read";
+        return (StatusCode::SERVICE_UNAVAILABLE, Json(json!({ "error": busy }))).into_response();
+    };
     let found = apart(move || {
-        let found = records::file(&roots, &id, &name).or_else(|| file_of(&others, &id, &name));
+        if let Some((file, length)) = records::file(&roots, &id, &name) {
+            return Ok(Content::File(file, length));
+        }
+        let found = file_of(&others, &id, &name).map(Content::Bytes);
         found.ok_or_else(|| records::files(&roots, &id).is_some() || others.iter().any(|other| other.is(&id)))
     });
     match found.await {
-        Some(Ok(bytes)) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
+        Some(Ok(Content::Bytes(bytes))) => ([(header::CONTENT_TYPE, kind)], bytes).into_response(),
+        Some(Ok(Content::File(file, length))) => {
+            let head = [(header::CONTENT_TYPE, kind.to_string()), (header::CONTENT_LENGTH, length.to_string())];
+            (head, stream(file, length, reader)).into_response()
+        }
         Some(Err(true)) => not_found("no such file"),
         _ => not_found("no such incident"),
     }
+}
+
+/// What a file holds, or where.
+enum Content {
+    Bytes(Vec<u8>),
+    File(File, u64),
+}
+
+/// Files that are read at a time: each has a descriptor.
+static READERS: Semaphore = Semaphore::const_new(64);
+/// How long a request waits for its turn.
+const QUEUE: Duration = Duration::from_secs(10);
+/// What is in memory of a file that is being sent.
+const PIECE_BYTES: u64 = 64 * 1024;
+
+/// Reads a file as fast as the peer takes it. The connection ends when the peer takes nothing for long, and with it the reading.
+fn stream(mut file: File, length: u64, reader: SemaphorePermit<'static>) -> Body {
+    let (sender, pieces) = mpsc::channel::<io::Result<Vec<u8>>>(1);
+    tokio::spawn(async move {
+        let _reader = reader;
+        let mut left = length;
+        while left > 0 {
+            let bytes = left.min(PIECE_BYTES);
+            let read = apart(move || {
+                let mut piece = vec![0; bytes as usize];
+                file.read_exact(&mut piece).map(|()| (file, piece))
+            });
+            let read = read.await.unwrap_or_else(|| Err(io::Error::other("the reader ended")));
+            let (same, piece) = match read {
+                Ok(read) => read,
+                // The peer sees that the file is not whole.
+                Err(error) => return drop(sender.send(Err(error)).await),
+            };
+            (file, left) = (same, left - bytes);
+            if sender.send(Ok(piece)).await.is_err() {
+                return;
+            }
+        }
+    });
+    Body::from_stream(ReceiverStream::new(pieces))
 }
 
 /// A file of an incident that has no folder.

@@ -2,7 +2,8 @@
 
 use std::{
     collections::BTreeSet,
-    fs,
+    fs::{self, File},
+    os::unix::fs::OpenOptionsExt,
     path::{Path, PathBuf},
 };
 
@@ -12,12 +13,12 @@ use xpu_timer_analysis::{Status, Verdict};
 use crate::{
     clock::{self, Now},
     dump::RECORD,
-    incident::Record,
+    incident::{Cause, Record},
     registry::JobKey,
 };
 
 /// Only the newest folders are looked at: an open incident is not older than its job.
-const NEWEST: usize = 200;
+const NEWEST: usize = 500;
 /// No verdict is larger; a file that is was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
@@ -147,13 +148,19 @@ pub fn files(roots: &[PathBuf], wanted: &str) -> Option<Vec<Value>> {
     Some(files.into_iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes })).collect())
 }
 
-/// One file of an incident. Both names come from outside and are compared with what is there, never used as a path.
+/// One file of an incident, and its size. Both names come from outside and are compared with what is there, never used as a path.
 #[must_use]
-pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<Vec<u8>> {
+pub fn file(roots: &[PathBuf], wanted: &str, name: &str) -> Option<(File, u64)> {
     let folder = find(roots, wanted)?;
     let entry = fs::read_dir(folder).ok()?.flatten().find(|entry| entry.file_name().to_str() == Some(name))?;
-    let visible = !name.starts_with('.') && entry.file_type().is_ok_and(|kind| kind.is_file());
-    if visible { fs::read(entry.path()).ok() } else { None }
+    if name.starts_with('.') {
+        return None;
+    }
+    // Neither a link nor a pipe that somebody put there meanwhile is followed or waited for.
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let file = fs::OpenOptions::new().read(true).custom_flags(flags).open(entry.path()).ok()?;
+    let status = file.metadata().ok().filter(fs::Metadata::is_file)?;
+    Some((file, status.len()))
 }
 
 /// The folder of an incident. That of a node's part has the name of the node behind the incident's.
@@ -189,6 +196,19 @@ pub fn folders(root: &Path) -> Vec<PathBuf> {
         .collect();
     folders.sort();
     folders
+}
+
+/// Whether somebody asked for the incident of a folder and nothing was wrong. Only what is sure to be that is.
+#[must_use]
+pub fn is_by_hand(folder: &Path) -> bool {
+    let record = read(&folder.join(RECORD)).and_then(|bytes| serde_json::from_slice::<Record>(&bytes).ok());
+    verdict(folder).is_some_and(|verdict| {
+        let was_asked_for = verdict.trigger.kind == "manual";
+        // The cluster collector writes no record of what was seen: there the verdict says whether something hung.
+        let hung =
+            record.map_or(!verdict.culprits.is_empty(), |record| record.seen.iter().any(|one| *one != Cause::Manual));
+        was_asked_for && !hung
+    })
 }
 
 /// The verdict in a folder.

@@ -1,7 +1,8 @@
-//! Removes old incident folders: those beyond a number, and those older than an age. An open one stays.
+//! Removes old incident folders: those beyond a number, and those older than an age. An open one stays. Hangs and dumps by hand are
+//! counted apart, so that no number of dumps pushes out the record of a hang.
 
 use std::{
-    collections::BTreeSet,
+    collections::{BTreeMap, BTreeSet},
     fs, io,
     path::{Path, PathBuf},
     thread,
@@ -29,9 +30,21 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
     // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove.
     let ours: Vec<PathBuf> = records::folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
     // The parts of one incident go together: on a file system that many nodes share there are as many of them.
-    let incidents: BTreeSet<String> = ours.iter().map(|folder| records::incident_of(folder)).collect();
-    let surplus = if keep.count == 0 { 0 } else { incidents.len().saturating_sub(keep.count) };
-    let surplus: BTreeSet<&String> = incidents.iter().take(surplus).collect();
+    let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
+    // The verdicts are read only when there may be too many.
+    let may_be_surplus = keep.count != 0 && ours.len() > keep.count;
+    for folder in ours.iter().filter(|_| may_be_surplus) {
+        *incidents.entry(records::incident_of(folder)).or_insert(true) &= records::is_by_hand(folder);
+    }
+    let surplus: BTreeSet<&String> = [true, false]
+        .into_iter()
+        .flat_map(|by_hand| {
+            let of_kind: Vec<&String> =
+                incidents.iter().filter(|(_, kind)| **kind == by_hand).map(|(incident, _)| incident).collect();
+            let count = of_kind.len().saturating_sub(keep.count);
+            of_kind.into_iter().take(count)
+        })
+        .collect();
     for folder in &ours {
         let age = fs::metadata(folder.join("verdict.json")).and_then(|status| status.modified());
         let age = age.ok().and_then(|written| now.duration_since(written).ok()).unwrap_or_default();
@@ -104,6 +117,30 @@ mod tests {
         retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
         let left = names(root.path());
         assert!(left.len() == 8 && left.iter().all(|name| !name.contains("20261121")), "{left:?}");
+    }
+
+    #[test]
+    fn dumps_by_hand_push_out_no_hang() {
+        let root = tempfile::tempdir().unwrap();
+        let mut verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        for number in 1..=9 {
+            let name = format!("incident-2026112{number}T000000Z-00000001");
+            folder(root.path(), &name, &["evidence.bin"]);
+            verdict.trigger.kind = if number == 1 { "operation" } else { "manual" }.into();
+            fs::write(root.path().join(&name).join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+            // Asked for by hand, and then it turned out to hang.
+            let seen = if number == 2 { r#"{"kind":"manual"},{"kind":"idle"}"# } else { r#"{"kind":"manual"}"# };
+            let record = format!(
+                r#"{{"id":"{name}","boot":"","job":"","instance":"","attempt":0,"opened_unix_ns":0,"opened_mono_ns":0,
+                "dumped_mono_ns":0,"seen":[{seen}]}}"#
+            );
+            if number != 1 {
+                fs::write(root.path().join(&name).join(".collector.json"), record).unwrap();
+            }
+        }
+        retire(root.path(), Keep { count: 2, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        let left: Vec<String> = names(root.path()).iter().map(|name| name[16..17].to_string()).collect();
+        assert_eq!(left, ["1", "2", "8", "9"]);
     }
 
     #[test]

@@ -30,10 +30,17 @@ const ANSWER: Duration = Duration::from_secs(10);
 /// A dump takes its sample interval, which the user chooses, and some seconds.
 const DUMP: Duration = Duration::from_secs(3600);
 
-/// Health, status, dumps by hand, and incidents with their files.
+/// The media type of `/metrics`.
+pub const PROMETHEUS: &str = "text/plain; version=0.0.4; charset=utf-8";
+
+/// Whether the collector serves requests at all.
+pub fn health<S: Clone + Send + Sync + 'static>() -> Router<S> {
+    Router::new().route("/health", get(|| async { "ok\n" }))
+}
+
+/// Status, dumps by hand, and incidents with their files.
 pub fn control<A: Answers>() -> Router<A> {
     Router::new()
-        .route("/health", get(|| async { "ok\n" }))
         .route("/status", get(status::<A>))
         .route("/dump", post(dump::<A>))
         .route("/slow_ranks", get(slow_ranks::<A>))
@@ -73,7 +80,7 @@ async fn slow_ranks<A: Answers>(State(answers): State<A>) -> Response {
 }
 
 async fn metrics_page<A: Answers>(State(answers): State<A>) -> Response {
-    let kind = [(header::CONTENT_TYPE, "text/plain; version=0.0.4; charset=utf-8")];
+    let kind = [(header::CONTENT_TYPE, PROMETHEUS)];
     ask(&answers, ANSWER, Question::Metrics).await.map_or_else(no_answer, |text| (kind, text).into_response())
 }
 
@@ -95,6 +102,12 @@ fn refusal(refused: Refusal) -> Response {
     let (code, text) = match refused {
         Refusal::NoJob(text) => (StatusCode::NOT_FOUND, text),
         Refusal::WhichJob(text) => (StatusCode::BAD_REQUEST, text),
+        Refusal::TooMany { seconds } => {
+            let text = format!("too many dumps by hand of this job; the next one can be asked for in {seconds} s");
+            let error = Json(json!({ "error": text }));
+            return (StatusCode::TOO_MANY_REQUESTS, [(header::RETRY_AFTER, seconds.to_string())], error)
+                .into_response();
+        }
     };
     (code, Json(json!({ "error": text }))).into_response()
 }

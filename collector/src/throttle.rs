@@ -2,28 +2,51 @@
 
 use std::collections::BTreeMap;
 
-/// So many incidents of a job may be opened one after the other …
-const BURST: u64 = 4;
-/// … and then one in so long.
-const REFILL_NS: u64 = 900 * 1_000_000_000;
+/// So many in a row, and then one in so long.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Rate {
+    /// So many may come one after the other …
+    pub burst: u64,
+    /// … and then one in so many nanoseconds.
+    pub refill_ns: u64,
+}
+
+/// Incidents of a job whose ranks hang.
+pub const HANGS: Rate = Rate { burst: 4, refill_ns: 900 * 1_000_000_000 };
+/// Dumps of a job that somebody asks for.
+pub const BY_HAND: Rate = Rate { burst: 10, refill_ns: 30 * 1_000_000_000 };
 
 /// For each job the time at which its whole burst is free again (the generic cell rate algorithm).
 #[derive(Debug)]
 pub struct Throttle<Job> {
+    rate: Rate,
     free_at: BTreeMap<Job, u64>,
 }
 
-impl<Job> Default for Throttle<Job> {
+impl<Job: Ord + Clone> Default for Throttle<Job> {
     fn default() -> Self {
-        Throttle { free_at: BTreeMap::new() }
+        Self::new(HANGS)
     }
 }
 
 impl<Job: Ord + Clone> Throttle<Job> {
+    /// Nothing has happened yet.
+    #[must_use]
+    pub fn new(rate: Rate) -> Self {
+        Throttle { rate, free_at: BTreeMap::new() }
+    }
+
     /// Whether a job may have an incident now.
     #[must_use]
     pub fn would_allow(&self, job: &Job, now_ns: u64) -> bool {
-        self.free_at.get(job).is_none_or(|free_at| *free_at <= now_ns + (BURST - 1) * REFILL_NS)
+        self.wait_ns(job, now_ns) == 0
+    }
+
+    /// After how long a job may have its next one.
+    #[must_use]
+    pub fn wait_ns(&self, job: &Job, now_ns: u64) -> u64 {
+        let allowed_ns = now_ns + (self.rate.burst - 1) * self.rate.refill_ns;
+        self.free_at.get(job).map_or(0, |free_at| free_at.saturating_sub(allowed_ns))
     }
 
     /// As [`Throttle::would_allow`], and counts the incident if so.
@@ -33,7 +56,7 @@ impl<Job: Ord + Clone> Throttle<Job> {
         }
         self.free_at.retain(|_, free_at| *free_at > now_ns);
         let free_at = self.free_at.entry(job.clone()).or_insert(now_ns);
-        *free_at = now_ns.max(*free_at) + REFILL_NS;
+        *free_at = now_ns.max(*free_at) + self.rate.refill_ns;
         true
     }
 }
@@ -44,15 +67,16 @@ mod tests {
 
     #[test]
     fn a_burst_and_then_one_at_a_time() {
-        let mut throttle = Throttle::default();
+        let mut throttle = Throttle::new(HANGS);
         let allowed =
             |throttle: &mut Throttle<u8>, job, now_ns| (0..10).filter(|_| throttle.allows(&job, now_ns)).count();
-        assert_eq!(allowed(&mut throttle, 1, 5), BURST as usize);
-        assert_eq!(allowed(&mut throttle, 2, 5), BURST as usize, "another job has its own");
-        assert_eq!(allowed(&mut throttle, 1, REFILL_NS), 0);
-        assert_eq!(allowed(&mut throttle, 1, REFILL_NS + 5), 1);
-        assert_eq!(allowed(&mut throttle, 1, 3 * REFILL_NS + 5), 2);
-        assert_eq!(allowed(&mut throttle, 1, 100 * REFILL_NS), BURST as usize);
+        assert_eq!(allowed(&mut throttle, 1, 5), HANGS.burst as usize);
+        assert_eq!(allowed(&mut throttle, 2, 5), HANGS.burst as usize, "another job has its own");
+        assert_eq!(allowed(&mut throttle, 1, HANGS.refill_ns), 0);
+        assert_eq!(allowed(&mut throttle, 1, HANGS.refill_ns + 5), 1);
+        assert_eq!(allowed(&mut throttle, 1, 3 * HANGS.refill_ns + 5), 2);
+        assert_eq!(allowed(&mut throttle, 1, 100 * HANGS.refill_ns), HANGS.burst as usize);
+        assert_eq!(throttle.wait_ns(&1, 100 * HANGS.refill_ns), HANGS.refill_ns, "until the next one");
         assert_eq!(throttle.free_at.len(), 1, "jobs that are long gone are forgotten");
     }
 }

@@ -9,7 +9,11 @@ use std::{
     time::{Duration, Instant},
 };
 
-use tokio::{runtime::Handle, sync::mpsc, time::sleep};
+use tokio::{
+    runtime::Handle,
+    sync::mpsc,
+    time::{sleep, timeout},
+};
 use tokio_stream::{StreamExt, wrappers::ReceiverStream};
 use tonic::{
     Request, Status,
@@ -24,8 +28,9 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
-    error::{Error, chain},
+    error::chain,
     inbox::{Command, Inbox},
+    token::read_token,
 };
 
 /// Where the cluster collector is, and how this node proves itself.
@@ -101,6 +106,8 @@ const BACKLOG: usize = 256;
 /// Pieces of a delivery that may wait: each may be half a megabyte.
 const PIECES: usize = 2;
 const CONNECT: Duration = Duration::from_secs(5);
+/// From the first byte to the other side's word that the stream stands: TLS, HTTP/2 and the token.
+const JOIN: Duration = Duration::from_secs(15);
 /// A peer whose machine vanished is noticed after twice this long.
 pub const KEEPALIVE: Duration = Duration::from_secs(5);
 const SHORTEST_PAUSE: Duration = Duration::from_millis(500);
@@ -166,18 +173,6 @@ pub fn is_loopback(host: &str) -> bool {
     host.eq_ignore_ascii_case("localhost") || bare.parse::<IpAddr>().is_ok_and(|address| address.is_loopback())
 }
 
-/// The token that nodes and cluster share: the file's text without white space around it.
-///
-/// # Errors
-/// When it cannot be read or is empty.
-pub fn read_token(path: &Path) -> Result<String, Error> {
-    let text = fs::read_to_string(path).map_err(Error::path("read", path))?;
-    match text.trim() {
-        "" => Err(Error::path("use", path)(std::io::Error::other("the token is empty"))),
-        token => Ok(token.into()),
-    }
-}
-
 fn bearer(token: &str) -> Result<MetadataValue<Ascii>, String> {
     format!("Bearer {token}").parse().map_err(|_| "the token holds characters that a header cannot".to_string())
 }
@@ -212,13 +207,16 @@ fn jitter(pause: Duration) -> Duration {
 }
 
 async fn stream(address: &Address, inbox: &Inbox) -> Result<(), String> {
-    let channel: Channel = address.endpoint.connect().await.map_err(|error| chain(&error))?;
+    let late = |_| format!("no answer within {JOIN:?}");
+    let channel = timeout(JOIN, address.endpoint.connect()).await.map_err(late)?;
+    let channel: Channel = channel.map_err(|error| chain(&error))?;
     let client = ClusterClient::with_interceptor(channel, Token(address.token.clone()));
     let mut client = client.max_decoding_message_size(MAX_MESSAGE_BYTES);
     let (sender, messages) = mpsc::channel(BACKLOG);
     let link = Link { messages: sender, client: client.clone(), runtime: Handle::current() };
     inbox.post(Command::Uplink(Event::Opened(Box::new(link))));
-    let answer = client.join(ReceiverStream::new(messages)).await.map_err(|status| words(&status))?;
+    let answer = timeout(JOIN, client.join(ReceiverStream::new(messages))).await.map_err(late)?;
+    let answer = answer.map_err(|status| words(&status))?;
     let mut answers = answer.into_inner();
     while let Some(answer) = answers.next().await {
         let ClusterMessage { message } = answer.map_err(|status| words(&status))?;
@@ -257,13 +255,8 @@ mod tests {
     }
 
     #[test]
-    fn a_token_is_a_line_of_a_file() {
+    fn a_token_file_that_is_not_there_is_named() {
         let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join("token");
-        fs::write(&path, " secret\n").unwrap();
-        assert_eq!(read_token(&path).unwrap(), "secret");
-        fs::write(&path, "\n").unwrap();
-        assert!(chain(&read_token(&path).unwrap_err()).contains("the token is empty"));
         let error = Address::new("http://localhost:1", Some(&folder.path().join("none")), None).unwrap_err();
         assert!(error.contains("none"), "{error}");
     }

@@ -28,14 +28,15 @@ pub fn certificates(pem: &[u8]) -> Vec<Certificate<'static>> {
 /// A client.
 #[must_use]
 pub fn agent(deadline: Duration, peer: Peer) -> Agent {
-    let (proxy, roots) = match peer {
-        Peer::Service => (Proxy::try_from_env(), RootCerts::PlatformVerifier),
-        Peer::Collector(own) if own.is_empty() => (None, RootCerts::PlatformVerifier),
-        Peer::Collector(own) => (None, RootCerts::Specific(Arc::new(own))),
+    // A collector sends nobody elsewhere: its token is for it alone.
+    let (proxy, roots, redirects) = match peer {
+        Peer::Service => (Proxy::try_from_env(), RootCerts::PlatformVerifier, 5),
+        Peer::Collector(own) if own.is_empty() => (None, RootCerts::PlatformVerifier, 0),
+        Peer::Collector(own) => (None, RootCerts::Specific(Arc::new(own)), 0),
     };
     let tls = TlsConfig::builder().root_certs(roots).build();
     // Whatever was installed before serves as well.
     let _ = rustls::crypto::ring::default_provider().install_default();
     let config = Agent::config_builder().timeout_global(Some(deadline)).http_status_as_error(false);
-    config.proxy(proxy).tls_config(tls).build().into()
+    config.proxy(proxy).tls_config(tls).max_redirects(redirects).build().into()
 }

@@ -29,8 +29,16 @@ use super::{
     service::StreamEvent,
 };
 use crate::{
-    clock::Now, disk::Disk, error::Error, folder::Folder, inbox::Question, member::key, registry::JobKey,
-    slow::SlowRanks, throttle::Throttle, webhook::Webhook,
+    clock::Now,
+    disk::Disk,
+    error::Error,
+    folder::Folder,
+    inbox::Question,
+    member::key,
+    registry::JobKey,
+    slow::SlowRanks,
+    throttle::{BY_HAND, Throttle},
+    webhook::Webhook,
 };
 
 /// A message to the hub that is not from a node's stream.
@@ -76,6 +84,7 @@ pub struct Hub {
     pub started: Now,
     streams: BTreeMap<StreamId, NodeId>,
     throttle: Throttle<JobKey>,
+    dumps: Throttle<JobKey>,
     // Alarms of jobs that have had too many incidents of late.
     held: Vec<(NodeId, Alarm)>,
     // What nodes were asked to bring, by the key that was drawn for it.
@@ -115,6 +124,7 @@ impl Hub {
             started: now,
             streams: BTreeMap::new(),
             throttle: Throttle::default(),
+            dumps: Throttle::new(BY_HAND),
             held: Vec::new(),
             expected: BTreeMap::new(),
             // Nobody waits for it: what comes late is a command.

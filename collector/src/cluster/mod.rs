@@ -11,10 +11,15 @@ pub mod nodes;
 pub mod ranks;
 pub mod service;
 pub mod status;
+pub mod tls;
 pub mod trust;
 pub mod web;
 
-use std::{fs, net::SocketAddr, path::Path, sync::atomic::AtomicU64, thread};
+use std::{
+    net::SocketAddr,
+    sync::{Arc, atomic::AtomicU64},
+    thread,
+};
 
 use tokio::{
     net::TcpListener,
@@ -22,54 +27,43 @@ use tokio::{
     sync::mpsc,
     time::{MissedTickBehavior, interval},
 };
-use tonic::{
-    service::Routes,
-    transport::{Identity, Server, ServerTlsConfig, server::TcpIncoming},
-};
-use tracing::{error, info, warn};
+use tonic::service::Routes;
+use tracing::{error, info};
 use xpu_timer_proto::v1::cluster_server::ClusterServer;
 
-use self::{
-    config::Settings,
-    hub::Hub,
-    service::{Service, Token},
-    web::Pages,
-};
+use self::{config::Settings, hub::Hub, service::Service, web::Pages};
 use crate::{
     clock::Now,
     delivery::MAX_MESSAGE_BYTES,
     error::Error,
+    http::{server::Server, watch::Limits},
     node::raise_descriptor_limit,
-    uplink::{KEEPALIVE, read_token},
+    token::{Token, read_token},
 };
 
 /// Threads that read the streams: one task owns the state, so that more of them would only wait for it.
 const THREADS: usize = 4;
 /// Messages of nodes that wait for the hub; then the streams are read no further.
 const EVENTS: usize = 1024;
-/// What a node may send without being read: it is asked for one part at a time. On a link of 256 kbit/s that takes two seconds, in which
-/// nothing else comes through: more, and the connection would be taken for dead.
-const WINDOW_BYTES: u32 = 64 * 1024;
-
 /// Runs the cluster collector until it is told to end.
 ///
 /// # Errors
 /// When it cannot listen, or a file that it was given cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
-    raise_descriptor_limit();
+    let descriptors = raise_descriptor_limit();
     memory::share();
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(Error::system("start the runtime"))?;
-    let result = runtime.block_on(serve(settings));
+    let result = runtime.block_on(serve(settings, descriptors));
     runtime.shutdown_background();
     result
 }
 
-async fn serve(settings: Settings) -> Result<(), Error> {
+async fn serve(settings: Settings, descriptors: u64) -> Result<(), Error> {
     let token = settings.token_file.as_deref().map(read_token).transpose()?;
     let tls = match &settings.identity {
-        Some((certificate, key)) => Some(Identity::from_pem(read(certificate)?, read(key)?)),
+        Some((certificate, key)) => Some(tls::acceptor(certificate, key)?),
         None => None,
     };
     let listener = listen(settings.listen).await?;
@@ -80,21 +74,10 @@ async fn serve(settings: Settings) -> Result<(), Error> {
         .max_decoding_message_size(MAX_MESSAGE_BYTES + 64 * 1024);
     let router = web::router(pages, Routes::new(service).into_axum_router());
 
-    let mut server = Server::builder()
-        .accept_http1(true)
-        .http2_keepalive_interval(Some(KEEPALIVE))
-        .http2_keepalive_timeout(Some(KEEPALIVE))
-        .initial_stream_window_size(WINDOW_BYTES)
-        .initial_connection_window_size(WINDOW_BYTES);
     let secure = if tls.is_some() { "https" } else { "http" };
-    if let Some(identity) = tls {
-        server = server.tls_config(ServerTlsConfig::new().identity(identity)).map_err(|error| {
-            Error::system("use the certificate")(std::io::Error::other(crate::error::chain(&error)))
-        })?;
-    }
     info!("listening on {secure}://{} as pid {}", settings.listen, std::process::id());
-    let incoming_connections = TcpIncoming::from(listener).with_nodelay(Some(true));
-    let server = tokio::spawn(server.add_routes(Routes::from(router)).serve_with_incoming(incoming_connections));
+    let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls, http2: true };
+    let server = tokio::spawn(server.run(listener, router));
 
     let mut hub = Hub::new(settings, commands, Now::get());
     let mut ticks = interval(hub::TICK);
@@ -124,12 +107,4 @@ async fn serve(settings: Settings) -> Result<(), Error> {
 async fn listen(address: SocketAddr) -> Result<TcpListener, Error> {
     let listener = TcpListener::bind(address).await;
     listener.map_err(|source| Error::Listen { address, source })
-}
-
-fn read(path: &Path) -> Result<Vec<u8>, Error> {
-    let bytes = fs::read(path).map_err(Error::path("read", path))?;
-    if bytes.is_empty() {
-        warn!("{} is empty", path.display());
-    }
-    Ok(bytes)
 }

@@ -6,9 +6,13 @@ use std::{
         Arc,
         atomic::{AtomicU64, Ordering},
     },
+    time::Duration,
 };
 
-use tokio::sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot};
+use tokio::{
+    sync::{OwnedSemaphorePermit, Semaphore, mpsc, oneshot},
+    time::timeout,
+};
 use tokio_stream::{Stream, StreamExt, wrappers::ReceiverStream};
 use tonic::{Request, Response, Status, Streaming};
 use xpu_timer_proto::{
@@ -44,37 +48,6 @@ pub enum StreamEvent {
 #[derive(Debug, Default)]
 pub struct Credit(#[allow(dead_code, reason = "it is held for its drop")] Option<OwnedSemaphorePermit>);
 
-/// The token that a request must carry; `None` on loopback without one.
-#[derive(Debug, Clone)]
-pub struct Token(Option<String>);
-
-impl Token {
-    /// With or without one.
-    #[must_use]
-    pub fn new(token: Option<String>) -> Self {
-        Token(token)
-    }
-
-    /// Whether the value of an `authorization` header proves the peer. In a browser the token is the password.
-    #[must_use]
-    pub fn admits(&self, authorization: Option<&str>) -> bool {
-        use base64::{Engine, engine::general_purpose::STANDARD};
-        let Some(token) = &self.0 else { return true };
-        let Some((scheme, value)) = authorization.and_then(|header| header.split_once(' ')) else { return false };
-        if scheme.eq_ignore_ascii_case("basic") {
-            let decoded = STANDARD.decode(value.trim()).ok().and_then(|bytes| String::from_utf8(bytes).ok());
-            return decoded.as_deref().and_then(|pair| pair.split_once(':')).is_some_and(|(_, word)| same(word, token));
-        }
-        scheme.eq_ignore_ascii_case("bearer") && same(value.trim(), token)
-    }
-}
-
-/// Compares without telling by its time how much was right.
-fn same(one: &str, other: &str) -> bool {
-    let difference = one.bytes().zip(other.bytes()).fold(0, |all, (a, b)| all | (a ^ b));
-    one.len() == other.len() && difference == 0
-}
-
 /// The service.
 #[derive(Debug)]
 pub struct Service {
@@ -84,6 +57,8 @@ pub struct Service {
     pub next: AtomicU64,
 }
 
+/// A node says at once who it is, and what it brings.
+const FIRST_WORD: Duration = Duration::from_secs(10);
 /// Messages to one node that may wait. A node that does not read them is cut off.
 const OUTGOING: usize = 64;
 /// Pieces of one delivery that may be here at a time: each may be half a megabyte, and a tree is one.
@@ -99,7 +74,7 @@ impl cluster_server::Cluster for Service {
         let (outgoing, answers) = mpsc::channel(OUTGOING);
         let events = self.events.clone();
         tokio::spawn(async move {
-            let why = match messages.next().await {
+            let why = match timeout(FIRST_WORD, messages.next()).await.ok().flatten() {
                 Some(Ok(NodeMessage { message: Some(Message::Hello(hello)) })) => {
                     match check(&hello) {
                         Ok(()) => {
@@ -130,7 +105,9 @@ impl cluster_server::Cluster for Service {
 
     async fn bring(&self, request: Request<Streaming<Delivery>>) -> Result<Response<Delivered>, Status> {
         let mut pieces = request.into_inner();
-        let Some(Delivery { message: Some(delivery::Message::Key(key)) }) = pieces.message().await? else {
+        let first = timeout(FIRST_WORD, pieces.message()).await;
+        let first = first.map_err(|_| Status::deadline_exceeded("the key did not come in time"))??;
+        let Some(Delivery { message: Some(delivery::Message::Key(key)) }) = first else {
             return Err(Status::failed_precondition("the first message must be the key"));
         };
         let key: Arc<str> = key.into();
@@ -205,18 +182,6 @@ mod tests {
 
     use super::*;
 
-    #[test]
-    fn a_token_is_a_bearer_token_or_the_password_of_a_browser() {
-        let token = Token::new(Some("s3cret".into()));
-        for good in ["Bearer s3cret", "bearer s3cret", "Basic YW55Ym9keTpzM2NyZXQ="] {
-            assert!(token.admits(Some(good)), "{good}");
-        }
-        for bad in ["Bearer s3cre", "Bearer s3cret1", "s3cret", "Basic s3cret", "Basic czNjcmV0", "Bearer", ""] {
-            assert!(!token.admits(Some(bad)), "{bad}");
-        }
-        assert!(!token.admits(None));
-        assert!(Token::new(None).admits(None));
-    }
     /// A client of the service, and what the service tells of it.
     async fn served() -> (ClusterClient<Channel>, mpsc::Receiver<StreamEvent>) {
         let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
@@ -267,7 +232,7 @@ mod tests {
             }
         }
         // Nothing is written, as on a disk that stalls.
-        let more = tokio::time::timeout(std::time::Duration::from_millis(300), told.recv()).await;
+        let more = timeout(Duration::from_millis(300), told.recv()).await;
         assert!(more.is_err(), "{more:?}");
         let mut written = held.len();
         held.clear();

@@ -10,11 +10,12 @@ use axum::{
 use tokio::sync::mpsc;
 use tonic::Status;
 
-use super::{hub::Command, service::Token};
+use super::hub::Command;
 use crate::{
-    http::is_local,
+    http::{authority, is_local, refusal, server::Caller},
     inbox::Question,
     routes::{self, Answers},
+    token::Token,
 };
 
 /// What the pages need.
@@ -38,6 +39,7 @@ impl Answers for Pages {
 /// All pages, in front of the gRPC service, which is behind the same door.
 pub fn router(pages: Pages, grpc: Router) -> Router {
     routes::control()
+        .merge(routes::health())
         .merge(routes::metrics())
         .with_state(pages.clone())
         .merge(grpc)
@@ -46,26 +48,66 @@ pub fn router(pages: Pages, grpc: Router) -> Router {
 
 async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Response {
     let headers = request.headers();
-    let authorization = headers.get(header::AUTHORIZATION).and_then(|value| value.to_str().ok());
+    let caller = request.extensions().get::<Caller>().cloned();
     let grpc = headers.get(header::CONTENT_TYPE).is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
-    if !pages.token.admits(authorization) {
-        if grpc {
-            return Status::unauthenticated("the token is wrong or missing").into_http();
+    if pages.token.is_set() {
+        if !pages.token.is_shown(headers) {
+            if let Some(caller) = caller.filter(|_| headers.contains_key(header::AUTHORIZATION)) {
+                caller.failed().await;
+            }
+            if grpc {
+                return Status::unauthenticated("the token is wrong or missing").into_http();
+            }
+            let ask = [(header::WWW_AUTHENTICATE, "Basic realm=\"xpu_timer: the token is the password\"")];
+            return (StatusCode::UNAUTHORIZED, ask, "the token is wrong or missing\n").into_response();
         }
-        let ask = [(header::WWW_AUTHENTICATE, "Basic realm=\"xpu_timer: the token is the password\"")];
-        return (StatusCode::UNAUTHORIZED, ask, "the token is wrong or missing\n").into_response();
+        if let Some(caller) = caller {
+            caller.is_trusted();
+        }
+    } else if !caller.as_ref().is_some_and(Caller::is_owner) {
+        // Without a token it listens on loopback only, where the kernel says who asks.
+        let why = refusal(caller.and_then(|caller| caller.uid));
+        if grpc {
+            return Status::permission_denied(why.trim_end()).into_http();
+        }
+        return (StatusCode::FORBIDDEN, why).into_response();
     }
-    if pages.local_only && !grpc && !names_this_machine(&request) {
+    if !grpc && pages.local_only && !is_local(&named_host(&request)) {
         return (StatusCode::FORBIDDEN, "only requests to localhost are answered\n").into_response();
+    }
+    if !grpc && !is_same_origin(&named_host(&request)) {
+        return (StatusCode::FORBIDDEN, "a page of another origin may not ask\n").into_response();
     }
     next.run(request).await
 }
 
-/// HTTP/2 names the host in its target, HTTP/1 in a header.
-fn names_this_machine(request: &Request) -> bool {
+/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask.
+fn is_same_origin(headers: &HeaderMap) -> bool {
+    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
+    text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(|from| text(header::HOST) == Some(from)))
+}
+
+/// The headers with the host of the request: HTTP/2 names it in its target, HTTP/1 in a header.
+fn named_host(request: &Request) -> HeaderMap {
     let mut headers: HeaderMap = request.headers().clone();
     if let Some(value) = request.uri().authority().and_then(|authority| authority.as_str().parse().ok()) {
         headers.insert(header::HOST, value);
     }
-    is_local(&headers)
+    headers
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pages_of_other_origins_are_refused() {
+        let same = |origin: Option<&str>| {
+            let host = [(header::HOST, "head:18890")];
+            let pairs = host.into_iter().chain(origin.map(|origin| (header::ORIGIN, origin)));
+            is_same_origin(&pairs.map(|(name, value)| (name, value.parse().unwrap())).collect())
+        };
+        assert!(same(None) && same(Some("https://head:18890")));
+        assert!(!same(Some("https://head:1")) && !same(Some("https://evil.example")) && !same(Some("null")));
+    }
 }

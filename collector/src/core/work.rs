@@ -15,7 +15,7 @@ use crate::{
     clock::{self, Now},
     dump::{self, ForCluster, Outcome, Plan},
     error::chain,
-    inbox::{Command, DumpReply, wanted_job},
+    inbox::{Command, DumpReply, Refusal, wanted_job},
     incident::{Action, Cause, Raise, Record, State},
     judging,
     registry::JobKey,
@@ -39,6 +39,9 @@ impl Core {
             Ok(job) => job,
             Err(refusal) => return drop(reply.send(Err(refusal))),
         };
+        if self.engine.in_work(&job).is_none() && !self.dumps.allows(&job, now.mono_ns) {
+            return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
+        }
         let attempt = self.attempt(&job);
         let raise = Raise {
             attempt,

@@ -22,6 +22,7 @@ mod ptracer;
 mod report;
 mod silent;
 mod sim;
+mod strangers;
 mod torch;
 mod viewer;
 mod walk;

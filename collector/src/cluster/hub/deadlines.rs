@@ -28,7 +28,7 @@ const REFUSED_NS: u64 = 3 * SECOND;
 const LATE_NS: u64 = 15 * SECOND;
 /// How often nodes and attempts that are gone are looked for.
 const FORGET_EVERY_NS: u64 = 30 * SECOND;
-/// Closed incidents are kept for `/status`; the folders stay.
+/// Closed hangs, and closed dumps by hand, that are kept for `/status`; the folders stay.
 const MAX_CLOSED: usize = 500;
 
 impl Hub {
@@ -54,10 +54,13 @@ impl Hub {
             let running = nodes.jobs().filter(|job| nodes.job(job).alive).cloned().collect();
             self.comparing.tell(Told::Running(running));
         }
-        let closed: Vec<String> =
-            self.incidents.values().filter(|one| !one.is_open()).map(|one| one.id.clone()).collect();
-        for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
-            self.incidents.remove(id);
+        // Apart, so that dumps by hand never push out a hang.
+        for by_hand in [true, false] {
+            let closed = self.incidents.values().filter(|one| !one.is_open() && one.by_hand == by_hand);
+            let closed: Vec<String> = closed.map(|one| one.id.clone()).collect();
+            for id in closed.iter().take(closed.len().saturating_sub(MAX_CLOSED)) {
+                self.incidents.remove(id);
+            }
         }
         self.complain(now);
         self.deliver(now);

@@ -16,7 +16,7 @@ use crate::{
     },
     error::chain,
     folder::Folder,
-    inbox::{DumpReply, wanted_job},
+    inbox::{DumpReply, Refusal, wanted_job},
     member::key,
     registry::JobKey,
 };
@@ -285,7 +285,11 @@ impl Hub {
         };
         let open =
             self.incidents.values().find(|one| one.state == State::Gathering && one.job == job && !self.is_over(one));
-        let id = open.map(|incident| incident.id.clone()).unwrap_or_else(|| {
+        let open = open.map(|incident| incident.id.clone());
+        if open.is_none() && !self.dumps.allows(&job, now.mono_ns) {
+            return drop(reply.send(Err(Refusal::too_many(self.dumps.wait_ns(&job, now.mono_ns)))));
+        }
+        let id = open.unwrap_or_else(|| {
             let trigger =
                 Trigger { kind: TriggerKind::Manual.into(), rank: -1, unix_ns: now.unix_ns, ..Default::default() };
             let attempt = self.nodes.job(&job).attempt;

@@ -1,0 +1,250 @@
+//! Finds the user behind a TCP connection of this machine: the owner of the socket at its other end.
+//!
+//! The kernel answers over netlink (`sock_diag`) without a walk through all sockets. Where it cannot, `/proc/net/tcp` has the same.
+//! The peer may close its socket at any moment. The kernel reports the uid 0 for a socket without an owner, so an entry counts only
+//! as long as it has an inode: whoever connects and closes at once is nobody, not root.
+
+use std::{
+    fs::File,
+    io::{BufRead, BufReader},
+    net::{IpAddr, SocketAddr},
+    os::fd::AsRawFd,
+};
+
+use nix::sys::{
+    socket::{
+        AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, setsockopt, socket,
+        sockopt::ReceiveTimeout,
+    },
+    time::TimeVal,
+};
+
+/// Looks up owners of sockets in this network namespace.
+#[derive(Debug, Clone, Copy)]
+pub struct Owners {
+    // Whether the kernel answers over netlink.
+    netlink: bool,
+    // The uid of users who have none in this user namespace; `None` where every user has one.
+    unmapped: Option<u32>,
+}
+
+/// One end of a connection or a listener.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    state: u8,
+    uid: u32,
+    inode: u64,
+}
+
+const ESTABLISHED: u8 = 1;
+const LISTEN: u8 = 10;
+/// States in which a socket can still belong to a process that has sent a request: established, or half closed.
+const CONNECTED: [u8; 4] = [ESTABLISHED, 4, 5, 8];
+
+impl Owners {
+    /// `listener` is an address that this process listens on, by which it is tried whether the kernel answers.
+    #[must_use]
+    pub fn new(listener: SocketAddr) -> Self {
+        let any = SocketAddr::new(if listener.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
+        Owners { netlink: by_netlink(listener, any).is_some(), unmapped: unmapped() }
+    }
+
+    /// The uid behind `peer`, which is connected to `local`; `None` when it cannot be told.
+    #[must_use]
+    pub fn of_peer(&self, peer: SocketAddr, local: SocketAddr) -> Option<u32> {
+        let [peer, local] = [peer, local].map(|address| SocketAddr::new(address.ip().to_canonical(), address.port()));
+        let entry = if self.netlink { by_netlink(peer, local) } else { by_proc(peer, local) };
+        self.owner(entry, &CONNECTED)
+    }
+
+    /// The uid that listens on `address`; `None` when nobody does or it cannot be told.
+    #[must_use]
+    pub fn of_listener(address: SocketAddr) -> Option<u32> {
+        let any = SocketAddr::new(if address.is_ipv4() { [0; 4].into() } else { [0u16; 8].into() }, 0);
+        let entry = by_netlink(address, any).or_else(|| by_proc(address, any));
+        Owners { netlink: true, unmapped: unmapped() }.owner(entry, &[LISTEN])
+    }
+
+    fn owner(&self, entry: Option<Entry>, states: &[u8]) -> Option<u32> {
+        let entry = entry.filter(|entry| entry.inode != 0 && states.contains(&entry.state))?;
+        (Some(entry.uid) != self.unmapped).then_some(entry.uid)
+    }
+}
+
+/// All users without a uid here look like one: that one is no proof.
+fn unmapped() -> Option<u32> {
+    let map = std::fs::read_to_string("/proc/self/uid_map").unwrap_or_default();
+    let whole = map.split_whitespace().eq(["0", "0", "4294967295"]);
+    let overflow = || std::fs::read_to_string("/proc/sys/kernel/overflowuid").ok()?.trim().parse().ok();
+    if whole { None } else { Some(overflow().unwrap_or(65534)) }
+}
+
+/// The socket with this local and this remote address.
+fn by_netlink(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    let flags = SockFlag::SOCK_CLOEXEC;
+    let fd = socket(AddressFamily::Netlink, SockType::Raw, flags, SockProtocol::NetlinkSockDiag).ok()?;
+    // The kernel has answered when send returns; the limit is for a kernel that does not.
+    setsockopt(&fd, ReceiveTimeout, &TimeVal::new(1, 0)).ok()?;
+    send(fd.as_raw_fd(), &request(local, remote), MsgFlags::empty()).ok()?;
+    let mut answer = [0; 4096];
+    let length = recv(fd.as_raw_fd(), &mut answer, MsgFlags::empty()).ok()?;
+    parse_answer(answer.get(..length)?, local, remote)
+}
+
+const HEADER_BYTES: usize = 16;
+const SOCK_DIAG_BY_FAMILY: u16 = 20;
+const NLM_F_REQUEST: u16 = 1;
+
+/// `struct nlmsghdr` and `struct inet_diag_req_v2`.
+fn request(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
+    let mut body = vec![if local.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 }];
+    body.extend([libc::IPPROTO_TCP as u8, 0, 0]);
+    body.extend(u32::MAX.to_ne_bytes());
+    body.extend(socket_id(local, remote));
+    // No interface, and any cookie.
+    body.extend(0u32.to_ne_bytes());
+    body.extend([0xff; 8]);
+    let mut message = ((HEADER_BYTES + body.len()) as u32).to_ne_bytes().to_vec();
+    message.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
+    message.extend(NLM_F_REQUEST.to_ne_bytes());
+    message.extend([0; 8]);
+    message.extend(body);
+    message
+}
+
+/// Ports and addresses of `struct inet_diag_sockid`.
+fn socket_id(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
+    let address = |ip: IpAddr| {
+        let mut bytes = match ip {
+            IpAddr::V4(ip) => ip.octets().to_vec(),
+            IpAddr::V6(ip) => ip.octets().to_vec(),
+        };
+        bytes.resize(16, 0);
+        bytes
+    };
+    let ports = [local.port().to_be_bytes(), remote.port().to_be_bytes()].concat();
+    [ports, address(local.ip()), address(remote.ip())].concat()
+}
+
+/// `struct inet_diag_msg` behind its header. The kernel falls back to a listener of the port, so the addresses are compared.
+fn parse_answer(answer: &[u8], local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    const ID: usize = 4;
+    const UID: usize = ID + 48 + 12;
+    let kind = u16::from_ne_bytes(answer.get(4..6)?.try_into().ok()?);
+    let body = answer.get(HEADER_BYTES..HEADER_BYTES + UID + 8).filter(|_| kind == SOCK_DIAG_BY_FAMILY)?;
+    let word = |at: usize| Some(u32::from_ne_bytes(body.get(at..at + 4)?.try_into().ok()?));
+    let wanted = socket_id(local, remote);
+    // A listener on all addresses answers for each of them.
+    let ports = body[ID..ID + 4] == wanted[..4];
+    let same = ports && (body[1] == LISTEN || is_same_pair(&body[ID + 4..ID + 36], &wanted[4..]));
+    let entry = Entry { state: body[1], uid: word(UID)?, inode: u64::from(word(UID + 4)?) };
+    same.then_some(entry)
+}
+
+/// Compares two addresses each. A socket of IPv6 that speaks IPv4 is listed with mapped addresses.
+fn is_same_pair(found: &[u8], wanted: &[u8]) -> bool {
+    let mapped = |address: &[u8]| {
+        let mut mapped = [[0; 10].as_slice(), &[0xff; 2], &address[..4]].concat();
+        mapped.resize(16, 0);
+        mapped
+    };
+    found == wanted || found == [mapped(&wanted[..16]), mapped(&wanted[16..])].concat()
+}
+
+/// As [`by_netlink`], from the tables of the kernel.
+fn by_proc(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    ["/proc/self/net/tcp", "/proc/self/net/tcp6"].iter().find_map(|table| {
+        let lines = BufReader::new(File::open(table).ok()?).lines();
+        lines.map_while(Result::ok).find_map(|line| parse_line(&line, local, remote))
+    })
+}
+
+/// `sl local_address rem_address st tx_queue:rx_queue tr:tm->when retrnsmt uid timeout inode …`
+fn parse_line(line: &str, local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    let fields: Vec<&str> = line.split_whitespace().take(10).collect();
+    let [_, here, there, state, _, _, _, uid, _, inode] = fields[..] else { return None };
+    let found = [parse_address(here)?, parse_address(there)?];
+    let state = u8::from_str_radix(state, 16).ok()?;
+    let listens = state == LISTEN && found[0].port() == local.port() && found[1].port() == remote.port();
+    let same = found == [local, remote] || listens;
+    if !same {
+        return None;
+    }
+    Some(Entry { state, uid: uid.parse().ok()?, inode: inode.parse().ok()? })
+}
+
+/// `0100007F:49C8`: words of the processor's byte order, and the port.
+fn parse_address(text: &str) -> Option<SocketAddr> {
+    let (address, port) = text.split_once(':')?;
+    let words = address.as_bytes().chunks(8).map(|word| u32::from_str_radix(std::str::from_utf8(word).ok()?, 16).ok());
+    let bytes: Vec<u8> = words.collect::<Option<Vec<u32>>>()?.into_iter().flat_map(u32::to_ne_bytes).collect();
+    let ip: IpAddr = match bytes.len() {
+        4 => <[u8; 4]>::try_from(bytes).ok()?.into(),
+        16 => <[u8; 16]>::try_from(bytes).ok()?.into(),
+        _ => return None,
+    };
+    Some(SocketAddr::new(ip.to_canonical(), u16::from_str_radix(port, 16).ok()?))
+}
+
+#[cfg(test)]
+mod tests {
+    use std::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    fn connected(address: &str) -> (TcpListener, TcpStream, TcpStream) {
+        let listener = TcpListener::bind(address).unwrap();
+        let client = TcpStream::connect(listener.local_addr().unwrap()).unwrap();
+        let server = listener.accept().unwrap().0;
+        (listener, client, server)
+    }
+
+    #[test]
+    fn the_owner_of_a_connection_is_known_until_it_closes() {
+        let own = rustix::process::getuid().as_raw();
+        for address in ["127.0.0.1:0", "[::1]:0"] {
+            if TcpListener::bind(address).is_err() {
+                // A machine without IPv6.
+                continue;
+            }
+            let (listener, client, server) = connected(address);
+            let tried = Owners::new(listener.local_addr().unwrap());
+            for netlink in [tried.netlink, false] {
+                let owners = Owners { netlink, ..tried };
+                let (listener, client, server) = connected(address);
+                let (peer, local) = (server.peer_addr().unwrap(), server.local_addr().unwrap());
+                assert_eq!(owners.of_peer(peer, local), Some(own), "{address} {netlink}");
+                // It still belongs to somebody when it has said all that it will say.
+                client.shutdown(std::net::Shutdown::Write).unwrap();
+                assert_eq!(owners.of_peer(peer, local), Some(own), "{address} {netlink}");
+                // The kernel shows a closed socket with the uid 0, and a listener in place of one that is gone.
+                drop(client);
+                assert_eq!(owners.of_peer(peer, local), None, "{address} {netlink}");
+                assert_eq!(owners.of_peer(listener.local_addr().unwrap(), local), None);
+            }
+            assert_eq!(Owners::of_listener(listener.local_addr().unwrap()), Some(own));
+            drop((client, server));
+        }
+    }
+
+    #[test]
+    fn a_socket_without_an_owner_is_nobodys_and_so_is_a_listener() {
+        let [local, remote] = ["127.0.0.1:50000", "127.0.0.1:18888"].map(|text| text.parse().unwrap());
+        let owners = Owners { netlink: false, unmapped: Some(65534) };
+        let of = |line: &str| owners.owner(parse_line(line, local, remote), &CONNECTED);
+        let line = |state: &str, uid: u32, inode: u32| {
+            format!(
+                "1: 0100007F:C350 0100007F:49C8 {state} 00000000:00000000 00:00000000 00000000 {uid} 0 {inode} 1 0 20"
+            )
+        };
+        assert_eq!(of(&line("01", 1000, 7)), Some(1000));
+        assert_eq!(of(&line("05", 0, 0)), None, "closed by its process");
+        assert_eq!(of(&line("06", 0, 0)), None, "in TIME_WAIT");
+        assert_eq!(of(&line("0A", 0, 9)), None, "a listener");
+        assert_eq!(of(&line("01", 65534, 7)), None, "a user without a uid here");
+        assert_eq!(of("sl local_address rem_address st"), None);
+        let mapped =
+            "1: 0000000000000000FFFF00000100007F:C350 0000000000000000FFFF00000100007F:49C8 01 0:0 0:0 0 1000 0 7 1";
+        assert_eq!(of(mapped), Some(1000), "a socket of IPv6 that speaks IPv4");
+    }
+}

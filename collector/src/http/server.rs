@@ -1,0 +1,228 @@
+//! Serves a router on a listener, with or without TLS, within the limits and deadlines of [`watch`](super::watch).
+
+use std::{convert::Infallible, io, net::SocketAddr, sync::Arc, time::Duration};
+
+use axum::{Router, body::Body, extract::Request, http::header, response::Response};
+use hyper::{
+    body::Incoming,
+    service::{Service, service_fn},
+};
+use hyper_util::{
+    rt::{TokioExecutor, TokioIo, TokioTimer},
+    server::conn::auto::Builder,
+    service::TowerToHyperService,
+};
+use rustix::process::getuid;
+use tokio::{
+    io::{AsyncRead, AsyncWrite},
+    net::{TcpListener, TcpStream},
+    time::{Instant, interval, sleep, timeout},
+};
+use tokio_rustls::TlsAcceptor;
+use tracing::{debug, warn};
+
+use super::{
+    peer::Owners,
+    watch::{Answer, Class, InFlight, Limits, Place, Slots, Watch, Watched},
+};
+use crate::uplink::KEEPALIVE;
+
+/// How connections are served.
+#[derive(Clone)]
+pub struct Server {
+    /// Deadlines, and how many connections there may be.
+    pub limits: Limits,
+    /// Where all connections of this process have their places.
+    pub slots: Arc<Slots>,
+    /// Certificate and key.
+    pub tls: Option<TlsAcceptor>,
+    /// Whether HTTP/2 is spoken, which gRPC needs.
+    pub http2: bool,
+}
+
+/// Who sends a request.
+#[derive(Debug, Clone)]
+pub struct Caller {
+    /// The user, when it is one of this machine and can be told.
+    pub uid: Option<u32>,
+    limits: Limits,
+    watch: Arc<Watch>,
+}
+
+impl Caller {
+    /// Whether it is this process's own user, or root.
+    #[must_use]
+    pub fn is_owner(&self) -> bool {
+        is_owner(self.uid)
+    }
+
+    /// It has shown the token.
+    pub fn is_trusted(&self) {
+        self.watch.promote(&self.limits);
+    }
+
+    /// It has shown a wrong token. The answer waits, so that a token takes long to guess: a connection has one try a second, and
+    /// an address or a user has a few connections.
+    pub async fn failed(&self) {
+        let mut failures = self.watch.failures.lock().await;
+        *failures += 1;
+        sleep(FAILURE).await;
+        if *failures >= MOST_FAILURES {
+            self.watch.kill();
+        }
+    }
+}
+
+/// After a wrong token.
+const FAILURE: Duration = Duration::from_secs(1);
+/// Wrong tokens on one connection.
+const MOST_FAILURES: u32 = 10;
+/// After the descriptors ran out.
+const PAUSE: Duration = Duration::from_millis(100);
+/// All headers of a request.
+const MAX_HEADER_BYTES: usize = 32 * 1024;
+/// Requests that one connection of HTTP/2 may have in flight. A node has one for its stream and a few for deliveries.
+const MAX_STREAMS: u32 = 64;
+/// What a peer may send of each request without being read. On a link of 256 kbit/s that takes two seconds, in which nothing else
+/// comes through: more, and the connection would be taken for dead.
+const WINDOW_BYTES: u32 = 64 * 1024;
+
+fn is_owner(uid: Option<u32>) -> bool {
+    uid.is_some_and(|uid| uid == 0 || uid == getuid().as_raw())
+}
+
+impl Server {
+    /// Serves until the listener fails for good, which it does not.
+    pub async fn run(self, listener: TcpListener, router: Router) {
+        let Ok(local) = listener.local_addr() else { return };
+        let owners = Owners::new(local);
+        loop {
+            match listener.accept().await {
+                Ok((stream, peer)) => self.accept(stream, peer, &owners, &router),
+                // The peer was quicker; the next one may wait already.
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    warn!("a connection to {local} cannot be accepted: {error}");
+                    self.slots.evict();
+                    sleep(PAUSE).await;
+                }
+            }
+        }
+    }
+
+    fn accept(&self, stream: TcpStream, peer: SocketAddr, owners: &Owners, router: &Router) {
+        let ip = peer.ip().to_canonical();
+        let uid = stream.local_addr().ok().filter(|_| ip.is_loopback());
+        let uid = uid.and_then(|local| owners.of_peer(peer, local));
+        let class = match ip {
+            ip if ip.is_loopback() && is_owner(uid) => Class::Own,
+            ip if ip.is_loopback() => Class::User(uid),
+            // One host of IPv6 has as many addresses as it likes.
+            std::net::IpAddr::V6(ip) => Class::Address(std::net::Ipv6Addr::from(u128::from(ip) >> 64 << 64).into()),
+            ip => Class::Address(ip),
+        };
+        let Some(place) = self.slots.take(class, &self.limits) else {
+            debug!("{peer} is refused: {class:?} has too many connections that are busy");
+            if self.tls.is_none() {
+                // It fits into an empty buffer.
+                let _ = stream
+                    .try_write(b"HTTP/1.1 503 Service Unavailable\r\nRetry-After: 1\r\nConnection: close\r\n\r\n");
+            }
+            return;
+        };
+        // It only saves some milliseconds.
+        let _ = stream.set_nodelay(true);
+        let caller = Caller { uid, limits: self.limits, watch: Arc::clone(&place.watch) };
+        tokio::spawn(self.clone().connection(stream, peer, place, caller, router.clone()));
+    }
+
+    async fn connection(self, stream: TcpStream, peer: SocketAddr, place: Place, caller: Caller, router: Router) {
+        let stream = Watched::new(stream, Arc::clone(&place.watch));
+        let Some(tls) = &self.tls else { return self.speak(stream, peer, &place, caller, router).await };
+        tokio::select! {
+            secured = timeout(self.limits.handshake, tls.accept(stream)) => match secured {
+                Ok(Ok(stream)) => self.speak(stream, peer, &place, caller, router).await,
+                Ok(Err(error)) => debug!("{peer}: {error}"),
+                Err(_) => debug!("{peer}: no TLS handshake within {:?}", self.limits.handshake),
+            },
+            () = place.watch.killed() => {}
+        }
+    }
+
+    async fn speak(
+        &self,
+        stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+        peer: SocketAddr,
+        place: &Place,
+        caller: Caller,
+        router: Router,
+    ) {
+        let watch = Arc::clone(&place.watch);
+        let router = TowerToHyperService::new(router);
+        let service = service_fn(move |request: Request<Incoming>| {
+            let in_flight = watch.begin();
+            let mut request = request.map(Body::new);
+            request.extensions_mut().insert(caller.clone());
+            let answer = router.call(request);
+            async move { Ok::<_, Infallible>(answered(answer.await, in_flight)) }
+        });
+        let builder = self.builder();
+        let connection = builder.serve_connection(TokioIo::new(stream), service);
+        tokio::pin!(connection);
+        let mut ticks = interval(self.limits.tick());
+        loop {
+            tokio::select! {
+                ended = connection.as_mut() => {
+                    if let Err(error) = ended {
+                        debug!("{peer}: {error}");
+                    }
+                    return;
+                }
+                () = place.watch.killed() => return,
+                _ = ticks.tick() => {
+                    if let Some(why) = place.watch.overdue(&self.limits, Instant::now().into_std()) {
+                        debug!("{peer} {why}: it is disconnected");
+                        return;
+                    }
+                }
+            }
+        }
+    }
+
+    fn builder(&self) -> Builder<TokioExecutor> {
+        let mut builder = Builder::new(TokioExecutor::new());
+        // The deadline of the headers is that of the watch, which also sees the time before their first byte.
+        builder.http1().header_read_timeout(None).max_buf_size(MAX_HEADER_BYTES);
+        if !self.http2 {
+            return builder.http1_only();
+        }
+        builder
+            .http2()
+            .timer(TokioTimer::new())
+            .keep_alive_interval(KEEPALIVE)
+            .keep_alive_timeout(KEEPALIVE)
+            .initial_stream_window_size(WINDOW_BYTES)
+            .initial_connection_window_size(WINDOW_BYTES)
+            .max_concurrent_streams(MAX_STREAMS)
+            .max_pending_accept_reset_streams(MAX_STREAMS as usize)
+            .max_local_error_reset_streams(MAX_STREAMS as usize)
+            .max_header_list_size(MAX_HEADER_BYTES as u32)
+            .max_send_buf_size(WINDOW_BYTES as usize);
+        builder
+    }
+}
+
+/// What the router answers, which it always does.
+fn answered(answer: Result<Response, Infallible>, in_flight: InFlight) -> Response<Answer> {
+    let (head, body) = match answer {
+        Ok(answer) => answer.into_parts(),
+        Err(never) => match never {},
+    };
+    let kind = head.headers.get(header::CONTENT_TYPE);
+    let is_stream = kind.is_some_and(|kind| kind.as_bytes().starts_with(b"application/grpc"));
+    Response::from_parts(head, Answer::new(body, in_flight, is_stream))
+}
+
+#[cfg(test)]
+#[path = "server_tests.rs"]
+mod tests;

@@ -1,0 +1,462 @@
+//! The deadlines of one HTTP connection, and the limits of all of them. No connection, whatever it does or leaves undone, holds its
+//! descriptor and its memory for longer than these, unless it makes progress.
+
+use std::{
+    collections::BTreeMap,
+    net::IpAddr,
+    pin::Pin,
+    sync::{Arc, Mutex, MutexGuard, PoisonError},
+    task::{Context, Poll},
+    time::{Duration, Instant},
+};
+
+use axum::body::{Body, Bytes, HttpBody};
+use hyper::body::{Frame, SizeHint};
+use tokio::{
+    io::{AsyncRead, AsyncWrite, ReadBuf},
+    sync::Notify,
+};
+
+/// How long a connection may take for each of its steps, and how many there may be.
+#[derive(Debug, Clone, Copy)]
+pub struct Limits {
+    /// The TLS handshake.
+    pub handshake: Duration,
+    /// From there to the end of the headers of its first request.
+    pub head: Duration,
+    /// Between two requests, with the headers of the second.
+    pub idle: Duration,
+    /// In so long a peer takes at least [`STALL_BYTES`] of what waits for it.
+    pub stall: Duration,
+    /// Connections of the owner and of root.
+    pub own: usize,
+    /// Connections of one other user, or from one address, that have proven nothing.
+    pub each: usize,
+    /// All of those together.
+    pub strangers: usize,
+    /// Connections that have shown the token.
+    pub trusted: usize,
+}
+
+/// About a kilobyte a second in [`Limits::stall`].
+pub const STALL_BYTES: usize = 64 * 1024;
+
+impl Limits {
+    /// For a process that may open so many descriptors: most of them are for ranks, captures and incidents.
+    #[must_use]
+    pub fn new(descriptors: u64) -> Self {
+        let descriptors = usize::try_from(descriptors).unwrap_or(usize::MAX);
+        let share = (descriptors / 8).clamp(16, 1024);
+        Limits {
+            handshake: Duration::from_secs(10),
+            head: Duration::from_secs(10),
+            idle: Duration::from_secs(120),
+            stall: Duration::from_secs(60),
+            own: share / 2,
+            each: (share / 16).max(4),
+            strangers: share / 4,
+            trusted: descriptors / 2,
+        }
+    }
+
+    /// How often the deadlines are looked at.
+    #[must_use]
+    pub fn tick(&self) -> Duration {
+        (self.head.min(self.idle).min(self.stall) / 4).min(Duration::from_secs(1))
+    }
+}
+
+/// Whose connections are counted together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Class {
+    /// The owner's, and root's.
+    Own,
+    /// Another user's; `None` when it cannot be told whose.
+    User(Option<u32>),
+    /// From one address of another machine.
+    Address(IpAddr),
+    /// Those with the token.
+    Trusted,
+}
+
+impl Class {
+    fn is_stranger(self) -> bool {
+        matches!(self, Class::User(_) | Class::Address(_))
+    }
+}
+
+/// All connections of a process.
+#[derive(Debug, Default)]
+pub struct Slots {
+    open: Mutex<BTreeMap<u64, (Class, Arc<Watch>)>>,
+}
+
+impl Slots {
+    /// Takes a place for a connection, if need be that of one of its class that waits for its next request. `None` when all are busy.
+    pub fn take(self: &Arc<Self>, class: Class, limits: &Limits) -> Option<Place> {
+        let mut open = lock(&self.open);
+        if !Self::make_room(&open, class, limits) {
+            return None;
+        }
+        let id = open.last_key_value().map_or(0, |(last, _)| last + 1);
+        let watch = Arc::new(Watch::new(id, Arc::clone(self)));
+        open.insert(id, (class, Arc::clone(&watch)));
+        Some(Place { watch })
+    }
+
+    /// Moves a connection to those that have shown the token.
+    pub fn promote(&self, watch: &Watch, limits: &Limits) {
+        let mut open = lock(&self.open);
+        let is_new = open.get(&watch.id).is_some_and(|(class, _)| class.is_stranger());
+        if is_new
+            && Self::make_room(&open, Class::Trusted, limits)
+            && let Some((class, _)) = open.get_mut(&watch.id)
+        {
+            *class = Class::Trusted;
+        }
+    }
+
+    /// Closes the connection that has waited longest for its next request: there are no descriptors left.
+    pub fn evict(&self) {
+        Self::evict_of(&lock(&self.open), |_| true);
+    }
+
+    fn make_room(open: &BTreeMap<u64, (Class, Arc<Watch>)>, class: Class, limits: &Limits) -> bool {
+        let count = |is_counted: &dyn Fn(Class) -> bool| {
+            // One that was told to end does not count, though it may not have yet.
+            open.values().filter(|(class, watch)| is_counted(*class) && !watch.is_killed()).count()
+        };
+        let most = match class {
+            Class::Own => limits.own,
+            Class::User(_) | Class::Address(_) => limits.each,
+            Class::Trusted => limits.trusted,
+        };
+        if count(&|other| other == class) >= most && !Self::evict_of(open, |other| other == class) {
+            return false;
+        }
+        !class.is_stranger()
+            || count(&Class::is_stranger) < limits.strangers
+            || Self::evict_of(open, Class::is_stranger)
+    }
+
+    fn evict_of(open: &BTreeMap<u64, (Class, Arc<Watch>)>, may_go: impl Fn(Class) -> bool) -> bool {
+        let waiting = open.values().filter(|(class, watch)| may_go(*class) && !watch.is_killed());
+        let waiting = waiting.map(|(_, watch)| watch);
+        let longest = waiting.filter_map(|watch| Some((watch.waiting_since()?, watch))).min_by_key(|(since, _)| *since);
+        longest.inspect(|(_, watch)| watch.kill()).is_some()
+    }
+}
+
+/// What one connection does.
+#[derive(Debug)]
+pub struct Watch {
+    id: u64,
+    slots: Arc<Slots>,
+    state: Mutex<State>,
+    killed: Notify,
+    /// Failed logins, which are answered one after the other.
+    pub failures: tokio::sync::Mutex<u32>,
+}
+
+#[derive(Debug)]
+struct State {
+    killed: bool,
+    requests: u64,
+    in_flight: usize,
+    /// Since when no request is in flight.
+    quiet_since: Instant,
+    /// Since when the socket takes no more, and how much it took since then.
+    blocked: Option<(Instant, usize)>,
+    /// Bodies of answers that are being sent, and when each moved last.
+    bodies: BTreeMap<u64, Instant>,
+}
+
+impl Watch {
+    fn new(id: u64, slots: Arc<Slots>) -> Self {
+        let state = State {
+            killed: false,
+            requests: 0,
+            in_flight: 0,
+            quiet_since: Instant::now(),
+            blocked: None,
+            bodies: BTreeMap::new(),
+        };
+        Watch { id, slots, state: Mutex::new(state), killed: Notify::new(), failures: tokio::sync::Mutex::default() }
+    }
+
+    /// Ends the connection.
+    pub fn kill(&self) {
+        lock(&self.state).killed = true;
+        self.killed.notify_one();
+    }
+
+    /// Waits until it is told to end.
+    pub async fn killed(&self) {
+        self.killed.notified().await;
+    }
+
+    fn is_killed(&self) -> bool {
+        lock(&self.state).killed
+    }
+
+    fn waiting_since(&self) -> Option<Instant> {
+        let state = lock(&self.state);
+        (state.in_flight == 0 && state.blocked.is_none()).then_some(state.quiet_since)
+    }
+
+    /// It has shown the token.
+    pub fn promote(&self, limits: &Limits) {
+        self.slots.promote(self, limits);
+    }
+
+    /// A request begins; it ends when the guard is dropped.
+    #[must_use]
+    pub fn begin(self: &Arc<Self>) -> InFlight {
+        let mut state = lock(&self.state);
+        state.requests += 1;
+        state.in_flight += 1;
+        InFlight { watch: Arc::clone(self), number: state.requests }
+    }
+
+    /// Which deadline it has missed.
+    #[must_use]
+    pub fn overdue(&self, limits: &Limits, now: Instant) -> Option<&'static str> {
+        let state = lock(&self.state);
+        let since = |time: Instant| now.saturating_duration_since(time);
+        if state.blocked.is_some_and(|(begun, _)| since(begun) > limits.stall) {
+            return Some("does not read its answer");
+        }
+        if state.bodies.values().any(|moved| since(*moved) > limits.stall) {
+            return Some("does not take its answer");
+        }
+        let patience = if state.requests == 0 { limits.head } else { limits.idle };
+        let waits = state.in_flight == 0 && state.blocked.is_none() && since(state.quiet_since) > patience;
+        waits.then_some("sends no request")
+    }
+
+    fn wrote(&self, result: &Poll<std::io::Result<usize>>) {
+        let mut state = lock(&self.state);
+        match (result, &mut state.blocked) {
+            (Poll::Pending, blocked) => _ = blocked.get_or_insert((Instant::now(), 0)),
+            (Poll::Ready(Ok(bytes)), Some((_, taken))) => {
+                *taken += bytes;
+                if *taken >= STALL_BYTES {
+                    state.unblock();
+                }
+            }
+            _ => {}
+        }
+    }
+
+    fn flushed(&self) {
+        let mut state = lock(&self.state);
+        if state.blocked.is_some() {
+            state.unblock();
+        }
+    }
+}
+
+/// The place of a connection; free again when this is dropped.
+#[derive(Debug)]
+pub struct Place {
+    /// What the connection does.
+    pub watch: Arc<Watch>,
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        lock(&self.watch.slots.open).remove(&self.watch.id);
+    }
+}
+
+impl State {
+    fn unblock(&mut self) {
+        self.blocked = None;
+        self.quiet_since = Instant::now();
+    }
+}
+
+/// A request that is being answered.
+#[derive(Debug)]
+pub struct InFlight {
+    watch: Arc<Watch>,
+    number: u64,
+}
+
+impl Drop for InFlight {
+    fn drop(&mut self) {
+        let mut state = lock(&self.watch.state);
+        state.in_flight -= 1;
+        state.quiet_since = Instant::now();
+        state.bodies.remove(&self.number);
+    }
+}
+
+/// The body of an answer. While it is sent its request is in flight.
+pub struct Answer {
+    body: Body,
+    request: InFlight,
+    has_deadline: bool,
+}
+
+impl Answer {
+    /// A stream of messages has no deadline: it may be silent for long, and the peer is pinged.
+    #[must_use]
+    pub fn new(body: Body, request: InFlight, is_stream: bool) -> Self {
+        let answer = Answer { body, request, has_deadline: !is_stream };
+        answer.moved();
+        answer
+    }
+
+    fn moved(&self) {
+        if self.has_deadline {
+            lock(&self.request.watch.state).bodies.insert(self.request.number, Instant::now());
+        }
+    }
+}
+
+impl HttpBody for Answer {
+    type Data = Bytes;
+    type Error = axum::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, axum::Error>>> {
+        let frame = Pin::new(&mut self.body).poll_frame(context);
+        if frame.is_ready() {
+            self.moved();
+        }
+        frame
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+/// A connection that notes when its peer takes nothing.
+pub struct Watched<Io> {
+    io: Io,
+    watch: Arc<Watch>,
+}
+
+impl<Io> Watched<Io> {
+    /// Watches a connection.
+    pub fn new(io: Io, watch: Arc<Watch>) -> Self {
+        Watched { io, watch }
+    }
+}
+
+impl<Io: AsyncRead + Unpin> AsyncRead for Watched<Io> {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.io).poll_read(context, buffer)
+    }
+}
+
+impl<Io: AsyncWrite + Unpin> AsyncWrite for Watched<Io> {
+    fn poll_write(mut self: Pin<&mut Self>, context: &mut Context<'_>, bytes: &[u8]) -> Poll<std::io::Result<usize>> {
+        let result = Pin::new(&mut self.io).poll_write(context, bytes);
+        self.watch.wrote(&result);
+        result
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[std::io::IoSlice<'_>],
+    ) -> Poll<std::io::Result<usize>> {
+        let result = Pin::new(&mut self.io).poll_write_vectored(context, bytes);
+        self.watch.wrote(&result);
+        result
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.io.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        let result = Pin::new(&mut self.io).poll_flush(context);
+        if result.is_ready() {
+            self.watch.flushed();
+        }
+        result
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<std::io::Result<()>> {
+        Pin::new(&mut self.io).poll_shutdown(context)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn limits() -> Limits {
+        Limits { own: 3, each: 2, strangers: 3, trusted: 2, ..Limits::new(1024) }
+    }
+
+    #[test]
+    fn whoever_waits_longest_makes_room_and_whoever_is_busy_does_not() {
+        let slots = Arc::new(Slots::default());
+        let limits = limits();
+        let places: Vec<Place> = (0..3).map(|_| slots.take(Class::Own, &limits).unwrap()).collect();
+        let busy = places[0].watch.begin();
+        let fourth = slots.take(Class::Own, &limits).unwrap();
+        assert!(!places[0].watch.is_killed() && places[1].watch.is_killed() && !places[2].watch.is_killed());
+        let (second, third) = (places[2].watch.begin(), fourth.watch.begin());
+        assert!(slots.take(Class::Own, &limits).is_none(), "all of them are busy");
+        drop((busy, second, third));
+        assert!(slots.take(Class::Own, &limits).is_some());
+    }
+
+    #[test]
+    fn strangers_share_what_is_theirs_and_never_take_the_owners() {
+        let slots = Arc::new(Slots::default());
+        let limits = limits();
+        let busy = |uid| slots.take(Class::User(Some(uid)), &limits).map(|place| (place.watch.begin(), place));
+        let held: Vec<_> = [1, 1, 2].into_iter().map(|uid| busy(uid).unwrap()).collect();
+        assert!(busy(1).is_none(), "two of one user");
+        assert!(busy(3).is_none(), "three of all");
+        assert!(slots.take(Class::Own, &limits).is_some());
+        held[0].1.watch.promote(&limits);
+        assert!(busy(3).is_some(), "one of them has shown the token");
+        drop(held);
+        assert_eq!(lock(&slots.open).len(), 0);
+    }
+
+    #[test]
+    fn every_step_has_its_deadline() {
+        let slots = Arc::new(Slots::default());
+        let limits = Limits::new(1024);
+        let late = |more: Duration| Instant::now() + more + Duration::from_secs(1);
+        let place = slots.take(Class::Own, &limits).unwrap();
+        let watch = &place.watch;
+        assert_eq!(watch.overdue(&limits, Instant::now()), None);
+        assert_eq!(watch.overdue(&limits, late(limits.head)), Some("sends no request"));
+        let request = watch.begin();
+        assert_eq!(watch.overdue(&limits, late(limits.idle * 100)), None, "a dump takes its time");
+        let answer = Answer::new(Body::from("x"), request, false);
+        assert_eq!(watch.overdue(&limits, late(limits.stall)), Some("does not take its answer"));
+        drop(answer);
+        assert_eq!(watch.overdue(&limits, late(limits.head)), None);
+        assert_eq!(watch.overdue(&limits, late(limits.idle)), Some("sends no request"));
+        drop(Answer::new(Body::from("x"), watch.begin(), true));
+        watch.wrote(&Poll::Pending);
+        assert_eq!(watch.overdue(&limits, late(limits.stall)), Some("does not read its answer"));
+        watch.wrote(&Poll::Ready(Ok(STALL_BYTES)));
+        assert_eq!(watch.overdue(&limits, late(limits.stall)), None, "slow, but it reads");
+    }
+}
