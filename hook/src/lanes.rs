@@ -149,6 +149,17 @@ impl Recorder {
             add(&words[lane::COPIES + kind], 1);
             add(&words[lane::COPY_BYTES + kind], bytes);
         }
+        self.active();
+    }
+
+    /// The program goes on with its device: a copy, a memset, or the return from a synchronization.
+    #[inline]
+    pub fn active(&self) {
+        let last = match self.lane_of(thread_state::current()) {
+            Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
+            None => self.ring.header(header::LAST_LAUNCH_NS),
+        };
+        last.store(sys::coarse_now_ns(), Ordering::Relaxed);
     }
 
     /// Memory was asked for.

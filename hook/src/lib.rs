@@ -75,6 +75,7 @@ fn functions() -> impl Iterator<Item = &'static original::Function> {
         runtime::FUNCTIONS,
         one_layer::FUNCTIONS,
         memory::FUNCTIONS,
+        memory::driver::FUNCTIONS,
         blas::FUNCTIONS,
     ];
     tables.into_iter().chain(host::TABLES).flatten().copied()

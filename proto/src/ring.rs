@@ -37,7 +37,7 @@ pub mod header {
     pub const WATCHER_SINCE_NS: usize = 4;
     /// Events that the hook keeps for reuse.
     pub const SPARE_EVENTS: usize = 5;
-    /// Last launch of anything by a thread without a [`super::lane`].
+    /// Last launch, copy, memset or return from a synchronization of a thread without a [`super::lane`].
     pub const LAST_LAUNCH_NS: usize = 16;
     /// Operations that found no free slot.
     pub const DROPPED: usize = 17;
@@ -255,6 +255,26 @@ fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<
     words[header::GRAPHS] += totals.graphs;
     words[header::COLLECTIVES] += totals.collectives;
     Ok((words, totals))
+}
+
+/// When a process last made progress on its device, CLOCK_MONOTONIC nanoseconds, 0 for never.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// The last launch, copy, memset or return from a synchronization.
+    pub called_ns: u64,
+    /// The last operation that was seen complete, successfully or not.
+    pub completed_ns: u64,
+}
+
+/// Reads when the process last made progress: the header, the lanes and all operation slots.
+///
+/// # Errors
+/// As [`read_header`].
+pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Progress> {
+    let (head, _) = read_head(&read_at)?;
+    let slots = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?;
+    let completed_ns = slots.iter().map(|words| words[op::COMPLETED_NS]).max().unwrap_or(0);
+    Ok(Progress { called_ns: head[header::LAST_LAUNCH_NS], completed_ns })
 }
 
 /// The slots of the tickets `from..from + count`, in the order of the tickets. A slot may hold another ticket: it is not

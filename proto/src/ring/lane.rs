@@ -10,7 +10,7 @@ use super::{coverage, offset, read_words, stream};
 
 /// Kernel id of the thread that owns the lane; 0 is a free one.
 pub const OWNER: usize = 0;
-/// Its last launch of anything.
+/// Its last launch, copy, memset or return from a synchronization.
 pub const LAST_LAUNCH_NS: usize = 1;
 /// Kernels launched.
 pub const KERNELS: usize = 2;

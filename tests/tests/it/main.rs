@@ -11,6 +11,7 @@ mod end_to_end;
 mod ends;
 mod gloo;
 mod guest;
+mod healthy;
 mod hook;
 mod installed;
 mod launch;
