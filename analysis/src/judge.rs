@@ -9,7 +9,7 @@ use crate::{
     alias,
     causes::{Case, Finding, Number, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
     graph::Suspect,
-    hook_report, report,
+    hang, hook_report, report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     world::{RankView, is_collective},
@@ -497,7 +497,7 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
     let evidence = case.evidence;
     let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
     let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
-    let victims = victims.difference(&culprits).copied();
+    let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
     let mut lines = outcome.evidence;
     lines.truncate(MAX_EVIDENCE);
     lines.extend(gaps(case));
@@ -521,6 +521,7 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
         cause: outcome.cause,
         confidence,
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
+        hang: hang::evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
         victims: case.world.ranks(victims),
         evidence: lines,
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),

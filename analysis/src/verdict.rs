@@ -128,6 +128,19 @@ impl Confidence {
     }
 }
 
+/// What shows that the job hangs.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[serde(rename_all = "snake_case")]
+pub enum HangEvidence {
+    /// Nothing does: the job moves, is idle, or the evidence does not tell.
+    #[default]
+    None,
+    /// An operation is pending for longer than the hang timeout, and no culprit makes progress.
+    PendingOperation,
+    /// A chain of waiting ends in a rank that is dead or stands still.
+    WaitChain,
+}
+
 /// A fact that speaks for the verdict.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
 pub struct EvidenceLine {
@@ -327,6 +340,9 @@ pub struct Verdict {
     pub culprits: Vec<u32>,
     /// Ranks that wait, ascending; never a culprit.
     pub victims: Vec<u32>,
+    /// What shows that the job hangs. Absent in verdicts of earlier releases.
+    #[serde(default)]
+    pub hang: HangEvidence,
     /// The facts that speak for the verdict, the strongest first.
     pub evidence: Vec<EvidenceLine>,
     /// The causes that were looked for and excluded.
@@ -341,4 +357,17 @@ pub struct Verdict {
     /// What only the collector knows; its fields stand beside the others.
     #[serde(flatten)]
     pub timing: Timing,
+}
+
+impl Verdict {
+    /// The ranks that hang, ascending: culprits and victims, when there is evidence of a hang.
+    #[must_use]
+    pub fn hanging_ranks(&self) -> Vec<u32> {
+        if self.hang == HangEvidence::None {
+            return Vec::new();
+        }
+        let mut ranks = [self.culprits.as_slice(), &self.victims].concat();
+        ranks.sort_unstable();
+        ranks
+    }
 }

@@ -12,7 +12,7 @@ use std::{
 };
 
 use tracing::{info, warn};
-use xpu_timer_analysis::Verdict;
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     ring::{self, header},
@@ -54,6 +54,12 @@ pub struct Told {
     pub cause: String,
     /// Ranks to blame.
     pub culprits: Vec<u32>,
+    /// Ranks that hang by the newest verdict.
+    pub hanging: RankSet,
+    /// When the second sample of the newest dump was complete, CLOCK_MONOTONIC.
+    pub sampled_ns: u64,
+    /// What this node's own verdict says, for when that of the cluster does not come.
+    pub own: Option<Judged>,
     /// What went wrong.
     pub errors: Vec<String>,
     /// The verdict, when no folder has it.

@@ -7,8 +7,8 @@ use std::{
 };
 
 use tracing::error;
-use xpu_timer_analysis::{Activity, Cause, Confidence, RankGroup, Verdict};
-use xpu_timer_proto::v1::Evidence;
+use xpu_timer_analysis::{Activity, Cause, Confidence, HangEvidence, RankGroup, Verdict};
+use xpu_timer_proto::v1::{self, Evidence};
 
 use crate::dump::without_dumps;
 
@@ -36,15 +36,55 @@ pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
     verdict
 }
 
-/// Whether the job may be healthy after all: what it does is long, and it moves.
+/// Whether a verdict is a reason to end the ranks of its job.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+pub enum Grounds {
+    /// No: nothing shows that the job hangs.
+    None,
+    /// Not yet: there is evidence, and it may be a long step. A second verdict has to confirm it.
+    Doubtful,
+    /// Yes.
+    Proven,
+}
+
+impl Grounds {
+    /// As a cluster collector tells it.
+    #[must_use]
+    pub fn message(self) -> v1::Grounds {
+        match self {
+            Grounds::None => v1::Grounds::Unspecified,
+            Grounds::Doubtful => v1::Grounds::Doubtful,
+            Grounds::Proven => v1::Grounds::Proven,
+        }
+    }
+
+    /// As a node hears it.
+    #[must_use]
+    pub fn of_message(message: v1::Grounds) -> Self {
+        match message {
+            v1::Grounds::Unspecified => Grounds::None,
+            v1::Grounds::Doubtful => Grounds::Doubtful,
+            v1::Grounds::Proven => Grounds::Proven,
+        }
+    }
+}
+
+/// Whether a verdict is a reason to end the ranks of its job.
+#[must_use]
+pub fn grounds(verdict: &Verdict) -> Grounds {
+    // A low confidence in the cause `comm_init` means a rank that starts and makes progress.
+    let starts = verdict.cause == Cause::CommInit && verdict.confidence == Confidence::Low;
+    match verdict.hang {
+        HangEvidence::None => Grounds::None,
+        _ if starts || verdict.confidence < Confidence::High && culprits_run(verdict) => Grounds::Doubtful,
+        HangEvidence::PendingOperation | HangEvidence::WaitChain => Grounds::Proven,
+    }
+}
+
+/// Whether the job may be healthy after all, so that it has to be looked at again.
 #[must_use]
 pub fn is_mild(verdict: &Verdict) -> bool {
-    match verdict.cause {
-        Cause::NotAHang | Cause::LongStep | Cause::Compile | Cause::PythonGc => true,
-        // A rank that starts, and moves.
-        Cause::CommInit if verdict.confidence == Confidence::Low => true,
-        _ => verdict.confidence < Confidence::High && culprits_run(verdict),
-    }
+    grounds(verdict) != Grounds::Proven
 }
 
 /// Whether whoever is to blame computes: a long step or an endless loop.
@@ -124,25 +164,26 @@ mod tests {
     }
 
     #[test]
-    fn what_moves_is_mild() {
-        let of = |cause, confidence| is_mild(&Verdict { cause, confidence, ..judge(&Evidence::default()) });
-        assert!(of(Cause::LongStep, Confidence::High) && of(Cause::NotAHang, Confidence::Medium));
-        assert!(of(Cause::CommInit, Confidence::Low) && !of(Cause::CommInit, Confidence::High));
-        assert!(!of(Cause::Unknown, Confidence::Low) && !of(Cause::MissingRank, Confidence::Low));
+    fn only_evidence_of_a_hang_is_a_reason_to_end_ranks() {
+        let of = |cause, confidence, hang| grounds(&Verdict { cause, confidence, hang, ..judge(&Evidence::default()) });
+        let pending = HangEvidence::PendingOperation;
+        for cause in [Cause::LongStep, Cause::NotAHang, Cause::Unknown, Cause::MissingRank] {
+            assert_eq!(of(cause, Confidence::High, HangEvidence::None), Grounds::None);
+        }
+        assert_eq!(of(Cause::CommInit, Confidence::Low, pending), Grounds::Doubtful);
+        assert_eq!(of(Cause::CommInit, Confidence::High, pending), Grounds::Proven);
+        assert_eq!(of(Cause::Unknown, Confidence::Low, pending), Grounds::Proven);
+        assert_eq!(of(Cause::MissingRank, Confidence::Low, HangEvidence::WaitChain), Grounds::Proven);
         let group =
             |rank, state: &str| RankGroup { ranks: vec![rank], process_state: state.into(), ..RankGroup::default() };
         let ranks = vec![group(0, "S (sleeping)"), group(1, "R (running)"), group(2, "R (running)")];
         let blamed = |culprits: &[u32], confidence| {
-            let culprits = culprits.to_vec();
-            is_mild(&Verdict {
-                cause: Cause::MissingRank,
-                culprits,
-                ranks: ranks.clone(),
-                confidence,
-                ..judge(&Evidence::default())
-            })
+            let (culprits, ranks) = (culprits.to_vec(), ranks.clone());
+            let cause = Cause::MissingRank;
+            grounds(&Verdict { cause, culprits, ranks, confidence, hang: pending, ..judge(&Evidence::default()) })
         };
-        assert!(blamed(&[1, 2], Confidence::Medium), "they may be in a long step");
-        assert!(!blamed(&[1], Confidence::High) && !blamed(&[0, 1], Confidence::Medium));
+        assert_eq!(blamed(&[1, 2], Confidence::Medium), Grounds::Doubtful, "they may be in a long step");
+        assert_eq!(blamed(&[1], Confidence::High), Grounds::Proven);
+        assert_eq!(blamed(&[0, 1], Confidence::Medium), Grounds::Proven);
     }
 }

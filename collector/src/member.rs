@@ -4,6 +4,7 @@
 use std::{collections::BTreeMap, path::Path, sync::Arc, thread};
 
 use tracing::{info, warn};
+use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::{
     PROTOCOL_VERSION,
     v1::{
@@ -20,6 +21,7 @@ use crate::{
     dump::{ForCluster, folder_name},
     folder::{is_of, own_names},
     incident::{self, Cause, Incident},
+    judging::Grounds,
     launched::{Silent, State},
     process,
     registry::{JobKey, Presence, Rank},
@@ -50,7 +52,7 @@ pub struct Member {
     declined: BTreeMap<JobKey, u64>,
     last_launch: BTreeMap<JobKey, u64>,
     heartbeat_ns: u64,
-    // Incidents that the cluster has asked for, and until when its verdict is waited for: XPU_TIMER_HANG_KILL comes after it.
+    // Incidents that the cluster has asked for, and until when its verdict is waited for: this node's own counts after it.
     asked: BTreeMap<String, u64>,
     // When the stream was lost, until what the cluster said is forgotten.
     lost_ns: Option<u64>,
@@ -85,7 +87,7 @@ const ANSWER_NS: u64 = 2 * SECOND;
 const RETURN_NS: u64 = 6 * SECOND;
 const HEARTBEAT_NS: u64 = 10 * SECOND;
 const DECLINED_NS: u64 = 60 * SECOND;
-/// A verdict takes the deadline of the slowest node. Then the ranks are ended without it.
+/// A verdict takes the deadline of the slowest node. Then this node's own counts.
 const VERDICT_NS: u64 = 90 * SECOND;
 /// What a cluster said that is gone for so long does not count any more.
 const FORGET_NS: u64 = 20 * SECOND;
@@ -329,11 +331,14 @@ impl Core {
 
     fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
         warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
+        let grounds = Grounds::of_message(verdict.grounds());
         if let Some(told) = self.told.get_mut(&verdict.incident) {
             (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
         }
         if self.member.asked.remove(&verdict.incident).is_some() {
-            let judged = Judged { mild: verdict.mild, culprits: verdict.culprits, by_cluster: true };
+            let mut hanging = RankSet::new();
+            verdict.hanging.iter().for_each(|run| hanging.insert_run(run.first, run.last));
+            let judged = Judged { grounds, culprits: verdict.culprits, hanging, by_cluster: true };
             self.judged(&verdict.incident, &judged, now);
         }
     }
@@ -362,7 +367,10 @@ impl Core {
             self.member.asked.iter().filter(|(_, due)| late(due)).map(|(id, _)| id.clone()).collect();
         for id in over {
             self.member.asked.remove(&id);
-            self.kill(&id, now);
+            if let Some(own) = self.told.get(&id).and_then(|told| told.own.clone()) {
+                warn!("incident {id}: no verdict of the cluster collector came; that of this node counts");
+                self.judged(&id, &own, now);
+            }
         }
         if self.member.lost_ns.is_some_and(|since| now.mono_ns > since + FORGET_NS) {
             // Whether the job hangs elsewhere is not known any more.

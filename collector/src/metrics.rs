@@ -57,11 +57,11 @@ fn common(page: &mut Page, core: &Core, alive: &[(Labels, &Rank)]) {
     let ended = |rank: &Rank| Some(u64::from(newest(rank).is_some_and(|incident| incident.dumped.is_some())));
     let spare = |rank: &Rank| Some(core.sampler.of(rank.id)?.head?[header::SPARE_EVENTS]);
     let pending = |rank: &Rank| Some(core.sampler.of(rank.id)?.cursor.pending() as u64);
-    let hangs = |rank: &Rank| Some(u64::from(core.engine.hangs(&rank.job)));
+    let hangs = |rank: &Rank| Some(u64::from(core.is_hanging(rank)));
     let collections = |rank: &Rank| Some(core.sampler.interpreters.of(rank.id)?.collections);
     let batches = |rank: &Rank| core.sampler.interpreters.of(rank.id)?.batches;
     let per_rank: [PerRank<'_>; 7] = [
-        ("XPU_TIMER_COMMON_HANG", "1 while the job of this rank hangs.", &hangs),
+        ("XPU_TIMER_COMMON_HANG", "1 while this rank hangs by the newest verdict, as a culprit or a victim.", &hangs),
         ("XPU_TIMER_COMMON_START_DUMP", "1 once the dump of an open incident has begun.", &begun),
         ("XPU_TIMER_COMMON_END_DUMP", "1 once the dump of an open incident is finished.", &ended),
         ("XPU_TIMER_COMMON_POOL_QUEUE_SIZE", "Events that the hook keeps for reuse.", &spare),
@@ -139,7 +139,7 @@ fn memory(page: &mut Page, seen: &[(Labels, &Sampled)]) {
             page.sample(name, &labels, function.calls);
         }
         // The directions are counted over all forms of the copying function.
-        let Some(copy) = called("MemcpyAsync").next() else { continue };
+        let Some(copy) = called("MemcpyAsync").next().or_else(|| called("Memcpy").next()) else { continue };
         for (kind, count) in lane::COPY_KINDS.iter().zip(sampled.totals.copies).filter(|(_, count)| *count > 0) {
             let mut labels = labels.clone();
             labels.extend([("operation", copy.name.replace("_ptsz", "")), ("kind", kind.to_string())]);

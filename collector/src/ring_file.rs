@@ -56,6 +56,14 @@ impl RingFile {
         ring::read_header(|offset, buffer| self.read_at(offset, buffer))
     }
 
+    /// When the process last launched, called or completed something.
+    ///
+    /// # Errors
+    /// As [`ring::read_progress`].
+    pub fn progress(&self) -> io::Result<ring::Progress> {
+        ring::read_progress(|offset, buffer| self.read_at(offset, buffer))
+    }
+
     /// The whole flight record.
     ///
     /// # Errors

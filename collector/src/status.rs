@@ -53,7 +53,7 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
         "lingers": rank.lingers,
         "auxiliary": rank.auxiliary,
         "exit": rank.exit,
-        "hang": core.engine.hangs(&rank.job),
+        "hang": core.is_hanging(rank),
         "heartbeat_age_s": age(header::HEARTBEAT_NS),
         "last_launch_age_s": age(header::LAST_LAUNCH_NS),
         "kernels": word(header::KERNELS),

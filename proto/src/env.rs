@@ -37,7 +37,7 @@ variables! {
     XPU_TIMER_CONFIG = "", "INI file with any of these variables";
     XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
     XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
-    XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status after the dump";
+    XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status when a verdict proves a hang";
     XPU_TIMER_BASEPORT = "18888", "control port of the node collector; metrics are on the next one";
     XPU_TIMER_PORT = "", "metrics port; control is then the one below it";
     XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";

@@ -5,6 +5,7 @@ mod devices;
 mod followers;
 mod graphs;
 mod groups;
+mod hang;
 mod hosts;
 mod idle;
 mod laws;

@@ -1,43 +1,60 @@
-//! XPU_TIMER_HANG_KILL: ends the ranks of a job that hangs, so that its agent starts them again. Who moves is looked at once more
-//! before that.
+//! What follows a verdict: `XPU_TIMER_COMMON_HANG`, another look at a job that may be healthy, and `XPU_TIMER_HANG_KILL`, which
+//! ends the ranks of a job that hangs so that its agent starts them again.
+//!
+//! Only a verdict with evidence of a hang ends ranks, and any progress since its samples cancels that.
 
-use std::{collections::BTreeMap, sync::Arc};
+use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use rustix::process::Signal;
 use tracing::{info, warn};
+use xpu_timer_analysis::rank_set::RankSet;
 
 use super::{Core, nanoseconds};
 use crate::{
     clock::{Now, seconds},
-    incident::Cause,
+    incident::{Cause, State},
+    judging::Grounds,
     process::Handle,
-    registry::Rank,
+    registry::{JobKey, Rank},
 };
 
 /// Between the polite and the final signal.
 const KILL_AFTER_NS: u64 = 5_000_000_000;
-/// For the cluster collector, which looks at the job again itself, to say what it found.
-const CLUSTER_NS: u64 = 60_000_000_000;
+/// The time between two looks at a job doubles so often: long steps should not be captured over and over.
+const MOST_DOUBLINGS: u32 = 3;
+/// A shorter timeout, as tests have it, does not make the looks follow each other faster.
+const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 
-/// What a verdict means for the ranks of its job.
+/// What a verdict says about the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Judged {
-    /// The job may be healthy after all; see [`crate::judging::is_mild`].
-    pub mild: bool,
+    /// Whether the verdict is a reason to end the ranks.
+    pub grounds: Grounds,
     /// Ranks to blame.
     pub culprits: Vec<u32>,
-    /// The cluster collector has judged, which alone sees the whole job.
+    /// Ranks that hang: culprits and victims, empty without evidence of a hang.
+    pub hanging: RankSet,
+    /// Made by the cluster collector, which alone sees the whole job and looks again by itself.
     pub by_cluster: bool,
 }
 
-/// Processes that are being ended, and jobs that will be if they hang on.
+/// Processes that are being ended, and incidents that are looked at again.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
     // Ranks that were told to end, and when they are made to.
     told: Vec<(u64, Arc<Handle>)>,
-    // Incidents with a mild verdict: whether the ranks are ended without another one, and when they are looked at again; `None`
-    // from then on.
-    mild: BTreeMap<String, (bool, Option<u64>)>,
+    watched: BTreeMap<String, Watch>,
+}
+
+/// An incident whose ranks were not ended by its last verdict.
+#[derive(Debug, Default)]
+struct Watch {
+    looks: u32,
+    due_ns: Option<u64>,
+    // The last verdict had evidence of a hang: a second one in a row that has it too is enough.
+    suspected: bool,
+    // The verdict stands, and only progress kept the ranks from being ended.
+    postponed: bool,
 }
 
 impl Ending {
@@ -47,41 +64,73 @@ impl Ending {
 }
 
 impl Core {
-    /// There is a verdict. Ends the ranks of its job if that is wanted: at once, or when a mild one still holds after another hang
-    /// timeout.
+    /// There is a verdict. It decides which ranks hang. Their job's ranks are ended if the user wants that and the verdict allows
+    /// it; a verdict without or with doubtful evidence is made again later for as long as the incident lasts.
     pub(crate) fn judged(&mut self, id: &str, judged: &Judged, now: Now) {
-        if let Some(told) = self.told.get_mut(id) {
-            told.culprits.clone_from(&judged.culprits);
+        let Some(told) = self.told.get_mut(id) else { return };
+        told.culprits.clone_from(&judged.culprits);
+        told.hanging.clone_from(&judged.hanging);
+        let Some(incident) = self.engine.get(id).filter(|_| self.hangs_now(id)) else { return };
+        let (job, attempt) = (incident.job.clone(), incident.attempt);
+        let is_ending = self.registry.is_ending(&job, attempt);
+        let grounds = if is_ending { judged.grounds.min(Grounds::Doubtful) } else { judged.grounds };
+
+        let watch = self.ending.watched.entry(id.into()).or_default();
+        let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && watch.suspected);
+        watch.suspected = grounds != Grounds::None;
+        (watch.postponed, watch.due_ns) = (false, None);
+        if is_confirmed && !self.is_to_be_ended(id) {
+            return;
         }
-        let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return };
-        let mild = judged.mild || self.registry.is_ending(&incident.job, incident.attempt);
-        if !mild || self.ending.mild.contains_key(id) {
-            return self.kill(id, now);
+        let since_ns = self.told.get(id).map_or(0, |told| told.sampled_ns);
+        let postponed = is_confirmed && !self.kill(id, since_ns, now);
+        if is_confirmed && !postponed || judged.by_cluster && !postponed {
+            return;
         }
-        let timeout = self.registry.of_job(&incident.job).iter().map(|rank| rank.settings.hang_timeout).max();
-        let for_others_ns = if judged.by_cluster { CLUSTER_NS } else { 0 };
-        let wait_ns = nanoseconds(timeout.unwrap_or_default()) + for_others_ns;
-        info!("incident {id}: this may be no hang; its ranks are ended if it lasts for {} s more", seconds(wait_ns));
-        self.ending.mild.insert(id.into(), (judged.by_cluster, Some(now.mono_ns + wait_ns)));
+        self.look_again(id, postponed && judged.by_cluster, now);
+    }
+
+    /// Looks at the incident again after another hang timeout, or later the more often that was done.
+    fn look_again(&mut self, id: &str, postponed: bool, now: Now) {
+        let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
+        let timeout = self.hang_timeout(&job);
+        let watch = self.ending.watched.entry(id.into()).or_default();
+        let wait_ns = nanoseconds(timeout.max(SHORTEST_WAIT)) << watch.looks.min(MOST_DOUBLINGS);
+        watch.looks += 1;
+        watch.postponed = postponed;
+        watch.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
+        info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
+    }
+
+    fn hang_timeout(&self, job: &JobKey) -> Duration {
+        let timeouts = self.registry.of_job(job).into_iter().map(|rank| rank.settings.hang_timeout);
+        timeouts.max().unwrap_or(self.settings.hang_timeout)
+    }
+
+    /// Whether something is wrong with the job of an incident now, other than that somebody asked for a dump.
+    fn hangs_now(&self, id: &str) -> bool {
+        let causes = self.engine.get(id).map(|incident| &incident.causes);
+        causes.is_some_and(|causes| causes.iter().any(|cause| *cause != Cause::Manual))
     }
 
     /// Whether the job of an incident hangs now and its ranks are to be ended for that.
     fn is_to_be_ended(&self, id: &str) -> bool {
         let Some(incident) = self.engine.get(id) else { return false };
-        incident.causes.iter().any(|cause| *cause != Cause::Manual)
-            && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
+        self.hangs_now(id) && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
     }
 
-    /// Ends the ranks of a job that still hangs. One rank of each agent is given no chance to end with success, from which the agent
-    /// would take its job for done.
-    pub(crate) fn kill(&mut self, id: &str, now: Now) {
-        if !self.is_to_be_ended(id) {
-            return;
-        }
-        let Some(incident) = self.engine.get(id) else { return };
-        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
+    /// Ends the ranks of a job that still hangs, unless one of them has made progress since `since_ns`; false then. One rank of
+    /// each agent is given no chance to end with success, from which the agent would take its job for done.
+    fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
+        let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
         let culprits = self.told.get(id).map(|told| told.culprits.clone()).unwrap_or_default();
         let ranks = self.registry.of_job(&incident.job).into_iter().filter(|rank| rank.presence.is_alive());
+        let ranks: Vec<&Rank> = ranks.collect();
+        if let Some((rank, what)) = ranks.iter().find_map(|rank| Some((rank, progress_since(rank, since_ns)?))) {
+            info!("incident {id}: the ranks are not ended: {} {what} after the stacks were taken", rank.title());
+            return false;
+        }
+        warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
         let mut agents: BTreeMap<i32, Vec<&Rank>> = BTreeMap::new();
         for rank in ranks {
             let parent = rank.process.as_ref().and_then(|process| process.stat()).map_or(0, |stat| stat.parent);
@@ -99,6 +148,22 @@ impl Core {
                 self.ending.told.push((now.mono_ns + KILL_AFTER_NS, Arc::clone(process)));
             }
         }
+        true
+    }
+
+    /// Whether a rank hangs by the newest verdict on an open incident of its job: `XPU_TIMER_COMMON_HANG`. A suspicion that was
+    /// not judged yet does not count, and neither does an incident that is over.
+    #[must_use]
+    pub fn is_hanging(&self, rank: &Rank) -> bool {
+        let is_its = |incident: &&crate::incident::Incident| {
+            matches!(incident.state, State::Open | State::Dumped)
+                && !incident.past
+                && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
+        };
+        // A process that names no rank is a job of its own and its only rank.
+        let number = u32::try_from(rank.info.rank).unwrap_or(0);
+        let told = self.engine.incidents().filter(is_its).filter_map(|incident| self.told.get(&incident.id));
+        told.into_iter().any(|told| told.hanging.contains(number))
     }
 
     /// Once a second.
@@ -111,22 +176,37 @@ impl Core {
             *due_ns > now.mono_ns
         });
         let engine = &self.engine;
-        self.ending.mild.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));
-        let mut due = Vec::new();
-        for (id, (by_cluster, wait)) in &mut self.ending.mild {
-            if wait.take_if(|until| *until <= now.mono_ns).is_some() {
-                due.push((id.clone(), *by_cluster));
-            }
-        }
-        for (id, by_cluster) in due {
-            if !self.is_to_be_ended(&id) {
-                self.ending.mild.remove(&id);
-            } else if by_cluster || !self.engine.again(&id) {
-                self.kill(&id, now);
-            } else {
+        self.ending.watched.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));
+        let due = self.ending.watched.iter_mut().filter_map(|(id, watch)| {
+            watch.due_ns.take_if(|due_ns| *due_ns <= now.mono_ns).map(|_| (id.clone(), watch.postponed))
+        });
+        for (id, postponed) in due.collect::<Vec<_>>() {
+            if !self.hangs_now(&id) {
+                self.ending.watched.remove(&id);
+            } else if postponed {
+                let Some(job) = self.engine.get(&id).map(|incident| incident.job.clone()) else { continue };
+                // Nothing may have completed for a whole timeout.
+                if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
+                    self.look_again(&id, true, now);
+                }
+            } else if self.engine.again(&id) {
                 info!("incident {id}: it lasts; its ranks are looked at again");
                 self.capture_alone(&id);
+            } else {
+                self.look_again(&id, false, now);
             }
         }
+    }
+}
+
+/// What a rank's ring shows to have happened after this CLOCK_MONOTONIC.
+fn progress_since(rank: &Rank, since_ns: u64) -> Option<&'static str> {
+    let progress = rank.ring.as_ref()?.progress().ok()?;
+    if progress.completed_ns > since_ns {
+        Some("completed an operation")
+    } else if progress.called_ns > since_ns {
+        Some("called its device")
+    } else {
+        None
     }
 }

@@ -139,7 +139,12 @@ impl Core {
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
         let shared = self.member.is_asked(&id);
-        let judged = Judged { mild: judging::is_mild(&verdict), culprits: verdict.culprits.clone(), by_cluster: false };
+        let judged = Judged {
+            grounds: judging::grounds(&verdict),
+            culprits: verdict.culprits.clone(),
+            hanging: verdict.hanging_ranks().into_iter().collect(),
+            by_cluster: false,
+        };
         let cause = verdict.cause.to_string();
         // A second look that tells nothing new is not told again.
         let is_news = self.told.get(&id).is_none_or(|before| before.cause != cause);
@@ -152,6 +157,9 @@ impl Core {
             sentence: verdict.sentence,
             cause,
             culprits: verdict.culprits,
+            hanging: self.told.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
+            sampled_ns,
+            own: Some(judged.clone()),
             errors: verdict.timing.errors,
         };
         self.told.insert(id.clone(), told);

@@ -1216,7 +1216,7 @@ pub struct PaceBlock {
     #[prost(uint32, tag = "4")]
     pub span_us: u32,
 }
-#[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
+#[derive(Clone, PartialEq, ::prost::Message)]
 pub struct IncidentVerdict {
     #[prost(string, tag = "1")]
     pub incident: ::prost::alloc::string::String,
@@ -1232,6 +1232,12 @@ pub struct IncidentVerdict {
     pub mild: bool,
     #[prost(uint32, repeated, tag = "6")]
     pub culprits: ::prost::alloc::vec::Vec<u32>,
+    /// Whether the verdict is a reason to end the ranks (XPU_TIMER_HANG_KILL).
+    #[prost(enumeration = "Grounds", tag = "7")]
+    pub grounds: i32,
+    /// Ranks that hang (XPU_TIMER_COMMON_HANG): culprits and victims, none without evidence of a hang.
+    #[prost(message, repeated, tag = "8")]
+    pub hanging: ::prost::alloc::vec::Vec<RankRun>,
 }
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
 pub struct IncidentClosed {
@@ -1248,6 +1254,39 @@ pub struct AlarmDeclined {
     /// The cluster does not know the ranks as this node's: the node does alone what it does without a cluster.
     #[prost(bool, tag = "3")]
     pub alone: bool,
+}
+/// How far a verdict is a reason to end the ranks of its job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
+#[repr(i32)]
+pub enum Grounds {
+    /// Nothing shows that the job hangs.
+    Unspecified = 0,
+    /// There is evidence, and it may be a long step: a second verdict has to confirm it.
+    Doubtful = 1,
+    /// The job hangs.
+    Proven = 2,
+}
+impl Grounds {
+    /// String value of the enum field names used in the ProtoBuf definition.
+    ///
+    /// The values are not transformed in any way and thus are considered stable
+    /// (if the ProtoBuf definition does not change) and safe for programmatic use.
+    pub fn as_str_name(&self) -> &'static str {
+        match self {
+            Self::Unspecified => "GROUNDS_UNSPECIFIED",
+            Self::Doubtful => "GROUNDS_DOUBTFUL",
+            Self::Proven => "GROUNDS_PROVEN",
+        }
+    }
+    /// Creates an enum from field names used in the ProtoBuf definition.
+    pub fn from_str_name(value: &str) -> ::core::option::Option<Self> {
+        match value {
+            "GROUNDS_UNSPECIFIED" => Some(Self::Unspecified),
+            "GROUNDS_DOUBTFUL" => Some(Self::Doubtful),
+            "GROUNDS_PROVEN" => Some(Self::Proven),
+            _ => None,
+        }
+    }
 }
 /// Generated client implementations.
 #[cfg(feature = "grpc")]

@@ -7,7 +7,7 @@ use xpu_timer_proto::v1::{
     delivery::Message as Brought,
 };
 
-use super::{Command, Expected, Hub, SECOND};
+use super::{Command, Expected, Hub, SECOND, opening::runs};
 use crate::{
     clock::Now,
     cluster::{
@@ -26,8 +26,8 @@ pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 const DELIVERIES: usize = 32;
 /// How often a part is asked for again whose delivery broke off while its node was there.
 pub(super) const RETRIES: u32 = 2;
-/// How often a hang that may be none is looked at again.
-const ROUNDS: u32 = 3;
+/// The time between two looks at a job that may be healthy doubles so often.
+const MOST_DOUBLINGS: u32 = 3;
 
 impl Hub {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
@@ -267,10 +267,11 @@ impl Hub {
                 incident.quiet_since_ns = Some(now.mono_ns);
             }
             incident.again_ns = None;
-            if judging::is_mild(verdict) && !incident.by_hand && incident.round < ROUNDS {
-                // Longer each time: who looks for long at what only takes long disturbs it.
-                let wait_ns = self.nodes.job(&incident.job).hang_timeout_ms.max(1000) * 1_000_000;
-                incident.again_ns = Some(now.mono_ns + (wait_ns << incident.round));
+            if judging::is_mild(verdict) && !incident.by_hand {
+                // Longer each time: long steps should not be captured over and over.
+                let wait_ns = self.nodes.job(&incident.job).hang_timeout_ms.max(1000).saturating_mul(1_000_000);
+                let wait_ns = wait_ns.saturating_mul(1 << incident.round.min(MOST_DOUBLINGS));
+                incident.again_ns = Some(now.mono_ns.saturating_add(wait_ns));
             }
             if let Some(webhook) = self.webhook.as_ref().filter(|_| is_news) {
                 webhook.post(verdict, incident.folder.as_deref());
@@ -290,6 +291,8 @@ impl Hub {
             path,
             mild: judging::is_mild(verdict),
             culprits: verdict.culprits.clone(),
+            grounds: judging::grounds(verdict).message().into(),
+            hanging: runs(&verdict.hanging_ranks().into_iter().collect()),
         };
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();
         for node in nodes {

@@ -122,10 +122,10 @@ impl FakeHook {
         self.tell("now").parse().expect("nanoseconds")
     }
 
-    /// Puts a pending all-reduce into the ring and signals it.
+    /// Puts an all-reduce into the ring that is pending for as long as the timeout, and signals it.
     pub fn hang(&mut self, ticket: u64) {
         let slot = slot(ticket);
-        let entered_ns = self.now_ns();
+        let entered_ns = self.now_ns().saturating_sub(self.hello.hang_timeout_ms * 1_000_000).max(1);
         let what = ring::pack_what(OpKind::Collective, Op::AllReduce, xpu_timer_proto::v1::DataType::Float32, 0, 1);
         for (word, value) in
             [(op::WHAT, what), (op::COMMUNICATOR, 0xc0), (op::SEQ, ticket), (op::ENTERED_NS, entered_ns)]
