@@ -28,6 +28,9 @@ enum Command {
         /// Where the jobs keep their folders
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
+        /// With XPU_TIMER_HANG_KILL=1: the ranks of every proven hang must end within 10 s of the verdict, and no others
+        #[arg(long)]
+        kill: bool,
     },
     /// Judges the folders of an earlier run again, after a change of a rule
     Again {
@@ -70,9 +73,9 @@ fn main() -> ExitCode {
 
 fn work(command: Command) -> anyhow::Result<bool> {
     match command {
-        Command::Run { filter, jobs, output } => {
+        Command::Run { filter, jobs, output, kill } => {
             let scenarios = corpus::matching(filter.as_deref())?;
-            let results = run::all(scenarios, jobs, &output)?;
+            let results = run::all(scenarios, jobs, &output, kill)?;
             Ok(score::report(&results, &output))
         }
         Command::Again { filter, output } => {

@@ -42,7 +42,7 @@ mod tests {
     use std::{collections::BTreeSet, io::Read};
 
     use flate2::read::GzDecoder;
-    use xpu_timer_analysis::judge;
+    use xpu_timer_analysis::{Cause, HangEvidence, judge};
     use xpu_timer_proto::v1::Evidence;
 
     use super::*;
@@ -113,6 +113,27 @@ mod tests {
             }
             order
         }
+    }
+
+    /// Whether nothing proves the hang: the ranks move, or may just be idle. `XPU_TIMER_HANG_KILL` does not end them.
+    fn may_be_healthy(scenario: &Scenario, cause: Cause) -> bool {
+        // Nothing is pending, and no rank waits for another one: a server that reads its requests stands the same.
+        const WAITS_FOR_INPUT: [&str; 2] = ["end-fifo", "plain-all-read"];
+        matches!(cause, Cause::LongStep | Cause::Compile | Cause::PythonGc | Cause::NotAHang | Cause::Unknown)
+            || WAITS_FOR_INPUT.contains(&scenario.name.as_str())
+    }
+
+    #[test]
+    fn every_recorded_hang_has_evidence_of_a_hang_unless_it_moves_or_is_idle() {
+        let without: Vec<String> = recorded()
+            .into_iter()
+            .map(|(scenario, evidence)| (scenario, judge(&evidence)))
+            .filter(|(scenario, verdict)| {
+                verdict.hang == HangEvidence::None && !may_be_healthy(scenario, verdict.cause)
+            })
+            .map(|(scenario, verdict)| format!("{}: {}: {}", scenario.name, verdict.cause, verdict.sentence))
+            .collect();
+        assert!(without.is_empty(), "{} of them:\n{}", without.len(), without.join("\n"));
     }
 
     #[test]

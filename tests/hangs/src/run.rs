@@ -31,8 +31,11 @@ const LONG_ENOUGH: Duration = Duration::from_secs(25);
 /// From so many ranks on, a small machine needs longer than the usual timeout to start them all.
 const MANY: u32 = 32;
 
-/// Runs all, `jobs` at a time, and prints a line for each as it ends.
-pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Result<Vec<Outcome>> {
+/// From the verdict on a hang to the end of its ranks.
+const ENDED_WITHIN: Duration = Duration::from_secs(10);
+
+/// Runs all, `jobs` at a time, and prints a line for each as it ends. With `kill` the collector ends the ranks of those that hang.
+pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> Result<Vec<Outcome>> {
     let scenarios: Vec<Scenario> = scenarios.into_iter().filter(can_run).collect();
     // The harness builds what it runs once for the process; not in several threads at once.
     let _ = xpu_timer_tests::artifacts();
@@ -47,7 +50,7 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path) -> Result<Vec<O
                 loop {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some(scenario) = scenarios.get(index) else { return };
-                    let outcome = one(scenario, &compiled, &output.join(&scenario.name));
+                    let outcome = one(scenario, &compiled, &output.join(&scenario.name), kill);
                     println!("{outcome}");
                     outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
                 }
@@ -89,15 +92,15 @@ fn can_run(scenario: &Scenario) -> bool {
     missing.is_none()
 }
 
-fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Outcome {
+fn one(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Outcome {
     static POLLING: Mutex<()> = Mutex::new(());
     let _alone = scenario.program.polls().then(|| POLLING.lock().unwrap_or_else(PoisonError::into_inner));
     let start = Instant::now();
-    let said = run(scenario, compiled, folder);
+    let said = run(scenario, compiled, folder, kill);
     Outcome { scenario: scenario.clone(), said, wall: start.elapsed() }
 }
 
-fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Result<Option<Said>> {
+fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> Result<Option<Said>> {
     if folder.exists() {
         fs::remove_dir_all(folder).with_context(|| folder.display().to_string())?;
     }
@@ -115,13 +118,22 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path) -> Result<Option
     if scenario.world >= MANY {
         job = job.with("XPU_TIMER_HANG_TIMEOUT", "20");
     }
+    if kill {
+        job = job.with("XPU_TIMER_HANG_KILL", "1");
+    }
     for (name, value) in &scenario.environment {
         job = job.with(name, value);
     }
     let mut command = scenario.program.command(&job, scenario.world, compiled);
     let mut ranks = Process::spawn(command.args(&scenario.arguments));
     match &scenario.truth {
-        Truth::Hang { .. } => Said::of(&hang(&job, &mut ranks)?.verdict).map(Some),
+        Truth::Hang { .. } => {
+            let incident = hang(&job, &mut ranks)?;
+            if kill {
+                ended(&job, &incident)?;
+            }
+            Said::of(&incident.verdict).map(Some)
+        }
         Truth::Passes { .. } => {
             let incident = hang(&job, &mut ranks)?;
             passed(&job, ranks, &incident)?;
@@ -149,6 +161,33 @@ fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
         }
         std::thread::sleep(Duration::from_millis(50));
     }
+}
+
+/// Waits until the ranks of a proven hang have been ended; makes sure that those of another verdict have not.
+fn ended(job: &Job, incident: &Incident) -> Result<()> {
+    let alive = || -> Vec<Value> {
+        let ranks = job.status().map(|status| status["ranks"].as_array().cloned().unwrap_or_default());
+        let is_alive = |rank: &Value| {
+            rank["attempt"] == incident.verdict["attempt"]
+                && ["present", "detached"].iter().any(|is| rank["presence"] == *is)
+        };
+        ranks.unwrap_or_default().into_iter().filter(is_alive).collect()
+    };
+    let (start, is_proven) = (Instant::now(), incident.verdict["hang"] != "none");
+    if !is_proven {
+        let said = job.logs();
+        ensure!(
+            !said.contains("XPU_TIMER_HANG_KILL ends"),
+            "ranks were ended without evidence of a hang: {}",
+            tail(&said)
+        );
+        return Ok(());
+    }
+    while !alive().is_empty() {
+        ensure!(start.elapsed() < ENDED_WITHIN, "{ENDED_WITHIN:?} after the verdict there are still {:?}", alive());
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    Ok(())
 }
 
 /// Waits for the end of the ranks.
