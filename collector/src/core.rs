@@ -27,6 +27,7 @@ use crate::{
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
     incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, Record, State},
+    jobs::Place,
     launched::{Launched, Silent},
     member::Member,
     metrics::Sampler,
@@ -214,7 +215,8 @@ impl Core {
                 Ok(())
             }
             (Some(Message::Rank(info)), Some(_)) => {
-                if let Some(registered) = self.registry.changed(connection, info, now.mono_ns) {
+                let silent = self.launched.silent();
+                if let Some(registered) = self.registry.changed(connection, info, silent, now.mono_ns) {
                     self.registered(&registered, "changed", now);
                 }
                 Ok(())
@@ -262,13 +264,15 @@ impl Core {
         if let Some(process) = process {
             self.launched.registered(process);
         }
-        let registered = self.registry.hello(connection, process.cloned(), hello, ring, &self.settings, now.mono_ns);
+        let (process, silent) = (process.cloned(), self.launched.silent());
+        let registered = self.registry.hello(connection, process, hello, ring, &self.settings, silent, now.mono_ns);
         self.registered(&registered, "registered", now);
         self.search(registered.id, now);
         Ok(())
     }
 
     fn registered(&mut self, registered: &Registered, what: &str, now: Now) {
+        self.follow(now);
         if let Some(rank) = self.registry.get(registered.id) {
             let helper = if rank.auxiliary { ", a helper of it" } else { "" };
             info!("{}{helper} {what}: attempt {}, world {}", rank.title(), rank.info.attempt, rank.info.world_size);
@@ -285,6 +289,30 @@ impl Core {
                 self.engine.begins(&old.job);
             }
         }
+    }
+
+    /// Reads which communicators the ranks of a name have, or all that live, and parts them into jobs anew.
+    fn rejoin(&mut self, name: Option<&str>, now: Now) {
+        let is_meant = |rank: &&Rank| match name {
+            Some(name) => rank.info.job == name,
+            None => rank.presence.is_alive(),
+        };
+        let read = |rank: &Rank| Some((rank.id, rank.ring.as_ref()?.places().ok()?));
+        let places: Vec<(RankId, Vec<Place>)> = self.registry.ranks().filter(is_meant).filter_map(read).collect();
+        places.into_iter().for_each(|(id, places)| self.registry.set_communicators(id, places));
+        if self.registry.rejoin(self.launched.silent(), now.mono_ns) {
+            self.follow(now);
+        }
+    }
+
+    /// Incidents belong to the jobs of the processes that they are about.
+    fn follow(&mut self, now: Now) {
+        let registry = &self.registry;
+        let of_pid = |pid: i32| registry.ranks().filter(move |rank| cause_pid(rank) == pid).last();
+        let strays = self.engine.follow(|pid| of_pid(pid).map(|rank| rank.job.clone()), now);
+        let raise = |cause: Cause| Some(Raise { since_ns: now.mono_ns, ..raise(of_pid(cause.pid()?)?, cause) });
+        let raises: Vec<Raise> = strays.into_iter().filter_map(raise).collect();
+        raises.into_iter().for_each(|raise| self.raise(raise, now));
     }
 
     /// Looks for what an earlier collector left open where this rank's incidents go.
@@ -313,6 +341,9 @@ impl Core {
 
     fn hang(&mut self, id: RankId, hang: HangSignal, now: Now) -> Result<(), String> {
         let operation = hang.operation.ok_or("signalled a hang without an operation")?;
+        // Whose job it is must be known before it is said to hang.
+        let Some(name) = self.registry.get(id).map(|rank| rank.info.job.clone()) else { return Ok(()) };
+        self.rejoin(Some(&name), now);
         let Some(rank) = self.registry.get(id) else { return Ok(()) };
         let timeout = u64::try_from(rank.settings.hang_timeout.as_nanos()).unwrap_or(u64::MAX);
         info!(
@@ -322,12 +353,12 @@ impl Core {
             operation.ticket,
             clock::seconds(hang.pending_ns)
         );
+        let cause = Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket };
         let raise = Raise {
-            cause: Cause::Operation { pid: cause_pid(rank), ticket: operation.ticket },
             since_ns: operation.entered_ns,
             late_ns: hang.pending_ns.saturating_sub(timeout),
             operation: Some(operation),
-            ..raise(rank)
+            ..raise(rank, cause)
         };
         self.raise(raise, now);
         Ok(())
@@ -350,8 +381,7 @@ impl Core {
         let Some(rank) = self.registry.get(id) else { return };
         let how = rank.exit.as_deref().unwrap_or("it is not known how");
         warn!("{} ended without a goodbye: {how}", rank.title());
-        let raise =
-            Raise { cause: Cause::Death { pid: cause_pid(rank) }, since_ns: now.mono_ns, late_ns: 0, ..raise(rank) };
+        let raise = Raise { since_ns: now.mono_ns, ..raise(rank, Cause::Death { pid: cause_pid(rank) }) };
         self.engine.gone(&raise.job, process.pid, now);
         if !rank.auxiliary {
             self.raise(raise, now);
@@ -384,6 +414,7 @@ impl Core {
         self.note_silent(now);
         let registry = &self.registry;
         self.launched.look(&self.settings.socket, |pid, start| registry.is_registered(pid, start));
+        self.rejoin(None, now);
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
         let mut observations: Vec<Observation> =
             self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
@@ -399,7 +430,7 @@ impl Core {
             let cause = Cause::Heartbeat { pid: cause_pid(rank) };
             if let Some(since_ns) = conditions.stuck.get(&rank.id).copied() {
                 let late_ns = now.mono_ns.saturating_sub(since_ns + nanoseconds(rank.settings.hang_timeout));
-                self.raise(Raise { cause, since_ns, late_ns, ..raise(rank) }, now);
+                self.raise(Raise { since_ns, late_ns, ..raise(rank, cause) }, now);
             } else {
                 self.engine.lift(&rank.job, &cause, now);
             }
@@ -500,12 +531,12 @@ fn cause_pid(rank: &Rank) -> i32 {
     }
 }
 
-fn raise(rank: &Rank) -> Raise {
+fn raise(rank: &Rank, cause: Cause) -> Raise {
     Raise {
         job: rank.job.clone(),
         attempt: rank.info.attempt,
         rank: rank.info.rank,
-        cause: Cause::Manual,
+        cause,
         operation: None,
         since_ns: 0,
         late_ns: 0,

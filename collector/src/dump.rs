@@ -23,6 +23,7 @@ use crate::{
     evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
     folder::Folder,
     incident::Record,
+    jobs::Member,
     judging,
     launched::Silent,
     process,
@@ -49,6 +50,8 @@ pub struct Plan {
     pub subjects: Vec<Subject>,
     /// Those that are known here and have not registered.
     pub silent: Vec<Silent>,
+    /// All processes of its name that are known, and their jobs.
+    pub members: Vec<(Member, JobKey)>,
     /// Name of this node.
     pub node: String,
     /// Where this collector listens.
@@ -139,7 +142,7 @@ pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 
 fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
-    subjects::add_unregistered(&mut plan.subjects, &plan.key, plan.attempt, &plan.node, &plan.socket);
+    subjects::add_unregistered(&mut plan);
     subjects::add_silent(&mut plan.subjects, std::mem::take(&mut plan.silent), &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
     let first_deadline = plan.sample_interval.clamp(CAPTURE_DEADLINE, LONGEST_CAPTURE);

@@ -54,7 +54,9 @@ impl Cause {
         !matches!(self, Cause::Manual | Cause::Cluster)
     }
 
-    fn pid(&self) -> Option<i32> {
+    /// The process that it comes from.
+    #[must_use]
+    pub fn pid(&self) -> Option<i32> {
         match self {
             Cause::Operation { pid, .. } | Cause::Heartbeat { pid } | Cause::Death { pid } => Some(*pid),
             Cause::Idle | Cause::Manual | Cause::Cluster => None,
@@ -364,11 +366,43 @@ impl Engine {
 
     /// Something is no longer wrong.
     pub fn lift(&mut self, job: &JobKey, cause: &Cause, now: Now) {
-        self.held.retain(|held| held.job != *job || held.cause != *cause);
-        self.deaths.retain(|(_, death)| death.job != *job || death.cause != *cause);
-        for incident in self.incidents.values_mut().filter(|incident| incident.job == *job) {
+        // What a process has signalled is its own, whatever job it is counted to.
+        let is_its = |of: &JobKey| of == job || cause.pid().is_some();
+        self.held.retain(|held| !is_its(&held.job) || held.cause != *cause);
+        self.deaths.retain(|(_, death)| !is_its(&death.job) || death.cause != *cause);
+        for incident in self.incidents.values_mut().filter(|incident| is_its(&incident.job)) {
             incident.remove(|other| other != cause, now.mono_ns);
         }
+    }
+
+    /// The jobs of processes became known or changed: what is wrong with a process is wrong with its job. Returns what was wrong in an
+    /// incident of another job and is to be raised anew.
+    pub fn follow(&mut self, job_of: impl Fn(i32) -> Option<JobKey>, now: Now) -> Vec<Cause> {
+        let deaths = self.deaths.iter_mut().map(|(_, death)| death);
+        for raise in self.held.iter_mut().chain(deaths) {
+            if let Some(job) = raise.cause.pid().and_then(&job_of) {
+                raise.job = job;
+            }
+        }
+        let mut strays = Vec::new();
+        for incident in self.incidents.values_mut().filter(|incident| incident.closed.is_none() && !incident.past) {
+            let adopted = incident.state == State::Adopted;
+            let causes = if adopted { &incident.seen } else { &incident.causes };
+            let of_processes = causes.iter().filter_map(|cause| Some((cause.clone(), job_of(cause.pid()?)?)));
+            let of_processes: Vec<(Cause, JobKey)> = of_processes.collect();
+            let stays = of_processes.iter().any(|(_, job)| *job == incident.job);
+            if let Some((_, job)) = of_processes.first().filter(|_| !stays) {
+                incident.job = job.clone();
+            }
+            for (cause, job) in of_processes {
+                if adopted || job == incident.job {
+                    continue;
+                }
+                incident.remove(|other| *other != cause, now.mono_ns);
+                strays.push(cause);
+            }
+        }
+        strays
     }
 
     /// A process left or died: what it had signalled can no longer resolve.

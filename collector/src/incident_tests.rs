@@ -355,3 +355,24 @@ fn a_job_that_recovers_and_is_started_again_was_resolved() {
     engine.begins(&job("j"));
     assert_eq!(engine.tick(&alive(), at(20)), [Action::Close(id, State::Resolved)]);
 }
+
+#[test]
+fn what_is_wrong_with_a_process_is_wrong_with_its_job() {
+    let mut engine = Engine::default();
+    let id = opened(engine.raise(raise(operation(1, 7), 5), at(10)));
+    engine.raise(raise(operation(2, 7), 5), at(11));
+    engine.raise(raise(Cause::Death { pid: 3 }, 11), at(11));
+    assert_eq!(engine.follow(|_| Some(job("j")), at(12)), []);
+    // Two jobs of one name: process 2 is of the other one.
+    let of = |pid: i32| Some(job(if pid == 2 { "k" } else { "j" }));
+    assert_eq!(engine.follow(of, at(12)), [operation(2, 7)]);
+    assert_eq!(engine.get(&id).unwrap().causes, BTreeSet::from([operation(1, 7), Cause::Death { pid: 3 }]));
+    let other = opened(engine.raise(Raise { job: job("k"), ..raise(operation(2, 7), 12) }, at(12)));
+    assert!(engine.hangs(&job("k")) && engine.get(&other).unwrap().job == job("k"));
+    // The job of the first one gets another name: its incident goes with it.
+    assert_eq!(engine.follow(|pid| Some(job(if pid == 2 { "k" } else { "l" })), at(13)), []);
+    assert_eq!(engine.get(&id).unwrap().job, job("l"));
+    // A process takes back what it said, whatever job it is counted to.
+    engine.lift(&job("j"), &operation(2, 7), at(14));
+    assert_eq!(engine.get(&other).unwrap().causes, BTreeSet::new());
+}

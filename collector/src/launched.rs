@@ -7,6 +7,7 @@ use rustix::process::getuid;
 use xpu_timer_proto::v1::RankInfo;
 
 use crate::{
+    jobs::{Member, ProcessId},
     process::{self, Handle, Stat},
     registry::{FORGET_AFTER_NS, JobKey},
 };
@@ -20,6 +21,10 @@ pub struct Silent {
     pub info: RankInfo,
     /// Start time of its process, as in [`Stat`].
     pub start: u64,
+    /// Which of several jobs of one name it belongs to, by its environment.
+    pub instance: String,
+    /// Its ancestors when it was found.
+    pub ancestors: Vec<ProcessId>,
     /// Whether it runs.
     pub state: State,
 }
@@ -54,10 +59,31 @@ const MAX_THREADS: usize = 512;
 const SETTLED_NS: u64 = 30_000_000_000;
 
 impl Silent {
-    fn new(process: Arc<Handle>, job: JobKey, info: RankInfo) -> Self {
+    fn new(process: Arc<Handle>, info: RankInfo, instance: String, ancestors: Vec<ProcessId>) -> Self {
         let command = process::command(process.pid);
         let info = RankInfo { pid: process.pid, command, ..info };
-        Silent { job, info, start: process.start, state: State::Runs(process) }
+        let job = JobKey { name: info.job.clone(), instance: instance.clone() };
+        Silent { job, info, start: process.start, instance, ancestors, state: State::Runs(process) }
+    }
+
+    /// What tells its job.
+    #[must_use]
+    pub fn member(&self, now_ns: u64) -> Member {
+        Member {
+            process: Some((self.info.pid, self.start)),
+            ancestors: self.ancestors.clone(),
+            rank: self.info.rank,
+            world_size: self.info.world_size,
+            attempt: self.info.attempt,
+            instance: self.instance.clone(),
+            own_instance: String::new(),
+            started_ns: process::started_ns(self.start, now_ns),
+            ended_ns: match self.state {
+                State::Runs(_) => u64::MAX,
+                State::Ended(ended_ns, _) => ended_ns,
+            },
+            communicators: Vec::new(),
+        }
     }
 
     /// Whether it is this process, by pid and start time.
@@ -77,8 +103,8 @@ impl Launched {
             return;
         }
         if let Some(info) = command.rank.clone() {
-            let job = JobKey { name: info.job.clone(), instance: command.instance.clone() };
-            self.ranks.push(Silent::new(Arc::clone(&command), job, info));
+            let (instance, ancestors) = (command.instance.clone(), command.ancestors.clone());
+            self.ranks.push(Silent::new(Arc::clone(&command), info, instance, ancestors));
         }
         self.commands.push(command);
     }
@@ -95,6 +121,11 @@ impl Launched {
             State::Runs(process) => Some(process.fd()),
             State::Ended(..) => None,
         })
+    }
+
+    /// All ranks that have not registered, to be given their jobs.
+    pub fn silent(&mut self) -> &mut [Silent] {
+        &mut self.ranks
     }
 
     /// A process has registered: it speaks for itself.
@@ -144,8 +175,7 @@ impl Launched {
         let Some(process) = Handle::open(pid).ok().filter(|process| process.start == found.start) else { return false };
         // What an agent in a pod has are numbers of the agents.
         self.registered(command);
-        let job = JobKey { name: found.info.job.clone(), instance: found.instance };
-        self.ranks.push(Silent::new(Arc::new(process), job, found.info));
+        self.ranks.push(Silent::new(Arc::new(process), found.info, found.instance, found.ancestors));
         true
     }
 

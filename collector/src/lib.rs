@@ -21,6 +21,7 @@ pub mod http;
 pub mod inbox;
 pub mod incident;
 pub mod incidents;
+pub mod jobs;
 pub mod judging;
 pub mod launched;
 pub mod member;

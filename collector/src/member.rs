@@ -93,6 +93,8 @@ const VERDICT_NS: u64 = 90 * SECOND;
 const FORGET_NS: u64 = 20 * SECOND;
 /// Parts of incidents that are over are kept for a cluster that comes back.
 const MAX_PARTS: usize = 32;
+/// So many communicators of a rank tell the cluster its job.
+const MAX_COMMUNICATORS: usize = 4;
 
 impl Member {
     /// Notes the last launch of a job.
@@ -468,6 +470,7 @@ fn entry(rank: &Rank) -> RankEntry {
         sample_interval_ms: milliseconds(rank.settings.sample_interval),
         idle_timeout_ms: milliseconds(rank.settings.idle_timeout),
         start: rank.process.as_ref().map_or(0, |process| process.start),
+        communicators: rank.communicators.iter().take(MAX_COMMUNICATORS).map(|place| place.id).collect(),
         ..Default::default()
     }
 }
@@ -489,7 +492,11 @@ fn silent_entry(silent: &Silent) -> RankEntry {
 /// The job as the cluster is told of it.
 #[must_use]
 pub fn job_id(job: &JobKey) -> JobId {
-    JobId { name: job.name.clone(), instance: trust::beyond_this_machine(&job.instance) }
+    let instance = match job.is_of_process() {
+        true => trust::of_this_machine(&job.instance),
+        false => trust::beyond_this_machine(&job.instance),
+    };
+    JobId { name: job.name.clone(), instance }
 }
 
 /// The key of a job at the cluster.

@@ -12,9 +12,18 @@ use rustix::{
     process::{Pid, PidfdFlags, Signal, pidfd_open, pidfd_send_signal},
 };
 use xpu_timer_analysis::FREEZER_WCHAN;
-use xpu_timer_proto::{env::Source, socket, v1::RankInfo};
+use xpu_timer_proto::{
+    env::Source,
+    socket,
+    text::{MOST_COMMAND_BYTES, shortened},
+    v1::RankInfo,
+};
 
-use crate::{clock, pidfd};
+use crate::{
+    clock,
+    jobs::{Member, ProcessId},
+    pidfd,
+};
 
 /// Fields of `/proc/PID/stat` that the collector uses.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -94,12 +103,28 @@ pub fn descends(pid: i32, ancestor: i32) -> bool {
     false
 }
 
-/// argv, joined by spaces, at most 4,096 bytes.
+/// The ancestors of a process, the nearest first, as far as they live. A process whose parents have ended (a daemon) has lost them; what
+/// its launcher left in its environment tells the launched command even then, which stands last.
+fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
+    let parent = |pid: i32| Stat::of(pid).map(|stat| stat.parent).filter(|parent| *parent > 1);
+    let chain = std::iter::successors(parent(pid), |pid| parent(*pid));
+    let mut all: Vec<ProcessId> =
+        chain.take(MAX_ANCESTORS).filter_map(|pid| Some((pid, Stat::of(pid)?.start))).collect();
+    let launched = source.text("XPU_TIMER_LAUNCH_ID").and_then(|id| {
+        let (pid, start) = id.split_once(':')?;
+        Some((pid.parse().ok()?, start.parse().ok()?))
+    });
+    all.extend(launched.filter(|launched: &ProcessId| launched.0 != pid && !all.contains(launched)));
+    all
+}
+
+const MAX_ANCESTORS: usize = 32;
+
+/// argv, joined by spaces, at most [`MOST_COMMAND_BYTES`].
 #[must_use]
 pub fn command(pid: i32) -> String {
-    let mut bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    bytes.truncate(4096);
-    String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace('\0', " ")
+    let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
+    shortened(&String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace('\0', " "), MOST_COMMAND_BYTES)
 }
 
 /// A process that is held on to: the handle never means another process that got the same pid.
@@ -113,6 +138,8 @@ pub struct Handle {
     pub instance: String,
     /// Who it is, if its environment names a rank; known only of those who connected.
     pub rank: Option<RankInfo>,
+    /// Its ancestors when it connected; see [`ancestors`].
+    pub ancestors: Vec<ProcessId>,
     fd: OwnedFd,
 }
 
@@ -125,7 +152,8 @@ impl Handle {
     pub fn of_peer(pid: i32) -> io::Result<Handle> {
         let source = Source::of_environ(&fs::read(format!("/proc/{pid}/environ")).unwrap_or_default());
         let rank = Some(source.rank_info()).filter(|info| info.rank >= 0);
-        Ok(Handle { instance: instance_in(pid, &source), rank, ..Handle::open(pid)? })
+        let ancestors = ancestors(pid, &source);
+        Ok(Handle { instance: instance_in(pid, &source), rank, ancestors, ..Handle::open(pid)? })
     }
 
     /// # Errors
@@ -134,7 +162,7 @@ impl Handle {
         let raw = Pid::from_raw(pid).ok_or(io::ErrorKind::InvalidInput)?;
         let fd = pidfd_open(raw, PidfdFlags::empty())?;
         let start = Stat::of(pid).ok_or(io::ErrorKind::NotFound)?.start;
-        let handle = Handle { pid, start, instance: String::new(), rank: None, fd };
+        let handle = Handle { pid, start, instance: String::new(), rank: None, ancestors: Vec::new(), fd };
         // The start time is that of this process only if the process was still there after it had been read.
         if handle.is_dead() && Stat::of(pid).is_none_or(|stat| stat.start != start) {
             return Err(io::ErrorKind::NotFound.into());
@@ -212,8 +240,28 @@ pub struct Found {
     pub info: RankInfo,
     /// Which of several jobs of one name; see [`Handle::instance`].
     pub instance: String,
+    /// See [`ancestors`].
+    pub ancestors: Vec<ProcessId>,
     /// Socket of the collector that it would talk to.
     pub socket: PathBuf,
+}
+
+impl Found {
+    /// What tells its job.
+    #[must_use]
+    pub fn member(&self, now_ns: u64) -> Member {
+        Member {
+            process: Some((self.pid, self.start)),
+            ancestors: self.ancestors.clone(),
+            rank: self.info.rank,
+            world_size: self.info.world_size,
+            attempt: self.info.attempt,
+            instance: self.instance.clone(),
+            started_ns: started_ns(self.start, now_ns),
+            ended_ns: u64::MAX,
+            ..Member::default()
+        }
+    }
 }
 
 /// All processes of `uid` with a rank in their environment and our hook in `LD_PRELOAD` or mapped.
@@ -240,7 +288,8 @@ pub fn found(pid: i32, uid: u32) -> Option<Found> {
     info.pid = pid;
     info.command = command(pid);
     let socket = socket::of(&source, uid);
-    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance: instance_in(pid, &source), socket })
+    let (instance, ancestors) = (instance_in(pid, &source), ancestors(pid, &source));
+    Some(Found { pid, parent: stat.parent, start: stat.start, info, instance, ancestors, socket })
 }
 
 const HOOK: &str = "xpu_timer_hook";
@@ -249,20 +298,9 @@ fn maps_hook(pid: i32) -> bool {
     fs::read(format!("/proc/{pid}/maps")).is_ok_and(|maps| maps.windows(HOOK.len()).any(|word| word == HOOK.as_bytes()))
 }
 
-/// What tells jobs of one name on one node apart, such as two runs of torchrun, which are both called `none`: the
-/// rendezvous of torch, the namespace of PMIx, the step of Slurm. Equal on all ranks of a job; empty when none is set.
-#[must_use]
-fn instance(source: &Source) -> String {
-    let torch = source.text("MASTER_PORT").map(|port| {
-        let address = source.text("MASTER_ADDR").unwrap_or_default();
-        format!("{address}:{port}")
-    });
-    torch.or_else(|| source.text("PMIX_NAMESPACE")).or_else(|| source.text("SLURM_STEP_ID")).unwrap_or_default()
-}
-
-/// [`instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
+/// [`Source::instance`] of a running process. MPICH's launcher says nothing of its job in the environment; see [`hydra`].
 fn instance_in(pid: i32, source: &Source) -> String {
-    let own = instance(source);
+    let own = source.instance();
     let tells_nothing = own.is_empty() && source.text("PMI_RANK").is_some();
     if tells_nothing { hydra(pid).unwrap_or(own) } else { own }
 }
@@ -359,10 +397,14 @@ mod tests {
     }
 
     #[test]
-    fn jobs_of_one_name_are_told_apart() {
-        assert_eq!(instance(&Source::of_environ(b"MASTER_ADDR=h\0MASTER_PORT=29500\0")), "h:29500");
-        assert_eq!(instance(&Source::of_environ(b"PMIX_NAMESPACE=prterun-1\0")), "prterun-1");
-        assert_eq!(instance(&Source::of_environ(b"PATH=/bin\0")), "");
+    fn who_started_a_process_is_known_also_when_those_in_between_have_ended() {
+        let mut child = Command::new("sleep").arg("60").env("XPU_TIMER_LAUNCH_ID", "123456789:77").spawn().unwrap();
+        let own = std::process::id() as i32;
+        let handle = Handle::of_peer(child.id() as i32).unwrap();
+        assert_eq!(handle.ancestors.first(), Some(&(own, Stat::of(own).unwrap().start)));
+        assert_eq!(handle.ancestors.last(), Some(&(123_456_789, 77)));
+        child.kill().unwrap();
+        child.wait().unwrap();
     }
 
     #[test]

@@ -1,6 +1,7 @@
 //! Which ranks there are: by job, attempt and rank, and by process (pid and start time). No sockets and no clock of its own.
 
 use std::{
+    cmp::Reverse,
     collections::{BTreeMap, BTreeSet},
     fmt,
     path::PathBuf,
@@ -11,16 +12,52 @@ use std::{
 use xpu_timer_analysis::Exit;
 use xpu_timer_proto::v1::{Hello, RankInfo};
 
-use crate::{config::Settings, process, process::Handle, ring_file::RingFile};
+use crate::{
+    config::Settings,
+    jobs::{self, Member, NOTICED_NS, Place, ProcessId, Seat},
+    launched::Silent,
+    process,
+    process::Handle,
+    ring_file::RingFile,
+};
 
 /// Tells jobs apart.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct JobKey {
     /// The job's name; may be empty.
     pub name: String,
-    /// Which of several jobs of this name: [`Handle::instance`], or the pid of a process without a rank.
+    /// Which of several jobs of this name: [`Handle::instance`], the pid of a process without a rank, or, of the second of two jobs that
+    /// nothing else tells apart, that of the process that was known first.
     pub instance: String,
 }
+
+impl JobKey {
+    /// The key of a process that is a job of its own, or of a job that is known by it.
+    #[must_use]
+    pub fn of_process(name: &str, instance: &str, pid: i32) -> JobKey {
+        let separator = if instance.is_empty() { "" } else { ", " };
+        JobKey { name: name.into(), instance: format!("{instance}{separator}{PID}{pid}") }
+    }
+
+    /// Whether this job is known by a process of this machine.
+    #[must_use]
+    pub fn is_of_process(&self) -> bool {
+        let known_by = self.instance.rsplit(", ").next().unwrap_or_default();
+        known_by.strip_prefix(PID).is_some_and(|pid| pid.parse::<i32>().is_ok())
+    }
+
+    /// Whether this is a key of a job that meets there.
+    fn is_at(&self, instance: &str) -> bool {
+        match self.instance.strip_prefix(instance) {
+            Some("") => true,
+            Some(rest) => self.is_of_process() && rest.trim_start_matches(", ").starts_with(PID),
+            None => false,
+        }
+    }
+}
+
+/// Stands before the pid of the process by which a job is known.
+const PID: &str = "pid ";
 
 impl fmt::Display for JobKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -108,8 +145,12 @@ pub struct Rank {
     pub id: RankId,
     /// Its job.
     pub job: JobKey,
-    /// Who it says that it is.
+    /// Who it is: what it says, unless a communicator knows better.
     pub info: RankInfo,
+    /// Who it says that it is.
+    claimed: RankInfo,
+    /// Its communicators whose identity no other job has, the largest first.
+    pub communicators: Vec<Place>,
     /// The process; `None` when it cannot be seen from this PID namespace.
     pub process: Option<Arc<Handle>>,
     /// Its flight record; `None` when it handed over none.
@@ -143,10 +184,38 @@ impl Rank {
         self.process.as_ref().map_or(0, |process| process.pid)
     }
 
+    /// What tells its job.
+    #[must_use]
+    pub fn member(&self, now_ns: u64) -> Member {
+        let process = self.process.as_ref();
+        // Its end may not have been noticed yet.
+        let ended_ns = match self.presence.is_alive() {
+            true if process.is_some_and(|process| process.is_dead()) => now_ns,
+            true => u64::MAX,
+            false => self.ended_ns,
+        };
+        Member {
+            process: process.map(|process| (process.pid, process.start)),
+            ancestors: process.map(|process| process.ancestors.clone()).unwrap_or_default(),
+            rank: self.claimed.rank,
+            world_size: self.claimed.world_size,
+            attempt: self.claimed.attempt,
+            instance: process.map(|process| process.instance.clone()).unwrap_or_default(),
+            own_instance: self.claimed.instance.clone(),
+            started_ns: self.started_ns(now_ns),
+            ended_ns,
+            communicators: self.communicators.clone(),
+        }
+    }
+
     /// Whether its process runs, or does not come to its end.
     #[must_use]
     pub fn is_there(&self) -> bool {
         self.presence.is_alive() || self.lingers
+    }
+
+    fn parent(&self) -> Option<ProcessId> {
+        self.process.as_ref()?.ancestors.first().copied()
     }
 
     /// Whether it ended with success, or because it was told to: by a signal that asks for the end, or with the exit code that stands
@@ -196,14 +265,14 @@ pub struct Registry {
     next: RankId,
 }
 
-/// The end of a process is noticed within this time.
-const NOTICED_NS: u64 = 1_000_000_000;
 /// Exit handlers and destructors are done within this time.
 const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
 pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
 /// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
 const MAX_ENDED: usize = 4096;
+/// So many communicators of a rank tell its job.
+const MAX_COMMUNICATORS: usize = 64;
 
 impl Registry {
     /// All entries, oldest first.
@@ -242,7 +311,8 @@ impl Registry {
         let entries = || self.ranks.values().filter(|rank| rank.job == *job && !rank.auxiliary && !rank.past);
         let attempt = entries().map(|rank| rank.info.attempt).max().unwrap_or(0);
         let mut ranks: BTreeMap<i32, &Rank> = BTreeMap::new();
-        for rank in entries().filter(|rank| rank.info.attempt == attempt) {
+        // Agents count their attempts apart.
+        for rank in entries().filter(|rank| rank.info.attempt == attempt || rank.presence.is_alive()) {
             // The entry that is alive, else the newest, which comes last.
             let keep =
                 ranks.get(&rank.info.rank).is_some_and(|old| old.presence.is_alive() && !rank.presence.is_alive());
@@ -273,23 +343,27 @@ impl Registry {
         hello: &Hello,
         ring: Option<Arc<RingFile>>,
         settings: &Settings,
+        silent: &mut [Silent],
         now_ns: u64,
     ) -> Registered {
         let info = hello.rank.clone().unwrap_or_else(|| RankInfo { rank: -1, ..Default::default() });
-        let instance = process.as_ref().map(|process| process.instance.clone()).unwrap_or_default();
         let same = |rank: &Rank| match (&rank.process, &process) {
             (Some(old), Some(new)) => (old.pid, old.start) == (new.pid, new.start),
             _ => false,
         };
         let known = self.ranks.values().find(|rank| same(rank)).map(|rank| rank.id);
+        let communicators =
+            known.and_then(|id| self.get(id)).map(|rank| rank.communicators.clone()).unwrap_or_default();
         let id = known.unwrap_or_else(|| {
             self.next += 1;
             self.next
         });
         let rank = Rank {
             id,
-            job: key(&info, instance, process.as_ref().map_or(0, |process| process.pid)),
+            job: key(&info, process.as_ref()),
+            claimed: info.clone(),
             info,
+            communicators,
             process,
             ring,
             settings: JobSettings::new(hello, settings),
@@ -305,17 +379,83 @@ impl Registry {
             connection: Some(connection),
         };
         self.ranks.insert(id, rank);
+        self.rejoin(silent, now_ns);
         self.settle(id, now_ns)
     }
 
     /// A rank or its world became known or changed. `None` when the connection has not said hello.
-    pub fn changed(&mut self, connection: ConnectionId, info: RankInfo, now_ns: u64) -> Option<Registered> {
+    pub fn changed(
+        &mut self,
+        connection: ConnectionId,
+        info: RankInfo,
+        silent: &mut [Silent],
+        now_ns: u64,
+    ) -> Option<Registered> {
         let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
-        let instance = rank.process.as_ref().map(|process| process.instance.clone()).unwrap_or_default();
-        rank.job = key(&info, instance, rank.pid());
-        rank.info = info;
+        rank.job = key(&info, rank.process.as_ref());
+        (rank.claimed, rank.info) = (info.clone(), info);
         let id = rank.id;
+        self.rejoin(silent, now_ns);
         Some(self.settle(id, now_ns))
+    }
+
+    /// Notes the communicators of a rank whose identity no other job has.
+    pub fn set_communicators(&mut self, id: RankId, mut communicators: Vec<Place>) {
+        communicators.sort_unstable_by_key(|place| (Reverse(place.size), place.id));
+        communicators.truncate(MAX_COMMUNICATORS);
+        if let Some(rank) = self.ranks.get_mut(&id) {
+            rank.communicators = communicators;
+        }
+    }
+
+    /// Parts the ranks of each name into jobs by all that is known now, and with them those that have not registered. Whether any of them
+    /// is in another job than before.
+    pub fn rejoin(&mut self, silent: &mut [Silent], now_ns: u64) -> bool {
+        let is_known = |rank: &&Rank| rank.claimed.rank >= 0 && !rank.past;
+        let mut names: BTreeSet<String> = silent.iter().map(|rank| rank.info.job.clone()).collect();
+        names.extend(self.ranks.values().filter(is_known).map(|rank| rank.claimed.job.clone()));
+        let mut moved = false;
+        for name in names {
+            let ids: Vec<RankId> = self
+                .ranks
+                .values()
+                .filter(is_known)
+                .filter(|rank| rank.claimed.job == name)
+                .map(|rank| rank.id)
+                .collect();
+            let of_name = |rank: &&mut Silent| rank.info.job == name;
+            let mut silent: Vec<&mut Silent> = silent.iter_mut().filter(of_name).collect();
+            let ranks = ids.iter().map(|id| &self.ranks[id]);
+            let members: Vec<Member> =
+                ranks.map(|rank| rank.member(now_ns)).chain(silent.iter().map(|rank| rank.member(now_ns))).collect();
+            let old: Vec<JobKey> = ids
+                .iter()
+                .map(|id| self.ranks[id].job.clone())
+                .chain(silent.iter().map(|rank| rank.job.clone()))
+                .collect();
+            let seats = jobs::partition(&members);
+            let keys = keys(&name, &members, &seats, &old);
+            moved |= keys != old;
+            let (of_ranks, of_silent) = keys.split_at(ids.len());
+            for ((id, seat), job) in ids.iter().zip(&seats).zip(of_ranks) {
+                let Some(rank) = self.ranks.get_mut(id) else { continue };
+                rank.job.clone_from(job);
+                rank.auxiliary = seat.helper;
+                let (number, world_size) = seat.place.unwrap_or((rank.claimed.rank, rank.claimed.world_size));
+                (rank.info.rank, rank.info.world_size) = (number, world_size);
+            }
+            silent.iter_mut().zip(of_silent).for_each(|(rank, job)| rank.job.clone_from(job));
+        }
+        moved
+    }
+
+    /// What tells the jobs of one name apart: all processes that are known of them, and their jobs.
+    #[must_use]
+    pub fn members(&self, name: &str, silent: &[&Silent], now_ns: u64) -> Vec<(Member, JobKey)> {
+        let ranks = self.ranks.values().filter(|rank| rank.claimed.rank >= 0 && !rank.past && rank.claimed.job == name);
+        let ranks = ranks.map(|rank| (rank.member(now_ns), rank.job.clone()));
+        let silent = silent.iter().filter(|rank| rank.info.job == name);
+        ranks.chain(silent.map(|rank| (rank.member(now_ns), rank.job.clone()))).collect()
     }
 
     /// The process of this connection ends by itself.
@@ -373,7 +513,7 @@ impl Registry {
     fn settle(&mut self, id: RankId, now_ns: u64) -> Registered {
         let mut result = Registered { id, ..Default::default() };
         let Some(new) = self.ranks.get(&id) else { return result };
-        let (job, rank, attempt, pid) = (new.job.clone(), new.info.rank, new.info.attempt, new.pid());
+        let (job, rank, attempt) = (new.job.clone(), new.info.rank, new.info.attempt);
         let size = new.info.world_size;
         let is_of_another_size = |old: &Rank| size > 0 && old.info.world_size > 0 && old.info.world_size != size;
 
@@ -382,35 +522,29 @@ impl Registry {
         let others = || self.ranks.values().filter(|old| old.id != id && old.job == job && !old.past);
         let begins_world =
             !others().any(|old| old.presence.is_alive() && !old.auxiliary && old.info.attempt == attempt);
-        let mut auxiliary = Vec::new();
         for old in others() {
             let ended_before = !old.presence.is_alive()
                 && (old.ended_ns <= started_ns.saturating_add(NOTICED_NS) || is_of_another_size(old));
-            if old.info.attempt < attempt || (begins_world && ended_before) {
+            // An agent has given up the attempt before; of another agent's ranks that live nothing is known by that.
+            let given_up = old.info.attempt < attempt && (!old.presence.is_alive() || old.parent() == new.parent());
+            if given_up || (begins_world && ended_before) {
                 result.superseded.push(old.id);
                 result.new_world |= !old.auxiliary;
                 result.new_attempt |= !old.auxiliary && (old.info.attempt < attempt || old.info.rank != rank);
-            } else if old.info.attempt == attempt && old.info.rank == rank && !old.auxiliary {
-                if !old.presence.is_alive() {
-                    result.superseded.push(old.id);
-                } else if process::descends(pid, old.pid()) {
-                    auxiliary.push(id);
-                } else if process::descends(old.pid(), pid) {
-                    auxiliary.push(old.id);
-                } else {
-                    result.superseded.push(old.id);
-                    result.remark = Some(format!(
-                        "two living processes say that they are rank {rank} of job {job}: pid {} and pid {pid}; the newer one is \
-                         taken. Give the jobs different names with XPU_TIMER_JOB if they are two",
-                        old.pid()
-                    ));
-                }
+            } else if old.info.attempt == attempt
+                && old.info.rank == rank
+                && !old.auxiliary
+                && !old.presence.is_alive()
+                && !new.auxiliary
+            {
+                result.superseded.push(old.id);
             }
         }
-        for id in auxiliary {
-            if let Some(rank) = self.ranks.get_mut(&id) {
-                rank.auxiliary = true;
-            }
+        if new.job.is_of_process() && new.info.rank >= 0 {
+            result.remark = Some(format!(
+                "{} is of another job than the processes of that name that were here before. XPU_TIMER_JOB gives each a name of its own",
+                new.title()
+            ));
         }
         for id in &result.superseded {
             if let Some(rank) = self.ranks.get_mut(id) {
@@ -424,9 +558,35 @@ impl Registry {
 }
 
 /// A process that does not know its rank is a job of its own until it does.
-fn key(info: &RankInfo, instance: String, pid: i32) -> JobKey {
-    let instance = if info.rank < 0 { format!("pid {pid}") } else { instance };
+fn key(info: &RankInfo, process: Option<&Arc<Handle>>) -> JobKey {
+    if info.rank < 0 {
+        return JobKey::of_process(&info.job, "", process.map_or(0, |process| process.pid));
+    }
+    let instance = process.map(|process| process.instance.clone()).unwrap_or_default();
     JobKey { name: info.job.clone(), instance }
+}
+
+/// The keys of jobs of one name, for each of their members. A job keeps the key that its oldest member has. Of jobs that would have the same
+/// key, the others are known by the process of each that is known longest.
+fn keys(name: &str, members: &[Member], seats: &[Seat], old: &[JobKey]) -> Vec<JobKey> {
+    let mut of_group: BTreeMap<usize, JobKey> = BTreeMap::new();
+    let groups: BTreeSet<usize> = seats.iter().map(|seat| seat.group).collect();
+    for group in groups {
+        let inside: Vec<usize> = (0..members.len()).filter(|index| seats[*index].group == group).collect();
+        let named = inside.iter().map(|index| members[*index].instance.as_str()).find(|instance| !instance.is_empty());
+        let instance = named.unwrap_or_default();
+        let is_free = |key: &JobKey| of_group.values().all(|taken| taken != key);
+        let kept = inside.iter().map(|index| &old[*index]).find(|key| key.is_at(instance) && is_free(key));
+        let plain = JobKey { name: name.into(), instance: instance.into() };
+        let key = kept.cloned().unwrap_or(plain);
+        let known_by = || {
+            let pids = inside.iter().filter_map(|index| members[*index].process);
+            pids.map(|(pid, _)| JobKey::of_process(name, instance, pid)).find(is_free)
+        };
+        let key = if is_free(&key) { key } else { known_by().unwrap_or(key) };
+        of_group.insert(group, key);
+    }
+    seats.iter().map(|seat| of_group[&seat.group].clone()).collect()
 }
 
 #[cfg(test)]
@@ -436,6 +596,7 @@ mod tests {
     use xpu_timer_proto::env::Source;
 
     use super::*;
+    use crate::launched::Launched;
 
     struct Sleeper(Child);
     impl Sleeper {
@@ -443,7 +604,7 @@ mod tests {
             Sleeper(Command::new("sleep").arg("600").env_clear().env("PATH", "/bin:/usr/bin").spawn().unwrap())
         }
         fn handle(&self) -> Option<Arc<Handle>> {
-            Some(Arc::new(Handle::open(self.0.id() as i32).unwrap()))
+            Some(Arc::new(Handle::of_peer(self.0.id() as i32).unwrap()))
         }
     }
     impl Drop for Sleeper {
@@ -474,8 +635,8 @@ mod tests {
     fn goodbye_is_left_silence_is_detached_then_dead() {
         let (a, b) = (Sleeper::new(), Sleeper::new());
         let mut registry = Registry::default();
-        registry.hello(10, a.handle(), &hello(1, 0), None, &settings(), 5);
-        let second = registry.hello(11, b.handle(), &hello(0, 0), None, &settings(), 5).id;
+        registry.hello(10, a.handle(), &hello(1, 0), None, &settings(), &mut [], 5);
+        let second = registry.hello(11, b.handle(), &hello(0, 0), None, &settings(), &mut [], 5).id;
         assert_eq!(ranks(&registry), [(0, Presence::Present), (1, Presence::Present)]);
         let left = registry.goodbye(10, 6).unwrap();
         registry.disconnected(10);
@@ -495,14 +656,14 @@ mod tests {
     fn the_same_process_keeps_its_entry_and_another_one_of_that_pid_does_not() {
         let a = Sleeper::new();
         let mut registry = Registry::default();
-        let first = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1).id;
+        let first = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
         registry.disconnected(1);
-        let again = registry.hello(2, a.handle(), &hello(0, 0), None, &settings(), 2).id;
+        let again = registry.hello(2, a.handle(), &hello(0, 0), None, &settings(), &mut [], 2).id;
         assert_eq!((first, ranks(&registry)), (again, vec![(0, Presence::Present)]));
-        let mut reused = Handle::open(a.0.id() as i32).unwrap();
+        let mut reused = Handle::of_peer(a.0.id() as i32).unwrap();
         reused.start += 1;
         assert!(registry.ended(again, None, 3));
-        let other = registry.hello(3, Some(Arc::new(reused)), &hello(0, 0), None, &settings(), 4).id;
+        let other = registry.hello(3, Some(Arc::new(reused)), &hello(0, 0), None, &settings(), &mut [], 4).id;
         assert_ne!(other, first);
         assert_eq!(ranks(&registry), [(0, Presence::Present)]);
         assert_eq!(registry.get(first).unwrap().presence, Presence::Left);
@@ -512,9 +673,9 @@ mod tests {
     fn a_new_attempt_supersedes_the_old_one() {
         let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
         let mut registry = Registry::default();
-        let old = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1).id;
-        registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), 1);
-        let result = registry.hello(3, c.handle(), &hello(0, 1), None, &settings(), 2);
+        let old = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
+        registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), &mut [], 1);
+        let result = registry.hello(3, c.handle(), &hello(0, 1), None, &settings(), &mut [], 2);
         assert!(result.new_attempt && result.new_world && result.remark.is_none());
         assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
         assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
@@ -525,24 +686,24 @@ mod tests {
         let (a, b, c, d) = (Sleeper::new(), Sleeper::new(), Sleeper::new(), Sleeper::new());
         let mut registry = Registry::default();
         let second = 1_000_000_000;
-        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), second);
-        registry.hello(2, b.handle(), &hello(3, 0), None, &settings(), second);
+        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), &mut [], second);
+        registry.hello(2, b.handle(), &hello(3, 0), None, &settings(), &mut [], second);
         registry.goodbye(1, 2 * second);
         // The other one lives: a rank that comes now is one of its world.
-        assert!(!registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), 9 * second).new_world);
+        assert!(!registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), &mut [], 9 * second).new_world);
         let left = Presence::Left;
         assert_eq!(ranks(&registry), [(1, Presence::Present), (2, left), (3, Presence::Present)]);
         registry.goodbye(2, 10 * second);
         registry.goodbye(3, 10 * second);
         // The attempt is the same, because the job has only shrunk.
-        let result = registry.hello(4, d.handle(), &hello(0, 0), None, &settings(), 20 * second);
+        let result = registry.hello(4, d.handle(), &hello(0, 0), None, &settings(), &mut [], 20 * second);
         assert!(result.new_attempt && result.new_world && result.superseded.len() == 3);
         assert_eq!(ranks(&registry), [(0, Presence::Present)]);
         // An agent that is started anew counts from 0 again.
         registry.goodbye(4, 30 * second);
-        registry.hello(5, a.handle(), &hello(0, 1), None, &settings(), 40 * second);
+        registry.hello(5, a.handle(), &hello(0, 1), None, &settings(), &mut [], 40 * second);
         registry.goodbye(5, 50 * second);
-        registry.hello(6, c.handle(), &hello(1, 0), None, &settings(), 60 * second);
+        registry.hello(6, c.handle(), &hello(1, 0), None, &settings(), &mut [], 60 * second);
         assert_eq!(ranks(&registry), [(1, Presence::Present)]);
     }
 
@@ -551,15 +712,15 @@ mod tests {
         let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
         let mut registry = Registry::default();
         let second = 1_000_000_000;
-        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), second);
+        registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), &mut [], second);
         registry.goodbye(1, 20 * second);
         // A process that was there before that.
-        let same = registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), 9 * second);
+        let same = registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), &mut [], 9 * second);
         assert!(!same.new_world && registry.of_job(&job()).len() == 2);
         registry.goodbye(2, 20 * second);
         let mut smaller = hello(0, 0);
         smaller.rank.as_mut().unwrap().world_size = 1;
-        assert!(registry.hello(3, c.handle(), &smaller, None, &settings(), 9 * second).new_world);
+        assert!(registry.hello(3, c.handle(), &smaller, None, &settings(), &mut [], 9 * second).new_world);
         assert_eq!(ranks(&registry), [(0, Presence::Present)]);
     }
 
@@ -574,22 +735,67 @@ mod tests {
         }
         let child = child.unwrap();
         let mut registry = Registry::default();
-        let helper = Some(Arc::new(Handle::open(child).unwrap()));
-        let parent = registry.hello(1, shell.handle(), &hello(0, 0), None, &settings(), 1).id;
-        let helper = registry.hello(2, helper, &hello(0, 0), None, &settings(), 2).id;
+        let helper = Some(Arc::new(Handle::of_peer(child).unwrap()));
+        let parent = registry.hello(1, shell.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
+        let helper = registry.hello(2, helper, &hello(0, 0), None, &settings(), &mut [], 2).id;
         assert!(registry.get(helper).unwrap().auxiliary && !registry.get(parent).unwrap().auxiliary);
         assert_eq!(registry.of_job(&job())[0].id, parent);
         Handle::open(child).unwrap().signal(rustix::process::Signal::KILL).unwrap();
     }
 
     #[test]
-    fn two_strangers_of_one_rank_are_remarked() {
-        let (a, b) = (Sleeper::new(), Sleeper::new());
+    fn a_younger_process_of_the_same_rank_is_of_another_job() {
+        let sleepers: Vec<Sleeper> = (0..4).map(|_| Sleeper::new()).collect();
         let mut registry = Registry::default();
-        registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), 1);
-        let result = registry.hello(2, b.handle(), &hello(0, 0), None, &settings(), 2);
-        assert!(result.remark.unwrap().contains("XPU_TIMER_JOB"));
-        assert_eq!(registry.of_job(&job())[0].id, result.id);
+        let join = |registry: &mut Registry, number: usize, rank: i32| {
+            let handle = sleepers[number].handle();
+            registry.hello(number as u64, handle, &hello(rank, 0), None, &settings(), &mut [], 1)
+        };
+        let first = join(&mut registry, 0, 0).id;
+        let second = join(&mut registry, 1, 0);
+        assert!(second.superseded.is_empty() && second.remark.unwrap().contains("XPU_TIMER_JOB"));
+        assert_eq!(registry.of_job(&job())[0].id, first);
+        let other = JobKey::of_process("j", "", sleepers[1].0.id() as i32);
+        assert_eq!((registry.of_job(&other)[0].id, registry.jobs().len()), (second.id, 2));
+        // Whose the others are is known when they have made communicators.
+        let (third, fourth) = (join(&mut registry, 2, 1).id, join(&mut registry, 3, 1).id);
+        for (id, communicator, rank) in [(first, 7, 0), (second.id, 8, 0), (third, 8, 1), (fourth, 7, 1)] {
+            registry.set_communicators(id, vec![Place { id: communicator, size: 4, rank }]);
+        }
+        registry.rejoin(&mut [], 2);
+        let of = |job: &JobKey| registry.of_job(job).iter().map(|rank| rank.id).collect::<Vec<_>>();
+        assert_eq!((of(&job()), of(&other)), (vec![first, fourth], vec![second.id, third]));
+        assert!(!registry.rejoin(&mut [], 3), "and stays so");
+        // A job keeps its key when the one beside it has ended.
+        registry.goodbye(0, 4);
+        registry.goodbye(3, 4);
+        registry.ended(first, None, 4);
+        registry.ended(fourth, None, 4);
+        registry.rejoin(&mut [], 5);
+        registry.forget(4 + FORGET_AFTER_NS);
+        registry.rejoin(&mut [], 6);
+        assert_eq!(registry.jobs(), BTreeSet::from([other.clone()]));
+        assert_eq!(registry.of_job(&other).len(), 2);
+    }
+
+    #[test]
+    fn a_rank_that_has_not_registered_is_of_the_job_that_leaves_it_room() {
+        let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
+        let mut registry = Registry::default();
+        registry.hello(0, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1);
+        registry.hello(1, b.handle(), &hello(0, 0), None, &settings(), &mut [], 1);
+        let other = registry.jobs().into_iter().find(|other| *other != job()).unwrap();
+        registry.hello(2, c.handle(), &hello(1, 0), None, &settings(), &mut [], 1);
+        let first_has = registry.of_job(&job()).len();
+        let mut launched = Launched::default();
+        let mut child = Command::new("sleep");
+        let child =
+            child.arg("600").env_clear().env("PATH", "/bin:/usr/bin").envs([("RANK", "1"), ("WORLD_SIZE", "4")]);
+        let silent = Sleeper(child.env("XPU_TIMER_JOB", "j").spawn().unwrap());
+        launched.add(silent.handle().unwrap());
+        registry.rejoin(launched.silent(), 2);
+        let wanted = if first_has == 2 { other } else { job() };
+        assert_eq!(launched.silent()[0].job, wanted);
     }
 
     #[test]
@@ -597,13 +803,13 @@ mod tests {
         let (a, b) = (Sleeper::new(), Sleeper::new());
         let mut registry = Registry::default();
         for (connection, sleeper) in [(1, &a), (2, &b)] {
-            registry.hello(connection, sleeper.handle(), &hello(-1, 0), None, &settings(), 1);
+            registry.hello(connection, sleeper.handle(), &hello(-1, 0), None, &settings(), &mut [], 1);
         }
         assert_eq!(registry.jobs().len(), 2);
         for (connection, rank) in [(1, 0), (2, 1)] {
-            registry.changed(connection, hello(rank, 0).rank.unwrap(), 2).unwrap();
+            registry.changed(connection, hello(rank, 0).rank.unwrap(), &mut [], 2).unwrap();
         }
         assert_eq!(ranks(&registry), [(0, Presence::Present), (1, Presence::Present)]);
-        assert_eq!(registry.changed(9, RankInfo::default(), 2), None);
+        assert_eq!(registry.changed(9, RankInfo::default(), &mut [], 2), None);
     }
 }

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{FlightRecord, RankInfo},
 };
 
-use crate::{clock::Now, error::Error};
+use crate::{clock::Now, error::Error, jobs::Place};
 
 /// The memfd of one rank.
 #[derive(Debug)]
@@ -62,6 +62,16 @@ impl RingFile {
     /// As [`ring::read_progress`].
     pub fn progress(&self) -> io::Result<ring::Progress> {
         ring::read_progress(|offset, buffer| self.read_at(offset, buffer))
+    }
+
+    /// The process's place in each of its communicators whose identity no other job has.
+    ///
+    /// # Errors
+    /// As [`RingFile::read_at`].
+    pub fn places(&self) -> io::Result<Vec<Place>> {
+        let all = ring::read_communicators(|offset, buffer| self.read_at(offset, buffer))?;
+        let shared = all.into_iter().filter(|one| one.unique && one.size > 1 && one.rank >= 0);
+        Ok(shared.map(|one| Place { id: one.id, size: one.size, rank: one.rank }).collect())
     }
 
     /// The whole flight record.

@@ -1,12 +1,20 @@
 //! The ranks of one incident: those that registered, and those that never did because they made no device call.
 
-use std::{collections::BTreeMap, ops::Range, path::Path, sync::Arc};
+use std::{
+    collections::{BTreeMap, BTreeSet},
+    ops::Range,
+    path::Path,
+    sync::Arc,
+};
 
 use rustix::process::getuid;
 use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 
 use crate::{
+    clock::Now,
+    dump::Plan,
     evidence::Subject,
+    jobs::{self, Member},
     launched::{Silent, State},
     process::{self, Found, Handle},
     registry::{JobKey, Presence, Rank, Registry},
@@ -41,20 +49,29 @@ fn subject(rank: &Rank, node: &str) -> Subject {
 }
 
 /// Adds the processes of the job's other ranks that run under our hook and never registered. They are those that would
-/// talk to this collector's `socket`, for another job of the same name may run beside this one.
-pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32, node: &str, socket: &Path) {
+/// talk to this collector's socket, for another job of the same name may run beside this one.
+pub fn add_unregistered(plan: &mut Plan) {
+    let world_size = known_size(&plan.subjects);
+    let is_known = |found: &Found| {
+        let mut known = plan.members.iter().filter_map(|(member, _)| member.process);
+        known.any(|process| process == (found.pid, found.start))
+    };
+    let may_be = |found: &Found| {
+        found.info.job == plan.key.name
+            && found.info.attempt == plan.attempt
+            && may_be_of_world(&found.info, world_size)
+            && found.socket == plan.socket
+            && !is_known(found)
+    };
+    let now_ns = Now::get().mono_ns;
+    let found: Vec<Found> = process::scan(getuid().as_raw()).into_iter().filter(may_be).collect();
     let mut by_rank: BTreeMap<i32, Vec<Found>> = BTreeMap::new();
-    let world_size = known_size(subjects);
-    for found in process::scan(getuid().as_raw()) {
-        let same_job = found.info.job == job.name
-            && found.instance == job.instance
-            && found.info.attempt == attempt
-            && may_be_of_world(&found.info, world_size);
-        if same_job && found.socket == socket && !subjects.iter().any(|subject| subject.rank as i32 == found.info.rank)
-        {
+    for found in of_job(&plan.key, &plan.members, found, now_ns) {
+        if !plan.subjects.iter().any(|subject| subject.rank as i32 == found.info.rank) {
             by_rank.entry(found.info.rank).or_default().push(found);
         }
     }
+    let (subjects, node) = (&mut plan.subjects, &plan.node);
     for (_, mut candidates) in by_rank {
         let pid = main_process(&candidates, is_shell);
         let Some(index) = candidates.iter().position(|found| found.pid == pid) else { continue };
@@ -76,6 +93,24 @@ pub fn add_unregistered(subjects: &mut Vec<Subject>, job: &JobKey, attempt: u32,
         });
     }
     subjects.sort_by_key(|subject| subject.rank);
+}
+
+/// Those of the processes that belong to a job, by what is known of all jobs of its name.
+fn of_job(job: &JobKey, members: &[(Member, JobKey)], found: Vec<Found>, now_ns: u64) -> Vec<Found> {
+    let all: Vec<Member> = members
+        .iter()
+        .map(|(member, _)| member.clone())
+        .chain(found.iter().map(|found| found.member(now_ns)))
+        .collect();
+    let seats = jobs::partition(&all);
+    let groups: BTreeSet<usize> =
+        members.iter().zip(&seats).filter(|((_, key), _)| key == job).map(|(_, seat)| seat.group).collect();
+    found
+        .into_iter()
+        .zip(&seats[members.len()..])
+        .filter(|(_, seat)| groups.contains(&seat.group))
+        .map(|(found, _)| found)
+        .collect()
 }
 
 /// Adds those of the job's other ranks that a launcher of this node has started: who has ended is found nowhere else.
@@ -138,13 +173,15 @@ fn is_shell(pid: i32) -> bool {
 pub fn world(subjects: &[Subject]) -> (u32, Option<Range<u32>>) {
     let known = known_size(subjects);
     let highest = subjects.iter().map(|subject| subject.rank + 1).max().unwrap_or(0);
+    let size = known.max(highest);
     let here = subjects.iter().find_map(|subject| {
         let local = u32::try_from(subject.info.local_rank).ok()?;
         let count = subject.info.local_world_size;
         let first = subject.rank.checked_sub(local)?;
-        (count > local).then_some(first..first + count)
+        let end = first.checked_add(count).filter(|end| *end <= size)?;
+        (count > local).then_some(first..end)
     });
-    (known.max(highest), here)
+    (size, here)
 }
 
 /// Whether a process may be a rank of the world of this size, 0 for an unknown one. The variables of an agent in a pod number the agents.
@@ -168,6 +205,7 @@ mod tests {
             start: pid as u64,
             info: RankInfo::default(),
             instance: String::new(),
+            ancestors: Vec::new(),
             socket: "/s".into(),
         }
     }
@@ -194,6 +232,8 @@ mod tests {
             job: JobKey { name: "j".into(), instance: String::new() },
             info: RankInfo { rank, world_size, ..Default::default() },
             start: 1,
+            instance: String::new(),
+            ancestors: Vec::new(),
             state: State::Ended(1, exit.map(Into::into)),
         };
         let mut subjects = vec![subject(0, 0, 2, 4), subject(1, 1, 2, 4)];

@@ -8,6 +8,7 @@ use std::{ffi::CStr, fs, path::PathBuf, time::Duration};
 use xpu_timer_proto::{
     env::Source,
     socket,
+    text::{MOST_COMMAND_BYTES, MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
     v1::{Hello, RankInfo},
 };
 
@@ -115,7 +116,7 @@ impl Config {
             hang_timeout_ms: hang_timeout.as_millis() as u64,
             idle_timeout_ms: idle_timeout.as_millis() as u64,
             sample_interval_ms: seconds("XPU_TIMER_SAMPLE_INTERVAL", 5).as_millis() as u64,
-            timeline_path: source.text("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
+            timeline_path: timeline_path(&source, &mut problems),
             hang_kill: source.flag("XPU_TIMER_HANG_KILL"),
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
@@ -128,9 +129,22 @@ impl Config {
     }
 }
 
+/// The folder of the incidents. A path that no file can have is not sent: the collector uses its own folder.
+fn timeline_path(source: &Source, problems: &mut Vec<String>) -> String {
+    let path = source.text("XPU_TIMER_TIMELINE_PATH").unwrap_or_default();
+    if path.len() <= MOST_PATH_BYTES {
+        return path;
+    }
+    problems.push(format!(
+        "XPU_TIMER_TIMELINE_PATH={:?} cannot be used: a path has at most {MOST_PATH_BYTES} bytes, not {}; using the collector's folder",
+        shortened(&path, MOST_NAME_BYTES),
+        path.len()
+    ));
+    String::new()
+}
+
 /// Adds what is not in the environment.
 fn complete(mut info: RankInfo) -> RankInfo {
-    const MOST_COMMAND_BYTES: usize = 4096;
     info.pid = std::process::id() as i32;
     let command = fs::read("/proc/self/cmdline").unwrap_or_default();
     let words: Vec<String> = command
@@ -138,11 +152,10 @@ fn complete(mut info: RankInfo) -> RankInfo {
         .filter(|word| !word.is_empty())
         .map(|word| String::from_utf8_lossy(word).into_owned())
         .collect();
-    info.command = words.join(" ");
-    info.command.truncate(info.command.floor_char_boundary(MOST_COMMAND_BYTES));
+    info.command = shortened(&words.join(" "), MOST_COMMAND_BYTES);
     if info.node.is_empty() || info.node == "NOT_SET" {
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
-        info.node = host.trim().to_string();
+        info.node = shortened(host.trim(), MOST_NAME_BYTES);
     }
     info
 }
@@ -167,6 +180,22 @@ mod tests {
         let rank = config.hello.rank.unwrap();
         assert_eq!((rank.rank, rank.pid), (-1, std::process::id() as i32));
         assert!(!rank.node.is_empty() && !rank.command.is_empty());
+    }
+
+    #[test]
+    fn hello_fits_into_a_packet_whatever_the_environment_holds() {
+        let long = "ä".repeat(60_000);
+        let names = ["XPU_TIMER_JOB", "POD_NAME", "POD_IP", "MASTER_ADDR", "MASTER_PORT", "XPU_TIMER_TIMELINE_PATH"];
+        let variables: Vec<String> = names.iter().map(|name| format!("{name}={long}")).collect();
+        let config = config(&variables.iter().map(String::as_str).collect::<Vec<_>>());
+        // The command of a test is short.
+        let bytes = xpu_timer_proto::Message::encoded_len(&config.hello) + MOST_COMMAND_BYTES;
+        assert!(bytes < socket::MAX_PACKET_BYTES, "{bytes}");
+        assert_eq!(config.hello.timeline_path, "");
+        for name in names {
+            let said = config.problems.iter().filter(|problem| problem.starts_with(name)).count();
+            assert_eq!(said, 1, "{name}: {:?}", config.problems);
+        }
     }
 
     #[test]

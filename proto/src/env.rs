@@ -10,7 +10,10 @@ use std::{cell::RefCell, collections::HashMap, fmt, fs, path::PathBuf, time::Dur
 
 pub use effective::{Origin, Setting};
 
-use crate::v1::RankInfo;
+use crate::{
+    text::{MOST_NAME_BYTES, shortened},
+    v1::RankInfo,
+};
 
 /// One variable of the table.
 #[derive(Debug, Clone, Copy)]
@@ -72,6 +75,7 @@ variables! {
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
     XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
     XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children; set by xpu_timer_launch";
+    XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to; set by xpu_timer_launch";
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
     XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
@@ -249,14 +253,17 @@ impl Source {
         let value = parse(text.trim());
         if value.is_none() && !text.trim().is_empty() {
             let used = if default.is_empty() { "the default".into() } else { default.into() };
-            let problem = Problem { name: name.into(), value: text, used };
-            let mut problems = self.problems.borrow_mut();
-            // Who reads a variable twice complains once.
-            if !problems.contains(&problem) {
-                problems.push(problem);
-            }
+            self.note(Problem { name: name.into(), value: shortened(&text, MOST_NAME_BYTES), used });
         }
         value.or_else(|| parse(default))
+    }
+
+    /// A variable that is read twice is complained about once.
+    fn note(&self, problem: Problem) {
+        let mut problems = self.problems.borrow_mut();
+        if !problems.contains(&problem) {
+            problems.push(problem);
+        }
     }
 
     /// What could not be used so far.
@@ -328,17 +335,39 @@ impl Source {
                 let slurm = || step.then(|| self.number(SLURM[which])).flatten();
                 self.number::<u32>(names[which]).or_else(slurm)
             };
-            info.rank = rank;
+            info.rank = rank.max(-1);
             info.world_size = number(1).unwrap_or(0);
             info.local_rank = number(2).and_then(|local| i32::try_from(local).ok()).unwrap_or(-1);
             info.local_world_size = number(3).unwrap_or(0);
         }
         info.attempt = self.number("TORCHELASTIC_RESTART_COUNT").unwrap_or(0);
-        info.job = JOBS.iter().find_map(|name| self.text(name)).unwrap_or_default();
-        info.pod_name = self.text("POD_NAME").unwrap_or_default();
+        info.job = JOBS.iter().find_map(|name| self.short(name)).unwrap_or_default();
+        info.pod_name = self.short("POD_NAME").unwrap_or_default();
         info.node = info.pod_name.clone();
-        info.ip = self.text("POD_IP").unwrap_or_default();
+        info.ip = self.short("POD_IP").unwrap_or_default();
+        info.instance = self.instance();
         info
+    }
+
+    /// What tells jobs of one name on one node apart, such as two runs of torchrun, which are both called `none`: the rendezvous of
+    /// torch, the namespace of PMIx, the step of Slurm. Equal on all ranks of a job; empty when none is set.
+    #[must_use]
+    pub fn instance(&self) -> String {
+        let torch = self.short("MASTER_PORT").map(|port| {
+            let address = self.short("MASTER_ADDR").unwrap_or_default();
+            shortened(&format!("{address}:{port}"), MOST_NAME_BYTES)
+        });
+        torch.or_else(|| self.short("PMIX_NAMESPACE")).or_else(|| self.short("SLURM_STEP_ID")).unwrap_or_default()
+    }
+
+    /// A name, as [`Source::text`], that fits into a message; notes a [`Problem`] when it had to be cut.
+    fn short(&self, name: &str) -> Option<String> {
+        let text = self.text(name)?;
+        let short = shortened(&text, MOST_NAME_BYTES);
+        if short.len() < text.len() {
+            self.note(Problem { name: name.into(), value: shortened(&text, 64), used: short.clone() });
+        }
+        Some(short)
     }
 }
 
@@ -437,6 +466,46 @@ mod tests {
         let other = source(&[("PMIX_RANK", "2"), ("SLURM_STEP_ID", "0"), ("SLURM_PROCID", "0")], "").rank_info();
         assert_eq!((other.rank, other.world_size), (2, 0), "the variables of the daemon of mpirun");
         assert_eq!(source(&[], "").rank_info().rank, -1);
+    }
+
+    #[test]
+    fn a_name_of_any_length_fits_and_is_named_once() {
+        let name = |end: &str| format!("{}{end}", "n".repeat(100_000));
+        let of = |job: String| {
+            let source = source(&[("XPU_TIMER_JOB", &job), ("POD_NAME", &name("p")), ("MASTER_PORT", &name("0"))], "");
+            source.rank_info();
+            (source.rank_info(), source.problems())
+        };
+        let ((one, problems), (other, _)) = (of(name("a")), of(name("b")));
+        assert_ne!(one.job, other.job);
+        for text in [&one.job, &one.pod_name, &one.node, &one.instance] {
+            assert!(text.len() <= MOST_NAME_BYTES && text.contains('…'), "{text}");
+        }
+        let said: Vec<&str> = problems.iter().map(|problem| problem.name.as_str()).collect();
+        assert_eq!(said, ["XPU_TIMER_JOB", "POD_NAME", "MASTER_PORT"]);
+        assert!(problems.iter().all(|problem| problem.to_string().len() < 400), "{problems:?}");
+    }
+
+    #[test]
+    fn numbers_of_ranks_that_cannot_be_are_not_taken() {
+        for rank in ["4000000000", "99999999999999999999", "-7", "two", ""] {
+            let info = source(&[("RANK", rank), ("WORLD_SIZE", "4")], "").rank_info();
+            assert_eq!(info.rank, -1, "{rank}");
+        }
+        let names = ["RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"];
+        for number in ["-1", "many", "18446744073709551616"] {
+            let pairs = names.map(|name| (name, if name == "RANK" { "3" } else { number }));
+            let info = source(&pairs, "").rank_info();
+            assert_eq!((info.rank, info.world_size, info.local_rank, info.local_world_size), (3, 0, -1, 0), "{number}");
+        }
+        assert_eq!(source(&[("RANK", "1"), ("WORLD_SIZE", "4000000000")], "").rank_info().world_size, 4_000_000_000);
+    }
+
+    #[test]
+    fn jobs_of_one_name_are_told_apart() {
+        assert_eq!(source(&[("MASTER_ADDR", "h"), ("MASTER_PORT", "29500")], "").instance(), "h:29500");
+        assert_eq!(source(&[("PMIX_NAMESPACE", "prterun-1")], "").instance(), "prterun-1");
+        assert_eq!(source(&[("PATH", "/bin")], "").instance(), "");
     }
 
     #[test]

@@ -11,6 +11,7 @@ pub mod env;
 pub mod family;
 pub mod ring;
 pub mod socket;
+pub mod text;
 
 /// The `.stacktrace` file format, shared with the original tool.
 #[allow(missing_docs, clippy::all, unused_qualifications)]

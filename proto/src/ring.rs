@@ -18,7 +18,7 @@ use crate::v1::{
 };
 
 /// Version of the layout; any change of a constant below changes it.
-pub const VERSION: u32 = 4;
+pub const VERSION: u32 = 5;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -145,6 +145,8 @@ pub mod comm {
     pub const COMPLETED: usize = 9;
     /// Another identity of it, that other ranks have; 0 for none. Its children are then [`super::child_id`] of either.
     pub const ALIAS: usize = 10;
+    /// 1 when the identity comes from a drawn id, which no other job has; else other jobs may have communicators of this identity.
+    pub const UNIQUE: usize = 11;
     /// Words of an entry.
     pub const WORDS: usize = 16;
     /// Number of entries.
@@ -486,6 +488,7 @@ fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
         point_to_point: words[comm::POINT_TO_POINT],
         created_ns: words[comm::CREATED_NS],
         alias: words[comm::ALIAS],
+        unique: words[comm::UNIQUE] == 1,
     }
 }
 

@@ -23,10 +23,16 @@ static HERE: LazyLock<String> = LazyLock::new(|| {
 pub fn beyond_this_machine(instance: &str) -> String {
     match instance.rsplit_once(':') {
         Some((host, port)) if is_loopback(host) && port.bytes().all(|byte| byte.is_ascii_digit()) => {
-            format!("{instance}{}", *HERE)
+            of_this_machine(instance)
         }
         _ => instance.into(),
     }
+}
+
+/// What means something on this machine alone, as other machines are told of it.
+#[must_use]
+pub fn of_this_machine(instance: &str) -> String {
+    format!("{instance}{}", *HERE)
 }
 
 /// The instance of a job as it is called on this machine.

@@ -93,7 +93,10 @@ impl Core {
     fn capture(&mut self, id: &str, for_cluster: Option<ForCluster>) {
         let Some(incident) = self.engine.get(id) else { return };
         let subjects = subjects::registered(&self.registry, &incident.job, &self.node);
-        let silent = self.silent_ranks(Now::get()).into_iter().filter(|rank| rank.job == incident.job);
+        let now = Now::get();
+        let silent = self.silent_ranks(now);
+        let members = self.registry.members(&incident.job.name, &silent, now.mono_ns);
+        let silent = silent.into_iter().filter(|rank| rank.job == incident.job);
         let silent = silent.filter(|rank| rank.info.attempt == incident.attempt).cloned().collect();
         let of_job = self.registry.of_job(&incident.job);
         let settings = of_job.first().map(|rank| &rank.settings);
@@ -107,6 +110,7 @@ impl Core {
             late_ns: incident.late_ns,
             subjects,
             silent,
+            members,
             node: self.node.clone(),
             socket: self.settings.socket.clone(),
             hang_timeout: settings.map_or(self.settings.hang_timeout, |settings| settings.hang_timeout),

@@ -88,6 +88,7 @@ fn impossible(command: &[OsString]) -> Option<String> {
 fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString)> {
     let mut changes = config.changed.clone();
     changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
+    changes.push(("XPU_TIMER_LAUNCH_ID", launch_id().into()));
     match collector::ensure(config, &changes) {
         Ok(found) => {
             // So that also those processes can let it look into them that never connect.
@@ -106,6 +107,15 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
         Err(error) => say(&format!("running without the hook: {error:#}")),
     }
     changes
+}
+
+/// The process that becomes the command, by pid and start time. What the command starts inherits it, and so belongs to it also when the
+/// processes in between have ended.
+fn launch_id() -> String {
+    let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
+    // The name stands in parentheses and may hold any character; the start time is field 22.
+    let start = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19)).unwrap_or("0");
+    format!("{}:{start}", std::process::id())
 }
 
 /// What is to be known of a command that gets the hook, and yet not in its own process or not on its own node.

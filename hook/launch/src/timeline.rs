@@ -10,16 +10,20 @@ use nix::{
     sys::statvfs::statvfs,
     unistd::{AccessFlags, access},
 };
+use xpu_timer_proto::text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened};
 
 /// What is wrong with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the second is used then.
 pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
     let error = problem(wanted)?.desc();
-    let (wanted, fallback) = (wanted.display(), fallback.display());
+    let (wanted, fallback) = (shortened(&wanted.to_string_lossy(), MOST_NAME_BYTES), fallback.display());
     Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}): incidents will be in {fallback}"))
 }
 
 /// Looks only: the folder is made with the first incident.
 fn problem(folder: &Path) -> Option<Errno> {
+    if folder.as_os_str().len() > MOST_PATH_BYTES {
+        return Some(Errno::ENAMETOOLONG);
+    }
     // The first one that is there, of the folder and those above it; what stands in the way may be a file.
     let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok())?;
     if !fs::metadata(there).is_ok_and(|metadata| metadata.is_dir()) {

@@ -141,6 +141,9 @@ fn create(recorder: &'static Recorder, site: Site, op: Op, (new, kin): (&NewComm
     let comm = recorder.create_comm(new);
     if let Some(comm) = comm {
         recorder.comm_word(comm, comm_words::ALIAS).store(kin.alias, Ordering::Relaxed);
+        // A child of a communicator that the hook does not know has an identity that children elsewhere may have too.
+        let unique = op == Op::CommInit || new.parent != 0;
+        recorder.comm_word(comm, comm_words::UNIQUE).store(u64::from(unique), Ordering::Relaxed);
         if let Some(parent) = kin.parent {
             recorder.set_comm_parent(comm, parent);
         }

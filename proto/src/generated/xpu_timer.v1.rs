@@ -31,6 +31,9 @@ pub struct RankInfo {
     /// POD_NAME, for the label of that name; unlike `node` never the host's name.
     #[prost(string, tag = "11")]
     pub pod_name: ::prost::alloc::string::String,
+    /// The rendezvous of torch, the namespace of PMIx or the step of Slurm, as the process itself sees it; empty when it has none.
+    #[prost(string, tag = "12")]
+    pub instance: ::prost::alloc::string::String,
 }
 /// One operation. All times are CLOCK_MONOTONIC of the node, in nanoseconds; 0 means not yet.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -146,6 +149,9 @@ pub struct Communicator {
     /// id for those who join knows both.
     #[prost(uint64, tag = "13")]
     pub alias: u64,
+    /// `id` comes from a drawn id: communicators of other jobs never have it.
+    #[prost(bool, tag = "14")]
+    pub unique: bool,
 }
 /// A device stream that something was launched on.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]
@@ -993,6 +999,9 @@ pub struct RankEntry {
     /// was sent. 0 when the process cannot be seen.
     #[prost(uint64, tag = "9")]
     pub start: u64,
+    /// Some of its communicators whose identity no other job has, the largest first.
+    #[prost(fixed64, repeated, tag = "10")]
+    pub communicators: ::prost::alloc::vec::Vec<u64>,
 }
 /// Something is wrong with a job on this node: an incident that it asks for, or has already.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

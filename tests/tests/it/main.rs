@@ -14,6 +14,7 @@ mod guest;
 mod healthy;
 mod hook;
 mod installed;
+mod jobs;
 mod launch;
 mod metrics;
 mod mpi;

@@ -1,0 +1,160 @@
+//! Two jobs of one name on one node, with nothing in their environment that tells them apart. One hangs: it alone is judged, dumped
+//! and ended, and the other one trains on.
+
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
+
+use serde_json::json;
+use xpu_timer_proto::{Message as _, server::Stacktrace};
+use xpu_timer_tests::{Incident, Job, PATIENCE, Process, python, tree, wait_until};
+
+const RANKS: usize = 2;
+
+/// A job of `jobs.py`.
+struct Training {
+    folder: PathBuf,
+    hangs: bool,
+}
+
+impl Training {
+    fn new(job: &Job, name: &str, hangs: bool) -> Self {
+        let folder = job.dir.join(name);
+        fs::create_dir(&folder).expect("the job's folder");
+        Training { folder, hangs }
+    }
+
+    fn argument(&self) -> String {
+        format!("{}:{RANKS}:{}", self.folder.display(), u32::from(self.hangs))
+    }
+
+    fn read(&self, name: &str) -> Option<i32> {
+        fs::read_to_string(self.folder.join(name)).ok()?.parse().ok()
+    }
+
+    fn pids(&self) -> BTreeSet<i32> {
+        (0..RANKS).filter_map(|rank| self.read(&format!("pid-{rank}"))).collect()
+    }
+
+    fn wait_for_steps(&self, steps: i32) {
+        let before = self.read("step-0").unwrap_or(0);
+        wait_until(PATIENCE, "the job trains on", || {
+            self.read("step-0").is_some_and(|step| step > before.saturating_add(steps))
+        });
+    }
+
+    fn wait_for_end(&self) {
+        wait_until(PATIENCE, "its ranks are ended", || self.pids().iter().all(|pid| !runs(*pid)));
+    }
+}
+
+fn runs(pid: i32) -> bool {
+    let stat = fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    stat.rsplit_once(") ").is_some_and(|(_, fields)| !fields.starts_with(['Z', 'X']))
+}
+
+fn quick() -> Job {
+    let settings = [("XPU_TIMER_HANG_TIMEOUT", "2"), ("XPU_TIMER_SAMPLE_INTERVAL", "0.5"), ("XPU_TIMER_JOB", "twin")];
+    settings.into_iter().fold(Job::new(), |job, (name, value)| job.with(name, value))
+}
+
+fn launch(job: &Job, mode: &str, trainings: &[&Training]) -> Process {
+    let mut command = job.launch(python());
+    // A rank that ends must not take its siblings with it before the collector does.
+    command.arg(tree().join("tests/tests/it/jobs.py")).arg(mode).args(trainings.iter().map(|one| one.argument()));
+    for name in ["MASTER_ADDR", "MASTER_PORT", "PMIX_NAMESPACE", "SLURM_STEP_ID"] {
+        command.env_remove(name);
+    }
+    Process::spawn(&mut command)
+}
+
+fn dumped(folder: &Path) -> BTreeSet<i32> {
+    let files = fs::read_dir(folder).expect("an incident folder").flatten().map(|entry| entry.path());
+    let dumps = files.filter(|path| path.extension().is_some_and(|extension| extension == "stacktrace"));
+    dumps.map(|path| Stacktrace::decode(&fs::read(path).expect("a dump")[..]).expect("a Stacktrace").pid).collect()
+}
+
+fn check(job: &Job, incident: &Incident, training: &Training) {
+    assert_eq!(incident.verdict["culprits"], json!([RANKS - 1]), "{}\n{}", incident.verdict, job.logs());
+    assert_eq!(incident.verdict["world_size"], json!(RANKS), "{}", incident.verdict);
+    assert!(
+        incident.verdict["sentence"].as_str().is_some_and(|text| text.contains("stay_away")),
+        "{}",
+        incident.verdict
+    );
+    assert_eq!(dumped(&incident.path), training.pids(), "{}\n{}", incident.verdict, job.logs());
+}
+
+/// One of two jobs hangs, and is ended.
+fn one_hangs(mode: &str, together: bool) {
+    for hangs_first in [true, false] {
+        let job = quick().with("XPU_TIMER_HANG_KILL", "1");
+        let trainings = [Training::new(&job, "a", hangs_first), Training::new(&job, "b", !hangs_first)];
+        let _processes: Vec<Process> = match together {
+            true => vec![launch(&job, mode, &[&trainings[0], &trainings[1]])],
+            false => trainings
+                .iter()
+                .map(|training| {
+                    let process = launch(&job, mode, &[training]);
+                    // The second one comes when the first one trains.
+                    wait_until(PATIENCE, "its ranks run", || training.read("step-0").is_some());
+                    process
+                })
+                .collect(),
+        };
+        let [hanging, healthy] = if hangs_first { [0, 1] } else { [1, 0] }.map(|index| &trainings[index]);
+        let incident = job.wait_incident(1, PATIENCE);
+        check(&job, &incident, hanging);
+        hanging.wait_for_end();
+        healthy.wait_for_steps(100);
+        assert!(healthy.pids().iter().all(|pid| runs(*pid)), "{}", job.logs());
+        assert_eq!(job.incidents().len(), 1, "{mode}: {}", job.logs());
+        let status = job.status().expect("/status");
+        let hang = |pid: i32| {
+            status["ranks"].as_array().into_iter().flatten().any(|rank| rank["pid"] == pid && rank["hang"] == true)
+        };
+        assert!(!healthy.pids().into_iter().any(hang), "{status:#}");
+    }
+}
+
+#[test]
+fn under_two_launchers() {
+    one_hangs("agent", false);
+}
+
+#[test]
+fn under_one_launcher_in_turn() {
+    one_hangs("shell", true);
+}
+
+#[test]
+fn spawned_by_one_program_without_a_rank_in_the_environment() {
+    one_hangs("spawn", true);
+}
+
+#[test]
+fn whose_launchers_are_rank_0_and_set_the_port_at_run_time() {
+    one_hangs("lightning", false);
+}
+
+#[test]
+fn whose_ranks_have_lost_their_parents() {
+    one_hangs("daemons", true);
+}
+
+#[test]
+fn both_hang_in_two_incidents() {
+    let job = quick();
+    let trainings = [Training::new(&job, "a", true), Training::new(&job, "b", true)];
+    let _process = launch(&job, "shell", &[&trainings[0], &trainings[1]]);
+    let _ = job.wait_incident(2, PATIENCE);
+    let incidents = job.finished_incidents();
+    let of = |training: &Training| {
+        let found = incidents.iter().find(|incident| dumped(&incident.path) == training.pids());
+        found.unwrap_or_else(|| panic!("no incident of {:?}: {incidents:?}\n{}", training.pids(), job.logs()))
+    };
+    trainings.iter().for_each(|training| check(&job, of(training), training));
+    assert_eq!(incidents.len(), 2, "{}", job.logs());
+}
