@@ -37,3 +37,4 @@ pub use report::communicator_groups;
 pub use stacks::FREEZER_WCHAN;
 pub use text::{communicator as communicator_name, operation_state};
 pub use verdict::{Activity, Cause, Confidence, HangEvidence, RankGroup, Status, Timing, Verdict};
+pub use world::names_absent;

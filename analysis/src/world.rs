@@ -6,8 +6,17 @@ use xpu_timer_proto::v1::{
 
 use crate::{Exit, facts, stacks::Host};
 
-/// Missing ranks get a view of their own up to this world size; beyond it a claim of size is not believed.
-const MAX_WORLD: u32 = 1 << 20;
+/// So many absent ranks are named in any job, and in a large one so many for each rank that is there.
+const MAX_ABSENT: u64 = 1 << 14;
+const MAX_ABSENT_PER_RANK: u64 = 64;
+
+/// Whether the ranks that are absent from a world are entries of their own. `WORLD_SIZE` may say anything: what an incident costs follows
+/// the `known` ranks, and of a world far beyond them only its size is kept.
+#[must_use]
+pub fn names_absent(world_size: u32, known: usize) -> bool {
+    let known = u64::try_from(known).unwrap_or(u64::MAX);
+    u64::from(world_size).saturating_sub(known) <= MAX_ABSENT.max(known.saturating_mul(MAX_ABSENT_PER_RANK))
+}
 
 /// One rank.
 #[derive(Debug)]
@@ -163,7 +172,7 @@ impl<'a> World<'a> {
         views.dedup_by_key(|view| view.rank);
         let highest = views.last().map_or(0, |view| view.rank.saturating_add(1));
         let size = evidence.world_size.max(highest);
-        if evidence.world_size <= MAX_WORLD && views.len() < evidence.world_size as usize {
+        if views.len() < evidence.world_size as usize && names_absent(evidence.world_size, views.len()) {
             let known = std::mem::take(&mut views);
             let mut known = known.into_iter().peekable();
             for rank in 0..evidence.world_size {
@@ -180,5 +189,36 @@ impl<'a> World<'a> {
         ranks.sort_unstable();
         ranks.dedup();
         ranks
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_a_job_costs_follows_its_ranks_and_not_the_world_that_is_claimed() {
+        let evidence = |world_size: u32, known: u32| Evidence {
+            world_size,
+            ranks: (0..known).map(|rank| RankEvidence { rank, ..Default::default() }).collect(),
+            ..Default::default()
+        };
+        for (world_size, known, views) in [
+            (4, 2, 4),
+            (16_000, 8, 16_000),
+            (u32::MAX, 2, 2),
+            (4_000_000_000, 0, 0),
+            (1 << 20, 2, 2),
+            (100_000, 2_000, 100_000),
+        ] {
+            let evidence = evidence(world_size, known);
+            let world = World::of(&evidence);
+            assert_eq!((world.views.len(), world.size), (views, world_size), "{known} ranks of {world_size}");
+        }
+        // A rank whose number says nothing of how many there are.
+        let ranks = vec![RankEvidence { rank: i32::MAX as u32, ..Default::default() }];
+        let evidence = Evidence { world_size: 1 << 31, ranks, ..Default::default() };
+        assert_eq!(World::of(&evidence).views.len(), 1);
+        assert!(crate::judge(&evidence).to_text().len() < 10_000);
     }
 }

@@ -9,7 +9,7 @@ use std::{
 };
 
 use tracing::{error, info, warn};
-use xpu_timer_analysis::{Status, Verdict};
+use xpu_timer_analysis::{Status, Verdict, names_absent};
 use xpu_timer_proto::{
     Message,
     v1::{Evidence, RankEvidence, Trigger},
@@ -223,7 +223,7 @@ fn sample(plan: &mut Plan, captures: &Captures, which: usize, deadline: Duration
 fn evidence(plan: &Plan, mut taken: BTreeMap<u32, Taken>) -> Evidence {
     let (world_size, here) = subjects::world(&plan.subjects);
     let mut ranks: BTreeMap<u32, RankEvidence> = BTreeMap::new();
-    if let Some(here) = here {
+    if let Some(here) = here.filter(|_| names_absent(world_size, plan.subjects.len())) {
         ranks.extend((0..world_size).filter(|rank| !here.contains(rank)).map(|rank| (rank, elsewhere(rank))));
     }
     for subject in &plan.subjects {

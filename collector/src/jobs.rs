@@ -29,6 +29,8 @@ pub struct Member {
     pub own_instance: String,
     /// CLOCK_MONOTONIC at which it was started.
     pub started_ns: u64,
+    /// CLOCK_MONOTONIC at which it registered; `u64::MAX` until then.
+    pub registered_ns: u64,
     /// CLOCK_MONOTONIC at which it ended; `u64::MAX` while it lives.
     pub ended_ns: u64,
     /// Its communicators whose identity no other job has.
@@ -66,7 +68,9 @@ impl Member {
     }
 
     fn overlaps(&self, other: &Member) -> bool {
-        let over = |one: &Member, other: &Member| one.ended_ns <= other.started_ns.saturating_add(NOTICED_NS);
+        let over = |one: &Member, other: &Member| {
+            one.ended_ns <= other.started_ns.saturating_add(NOTICED_NS) && one.ended_ns <= other.registered_ns
+        };
         !over(self, other) && !over(other, self)
     }
 
@@ -298,6 +302,7 @@ mod tests {
             rank,
             world_size: 2,
             started_ns: pid as u64 * SECOND,
+            registered_ns: u64::MAX,
             ended_ns: u64::MAX,
             ..Member::default()
         }

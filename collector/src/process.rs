@@ -258,6 +258,7 @@ impl Found {
             attempt: self.info.attempt,
             instance: self.instance.clone(),
             started_ns: started_ns(self.start, now_ns),
+            registered_ns: u64::MAX,
             ended_ns: u64::MAX,
             ..Member::default()
         }

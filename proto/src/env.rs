@@ -473,7 +473,7 @@ mod tests {
         let name = |end: &str| format!("{}{end}", "n".repeat(100_000));
         let of = |job: String| {
             let source = source(&[("XPU_TIMER_JOB", &job), ("POD_NAME", &name("p")), ("MASTER_PORT", &name("0"))], "");
-            source.rank_info();
+            let _ = source.rank_info();
             (source.rank_info(), source.problems())
         };
         let ((one, problems), (other, _)) = (of(name("a")), of(name("b")));

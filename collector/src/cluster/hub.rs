@@ -7,10 +7,7 @@ mod opening;
 #[cfg(test)]
 mod tests;
 
-use std::{
-    collections::{BTreeMap, BTreeSet},
-    path::PathBuf,
-};
+use std::{collections::BTreeMap, path::PathBuf};
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
@@ -34,7 +31,6 @@ use crate::{
     error::Error,
     folder::Folder,
     inbox::Question,
-    member::key,
     registry::JobKey,
     slow::SlowRanks,
     throttle::{BY_HAND, Throttle},
@@ -246,9 +242,8 @@ impl Hub {
     }
 
     fn claim(&mut self, node: NodeId, ranks: Vec<RankEntry>, now: Now) {
-        let jobs: BTreeSet<JobKey> = ranks.iter().filter_map(|entry| entry.job.as_ref().map(key)).collect();
         let others = self.nodes.claim(node, ranks, now.mono_ns);
-        for job in jobs {
+        for job in self.nodes.jobs_of(node) {
             let view = self.nodes.job(&job);
             let now = (view.attempt, view.world_size);
             if view.is_whole() && self.whole.insert(job.clone(), now) != Some(now) {
@@ -330,7 +325,7 @@ impl Hub {
     fn paces(&mut self, node: NodeId, ranks: Vec<RankPace>) {
         let mut by_job: BTreeMap<JobKey, Vec<RankPace>> = BTreeMap::new();
         for mut rank in ranks {
-            let Some(job) = rank.job.take().as_ref().map(key) else { continue };
+            let Some(job) = rank.job.take().map(|job| self.nodes.key(node, &job)) else { continue };
             if self.nodes.of_rank(&job, rank.rank) == Some(node) {
                 // Agents may count the attempts apart.
                 rank.attempt = self.nodes.job(&job).attempt;

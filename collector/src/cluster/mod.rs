@@ -6,6 +6,7 @@ pub mod config;
 pub mod gather;
 pub mod hub;
 pub mod incident;
+pub mod joins;
 mod memory;
 pub mod nodes;
 pub mod ranks;

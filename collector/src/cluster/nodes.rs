@@ -9,9 +9,11 @@ use std::{
 
 use tokio::sync::mpsc;
 use tonic::Status;
+use tracing::info;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::v1::{ClusterMessage, JobId, Presence, RankEntry, cluster_message::Message};
 
+use super::joins::{self, Unit};
 use crate::{member, process::TICK_NS, registry::JobKey};
 
 /// A node collector process. It keeps its number when its stream ends and another one begins.
@@ -34,6 +36,8 @@ pub struct Node {
     told: Vec<RankEntry>,
     launches: BTreeMap<JobKey, u64>,
     clock: Clock,
+    // The cluster's keys of its jobs, of those that it calls differently itself.
+    keys: BTreeMap<JobKey, JobKey>,
 }
 
 /// The time since boot by which a node has the start of its processes, on this collector's clock. Of the messages that a node has sent, the
@@ -261,6 +265,8 @@ pub struct Nodes {
     next: NodeId,
     // Claims that have come.
     claimed: u64,
+    // Names of jobs that may be those of several, or one that nodes call differently.
+    doubtful: BTreeSet<String>,
 }
 
 /// What the ranks of the world of a job that runs, or ran last, say of it.
@@ -360,6 +366,7 @@ impl Nodes {
             told: Vec::new(),
             launches: BTreeMap::new(),
             clock: Clock::default(),
+            keys: BTreeMap::new(),
         });
         node.stream = Some((stream, outgoing));
         self.away.remove(&id);
@@ -428,7 +435,101 @@ impl Nodes {
     }
 
     /// A node lists its ranks. Returns other nodes that have said that they have one of these, and may speak for it from now on.
-    pub fn claim(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+    pub fn claim(&mut self, id: NodeId, mut ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
+        for job in ranks.iter_mut().filter_map(|entry| entry.job.as_mut()) {
+            let known = self.key(id, job);
+            if is_of_node(&known) {
+                self.doubtful.insert(known.name.clone());
+            }
+            (job.name, job.instance) = (known.name, known.instance);
+        }
+        let names: BTreeSet<String> = ranks.iter().filter_map(|entry| Some(entry.job.as_ref()?.name.clone())).collect();
+        let mut others = self.take(id, ranks, now_ns);
+        if !others.is_empty() {
+            self.doubtful.extend(names.iter().cloned());
+        }
+        for name in names {
+            if self.doubtful.contains(&name) {
+                others.extend(self.join_jobs(&name, now_ns));
+            }
+        }
+        others
+    }
+
+    /// The cluster's key of a job that a node speaks of.
+    #[must_use]
+    pub fn key(&self, id: NodeId, job: &JobId) -> JobKey {
+        let own = member::key(job);
+        self.nodes.get(&id).and_then(|node| node.keys.get(&own)).cloned().unwrap_or(own)
+    }
+
+    /// What a node calls a job of the cluster.
+    #[must_use]
+    pub fn key_at(&self, id: NodeId, job: &JobKey) -> JobKey {
+        let own = self.nodes.get(&id).and_then(|node| node.keys.iter().find(|(_, key)| *key == job));
+        own.map_or(job, |(own, _)| own).clone()
+    }
+
+    /// The jobs of which a node has ranks.
+    #[must_use]
+    pub fn jobs_of(&self, id: NodeId) -> BTreeSet<JobKey> {
+        let told = self.nodes.get(&id).map(|node| node.told.as_slice()).unwrap_or_default();
+        told.iter().filter_map(key_of).map(|(job, _)| job).collect()
+    }
+
+    /// Finds out anew which jobs of this name on the nodes are one. Returns the nodes whose jobs have another key than before.
+    fn join_jobs(&mut self, name: &str, now_ns: u64) -> BTreeSet<NodeId> {
+        let mut units: BTreeMap<(NodeId, JobKey), Unit> = BTreeMap::new();
+        for (id, node) in &self.nodes {
+            for entry in &node.told {
+                let Some((current, rank)) = key_of(entry).filter(|(job, _)| job.name == name) else { continue };
+                let job = self.key_at(*id, &current);
+                let new = || Unit {
+                    node: *id,
+                    job: job.clone(),
+                    current,
+                    communicators: BTreeSet::new(),
+                    ranks: BTreeSet::new(),
+                };
+                let unit = units.entry((*id, job.clone())).or_insert_with(new);
+                unit.communicators.extend(&entry.communicators);
+                if matches!(entry.presence(), Presence::Present | Presence::Unregistered) {
+                    unit.ranks.insert(rank);
+                }
+            }
+        }
+        for (id, node) in &mut self.nodes {
+            node.keys.retain(|own, _| own.name != name || units.contains_key(&(*id, own.clone())));
+        }
+        let units: Vec<Unit> = units.into_values().collect();
+        let keys = joins::keys(&units, |key| is_of_node(key));
+        let mut moved = BTreeSet::new();
+        for (unit, key) in units.iter().zip(keys).filter(|(unit, key)| unit.current != *key) {
+            let Some(node) = self.nodes.get_mut(&unit.node) else { continue };
+            info!("job {} of node {} is job {key}", unit.job, node.name);
+            node.keys.insert(unit.job.clone(), key);
+            moved.insert(unit.node);
+        }
+        for id in &moved {
+            let Some(node) = self.nodes.get(id) else { continue };
+            let before: BTreeMap<JobKey, JobKey> = units
+                .iter()
+                .filter(|unit| unit.node == *id)
+                .map(|unit| (unit.current.clone(), unit.job.clone()))
+                .collect();
+            let mut told = node.told.clone();
+            for job in told.iter_mut().filter_map(|entry| entry.job.as_mut()) {
+                let current = member::key(job);
+                let own = before.get(&current).unwrap_or(&current);
+                let key = node.keys.get(own).unwrap_or(own);
+                (job.name, job.instance) = (key.name.clone(), key.instance.clone());
+            }
+            self.take(*id, told, now_ns);
+        }
+        moved
+    }
+
+    fn take(&mut self, id: NodeId, ranks: Vec<RankEntry>, now_ns: u64) -> BTreeSet<NodeId> {
         let listed: BTreeSet<(JobKey, u32)> = ranks.iter().filter_map(key_of).collect();
         let before = self.nodes.get_mut(&id).map(|node| std::mem::take(&mut node.told)).unwrap_or_default();
         let mut others = BTreeSet::new();
@@ -527,7 +628,9 @@ impl Nodes {
     /// A node says when each of its jobs launched last.
     pub fn launched(&mut self, id: NodeId, job: &JobId, age_ms: u64, now_ns: u64) {
         if let Some(node) = self.nodes.get_mut(&id) {
-            node.launches.insert(member::key(job), now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
+            let own = member::key(job);
+            let job = node.keys.get(&own).cloned().unwrap_or(own);
+            node.launches.insert(job, now_ns.saturating_sub(age_ms.saturating_mul(1_000_000)));
         }
     }
 
@@ -562,239 +665,17 @@ impl Nodes {
     }
 }
 
+/// Whether a key means something on the machine of its node alone.
+fn is_of_node(job: &JobKey) -> bool {
+    job.instance
+        .rsplit_once(" on ")
+        .is_some_and(|(own, _)| JobKey { name: String::new(), instance: own.into() }.is_of_process())
+}
+
 fn key_of(entry: &RankEntry) -> Option<(JobKey, u32)> {
     Some((member::key(entry.job.as_ref()?), u32::try_from(entry.info.as_ref()?.rank).ok()?))
 }
 
 #[cfg(test)]
-mod tests {
-    use xpu_timer_proto::v1::RankInfo;
-
-    use super::*;
-
-    fn job(name: &str) -> JobKey {
-        JobKey { name: name.into(), instance: String::new() }
-    }
-
-    fn entry(name: &str, rank: i32, attempt: u32, world_size: u32) -> RankEntry {
-        RankEntry {
-            job: Some(JobId { name: name.into(), instance: String::new() }),
-            info: Some(RankInfo { rank, attempt, world_size, ..Default::default() }),
-            presence: Presence::Present.into(),
-            idle_timeout_ms: 10_000,
-            ..Default::default()
-        }
-    }
-
-    fn node(nodes: &mut Nodes, name: &str, stream: StreamId) -> (NodeId, mpsc::Receiver<Outbound>) {
-        let (sender, receiver) = mpsc::channel(8);
-        (nodes.join(name, name, stream, sender), receiver)
-    }
-
-    fn ranks(nodes: &Nodes, id: NodeId) -> String {
-        nodes.ranks_of(&job("j"), id).to_string()
-    }
-
-    const SECOND: u64 = 1_000_000_000;
-
-    /// A rank of a process that is `age_s` old, and ended so long ago.
-    fn aged(rank: i32, attempt: u32, world_size: u32, age_s: u64, ended_s: Option<u64>) -> RankEntry {
-        let presence = if ended_s.is_some() { Presence::Dead } else { Presence::Present };
-        RankEntry {
-            presence: presence.into(),
-            age_ms: age_s * 1000,
-            ended_age_ms: ended_s.unwrap_or(0) * 1000,
-            ..entry("j", rank, attempt, world_size)
-        }
-    }
-
-    #[test]
-    fn a_rank_belongs_to_one_living_node() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
-        assert_eq!(nodes.refused(), []);
-        let others = nodes.claim(b, vec![entry("j", 1, 0, 4), entry("j", 2, 0, 4), entry("k", 1, 0, 4)], 2);
-        assert_eq!(others, BTreeSet::from([a]));
-        assert_eq!(
-            nodes.refused(),
-            [Refused { node: b, job: job("j"), by: a, ranks: RankSet::from_iter([1]) }],
-            "the younger process does not take the place of the older one"
-        );
-        assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2".into()));
-        assert!(nodes.of_rank(&job("j"), 1) == Some(a) && nodes.of_rank(&job("j"), 3).is_none());
-        // The first node goes: its rank may have moved.
-        assert!(nodes.lose(a, 1, 5));
-        assert_eq!(nodes.rivals(a), BTreeSet::from([b]));
-        assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0".into(), "1-2".into()));
-        // It comes again, and the rank is its own: it was the first to have it.
-        let (again, _again) = node(&mut nodes, "a", 3);
-        assert_eq!(again, a);
-        assert_eq!((ranks(&nodes, a), nodes.refused().len()), ("0-1".into(), 1));
-        assert!(!nodes.lose(a, 1, 6), "the old stream is not the node's any more");
-    }
-
-    #[test]
-    fn the_newest_attempt_counts_with_its_world() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        nodes.claim(a, vec![entry("j", 0, 0, 4), entry("j", 1, 0, 4)], 1);
-        nodes.claim(b, vec![entry("j", 2, 0, 4), entry("j", 3, 0, 4)], 2);
-        assert_eq!((nodes.job(&job("j")).world_size, nodes.job(&job("j")).nodes.len()), (4, 2));
-        nodes.claim(a, vec![entry("j", 0, 1, 2), entry("j", 1, 1, 2)], 2 * SECOND);
-        let view = nodes.job(&job("j"));
-        assert_eq!((view.attempt, view.world_size, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-        assert!(view.is_whole());
-        nodes.claim(b, vec![aged(2, 0, 4, 3, Some(2)), aged(3, 0, 4, 3, Some(2))], 3 * SECOND);
-        nodes.forget(4 * SECOND);
-        assert_eq!(nodes.claims[&job("j")].ranks.len(), 2, "the older world is forgotten");
-        nodes.claim(a, Vec::new(), 5 * SECOND);
-        assert_eq!(nodes.jobs().count(), 0);
-    }
-
-    #[test]
-    fn agents_that_count_restarts_apart_have_one_world() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        let at = |seconds: u64| seconds * SECOND;
-        nodes.claim(a, vec![aged(0, 0, 4, 5, None), aged(1, 0, 4, 5, None)], at(10));
-        nodes.claim(b, vec![aged(2, 0, 4, 5, None), aged(3, 0, 4, 5, None)], at(10));
-        assert!(nodes.job(&job("j")).is_whole());
-        // A rank of the first node crashes: its agent counts that, the other one only sees that a member was away.
-        nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(30));
-        nodes.claim(b, vec![aged(2, 0, 4, 26, Some(5)), aged(3, 0, 4, 26, Some(5))], at(31));
-        let view = nodes.job(&job("j"));
-        assert_eq!((view.attempt, view.ranks, view.nodes.clone()), (1, 2, BTreeSet::from([a])));
-        assert_eq!(view.born_ns, at(29), "the world before is not that one");
-        nodes.claim(b, vec![aged(2, 0, 4, 2, None), aged(3, 0, 4, 2, None)], at(31));
-        let view = nodes.job(&job("j"));
-        assert!(view.is_whole() && view.nodes.len() == 2 && view.attempt == 1, "{view:?}");
-        assert_eq!((ranks(&nodes, a), ranks(&nodes, b)), ("0-1".into(), "2-3".into()));
-        // Who dies in this world is one of it, whatever it counts.
-        nodes.claim(b, vec![aged(2, 0, 4, 10, Some(1)), aged(3, 0, 4, 10, None)], at(40));
-        assert_eq!((nodes.job(&job("j")).ranks, ranks(&nodes, b).as_str()), (4, "2-3"));
-        // And again, when the other agent's counter is ahead.
-        nodes.claim(b, vec![aged(2, 1, 4, 1, None), aged(3, 1, 4, 1, None)], at(50));
-        nodes.claim(a, vec![aged(0, 1, 4, 1, None), aged(1, 1, 4, 1, None)], at(50));
-        assert!(nodes.job(&job("j")).is_whole());
-        assert_eq!(nodes.refused(), []);
-    }
-
-    /// As [`aged`], of the process with this pid that was started so many seconds after its node.
-    fn started(pid: i32, start_s: u64, entry: RankEntry) -> RankEntry {
-        let info = entry.info.map(|info| RankInfo { pid, ..info });
-        RankEntry { info, start: start_s * SECOND / TICK_NS, ..entry }
-    }
-
-    #[test]
-    fn a_late_message_moves_neither_a_process_nor_the_beginning_of_a_world() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        let at = |seconds: u64| seconds * SECOND;
-        // Of a node that was started 5 s before this collector.
-        nodes.claim(a, vec![started(7, 10, aged(0, 0, 2, 5, None))], at(10));
-        nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
-        assert_eq!(nodes.job(&job("j")).born_ns, at(5));
-        let number = nodes.claims[&job("j")].ranks[&(0, a)].number;
-        // Four seconds late, and with another place in the world: it is the same process.
-        nodes.claim(a, vec![started(7, 10, aged(0, 0, 3, 10, None))], at(19));
-        let claim = &nodes.claims[&job("j")].ranks[&(0, a)];
-        assert_eq!((claim.started_ns, claim.number), (at(5), number));
-        assert!(!nodes.began_after(&job("j"), a, at(5)) && nodes.began_after(&job("j"), a, at(4)));
-        // The first message of a node is late, the next one is not: its processes were not started when the first one told.
-        let (c, _c) = node(&mut nodes, "c", 3);
-        nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 1, None))], at(30));
-        assert_eq!(nodes.job(&job("j")).world.started_ns, at(29));
-        nodes.claim(c, vec![started(7, 100, aged(0, 0, 1, 5, None))], at(31));
-        assert_eq!(nodes.job(&job("j")).world.started_ns, at(26));
-        // Another process within the second.
-        let before = nodes.claims[&job("j")].ranks[&(0, c)].number;
-        nodes.claim(c, vec![started(8, 100, aged(0, 0, 1, 5, None))], at(31));
-        let claim = &nodes.claims[&job("j")].ranks[&(0, c)];
-        assert!(claim.process.is_some_and(|(pid, _)| pid == 8) && claim.number > before);
-        // Of one that is not seen nobody knows when it was started.
-        assert!(!nodes.began_after(&job("j"), b, at(1)));
-    }
-
-    #[test]
-    fn a_rank_that_has_not_registered_is_one_of_its_world() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        let at = |seconds: u64| seconds * SECOND;
-        nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
-        let silent = RankEntry { presence: Presence::Unregistered.into(), ..started(7, 10, aged(1, 0, 2, 5, None)) };
-        nodes.claim(b, vec![silent], at(10));
-        let view = nodes.job(&job("j"));
-        assert!(view.is_whole() && view.alive && view.nodes.contains(&b) && view.hang_timeout_ms == 0);
-        drop(view);
-        let registered = RankEntry { hang_timeout_ms: 300, ..started(7, 10, aged(1, 0, 2, 6, None)) };
-        nodes.claim(b, vec![registered], at(11));
-        assert!(nodes.claims[&job("j")].view.borrow().is_some(), "in a large job that is not worked out for each rank");
-        assert_eq!(nodes.job(&job("j")).hang_timeout_ms, 300);
-        assert_eq!(nodes.claims[&job("j")].ranks[&(1, b)].presence, Presence::Present);
-        nodes.claim(b, vec![started(7, 10, aged(1, 0, 2, 7, Some(1)))], at(12));
-        assert_eq!((nodes.job(&job("j")).ranks, nodes.job(&job("j")).ended), (2, true));
-    }
-
-    #[test]
-    fn a_world_that_grows_and_shrinks_within_an_attempt() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        let (c, _c) = node(&mut nodes, "c", 3);
-        let at = |seconds: u64| seconds * SECOND;
-        nodes.claim(a, vec![aged(0, 0, 2, 5, None)], at(10));
-        nodes.claim(b, vec![aged(1, 0, 2, 5, None)], at(10));
-        // A node more: its rank comes before the old ones are told to be gone, and has one of their numbers.
-        nodes.claim(c, vec![aged(0, 0, 3, 1, None)], at(20));
-        let view = nodes.job(&job("j"));
-        assert_eq!((view.world_size, view.ranks, nodes.refused()), (3, 1, vec![]), "nobody complains of the old ranks");
-        nodes.claim(a, vec![aged(1, 0, 3, 1, None)], at(20));
-        nodes.claim(b, vec![aged(1, 0, 2, 15, Some(2)), aged(2, 0, 3, 1, None)], at(20));
-        assert!(nodes.job(&job("j")).is_whole());
-        assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "2".into(), "0".into()));
-        // The first node is preempted, and the others have its place.
-        nodes.claim(a, vec![aged(1, 0, 3, 11, Some(2))], at(30));
-        nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(30));
-        nodes.claim(c, vec![aged(1, 0, 2, 1, None)], at(30));
-        let view = nodes.job(&job("j"));
-        assert_eq!((view.world_size, view.ranks, view.nodes.clone()), (2, 2, BTreeSet::from([b, c])));
-        // Another takes its place in a world of the same size: the old number is free as soon as its process has ended.
-        nodes.claim(c, vec![aged(1, 0, 2, 11, Some(1))], at(40));
-        nodes.claim(a, vec![aged(1, 0, 2, 0, None)], at(41));
-        nodes.claim(b, vec![aged(0, 0, 2, 1, None)], at(41));
-        assert_eq!((ranks(&nodes, a), ranks(&nodes, b), ranks(&nodes, c)), ("1".into(), "0".into(), String::new()));
-        assert!(nodes.job(&job("j")).is_whole() && nodes.refused().is_empty());
-    }
-
-    #[test]
-    fn idle_is_idle_everywhere() {
-        let mut nodes = Nodes::default();
-        let (a, _a) = node(&mut nodes, "a", 1);
-        let (b, _b) = node(&mut nodes, "b", 2);
-        nodes.claim(a, vec![entry("j", 0, 0, 2)], 1);
-        nodes.claim(b, vec![entry("j", 1, 0, 2)], 1);
-        let second = SECOND;
-        let id = JobId { name: "j".into(), instance: String::new() };
-        nodes.launched(b, &id, 1000, 20 * second);
-        assert_eq!(nodes.busy_elsewhere(&job("j"), a, 28 * second), Some("b"));
-        assert_eq!(nodes.busy_elsewhere(&job("j"), b, 28 * second), None);
-        assert_eq!(nodes.busy_elsewhere(&job("j"), a, 29 * second), None);
-    }
-
-    #[test]
-    fn a_stream_that_is_stuck_is_given_up() {
-        let mut nodes = Nodes::default();
-        let (a, _receiver) = node(&mut nodes, "a", 1);
-        let message = || Message::Closed(Default::default());
-        assert_eq!((0..20).filter(|_| nodes.send(a, message(), 5)).count(), 8);
-        assert!(!nodes.get(a).unwrap().is_joined());
-        nodes.forget(6 + FORGET_NS);
-        assert!(nodes.get(a).is_none());
-    }
-}
+#[path = "nodes_tests.rs"]
+mod tests;

@@ -71,6 +71,8 @@ struct Watcher {
     clock: Clock,
     pace: Pace,
     log: Log,
+    /// The rank comes from a communicator.
+    learned: bool,
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
     panics: u64,
@@ -90,6 +92,7 @@ impl Watcher {
             clock: Clock::default(),
             pace: Pace::default(),
             log: Log::new(config.log.clone()),
+            learned: false,
             signalled: None,
             panics: 0,
             events_ns: 0,
@@ -198,18 +201,24 @@ impl Watcher {
         self.coverage.turn(self.recorder, now);
     }
 
-    /// Takes rank and world from the first communicator when no scheduler told them.
+    /// Takes rank and world from the largest communicator so far when no scheduler told them: that of the world may come after smaller ones.
     fn learn_rank(&mut self) {
         let known = self.config.hello.rank.get_or_insert_default();
-        if known.rank >= 0 || self.recorder.comms.used() == 0 {
+        if known.rank >= 0 && !self.learned {
             return;
         }
-        let [id, size_rank] =
-            [comm::ID, comm::SIZE_RANK].map(|word| self.recorder.comm_word(0, word).load(Ordering::Acquire));
-        let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
-        if id != 0 && size != 0 && rank >= 0 {
-            known.rank = rank;
-            known.world_size = size;
+        let place = |index: usize| {
+            let [id, size_rank] =
+                [comm::ID, comm::SIZE_RANK].map(|word| self.recorder.comm_word(index, word).load(Ordering::Acquire));
+            let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
+            (id != 0 && rank >= 0).then_some((size, rank))
+        };
+        let places = (0..self.recorder.comms.used()).filter_map(place);
+        let larger = places.filter(|(size, _)| *size > known.world_size);
+        // Of several the first.
+        if let Some((size, rank)) = larger.reduce(|one, other| if other.0 > one.0 { other } else { one }) {
+            (known.rank, known.world_size) = (rank, size);
+            self.learned = true;
             self.connection.send(Message::Rank(known.clone()));
         }
     }

@@ -51,6 +51,14 @@ def start(job, rank, **environment):
     return subprocess.Popen(command, env=dict(os.environ, RANK=str(rank), **environment))
 
 
+def claims(job):
+    """The world that a rank is told of; JOBS_CLAIM says more than there are."""
+    return dict(
+        {"WORLD_SIZE": str(size(job))},
+        **dict(claim.split("=") for claim in os.environ.get("JOBS_CLAIM", "").split()),
+    )
+
+
 def size(job):
     return int(job.split(":")[1])
 
@@ -85,7 +93,7 @@ def main():
             elif mode == "daemons":
                 orphan(job, rank)
             else:
-                processes.append(start(job, rank, WORLD_SIZE=str(size(job))))
+                processes.append(start(job, rank, **claims(job)))
     if mode == "daemons":
         time.sleep(600)
     for process in processes:

@@ -158,3 +158,64 @@ fn both_hang_in_two_incidents() {
     trainings.iter().for_each(|training| check(&job, of(training), training));
     assert_eq!(incidents.len(), 2, "{}", job.logs());
 }
+
+fn status_kib(pid: i64, name: &str) -> u64 {
+    let status = fs::read_to_string(format!("/proc/{pid}/status")).expect("it runs");
+    let line = status.lines().find_map(|line| line.strip_prefix(name)).expect("the line is there");
+    line.split_whitespace().nth(1).and_then(|number| number.parse().ok()).expect("kB")
+}
+
+#[test]
+fn a_world_that_is_claimed_and_not_there_costs_nothing() {
+    let peak_kib = |claim: &str, world_size: u32| {
+        let job = quick().with("JOBS_CLAIM", claim);
+        let training = Training::new(&job, "a", true);
+        let _process = launch(&job, "shell", &[&training]);
+        let incident = job.wait_incident(1, PATIENCE);
+        assert_eq!(incident.verdict["culprits"], json!([RANKS - 1]), "{claim}: {}", incident.verdict);
+        assert_eq!(incident.verdict["world_size"], json!(world_size), "{}", incident.verdict);
+        assert_eq!(dumped(&incident.path), training.pids());
+        let files = fs::read_dir(&incident.path).expect("a folder").flatten();
+        let bytes: u64 = files.map(|file| file.metadata().map_or(0, |data| data.len())).sum();
+        assert!(bytes < 20_000_000, "{claim}: the folder has {bytes} bytes");
+        assert!(!job.logs().contains("panicked"), "{claim}: {}", job.logs());
+        status_kib(job.status().expect("/status")["pid"].as_i64().expect("a pid"), "VmHWM")
+    };
+    let plain = peak_kib("", RANKS as u32);
+    for (claim, world_size) in [
+        ("WORLD_SIZE=4000000000", 4_000_000_000),
+        ("WORLD_SIZE=4294967295 LOCAL_RANK=0 LOCAL_WORLD_SIZE=4294967295 GROUP_RANK=-1 NNODES=x", u32::MAX),
+        ("WORLD_SIZE=-4 LOCAL_RANK=-9 LOCAL_WORLD_SIZE=many", RANKS as u32),
+    ] {
+        let peak = peak_kib(claim, world_size);
+        assert!(peak < plain + 50_000, "{claim}: {peak} kB, and {plain} kB without it");
+    }
+}
+
+#[test]
+fn a_job_name_of_any_length_registers_and_two_that_differ_at_the_end_are_two() {
+    let job = quick();
+    let trainings = [Training::new(&job, "a", false), Training::new(&job, "b", false)];
+    let name = |end: &str| format!("{}{end}", "näme".repeat(20_000));
+    let _processes: Vec<Process> = trainings
+        .iter()
+        .zip(["a", "b"])
+        .map(|(training, end)| {
+            let mut command = job.launch(python());
+            command.arg(tree().join("tests/tests/it/jobs.py")).args(["shell", &training.argument()]);
+            Process::spawn(command.env("XPU_TIMER_JOB", name(end)).env("POD_NAME", name(end)))
+        })
+        .collect();
+    let mut names = BTreeSet::new();
+    wait_until(PATIENCE, "the ranks of both jobs are registered", || {
+        let status = job.status().unwrap_or_default();
+        let ranks = status["ranks"].as_array().cloned().unwrap_or_default();
+        names = ranks.iter().filter_map(|rank| rank["job"].as_str().map(str::to_string)).collect();
+        ranks.len() == 2 * RANKS
+    });
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert!(names.iter().all(|name| name.starts_with("näme") && name.len() < 300 && name.contains('…')), "{names:?}");
+    wait_until(PATIENCE, "each rank says once that its name was cut", || {
+        job.logs().matches("XPU_TIMER_JOB=").count() == 2 * RANKS
+    });
+}

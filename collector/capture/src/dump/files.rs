@@ -29,7 +29,12 @@ impl Files {
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
         let ranks: Vec<Option<find::Ranked>> = pids.iter().map(|pid| find::rank_of(*pid)).collect();
-        let largest = ranks.iter().flatten().map(|ranked| ranked.world_size.max(ranked.rank + 1)).max().unwrap_or(0);
+        let largest = ranks
+            .iter()
+            .flatten()
+            .map(|ranked| ranked.world_size.max(ranked.rank.saturating_add(1)))
+            .max()
+            .unwrap_or(0);
         let all: Option<Vec<u32>> = ranks.iter().map(|ranked| ranked.as_ref().map(|ranked| ranked.rank)).collect();
         let distinct = |ranks: &Vec<u32>| ranks.iter().collect::<HashSet<_>>().len() == ranks.len();
         let ranks = all.filter(distinct).unwrap_or_else(|| (0..pids.len() as u32).collect());

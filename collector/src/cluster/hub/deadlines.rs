@@ -15,7 +15,6 @@ use crate::{
     },
     dump::change_verdict,
     error::chain,
-    member::key,
 };
 
 /// How often the hub looks at its deadlines.
@@ -38,8 +37,9 @@ impl Hub {
         for id in ids.collect::<Vec<String>>() {
             self.tick_incident(&id, now);
         }
-        let (free, held): (Vec<_>, Vec<_>) = std::mem::take(&mut self.held).into_iter().partition(|(_, alarm)| {
-            self.throttle.would_allow(&key(&alarm.job.clone().unwrap_or_default()), now.mono_ns)
+        let (free, held): (Vec<_>, Vec<_>) = std::mem::take(&mut self.held).into_iter().partition(|(node, alarm)| {
+            let job = self.nodes.key(*node, &alarm.job.clone().unwrap_or_default());
+            self.throttle.would_allow(&job, now.mono_ns)
         });
         self.held = held;
         for (node, alarm) in free {

@@ -17,7 +17,6 @@ use crate::{
     error::chain,
     folder::Folder,
     inbox::{DumpReply, Refusal, wanted_job},
-    member::key,
     registry::JobKey,
 };
 
@@ -41,7 +40,7 @@ impl Hub {
     }
 
     pub(super) fn alarm(&mut self, node: NodeId, alarm: Alarm, now: Now) {
-        let job = key(&alarm.job.clone().unwrap_or_default());
+        let job = self.nodes.key(node, &alarm.job.clone().unwrap_or_default());
         let view = self.nodes.job(&job);
         let decline = |reason: String, alone: bool| {
             Message::Declined(AlarmDeclined { incident: alarm.incident.clone(), reason, alone })
@@ -224,9 +223,10 @@ impl Hub {
             return None;
         }
         let view = self.nodes.job(&incident.job);
+        let JobKey { name, instance } = self.nodes.key_at(node, &incident.job);
         let request = DumpRequest {
             incident: id.into(),
-            job: Some(JobId { name: incident.job.name.clone(), instance: incident.job.instance.clone() }),
+            job: Some(JobId { name, instance }),
             attempt: incident.attempt,
             trigger: Some(incident.trigger.clone()),
             sample_interval_ms: view.sample_interval_ms,
