@@ -11,6 +11,10 @@ AREAS = ["healthy", "hangs", "kills", "command", "limits", "files", "sockets", "
          "jobs", "spaces", "cluster"]
 
 
+def on_one_line(said):
+    return " ".join(str(said).split()) or "without a word"
+
+
 def main():
     for area in AREAS:
         __import__(area)
@@ -22,16 +26,16 @@ def main():
     kit.subreaper()
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
     try:
-        print(kit.FAULTS[sys.argv[1]].function() or "as promised")
+        print(on_one_line(kit.FAULTS[sys.argv[1]].function() or "as promised"))
         return 0
     except kit.Unable as reason:
-        print(reason)
+        print(on_one_line(reason))
         return 77
     except kit.Broken as reason:
-        print(reason)
+        print(on_one_line(reason))
     except Exception:
         traceback.print_exc()
-        print(kit.tail(traceback.format_exc()))
+        print(on_one_line(kit.tail(traceback.format_exc())))
     finally:
         kit.end_all()
     return 1

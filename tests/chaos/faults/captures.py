@@ -39,7 +39,11 @@ def gone():
 
 
 def zombie():
-    return subprocess.Popen(["true"]).pid
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0)
+    wait_for("it is a zombie", lambda: not alive(pid), 10)
+    return pid
 
 
 def stopped():

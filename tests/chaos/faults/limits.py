@@ -202,32 +202,37 @@ def process_group_full():
         leave(folder)
 
 
+def without_room(options, fills, frees):
+    """A hang while neither the folder of the incidents nor the one that replaces it has room; later both have."""
+    folders = [TIMELINE, Path(os.environ["TMPDIR"])]
+    mounts = "; ".join(f"mount -t tmpfs -o {options} none {folder}; cd {folder}; {fills}; cd /" for folder in folders)
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=20", wrap=in_shell(mounts, "--mount"))
+    inside = [Path(f"/proc/{job.pid}/root{folder}") for folder in folders]
+    registered(2)
+    shown = wait_for("the status has the verdict", lambda: [one for one in owner_status()["incidents"] if one.get("cause")], 60)
+    before = [path for folder in inside for path in folder.rglob("verdict.txt") if path.stat().st_size]
+    for folder in inside:
+        for path in folder.glob(frees):
+            path.unlink()
+
+    def written():
+        return any("data_loader" in path.read_text() for folder in inside for path in folder.rglob("verdict.txt"))
+
+    wait_for("the verdict is written", written, 60)
+    silent(job, 2)
+    return f"served as {shown[0]['cause']}, " + ("written at once" if before else "then written")
+
+
 @promises("the verdict is served by the collector, and written once there is space")
 def disk_full():
-    """The disk of the incidents is full when the job hangs; later there is space."""
-    job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
-                wrap=in_shell(f"mount -t tmpfs -o size=4m none {TIMELINE}; head -c 4194304 /dev/zero > {TIMELINE}/fills 2>/dev/null", "--mount"))
-    inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
-    registered(2)
-    shown = wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if one.get("cause")], 60)
-    (inside / "fills").unlink()
-    wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
-    silent(job, 1)
-    return f"served as {shown[0]['cause']}, then written"
+    """Every disk that incidents could go to is full when the job hangs; later there is space."""
+    return without_room("size=2m", "head -c 2097152 /dev/zero > fills 2>/dev/null", "fills")
 
 
 @promises("the verdict is served by the collector, and written once there are inodes")
 def inodes_none():
-    """The disk of the incidents has no inode left when the job hangs; later it has."""
-    job = train("--fault=loader", "--fault-rank=1", "--fault-step=20",
-                wrap=in_shell(f"mount -t tmpfs -o size=8m,nr_inodes=20 none {TIMELINE}; for i in $(seq 30); do : > {TIMELINE}/f$i; done 2>/dev/null", "--mount"))
-    inside = Path(f"/proc/{job.pid}/root{TIMELINE}")
-    registered(2)
-    wait_for("the status has the incident", lambda: [one for one in owner_status()["incidents"] if one.get("cause")], 60)
-    for path in inside.glob("f*"):
-        path.unlink()
-    wait_for("the verdict is written", lambda: any("data_loader" in path.read_text() for path in inside.rglob("verdict.txt")), 60)
-    silent(job, 1)
+    """No disk that incidents could go to has more than a few inodes when the job hangs; later it has."""
+    return without_room("size=8m,nr_inodes=26", "for i in $(seq 20); do : > f$i; done 2>/dev/null", "f[0-9]*")
 
 
 @promises("three hundred short commands leave the collector's memory, descriptors and threads flat")

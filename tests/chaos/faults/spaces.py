@@ -13,13 +13,14 @@ from kit import (
 from limits import readable_by_others
 
 ENDS = "the job trains to its end, and the launcher says two lines at most"
+RUNS = "the command runs as without it, and the launcher says two lines at most"
 JUDGED = "training is not disturbed, and the hang is judged"
 
 SPACES = {
-    "proc_gone": ("/proc is hidden by an empty file system", "mount -t tmpfs none /proc", ("--mount",), "ends"),
+    "proc_gone": ("/proc is hidden by an empty file system", "mount -t tmpfs none /proc", ("--mount",), "command"),
     "hidepid": ("/proc shows only one's own processes", "mount -t proc -o hidepid=2 none /proc", ("--mount", "--pid", "--fork"), "ends"),
-    "tmp_gone": ("/tmp cannot be written", "mount -o remount,bind,ro / 2>/dev/null; unset TMPDIR; mount -t tmpfs -o ro none /var/tmp", ("--mount",), "ends"),
-    "shm_gone": ("/dev/shm is read-only", "mount -t tmpfs -o ro none /dev/shm", ("--mount",), "ends"),
+    "tmp_gone": ("/tmp cannot be written", "mount -o remount,bind,ro / 2>/dev/null; unset TMPDIR; mount -t tmpfs -o ro none /var/tmp", ("--mount",), "command"),
+    "shm_gone": ("/dev/shm is read-only", "mount -t tmpfs -o ro none /dev/shm", ("--mount",), "command"),
     "dev_null_gone": ("/dev has nothing but null and zero", "mount -t tmpfs none /mnt && mknod /mnt/null c 1 3 && mknod /mnt/zero c 1 5 && mknod /mnt/urandom c 1 9 && mkdir -p /mnt/shm && mount -t tmpfs none /mnt/shm && mount --move /mnt /dev", ("--mount",), "ends"),
     "sys_gone": ("/sys is empty", "mount -t tmpfs none /sys", ("--mount",), "ends"),
     "pid": ("the job has a PID namespace of its own", "mount -t proc none /proc", ("--mount", "--pid", "--fork"), "judged"),
@@ -35,6 +36,11 @@ SPACES = {
 def within(name):
     _, script, spaces, what = SPACES[name]
     wrap = in_shell(script, *spaces)
+    if what == "command":
+        job = launched("sh", "-c", "echo fine; exit 3", wrap=wrap)
+        must((job.wait(40), job.out()) == (3, "fine\n"), f"{job.out()} {tail(job.err())}")
+        silent(job, 2)
+        return job.err().strip()[-120:] or "silent"
     if what == "ends":
         job = train("--steps=60", wrap=wrap)
         ends_well(job, lines=2)
@@ -46,7 +52,7 @@ def within(name):
 
 
 for _name, _row in SPACES.items():
-    add(f"space_{_name}", _row[0], ENDS if _row[3] == "ends" else JUDGED, functools.partial(within, _name))
+    add(f"space_{_name}", _row[0], {"ends": ENDS, "judged": JUDGED, "command": RUNS}[_row[3]], functools.partial(within, _name))
 
 
 @promises(ENDS)
