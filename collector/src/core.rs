@@ -265,7 +265,7 @@ impl Core {
             self.launched.registered(process);
         }
         let (process, silent) = (process.cloned(), self.launched.silent());
-        let registered = self.registry.hello(connection, process, hello, ring, &self.settings, silent, now.mono_ns);
+        let registered = self.registry.hello(connection, process, (hello, ring), &self.settings, silent, now.mono_ns);
         self.registered(&registered, "registered", now);
         self.search(registered.id, now);
         Ok(())

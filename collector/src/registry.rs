@@ -336,13 +336,12 @@ impl Registry {
         self.of_job(job).into_iter().any(|rank| rank.info.attempt == attempt && rank.ended_in_order())
     }
 
-    /// A hook said hello.
+    /// A hook said hello, and handed over its ring.
     pub fn hello(
         &mut self,
         connection: ConnectionId,
         process: Option<Arc<Handle>>,
-        hello: &Hello,
-        ring: Option<Arc<RingFile>>,
+        (hello, ring): (&Hello, Option<Arc<RingFile>>),
         settings: &Settings,
         silent: &mut [Silent],
         now_ns: u64,

@@ -44,8 +44,8 @@ fn ranks(registry: &Registry) -> Vec<(i32, Presence)> {
 fn goodbye_is_left_silence_is_detached_then_dead() {
     let (a, b) = (Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
-    registry.hello(10, a.handle(), &hello(1, 0), None, &settings(), &mut [], 5);
-    let second = registry.hello(11, b.handle(), &hello(0, 0), None, &settings(), &mut [], 5).id;
+    registry.hello(10, a.handle(), (&hello(1, 0), None), &settings(), &mut [], 5);
+    let second = registry.hello(11, b.handle(), (&hello(0, 0), None), &settings(), &mut [], 5).id;
     assert_eq!(ranks(&registry), [(0, Presence::Present), (1, Presence::Present)]);
     let left = registry.goodbye(10, 6).unwrap();
     registry.disconnected(10);
@@ -65,14 +65,14 @@ fn goodbye_is_left_silence_is_detached_then_dead() {
 fn the_same_process_keeps_its_entry_and_another_one_of_that_pid_does_not() {
     let a = Sleeper::new();
     let mut registry = Registry::default();
-    let first = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
+    let first = registry.hello(1, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 1).id;
     registry.disconnected(1);
-    let again = registry.hello(2, a.handle(), &hello(0, 0), None, &settings(), &mut [], 2).id;
+    let again = registry.hello(2, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 2).id;
     assert_eq!((first, ranks(&registry)), (again, vec![(0, Presence::Present)]));
     let mut reused = Handle::of_peer(a.0.id() as i32).unwrap();
     reused.start += 1;
     assert!(registry.ended(again, None, 3));
-    let other = registry.hello(3, Some(Arc::new(reused)), &hello(0, 0), None, &settings(), &mut [], 4).id;
+    let other = registry.hello(3, Some(Arc::new(reused)), (&hello(0, 0), None), &settings(), &mut [], 4).id;
     assert_ne!(other, first);
     assert_eq!(ranks(&registry), [(0, Presence::Present)]);
     assert_eq!(registry.get(first).unwrap().presence, Presence::Left);
@@ -82,9 +82,9 @@ fn the_same_process_keeps_its_entry_and_another_one_of_that_pid_does_not() {
 fn a_new_attempt_supersedes_the_old_one() {
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
-    let old = registry.hello(1, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
-    registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), &mut [], 1);
-    let result = registry.hello(3, c.handle(), &hello(0, 1), None, &settings(), &mut [], 2);
+    let old = registry.hello(1, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 1).id;
+    registry.hello(2, b.handle(), (&hello(1, 0), None), &settings(), &mut [], 1);
+    let result = registry.hello(3, c.handle(), (&hello(0, 1), None), &settings(), &mut [], 2);
     assert!(result.new_attempt && result.new_world && result.remark.is_none());
     assert_eq!(ranks(&registry), [(0, Presence::Present)], "rank 1 of attempt 0 is no rank of attempt 1");
     assert_eq!(registry.get(old).unwrap().presence, Presence::Left);
@@ -95,24 +95,24 @@ fn a_world_that_is_started_when_the_one_before_has_ended_is_a_new_one() {
     let (a, b, c, d) = (Sleeper::new(), Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     let second = 1_000_000_000;
-    registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), &mut [], second);
-    registry.hello(2, b.handle(), &hello(3, 0), None, &settings(), &mut [], second);
+    registry.hello(1, a.handle(), (&hello(2, 0), None), &settings(), &mut [], second);
+    registry.hello(2, b.handle(), (&hello(3, 0), None), &settings(), &mut [], second);
     registry.goodbye(1, 2 * second);
     // The other one lives: a rank that comes now is one of its world.
-    assert!(!registry.hello(3, c.handle(), &hello(1, 0), None, &settings(), &mut [], 9 * second).new_world);
+    assert!(!registry.hello(3, c.handle(), (&hello(1, 0), None), &settings(), &mut [], 9 * second).new_world);
     let left = Presence::Left;
     assert_eq!(ranks(&registry), [(1, Presence::Present), (2, left), (3, Presence::Present)]);
     registry.goodbye(2, 10 * second);
     registry.goodbye(3, 10 * second);
     // The attempt is the same, because the job has only shrunk.
-    let result = registry.hello(4, d.handle(), &hello(0, 0), None, &settings(), &mut [], 20 * second);
+    let result = registry.hello(4, d.handle(), (&hello(0, 0), None), &settings(), &mut [], 20 * second);
     assert!(result.new_attempt && result.new_world && result.superseded.len() == 3);
     assert_eq!(ranks(&registry), [(0, Presence::Present)]);
     // An agent that is started anew counts from 0 again.
     registry.goodbye(4, 30 * second);
-    registry.hello(5, a.handle(), &hello(0, 1), None, &settings(), &mut [], 40 * second);
+    registry.hello(5, a.handle(), (&hello(0, 1), None), &settings(), &mut [], 40 * second);
     registry.goodbye(5, 50 * second);
-    registry.hello(6, c.handle(), &hello(1, 0), None, &settings(), &mut [], 60 * second);
+    registry.hello(6, c.handle(), (&hello(1, 0), None), &settings(), &mut [], 60 * second);
     assert_eq!(ranks(&registry), [(1, Presence::Present)]);
 }
 
@@ -121,15 +121,15 @@ fn a_rank_of_a_world_of_another_size_is_of_another_world_though_it_ended_late() 
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     let second = 1_000_000_000;
-    registry.hello(1, a.handle(), &hello(2, 0), None, &settings(), &mut [], second);
+    registry.hello(1, a.handle(), (&hello(2, 0), None), &settings(), &mut [], second);
     registry.goodbye(1, 20 * second);
     // A process that was there before that.
-    let same = registry.hello(2, b.handle(), &hello(1, 0), None, &settings(), &mut [], 9 * second);
+    let same = registry.hello(2, b.handle(), (&hello(1, 0), None), &settings(), &mut [], 9 * second);
     assert!(!same.new_world && registry.of_job(&job()).len() == 2);
     registry.goodbye(2, 20 * second);
     let mut smaller = hello(0, 0);
     smaller.rank.as_mut().unwrap().world_size = 1;
-    assert!(registry.hello(3, c.handle(), &smaller, None, &settings(), &mut [], 9 * second).new_world);
+    assert!(registry.hello(3, c.handle(), (&smaller, None), &settings(), &mut [], 9 * second).new_world);
     assert_eq!(ranks(&registry), [(0, Presence::Present)]);
 }
 
@@ -145,8 +145,8 @@ fn a_helper_of_a_rank_is_no_rank() {
     let child = child.unwrap();
     let mut registry = Registry::default();
     let helper = Some(Arc::new(Handle::of_peer(child).unwrap()));
-    let parent = registry.hello(1, shell.handle(), &hello(0, 0), None, &settings(), &mut [], 1).id;
-    let helper = registry.hello(2, helper, &hello(0, 0), None, &settings(), &mut [], 2).id;
+    let parent = registry.hello(1, shell.handle(), (&hello(0, 0), None), &settings(), &mut [], 1).id;
+    let helper = registry.hello(2, helper, (&hello(0, 0), None), &settings(), &mut [], 2).id;
     assert!(registry.get(helper).unwrap().auxiliary && !registry.get(parent).unwrap().auxiliary);
     assert_eq!(registry.of_job(&job())[0].id, parent);
     Handle::open(child).unwrap().signal(rustix::process::Signal::KILL).unwrap();
@@ -158,7 +158,7 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
     let mut registry = Registry::default();
     let join = |registry: &mut Registry, number: usize, rank: i32| {
         let handle = sleepers[number].handle();
-        registry.hello(number as u64, handle, &hello(rank, 0), None, &settings(), &mut [], 1)
+        registry.hello(number as u64, handle, (&hello(rank, 0), None), &settings(), &mut [], 1)
     };
     let first = join(&mut registry, 0, 0).id;
     let second = join(&mut registry, 1, 0);
@@ -191,10 +191,10 @@ fn a_younger_process_of_the_same_rank_is_of_another_job() {
 fn a_rank_that_has_not_registered_is_of_the_job_that_leaves_it_room() {
     let (a, b, c) = (Sleeper::new(), Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
-    registry.hello(0, a.handle(), &hello(0, 0), None, &settings(), &mut [], 1);
-    registry.hello(1, b.handle(), &hello(0, 0), None, &settings(), &mut [], 1);
+    registry.hello(0, a.handle(), (&hello(0, 0), None), &settings(), &mut [], 1);
+    registry.hello(1, b.handle(), (&hello(0, 0), None), &settings(), &mut [], 1);
     let other = registry.jobs().into_iter().find(|other| *other != job()).unwrap();
-    registry.hello(2, c.handle(), &hello(1, 0), None, &settings(), &mut [], 1);
+    registry.hello(2, c.handle(), (&hello(1, 0), None), &settings(), &mut [], 1);
     let first_has = registry.of_job(&job()).len();
     let mut launched = Launched::default();
     let mut child = Command::new("sleep");
@@ -211,7 +211,7 @@ fn processes_without_a_rank_are_jobs_of_their_own_until_they_have_one() {
     let (a, b) = (Sleeper::new(), Sleeper::new());
     let mut registry = Registry::default();
     for (connection, sleeper) in [(1, &a), (2, &b)] {
-        registry.hello(connection, sleeper.handle(), &hello(-1, 0), None, &settings(), &mut [], 1);
+        registry.hello(connection, sleeper.handle(), (&hello(-1, 0), None), &settings(), &mut [], 1);
     }
     assert_eq!(registry.jobs().len(), 2);
     for (connection, rank) in [(1, 0), (2, 1)] {

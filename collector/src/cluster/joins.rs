@@ -83,8 +83,8 @@ pub fn keys(units: &[Unit], is_of_node: impl Fn(&JobKey) -> bool) -> Vec<JobKey>
     let mut taken: BTreeSet<JobKey> = BTreeSet::new();
     for group in &joined {
         let theirs = || group.units.iter().map(|unit| &units[*unit]);
-        let wanted = theirs().map(|unit| &unit.current).chain(theirs().map(|unit| &unit.job));
-        let key = wanted.cloned().find(|key| !taken.contains(key)).or_else(|| {
+        let mut wanted = theirs().map(|unit| &unit.current).chain(theirs().map(|unit| &unit.job));
+        let key = wanted.find(|key| !taken.contains(*key)).cloned().or_else(|| {
             let first = theirs().next()?;
             let instance = format!("{} communicator {:x}", first.job.instance, group.communicators.first()?);
             Some(JobKey { name: first.job.name.clone(), instance: instance.trim_start().into() })

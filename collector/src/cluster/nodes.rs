@@ -502,7 +502,7 @@ impl Nodes {
             node.keys.retain(|own, _| own.name != name || units.contains_key(&(*id, own.clone())));
         }
         let units: Vec<Unit> = units.into_values().collect();
-        let keys = joins::keys(&units, |key| is_of_node(key));
+        let keys = joins::keys(&units, is_of_node);
         let mut moved = BTreeSet::new();
         for (unit, key) in units.iter().zip(keys).filter(|(unit, key)| unit.current != *key) {
             let Some(node) = self.nodes.get_mut(&unit.node) else { continue };

@@ -84,7 +84,7 @@ impl Core {
         }
         let since_ns = self.told.get(id).map_or(0, |told| told.sampled_ns);
         let postponed = is_confirmed && !self.kill(id, since_ns, now);
-        if is_confirmed && !postponed || judged.by_cluster && !postponed {
+        if (is_confirmed || judged.by_cluster) && !postponed {
             return;
         }
         self.look_again(id, postponed && judged.by_cluster, now);
