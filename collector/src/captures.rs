@@ -1,9 +1,13 @@
 //! Captures on a thread of their own, with a limit on waiting: an incident never waits for a capture that does not end.
 
 use std::{
-    sync::{Mutex, mpsc},
+    sync::{
+        Arc, Mutex,
+        atomic::{AtomicBool, AtomicU32, Ordering},
+        mpsc::{self, RecvTimeoutError},
+    },
     thread,
-    time::Duration,
+    time::{Duration, Instant},
 };
 
 use xpu_timer_capture::{Capturer, Options, ProcessCapture};
@@ -31,6 +35,8 @@ struct Request {
     pids: Vec<i32>,
     options: Options,
     answer: mpsc::Sender<Answer>,
+    // Nobody waits for it any longer.
+    cancelled: Arc<AtomicBool>,
 }
 
 /// Makes the capturer of a new worker.
@@ -38,16 +44,49 @@ type Make = Box<dyn Fn() -> Box<dyn Capture> + Send + Sync>;
 
 /// The capture worker of a node; shared by all incidents, because what it learns about libraries serves all ranks.
 pub struct Captures {
-    worker: Mutex<Option<mpsc::Sender<Request>>>,
-    given_up: Mutex<u32>,
+    worker: Mutex<Option<Worker>>,
+    given_up: Arc<AtomicU32>,
     make: Make,
 }
 
-/// Waiting for another incident's capture to end.
-const TURN: Duration = Duration::from_secs(3);
+/// A thread that captures, one request after the other.
+struct Worker {
+    requests: mpsc::Sender<Request>,
+    life: Arc<Mutex<Life>>,
+}
+
+/// What is known of a worker's thread.
+#[derive(Default)]
+struct Life {
+    // When the capture that it is in must be done.
+    due: Option<Instant>,
+    given_up: bool,
+    ended: bool,
+}
+
+/// Counts a worker that was given up for as long as its thread is there.
+struct Thread {
+    life: Arc<Mutex<Life>>,
+    given_up: Arc<AtomicU32>,
+}
+
+impl Drop for Thread {
+    fn drop(&mut self) {
+        let mut life = lock(&self.life);
+        life.ended = true;
+        if life.given_up {
+            self.given_up.fetch_sub(1, Ordering::AcqRel);
+        }
+    }
+}
+
+/// Waiting for other incidents' captures to end, as long as they do.
+const TURN: Duration = Duration::from_secs(20);
 /// Beyond the deadline that the capturer itself keeps.
 const GRACE: Duration = Duration::from_millis(300);
-/// Workers that never came back. More than this many and capturing is given up for good: threads are not free either.
+/// How often it is looked whether the worker still works.
+const LOOK: Duration = Duration::from_millis(200);
+/// Workers that have not come back. While there are more than this many, nothing is captured: threads are not free either.
 const MAX_GIVEN_UP: u32 = 8;
 
 impl Default for Captures {
@@ -60,10 +99,17 @@ impl Captures {
     /// With any kind of capturer.
     #[must_use]
     pub fn new(make: Make) -> Self {
-        Captures { worker: Mutex::default(), given_up: Mutex::default(), make }
+        Captures { worker: Mutex::default(), given_up: Arc::default(), make }
     }
 
-    /// Captures processes and their children. Returns within the deadline and a little more, whatever the capturer does.
+    /// How many captures have not ended although their time is up; should be 0.
+    #[must_use]
+    pub fn given_up(&self) -> u32 {
+        self.given_up.load(Ordering::Acquire)
+    }
+
+    /// Captures processes and their children. Returns within the deadline and a little more, whatever the capturer does; later only
+    /// when other incidents are captured before.
     ///
     /// # Errors
     /// When the capture did not end in time.
@@ -73,49 +119,82 @@ impl Captures {
         }
         let options = Options { deadline, children: true, ..Default::default() };
         let (answer, answers) = mpsc::channel();
-        self.send(Request { pids: pids.to_vec(), options, answer })?;
-        let begun = answers.recv_timeout(TURN);
-        let done = begun.is_ok().then(|| answers.recv_timeout(deadline + GRACE));
-        if let Some(Ok(Answer::Done(captures))) = done {
-            return Ok(captures);
+        let cancelled = Arc::new(AtomicBool::new(false));
+        let request = Request { pids: pids.to_vec(), options, answer, cancelled: Arc::clone(&cancelled) };
+        let life = self.send(request)?;
+        let begun = Instant::now();
+        let waited = loop {
+            match answers.recv_timeout(LOOK) {
+                Ok(_) => break Ok(answers.recv_timeout(deadline + GRACE)),
+                Err(RecvTimeoutError::Disconnected) => break Err("the capture failed".into()),
+                // The worker is in the capture of another incident, which may never end.
+                Err(RecvTimeoutError::Timeout) if lock(&life).due.is_some_and(|due| due < Instant::now()) => {
+                    self.give_up(&life);
+                    break Err("the capture before it does not end".to_string());
+                }
+                Err(RecvTimeoutError::Timeout) if begun.elapsed() > TURN => {
+                    break Err(format!("others were captured for {TURN:?}"));
+                }
+                Err(RecvTimeoutError::Timeout) => {}
+            }
+        };
+        cancelled.store(true, Ordering::Release);
+        match waited {
+            Ok(Ok(Answer::Done(captures))) => Ok(captures),
+            Ok(_) => {
+                self.give_up(&life);
+                Err(Error::Capture(format!("no answer within {:.1} s", deadline.as_secs_f32())))
+            }
+            Err(why) => Err(Error::Capture(why)),
         }
-        self.give_up();
-        let within = if begun.is_ok() { deadline } else { TURN };
-        Err(Error::Capture(format!("no answer within {:.1} s", within.as_secs_f32())))
     }
 
-    fn send(&self, mut request: Request) -> Result<(), Error> {
+    fn send(&self, mut request: Request) -> Result<Arc<Mutex<Life>>, Error> {
         let mut worker = lock(&self.worker);
-        if let Some(sender) = worker.as_ref() {
-            match sender.send(request) {
-                Ok(()) => return Ok(()),
+        if let Some(running) = worker.as_ref() {
+            match running.requests.send(request) {
+                Ok(()) => return Ok(Arc::clone(&running.life)),
                 // The worker panicked: the next one takes the request over.
                 Err(mpsc::SendError(back)) => request = back,
             }
         }
-        if *lock(&self.given_up) >= MAX_GIVEN_UP {
-            return Err(Error::Capture(format!("given up after {MAX_GIVEN_UP} captures that did not end")));
+        if self.given_up() >= MAX_GIVEN_UP {
+            return Err(Error::Capture(format!("{MAX_GIVEN_UP} captures before it have not ended")));
         }
         let (sender, requests) = mpsc::channel::<Request>();
+        let life = Arc::<Mutex<Life>>::default();
+        let thread = Thread { life: Arc::clone(&life), given_up: Arc::clone(&self.given_up) };
         let mut capturer = (self.make)();
         let work = move || {
             for request in requests {
+                if request.cancelled.load(Ordering::Acquire) {
+                    continue;
+                }
+                lock(&thread.life).due = Some(Instant::now() + request.options.deadline + GRACE);
                 // Nobody listens to a capture that came too late.
                 let _ = request.answer.send(Answer::Begun);
                 let _ = request.answer.send(Answer::Done(capturer.capture(&request.pids, &request.options)));
+                lock(&thread.life).due = None;
             }
         };
         thread::Builder::new().name("capture".into()).spawn(work).map_err(Error::system("start the capture thread"))?;
         // It cannot have ended: its receiver waits for this request.
         let _ = sender.send(request);
-        *worker = Some(sender);
-        Ok(())
+        *worker = Some(Worker { requests: sender, life: Arc::clone(&life) });
+        Ok(life)
     }
 
-    /// Leaves the worker to itself; the next capture gets a new one.
-    fn give_up(&self) {
-        *lock(&self.worker) = None;
-        *lock(&self.given_up) += 1;
+    /// Leaves a worker to itself; the next capture gets a new one.
+    fn give_up(&self, of: &Arc<Mutex<Life>>) {
+        let mut worker = lock(&self.worker);
+        if worker.as_ref().is_some_and(|worker| Arc::ptr_eq(&worker.life, of)) {
+            *worker = None;
+        }
+        let mut life = lock(of);
+        if !life.given_up && !life.ended {
+            life.given_up = true;
+            self.given_up.fetch_add(1, Ordering::AcqRel);
+        }
     }
 }
 
@@ -125,14 +204,6 @@ fn lock<T>(mutex: &Mutex<T>) -> std::sync::MutexGuard<'_, T> {
 
 #[cfg(test)]
 mod tests {
-    use std::{
-        sync::{
-            Arc,
-            atomic::{AtomicU32, Ordering},
-        },
-        time::Instant,
-    };
-
     use super::*;
 
     struct Fake(mpsc::Receiver<()>);
@@ -176,8 +247,26 @@ mod tests {
     }
 
     #[test]
+    fn many_incidents_at_once_wait_for_their_turn_and_give_no_worker_up() {
+        struct Slow;
+        impl Capture for Slow {
+            fn capture(&mut self, pids: &[i32], _: &Options) -> Vec<ProcessCapture> {
+                thread::sleep(SHORT);
+                pids.iter().map(|pid| ProcessCapture { pid: *pid, ..Default::default() }).collect()
+            }
+        }
+        let captures = Captures::new(Box::new(|| Box::new(Slow)));
+        let deadline = Duration::from_secs(30);
+        thread::scope(|scope| {
+            let all: Vec<_> = (0..6).map(|_| scope.spawn(|| captures.capture(&[7], deadline))).collect();
+            assert!(all.into_iter().all(|one| one.join().unwrap().is_ok()));
+        });
+        assert_eq!(captures.given_up(), 0);
+    }
+
+    #[test]
     fn a_capture_that_never_ends_or_panics_costs_its_time_and_no_more() {
-        let (captures, made, _holds) = captures();
+        let (captures, made, holds) = captures();
         let start = Instant::now();
         let error = captures.capture(&[13], SHORT).unwrap_err().to_string();
         assert!(error.contains("no answer within 0.1 s"), "{error}");
@@ -185,9 +274,18 @@ mod tests {
         assert!(captures.capture(&[666], SHORT).is_err());
         assert_eq!(captures.capture(&[7], SHORT).unwrap().len(), 1);
         assert_eq!(made.load(Ordering::Relaxed), 3);
-        for _ in 2..MAX_GIVEN_UP {
+        assert_eq!(captures.given_up(), 1, "a worker that panicked has ended");
+        for _ in 1..MAX_GIVEN_UP {
             assert!(captures.capture(&[13], Duration::ZERO).is_err());
         }
-        assert!(captures.capture(&[7], SHORT).unwrap_err().to_string().contains("given up"));
+        assert_eq!(captures.given_up(), MAX_GIVEN_UP);
+        assert!(captures.capture(&[7], SHORT).unwrap_err().to_string().contains("have not ended"));
+        // The captures end after all.
+        lock(&holds).clear();
+        while captures.given_up() > 0 {
+            assert!(start.elapsed() < Duration::from_secs(30));
+            thread::yield_now();
+        }
+        assert_eq!(captures.capture(&[7], SHORT).unwrap().len(), 1);
     }
 }

@@ -10,7 +10,7 @@ use clap::{Parser, Subcommand};
 use tracing::warn;
 use xpu_timer_proto::env::Source;
 
-use crate::{cluster, config::Settings, error::Error, incidents::Remote, node};
+use crate::{cluster, config::Settings, error::Error, incidents::Remote, node, supervisor};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -30,6 +30,12 @@ enum Role {
         /// End when nothing has been connected, and no command has lived under a launcher, for this many seconds
         #[arg(long, value_name = "SECONDS", value_parser = seconds)]
         linger: Option<Duration>,
+        /// Stay as a small parent of the collector, which is started again when it dies
+        #[arg(long)]
+        supervise: bool,
+        // Standard input is the socket between the two.
+        #[arg(long, hide = true)]
+        tied: bool,
     },
     /// Joins the nodes of a cluster: they dial in, and one verdict is made for all ranks of a job
     ///
@@ -96,7 +102,7 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// What [`node::run`] cannot do without. That one runs already is none.
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     match arguments.command {
-        Role::Node { linger } => run_node(linger),
+        Role::Node { linger, supervise, tied } => run_node(linger, supervise, tied),
         Role::Cluster { listen } => {
             let (settings, problems) = cluster::config::Settings::from_process(listen).map_err(anyhow::Error::msg)?;
             for problem in problems {
@@ -120,7 +126,7 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
         Incidents::Fetch { id, dir, rank } => {
             let (folder, remark) = remote.fetch(id, dir, rank)?;
             if let Some(remark) = remark {
-                eprintln!("xpu_timer_collector: {remark}");
+                say(&format!("xpu_timer_collector: {remark}"));
             }
             format!("{}\n", folder.display())
         }
@@ -132,6 +138,11 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
     }
 }
 
+/// A line on stderr. Where it cannot be written, nobody can be told.
+pub fn say(line: &str) {
+    let _ = writeln!(std::io::stderr(), "{line}");
+}
+
 /// Columns of stdout; `None` where it is no terminal.
 fn terminal_width() -> Option<usize> {
     let stdout = std::io::stdout();
@@ -139,17 +150,22 @@ fn terminal_width() -> Option<usize> {
     size.map(|size| usize::from(size.ws_col)).filter(|&width| width > 0)
 }
 
-fn run_node(linger: Option<Duration>) -> anyhow::Result<()> {
+fn run_node(linger: Option<Duration>, supervise: bool, tied: bool) -> anyhow::Result<()> {
     let (settings, problems) = Settings::from_process(linger);
-    for problem in problems {
-        warn!("{problem}");
-    }
-    match node::run(settings) {
-        Err(error @ Error::Running { .. }) => {
-            eprintln!("{error}");
+    let result = if supervise {
+        supervisor::run(&settings, tied)
+    } else {
+        for problem in problems {
+            warn!("{problem}");
+        }
+        node::run(settings, tied).map_err(Into::into)
+    };
+    match result {
+        Err(error) if matches!(error.downcast_ref(), Some(Error::Running { .. })) => {
+            say(&error.to_string());
             Ok(())
         }
-        result => Ok(result?),
+        result => result,
     }
 }
 
@@ -163,7 +179,7 @@ mod tests {
     fn the_command_line_is_consistent() {
         Arguments::command().debug_assert();
         let arguments = Arguments::try_parse_from(["c", "node", "--linger", "1.5"]).unwrap();
-        assert!(matches!(arguments.command, Role::Node { linger: Some(linger) } if linger.as_millis() == 1500));
+        assert!(matches!(arguments.command, Role::Node { linger: Some(linger), .. } if linger.as_millis() == 1500));
         for wrong in ["-1", "soon", "inf"] {
             assert!(Arguments::try_parse_from(["c", "node", &format!("--linger={wrong}")]).is_err(), "{wrong}");
         }

@@ -5,7 +5,7 @@ use std::{path::PathBuf, time::Duration};
 use rustix::process::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
-    socket,
+    socket::{self, Fingerprint},
 };
 
 use crate::metrics::MetricsSettings;
@@ -15,6 +15,8 @@ use crate::metrics::MetricsSettings;
 pub struct Settings {
     /// The socket that hooks and launchers connect to.
     pub socket: PathBuf,
+    /// What launchers of other jobs compare with what they want.
+    pub fingerprints: Vec<Fingerprint>,
     /// Control port on loopback.
     pub control_port: u16,
     /// Metrics port on loopback; `None` when there is no port above the control port.
@@ -69,13 +71,15 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
+        let place = socket::place(source, uid, |_| None);
         Settings {
-            socket: socket::of(source, uid),
+            socket: place.socket,
+            fingerprints: socket::fingerprints(source),
             control_port,
             metrics_port: control_port.checked_add(1),
             port_variable,
             timeline_path: source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default(),
-            fallback_path: socket::directory(&socket::temporary(source), uid).join("timeline"),
+            fallback_path: place.directory.join("timeline"),
             sample_interval: seconds("XPU_TIMER_SAMPLE_INTERVAL"),
             hang_timeout: seconds("XPU_TIMER_HANG_TIMEOUT"),
             node: text("POD_NAME"),
@@ -123,11 +127,11 @@ mod tests {
 
     #[test]
     fn defaults() {
-        let settings = settings(&[("TMPDIR", "/t")]);
-        assert_eq!(settings.socket, PathBuf::from("/t/xpu_timer-7/18888.sock"));
+        let settings = settings(&[("TMPDIR", "/usr")]);
+        assert_eq!(settings.socket, PathBuf::from("/usr/xpu_timer-7/18888.sock"));
         assert_eq!((settings.control_port, settings.metrics_port), (18888, Some(18889)));
         assert_eq!(settings.timeline_path, PathBuf::from("/root/timeline"));
-        assert_eq!(settings.fallback_path, PathBuf::from("/t/xpu_timer-7/timeline"));
+        assert_eq!(settings.fallback_path, PathBuf::from("/usr/xpu_timer-7/timeline"));
         assert_eq!((settings.sample_interval.as_secs(), settings.hang_timeout.as_secs()), (5, 300));
     }
 

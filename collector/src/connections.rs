@@ -158,6 +158,12 @@ impl Connections {
         self.open.remove(&id);
     }
 
+    /// Closes all. Hooks connect again within a moment.
+    pub fn close_all(&mut self) -> Vec<ConnectionId> {
+        let all = std::mem::take(&mut self.open);
+        all.into_keys().collect()
+    }
+
     /// Closes those that never spoke.
     pub fn close_silent(&mut self) {
         let silent = |connection: &Connection| !connection.spoke && connection.accepted.elapsed() > SILENCE;

@@ -2,6 +2,7 @@
 
 mod comparing;
 mod ending;
+mod unwritten;
 mod work;
 
 use std::{
@@ -43,6 +44,7 @@ use crate::{
 };
 use ending::Ending;
 pub use ending::Judged;
+use unwritten::Unwritten;
 
 /// What came of an incident, for `/status`.
 #[derive(Debug, Clone, Default)]
@@ -63,7 +65,7 @@ pub struct Told {
     pub own: Option<Judged>,
     /// What went wrong.
     pub errors: Vec<String>,
-    /// The verdict, when no folder has it.
+    /// The verdict, as long as no folder has it.
     pub verdict: Option<Box<Verdict>>,
 }
 
@@ -81,6 +83,8 @@ pub struct Core {
     pub problems: Vec<String>,
     /// Incidents opened so far.
     pub opened: u64,
+    /// Pid of the supervisor, when there is one.
+    pub supervisor: Option<u32>,
     /// When it was started.
     pub started: Now,
     /// Name of this node.
@@ -95,11 +99,13 @@ pub struct Core {
     dumps: Throttle<JobKey>,
     /// What the ranks' rings say, for `/metrics`.
     pub sampler: Sampler,
-    captures: Arc<Captures>,
+    /// The capture worker.
+    pub captures: Arc<Captures>,
     hurry: Arc<Hurry>,
     boot: String,
     pub(crate) waiting: BTreeMap<String, Vec<DumpReply>>,
     searched: BTreeSet<PathBuf>,
+    unwritten: Unwritten,
     webhook: Option<Webhook>,
     /// Ranks that slow their job down.
     pub slow: SlowRanks,
@@ -146,6 +152,7 @@ impl Core {
             told: BTreeMap::new(),
             problems: Vec::new(),
             opened: 0,
+            supervisor: None,
             started: Now::get(),
             node,
             launched: Launched::default(),
@@ -164,6 +171,7 @@ impl Core {
             boot: process::boot_id(),
             waiting: BTreeMap::new(),
             searched: BTreeSet::new(),
+            unwritten: Unwritten::default(),
             webhook,
             slow: SlowRanks::default(),
             compared_ns: 0,
@@ -418,7 +426,8 @@ impl Core {
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
         let mut observations: Vec<Observation> =
             self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
-        for job in self.registry.jobs().iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
+        let living = self.registry.living_jobs();
+        for job in living.iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
             observations
                 .iter_mut()
                 .filter(|rank| rank.job == *job)
@@ -435,7 +444,7 @@ impl Core {
                 self.engine.lift(&rank.job, &cause, now);
             }
         }
-        for job in self.registry.jobs() {
+        for job in living {
             let ranks: Vec<&Observation> = observations.iter().filter(|rank| rank.job == job).collect();
             let last = ranks.iter().map(|rank| rank.last_launch_ns.max(rank.registered_ns)).max().unwrap_or(0);
             self.member.launched(&job, last);
@@ -447,10 +456,7 @@ impl Core {
                 let cause = Cause::Idle;
                 self.raise(Raise { job, attempt, rank: -1, cause, operation: None, since_ns, late_ns }, now);
             } else {
-                // A job whose ranks have all ended does not move again.
-                if !ranks.is_empty() {
-                    self.engine.lift(&job, &Cause::Idle, now);
-                }
+                self.engine.lift(&job, &Cause::Idle, now);
                 self.forgive_deaths(&job, last, now);
             }
         }
@@ -460,7 +466,10 @@ impl Core {
         self.tick_member(now);
         let engine = &self.engine;
         self.told.retain(|id, _| engine.get(id).is_some());
+        let folders = self.folders();
+        self.searched.retain(|path| folders.contains(path));
         self.tick_ending(now);
+        self.tick_unwritten(now);
         self.sampler.turn(living_ranks(&self.registry), now);
         self.compare(now);
         self.registry.forget(now.mono_ns);
@@ -500,6 +509,7 @@ impl Core {
             Command::Question(Question::SlowRanks(reply)) => drop(reply.send(self.slow.json())),
             Command::Question(Question::Dump { job, reply }) => self.manual(job.as_deref(), reply, now),
             Command::Finished(outcome) => self.finished(*outcome, now),
+            Command::Written(id, result) => self.written(&id, result, now),
             Command::Found(found, wait_ns) => self.adopt(found, wait_ns, now),
             Command::Uplink(event) => self.uplink(event, now),
             Command::Stop => self.hurry.set(),

@@ -17,9 +17,11 @@ use tracing::warn;
 
 type Work = Box<dyn FnOnce() + Send>;
 
-/// One thread for each folder of incident folders.
+/// One thread for each folder of incident folders, up to [`MAX_THREADS`].
 pub struct Disk {
     roots: BTreeMap<PathBuf, Thread>,
+    // For the folders that have none, of which there may be as many as there are processes.
+    others: Option<Thread>,
     done: Arc<dyn Fn() + Send + Sync>,
 }
 
@@ -35,6 +37,8 @@ impl Thread {
     }
 }
 
+/// Beyond this, folders whose thread is idle lose it, and what has none when all are busy shares one.
+const MAX_THREADS: usize = 16;
 /// The loop waits for so long for what a healthy disk does in a moment.
 const SOON: Duration = Duration::from_secs(1);
 
@@ -42,13 +46,13 @@ impl Disk {
     /// Without a thread yet. `done` is called whenever something is done.
     #[must_use]
     pub fn new(done: impl Fn() + Send + Sync + 'static) -> Self {
-        Disk { roots: BTreeMap::new(), done: Arc::new(done) }
+        Disk { roots: BTreeMap::new(), others: None, done: Arc::new(done) }
     }
 
     /// Whether something is not done yet.
     #[must_use]
     pub fn is_busy(&self) -> bool {
-        self.roots.values().any(Thread::is_busy)
+        self.roots.values().chain(&self.others).any(Thread::is_busy)
     }
 
     /// Does something in or below a folder, after what was given for that before; when that takes long, later.
@@ -90,14 +94,23 @@ impl Disk {
 
     fn thread(&mut self, root: &Path) -> Option<&Thread> {
         if !self.roots.contains_key(root) {
-            let (give, take) = mpsc::channel::<Work>();
-            let turn = move || take.into_iter().for_each(|work| work());
-            match thread::Builder::new().name("disk".into()).spawn(turn) {
-                Ok(_) => _ = self.roots.insert(root.into(), Thread { give, under_way: Arc::default() }),
-                Err(error) => warn!("no thread for {}: {error}", root.display()),
+            if self.roots.len() >= MAX_THREADS {
+                // A thread ends with its sender.
+                self.roots.retain(|_, thread| thread.is_busy());
+            }
+            let is_full = self.roots.len() >= MAX_THREADS;
+            if !(is_full && self.others.is_some()) {
+                let (give, take) = mpsc::channel::<Work>();
+                let turn = move || take.into_iter().for_each(|work| work());
+                let thread = Thread { give, under_way: Arc::default() };
+                match thread::Builder::new().name("disk".into()).spawn(turn) {
+                    Ok(_) if is_full => self.others = Some(thread),
+                    Ok(_) => _ = self.roots.insert(root.into(), thread),
+                    Err(error) => warn!("no thread for {}: {error}", root.display()),
+                }
             }
         }
-        self.roots.get(root)
+        self.roots.get(root).or(self.others.as_ref())
     }
 }
 
@@ -123,5 +136,35 @@ mod tests {
         answer.send(1).unwrap();
         assert_eq!(heard.recv(), Ok(1));
         order.recv().unwrap();
+    }
+
+    #[test]
+    fn any_number_of_folders_has_a_few_threads() {
+        let mut disk = Disk::new(|| {});
+        for number in 0..1000 {
+            assert_eq!(disk.ask(Path::new(&format!("/{number}")), move || number, drop), Some(number));
+            assert!(disk.roots.len() <= MAX_THREADS);
+        }
+        // All of them are busy.
+        let mut holds = Vec::new();
+        disk.roots.clear();
+        for number in 0..MAX_THREADS {
+            let (hold, held) = mpsc::channel::<()>();
+            holds.push(hold);
+            let thread = disk.thread(Path::new(&format!("/{number}"))).unwrap();
+            let under_way = Arc::clone(&thread.under_way);
+            under_way.fetch_add(1, Ordering::AcqRel);
+            thread
+                .give
+                .send(Box::new(move || {
+                    let _ = held.recv();
+                    under_way.fetch_sub(1, Ordering::AcqRel);
+                }))
+                .unwrap();
+        }
+        assert_eq!(disk.ask(Path::new("/other"), || 1, drop), Some(1));
+        assert_eq!(disk.ask(Path::new("/one_more"), || 2, drop), Some(2));
+        assert_eq!((disk.roots.len(), disk.others.is_some()), (MAX_THREADS, true));
+        drop(holds);
     }
 }

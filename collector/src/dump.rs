@@ -93,6 +93,10 @@ pub struct Outcome {
     pub path: Option<PathBuf>,
     /// The verdict.
     pub verdict: Verdict,
+    /// Whether its folder has it.
+    pub written: bool,
+    /// Where the folder was to go.
+    pub timeline_path: PathBuf,
     /// When the second sample was complete, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// What the cluster collector is to have.
@@ -133,10 +137,12 @@ const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 /// Dumps, judges and writes one incident. Whatever fails, there is an outcome.
 pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let head = head(&plan);
+    let timeline_path = plan.timeline_path.clone();
     judging::survive(|| work(plan, captures, hurry)).unwrap_or_else(|why| {
         error!("incident {}: its dump failed: {why}", head.incident);
         let verdict = judging::unknown(&head, format!("The job could not be looked at: the dump failed ({why})."));
-        Outcome { incident: head.incident, path: None, verdict, sampled_ns: Now::get().mono_ns, part: None }
+        let sampled_ns = Now::get().mono_ns;
+        Outcome { incident: head.incident, path: None, verdict, written: false, timeline_path, sampled_ns, part: None }
     })
 }
 
@@ -161,12 +167,13 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
     let deadline = begun + plan.sample_interval + BUDGET;
     let written = judging::survive(|| write(&plan, &evidence, &mut verdict, deadline));
-    let (path, part) = written.unwrap_or_else(|why| {
+    let (path, written, part) = written.unwrap_or_else(|why| {
         error!("incident {}: its folder could not be finished: {why}", plan.incident);
         verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
-        (None, None)
+        (None, false, None)
     });
-    Outcome { incident: plan.incident, path, verdict, sampled_ns: sampled.mono_ns, part }
+    let (incident, timeline_path) = (plan.incident, plan.timeline_path);
+    Outcome { incident, path, verdict, written, timeline_path, sampled_ns: sampled.mono_ns, part }
 }
 
 /// Name of the folder of an incident. The nodes of a job may share one file system, on which the cluster collector writes the
@@ -246,13 +253,13 @@ fn head(plan: &Plan) -> Evidence {
     }
 }
 
-/// Writes the folder. What cannot be written is said in the log and in the verdict.
+/// Writes the folder. What cannot be written is said in the log and in the verdict. The second of the result is whether the verdict was.
 fn write(
     plan: &Plan,
     evidence: &Evidence,
     verdict: &mut Verdict,
     deadline: Instant,
-) -> (Option<PathBuf>, Option<Kept>) {
+) -> (Option<PathBuf>, bool, Option<Kept>) {
     let incident = &plan.incident;
     let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
     let made = match plan.is_part() {
@@ -297,7 +304,7 @@ fn write(
         }
     }
     let part = part.map(|(part, _)| Box::new(part.finish(incident, verdict.timing.errors.clone())));
-    let Some(folder) = folder else { return (None, part.map(Kept::Here)) };
+    let Some(folder) = folder else { return (None, false, part.map(Kept::Here)) };
     problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
     let part = part.map(|part| match folder.write(PART, &part.encode_to_vec()) {
         Ok(()) => Kept::In(folder.path.clone()),
@@ -309,10 +316,10 @@ fn write(
     folder.release_reserve();
     verdict.timing.errors.extend(problems.report(incident));
     finish_times(plan, verdict);
-    write_verdict(&folder, verdict);
+    let mut written = write_verdict(&folder, verdict);
     if plan.is_part() {
         // The pictures of the whole job are drawn where the verdict is made.
-        return (Some(folder.path), part);
+        return (Some(folder.path), written, part);
     }
 
     let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
@@ -321,11 +328,11 @@ fn write(
         verdict.timing.errors.push(problem);
     }
     finish_times(plan, verdict);
-    write_verdict(&folder, verdict);
+    written = write_verdict(&folder, verdict);
     if let Err(error) = folder.link_latest() {
         warn!("incident {incident}: {}", chain(&error));
     }
-    (Some(folder.path), part)
+    (Some(folder.path), written, part)
 }
 
 fn finish_times(plan: &Plan, verdict: &mut Verdict) {
@@ -333,14 +340,23 @@ fn finish_times(plan: &Plan, verdict: &mut Verdict) {
     verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
 }
 
-/// Writes `verdict.json` and `verdict.txt`, and says in the log what could not be written.
-pub fn write_verdict(folder: &Folder, verdict: &Verdict) {
-    let json = serde_json::to_vec_pretty(verdict).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}").into());
-    for (name, bytes) in [("verdict.txt", verdict.to_text().into_bytes()), ("verdict.json", json)] {
-        if let Err(error) = folder.write(name, &bytes) {
-            warn!("incident {}: {}", verdict.incident, chain(&error));
-        }
+/// Writes `verdict.json` and `verdict.txt`, and says in the log what could not be written. Whether both were.
+pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
+    let written = try_write_verdict(folder, verdict);
+    if let Err(error) = &written {
+        warn!("incident {}: {}", verdict.incident, chain(error));
     }
+    written.is_ok()
+}
+
+/// Writes `verdict.txt` and then `verdict.json`.
+///
+/// # Errors
+/// When one of them cannot be written. The other one is tried all the same.
+pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
+    let json = serde_json::to_vec_pretty(verdict).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}").into());
+    let text = folder.write("verdict.txt", verdict.to_text().as_bytes());
+    folder.write("verdict.json", &json).and(text)
 }
 
 /// Reads a folder's verdict again, changes it, and writes it back.

@@ -2,13 +2,22 @@
 
 use std::{
     fs,
-    io::{self, Write},
+    io::{self, BufRead, Read, Write},
     os::unix::fs::{MetadataExt, OpenOptionsExt, symlink},
     path::{Path, PathBuf},
+    sync::OnceLock,
 };
 
+use tracing::{info, warn};
+use xpu_timer_analysis::{Status, Verdict};
+use xpu_timer_proto::{Message, v1::Evidence};
+
 use crate::{
-    error::Error,
+    dump,
+    error::{Error, chain},
+    judging,
+    process::{self, Stat},
+    records,
     safe_path::{create_directories, private_directory},
 };
 
@@ -22,6 +31,8 @@ pub struct Folder {
 /// Set aside while the dumps are written, so that the verdict still fits when they fill the disk.
 const RESERVE: &str = ".reserve";
 const RESERVE_BYTES: usize = 256 * 1024;
+/// The first line of that file is not longer.
+const MAX_STAMP_BYTES: u64 = 512;
 /// Says which node a folder is of.
 const OWNER: &str = ".owner";
 /// Nodes of one name that may share a file system.
@@ -88,7 +99,11 @@ impl Folder {
         let folder = Folder { path };
         folder.release_reserve();
         let owned = owner.map_or(Ok(()), |owner| folder.write(OWNER, owner.as_bytes()));
-        let reserved = owned.and_then(|()| folder.write_new(RESERVE, |file| file.write_all(&vec![0; RESERVE_BYTES])));
+        let reserve = |file: &mut dyn Write| {
+            file.write_all(format!("{}\n", own_stamp()).as_bytes())?;
+            file.write_all(&vec![0; RESERVE_BYTES])
+        };
+        let reserved = owned.and_then(|()| folder.write_new(RESERVE, reserve));
         if let Err(error) = reserved {
             // No room for anything: another place is needed. What was here before stays.
             if made {
@@ -118,6 +133,23 @@ impl Folder {
         self.write_new(&temporary, pieces)?;
         let to = self.path.join(name);
         fs::rename(self.path.join(&temporary), &to).map_err(Error::path("write", to))
+    }
+
+    /// Makes the folder of an incident again, which could not be made or was removed before its verdict was in it, and writes the
+    /// verdict.
+    ///
+    /// # Errors
+    /// When that is not possible now either.
+    pub fn write_late(root: &Path, fallback: &Path, name: &str, verdict: &Verdict) -> Result<Folder, Error> {
+        let (folder, _) = Self::create(root, fallback, name)?;
+        folder.release_reserve();
+        let written = dump::try_write_verdict(&folder, verdict).and_then(|()| folder.link_latest());
+        if let Err(error) = written {
+            // Only an empty one goes.
+            let _ = fs::remove_dir(&folder.path);
+            return Err(error);
+        }
+        Ok(folder)
     }
 
     /// Gives back the room that was set aside.
@@ -158,6 +190,59 @@ impl Folder {
             Error::path("write", &path)(error)
         })
     }
+}
+
+/// Finishes the folders that a collector of this machine had in work when it was killed. What it had written is of use; without its
+/// stacks a folder says nothing.
+pub fn finish_left(root: &Path) {
+    for path in records::folders(root).into_iter().filter(|path| is_own_folder(path) && is_left(path)) {
+        let folder = Folder { path };
+        folder.release_reserve();
+        let has = |end: &str| {
+            let names = fs::read_dir(&folder.path).into_iter().flatten().flatten().map(|entry| entry.file_name());
+            names.into_iter().any(|name| name.to_string_lossy().ends_with(end))
+        };
+        if has("verdict.json") {
+            continue;
+        }
+        let done = if has(".stacktrace") {
+            let incident = records::incident_of(&folder.path);
+            let evidence = Evidence { incident, ..Default::default() };
+            let sentence = "The collector was killed before it could judge. The stacks that it had taken are here.";
+            let mut verdict = judging::unknown(&evidence, sentence.into());
+            verdict.timing.status = Status::Ended;
+            folder.write("evidence.bin", &evidence.encode_to_vec()).and(dump::try_write_verdict(&folder, &verdict))
+        } else {
+            fs::remove_dir_all(&folder.path).map_err(Error::path("remove", &folder.path))
+        };
+        match done {
+            Ok(()) => info!("{} was left by a collector that was killed", folder.path.display()),
+            Err(error) => warn!("{}", chain(&error)),
+        }
+    }
+}
+
+/// Whether a folder was in work by a process of this machine that is gone.
+fn is_left(folder: &Path) -> bool {
+    let mut stamp = String::new();
+    let reserve = fs::OpenOptions::new().read(true).custom_flags(libc::O_NOFOLLOW).open(folder.join(RESERVE));
+    let line = reserve.and_then(|file| io::BufReader::new(file).take(MAX_STAMP_BYTES).read_line(&mut stamp));
+    let Some((place, process)) = stamp.trim_end().rsplit_once(' ').filter(|_| line.is_ok()) else { return false };
+    let lives = || {
+        let (pid, start) = process.split_once(':')?;
+        Some(Stat::of(pid.parse().ok()?)?.start == start.parse::<u64>().ok()?)
+    };
+    own_stamp().rsplit_once(' ').is_some_and(|(here, _)| here == place) && lives() != Some(true)
+}
+
+/// Machine, PID namespace and process: who has a folder in work.
+fn own_stamp() -> &'static str {
+    static STAMP: OnceLock<String> = OnceLock::new();
+    STAMP.get_or_init(|| {
+        let pid = std::process::id();
+        let start = Stat::of(pid as i32).map_or(0, |stat| stat.start);
+        format!("{} {pid}:{start}", process::home(Path::new("")))
+    })
 }
 
 /// The names that a folder of this node may have.

@@ -46,6 +46,8 @@ pub enum Command {
     Question(Question),
     /// A dump is finished.
     Finished(Box<Outcome>),
+    /// What came of another try to write a verdict: its folder and when it was dumped, or why not.
+    Written(String, Result<PathBuf, Error>),
     /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
     Found(Vec<(PathBuf, Record)>, u64),
     /// The stream to the cluster collector.

@@ -100,7 +100,9 @@ impl Silent {
 impl Launched {
     /// A launcher became its command. It may be a rank itself, or start ranks.
     pub fn add(&mut self, command: Arc<Handle>) {
-        if self.commands.len() >= MAX_COMMANDS {
+        // Whoever connects again and again without a word is one command all the same.
+        let same = |known: &Arc<Handle>| (known.pid, known.start) == (command.pid, command.start);
+        if self.commands.len() >= MAX_COMMANDS || self.commands.iter().any(same) {
             return;
         }
         if let Some(info) = command.rank.clone() {
@@ -108,6 +110,15 @@ impl Launched {
             self.ranks.push(Silent::new(Arc::clone(&command), info, instance, ancestors));
         }
         self.commands.push(command);
+    }
+
+    /// Finds the commands of launchers that an earlier collector of this socket knew.
+    pub fn find(&mut self, socket: &Path) {
+        for pid in process::commands(getuid().as_raw(), socket) {
+            if let Ok(command) = Handle::of_peer(pid) {
+                self.add(Arc::new(command));
+            }
+        }
     }
 
     /// Whether a command runs.

@@ -42,6 +42,7 @@ pub mod slow;
 pub mod socket;
 pub mod status;
 pub mod subjects;
+pub mod supervisor;
 pub mod throttle;
 pub mod token;
 pub mod uplink;

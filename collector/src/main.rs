@@ -14,14 +14,20 @@ fn main() -> ExitCode {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new("info"), Some(error)),
     };
-    tracing_subscriber::fmt().with_env_filter(filter).with_writer(std::io::stderr).with_ansi(false).init();
+    tracing_subscriber::fmt()
+        .with_env_filter(filter)
+        .with_writer(std::io::stderr)
+        .with_ansi(false)
+        // By default a line that cannot be written, on a full disk, is complained about by eprintln!, which panics then.
+        .log_internal_errors(false)
+        .init();
     if let Some(error) = wrong {
         tracing::warn!("XPU_TIMER_LOG={wanted:?} cannot be used, using \"info\" instead: {error}");
     }
     match cli::run(cli::Arguments::parse()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            eprintln!("xpu_timer_collector: {error:#}");
+            cli::say(&format!("xpu_timer_collector: {error:#}"));
             ExitCode::FAILURE
         }
     }

@@ -361,6 +361,11 @@ impl Core {
             warn!("incident {id}: the cluster collector does not answer; this node works alone");
             self.dump_alone(&id);
         }
+        // These are about jobs and incidents that are there.
+        let (living, engine) = (self.registry.living_jobs(), &self.engine);
+        self.member.last_launch.retain(|job, _| living.contains(job));
+        self.member.declined.retain(|_, until| *until > now.mono_ns);
+        self.member.told_hangs.retain(|id, _| engine.get(id).is_some());
         for request in std::mem::take(&mut self.member.held) {
             self.requested(request, now);
         }

@@ -34,7 +34,7 @@ use crate::{
 #[must_use]
 pub fn text(core: &Core, now: Now) -> String {
     let mut page = Page::default();
-    let ranks: Vec<&Rank> = core.registry.jobs().iter().flat_map(|job| core.registry.of_job(job)).collect();
+    let ranks: Vec<&Rank> = core.registry.living_jobs().iter().flat_map(|job| core.registry.of_job(job)).collect();
     let alive = labelled(core, ranks.into_iter().filter(|rank| rank.presence.is_alive()));
     common(&mut page, core, &alive);
     let sampled = |(labels, rank): &(Labels, &Rank)| Some((labels.clone(), core.sampler.of(rank.id)?));

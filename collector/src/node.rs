@@ -11,10 +11,12 @@ use rustix::{
     process::{Resource, Rlimit, getrlimit, setrlimit},
 };
 use tokio::{
+    net::TcpListener,
     runtime::Runtime,
     signal::unix::{SignalKind, signal},
 };
 use tracing::{error, info, warn};
+use xpu_timer_proto::socket;
 
 use crate::{
     captures::Captures,
@@ -28,6 +30,7 @@ use crate::{
     process::Handle,
     registry::{ConnectionId, RankId},
     socket::Endpoint,
+    supervisor::{News, Supervised},
     token::{Token, read_token},
     uplink::{self, Address},
 };
@@ -37,12 +40,24 @@ pub const TICK: Duration = Duration::from_secs(1);
 /// At the end, dumps in work are hurried and then given this long.
 const LAST_WORK: Duration = Duration::from_secs(10);
 
+/// A collector that was killed has given its ports back within this time.
+const TAKEN_APART: Duration = Duration::from_millis(500);
+
+/// Other pairs of ports that are tried, and how far they lie apart. The next one would be the cluster collector's.
+const OTHER_PAIRS: u16 = 8;
+const PAIRS_APART: u16 = 10;
+
 /// Runs the node collector until it is told to end, or nobody needs it any longer.
+///
+/// With `tied` its standard input is the socket to the supervisor that has started it.
 ///
 /// # Errors
 /// When there is another one for this socket, or the socket cannot be had.
-pub fn run(settings: Settings) -> Result<(), Error> {
-    let endpoint = Endpoint::open(&settings.socket)?;
+pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
+    let (supervised, endpoint) = match tied {
+        true => Supervised::begin(&settings).map(|(supervised, endpoint)| (Some(supervised), endpoint))?,
+        false => (None, Endpoint::open(&settings.socket)?),
+    };
     let descriptors = raise_descriptor_limit();
     let (inbox, commands) = Inbox::new()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
@@ -52,14 +67,29 @@ pub fn run(settings: Settings) -> Result<(), Error> {
         .build()
         .map_err(Error::system("start the HTTP runtime"))?;
     let mut core = Core::new(settings, Captures::default(), inbox.clone());
-    core.problems = runtime.block_on(start(&core.settings, &inbox, descriptors));
+    core.problems = runtime.block_on(start(&mut core.settings, &inbox, descriptors));
+    if let Some(problem) = tell_settings(&core.settings) {
+        error!("{problem}");
+        core.problems.push(problem);
+    }
     if let Some(problem) = join_cluster(&core.settings, &runtime, &inbox) {
         error!("{problem}");
         core.problems.push(problem);
     }
+    // A collector before this one may have been killed: its commands still run, and their ranks may have yet to register.
+    core.launched.find(&core.settings.socket);
+    core.supervisor = supervised.as_ref().and_then(Supervised::pid);
     info!("listening on {} as pid {}", core.settings.socket.display(), std::process::id());
-    let mut node = Node { core, endpoint, connections: Connections::default(), inbox, commands };
+    if let Some(supervised) = &supervised {
+        supervised.up();
+    }
+    let mut node = Node { core, endpoint, supervised, connections: Connections::default(), inbox, commands };
     node.work();
+    if let Some(supervised) = &node.supervised
+        && !supervised.ends()
+    {
+        node.endpoint.is_removed(true);
+    }
     end(runtime);
     Ok(())
 }
@@ -82,7 +112,7 @@ fn end(runtime: Runtime) {
 }
 
 /// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not the end: the dumps matter more.
-async fn start(settings: &Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
+async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
     let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
@@ -90,19 +120,16 @@ async fn start(settings: &Settings, inbox: &Inbox, descriptors: u64) -> Vec<Stri
         None
     });
     let variable = settings.port_variable;
-    match http::listen(settings.control_port, "control", variable).await {
-        Ok(listener) => {
-            let token = Token::new(token);
-            drop(tokio::spawn(http::serve_control(server.clone(), listener, inbox.clone(), token)));
-        }
-        Err(problem) => problems.push(problem),
+    let (control, metrics) = listen(settings, &mut problems).await;
+    if let Some(listener) = control {
+        let token = Token::new(token);
+        drop(tokio::spawn(http::serve_control(server.clone(), listener, inbox.clone(), token)));
     }
-    match settings.metrics_port {
-        Some(port) => match http::listen(port, "metrics", variable).await {
-            Ok(listener) => drop(tokio::spawn(http::serve_metrics(server, listener, inbox.clone()))),
-            Err(problem) => problems.push(problem),
-        },
-        None => problems.push(format!("there is no metrics endpoint: no port is above the one of {variable}")),
+    if let Some(listener) = metrics {
+        drop(tokio::spawn(http::serve_metrics(server, listener, inbox.clone())));
+    }
+    if settings.metrics_port.is_none() {
+        problems.push(format!("there is no metrics endpoint: no port is above the one of {variable}"));
     }
     for kind in [SignalKind::terminate(), SignalKind::interrupt()] {
         match signal(kind) {
@@ -123,6 +150,54 @@ async fn start(settings: &Settings, inbox: &Inbox, descriptors: u64) -> Vec<Stri
     problems
 }
 
+/// Listens on the two ports, or on another pair when one of them is taken, by the collector of a job with other settings for
+/// example. Those of a collector that was killed a moment ago are free as soon as the kernel has taken its process apart.
+async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<TcpListener>, Option<TcpListener>) {
+    let (control, metrics) = (settings.control_port, settings.metrics_port);
+    let begun = Instant::now();
+    let (one, other) = loop {
+        let pair = listen_pair(settings, control, metrics).await;
+        match pair {
+            (Ok(one), Some(Ok(other))) => return (Some(one), Some(other)),
+            (Ok(one), None) => return (Some(one), None),
+            _ if begun.elapsed() < TAKEN_APART => {
+                drop(pair);
+                tokio::time::sleep(TAKEN_APART / 20).await;
+            }
+            pair => break pair,
+        }
+    };
+    for port in (1..=OTHER_PAIRS).filter_map(|pair| control.checked_add(pair * PAIRS_APART)) {
+        let (Ok(one_more), Some(Ok(other_more))) = listen_pair(settings, port, port.checked_add(1)).await else { continue };
+        let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
+        let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
+        problems.push(format!("{why}; until then control is on port {port} and metrics on port {}", port + 1));
+        (settings.control_port, settings.metrics_port) = (port, Some(port + 1));
+        return (Some(one_more), Some(other_more));
+    }
+    let mut keep = |listener: Result<TcpListener, String>| listener.map_err(|problem| problems.push(problem)).ok();
+    (keep(one), other.and_then(keep))
+}
+
+type Listening = Result<TcpListener, String>;
+
+async fn listen_pair(settings: &Settings, control: u16, metrics: Option<u16>) -> (Listening, Option<Listening>) {
+    let one = http::listen(control, "control", settings.port_variable).await;
+    let other = match metrics {
+        Some(port) => Some(http::listen(port, "metrics", settings.port_variable).await),
+        None => None,
+    };
+    (one, other)
+}
+
+/// Leaves beside the socket what this collector is like, for launchers of jobs that want it otherwise. What is wrong, if that fails.
+fn tell_settings(settings: &Settings) -> Option<String> {
+    let lines: String = settings.fingerprints.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
+    let file = socket::settings_file(&settings.socket);
+    let error = std::fs::write(&file, lines).err()?;
+    Some(format!("jobs with other settings cannot see it: {}: {error}", file.display()))
+}
+
 /// Three descriptors a rank: the usual soft limit of 1,024 is for programs that use select. Returns how many there may be.
 pub fn raise_descriptor_limit() -> u64 {
     let limit = getrlimit(Resource::Nofile);
@@ -133,9 +208,15 @@ pub fn raise_descriptor_limit() -> u64 {
     limit.maximum.unwrap_or(u64::MAX)
 }
 
+/// Whether a process must have named this one, or an ancestor of it, before this one may look into it (Yama).
+fn is_tracing_restricted() -> bool {
+    std::fs::read_to_string("/proc/sys/kernel/yama/ptrace_scope").is_ok_and(|scope| scope.trim() == "1")
+}
+
 struct Node {
     core: Core,
     endpoint: Endpoint,
+    supervised: Option<Supervised>,
     connections: Connections,
     inbox: Inbox,
     commands: mpsc::Receiver<Command>,
@@ -183,6 +264,20 @@ impl Node {
                 next_tick = Instant::now() + TICK;
                 self.core.tick(now);
                 self.connections.close_silent();
+            }
+            if let Some(supervised) = &mut self.supervised {
+                let news = supervised.turn(&self.core.settings, &self.endpoint).filter(|_| stopping.is_none());
+                self.core.supervisor = supervised.pid();
+                match news {
+                    Some(News::Stop) => self.inbox.post(Command::Stop),
+                    Some(News::Alone) if is_tracing_restricted() => {
+                        info!("the hooks connect again, so that they let this process look into theirs");
+                        for id in self.connections.close_all() {
+                            self.core.disconnected(id, now);
+                        }
+                    }
+                    Some(News::Alone) | None => {}
+                }
             }
             self.core.turned(now);
             if self.connections.are_used() || self.core.launched.is_needed() || self.core.is_busy() {
@@ -234,6 +329,7 @@ impl Node {
         let connections: Vec<(ConnectionId, _)> =
             self.connections.iter().map(|(id, connection)| (id, connection.fd.as_fd())).collect();
         let listening = accepting && self.connections.accepts();
+        let supervisor = self.supervised.as_ref().and_then(Supervised::fd);
 
         let mut fds = vec![PollFd::new(self.inbox.fd(), PollFlags::IN)];
         let flags = if listening { PollFlags::IN } else { PollFlags::empty() };
@@ -241,6 +337,9 @@ impl Node {
         fds.extend(connections.iter().map(|(_, fd)| PollFd::from_borrowed_fd(*fd, PollFlags::IN)));
         fds.extend(processes.iter().map(|(_, process)| PollFd::new(process.fd(), PollFlags::IN)));
         fds.extend(self.core.launched.fds().map(|fd| PollFd::new(fd, PollFlags::IN)));
+        let launched = fds.len() - 1;
+        // Only to wake up.
+        fds.extend(supervisor.map(|fd| PollFd::from_borrowed_fd(fd, PollFlags::IN)));
         let timeout = Timespec { tv_sec: patience.as_secs() as i64, tv_nsec: i64::from(patience.subsec_nanos()) };
         if let Err(errno) = poll(&mut fds, Some(&timeout))
             && errno != rustix::io::Errno::INTR
@@ -249,7 +348,7 @@ impl Node {
             warn!("poll: {errno}");
             std::thread::sleep(TICK);
         }
-        let mut events = fds[1..].iter().map(|fd| !fd.revents().is_empty());
+        let mut events = fds[1..=launched].iter().map(|fd| !fd.revents().is_empty());
         Ready {
             listener: events.next().unwrap_or(false),
             connections: connections

@@ -70,6 +70,8 @@ impl Recorder {
     pub fn forget(&mut self, now_ns: u64) {
         self.pace.forget(now_ns);
         self.open.retain(|_, open| now_ns.saturating_sub(open.last_ns) < SILENCE_NS);
+        // Without a cluster collector nobody takes them.
+        self.news.retain(|key, _| self.open.contains_key(key));
     }
 
     /// What has come since the last call, for the cluster collector.

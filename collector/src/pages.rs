@@ -28,6 +28,8 @@ pub type Roots = Vec<PathBuf>;
 /// `/incidents`: those on disk, and others, in the order of their names.
 pub async fn list(roots: Roots, others: Vec<WithoutFolder>) -> Response {
     let mut all: Vec<Value> = apart(move || records::list(&roots)).await.unwrap_or_default();
+    // What is not on disk yet is newer.
+    all.retain(|one| !one["incident"].as_str().is_some_and(|id| others.iter().any(|other| other.is(id))));
     all.extend(others.into_iter().map(|other| other.line));
     all.sort_by(|one, other| one["incident"].as_str().cmp(&other["incident"].as_str()));
     Json(all).into_response()
@@ -49,7 +51,17 @@ pub async fn files(roots: Roots, others: Vec<WithoutFolder>, id: String) -> Resp
         let files = others.iter().find(|other| other.is(id))?.files();
         Some(files.iter().map(|(name, bytes)| json!({ "name": name, "bytes": bytes.len() })).collect::<Vec<Value>>())
     };
-    match apart(move || records::files(&roots, &id).or_else(|| others(&id))).await.flatten() {
+    let found = move || {
+        let mut all = records::files(&roots, &id);
+        for other in others(&id).into_iter().flatten() {
+            let all = all.get_or_insert_default();
+            if all.iter().all(|file| file["name"] != other["name"]) {
+                all.push(other);
+            }
+        }
+        all
+    };
+    match apart(found).await.flatten() {
         Some(files) => Json(files).into_response(),
         None => not_found("no such incident"),
     }

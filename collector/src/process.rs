@@ -1,6 +1,7 @@
 //! What /proc tells of a process, its identity (pid and start time), its end, and a handle that cannot hit another process.
 
 use std::{
+    collections::BTreeMap,
     fs, io,
     os::{fd::OwnedFd, unix::fs::MetadataExt},
     path::{Path, PathBuf},
@@ -217,7 +218,7 @@ impl Handle {
 }
 
 /// A wait status in words.
-fn describe(status: i32) -> String {
+pub(crate) fn describe(status: i32) -> String {
     let number = status & 0x7f;
     if number == 0 {
         return format!("exit code {}", (status >> 8) & 0xff);
@@ -268,12 +269,29 @@ impl Found {
 /// All processes of `uid` with a rank in their environment and our hook in `LD_PRELOAD` or mapped.
 #[must_use]
 pub fn scan(uid: u32) -> Vec<Found> {
+    pids(uid).filter_map(|pid| found(pid, uid)).collect()
+}
+
+/// The processes of `uid` that a launcher has become: they have the hook and this socket in their environment, and no
+/// parent that has.
+#[must_use]
+pub fn commands(uid: u32, socket: &Path) -> Vec<i32> {
+    let launched = |pid: i32| {
+        let environ = fs::read(format!("/proc/{pid}/environ")).ok().filter(|environ| !environ.is_empty())?;
+        let source = Source::of_environ(&environ);
+        let is_its = source.text("XPU_TIMER_SOCKET").is_some_and(|path| Path::new(&path) == socket)
+            && source.text("LD_PRELOAD").is_some_and(|list| list.contains(HOOK));
+        Some((pid, Stat::of(pid).filter(|stat| is_its && !stat.is_dead())?.parent))
+    };
+    let all: BTreeMap<i32, i32> = pids(uid).filter_map(launched).collect();
+    all.iter().filter(|(_, parent)| !all.contains_key(parent)).map(|(pid, _)| *pid).collect()
+}
+
+fn pids(uid: u32) -> impl Iterator<Item = i32> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     entries
-        .filter(|entry| entry.metadata().is_ok_and(|folder| folder.uid() == uid))
+        .filter(move |entry| entry.metadata().is_ok_and(|folder| folder.uid() == uid))
         .filter_map(|entry| entry.file_name().to_str()?.parse().ok())
-        .filter_map(|pid| found(pid, uid))
-        .collect()
 }
 
 /// One process, if it is such a one.

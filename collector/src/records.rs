@@ -13,6 +13,7 @@ use xpu_timer_analysis::{Status, Verdict};
 use crate::{
     clock::{self, Now},
     dump::RECORD,
+    folder,
     incident::{Cause, Record},
     registry::JobKey,
 };
@@ -22,9 +23,10 @@ const NEWEST: usize = 500;
 /// No verdict is larger; a file that is was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
-/// Incidents of this boot whose verdict still says `open`, with their folders.
+/// Finishes what a collector that was killed had in work, and finds the incidents of this boot whose verdict still says `open`, with their folders.
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<(PathBuf, Record)> {
+    folder::finish_left(root);
     let mut folders = folders(root);
     folders.reverse();
     let of = |folder: PathBuf| {

@@ -270,8 +270,14 @@ pub struct Registry {
 const LINGER_NS: u64 = 5 * 1_000_000_000;
 /// Entries of ranks that are gone are forgotten after this long when nothing else of their job is there.
 pub const FORGET_AFTER_NS: u64 = 600 * 1_000_000_000;
+/// A process that ended without ever having known its rank tells nothing of any other, and there may be hundreds a second.
+const FORGET_RANKLESS_NS: u64 = 3 * 1_000_000_000;
 /// No more than this many processes of one user train on a node; beyond it the oldest ended entries are forgotten at once.
-const MAX_ENDED: usize = 4096;
+const MAX_ENDED: usize = 1024;
+/// The flight record of a job that has ended may still be asked for by an incident for this long.
+const KEEP_RING_NS: u64 = 30 * 1_000_000_000;
+/// A process that cannot be seen from this PID namespace connects again within this time, or has ended.
+const INVISIBLE_NS: u64 = 60 * 1_000_000_000;
 /// So many communicators of a rank tell its job.
 const MAX_COMMUNICATORS: usize = 64;
 
@@ -304,6 +310,12 @@ impl Registry {
     #[must_use]
     pub fn jobs(&self) -> BTreeSet<JobKey> {
         self.ranks.values().map(|rank| rank.job.clone()).collect()
+    }
+
+    /// The jobs of which any process runs.
+    #[must_use]
+    pub fn living_jobs(&self) -> BTreeSet<JobKey> {
+        self.ranks.values().filter(|rank| rank.is_there()).map(|rank| rank.job.clone()).collect()
     }
 
     /// The ranks of a job in its newest attempt, ascending, at most one entry a rank; helpers are left out.
@@ -498,11 +510,29 @@ impl Registry {
         died
     }
 
-    /// Forgets jobs that ended long ago.
+    /// Forgets jobs that ended long ago, and gives back what nobody will look at any more: a ring is memory that lives as long as
+    /// its descriptor.
     pub fn forget(&mut self, now_ns: u64) {
-        let alive: BTreeSet<JobKey> =
-            self.ranks.values().filter(|rank| rank.is_there()).map(|rank| rank.job.clone()).collect();
-        self.ranks.retain(|_, rank| alive.contains(&rank.job) || now_ns < rank.ended_ns + FORGET_AFTER_NS);
+        for rank in self.ranks.values_mut() {
+            let is_apart = rank.presence == Presence::Detached && rank.process.is_none();
+            if is_apart && rank.ended_ns == 0 {
+                rank.ended_ns = now_ns;
+            } else if is_apart && now_ns >= rank.ended_ns + INVISIBLE_NS {
+                rank.presence = Presence::Left;
+            }
+        }
+        let alive = self.living_jobs();
+        self.ranks.retain(|_, rank| {
+            let keep_ns = if rank.info.rank < 0 { FORGET_RANKLESS_NS } else { FORGET_AFTER_NS };
+            alive.contains(&rank.job) || now_ns < rank.ended_ns + keep_ns
+        });
+        for rank in self.ranks.values_mut().filter(|rank| !rank.is_there()) {
+            // Of a world that lasts, the record of a rank that ended says how far it came.
+            let counts = alive.contains(&rank.job) && !rank.past && !rank.auxiliary;
+            if !counts && (rank.past || now_ns >= rank.ended_ns + KEEP_RING_NS) {
+                rank.ring = None;
+            }
+        }
         let ended: Vec<RankId> = self.ranks.values().filter(|rank| !rank.is_there()).map(|rank| rank.id).collect();
         for id in ended.iter().take(ended.len().saturating_sub(MAX_ENDED)) {
             self.ranks.remove(id);

@@ -11,7 +11,7 @@ use std::{
 
 use tracing::{info, warn};
 
-use crate::{config::Keep, records};
+use crate::{config::Keep, dump::RECORD, records};
 
 /// Looks through some folders, on a thread of its own: a network file system may be slow.
 pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
@@ -68,7 +68,8 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
 }
 
 fn is_ours(folder: &Path) -> bool {
-    folder.join("verdict.json").is_file() && folder.join("evidence.bin").is_file()
+    // A disk that was full may have had no room for the evidence.
+    folder.join("verdict.json").is_file() && (folder.join("evidence.bin").is_file() || folder.join(RECORD).is_file())
 }
 
 #[cfg(test)]

@@ -9,6 +9,8 @@ use std::{
         unix::fs::{FileTypeExt, MetadataExt, OpenOptionsExt},
     },
     path::{Path, PathBuf},
+    thread,
+    time::{Duration, Instant},
 };
 
 use nix::sys::socket::{getsockopt, sockopt::PeerCredentials};
@@ -30,14 +32,16 @@ use xpu_timer_proto::{
 
 use crate::{error::Error, safe_path::private_directory};
 
-/// The listening socket. It is removed when this is dropped.
+/// The listening socket. Its file is removed when this is dropped, except by a worker, whose supervisor still listens.
 #[derive(Debug)]
 pub struct Endpoint {
     listener: OwnedFd,
     path: PathBuf,
     inode: u64,
+    // Whether the socket's file goes with this.
+    removes: bool,
     // Held as long as the socket: dropped after it.
-    _lock: fs::File,
+    lock: OwnedFd,
 }
 
 /// The other end of a new connection.
@@ -50,6 +54,9 @@ pub struct Peer {
     /// Its user.
     pub uid: u32,
 }
+
+/// A collector that has removed its socket has ended within this time.
+const ENDING: Duration = Duration::from_secs(1);
 
 /// What one read of a connection gave.
 #[derive(Debug)]
@@ -75,7 +82,7 @@ impl Endpoint {
             return Err(Error::Folder { path: path.into(), problem: "must be given with its whole path".into() });
         };
         private_directory(directory)?;
-        let lock = lock(path)?;
+        let lock = patient_lock(path)?;
         match fs::symlink_metadata(path) {
             Ok(status) if status.file_type().is_socket() => {
                 fs::remove_file(path).map_err(Error::path("replace", path))?;
@@ -91,9 +98,35 @@ impl Endpoint {
         let listener = socket_with(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None)
             .map_err(Error::system("make a socket"))?;
         bind(&listener, &address).map_err(|error| Error::path("bind", path)(error.into()))?;
-        listen(&listener, 1024).map_err(|error| Error::path("listen on", path)(error.into()))?;
         let inode = fs::symlink_metadata(path).map_err(Error::path("look at", path))?.ino();
-        Ok(Endpoint { listener, path: path.into(), inode, _lock: lock })
+        let endpoint = Endpoint { listener, path: path.into(), inode, removes: true, lock: lock.into() };
+        endpoint.listen()?;
+        Ok(endpoint)
+    }
+
+    /// One that another process has opened.
+    #[must_use]
+    pub fn taken_over(path: &Path, listener: OwnedFd, lock: OwnedFd, inode: u64) -> Endpoint {
+        Endpoint { listener, path: path.into(), inode, removes: false, lock }
+    }
+
+    /// What another process needs to take it over: listener and lock, and the inode of the socket's file.
+    #[must_use]
+    pub fn parts(&self) -> ([BorrowedFd<'_>; 2], u64) {
+        ([self.listener.as_fd(), self.lock.as_fd()], self.inode)
+    }
+
+    /// Listens. Done again, it makes this process the one that new peers see.
+    ///
+    /// # Errors
+    /// When the system refuses.
+    pub fn listen(&self) -> Result<(), Error> {
+        listen(&self.listener, 1024).map_err(|error| Error::path("listen on", &self.path)(error.into()))
+    }
+
+    /// Whether the socket's file is removed with this.
+    pub fn is_removed(&mut self, removes: bool) {
+        self.removes = removes;
     }
 
     /// The next connection, if one waits.
@@ -122,8 +155,19 @@ impl AsFd for Endpoint {
 impl Drop for Endpoint {
     fn drop(&mut self) {
         // Somebody may have put another socket there; that one is left alone. A socket that is gone already is no loss.
-        if fs::symlink_metadata(&self.path).is_ok_and(|status| status.ino() == self.inode) {
+        if self.removes && fs::symlink_metadata(&self.path).is_ok_and(|status| status.ino() == self.inode) {
             let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+/// The lock. A collector that is just ending has removed its socket and holds the lock for a moment longer.
+fn patient_lock(socket: &Path) -> Result<fs::File, Error> {
+    let begun = Instant::now();
+    loop {
+        match lock(socket) {
+            Err(Error::Running { .. }) if !socket.exists() && begun.elapsed() < ENDING => thread::sleep(ENDING / 100),
+            result => return result,
         }
     }
 }

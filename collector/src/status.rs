@@ -21,8 +21,11 @@ pub fn status(core: &Core, now: Now) -> Value {
     json!({
         "version": env!("CARGO_PKG_VERSION"),
         "pid": std::process::id(),
+        "supervisor": core.supervisor,
         "node": core.node,
         "socket": core.settings.socket,
+        "control_port": core.settings.control_port,
+        "metrics_port": core.settings.metrics_port,
         "uptime_s": clock::seconds(now.mono_ns.saturating_sub(core.started.mono_ns)),
         "ranks": ranks.into_iter().map(|entry| rank(core, entry, now)).collect::<Vec<_>>(),
         "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
@@ -32,6 +35,7 @@ pub fn status(core: &Core, now: Now) -> Value {
             "joined": core.member.welcomed,
             "problem": core.member.problem,
         })),
+        "captures_not_ended": core.captures.given_up(),
         "problems": core.problems,
     })
 }
@@ -66,24 +70,30 @@ fn rank(core: &Core, rank: &Rank, now: Now) -> Value {
     })
 }
 
-/// Incidents of which no folder could be made.
+/// Incidents of which no folder could be made, or whose verdict is not in it.
 #[must_use]
 pub fn without_folder(core: &Core) -> Vec<WithoutFolder> {
     let done = core.engine.incidents().filter(|incident| incident.state != State::Open);
     let told = done.filter_map(|incident| Some((incident, core.told.get(&incident.id)?)));
-    let homeless = told.filter(|(_, told)| told.path.is_none());
+    let homeless = told.filter(|(_, told)| told.path.is_none() || told.verdict.is_some());
     homeless
         .map(|(incident, told)| {
-            let status = match incident.state {
-                State::Resolved => Status::Resolved,
-                State::Ended => Status::Ended,
-                State::Open | State::Dumped | State::Adopted => Status::Open,
-            };
+            let status = status_of(incident.state);
             let closed_unix_ns = incident.closed.map(|closed| closed.unix_ns);
             let verdict = told.verdict.as_deref();
             WithoutFolder::new(&incident.id, &incident.job, status, incident.opened, closed_unix_ns, verdict)
         })
         .collect()
+}
+
+/// As a verdict has it.
+#[must_use]
+pub fn status_of(state: State) -> Status {
+    match state {
+        State::Resolved => Status::Resolved,
+        State::Ended => Status::Ended,
+        State::Open | State::Dumped | State::Adopted => Status::Open,
+    }
 }
 
 fn incident(core: &Core, incident: &Incident) -> Value {
@@ -96,6 +106,7 @@ fn incident(core: &Core, incident: &Incident) -> Value {
         "opened_at": clock::rfc3339(incident.opened.unix_ns),
         "closed_at": incident.closed.map(|closed| clock::rfc3339(closed.unix_ns)),
         "path": told.path,
+        "written": told.verdict.is_none() && told.path.is_some(),
         "cause": told.cause,
         "sentence": told.sentence,
         "errors": told.errors,

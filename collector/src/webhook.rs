@@ -3,6 +3,7 @@
 
 use std::{
     path::{Path, PathBuf},
+    sync::Arc,
     thread,
     time::Duration,
 };
@@ -17,7 +18,12 @@ use crate::web_client::{self, Peer};
 #[derive(Debug, Clone)]
 pub struct Webhook {
     url: String,
+    // One clone for each post under way.
+    posts: Arc<()>,
 }
+
+/// Posts under way, each on a thread. A service that does not answer is tried for two minutes.
+const MAX_POSTS: usize = 32;
 
 const DEADLINE: Duration = Duration::from_secs(10);
 /// Between the tries.
@@ -28,14 +34,22 @@ impl Webhook {
     /// To any URL; whether it answers is seen at the first verdict.
     #[must_use]
     pub fn new(url: &str) -> Self {
-        Webhook { url: url.into() }
+        Webhook { url: url.into(), posts: Arc::default() }
     }
 
     /// Posts a verdict, and returns at once.
     pub fn post(&self, verdict: &Verdict, folder: Option<&Path>) {
         let (url, body) = (self.url.clone(), body(verdict, folder.map(Path::to_path_buf)));
         let incident = verdict.incident.clone();
-        let work = move || send(&url, &incident, &body);
+        let post = Arc::clone(&self.posts);
+        if Arc::strong_count(&post) > MAX_POSTS + 1 {
+            warn!("incident {incident}: not posted to the webhook, where {MAX_POSTS} verdicts wait for an answer");
+            return;
+        }
+        let work = move || {
+            send(&url, &incident, &body);
+            drop(post);
+        };
         if let Err(error) = thread::Builder::new().name("webhook".into()).spawn(work) {
             warn!("incident {}: no thread for the webhook: {error}", verdict.incident);
         }

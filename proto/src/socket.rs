@@ -1,13 +1,43 @@
 //! Where the node collector's Unix socket lies, and how large its packets are.
 //!
-//! The launcher, the hook and the collector must agree on this without talking to each other.
+//! The launcher, the hook and the collector must agree on this without talking to each other. The launcher decides and tells its
+//! command by `XPU_TIMER_SOCKET`; whoever runs without one looks at the same folders in the same order.
 
-use std::path::{Path, PathBuf};
+use std::{
+    fs, io,
+    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    path::{Path, PathBuf},
+};
 
-use crate::env::Source;
+use crate::env::{Origin, Source};
+
+/// Settings that a collector has for all of its ranks. A job that wants others gets a collector of its own. What differs from
+/// rank to rank, such as timeouts, each rank says when it registers.
+const OF_COLLECTOR: [&str; 6] = [
+    "XPU_TIMER_COLLECTOR",
+    "XPU_TIMER_COLLECTOR_TOKEN_FILE",
+    "XPU_TIMER_COLLECTOR_CA_FILE",
+    "XPU_TIMER_WEBHOOK",
+    "XPU_TIMER_KEEP_INCIDENTS",
+    "XPU_TIMER_KEEP_DAYS",
+];
 
 /// Largest packet on the socket, in bytes: the largest message is a Hello with a command of 4,096 bytes.
 pub const MAX_PACKET_BYTES: usize = 16 * 1024;
+
+/// Longest path of a socket, in bytes: `sun_path` without the zero at its end.
+pub const MAX_PATH_BYTES: usize = 107;
+
+/// Where a process with some settings finds its collector.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Place {
+    /// The socket.
+    pub socket: PathBuf,
+    /// This user's own folder, for what else must lie where nobody else can write.
+    pub directory: PathBuf,
+    /// Why it is not where the settings want it to be: a sentence.
+    pub problem: Option<String>,
+}
 
 /// Folder of the sockets of one user: `<temporary directory>/xpu_timer-<uid>`. Its owner must be that user, and nobody else may write to it.
 #[must_use]
@@ -15,10 +45,131 @@ pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
     temporary.join(format!("xpu_timer-{uid}"))
 }
 
-/// Socket that a process with these settings uses: `XPU_TIMER_SOCKET`, else the one of its control port in its `TMPDIR`.
+/// Socket that a process with these settings uses: `XPU_TIMER_SOCKET`, else that of its control port in the first folder that can
+/// be used: below `TMPDIR`, `/tmp`, `/run/user/UID`, `/dev/shm`.
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
-    source.path("XPU_TIMER_SOCKET").unwrap_or_else(|| path(&temporary(source), uid, source.control_port()))
+    place(source, uid, |_| None).socket
+}
+
+/// As [`of`], with the reason when it is not the first choice. `refuses` tells why nothing can be
+/// made in a folder, which may not be there yet.
+#[must_use]
+pub fn place(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<String>) -> Place {
+    let file = format!("{}.sock", source.control_port());
+    let temporary = temporary(source);
+    let places = [temporary.clone(), "/tmp".into(), format!("/run/user/{uid}").into(), "/dev/shm".into()];
+    let directories = || places.iter().map(|place| directory(place, uid));
+    let wanted = directory(&temporary, uid);
+    let problem_of = |directory: &Path| problem(directory, &directory.join(&file), uid, &refuses);
+    let mut problem = problem_of(&wanted);
+    let usable = problem.as_ref().and_then(|_| directories().find(|directory| problem_of(directory).is_none()));
+    // Where nothing can be used, whoever tries says why.
+    let directory = usable.unwrap_or_else(|| wanted.clone());
+    let own = directory.join(&file);
+    if let Some(why) = &mut problem {
+        *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
+    }
+    let Some(socket) = source.path("XPU_TIMER_SOCKET") else { return Place { socket: own, directory, problem } };
+    if socket.as_os_str().len() > MAX_PATH_BYTES {
+        let long = format!(
+            "XPU_TIMER_SOCKET={} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have: {} is used instead",
+            socket.display(),
+            own.display()
+        );
+        return Place { socket: own, directory, problem: Some(long) };
+    }
+    // What the launcher has decided holds for the folder too.
+    let parent = socket.parent().filter(|parent| directories().any(|directory| directory == *parent));
+    Place { directory: parent.map_or(directory, Path::to_path_buf), socket, problem: None }
+}
+
+/// Why a folder cannot have the socket. It only looks: the collector makes the folder.
+fn problem(
+    directory: &Path,
+    socket: &Path,
+    uid: u32,
+    refuses: impl Fn(&Path) -> Option<String>,
+) -> Option<String> {
+    if !directory.is_absolute() {
+        return Some("it is relative, and so another folder for every process".into());
+    }
+    if socket.as_os_str().as_bytes().len() > MAX_PATH_BYTES {
+        return Some(format!("a socket's path may have {MAX_PATH_BYTES} bytes"));
+    }
+    match fs::symlink_metadata(directory) {
+        Ok(status) if !status.is_dir() => Some("it is not a folder".into()),
+        Ok(status) if status.uid() != uid => Some(format!("it belongs to user {}", status.uid())),
+        Ok(status) if status.mode() & 0o022 != 0 => Some("others may write to it".into()),
+        Ok(_) => refuses(directory),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {
+            let parent = directory.parent()?;
+            match fs::metadata(parent) {
+                Ok(status) if status.is_dir() => refuses(directory),
+                Ok(_) => Some(format!("{} is not a folder", parent.display())),
+                Err(error) => Some(error.to_string()),
+            }
+        }
+        Err(error) => Some(error.to_string()),
+    }
+}
+
+/// One of the settings that a collector has for all of its ranks, without its value, which may be a secret.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Fingerprint {
+    /// The variable.
+    pub name: &'static str,
+    /// A hash of its value.
+    pub hash: u64,
+    /// Whether it was given: what was not may have any value.
+    pub given: bool,
+}
+
+/// The settings of a collector that were, or would be, started with these settings.
+#[must_use]
+pub fn fingerprints(source: &Source) -> Vec<Fingerprint> {
+    let settings = source.settings().into_iter().filter(|setting| OF_COLLECTOR.contains(&setting.name));
+    settings
+        .map(|setting| Fingerprint {
+            name: setting.name,
+            // Paths mean what they do in the folder of whoever set them.
+            hash: match source.path(setting.name).filter(|_| setting.name.ends_with("_FILE")) {
+                Some(path) => hash(std::path::absolute(&path).unwrap_or(path).as_os_str().as_bytes()),
+                None => hash(setting.value.as_bytes()),
+            },
+            given: setting.origin != Origin::Default,
+        })
+        .collect()
+}
+
+/// Where the collector of a socket leaves its [`fingerprints`], a line each: name and hash.
+#[must_use]
+pub fn settings_file(socket: &Path) -> PathBuf {
+    let mut name = socket.as_os_str().to_owned();
+    name.push(".settings");
+    name.into()
+}
+
+/// The variables that were given and that the collector of a socket has another value of, as its file says.
+#[must_use]
+pub fn unlike(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
+    let of = |name: &str| file.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    let differs = |one: &&Fingerprint| one.given && of(one.name).is_some_and(|hash| hash != format!("{:016x}", one.hash));
+    wanted.iter().filter(differs).map(|one| one.name).collect()
+}
+
+/// The socket of a collector with settings of its own, beside that of the first one.
+#[must_use]
+pub fn beside(socket: &Path, wanted: &[Fingerprint]) -> PathBuf {
+    let given: String =
+        wanted.iter().filter(|one| one.given).map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
+    let stem = socket.file_stem().unwrap_or_default().to_string_lossy();
+    socket.with_file_name(format!("{stem}-{:08x}.sock", hash(given.as_bytes()) as u32))
+}
+
+/// FNV-1a: the same in every process and version.
+fn hash(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
 
 /// `TMPDIR`, or `/tmp`.
@@ -31,4 +182,39 @@ pub fn temporary(source: &Source) -> PathBuf {
 #[must_use]
 pub fn path(temporary: &Path, uid: u32, control_port: u16) -> PathBuf {
     directory(temporary, uid).join(format!("{control_port}.sock"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(pairs: &'static [(&str, &str)]) -> Vec<Fingerprint> {
+        let find = move |name: &str| pairs.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+        fingerprints(&Source::new(find, ""))
+    }
+
+    #[test]
+    fn only_what_was_given_differs() {
+        let text = |all: &[Fingerprint]| -> String {
+            all.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect()
+        };
+        let (none, one) = (of(&[]), of(&[("XPU_TIMER_COLLECTOR", "http://a:1"), ("XPU_TIMER_KEEP_DAYS", "30")]));
+        assert_eq!(none.len(), OF_COLLECTOR.len());
+        assert_eq!(unlike(&none, &text(&one)), [] as [&str; 0]);
+        assert_eq!(unlike(&one, &text(&one)), [] as [&str; 0]);
+        assert_eq!(unlike(&one, &text(&none)), ["XPU_TIMER_COLLECTOR"], "30 days are the default");
+        assert_eq!(unlike(&one, ""), [] as [&str; 0]);
+        let first = Path::new("/t/18888.sock");
+        assert_ne!(beside(first, &one), beside(first, &of(&[("XPU_TIMER_COLLECTOR", "http://b:1")])));
+        assert!(beside(first, &one).to_string_lossy().starts_with("/t/18888-"));
+    }
+
+    #[test]
+    fn folders_are_tried_in_order_and_the_reason_is_told() {
+        let source = Source::new(|name| (name == "TMPDIR").then(|| "/nowhere".to_string()), "");
+        let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
+        let place = place(&source, 4_000_000, refused);
+        assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
+        assert!(place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm")));
+    }
 }

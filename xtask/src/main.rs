@@ -7,6 +7,7 @@ mod dist;
 mod fuzz;
 mod lint;
 mod shell;
+mod soak;
 mod suite;
 mod test;
 
@@ -36,6 +37,8 @@ enum Command {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve minutes
+    Soak(soak::Options),
     /// Format, clippy, documentation and licences
     Lint,
     /// Measures, and prints ratios of two things measured in one run
@@ -63,6 +66,7 @@ fn main() -> ExitCode {
         Command::Fuzz(options) => fuzz::run(&options),
         Command::Hangs { arguments } => hangs(&arguments),
         Command::Chaos { arguments } => chaos(&arguments),
+        Command::Soak(options) => soak::run(&options),
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Dist => dist::run(),

@@ -138,7 +138,7 @@ impl Core {
     }
 
     pub(super) fn finished(&mut self, outcome: Outcome, now: Now) {
-        let Outcome { incident: id, path, verdict, sampled_ns, part } = outcome;
+        let Outcome { incident: id, path, verdict, written, timeline_path, sampled_ns, part } = outcome;
         let place = path.as_ref().map_or("no folder".into(), |path| path.display().to_string());
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
@@ -156,7 +156,7 @@ impl Core {
             webhook.post(&verdict, path.as_deref());
         }
         let told = Told {
-            verdict: path.is_none().then(|| Box::new(verdict.clone())),
+            verdict: (!written).then(|| Box::new(verdict.clone())),
             path: path.clone(),
             sentence: verdict.sentence,
             cause,
@@ -167,21 +167,12 @@ impl Core {
             errors: verdict.timing.errors,
         };
         self.told.insert(id.clone(), told);
+        if !written {
+            self.keep_unwritten(&id, timeline_path, now);
+        }
         let action = self.engine.dumped(&id, now);
-        if let (Some(path), Some(incident)) = (path, self.engine.get(&id)) {
-            let record = Record {
-                id: id.clone(),
-                boot: self.boot.clone(),
-                job: incident.job.name.clone(),
-                instance: incident.job.instance.clone(),
-                attempt: incident.attempt,
-                opened_unix_ns: incident.opened.unix_ns,
-                opened_mono_ns: incident.opened.mono_ns,
-                dumped_mono_ns: sampled_ns,
-                seen: incident.seen.clone(),
-            };
-            let root = path.parent().unwrap_or(&path).to_path_buf();
-            self.disk.give(&root, move || dump::write_record(&path, &record));
+        if let Some(path) = path {
+            self.note_on_disk(&id, path, sampled_ns);
         }
         if let Some(action) = action {
             self.act(action, now);
@@ -198,6 +189,24 @@ impl Core {
         self.retire();
     }
 
+    /// Leaves word of an incident for a collector that is started after this one.
+    pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf, sampled_ns: u64) {
+        let Some(incident) = self.engine.get(id) else { return };
+        let record = Record {
+            id: id.into(),
+            boot: self.boot.clone(),
+            job: incident.job.name.clone(),
+            instance: incident.job.instance.clone(),
+            attempt: incident.attempt,
+            opened_unix_ns: incident.opened.unix_ns,
+            opened_mono_ns: incident.opened.mono_ns,
+            dumped_mono_ns: sampled_ns,
+            seen: incident.seen.clone(),
+        };
+        let root = path.parent().unwrap_or(&path).to_path_buf();
+        self.disk.give(&root, move || dump::write_record(&path, &record));
+    }
+
     /// Removes incident folders beyond the number and the age that are kept.
     fn retire(&self) {
         let open = self.engine.incidents().filter(|incident| incident.closed.is_none());
@@ -209,7 +218,9 @@ impl Core {
         let resolved = state == State::Resolved;
         info!("incident {id}: {}", if resolved { "resolved, the job goes on" } else { "ended" });
         self.tell_closed(id, resolved);
-        let Some(path) = self.told.get(id).and_then(|told| told.path.clone()) else { return };
+        // A verdict that is not on disk yet is written with the status of its incident.
+        let told = self.told.get(id).filter(|told| told.verdict.is_none());
+        let Some(path) = told.and_then(|told| told.path.clone()) else { return };
         let status = if resolved { xpu_timer_analysis::Status::Resolved } else { xpu_timer_analysis::Status::Ended };
         let (root, id) = (path.parent().unwrap_or(&path).to_path_buf(), id.to_string());
         self.disk.give(&root, move || {

@@ -26,6 +26,8 @@ pub struct Values {
     pub performance: f64,
 }
 
+/// Series of one rank. A program whose shapes never repeat would have one for each.
+const MAX_SERIES: usize = 512;
 /// Operations kept of a series within its window; of more, the newest. Enough for a window of ten seconds at 800 a second.
 const KEPT: usize = 8192;
 
@@ -46,6 +48,9 @@ pub struct AllSeries {
 impl AllSeries {
     /// An operation of a series has completed.
     pub fn add(&mut self, key: Key, done: Done, now_ns: u64) {
+        if self.series.len() >= MAX_SERIES && !self.series.contains_key(&key) {
+            return;
+        }
         let series = self.series.entry(key).or_default();
         series.heard_ns = now_ns;
         if series.done.len() == KEPT {

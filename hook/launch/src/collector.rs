@@ -23,7 +23,7 @@ use nix::{
 };
 use xpu_timer_proto::{
     Message,
-    socket::MAX_PACKET_BYTES,
+    socket::{self as place, MAX_PACKET_BYTES},
     v1::{NodeReply, node_reply},
 };
 
@@ -53,6 +53,24 @@ pub struct Found {
     pub remark: Option<String>,
 }
 
+/// The settings that a job was given and that the collector of its socket has otherwise.
+pub fn unlike(config: &Config) -> Vec<&'static str> {
+    let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
+    place::unlike(&config.wanted, &file)
+}
+
+/// The same job with a collector of its own.
+///
+/// # Errors
+/// When its socket would have too long a path, in words.
+pub fn apart(config: &Config) -> Result<Config, String> {
+    let socket = place::beside(&config.socket, &config.wanted);
+    if socket.as_os_str().len() > place::MAX_PATH_BYTES {
+        return Err(format!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES));
+    }
+    Ok(Config { socket, ..config.clone() })
+}
+
 /// Makes sure that a node collector answers, one with these `changes` of the environment if none does.
 ///
 /// # Errors
@@ -67,7 +85,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     let (log, log_path) = open_log(config);
     let mut spoken = log.try_clone();
     let before = log.metadata().map_or(0, |metadata| metadata.len());
-    let arguments = ["node", "--linger", &config.linger];
+    let arguments = ["node", "--supervise", "--linger", &config.linger];
     let mut child = detach::spawn(&program, &arguments, changes, log)
         .with_context(|| format!("{} cannot be started", program.display()))?;
 

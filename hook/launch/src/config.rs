@@ -1,10 +1,16 @@
 //! Settings of the launcher, from the environment and the INI file.
 
-use std::{ffi::OsString, path::PathBuf};
+use std::{
+    ffi::OsString,
+    fs, io,
+    os::unix::fs::DirBuilderExt,
+    path::{Path, PathBuf},
+};
 
+use nix::unistd::{AccessFlags, access};
 use xpu_timer_proto::{
     env::{Origin, Setting, Source},
-    socket,
+    socket::{self, Fingerprint},
 };
 
 /// Variables that name a file or a folder.
@@ -30,6 +36,10 @@ pub struct Config {
     pub disabled: bool,
     /// The node collector's socket.
     pub socket: PathBuf,
+    /// What the collector is to be like.
+    pub wanted: Vec<Fingerprint>,
+    /// Why it is not where the environment wants it, a sentence.
+    pub moved: Option<String>,
     /// The collector binary, when the user says where it is.
     pub daemon: Option<PathBuf>,
     /// The hook, when the user says where it is.
@@ -53,20 +63,30 @@ impl Config {
     /// Reads the environment of this process. A value that cannot be used is the collector's and the hook's to complain about, in
     /// their logs.
     pub fn read() -> Self {
-        Self::of(&Source::process(), nix::unistd::geteuid().as_raw())
+        Self::with(&Source::process(), nix::unistd::geteuid().as_raw(), |folder| try_out(folder).err())
     }
 
     /// The settings of any process of the user `uid`.
     pub fn of(source: &Source, uid: u32) -> Self {
+        Self::with(source, uid, |folder| {
+            let there = if folder.exists() { folder } else { folder.parent()? };
+            access(there, AccessFlags::W_OK | AccessFlags::X_OK).err().map(Into::into)
+        })
+    }
+
+    fn with(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<io::Error>) -> Self {
+        let place = socket::place(source, uid, |folder| refuses(folder).map(|error| error.to_string()));
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
-            socket: absolute(socket::of(source, uid)),
+            socket: absolute(place.socket),
+            wanted: socket::fingerprints(source),
+            moved: place.problem,
             daemon: source.path("XPU_TIMER_DAEMON_PATH"),
             hook: source.path("XPU_TIMER_HOOK_PATH"),
             log: absolute(source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into())).join(LOG_FILE),
             timeline: [
                 absolute(source.path("XPU_TIMER_TIMELINE_PATH").unwrap_or_default()),
-                socket::directory(&socket::temporary(source), uid).join("timeline"),
+                place.directory.join("timeline"),
             ],
             append: source.flag("XPU_TIMER_LOGGING_APPEND"),
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
@@ -74,6 +94,17 @@ impl Config {
             changed: made_absolute(source).chain(needed_at_load(source)).collect(),
         }
     }
+}
+
+/// Makes the folder of the socket and a file in it: a disk may be full, read-only, or of a kind that holds no folders.
+fn try_out(folder: &Path) -> io::Result<()> {
+    match fs::DirBuilder::new().mode(0o700).create(folder) {
+        Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
+        _ => {}
+    }
+    let file = folder.join(format!(".launch-{}", std::process::id()));
+    fs::OpenOptions::new().write(true).create_new(true).open(&file)?;
+    fs::remove_file(file)
 }
 
 fn made_absolute(source: &Source) -> impl Iterator<Item = (&'static str, OsString)> {

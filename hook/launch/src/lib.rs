@@ -86,10 +86,28 @@ fn impossible(command: &[OsString]) -> Option<String> {
 
 /// Collector and hook for a command that can have them: what changes in its environment.
 fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString)> {
-    let mut changes = config.changed.clone();
-    changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
-    changes.push(("XPU_TIMER_LAUNCH_ID", launch_id().into()));
-    match collector::ensure(config, &changes) {
+    config.moved.iter().for_each(|moved| say(moved));
+    let (mut config, mut is_apart) = (config.clone(), false);
+    let (changes, ensured) = loop {
+        let unlike = collector::unlike(&config);
+        if !unlike.is_empty() && !is_apart {
+            is_apart = true;
+            match collector::apart(&config) {
+                Ok(own) => config = own,
+                Err(why) => say(&format!("the node collector has another {}: {why}", unlike.join(", "))),
+            }
+        }
+        let mut changes = config.changed.clone();
+        changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
+        changes.push(("XPU_TIMER_LAUNCH_ID", launch_id().into()));
+        let ensured = collector::ensure(&config, &changes);
+        // Another launcher may have been faster, with other settings.
+        if is_apart || ensured.is_err() || collector::unlike(&config).is_empty() {
+            break (changes, ensured);
+        }
+    };
+    let (config, mut changes) = (&config, changes);
+    match ensured {
         Ok(found) => {
             // So that also those processes can let it look into them that never connect.
             changes.push(("XPU_TIMER_COLLECTOR_PID", found.pid.to_string().into()));

@@ -25,7 +25,15 @@ fn problem(folder: &Path) -> Option<Errno> {
         return Some(Errno::ENAMETOOLONG);
     }
     // The first one that is there, of the folder and those above it; what stands in the way may be a file.
-    let there = folder.ancestors().find(|path| fs::symlink_metadata(path).is_ok())?;
+    let look = |path: &&Path| match fs::symlink_metadata(path) {
+        // Too long a path is not there either, and cannot be made.
+        Err(error) if error.raw_os_error() == Some(Errno::ENAMETOOLONG as i32) => true,
+        looked => looked.is_ok(),
+    };
+    let there = folder.ancestors().find(look)?;
+    if fs::symlink_metadata(there).is_err() {
+        return Some(Errno::ENAMETOOLONG);
+    }
     if !fs::metadata(there).is_ok_and(|metadata| metadata.is_dir()) {
         return Some(Errno::ENOTDIR);
     }
@@ -34,7 +42,8 @@ fn problem(folder: &Path) -> Option<Errno> {
     }
     // Some file systems do not count their blocks.
     let space = statvfs(there).ok()?;
-    (space.blocks() > 0 && space.blocks_available() == 0).then_some(Errno::ENOSPC)
+    let is_full = space.blocks() > 0 && space.blocks_available() == 0;
+    (is_full || space.files() > 0 && space.files_available() == 0).then_some(Errno::ENOSPC)
 }
 
 #[cfg(test)]
@@ -50,5 +59,7 @@ mod tests {
         assert_eq!((of(folder.path().into()), of(folder.path().join("a/b"))), (None, None));
         let said = of(file.join("timeline")).unwrap();
         assert!(said.contains("(Not a directory)") && said.ends_with("incidents will be in /other/timeline"), "{said}");
+        let long = of(folder.path().join("x".repeat(300)).join("timeline")).unwrap();
+        assert!(long.contains("(File name too long)"), "{long}");
     }
 }

@@ -658,3 +658,30 @@ fn old_incidents_are_removed_on_both_sides() {
     // What was open when the last one was written may be kept with it.
     wait_until(PATIENCE, "the oldest are gone", || folders(&cluster.job) <= 2 && folders(&node.job) <= 2);
 }
+
+#[test]
+fn two_jobs_of_a_node_with_different_cluster_collectors_get_what_they_asked_for() {
+    let clusters = [Cluster::new(), Cluster::new()];
+    let node = Job::new();
+    let mut ranks = Vec::new();
+    let mut sockets = Vec::new();
+    for (name, cluster) in ["first", "second"].into_iter().zip(&clusters) {
+        let mut command = node.launch(xpu_timer_tests::python());
+        let examples = xpu_timer_tests::tree().join("tests/examples");
+        command.arg(examples.join("run_ranks.py")).arg("--nproc=2").arg(examples.join("train.py"));
+        command.env("XPU_TIMER_COLLECTOR", cluster.url()).env("XPU_TIMER_JOB", name);
+        ranks.push(Process::spawn(&mut command));
+        cluster.wait_ranks(name, 2);
+        let mut shows = node.launch("sh");
+        shows.args(["-c", "echo $XPU_TIMER_SOCKET"]).env("XPU_TIMER_COLLECTOR", cluster.url());
+        sockets.push(Process::spawn(&mut shows).wait(PATIENCE).stdout);
+    }
+    assert_ne!(sockets[0], sockets[1]);
+    // A job that wants nothing special takes the collector that is there.
+    let output = Process::spawn(node.launch("sh").args(["-c", "echo $XPU_TIMER_SOCKET"])).wait(PATIENCE);
+    assert_eq!((output.stdout.as_str(), output.stderr.as_str()), (sockets[0].as_str(), ""));
+    for (cluster, other) in clusters.iter().zip(["second", "first"]) {
+        let jobs = cluster.status()["jobs"].as_array().cloned().unwrap_or_default();
+        assert!(jobs.iter().all(|job| job["job"] != other), "{jobs:?}");
+    }
+}

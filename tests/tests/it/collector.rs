@@ -233,9 +233,13 @@ pub struct Tmpfs(pub std::path::PathBuf);
 impl Tmpfs {
     /// `None`, after having said so, when this machine does not let us.
     pub fn new(path: std::path::PathBuf, kib: u32) -> Option<Self> {
+        Self::with(path, &format!("size={kib}k"))
+    }
+
+    /// With any options of tmpfs(5).
+    pub fn with(path: std::path::PathBuf, options: &str) -> Option<Self> {
         fs::create_dir(&path).expect("a folder");
-        let mount =
-            Command::new("mount").args(["-t", "tmpfs", "-o", &format!("size={kib}k"), "none"]).arg(&path).output();
+        let mount = Command::new("mount").args(["-t", "tmpfs", "-o", options, "none"]).arg(&path).output();
         match mount {
             Ok(output) if output.status.success() => Some(Tmpfs(path)),
             other => {

@@ -10,6 +10,7 @@ use std::{
 
 use nix::sys::signal::Signal;
 use tempfile::TempDir;
+use xpu_timer_proto::socket;
 use xpu_timer_tests::{
     Ears, FakeCollector, Job, LAUNCHED_BY, Output, PATIENCE, Process, artifacts, compile_c, processes_with, skip,
 };
@@ -214,7 +215,11 @@ fn a_collector_that_cannot_do_all_says_so_through_the_launcher() {
     let line = one_line(&job);
     let words = format!("port {} cannot be listened on", job.port);
     assert!(line.contains(&words) && line.contains("XPU_TIMER_BASEPORT"), "{line}");
-    assert!(!line.contains("ERROR") && !line.contains("metrics"), "{line}");
+    assert!(!line.contains("ERROR"), "{line}");
+    // It listens on another pair.
+    assert!(line.contains(&format!("control is on port {}", job.port + 10)), "{line}");
+    let (code, _) = xpu_timer_tests::http("GET", job.port + 10, "/health").expect("it answers there");
+    assert_eq!(code, 200);
 
     let file = job.dir.join("file");
     fs::write(&file, "").unwrap();
@@ -241,6 +246,43 @@ fn a_socket_that_its_collector_left_behind_is_no_obstacle() {
     assert!(socket.exists());
     let output = Process::spawn(job.launch("sh").args(["-c", "kill -0 $XPU_TIMER_COLLECTOR_PID"])).wait(PATIENCE);
     assert_eq!((output.code(), output.stderr.as_str()), (0, ""), "{output:?}");
+}
+
+#[test]
+fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
+    let place = tempfile::tempdir().unwrap();
+    let own = |name: &str| place.path().join(name);
+    fs::write(own("file"), "").unwrap();
+    let long = own(&"x".repeat(100));
+    fs::create_dir(&long).unwrap();
+    // Everybody may put things into the folder of this user's sockets.
+    let squatted = own("squatted");
+    let folder = socket::directory(&squatted, nix::unistd::geteuid().as_raw());
+    fs::create_dir_all(&folder).unwrap();
+    fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
+    let cases = [
+        (own("missing"), "No such file"),
+        (own("file"), "is not a folder"),
+        (long.clone(), "107 bytes"),
+        (squatted, "others may write"),
+        ("relative".into(), "it is relative"),
+        ("/proc/self".into(), "cannot be used"),
+    ];
+    for (temporary, why) in cases {
+        let job = Job::new().with("TMPDIR", &temporary.display().to_string());
+        let script = "kill -0 $XPU_TIMER_COLLECTOR_PID && test -S $XPU_TIMER_SOCKET && echo $XPU_TIMER_SOCKET";
+        let output = Process::spawn(job.launch("sh").args(["-c", script])).wait(PATIENCE);
+        assert_eq!(output.code(), 0, "{}: {output:?}", temporary.display());
+        let socket = output.stdout.trim();
+        assert!(output.stderr.lines().count() == 1 && output.stderr.contains(why), "{output:?}");
+        assert!(output.stderr.contains(socket), "{output:?}");
+    }
+    let job = Job::new();
+    let named = long.join("s.sock").display().to_string();
+    let job = job.with("XPU_TIMER_SOCKET", &named);
+    let output = Process::spawn(job.launch("sh").args(["-c", "test -S $XPU_TIMER_SOCKET"])).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{output:?}");
+    assert!(output.stderr.contains("XPU_TIMER_SOCKET") && output.stderr.contains("107 bytes"), "{output:?}");
 }
 
 /// A user who is nobody else.

@@ -16,6 +16,7 @@ mod hook;
 mod installed;
 mod jobs;
 mod launch;
+mod lives;
 mod metrics;
 mod mpi;
 mod namespaces;

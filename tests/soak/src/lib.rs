@@ -1,0 +1,180 @@
+//! A busy mixed node: training, servers without a rank, short processes, hangs that resolve and hangs that do not, dumps on demand,
+//! scrapes, and in the first fifth of the time collectors that are killed. Our processes are measured all along; they may not grow
+//! between the second and the last quarter of the time.
+#![forbid(unsafe_code)]
+
+mod sample;
+
+use std::{
+    sync::{
+        Mutex,
+        atomic::{AtomicBool, AtomicUsize, Ordering},
+    },
+    thread,
+    time::{Duration, Instant},
+};
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use nix::{
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use xpu_timer_tests::{Job, Process, http, python, tree};
+
+use sample::Sample;
+
+/// Options of the soak.
+#[derive(Debug, Parser)]
+pub struct Options {
+    /// How long; 0.2 is twelve minutes
+    #[arg(long, default_value_t = 2.0)]
+    hours: f64,
+    /// Short processes a second
+    #[arg(long, default_value_t = 30.0)]
+    rate: f64,
+}
+
+/// What is counted on the way, for the last line.
+#[derive(Debug, Default)]
+struct Counts {
+    jobs: AtomicUsize,
+    kills: AtomicUsize,
+    dumps: AtomicUsize,
+    scrapes: AtomicUsize,
+}
+
+/// How often something is measured in the whole time, at least.
+const SAMPLES: u32 = 240;
+const RANKS: u32 = 4;
+const SERVERS: usize = 2;
+/// Hangs of every kind: of a job in a row, one of these.
+const FAULTS: [&[&str]; 5] = [
+    &[],
+    &["--fault=pause", "--pause=8"],
+    &["--fault=loader"],
+    &["--fault=skip", "--fault-step=40"],
+    &["--fault=killed", "--fault-step=40"],
+];
+
+/// Runs it. True when nothing has grown.
+///
+/// # Errors
+/// When it cannot be run.
+pub fn run(options: &Options) -> Result<bool> {
+    let time = Duration::try_from_secs_f64(options.hours * 3600.0).context("--hours")?;
+    let dir = tree().join("target/soak");
+    // What is left of the last time.
+    let _ = std::fs::remove_dir_all(&dir);
+    let job = Job::at(&dir).with("XPU_TIMER_SAMPLE_INTERVAL", "1").with("XPU_TIMER_KEEP_INCIDENTS", "20");
+    let job = job.with("XPU_TIMER_LINGER", "600");
+    let (over, counts) = (AtomicBool::new(false), Counts::default());
+    let samples = Mutex::new(Vec::new());
+    let begun = Instant::now();
+    let programs = tree().join("tests/soak/programs");
+    let server = || Process::spawn(job.launch(python()).arg(programs.join("serve.py")));
+    let servers: Vec<Process> = (0..SERVERS).map(|_| server()).collect();
+    let short = Process::spawn(job.launch(python()).arg(programs.join("short.py")).arg(options.rate.to_string()));
+    thread::scope(|scope| {
+        for seed in 0..2 {
+            let (job, over, counts) = (&job, &over, &counts);
+            scope.spawn(move || train(job, seed, over, counts));
+        }
+        scope.spawn(|| ask(&job, &over, &counts));
+        scope.spawn(|| end_collectors(&job, &over, &counts, begun, time));
+        let pause = (time / SAMPLES).max(Duration::from_secs(1));
+        while begun.elapsed() < time {
+            sleep(pause, &over);
+            if let Some(sample) = Sample::take(&job, begun.elapsed()) {
+                println!("{sample}");
+                samples.lock().expect("nobody panics with it").push(sample);
+            }
+        }
+        over.store(true, Ordering::Relaxed);
+    });
+    drop((servers, short));
+    let samples = samples.into_inner().expect("nobody panics with it");
+    let count = |count: &AtomicUsize| count.load(Ordering::Relaxed);
+    println!(
+        "{} jobs, {} kills of a collector, {} dumps on demand, {} scrapes, {} samples in {:.0?}",
+        count(&counts.jobs),
+        count(&counts.kills),
+        count(&counts.dumps),
+        count(&counts.scrapes),
+        samples.len(),
+        begun.elapsed()
+    );
+    Ok(sample::compare(&samples))
+}
+
+/// Sleeps, but not beyond the end.
+fn sleep(time: Duration, over: &AtomicBool) {
+    let begun = Instant::now();
+    while begun.elapsed() < time && !over.load(Ordering::Relaxed) {
+        thread::sleep(Duration::from_millis(50).min(time));
+    }
+}
+
+/// Job after job, each with a name of its own, some of which hang.
+fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
+    for number in seed.. {
+        if over.load(Ordering::Relaxed) {
+            return;
+        }
+        let fault = FAULTS[number % FAULTS.len()];
+        let examples = tree().join("tests/examples");
+        let mut command = job.launch(python());
+        command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={RANKS}")).arg(examples.join("train.py"));
+        command.args(fault).arg("--steps=400").env("XPU_TIMER_JOB", format!("soak-{seed}-{number}"));
+        let mut ranks = Process::spawn(&mut command);
+        let begun = Instant::now();
+        while ranks.try_wait().is_none() && begun.elapsed() < Duration::from_secs(25) && !over.load(Ordering::Relaxed) {
+            thread::sleep(Duration::from_millis(100));
+        }
+        // The launcher of the ranks passes it on; a rank that is stopped or stuck is killed with its children below.
+        ranks.signal(Signal::SIGTERM);
+        let told = Instant::now();
+        while ranks.try_wait().is_none() && told.elapsed() < Duration::from_secs(5) {
+            thread::sleep(Duration::from_millis(50));
+        }
+        for pid in sample::of_job(job, &format!("soak-{seed}-{number}")) {
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        counts.jobs.fetch_add(1, Ordering::Relaxed);
+    }
+}
+
+/// Scrapes, looks and asks for dumps, as dashboards and people do.
+fn ask(job: &Job, over: &AtomicBool, counts: &Counts) {
+    for turn in 0u32.. {
+        if over.load(Ordering::Relaxed) {
+            return;
+        }
+        let answered = http("GET", job.port + 1, "/metrics").is_ok();
+        counts.scrapes.fetch_add(usize::from(answered), Ordering::Relaxed);
+        let _ = job.status();
+        if turn % 5 == 0 {
+            let name = job.status().ok().and_then(|status| status["ranks"][0]["job"].as_str().map(str::to_string));
+            let path = name.map_or("/dump".into(), |name| format!("/dump?job={}", name.replace(' ', "%20")));
+            let dumped = http("POST", job.port, &path).is_ok_and(|(code, _)| code == 200);
+            counts.dumps.fetch_add(usize::from(dumped), Ordering::Relaxed);
+        }
+        sleep(Duration::from_secs(4), over);
+    }
+}
+
+/// In the first fifth of the time, so that what runs after it is of one age.
+fn end_collectors(job: &Job, over: &AtomicBool, counts: &Counts, begun: Instant, time: Duration) {
+    let pause = (time / 50).max(Duration::from_secs(3));
+    for turn in 0u32.. {
+        sleep(pause, over);
+        if over.load(Ordering::Relaxed) || begun.elapsed() > time / 5 {
+            return;
+        }
+        let Ok(status) = job.status() else { continue };
+        let which = if turn % 3 == 2 { "supervisor" } else { "pid" };
+        if let Some(pid) = status[which].as_i64() {
+            counts.kills.fetch_add(usize::from(kill(Pid::from_raw(pid as i32), Signal::SIGKILL).is_ok()), Ordering::Relaxed);
+        }
+    }
+}
