@@ -5,7 +5,7 @@
 use crate::prefix_tree::{NodeId, PrefixTree};
 use crate::rank_set::RankSet;
 use std::fmt::Write as _;
-use xpu_timer_proto::server::Stacktrace;
+use xpu_timer_proto::{printable, server::Stacktrace};
 
 /// A word that contains this, and everything leafward of it, is not drawn.
 pub const DROPPED_FROM: &str = "lto_priv";
@@ -27,8 +27,7 @@ fn push_clean(out: &mut String, text: &str) {
     } else {
         out.extend(text.chars().map(|c| match c {
             ';' => ',',
-            c if c.is_control() => ' ',
-            c => c,
+            c => printable::shown(c),
         }));
     }
 }

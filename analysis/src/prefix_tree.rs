@@ -6,6 +6,7 @@
 use crate::rank_set::RankSet;
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
 use std::hash::BuildHasher;
+use xpu_timer_proto::printable;
 use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
 
 /// Number of an interned word.
@@ -237,7 +238,7 @@ impl PrefixTree {
                 return Err(TreeError::BackwardRun { node });
             }
         }
-        let words: Vec<WordId> = tree.words.iter().map(|text| self.words.intern(text)).collect();
+        let words: Vec<WordId> = tree.words.iter().map(|text| self.words.intern(&printable::line(text))).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(tree.nodes.len());
         for n in &tree.nodes {
             let parent = n.parent.map(|parent| ids[parent as usize]);

@@ -2,7 +2,10 @@
 
 use std::fmt::Write as _;
 
-use xpu_timer_proto::v1::{DataType, Matmul, Op, Operation};
+use xpu_timer_proto::{
+    printable,
+    v1::{DataType, Matmul, Op, Operation},
+};
 
 use crate::verdict::{CommunicatorReport, OperationState, Verdict};
 
@@ -247,10 +250,9 @@ fn section(text: &mut String, title: &str, lines: impl Iterator<Item = String>) 
     }
 }
 
-/// Adds one paragraph, broken between words; lines after the first begin with `indent`. Control characters, which would
-/// break the form, become spaces.
+/// Adds one paragraph, broken between words; lines after the first begin with `indent`.
 fn paragraph(text: &mut String, content: &str, indent: &str) {
-    let content: String = content.chars().map(|letter| if letter.is_control() { ' ' } else { letter }).collect();
+    let content = printable::line(content);
     let mut column = 0;
     for word in content.split_inclusive(' ') {
         let length = word.trim_end().chars().count();

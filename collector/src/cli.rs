@@ -8,7 +8,7 @@ use std::{
 
 use clap::{Parser, Subcommand};
 use tracing::warn;
-use xpu_timer_proto::env::Source;
+use xpu_timer_proto::{env::Source, printable};
 
 use crate::{cluster, config::Settings, error::Error, incidents::Remote, node, supervisor};
 
@@ -128,9 +128,10 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
             if let Some(remark) = remark {
                 say(&format!("xpu_timer_collector: {remark}"));
             }
-            format!("{}\n", folder.display())
+            format!("{}\n", printable::line(&folder.to_string_lossy()))
         }
     };
+    let text = if json { printable::json(&text) } else { printable::text(&text) };
     match std::io::stdout().write_all(text.as_bytes()) {
         // Whoever went away has seen enough.
         Err(error) if error.kind() == std::io::ErrorKind::BrokenPipe => Ok(()),
@@ -138,9 +139,9 @@ fn run_incidents(url: Option<String>, json: bool, what: &Incidents) -> anyhow::R
     }
 }
 
-/// A line on stderr. Where it cannot be written, nobody can be told.
-pub fn say(line: &str) {
-    let _ = writeln!(std::io::stderr(), "{line}");
+/// One line on stderr. Nobody can be told when it is closed.
+pub fn say(text: &str) {
+    let _ = std::io::stderr().write_all(format!("{}\n", printable::line(text)).as_bytes());
 }
 
 /// Columns of stdout; `None` where it is no terminal.

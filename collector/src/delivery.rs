@@ -9,7 +9,7 @@ use std::{
 use tracing::{info, warn};
 use xpu_timer_analysis::{condense, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
-    Message as _,
+    Message as _, lenient,
     server::Stacktrace,
     v1::{Delivery, DumpFile, NodeDump, RankEvidence, RankRun, StackTree, delivery::Message},
 };
@@ -69,7 +69,7 @@ impl Kept {
             Kept::In(folder) => {
                 let path = folder.join(PART);
                 let bytes = std::fs::read(&path).map_err(|error| format!("{}: {error}", path.display()))?;
-                NodeDump::decode(&bytes[..]).map_err(|error| format!("{}: {error}", path.display()))
+                lenient::decode(&bytes).map_err(|error| format!("{}: {error}", path.display()))
             }
         }
     }

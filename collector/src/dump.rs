@@ -24,7 +24,7 @@ use crate::{
     folder::Folder,
     incident::Record,
     jobs::Member,
-    judging,
+    json, judging,
     launched::Silent,
     process,
     registry::JobKey,
@@ -354,7 +354,7 @@ pub fn write_verdict(folder: &Folder, verdict: &Verdict) -> bool {
 /// # Errors
 /// When one of them cannot be written. The other one is tried all the same.
 pub fn try_write_verdict(folder: &Folder, verdict: &Verdict) -> Result<(), Error> {
-    let json = serde_json::to_vec_pretty(verdict).unwrap_or_else(|error| format!("{{\"error\":\"{error}\"}}").into());
+    let json = json::pretty(verdict);
     let text = folder.write("verdict.txt", verdict.to_text().as_bytes());
     folder.write("verdict.json", &json).and(text)
 }

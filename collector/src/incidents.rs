@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::Agent;
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::env::Source;
+use xpu_timer_proto::{env::Source, printable};
 
 use crate::{
     cluster::hub::ALL_FILES,
@@ -150,7 +150,8 @@ impl Remote {
         }
         let line = |slow: &Value| {
             let text = |name: &str| slow[name].as_str().unwrap_or_default();
-            format!("{}  rank {} on {}: {}\n", text("job"), slow["rank"], text("node"), text("sentence"))
+            let line = format!("{}  rank {} on {}: {}", text("job"), slow["rank"], text("node"), text("sentence"));
+            format!("{}\n", printable::line(&line))
         };
         Ok(list.as_array().into_iter().flatten().map(line).collect())
     }

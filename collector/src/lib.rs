@@ -22,6 +22,7 @@ pub mod inbox;
 pub mod incident;
 pub mod incidents;
 pub mod jobs;
+pub mod json;
 pub mod judging;
 pub mod launched;
 pub mod member;

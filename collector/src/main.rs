@@ -6,7 +6,7 @@ use std::process::ExitCode;
 use clap::Parser;
 use tracing_subscriber::EnvFilter;
 use xpu_timer_collector::cli;
-use xpu_timer_proto::env::Source;
+use xpu_timer_proto::{env::Source, printable::Lines};
 
 fn main() -> ExitCode {
     let wanted = Source::process().text("XPU_TIMER_LOG").unwrap_or_default();
@@ -16,11 +16,13 @@ fn main() -> ExitCode {
     };
     tracing_subscriber::fmt()
         .with_env_filter(filter)
-        .with_writer(std::io::stderr)
+        .with_writer(|| Lines(std::io::stderr()))
         .with_ansi(false)
         // By default a line that cannot be written, on a full disk, is complained about by eprintln!, which panics then.
         .log_internal_errors(false)
         .init();
+    // The message of a panic may hold anything; as a line of the log it goes through the same filter.
+    std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     if let Some(error) = wrong {
         tracing::warn!("XPU_TIMER_LOG={wanted:?} cannot be used, using \"info\" instead: {error}");
     }

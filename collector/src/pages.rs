@@ -8,7 +8,6 @@ use std::{
 };
 
 use axum::{
-    Json,
     body::Body,
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -20,7 +19,10 @@ use tokio::{
 };
 use tokio_stream::wrappers::ReceiverStream;
 
-use crate::records::{self, WithoutFolder};
+use crate::{
+    json::Json,
+    records::{self, WithoutFolder},
+};
 
 /// Folders of the incident folders.
 pub type Roots = Vec<PathBuf>;

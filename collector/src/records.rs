@@ -15,6 +15,7 @@ use crate::{
     dump::RECORD,
     folder,
     incident::{Cause, Record},
+    json::pretty,
     registry::JobKey,
 };
 
@@ -120,10 +121,10 @@ impl WithoutFolder {
     #[must_use]
     pub fn files(&self) -> [(&'static str, Vec<u8>); 2] {
         let (text, json) = match &self.verdict {
-            Some(verdict) => (verdict.to_text(), serde_json::to_vec_pretty(verdict)),
-            None => ("no verdict yet\n".into(), serde_json::to_vec_pretty(&self.line)),
+            Some(verdict) => (verdict.to_text(), pretty(verdict)),
+            None => ("no verdict yet\n".into(), pretty(&self.line)),
         };
-        [("verdict.json", json.unwrap_or_default()), ("verdict.txt", text.into_bytes())]
+        [("verdict.json", json), ("verdict.txt", text.into_bytes())]
     }
 }
 

@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use axum::{
-    Json, Router,
+    Router,
     extract::{Path, Query, State},
     http::{StatusCode, header},
     response::{IntoResponse, Response},
@@ -15,6 +15,7 @@ use tokio::{sync::oneshot, time::timeout};
 
 use crate::{
     inbox::{Question, Refusal},
+    json::Json,
     pages,
     records::WithoutFolder,
 };

@@ -25,7 +25,7 @@ use rustix::{
     process::getuid,
 };
 use xpu_timer_proto::{
-    Message,
+    Message, lenient,
     socket::MAX_PACKET_BYTES,
     v1::{HookMessage, NodeReply, Welcome, node_reply},
 };
@@ -229,7 +229,7 @@ pub fn receive(fd: &OwnedFd) -> Received {
     if got.flags.contains(ReturnFlags::TRUNC) || got.bytes > MAX_PACKET_BYTES {
         return Received::Bad(format!("a packet of more than {MAX_PACKET_BYTES} bytes"));
     }
-    match HookMessage::decode(&bytes[..got.bytes]) {
+    match lenient::decode::<HookMessage>(&bytes[..got.bytes]) {
         Ok(message) if message.message.is_none() => Received::Bad("a message of an unknown kind".into()),
         Ok(message) => Received::Message(Box::new(message), descriptor),
         Err(error) => Received::Bad(format!("a packet that is no message: {error}")),

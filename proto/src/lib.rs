@@ -9,6 +9,8 @@
 pub mod codec;
 pub mod env;
 pub mod family;
+pub mod lenient;
+pub mod printable;
 pub mod ring;
 pub mod socket;
 pub mod text;
@@ -23,6 +25,10 @@ pub mod server {
 #[allow(missing_docs, clippy::all, unused_qualifications)]
 pub mod v1 {
     include!("generated/xpu_timer.v1.rs");
+}
+
+mod shapes {
+    include!("generated/shapes.rs");
 }
 
 pub use prost::Message;

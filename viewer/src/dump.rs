@@ -8,7 +8,7 @@
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// One frame. Whether its names are text is asked once for each name, when it is seen first ([`Frame::text`]).
+/// One frame. Its names are bytes until they are seen first ([`Frame::text`]).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// Function name.
@@ -23,14 +23,10 @@ impl<'a> Frame<'a> {
         Frame { func: func.as_bytes(), file: file.as_bytes() }
     }
 
-    /// Function and file as text.
-    pub fn text(&self) -> Result<(&'a str, &'a str), DecodeError> {
-        Ok((utf8(self.func)?, utf8(self.file)?))
+    /// Function and file as text, as [`lenient`](xpu_timer_proto::lenient) reads texts: what is no UTF-8 is replaced.
+    pub fn text(&self) -> (Cow<'a, str>, Cow<'a, str>) {
+        (String::from_utf8_lossy(self.func), String::from_utf8_lossy(self.file))
     }
-}
-
-fn utf8(bytes: &[u8]) -> Result<&str, DecodeError> {
-    std::str::from_utf8(bytes).map_err(|_| DecodeError::NotUtf8 { text: String::from_utf8_lossy(bytes).into_owned() })
 }
 
 /// One thread. Its texts are bytes: the kernel cuts names after 15 bytes, perhaps within a character.
@@ -75,7 +71,7 @@ pub struct Dump<'a> {
     /// Process id.
     pub pid: i32,
     /// For example `S (sleeping)`.
-    pub process_state: &'a str,
+    pub process_state: Cow<'a, str>,
     /// What went wrong while native stacks were taken.
     pub pstack_stderr: Cow<'a, str>,
     /// What went wrong while Python stacks were taken.
@@ -149,12 +145,6 @@ pub enum DecodeError {
         /// Where it begins.
         offset: usize,
     },
-    /// A name is no text.
-    #[error("the name {text:?} is not UTF-8")]
-    NotUtf8 {
-        /// The name with a replacement for what is no text.
-        text: String,
-    },
     /// None of the fields of a dump is there; an empty file is of this kind.
     #[error("it holds no dump")]
     NoDump,
@@ -192,7 +182,7 @@ impl<'a> Dump<'a> {
                 3 => dump.pid = reader.varint(field)? as i32,
                 6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
-                11 => dump.process_state = utf8(reader.bytes(field)?)?,
+                11 => dump.process_state = String::from_utf8_lossy(reader.bytes(field)?),
                 // The pictures need none of these, so nothing within them can make the file unreadable.
                 100 if field.wire == BYTES => dump.first_sample = Some(reader.bytes(field)?),
                 101 if field.wire == BYTES => dump.last_sample = Some(reader.bytes(field)?),
@@ -441,7 +431,10 @@ mod tests {
         assert_eq!(Dump::decode(&[0xd0, 0x05, 0x01]), Err(DecodeError::NoDump));
         assert!(Dump::decode(b"\x7fELF\x02\x01\x01").is_err());
         assert!(Dump::decode(b"{\"json\": true}").is_err());
-        assert_eq!(Dump::decode(&[0x5a, 2, b'a', 0xff]), Err(DecodeError::NotUtf8 { text: "a\u{fffd}".into() }));
+        assert_eq!(
+            Dump::decode(&[0x5a, 2, b'a', 0xff]),
+            Ok(Dump { process_state: "a\u{fffd}".into(), ..Dump::default() })
+        );
         assert_eq!(Dump::decode(&[0x58, 2]), Err(DecodeError::WrongType { field: 11, offset: 0 }));
         assert_eq!(Dump::decode(&[0x5a, 200, 1]), Err(DecodeError::Truncated { offset: 0 }));
     }

@@ -1,7 +1,6 @@
 //! What became of the ranks that have no dump, or whose process is gone: from `evidence.bin` of an incident, else from its
 //! verdict. Of a folder that holds neither, only who is absent is known.
 
-use crate::folder::clean;
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::fs;
@@ -9,7 +8,8 @@ use std::io;
 use std::path::Path;
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::Message;
+use xpu_timer_proto::lenient;
+use xpu_timer_proto::printable::line;
 use xpu_timer_proto::v1::{Evidence, Presence};
 
 /// How a rank is absent.
@@ -59,7 +59,7 @@ pub struct Fate {
 /// The fates of a job, the dead first; and what is odd about `evidence.bin`, if anything.
 pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, world: u32) -> (Vec<Fate>, Option<String>) {
     let (evidence, note) = match fs::read(folder.join("evidence.bin")) {
-        Ok(bytes) => match Evidence::decode(&bytes[..]) {
+        Ok(bytes) => match lenient::decode::<Evidence>(&bytes) {
             Ok(evidence) => (evidence, None),
             Err(error) => (Evidence::default(), Some(format!("evidence.bin is left out: {error}"))),
         },
@@ -71,7 +71,7 @@ pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, worl
     let mut put = |rank: u32, how: How, node: &str, why: Vec<&str>| {
         if known.insert(rank) && (how != How::NoDump || !with_dump.contains(rank)) {
             let why = why.into_iter().filter(|why| !why.is_empty()).collect::<Vec<_>>().join("; ");
-            fates.entry((how, clean(node), clean(&why))).or_default().insert(rank);
+            fates.entry((how, line(node).into_owned(), line(&why).into_owned())).or_default().insert(rank);
         }
     };
     for rank in &evidence.ranks {
@@ -103,6 +103,7 @@ pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, worl
 mod tests {
     use super::*;
     use xpu_timer_analysis::judge;
+    use xpu_timer_proto::Message;
     use xpu_timer_proto::v1::RankEvidence;
 
     fn evidence() -> Evidence {

@@ -4,6 +4,8 @@ use std::fs;
 use std::io;
 use std::path::{Path, PathBuf};
 
+use xpu_timer_proto::printable::line;
+
 /// One `.stacktrace` file with a proper name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DumpFile {
@@ -96,12 +98,7 @@ fn names(files: &[&DumpFile]) -> String {
 
 /// The last part of a path, for people.
 pub fn name_of(path: &Path) -> String {
-    clean(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy())
-}
-
-/// A text without control characters: names come from anywhere and go to a terminal.
-pub fn clean(text: &str) -> String {
-    text.chars().map(|c| if c.is_control() { '\u{fffd}' } else { c }).collect()
+    line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy()).into_owned()
 }
 
 /// The `incident-…` folders of a folder, the oldest first: their names begin with the time.

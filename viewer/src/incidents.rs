@@ -1,12 +1,13 @@
 //! All incidents of a timeline folder: when, why, and what the verdict says.
 
 use crate::Screen;
-use crate::folder::{clean, incidents, name_of};
+use crate::folder::{incidents, name_of};
 use crate::summary::wrapped;
 use serde::Serialize;
 use std::fmt::Write as _;
 use std::io;
 use std::path::Path;
+use xpu_timer_proto::printable;
 
 /// Before what is said of an incident.
 const INDENT: &str = "    ";
@@ -27,7 +28,7 @@ struct Incident {
 pub fn list(path: &Path, json: bool, screen: Screen) -> io::Result<String> {
     let incidents: Vec<Incident> = incidents(path)?.iter().map(|path| incident(path)).collect();
     if json {
-        return Ok(serde_json::to_string_pretty(&incidents)? + "\n");
+        return Ok(printable::json(&serde_json::to_string_pretty(&incidents)?).into_owned() + "\n");
     }
     let mut text = String::new();
     for incident in &incidents {
@@ -49,12 +50,7 @@ fn incident(path: &Path) -> Incident {
     let verdict = crate::report::read_verdict(path).ok().flatten();
     let cause =
         verdict.as_ref().and_then(|verdict| Some(serde_json::to_value(verdict.cause).ok()?.as_str()?.to_owned()));
-    Incident {
-        time: time_of(&name),
-        cause,
-        sentence: crate::summary::verdict_sentence(path).map(|text| clean(&text)),
-        name,
-    }
+    Incident { time: time_of(&name), cause, sentence: crate::summary::verdict_sentence(path), name }
 }
 
 /// The time within `incident-20261121T101500Z-3`.

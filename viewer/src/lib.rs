@@ -21,7 +21,7 @@ pub mod whole;
 use anyhow::{Context, bail};
 use clap::Parser;
 use dump::Dump;
-use folder::{DumpFile, Folder, clean, name_of};
+use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
 use narrow::Narrow;
 use picture::Picture;
@@ -29,6 +29,7 @@ use std::fs::File;
 use std::io::{self, Read, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
+use xpu_timer_proto::printable;
 
 /// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and report.html.
 ///
@@ -136,12 +137,12 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     notes.extend(note);
     // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
     for note in &notes {
-        let _ = writeln!(err, "warning: {note}");
+        let _ = writeln!(err, "warning: {}", printable::line(note));
     }
     for ((field, text), ranks) in &merged.complaints {
         let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
         for line in text.lines() {
-            let _ = writeln!(err, "  {}", clean(line));
+            let _ = writeln!(err, "  {}", printable::line(line));
         }
     }
     if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.narrow.rank) {
@@ -231,7 +232,7 @@ pub fn merge_files_with(
         }
         let dump = Dump::decode(&bytes).and_then(|mut dump| {
             narrow(&mut dump);
-            merger.add(file.rank, &dump)?;
+            merger.add(file.rank, &dump);
             Ok(dump)
         });
         match dump {
@@ -294,5 +295,5 @@ pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<Pa
 
 /// A path for people and terminals.
 fn shown(path: &Path) -> String {
-    clean(&path.to_string_lossy())
+    printable::line(&path.to_string_lossy()).into_owned()
 }

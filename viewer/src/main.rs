@@ -4,6 +4,7 @@
 use clap::Parser;
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
+use xpu_timer_proto::printable;
 use xpu_timer_viewer::{Args, Screen, run};
 
 fn main() -> ExitCode {
@@ -13,7 +14,7 @@ fn main() -> ExitCode {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
             // `eprintln` would panic when nobody reads stderr any more.
-            let _ = writeln!(io::stderr(), "xpu_timer_stacktrace_viewer: {error:#}");
+            let _ = writeln!(io::stderr(), "xpu_timer_stacktrace_viewer: {}", printable::line(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }

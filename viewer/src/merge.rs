@@ -1,6 +1,6 @@
 //! Merges the dumps of all ranks, one after the other, into two trees and into groups of ranks that stand at one place.
 
-use crate::dump::{DecodeError, Dump, Frame, Thread, Threads};
+use crate::dump::{Dump, Frame, Thread, Threads};
 use crate::stacks::{End, StackId, Stacks};
 use std::collections::BTreeMap;
 use xpu_timer_analysis::folded::STATE;
@@ -64,13 +64,13 @@ impl Interned {
 }
 
 impl Merger {
-    /// Adds the dump of one rank, or nothing of it when a name in it is no text.
-    pub fn add(&mut self, rank: u32, dump: &Dump<'_>) -> Result<(), DecodeError> {
+    /// Adds the dump of one rank.
+    pub fn add(&mut self, rank: u32, dump: &Dump<'_>) {
         let mut last = std::mem::take(&mut self.last);
-        self.intern_into(&dump.threads, dump.pid, &mut last)?;
-        let state = [Frame::new(STATE, dump.process_state)];
+        self.intern_into(&dump.threads, dump.pid, &mut last);
+        let state = [Frame::new(STATE, &dump.process_state)];
         for (stacks, ids) in [(&mut self.native, &last.native), (&mut self.python, &last.python)] {
-            let state = stacks.intern(&state)?;
+            let state = stacks.intern(&state);
             for &id in ids.iter().chain([&state]).flatten() {
                 stacks.add(id, rank);
             }
@@ -79,7 +79,7 @@ impl Merger {
         self.last = last;
         self.ranks.insert(rank);
         self.main.entry(main).or_default().insert(rank);
-        add_to(&mut self.states, dump.process_state, rank);
+        add_to(&mut self.states, &dump.process_state, rank);
         if !dump.node.is_empty() {
             add_to(&mut self.nodes, &String::from_utf8_lossy(dump.node), rank);
         }
@@ -88,7 +88,6 @@ impl Merger {
                 self.complaints.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
             }
         }
-        Ok(())
     }
 
     /// The stacks of the dump that was added last.
@@ -97,13 +96,13 @@ impl Merger {
     }
 
     /// Numbers the stacks of another sample, which do not count for any rank.
-    pub fn intern(&mut self, threads: &Threads<'_>, pid: i32) -> Result<Interned, DecodeError> {
+    pub fn intern(&mut self, threads: &Threads<'_>, pid: i32) -> Interned {
         let mut ids = Interned::default();
-        self.intern_into(threads, pid, &mut ids)?;
-        Ok(ids)
+        self.intern_into(threads, pid, &mut ids);
+        ids
     }
 
-    fn intern_into(&mut self, threads: &Threads<'_>, pid: i32, ids: &mut Interned) -> Result<(), DecodeError> {
+    fn intern_into(&mut self, threads: &Threads<'_>, pid: i32, ids: &mut Interned) {
         let all = [
             (&threads.native, &mut self.native, &mut ids.native),
             (&threads.python, &mut self.python, &mut ids.python),
@@ -111,14 +110,13 @@ impl Merger {
         for (threads_of, stacks, ids) in all {
             ids.clear();
             for thread in threads_of {
-                ids.push(stacks.intern(threads.frames_of(thread))?);
+                ids.push(stacks.intern(threads.frames_of(thread)));
             }
         }
         let (native, python) = main_threads(threads, pid);
         // The main thread's Python stack says more to people.
         let python = python.map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
         ids.main = python.or_else(|| native.map(|place| (Mode::Native, place)));
-        Ok(())
     }
 
     /// Puts everything together.
@@ -184,7 +182,7 @@ mod tests {
     fn merged(dumps: &[(u32, Stacktrace)]) -> Merged {
         let mut merger = Merger::default();
         for (rank, dump) in dumps {
-            merger.add(*rank, &Dump::decode(&dump.encode_to_vec()).unwrap()).unwrap();
+            merger.add(*rank, &Dump::decode(&dump.encode_to_vec()).unwrap());
         }
         merger.finish()
     }

@@ -3,7 +3,7 @@
 //! Whole stacks repeat across ranks. So every frame becomes the number of its word, every stack the numbers of its words,
 //! and a rank only adds itself to the stacks that it has; the tree is built once, from stacks that all differ.
 
-use crate::dump::{DecodeError, Frame};
+use crate::dump::Frame;
 use hashbrown::{DefaultHashBuilder, HashTable};
 use std::hash::BuildHasher;
 use xpu_timer_analysis::folded::{self, DROPPED_FROM};
@@ -51,14 +51,14 @@ pub struct Stacks {
 
 impl Stacks {
     /// The number of a stack; nothing when no word of it is drawn. No rank has it by that.
-    pub fn intern(&mut self, leaf_first: &[Frame<'_>]) -> Result<Option<StackId>, DecodeError> {
+    pub fn intern(&mut self, leaf_first: &[Frame<'_>]) -> Option<StackId> {
         self.stack.clear();
         let mut guess = self.first;
         for frame in leaf_first.iter().rev() {
             // Nearly always the word that followed its caller the last time follows it again.
             let word = match guess {
                 Some(guess) if is_word_of(self.words.text(guess), frame) => guess,
-                _ => self.word(frame)?,
+                _ => self.word(frame),
             };
             match self.stack.last() {
                 Some(caller) => self.next[caller.index()] = Some(word),
@@ -70,7 +70,7 @@ impl Stacks {
             self.stack.push(word);
             guess = self.next[word.index()];
         }
-        Ok(if self.stack.is_empty() { None } else { Some(self.intern_stack()) })
+        if self.stack.is_empty() { None } else { Some(self.intern_stack()) }
     }
 
     /// Says that a rank has a stack.
@@ -78,15 +78,15 @@ impl Stacks {
         self.stacks[id.0 as usize].ranks.insert(rank);
     }
 
-    fn word(&mut self, frame: &Frame<'_>) -> Result<WordId, DecodeError> {
+    fn word(&mut self, frame: &Frame<'_>) -> WordId {
         let hash = self.hasher.hash_one((frame.func, frame.file));
         let words = &self.words;
         if let Some(&(_, word)) = self.by_frame.find(hash, |&(_, word)| is_word_of(words.text(word), frame)) {
-            return Ok(word);
+            return word;
         }
-        let (func, file) = frame.text()?;
+        let (func, file) = frame.text();
         self.text.clear();
-        folded::push_word(&mut self.text, func, file);
+        folded::push_word(&mut self.text, &func, &file);
         let word = self.words.intern(&self.text);
         if word.index() == self.dropped.len() {
             self.dropped.push(self.text.contains(DROPPED_FROM));
@@ -95,7 +95,7 @@ impl Stacks {
         if is_word_of(&self.text, frame) {
             self.by_frame.insert_unique(hash, (hash, word), |&(hash, _)| hash);
         }
-        Ok(word)
+        word
     }
 
     fn intern_stack(&mut self) -> StackId {
@@ -173,7 +173,7 @@ mod tests {
     }
 
     fn add(stacks: &mut Stacks, leaf_first: &[Frame<'_>], rank: u32) -> Option<StackId> {
-        let id = stacks.intern(leaf_first).unwrap();
+        let id = stacks.intern(leaf_first);
         id.inspect(|&id| stacks.add(id, rank))
     }
 
@@ -198,12 +198,20 @@ mod tests {
         assert_eq!(add(&mut stacks, &[], 1), None);
         assert_eq!(folded::folded(&stacks.into_tree().0, 2), "root@r@0-1| 1\n");
     }
+
+    #[test]
+    fn a_name_that_is_no_text_is_drawn_with_what_is() {
+        let mut stacks = Stacks::default();
+        let broken = Frame { func: b"f\xff", file: b"\xe6x" };
+        let first = add(&mut stacks, &[broken, frame("root", "r")], 0);
+        assert_eq!(add(&mut stacks, &[broken, frame("root", "r")], 1), first);
+        assert_eq!(folded::folded(&stacks.into_tree().0, 2), "root@r@0-1|;f\u{fffd}@\u{fffd}x@0-1| 1\n");
+    }
+
     #[test]
     fn a_stack_that_no_rank_has_is_not_drawn() {
         let mut stacks = Stacks::default();
-        stacks.intern(&[frame("left", "out")]).unwrap();
-        let broken = Frame { func: b"\xff", file: b"" };
-        assert!(matches!(stacks.intern(&[broken, frame("root", "r")]), Err(DecodeError::NotUtf8 { .. })));
+        stacks.intern(&[frame("left", "out")]);
         add(&mut stacks, &[frame("f", "x")], 0);
         assert_eq!(folded::folded(&stacks.into_tree().0, 1), "f@x@0| 1\n");
     }

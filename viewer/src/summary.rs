@@ -2,7 +2,6 @@
 
 use crate::Screen;
 use crate::fate::Fate;
-use crate::folder::clean;
 use crate::merge::{Group, Merged, Mode};
 use crate::stacks::End;
 use serde_json::{Map, Value, json};
@@ -11,6 +10,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::printable::{self, line};
 
 /// So many groups are shown, and every one that holds a culprit; the rest is counted.
 const GROUPS_SHOWN: usize = 12;
@@ -36,7 +36,7 @@ pub fn verdict_sentence(folder: &Path) -> Option<String> {
         let lines = text.trim_start().lines().take_while(|line| !line.trim().is_empty());
         Some(lines.map(str::trim).collect::<Vec<_>>().join(" "))
     })?;
-    Some(clean(&sentence)).filter(|sentence| !sentence.trim().is_empty())
+    Some(line(&sentence).into_owned()).filter(|sentence| !sentence.trim().is_empty())
 }
 
 /// What the summary is about.
@@ -119,7 +119,7 @@ pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
         text.push('\n');
     }
     for path in about.written {
-        let _ = writeln!(text, "{}", clean(&path.to_string_lossy()));
+        let _ = writeln!(text, "{}", line(&path.to_string_lossy()));
     }
     text
 }
@@ -174,7 +174,7 @@ fn push_absent(text: &mut String, merged: &Merged, fates: &[Fate], width: Option
     for (state, ranks) in &merged.states {
         // Running and sleeping are what a process does; the others say something of the hang.
         if !matches!(state.bytes().next(), Some(b'R' | b'S') | None) {
-            lines.push(format!("State {}: {}{}", clean(state), ranks_of(ranks), on_nodes(merged, ranks)));
+            lines.push(format!("State {}: {}{}", line(state), ranks_of(ranks), on_nodes(merged, ranks)));
         }
     }
     if !lines.is_empty() {
@@ -188,7 +188,7 @@ fn push_absent(text: &mut String, merged: &Merged, fates: &[Fate], width: Option
 /// The hosts of some ranks, where the job has several: ` on gpu-1, gpu-2`.
 fn on_nodes(merged: &Merged, ranks: &RankSet) -> String {
     let theirs = merged.nodes.iter().filter(|(_, of)| !of.intersection(ranks).is_empty());
-    let names: Vec<String> = theirs.map(|(name, _)| clean(name)).collect();
+    let names: Vec<String> = theirs.map(|(name, _)| line(name).into_owned()).collect();
     match names.len() {
         0 => String::new(),
         _ if merged.nodes.len() == 1 => String::new(),
@@ -234,7 +234,7 @@ pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Res
             })
             .collect();
     }
-    Ok(serde_json::to_string_pretty(&value)? + "\n")
+    Ok(printable::json(&serde_json::to_string_pretty(&value)?).into_owned() + "\n")
 }
 
 /// All stacks, those of most ranks first: Python, then native. The words of each are leaf first.
@@ -323,13 +323,13 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSe
         text.push_str("      no stack\n");
         return;
     };
-    let mut line = |before: &str, word: &str, after: &str| {
+    let mut push = |before: &str, word: &str, after: &str| {
         let taken = before.chars().count() + after.chars().count();
         let _ = writeln!(text, "{before}{}{after}", shown(word, screen.width.map(|width| width.saturating_sub(taken))));
     };
-    line("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
+    push("      at ", &place.deepest, if place.mode == Mode::Python { "" } else { " (native)" });
     if let Some(own) = place.own.as_ref().filter(|own| **own != place.deepest) {
-        line("      apart from the others since ", own, "");
+        push("      apart from the others since ", own, "");
     }
 }
 

@@ -3,7 +3,7 @@
 
 use std::path::Path;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
-use xpu_timer_proto::Message;
+use xpu_timer_proto::lenient;
 use xpu_timer_proto::v1::StackTrees;
 
 /// The stacks of all ranks.
@@ -33,7 +33,7 @@ impl Whole {
 /// The trees of a folder; none when there are none, or they cannot be used: then the dumps that are there are drawn.
 #[must_use]
 pub fn read(folder: &Path) -> Option<Whole> {
-    let message = StackTrees::decode(&std::fs::read(folder.join("stacks.bin")).ok()?[..]).ok()?;
+    let message = lenient::decode::<StackTrees>(&std::fs::read(folder.join("stacks.bin")).ok()?).ok()?;
     let tree = |message: Option<xpu_timer_proto::v1::StackTree>| {
         let mut tree = PrefixTree::new();
         tree.merge_message(&message.unwrap_or_default()).ok().map(|()| tree)
@@ -44,6 +44,7 @@ pub fn read(folder: &Path) -> Option<Whole> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use xpu_timer_proto::Message;
 
     #[test]
     fn trees_of_all_ranks_are_read_and_rubbish_is_not() {

@@ -14,6 +14,7 @@ use std::{
 
 use anyhow::{Result, bail};
 use clap::{ArgGroup, Parser};
+use xpu_timer_proto::printable::{self, Lines};
 
 use crate::{Capturer, Options, Stacks};
 
@@ -84,7 +85,8 @@ pub(crate) enum View {
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let logs = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "off".into());
     // Fails when a test has set one up already.
-    let _ = tracing_subscriber::fmt().with_env_filter(logs).with_writer(io::stderr).try_init();
+    let _ =
+        tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
     let mut pids = arguments.pid.clone();
     let ranked = if arguments.all || !arguments.rank.is_empty() { find::ranked() } else { Vec::new() };
     for rank in &arguments.rank {
@@ -136,7 +138,8 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         let files = files::Files::new(folder, &pids)?;
         let mut index = 0;
         capture(&mut |process| {
-            writeln!(out, "{}", files.write(index, process.into())?.display())?;
+            let path = files.write(index, process.into())?;
+            writeln!(out, "{}", printable::line(&path.to_string_lossy()))?;
             index += 1;
             Ok(())
         })

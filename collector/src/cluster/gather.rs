@@ -14,7 +14,7 @@ use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
 use xpu_timer_analysis::{Status, Verdict, folded, prefix_tree::PrefixTree};
 use xpu_timer_proto::{
-    Message as _,
+    Message as _, lenient,
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
@@ -121,7 +121,7 @@ impl Gather {
             plan,
         };
         let kept = if gather.plan.fresh { None } else { gather.read(TREES) };
-        let trees = kept.and_then(|bytes| StackTrees::decode(&bytes[..]).ok());
+        let trees = kept.and_then(|bytes| lenient::decode::<StackTrees>(&bytes).ok());
         if let Some(trees) = trees {
             gather.written = true;
             gather.merge(trees.native.as_ref(), trees.python.as_ref());
@@ -138,7 +138,7 @@ impl Gather {
         if !std::mem::take(&mut self.written) {
             return;
         }
-        match self.read(EVIDENCE).and_then(|bytes| Evidence::decode(&bytes[..]).ok()) {
+        match self.read(EVIDENCE).and_then(|bytes| lenient::decode::<Evidence>(&bytes).ok()) {
             Some(evidence) => self.ranks.extend(evidence.ranks),
             None => self.errors.push(format!("what was delivered before cannot be read from {EVIDENCE} any more")),
         }

@@ -160,7 +160,7 @@ impl Hub {
 
     fn restore(&mut self, folder: PathBuf, record: Record, verdict: Option<Verdict>, now: Now) {
         info!("incident {} was left open by an earlier cluster collector", record.id);
-        let trigger = xpu_timer_proto::Message::decode(&record.trigger[..]).unwrap_or_default();
+        let trigger = xpu_timer_proto::lenient::decode(&record.trigger).unwrap_or_default();
         let age_ns = now.unix_ns.saturating_sub(record.opened_unix_ns);
         let opened = Now { mono_ns: now.mono_ns.saturating_sub(age_ns), unix_ns: record.opened_unix_ns };
         let job = JobKey { name: record.job, instance: record.instance };

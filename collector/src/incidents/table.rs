@@ -2,6 +2,7 @@
 
 use serde_json::Value;
 use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::printable;
 
 const HEADER: [&str; 7] = ["INCIDENT", "OPENED (UTC)", "JOB", "STATUS", "CAUSE", "CONF.", "CULPRITS"];
 /// The name of an incident has its time as well.
@@ -32,7 +33,8 @@ pub fn of(incidents: &[Value], width: Option<usize>) -> String {
     let mut text = line(&rows[0]);
     for (row, incident) in rows[1..].iter().zip(incidents) {
         text.push_str(&line(row));
-        text.push_str(&clip(&format!("  {}", incident["sentence"].as_str().unwrap_or("no verdict yet"))));
+        let sentence = incident["sentence"].as_str().unwrap_or("no verdict yet");
+        text.push_str(&clip(&format!("  {}", printable::line(sentence))));
     }
     text
 }
@@ -48,7 +50,7 @@ fn total(rows: &[Vec<String>]) -> usize {
 
 fn row(incident: &Value) -> Vec<String> {
     let text = |name: &str| match incident[name].as_str() {
-        Some(text) if !text.is_empty() => text.to_string(),
+        Some(text) if !text.is_empty() => printable::line(text).into_owned(),
         _ => "-".into(),
     };
     let opened = text("opened_at");

@@ -2,6 +2,8 @@
 
 use std::fmt::{Display, Write};
 
+use xpu_timer_proto::printable;
+
 /// The labels of a sample, in the order in which they are written.
 pub type Labels = Vec<(&'static str, String)>;
 
@@ -36,7 +38,7 @@ impl Page {
 
 /// Backslash, quote and newline are what the format escapes in a label value.
 fn escape(text: &str) -> String {
-    text.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+    printable::text(text).replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
 }
 
 #[cfg(test)]

@@ -28,6 +28,7 @@ use std::{
 };
 
 use nix::errno::Errno;
+use xpu_timer_proto::printable;
 
 use cli::Request;
 use config::Config;
@@ -48,7 +49,8 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Request::Help => print(&cli::help()),
         Request::Version => print(&format!("xpu_timer_launch {}\n", env!("CARGO_PKG_VERSION"))),
         Request::Wrong(why) => {
-            say(&format!("{why}\n{}", cli::USAGE));
+            say(&why);
+            let _ = std::io::stderr().write_all(format!("{}\n", cli::USAGE).as_bytes());
             ExitCode::from(USAGE)
         }
         Request::Run(command) => run(&command),
@@ -182,5 +184,5 @@ fn print(text: &str) -> ExitCode {
 
 /// One line on stderr, in one write, so that the lines of several ranks do not mix. Nobody can be told when stderr is closed.
 fn say(text: &str) {
-    let _ = std::io::stderr().write_all(format!("xpu_timer_launch: {text}\n").as_bytes());
+    let _ = std::io::stderr().write_all(format!("xpu_timer_launch: {}\n", printable::line(text)).as_bytes());
 }

@@ -17,6 +17,7 @@ use std::{ffi::OsString, io::Write, path::Path, process::ExitCode};
 use cli::Request;
 use report::Report;
 use target::Target;
+use xpu_timer_proto::printable;
 
 /// Name of the program in its messages.
 const NAME: &str = "xpu_timer_print_env";
@@ -28,7 +29,8 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Request::Help => return print(cli::HELP),
         Request::Version => return print(&format!("{NAME} {}\n", env!("CARGO_PKG_VERSION"))),
         Request::Wrong(why) => {
-            say(&format!("{why}\n{}", cli::USAGE));
+            say(&why);
+            let _ = std::io::stderr().write_all(format!("{}\n", cli::USAGE).as_bytes());
             return ExitCode::from(crate::USAGE);
         }
         Request::Library { json, file } => return compare(&file, json),
@@ -41,15 +43,14 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
             return ExitCode::FAILURE;
         }
     };
-    let text = if json { format!("{:#}\n", report.json()) } else { text::of(&report) };
-    print(&text);
+    print(&if json { json_of(&report.json()) } else { text::of(&report) });
     if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
 /// A library against the hook. That it has functions which are not hooked is no failure: it is what was asked for.
 fn compare(file: &Path, json: bool) -> ExitCode {
     match library::Compared::with_hook(file) {
-        Ok(compared) => print(&if json { format!("{:#}\n", compared.json()) } else { compared.text() }),
+        Ok(compared) => print(&if json { json_of(&compared.json()) } else { compared.text() }),
         Err(error) => {
             say(&format!("{error:#}"));
             ExitCode::FAILURE
@@ -57,13 +58,17 @@ fn compare(file: &Path, json: bool) -> ExitCode {
     }
 }
 
+fn json_of(value: &serde_json::Value) -> String {
+    printable::json(&format!("{value:#}\n")).into_owned()
+}
+
 /// The product, on stdout; a reader that went away is content.
 fn print(text: &str) -> ExitCode {
-    let _ = std::io::stdout().write_all(text.as_bytes());
+    let _ = std::io::stdout().write_all(printable::text(text).as_bytes());
     ExitCode::SUCCESS
 }
 
 fn say(text: &str) {
     // Nobody can be told when stderr is closed.
-    let _ = std::io::stderr().write_all(format!("{NAME}: {text}\n").as_bytes());
+    let _ = std::io::stderr().write_all(format!("{NAME}: {}\n", printable::line(text)).as_bytes());
 }

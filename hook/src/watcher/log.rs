@@ -2,6 +2,8 @@
 
 use std::{fs::OpenOptions, io::Write, os::unix::fs::OpenOptionsExt, path::PathBuf};
 
+use xpu_timer_proto::printable;
+
 /// More lines than this help nobody.
 const MOST_LINES: u32 = 200;
 
@@ -24,7 +26,7 @@ impl Log {
             return;
         }
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
-        let line = format!("{}.{:03} {text}\n", seconds.as_secs(), seconds.subsec_millis());
+        let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
         // The folder may be /tmp, where a link of somebody else's could wait under this name.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
         if let Ok(mut file) = OpenOptions::new().create(true).append(true).custom_flags(flags).open(&self.path) {

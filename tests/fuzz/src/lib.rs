@@ -7,22 +7,26 @@ use std::convert::Infallible;
 
 use xpu_timer_analysis::folded;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
-use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PySpyFrame, Stacktrace};
+use xpu_timer_proto::{Message, lenient};
 use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
 use xpu_timer_viewer::merge::Merger;
 use xpu_timer_viewer::picture::Picture;
 use xpu_timer_viewer::report;
 
-/// A file is read as `prost` reads it, or it is an error. The decoder skips texts that are not drawn, so it may accept
-/// more than `prost`, never less.
+/// A file is read as the collector reads it, or it is an error. The decoder skips what is not drawn, so it may accept more,
+/// never less. And what `prost` accepts is read as `prost` reads it.
 pub fn decode(bytes: &[u8]) {
     // The parts that only the report reads end in a value or an error, whatever their bytes.
     let _ = (Sample::decode(bytes), Child::decode(bytes));
-    match (drawn_here(bytes), Stacktrace::decode(bytes)) {
+    let lenient = lenient::decode::<Stacktrace>(bytes);
+    if let Ok(message) = Stacktrace::decode(bytes) {
+        assert_eq!(lenient.as_ref(), Ok(&message));
+    }
+    match (drawn_here(bytes), lenient) {
         (Ok(ours), Ok(message)) => assert_eq!(ours, drawn_by_prost(&message)),
         (Err(DecodeError::NoDump), Ok(message)) => assert_eq!(message, Stacktrace::default()),
-        (Err(error), Ok(_)) => panic!("prost accepts it: {error}"),
+        (Err(error), Ok(_)) => panic!("the collector accepts it: {error}"),
         (_, Err(_)) => {}
     }
 }
@@ -48,12 +52,10 @@ pub fn folder(bytes: &[u8]) {
     let (mut ranks, mut alike) = (0, true);
     for (rank, file) in (0..).zip(&files) {
         let Ok(dump) = Dump::decode(file) else { continue };
-        if merger.add(rank, &dump).is_err() {
-            continue;
-        }
+        merger.add(rank, &dump);
         builder.add(rank, &dump, &mut merger);
         ranks += 1;
-        match Stacktrace::decode(*file) {
+        match lenient::decode::<Stacktrace>(file) {
             Ok(message) => {
                 folded::insert_native(&mut native, &message, rank);
                 folded::insert_python(&mut python, &message, rank);
@@ -108,12 +110,12 @@ fn drawn_by_prost(message: &Stacktrace) -> Drawn {
 
 fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
     let dump = Dump::decode(file)?;
-    let texts = |thread: &Thread<'_>| -> Result<Vec<(String, String)>, DecodeError> {
+    let texts = |thread: &Thread<'_>| -> Vec<(String, String)> {
         let frames = dump.threads.frames_of(thread).iter();
-        frames.map(|frame| frame.text().map(|(func, file)| (func.to_owned(), file.to_owned()))).collect()
+        frames.map(|frame| frame.text()).map(|(func, file)| (func.into_owned(), file.into_owned())).collect()
     };
     let (native, python) = (dump.threads.native.iter().map(texts), dump.threads.python.iter().map(texts));
-    Ok((dump.pid, dump.process_state.to_owned(), native.collect::<Result<_, _>>()?, python.collect::<Result<_, _>>()?))
+    Ok((dump.pid, dump.process_state.to_string(), native.collect(), python.collect()))
 }
 
 /// Number of frames of a picture, without the one of all stacks, as an XML parser reads it.

@@ -3,19 +3,19 @@
 use std::{fs, path::Path};
 
 use anyhow::{Context, Result};
-use xpu_timer_proto::{Message, server::Stacktrace, v1::Evidence};
+use xpu_timer_proto::{lenient, server::Stacktrace, v1::Evidence};
 
 /// Joins `evidence.bin` with the `.stacktrace` files beside it.
 pub fn evidence(folder: &Path) -> Result<Evidence> {
     let read = |path: &Path| fs::read(path).with_context(|| path.display().to_string());
     let path = folder.join("evidence.bin");
-    let mut evidence = Evidence::decode(&read(&path)?[..]).with_context(|| path.display().to_string())?;
+    let mut evidence = lenient::decode::<Evidence>(&read(&path)?).with_context(|| path.display().to_string())?;
     for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
         let path = entry?.path();
         if path.extension().is_none_or(|extension| extension != "stacktrace") {
             continue;
         }
-        let dump = Stacktrace::decode(&read(&path)?[..]).with_context(|| path.display().to_string())?;
+        let dump = lenient::decode::<Stacktrace>(&read(&path)?).with_context(|| path.display().to_string())?;
         let rank = evidence.ranks.iter_mut().find(|rank| i64::from(rank.rank) == i64::from(dump.rank));
         // A file without a sample stands for a rank of which no dump could be taken.
         if let Some(rank) = rank.filter(|_| dump.last_sample.is_some() || dump.first_sample.is_some()) {

@@ -14,7 +14,7 @@ use std::collections::BTreeMap;
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::Message;
+use xpu_timer_proto::lenient;
 use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_proto::v1::FlightRecord;
 
@@ -112,7 +112,7 @@ impl Builder {
         // A sample that cannot be decoded is as good as none; the threads of the last one are not within it.
         let first = dump.first_sample.and_then(|first| dump::Sample::decode(first).ok());
         let last = dump.last_sample.and_then(|last| dump::Sample::decode(last).ok());
-        let before = first.as_ref().and_then(|first| self.process(first, dump.pid, None, merger));
+        let before = first.as_ref().map(|first| self.process(first, dump.pid, None, merger));
         let look = Look {
             threads: &dump.threads,
             stacks: merger.last(),
@@ -130,7 +130,7 @@ impl Builder {
         for sample in samples.clone() {
             self.captured_ns = self.captured_ns.max(sample.captured_unix_ns);
         }
-        if let Some(flight) = dump.flight_record.and_then(|flight| FlightRecord::decode(flight).ok()) {
+        if let Some(flight) = dump.flight_record.and_then(|flight| lenient::decode::<FlightRecord>(flight).ok()) {
             self.communicators.add(rank, &flight);
         }
         let complaints = [&dump.pstack_stderr, &dump.pyspy_stderr].map(|text| text.as_bytes());
@@ -158,9 +158,8 @@ impl Builder {
     fn child(&mut self, child: &dump::Child<'_>, merger: &mut Merger) -> Child {
         let mut looks: Vec<(&dump::Sample<'_>, Seen)> = Vec::new();
         for sample in &child.samples {
-            if let Some(seen) = self.process(sample, child.pid, looks.last().map(|(_, seen)| seen), merger) {
-                looks.push((sample, seen));
-            }
+            let seen = self.process(sample, child.pid, looks.last().map(|(_, seen)| seen), merger);
+            looks.push((sample, seen));
         }
         let moved = match &looks[..] {
             [(a, before), .., (b, after)] => Some(movement(a, b, before, after)),
@@ -175,17 +174,11 @@ impl Builder {
         }
     }
 
-    /// A look that counts for no rank; nothing when a name in it is no text.
-    fn process(
-        &mut self,
-        sample: &dump::Sample<'_>,
-        pid: i32,
-        before: Option<&Seen>,
-        merger: &mut Merger,
-    ) -> Option<Seen> {
-        let stacks = merger.intern(&sample.threads, pid).ok()?;
+    /// A look that counts for no rank.
+    fn process(&mut self, sample: &dump::Sample<'_>, pid: i32, before: Option<&Seen>, merger: &mut Merger) -> Seen {
+        let stacks = merger.intern(&sample.threads, pid);
         let (threads, state) = (&sample.threads, sample.process_state);
-        Some(self.look(&Look { threads, stacks: &stacks, state, rank: None, compared: true }, before))
+        self.look(&Look { threads, stacks: &stacks, state, rank: None, compared: true }, before)
     }
 
     /// Numbers everything in one sample.
@@ -243,8 +236,7 @@ impl Builder {
                 };
                 let (native, python) =
                     (frames(native.map(|(thread, _)| thread)), frames(python.map(|(thread, _)| thread)));
-                // These names were interned before, so that they are text, which is all that could be refused here.
-                let mixed = self.mixed.intern(&mix(&native, &python)).ok().flatten();
+                let mixed = self.mixed.intern(&mix(&native, &python));
                 self.mixed_of.insert(stacks, mixed);
                 mixed
             }
@@ -448,6 +440,7 @@ mod tests {
     use crate::merge::Merger;
     use crate::report::data::Tree;
     use xpu_timer_analysis::judge;
+    use xpu_timer_proto::Message;
     use xpu_timer_proto::server::{
         ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace,
     };
@@ -507,7 +500,7 @@ mod tests {
         for (rank, dump) in dumps {
             let bytes = dump.encode_to_vec();
             let decoded = Dump::decode(&bytes).unwrap();
-            merger.add(*rank, &decoded).unwrap();
+            merger.add(*rank, &decoded);
             builder.add(*rank, &decoded, &mut merger);
         }
         let mut merged = merger.finish();
@@ -596,7 +589,7 @@ mod tests {
         let dump = Dump::decode(&file).unwrap();
         assert!(<Stacktrace as Message>::decode(&file[..]).is_err());
         let (mut builder, mut merger) = (Builder::default(), Merger::default());
-        merger.add(0, &dump).unwrap();
+        merger.add(0, &dump);
         builder.add(0, &dump, &mut merger);
         let report = builder.finish(&About { world: 1, ..About::default() }, &mut merger.finish());
         assert!(report.texts.contains(&"a\u{fffd}".to_owned()) && report.texts.contains(&"f@".to_owned()));

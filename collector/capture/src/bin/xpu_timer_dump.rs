@@ -2,12 +2,13 @@
 use std::process::ExitCode;
 
 use clap::Parser;
+use xpu_timer_proto::printable;
 
 fn main() -> ExitCode {
     match xpu_timer_capture::dump::run(&xpu_timer_capture::dump::Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
-            eprintln!("xpu_timer_dump: {error:#}");
+            eprintln!("xpu_timer_dump: {}", printable::line(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }

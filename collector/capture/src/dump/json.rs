@@ -7,7 +7,10 @@ use std::{
 
 use serde::{Serialize, Serializer};
 use serde_json::value::RawValue;
-use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::{
+    printable,
+    server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace},
+};
 
 use super::View;
 use crate::{
@@ -18,6 +21,7 @@ use crate::{
 /// Writes one process and its descendants; `pretty` for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
     let process = Process::new(process, view)?;
+    let out = printable::Json(out);
     if pretty { serde_json::to_writer_pretty(out, &process) } else { serde_json::to_writer(out, &process) }?;
     Ok(())
 }

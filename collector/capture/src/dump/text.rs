@@ -5,7 +5,10 @@ use std::{
     io::{self, Write},
 };
 
-use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
+use xpu_timer_proto::{
+    printable::line,
+    server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
+};
 
 use super::View;
 use crate::{
@@ -60,7 +63,7 @@ fn print_process(
 ) -> io::Result<()> {
     let sample = &process.sample;
     let parent = if is_child { format!(", child of {}", process.parent_pid) } else { String::new() };
-    let command = if process.command.is_empty() { "?".into() } else { clean(&process.command) };
+    let command = if process.command.is_empty() { "?".into() } else { line(&process.command) };
     writeln!(out, "{}", paint.with(BOLD, format!("Process {}: {command}", process.pid)))?;
     let taken = format!("captured in {:.1} ms", sample.capture_ns as f64 / 1e6);
     let times = match (sample.stacktrace.is_empty() && sample.py_stacktrace.is_empty(), sample.longest_stop_ns) {
@@ -68,12 +71,13 @@ fn print_process(
         (false, 0) => format!("{taken} without a stop"),
         (false, ns) => format!("{taken}, no thread stopped for more than {} us", ns.div_ceil(1000)),
     };
-    writeln!(out, "  {}{parent}, {}, {times}", sample.process_state, count(sample.stacktrace.len(), "thread"))?;
+    let state = line(&sample.process_state);
+    writeln!(out, "  {state}{parent}, {}, {times}", count(sample.stacktrace.len(), "thread"))?;
     if view == View::Python && sample.py_stacktrace.is_empty() && sample.errors.is_empty() {
         writeln!(out, "  no Python runs in this process")?;
     }
     for error in &sample.errors {
-        writeln!(out, "  {}", paint.with(RED, clean(error)))?;
+        writeln!(out, "  {}", paint.with(RED, line(error)))?;
     }
     let mut python: HashMap<u32, usize> = HashMap::new();
     for (index, thread) in sample.py_stacktrace.iter().enumerate() {
@@ -143,13 +147,13 @@ fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Pain
     let name = trace.map_or("", |trace| trace.thread_name.as_str());
     let comm = &thread.thread_name;
     let name =
-        if name.is_empty() || name == comm { quoted(comm) } else { format!("{} ({})", quoted(name), clean(comm)) };
-    let place = if thread.wchan.is_empty() { String::new() } else { format!(" in {}", clean(&thread.wchan)) };
+        if name.is_empty() || name == comm { quoted(comm) } else { format!("{} ({})", quoted(name), line(comm)) };
+    let place = if thread.wchan.is_empty() { String::new() } else { format!(" in {}", line(&thread.wchan)) };
     let taken = if thread.capture() == CaptureMethod::Ptrace { ", stopped to look" } else { "" };
     format!(
         "Thread {} {name} {}{place}{taken}{}",
         thread.pid,
-        thread.state,
+        line(&thread.state),
         trace.map_or(String::new(), |trace| gil(trace, paint))
     )
 }
@@ -188,7 +192,7 @@ fn body(
                 Frame::Python(frame) => python_line(frame, paint),
             })),
             Err(mismatch) => {
-                lines.push(format!("  {}", paint.with(DIM, format!("two stacks, not merged: {mismatch}"))));
+                lines.push(format!("  {}", paint.with(DIM, line(&format!("two stacks, not merged: {mismatch}")))));
                 lines.push(format!("  {}", paint.with(DIM, "Python:")));
                 lines.extend(python_lines());
                 lines.push(format!("  {}", paint.with(DIM, "native:")));
@@ -201,10 +205,10 @@ fn body(
         lines.extend(doubt(trace, paint));
     }
     if !thread.incomplete.is_empty() {
-        lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", clean(&thread.incomplete)))));
+        lines.push(format!("    {}", paint.with(RED, format!("not whole: {}", line(&thread.incomplete)))));
     }
     if thread.capture() == CaptureMethod::KernelOnly || thread.frames.is_empty() {
-        lines.extend(thread.kernel_stack.iter().map(|function| format!("    {} [kernel]", clean(function))));
+        lines.extend(thread.kernel_stack.iter().map(|function| format!("    {} [kernel]", line(function))));
     }
     lines
 }
@@ -212,7 +216,7 @@ fn body(
 /// Why a Python stack may be wrong.
 fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
     let trace = trace.filter(|trace| !trace.incomplete.is_empty())?;
-    Some(format!("    {}", paint.with(RED, format!("Python stack: {}", clean(&trace.incomplete)))))
+    Some(format!("    {}", paint.with(RED, format!("Python stack: {}", line(&trace.incomplete)))))
 }
 
 /// Recursion makes stacks of a hundred times the same frames: such a run is shown once, with how often it comes.
@@ -255,31 +259,21 @@ fn native_line(frame: &PstackFrame, paint: Paint) -> String {
         (name, true) => (name, file),
         (name, false) => (name, frame.file_name.as_str()),
     };
-    let line = format!("    {}{} {}", clean(name), paint.with(DIM, inlined), paint.with(DIM, clean(place)));
+    let line = format!("    {}{} {}", line(name), paint.with(DIM, inlined), paint.with(DIM, line(place)));
     line.trim_end().to_string()
 }
 
 /// Marked, because what people look for first is their own code.
 fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
-    format!("  {} {} {}", paint.with(CYAN, ">"), paint.with(CYAN, clean(&frame.func_name)), clean(&frame.file_name))
+    format!("  {} {} {}", paint.with(CYAN, ">"), paint.with(CYAN, line(&frame.func_name)), line(&frame.file_name))
 }
 
 fn quoted(name: &str) -> String {
-    format!("\"{}\"", clean(name))
+    format!("\"{}\"", line(name))
 }
 
 fn count(number: usize, what: &str) -> String {
     if number == 1 { format!("1 {what}") } else { format!("{number} {what}s") }
-}
-
-/// What a process calls itself may hold anything, also sequences that command a terminal.
-fn clean(text: &str) -> String {
-    // The latter turn the direction of what follows around.
-    let commands = |character: char| {
-        character.is_control()
-            || matches!(character, '\u{200e}' | '\u{200f}' | '\u{202a}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
-    };
-    text.chars().map(|character| if commands(character) { ' ' } else { character }).collect()
 }
 
 #[cfg(test)]

@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Result, bail};
 use serde_json::{Value, json};
+use xpu_timer_proto::printable::line;
 
 use super::symbols;
 use crate::{config::Config, preload};
@@ -79,11 +80,11 @@ impl Compared {
 
     /// For people.
     pub fn text(&self) -> String {
-        let mut text = format!("{}: {} functions are hooked\n", self.file.display(), self.hooked.len());
+        let mut text = format!("{}: {} functions are hooked\n", line(&self.file.to_string_lossy()), self.hooked.len());
         let mut list = |title: &str, names: &[String]| {
             text.push_str(&format!("\n{title}\n"));
             for name in names {
-                text.push_str(&format!("  {name}\n"));
+                text.push_str(&format!("  {}\n", line(name)));
             }
             if names.is_empty() {
                 text.push_str("  none\n");

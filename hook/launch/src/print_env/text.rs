@@ -2,7 +2,10 @@
 
 use std::fmt::Write;
 
-use xpu_timer_proto::env::{Origin, Setting};
+use xpu_timer_proto::{
+    env::{Origin, Setting},
+    printable::line,
+};
 
 use super::report::{Hooked, HookedLibrary, Report};
 
@@ -16,14 +19,14 @@ pub fn of(report: &Report) -> String {
     let _ = writeln!(text, "xpu_timer {}\n\nParts", env!("CARGO_PKG_VERSION"));
     for part in &report.parts {
         let place = part.place.as_ref().map_or_else(|why| format!("MISSING: {why}"), |path| path.display().to_string());
-        let _ = writeln!(text, "  {:<16} {place}", part.name);
+        let _ = writeln!(text, "  {:<16} {}", part.name, line(&place));
     }
     let answers = match &report.collector {
         Ok(pid) => format!("answers as process {pid}"),
         Err(why) => format!("does not run ({why}); xpu_timer_launch starts it"),
     };
-    let _ = writeln!(text, "  {:<16} {answers}", "node collector");
-    let _ = writeln!(text, "  {:<16} {}", "its socket", report.socket.display());
+    let _ = writeln!(text, "  {:<16} {}", "node collector", line(&answers));
+    let _ = writeln!(text, "  {:<16} {}", "its socket", line(&report.socket.to_string_lossy()));
     let metrics =
         report.port.checked_add(1).map_or("none".to_string(), |port| format!("http://127.0.0.1:{port}/metrics"));
     let _ = writeln!(text, "  {:<16} http://127.0.0.1:{}, metrics {metrics}", "its ports", report.port);
@@ -34,7 +37,7 @@ pub fn of(report: &Report) -> String {
     if !report.problems.is_empty() {
         let _ = writeln!(text, "\nWrong");
         for problem in &report.problems {
-            let _ = writeln!(text, "  {problem}");
+            let _ = writeln!(text, "  {}", line(problem));
         }
     }
     text
@@ -42,16 +45,17 @@ pub fn of(report: &Report) -> String {
 
 fn settings(text: &mut String, report: &Report) {
     let ini = report.ini.as_ref().map_or(String::new(), |ini| format!(", INI file {ini}"));
-    let _ = writeln!(text, "\nSettings of {}{ini}; * marks what is set", report.whose);
+    let _ = writeln!(text, "\nSettings of {}{}; * marks what is set", report.whose, line(&ini));
     let width =
         report.settings.iter().map(|setting| setting.value.len()).filter(|width| *width <= 32).max().unwrap_or(0);
     for setting in &report.settings {
         let mark = if setting.origin == Origin::Default { ' ' } else { '*' };
         let value = if setting.value.is_empty() { "-" } else { &setting.value };
-        let _ = writeln!(text, "{mark} {:<36} {value:<width$}  {}", setting.name, remark(setting));
+        let (value, remark) = (line(value), remark(setting));
+        let _ = writeln!(text, "{mark} {:<36} {value:<width$}  {}", setting.name, line(&remark));
     }
-    for line in &report.without_effect {
-        let _ = writeln!(text, "* {line}");
+    for remark in &report.without_effect {
+        let _ = writeln!(text, "* {}", line(remark));
     }
 }
 
@@ -70,15 +74,16 @@ fn remark(setting: &Setting) -> String {
 }
 
 fn hooked(text: &mut String, target: &Hooked) {
-    let _ = writeln!(text, "\nHooks in {}\n  {}", target.title, target.words);
+    let _ = writeln!(text, "\nHooks in {}\n  {}", line(&target.title), line(&target.words));
     if let Some(family) = target.family {
         let _ = writeln!(text, "  family {}", family.name);
     }
     for library in &target.libraries {
-        let _ = writeln!(text, "  {:<10} {}: {}", library.layer, library.library.name, functions(library));
+        let (name, functions) = (line(&library.library.name), functions(library));
+        let _ = writeln!(text, "  {:<10} {name}: {}", library.layer, line(&functions));
     }
     for note in &target.notes {
-        let _ = writeln!(text, "  {note}");
+        let _ = writeln!(text, "  {}", line(note));
     }
 }
 

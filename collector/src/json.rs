@@ -1,0 +1,32 @@
+//! JSON for people and programs: what a terminal or a page shows of it acts on nothing ([`printable::json`]).
+
+use axum::{
+    http::header,
+    response::{IntoResponse, Response},
+};
+use serde::Serialize;
+use xpu_timer_proto::printable;
+
+/// An answer over HTTP.
+#[derive(Debug)]
+pub struct Json<T>(pub T);
+
+impl<T: Serialize> IntoResponse for Json<T> {
+    fn into_response(self) -> Response {
+        ([(header::CONTENT_TYPE, "application/json")], safe(serde_json::to_string(&self.0))).into_response()
+    }
+}
+
+/// A file, with line breaks.
+#[must_use]
+pub fn pretty(value: &impl Serialize) -> Vec<u8> {
+    safe(serde_json::to_string_pretty(value)).into_bytes()
+}
+
+fn safe(json: serde_json::Result<String>) -> String {
+    match json {
+        Ok(json) => printable::json(&json).into_owned(),
+        // No type of ours is known to cause it.
+        Err(error) => serde_json::json!({ "error": error.to_string() }).to_string(),
+    }
+}

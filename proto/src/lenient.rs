@@ -1,0 +1,207 @@
+//! Messages from files and from other programs, read without trusting their texts.
+//!
+//! Protobuf wants its strings to be UTF-8, and `prost` refuses a whole message because of one that is not. But the kernel cuts the names of
+//! threads after 15 bytes, paths are any bytes, and the original tool writes both as they are. One such name must not cost the rank that it
+//! is of: it is read with U+FFFD where it is no text. Everything that reads a message of outside does it through [`decode`].
+
+use std::borrow::Cow;
+
+use prost::{DecodeError, Message};
+
+/// What one field of a message holds, as far as texts can be in it.
+#[derive(Debug)]
+pub enum Field {
+    /// A string, or several.
+    Text,
+    /// A message, or several.
+    Message(&'static Shape),
+}
+
+/// Those fields of a message that are texts or hold messages, by number.
+pub type Shape = [(u32, Field)];
+
+/// A message whose shape is known; `cargo xtask bless` writes the implementations.
+pub trait Shaped: Message + Default {
+    /// Its shape.
+    const SHAPE: &'static Shape;
+}
+
+/// As deep as `prost` goes.
+const MAX_DEPTH: usize = 100;
+/// Wire types of protobuf.
+const VARINT: u64 = 0;
+const FIXED64: u64 = 1;
+const BYTES: u64 = 2;
+const FIXED32: u64 = 5;
+
+/// Decodes a message as `prost` does, except that a text which is not UTF-8 loses what is no text in it, and nothing else is lost.
+///
+/// # Errors
+/// As those of [`Message::decode`].
+pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
+    M::decode(bytes).or_else(|error| match mended(bytes, M::SHAPE, MAX_DEPTH) {
+        Cow::Owned(mended) => M::decode(&mended[..]),
+        Cow::Borrowed(_) => Err(error),
+    })
+}
+
+/// The message with texts that are text. What cannot be followed stays as it is, for `prost` to refuse.
+fn mended<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
+    let mut out = Vec::new();
+    // Up to here `out` has what came before.
+    let mut copied = 0;
+    let mut rest = message;
+    while let Some((key, value)) = varint(rest) {
+        rest = match key & 7 {
+            VARINT => match varint(value) {
+                Some((_, rest)) => rest,
+                None => break,
+            },
+            FIXED64 | FIXED32 => match value.get(if key & 7 == FIXED64 { 8 } else { 4 }..) {
+                Some(rest) => rest,
+                None => break,
+            },
+            BYTES => {
+                // Where the length stands, which a changed value replaces.
+                let at = message.len() - value.len();
+                let Some((length, value)) = varint(value) else { break };
+                let Some((value, rest)) = usize::try_from(length).ok().and_then(|at| value.split_at_checked(at)) else {
+                    break;
+                };
+                let changed = match shape.iter().find(|(number, _)| u64::from(*number) == key >> 3) {
+                    Some((_, Field::Text)) => text(value),
+                    Some((_, Field::Message(inner))) if depth > 0 => mended(value, inner, depth - 1),
+                    _ => Cow::Borrowed(value),
+                };
+                if let Cow::Owned(changed) = changed {
+                    out.extend_from_slice(&message[copied..at]);
+                    prost::encode_length_delimiter(changed.len(), &mut out).expect("a vector grows");
+                    out.extend_from_slice(&changed);
+                    copied = message.len() - rest.len();
+                }
+                rest
+            }
+            // Groups begin and end without a value of their own; no message of ours has one.
+            _ => value,
+        };
+    }
+    if copied == 0 {
+        return Cow::Borrowed(message);
+    }
+    out.extend_from_slice(&message[copied..]);
+    Cow::Owned(out)
+}
+
+fn text(bytes: &[u8]) -> Cow<'_, [u8]> {
+    match String::from_utf8_lossy(bytes) {
+        Cow::Borrowed(_) => Cow::Borrowed(bytes),
+        Cow::Owned(text) => Cow::Owned(text.into_bytes()),
+    }
+}
+
+/// A number, and what follows it.
+fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
+    let mut value = 0u64;
+    for (index, byte) in bytes.iter().take(10).enumerate() {
+        value |= u64::from(byte & 0x7f) << (7 * index);
+        if byte & 0x80 == 0 {
+            return Some((value, &bytes[index + 1..]));
+        }
+    }
+    None
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::{
+        server::{ChildProcess, ProcessSample, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace},
+        v1::{FlightRecord, Operation},
+    };
+
+    /// A text that is found again in the bytes.
+    const MARK: &str = "name-XX-name";
+
+    fn everywhere() -> Stacktrace {
+        let frame =
+            PstackFrame { func_name: MARK.into(), file_name: MARK.into(), module: MARK.into(), ..Default::default() };
+        let native = PstackStacktrace {
+            thread_name: MARK.into(),
+            frames: vec![frame.clone(), frame],
+            kernel_stack: vec![MARK.into(), "poll".into()],
+            ..Default::default()
+        };
+        let python = PySpyStacktrace {
+            thread_name: MARK.into(),
+            frames: vec![PySpyFrame { func_name: MARK.into(), file_name: MARK.into(), module: MARK.into() }],
+            ..Default::default()
+        };
+        let sample = ProcessSample {
+            stacktrace: vec![native.clone()],
+            py_stacktrace: vec![python.clone()],
+            errors: vec![MARK.into()],
+            ..Default::default()
+        };
+        Stacktrace {
+            stacktrace: vec![native],
+            py_stacktrace: vec![python],
+            process_state: MARK.into(),
+            pstack_stderr: MARK.into(),
+            pid: -7,
+            rank: 3,
+            children: vec![ChildProcess { command: MARK.into(), samples: vec![sample.clone()], ..Default::default() }],
+            first_sample: Some(sample.clone()),
+            last_sample: Some(sample),
+            flight_record: Some(FlightRecord {
+                operations: vec![Operation { function: MARK.into(), seq: 9, ..Default::default() }],
+                ..Default::default()
+            }),
+            node: MARK.into(),
+            command: MARK.into(),
+            ..Default::default()
+        }
+    }
+
+    #[test]
+    fn a_text_that_is_none_costs_itself_alone_wherever_it_stands() {
+        let message = everywhere();
+        let bytes = message.encode_to_vec();
+        let places: Vec<usize> =
+            (0..bytes.len()).filter(|at| bytes[*at..].starts_with(MARK.as_bytes())).map(|at| at + 5).collect();
+        assert!(places.len() > 25, "{}", places.len());
+        for at in &places {
+            let mut bytes = bytes.clone();
+            bytes[*at..*at + 2].copy_from_slice(b"\xff\xe6");
+            assert!(Stacktrace::decode(&bytes[..]).is_err());
+            let decoded: Stacktrace = decode(&bytes).unwrap();
+            // Nothing else is changed: with the name put right again it is the same message.
+            let mut text = format!("{decoded:?}");
+            assert_eq!(text.matches("name-\u{fffd}\u{fffd}-name").count(), 1);
+            text = text.replace("name-\u{fffd}\u{fffd}-name", MARK);
+            assert_eq!(text, format!("{message:?}"));
+        }
+        let mut all = bytes.clone();
+        places.iter().for_each(|at| all[*at] = 0xff);
+        let decoded: Stacktrace = decode(&all).unwrap();
+        assert_eq!(decoded.pid, -7);
+        assert_eq!(format!("{decoded:?}").matches('\u{fffd}').count(), places.len());
+        assert_eq!(decode::<Stacktrace>(&bytes).unwrap(), message);
+    }
+
+    #[test]
+    fn a_length_in_more_bytes_than_it_needs_and_a_cut_message() {
+        // Field 11, process_state, its length in three bytes.
+        let long = [0x5a, 0x82, 0x80, 0x00, b'a', 0xff, 0x18, 5];
+        let decoded: Stacktrace = decode(&long).unwrap();
+        assert_eq!((decoded.process_state.as_str(), decoded.pid), ("a\u{fffd}", 5));
+        let bytes = everywhere().encode_to_vec();
+        for cut in 0..bytes.len() {
+            let mut bytes = bytes[..cut].to_vec();
+            let whole = Stacktrace::decode(&bytes[..]).is_ok();
+            if let Some(byte) = bytes.iter_mut().rev().find(|byte| **byte == b'X') {
+                *byte = 0xff;
+            }
+            assert_eq!(decode::<Stacktrace>(&bytes).is_ok(), whole, "cut at {cut}");
+        }
+    }
+}

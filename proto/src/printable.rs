@@ -1,0 +1,174 @@
+//! The one filter between text of others and people.
+//!
+//! Names of jobs, threads, files, functions and nodes are chosen by the programs that run here, or by whoever wrote a dump. Shown as they
+//! are, they command a terminal, forge a line of a log, or turn the text behind them around. Every terminal, log, text file and page
+//! gets them through this module, and nothing else decides which characters are safe.
+
+use std::{
+    borrow::Cow,
+    io::{self, Write},
+};
+
+/// Replaces what must not be shown. It is visible, so that two names never look alike because of it.
+pub const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
+
+/// Whether a character is invisible or acts on the text around it: control characters (C0, DEL, C1), marks of direction, zero-width and
+/// other ignorable characters, tags, byte order marks, line and paragraph separators, and noncharacters, which XML forbids.
+#[must_use]
+pub fn is_unsafe(character: char) -> bool {
+    if (' '..='~').contains(&character) {
+        return false;
+    }
+    character.is_control()
+        || matches!(
+            character,
+            '\u{ad}'
+                | '\u{34f}'
+                | '\u{61c}'
+                | '\u{115f}'..='\u{1160}'
+                | '\u{17b4}'..='\u{17b5}'
+                | '\u{180b}'..='\u{180f}'
+                | '\u{200b}'..='\u{200f}'
+                | '\u{2028}'..='\u{202e}'
+                | '\u{2060}'..='\u{206f}'
+                | '\u{3164}'
+                | '\u{fdd0}'..='\u{fdef}'
+                | '\u{fe00}'..='\u{fe0f}'
+                | '\u{feff}'
+                | '\u{ffa0}'
+                | '\u{fff0}'..='\u{fffb}'
+                | '\u{1bca0}'..='\u{1bca3}'
+                | '\u{1d173}'..='\u{1d17a}'
+                | '\u{e0000}'..='\u{e0fff}'
+        )
+        || u32::from(character) & 0xfffe == 0xfffe
+}
+
+/// What is shown in place of a character: a space for line breaks and tabs, [`REPLACEMENT`] for everything else that is unsafe.
+#[must_use]
+pub fn shown(character: char) -> char {
+    match character {
+        '\t'..='\r' | '\u{85}' | '\u{2028}' | '\u{2029}' => ' ',
+        other if is_unsafe(other) => REPLACEMENT,
+        other => other,
+    }
+}
+
+/// A value as it is shown within a line: without line breaks.
+#[must_use]
+pub fn line(text: &str) -> Cow<'_, str> {
+    filtered(text, shown)
+}
+
+/// A text of several lines. Its line breaks stay; the values in it have to go through [`line`] before.
+#[must_use]
+pub fn text(text: &str) -> Cow<'_, str> {
+    filtered(text, |character| if character == '\n' { '\n' } else { shown(character) })
+}
+
+fn filtered(text: &str, shown: impl Fn(char) -> char) -> Cow<'_, str> {
+    // Nearly everything is printable ASCII.
+    if text.bytes().all(|byte| (b' '..=b'~').contains(&byte)) || text.chars().all(|letter| shown(letter) == letter) {
+        return Cow::Borrowed(text);
+    }
+    Cow::Owned(text.chars().map(shown).collect())
+}
+
+/// JSON that is safe on a terminal and still says the same: an unsafe character within its strings becomes an escape. Between strings JSON
+/// has no such character but the line breaks and tabs of its layout, which stay.
+#[must_use]
+pub fn json(json: &str) -> Cow<'_, str> {
+    let escaped = |letter: char| is_unsafe(letter) && !matches!(letter, '\n' | '\r' | '\t');
+    if json.bytes().all(|byte| (b' '..=b'~').contains(&byte)) || !json.chars().any(escaped) {
+        return Cow::Borrowed(json);
+    }
+    let mut text = String::with_capacity(json.len() + 64);
+    for letter in json.chars() {
+        if escaped(letter) {
+            for unit in letter.encode_utf16(&mut [0; 2]) {
+                text.push_str(&format!("\\u{unit:04x}"));
+            }
+        } else {
+            text.push(letter);
+        }
+    }
+    Cow::Owned(text)
+}
+
+/// JSON on its way out, as [`json`] makes it. Each write has to end between two characters, as those of `serde_json` do.
+#[derive(Debug)]
+pub struct Json<W>(pub W);
+
+impl<W: Write> Write for Json<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        self.0.write_all(json(&String::from_utf8_lossy(bytes)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+/// A log of which each write is one line, whatever it holds: the filter stands behind the formatter, so no call site can forget it.
+#[derive(Debug)]
+pub struct Lines<W>(pub W);
+
+impl<W: Write> Write for Lines<W> {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        let record = String::from_utf8_lossy(bytes);
+        let (record, end) = record.strip_suffix('\n').map_or((&*record, ""), |record| (record, "\n"));
+        self.0.write_all(format!("{}{end}", line(record)).as_bytes())?;
+        Ok(bytes.len())
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        self.0.flush()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// One of each kind: a sequence for a terminal, C1, DEL, directions, zero width, a tag, a byte order mark, separators.
+    const HOSTILE: &str =
+        "a\u{1b}[31m\u{9b}2J\u{7f}\u{202e}\u{2066}\u{200e}\u{61c}\u{200b}\u{feff}\u{e0041}\u{ad}\u{3164}\u{0}z";
+
+    #[test]
+    fn nothing_that_acts_gets_through() {
+        let seen = line(HOSTILE);
+        assert!(!seen.chars().any(is_unsafe), "{seen:?}");
+        assert_eq!(seen.chars().count(), HOSTILE.chars().count(), "each is replaced by something that is seen");
+        assert!(seen.starts_with("a\u{fffd}[31m") && seen.ends_with('z'), "{seen:?}");
+        assert_eq!(line("a\nb\r\tc\u{2028}d\u{85}e"), "a b  c d e");
+        assert_eq!(text("a\nb\rc\u{1b}"), "a\nb c\u{fffd}");
+        assert!(('\u{0}'..=char::MAX).filter(|letter| is_unsafe(*letter)).all(|letter| !is_unsafe(shown(letter))));
+    }
+
+    #[test]
+    fn what_people_write_stays() {
+        for plain in ["", "train-7b", "обучение", "学習", "a:b/c\\d\"e", "naïve ½ …", "🙂"] {
+            assert!(matches!(line(plain), Cow::Borrowed(same) if same == plain), "{plain}");
+        }
+    }
+
+    #[test]
+    fn json_says_the_same_without_acting() {
+        let safe = json("{\n  \"a\": \"x\u{202e}\u{7f}\u{e0041}y\"\n}");
+        assert_eq!(safe, "{\n  \"a\": \"x\\u202e\\u007f\\udb40\\udc41y\"\n}");
+        let mut written = Json(Vec::new());
+        written.write_all("\"ü\u{202e}\"\n".as_bytes()).unwrap();
+        assert_eq!(written.0, "\"ü\\u202e\"\n".as_bytes());
+        assert!(matches!(json("{\n\t\"a\": \"ü\"}\r\n"), Cow::Borrowed(_)));
+    }
+
+    #[test]
+    fn a_record_of_a_log_is_one_line() {
+        let mut log = Lines(Vec::new());
+        log.write_all(b"job \"a\n2026-01-01 ERROR forged\x1b[2J\" \xff\n").unwrap();
+        log.write_all(b"two\n").unwrap();
+        let log = String::from_utf8(log.0).unwrap();
+        assert_eq!(log, "job \"a 2026-01-01 ERROR forged\u{fffd}[2J\" \u{fffd}\ntwo\n");
+    }
+}
