@@ -9,7 +9,7 @@ use std::{
 use object::{Object, ObjectSection, read::elf::ElfFile64};
 
 use crate::{
-    image::{Bytes, Elf, Image, map_file},
+    image::{Bytes, Elf, Image},
     target_files,
 };
 
@@ -29,7 +29,7 @@ pub(crate) fn debug_file(image: &Image) -> Option<Bytes> {
     let checksum = link.as_ref().map(|(_, checksum)| *checksum);
     for root in [image.root.as_path(), Path::new("/")] {
         for path in &paths {
-            let Some(bytes) = target_files::open_within(root, path).and_then(|file| map_file(&file).ok()) else {
+            let Some(bytes) = target_files::open_within(root, path).and_then(|file| Bytes::of_file(&file).ok()) else {
                 continue;
             };
             if belongs(&bytes, image.build_id.as_deref(), checksum) {
@@ -50,7 +50,8 @@ pub(crate) fn supplementary(image: &Image, elf: &Elf<'_>) -> Option<Bytes> {
     for path in paths {
         let roots = [image.root.as_path(), Path::new("/")].into_iter();
         let mut files = roots.filter_map(|root| target_files::open_within(root, &path));
-        let found = files.find_map(|file| map_file(&file).ok().filter(|bytes| belongs(bytes, Some(build_id), None)));
+        let found =
+            files.find_map(|file| Bytes::of_file(&file).ok().filter(|bytes| belongs(bytes, Some(build_id), None)));
         if found.is_some() {
             return found;
         }

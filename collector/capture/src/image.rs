@@ -4,7 +4,7 @@ use std::{
     collections::HashMap,
     fs::File,
     ops::{Deref, Range},
-    path::PathBuf,
+    path::{Path, PathBuf},
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
         atomic::{AtomicU64, Ordering},
@@ -21,7 +21,7 @@ use object::{
     read::elf::{ElfFile64, ProgramHeader},
 };
 
-use crate::{Error, debug_file::debug_file, procfs::Mapping, python::Runtime};
+use crate::{Error, debug_file::debug_file, mapped_file::MappedFile, procfs::Mapping, python::Runtime, target_files};
 
 /// Larger tables that only debuggers need are not unpacked: whole libraries have other rules.
 const MAX_DEBUG_FRAMES: u64 = 64 << 20;
@@ -33,7 +33,7 @@ pub(crate) type Elf<'a> = ElfFile64<'a, object::LittleEndian>;
 
 /// The bytes of an object.
 pub(crate) enum Bytes {
-    File(memmap2::Mmap),
+    File(MappedFile),
     Memory(Vec<u8>),
 }
 
@@ -48,13 +48,16 @@ impl Deref for Bytes {
     }
 }
 
-/// Maps a whole file.
-#[allow(unsafe_code)]
-pub(crate) fn map_file(file: &File) -> std::io::Result<Bytes> {
-    // SAFETY: the map is private and only read. Objects that are in use are replaced by renaming, not by truncation, which
-    // is what would take pages away below us; the loader relies on the same.
-    let map = unsafe { memmap2::Mmap::map(file) }?;
-    Ok(Bytes::File(map))
+impl Bytes {
+    /// Those of a whole file.
+    pub fn of_file(file: &File) -> std::io::Result<Self> {
+        MappedFile::new(file).map(Bytes::File)
+    }
+
+    /// Whether a page of the file was gone when it was looked at.
+    pub fn is_harmed(&self) -> bool {
+        matches!(self, Bytes::File(map) if map.is_harmed())
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -160,13 +163,23 @@ impl Row {
 impl Image {
     pub fn of_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::Image { path: path.into(), reason: error.to_string() };
-        let mut image = Self::parse(map_file(file).map_err(failed)?, path, root)?;
+        let mut image = Self::parse(Bytes::of_file(file).map_err(failed)?, path, root)?;
         image.remote = remote;
         if remote {
-            // The pages come now, where somebody waits with patience, and an error is an error and not a SIGBUS.
+            // The pages come now, where somebody waits with patience, and an error is an error.
             image.populate().map_err(failed)?;
         }
         Ok(image)
+    }
+
+    /// Whether its file was written to since it was opened, so that what was read of it may be of no one file.
+    pub fn has_changed(&self) -> bool {
+        let Bytes::File(map) = &self.bytes else { return false };
+        let path = self.path.strip_suffix(" (deleted)").unwrap_or(&self.path);
+        // Of a file system that may not answer nobody asks.
+        let file = if self.remote { None } else { target_files::open_within(&self.root, Path::new(path)) };
+        let now = file.and_then(|file| file.metadata().ok());
+        now.map_or(map.is_harmed(), |now| map.has_changed(&now))
     }
 
     /// Reads the tables that names and unwinding need.
@@ -179,11 +192,7 @@ impl Image {
             else {
                 continue;
             };
-            match map.advise_range(memmap2::Advice::PopulateRead, start as usize, size as usize) {
-                // Linux before 5.14 cannot do it, and then the pages come when they are used.
-                Err(error) if error.raw_os_error() != Some(libc::EINVAL) => return Err(error),
-                _ => {}
-            }
+            map.populate(start as usize, size as usize)?;
         }
         Ok(())
     }
@@ -269,6 +278,10 @@ impl Image {
             return known.clone();
         }
         let found = self.find_row(address, context).map(Arc::new);
+        if self.bytes.is_harmed() {
+            // Zeros are no rules.
+            return None;
+        }
         let mut rows = self.rows.write().unwrap_or_else(PoisonError::into_inner);
         if rows.len() >= KEPT_ROWS {
             rows.clear();

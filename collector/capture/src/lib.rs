@@ -17,6 +17,7 @@ mod error;
 mod from_memory;
 mod image;
 mod images;
+mod mapped_file;
 mod mappings;
 mod memory;
 pub mod merge;
@@ -54,7 +55,7 @@ use crate::{images::Images, symbolize::Symbolizer, worker::Job};
 /// What to capture, and how long it may take.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// For the whole capture, all processes together.
+    /// For the whole capture, all processes together. On a busy machine it may take longer, up to [`Options::longest`].
     pub deadline: Duration,
     /// Also capture all descendants of the given processes.
     pub children: bool,
@@ -66,6 +67,14 @@ pub struct Options {
     pub lines_budget: Duration,
     /// Stop every thread instead of only those that need it: for measurements and tests.
     pub force_ptrace: bool,
+}
+
+impl Options {
+    /// The time after which there is an answer, however busy the machine is, as long as it answers at all.
+    #[must_use]
+    pub fn longest(&self) -> Duration {
+        self.deadline + worker::extension(self.deadline) + self.deadline / 4
+    }
 }
 
 impl Default for Options {
@@ -120,7 +129,8 @@ impl Capturer {
     }
 
     /// One entry for each pid, in the order given. A process that cannot be captured is an entry whose sample says why in
-    /// `errors`. It returns by the deadline even when the kernel does not answer for one of them.
+    /// `errors`. It returns by the deadline even when the kernel does not answer for one of them. Processes that are late because the
+    /// machine is busy are waited for a while longer.
     pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
         let mut captured = Vec::with_capacity(pids.len());
         self.capture_each(pids, options, |process| captured.push(process.into()));
@@ -141,7 +151,9 @@ impl Capturer {
                 jobs.push(Job { pid, options: options.clone(), deadline });
             }
         }
-        let raw = worker::run(jobs, &self.images, deadline);
+        let raw = worker::run(jobs, &self.images, deadline, options.deadline);
+        // Stacks that came late are nothing without names.
+        let deadline = deadline.max(Instant::now() + options.deadline / 4);
         self.symbolizer.prepare(&raw, options.lines_budget, deadline);
         let mut raw = raw.into_iter();
         for below in descendants {

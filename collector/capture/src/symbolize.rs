@@ -10,7 +10,8 @@ mod split;
 mod units;
 
 use std::{
-    collections::{BTreeSet, HashMap},
+    collections::{BTreeSet, HashMap, HashSet},
+    panic::{AssertUnwindSafe, catch_unwind},
     sync::{Arc, OnceLock},
     time::{Duration, Instant},
 };
@@ -30,6 +31,8 @@ use lines::{Lookup, Source};
 const PARALLEL: usize = 8;
 /// Addresses whose names and lines are kept, of all objects together: about 16 MB.
 const KEPT: usize = 1 << 16;
+/// Objects that are remembered to have changed; images of changed files are not used again, so that forgetting one costs a remark.
+const KEPT_CHANGED: usize = 1024;
 /// What was not used in so many captures goes first.
 const RECENT: u64 = 16;
 /// How much later than the deadline for lines an object may answer that was at work when it passed.
@@ -39,6 +42,8 @@ const GRACE: Duration = Duration::from_millis(100);
 #[derive(Default)]
 pub(crate) struct Symbolizer {
     objects: HashMap<u64, Known>,
+    /// Objects whose files were written to while their names were looked for.
+    changed: HashSet<u64>,
     captures: u64,
 }
 
@@ -65,6 +70,11 @@ impl Object {
     fn debug(&self) -> Option<&Bytes> {
         self.debug.get_or_init(|| debug_file::debug_file(&self.image)).as_ref()
     }
+
+    fn has_changed(&self) -> bool {
+        let debug = self.debug.get().and_then(Option::as_ref);
+        self.image.has_changed() || debug.is_some_and(Bytes::is_harmed)
+    }
 }
 
 impl Symbolizer {
@@ -73,11 +83,23 @@ impl Symbolizer {
         self.captures += 1;
         let mut objects = self.missing(processes);
         self.find_names(&objects, deadline);
+        self.forget_changed(&objects);
         objects.retain(|object| !object.lines.is_empty());
         // The object with the most addresses first: when the time is short, it goes where it explains most.
         objects.sort_by_key(|object| (std::cmp::Reverse(object.lines.len()), object.image.id));
         if !lines_budget.is_zero() {
-            self.find_lines(objects, deadline.min(Instant::now() + lines_budget));
+            self.find_lines(objects.clone(), deadline.min(Instant::now() + lines_budget));
+            self.forget_changed(&objects);
+        }
+    }
+
+    /// A name of a file that is another one by now is no name. It stays unknown: the next capture opens the file anew.
+    fn forget_changed(&mut self, objects: &[Arc<Object>]) {
+        for object in objects.iter().filter(|object| object.has_changed()) {
+            let known = self.objects.entry(object.image.id).or_default();
+            *known = Known { without_lines: true, used: known.used, ..Known::default() };
+            known.names.extend(object.names.iter().map(|address| (*address, None)));
+            self.changed.insert(object.image.id);
         }
     }
 
@@ -111,7 +133,11 @@ impl Symbolizer {
             jobs.clone(),
             &crew(),
             deadline,
-            |object| names::find(&object.image, object.debug(), &object.names),
+            |object| {
+                // A file that changes below a parser may make it see what cannot be.
+                let names = || names::find(&object.image, object.debug(), &object.names);
+                catch_unwind(AssertUnwindSafe(names)).unwrap_or_else(|_| vec![None; object.names.len()])
+            },
             |index, found| {
                 let object = &jobs[index];
                 let known = known.entry(object.image.id).or_default();
@@ -130,7 +156,10 @@ impl Symbolizer {
             objects,
             &crew(),
             lines_deadline + GRACE,
-            move |object| lines::find(&object.image, || object.debug(), &object.lines, lines_deadline),
+            move |object| {
+                let lines = || lines::find(&object.image, || object.debug(), &object.lines, lines_deadline);
+                catch_unwind(AssertUnwindSafe(lines)).unwrap_or(Lookup::Absent)
+            },
             |index, found| {
                 let known = known.entry(jobs[index].image.id).or_default();
                 match found {
@@ -148,7 +177,13 @@ impl Symbolizer {
 
     /// Gives the places of one process what was found.
     pub fn finish(&self, process: RawProcess) -> Stacks {
-        let RawProcess { pid, parent_pid, command, sample, python_entries, places, frames } = process;
+        let RawProcess { pid, parent_pid, command, mut sample, python_entries, places, frames } = process;
+        let images = places.iter().filter_map(|place| place.image.as_ref());
+        let changed: BTreeSet<&str> =
+            images.filter(|image| self.changed.contains(&image.id)).map(|image| image.path.as_str()).collect();
+        sample.errors.extend(changed.iter().map(|path| {
+            format!("{path} was written to while it was read: its functions have no names, and stacks through it may be short")
+        }));
         let mut modules = HashMap::new();
         let places = places.iter().map(|place| self.place(place, &mut modules)).collect();
         Stacks { pid, parent_pid, command, sample, python_entries, places, frames, children: Vec::new() }
@@ -181,6 +216,9 @@ impl Symbolizer {
 
     /// Forgets what has not been used for long.
     pub fn trim(&mut self) {
+        if self.changed.len() > KEPT_CHANGED {
+            self.changed.clear();
+        }
         let kept = |objects: &HashMap<u64, Known>| -> usize { objects.values().map(|known| known.names.len()).sum() };
         if kept(&self.objects) <= KEPT {
             return;

@@ -11,7 +11,7 @@ use gimli::{Dwarf, DwarfPackageSections, DwarfSections, DwoId, EndianSlice, Litt
 use object::read::elf::ElfFile64;
 
 use crate::{
-    image::{Bytes, Elf, Image, SectionBytes, Slice, map_file},
+    image::{Bytes, Elf, Image, SectionBytes, Slice},
     target_files,
 };
 
@@ -86,7 +86,7 @@ impl<'a> SplitFiles<'a> {
     fn open(&self, path: &Path) -> Option<Bytes> {
         let roots = [self.image.root.as_path(), Path::new("/")];
         let mut files = roots.into_iter().filter_map(|root| target_files::open_within(root, path));
-        if path.is_absolute() { files.find_map(|file| map_file(&file).ok()) } else { None }
+        if path.is_absolute() { files.find_map(|file| Bytes::of_file(&file).ok()) } else { None }
     }
 }
 
