@@ -259,7 +259,7 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
     // SAFETY: the name is a C string; the flags are valid.
-    let fd = unsafe { libc::memfd_create(c"xpu_timer_ring".as_ptr(), libc::MFD_CLOEXEC) };
+    let fd = unsafe { libc::memfd_create(c"xpu_timer_ring".as_ptr(), libc::MFD_CLOEXEC | libc::MFD_ALLOW_SEALING) };
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
@@ -269,6 +269,9 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     };
+    // Whoever has the descriptor, the collector too, could take the pages away below the host. Where sealing is refused it goes without.
+    // SAFETY: `fd` is ours.
+    unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL) };
     let mapped = allocated.and_then(|()| {
         let access = libc::PROT_READ | libc::PROT_WRITE;
         // The pages are there; now also their place in the page table, or each is a fault in some launch.
@@ -289,6 +292,23 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn nobody_takes_the_pages_of_a_ring_away() {
+        let (fd, memory) = shared_memory(8192).unwrap();
+        for size in [0, 4096, 1 << 20] {
+            // SAFETY: the descriptor is ours.
+            assert_eq!(unsafe { libc::ftruncate(fd, size) }, -1, "{size}");
+        }
+        let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
+        // SAFETY: as above, and the mapping is 8192 bytes long. A hole reads as zeros and faults in again.
+        unsafe {
+            libc::fallocate(fd, hole, 0, 8192);
+            memory.cast::<u8>().add(8191).write(7);
+            libc::munmap(memory, 8192);
+        }
+        close(fd);
+    }
 
     #[test]
     fn a_descriptor_closed_behind_our_back_is_not_ours_any_more() {

@@ -3,7 +3,6 @@
 
 use serde::Serialize;
 use std::collections::BTreeMap;
-use std::fs;
 use std::io;
 use std::path::Path;
 use xpu_timer_analysis::Verdict;
@@ -58,7 +57,7 @@ pub struct Fate {
 
 /// The fates of a job, the dead first; and what is odd about `evidence.bin`, if anything.
 pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, world: u32) -> (Vec<Fate>, Option<String>) {
-    let (evidence, note) = match fs::read(folder.join("evidence.bin")) {
+    let (evidence, note) = match crate::folder::read(&folder.join("evidence.bin")) {
         Ok(bytes) => match lenient::decode::<Evidence>(&bytes) {
             Ok(evidence) => (evidence, None),
             Err(error) => (Evidence::default(), Some(format!("evidence.bin is left out: {error}"))),
@@ -102,6 +101,7 @@ pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, worl
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::fs;
     use xpu_timer_analysis::judge;
     use xpu_timer_proto::Message;
     use xpu_timer_proto::v1::RankEvidence;
@@ -139,7 +139,7 @@ mod tests {
         let verdict = judge(&evidence());
         assert_eq!(
             told(dir.path(), Some(&verdict)),
-            ["Dead 1 [] the process is gone", "Left 4 [] ", "NoDump 2-3 [] permission\u{fffd}denied", "NoDump 5-7 [] "]
+            ["Dead 1 [] the process is gone", "Left 4 [] ", "NoDump 2-3 [] permission denied", "NoDump 5-7 [] "]
         );
         fs::write(dir.path().join("evidence.bin"), evidence().encode_to_vec()).unwrap();
         assert_eq!(
@@ -147,7 +147,7 @@ mod tests {
             [
                 "Dead 1 [node-0] killed by SIGKILL; the process is gone",
                 "Left 4 [node-1] exit code 0",
-                "NoDump 2-3 [node-0] permission\u{fffd}denied",
+                "NoDump 2-3 [node-0] permission denied",
                 "NoDump 5-7 [] "
             ]
         );

@@ -1,7 +1,7 @@
 //! Finds the dumps of a folder: which files there are, whose they are, and which of several incidents is meant.
 
 use std::fs;
-use std::io;
+use std::io::{self, Read as _};
 use std::path::{Path, PathBuf};
 
 use xpu_timer_proto::printable::line;
@@ -15,8 +15,6 @@ pub struct DumpFile {
     pub world: u32,
     /// Where it lies.
     pub path: PathBuf,
-    /// True for a regular file; a link may lead to one.
-    pub regular: bool,
 }
 
 /// What a folder holds.
@@ -50,8 +48,7 @@ impl Folder {
             }
             match name.to_str().and_then(parse_name) {
                 Some((rank, world)) => {
-                    let regular = entry.file_type().is_ok_and(|kind| kind.is_file());
-                    folder.files.push(DumpFile { rank, world, path: path.join(&name), regular });
+                    folder.files.push(DumpFile { rank, world, path: path.join(&name) });
                 }
                 None => folder.misnamed.push(path.join(&name)),
             }
@@ -94,6 +91,30 @@ fn names(files: &[&DumpFile]) -> String {
         shown.push_str(&format!(" and {} more", files.len() - NAMES_SHOWN));
     }
     shown
+}
+
+/// No dump comes near this; a greater file is not read into memory.
+const MAX_BYTES: u64 = 1 << 30;
+
+/// Reads a regular file into a buffer that may have been used before.
+pub fn read_into(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
+    bytes.clear();
+    // Opening a pipe would wait for its writer.
+    let metadata = fs::metadata(path)?;
+    if !metadata.is_file() {
+        return Err(io::Error::other("it is not a regular file"));
+    }
+    if metadata.len() > MAX_BYTES {
+        return Err(io::Error::other("it is larger than 1 GiB"));
+    }
+    // It may grow meanwhile.
+    fs::File::open(path)?.take(MAX_BYTES).read_to_end(bytes).map(drop)
+}
+
+/// A whole regular file.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    let mut bytes = Vec::new();
+    read_into(path, &mut bytes).map(|()| bytes)
 }
 
 /// The last part of a path, for people.
@@ -152,6 +173,19 @@ mod tests {
         ] {
             assert_eq!(parse_name(bad), None, "{bad}");
         }
+    }
+
+    #[test]
+    fn a_file_that_cannot_be_held_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("0-1.stacktrace");
+        let file = fs::File::create(&path).unwrap();
+        file.set_len(MAX_BYTES * 1024).unwrap();
+        // Nothing of it is on the disk, and nobody waits for a terabyte of zeros.
+        assert!(read(&path).unwrap_err().to_string().contains("1 GiB"));
+        assert!(read(dir.path()).unwrap_err().to_string().contains("regular"));
+        file.set_len(3).unwrap();
+        assert_eq!(read(&path).unwrap(), [0; 3]);
     }
 
     fn folder(names: &[&str]) -> Folder {

@@ -25,8 +25,7 @@ use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
 use narrow::Narrow;
 use picture::Picture;
-use std::fs::File;
-use std::io::{self, Read, Write};
+use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::printable;
@@ -226,7 +225,7 @@ pub fn merge_files_with(
     let mut merger = Merger::default();
     let mut bytes = Vec::new();
     for file in files {
-        if let Err(error) = read_into(file, &mut bytes) {
+        if let Err(error) = folder::read_into(&file.path, &mut bytes) {
             left_out(file, &error);
             continue;
         }
@@ -241,17 +240,6 @@ pub fn merge_files_with(
         }
     }
     merger.finish()
-}
-
-/// Reads a whole file into a buffer that is used again and again.
-fn read_into(file: &DumpFile, bytes: &mut Vec<u8>) -> io::Result<()> {
-    // Opening a pipe would wait for its writer.
-    if !file.regular && !std::fs::metadata(&file.path)?.is_file() {
-        return Err(io::Error::other("it is not a regular file"));
-    }
-    bytes.clear();
-    File::open(&file.path)?.read_to_end(bytes)?;
-    Ok(())
 }
 
 /// Writes the folded stacks and the pictures that are chosen, of native and Python stacks; their paths go to `written`.

@@ -6,7 +6,6 @@ use crate::merge::{Group, Merged, Mode};
 use crate::stacks::End;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
-use std::fs;
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
@@ -26,13 +25,13 @@ const STACKS_SHOWN: usize = 40;
 
 /// The verdict of an incident in one sentence, if the folder has one.
 pub fn verdict_sentence(folder: &Path) -> Option<String> {
-    let from_json = fs::read(folder.join("verdict.json")).ok().and_then(|json| {
+    let from_json = crate::folder::read(&folder.join("verdict.json")).ok().and_then(|json| {
         let verdict: Value = serde_json::from_slice(&json).ok()?;
         Some(verdict.get("sentence")?.as_str()?.to_owned())
     });
     let sentence = from_json.or_else(|| {
         // The text is wrapped; its first paragraph is the sentence.
-        let text = fs::read_to_string(folder.join("verdict.txt")).ok()?;
+        let text = String::from_utf8(crate::folder::read(&folder.join("verdict.txt")).ok()?).ok()?;
         let lines = text.trim_start().lines().take_while(|line| !line.trim().is_empty());
         Some(lines.map(str::trim).collect::<Vec<_>>().join(" "))
     })?;
@@ -391,6 +390,7 @@ mod tests {
     use super::*;
     use crate::fate::How;
     use crate::merge::{Merger, Place};
+    use std::fs;
 
     #[test]
     fn a_terminal_gets_a_sentence_that_stands_out_and_fits() {

@@ -33,7 +33,7 @@ impl Whole {
 /// The trees of a folder; none when there are none, or they cannot be used: then the dumps that are there are drawn.
 #[must_use]
 pub fn read(folder: &Path) -> Option<Whole> {
-    let message = lenient::decode::<StackTrees>(&std::fs::read(folder.join("stacks.bin")).ok()?).ok()?;
+    let message = lenient::decode::<StackTrees>(&crate::folder::read(&folder.join("stacks.bin")).ok()?).ok()?;
     let tree = |message: Option<xpu_timer_proto::v1::StackTree>| {
         let mut tree = PrefixTree::new();
         tree.merge_message(&message.unwrap_or_default()).ok().map(|()| tree)

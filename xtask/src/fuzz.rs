@@ -36,8 +36,8 @@ const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-l
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
-/// Each is a function of `tests/fuzz`.
-const TARGETS: [&str; 2] = ["decode", "folder"];
+/// Each is a function of `tests/fuzz`, or one of the capture that it passes on.
+const TARGETS: [&str; 4] = ["decode", "folder", "object", "perf_map"];
 
 /// A guided fuzzer finds the planted word in about a million attempts; guessing it takes 2^64.
 const PLANTED_ATTEMPTS: u32 = 50_000_000;
@@ -105,7 +105,11 @@ fn keep(folder: &Path, name: &str) -> Result<()> {
     let _ = fs::remove_dir_all(&chosen);
     fs::create_dir_all(&chosen).context("target/fuzz")?;
     let mut command = program(folder, name, &work);
-    command.args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-max_len=192", "-verbosity=0"]);
+    // An object is nothing without its tables.
+    let longest = if name == "object" { 8192 } else { 192 };
+    command
+        .args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-verbosity=0"])
+        .arg(format!("-max_len={longest}"));
     shell::run(command.arg(&chosen).arg(&kept).arg(work.join("corpus")))?;
     fs::remove_dir_all(&kept).and_then(|()| fs::create_dir_all(&kept)).with_context(|| kept.display().to_string())?;
     for entry in fs::read_dir(&chosen).context("target/fuzz")? {

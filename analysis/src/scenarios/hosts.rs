@@ -6,7 +6,7 @@ use crate::{
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
-    server::{Awaited, AwaitedKind, Holder},
+    server::{Awaited, AwaitedKind, Holder, ProcessSample},
     v1::{Op, OpKind, Operation, Presence, TriggerKind},
 };
 
@@ -22,6 +22,61 @@ pub(super) fn behind(culprit: u32, stack: Stack) -> Job {
 
 fn sentence(verdict: &Verdict) -> &str {
     &verdict.sentence
+}
+
+/// A sample that came too late, on a busy machine: the state of the process and no stack.
+fn too_late(sample: &mut ProcessSample) {
+    let (state, captured_unix_ns) = (sample.process_state.clone(), sample.captured_unix_ns);
+    let errors = vec!["no answer within 3.6 s: the machine is busy".into()];
+    *sample = ProcessSample { process_state: state, captured_unix_ns, errors, ..Default::default() };
+}
+
+#[test]
+fn a_sample_that_came_too_late_is_no_proof_of_standing_still() {
+    for (which, stack) in [Stack::loader(), Stack::checkpoint(), Stack::lock(), Stack::pause()].into_iter().enumerate()
+    {
+        for late in [&[0][..], &[1], &[0, 1]] {
+            let mut job = behind(2, stack.clone());
+            let dump = job.rank(2).dump.as_mut().expect("a dump");
+            if late.contains(&0) {
+                too_late(dump.first_sample.as_mut().expect("two samples"));
+            }
+            if late.contains(&1) {
+                dump.stacktrace.clear();
+                dump.py_stacktrace.clear();
+                too_late(dump.last_sample.as_mut().expect("two samples"));
+            }
+            let verdict = job.judge();
+            let what = format!(
+                "{which}, late {late:?}: {} with {:?}: {}",
+                verdict.cause, verdict.confidence, verdict.sentence
+            );
+            for line in verdict.evidence.iter().filter(|line| line.text.starts_with("rank 2:")) {
+                assert!(!line.text.contains("in both samples") && !line.text.contains("between the samples"), "{what}");
+            }
+            assert!(verdict.confidence != Confidence::High, "{what}");
+            if late.len() == 2 {
+                // The flight records still say for whom the others wait; nothing says what it does.
+                assert!(matches!(verdict.cause, Cause::MissingRank | Cause::Unknown), "{what}");
+            }
+        }
+    }
+}
+
+/// All stacks are there but those of one rank, which is where the others are: its absence accuses nobody.
+#[test]
+fn a_rank_without_a_dump_is_no_culprit_for_that() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..4 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    let before = job.clone().judge();
+    let rank = job.rank(2);
+    rank.dump = None;
+    rank.errors = vec!["no answer within 3.6 s: the machine is busy".into()];
+    let verdict = job.judge();
+    assert_eq!(verdict.culprits, before.culprits, "{}", verdict.sentence);
+    assert!(!verdict.culprits.contains(&2), "{}", verdict.sentence);
 }
 
 #[test]

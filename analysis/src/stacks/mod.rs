@@ -44,6 +44,13 @@ pub(crate) struct Sample<'a> {
     pub state: &'a str,
 }
 
+impl Sample<'_> {
+    /// False for a process of which nothing but its state could be had.
+    fn has_stacks(&self) -> bool {
+        !(self.native.is_empty() && self.python.is_empty())
+    }
+}
+
 /// What one thread does.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 pub(crate) struct Doing {
@@ -140,11 +147,13 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     // A process that vanished or could not be read the second time still has the stacks of the first.
     let shown = match first {
-        Some(first) if last.native.is_empty() && last.python.is_empty() => first,
+        Some(first) if !last.has_stacks() => first,
         _ => last,
     };
+    // One look tells nothing of what moves: a sample that came too late, on a busy machine, is no proof of standing still.
+    let seen_before = first.filter(|first| first.has_stacks() && last.has_stacks());
     let main = telling_threads(shown, dump.pid, training);
-    let before = first.map(|first| telling_threads(first, dump.pid, training));
+    let before = seen_before.map(|first| telling_threads(first, dump.pid, training));
     let moved = movement(dump, before, main);
     // Who collects garbage computes; one that does not stands in a finalizer, at whatever that does.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);

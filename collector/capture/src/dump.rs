@@ -53,7 +53,7 @@ pub struct Arguments {
     /// Write a `.stacktrace` file for each process into this folder instead of printing
     #[arg(long, short, value_name = "DIR", conflicts_with = "json")]
     pub output: Option<PathBuf>,
-    /// Seconds the whole dump may take
+    /// Seconds the whole dump may take; on a busy machine it waits up to three times as long
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub timeout: Duration,
     /// Seconds that source lines of C frames are searched for; names are always found. Compressed line tables that take longer

@@ -1,13 +1,14 @@
 //! One ELF object that processes have mapped, and its unwind tables.
 
 use std::{
+    cell::Cell,
     collections::HashMap,
     fs::File,
     ops::{Deref, Range},
     path::{Path, PathBuf},
     sync::{
         Arc, OnceLock, PoisonError, RwLock,
-        atomic::{AtomicU64, Ordering},
+        atomic::{AtomicBool, AtomicU64, Ordering},
     },
 };
 
@@ -81,9 +82,25 @@ pub(crate) enum SectionBytes {
     Unpacked(Vec<u8>),
 }
 
+/// Bytes that may yet be unpacked for one purpose. What a header declares is compared with it before anything is unpacked, and no more than
+/// what was declared is ever taken.
+pub(crate) struct Budget(Cell<u64>);
+
+impl Budget {
+    pub fn new(bytes: u64) -> Self {
+        Budget(Cell::new(bytes))
+    }
+
+    fn take(&self, bytes: u64) -> Option<()> {
+        self.0.set(self.0.get().checked_sub(bytes)?);
+        Some(())
+    }
+}
+
 impl SectionBytes {
-    /// `None` when there is no such section, or when it would be greater than `most` once it is unpacked.
-    pub fn of(elf: &Elf<'_>, name: &str, most: u64) -> Option<Self> {
+    /// `None` when there is no such section, when it would be greater than what is left of the budget once it is unpacked, and when it is
+    /// another size than its header declares.
+    pub fn of(elf: &Elf<'_>, name: &str, budget: &Budget) -> Option<Self> {
         let section = elf.section_by_name(name).filter(|section| section.size() > 0)?;
         let place = section.compressed_file_range().ok()?;
         if place.format == object::CompressionFormat::None {
@@ -91,9 +108,7 @@ impl SectionBytes {
             let end = start.checked_add(usize::try_from(place.compressed_size).ok()?)?;
             return (end <= elf.data().len()).then_some(SectionBytes::Within(start..end));
         }
-        if place.uncompressed_size > most {
-            return None;
-        }
+        budget.take(place.uncompressed_size)?;
         Some(SectionBytes::Unpacked(section.uncompressed_data().ok()?.into_owned()))
     }
 
@@ -139,6 +154,8 @@ pub(crate) struct Image {
     /// When it was asked for last, by the clock of [`crate::images::Images`].
     pub used: AtomicU64,
     rows: RwLock<HashMap<u64, Option<Arc<Row>>>>,
+    /// Its file was seen to have changed.
+    stale: AtomicBool,
     /// The interpreter in it, if there is one.
     pub python: OnceLock<Option<Arc<Runtime>>>,
 }
@@ -179,7 +196,14 @@ impl Image {
         // Of a file system that may not answer nobody asks.
         let file = if self.remote { None } else { target_files::open_within(&self.root, Path::new(path)) };
         let now = file.and_then(|file| file.metadata().ok());
-        now.map_or(map.is_harmed(), |now| map.has_changed(&now))
+        let changed = now.map_or(map.is_harmed(), |now| map.has_changed(&now));
+        self.stale.fetch_or(changed, Ordering::Relaxed);
+        changed
+    }
+
+    /// Whether it is known not to be what its file holds.
+    pub fn is_stale(&self) -> bool {
+        self.bytes.is_harmed() || self.stale.load(Ordering::Relaxed)
     }
 
     /// Reads the tables that names and unwinding need.
@@ -234,6 +258,7 @@ impl Image {
             got: address(".got"),
             used: AtomicU64::new(0),
             rows: RwLock::default(),
+            stale: AtomicBool::new(false),
             python: OnceLock::new(),
             bytes,
         })
@@ -258,7 +283,7 @@ impl Image {
 
     /// `.debug_frame`: the rules that only debuggers need, for code without others. It is searched for at the first such code.
     fn debug_frame(&self) -> Option<&[u8]> {
-        let of = |elf: &Elf<'_>| SectionBytes::of(elf, ".debug_frame", MAX_DEBUG_FRAMES);
+        let of = |elf: &Elf<'_>| SectionBytes::of(elf, ".debug_frame", &Budget::new(MAX_DEBUG_FRAMES));
         let frames = self.debug_frame.get_or_init(|| {
             if let Some(section) = self.elf().as_ref().and_then(of) {
                 return Some(DebugFrames { file: None, section });

@@ -133,13 +133,16 @@ impl Images {
     /// The image of that key; else what `parse` makes of it, which is remembered unless it is `None`.
     fn known_or(&self, key: Key, parse: impl FnOnce() -> Option<Result<Image, Error>>) -> Option<Arc<Image>> {
         let now = self.clock.fetch_add(1, Ordering::Relaxed);
+        let is_stale = |image: &Option<Arc<Image>>| image.as_ref().is_some_and(|image| image.is_stale());
         let known = self.lock().get(&key).cloned();
         let image = match known {
-            Some(image) => image,
-            None => {
+            Some(image) if !is_stale(&image) => image,
+            _ => {
                 let image = parse()?.inspect_err(|error| tracing::debug!("{error}")).ok().map(Arc::new);
                 // Two ranks may have parsed it at the same time; all keep the one that came first.
-                self.lock().entry(key).or_insert(image).clone()
+                let mut known = self.lock();
+                known.retain(|other, image| *other != key || !is_stale(image));
+                known.entry(key).or_insert(image).clone()
             }
         }?;
         image.used.store(now, Ordering::Relaxed);

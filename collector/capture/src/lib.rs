@@ -15,6 +15,8 @@ pub mod dump;
 mod epilogue;
 mod error;
 mod from_memory;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 mod image;
 mod images;
 mod mapped_file;

@@ -42,7 +42,7 @@ impl PerfMap {
         Some(Self::parse(String::from_utf8_lossy(&bytes).into_owned()))
     }
 
-    fn parse(text: String) -> Self {
+    pub(crate) fn parse(text: String) -> Self {
         let mut functions = Vec::new();
         let mut begin = 0;
         for line in text.split_inclusive('\n') {
@@ -59,6 +59,12 @@ impl PerfMap {
             begin = end;
         }
         PerfMap { text, functions }
+    }
+
+    /// Where each function begins, and its name.
+    #[cfg(feature = "fuzz")]
+    pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
+        self.functions.iter().map(|(addresses, name)| (addresses.start, &self.text[name.clone()]))
     }
 
     /// The function at an address. Memory is used again, and then the line that was written last counts.

@@ -234,6 +234,21 @@ impl Symbolizer {
     }
 }
 
+/// Names of the functions of one object, without anything kept.
+#[cfg(feature = "fuzz")]
+pub(crate) fn names_of(image: &Image, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
+    names::find(image, None, addresses)
+}
+
+/// How many functions there are at each address of one object, without anything kept.
+#[cfg(feature = "fuzz")]
+pub(crate) fn lines_of(image: &Image, addresses: &[u64], deadline: Instant) -> Vec<(u64, usize)> {
+    match lines::find(image, || None, addresses, deadline) {
+        Lookup::Absent => Vec::new(),
+        Lookup::Found(found) => found.into_iter().map(|(address, functions)| (address, functions.len())).collect(),
+    }
+}
+
 fn crew() -> Crew {
     Crew { name: "xpu_symbols", parallel: pool::cpus().min(PARALLEL), jobs_per_thread: usize::MAX }
 }

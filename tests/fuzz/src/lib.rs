@@ -1,4 +1,4 @@
-//! What the viewer must hold for any bytes that a disk can give it. Each function panics when it does not hold.
+//! What viewer and capture must hold for any bytes that a disk can give them. Each function panics when it does not hold.
 //!
 //! `cargo xtask fuzz` feeds them with what coverage leads to; the tests here feed them with the corpus that is kept and
 //! with changed dumps of a real hang, without any fuzzer.
@@ -30,6 +30,8 @@ pub fn decode(bytes: &[u8]) {
         (_, Err(_)) => {}
     }
 }
+
+pub use xpu_timer_capture::fuzz::{object, perf_map};
 
 /// Between two files of a folder. No encoder writes a number in this way, so no real dump holds it.
 const NEXT_FILE: [u8; 2] = [0xff, 0];
@@ -213,6 +215,8 @@ mod tests {
     fn the_kept_corpus_holds() {
         files_of("corpus/decode").iter().for_each(|bytes| decode(bytes));
         files_of("corpus/folder").iter().for_each(|bytes| folder(bytes));
+        files_of("corpus/object").iter().for_each(|bytes| object(bytes));
+        files_of("corpus/perf_map").iter().for_each(|bytes| perf_map(bytes));
     }
 
     #[test]
@@ -235,6 +239,33 @@ mod tests {
         fn arbitrary_bytes_hold(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
             decode(&bytes);
             folder(&bytes);
+        }
+
+            /// Small objects of a compiler, cut and changed: their line tables, packed or not, and their unwind rules.
+        #[test]
+        fn a_changed_object_is_read_or_refused(
+            which in any::<prop::sample::Index>(),
+            changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..12),
+            cut in prop::option::of(any::<prop::sample::Index>()),
+        ) {
+            let mut objects = files_of("corpus/object");
+            let mut bytes = objects.swap_remove(which.index(objects.len()));
+            if let Some(cut) = cut {
+                bytes.truncate(cut.index(bytes.len()));
+            }
+            for (at, byte) in changes {
+                if !bytes.is_empty() {
+                    let at = at.index(bytes.len());
+                    bytes[at] = byte;
+                }
+            }
+            object(&bytes);
+        }
+
+        #[test]
+        fn any_perf_map_holds(text in "[0-9a-fx \\n]{0,80}([a-z:é]{0,5}[ \\n]){0,5}", bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            perf_map(text.as_bytes());
+            perf_map(&bytes);
         }
 
         /// A real dump of the original tool, cut and changed.

@@ -13,5 +13,6 @@ mod python_churn;
 mod python_kinds;
 mod python_layouts;
 mod pythons;
+mod shrinking;
 mod stuck;
 mod target;

@@ -26,6 +26,7 @@ mod report;
 mod silent;
 mod sim;
 mod strangers;
+mod text_of_others;
 mod torch;
 mod viewer;
 mod walk;

@@ -14,7 +14,7 @@ pub use builder::{About, Builder};
 pub use data::Report;
 pub use page::render;
 
-use std::{fs, io, path::Path};
+use std::{io, path::Path};
 use xpu_timer_analysis::Verdict;
 
 /// The verdict of an incident folder; none when the folder has none.
@@ -22,7 +22,7 @@ use xpu_timer_analysis::Verdict;
 /// # Errors
 /// When there is one and it cannot be read, in words.
 pub fn read_verdict(folder: &Path) -> Result<Option<Verdict>, String> {
-    match fs::read(folder.join("verdict.json")) {
+    match crate::folder::read(&folder.join("verdict.json")) {
         Ok(json) => serde_json::from_slice(&json).map(Some).map_err(|error| error.to_string()),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
         Err(error) => Err(error.to_string()),

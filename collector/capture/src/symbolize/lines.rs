@@ -19,11 +19,13 @@ use super::{
 };
 use crate::{
     debug_file,
-    image::{Bytes, Elf, Image, SectionBytes, Slice},
+    image::{Budget, Bytes, Elf, Image, SectionBytes, Slice},
 };
 
 /// Bytes that are inflated in a second, at least.
 const INFLATED_PER_SECOND: u64 = 200 << 20;
+/// Of one object and its supplementary file, no more is unpacked, however much time there is.
+const MAX_UNPACKED: u64 = 1 << 30;
 /// How often addresses are looked up again because something was lacking. Link-time optimization makes units that refer to
 /// many others.
 const ROUNDS: usize = 32;
@@ -72,10 +74,11 @@ pub(super) fn find<'a>(
     if time_to_inflate(&elf) > deadline.saturating_duration_since(Instant::now()) {
         return Lookup::Found(Vec::new());
     }
-    let sections = sections(&elf);
+    let budget = Budget::new(MAX_UNPACKED);
+    let sections = sections(&elf, &budget);
     let supplementary = debug_file::supplementary(image, &elf).and_then(|bytes| {
         let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
-        let sections = self::sections(&elf);
+        let sections = self::sections(&elf, &budget);
         let length = borrow(&sections, &bytes).debug_info.reader().len();
         (length <= MAX_SUPPLEMENTARY).then_some((bytes, sections))
     });
@@ -98,13 +101,13 @@ fn has_lines(elf: &Elf<'_>) -> bool {
 fn time_to_inflate(elf: &Elf<'_>) -> Duration {
     let places = SECTIONS.iter().filter_map(|id| elf.section_by_name(id.name())?.compressed_file_range().ok());
     let packed = places.filter(|place| place.format != object::CompressionFormat::None);
-    let inflated: u64 = packed.map(|place| place.uncompressed_size).sum();
+    let inflated = packed.fold(0u64, |sum, place| sum.saturating_add(place.uncompressed_size));
     Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND)
 }
 
-fn sections(elf: &Elf<'_>) -> DwarfSections<SectionBytes> {
+fn sections(elf: &Elf<'_>, budget: &Budget) -> DwarfSections<SectionBytes> {
     let section = |id: SectionId| {
-        let wanted = SECTIONS.contains(&id).then(|| SectionBytes::of(elf, id.name(), u64::MAX));
+        let wanted = SECTIONS.contains(&id).then(|| SectionBytes::of(elf, id.name(), budget));
         Ok::<_, std::convert::Infallible>(wanted.flatten().unwrap_or_default())
     };
     let Ok(sections) = DwarfSections::load(section);

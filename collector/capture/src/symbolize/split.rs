@@ -11,12 +11,12 @@ use gimli::{Dwarf, DwarfPackageSections, DwarfSections, DwoId, EndianSlice, Litt
 use object::read::elf::ElfFile64;
 
 use crate::{
-    image::{Bytes, Elf, Image, SectionBytes, Slice},
+    image::{Budget, Bytes, Elf, Image, SectionBytes, Slice},
     target_files,
 };
 
-/// Greater sections are not unpacked.
-const MAX_UNPACKED: u64 = 64 << 20;
+/// Of all files of one object, no more is unpacked.
+const MAX_UNPACKED: u64 = 256 << 20;
 
 /// A unit that is in another file.
 pub(super) struct Elsewhere {
@@ -35,6 +35,7 @@ impl Elsewhere {
 /// The files of one object that have been looked for.
 pub(super) struct SplitFiles<'a> {
     image: &'a Image,
+    budget: Budget,
     package: Option<(Bytes, DwarfPackageSections<SectionBytes>)>,
     units: HashMap<DwoId, Option<(Bytes, DwarfSections<SectionBytes>)>>,
 }
@@ -42,7 +43,7 @@ pub(super) struct SplitFiles<'a> {
 impl<'a> SplitFiles<'a> {
     /// None yet.
     pub fn new(image: &'a Image) -> Self {
-        SplitFiles { image, package: None, units: HashMap::new() }
+        SplitFiles { image, budget: Budget::new(MAX_UNPACKED), package: None, units: HashMap::new() }
     }
 
     /// Looks for the file of a unit.
@@ -50,7 +51,7 @@ impl<'a> SplitFiles<'a> {
         if self.units.is_empty() {
             self.package = self.open(&PathBuf::from(format!("{}.dwp", self.image.path))).and_then(|bytes| {
                 let elf = ElfFile64::parse(&*bytes).ok()?;
-                let sections = DwarfPackageSections::load(|id| section(&elf, id)).ok()?;
+                let sections = DwarfPackageSections::load(|id| section(&elf, id, &self.budget)).ok()?;
                 Some((bytes, sections))
             });
         }
@@ -58,7 +59,7 @@ impl<'a> SplitFiles<'a> {
         let file = |path: &Path| {
             let bytes = self.open(path)?;
             let elf = ElfFile64::parse(&*bytes).ok()?;
-            let sections = DwarfSections::load(|id| section(&elf, id)).ok()?;
+            let sections = DwarfSections::load(|id| section(&elf, id, &self.budget)).ok()?;
             is_of(&bytes, &sections, unit.id).then_some((bytes, sections))
         };
         let found = file(&unit.path).or_else(|| file(&own_folder()?));
@@ -91,8 +92,8 @@ impl<'a> SplitFiles<'a> {
 }
 
 /// Only the sections whose names end in `.dwo`.
-fn section(elf: &Elf<'_>, id: SectionId) -> gimli::Result<SectionBytes> {
-    Ok(id.dwo_name().and_then(|name| SectionBytes::of(elf, name, MAX_UNPACKED)).unwrap_or_default())
+fn section(elf: &Elf<'_>, id: SectionId, budget: &Budget) -> gimli::Result<SectionBytes> {
+    Ok(id.dwo_name().and_then(|name| SectionBytes::of(elf, name, budget)).unwrap_or_default())
 }
 
 fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {

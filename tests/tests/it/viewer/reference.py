@@ -73,10 +73,7 @@ def message(wire, value):
 
 
 def text(value):
-    try:
-        return value.decode("utf-8")
-    except UnicodeDecodeError as error:
-        raise NoDump("a name is not UTF-8") from error
+    return value.decode("utf-8", errors="replace")
 
 
 def words(frames_field, thread):
@@ -98,8 +95,23 @@ def words(frames_field, thread):
     return tuple(drawn)
 
 
+# Characters of the category Cf that are seen, and others that are not.
+VISIBLE = set(map(chr, [*range(0x600, 0x606), 0x6DD, 0x70F, 0x890, 0x891, 0x8E2, 0x110BD, 0x110CD, *range(0x13430, 0x13440)]))
+INVISIBLE = set(map(chr, [0x34F, 0x115F, 0x1160, 0x17B4, 0x17B5, 0x2065, 0x3164, 0xFFA0, *range(0x180B, 0x1810)]))
+INVISIBLE |= set(map(chr, [*range(0xFE00, 0xFE10), *range(0xFFF0, 0xFFF9), *range(0xFDD0, 0xFDF0), *range(0xE0000, 0xE1000)]))
+
+
 def clean(name):
-    return "".join("," if c == ";" else " " if unicodedata.category(c) == "Cc" else c for c in name)
+    return "".join(map(seen, name))
+
+
+def seen(c):
+    if c == ";":
+        return ","
+    if c in "\t\n\v\f\r\x85\u2028\u2029":
+        return " "
+    hidden = unicodedata.category(c) in ("Cc", "Cf") and c not in VISIBLE
+    return "\ufffd" if hidden or c in INVISIBLE or ord(c) & 0xFFFE == 0xFFFE else c
 
 
 def stacks(path):

@@ -1,0 +1,68 @@
+//! What the parsers of objects and of perf maps must hold for any bytes. Each function panics when it does not hold; `tests/fuzz` drives them.
+
+use std::{
+    path::PathBuf,
+    time::{Duration, Instant},
+};
+
+use gimli::UnwindContext;
+
+use crate::{
+    image::{Bytes, Image},
+    perf_map::PerfMap,
+    symbolize,
+};
+
+/// Enough for what a small object holds; one that makes the search for lines run for longer is stopped there.
+const LINES: Duration = Duration::from_secs(1);
+/// Addresses that are looked up.
+const ADDRESSES: usize = 64;
+
+/// An object that a process has mapped: its unwind rules, its names, its lines, packed and unpacked.
+pub fn object(bytes: &[u8]) {
+    // Nothing of this machine lies below that root.
+    let parse = || Image::parse(Bytes::Memory(bytes.to_vec()), "/fuzz/object", PathBuf::from("/proc/self/fdinfo"));
+    let Ok(image) = parse() else { return };
+    let addresses = addresses(&image);
+    let mut context = UnwindContext::new();
+    for address in &addresses {
+        let row = image.row(*address, &mut context);
+        let again = image.row(*address, &mut context);
+        assert_eq!(row.is_some(), again.is_some(), "what is kept is what was found");
+        if let Some(function) = image.function(*address) {
+            assert!(function.contains(address), "{address:#x} is not in {function:x?}");
+        }
+    }
+    let names = symbolize::names_of(&image, &addresses);
+    assert_eq!(names.len(), addresses.len());
+    for (address, _) in symbolize::lines_of(&image, &addresses, Instant::now() + LINES) {
+        assert!(addresses.binary_search(&address).is_ok(), "nobody asked for {address:#x}");
+    }
+}
+
+/// Where its symbols begin, and what lies around them; sorted.
+fn addresses(image: &Image) -> Vec<u64> {
+    use object::{Object as _, ObjectSymbol as _};
+    let mut addresses = vec![0, 1, 0x1000, u64::MAX];
+    if let Some(elf) = image.elf() {
+        let symbols = elf.symbols().chain(elf.dynamic_symbols()).map(|symbol| symbol.address()).take(ADDRESSES / 4);
+        let starts: Vec<u64> = symbols.chain([elf.entry()]).collect();
+        addresses.extend(starts.iter().flat_map(|start| [*start, start.wrapping_add(4), start.wrapping_sub(1)]));
+    }
+    addresses.sort_unstable();
+    addresses.dedup();
+    addresses
+}
+
+/// A perf map: a line is a function or nothing, and a name is never more than what stands in its line.
+pub fn perf_map(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes).into_owned();
+    let map = PerfMap::parse(text.clone());
+    for (start, name) in map.functions() {
+        assert!(!name.is_empty() && !name.contains('\n'), "{name:?}");
+        assert!(text.lines().any(|line| line.ends_with(name)), "{name:?} stands in no line");
+        // A later line may have it by now.
+        let _ = map.find(start);
+    }
+    assert_eq!(map.find(u64::MAX), None, "no range holds the last address");
+}
