@@ -99,7 +99,7 @@ impl Budget {
 
 impl SectionBytes {
     /// `None` when there is no such section, when it would be greater than what is left of the budget once it is unpacked, and when it is
-    /// another size than its header declares.
+    /// shorter than its header declares.
     pub fn of(elf: &Elf<'_>, name: &str, budget: &Budget) -> Option<Self> {
         let section = elf.section_by_name(name).filter(|section| section.size() > 0)?;
         let place = section.compressed_file_range().ok()?;
