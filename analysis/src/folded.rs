@@ -141,7 +141,7 @@ mod tests {
     #[test]
     fn a_word_never_breaks_a_line() {
         assert_eq!(word("f", "a.py:3"), "f@a.py:3");
-        assert_eq!(word("operator;\n", "a\tb\u{7f}\u{85}\u{2028}c"), "operator, @a b  \u{2028}c");
+        assert_eq!(word("operator;\n", "a\tb\u{7f}\u{85}\u{2028}c"), "operator, @a b\u{fffd}  c");
         assert_eq!(word("größe", "模型.py:1"), "größe@模型.py:1");
         assert_eq!(word("", ""), "@");
     }

@@ -240,6 +240,10 @@ mod tests {
         for first in firsts {
             let Some(headers) = Headers::read(pid, first.start) else { continue };
             let file = std::fs::read(&first.path).unwrap();
+            // Other tests map whole files, which are not loaded by that.
+            if (first.end - first.start) as usize >= file.len() {
+                continue;
+            }
             let file = ElfFile64::<LittleEndian>::parse(&*file).unwrap();
             let made = headers.object();
             let made = ElfFile64::<LittleEndian>::parse(&*made).unwrap();
