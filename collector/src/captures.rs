@@ -171,7 +171,7 @@ impl Captures {
                 if request.cancelled.load(Ordering::Acquire) {
                     continue;
                 }
-                lock(&thread.life).due = Some(Instant::now() + request.options.deadline + GRACE);
+                lock(&thread.life).due = Some(Instant::now() + request.options.longest() + GRACE);
                 // Nobody listens to a capture that came too late.
                 let _ = request.answer.send(Answer::Begun);
                 let _ = request.answer.send(Answer::Done(capturer.capture(&request.pids, &request.options)));
