@@ -20,6 +20,12 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
+    /// Captures a program that sits in every kind of system call 10,000 times; fails when one returned anything else for it
+    Eintr {
+        /// Arguments of the benchmark; `--help` lists them
+        #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
+        arguments: Vec<String>,
+    },
     /// The hook, against the same calls, loop and process without it; fails when a limit does not hold
     Hook {
         /// Arguments of the benchmark; `--help` lists them
@@ -59,6 +65,10 @@ pub fn run(options: &Options) -> Result<()> {
             let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_capture"];
             shell::run(cargo(&["build", "--release"]).args(packages))?;
             let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "capture"];
+            shell::run(cargo(&benchmark).args(arguments))
+        }
+        Bench::Eintr { arguments } => {
+            let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "eintr"];
             shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Hook { arguments } => {

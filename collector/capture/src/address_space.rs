@@ -3,11 +3,22 @@
 use std::{
     cell::{OnceCell, RefCell},
     collections::HashMap,
+    ops::Range,
     rc::Rc,
     sync::Arc,
 };
 
-use crate::{Error, image::Image, images::Images, mappings::Mappings, memory, perf_map::PerfMap, procfs::Mapping};
+use crate::{
+    Error,
+    image::Image,
+    images::Images,
+    mappings::Mappings,
+    memory,
+    perf_map::PerfMap,
+    procfs::Mapping,
+    prologue::{self, FrameLayout},
+    unwind::RawFrame,
+};
 
 /// `None` for anonymous memory and for files that cannot be had.
 type Object = Option<Rc<Located>>;
@@ -24,6 +35,8 @@ pub(crate) struct AddressSpace<'a> {
     /// The one asked for last: callers often lie in the object of their callees.
     last: RefCell<Option<(Rc<Mapping>, Object)>>,
     perf_map: OnceCell<PerfMap>,
+    /// Of the frames that were asked for.
+    layouts: RefCell<HashMap<RawFrame, Option<FrameLayout>>>,
 }
 
 /// An object, and where it is mapped.
@@ -45,6 +58,7 @@ impl<'a> AddressSpace<'a> {
             located: RefCell::default(),
             last: RefCell::default(),
             perf_map: OnceCell::new(),
+            layouts: RefCell::default(),
         })
     }
 
@@ -103,6 +117,28 @@ impl<'a> AddressSpace<'a> {
         }
         let length = length.min(usize::try_from(mapping.end - address).unwrap_or(length));
         memory::read_exact(self.tid, address, length).ok()
+    }
+
+    /// Where the function that a frame is in keeps its frame, by its code.
+    pub fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
+        if let Some(known) = self.layouts.borrow().get(&frame) {
+            return *known;
+        }
+        let layout = self.function(frame.lookup()).and_then(|function| {
+            let length = (function.end - function.start).min(prologue::LONGEST) as usize;
+            let code = self.instructions(function.start, length)?;
+            prologue::layout(&code, function.start, frame.pc, frame.exact)
+        });
+        self.layouts.borrow_mut().insert(frame, layout);
+        layout
+    }
+
+    /// Where the function that holds an address begins and ends.
+    fn function(&self, address: u64) -> Option<Range<u64>> {
+        let Some(located) = self.located(address) else { return self.perf_map().function(address) };
+        let within = address.wrapping_sub(located.bias);
+        let found = located.image.function(within).or_else(|| located.image.symbol(within))?;
+        Some(found.start.wrapping_add(located.bias)..found.end.wrapping_add(located.bias))
     }
 
     /// What the process tells of the code that it made at run time; read when it is first asked for.

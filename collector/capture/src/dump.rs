@@ -20,7 +20,7 @@ use crate::{Capturer, Options, Stacks};
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
-/// Threads that sleep are not stopped. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
+/// No thread is stopped: those that sleep are read as they sleep, those that run are sampled by the kernel. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
 /// command line.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_dump", version)]
@@ -60,8 +60,9 @@ pub struct Arguments {
     /// to unpack are left out
     #[arg(long, value_name = "SECONDS", default_value = "0.02", value_parser = seconds)]
     pub lines: Duration,
-    /// Stop every thread while its stack is copied, also those that sleep and need no stop; for measurements
-    #[arg(long, hide = true)]
+    /// Stop every thread while its stack is copied. This may cut short system calls of the process: they return EINTR, or have
+    /// sent less than they were asked to. Nothing else stops a thread
+    #[arg(long)]
     pub force_ptrace: bool,
 }
 

@@ -62,6 +62,14 @@ pub enum Error {
         /// How long it was waited for.
         waited_us: u64,
     },
+    /// The kernel does not sample the running threads of a process.
+    #[error("the running threads of process {pid} have no native stacks: {reason}")]
+    Sampling {
+        /// Process id.
+        pid: i32,
+        /// Why.
+        reason: String,
+    },
     /// An ELF file or image cannot be used.
     #[error("{path}: {reason}", path = path.display())]
     Image {

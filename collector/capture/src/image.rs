@@ -328,6 +328,17 @@ impl Image {
         Some(fde.initial_address()..fde.end_address())
     }
 
+    /// Where the function that holds an address begins and ends, as a symbol has it.
+    pub fn symbol(&self, address: u64) -> Option<Range<u64>> {
+        use object::{Object, ObjectSymbol};
+        let elf = self.elf()?;
+        let mut symbols = elf.dynamic_symbols().chain(elf.symbols()).filter(ObjectSymbol::is_definition);
+        symbols.find_map(|symbol| {
+            let range = symbol.address()..symbol.address().checked_add(symbol.size())?;
+            range.contains(&address).then_some(range)
+        })
+    }
+
     /// Rows that are kept.
     pub fn row_count(&self) -> usize {
         self.rows.read().unwrap_or_else(PoisonError::into_inner).len()

@@ -1,9 +1,19 @@
-//! Native and Python stacks of other processes, almost always without stopping them.
+//! Native and Python stacks of other processes, without stopping them and without sending them anything: no system call of
+//! theirs returns anything else for it.
 //!
-//! A blocked thread is read as it sleeps: stack pointer and program counter from `/proc`, its stack with
-//! `process_vm_readv`, and unchanged context-switch counts as the proof that it did not run meanwhile. Only the rest is
-//! stopped, one thread at a time, for as long as it takes to copy registers and stack. Unwinding and symbolizing happen
-//! on the copies, when nothing is stopped any more.
+//! The ways to a thread's stack, in this order:
+//! 1. A thread that sleeps is read as it sleeps: stack pointer and program counter from `/proc`, its stack with
+//!    `process_vm_readv`, and unchanged scheduling counts as the proof that it did not run meanwhile.
+//! 2. A thread that runs is sampled by the kernel's timer interrupt: `perf_event_open` on its task clock, with its registers and
+//!    up to 65,528 bytes of its stack, inside system calls too where that is permitted. Meanwhile it is looked at as in 1
+//!    again and again, should it fall asleep. Its Python stack is read before and after the sample, and what both looks
+//!    have in common is shown.
+//! 3. Where the kernel forbids samples, where a thread is busy inside a system call that may not be sampled, or where it gets no
+//!    CPU, it is shown as running, with its Python stack as far as two looks agree, and with the reason.
+//!
+//! Only [`Options::force_ptrace`], which people have to ask for, stops threads, for as long as it takes to copy registers and
+//! stack. That may end system calls of the target early, with EINTR or a short count. Unwinding and symbolizing happen on
+//! the copies.
 #![deny(unsafe_code)]
 
 mod address_space;
@@ -24,15 +34,18 @@ mod mappings;
 mod memory;
 pub mod merge;
 mod native;
+mod perf;
 mod perf_map;
 mod permission;
 mod places;
 mod pool;
 mod process;
 mod procfs;
+mod prologue;
 mod ptrace;
 mod python;
 mod registers;
+mod running;
 mod stacks;
 mod symbolize;
 mod target_files;
@@ -67,7 +80,7 @@ pub struct Options {
     pub python: bool,
     /// How long the search for source lines may take in all. Names are always looked up.
     pub lines_budget: Duration,
-    /// Stop every thread instead of only those that need it: for measurements and tests.
+    /// Stop every thread while its stack is copied. This may cut short system calls of the target.
     pub force_ptrace: bool,
 }
 

@@ -1,4 +1,5 @@
-//! The native stack of one thread: as it sleeps when that is possible, else with a short stop.
+//! The native stack of one thread: as it sleeps, from a sample that the kernel took while it ran, or, only when that is asked for,
+//! with a short stop.
 
 use std::time::{Duration, Instant};
 
@@ -9,6 +10,7 @@ use crate::{
     Error,
     address_space::AddressSpace,
     memory::{Memory, Region},
+    perf::Sample,
     procfs::{self, Schedule, Status, Syscall},
     ptrace::{self, Hurry, Stop},
     registers::Registers,
@@ -29,8 +31,8 @@ const PIECE: usize = 64 << 10;
 const STOP_PATIENCE: Duration = Duration::from_millis(250);
 /// How often a copy is widened.
 const WIDENINGS: usize = 6;
-/// How often a thread that turns out to have moved is looked at again before it is stopped.
-const LOOKS: usize = 2;
+/// How often a thread that turns out to have moved is looked at again.
+const LOOKS: usize = 3;
 /// System calls that wait for what their names say: the kernel's stack tells nothing more of them.
 const PLAIN_WAITS: [i64; 14] = [
     libc::SYS_futex,
@@ -85,12 +87,28 @@ pub(crate) struct Thread {
     pub stopped: Duration,
 }
 
-/// What came of a look at a thread that was not stopped.
+/// What came of a look at a thread.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Look {
     /// Its stack is whole, or as whole as it gets.
     Done,
-    /// It needs a stop.
-    Stop,
+    /// It runs.
+    Runs,
+    /// It slept, but not all the time.
+    Moved,
+}
+
+/// Why nothing came of a look.
+enum Missed {
+    Runs,
+    Moved,
+    Failed(Error),
+}
+
+impl From<Error> for Missed {
+    fn from(error: Error) -> Self {
+        Missed::Failed(error)
+    }
 }
 
 impl Thread {
@@ -112,7 +130,7 @@ impl Thread {
         }
     }
 
-    /// Describes a thread, and takes its stack without stopping it when it sleeps. `None` when it has ended.
+    /// Describes a thread, and takes its stack when it sleeps. `None` when it has ended.
     pub fn look(
         pid: i32,
         tid: i32,
@@ -120,46 +138,135 @@ impl Thread {
         context: &mut UnwindContext<usize>,
     ) -> Option<(Self, Look)> {
         let mut thread = Thread { tid, method: CaptureMethod::KernelOnly, ..Thread::default() };
-        let mut look = Look::Stop;
-        for _ in 0..LOOKS {
-            let schedule = Schedule::of(pid, tid);
-            thread.cpu_time_ns = schedule.cpu_ns;
-            thread.status = procfs::status(pid, tid).ok()?;
-            if matches!(thread.status.letter(), b'Z' | b'X') {
-                thread.incomplete = format!("the thread has ended: {}", thread.status.state);
-                look = Look::Done;
+        let mut look = thread.look_once(pid, space, context);
+        for _ in 1..LOOKS {
+            if !matches!(look, Ok(Look::Moved)) {
                 break;
             }
-            match asleep(pid, tid, space, context) {
-                Ok(Some(Sleeper { frames, end, syscall, stack_length })) => {
-                    thread.stack_length = stack_length;
-                    if !slept(pid, tid, &schedule, &thread.status) {
-                        continue;
-                    }
-                    thread.frames = frames;
-                    thread.syscall = Some(syscall);
-                    thread.method = CaptureMethod::ZeroStop;
-                    thread.incomplete = end.describe();
-                    // Registers that only a stop can tell; everything else would be no better with one.
-                    if !matches!(end, End::Register(_)) {
-                        look = Look::Done;
-                    }
-                }
-                Ok(None) => {}
-                Err(error) if procfs::is_gone(&error) => return None,
-                Err(error) => {
-                    thread.incomplete = if procfs::is_denied(&error) {
-                        Error::Permission { pid, uid: thread.status.uid }.to_string()
-                    } else {
-                        error.to_string()
-                    };
-                    look = Look::Done;
-                }
-            }
-            break;
+            look = thread.catch(pid, space, context, &mut || {});
         }
+        let look = match look {
+            Ok(look) => look,
+            Err(error) if procfs::is_gone(&error) => return None,
+            Err(error) => {
+                thread.incomplete = if procfs::is_denied(&error) {
+                    Error::Permission { pid, uid: thread.status.uid }.to_string()
+                } else {
+                    error.to_string()
+                };
+                Look::Done
+            }
+        };
         thread.look_into_kernel(pid);
         Some((thread, look))
+    }
+
+    /// Takes the stack of a thread that sleeps for long: its memory is copied as the unwinding comes to it.
+    fn look_once(
+        &mut self,
+        pid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) -> Result<Look, Error> {
+        let tid = self.tid;
+        let schedule = Schedule::of(pid, tid);
+        self.cpu_time_ns = schedule.cpu_ns;
+        self.status = procfs::status(pid, tid)?;
+        if self.has_ended() {
+            return Ok(Look::Done);
+        }
+        let Some(Sleeper { frames, end, syscall, stack_length }) = asleep(pid, tid, space, context)? else {
+            return Ok(Look::Runs);
+        };
+        self.stack_length = stack_length;
+        if !slept(pid, tid, &schedule, &self.status) {
+            return Ok(Look::Moved);
+        }
+        self.found_asleep(frames, end, syscall);
+        Ok(Look::Done)
+    }
+
+    /// Takes the stack of a thread that may sleep for a short time only: its memory is copied at once and unwound afterwards. Does
+    /// something else while it sleeps, again when too little was copied; the last time counts.
+    pub fn catch(
+        &mut self,
+        pid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+        also: &mut dyn FnMut(),
+    ) -> Result<Look, Error> {
+        let tid = self.tid;
+        let mut seen = None;
+        let taken = copy(self.stack_length, space, context, |limit, wanted| {
+            let room = Room::new(limit, wanted);
+            let schedule = Schedule::of(pid, tid);
+            let status = procfs::status(pid, tid)?;
+            let syscall = procfs::syscall(pid, tid)?;
+            let Syscall::Blocked { number, .. } = syscall else { return Err(Missed::Runs) };
+            let registers = Registers::from_syscall(&syscall).ok_or(Missed::Runs)?;
+            let regions = room.fill(tid, registers.sp(), space, wanted)?;
+            also();
+            if !slept(pid, tid, &schedule, &status) {
+                return Err(Missed::Moved);
+            }
+            seen = Some((schedule.cpu_ns, status, number));
+            Ok((registers, regions))
+        });
+        match (taken, seen) {
+            (Ok((frames, end)), Some((cpu_ns, status, number))) => {
+                self.cpu_time_ns = cpu_ns;
+                self.status = status;
+                self.found_asleep(frames, end, number);
+                Ok(Look::Done)
+            }
+            (Err(Missed::Failed(error)), _) => {
+                // The memory of a thread that has ended is gone, and its last state tells why.
+                self.status = procfs::status(pid, tid)?;
+                if self.has_ended() { Ok(Look::Done) } else { Err(error) }
+            }
+            (Err(Missed::Runs), _) => Ok(Look::Runs),
+            (Err(Missed::Moved), _) | (Ok(_), None) => Ok(Look::Moved),
+        }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        let ended = matches!(self.status.letter(), b'Z' | b'X');
+        if ended {
+            self.incomplete = format!("the thread has ended: {}", self.status.state);
+        }
+        ended
+    }
+
+    fn found_asleep(&mut self, frames: Vec<RawFrame>, end: End, syscall: i64) {
+        self.frames = frames;
+        self.syscall = Some(syscall);
+        self.method = CaptureMethod::ZeroStop;
+        self.incomplete = end.describe();
+    }
+
+    /// Takes what the kernel sampled while the thread ran.
+    pub fn sampled(&mut self, pid: i32, sample: Sample, space: &AddressSpace<'_>, context: &mut UnwindContext<usize>) {
+        let (start, length) = (sample.stack.start, sample.stack.bytes.len());
+        let stack = space.mapping(start);
+        let memory = Memory::of_copies(vec![sample.stack]);
+        let (frames, end) = unwind(sample.registers, &memory, space, context);
+        self.frames = frames;
+        self.method = CaptureMethod::PerfSample;
+        self.incomplete = match end {
+            End::Memory(address) if stack.is_some_and(|stack| start < address && address < stack.end) => {
+                format!("the stack is deeper than the {length} bytes that a sample holds")
+            }
+            end => end.describe(),
+        };
+        // Which call it is in, the kernel does not say of a thread that runs.
+        self.syscall = if sample.in_kernel { None } else { Some(-1) };
+        self.cpu_time_ns = Schedule::of(pid, self.tid).cpu_ns;
+        if let Ok(status) = procfs::status(pid, self.tid) {
+            self.status = status;
+        }
+        self.status.state = crate::process::state_text('R');
+        self.wchan.clear();
+        self.kernel_stack.clear();
     }
 
     /// Stops the thread and takes its stack, and does something else while it is stopped. When it has to be stopped again
@@ -225,7 +332,8 @@ impl Thread {
         }
     }
 
-    fn note(&mut self, reason: &str) {
+    /// Adds to the reasons why the stack is not whole.
+    pub fn note(&mut self, reason: &str) {
         if !self.incomplete.is_empty() {
             self.incomplete.push_str("; ");
         }
@@ -356,14 +464,14 @@ fn room_for(length: usize) -> usize {
     if length == 0 { FIRST_COPY } else { length + length / 8 + GROWTH }
 }
 
-/// Copies during a stop and unwinds, and copies again more widely while that is what the unwinding lacks. `length` is what the
-/// stack is expected to take.
-fn copy(
+/// Copies while a thread stands still and unwinds, and copies again more widely while that is what the unwinding lacks. `length`
+/// is what the stack is expected to take.
+fn copy<E>(
     length: usize,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
-    mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), Error>,
-) -> Result<(Vec<RawFrame>, End), Error> {
+    mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), E>,
+) -> Result<(Vec<RawFrame>, End), E> {
     let mut limit = room_for(length);
     let mut wanted = Vec::new();
     let mut attempt = 0;

@@ -69,8 +69,17 @@ impl PerfMap {
 
     /// The function at an address. Memory is used again, and then the line that was written last counts.
     pub fn find(&self, address: u64) -> Option<&str> {
-        let (_, name) = self.functions.iter().rev().find(|(addresses, _)| addresses.contains(&address))?;
+        let (_, name) = self.line(address)?;
         self.text.get(name.clone())
+    }
+
+    /// Where that function begins and ends.
+    pub fn function(&self, address: u64) -> Option<Range<u64>> {
+        self.line(address).map(|(addresses, _)| addresses.clone())
+    }
+
+    fn line(&self, address: u64) -> Option<&(Range<u64>, Range<usize>)> {
+        self.functions.iter().rev().find(|(addresses, _)| addresses.contains(&address))
     }
 }
 

@@ -1,7 +1,10 @@
-//! One process: its state, its threads and its interpreter, in the order that needs the fewest and shortest stops.
+//! One process: its state, its threads and its interpreter.
+//!
+//! Threads that sleep are read as they sleep. Threads that run are sampled by the kernel (`running.rs`). Where that is not
+//! permitted they are shown as running, with what memory tells. Threads are stopped only with [`Options::force_ptrace`].
 
 use std::{
-    cell::OnceCell,
+    cell::{Cell, OnceCell},
     collections::{HashMap, HashSet},
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
@@ -18,6 +21,7 @@ use crate::{
     places::{Places, RawPlace},
     procfs::{self, Status},
     python::{self, Agreement, Python, PythonThread},
+    running::Running,
     worker::Job,
 };
 
@@ -123,19 +127,24 @@ impl Capture<'_> {
                 return Err(error);
             }
         };
-        let (mut threads, mut stops) =
+        let (mut threads, mut moving) =
             if self.options.native { self.look(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
         let python = if self.options.python { self.python(live, &space, &threads) } else { None };
         let (python, mut python_threads) = python.unzip();
         if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
-            self.sleeping(python, python_threads, &mut threads, &space, &mut stops);
+            self.sleeping(python, python_threads, &mut threads, &space, &mut moving);
         }
-        self.stop(&mut threads, &stops, &space, python.as_ref(), python_threads.as_deref_mut().unwrap_or_default());
+        let others = python_threads.as_deref_mut().unwrap_or_default();
+        if self.options.force_ptrace {
+            self.stop(&mut threads, &moving, &space, python.as_ref(), others);
+        } else if !moving.is_empty() {
+            self.running(&mut threads, &moving, &space, python.as_ref(), others);
+        }
         if threads.is_empty() {
             // Even the leader has gone meanwhile.
             return Err(Error::Gone(pid));
         }
-        if let (Some(python), Some(python_threads), false) = (&python, &python_threads, stops.is_empty()) {
+        if let (Some(python), Some(python_threads), false) = (&python, &python_threads, moving.is_empty()) {
             find_unnamed(python, python_threads, &threads, &space);
         }
         self.keep_python(&threads, python_threads.unwrap_or_default());
@@ -143,19 +152,19 @@ impl Capture<'_> {
         Ok(())
     }
 
-    /// Takes the stacks of all threads that sleep. Says which have to be stopped.
+    /// Takes the stacks of all threads that sleep. Says which do not, or which are to be stopped all the same.
     fn look(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
         let mut threads = Vec::with_capacity(tids.len());
-        let mut stops = Vec::new();
+        let mut moving = Vec::new();
         for tid in tids {
             let Some((thread, look)) = Thread::look(self.pid, *tid, space, &mut self.context) else { continue };
             let alive = !matches!(thread.status.letter(), b'Z' | b'X');
-            if matches!(look, Look::Stop) || (self.options.force_ptrace && alive) {
-                stops.push(*tid);
+            if look != Look::Done || (self.options.force_ptrace && alive) {
+                moving.push(*tid);
             }
             threads.push(thread);
         }
-        (threads, stops)
+        (threads, moving)
     }
 
     /// Finds the interpreter and its threads.
@@ -192,14 +201,14 @@ impl Capture<'_> {
     }
 
     /// Reads the Python stacks as they are. Those of threads that have slept since they were last looked at are right; the
-    /// others are added to the ones that have to be stopped.
+    /// others are added to the ones that move.
     fn sleeping(
         &mut self,
         python: &Python,
         python_threads: &mut Vec<PythonThread>,
         threads: &mut Vec<Thread>,
         space: &AddressSpace<'_>,
-        stops: &mut Vec<i32>,
+        moving: &mut Vec<i32>,
     ) {
         let pid = self.pid;
         python.read(python_threads);
@@ -211,7 +220,7 @@ impl Capture<'_> {
                 if let Ok(described) = Thread::describe(pid, thread.tid) {
                     places.insert(thread.tid, threads.len());
                     threads.push(described);
-                    stops.push(thread.tid);
+                    moving.push(thread.tid);
                 } else {
                     thread.tid = 0;
                 }
@@ -223,8 +232,8 @@ impl Capture<'_> {
                 Err(error) if procfs::is_gone(&error) => thread.tid = 0,
                 Err(_) => {}
             }
-            if !thread.right && thread.tid != 0 && !stops.contains(&thread.tid) {
-                stops.push(thread.tid);
+            if !thread.right && thread.tid != 0 && !moving.contains(&thread.tid) {
+                moving.push(thread.tid);
             }
         }
         // A thread that the interpreter still lists but that does not exist has just ended. When no ids can be told at all,
@@ -233,6 +242,32 @@ impl Capture<'_> {
             python_threads.retain(|thread| thread.tid != 0);
         }
         find_unnamed(python, python_threads, threads, space);
+    }
+
+    /// Takes the stacks of threads that run, or that wake and sleep again and again.
+    fn running(
+        &mut self,
+        threads: &mut Vec<Thread>,
+        moving: &[i32],
+        space: &AddressSpace<'_>,
+        python: Option<&Python>,
+        python_threads: &mut [PythonThread],
+    ) {
+        let mut running = Running {
+            pid: self.pid,
+            space,
+            python,
+            context: &mut self.context,
+            deadline: self.deadline,
+            refusal: None,
+            reach: Cell::default(),
+        };
+        let gone = running.take(moving, threads, python_threads);
+        let refusal = running.refusal;
+        threads.retain(|thread| !gone.contains(&thread.tid));
+        if let Some(reason) = refusal {
+            self.process.sample.errors.push(Error::Sampling { pid: self.pid, reason }.to_string());
+        }
     }
 
     /// Stops these threads, one after the other, and takes their stacks, of Python too where that is not known to be right.
@@ -354,7 +389,8 @@ impl Capture<'_> {
         python_threads.retain(alive);
         python::one_holder(&mut python_threads);
         for thread in python_threads {
-            if let Some(doubt) = thread.doubt() {
+            // That inner frames of a running thread move is no fault.
+            if let Some(doubt) = thread.doubt().filter(|_| !thread.stack.moved) {
                 self.python_error(format!("thread {}: {doubt}", thread.tid));
             }
             let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);

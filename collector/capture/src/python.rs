@@ -1,11 +1,12 @@
-//! Python stacks, read from the interpreter's own structures without its help and almost always without stopping anything.
+//! Python stacks, read from the interpreter's own structures without its help and without stopping anything.
 //!
-//! The frames of a thread change only while that thread runs, and keep their code alive. So those of a thread that slept all the
-//! time are right as they are, whatever the others do meanwhile, and a thread that ran is stopped alone, together with the
-//! copying of its native stack. All threads at once never need to stand still: nothing that is shared is needed for a stack.
+//! The frames of a thread change only while that thread runs, and keep their code alive. So the frames of a thread that slept all
+//! the time are right as they are, whatever the others do meanwhile. The frames of a thread that ran are read before and after
+//! its native stack is sampled: what both looks have in common, from the root on, is shown, and a frame that differs is not. No
+//! two threads ever need to stand still together: a stack consists of nothing that threads share.
 //!
-//! A thread may be stopped in the middle of announcing a frame. It shows: the frames that C code entered are then not as many as
-//! the frames of the interpreter's loop on its native stack. It is let go on and stopped again.
+//! A thread may be caught in the middle of announcing a frame. It shows: the frames that C code entered are then not as many as
+//! the frames of the interpreter's loop on its native stack. It is looked at again.
 
 mod code;
 mod counts;
@@ -27,7 +28,7 @@ use std::{
 
 use xpu_timer_proto::server::{PySpyFrame, PySpyStacktrace};
 
-use crate::{address_space::AddressSpace, image::Image, native, procfs, unwind::RawFrame};
+use crate::{address_space::AddressSpace, native, procfs, unwind::RawFrame};
 
 use code::Codes;
 use frames::Chain;
@@ -68,6 +69,8 @@ pub(crate) struct PythonThread {
 #[derive(Default)]
 pub(crate) struct Stack {
     frames: Vec<PySpyFrame>,
+    /// The same frames as they were read.
+    raw: Vec<frames::RawFrame>,
     /// For each frame, whether C code entered the interpreter with it.
     entries: Vec<bool>,
     /// The lock that it holds, and since when that is known.
@@ -76,11 +79,52 @@ pub(crate) struct Stack {
     collects: bool,
     /// Why it is not whole.
     pub problem: Option<String>,
+    /// Inner frames are left out because they changed while they were read.
+    pub moved: bool,
 }
 
 impl Stack {
     fn entered(&self) -> usize {
         self.entries.iter().filter(|entry| **entry).count()
+    }
+
+    /// No frames, for this reason.
+    pub fn unknown(reason: &str) -> Self {
+        Stack { problem: Some(reason.into()), ..Stack::default() }
+    }
+
+    /// What two looks at a running thread have in common: the frames from the root on, up to the first one that was called from
+    /// another place or is another frame. `None` when one of them does not reach the root.
+    pub fn common(before: &Stack, mut after: Stack) -> Option<Stack> {
+        if before.problem.is_some() || after.problem.is_some() {
+            return None;
+        }
+        let mut kept = 0;
+        for (before, after) in before.raw.iter().rev().zip(after.raw.iter().rev()) {
+            if (before.address, before.code) != (after.address, after.code) {
+                break;
+            }
+            kept += 1;
+            // What it calls now is not what it called then.
+            if before.instruction != after.instruction {
+                break;
+            }
+        }
+        let left_out = after.frames.len() - kept;
+        after.frames.drain(..left_out);
+        after.raw.drain(..left_out);
+        after.entries.drain(..left_out);
+        after.moved = left_out > 0 || kept < before.raw.len();
+        (after.holds, after.collects) = match after.holds {
+            Some(_) => (after.holds, after.collects),
+            None => (before.holds, before.collects),
+        };
+        Some(after)
+    }
+
+    /// Frames that are shown.
+    pub fn length(&self) -> usize {
+        self.frames.len()
     }
 }
 
@@ -191,12 +235,14 @@ impl Python {
                     Ok(code) => {
                         let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
                         stack.frames.push(shown);
+                        stack.raw.push(*frame);
                         stack.entries.push(std::mem::take(&mut entry));
                     }
                     Err(torn) => problem = problem.or(Some(torn)),
                 }
             }
             stack.frames[first..].reverse();
+            stack.raw[first..].reverse();
             stack.entries[first..].reverse();
             problem = problem.or(chain.problem);
         }
@@ -228,7 +274,17 @@ impl Python {
         StoppedCopy { python: self, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
     }
 
-    /// Whether the stack of a thread fits to its native frames, which were taken during the same stop.
+    /// Reads the stack of a thread that may run meanwhile, as nearly at one moment as that can be. `missed` are pages that an
+    /// earlier look lacked; it is set to what this one lacked.
+    pub fn glance(&self, thread: &PythonThread, missed: &mut Vec<u64>) -> Stack {
+        let mut copy = self.prepare(thread, missed);
+        copy.take();
+        let Some((stack, lacking)) = copy.finish() else { return Stack::default() };
+        *missed = lacking;
+        stack
+    }
+
+    /// Whether the stack of a thread fits to its native frames, which were taken at the same time.
     pub fn agreement(&self, thread: &PythonThread, native: &native::Thread, space: &AddressSpace<'_>) -> Agreement {
         let runtime = &self.place.runtime;
         let within = |frame: &RawFrame| self.address(frame, space);
@@ -290,7 +346,7 @@ impl Python {
         };
         let mut found = counts.iter().filter(|(_, counts)| fits(counts)).map(|((start, end), _)| *start..*end);
         if let (Some(part), None) = (found.next(), found.next())
-            && !has_name(image, part.start)
+            && image.symbol(part.start).is_none()
         {
             runtime.set_unnamed(part);
         }
@@ -323,15 +379,6 @@ impl Counting {
 pub(crate) fn namespaced(pid: i32) -> HashMap<i32, i32> {
     let tids = procfs::threads(pid).unwrap_or_default();
     tids.into_iter().filter_map(|tid| Some((procfs::status(pid, tid).ok()?.namespaced_tid, tid))).collect()
-}
-
-/// Whether a symbol says what begins at an address.
-fn has_name(image: &Image, address: u64) -> bool {
-    use object::{Object, ObjectSymbol};
-    let Some(elf) = image.elf() else { return false };
-    let mut symbols = elf.dynamic_symbols().chain(elf.symbols());
-    symbols
-        .any(|symbol| symbol.is_definition() && (symbol.address()..symbol.address() + symbol.size()).contains(&address))
 }
 
 /// Memory of one thread, copied during a stop.
@@ -380,10 +427,12 @@ impl PythonThread {
         self.states.iter().map(|(_, state)| state)
     }
 
-    /// Why its stack may not be right.
+    /// Why its stack may not be right, or not whole.
     pub fn doubt(&self) -> Option<String> {
+        const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
+        let moved = || self.stack.moved.then(|| MOVED.into());
         let ran = || (!self.right).then(|| "read while the thread ran, so it may be wrong".into());
-        self.stack.problem.clone().or_else(ran)
+        self.stack.problem.clone().or_else(moved).or_else(ran)
     }
 
     /// What is told of it, and the marks of its frames.

@@ -48,6 +48,18 @@ impl Registers {
         Registers(all.map(Some))
     }
 
+    /// All registers of a sampled thread, in the order in which the kernel numbers them for samples: ax, bx, cx, dx, si, di, bp,
+    /// sp, ip, r8 to r15.
+    pub fn from_sample(values: &[u64; COUNT]) -> Self {
+        const NUMBERS: [usize; COUNT] =
+            [0, 3, 2, 1, 4, 5, FRAME_POINTER, STACK_POINTER, PC, 8, 9, 10, 11, 12, 13, 14, 15];
+        let mut registers = Registers::default();
+        for (number, value) in NUMBERS.into_iter().zip(values) {
+            registers.set(number, *value);
+        }
+        registers
+    }
+
     /// What a caller still has of these registers when its callee has no rule for them.
     pub fn preserved(&self) -> Self {
         let mut kept = Registers::default();

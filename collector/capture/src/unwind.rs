@@ -9,6 +9,7 @@ use crate::{
     epilogue,
     image::RuleSection,
     memory::Memory,
+    prologue::{FrameLayout, FramePointer},
     registers::{self, FRAME_POINTER, PC, Registers, STACK_POINTER},
 };
 
@@ -83,7 +84,7 @@ pub(crate) fn unwind(
             return (frames, End::Limit);
         }
         let step = match space.located(frame.lookup()) {
-            Some(located) => step_by_rules(frame, &located, &registers, memory, context),
+            Some(located) => step_by_rules(frame, &located, registers, memory, space, context),
             None => None,
         };
         let step = step.unwrap_or_else(|| step_without_rules(frame, &registers, memory, space));
@@ -113,13 +114,23 @@ type Step = Result<(Registers, bool), End>;
 fn step_by_rules(
     frame: RawFrame,
     located: &Located,
-    registers: &Registers,
+    mut registers: Registers,
     memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
 ) -> Option<Step> {
     let address = frame.lookup().wrapping_sub(located.bias);
     let row = located.image.row(address, context)?;
     let (signal, section) = (row.signal, row.section);
+    if let CfaRule::RegisterAndOffset { register, offset } = &row.cfa
+        && usize::from(register.0) == FRAME_POINTER
+        && registers.get(FRAME_POINTER).is_none()
+        && let Some((layout, cfa)) = layout_by_code(frame, &registers, memory, space)
+        && layout.fp == FramePointer::At(-offset)
+    {
+        registers.set(FRAME_POINTER, cfa.wrapping_add_signed(-offset));
+    }
+    let registers = &registers;
     let evaluate = |expression: &UnwindExpression<usize>, initial: Option<u64>| {
         evaluate(expression, section, initial, located, registers, memory, frame.pc)
     };
@@ -200,7 +211,13 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
         }
         return Err(End::NoRules(frame.pc));
     }
-    let Some(fp) = registers.get(FRAME_POINTER) else { return Err(End::Register(FRAME_POINTER)) };
+    let Some(fp) = registers.get(FRAME_POINTER) else {
+        let (layout, cfa) = layout_by_code(frame, registers, memory, space).ok_or(End::Register(FRAME_POINTER))?;
+        caller.put(FRAME_POINTER, layout.saved_fp.and_then(|at| memory.number(cfa.wrapping_add_signed(at), 8)));
+        caller.put(PC, memory.number(cfa.wrapping_sub(8), 8));
+        caller.set(STACK_POINTER, cfa);
+        return Ok((caller, false));
+    };
     if fp == 0 {
         return Err(End::Root);
     }
@@ -216,6 +233,21 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     caller.set(PC, pc);
     caller.set(STACK_POINTER, fp.wrapping_add(16));
     Ok((caller, false))
+}
+
+/// Where the frame of a function lies, by its code, for a sleeping thread whose frame pointer nobody tells; with the CFA. What
+/// lies where the return address has to be must have been put there by a call.
+fn layout_by_code(
+    frame: RawFrame,
+    registers: &Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+) -> Option<(FrameLayout, u64)> {
+    let layout = space.frame_layout(frame)?;
+    let cfa = registers.get(STACK_POINTER)?.wrapping_sub(layout.sp.cast_unsigned());
+    let pc = memory.number(cfa.wrapping_sub(8), 8)?;
+    let before = space.instructions(pc.wrapping_sub(epilogue::CALL as u64), epilogue::CALL)?;
+    (space.is_executable(pc) && epilogue::ends_with_call(&before)).then_some((layout, cfa))
 }
 
 /// Whether the thread has not run yet: it stands behind the system call that made it, which answers 0 to the new thread. C libraries

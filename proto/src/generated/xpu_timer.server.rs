@@ -242,6 +242,8 @@ pub enum CaptureMethod {
     Ptrace = 2,
     /// No user stack could be had (D state, zombie, no permission): state, wchan and kernel stack only.
     KernelOnly = 3,
+    /// Sampled by the kernel while the thread ran, with its registers and up to 65,528 bytes of its stack, without a stop.
+    PerfSample = 4,
 }
 impl CaptureMethod {
     /// String value of the enum field names used in the ProtoBuf definition.
@@ -254,6 +256,7 @@ impl CaptureMethod {
             Self::ZeroStop => "CAPTURE_METHOD_ZERO_STOP",
             Self::Ptrace => "CAPTURE_METHOD_PTRACE",
             Self::KernelOnly => "CAPTURE_METHOD_KERNEL_ONLY",
+            Self::PerfSample => "CAPTURE_METHOD_PERF_SAMPLE",
         }
     }
     /// Creates an enum from field names used in the ProtoBuf definition.
@@ -263,6 +266,7 @@ impl CaptureMethod {
             "CAPTURE_METHOD_ZERO_STOP" => Some(Self::ZeroStop),
             "CAPTURE_METHOD_PTRACE" => Some(Self::Ptrace),
             "CAPTURE_METHOD_KERNEL_ONLY" => Some(Self::KernelOnly),
+            "CAPTURE_METHOD_PERF_SAMPLE" => Some(Self::PerfSample),
             _ => None,
         }
     }

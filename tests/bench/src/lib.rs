@@ -6,6 +6,7 @@ mod agreement;
 mod capture;
 mod churn;
 mod cluster;
+mod eintr;
 mod hook;
 mod report;
 mod rivals;
@@ -28,6 +29,8 @@ pub enum Command {
     Hook(hook::Options),
     /// Measures both roles of the collector and prints a table; fails when a limit does not hold
     Cluster(cluster::Options),
+    /// Captures a program that sits in every kind of system call, and fails when one returned anything else for it
+    Eintr(eintr::Options),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]
     Peak {
@@ -48,6 +51,7 @@ pub fn run(command: &Command) -> Result<bool> {
         Command::Capture(options) => capture::run(options),
         Command::Hook(options) => hook::run(options),
         Command::Cluster(options) => cluster::run(options),
+        Command::Eintr(options) => eintr::run(options),
         Command::Peak { program, arguments } => stops::peak(program, arguments).map(|()| true),
     }
 }

@@ -275,6 +275,7 @@ impl Builder {
                 Ok(CaptureMethod::ZeroStop) => "without stopping it",
                 Ok(CaptureMethod::Ptrace) => "while it was stopped for some microseconds",
                 Ok(CaptureMethod::KernelOnly) => "kernel only",
+                Ok(CaptureMethod::PerfSample) => "sampled while running, without a stop",
             });
         }
         thread

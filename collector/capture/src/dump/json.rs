@@ -169,6 +169,7 @@ pub(super) fn method(thread: &PstackStacktrace) -> &'static str {
         CaptureMethod::ZeroStop => "zero_stop",
         CaptureMethod::Ptrace => "ptrace",
         CaptureMethod::KernelOnly => "kernel_only",
+        CaptureMethod::PerfSample => "perf_sample",
         CaptureMethod::Unspecified => "unspecified",
     }
 }

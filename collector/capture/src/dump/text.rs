@@ -149,7 +149,11 @@ fn title(thread: &PstackStacktrace, trace: Option<&PySpyStacktrace>, paint: Pain
     let name =
         if name.is_empty() || name == comm { quoted(comm) } else { format!("{} ({})", quoted(name), line(comm)) };
     let place = if thread.wchan.is_empty() { String::new() } else { format!(" in {}", line(&thread.wchan)) };
-    let taken = if thread.capture() == CaptureMethod::Ptrace { ", stopped to look" } else { "" };
+    let taken = match thread.capture() {
+        CaptureMethod::Ptrace => ", stopped to look",
+        CaptureMethod::PerfSample => ", sampled while running, without a stop",
+        CaptureMethod::Unspecified | CaptureMethod::ZeroStop | CaptureMethod::KernelOnly => "",
+    };
     format!(
         "Thread {} {name} {}{place}{taken}{}",
         thread.pid,

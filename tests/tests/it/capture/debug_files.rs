@@ -39,15 +39,9 @@ fn run(command: &str, folder: &Path) {
 /// The main thread as soon as it sleeps in `pause`, whole.
 #[track_caller]
 fn at_rest(pid: i32) -> PstackStacktrace {
-    captured_by(pid, &[CaptureMethod::ZeroStop, CaptureMethod::Ptrace])
-}
-
-/// The same, and it was captured in one of these ways. A thread that is still on its way to sleep is stopped.
-#[track_caller]
-fn captured_by(pid: i32, methods: &[CaptureMethod]) -> PstackStacktrace {
     let captured = capture_until(pid, "it sleeps in pause", |sample| {
         let main = &sample.stacktrace[0];
-        main.state.starts_with('S') && names(main).contains(&"pause") && methods.contains(&main.capture())
+        main.capture() == CaptureMethod::ZeroStop && names(main).contains(&"pause")
     });
     let main = thread(&captured.sample, pid);
     assert_eq!(main.incomplete, "", "{}", describe(&captured.sample));
@@ -157,7 +151,7 @@ fn unwind_rules_that_only_debuggers_know() {
         assert!(String::from_utf8_lossy(&sections.stdout).contains(".debug_frame"), "the build is what it should be");
         let process = start(&program, &[]);
         // No register but the stack pointer is needed.
-        let main = captured_by(process.pid(), &[CaptureMethod::ZeroStop]);
+        let main = at_rest(process.pid());
         assert_eq!(own(&main), WITH_LINES, "{compressed}");
     }
     // Distributions move them into the debug file with all the rest.
@@ -236,8 +230,8 @@ fn code_made_at_run_time() {
         let program = compile_c(folder.path(), "program", source, &arguments);
         let process = start(&program, &[]);
         let map = PathBuf::from(format!("/tmp/perf-{}.map", process.pid()));
-        // The code itself says how it leaves, so nothing has to be stopped for it.
-        let main = captured_by(process.pid(), &[CaptureMethod::ZeroStop]);
+        // The code itself says how it leaves.
+        let main = at_rest(process.pid());
         fs::remove_file(&map).expect("the program has written it");
         let wanted = ["inner", "a kernel of two words", "between", "??", "main"];
         assert!(has_run(&main, &wanted), "{main:#?}");
@@ -248,7 +242,7 @@ fn code_made_at_run_time() {
     }
 }
 
-/// Code that does more than to leave: a frame pointer is all that leads on, and only a stop tells it.
+/// Code that does more than to leave: a frame pointer is all that leads on, and only the code before tells where it points.
 #[test]
 fn code_made_at_run_time_with_a_frame_pointer() {
     let folder = tempfile::tempdir().expect("a temporary folder");
@@ -257,7 +251,7 @@ fn code_made_at_run_time_with_a_frame_pointer() {
     assert_ne!(source, JIT);
     let program = compile_c(folder.path(), "program", &source, &["-O2", "-fno-optimize-sibling-calls"]);
     let process = start(&program, &[]);
-    let main = captured_by(process.pid(), &[CaptureMethod::Ptrace]);
+    let main = at_rest(process.pid());
     fs::remove_file(format!("/tmp/perf-{}.map", process.pid())).expect("the program has written it");
     assert!(has_run(&main, &["inner", "a kernel of two words", "between", "??", "main"]), "{main:#?}");
 }

@@ -29,6 +29,12 @@ fn is_whole(sample: &ProcessSample) -> bool {
 
 /// How often each call has ended with EINTR, as the program counts it.
 fn counts(process: &mut Process, round: usize) -> HashMap<String, u32> {
+    let counts = counted(process, round).into_iter();
+    counts.map(|(call, count)| (call, count.parse().expect("a number"))).collect()
+}
+
+/// What the program counts, by the names of its calls.
+fn counted(process: &mut Process, round: usize) -> HashMap<String, String> {
     process.signal(Signal::SIGUSR1);
     let head = format!("round {round}:");
     let find = |stdout: &str| -> Option<String> {
@@ -38,7 +44,7 @@ fn counts(process: &mut Process, round: usize) -> HashMap<String, u32> {
     wait_until(PATIENCE, "the program counts", || find(&process.stdout()).is_some());
     let line = find(&process.stdout()).expect("just seen");
     let counts = line.split_whitespace().filter_map(|word| word.split_once('='));
-    counts.map(|(call, count)| (call.to_string(), count.parse().expect("a number"))).collect()
+    counts.map(|(call, count)| (call.to_string(), count.to_string())).collect()
 }
 
 #[test]
@@ -48,8 +54,8 @@ fn no_call_is_interrupted() {
     let program = compile_c(folder.path(), "program", include_str!("eintr.c"), &arguments);
     let mut process = start(&program, &[]);
     let pid = process.pid();
-    // The first captures may meet threads on their way to their calls, and stop those, before they are in them.
-    capture_until(pid, "all threads wait", |sample| is_whole(sample) && sample.longest_stop_ns == 0);
+    // The first captures may meet threads on their way to their calls.
+    capture_until(pid, "all threads wait", is_whole);
     let before = counts(&mut process, 1);
     assert_eq!(before.len(), CALLS.len());
     let mut capturer = Capturer::new();
@@ -71,6 +77,60 @@ fn no_call_is_interrupted() {
         INTERRUPTED_BY_A_STOP.iter().all(|call| now[*call] > before[*call])
     });
     // It takes its semaphore along.
+    process.signal(Signal::SIGTERM);
+    assert!(process.wait(PATIENCE).status.success());
+}
+
+/// For each call how often it returned something odd, and how often it returned.
+fn odd(process: &mut Process, round: usize) -> HashMap<String, (u64, u64)> {
+    let counts = counted(process, round);
+    let number = |text: &str| text.parse().expect("a number");
+    let counts = counts.into_iter().map(|(call, text)| {
+        let (odd, turns) = text.split_once('/').expect("two numbers");
+        (call, (number(odd), number(turns)))
+    });
+    counts.collect()
+}
+
+/// Calls that wait, wake and are entered again at any moment of a capture, while others compete for the processors: `cargo
+/// xtask bench eintr` does the same 10,000 times.
+#[test]
+fn no_call_returns_anything_else_for_a_capture() {
+    let folder = tempfile::tempdir().expect("a temporary folder");
+    let program = compile_c(folder.path(), "program", include_str!("calls.c"), &["-O1", "-pthread"]);
+    let mut process = start(&program, &["2"]);
+    let pid = process.pid();
+    let mut capturer = Capturer::new();
+    let options = Options { deadline: PATIENCE, ..Options::default() };
+    let before = odd(&mut process, 1);
+    assert!(before.len() > 25, "{before:?}");
+    let start = std::time::Instant::now();
+    let (mut captures, mut sampled, mut asleep) = (0, 0, 0);
+    while captures < 300 && start.elapsed() < std::time::Duration::from_secs(4) {
+        let captured = capturer.capture(&[pid], &options).remove(0);
+        assert_eq!(captured.sample.longest_stop_ns, 0);
+        captures += 1;
+        for thread in &captured.sample.stacktrace {
+            sampled += usize::from(thread.capture() == CaptureMethod::PerfSample);
+            asleep += usize::from(thread.capture() == CaptureMethod::ZeroStop);
+        }
+    }
+    eprintln!("{captures} captures: {asleep} stacks of threads that slept, {sampled} of threads that ran");
+    assert!(captures >= 10 && sampled >= captures && asleep > captures * 20, "{captures} {sampled} {asleep}");
+    let after = odd(&mut process, 2);
+    for (call, (odd, turns)) in &after {
+        assert_eq!(*odd, 0, "{call} returned something odd in {captures} captures: {after:?}");
+        let forever = ["pause", "sigsuspend"].contains(&&**call);
+        assert!(forever || *turns > before[call].1, "{call} was entered again: {after:?}");
+    }
+    // The control: what is counted does happen when threads are stopped.
+    let forced = Options { force_ptrace: true, ..options };
+    let mut round = 2;
+    wait_until(PATIENCE, "a stop shows", || {
+        capturer.capture(&[pid], &forced);
+        round += 1;
+        odd(&mut process, round).values().any(|(odd, _)| *odd > 0)
+    });
     process.signal(Signal::SIGTERM);
     assert!(process.wait(PATIENCE).status.success());
 }

@@ -59,13 +59,14 @@ fn frames_have_lines_modules_and_addresses() {
 }
 
 #[test]
-fn a_build_that_needs_rbp_is_stopped_shortly() {
-    let process = start(&unoptimized(), &["futex"]);
-    let captured = capture_until(process.pid(), "futex", |sample| has_run(&sample.stacktrace[0], &run("in_futex")));
-    let thread = thread(&captured.sample, process.pid());
-    assert_eq!(thread.incomplete, "", "{}", describe(&captured.sample));
-    if thread.capture() == CaptureMethod::Ptrace {
-        assert!(captured.sample.longest_stop_ns > 0);
+fn a_build_that_needs_rbp_is_whole_without_a_stop() {
+    for mode in ["futex", "poll", "nanosleep"] {
+        let process = start(&unoptimized(), &[mode]);
+        let leaf = format!("in_{mode}");
+        let captured = capture_until(process.pid(), mode, |sample| has_run(&sample.stacktrace[0], &run(&leaf)));
+        let thread = thread(&captured.sample, process.pid());
+        assert_eq!(thread.incomplete, "", "{}", describe(&captured.sample));
+        assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
     }
 }
 
@@ -74,7 +75,8 @@ fn frame_pointers_do_where_tables_are_missing() {
     let process = start(&without_tables(), &["poll"]);
     let captured = capture_until(process.pid(), "poll", |sample| has_run(&sample.stacktrace[0], &run("in_poll")));
     let thread = thread(&captured.sample, process.pid());
-    assert_eq!(thread.capture(), CaptureMethod::Ptrace, "only a stop tells the frame pointer");
+    assert_eq!(thread.capture(), CaptureMethod::ZeroStop, "{}", describe(&captured.sample));
+    assert_eq!(thread.incomplete, "", "{}", describe(&captured.sample));
 }
 
 #[test]
@@ -93,15 +95,15 @@ fn a_stripped_program_keeps_its_addresses() {
 }
 
 #[test]
-fn running_threads_are_stopped_one_at_a_time() {
+fn running_threads_are_sampled_without_a_stop() {
     let process = start(&optimized(), &["spin"]);
     let captured = capture_until(process.pid(), "spin", |sample| has_run(&sample.stacktrace[0], &run("in_spin")));
     let thread = thread(&captured.sample, process.pid());
-    assert_eq!(thread.capture(), CaptureMethod::Ptrace);
+    assert_eq!(thread.capture(), CaptureMethod::PerfSample, "{}", describe(&captured.sample));
     assert_eq!(thread.incomplete, "");
-    let longest = captured.sample.longest_stop_ns;
-    assert!(longest > 0, "a thread was stopped");
-    // It goes on, and nobody traces it any more.
+    assert_eq!(thread.state, "R (running)");
+    assert_eq!(captured.sample.longest_stop_ns, 0);
+    // It goes on, and nobody traces it.
     let cpu = || {
         let stat = std::fs::read_to_string(format!("/proc/{}/schedstat", process.pid())).expect("it lives");
         stat.split(' ').next().and_then(|ns| ns.parse::<u64>().ok()).expect("a number")
@@ -153,9 +155,10 @@ fn a_hundred_threads() {
         };
         sample.stacktrace.iter().filter(levels).count()
     };
-    // The first captures may meet threads on their way to sleep, and stop those.
-    let captured = capture_until(process.pid(), "100 threads, none stopped", |sample| {
-        pool(sample) == 100 && sample.longest_stop_ns == 0
+    // The first captures may meet threads on their way to sleep.
+    let captured = capture_until(process.pid(), "100 threads that sleep", |sample| {
+        pool(sample) == 100
+            && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
     });
     assert_eq!(captured.sample.stacktrace.len(), 101);
     assert!(captured.sample.stacktrace.iter().all(|thread| thread.incomplete.is_empty()));

@@ -84,25 +84,90 @@ fn memory_is_read_from_a_file_where_the_call_is_forbidden() {
     }
 }
 
-/// Threads that sleep need no ptrace; for one that runs it says what is missing.
+const SPINNING_PYTHON: &str = "\
+def innermost():
+    print('ready', flush=True)
+    while True: pass
+def outermost(): innermost()
+outermost()
+";
+
+/// Threads that sleep need no samples. For one that runs it says once what is missing, and shows its Python stack.
 #[test]
-fn without_ptrace_threads_that_sleep_are_whole() {
+fn without_samples_threads_that_sleep_are_whole() {
     let folder = tempfile::tempdir().expect("a temporary folder");
-    for errno in [libc::EPERM, libc::ENOSYS] {
+    for errno in [libc::EPERM, libc::EACCES, libc::ENOSYS] {
+        let forbidden = [(libc::SYS_perf_event_open, errno), (libc::SYS_ptrace, libc::EPERM)];
         let sleeping = start(&optimized(), &["threads", "4"]);
         capture_until(sleeping.pid(), "they sleep", |sample| {
             sample.stacktrace.len() == 5
                 && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
         });
-        let output = dump_without(folder.path(), &[(libc::SYS_ptrace, errno)], sleeping.pid(), &[]);
+        let output = dump_without(folder.path(), &forbidden, sleeping.pid(), &[]);
         assert!(output.status.success() && !text(&output).contains("not whole"), "{}", text(&output));
         assert!(text(&output).contains("4 threads with the same stack"), "{}", text(&output));
-        let running = start(&optimized(), &["spin"]);
-        let output = dump_without(folder.path(), &[(libc::SYS_ptrace, errno)], running.pid(), &[]);
-        let text = text(&output);
-        let reason = if errno == libc::EPERM { "seccomp) forbids it" } else { "Function not implemented" };
-        assert!(text.contains("not whole: ") && text.contains(reason), "{text}");
+        let reason = if errno == libc::ENOSYS { "no such call" } else { "allow perf_event_open, or grant CAP_PERFMON" };
+        let running = start(&optimized(), &["spin_threads", "4"]);
+        let output = dump_without(folder.path(), &forbidden, running.pid(), &[]);
+        let shown = text(&output);
+        assert_eq!(shown.matches("not whole: the thread runs and may not be sampled").count(), 4, "{shown}");
+        assert_eq!(shown.matches(reason).count(), 1, "{shown}");
+        let mut running = Process::spawn(Command::new(python()).args(["-c", SPINNING_PYTHON]));
+        running.wait_for("ready", xpu_timer_tests::PATIENCE);
+        let output = dump_without(folder.path(), &forbidden, running.pid(), &[]);
+        let shown = text(&output);
+        assert!(output.status.success() && shown.contains("R (running)"), "{shown}");
+        let places = ["> innermost", "> outermost", "> <module>"].map(|wanted| shown.find(wanted));
+        assert!(places.iter().all(Option::is_some) && places.is_sorted(), "{shown}");
     }
+}
+
+/// An ordinary user may sample his own processes, but not the kernel: a thread that never leaves it says so.
+#[test]
+fn a_user_samples_his_own_processes() {
+    use std::os::unix::{fs::PermissionsExt, process::CommandExt};
+    if !nix::unistd::geteuid().is_root() {
+        return skip("only root can become somebody else");
+    }
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
+    if paranoid.trim() != "2" {
+        return skip("it is about /proc/sys/kernel/perf_event_paranoid 2");
+    }
+    let folder = tempfile::Builder::new().permissions(fs::Permissions::from_mode(0o755)).tempdir();
+    let folder = folder.expect("a temporary folder");
+    let dump = folder.path().join("xpu_timer_dump");
+    fs::copy(artifacts().bin("xpu_timer_dump"), &dump).expect("the command can be copied");
+    const BUSY: &str = "#include <fcntl.h>\n#include <stdio.h>\n#include <stdlib.h>\n#include <unistd.h>\n
+        __attribute__((noinline)) static void in_zero(int zero, char *room) { for (;;) if (read(zero, room, 1 << 28) < 0) abort(); }
+        int main(void) { puts(\"ready\"); fflush(stdout); in_zero(open(\"/dev/zero\", O_RDONLY), malloc(1 << 28)); return 0; }";
+    let busy = compile_c(folder.path(), "busy", BUSY, &["-O1"]);
+    let spin = folder.path().join("spin");
+    fs::copy(optimized(), &spin).expect("the program can be copied");
+    let nobody = |program: &Path, arguments: &[&str]| {
+        let mut command = Command::new(program);
+        command.args(arguments).uid(65534).gid(65534);
+        command
+    };
+    let shown = |process: &Process| {
+        let output = nobody(&dump, &["--pid", &process.pid().to_string()]).output().expect("own program");
+        text(&output)
+    };
+    let mut spinning = Process::spawn(&mut nobody(&spin, &["spin"]));
+    spinning.wait_for("ready", xpu_timer_tests::PATIENCE);
+    xpu_timer_tests::wait_until(xpu_timer_tests::PATIENCE, "it spins", || {
+        let text = shown(&spinning);
+        text.contains("sampled while running, without a stop") && text.contains("in_spin") && !text.contains("not whole")
+    });
+    let mut busy = Process::spawn(&mut nobody(&busy, &[]));
+    busy.wait_for("ready", xpu_timer_tests::PATIENCE);
+    xpu_timer_tests::wait_until(xpu_timer_tests::PATIENCE, "it says where it is", || {
+        shown(&busy).contains("not whole: the thread is busy inside a system call")
+    });
+    // With the privilege it is sampled there too.
+    capture_until(busy.pid(), "inside a system call", |sample| {
+        let main = &sample.stacktrace[0];
+        main.capture() == CaptureMethod::PerfSample && names(main).contains(&"in_zero") && main.incomplete.is_empty()
+    });
 }
 
 /// Where the kernel says where a thread is and nothing gives its memory, there is one frame, and the reason for there being no more.

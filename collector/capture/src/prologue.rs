@@ -1,0 +1,265 @@
+//! Where a function keeps its frame, by its code: the distance from the stack pointer to its caller's frame at one place.
+//!
+//! A system call tells the stack pointer of a sleeping thread but not its frame pointer, and functions that are built with a
+//! frame pointer need it. Compilers move the stack pointer by fixed amounts, so the code before a place tells the distance.
+//! Where it does not (`alloca`, a stack that is aligned at run time), there is no answer rather than a guess.
+
+use std::{collections::HashMap, ops::Range};
+
+use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
+
+/// Bytes of a function that are looked through at most, and instructions.
+pub(crate) const LONGEST: u64 = 256 << 10;
+const MOST_INSTRUCTIONS: usize = 100_000;
+
+/// The frame of a function at one place. All distances are from the CFA, the stack pointer before the call.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) struct FrameLayout {
+    /// The stack pointer, below the CFA.
+    pub sp: i64,
+    pub fp: FramePointer,
+    /// Where the caller's frame pointer is kept.
+    pub saved_fp: Option<i64>,
+}
+
+/// What the frame pointer holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum FramePointer {
+    /// What it held in the caller.
+    Callers,
+    /// An address at this distance.
+    At(i64),
+    Unknown,
+}
+
+const ENTRY: FrameLayout = FrameLayout { sp: -8, fp: FramePointer::Callers, saved_fp: None };
+
+/// The frame at `pc`, where the next instruction runs (`exact`) or a call returns to. `code` is that of the whole function,
+/// which begins at `start`.
+pub(crate) fn layout(code: &[u8], start: u64, pc: u64, exact: bool) -> Option<FrameLayout> {
+    let mut walk = Walk {
+        code,
+        range: start..start + code.len() as u64,
+        pc,
+        exact,
+        seen: HashMap::new(),
+        bodies: Vec::new(),
+        ends: Vec::new(),
+        found: None,
+        conflict: false,
+    };
+    walk.from(start, Some(ENTRY));
+    while walk.found.is_none() && !walk.conflict {
+        // Jump tables and handlers of exceptions lead to code that nothing else leads to. The stack is there as it is where
+        // the function calls others, if it is the same at all these places.
+        let &[body] = walk.bodies.as_slice() else { return None };
+        let next = std::mem::take(&mut walk.ends).into_iter().find(|end| !walk.seen.contains_key(end));
+        walk.from(next?, Some(body));
+    }
+    walk.found.filter(|_| !walk.conflict).flatten()
+}
+
+struct Walk<'a> {
+    code: &'a [u8],
+    range: Range<u64>,
+    pc: u64,
+    exact: bool,
+    /// The layout before each instruction; `None` where it cannot be told.
+    seen: HashMap<u64, Option<FrameLayout>>,
+    /// The distinct layouts at calls and at jumps to nobody knows where.
+    bodies: Vec<FrameLayout>,
+    /// What follows instructions that do not go on to the next one.
+    ends: Vec<u64>,
+    found: Option<Option<FrameLayout>>,
+    /// One place is reached with two layouts.
+    conflict: bool,
+}
+
+impl Walk<'_> {
+    /// Follows the code from an address on, and all its branches within the function.
+    fn from(&mut self, address: u64, layout: Option<FrameLayout>) {
+        let mut open = vec![(address, layout)];
+        while let Some((mut address, mut layout)) = open.pop() {
+            loop {
+                if let Some(known) = self.seen.get(&address) {
+                    self.conflict |= known.map(|known| known.sp) != layout.map(|layout| layout.sp);
+                    break;
+                }
+                if !self.range.contains(&address) || self.seen.len() >= MOST_INSTRUCTIONS {
+                    break;
+                }
+                self.seen.insert(address, layout);
+                let offset = (address - self.range.start) as usize;
+                let mut decoder = Decoder::with_ip(64, &self.code[offset..], address, DecoderOptions::NONE);
+                let instruction = decoder.decode();
+                if instruction.is_invalid() {
+                    break;
+                }
+                let next = instruction.next_ip();
+                let flow = instruction.flow_control();
+                let is_call = matches!(flow, FlowControl::Call | FlowControl::IndirectCall);
+                if if self.exact { address == self.pc } else { is_call && next == self.pc } {
+                    self.found = Some(layout);
+                }
+                layout = layout.and_then(|layout| step(layout, &instruction));
+                let body = is_call || flow == FlowControl::IndirectBranch;
+                if let Some(layout) = layout.filter(|layout| body && !self.bodies.contains(layout)) {
+                    self.bodies.push(layout);
+                }
+                match flow {
+                    FlowControl::ConditionalBranch => open.push((instruction.near_branch_target(), layout)),
+                    FlowControl::UnconditionalBranch => {
+                        open.push((instruction.near_branch_target(), layout));
+                        self.ends.push(next);
+                        break;
+                    }
+                    FlowControl::Return | FlowControl::IndirectBranch | FlowControl::Exception => {
+                        self.ends.push(next);
+                        break;
+                    }
+                    _ => {}
+                }
+                address = next;
+            }
+        }
+    }
+}
+
+/// The layout after an instruction; `None` when the stack pointer cannot be told any more.
+fn step(before: FrameLayout, instruction: &Instruction) -> Option<FrameLayout> {
+    use FramePointer::{At, Callers, Unknown};
+    const SP: Register = Register::RSP;
+    const FP: Register = Register::RBP;
+    let mut after = before;
+    let number = || match instruction.op1_kind() {
+        OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(instruction.immediate(1).cast_signed()),
+        _ => None,
+    };
+    // The address that `lea` computes from one of the two pointers.
+    let address = || {
+        let base = match (instruction.memory_base(), instruction.memory_index()) {
+            (SP, Register::None) => before.sp,
+            (FP, Register::None) => match before.fp {
+                At(at) => at,
+                Callers | Unknown => return None,
+            },
+            _ => return None,
+        };
+        Some(base.wrapping_add(instruction.memory_displacement64().cast_signed()))
+    };
+    let first = if instruction.op0_kind() == OpKind::Register {
+        instruction.op0_register().full_register()
+    } else {
+        Register::None
+    };
+    let second = if instruction.op1_kind() == OpKind::Register { instruction.op1_register() } else { Register::None };
+    match instruction.mnemonic() {
+        Mnemonic::Push => {
+            after.sp += i64::from(instruction.stack_pointer_increment());
+            if first == FP && before.fp == Callers {
+                after.saved_fp = Some(after.sp);
+            }
+        }
+        Mnemonic::Pop => {
+            after.sp += i64::from(instruction.stack_pointer_increment());
+            if first == SP {
+                return None;
+            }
+            if first == FP {
+                after.fp = if before.saved_fp == Some(before.sp) { Callers } else { Unknown };
+                after.saved_fp = before.saved_fp.filter(|_| after.fp == Unknown);
+            }
+        }
+        Mnemonic::Leave => {
+            let At(at) = before.fp else { return None };
+            after.sp = at + 8;
+            after.fp = if before.saved_fp == Some(at) { Callers } else { Unknown };
+            after.saved_fp = before.saved_fp.filter(|_| after.fp == Unknown);
+        }
+        Mnemonic::Cmp | Mnemonic::Test => {}
+        Mnemonic::Mov if first == FP => after.fp = if second == SP { At(before.sp) } else { Unknown },
+        Mnemonic::Mov if first == SP => {
+            let (FP, At(at)) = (second, before.fp) else { return None };
+            after.sp = at;
+        }
+        Mnemonic::Lea if first == FP => after.fp = address().map_or(Unknown, At),
+        Mnemonic::Lea if first == SP => after.sp = address()?,
+        Mnemonic::Add if first == SP => after.sp += number()?,
+        Mnemonic::Sub if first == SP => after.sp -= number()?,
+        Mnemonic::Xchg | Mnemonic::Xadd if first == SP || second == SP => return None,
+        _ if first == SP => return None,
+        // What a call takes from the stack is what it has put there.
+        _ if matches!(instruction.flow_control(), FlowControl::Call | FlowControl::IndirectCall) => {}
+        _ => {
+            if first == FP || (instruction.mnemonic() == Mnemonic::Xchg && second == FP) {
+                after.fp = Unknown;
+            }
+            after.sp += i64::from(instruction.stack_pointer_increment());
+        }
+    }
+    Some(after)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{
+        FramePointer::{At, Callers},
+        *,
+    };
+
+    const START: u64 = 0x1000;
+
+    fn exact(code: &[u8], at: usize) -> Option<FrameLayout> {
+        layout(code, START, START + at as u64, true)
+    }
+
+    #[test]
+    fn a_frame_pointer_and_locals() {
+        // push %rbp; mov %rsp,%rbp; push %rbx; sub $0x18,%rsp; call; add $0x18,%rsp; pop %rbx; pop %rbp; ret
+        let code = [
+            0x55, 0x48, 0x89, 0xe5, 0x53, 0x48, 0x83, 0xec, 0x18, 0xe8, 0, 0, 0, 0, 0x48, 0x83, 0xc4, 0x18, 0x5b, 0x5d,
+            0xc3,
+        ];
+        assert_eq!(exact(&code, 0), Some(ENTRY));
+        assert_eq!(exact(&code, 1), Some(FrameLayout { sp: -16, fp: Callers, saved_fp: Some(-16) }));
+        let body = FrameLayout { sp: -48, fp: At(-16), saved_fp: Some(-16) };
+        assert_eq!(exact(&code, 9), Some(body));
+        assert_eq!(layout(&code, START, START + 14, false), Some(body), "behind the call");
+        assert_eq!(exact(&code, 20), Some(ENTRY));
+        assert_eq!(layout(&code, START, START + 4, false), None, "that is behind no call");
+    }
+
+    #[test]
+    fn leave_and_both_branches() {
+        // push %rbp; mov %rsp,%rbp; sub $0x100,%rsp; je 1f; leave; ret; 1: call; lea -8(%rbp),%rsp; ret
+        let code = [
+            0x55, 0x48, 0x89, 0xe5, 0x48, 0x81, 0xec, 0, 1, 0, 0, 0x74, 2, 0xc9, 0xc3, 0xe8, 0, 0, 0, 0, 0x48, 0x8d,
+            0x65, 0xf8, 0xc3,
+        ];
+        assert_eq!(exact(&code, 14), Some(ENTRY));
+        assert_eq!(exact(&code, 20).map(|layout| layout.sp), Some(-16 - 0x100));
+        assert_eq!(exact(&code, 24).map(|layout| layout.sp), Some(-24));
+    }
+
+    #[test]
+    fn what_cannot_be_told() {
+        // push %rbp; mov %rsp,%rbp; sub %rax,%rsp; call
+        let alloca = [0x55, 0x48, 0x89, 0xe5, 0x48, 0x29, 0xc4, 0xe8, 0, 0, 0, 0];
+        assert_eq!(exact(&alloca, 7), None);
+        // and $-32,%rsp; call
+        assert_eq!(exact(&[0x48, 0x83, 0xe4, 0xe0, 0xe8, 0, 0, 0, 0], 4), None);
+        // je 1f; push %rax; 1: nop
+        assert_eq!(exact(&[0x74, 1, 0x50, 0x90, 0xc3], 3), None, "two ways with two layouts");
+        assert_eq!(exact(&[0xc3, 0x90], 1), None, "nothing leads there, and nothing is called");
+        assert_eq!(exact(&[0x06], 1), None);
+    }
+
+    #[test]
+    fn code_behind_a_jump_table() {
+        // push %rbp; mov %rsp,%rbp; jmp *%rax; call; jmp *%rax; nop; call
+        let code = [0x55, 0x48, 0x89, 0xe5, 0xff, 0xe0, 0xe8, 0, 0, 0, 0, 0xff, 0xe0, 0x90, 0xe8, 0, 0, 0, 0];
+        let body = Some(FrameLayout { sp: -16, fp: At(-16), saved_fp: Some(-16) });
+        assert_eq!(layout(&code, START, START + 11, false), body);
+        assert_eq!(layout(&code, START, START + 19, false), body);
+    }
+}
