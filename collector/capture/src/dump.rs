@@ -2,6 +2,7 @@
 
 mod files;
 mod find;
+mod helper;
 mod json;
 mod text;
 
@@ -88,6 +89,11 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     // Fails when a test has set one up already.
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
+    if arguments.force_ptrace
+        && let Some(code) = helper::run()?
+    {
+        return Ok(code);
+    }
     let mut pids = arguments.pid.clone();
     let ranked = if arguments.all || !arguments.rank.is_empty() { find::ranked() } else { Vec::new() };
     for rank in &arguments.rank {

@@ -4,7 +4,6 @@
 //! system call that it is in returns what it would have returned. Each event takes one sample and then disables itself.
 
 use std::{
-    cell::Cell,
     fs, io,
     os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
     sync::atomic::{AtomicU64, Ordering, fence},
@@ -64,14 +63,13 @@ struct Attributes {
     clock: i32,
 }
 
-/// How far the kernel lets us look into a process. It is found out once for all its threads.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+/// When a thread is sampled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reach {
-    /// Also while a thread is inside a system call.
-    #[default]
-    Kernel,
-    /// Only while its own code runs.
+    /// While its own code runs.
     User,
+    /// Also while it is inside a system call, for which a privilege is needed.
+    Kernel,
 }
 
 /// One thread, sampled when it next runs.
@@ -91,13 +89,8 @@ pub(crate) struct Sample {
 
 impl Event {
     /// Prepares to sample a thread. The error is that of the kernel.
-    pub fn open(tid: i32, reach: &Cell<Reach>) -> io::Result<Self> {
-        let descriptor = loop {
-            match open(tid, reach.get()) {
-                Err(error) if reach.get() == Reach::Kernel && is_forbidden(&error) => reach.set(Reach::User),
-                opened => break opened?,
-            }
-        };
+    pub fn open(tid: i32, reach: Reach) -> io::Result<Self> {
+        let descriptor = open(tid, reach)?;
         let mut last = io::Error::from_raw_os_error(libc::ENOMEM);
         for pages in RING_PAGES {
             match MmapOptions::new().len((1 + pages) * PAGE).map_raw(&descriptor) {
@@ -309,7 +302,7 @@ mod tests {
             }
         });
         let (tid, near) = receiver.recv().unwrap();
-        let event = match Event::open(tid, &Cell::default()) {
+        let event = match Event::open(tid, Reach::User) {
             Ok(event) => event,
             Err(error) => {
                 stop.store(true, Ordering::Relaxed);

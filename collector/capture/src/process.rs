@@ -4,7 +4,7 @@
 //! permitted they are shown as running, with what memory tells. Threads are stopped only with [`Options::force_ptrace`].
 
 use std::{
-    cell::{Cell, OnceCell},
+    cell::OnceCell,
     collections::{HashMap, HashSet},
     time::{Instant, SystemTime, UNIX_EPOCH},
 };
@@ -260,7 +260,7 @@ impl Capture<'_> {
             context: &mut self.context,
             deadline: self.deadline,
             refusal: None,
-            reach: Cell::default(),
+            kernel: true,
         };
         let gone = running.take(moving, threads, python_threads);
         let refusal = running.refusal;

@@ -1,10 +1,13 @@
 //! Stopping a thread for as long as it takes to copy its registers and its stack, and never longer.
 //!
-//! SEIZE and INTERRUPT send no signal. A stopped thread is released by `Drop`. The calls of one [`Stop`] must come from one
-//! OS thread; the kernel releases what that thread still holds when it ends.
+//! SEIZE and INTERRUPT send no signal, but a stop may cut short a system call of the thread, so threads are stopped only when
+//! that is asked for. A stopped thread is released by `Drop`. The calls of one [`Stop`] must come from one OS thread; the
+//! kernel releases what that thread still holds when it ends. So it does when this process is killed, but not when it is
+//! frozen: a process that may be killed has itself killed then, see [`die_rather_than_hold`].
 
 use std::{
     io,
+    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -22,9 +25,62 @@ const LONG: Duration = Duration::from_millis(1);
 /// How long a thread that was never asked to stop is waited for so that it can be released.
 const LAST_WAIT: Duration = Duration::from_millis(2);
 
+/// For how long a thread is held at most by a process that may be killed. It is longer than the patience with which a thread is
+/// waited for.
+const LONGEST_HOLD: Duration = Duration::from_millis(400);
+
+static EXPENDABLE: AtomicBool = AtomicBool::new(false);
+
+/// From now on this process is killed by the kernel when it holds a thread for longer than [`LONGEST_HOLD`], whatever keeps it
+/// from letting go: a SIGSTOP, a debugger, a freezer, a busy machine.
+pub(crate) fn die_rather_than_hold() {
+    EXPENDABLE.store(true, Ordering::Relaxed);
+}
+
+/// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that are stopped or frozen.
+struct Watchdog(libc::timer_t);
+
+impl Watchdog {
+    /// `None` in a process that may not be killed. An error means that no thread may be stopped.
+    #[allow(unsafe_code)]
+    fn new() -> io::Result<Option<Self>> {
+        if !EXPENDABLE.load(Ordering::Relaxed) {
+            return Ok(None);
+        }
+        // SAFETY: sigevent is plain data for which zeroes are valid.
+        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
+        event.sigev_notify = libc::SIGEV_SIGNAL;
+        event.sigev_signo = libc::SIGKILL;
+        let mut timer: libc::timer_t = std::ptr::null_mut();
+        // SAFETY: `event` is valid for reading and `timer` for writing.
+        let result = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
+        if result == 0 { Ok(Some(Watchdog(timer))) } else { Err(io::Error::last_os_error()) }
+    }
+
+    #[allow(unsafe_code)]
+    fn start(&self) -> io::Result<()> {
+        let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
+        let after = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_HOLD.as_nanos() as i64 };
+        let once = libc::itimerspec { it_interval: never, it_value: after };
+        // SAFETY: the timer exists until this is dropped, and `once` is valid for reading.
+        let result = unsafe { libc::timer_settime(self.0, 0, &raw const once, std::ptr::null_mut()) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+}
+
+impl Drop for Watchdog {
+    #[allow(unsafe_code)]
+    fn drop(&mut self) {
+        // SAFETY: the timer was created with this and is used by nobody else.
+        unsafe { libc::timer_delete(self.0) };
+    }
+}
+
 /// A thread that is stopped, until this is dropped.
 pub(crate) struct Stop {
     tid: i32,
+    /// Dropped after the thread has been released.
+    watchdog: Option<Watchdog>,
     /// When it was asked to stop.
     since: Option<Instant>,
     stopped: bool,
@@ -43,13 +99,17 @@ impl Stop {
 
     /// Makes ready for stopping one thread, which runs on.
     pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
+        let watchdog = Watchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
             .map_err(|errno| explain(pid, tid, errno.into()))?;
-        Ok(Stop { tid, since: None, stopped: false, signal: 0 })
+        Ok(Stop { tid, watchdog, since: None, stopped: false, signal: 0 })
     }
 
     /// Asks the thread to stop, without waiting until it has.
     pub fn request(&mut self, pid: i32) -> Result<(), Error> {
+        if let Some(watchdog) = &self.watchdog {
+            watchdog.start().map_err(|source| Error::Ptrace { tid: self.tid, source })?;
+        }
         self.since = Some(Instant::now());
         nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).map_err(|errno| explain(pid, self.tid, errno.into()))
     }
@@ -111,6 +171,13 @@ impl Stop {
 
 impl Drop for Stop {
     fn drop(&mut self) {
+        // After a request the watchdog runs. Before it, the thread is about to be asked just to be released.
+        if self.since.is_none()
+            && let Some(watchdog) = &self.watchdog
+        {
+            // Without it, the thread is released by the end of this one.
+            let _ = watchdog.start();
+        }
         // Only a stopped thread can be detached from. One that has not answered yet is released by the end of this thread.
         if self.since.is_none() && nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).is_ok() {
             let asked = Instant::now();

@@ -5,7 +5,6 @@
 //! its time is shown as running, with its Python stack as far as two looks agree, and with the reason.
 
 use std::{
-    cell::Cell,
     collections::HashMap,
     os::fd::AsFd,
     time::{Duration, Instant},
@@ -33,6 +32,10 @@ const PATIENCE: Duration = Duration::from_millis(250);
 const SHORT_PATIENCE: Duration = Duration::from_millis(4);
 /// A thread that used the CPU for so long without a sample was inside the kernel, where it may not be sampled.
 const BUSY: Duration = Duration::from_millis(5);
+/// Looks after which a thread is sampled inside system calls too: it seems not to leave them.
+const USER_LOOKS: usize = 2;
+/// Looks after which that is believed: this process may have been away for as long.
+const BUSY_LOOKS: usize = 5;
 /// How often a thread is sampled until its Python stack agrees with its native one.
 const ATTEMPTS: usize = 4;
 
@@ -45,7 +48,8 @@ pub(crate) struct Running<'a> {
     pub deadline: Instant,
     /// Why no thread of this process may be sampled.
     pub refusal: Option<String>,
-    pub reach: Cell<Reach>,
+    /// Threads may be sampled inside system calls too, as far as that is known.
+    pub kernel: bool,
 }
 
 /// One of the threads.
@@ -53,6 +57,7 @@ struct Watch<'t> {
     native: &'t mut Thread,
     python: Option<&'t mut PythonThread>,
     event: Option<Event>,
+    reach: Reach,
     since: Instant,
     /// CPU time of the thread at that time.
     cpu_ns: u64,
@@ -61,6 +66,8 @@ struct Watch<'t> {
     best: Option<Stack>,
     missed: Vec<u64>,
     attempts: usize,
+    /// Times that it was looked at and no sample was there.
+    looks: usize,
     done: bool,
     gone: bool,
 }
@@ -102,8 +109,9 @@ impl Running<'_> {
                 self.step(watch, |running, watch| Ok(running.take_sample(watch)));
                 if look && !watch.done {
                     self.step(watch, |running, watch| running.catch(watch));
+                    self.widen(watch);
                     if !watch.done && !others {
-                        self.sample_soon(watch);
+                        watch.done |= !self.sample_soon(watch);
                     }
                     self.give_up(watch);
                 }
@@ -163,7 +171,7 @@ impl Running<'_> {
         if let Some((python, thread)) = self.python.zip(watch.python.as_deref()) {
             watch.before = Some(python.glance(thread, &mut watch.missed));
         }
-        match Event::open(watch.native.tid, &self.reach).and_then(|event| event.arm().map(|()| event)) {
+        match Event::open(watch.native.tid, watch.reach).and_then(|event| event.arm().map(|()| event)) {
             Ok(event) => watch.event = Some(event),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => watch.gone = true,
             // Threads before it in the list, or other processes, give theirs back soon.
@@ -171,6 +179,18 @@ impl Running<'_> {
             Err(error) => self.refusal = Some(perf::explain(&error)),
         }
         !watch.gone
+    }
+
+    /// Samples a thread inside system calls too, once it seems not to leave them.
+    fn widen(&mut self, watch: &mut Watch<'_>) {
+        let stays = watch.looks >= USER_LOOKS && watch.reach == Reach::User && watch.attempts == 0;
+        if watch.done || !self.kernel || !stays || watch.event.is_none() {
+            return;
+        }
+        match Event::open(watch.native.tid, Reach::Kernel).and_then(|event| event.arm().map(|()| event)) {
+            Ok(event) => (watch.event, watch.reach) = (Some(event), Reach::Kernel),
+            Err(error) => self.kernel &= !perf::is_forbidden(&error),
+        }
     }
 
     /// Takes both stacks of a thread that has been sampled. Whether that is all.
@@ -211,7 +231,8 @@ impl Running<'_> {
     fn give_up(&mut self, watch: &mut Watch<'_>) {
         let waited = watch.since.elapsed();
         let used = Schedule::of(self.pid, watch.native.tid).cpu_ns.saturating_sub(watch.cpu_ns);
-        let busy = u128::from(used) >= BUSY.as_nanos();
+        watch.looks += 1;
+        let busy = watch.looks >= BUSY_LOOKS && u128::from(used) >= BUSY.as_nanos();
         let patience = if self.refusal.is_some() { SHORT_PATIENCE } else { PATIENCE };
         let late = Instant::now() >= self.deadline;
         if watch.done || !(busy || late || waited >= patience) {
@@ -223,7 +244,7 @@ impl Running<'_> {
             // It was sampled, and only its Python stack could be better.
             return watch.settle();
         }
-        let reason = match (&self.refusal, self.reach.get()) {
+        let reason = match (&self.refusal, watch.reach) {
             _ if late => "the deadline passed before the thread was sampled".into(),
             (Some(_), _) => "the thread runs and may not be sampled".into(),
             (None, Reach::User) if busy => {
@@ -251,12 +272,14 @@ impl<'t> Watch<'t> {
             native,
             python,
             event: None,
+            reach: Reach::User,
             since: Instant::now(),
             cpu_ns: 0,
             before: None,
             best: None,
             missed: Vec::new(),
             attempts: 0,
+            looks: 0,
             done: false,
             gone: false,
         }

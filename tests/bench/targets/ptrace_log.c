@@ -7,19 +7,25 @@
 #include <stdint.h>
 #include <stdio.h>
 #include <stdlib.h>
+#include <sys/mman.h>
 #include <sys/ptrace.h>
 #include <time.h>
 
 struct event { uint64_t ns; int tid; char what; };
-static struct event events[1 << 16];
-static atomic_uint used;
+/* Shared with the child that the command has its threads stopped by; whoever ends last, the parent, writes the log. */
+static struct log { atomic_uint used; struct event events[1 << 16]; } *shared;
+
+static __attribute__((constructor)) void share(void) {
+    shared = mmap(NULL, sizeof *shared, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (shared == MAP_FAILED) abort();
+}
 
 static void note(int tid, char what) {
     struct timespec now;
     clock_gettime(CLOCK_MONOTONIC, &now);
-    unsigned index = atomic_fetch_add(&used, 1);
-    if (index < sizeof events / sizeof *events)
-        events[index] = (struct event){(uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec, tid, what};
+    unsigned index = atomic_fetch_add(&shared->used, 1);
+    if (index < sizeof shared->events / sizeof *shared->events)
+        shared->events[index] = (struct event){(uint64_t)now.tv_sec * 1000000000u + (uint64_t)now.tv_nsec, tid, what};
 }
 
 long ptrace(enum __ptrace_request request, ...) {
@@ -39,8 +45,10 @@ long ptrace(enum __ptrace_request request, ...) {
 static __attribute__((destructor)) void write_log(void) {
     const char *path = getenv("XPU_BENCH_PTRACE_LOG");
     FILE *log = path ? fopen(path, "w") : NULL;
-    unsigned count = atomic_load(&used);
-    for (unsigned i = 0; log && i < count && i < sizeof events / sizeof *events; i++)
-        fprintf(log, "%c %d %llu\n", events[i].what, events[i].tid, (unsigned long long)events[i].ns);
+    unsigned count = atomic_load(&shared->used);
+    for (unsigned i = 0; log && i < count && i < sizeof shared->events / sizeof *shared->events; i++) {
+        struct event *event = &shared->events[i];
+        fprintf(log, "%c %d %llu\n", event->what, event->tid, (unsigned long long)event->ns);
+    }
     if (log && fclose(log)) abort();
 }

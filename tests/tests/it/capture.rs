@@ -4,6 +4,7 @@ mod builds;
 mod counts;
 mod debug_files;
 mod eintr;
+mod frozen;
 mod hard;
 mod lines;
 mod native;

@@ -106,7 +106,7 @@ fn no_call_returns_anything_else_for_a_capture() {
     assert!(before.len() > 25, "{before:?}");
     let start = std::time::Instant::now();
     let (mut captures, mut sampled, mut asleep) = (0, 0, 0);
-    while captures < 300 && start.elapsed() < std::time::Duration::from_secs(4) {
+    while captures < 300 && (captures < 5 || start.elapsed() < std::time::Duration::from_secs(4)) {
         let captured = capturer.capture(&[pid], &options).remove(0);
         assert_eq!(captured.sample.longest_stop_ns, 0);
         captures += 1;
@@ -116,7 +116,7 @@ fn no_call_returns_anything_else_for_a_capture() {
         }
     }
     eprintln!("{captures} captures: {asleep} stacks of threads that slept, {sampled} of threads that ran");
-    assert!(captures >= 10 && sampled >= captures && asleep > captures * 20, "{captures} {sampled} {asleep}");
+    assert!(sampled >= captures && asleep > captures * 20, "{captures} {sampled} {asleep}");
     let after = odd(&mut process, 2);
     for (call, (odd, turns)) in &after {
         assert_eq!(*odd, 0, "{call} returned something odd in {captures} captures: {after:?}");

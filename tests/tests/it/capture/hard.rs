@@ -10,7 +10,7 @@ use nix::{
     unistd::Pid,
 };
 use xpu_timer_capture::{Capturer, Options};
-use xpu_timer_proto::server::CaptureMethod;
+use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
 use super::target::{
@@ -61,7 +61,7 @@ fn stopped_processes_stay_stopped_and_tell_their_stacks() {
 }
 
 #[test]
-fn threads_that_have_not_run_yet_are_whole() {
+fn threads_that_have_not_run_yet() {
     // All of them have run when the scheduler takes the processor from their creator just before it stops.
     wait_until(PATIENCE, "threads that have not run", || {
         let process = start(&optimized(), &["newborn", "64"]);
@@ -69,7 +69,12 @@ fn threads_that_have_not_run_yet_are_whole() {
             sample.process_state == "T (stopped)" && sample.stacktrace.len() == 65
         });
         let threads = &captured.sample.stacktrace;
-        assert!(threads.iter().all(|thread| thread.incomplete.is_empty()), "{}", describe(&captured.sample));
+        // Whether it is the new thread or the one that made it, a register tells, which the kernel does not.
+        let honest = |thread: &PstackStacktrace| {
+            thread.incomplete.is_empty()
+                || (thread.frames.len() == 1 && thread.incomplete == "register rbp is not known")
+        };
+        assert!(threads.iter().all(honest), "{}", describe(&captured.sample));
         threads.iter().any(|thread| thread.frames.len() == 1 && names(thread)[0].contains("clone"))
     });
 }

@@ -157,8 +157,7 @@ fn a_hundred_threads() {
     };
     // The first captures may meet threads on their way to sleep.
     let captured = capture_until(process.pid(), "100 threads that sleep", |sample| {
-        pool(sample) == 100
-            && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
+        pool(sample) == 100 && sample.stacktrace.iter().all(|thread| thread.capture() == CaptureMethod::ZeroStop)
     });
     assert_eq!(captured.sample.stacktrace.len(), 101);
     assert!(captured.sample.stacktrace.iter().all(|thread| thread.incomplete.is_empty()));

@@ -156,7 +156,9 @@ fn a_user_samples_his_own_processes() {
     spinning.wait_for("ready", xpu_timer_tests::PATIENCE);
     xpu_timer_tests::wait_until(xpu_timer_tests::PATIENCE, "it spins", || {
         let text = shown(&spinning);
-        text.contains("sampled while running, without a stop") && text.contains("in_spin") && !text.contains("not whole")
+        text.contains("sampled while running, without a stop")
+            && text.contains("in_spin")
+            && !text.contains("not whole")
     });
     let mut busy = Process::spawn(&mut nobody(&busy, &[]));
     busy.wait_for("ready", xpu_timer_tests::PATIENCE);
