@@ -111,6 +111,10 @@ fn assert_merged(version: &str, captured: &ProcessCapture) {
     for (trace, entries) in captured.sample.py_stacktrace.iter().zip(&captured.python_entries) {
         let native = captured.sample.stacktrace.iter().find(|thread| thread.pid == trace.os_thread_id);
         let native = native.unwrap_or_else(|| panic!("{version}: no thread {}", trace.os_thread_id));
+        // Up to 3.10 a Python call is several native ones, and a sample of a running thread has room for some hundred.
+        if native.incomplete.contains("bytes that a sample holds") {
+            continue;
+        }
         let merged = merge(&native.frames, &trace.frames, entries);
         let merged = merged
             .unwrap_or_else(|why| panic!("{version}: {}: {why}\n{}", trace.thread_name, describe(&captured.sample)));
