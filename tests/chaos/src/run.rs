@@ -2,6 +2,7 @@
 
 use std::{
     fmt, fs,
+    io::Write,
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
     sync::{
@@ -75,12 +76,12 @@ pub fn run(options: &Options) -> Result<bool> {
     let faults: Vec<Fault> = faults()?.into_iter().filter(chosen).collect();
     ensure!(!faults.is_empty(), "no fault is called {}", options.names.join(" or "));
     if options.list {
-        faults.iter().for_each(|fault| println!("{:44} {}", fault.name, fault.fault));
+        faults.iter().for_each(|fault| say(&format!("{:44} {}", fault.name, fault.fault)));
         return Ok(true);
     }
     let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
     let seed = options.seed.unwrap_or(u64::from(now.subsec_nanos()));
-    println!("seed {seed}");
+    say(&format!("seed {seed}"));
     let times = |fault: &Fault| if options.long && fault.chance { REPEATS } else { 1 };
     let runs: Vec<(Fault, u64)> = faults
         .iter()
@@ -90,8 +91,13 @@ pub fn run(options: &Options) -> Result<bool> {
     let table = table(&outcomes);
     let path = output().join("table.md");
     fs::write(&path, &table).with_context(|| path.display().to_string())?;
-    println!("\n{table}\n{}\nthe table: {}", total(&outcomes), path.display());
+    say(&format!("\n{table}\n{}\nthe table: {}", total(&outcomes), path.display()));
     Ok(outcomes.iter().all(|outcome| outcome.held != Held::No))
+}
+
+/// Prints a line. A reader that has gone away wants no more; the table is in a file, too.
+fn say(line: &str) {
+    let _ = writeln!(std::io::stdout(), "{line}");
 }
 
 /// The folder of the table and of the logs of broken promises.
@@ -113,7 +119,7 @@ fn all(runs: &[(Fault, u64)], jobs: usize) -> Vec<Outcome> {
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let Some((fault, seed)) = runs.get(index) else { return };
                     let outcome = one(fault, *seed);
-                    println!("{outcome}");
+                    say(&outcome.to_string());
                     outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
                 }
             });
