@@ -1,6 +1,7 @@
 //! `xpu_timer_launch`: what the command gets, and the collector that it finds or starts.
 
 use std::{
+    ffi::OsStr,
     fs,
     os::unix::{fs::PermissionsExt, process::ExitStatusExt},
     path::PathBuf,
@@ -85,6 +86,18 @@ impl Place {
     }
 }
 
+/// Another program with the environment of a command.
+fn with_environment_of(command: &Command, program: impl AsRef<OsStr>) -> Command {
+    let mut other = Command::new(program);
+    for (name, value) in command.get_envs() {
+        match value {
+            Some(value) => other.env(name, value),
+            None => other.env_remove(name),
+        };
+    }
+    other
+}
+
 #[test]
 fn exit_codes_are_the_commands_own() {
     let place = Place::new();
@@ -123,21 +136,29 @@ fn signals_arrive_with_their_default_or_inherited_action() {
     let ignored = |shell: &str| {
         let launch = artifacts().bin("xpu_timer_launch");
         let text = format!("{shell} exec {} grep SigIgn /proc/self/status", launch.display());
-        let mut command = place.launch(&[]);
-        let environment: Vec<_> = command.get_envs().map(|(k, v)| (k.to_owned(), v.map(ToOwned::to_owned))).collect();
-        command = Command::new("bash");
-        for (name, value) in environment {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
+        let mut command = with_environment_of(&place.launch(&[]), "bash");
         let output = Process::spawn(command.args(["-c", &text])).wait(PATIENCE);
         let mask = output.stdout.split_whitespace().last().expect("a mask").to_string();
         u64::from_str_radix(&mask, 16).unwrap() & (1 << (Signal::SIGPIPE as u64 - 1)) != 0
     };
     assert!(!ignored("trap - PIPE;"), "Rust's runtime ignores SIGPIPE, the command must not");
     assert!(ignored("trap '' PIPE;"), "what the caller ignores stays ignored");
+}
+
+#[test]
+fn standard_streams_that_are_closed_stay_closed() {
+    let place = Place::new();
+    let _collector = place.collector();
+    let seen = place.path("seen");
+    let shows =
+        format!("exec 9>{}; for fd in 0 1 2; do test -e /proc/self/fd/$fd || printf $fd >&9; done", seen.display());
+    let launch = artifacts().bin("xpu_timer_launch");
+    for (closes, closed) in [("<&-", "0"), (">&-", "1"), ("2>&-", "2"), ("<&- >&- 2>&-", "012")] {
+        let mut bash = with_environment_of(&place.launch(&[]), "bash");
+        let line = format!("exec {} bash -c '{shows}' {closes}", launch.display());
+        assert_eq!(Process::spawn(bash.args(["-c", &line])).wait(PATIENCE).code(), 0, "{closes}");
+        assert_eq!(fs::read_to_string(&seen).unwrap(), closed, "{closes}");
+    }
 }
 
 #[test]
@@ -416,14 +437,8 @@ fn a_seccomp_filter_that_ends_callers_does_not_end_the_command() {
     let filter = compile_c(place.dir.path(), "filter", include_str!("launch/filter.c"), &[]);
     let under = |action: &str, call: libc::c_long, arguments: &[&str]| {
         let launch = place.launch(arguments);
-        let mut command = Command::new(&filter);
+        let mut command = with_environment_of(&launch, &filter);
         command.arg(action).arg(call.to_string()).arg(launch.get_program()).args(launch.get_args());
-        for (name, value) in launch.get_envs() {
-            match value {
-                Some(value) => command.env(name, value),
-                None => command.env_remove(name),
-            };
-        }
         Process::spawn(&mut command).wait(PATIENCE)
     };
     let shows = ["sh", "-c", "echo \"[$LD_PRELOAD]\"; exit 3"];
