@@ -253,9 +253,9 @@ fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<
     }
     let totals = lane::totals(read_at)?;
     words[header::LAST_LAUNCH_NS] = words[header::LAST_LAUNCH_NS].max(totals.last_launch_ns);
-    words[header::KERNELS] += totals.kernels;
-    words[header::GRAPHS] += totals.graphs;
-    words[header::COLLECTIVES] += totals.collectives;
+    let sums =
+        [(header::KERNELS, totals.kernels), (header::GRAPHS, totals.graphs), (header::COLLECTIVES, totals.collectives)];
+    sums.into_iter().for_each(|(word, sum)| words[word] = words[word].saturating_add(sum));
     Ok((words, totals))
 }
 
@@ -395,7 +395,7 @@ pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io:
             layer: coverage::LAYERS.get(usize::from(layer)).unwrap_or(&"?").to_string(),
             hooked: reason.is_empty(),
             reason: reason.to_string(),
-            calls: words[coverage::CALLS] + by_lanes,
+            calls: words[coverage::CALLS].saturating_add(by_lanes),
         }
     };
     Ok(entries.map(function).collect())

@@ -80,7 +80,7 @@ pub struct Totals {
     pub long_cost: (u64, u64),
 }
 
-/// Adds up what the lanes say.
+/// Adds up what the lanes say. Any process may have written them, so the sums saturate.
 ///
 /// # Errors
 /// What `read_at` returned.
@@ -89,22 +89,23 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
     let mut totals = Totals::default();
     for lane in words.chunks_exact(WORDS).filter(|lane| lane[OWNER] != 0) {
         totals.last_launch_ns = totals.last_launch_ns.max(lane[LAST_LAUNCH_NS]);
-        totals.kernels += lane[KERNELS];
-        totals.graphs += lane[GRAPHS];
-        totals.collectives += lane[COLLECTIVES];
+        let add = |sum: &mut u64, word: usize| *sum = sum.saturating_add(lane[word]);
+        add(&mut totals.kernels, KERNELS);
+        add(&mut totals.graphs, GRAPHS);
+        add(&mut totals.collectives, COLLECTIVES);
         for kind in 0..COPY_KINDS.len() {
-            totals.copies[kind] += lane[COPIES + kind];
-            totals.copy_bytes[kind] += lane[COPY_BYTES + kind];
+            add(&mut totals.copies[kind], COPIES + kind);
+            add(&mut totals.copy_bytes[kind], COPY_BYTES + kind);
         }
-        totals.allocated_bytes += lane[ALLOCATED_BYTES];
+        add(&mut totals.allocated_bytes, ALLOCATED_BYTES);
         for (sum, samples) in [
             (&mut totals.launch_cost, LAUNCH_SAMPLES),
             (&mut totals.collective_cost, COLLECTIVE_SAMPLES),
             (&mut totals.long_cost, LONG_SAMPLES),
         ] {
-            sum.0 += lane[samples];
+            add(&mut sum.0, samples);
             // The nanoseconds are the word behind the number.
-            sum.1 += lane[samples + 1];
+            add(&mut sum.1, samples + 1);
         }
     }
     Ok(totals)
@@ -116,9 +117,9 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
 /// What `read_at` returned.
 pub fn calls(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
     let words = read_words(read_at, offset::LANE_CALLS, SLOTS * CALL_WORDS)?;
-    let mut calls = vec![0; CALL_WORDS];
+    let mut calls = vec![0_u64; CALL_WORDS];
     for lane in words.chunks_exact(CALL_WORDS) {
-        calls.iter_mut().zip(lane).for_each(|(sum, lane)| *sum += lane);
+        calls.iter_mut().zip(lane).for_each(|(sum, lane)| *sum = sum.saturating_add(*lane));
     }
     Ok(calls)
 }
@@ -140,7 +141,7 @@ pub fn streams(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Resul
             order.push(entry[stream::HANDLE]);
             [entry[stream::HANDLE], 0, 0, 0]
         });
-        sum[stream::LAUNCHES] += entry[stream::LAUNCHES];
+        sum[stream::LAUNCHES] = sum[stream::LAUNCHES].saturating_add(entry[stream::LAUNCHES]);
         if entry[stream::LAST_NS] >= sum[stream::LAST_NS] {
             sum[stream::LAST_NS] = entry[stream::LAST_NS];
             sum[stream::LAST_FUNCTION] = entry[stream::LAST_FUNCTION];

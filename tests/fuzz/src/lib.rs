@@ -1,7 +1,10 @@
-//! What viewer and capture must hold for any bytes that a disk can give them. Each function panics when it does not hold.
+//! What must hold for any bytes from outside: from a disk, a socket, shared memory, the environment. Each function panics when it
+//! does not hold.
 //!
 //! `cargo xtask fuzz` feeds them with what coverage leads to; the tests here feed them with the corpus that is kept and
 //! with changed dumps of a real hang, without any fuzzer.
+
+mod wire;
 
 use std::convert::Infallible;
 
@@ -13,6 +16,23 @@ use xpu_timer_viewer::dump::{Child, DecodeError, Dump, Sample, Thread};
 use xpu_timer_viewer::merge::Merger;
 use xpu_timer_viewer::picture::Picture;
 use xpu_timer_viewer::report;
+
+pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings};
+
+/// Every function that is fuzzed, by the name of its corpus.
+pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+    ("decode", decode),
+    ("folder", folder),
+    ("object", object),
+    ("perf_map", perf_map),
+    ("hook_message", hook_message),
+    ("cluster_message", cluster_message),
+    ("ring", ring_of_words),
+    ("http", http),
+    ("settings", settings),
+    ("command_line", command_line),
+    ("planted", planted),
+];
 
 /// A file is read as the collector reads it, or it is an error. The decoder skips what is not drawn, so it may accept more,
 /// never less. And what `prost` accepts is read as `prost` reads it.
@@ -213,10 +233,9 @@ mod tests {
 
     #[test]
     fn the_kept_corpus_holds() {
-        files_of("corpus/decode").iter().for_each(|bytes| decode(bytes));
-        files_of("corpus/folder").iter().for_each(|bytes| folder(bytes));
-        files_of("corpus/object").iter().for_each(|bytes| object(bytes));
-        files_of("corpus/perf_map").iter().for_each(|bytes| perf_map(bytes));
+        for (name, target) in TARGETS.iter().filter(|(name, _)| *name != "planted") {
+            files_of(&format!("corpus/{name}")).iter().for_each(|bytes| target(bytes));
+        }
     }
 
     #[test]
@@ -237,8 +256,10 @@ mod tests {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
         fn arbitrary_bytes_hold(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
-            decode(&bytes);
-            folder(&bytes);
+            for (_, target) in TARGETS {
+                target(&bytes);
+            }
+            ring(&bytes);
         }
 
             /// Small objects of a compiler, cut and changed: their line tables, packed or not, and their unwind rules.

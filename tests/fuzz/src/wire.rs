@@ -1,0 +1,156 @@
+//! What the collector and the hook must hold for any bytes that a peer sends or a process leaves behind.
+
+use std::io;
+
+use axum::http::{HeaderMap, HeaderName, HeaderValue};
+use clap::Parser;
+use tokio::sync::mpsc;
+use xpu_timer_collector::{cluster, config, http, token::Token};
+use xpu_timer_proto::{
+    Message,
+    env::Source,
+    ring,
+    v1::{ClusterMessage, Delivery, FlightRecord, HookMessage, NodeMessage, NodeReply, RankInfo, node_message},
+};
+
+/// A packet between hook and node collector is a message, or an error. What was read is written and read again as it was.
+pub fn hook_message(bytes: &[u8]) {
+    reads_what_it_writes::<HookMessage>(bytes);
+    reads_what_it_writes::<NodeReply>(bytes);
+}
+
+/// Encodings are compared: a number that is none is not equal to itself.
+fn reads_what_it_writes<M: Message + Default>(bytes: &[u8]) {
+    if let Ok(message) = M::decode(bytes) {
+        let written = message.encode_to_vec();
+        let again = M::decode(&written[..]).expect("a message that was written");
+        assert_eq!(again.encode_to_vec(), written);
+    }
+}
+
+/// Messages of nodes, one behind the other with the length in front, change who speaks for which rank, and nothing else. What is
+/// kept follows the entries that were sent, not the size of the world that they name.
+pub fn cluster_message(bytes: &[u8]) {
+    reads_what_it_writes::<ClusterMessage>(bytes);
+    reads_what_it_writes::<Delivery>(bytes);
+    reads_what_it_writes::<NodeMessage>(bytes);
+    let mut nodes = cluster::nodes::Nodes::default();
+    let mut rest = bytes;
+    let mut now_ns = 0;
+    let mut id = nodes.join("fuzz", "0", 0, mpsc::channel(4).0);
+    while let Ok(message) = NodeMessage::decode_length_delimited(&mut rest) {
+        now_ns += 1_000_000_000;
+        match message.message {
+            Some(node_message::Message::Hello(hello)) => {
+                id = nodes.join(&hello.node, &hello.identity, now_ns, mpsc::channel(4).0);
+            }
+            Some(node_message::Message::Ranks(ranks)) => _ = nodes.claim(id, ranks.ranks, now_ns),
+            Some(node_message::Message::Heartbeat(_)) => nodes.forget(now_ns),
+            Some(_) => _ = nodes.lose(id, now_ns, now_ns),
+            None => {}
+        }
+        let jobs: Vec<_> = nodes.jobs().cloned().collect();
+        for job in jobs {
+            let _ = nodes.job(&job);
+            let _ = nodes.ranks_of(&job, id);
+        }
+        let _ = nodes.refused();
+        if rest.is_empty() {
+            break;
+        }
+    }
+}
+
+/// A ring of any content, and of any length, is a record of a bounded size, or an error.
+pub fn ring(bytes: &[u8]) {
+    // Behind the bytes the file goes on with zeros, as a memory file does, so that short inputs come to the last part.
+    let read_at = |at: u64, buffer: &mut [u8]| -> io::Result<()> {
+        let at = usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
+        let part = &bytes[at..bytes.len().min(at + buffer.len())];
+        buffer[..part.len()].copy_from_slice(part);
+        buffer[part.len()..].fill(0);
+        Ok(())
+    };
+    let Ok(record) = ring::read(read_at, RankInfo::default(), u64::MAX) else { return };
+    assert!(record.operations.len() <= ring::op::SLOTS);
+    reads_what_it_writes::<FlightRecord>(&record.encode_to_vec());
+    let _ = (ring::read_names(read_at), ring::read_functions(read_at), ring::lane::calls(&read_at));
+    for from in [0, 1, u64::MAX - 3, u64::MAX] {
+        let slots = ring::read_slots(read_at, from, ring::op::SLOTS).expect("reading memory");
+        assert!(slots.len() <= ring::op::SLOTS);
+    }
+}
+
+/// A ring with these words: each is its place in the file, in four bytes, and its value. A ring is large and most of it is zero, so
+/// this is how few bytes come to each of its tables.
+pub fn ring_of_words(bytes: &[u8]) {
+    let mut file = vec![0; ring::offset::END];
+    let mut set = |place: usize, word: u64| file[place * 8..][..8].copy_from_slice(&word.to_le_bytes());
+    set(ring::header::MAGIC, ring::MAGIC);
+    set(ring::header::VERSION, u64::from(ring::VERSION));
+    let (words, rest) = bytes.as_chunks::<12>();
+    for [a, b, c, d, word @ ..] in words {
+        set(u32::from_le_bytes([*a, *b, *c, *d]) as usize % (ring::offset::END / 8), u64::from_le_bytes(*word));
+    }
+    // What is left over cuts the file.
+    file.truncate(file.len() - rest.iter().map(|byte| usize::from(*byte) * 4096).sum::<usize>().min(file.len()));
+    ring(&file);
+}
+
+/// The environment of a process and an INI file, one behind the other with two zero bytes between them, are settings.
+pub fn settings(bytes: &[u8]) {
+    let end = bytes.windows(2).position(|pair| pair == [0, 0]);
+    let (environ, ini) = bytes.split_at(end.unwrap_or(bytes.len()));
+    let text = String::from_utf8_lossy(ini).into_owned();
+    let _ = Source::of_environ(environ).rank_info();
+    let environment = environ.to_vec();
+    let lookup = move |name: &str| {
+        let entry = environment
+            .split(|byte| *byte == 0)
+            .find_map(|entry| entry.strip_prefix(name.as_bytes())?.strip_prefix(b"="));
+        entry.map(|value| String::from_utf8_lossy(value).into_owned())
+    };
+    let source = Source::new(lookup, &text);
+    let node = config::Settings::new(&source, None, 0);
+    assert!(node.control_port > 0, "a port");
+    let timeout = source.seconds("XPU_TIMER_HANG_TIMEOUT").expect("it has a default");
+    assert!(!timeout.is_zero() && timeout <= xpu_timer_proto::env::LONGEST, "{timeout:?}");
+    let _ = cluster::config::Settings::new(&source, Some("127.0.0.1:1".into()), "/tmp".into(), 0);
+    let _ = (source.rank_info(), source.without_effect());
+    for problem in source.all_problems() {
+        assert!(!problem.to_string().contains(['\n', '\u{1b}']), "{problem}");
+    }
+}
+
+/// Words of a command line, with zero bytes between them, are what to do, or a message.
+pub fn command_line(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes).into_owned();
+    let words = || std::iter::once("program").chain(text.split('\0'));
+    let _ = xpu_timer_collector::cli::Arguments::try_parse_from(words());
+    let _ = xpu_timer_capture::dump::Arguments::try_parse_from(words());
+    let _ = xpu_timer_viewer::Args::try_parse_from(words());
+}
+
+/// The head of an HTTP request, its lines one behind the other. A request without the token is never taken for one that has it.
+pub fn http(bytes: &[u8]) {
+    let text = String::from_utf8_lossy(bytes);
+    let mut headers = HeaderMap::new();
+    for line in text.lines() {
+        let Some((name, value)) = line.split_once(':') else { continue };
+        if let (Ok(name), Ok(value)) = (name.trim().parse::<HeaderName>(), value.trim().parse::<HeaderValue>()) {
+            headers.append(name, value);
+        }
+    }
+    let _ = (http::is_local(&headers), http::authority(&text));
+    let shown = Token::new(Some(TOKEN.into())).is_shown(&headers);
+    assert!(!shown || carries_the_token(&text), "a request without the token is let in");
+    assert!(!Token::new(None).is_shown(&headers), "nothing shows a token that is not set");
+}
+
+/// No input holds it by chance.
+const TOKEN: &str = "2e8c8f6f0f0f4a6fb9f1d6";
+
+/// As it is, or as a password in base64, which any of three shifts may hide.
+fn carries_the_token(text: &str) -> bool {
+    text.contains(TOKEN) || text.to_ascii_lowercase().contains("basic")
+}
