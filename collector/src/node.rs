@@ -168,7 +168,9 @@ async fn listen(settings: &mut Settings, problems: &mut Vec<String>) -> (Option<
         }
     };
     for port in (1..=OTHER_PAIRS).filter_map(|pair| control.checked_add(pair * PAIRS_APART)) {
-        let (Ok(one_more), Some(Ok(other_more))) = listen_pair(settings, port, port.checked_add(1)).await else { continue };
+        let (Ok(one_more), Some(Ok(other_more))) = listen_pair(settings, port, port.checked_add(1)).await else {
+            continue;
+        };
         let taken = one.as_ref().err().or(other.as_ref().and_then(|other| other.as_ref().err()));
         let why = taken.map_or("", |why| why.split_once(": ").map_or(why.as_str(), |(_, why)| why));
         problems.push(format!("{why}; until then control is on port {port} and metrics on port {}", port + 1));

@@ -117,12 +117,11 @@ impl Tie {
         let mut bytes = [0; MAX_WORD_BYTES];
         let mut space = [MaybeUninit::uninit(); cmsg_space!(ScmRights(2))];
         let mut control = RecvAncillaryBuffer::new(&mut space);
-        let got =
-            match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
-                Ok(got) => got.bytes,
-                Err(Errno::AGAIN | Errno::INTR) => return Heard::Nothing,
-                Err(_) => return Heard::Gone,
-            };
+        let got = match recvmsg(&self.0, &mut [IoSliceMut::new(&mut bytes)], &mut control, RecvFlags::CMSG_CLOEXEC) {
+            Ok(got) => got.bytes,
+            Err(Errno::AGAIN | Errno::INTR) => return Heard::Nothing,
+            Err(_) => return Heard::Gone,
+        };
         let fds = control.drain().filter_map(|message| match message {
             RecvAncillaryMessage::ScmRights(fds) => Some(fds),
             _ => None,
@@ -333,8 +332,7 @@ impl Supervised {
         let _ = SigSet::all().thread_unblock();
         let tie = Tie::inherited().map_err(Error::system("have the supervisor's socket"))?;
         let endpoint = tie.take_endpoint(settings)?;
-        let supervised =
-            Supervised { tie, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
+        let supervised = Supervised { tie, child: None, gone: false, tries: Restarts::default(), next: Instant::now() };
         Ok((supervised, endpoint))
     }
 

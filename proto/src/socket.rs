@@ -85,12 +85,7 @@ pub fn place(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<String
 }
 
 /// Why a folder cannot have the socket. It only looks: the collector makes the folder.
-fn problem(
-    directory: &Path,
-    socket: &Path,
-    uid: u32,
-    refuses: impl Fn(&Path) -> Option<String>,
-) -> Option<String> {
+fn problem(directory: &Path, socket: &Path, uid: u32, refuses: impl Fn(&Path) -> Option<String>) -> Option<String> {
     if !directory.is_absolute() {
         return Some("it is relative, and so another folder for every process".into());
     }
@@ -154,7 +149,8 @@ pub fn settings_file(socket: &Path) -> PathBuf {
 #[must_use]
 pub fn unlike(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
     let of = |name: &str| file.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
-    let differs = |one: &&Fingerprint| one.given && of(one.name).is_some_and(|hash| hash != format!("{:016x}", one.hash));
+    let differs =
+        |one: &&Fingerprint| one.given && of(one.name).is_some_and(|hash| hash != format!("{:016x}", one.hash));
     wanted.iter().filter(differs).map(|one| one.name).collect()
 }
 
@@ -215,6 +211,8 @@ mod tests {
         let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
         let place = place(&source, 4_000_000, refused);
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
-        assert!(place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm")));
+        assert!(
+            place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm"))
+        );
     }
 }

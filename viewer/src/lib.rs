@@ -229,10 +229,10 @@ pub fn merge_files_with(
             left_out(file, &error);
             continue;
         }
-        let dump = Dump::decode(&bytes).and_then(|mut dump| {
+        let dump = Dump::decode(&bytes).map(|mut dump| {
             narrow(&mut dump);
             merger.add(file.rank, &dump);
-            Ok(dump)
+            dump
         });
         match dump {
             Ok(dump) => also(file, &dump, &mut merger),

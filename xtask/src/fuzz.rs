@@ -39,8 +39,18 @@ const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-l
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
 /// Each is a row of `TARGETS` of `tests/fuzz`; the seconds are for each of them.
-const TARGETS: [&str; 10] =
-    ["decode", "folder", "object", "perf_map", "hook_message", "cluster_message", "ring", "http", "settings", "command_line"];
+const TARGETS: [&str; 10] = [
+    "decode",
+    "folder",
+    "object",
+    "perf_map",
+    "hook_message",
+    "cluster_message",
+    "ring",
+    "http",
+    "settings",
+    "command_line",
+];
 
 /// For all targets together, as a part of all tests.
 const SHORT_SECONDS: u32 = 10;

@@ -19,8 +19,11 @@ use xpu_timer_viewer::report;
 
 pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings};
 
-/// Every function that is fuzzed, by the name of its corpus.
-pub const TARGETS: &[(&str, fn(&[u8]))] = &[
+/// A function that is fuzzed, and the name of its corpus.
+pub type Target = (&'static str, fn(&[u8]));
+
+/// All of them.
+pub const TARGETS: &[Target] = &[
     ("decode", decode),
     ("folder", folder),
     ("object", object),

@@ -174,7 +174,9 @@ fn end_collectors(job: &Job, over: &AtomicBool, counts: &Counts, begun: Instant,
         let Ok(status) = job.status() else { continue };
         let which = if turn % 3 == 2 { "supervisor" } else { "pid" };
         if let Some(pid) = status[which].as_i64() {
-            counts.kills.fetch_add(usize::from(kill(Pid::from_raw(pid as i32), Signal::SIGKILL).is_ok()), Ordering::Relaxed);
+            counts
+                .kills
+                .fetch_add(usize::from(kill(Pid::from_raw(pid as i32), Signal::SIGKILL).is_ok()), Ordering::Relaxed);
         }
     }
 }

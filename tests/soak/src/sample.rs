@@ -28,7 +28,8 @@ impl Sample {
         if pids.is_empty() {
             return None;
         }
-        let count = |pid: i32, what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count) as u64;
+        let count =
+            |pid: i32, what: &str| fs::read_dir(format!("/proc/{pid}/{what}")).map_or(0, Iterator::count) as u64;
         let sum = |measure: &dyn Fn(i32) -> u64| pids.iter().map(|pid| measure(*pid)).sum::<u64>();
         let values = [
             sum(&resident_kib),
@@ -75,7 +76,9 @@ fn resident_kib(pid: i32) -> u64 {
 
 fn files(folder: &Path) -> u64 {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
-    entries.map(|entry| 1 + if entry.file_type().is_ok_and(|kind| kind.is_dir()) { files(&entry.path()) } else { 0 }).sum()
+    entries
+        .map(|entry| 1 + if entry.file_type().is_ok_and(|kind| kind.is_dir()) { files(&entry.path()) } else { 0 })
+        .sum()
 }
 
 /// Compares the medians of the second and the last quarter. True when nothing has grown beyond what it may.

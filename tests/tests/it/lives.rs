@@ -182,7 +182,10 @@ fn thousands_of_short_processes_leave_nothing_behind() {
     let (first, second) = (round(), round());
     let status = job.status().expect("it answers");
     assert!(status["ranks"].as_array().is_some_and(|ranks| ranks.len() < 50), "their entries are forgotten");
-    assert!(second.2 < first.2 + 3 * 1024, "{before:?} {first:?} {second:?}: the second half grows by kilobytes at most");
+    assert!(
+        second.2 < first.2 + 3 * 1024,
+        "{before:?} {first:?} {second:?}: the second half grows by kilobytes at most"
+    );
     drop(processes.stdin.take());
     processes.wait().expect("it ends");
     assert!(Path::new(&format!("/proc/{}", collector.pid())).exists());
