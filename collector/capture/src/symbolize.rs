@@ -178,15 +178,25 @@ impl Symbolizer {
     /// Gives the places of one process what was found.
     pub fn finish(&self, process: RawProcess) -> Stacks {
         let RawProcess { pid, parent_pid, command, mut sample, python_entries, places, frames } = process;
-        let images = places.iter().filter_map(|place| place.image.as_ref());
-        let changed: BTreeSet<&str> =
-            images.filter(|image| self.changed.contains(&image.id)).map(|image| image.path.as_str()).collect();
-        sample.errors.extend(changed.iter().map(|path| {
-            format!("{path} was written to while it was read: its functions have no names, and stacks through it may be short")
-        }));
+        sample.errors.extend(self.lost(&places));
         let mut modules = HashMap::new();
         let places = places.iter().map(|place| self.place(place, &mut modules)).collect();
         Stacks { pid, parent_pid, command, sample, python_entries, places, frames, children: Vec::new() }
+    }
+
+    /// What is said of objects whose functions have no names because their files changed or could not be read.
+    fn lost(&self, places: &[RawPlace]) -> BTreeSet<String> {
+        let of = |place: &RawPlace| match &place.image {
+            Some(image) if self.changed.contains(&image.id) => {
+                Some(format!("{} was written to while it was read: its functions have no names", image.path))
+            }
+            Some(_) => None,
+            None => place
+                .path
+                .starts_with('/')
+                .then(|| format!("{} could not be read: its functions have no names", place.path)),
+        };
+        places.iter().filter_map(of).collect()
     }
 
     fn place<'a>(&self, raw: &'a RawPlace, modules: &mut HashMap<&'a str, Arc<str>>) -> Place {

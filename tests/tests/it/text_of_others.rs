@@ -27,7 +27,7 @@ fn assert_harmless(what: &str, text: impl AsRef<[u8]>) {
         let around: String = text[..at].chars().rev().take(80).collect::<Vec<_>>().into_iter().rev().collect();
         panic!("{what}: {letter:?} behind {around:?}");
     }
-    let forged = text.lines().find(|line| line.trim_start().starts_with("2026-01-01T00:00:00Z ERROR"));
+    let forged = text.lines().find(|line| line.starts_with("2026-01-01T00:00:00Z ERROR"));
     assert_eq!(forged, None, "{what}");
 }
 
@@ -209,7 +209,8 @@ fn settings_programs_and_processes() {
     let pid = sleeper.pid().to_string();
     let pid = pid.as_str();
     tool(&job, "xpu_timer_print_env", &["--pid", pid]);
-    for arguments in [&["--pid", pid][..], &["--pid", pid, "--json"], &["--pid", pid, "--output", HOSTILE]] {
+    let output = format!("dumps of {HOSTILE}");
+    for arguments in [&["--pid", pid][..], &["--pid", pid, "--json"], &["--pid", pid, "--output", &output]] {
         let mut command = job.command(artifacts().bin("xpu_timer_dump"));
         let output = Process::spawn(command.current_dir(&job.dir).args(arguments)).wait(PATIENCE);
         assert_harmless("xpu_timer_dump", &output.stdout);
