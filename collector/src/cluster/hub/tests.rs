@@ -157,7 +157,10 @@ impl Told {
         let key = self.bring(first);
         self.dump(&key, true, at(12));
         self.hub.tick(at(40));
-        (id, self.verdict())
+        // The evidence of these tests is empty, and so shows no hang.
+        let hang = xpu_timer_analysis::HangEvidence::PendingOperation;
+        let verdict = self.verdict();
+        (id, Verdict { hang, ..verdict })
     }
 
     fn bring(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
@@ -313,7 +316,7 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     let mut told = hub();
     let (mut first, _second) = (told.join(0), told.join(1));
     let (id, mut verdict) = told.judged_without_the_second(&mut first);
-    verdict.cause = xpu_timer_analysis::Cause::LongStep;
+    verdict.hang = xpu_timer_analysis::HangEvidence::None;
     told.hub.judged(&id, &verdict, at(41));
     assert!(told.hub.incidents[&id].again_ns.is_some());
     // What is under way is finished first.
@@ -337,7 +340,7 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     told.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
     assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
     // Another verdict, which is not mild, is the last.
-    verdict.cause = xpu_timer_analysis::Cause::MissingRank;
+    verdict.hang = xpu_timer_analysis::HangEvidence::PendingOperation;
     told.hub.judged(&id, &verdict, at(60));
     assert!(told.hub.incidents[&id].again_ns.is_none());
 }
