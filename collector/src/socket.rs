@@ -26,7 +26,7 @@ use rustix::{
 };
 use xpu_timer_proto::{
     Message, lenient,
-    socket::MAX_PACKET_BYTES,
+    socket::{MAX_PACKET_BYTES, settings_file},
     v1::{HookMessage, NodeReply, Welcome, node_reply},
 };
 
@@ -157,6 +157,7 @@ impl Drop for Endpoint {
         // Somebody may have put another socket there; that one is left alone. A socket that is gone already is no loss.
         if self.removes && fs::symlink_metadata(&self.path).is_ok_and(|status| status.ino() == self.inode) {
             let _ = fs::remove_file(&self.path);
+            let _ = fs::remove_file(settings_file(&self.path));
         }
     }
 }

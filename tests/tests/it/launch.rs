@@ -283,7 +283,7 @@ fn a_temporary_folder_that_cannot_be_used_is_replaced_and_said() {
     fs::set_permissions(&folder, fs::Permissions::from_mode(0o777)).unwrap();
     let cases = [
         (own("missing"), "No such file"),
-        (own("file"), "is not a folder"),
+        (own("file"), "Not a directory"),
         (long.clone(), "107 bytes"),
         (squatted, "others may write"),
         ("relative".into(), "it is relative"),
