@@ -717,7 +717,11 @@ fn a_taken_port_is_named_and_only_local_pages_are_answered() {
     let said = one.stderr();
     assert!(said.contains(&format!("port {}", job.port)) && said.contains("XPU_TIMER_BASEPORT"), "{said}");
     let mut hook = FakeHook::connected(&job, "port", 0, 1);
-    wait_until(PATIENCE, "the other endpoint works", || metrics(&job).contains("xpu_timer_ranks 1\n"));
+    let port = said.split("metrics on port ").nth(1).and_then(|rest| rest.split_whitespace().next());
+    let port = port.and_then(|port| port.parse().ok()).expect("it says where the metrics are");
+    wait_until(PATIENCE, "the other pair of endpoints works", || {
+        http("GET", port, "/metrics").is_ok_and(|(_, page)| page.contains("xpu_timer_ranks 1\n"))
+    });
     hook.hang(1);
     let _ = job.wait_incident(1, PATIENCE);
     drop((one, taken));

@@ -82,7 +82,7 @@ fn every_rank_under_a_launcher_of_its_own_as_mpirun_does_it() {
     let collectors = job.processes().into_iter().filter(|pid| {
         fs::read_to_string(format!("/proc/{pid}/comm")).is_ok_and(|name| name.trim().starts_with("xpu_timer_colle"))
     });
-    assert_eq!(collectors.count(), 1);
+    assert_eq!(collectors.count(), 2, "one collector: its supervisor and its worker");
     assert!(ranks.iter().all(|rank| rank.stderr().is_empty()), "nothing is said: {:?}", ranks[0].stderr());
 }
 
