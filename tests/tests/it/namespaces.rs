@@ -14,7 +14,7 @@ use std::{
 use serde_json::Value;
 use tempfile::TempDir;
 use xpu_timer_capture::{Capturer, Options, ProcessCapture};
-use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
+use xpu_timer_proto::server::{CaptureMethod, PstackFrame, PstackStacktrace};
 use xpu_timer_tests::{
     PATIENCE, Process, artifacts, compile_c, forky, only_child, python, run_in_forky, skip, wait_until,
 };
@@ -509,6 +509,11 @@ fn forky_python(version: &str) {
         let native = thread(&captured, trace.os_thread_id as i32);
         // These interpreters are stripped: most functions have no name, but their stacks are whole all the same.
         let program = format!("python{version}");
+        // `ctypes` calls through libffi, which moves the stack pointer to where only the frame pointer leads back from.
+        let is_libffi = |frame: &PstackFrame| frame.module.contains("libffi");
+        if native.frames.last().is_some_and(is_libffi) && native.incomplete == "register rbp is not known" {
+            continue;
+        }
         assert_eq!(native.incomplete, "", "{native:#?}");
         assert!(native.frames.iter().any(|frame| frame.module.ends_with(&program)), "{native:#?}");
     }
