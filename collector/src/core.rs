@@ -27,7 +27,7 @@ use crate::{
     disk::Disk,
     dump::Hurry,
     inbox::{Command, DumpReply, Inbox, Question},
-    incident::{Cause, DEATH_GRACE_NS, Engine, Jobs, Raise, Record, State},
+    incident::{Cause, DEATH_GRACE_NS, Engine, Incident, Jobs, Raise, State},
     jobs::Place,
     launched::{Launched, Silent},
     member::Member,
@@ -67,6 +67,24 @@ pub struct Told {
     pub errors: Vec<String>,
     /// The verdict, as long as no folder has it.
     pub verdict: Option<Box<Verdict>>,
+}
+
+impl Told {
+    /// Of a verdict that was made here, from a dump that was complete at that CLOCK_MONOTONIC.
+    fn of(verdict: Verdict, sampled_ns: u64) -> Self {
+        let judged = Judged::of(&verdict);
+        Told {
+            path: None,
+            sentence: verdict.sentence,
+            cause: verdict.cause.to_string(),
+            culprits: verdict.culprits,
+            hanging: judged.hanging.clone(),
+            sampled_ns,
+            own: Some(judged),
+            errors: verdict.timing.errors,
+            verdict: None,
+        }
+    }
 }
 
 /// The state of a node collector.
@@ -339,10 +357,11 @@ impl Core {
         }
     }
 
-    fn adopt(&mut self, found: Vec<(PathBuf, Record)>, wait_ns: u64, now: Now) {
-        for (folder, record) in found {
+    fn adopt(&mut self, found: Vec<records::Left>, wait_ns: u64, now: Now) {
+        for records::Left { folder, record, verdict } in found {
             info!("incident {} was left open by an earlier collector", record.id);
-            self.told.entry(record.id.clone()).or_insert_with(|| Told { path: Some(folder), ..Default::default() });
+            let told = || Told { path: Some(folder), ..Told::of(verdict, record.dumped_mono_ns) };
+            self.told.entry(record.id.clone()).or_insert_with(told);
             self.engine.adopt(record, wait_ns, now);
         }
     }
@@ -411,8 +430,18 @@ impl Core {
     }
 
     fn raise(&mut self, raise: Raise, now: Now) {
+        let is_adopted = |one: &&Incident| one.state == State::Adopted && one.job == raise.job;
+        let adopted: Vec<String> = self.engine.incidents().filter(is_adopted).map(|one| one.id.clone()).collect();
         if let Some(action) = self.engine.raise(raise, now) {
             self.act(action, now);
+        }
+        for id in adopted {
+            // Its hang lasts: what its verdict is a reason for may have been cut off by the end of the earlier collector.
+            let lasts = self.engine.get(&id).is_some_and(|incident| incident.state == State::Dumped);
+            let judged = self.told.get(&id).and_then(|told| told.own.clone());
+            if let Some(judged) = judged.filter(|_| lasts && self.settings.cluster.is_none()) {
+                self.judged(&id, &judged, now);
+            }
         }
     }
 

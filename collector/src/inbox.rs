@@ -11,7 +11,12 @@ use serde_json::Value;
 use tokio::sync::oneshot;
 
 use crate::{
-    dump::Outcome, error::Error, incident::Record, records::WithoutFolder, registry::JobKey, routes::Answers, uplink,
+    dump::Outcome,
+    error::Error,
+    records::{self, WithoutFolder},
+    registry::JobKey,
+    routes::Answers,
+    uplink,
 };
 
 /// Who waits for a dump by hand: the finished dump, or why there is none.
@@ -49,7 +54,7 @@ pub enum Command {
     /// What came of another try to write a verdict: its folder and when it was dumped, or why not.
     Written(String, Result<PathBuf, Error>),
     /// Incidents that an earlier collector left open were found late; each waits for a signal of its ranks for so many nanoseconds.
-    Found(Vec<(PathBuf, Record)>, u64),
+    Found(Vec<records::Left>, u64),
     /// The stream to the cluster collector.
     Uplink(uplink::Event),
     /// SIGTERM or SIGINT.

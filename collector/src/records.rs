@@ -24,16 +24,28 @@ const NEWEST: usize = 500;
 /// No verdict is larger; a file that is was not written by a collector.
 const MAX_JSON_BYTES: u64 = 64 * 1024 * 1024;
 
+/// An incident that an earlier collector left open.
+#[derive(Debug)]
+pub struct Left {
+    /// Its folder.
+    pub folder: PathBuf,
+    /// What the earlier collector knew of it.
+    pub record: Record,
+    /// Its verdict.
+    pub verdict: Verdict,
+}
+
 /// Finishes what a collector that was killed had in work, and finds the incidents of this boot whose verdict still says `open`, with their folders.
 #[must_use]
-pub fn open_in(root: &Path, boot: &str) -> Vec<(PathBuf, Record)> {
+pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     folder::finish_left(root);
     let mut folders = folders(root);
     folders.reverse();
     let of = |folder: PathBuf| {
         let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
-        let open = verdict(&folder)?.timing.status == Status::Open;
-        (open && record.boot == boot).then_some((folder, record))
+        let verdict = verdict(&folder)?;
+        let is_open = verdict.timing.status == Status::Open && record.boot == boot;
+        is_open.then_some(Left { folder, record, verdict })
     };
     folders.into_iter().take(NEWEST).filter_map(of).collect()
 }

@@ -7,13 +7,13 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 
 use rustix::process::Signal;
 use tracing::{info, warn};
-use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_analysis::{Verdict, rank_set::RankSet};
 
 use super::{Core, nanoseconds};
 use crate::{
     clock::{Now, seconds},
     incident::{Cause, State},
-    judging::Grounds,
+    judging::{self, Grounds},
     process::Handle,
     registry::{JobKey, Rank},
 };
@@ -36,6 +36,18 @@ pub struct Judged {
     pub hanging: RankSet,
     /// Made by the cluster collector, which alone sees the whole job and looks again by itself.
     pub by_cluster: bool,
+}
+
+impl Judged {
+    /// What a verdict that was made on this node says.
+    pub(super) fn of(verdict: &Verdict) -> Self {
+        Judged {
+            grounds: judging::grounds(verdict),
+            culprits: verdict.culprits.clone(),
+            hanging: verdict.hanging_ranks().into_iter().collect(),
+            by_cluster: false,
+        }
+    }
 }
 
 /// Processes that are being ended, and incidents that are looked at again.

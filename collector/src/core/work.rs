@@ -17,7 +17,6 @@ use crate::{
     error::chain,
     inbox::{Command, DumpReply, Refusal, wanted_job},
     incident::{Action, Cause, Raise, Record, State},
-    judging,
     registry::JobKey,
     retention, subjects,
 };
@@ -143,12 +142,7 @@ impl Core {
         warn!("incident {id}: {} [{}, {place}]", verdict.sentence, verdict.cause);
         let answer = json!({ "incident": id, "path": path });
         let shared = self.member.is_asked(&id);
-        let judged = Judged {
-            grounds: judging::grounds(&verdict),
-            culprits: verdict.culprits.clone(),
-            hanging: verdict.hanging_ranks().into_iter().collect(),
-            by_cluster: false,
-        };
+        let judged = Judged::of(&verdict);
         let cause = verdict.cause.to_string();
         // A second look that tells nothing new is not told again.
         let is_news = self.told.get(&id).is_none_or(|before| before.cause != cause);
@@ -158,13 +152,8 @@ impl Core {
         let told = Told {
             verdict: (!written).then(|| Box::new(verdict.clone())),
             path: path.clone(),
-            sentence: verdict.sentence,
-            cause,
-            culprits: verdict.culprits,
             hanging: self.told.get(&id).map(|before| before.hanging.clone()).unwrap_or_default(),
-            sampled_ns,
-            own: Some(judged.clone()),
-            errors: verdict.timing.errors,
+            ..Told::of(verdict, sampled_ns)
         };
         self.told.insert(id.clone(), told);
         if !written {

@@ -21,7 +21,7 @@ use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, python, tree, wai
 
 use crate::collector::{
     Tmpfs,
-    fake::{FakeHook, collector, encode, socket_of},
+    fake::{FakeHook, collector, encode, metrics, socket_of},
 };
 
 /// Ends a process at once.
@@ -96,6 +96,14 @@ fn killing_any_process_of_ours_loses_no_hang_and_all_of_them_end_with_the_job() 
         job.status().is_ok_and(|status| status["incidents"][0]["state"] == "dumped")
     });
     assert_eq!(job.incidents().len(), 1);
+    let status = job.status().expect("it answers");
+    assert_eq!(status["incidents"][0]["cause"], "data_loader", "{status}");
+    let hanging = metrics(&job)
+        .lines()
+        .filter(|line| line.starts_with("XPU_TIMER_COMMON_HANG{"))
+        .filter(|line| line.ends_with(" 1"))
+        .count();
+    assert_eq!(hanging, 2, "{}", metrics(&job));
 
     ranks.signal(Signal::SIGKILL);
     drop(ranks.wait(PATIENCE));
