@@ -38,7 +38,9 @@ pub(crate) fn die_rather_than_hold() {
 }
 
 /// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that are stopped or frozen.
-struct Watchdog(libc::timer_t);
+///
+/// The kernel's own calls: glibc 2.34 has given its functions a version that older systems do not have.
+struct Watchdog(libc::c_int);
 
 impl Watchdog {
     /// `None` in a process that may not be killed. An error means that no thread may be stopped.
@@ -51,9 +53,10 @@ impl Watchdog {
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_SIGNAL;
         event.sigev_signo = libc::SIGKILL;
-        let mut timer: libc::timer_t = std::ptr::null_mut();
-        // SAFETY: `event` is valid for reading and `timer` for writing.
-        let result = unsafe { libc::timer_create(libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
+        let mut timer: libc::c_int = 0;
+        // SAFETY: `event` is valid for reading and has the kernel's layout, and `timer`, an int to the kernel, is valid for writing.
+        let result =
+            unsafe { libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
         if result == 0 { Ok(Some(Watchdog(timer))) } else { Err(io::Error::last_os_error()) }
     }
 
@@ -63,7 +66,9 @@ impl Watchdog {
         let after = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_HOLD.as_nanos() as i64 };
         let once = libc::itimerspec { it_interval: never, it_value: after };
         // SAFETY: the timer exists until this is dropped, and `once` is valid for reading.
-        let result = unsafe { libc::timer_settime(self.0, 0, &raw const once, std::ptr::null_mut()) };
+        let result = unsafe {
+            libc::syscall(libc::SYS_timer_settime, self.0, 0, &raw const once, std::ptr::null_mut::<libc::itimerspec>())
+        };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 }
@@ -72,7 +77,7 @@ impl Drop for Watchdog {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
         // SAFETY: the timer was created with this and is used by nobody else.
-        unsafe { libc::timer_delete(self.0) };
+        unsafe { libc::syscall(libc::SYS_timer_delete, self.0) };
     }
 }
 
