@@ -221,7 +221,9 @@ fn verdict_outlasts(options: &str, spoil: impl Fn(&Path), mend: impl Fn(&Path), 
     let (code, verdict) = page("");
     let verdict: serde_json::Value = serde_json::from_str(&verdict).expect("JSON");
     assert_eq!((code, verdict["incident"].as_str()), (200, Some(id.as_str())));
-    assert!(page("/verdict.txt").1.contains(verdict["sentence"].as_str().expect("a sentence")));
+    // The text is broken into lines.
+    let words = |text: &str| text.split_whitespace().collect::<Vec<_>>().join(" ");
+    assert!(words(&page("/verdict.txt").1).contains(&words(verdict["sentence"].as_str().expect("a sentence"))));
     let (_, list) = http("GET", job.port, "/incidents").expect("it answers");
     assert_eq!(list.matches(&id).count(), 1, "{list}");
     let said = collector.stderr();
@@ -270,16 +272,6 @@ fn a_verdict_outlasts_a_disk_without_inodes() {
         }
     };
     verdict_outlasts("size=16m,nr_inodes=200", fill, free, "No space left on device");
-}
-
-#[test]
-fn a_verdict_outlasts_a_disk_that_is_read_only_for_a_while() {
-    let remount = |disk: &Path, how: &str| {
-        let status = Command::new("mount").args(["-o", how]).arg(disk).status().expect("mount runs");
-        assert!(status.success());
-    };
-    let read_only = |disk: &Path| remount(disk, "remount,ro");
-    verdict_outlasts("size=16m", read_only, |disk| remount(disk, "remount,rw"), "Read-only file system");
 }
 
 #[test]
