@@ -60,7 +60,7 @@ pub fn line(text: &str) -> Cow<'_, str> {
     filtered(text, shown)
 }
 
-/// A text of several lines. Its line breaks stay; the values in it have to go through [`line`] before.
+/// A text of several lines. Its line breaks stay; the values in it have to go through [`line()`] before.
 #[must_use]
 pub fn text(text: &str) -> Cow<'_, str> {
     filtered(text, |character| if character == '\n' { '\n' } else { shown(character) })
