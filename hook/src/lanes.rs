@@ -143,23 +143,30 @@ impl Recorder {
 
     /// A copy of memory in one of the directions of [`lane::COPY_KINDS`].
     pub fn copied(&self, kind: usize, bytes: u64) {
-        if let Some(lane) = self.lane_of(thread_state::current()) {
+        let lane = self.lane_of(thread_state::current());
+        if let Some(lane) = lane {
             let words = self.lane_words(lane);
             let kind = kind.min(lane::COPY_KINDS.len() - 1);
             add(&words[lane::COPIES + kind], 1);
             add(&words[lane::COPY_BYTES + kind], bytes);
         }
-        self.active();
+        self.last_launch(lane).store(sys::coarse_now_ns(), Ordering::Relaxed);
     }
 
     /// The program goes on with its device: a copy, a memset, or the return from a synchronization.
     #[inline]
     pub fn active(&self) {
-        let last = match self.lane_of(thread_state::current()) {
+        let lane = self.lane_of(thread_state::current());
+        self.last_launch(lane).store(sys::coarse_now_ns(), Ordering::Relaxed);
+    }
+
+    /// Where the last launch of a thread with this lane, or without one, is noted.
+    #[inline(always)]
+    pub fn last_launch(&self, lane: Option<usize>) -> &AtomicU64 {
+        match lane {
             Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
             None => self.ring.header(header::LAST_LAUNCH_NS),
-        };
-        last.store(sys::coarse_now_ns(), Ordering::Relaxed);
+        }
     }
 
     /// Memory was asked for.

@@ -284,11 +284,7 @@ impl Recorder {
         let thread = thread_state::current();
         let now = pace::now_ns(thread);
         let lane = self.lane_of(thread);
-        let last_launch = match lane {
-            Some(lane) => &self.lane_words(lane)[lane::LAST_LAUNCH_NS],
-            None => self.ring.header(header::LAST_LAUNCH_NS),
-        };
-        last_launch.store(now, Ordering::Relaxed);
+        self.last_launch(lane).store(now, Ordering::Relaxed);
         let (ticket, next_is_ours) = self.next_ticket(thread, now);
         let index = ticket as usize % op::SLOTS;
         if next_is_ours {
