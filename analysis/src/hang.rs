@@ -19,8 +19,8 @@ pub(crate) fn evidence(
     if is_progress || culprits.iter().any(|view| makes_progress(case, *view)) {
         return HangEvidence::None;
     }
-    let timeout_ns = case.evidence.hang_timeout_ns;
-    if case.world.views.iter().any(|view| !view.dead() && view.pending_ns() > 0 && view.pending_ns() >= timeout_ns) {
+    let timeout_ns = case.evidence.hang_timeout_ns.max(1);
+    if case.world.views.iter().any(|view| !view.dead() && view.pending_ns() >= timeout_ns) {
         return HangEvidence::PendingOperation;
     }
     // A dump by hand may be of a healthy job, whose ranks wait for each other all the time.

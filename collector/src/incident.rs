@@ -234,8 +234,8 @@ impl Engine {
     }
 
     /// Whether a job hangs as far as is known.
-    #[must_use]
-    pub fn hangs(&self, job: &JobKey) -> bool {
+    #[cfg(test)]
+    fn hangs(&self, job: &JobKey) -> bool {
         let of_job = |incident: &Incident| incident.job == *job && incident.state.is_open() && incident.is_hang();
         self.incidents.values().any(of_job) || self.held.iter().any(|raise| raise.job == *job)
     }

@@ -4,11 +4,12 @@
 use std::{
     any::Any,
     panic::{AssertUnwindSafe, catch_unwind},
+    time::Duration,
 };
 
 use tracing::error;
 use xpu_timer_analysis::{Activity, Cause, Confidence, HangEvidence, RankGroup, Verdict};
-use xpu_timer_proto::v1::{self, Evidence};
+use xpu_timer_proto::v1::{Evidence, Grounds};
 
 use crate::dump::without_dumps;
 
@@ -37,54 +38,27 @@ pub fn unknown(evidence: &Evidence, sentence: String) -> Verdict {
 }
 
 /// Whether a verdict is a reason to end the ranks of its job.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-pub enum Grounds {
-    /// No: nothing shows that the job hangs.
-    None,
-    /// Not yet: there is evidence, and it may be a long step. A second verdict has to confirm it.
-    Doubtful,
-    /// Yes.
-    Proven,
-}
-
-impl Grounds {
-    /// As a cluster collector tells it.
-    #[must_use]
-    pub fn message(self) -> v1::Grounds {
-        match self {
-            Grounds::None => v1::Grounds::Unspecified,
-            Grounds::Doubtful => v1::Grounds::Doubtful,
-            Grounds::Proven => v1::Grounds::Proven,
-        }
-    }
-
-    /// As a node hears it.
-    #[must_use]
-    pub fn of_message(message: v1::Grounds) -> Self {
-        match message {
-            v1::Grounds::Unspecified => Grounds::None,
-            v1::Grounds::Doubtful => Grounds::Doubtful,
-            v1::Grounds::Proven => Grounds::Proven,
-        }
-    }
-}
-
-/// Whether a verdict is a reason to end the ranks of its job.
 #[must_use]
 pub fn grounds(verdict: &Verdict) -> Grounds {
     // A low confidence in the cause `comm_init` means a rank that starts and makes progress.
     let starts = verdict.cause == Cause::CommInit && verdict.confidence == Confidence::Low;
     match verdict.hang {
-        HangEvidence::None => Grounds::None,
+        HangEvidence::None => Grounds::Unspecified,
         _ if starts || verdict.confidence < Confidence::High && culprits_run(verdict) => Grounds::Doubtful,
         HangEvidence::PendingOperation | HangEvidence::WaitChain => Grounds::Proven,
     }
 }
 
-/// Whether the job may be healthy after all, so that it has to be looked at again.
+/// The time between two looks at a job doubles so often: long steps should not be captured over and over.
+const MOST_DOUBLINGS: u32 = 3;
+/// A shorter hang timeout, as tests have it, does not make the looks follow each other faster.
+const SHORTEST_WAIT: Duration = Duration::from_secs(1);
+
+/// Nanoseconds until a job that may be healthy is looked at again, after so many looks.
 #[must_use]
-pub fn is_mild(verdict: &Verdict) -> bool {
-    grounds(verdict) != Grounds::Proven
+pub fn next_look_ns(hang_timeout: Duration, looks: u32) -> u64 {
+    let wait_ns = u64::try_from(hang_timeout.max(SHORTEST_WAIT).as_nanos()).unwrap_or(u64::MAX);
+    wait_ns.saturating_mul(1 << looks.min(MOST_DOUBLINGS))
 }
 
 /// Whether whoever is to blame computes: a long step or an endless loop.
@@ -107,6 +81,7 @@ fn judge_by(evidence: &Evidence, judge: impl Fn(&Evidence) -> Verdict) -> Verdic
     (verdict.cause, verdict.confidence, verdict.sentence) = (Cause::Unknown, Confidence::Low, sentence);
     verdict.culprits.clear();
     verdict.victims.clear();
+    verdict.hang = HangEvidence::None;
     verdict.timing.errors.push(format!("the judge failed: {why}; please report it with evidence.bin"));
     verdict
 }
@@ -168,7 +143,7 @@ mod tests {
         let of = |cause, confidence, hang| grounds(&Verdict { cause, confidence, hang, ..judge(&Evidence::default()) });
         let pending = HangEvidence::PendingOperation;
         for cause in [Cause::LongStep, Cause::NotAHang, Cause::Unknown, Cause::MissingRank] {
-            assert_eq!(of(cause, Confidence::High, HangEvidence::None), Grounds::None);
+            assert_eq!(of(cause, Confidence::High, HangEvidence::None), Grounds::Unspecified);
         }
         assert_eq!(of(Cause::CommInit, Confidence::Low, pending), Grounds::Doubtful);
         assert_eq!(of(Cause::CommInit, Confidence::High, pending), Grounds::Proven);

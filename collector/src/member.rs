@@ -21,7 +21,6 @@ use crate::{
     dump::{ForCluster, folder_name},
     folder::{is_of, own_names},
     incident::{self, Cause, Incident},
-    judging::Grounds,
     launched::{Silent, State},
     process,
     registry::{JobKey, Presence, Rank},
@@ -333,7 +332,7 @@ impl Core {
 
     fn verdict(&mut self, verdict: IncidentVerdict, now: Now) {
         warn!("incident {}: {} [{}, of the whole job]", verdict.incident, verdict.sentence, verdict.cause);
-        let grounds = Grounds::of_message(verdict.grounds());
+        let grounds = verdict.grounds();
         if let Some(told) = self.told.get_mut(&verdict.incident) {
             (told.sentence, told.cause) = (verdict.sentence, verdict.cause);
         }

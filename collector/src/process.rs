@@ -89,21 +89,6 @@ pub fn started_ns(start: u64, now_ns: u64) -> u64 {
     now_ns.saturating_sub(age_ns(start))
 }
 
-/// Whether `ancestor` is a parent, grandparent, … of `pid`.
-#[must_use]
-pub fn descends(pid: i32, ancestor: i32) -> bool {
-    let mut pid = pid;
-    // A chain that changes under the reader could go round in circles.
-    for _ in 0..64 {
-        match Stat::of(pid) {
-            Some(stat) if stat.parent == ancestor => return true,
-            Some(stat) if stat.parent > 1 => pid = stat.parent,
-            _ => return false,
-        }
-    }
-    false
-}
-
 /// The ancestors of a process, the nearest first, as far as they live. A process whose parents have ended (a daemon) has lost them; what
 /// its launcher left in its environment tells the launched command even then, which stands last.
 fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
@@ -404,15 +389,6 @@ mod tests {
         assert_eq!(describe(3 << 8), "exit code 3");
         assert_eq!(describe(11 | 0x80), "killed by SIGSEGV (core dumped)");
         assert_eq!(describe(40), "killed by signal 40");
-    }
-
-    #[test]
-    fn a_child_descends_from_its_parent() {
-        let mut child = Command::new("sleep").arg("60").spawn().unwrap();
-        let (pid, own) = (child.id() as i32, std::process::id() as i32);
-        assert!(descends(pid, own) && !descends(own, pid));
-        child.kill().unwrap();
-        child.wait().unwrap();
     }
 
     #[test]

@@ -11,7 +11,7 @@ use std::{collections::BTreeMap, path::PathBuf};
 
 use tokio::sync::mpsc;
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, stragglers::Comparison};
+use xpu_timer_analysis::{HangEvidence, Verdict, stragglers::Comparison};
 use xpu_timer_proto::v1::{
     Alarm, NodeHello, NodeWelcome, RankEntry, RankPace, cluster_message::Message, node_message::Message as Said,
 };
@@ -170,7 +170,7 @@ impl Hub {
         if let Some(verdict) = verdict {
             incident.state = State::Judged;
             (incident.sentence, incident.cause) = (verdict.sentence, verdict.cause.to_string());
-            incident.culprits = verdict.culprits;
+            (incident.culprits, incident.is_proven) = (verdict.culprits, verdict.hang != HangEvidence::None);
             incident.quiet_since_ns = Some(now.mono_ns + RETURN_NS);
         }
         self.incidents.insert(record.id, incident);

@@ -119,6 +119,8 @@ pub struct Incident {
     pub cause: String,
     /// Culprits.
     pub culprits: Vec<u32>,
+    /// The newest verdict has evidence of a hang.
+    pub is_proven: bool,
     /// The whole verdict, when no folder has it.
     pub verdict: Option<Box<Verdict>>,
     /// A verdict is being made.
@@ -165,6 +167,7 @@ impl Incident {
             sentence: String::new(),
             cause: String::new(),
             culprits: Vec::new(),
+            is_proven: false,
             verdict: None,
             judging: false,
             late_since_ns: None,

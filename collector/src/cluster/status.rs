@@ -51,8 +51,9 @@ fn job(hub: &Hub, key: &JobKey) -> Value {
     })
 }
 
+/// Whether a job hangs by the newest verdict on an open incident of it, as `XPU_TIMER_COMMON_HANG` of its nodes.
 fn hangs(hub: &Hub, job: &JobKey) -> bool {
-    hub.incidents.values().any(|one| one.is_open() && !one.by_hand && one.job == *job)
+    hub.incidents.values().any(|one| one.is_open() && one.is_proven && !one.by_hand && one.job == *job)
 }
 
 /// Incidents of which no folder could be made.
@@ -105,7 +106,7 @@ pub fn metrics(hub: &Hub, now: Now) -> String {
     let mut page = Page::default();
     page.family("xpu_timer_build_info", "gauge", "Version of the collector; always 1.");
     page.sample("xpu_timer_build_info", &[("version", env!("CARGO_PKG_VERSION").into())], 1);
-    page.family("xpu_timer_job_hang", "gauge", "1 while the job hangs.");
+    page.family("xpu_timer_job_hang", "gauge", "1 while the job hangs by the newest verdict.");
     for key in hub.nodes.jobs() {
         page.sample("xpu_timer_job_hang", &[("job_name", key.to_string())], u64::from(hangs(hub, key)));
     }

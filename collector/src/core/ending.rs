@@ -8,22 +8,19 @@ use std::{collections::BTreeMap, sync::Arc, time::Duration};
 use rustix::process::Signal;
 use tracing::{info, warn};
 use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_proto::v1::Grounds;
 
 use super::{Core, nanoseconds};
 use crate::{
     clock::{Now, seconds},
-    incident::{Cause, State},
-    judging::{self, Grounds},
+    incident::{Cause, Incident, State},
+    judging,
     process::Handle,
     registry::{JobKey, Rank},
 };
 
 /// Between the polite and the final signal.
 const KILL_AFTER_NS: u64 = 5_000_000_000;
-/// The time between two looks at a job doubles so often: long steps should not be captured over and over.
-const MOST_DOUBLINGS: u32 = 3;
-/// A shorter timeout, as tests have it, does not make the looks follow each other faster.
-const SHORTEST_WAIT: Duration = Duration::from_secs(1);
 
 /// What a verdict says about the ranks of its job.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -89,11 +86,8 @@ impl Core {
 
         let watch = self.ending.watched.entry(id.into()).or_default();
         let is_confirmed = grounds == Grounds::Proven || (grounds == Grounds::Doubtful && watch.suspected);
-        watch.suspected = grounds != Grounds::None;
+        watch.suspected = grounds != Grounds::Unspecified;
         (watch.postponed, watch.due_ns) = (false, None);
-        if is_confirmed && !self.is_to_be_ended(id) {
-            return;
-        }
         let since_ns = self.told.get(id).map_or(0, |told| told.sampled_ns);
         let postponed = is_confirmed && !self.kill(id, since_ns, now);
         if (is_confirmed || judged.by_cluster) && !postponed {
@@ -107,7 +101,7 @@ impl Core {
         let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
         let timeout = self.hang_timeout(&job);
         let watch = self.ending.watched.entry(id.into()).or_default();
-        let wait_ns = nanoseconds(timeout.max(SHORTEST_WAIT)) << watch.looks.min(MOST_DOUBLINGS);
+        let wait_ns = judging::next_look_ns(timeout, watch.looks);
         watch.looks += 1;
         watch.postponed = postponed;
         watch.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
@@ -131,8 +125,8 @@ impl Core {
         self.hangs_now(id) && self.registry.of_job(&incident.job).iter().any(|rank| rank.settings.hang_kill)
     }
 
-    /// Ends the ranks of a job that still hangs, unless one of them has made progress since `since_ns`; false then. One rank of
-    /// each agent is given no chance to end with success, from which the agent would take its job for done.
+    /// Ends the ranks of a job that still hangs, if they are to be ended for that, unless one of them has made progress since
+    /// `since_ns`; false then. One rank of each agent is given no chance to end with success, from which the agent would take its job for done.
     fn kill(&mut self, id: &str, since_ns: u64, now: Now) -> bool {
         let Some(incident) = self.engine.get(id).filter(|_| self.is_to_be_ended(id)) else { return true };
         let culprits = self.told.get(id).map(|told| told.culprits.clone()).unwrap_or_default();
@@ -167,15 +161,15 @@ impl Core {
     /// not judged yet does not count, and neither does an incident that is over.
     #[must_use]
     pub fn is_hanging(&self, rank: &Rank) -> bool {
-        let is_its = |incident: &&crate::incident::Incident| {
+        let is_its = |incident: &&Incident| {
             matches!(incident.state, State::Open | State::Dumped)
                 && !incident.past
                 && (&incident.job, incident.attempt) == (&rank.job, rank.info.attempt)
         };
         // A process that names no rank is a job of its own and its only rank.
         let number = u32::try_from(rank.info.rank).unwrap_or(0);
-        let told = self.engine.incidents().filter(is_its).filter_map(|incident| self.told.get(&incident.id));
-        told.into_iter().any(|told| told.hanging.contains(number))
+        let mut told = self.engine.incidents().filter(is_its).filter_map(|incident| self.told.get(&incident.id));
+        told.any(|told| told.hanging.contains(number))
     }
 
     /// Once a second.

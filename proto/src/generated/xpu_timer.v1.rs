@@ -1236,12 +1236,9 @@ pub struct IncidentVerdict {
     /// Folder on the cluster collector's machine.
     #[prost(string, tag = "4")]
     pub path: ::prost::alloc::string::String,
-    /// The job may be healthy after all: it is judged again when the hang lasts.
-    #[prost(bool, tag = "5")]
-    pub mild: bool,
     #[prost(uint32, repeated, tag = "6")]
     pub culprits: ::prost::alloc::vec::Vec<u32>,
-    /// Whether the verdict is a reason to end the ranks (XPU_TIMER_HANG_KILL).
+    /// Whether the verdict is a reason to end the ranks (XPU_TIMER_HANG_KILL); if not, the job is judged again when the hang lasts.
     #[prost(enumeration = "Grounds", tag = "7")]
     pub grounds: i32,
     /// Ranks that hang (XPU_TIMER_COMMON_HANG): culprits and victims, none without evidence of a hang.
@@ -1268,11 +1265,11 @@ pub struct AlarmDeclined {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash, PartialOrd, Ord, ::prost::Enumeration)]
 #[repr(i32)]
 pub enum Grounds {
-    /// Nothing shows that the job hangs.
+    /// No: nothing shows that the job hangs.
     Unspecified = 0,
-    /// There is evidence, and it may be a long step: a second verdict has to confirm it.
+    /// Not yet: there is evidence, and it may be a long step. A second verdict has to confirm it.
     Doubtful = 1,
-    /// The job hangs.
+    /// Yes: the job hangs.
     Proven = 2,
 }
 impl Grounds {

@@ -1,10 +1,12 @@
 //! What the nodes deliver for an incident, some at a time, and the verdict that is made of it.
 
+use std::time::Duration;
+
 use tracing::{info, warn};
-use xpu_timer_analysis::{Verdict, rank_set::RankSet};
+use xpu_timer_analysis::{HangEvidence, Verdict, rank_set::RankSet};
 use xpu_timer_proto::v1::{
-    Captured, Deliver, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree, cluster_message::Message,
-    delivery::Message as Brought,
+    Captured, Deliver, Grounds, IncidentVerdict, NodeDump, Presence, RankEvidence, RankRun, StackTree,
+    cluster_message::Message, delivery::Message as Brought,
 };
 
 use super::{Command, Expected, Hub, SECOND, opening::runs};
@@ -26,8 +28,6 @@ pub(super) const DELIVERY_NS: u64 = 15 * SECOND;
 const DELIVERIES: usize = 32;
 /// How often a part is asked for again whose delivery broke off while its node was there.
 pub(super) const RETRIES: u32 = 2;
-/// The time between two looks at a job that may be healthy doubles so often.
-const MOST_DOUBLINGS: u32 = 3;
 
 impl Hub {
     pub(super) fn progress(&mut self, id: &str, node: NodeId, progress: Progress) {
@@ -252,8 +252,9 @@ impl Hub {
 
     pub(super) fn judged(&mut self, id: &str, verdict: &Verdict, now: Now) {
         let Some(incident) = self.incidents.get_mut(id) else { return };
-        let first = incident.state == State::Gathering;
+        let (first, grounds) = (incident.state == State::Gathering, judging::grounds(verdict));
         incident.judging = false;
+        incident.is_proven = verdict.hang != HangEvidence::None;
         let is_news = incident.cause != verdict.cause.to_string();
         incident.sentence.clone_from(&verdict.sentence);
         incident.cause = verdict.cause.to_string();
@@ -267,10 +268,9 @@ impl Hub {
                 incident.quiet_since_ns = Some(now.mono_ns);
             }
             incident.again_ns = None;
-            if judging::is_mild(verdict) && !incident.by_hand {
-                // Longer each time: long steps should not be captured over and over.
-                let wait_ns = self.nodes.job(&incident.job).hang_timeout_ms.max(1000).saturating_mul(1_000_000);
-                let wait_ns = wait_ns.saturating_mul(1 << incident.round.min(MOST_DOUBLINGS));
+            if grounds != Grounds::Proven && !incident.by_hand {
+                let timeout = Duration::from_millis(self.nodes.job(&incident.job).hang_timeout_ms);
+                let wait_ns = judging::next_look_ns(timeout, incident.round);
                 incident.again_ns = Some(now.mono_ns.saturating_add(wait_ns));
             }
             if let Some(webhook) = self.webhook.as_ref().filter(|_| is_news) {
@@ -289,9 +289,8 @@ impl Hub {
             sentence: verdict.sentence.clone(),
             cause: verdict.cause.to_string(),
             path,
-            mild: judging::is_mild(verdict),
             culprits: verdict.culprits.clone(),
-            grounds: judging::grounds(verdict).message().into(),
+            grounds: grounds.into(),
             hanging: runs(&verdict.hanging_ranks().into_iter().collect()),
         };
         let nodes: Vec<NodeId> = incident.parts.keys().copied().collect();

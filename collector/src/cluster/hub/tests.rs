@@ -132,6 +132,13 @@ impl Told {
         }
     }
 
+    /// `xpu_timer_job_hang` of the only job.
+    fn job_hang(&self) -> String {
+        let page = super::super::status::metrics(&self.hub, at(41));
+        let line = page.lines().find(|line| line.starts_with("xpu_timer_job_hang{"));
+        line.and_then(|line| line.rsplit(' ').next()).expect("a job").into()
+    }
+
     /// The key by which a node was asked for its files.
     fn fetched(&mut self, messages: &mut mpsc::Receiver<Outbound>) -> std::sync::Arc<str> {
         let all = std::iter::from_fn(|| messages.try_recv().ok());
@@ -158,7 +165,7 @@ impl Told {
         self.dump(&key, true, at(12));
         self.hub.tick(at(40));
         // The evidence of these tests is empty, and so shows no hang.
-        let hang = xpu_timer_analysis::HangEvidence::PendingOperation;
+        let hang = HangEvidence::PendingOperation;
         let verdict = self.verdict();
         (id, Verdict { hang, ..verdict })
     }
@@ -316,9 +323,10 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     let mut told = hub();
     let (mut first, _second) = (told.join(0), told.join(1));
     let (id, mut verdict) = told.judged_without_the_second(&mut first);
-    verdict.hang = xpu_timer_analysis::HangEvidence::None;
+    verdict.hang = HangEvidence::None;
     told.hub.judged(&id, &verdict, at(41));
     assert!(told.hub.incidents[&id].again_ns.is_some());
+    assert_eq!(told.job_hang(), "0", "nothing proves it");
     // What is under way is finished first.
     told.hub.tick(at(50));
     assert_eq!(told.hub.incidents[&id].round, 0);
@@ -340,9 +348,10 @@ fn a_hang_that_may_be_none_is_looked_at_again_when_it_lasts() {
     told.say(0, Said::Captured(Captured { incident: id.clone(), round: 1 }), at(53));
     assert!(matches!(told.progress_of(&id, "n0"), Progress::Delivering(_)));
     // Another verdict, which is not mild, is the last.
-    verdict.hang = xpu_timer_analysis::HangEvidence::PendingOperation;
+    verdict.hang = HangEvidence::PendingOperation;
     told.hub.judged(&id, &verdict, at(60));
     assert!(told.hub.incidents[&id].again_ns.is_none());
+    assert_eq!(told.job_hang(), "1");
 }
 
 #[test]
