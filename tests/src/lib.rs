@@ -22,7 +22,7 @@ pub use job::{Incident, Job, LAUNCHED_BY};
 pub use mpi::PypiMpi;
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
-pub use tools::{compile_c, http, processes_with, python, python_version, skip, tree, wait_until};
+pub use tools::{compile_c, http, in_parallel, processes_with, python, python_version, skip, tree, wait_until};
 pub use torch::PypiTorch;
 
 /// How long a test waits for something that takes well under a second on a quiet machine.

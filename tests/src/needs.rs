@@ -3,15 +3,11 @@
 //! A check uses the tool as the tests do. The presence of one file of a package proves little: Debian ships `mpicc.openmpi`
 //! in `openmpi-bin`, without the header files that it needs to compile anything.
 
-use std::{
-    fs,
-    path::Path,
-    process::{Command, Stdio},
-    sync::OnceLock,
-    time::{Duration, Instant},
-};
+use std::{fs, path::Path, process::Command, sync::OnceLock, time::Duration};
 
-use anyhow::{Context, Result, anyhow, bail, ensure};
+use anyhow::{Context, Result, anyhow, ensure};
+
+use crate::set_up::finish_within;
 
 /// The Python for which Debian builds its modules.
 pub const DEBIAN_PYTHON: &str = "/usr/bin/python3";
@@ -193,35 +189,13 @@ fn link(name: &str) -> Result<()> {
     Ok(())
 }
 
-/// Runs a command to its end with a deadline; a failure is one line.
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
-    let mut errors = tempfile::tempfile()?;
-    command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(errors.try_clone()?);
-    let mut child = command.spawn().with_context(|| program.clone())?;
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if start.elapsed() > CHECK_DEADLINE {
-            child.kill()?;
-            child.wait()?;
-            bail!("{program} did not end within {CHECK_DEADLINE:?}");
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    if !status.success() {
-        let mut text = Vec::new();
-        std::io::Seek::rewind(&mut errors)?;
-        std::io::Read::read_to_end(&mut errors, &mut text)?;
-        bail!("{program}: {status}: {}", last_line(&text));
-    }
-    Ok(())
+    finish_within(command, &program, CHECK_DEADLINE)
 }
 
 /// The line that says most: the one that names an error, else the last one.
-fn last_line(text: &[u8]) -> String {
+pub(crate) fn last_line(text: &[u8]) -> String {
     let text = String::from_utf8_lossy(text);
     let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
     lines()

@@ -2,8 +2,7 @@
 //! there as a whole or not at all.
 
 use std::{
-    fs,
-    io::{self, Write},
+    fs, io,
     path::{Path, PathBuf},
     process::{Command, Stdio},
     time::{Duration, Instant},
@@ -11,6 +10,8 @@ use std::{
 
 use anyhow::{Context, Result, bail, ensure};
 use nix::fcntl::{Flock, FlockArg};
+
+use crate::needs::last_line;
 
 /// Setting up takes about 30 s; a slow mirror may take much longer, a dead one must not take for ever.
 const SETUP_DEADLINE: Duration = Duration::from_secs(900);
@@ -65,8 +66,13 @@ fn lock(path: &Path) -> Result<Flock<fs::File>> {
     }
 }
 
-/// Runs a command to its end, with a deadline; a failure is one line with the last line that it printed.
+/// Runs a command that sets something up.
 pub(crate) fn finish(command: &mut Command, what: &str) -> Result<()> {
+    finish_within(command, what, SETUP_DEADLINE)
+}
+
+/// Runs a command to its end, with a deadline; a failure is one line, with the one of what it printed that says most.
+pub(crate) fn finish_within(command: &mut Command, what: &str, deadline: Duration) -> Result<()> {
     let mut log = tempfile::tempfile()?;
     command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
     let mut child = command.spawn().with_context(|| format!("{what} cannot be started"))?;
@@ -75,19 +81,18 @@ pub(crate) fn finish(command: &mut Command, what: &str) -> Result<()> {
         if let Some(status) = child.try_wait()? {
             break status;
         }
-        if start.elapsed() > SETUP_DEADLINE {
+        if start.elapsed() > deadline {
             child.kill()?;
             child.wait()?;
-            bail!("{what} did not end within {SETUP_DEADLINE:?}");
+            bail!("{what} did not end within {deadline:?}");
         }
-        std::thread::sleep(Duration::from_millis(50));
+        std::thread::sleep(Duration::from_millis(5));
     };
     if !status.success() {
-        let mut text = String::new();
+        let mut text = Vec::new();
         io::Seek::rewind(&mut log)?;
-        let _ = io::Read::read_to_string(&mut log, &mut text);
-        let _ = io::stderr().flush();
-        bail!("{what}: {status}: {}", text.trim_end().lines().next_back().unwrap_or("no words"));
+        io::Read::read_to_end(&mut log, &mut text)?;
+        bail!("{what}: {status}: {}", last_line(&text));
     }
     Ok(())
 }

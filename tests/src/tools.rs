@@ -5,6 +5,10 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::Command,
+    sync::{
+        Mutex, PoisonError,
+        atomic::{AtomicUsize, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -110,4 +114,25 @@ pub fn http(method: &str, port: u16, path: &str) -> Result<(u16, String), String
     let mut response = response.map_err(|error| format!("{url}: {error}"))?;
     let body = response.body_mut().read_to_string().map_err(|error| format!("{url}: {error}"))?;
     Ok((response.status().as_u16(), body))
+}
+
+/// Does the work for all items, so many at a time. The results are in the order of the items.
+pub fn in_parallel<T: Sync, R: Send>(items: &[T], jobs: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
+    let next = AtomicUsize::new(0);
+    let results: Mutex<Vec<(usize, R)>> = Mutex::default();
+    std::thread::scope(|scope| {
+        for _ in 0..jobs.max(1) {
+            scope.spawn(|| {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let Some(item) = items.get(index) else { return };
+                    let result = work(item);
+                    results.lock().unwrap_or_else(PoisonError::into_inner).push((index, result));
+                }
+            });
+        }
+    });
+    let mut results = results.into_inner().unwrap_or_else(PoisonError::into_inner);
+    results.sort_by_key(|(index, _)| *index);
+    results.into_iter().map(|(_, result)| result).collect()
 }

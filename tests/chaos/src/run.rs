@@ -5,16 +5,12 @@ use std::{
     io::Write,
     path::{Path, PathBuf},
     process::{Command, ExitStatus},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
     time::{Duration, Instant, SystemTime},
 };
 
 use anyhow::{Context, Result, ensure};
 use nix::sys::signal::Signal;
-use xpu_timer_tests::{Job, Process, artifacts, python, tree};
+use xpu_timer_tests::{Job, Process, artifacts, in_parallel, python, tree};
 
 use crate::table::{Fault, faults, program};
 
@@ -110,24 +106,11 @@ fn all(runs: &[(Fault, u64)], jobs: usize) -> Vec<Outcome> {
     let _ = artifacts();
     // Writing the table says why it cannot be made.
     let _ = fs::create_dir_all(output());
-    let next = AtomicUsize::new(0);
-    let outcomes: Mutex<Vec<(usize, Outcome)>> = Mutex::default();
-    std::thread::scope(|scope| {
-        for _ in 0..jobs.max(1) {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some((fault, seed)) = runs.get(index) else { return };
-                    let outcome = one(fault, *seed);
-                    say(&outcome.to_string());
-                    outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
-                }
-            });
-        }
-    });
-    let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
-    outcomes.sort_by_key(|(index, _)| *index);
-    outcomes.into_iter().map(|(_, outcome)| outcome).collect()
+    in_parallel(runs, jobs, |(fault, seed)| {
+        let outcome = one(fault, *seed);
+        say(&outcome.to_string());
+        outcome
+    })
 }
 
 fn one(fault: &Fault, seed: u64) -> Outcome {

@@ -255,6 +255,20 @@ mod tests {
         planted(b"planted!");
     }
 
+    /// Bytes that are cut and of which some are others.
+    fn changed(mut bytes: Vec<u8>, cut: Option<prop::sample::Index>, changes: &[(prop::sample::Index, u8)]) -> Vec<u8> {
+        if let Some(cut) = cut {
+            bytes.truncate(cut.index(bytes.len()));
+        }
+        if !bytes.is_empty() {
+            for (at, byte) in changes {
+                let at = at.index(bytes.len());
+                bytes[at] = *byte;
+            }
+        }
+        bytes
+    }
+
     proptest! {
         #![proptest_config(ProptestConfig { failure_persistence: None, ..ProptestConfig::default() })]
         #[test]
@@ -265,7 +279,7 @@ mod tests {
             ring(&bytes);
         }
 
-            /// Small objects of a compiler, cut and changed: their line tables, packed or not, and their unwind rules.
+        /// Small objects of a compiler, cut and changed: their line tables, packed or not, and their unwind rules.
         #[test]
         fn a_changed_object_is_read_or_refused(
             which in any::<prop::sample::Index>(),
@@ -273,17 +287,8 @@ mod tests {
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
             let mut objects = files_of("corpus/object");
-            let mut bytes = objects.swap_remove(which.index(objects.len()));
-            if let Some(cut) = cut {
-                bytes.truncate(cut.index(bytes.len()));
-            }
-            for (at, byte) in changes {
-                if !bytes.is_empty() {
-                    let at = at.index(bytes.len());
-                    bytes[at] = byte;
-                }
-            }
-            object(&bytes);
+            let bytes = objects.swap_remove(which.index(objects.len()));
+            object(&changed(bytes, cut, &changes));
         }
 
         #[test]
@@ -299,17 +304,8 @@ mod tests {
             changes in prop::collection::vec((any::<prop::sample::Index>(), any::<u8>()), 0..6),
             cut in prop::option::of(any::<prop::sample::Index>()),
         ) {
-            let mut bytes = files_of("../fixtures/rank6/in").swap_remove(rank);
-            if let Some(cut) = cut {
-                bytes.truncate(cut.index(bytes.len()));
-            }
-            for (at, byte) in changes {
-                if !bytes.is_empty() {
-                    let at = at.index(bytes.len());
-                    bytes[at] = byte;
-                }
-            }
-            decode(&bytes);
+            let bytes = files_of("../fixtures/rank6/in").swap_remove(rank);
+            decode(&changed(bytes, cut, &changes));
         }
     }
 }

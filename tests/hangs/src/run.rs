@@ -3,17 +3,14 @@
 use std::{
     fs,
     path::{Path, PathBuf},
-    sync::{
-        Mutex, PoisonError,
-        atomic::{AtomicUsize, Ordering},
-    },
+    sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
 
 use anyhow::{Context, Result, anyhow, ensure};
 use serde_json::Value;
 use xpu_timer_analysis::judge;
-use xpu_timer_tests::{Incident, Job, Output, Process, http, skip, tree};
+use xpu_timer_tests::{Incident, Job, Output, Process, http, in_parallel, skip, tree};
 
 use crate::{
     folder,
@@ -42,24 +39,11 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> 
     let folder = tempfile::tempdir().expect("a temporary folder");
     let programs: Vec<Program> = scenarios.iter().map(|scenario| scenario.program).collect();
     let compiled = Compiled::of(&programs, folder.path())?;
-    let next = AtomicUsize::new(0);
-    let outcomes: Mutex<Vec<(usize, Outcome)>> = Mutex::default();
-    std::thread::scope(|scope| {
-        for _ in 0..jobs.max(1) {
-            scope.spawn(|| {
-                loop {
-                    let index = next.fetch_add(1, Ordering::Relaxed);
-                    let Some(scenario) = scenarios.get(index) else { return };
-                    let outcome = one(scenario, &compiled, &output.join(&scenario.name), kill);
-                    println!("{outcome}");
-                    outcomes.lock().unwrap_or_else(PoisonError::into_inner).push((index, outcome));
-                }
-            });
-        }
-    });
-    let mut outcomes = outcomes.into_inner().unwrap_or_else(PoisonError::into_inner);
-    outcomes.sort_by_key(|(index, _)| *index);
-    Ok(outcomes.into_iter().map(|(_, outcome)| outcome).collect())
+    Ok(in_parallel(&scenarios, jobs, |scenario| {
+        let outcome = one(scenario, &compiled, &output.join(&scenario.name), kill);
+        println!("{outcome}");
+        outcome
+    }))
 }
 
 /// Judges what an earlier run left.
