@@ -76,14 +76,13 @@ impl Silent {
             world_size: self.info.world_size,
             attempt: self.info.attempt,
             instance: self.instance.clone(),
-            own_instance: String::new(),
             started_ns: process::started_ns(self.start, now_ns),
             registered_ns: u64::MAX,
             ended_ns: match self.state {
                 State::Runs(_) => u64::MAX,
                 State::Ended(ended_ns, _) => ended_ns,
             },
-            communicators: Vec::new(),
+            ..Member::default()
         }
     }
 

@@ -92,10 +92,12 @@ pub fn started_ns(start: u64, now_ns: u64) -> u64 {
 /// The ancestors of a process, the nearest first, as far as they live. A process whose parents have ended (a daemon) has lost them; what
 /// its launcher left in its environment tells the launched command even then, which stands last.
 fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
-    let parent = |pid: i32| Stat::of(pid).map(|stat| stat.parent).filter(|parent| *parent > 1);
-    let chain = std::iter::successors(parent(pid), |pid| parent(*pid));
-    let mut all: Vec<ProcessId> =
-        chain.take(MAX_ANCESTORS).filter_map(|pid| Some((pid, Stat::of(pid)?.start))).collect();
+    let parent = |stat: &Stat| {
+        let pid = Some(stat.parent).filter(|pid| *pid > 1)?;
+        Some((pid, Stat::of(pid)?))
+    };
+    let chain = std::iter::successors(Stat::of(pid).as_ref().and_then(parent), |(_, stat)| parent(stat));
+    let mut all: Vec<ProcessId> = chain.take(MAX_ANCESTORS).map(|(pid, stat)| (pid, stat.start)).collect();
     let launched = source.text("XPU_TIMER_LAUNCH_ID").and_then(|id| {
         let (pid, start) = id.split_once(':')?;
         Some((pid.parse().ok()?, start.parse().ok()?))

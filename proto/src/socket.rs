@@ -46,10 +46,17 @@ pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
 }
 
 /// Socket that a process with these settings uses: `XPU_TIMER_SOCKET`, else that of its control port in the first folder that can
-/// be used: below `TMPDIR`, `/tmp`, `/run/user/UID`, `/dev/shm`.
+/// be used: below `TMPDIR`, `/tmp`, `/run/user/UID`, `/dev/shm`. Where the first one is set, no folder is looked at: one of a
+/// network file system may not answer.
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
-    place(source, uid, |_| None).socket
+    let given = source.path("XPU_TIMER_SOCKET").filter(|socket| fits(socket));
+    given.unwrap_or_else(|| place(source, uid, |_| None).socket)
+}
+
+/// Whether a path is short enough for a socket.
+fn fits(socket: &Path) -> bool {
+    socket.as_os_str().len() <= MAX_PATH_BYTES
 }
 
 /// As [`of`], with the reason when it is not the first choice. `refuses` tells why nothing can be
@@ -71,7 +78,7 @@ pub fn place(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<String
         *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
     }
     let Some(socket) = source.path("XPU_TIMER_SOCKET") else { return Place { socket: own, directory, problem } };
-    if socket.as_os_str().len() > MAX_PATH_BYTES {
+    if !fits(&socket) {
         let long = format!(
             "XPU_TIMER_SOCKET={} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have: {} is used instead",
             socket.display(),
@@ -89,7 +96,7 @@ fn problem(directory: &Path, socket: &Path, uid: u32, refuses: impl Fn(&Path) ->
     if !directory.is_absolute() {
         return Some("it is relative, and so another folder for every process".into());
     }
-    if socket.as_os_str().as_bytes().len() > MAX_PATH_BYTES {
+    if !fits(socket) {
         return Some(format!("a socket's path may have {MAX_PATH_BYTES} bytes"));
     }
     match fs::symlink_metadata(directory) {
@@ -203,6 +210,16 @@ mod tests {
         let first = Path::new("/t/18888.sock");
         assert_ne!(beside(first, &one), beside(first, &of(&[("XPU_TIMER_COLLECTOR", "http://b:1")])));
         assert!(beside(first, &one).to_string_lossy().starts_with("/t/18888-"));
+    }
+
+    #[test]
+    fn a_socket_that_is_given_is_taken_unless_it_is_too_long() {
+        let of = |path: String| {
+            let find = move |name: &str| (name == "XPU_TIMER_SOCKET").then(|| path.clone());
+            super::of(&Source::new(find, ""), 4_000_000)
+        };
+        assert_eq!(of("/elsewhere/s".into()), Path::new("/elsewhere/s"));
+        assert_eq!(of(format!("/{}", "x".repeat(MAX_PATH_BYTES))), Path::new("/tmp/xpu_timer-4000000/18888.sock"));
     }
 
     #[test]
