@@ -5,13 +5,12 @@ import json
 import os
 import signal
 import socket
-import subprocess
 import threading
 import time
 from pathlib import Path
 
 from kit import (
-    CHANCE, COLLECTOR, DIR, TIMELINE, Proc, Unable, alive, judged, kill9, log_text, must, promises,
+    CHANCE, COLLECTOR, DIR, TIMELINE, Proc, alive, judged, kill9, log_text, must, promises,
     registered, silent, status, tail, train, trains, wait_for,
 )
 
@@ -167,21 +166,9 @@ def cluster_name_unknown():
     silent(job, 1)
 
 
-def veth():
-    """Words that run a command in a network namespace with a link to another one, and that namespace's words."""
-    here = f"xc{os.getpid()}"
-    made = subprocess.run(["ip", "netns", "add", here], capture_output=True)
-    if made.returncode != 0:
-        raise Unable("network namespaces cannot be made here")
-    return here
-
-
-@promises("both the node and the cluster collector go on; the hang is judged at the node or at both")
-def cluster_partition():
-    """The network between node and cluster collector is cut at the moment of the hang, by a relay that drops everything."""
-    own, port = cluster()
+def relayed(port, pumps):
+    """Port of a relay to that port, in which `pumps` passes on what comes from one side to the other."""
     server = socket.create_server(("127.0.0.1", 0))
-    cut = threading.Event()
 
     def relays():
         while True:
@@ -190,6 +177,16 @@ def cluster_partition():
             for one, other in ((near, far), (far, near)):
                 threading.Thread(target=pumps, args=(one, other), daemon=True).start()
 
+    threading.Thread(target=relays, daemon=True).start()
+    return server.getsockname()[1]
+
+
+@promises("both the node and the cluster collector go on; the hang is judged at the node or at both")
+def cluster_partition():
+    """The network between node and cluster collector is cut at the moment of the hang, by a relay that drops everything."""
+    own, port = cluster()
+    cut = threading.Event()
+
     def pumps(one, other):
         with contextlib.suppress(OSError):
             while part := one.recv(65536):
@@ -197,8 +194,7 @@ def cluster_partition():
                     time.sleep(1000)
                 other.sendall(part)
 
-    threading.Thread(target=relays, daemon=True).start()
-    job = hangs(server.getsockname()[1], 60)
+    job = hangs(relayed(port, pumps), 60)
     registered(2)
     trains(job, 2)
     cut.set()
@@ -211,7 +207,6 @@ def cluster_partition():
 def cluster_over_a_bad_link():
     """Every packet between node and cluster collector comes late, in pieces of a few bytes."""
     own, port = cluster()
-    server = socket.create_server(("127.0.0.1", 0))
 
     def pumps(one, other):
         with contextlib.suppress(OSError):
@@ -219,22 +214,14 @@ def cluster_over_a_bad_link():
                 time.sleep(0.002)
                 other.sendall(part)
 
-    def relays():
-        while True:
-            near, _ = server.accept()
-            far = socket.create_connection(("127.0.0.1", port))
-            for one, other in ((near, far), (far, near)):
-                threading.Thread(target=pumps, args=(one, other), daemon=True).start()
-
-    threading.Thread(target=relays, daemon=True).start()
-    job = hangs(server.getsockname()[1])
+    job = hangs(relayed(port, pumps))
     written(100)
     silent(job)
 
 
 @promises("the verdict is written, and the collector ends as ever")
 def webhook_dead():
-    """XPU_TIMER_WEBHOOK names a port that accepts and never answers, and then one that nobody has."""
+    """XPU_TIMER_WEBHOOK names a port that accepts and never answers."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
                     env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:{server.getsockname()[1]}/hook"})

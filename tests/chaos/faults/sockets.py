@@ -326,46 +326,46 @@ while True:
     return job.err().strip()[-100:]
 
 
-@promises("training goes on in silence")
-def socket_deaf():
-    """A collector that says Welcome and never reads."""
-    path = DIR / "deaf"
+def trains_under(answers, seconds):
+    """A job trains while `answers` has each connection to what listens in place of the collector."""
+    path = DIR / "other"
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     listener.bind(str(path))
     listener.listen(100)
-    kept = []
 
-    def welcomes():
+    def accepts():
         while True:
             peer, _ = listener.accept()
-            peer.send(bytes([10, 2, 8, 1]))
-            kept.append(peer)
+            answers(peer)
 
-    threading.Thread(target=welcomes, daemon=True).start()
-    job = train("--seconds=4", env={"XPU_TIMER_SOCKET": path})
+    threading.Thread(target=accepts, daemon=True).start()
+    job = train(f"--seconds={seconds}", env={"XPU_TIMER_SOCKET": path})
     must(job.wait(60) == 0, tail(job.err()))
     silent(job, 1)
+
+
+@promises("training goes on in silence")
+def socket_deaf():
+    """A collector that says Welcome and never reads."""
+    kept = []
+
+    def welcomes(peer):
+        peer.send(bytes([10, 2, 8, 1]))
+        kept.append(peer)
+
+    trains_under(welcomes, 4)
 
 
 @promises("training goes on in silence")
 def socket_that_answers_nonsense():
     """What listens at the socket answers with random bytes."""
-    path = DIR / "mad"
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-    listener.bind(str(path))
-    listener.listen(100)
 
-    def answers_nonsense():
-        while True:
-            peer, _ = listener.accept()
-            for _ in range(5):
-                try:
-                    peer.send(os.urandom(CHANCE.choice([1, 10, 1000, 50000])), socket.MSG_DONTWAIT)
-                except OSError:
-                    break
-            peer.close()
+    def answers_nonsense(peer):
+        for _ in range(5):
+            try:
+                peer.send(os.urandom(CHANCE.choice([1, 10, 1000, 50000])), socket.MSG_DONTWAIT)
+            except OSError:
+                break
+        peer.close()
 
-    threading.Thread(target=answers_nonsense, daemon=True).start()
-    job = train("--seconds=3", env={"XPU_TIMER_SOCKET": path})
-    must(job.wait(60) == 0, tail(job.err()))
-    silent(job, 1)
+    trains_under(answers_nonsense, 3)
