@@ -59,7 +59,7 @@ pub struct Told {
     pub culprits: Vec<u32>,
     /// Ranks that hang by the newest verdict.
     pub hanging: RankSet,
-    /// When the second sample of the newest dump was complete, CLOCK_MONOTONIC.
+    /// When the first sample of the newest dump began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// What this node's own verdict says, for when that of the cluster does not come.
     pub own: Option<Judged>,
@@ -70,7 +70,7 @@ pub struct Told {
 }
 
 impl Told {
-    /// Of a verdict that was made here, from a dump that was complete at that CLOCK_MONOTONIC.
+    /// Of a verdict that was made here, from a dump that began at that CLOCK_MONOTONIC.
     fn of(verdict: Verdict, sampled_ns: u64) -> Self {
         let judged = Judged::of(&verdict);
         Told {

@@ -97,7 +97,7 @@ pub struct Outcome {
     pub written: bool,
     /// Where the folder was to go.
     pub timeline_path: PathBuf,
-    /// When the second sample was complete, CLOCK_MONOTONIC.
+    /// When the first sample began, CLOCK_MONOTONIC.
     pub sampled_ns: u64,
     /// What the cluster collector is to have.
     pub part: Option<Kept>,
@@ -148,6 +148,7 @@ pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 
 fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let begun = Instant::now();
+    let sampled_ns = Now::get().mono_ns;
     subjects::add_unregistered(&mut plan);
     subjects::add_silent(&mut plan.subjects, std::mem::take(&mut plan.silent), &plan.node);
     let mut taken: BTreeMap<u32, Taken> = BTreeMap::new();
@@ -158,7 +159,6 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     let second = Instant::now();
     sample(&mut plan, captures, 1, CAPTURE_DEADLINE, &mut taken);
     info!("incident {}: the second sample took {:.0?}", plan.incident, second.elapsed());
-    let sampled = Now::get();
 
     let evidence = evidence(&plan, taken);
     let mut verdict = judging::judge(&evidence);
@@ -173,7 +173,7 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
         (None, false, None)
     });
     let (incident, timeline_path) = (plan.incident, plan.timeline_path);
-    Outcome { incident, path, verdict, written, timeline_path, sampled_ns: sampled.mono_ns, part }
+    Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 
 /// Name of the folder of an incident. The nodes of a job may share one file system, on which the cluster collector writes the

@@ -558,7 +558,7 @@ pub struct Record {
     pub opened_unix_ns: u64,
     /// The same, CLOCK_MONOTONIC.
     pub opened_mono_ns: u64,
-    /// When its second sample was taken.
+    /// When the first sample of its newest dump began.
     pub dumped_mono_ns: u64,
     /// What was wrong.
     pub seen: BTreeSet<Cause>,

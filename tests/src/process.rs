@@ -148,5 +148,8 @@ impl Drop for Process {
         // Both fail only when the process has been waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        if std::thread::panicking() {
+            eprintln!("standard error of process {}:\n{}", self.child.id(), self.stderr());
+        }
     }
 }

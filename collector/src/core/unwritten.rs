@@ -85,8 +85,7 @@ impl Core {
                 if let Some(told) = self.told.get_mut(id) {
                     (told.verdict, told.path) = (None, Some(path.clone()));
                 }
-                let sampled_ns = self.engine.get(id).and_then(|incident| incident.dumped).map_or(0, |at| at.mono_ns);
-                self.note_on_disk(id, path, sampled_ns);
+                self.note_on_disk(id, path);
             }
             Err(error) => {
                 let Some(waiting) = self.unwritten.waiting.get_mut(id) else { return };

@@ -161,7 +161,7 @@ impl Core {
         }
         let action = self.engine.dumped(&id, now);
         if let Some(path) = path {
-            self.note_on_disk(&id, path, sampled_ns);
+            self.note_on_disk(&id, path);
         }
         if let Some(action) = action {
             self.act(action, now);
@@ -179,7 +179,7 @@ impl Core {
     }
 
     /// Leaves word of an incident for a collector that is started after this one.
-    pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf, sampled_ns: u64) {
+    pub(super) fn note_on_disk(&mut self, id: &str, path: PathBuf) {
         let Some(incident) = self.engine.get(id) else { return };
         let record = Record {
             id: id.into(),
@@ -189,7 +189,7 @@ impl Core {
             attempt: incident.attempt,
             opened_unix_ns: incident.opened.unix_ns,
             opened_mono_ns: incident.opened.mono_ns,
-            dumped_mono_ns: sampled_ns,
+            dumped_mono_ns: self.told.get(id).map_or(0, |told| told.sampled_ns),
             seen: incident.seen.clone(),
         };
         let root = path.parent().unwrap_or(&path).to_path_buf();
