@@ -397,6 +397,12 @@ mod tests {
     fn who_started_a_process_is_known_also_when_those_in_between_have_ended() {
         let mut child = Command::new("sleep").arg("60").env("XPU_TIMER_LAUNCH_ID", "123456789:77").spawn().unwrap();
         let own = std::process::id() as i32;
+        // The parent goes on a moment before the kernel shows what the child was given.
+        let environment = format!("/proc/{}/environ", child.id());
+        let begun = std::time::Instant::now();
+        while fs::read(&environment).unwrap().is_empty() && begun.elapsed().as_secs() < 60 {
+            std::thread::yield_now();
+        }
         let handle = Handle::of_peer(child.id() as i32).unwrap();
         assert_eq!(handle.ancestors.first(), Some(&(own, Stat::of(own).unwrap().start)));
         assert_eq!(handle.ancestors.last(), Some(&(123_456_789, 77)));

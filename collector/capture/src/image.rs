@@ -386,7 +386,13 @@ impl Image {
     ) -> Option<gimli::Result<gimli::FrameDescriptionEntry<Slice<'a>>>> {
         let header = EhFrameHdr::new(self.slice(self.eh_frame_hdr.as_ref()?), LittleEndian);
         let header = header.parse(bases, 8).ok()?;
-        Some(header.table()?.fde_for_address(eh_frame, bases, address, EhFrame::cie_from_offset))
+        let table = header.table()?;
+        let entry = table.lookup(address, bases).and_then(gimli::Pointer::direct).ok()?;
+        if entry < header.eh_frame_ptr().direct().ok()? {
+            // gimli subtracts. A table of a damaged file may point before its section.
+            return None;
+        }
+        Some(table.fde_for_address(eh_frame, bases, address, EhFrame::cie_from_offset))
     }
 
     fn bases(&self) -> BaseAddresses {

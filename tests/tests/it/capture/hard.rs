@@ -10,7 +10,7 @@ use nix::{
     unistd::Pid,
 };
 use xpu_timer_capture::{Capturer, Options};
-use xpu_timer_proto::server::{CaptureMethod, PstackStacktrace};
+use xpu_timer_proto::server::{CaptureMethod, ProcessSample, PstackStacktrace};
 use xpu_timer_tests::{PATIENCE, Process, wait_until};
 
 use super::target::{
@@ -97,8 +97,9 @@ fn the_threads_of_a_leader_that_has_ended() {
 fn a_zombie_says_so() {
     let process = start(&optimized(), &["poll"]);
     process.signal(Signal::SIGKILL);
-    // Nobody has waited for it yet.
-    let captured = capture_until(process.pid(), "zombie", |sample| sample.process_state == "Z (zombie)");
+    // Nobody has waited for it yet. A capture that began before it ended has seen its threads go.
+    let has_ended = |sample: &ProcessSample| sample.process_state == "Z (zombie)" && !sample.errors.is_empty();
+    let captured = capture_until(process.pid(), "zombie", has_ended);
     assert!(captured.sample.errors[0].contains("has ended"), "{:?}", captured.sample.errors);
 }
 
