@@ -387,12 +387,20 @@ impl Image {
         let header = EhFrameHdr::new(self.slice(self.eh_frame_hdr.as_ref()?), LittleEndian);
         let header = header.parse(bases, 8).ok()?;
         let table = header.table()?;
-        let entry = table.lookup(address, bases).and_then(gimli::Pointer::direct).ok()?;
-        if entry < header.eh_frame_ptr().direct().ok()? {
-            // gimli subtracts. A table of a damaged file may point before its section.
+        let entry = table.lookup(address, bases).ok()?;
+        // gimli subtracts these two without a check. The table of a damaged file may point before
+        // its section.
+        if entry.direct().ok()? < header.eh_frame_ptr().direct().ok()? {
             return None;
         }
-        Some(table.fde_for_address(eh_frame, bases, address, EhFrame::cie_from_offset))
+        let fde = table
+            .pointer_to_offset(entry)
+            .and_then(|offset| eh_frame.fde_from_offset(bases, offset, EhFrame::cie_from_offset));
+        Some(fde.and_then(
+            |fde| {
+                if fde.contains(address) { Ok(fde) } else { Err(gimli::Error::NoUnwindInfoForAddress) }
+            },
+        ))
     }
 
     fn bases(&self) -> BaseAddresses {

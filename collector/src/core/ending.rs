@@ -133,7 +133,7 @@ impl Core {
         let ranks = self.registry.of_job(&incident.job).into_iter().filter(|rank| rank.presence.is_alive());
         let ranks: Vec<&Rank> = ranks.collect();
         if let Some((rank, what)) = ranks.iter().find_map(|rank| Some((rank, progress_since(rank, since_ns)?))) {
-            info!("incident {id}: the ranks are not ended: {} {what} since its stacks were taken", rank.title());
+            info!("incident {id}: the ranks are not ended: {} {what} since the first stacks were taken", rank.title());
             return false;
         }
         warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
