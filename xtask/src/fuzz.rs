@@ -13,7 +13,7 @@ use crate::shell::{self, cargo, need};
 /// Options of `fuzz`.
 #[derive(clap::Args)]
 pub struct Options {
-    /// How long each target is fuzzed
+    /// How long each target is fuzzed; 0: the short form that is a part of all tests
     #[arg(default_value_t = 60)]
     seconds: u32,
     /// Only targets whose name contains one of these words
@@ -24,9 +24,10 @@ pub struct Options {
 }
 
 impl Options {
-    /// As a part of all tests: some seconds, after which the next run begins where this one ended.
+    /// As a part of all tests: the kept corpus and a fixed number of inputs from it, the same ones in each run of the
+    /// same code.
     pub fn short() -> Options {
-        Options { seconds: (SHORT_SECONDS / TARGETS.len() as u32).max(1), keep: false, names: Vec::new() }
+        Options { seconds: 0, keep: false, names: Vec::new() }
     }
 }
 
@@ -52,8 +53,8 @@ const TARGETS: [&str; 10] = [
     "command_line",
 ];
 
-/// For all targets together, as a part of all tests.
-const SHORT_SECONDS: u32 = 10;
+/// What one target runs as a part of all tests, its kept corpus included: about a second of work.
+const SHORT_RUNS: u32 = 4000;
 
 /// A guided fuzzer finds the planted word in about a million attempts; guessing it takes 2^64.
 const PLANTED_ATTEMPTS: u32 = 50_000_000;
@@ -86,7 +87,7 @@ fn guided(built: &Path) -> Result<()> {
     let work = work("planted")?;
     // What an earlier run found must not help this one.
     let corpus = work.join("corpus");
-    fs::remove_dir_all(&corpus).and_then(|()| fs::create_dir_all(&corpus)).context("target/fuzz")?;
+    empty(&corpus)?;
     let output = program(built, "planted", &work)
         .args([format!("-runs={PLANTED_ATTEMPTS}"), "-max_total_time=120".into(), "-max_len=16".into()])
         .arg(corpus)
@@ -103,12 +104,19 @@ fn guided(built: &Path) -> Result<()> {
 
 fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
     let work = work(name)?;
-    let corpus = work.join("corpus");
+    let corpus = work.join(if seconds == 0 { "short" } else { "corpus" });
+    let mut command = program(built, name, &work);
+    command.args(["-verbosity=0", "-print_final_stats=1"]);
+    if seconds == 0 {
+        // A random input must not decide whether a change passes, nor one that an earlier run found.
+        empty(&corpus)?;
+        command.args(["-seed=1".into(), format!("-runs={SHORT_RUNS}")]);
+    } else {
+        command.arg(format!("-max_total_time={seconds}"));
+    }
     let count = |folder: &Path| fs::read_dir(folder).map_or(0, Iterator::count);
     let before = count(&corpus);
-    let mut command = program(built, name, &work);
     // New inputs go to the first folder; the others are read.
-    command.args([format!("-max_total_time={seconds}"), "-verbosity=0".into(), "-print_final_stats=1".into()]);
     command.arg(&corpus).arg(kept(name));
     if ["decode", "folder"].contains(&name) {
         command.arg(xpu_timer_tests::tree().join("tests/fixtures/rank6/in"));
@@ -123,8 +131,7 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
 fn keep(built: &Path, name: &str) -> Result<()> {
     let (work, kept) = (work(name)?, kept(name));
     let chosen = work.join("chosen");
-    let _ = fs::remove_dir_all(&chosen);
-    fs::create_dir_all(&chosen).context("target/fuzz")?;
+    empty(&chosen)?;
     let mut command = program(built, name, &work);
     // An object is nothing without its tables.
     let longest = if name == "object" { 8192 } else { 192 };
@@ -132,7 +139,7 @@ fn keep(built: &Path, name: &str) -> Result<()> {
         .args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-verbosity=0"])
         .arg(format!("-max_len={longest}"));
     shell::run(command.arg(&chosen).arg(&kept).arg(work.join("corpus")))?;
-    fs::remove_dir_all(&kept).and_then(|()| fs::create_dir_all(&kept)).with_context(|| kept.display().to_string())?;
+    empty(&kept)?;
     for entry in fs::read_dir(&chosen).context("target/fuzz")? {
         let entry = entry.context("target/fuzz")?;
         fs::copy(entry.path(), kept.join(entry.file_name())).with_context(|| kept.display().to_string())?;
@@ -146,6 +153,12 @@ fn program(built: &Path, name: &str, work: &Path) -> Command {
     // Where it leaves the input that made a target panic.
     command.arg(format!("-artifact_prefix={}/", work.display())).args(["-timeout=20", "-rss_limit_mb=2048"]);
     command
+}
+
+/// Makes a folder that holds nothing.
+fn empty(folder: &Path) -> Result<()> {
+    let _ = fs::remove_dir_all(folder);
+    fs::create_dir_all(folder).with_context(|| folder.display().to_string())
 }
 
 fn kept(name: &str) -> PathBuf {

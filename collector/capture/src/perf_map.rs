@@ -49,11 +49,14 @@ impl PerfMap {
             let end = begin + line.len();
             let function = || {
                 // A line without its end is still being written.
-                let mut fields = line.strip_suffix('\n')?.splitn(3, ' ');
+                let line = line.strip_suffix('\n')?;
+                let line = line.strip_suffix('\r').unwrap_or(line);
+                let mut fields = line.splitn(3, ' ');
                 let mut number = || u64::from_str_radix(fields.next()?.trim_start_matches("0x"), 16).ok();
                 let (start, size) = (number()?, number()?);
                 let name = fields.next().filter(|name| !name.is_empty())?;
-                Some((start..start.checked_add(size)?, end - 1 - name.len()..end - 1))
+                let end = begin + line.len();
+                Some((start..start.checked_add(size)?, end - name.len()..end))
             };
             functions.extend(function());
             begin = end;
@@ -89,13 +92,13 @@ mod tests {
 
     #[test]
     fn the_last_line_counts_and_a_torn_one_does_not() {
-        let text =
-            "7f00 10 first of two\n0x7f10 0x10 second\n7f00 8 again\nnonsense\n7f20 zz x\n\n7f30 10 \n7f40 10 tor";
+        let text = "7f00 10 first of two\n0x7f10 0x10 second\r\n7f00 8 again\nnonsense\n7f20 zz x\n\n7f30 10 \n\
+            7f50 10 \r\n7f40 10 tor";
         let map = PerfMap::parse(text.into());
         assert_eq!(map.find(0x7f00), Some("again"));
         assert_eq!(map.find(0x7f08), Some("first of two"));
         assert_eq!(map.find(0x7f1f), Some("second"));
-        for address in [0x7eff, 0x7f20, 0x7f30, 0x7f40, u64::MAX] {
+        for address in [0x7eff, 0x7f20, 0x7f30, 0x7f40, 0x7f50, u64::MAX] {
             assert_eq!(map.find(address), None, "{address:#x}");
         }
     }
