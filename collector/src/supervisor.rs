@@ -33,7 +33,7 @@ use rustix::{
 };
 use tracing::{info, warn};
 
-use crate::{config::Settings, error::Error, process, socket::Endpoint};
+use crate::{config::Settings, error::Error, logging, process, socket::Endpoint};
 
 /// One end of the socket between a supervisor and its worker. Either process learns by it at once that the other is gone.
 #[derive(Debug)]
@@ -162,6 +162,9 @@ fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<
     // By this name the program is found also when its file has been replaced or removed.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xpu_timer_collector").arg("node").args(role);
+    if let Some(path) = logging::path() {
+        command.arg("--log").arg(path);
+    }
     if let Some(linger) = settings.linger {
         command.arg("--linger").arg(linger.as_secs_f64().to_string());
     }

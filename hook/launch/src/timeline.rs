@@ -2,13 +2,14 @@
 
 use std::{
     fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
 use nix::{
     errno::Errno,
     sys::statvfs::statvfs,
-    unistd::{AccessFlags, access},
+    unistd::{AccessFlags, access, geteuid},
 };
 use xpu_timer_proto::text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened};
 
@@ -36,6 +37,13 @@ fn problem(folder: &Path) -> Option<Errno> {
     }
     if !fs::metadata(there).is_ok_and(|metadata| metadata.is_dir()) {
         return Some(Errno::ENOTDIR);
+    }
+    // As the collector does: whoever made it there could exchange what is written to it.
+    let owner = fs::symlink_metadata(there).map_or(0, |status| status.uid());
+    let is_shared =
+        there.parent().and_then(|parent| fs::metadata(parent).ok()).is_some_and(|parent| parent.mode() & 0o002 != 0);
+    if is_shared && ![0, geteuid().as_raw()].contains(&owner) {
+        return Some(Errno::EPERM);
     }
     if let Err(error) = access(there, AccessFlags::W_OK | AccessFlags::X_OK) {
         return Some(error);
