@@ -11,7 +11,14 @@ use rustix::{fs::Mode, process::umask};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
-use crate::{cluster, config::Settings, error::Error, incidents::Remote, logging, node, supervisor};
+use crate::{
+    cluster,
+    config::Settings,
+    error::Error,
+    incidents::Remote,
+    logging::{self, Destination},
+    node, supervisor,
+};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -111,11 +118,12 @@ pub fn run(arguments: Arguments) -> anyhow::Result<()> {
     let source = Source::process();
     // Stacks and commands are not for everybody, whatever the user's umask says of other files.
     umask(Mode::from_raw_mode(source.umask()));
-    let log = match &arguments.command {
-        Role::Node { log, .. } | Role::Cluster { log, .. } => log.as_deref(),
-        Role::Incidents { .. } => None,
+    let destination = match &arguments.command {
+        Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
+        Role::Node { log: None, .. } | Role::Cluster { log: None, .. } => Destination::Stderr,
+        Role::Incidents { .. } => Destination::Command,
     };
-    let _log = logging::start(&source, log);
+    let _last_lines = logging::start(&source, destination);
     match arguments.command {
         Role::Node { linger, supervise, tied, .. } => run_node(linger, supervise, tied),
         Role::Cluster { listen, .. } => {

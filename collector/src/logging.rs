@@ -1,16 +1,17 @@
-//! The collector's log: to stderr, or to a file that is rotated. A file system that does not answer, a full disk or a folder that
-//! cannot be written costs lines of the log, and never holds up the collector.
+//! The collector's log: to stderr, or to a file that is rotated. A file system or a reader of stderr that does not answer, a full
+//! disk or a folder that cannot be written costs lines of the log, and never holds up the collector.
 
 use std::{
+    borrow::Cow,
     collections::HashMap,
     fs::{self, File},
     io::{self, Write},
-    os::unix::fs::{MetadataExt, OpenOptionsExt},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::{
         Arc, OnceLock,
         atomic::{AtomicU64, Ordering},
-        mpsc::{self, SyncSender, TrySendError},
+        mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
     },
     thread,
     time::{Duration, Instant},
@@ -27,14 +28,25 @@ use rustix::{
 use tracing_subscriber::EnvFilter;
 use xpu_timer_proto::{env::Source, printable};
 
-/// Queue that may wait for the disk.
+/// So many lines may wait for the disk.
 const WAITING: usize = 4096;
 /// For the last lines at the end of the process.
 const LAST_LINES: Duration = Duration::from_secs(1);
 
-/// Begins to log: to `path`, as the settings say, or to stderr without one. The log ends when the guard is dropped.
+/// Where the log of a program goes.
+#[derive(Debug, Clone, Copy)]
+pub enum Destination<'a> {
+    /// A command that a person waits for: stderr, and each line at once.
+    Command,
+    /// A server: stderr.
+    Stderr,
+    /// A server: a file.
+    File(&'a Path),
+}
+
+/// Begins to log, as the settings say. The last lines are written when the guard is dropped.
 #[must_use]
-pub fn start(source: &Source, path: Option<&Path>) -> Guard {
+pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
     let wanted = source.text("XPU_TIMER_LOG").unwrap_or_default();
     let (filter, wrong) = match EnvFilter::try_new(&wanted) {
         Ok(filter) => (filter, None),
@@ -45,39 +57,47 @@ pub fn start(source: &Source, path: Option<&Path>) -> Guard {
         .with_ansi(false)
         // By default a line that cannot be written, on a full disk, is complained about by eprintln!, which panics then.
         .log_internal_errors(false);
-    let file = path.map(|path| Rotating::open(path, Cap::new(source)));
-    let problem = match file {
-        Some(Ok(file)) => {
-            let queue = queue(file);
-            subscriber.with_writer(move || printable::Lines(queue.clone())).init();
-            None
-        }
-        other => {
-            subscriber.with_writer(|| printable::Lines(io::stderr())).init();
-            other.and_then(Result::err)
-        }
+    let mut problem = None;
+    let target = match destination {
+        Destination::Command => None,
+        Destination::Stderr => Some(Target::Stderr),
+        Destination::File(path) => Some(Rotating::open(path, Cap::new(source)).map_or_else(
+            |error| {
+                problem = Some(format!("{}: {error}; the log goes to stderr", path.display()));
+                Target::Stderr
+            },
+            Target::File,
+        )),
     };
+    match target {
+        Some(target) => {
+            let queue = queue(target);
+            subscriber.with_writer(move || printable::Lines(queue.clone())).init();
+        }
+        None => subscriber.with_writer(|| printable::Lines(io::stderr())).init(),
+    }
     // The message of a panic may hold anything; as a line of the log it goes through the same filter.
     std::panic::set_hook(Box::new(|panic| tracing::error!("{panic}")));
     if let Some(error) = wrong {
         tracing::warn!("XPU_TIMER_LOG={wanted:?} cannot be used, using \"info\" instead: {error}");
     }
-    if let Some((error, path)) = problem.zip(path) {
-        tracing::error!("{}: {error}; the log goes to stderr", path.display());
+    if let Some(problem) = problem {
+        tracing::error!("{problem}");
     }
     Guard(())
 }
 
-/// How much a log may hold.
+/// How much a log may hold, and its mode.
 #[derive(Debug, Clone, Copy)]
 struct Cap {
     bytes: u64,
     files: u32,
+    mode: u32,
 }
 
 impl Cap {
     fn new(source: &Source) -> Self {
-        Cap { bytes: source.log_bytes(), files: source.log_files() }
+        Cap { bytes: source.log_bytes(), files: source.log_files(), mode: source.file_mode() }
     }
 }
 
@@ -86,15 +106,31 @@ enum Item {
     Flush(SyncSender<()>),
 }
 
+/// What the thread of the log writes to.
+enum Target {
+    File(Rotating),
+    Stderr,
+}
+
+impl Target {
+    /// Writes a line. On a full disk it is lost, and nobody can be told.
+    fn write(&mut self, line: &[u8]) {
+        match self {
+            Target::File(file) => file.write(line),
+            Target::Stderr => _ = io::stderr().write_all(line),
+        }
+    }
+}
+
 /// Where lines are written from any thread: a queue in front of one thread that owns the file.
 #[derive(Clone)]
 struct Queue {
     sender: SyncSender<Item>,
-    path: PathBuf,
+    path: Option<PathBuf>,
     left_out: Arc<AtomicU64>,
 }
 
-/// The lines of this process, when they go to a file.
+/// The lines of this process, when it is a server.
 static QUEUE: OnceLock<Queue> = OnceLock::new();
 
 /// Writes what still waits when it is dropped.
@@ -109,10 +145,10 @@ impl Drop for Guard {
 /// The file that this process logs to.
 #[must_use]
 pub fn path() -> Option<&'static Path> {
-    QUEUE.get().map(|queue| queue.path.as_path())
+    QUEUE.get()?.path.as_deref()
 }
 
-/// Waits until all lines are written, and not for a disk that does not answer.
+/// Waits until all lines are written, but not for a disk that does not answer.
 pub fn flush() {
     let Some(queue) = QUEUE.get() else { return };
     let (done, wait) = mpsc::sync_channel(1);
@@ -122,33 +158,43 @@ pub fn flush() {
     }
 }
 
-fn queue(mut file: Rotating) -> Queue {
+fn queue(target: Target) -> Queue {
     let (sender, items) = mpsc::sync_channel(WAITING);
-    let queue = Queue { sender, path: file.path.clone(), left_out: Arc::default() };
-    let left_out = Arc::clone(&queue.left_out);
-    let work = move || {
-        let mut repeats = Repeats::default();
-        for item in items {
-            match item {
-                Item::Line(line) => {
-                    if let Some(number) = Some(left_out.swap(0, Ordering::Relaxed)).filter(|number| *number > 0) {
-                        file.write(format!("{number} lines were left out: the disk of this log is slow\n").as_bytes());
-                    }
-                    repeats.look(&line, Instant::now()).iter().for_each(|line| file.write(line));
-                }
-                Item::Flush(done) => {
-                    // Whoever asked may have stopped waiting.
-                    let _ = done.send(());
-                }
-            }
-        }
+    let path = match &target {
+        Target::File(file) => Some(file.path.clone()),
+        Target::Stderr => None,
     };
+    let queue = Queue { sender, path, left_out: Arc::default() };
+    let left_out = Arc::clone(&queue.left_out);
     // Signals are for the thread that waits for them.
     let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
     // Without a thread there is no log.
-    let _ = thread::Builder::new().name("log".into()).spawn(work);
+    let _ = thread::Builder::new().name("log".into()).spawn(move || write_all(target, &items, &left_out));
     let _ = mask.map(|mask| mask.thread_set_mask());
     QUEUE.get_or_init(|| queue).clone()
+}
+
+/// Writes what comes, until nothing can come any more.
+fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
+    let mut repeats = Repeats::default();
+    loop {
+        let item = match repeats.due() {
+            Some(due) => items.recv_timeout(due.saturating_duration_since(Instant::now())),
+            None => items.recv().map_err(RecvTimeoutError::from),
+        };
+        match item {
+            Ok(Item::Line(line)) => {
+                if let Some(number) = Some(left_out.swap(0, Ordering::Relaxed)).filter(|number| *number > 0) {
+                    target.write(format!("{number} lines were left out: what this log is written to is slow\n").as_bytes());
+                }
+                repeats.look(&line, Instant::now()).iter().for_each(|line| target.write(line));
+            }
+            // Whoever asked may have stopped waiting.
+            Ok(Item::Flush(done)) => _ = done.send(()),
+            Err(RecvTimeoutError::Timeout) => repeats.rest(Instant::now()).iter().for_each(|line| target.write(line)),
+            Err(RecvTimeoutError::Disconnected) => return,
+        }
+    }
 }
 
 impl Write for Queue {
@@ -169,12 +215,21 @@ impl Write for Queue {
 #[derive(Debug, Default)]
 struct Repeats {
     since: Option<Instant>,
-    seen: HashMap<Vec<u8>, u64>,
+    seen: HashMap<Vec<u8>, Seen>,
 }
 
-/// So often is one message written …
+/// How often a message came in this window, and how often it may be written.
+#[derive(Debug)]
+struct Seen {
+    times: u64,
+    most: u64,
+}
+
+/// So often is one message written in its first window: a line for each node of a large cluster is no flood …
+const MOST_AT_FIRST: u64 = 1000;
+/// … and so often in the windows after one in which it came more often …
 const MOST_REPEATS: u64 = 100;
-/// … in so long.
+/// … each of so long.
 const WINDOW: Duration = Duration::from_secs(60);
 /// Messages that are told apart.
 const MOST_MESSAGES: usize = 1024;
@@ -183,19 +238,15 @@ const KEY_BYTES: usize = 120;
 
 impl Repeats {
     /// What is to be written when a line comes.
-    fn look<'a>(&mut self, line: &'a [u8], now: Instant) -> Vec<std::borrow::Cow<'a, [u8]>> {
-        let mut write = Vec::new();
-        if self.since.is_none_or(|since| now.saturating_duration_since(since) > WINDOW) {
-            self.since = Some(now);
-            write.extend(self.rest().into_iter().map(Into::into));
-        }
+    fn look<'a>(&mut self, line: &'a [u8], now: Instant) -> Vec<Cow<'a, [u8]>> {
+        let mut write: Vec<Cow<'a, [u8]>> = self.rest(now).into_iter().map(Cow::Owned).collect();
         // Behind the time.
         let text = line.iter().position(|byte| *byte == b' ').map_or(line, |space| &line[space..]);
         let key: Vec<u8> = text.iter().take(KEY_BYTES).filter(|byte| !byte.is_ascii_digit()).copied().collect();
         if self.seen.len() < MOST_MESSAGES || self.seen.contains_key(&key) {
-            let count = self.seen.entry(key).or_default();
-            *count += 1;
-            if *count > MOST_REPEATS {
+            let seen = self.seen.entry(key).or_insert(Seen { times: 0, most: MOST_AT_FIRST });
+            seen.times += 1;
+            if seen.times > seen.most {
                 return write;
             }
         }
@@ -203,41 +254,61 @@ impl Repeats {
         write
     }
 
-    /// How many lines were left out.
-    fn rest(&mut self) -> Vec<Vec<u8>> {
-        let told = self.seen.drain().filter(|(_, count)| *count > MOST_REPEATS).map(|(text, count)| {
-            let text = String::from_utf8_lossy(&text).trim().to_string();
-            format!("{} more lines like this were left out: {text}\n", count - MOST_REPEATS).into_bytes()
+    /// When it is time to say how many lines were left out, also when no other one comes.
+    fn due(&self) -> Option<Instant> {
+        self.since.filter(|_| self.seen.values().any(|seen| seen.times > seen.most)).map(|since| since + WINDOW)
+    }
+
+    /// How many lines were left out in a window that is over. The next one begins.
+    fn rest(&mut self, now: Instant) -> Vec<Vec<u8>> {
+        if self.since.is_some_and(|since| now.saturating_duration_since(since) < WINDOW) {
+            return Vec::new();
+        }
+        self.since = Some(now);
+        self.seen.retain(|_, seen| seen.times > seen.most);
+        let told = self.seen.iter_mut().map(|(text, seen)| {
+            let text = String::from_utf8_lossy(text).trim().to_string();
+            let left_out = seen.times - seen.most;
+            *seen = Seen { times: 0, most: MOST_REPEATS };
+            format!("{left_out} more lines like this were left out: {text}\n").into_bytes()
         });
         told.collect()
     }
 }
 
-/// A file that is renamed when it is full. Several processes may write to one: who finds it renamed opens the new one, and one at a
-/// time renames.
+/// A file that is renamed when it is full. Several processes may write to one: whoever finds it renamed opens the new one, and one at
+/// a time renames.
 struct Rotating {
     path: PathBuf,
     cap: Cap,
     file: File,
+    // Whether what this process prints goes there too.
+    takes_output: bool,
 }
 
 impl Rotating {
     fn open(path: &Path, cap: Cap) -> io::Result<Self> {
-        let rotating = Rotating { path: path.into(), cap, file: open_own(path)? };
-        rotating.take_output();
+        let rotating = Rotating { path: path.into(), cap, file: open_own(path, cap.mode)?, takes_output: true };
+        rotating.opened();
         Ok(rotating)
     }
 
     fn write(&mut self, line: &[u8]) {
-        if !self.is_current()
-            && let Ok(file) = open_own(&self.path)
-        {
-            self.file = file;
-            self.take_output();
+        if !self.is_current() {
+            // Otherwise it goes where it went before.
+            let _ = self.open_again();
         }
         let length = self.file.metadata().map_or(0, |status| status.len());
-        if length > 0 && length + line.len() as u64 > self.cap.bytes {
-            self.rotate();
+        let longer = length + line.len() as u64;
+        let is_overdue = longer > 2 * self.cap.bytes;
+        if length > 0
+            && longer > self.cap.bytes
+            && let Err(error) = self.rotate(is_overdue)
+            && is_overdue
+        {
+            // It keeps its size nevertheless.
+            let _ = self.file.set_len(0);
+            let _ = writeln!(self.file, "this log was cut, because it cannot be renamed: {error}");
         }
         // A full disk, and nobody can be told.
         let _ = self.file.write_all(line);
@@ -249,26 +320,25 @@ impl Rotating {
         (named.dev(), named.ino()) == (open.dev(), open.ino())
     }
 
-    fn rotate(&mut self) {
-        // Of this file alone, and not the lock that says that it is written to.
+    /// Begins a new file, unless another process does just now. That may take a while, but not for ever.
+    fn rotate(&mut self, is_overdue: bool) -> io::Result<()> {
         let whole = libc::flock { l_type: libc::F_WRLCK as _, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
-        if fcntl(&self.file, FcntlArg::F_OFD_SETLK(&whole)).is_err() || !self.is_current() {
-            // Somebody else does it just now; the next line finds the new file.
-            return;
+        // Not the lock that says that it is written to. On NFS they are one, and this one is never to be had.
+        let locked = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&whole));
+        if !is_overdue {
+            locked?;
         }
-        if let Err(error) = self.rename_all() {
-            // It keeps its size nevertheless.
-            let _ = self.file.set_len(0);
-            let _ = writeln!(self.file, "this log was cut, because it cannot be renamed: {error}");
-            let free = libc::flock { l_type: libc::F_UNLCK as _, ..whole };
-            let _ = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&free));
+        if !self.is_current() {
+            return Err(io::Error::other("it has another name, and no new one can be made"));
         }
+        let begun = if self.cap.files > 1 { self.rename_all() } else { self.file.set_len(0) };
+        let free = libc::flock { l_type: libc::F_UNLCK as _, ..whole };
+        // Of a file that has been renamed, nobody wants it any more.
+        let _ = fcntl(&self.file, FcntlArg::F_OFD_SETLK(&free));
+        begun
     }
 
     fn rename_all(&mut self) -> io::Result<()> {
-        if self.cap.files <= 1 {
-            return Err(io::Error::other("only one file is to be kept"));
-        }
         let numbered = |number: u32| {
             let mut name = self.path.clone().into_os_string();
             name.push(format!(".{number}"));
@@ -281,28 +351,38 @@ impl Rotating {
             }
         }
         fs::rename(&self.path, numbered(1))?;
-        self.file = open_own(&self.path)?;
-        self.take_output();
+        self.open_again()
+    }
+
+    fn open_again(&mut self) -> io::Result<()> {
+        self.file = open_own(&self.path, self.cap.mode)?;
+        self.opened();
         Ok(())
     }
 
     /// What panics and libraries print goes to the log too.
-    fn take_output(&self) {
+    fn opened(&self) {
         // A launcher that starts another collector asks by this lock whether it may empty the file.
         let _ = flock(&self.file, FlockOperation::NonBlockingLockShared);
-        // They fail when there are no descriptors; then the output stays where it is.
-        let _ = rustix::stdio::dup2_stdout(&self.file);
-        let _ = rustix::stdio::dup2_stderr(&self.file);
+        if self.takes_output {
+            // They fail when there are no descriptors; then the output stays where it is.
+            let _ = rustix::stdio::dup2_stdout(&self.file);
+            let _ = rustix::stdio::dup2_stderr(&self.file);
+        }
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: no link and no other user's file.
-fn open_own(path: &Path) -> io::Result<File> {
+/// Opens a file that may lie in a folder which everybody can write to: no link and no other user's file. It gets its mode also when it
+/// was there with another one.
+fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = fs::OpenOptions::new().create(true).append(true).custom_flags(flags).open(path)?;
+    let file = fs::OpenOptions::new().create(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let status = file.metadata()?;
     if !status.is_file() || status.uid() != getuid().as_raw() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
+    }
+    if status.mode() & 0o777 != mode {
+        file.set_permissions(fs::Permissions::from_mode(mode))?;
     }
     Ok(file)
 }
@@ -346,24 +426,32 @@ mod tests {
 
     /// As [`Rotating::open`], and the output of the test stays where it is.
     fn rotating(path: &Path, files: u32) -> Rotating {
-        Rotating { path: path.into(), cap: Cap { bytes: 100, files }, file: open_own(path).unwrap() }
+        let cap = Cap { bytes: 100, files, mode: 0o600 };
+        Rotating { path: path.into(), cap, file: open_own(path, cap.mode).unwrap(), takes_output: false }
     }
 
     #[test]
     fn a_flood_of_one_message_is_limited_and_others_are_not() {
         let mut repeats = Repeats::default();
         let begun = Instant::now();
-        let mut written = Vec::new();
-        for number in 0..1000 {
-            let line = format!("2026-11-23T00:00:0{}Z  WARN a: pid {number} sent junk\n", number % 10);
-            written.extend(repeats.look(line.as_bytes(), begun).into_iter().map(|line| line.into_owned()));
-        }
-        assert_eq!(written.len() as u64, MOST_REPEATS);
+        let flood = |repeats: &mut Repeats, now: Instant| {
+            let lines = (0..2000).map(|number| format!("2026-11-23T00:00:0{}Z  WARN a: pid {number}\n", number % 10));
+            lines.map(|line| repeats.look(line.as_bytes(), now).len() as u64).sum::<u64>()
+        };
+        assert_eq!(flood(&mut repeats, begun), MOST_AT_FIRST);
         assert_eq!(repeats.look(b"2026 INFO b: another\n", begun).len(), 1);
-        let later = begun + WINDOW * 2;
-        let told = repeats.look(b"2026 INFO b: another\n", later);
+        assert_eq!(repeats.due(), Some(begun + WINDOW));
+        // A flood that lasts is limited to less, and is told once a window.
+        assert_eq!(flood(&mut repeats, begun + WINDOW), MOST_REPEATS + 1);
+        let told = repeats.look(b"2026 INFO b: another\n", begun + WINDOW * 2);
+        let text = |line: &[u8]| String::from_utf8_lossy(line).into_owned();
+        assert_eq!(text(&told[0]), "1900 more lines like this were left out: WARN a: pid\n");
         assert_eq!(told.len(), 2);
-        assert!(String::from_utf8_lossy(&told[0]).starts_with("900 more lines like this were left out: WARN a: pid"));
+        assert_eq!(repeats.due(), None);
+        // After a quiet window it is not a flood any more.
+        assert!(repeats.rest(begun + WINDOW * 3).is_empty());
+        assert_eq!(flood(&mut repeats, begun + WINDOW * 3), MOST_AT_FIRST);
+        assert_eq!(repeats.rest(begun + WINDOW * 4).len(), 1, "it is told also when no other line comes");
     }
 
     #[test]
@@ -403,6 +491,64 @@ mod tests {
             text.starts_with("this log was cut, because it cannot be renamed: ") && text.contains("line 099"),
             "{text}"
         );
+        // Its name is taken by something else, and no new file can be made.
+        fs::remove_dir(folder.path().join("log.1")).unwrap();
+        fs::rename(&path, folder.path().join("log.1")).unwrap();
+        fs::create_dir(&path).unwrap();
+        for number in 0..100 {
+            writer.write(format!("line {number:03}\n").as_bytes());
+            assert!(fs::metadata(folder.path().join("log.1")).unwrap().len() <= 200);
+        }
+    }
+
+    #[test]
+    fn a_log_whose_lock_is_never_to_be_had_is_renamed_later() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let mut writer = rotating(&path, 2);
+        let other = open_own(&path, 0o600).unwrap();
+        let whole = libc::flock { l_type: libc::F_WRLCK as _, l_whence: 0, l_start: 0, l_len: 0, l_pid: 0 };
+        fcntl(&other, FcntlArg::F_OFD_SETLK(&whole)).unwrap();
+        for number in 0..30 {
+            writer.write(format!("line {number:03}\n").as_bytes());
+        }
+        let first = fs::read_to_string(folder.path().join("log.1")).unwrap();
+        assert!(first.starts_with("line 000\n") && (101..=200).contains(&first.len()), "{first}");
+        assert!(fs::read_to_string(&path).unwrap().ends_with("line 029\n"));
+    }
+
+    #[test]
+    fn of_one_log_only_the_newest_lines_stay() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        let mut writer = rotating(&path, 1);
+        for number in 0..100 {
+            writer.write(format!("line {number:03}\n").as_bytes());
+        }
+        let sizes = sizes(folder.path());
+        assert!(sizes.len() == 1 && sizes[0].1 <= 100, "{sizes:?}");
+        assert!(fs::read_to_string(&path).unwrap().ends_with("line 099\n"));
+    }
+
+    #[test]
+    fn a_log_that_was_there_gets_its_mode_and_one_of_others_is_not_used() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        fs::write(&path, "").unwrap();
+        for (before, mode) in [(0o666, 0o600), (0o600, 0o640)] {
+            fs::set_permissions(&path, fs::Permissions::from_mode(before)).unwrap();
+            open_own(&path, mode).unwrap();
+            assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
+        }
+        let link = folder.path().join("link");
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        assert!(open_own(&link, 0o600).is_err());
+        if !getuid().is_root() {
+            eprintln!("SKIPPED the file of another user: only root can make one");
+            return;
+        }
+        std::os::unix::fs::chown(&path, Some(12345), None).unwrap();
+        assert!(open_own(&path, 0o600).unwrap_err().to_string().contains("of this user"));
     }
 
     #[test]

@@ -278,25 +278,17 @@ fn empty(file: &File) -> io::Result<()> {
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut.
+/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut. It gets
+/// its mode whatever the umask, and also when it was there with another one.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let open = |new: bool| {
-        let mut options = OpenOptions::new();
-        options.create_new(new).read(true).append(true).mode(mode).custom_flags(flags).open(path)
-    };
-    let file = match open(true) {
-        Ok(file) => {
-            // The umask may have taken from it what the group is to have.
-            file.set_permissions(Permissions::from_mode(mode))?;
-            file
-        }
-        Err(error) if error.kind() == io::ErrorKind::AlreadyExists => open(false)?,
-        Err(error) => return Err(error),
-    };
+    let file = OpenOptions::new().create(true).read(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
+    }
+    if metadata.mode() & 0o777 != mode {
+        file.set_permissions(Permissions::from_mode(mode))?;
     }
     Ok(file)
 }
@@ -376,6 +368,10 @@ mod tests {
         assert_eq!(name, Ok(log.display().to_string()));
         let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
         assert_eq!((mode(&log), mode(log.parent().unwrap())), (0o600, 0o700));
+        // What an earlier version has left.
+        std::fs::set_permissions(&log, Permissions::from_mode(0o644)).unwrap();
+        open_log(&Config { log: log.clone(), append: true, ..Config::read() }).1.unwrap();
+        assert_eq!(mode(&log), 0o600);
     }
 
     #[test]

@@ -11,6 +11,11 @@ use std::{
     time::Instant,
 };
 
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
 use serde_json::Value;
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, skip, wait_until};
 
@@ -318,7 +323,7 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
     assert_eq!(output.code(), 0, "{output:?}");
     let log = logs.join("xpu_timer_collector.log");
     let begun = Instant::now();
-    // Each of these requests is a line, and they are all the same but for a number.
+    // Each of these writes some lines.
     while !logs.join("xpu_timer_collector.log.2").exists() {
         assert!(begun.elapsed() < PATIENCE, "{:?}", fs::read_dir(&logs).unwrap().collect::<Vec<_>>());
         let mut hook = FakeHook::start(&job, &format!("rank{}", "x".repeat(200)), 0, 1);
@@ -336,4 +341,27 @@ fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
         }
     }
     assert!(!logs.join("xpu_timer_collector.log.3").exists() && log.exists());
+}
+
+#[test]
+fn a_log_that_nobody_reads_holds_up_neither_ranks_nor_incidents_nor_the_end() {
+    let job = Job::new();
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    // Full before it begins: each line would wait for ever.
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
+    while writer.write(&[b' '; 4096]).is_ok() {}
+    while writer.write(b" ").is_ok() {}
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    let mut command = job.command(artifacts().bin("xpu_timer_collector"));
+    let mut collector = command.arg("node").stderr(writer).spawn().unwrap();
+    // Its end of the pipe.
+    drop(command);
+    wait_until(PATIENCE, "the collector answers", || job.status().is_ok());
+    let mut hook = FakeHook::connected(&job, "unread", 0, 1);
+    hook.hang(1);
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["errors"], serde_json::json!([]));
+    kill(Pid::from_raw(collector.id() as i32), Signal::SIGTERM).unwrap();
+    wait_until(PATIENCE, "the collector ends", || collector.try_wait().unwrap().is_some());
+    drop(reader);
 }
