@@ -9,7 +9,7 @@ use std::{
     os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
     path::{Path, PathBuf},
     sync::{
-        Arc, OnceLock,
+        Arc, Mutex, OnceLock, PoisonError,
         atomic::{AtomicU64, Ordering},
         mpsc::{self, Receiver, RecvTimeoutError, SyncSender, TrySendError},
     },
@@ -128,6 +128,25 @@ struct Queue {
     sender: SyncSender<Item>,
     path: Option<PathBuf>,
     left_out: Arc<AtomicU64>,
+    thread: Arc<OnceLock<()>>,
+    work: Arc<Mutex<Option<(Target, Receiver<Item>)>>>,
+}
+
+impl Queue {
+    /// Starts the thread with the first line: the supervisor, which has one thread, says something only when something is wrong.
+    fn start(&self) {
+        self.thread.get_or_init(|| {
+            let work = self.work.lock().unwrap_or_else(PoisonError::into_inner).take();
+            let left_out = Arc::clone(&self.left_out);
+            // Signals are for the thread that waits for them.
+            let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
+            // Without a thread there is no log.
+            let _ = work.map(|(target, items)| {
+                thread::Builder::new().name("log".into()).spawn(move || write_all(target, &items, &left_out))
+            });
+            let _ = mask.map(|mask| mask.thread_set_mask());
+        });
+    }
 }
 
 /// The lines of this process, when it is a server.
@@ -150,7 +169,7 @@ pub fn path() -> Option<&'static Path> {
 
 /// Waits until all lines are written, but not for a disk that does not answer.
 pub fn flush() {
-    let Some(queue) = QUEUE.get() else { return };
+    let Some(queue) = QUEUE.get().filter(|queue| queue.thread.get().is_some()) else { return };
     let (done, wait) = mpsc::sync_channel(1);
     if queue.sender.try_send(Item::Flush(done)).is_ok() {
         // It fails when that takes too long.
@@ -164,13 +183,8 @@ fn queue(target: Target) -> Queue {
         Target::File(file) => Some(file.path.clone()),
         Target::Stderr => None,
     };
-    let queue = Queue { sender, path, left_out: Arc::default() };
-    let left_out = Arc::clone(&queue.left_out);
-    // Signals are for the thread that waits for them.
-    let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
-    // Without a thread there is no log.
-    let _ = thread::Builder::new().name("log".into()).spawn(move || write_all(target, &items, &left_out));
-    let _ = mask.map(|mask| mask.thread_set_mask());
+    let work = Arc::new(Mutex::new(Some((target, items))));
+    let queue = Queue { sender, path, left_out: Arc::default(), thread: Arc::default(), work };
     QUEUE.get_or_init(|| queue).clone()
 }
 
@@ -185,7 +199,9 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
         match item {
             Ok(Item::Line(line)) => {
                 if let Some(number) = Some(left_out.swap(0, Ordering::Relaxed)).filter(|number| *number > 0) {
-                    target.write(format!("{number} lines were left out: what this log is written to is slow\n").as_bytes());
+                    target.write(
+                        format!("{number} lines were left out: what this log is written to is slow\n").as_bytes(),
+                    );
                 }
                 repeats.look(&line, Instant::now()).iter().for_each(|line| target.write(line));
             }
@@ -200,6 +216,7 @@ fn write_all(mut target: Target, items: &Receiver<Item>, left_out: &AtomicU64) {
 impl Write for Queue {
     /// One line: the subscriber formats an event before it writes it.
     fn write(&mut self, line: &[u8]) -> io::Result<usize> {
+        self.start();
         if let Err(TrySendError::Full(_)) = self.sender.try_send(Item::Line(line.to_vec())) {
             self.left_out.fetch_add(1, Ordering::Relaxed);
         }
