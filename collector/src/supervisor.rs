@@ -1,6 +1,7 @@
 //! The small parent of a node collector. It has one thread (that of the log comes with its first line) and no state but the
-//! listening socket and its lock; the worker, a child that runs the same program, does everything else. When the worker dies, the supervisor starts another
-//! one; when the supervisor dies, the worker starts another supervisor. `kill -9` of either is survived; of both at once it is not.
+//! listening socket and its lock; the worker, a child that runs the same program, does everything else. When the worker
+//! dies, the supervisor starts another one; when the supervisor dies, the worker starts another supervisor. `kill -9` of
+//! either is survived; of both at once it is not.
 //!
 //! The supervisor is the one that listens. Connections wait in its backlog while no worker runs, and its pid, which hooks
 //! name to Yama, stays the same: a worker may look into whoever has named its parent.
