@@ -129,8 +129,11 @@ struct Queue {
     path: Option<PathBuf>,
     left_out: Arc<AtomicU64>,
     thread: Arc<OnceLock<()>>,
-    work: Arc<Mutex<Option<(Target, Receiver<Item>)>>>,
+    work: Arc<Mutex<Option<Work>>>,
 }
+
+/// What the thread takes over when it starts.
+type Work = (Target, Receiver<Item>);
 
 impl Queue {
     /// Starts the thread with the first line: the supervisor, which has one thread, says something only when something is wrong.
