@@ -7,10 +7,18 @@ use std::{
 };
 
 use clap::{Parser, Subcommand};
+use rustix::{fs::Mode, process::umask};
 use tracing::warn;
 use xpu_timer_proto::{env::Source, printable};
 
-use crate::{cluster, config::Settings, error::Error, incidents::Remote, node, supervisor};
+use crate::{
+    cluster,
+    config::Settings,
+    error::Error,
+    incidents::Remote,
+    logging::{self, Destination},
+    node, supervisor,
+};
 
 /// Collects hangs of training jobs: which rank stopped, where, and why
 #[derive(Debug, Parser)]
@@ -36,6 +44,9 @@ enum Role {
         // Standard input is the socket between the two.
         #[arg(long, hide = true)]
         tied: bool,
+        /// Write the log and all other output to this file, which is rotated (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
+        #[arg(long, value_name = "FILE")]
+        log: Option<PathBuf>,
     },
     /// Joins the nodes of a cluster: they dial in, and one verdict is made for all ranks of a job
     ///
@@ -48,6 +59,9 @@ enum Role {
         /// Address and port to listen on; default XPU_TIMER_CLUSTER_LISTEN
         #[arg(long, value_name = "ADDRESS:PORT")]
         listen: Option<String>,
+        /// Write the log and all other output to this file, which is rotated (XPU_TIMER_LOGGING_MAX_MB, XPU_TIMER_LOGGING_FILES)
+        #[arg(long, value_name = "FILE")]
+        log: Option<PathBuf>,
     },
     /// Lists, shows and fetches the incidents of a collector
     ///
@@ -101,9 +115,18 @@ fn seconds(text: &str) -> Result<Duration, String> {
 /// # Errors
 /// What [`node::run`] cannot do without. That one runs already is none.
 pub fn run(arguments: Arguments) -> anyhow::Result<()> {
+    let source = Source::process();
+    // Stacks and commands are not for everybody, whatever the user's umask says of other files.
+    umask(Mode::from_raw_mode(source.umask()));
+    let destination = match &arguments.command {
+        Role::Node { log: Some(log), .. } | Role::Cluster { log: Some(log), .. } => Destination::File(log),
+        Role::Node { log: None, .. } | Role::Cluster { log: None, .. } => Destination::Stderr,
+        Role::Incidents { .. } => Destination::Command,
+    };
+    let _last_lines = logging::start(&source, destination);
     match arguments.command {
-        Role::Node { linger, supervise, tied } => run_node(linger, supervise, tied),
-        Role::Cluster { listen } => {
+        Role::Node { linger, supervise, tied, .. } => run_node(linger, supervise, tied),
+        Role::Cluster { listen, .. } => {
             let (settings, problems) = cluster::config::Settings::from_process(listen).map_err(anyhow::Error::msg)?;
             for problem in problems {
                 warn!("{problem}");

@@ -47,6 +47,8 @@ pub struct Settings {
     pub webhook: Option<String>,
     /// Which incident folders are kept.
     pub keep: Keep,
+    /// Where the logs of hooks are.
+    pub logging_dir: PathBuf,
     /// The collector ends when nothing has been connected, and no command has lived under a launcher, for this long.
     pub linger: Option<Duration>,
 }
@@ -90,6 +92,7 @@ impl Settings {
             ca_file: source.path("XPU_TIMER_COLLECTOR_CA_FILE"),
             webhook: source.text("XPU_TIMER_WEBHOOK"),
             keep: Keep::new(source),
+            logging_dir: source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_default(),
             linger,
         }
     }

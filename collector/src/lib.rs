@@ -25,6 +25,7 @@ pub mod jobs;
 pub mod json;
 pub mod judging;
 pub mod launched;
+pub mod logging;
 pub mod member;
 pub mod metrics;
 pub mod monitor;

@@ -2,6 +2,7 @@
 
 use std::{
     os::fd::AsFd,
+    path::PathBuf,
     sync::{Arc, mpsc},
     time::{Duration, Instant},
 };
@@ -14,6 +15,7 @@ use tokio::{
     net::TcpListener,
     runtime::Runtime,
     signal::unix::{SignalKind, signal},
+    time::{MissedTickBehavior, interval},
 };
 use tracing::{error, info, warn};
 use xpu_timer_proto::socket;
@@ -27,6 +29,7 @@ use crate::{
     error::{Error, chain},
     http::{self, server::Server, watch::Limits},
     inbox::{Command, Inbox},
+    logging,
     process::Handle,
     registry::{ConnectionId, RankId},
     socket::Endpoint,
@@ -39,6 +42,8 @@ use crate::{
 pub const TICK: Duration = Duration::from_secs(1);
 /// At the end, dumps in work are hurried and then given this long.
 const LAST_WORK: Duration = Duration::from_secs(10);
+/// Between two looks at the logs of hooks.
+const LOGS: Duration = Duration::from_secs(60);
 
 /// A collector that was killed has given its ports back within this time.
 const TAKEN_APART: Duration = Duration::from_millis(500);
@@ -80,6 +85,8 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
     core.launched.find(&core.settings.socket);
     core.supervisor = supervised.as_ref().and_then(Supervised::pid);
     info!("listening on {} as pid {}", core.settings.socket.display(), std::process::id());
+    // The launcher looks for errors in the log once it is welcomed.
+    logging::flush();
     if let Some(supervised) = &supervised {
         supervised.up();
     }
@@ -111,10 +118,23 @@ fn end(runtime: Runtime) {
     runtime.shutdown_background();
 }
 
+/// Keeps the number of logs down that hooks have left. A disk that does not answer holds up this alone.
+async fn look_after_logs(folder: PathBuf) {
+    let mut turns = interval(LOGS);
+    turns.set_missed_tick_behavior(MissedTickBehavior::Delay);
+    loop {
+        turns.tick().await;
+        let folder = folder.clone();
+        // The next look comes when this one is over.
+        let _ = tokio::task::spawn_blocking(move || logging::remove_hook_logs(&folder)).await;
+    }
+}
+
 /// Opens the endpoints and watches for signals. An endpoint that cannot be opened is a problem, not the end: the dumps matter more.
 async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
+    tokio::spawn(look_after_logs(settings.logging_dir.clone()));
     let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
         problems.push(format!("{}; the control port answers its owner and root only", chain(&error)));
         None

@@ -27,6 +27,7 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
 
 /// Removes what is not to be kept of the incidents in one folder.
 fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
+    finish_removals(root);
     // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove.
     let ours: Vec<PathBuf> = records::folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
     // The parts of one incident go together: on a file system that many nodes share there are as many of them.
@@ -55,7 +56,7 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
             continue;
         }
         // Renamed first, so that nobody finds half a folder.
-        let grave = root.join(format!(".removed-{name}"));
+        let grave = root.join(format!("{GRAVE}{name}"));
         match fs::rename(folder, &grave).and_then(|()| fs::remove_dir_all(&grave)) {
             Ok(()) => {
                 info!("{} is removed: {}", folder.display(), if old { "it is old" } else { "there are newer ones" })
@@ -64,6 +65,21 @@ fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => warn!("{} cannot be removed: {error}", folder.display()),
         }
+    }
+}
+
+/// A folder that is being removed.
+const GRAVE: &str = ".removed-incident-";
+
+/// Goes on where a collector was killed, or its disk failed, in the middle of a folder.
+fn finish_removals(root: &Path) {
+    let entries = fs::read_dir(root).into_iter().flatten().flatten();
+    let is_grave = |entry: &fs::DirEntry| {
+        entry.file_name().to_string_lossy().starts_with(GRAVE) && entry.file_type().is_ok_and(|kind| kind.is_dir())
+    };
+    for entry in entries.filter(is_grave) {
+        // Another collector may be at it, and the next look comes for what stays.
+        let _ = fs::remove_dir_all(entry.path());
     }
 }
 
@@ -104,6 +120,19 @@ mod tests {
         assert_eq!(names(root.path()), ["incident-0-of-a-person", "incident-1", "incident-4", "incident-5"]);
         retire(root.path(), Keep { count: 0, ..keep }, &BTreeSet::new(), SystemTime::now());
         assert_eq!(names(root.path()).len(), 4, "zero is no limit");
+    }
+
+    #[test]
+    fn a_removal_that_was_cut_short_is_finished() {
+        let root = tempfile::tempdir().unwrap();
+        folder(root.path(), ".removed-incident-20261121T000000Z-00000001", &["00000-00001.stacktrace"]);
+        folder(root.path(), ".removed-by-a-person", &["verdict.json"]);
+        let linked = tempfile::tempdir().unwrap();
+        folder(linked.path(), "folder", &["precious"]);
+        std::os::unix::fs::symlink(linked.path().join("folder"), root.path().join(".removed-incident-2")).unwrap();
+        retire(root.path(), Keep { count: 0, age: Duration::ZERO }, &BTreeSet::new(), SystemTime::now());
+        assert_eq!(names(root.path()), [".removed-by-a-person", ".removed-incident-2"]);
+        assert!(linked.path().join("folder/precious").exists());
     }
 
     #[test]

@@ -36,27 +36,33 @@ pub fn private_directory(path: &Path) -> Result<(), Error> {
     Ok(())
 }
 
-/// Makes a folder and its parents, refusing every link on the way that neither this user nor root made.
+/// Makes a folder and its parents. Refuses every link on the way that neither this user nor root made, and what another user has put into
+/// a folder that everybody may write to: its owner could exchange what is written there. Folders that are there stay as they are.
 ///
 /// # Errors
-/// When such a link is there, or the folder cannot be made.
+/// When such a link or folder is there, or the folder cannot be made.
 pub fn create_directories(path: &Path) -> Result<(), Error> {
     let own = getuid().as_raw();
     let mut prefix = PathBuf::new();
+    let mut is_shared = false;
     for part in path.components() {
         prefix.push(part);
-        match fs::symlink_metadata(&prefix) {
-            Ok(status) if status.is_symlink() && ![0, own].contains(&status.uid()) => {
-                let problem = format!("is a link that user {} made; it is not followed", status.uid());
-                return Err(Error::Folder { path: prefix, problem });
-            }
-            Ok(_) => {}
-            Err(_) => match fs::create_dir(&prefix) {
-                // Another rank's collector, or another process, was faster.
+        if fs::symlink_metadata(&prefix).is_err() {
+            match fs::create_dir(&prefix) {
+                // Somebody was faster; who, is looked at below.
                 Err(error) if error.kind() == io::ErrorKind::AlreadyExists => {}
                 result => result.map_err(Error::path("create", &prefix))?,
-            },
+            }
         }
+        let status = fs::symlink_metadata(&prefix).map_err(Error::path("look at", &prefix))?;
+        if ![0, own].contains(&status.uid()) && (is_shared || status.is_symlink()) {
+            let problem = match status.is_symlink() {
+                true => format!("is a link that user {} made; it is not followed", status.uid()),
+                false => format!("belongs to user {}, in a folder that everybody may write to", status.uid()),
+            };
+            return Err(Error::Folder { path: prefix, problem });
+        }
+        is_shared = fs::metadata(&prefix).is_ok_and(|status| status.mode() & 0o002 != 0);
     }
     Ok(())
 }

@@ -1,6 +1,7 @@
-//! The small parent of a node collector. It has one thread and no state but the listening socket and its lock; the worker,
-//! a child that runs the same program, does everything else. When the worker dies, the supervisor starts another one; when
-//! the supervisor dies, the worker starts another supervisor. `kill -9` of either is survived; of both at once it is not.
+//! The small parent of a node collector. It has one thread (that of the log comes with its first line) and no state but the
+//! listening socket and its lock; the worker, a child that runs the same program, does everything else. When the worker
+//! dies, the supervisor starts another one; when the supervisor dies, the worker starts another supervisor. `kill -9` of
+//! either is survived; of both at once it is not.
 //!
 //! The supervisor is the one that listens. Connections wait in its backlog while no worker runs, and its pid, which hooks
 //! name to Yama, stays the same: a worker may look into whoever has named its parent.
@@ -33,7 +34,7 @@ use rustix::{
 };
 use tracing::{info, warn};
 
-use crate::{config::Settings, error::Error, process, socket::Endpoint};
+use crate::{config::Settings, error::Error, logging, process, socket::Endpoint};
 
 /// One end of the socket between a supervisor and its worker. Either process learns by it at once that the other is gone.
 #[derive(Debug)]
@@ -162,6 +163,9 @@ fn start(settings: &Settings, endpoint: &Endpoint, role: &[&str]) -> io::Result<
     // By this name the program is found also when its file has been replaced or removed.
     let mut command = Command::new("/proc/self/exe");
     command.arg0("xpu_timer_collector").arg("node").args(role);
+    if let Some(path) = logging::path() {
+        command.arg("--log").arg(path);
+    }
     if let Some(linger) = settings.linger {
         command.arg("--linger").arg(linger.as_secs_f64().to_string());
     }

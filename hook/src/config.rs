@@ -38,6 +38,8 @@ pub struct Config {
     pub socket: PathBuf,
     /// Where to log.
     pub log: PathBuf,
+    /// Its mode.
+    pub log_mode: u32,
     /// What gets events.
     pub bracket: Bracket,
     /// Load and do nothing.
@@ -109,6 +111,7 @@ impl Config {
             .path("XPU_TIMER_LOGGING_DIR")
             .unwrap_or_else(|| "/tmp".into())
             .join(format!("xpu_timer_hook.{}.log", std::process::id()));
+        let log_mode = source.file_mode();
         let hello = Hello {
             protocol: xpu_timer_proto::PROTOCOL_VERSION,
             ring_version: xpu_timer_proto::ring::VERSION,
@@ -125,7 +128,7 @@ impl Config {
         source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
-        Config { hang_timeout, socket, log, bracket, disabled, hello, problems }
+        Config { hang_timeout, socket, log, log_mode, bracket, disabled, hello, problems }
     }
 }
 

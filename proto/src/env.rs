@@ -46,6 +46,9 @@ variables! {
     XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";
     XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
     XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
+    XPU_TIMER_LOGGING_MAX_MB = "10", "megabytes after which the collector's log is renamed and a new one begun";
+    XPU_TIMER_LOGGING_FILES = "3", "how many logs of the collector are kept, with the one that it writes to";
+    XPU_TIMER_FILE_MODE = "600", "mode of the files that are written: incidents and logs; 640 lets the group read them, 644 everybody";
     XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL = "10", "seconds after which a published kernel metric is made anew";
     XPU_TIMER_LOCAL_UPDATE_INTERVAL = "1", "seconds between two looks at what the ranks have completed";
     XPU_TIMER_MM_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of matrix products look back";
@@ -57,7 +60,7 @@ variables! {
     XPU_TIMER_DEVICE_NAME = "", "device whose peak makes the levels of matrix products: P100, V100, A100, A800, H100, H800";
     XPU_TIMER_DISABLE = "0", "1: load and do nothing";
     XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890; unset: every node judges its own ranks";
-    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share";
+    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share; whoever sends it may use a node's control port too";
     XPU_TIMER_COLLECTOR_CA_FILE = "", "PEM file of the authority that a node trusts; default those of the system";
     XPU_TIMER_CLUSTER_LISTEN = "127.0.0.1:18890", "where the cluster collector listens; beyond loopback only with TLS and a token";
     XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
@@ -246,6 +249,42 @@ impl Source {
         .unwrap_or(false)
     }
 
+    /// Mode of the files that are written. Their owner may always read and write them, and nobody else may write.
+    #[must_use]
+    pub fn file_mode(&self) -> u32 {
+        let mode = |text: &str| u32::from_str_radix(text, 8).ok();
+        let allowed = |mode: &u32| mode & 0o600 == 0o600 && mode & !0o644 == 0;
+        self.parsed("XPU_TIMER_FILE_MODE", |text| mode(text).filter(allowed)).unwrap_or(0o600)
+    }
+
+    /// Mode of the folders that are made: whoever may read a file may look into its folder.
+    #[must_use]
+    pub fn folder_mode(&self) -> u32 {
+        let mode = self.file_mode();
+        mode | (mode & 0o444) >> 2
+    }
+
+    /// The umask of a program that writes such files.
+    #[must_use]
+    pub fn umask(&self) -> u32 {
+        0o777 & !self.folder_mode()
+    }
+
+    /// After how many bytes a log is renamed.
+    #[must_use]
+    pub fn log_bytes(&self) -> u64 {
+        let bytes =
+            |text: &str| Some((text.parse::<f64>().ok()? * 1e6).round()).filter(|bytes| (1e3..1e12).contains(bytes));
+        self.parsed("XPU_TIMER_LOGGING_MAX_MB", bytes).unwrap_or(1e7) as u64
+    }
+
+    /// How many logs are kept, with the one that is written to.
+    #[must_use]
+    pub fn log_files(&self) -> u32 {
+        self.parsed("XPU_TIMER_LOGGING_FILES", |text| text.parse().ok().filter(|files| (1..=100).contains(files)))
+            .unwrap_or(3)
+    }
+
     /// Parses a value, notes a [`Problem`] and takes the default when that fails.
     pub fn parsed<T>(&self, name: &str, parse: impl Fn(&str) -> Option<T>) -> Option<T> {
         let default = VARIABLES.iter().find(|variable| variable.name == name).map_or("", |variable| variable.default);
@@ -419,6 +458,21 @@ mod tests {
                 "XPU_TIMER_DISABLE=\"maybe\" cannot be used, using \"0\" instead",
             ]
         );
+    }
+
+    #[test]
+    fn files_are_their_owners_and_a_group_may_read_them_by_choice() {
+        for (text, file, folder, umask) in
+            [("", 0o600, 0o700, 0o077), ("640", 0o640, 0o750, 0o027), ("0644", 0o644, 0o755, 0o022)]
+        {
+            let source = Source::new(move |_| Some(text.to_string()), "");
+            assert_eq!((source.file_mode(), source.folder_mode(), source.umask()), (file, folder, umask), "{text}");
+        }
+        for text in ["666", "660", "400", "700", "rw", "8", "1600"] {
+            let source = source(&[("XPU_TIMER_FILE_MODE", text)], "");
+            assert_eq!(source.file_mode(), 0o600, "{text}");
+            assert_eq!(source.problems().len(), 1, "{text}");
+        }
     }
 
     #[test]

@@ -13,13 +13,14 @@ use crate::env::{Origin, Source};
 
 /// Settings that a collector has for all of its ranks. A job that wants others gets a collector of its own. What differs from
 /// rank to rank, such as timeouts, each rank says when it registers.
-const OF_COLLECTOR: [&str; 6] = [
+const OF_COLLECTOR: [&str; 7] = [
     "XPU_TIMER_COLLECTOR",
     "XPU_TIMER_COLLECTOR_TOKEN_FILE",
     "XPU_TIMER_COLLECTOR_CA_FILE",
     "XPU_TIMER_WEBHOOK",
     "XPU_TIMER_KEEP_INCIDENTS",
     "XPU_TIMER_KEEP_DAYS",
+    "XPU_TIMER_FILE_MODE",
 ];
 
 /// Largest packet on the socket, in bytes: the largest message is a Hello with a command of 4,096 bytes.

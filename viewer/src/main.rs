@@ -2,13 +2,16 @@
 #![forbid(unsafe_code)]
 
 use clap::Parser;
+use rustix::{fs::Mode, process::umask};
 use std::io::{self, IsTerminal, Write};
 use std::process::ExitCode;
-use xpu_timer_proto::printable;
+use xpu_timer_proto::{env::Source, printable};
 use xpu_timer_viewer::{Args, Screen, run};
 
 fn main() -> ExitCode {
     let mut args = Args::parse();
+    // Stacks are not for everybody, whatever the user's umask says of other files.
+    umask(Mode::from_raw_mode(Source::process().umask()));
     args.screen = screen();
     match run(&args, &mut io::stdout().lock(), &mut io::stderr().lock()) {
         Ok(()) => ExitCode::SUCCESS,

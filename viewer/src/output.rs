@@ -14,7 +14,7 @@ pub fn write_file(
     let mut file = tempfile::Builder::new()
         .prefix(&format!(".{name}."))
         .suffix(".tmp")
-        // As any other file: what the umask leaves of it. The default is for secrets.
+        // What the umask leaves of it, which is that of XPU_TIMER_FILE_MODE.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder)?;
     let mut writer = BufWriter::with_capacity(1 << 16, file.as_file_mut());

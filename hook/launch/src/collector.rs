@@ -2,11 +2,11 @@
 
 use std::{
     ffi::OsString,
-    fs::{File, OpenOptions},
+    fs::{DirBuilder, File, OpenOptions, Permissions},
     io::{self, Read, Seek, SeekFrom},
     os::{
         fd::{AsFd, AsRawFd, OwnedFd},
-        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt},
+        unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt, PermissionsExt},
     },
     path::{Path, PathBuf},
     time::{Duration, Instant},
@@ -15,6 +15,7 @@ use std::{
 use anyhow::{Context, Result, bail};
 use nix::{
     errno::Errno,
+    fcntl::{Flock, FlockArg},
     poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::socket::{
         AddressFamily, MsgFlags, SockFlag, SockType, UnixAddr, connect, getsockopt, recv, socket,
@@ -85,7 +86,11 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     let (log, log_path) = open_log(config);
     let mut spoken = log.try_clone();
     let before = log.metadata().map_or(0, |metadata| metadata.len());
-    let arguments = ["node", "--supervise", "--linger", &config.linger];
+    let mut arguments = vec!["node", "--supervise", "--linger", &config.linger];
+    if let Ok(path) = &log_path {
+        arguments.extend(["--log", path]);
+    }
+    let log_path = log_path.as_ref().unwrap_or_else(|why| why);
     let mut child = detach::spawn(&program, &arguments, changes, log)
         .with_context(|| format!("{} cannot be started", program.display()))?;
 
@@ -228,32 +233,34 @@ fn problems(mut log: File, before: u64) -> Option<String> {
     (!all.is_empty()).then(|| format!("the node collector works, but {}", all.join("; ")))
 }
 
-/// The collector's log and its name: where it is to be, else in this user's own folder (another user's may be there), else /dev/null.
-fn open_log(config: &Config) -> (File, String) {
+/// The collector's log and its name: where it is to be, else in this user's own folder (another user's may be there), else /dev/null and
+/// why.
+fn open_log(config: &Config) -> (File, Result<String, String>) {
+    let [mode, folder_mode] = config.modes;
     if let Some(folder) = config.log.parent() {
         // Why it cannot be made is what opening the file says.
-        let _ = std::fs::create_dir_all(folder);
+        let _ = DirBuilder::new().recursive(true).mode(folder_mode).create(folder);
     }
     let open = |path: &Path| {
-        let file = open_own(path)?;
+        let file = open_own(path, mode)?;
         if !config.append {
-            file.set_len(0)?;
+            empty(&file)?;
         }
-        Ok::<_, io::Error>((file, path.display().to_string()))
+        Ok::<_, io::Error>((file, Ok(path.display().to_string())))
     };
     open(&config.log)
         .or_else(|error| own_folder(config).and_then(|folder| open(&folder.join(LOG_FILE))).map_err(|_| error))
         .unwrap_or_else(|error| {
             let null = OpenOptions::new().write(true).open("/dev/null");
             let null = null.expect("a system without /dev/null runs no shell either");
-            (null, format!("none, because {}: {error}", config.log.display()))
+            (null, Err(format!("none, because {}: {error}", config.log.display())))
         })
 }
 
 /// The folder of the socket, made if need be, if nobody else can have put anything into it.
 fn own_folder(config: &Config) -> io::Result<PathBuf> {
     let folder = config.socket.parent().ok_or(io::ErrorKind::NotFound)?;
-    match std::fs::DirBuilder::new().mode(0o700).create(folder) {
+    match DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
     }
@@ -262,13 +269,26 @@ fn own_folder(config: &Config) -> io::Result<PathBuf> {
     if own { Ok(folder.to_path_buf()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut.
-fn open_own(path: &Path) -> io::Result<File> {
+/// Empties the log of the run before, unless the collector of another job writes to it.
+fn empty(file: &File) -> io::Result<()> {
+    // The lock is gone with the guard. The collector inherits this open file, and the lock would be its own.
+    match Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock) {
+        Ok(locked) => locked.set_len(0),
+        Err(_) => Ok(()),
+    }
+}
+
+/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut. It gets
+/// its mode whatever the umask, and also when it was there with another one.
+fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-    let file = OpenOptions::new().create(true).read(true).append(true).mode(0o644).custom_flags(flags).open(path)?;
+    let file = OpenOptions::new().create(true).read(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
+    }
+    if metadata.mode() & 0o777 != mode {
+        file.set_permissions(Permissions::from_mode(mode))?;
     }
     Ok(file)
 }
@@ -299,7 +319,7 @@ mod tests {
         std::os::unix::fs::symlink(&victim, &link).unwrap();
         let socket = folder.path().join("no/folder/1.sock");
         let (_, name) = open_log(&Config { log: link, socket, append: false, ..Config::read() });
-        assert!(name.starts_with("none"), "{name}");
+        assert!(name.unwrap_err().starts_with("none"));
         assert_eq!(std::fs::read_to_string(victim).unwrap(), "precious");
     }
 
@@ -324,10 +344,10 @@ mod tests {
         std::os::unix::fs::symlink("/dev/null", &log).unwrap();
         let socket = folder.path().join("xpu_timer-7/1.sock");
         let config = Config { log, socket: socket.clone(), append: false, ..Config::read() };
-        assert_eq!(open_log(&config).1, socket.with_file_name(LOG_FILE).display().to_string());
-        let everybodys = std::os::unix::fs::PermissionsExt::from_mode(0o777);
+        assert_eq!(open_log(&config).1, Ok(socket.with_file_name(LOG_FILE).display().to_string()));
+        let everybodys = PermissionsExt::from_mode(0o777);
         std::fs::set_permissions(socket.parent().unwrap(), everybodys).unwrap();
-        assert!(open_log(&config).1.starts_with("none"));
+        assert!(open_log(&config).1.unwrap_err().starts_with("none"));
     }
 
     #[test]
@@ -345,7 +365,13 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let log = folder.path().join("a/b/xpu_timer_collector.log");
         let (_, name) = open_log(&Config { log: log.clone(), append: false, ..Config::read() });
-        assert_eq!(name, log.display().to_string());
+        assert_eq!(name, Ok(log.display().to_string()));
+        let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
+        assert_eq!((mode(&log), mode(log.parent().unwrap())), (0o600, 0o700));
+        // What an earlier version has left.
+        std::fs::set_permissions(&log, Permissions::from_mode(0o644)).unwrap();
+        open_log(&Config { log: log.clone(), append: true, ..Config::read() }).1.unwrap();
+        assert_eq!(mode(&log), 0o600);
     }
 
     #[test]
@@ -360,6 +386,11 @@ mod tests {
         };
         assert_eq!(write(false), "x");
         assert_eq!(write(true), "xx");
+        assert_eq!(write(false), "x");
+        // The collector of another job writes to it.
+        let other = Flock::lock(File::open(&log).unwrap(), FlockArg::LockSharedNonblock).unwrap();
+        assert_eq!(write(false), "xx");
+        drop(other);
         assert_eq!(write(false), "x");
     }
 }

@@ -50,6 +50,8 @@ pub struct Config {
     pub timeline: [PathBuf; 2],
     /// Keep the log of the run before.
     pub append: bool,
+    /// Modes of files and folders that are made.
+    pub modes: [u32; 2],
     /// Seconds after which an unused collector ends.
     pub linger: String,
     /// Folder of the launcher's own executable.
@@ -89,6 +91,7 @@ impl Config {
                 place.directory.join("timeline"),
             ],
             append: source.flag("XPU_TIMER_LOGGING_APPEND"),
+            modes: [source.file_mode(), source.folder_mode()],
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
             beside: std::env::current_exe().ok().and_then(|exe| exe.parent().map(PathBuf::from)),
             changed: made_absolute(source).chain(needed_at_load(source)).collect(),

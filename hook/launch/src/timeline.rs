@@ -2,13 +2,14 @@
 
 use std::{
     fs,
+    os::unix::fs::MetadataExt,
     path::{Path, PathBuf},
 };
 
 use nix::{
     errno::Errno,
     sys::statvfs::statvfs,
-    unistd::{AccessFlags, access},
+    unistd::{AccessFlags, access, geteuid},
 };
 use xpu_timer_proto::text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened};
 
@@ -37,6 +38,9 @@ fn problem(folder: &Path) -> Option<Errno> {
     if !fs::metadata(there).is_ok_and(|metadata| metadata.is_dir()) {
         return Some(Errno::ENOTDIR);
     }
+    if there.ancestors().any(is_trap) {
+        return Some(Errno::EPERM);
+    }
     if let Err(error) = access(there, AccessFlags::W_OK | AccessFlags::X_OK) {
         return Some(error);
     }
@@ -46,9 +50,43 @@ fn problem(folder: &Path) -> Option<Errno> {
     (is_full || space.files() > 0 && space.files_available() == 0).then_some(Errno::ENOSPC)
 }
 
+/// Whether another user has made this link, or this folder in one that everybody may write to: its owner could exchange what is
+/// written there, and the collector does not use it.
+fn is_trap(path: &Path) -> bool {
+    let Ok(status) = fs::symlink_metadata(path) else { return false };
+    let is_shared = |parent: &Path| fs::metadata(parent).is_ok_and(|status| status.mode() & 0o002 != 0);
+    ![0, geteuid().as_raw()].contains(&status.uid()) && (status.is_symlink() || path.parent().is_some_and(is_shared))
+}
+
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{PermissionsExt, chown, lchown, symlink};
+
     use super::*;
+
+    #[test]
+    fn a_folder_that_another_user_has_prepared_is_not_used() {
+        if !geteuid().is_root() {
+            eprintln!("SKIPPED only root can play another user");
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        let (shared, link) = (folder.path().join("shared"), folder.path().join("link"));
+        let theirs = shared.join("theirs");
+        fs::create_dir_all(theirs.join("below")).unwrap();
+        fs::set_permissions(&shared, fs::Permissions::from_mode(0o1777)).unwrap();
+        symlink(&shared, &link).unwrap();
+        let of = |path: &Path| remark(&[path.into(), "/other/timeline".into()]).unwrap_or_default();
+        assert_eq!((of(&theirs.join("below/timeline")), of(&link.join("timeline"))), Default::default());
+        chown(&theirs, Some(12345), None).unwrap();
+        lchown(&link, Some(12345), None).unwrap();
+        for path in [theirs.clone(), theirs.join("timeline"), theirs.join("below/timeline"), link.join("timeline")] {
+            assert!(of(&path).contains("(Operation not permitted)"), "{}: {}", path.display(), of(&path));
+        }
+        // A folder of theirs where not everybody may write was made by somebody who may.
+        fs::set_permissions(&shared, fs::Permissions::from_mode(0o755)).unwrap();
+        assert_eq!(of(&theirs), "");
+    }
 
     #[test]
     fn a_folder_to_be_made_is_fine_and_one_below_a_file_is_not() {

@@ -1,22 +1,37 @@
 //! The hook's log: one line for each thing that is wrong, and no file when nothing is.
 
-use std::{fs::OpenOptions, io::Write, os::unix::fs::OpenOptionsExt, path::PathBuf};
+use std::{
+    fs::{File, OpenOptions, Permissions},
+    io::{self, Write},
+    os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt},
+    path::PathBuf,
+};
 
 use xpu_timer_proto::printable;
 
 /// More lines than this help nobody.
 const MOST_LINES: u32 = 200;
 
+/// A longer line says nothing more.
+const MOST_BYTES: usize = 4096;
+
+/// A file that has grown to this size is left alone.
+const MOST_FILE_BYTES: u64 = 2_000_000;
+
 /// A log file that is opened when there is something to say, and closed again: a descriptor is not kept in a foreign process.
 pub struct Log {
     path: PathBuf,
+    mode: u32,
+    owner: u32,
     lines: u32,
 }
 
 impl Log {
-    /// A log at `path`.
-    pub fn new(path: PathBuf) -> Self {
-        Log { path, lines: 0 }
+    /// A log at `path` of this mode.
+    pub fn new(path: PathBuf, mode: u32) -> Self {
+        // SAFETY: geteuid takes nothing and cannot fail.
+        let owner = unsafe { libc::geteuid() };
+        Log { path, mode, owner, lines: 0 }
     }
 
     /// Appends a line. Where the file cannot be written there is no log.
@@ -26,11 +41,75 @@ impl Log {
             return;
         }
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
+        let text = &text[..text.floor_char_boundary(MOST_BYTES)];
         let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
-        // The folder may be /tmp, where a link of somebody else's could wait under this name.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
-        if let Ok(mut file) = OpenOptions::new().create(true).append(true).custom_flags(flags).open(&self.path) {
+        if let Ok(mut file) = self.open() {
             let _ = file.write_all(line.as_bytes());
         }
+    }
+
+    /// The file, when it is this user's own and not as long already as what earlier processes of this id may have left.
+    fn open(&self) -> io::Result<File> {
+        // The folder may be /tmp, where a link or a file of somebody else's could wait under this name.
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let file = OpenOptions::new().create(true).append(true).mode(self.mode).custom_flags(flags).open(&self.path)?;
+        let status = file.metadata()?;
+        if !status.is_file() || status.uid() != self.owner || status.len() > MOST_FILE_BYTES {
+            return Err(io::ErrorKind::PermissionDenied.into());
+        }
+        if status.mode() & 0o777 != self.mode {
+            // The umask has taken from it what the group is to have, or it was there with another mode.
+            file.set_permissions(Permissions::from_mode(self.mode))?;
+        }
+        Ok(file)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::{fs, os::unix::fs::chown, path::Path};
+
+    use super::*;
+
+    fn log(path: &Path, mode: u32) -> Log {
+        Log::new(path.into(), mode)
+    }
+
+    #[test]
+    fn it_has_its_mode_and_ends_somewhere() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("log");
+        for mode in [0o600, 0o644, 0o640] {
+            log(&path, mode).say("something");
+            assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
+        }
+        let mut talkative = log(&path, 0o600);
+        let long = "\u{e4}".repeat(MOST_BYTES);
+        (0..2 * MOST_LINES).for_each(|_| talkative.say(&long));
+        let text = fs::read_to_string(&path).unwrap();
+        assert_eq!(text.lines().count(), 3 + MOST_LINES as usize);
+        assert!(text.lines().all(|line| line.len() < MOST_BYTES + 50));
+        // Earlier processes of this id.
+        File::options().write(true).open(&path).unwrap().set_len(MOST_FILE_BYTES + 1).unwrap();
+        log(&path, 0o600).say("one more");
+        assert_eq!(fs::metadata(&path).unwrap().len(), MOST_FILE_BYTES + 1);
+    }
+
+    #[test]
+    fn what_others_have_put_there_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let (path, link) = (folder.path().join("log"), folder.path().join("link"));
+        fs::write(&path, "precious").unwrap();
+        std::os::unix::fs::symlink(&path, &link).unwrap();
+        log(&link, 0o600).say("something");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
+        // SAFETY: geteuid takes nothing and cannot fail.
+        if unsafe { libc::geteuid() } != 0 {
+            eprintln!("SKIPPED the file of another user: only root can make one");
+            return;
+        }
+        chown(&path, Some(12345), None).unwrap();
+        log(&path, 0o600).say("something");
+        assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     }
 }

@@ -91,7 +91,7 @@ impl Watcher {
             connection: Connection::new(config.socket.clone()),
             clock: Clock::default(),
             pace: Pace::default(),
-            log: Log::new(config.log.clone()),
+            log: Log::new(config.log.clone(), config.log_mode),
             learned: false,
             signalled: None,
             panics: 0,

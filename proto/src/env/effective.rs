@@ -42,6 +42,9 @@ enum Kind {
     Levels,
     Port,
     Choice(&'static [&'static str]),
+    FileMode,
+    LogBytes,
+    LogFiles,
 }
 
 fn kind(name: &str) -> Kind {
@@ -62,6 +65,9 @@ fn kind(name: &str) -> Kind {
             Kind::Number
         }
         "XPU_TIMER_BASEPORT" | "XPU_TIMER_PORT" => Kind::Port,
+        "XPU_TIMER_FILE_MODE" => Kind::FileMode,
+        "XPU_TIMER_LOGGING_MAX_MB" => Kind::LogBytes,
+        "XPU_TIMER_LOGGING_FILES" => Kind::LogFiles,
         "XPU_TIMER_BRACKET" => Kind::Choice(&["collectives", "matmuls", "all", "none"]),
         "XPU_TIMER_INLINE" => Kind::Choice(&["off", "0", "auto", "all"]),
         _ => Kind::Text,
@@ -105,6 +111,9 @@ impl Source {
             Kind::Levels => _ = self.levels(name),
             Kind::Port if name == "XPU_TIMER_BASEPORT" => _ = self.base_port(),
             Kind::Port => _ = self.metrics_port(),
+            Kind::FileMode => _ = self.file_mode(),
+            Kind::LogBytes => _ = self.log_bytes(),
+            Kind::LogFiles => _ = self.log_files(),
             Kind::Choice(words) => _ = self.parsed(name, |text| words.contains(&text).then_some(())),
         }
     }
@@ -169,6 +178,9 @@ mod tests {
                 Kind::Levels => &["many", "-1", "1.5", "0", "5000"],
                 Kind::Port => &["http", "-1", "70000", "0"],
                 Kind::Choice(_) => &["sometimes", "All of them"],
+                Kind::FileMode => &["rw", "660", "666", "400", "8"],
+                Kind::LogBytes => &["many", "-1", "0", "nan"],
+                Kind::LogFiles => &["many", "-1", "0", "1.5", "1000"],
             };
             for value in bad {
                 let source = Source::new(move |name| (name == variable.name).then(|| (*value).to_string()), "");

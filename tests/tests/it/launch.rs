@@ -210,7 +210,8 @@ fn a_collector_is_started_detached() {
     assert_eq!(output.code(), 0);
     let log = fs::read_to_string(place.path("xpu_timer_collector.log")).unwrap();
     let lines: Vec<&str> = log.lines().collect();
-    assert_eq!(lines[0], "node --supervise --linger 77");
+    let given = format!("node --supervise --linger 77 --log {}", place.path("xpu_timer_collector.log").display());
+    assert_eq!(lines[0], given);
     let words: Vec<&str> = lines[1].split(' ').collect();
     assert_ne!(words[1], words[3], "no session leader, so it can get no terminal: {log}");
     // Standard input and output, and what the shell itself opened to read its script.

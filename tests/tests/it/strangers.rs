@@ -5,9 +5,18 @@ use std::{
     fs,
     io::{Read, Write},
     net::{Ipv4Addr, TcpStream},
+    os::unix::fs::{PermissionsExt, chown},
+    path::Path,
     process::Command,
+    time::Instant,
 };
 
+use nix::{
+    fcntl::{FcntlArg, OFlag, fcntl},
+    sys::signal::{Signal, kill},
+    unistd::Pid,
+};
+use serde_json::Value;
 use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, http, skip, wait_until};
 
 use crate::collector::fake::{FakeHook, collector, metrics};
@@ -224,4 +233,135 @@ fn a_large_file_goes_to_a_slow_reader_without_being_in_memory() {
         }
     }
     assert!(left > BYTES, "{left} of {BYTES} bytes and the headers");
+}
+
+/// Everything below a folder whose mode is not the one for its kind.
+fn wrong_modes(path: &Path, file: u32, folder: u32) -> Vec<String> {
+    let mut wrong = Vec::new();
+    let status = fs::symlink_metadata(path).unwrap();
+    if status.is_symlink() {
+        return wrong;
+    }
+    let wanted = if status.is_dir() { folder } else { file };
+    if status.permissions().mode() & 0o777 != wanted {
+        wrong.push(format!("{} has mode {:o}", path.display(), status.permissions().mode() & 0o777));
+    }
+    if status.is_dir() {
+        for entry in fs::read_dir(path).unwrap() {
+            wrong.extend(wrong_modes(&entry.unwrap().path(), file, folder));
+        }
+    }
+    wrong
+}
+
+#[test]
+fn what_is_written_is_its_owners_whatever_the_umask_and_the_groups_by_choice() {
+    for (umask, choice, file, folder) in
+        [("000", "", 0o600, 0o700), ("277", "", 0o600, 0o700), ("077", "640", 0o640, 0o750)]
+    {
+        let job = Job::new().with("XPU_TIMER_FILE_MODE", choice);
+        let timeline = job.dir.join("timeline");
+        fs::set_permissions(&timeline, fs::Permissions::from_mode(0o755)).unwrap();
+        let made = timeline.join("made/here");
+        let mut command = job.command("sh");
+        let program = artifacts().bin("xpu_timer_collector").display().to_string();
+        command.args(["-c", &format!("umask {umask} && exec \"$0\" node")]).arg(&program);
+        let collector = Process::spawn(&mut command);
+        wait_until(PATIENCE, "the collector listens", || collector.stderr().contains("listening on"));
+        let mut hook = FakeHook::start(&job, "modes", 0, 1);
+        hook.hello.timeline_path = made.display().to_string();
+        hook.hello.sample_interval_ms = 1;
+        hook.join(&job);
+        hook.hang(1);
+        wait_until(PATIENCE, "the folder is finished", || made.join("latest/report.html").exists());
+        assert_eq!(wrong_modes(&timeline.join("made"), file, folder), [""; 0], "umask {umask}, mode {choice:?}");
+        let mode = fs::metadata(&timeline).unwrap().permissions().mode() & 0o777;
+        assert_eq!(mode, 0o755, "a folder that was there stays as it is");
+    }
+}
+
+#[test]
+fn a_timeline_folder_that_another_user_put_into_a_shared_one_is_not_used() {
+    if !nix::unistd::getuid().is_root() {
+        return skip("only root can play another user");
+    }
+    let job = Job::new();
+    let shared = job.dir.join("tmp");
+    let squatted = shared.join("timeline");
+    fs::create_dir_all(&squatted).unwrap();
+    fs::set_permissions(&shared, fs::Permissions::from_mode(0o1777)).unwrap();
+    fs::set_permissions(&squatted, fs::Permissions::from_mode(0o777)).unwrap();
+    chown(&squatted, Some(STRANGER), None).unwrap();
+    let _collector = collector(&job, &[]);
+    let mut hook = FakeHook::start(&job, "squat", 0, 1);
+    hook.hello.timeline_path = squatted.display().to_string();
+    hook.hello.sample_interval_ms = 1;
+    hook.join(&job);
+    hook.hang(1);
+    let mut errors = Value::Null;
+    wait_until(PATIENCE, "the incident is dumped", || {
+        let status = job.status().unwrap_or_default();
+        errors = status["incidents"][0]["errors"].clone();
+        status["incidents"][0]["state"] == "dumped"
+    });
+    assert!(errors.to_string().contains(&format!("user {STRANGER}")), "{errors}");
+    assert_eq!(fs::read_dir(&squatted).unwrap().count(), 0, "nothing is written there");
+}
+
+#[test]
+fn logs_are_capped_whatever_happens_and_belong_to_their_owner() {
+    let job = Job::new().with("XPU_TIMER_LOGGING_MAX_MB", "0.02").with("XPU_TIMER_LOGGING_FILES", "3");
+    let job = job.with("XPU_TIMER_LOG", "debug");
+    let logs = job.dir.join("log");
+    // Logs of hooks whose processes have ended long ago, and the one of a process that lives.
+    for pid in 0..150 {
+        fs::write(logs.join(format!("xpu_timer_hook.{}.log", 4_194_304 + 1000 + pid)), "x").unwrap();
+    }
+    let own = logs.join(format!("xpu_timer_hook.{}.log", std::process::id()));
+    fs::write(&own, "x").unwrap();
+    let output = Process::spawn(job.launch("true").arg("x")).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{output:?}");
+    let log = logs.join("xpu_timer_collector.log");
+    let begun = Instant::now();
+    // Each of these writes some lines.
+    while !logs.join("xpu_timer_collector.log.2").exists() {
+        assert!(begun.elapsed() < PATIENCE, "{:?}", fs::read_dir(&logs).unwrap().collect::<Vec<_>>());
+        let mut hook = FakeHook::start(&job, &format!("rank{}", "x".repeat(200)), 0, 1);
+        hook.join(&job);
+        drop(hook);
+    }
+    wait_until(PATIENCE, "old logs of hooks go", || fs::read_dir(&logs).unwrap().count() < 110);
+    assert!(own.exists());
+    for entry in fs::read_dir(&logs).unwrap() {
+        let path = entry.unwrap().path();
+        let status = fs::metadata(&path).unwrap();
+        assert!(status.len() <= 21_000, "{}: {} bytes", path.display(), status.len());
+        if path.display().to_string().contains("collector") {
+            assert_eq!(status.permissions().mode() & 0o777, 0o600, "{}", path.display());
+        }
+    }
+    assert!(!logs.join("xpu_timer_collector.log.3").exists() && log.exists());
+}
+
+#[test]
+fn a_log_that_nobody_reads_holds_up_neither_ranks_nor_incidents_nor_the_end() {
+    let job = Job::new();
+    let (reader, mut writer) = std::io::pipe().unwrap();
+    // Full before it begins: each line would wait for ever.
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::O_NONBLOCK)).unwrap();
+    while writer.write(&[b' '; 4096]).is_ok() {}
+    while writer.write(b" ").is_ok() {}
+    fcntl(&writer, FcntlArg::F_SETFL(OFlag::empty())).unwrap();
+    let mut command = job.command(artifacts().bin("xpu_timer_collector"));
+    let mut collector = command.arg("node").stderr(writer).spawn().unwrap();
+    // Its end of the pipe.
+    drop(command);
+    wait_until(PATIENCE, "the collector answers", || job.status().is_ok());
+    let mut hook = FakeHook::connected(&job, "unread", 0, 1);
+    hook.hang(1);
+    let incident = job.wait_incident(1, PATIENCE);
+    assert_eq!(incident.verdict["errors"], serde_json::json!([]));
+    kill(Pid::from_raw(collector.id() as i32), Signal::SIGTERM).unwrap();
+    wait_until(PATIENCE, "the collector ends", || collector.try_wait().unwrap().is_some());
+    drop(reader);
 }

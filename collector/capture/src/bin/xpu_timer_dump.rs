@@ -2,9 +2,11 @@
 use std::process::ExitCode;
 
 use clap::Parser;
-use xpu_timer_proto::printable;
+use xpu_timer_proto::{env::Source, printable};
 
 fn main() -> ExitCode {
+    // Stacks are not for everybody, whatever the user's umask says of other files.
+    nix::sys::stat::umask(nix::sys::stat::Mode::from_bits_truncate(Source::process().umask()));
     match xpu_timer_capture::dump::run(&xpu_timer_capture::dump::Arguments::parse()) {
         Ok(code) => code,
         Err(error) => {
