@@ -34,6 +34,41 @@ pub fn now_ns(thread: &ThreadState) -> u64 {
     now
 }
 
+/// When the watcher turned last; 0 while none does.
+static TURNED: Turned = Turned(AtomicU64::new(0));
+
+/// On a cache line, and a pair of them, of its own: every launch reads it.
+#[repr(align(128))]
+struct Turned(AtomicU64);
+
+/// The watcher has turned.
+pub fn turned(now_ns: u64) {
+    TURNED.0.store(now_ns, Ordering::Relaxed);
+}
+
+/// So many launches a reading of the clock holds at most, also when the watcher does not turn.
+const LAUNCHES: u64 = 32;
+
+/// The time of a launch, exact to a turn of the watcher, without a reading of the clock in most launches. Later launches of a thread have
+/// later times, a nanosecond each.
+#[inline(always)]
+pub fn launch_ns(thread: &ThreadState) -> u64 {
+    let (now, turned) = (thread.launch_ns.get() + 1, TURNED.0.load(Ordering::Relaxed));
+    if now % LAUNCHES == 0 || turned != thread.turned_ns.get() || turned == 0 {
+        return read_launch_ns(thread, now, turned);
+    }
+    thread.launch_ns.set(now);
+    now
+}
+
+#[cold]
+fn read_launch_ns(thread: &ThreadState, least: u64, turned: u64) -> u64 {
+    let now = sys::coarse_now_ns().max(least);
+    thread.turned_ns.set(turned);
+    thread.launch_ns.set(now);
+    now
+}
+
 /// The clock, and the counter just after it, unless the thread was interrupted between the two.
 fn reading() -> (u64, Option<u64>) {
     let before = sys::counter();
@@ -100,6 +135,29 @@ mod tests {
             from_counter += usize::from(base != 0 && base == thread.clock_counter.get());
         }
         assert!(from_counter > 900_000, "{from_counter} of a million without the clock");
+    }
+
+    #[test]
+    fn launches_have_the_time_of_the_clock_and_their_order() {
+        let thread = thread_state::current();
+        let mut last = 0;
+        for step in 0..10_000 {
+            // The watcher turns now and then, and not at all in between.
+            if step % 1000 == 0 {
+                turned(sys::now_ns() * (step % 3));
+            }
+            let now = launch_ns(thread);
+            let clock = sys::now_ns();
+            assert!(now > last && now <= clock + 1000, "{last} {now} {clock}");
+            last = now;
+        }
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let before = sys::coarse_now_ns();
+        turned(before);
+        assert!(launch_ns(thread) >= before);
+        std::thread::sleep(std::time::Duration::from_millis(20));
+        let before = sys::coarse_now_ns();
+        assert!((0..=LAUNCHES).any(|_| launch_ns(thread) >= before), "the watcher stands still");
     }
 
     #[test]

@@ -28,6 +28,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    apart,
     config::{Config, LOG_FILE},
     detach,
 };
@@ -197,7 +198,9 @@ pub fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
         // The collector is started in the root folder.
-        return std::path::absolute(daemon).with_context(|| format!("XPU_TIMER_DAEMON_PATH={}", daemon.display()));
+        let named = || format!("XPU_TIMER_DAEMON_PATH={}", daemon.display());
+        apart::answers(daemon).with_context(named)?;
+        return std::path::absolute(daemon).with_context(named);
     }
     let beside = config.beside.as_ref().map(|folder| folder.join(FILE));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -230,7 +233,8 @@ fn problems(mut log: File, before: u64) -> Option<String> {
 
 /// The collector's log and its name: where it is to be, else in this user's own folder (another user's may be there), else /dev/null.
 fn open_log(config: &Config) -> (File, String) {
-    if let Some(folder) = config.log.parent() {
+    let answers = apart::answers(&config.log);
+    if let Some(folder) = config.log.parent().filter(|_| answers.is_ok()) {
         // Why it cannot be made is what opening the file says.
         let _ = std::fs::create_dir_all(folder);
     }
@@ -241,7 +245,8 @@ fn open_log(config: &Config) -> (File, String) {
         }
         Ok::<_, io::Error>((file, path.display().to_string()))
     };
-    open(&config.log)
+    answers
+        .and_then(|()| open(&config.log))
         .or_else(|error| own_folder(config).and_then(|folder| open(&folder.join(LOG_FILE))).map_err(|_| error))
         .unwrap_or_else(|error| {
             let null = OpenOptions::new().write(true).open("/dev/null");
