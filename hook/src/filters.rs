@@ -39,10 +39,18 @@ pub fn watcher_may_call() -> bool {
     told() & filtered::WATCHER == 0
 }
 
-/// Whether any filter was seen. For the clock, which must not ask the ring.
+/// Whether the calling thread may read the exact clock, which is a system call on machines whose time does not come from the
+/// processor's counter. The coarse clock never is one. Asks this process's memory alone, because the ring takes its times here.
 #[inline(always)]
-pub fn any_seen() -> bool {
-    SEEN.load(Ordering::Relaxed) != 0
+pub fn may_read_clock() -> bool {
+    let seen = SEEN.load(Ordering::Relaxed);
+    seen == 0 || is_watchers_own(seen)
+}
+
+/// Whether only the program's threads are under these filters, and the calling thread is the watcher.
+#[cold]
+fn is_watchers_own(seen: u32) -> bool {
+    seen & filtered::WATCHER == 0 && thread_state::current().is_watcher.get()
 }
 
 /// What this process has seen and what the collector has said, which stays true: no filter is ever taken away.

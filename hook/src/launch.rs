@@ -15,8 +15,8 @@ use crate::{
     config::Bracket,
     graphs,
     hooked::After,
-    pace,
     recorder::{Begin, Recorder},
+    sys,
     thread_state::{self, IN_BLAS, IN_COLLECTIVES, ThreadState},
 };
 
@@ -36,7 +36,7 @@ pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: us
     let thread = thread_state::current();
     thread.seen_by_driver.set(true);
     if inside & IN_COLLECTIVES != 0 {
-        recorder.on_stream(thread, stream, kernel(what), pace::launch_ns(thread));
+        recorder.on_stream(thread, stream, kernel(what), sys::coarse_now_ns());
         bracket::runs(recorder, stream, kernel(what));
         return None;
     }
@@ -61,8 +61,8 @@ impl After for ByRuntime {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
             // The host stub is not a function of the driver: it has no name to ask for, so its handle is not kept.
+            let now = sys::coarse_now_ns();
             let thread = thread_state::current();
-            let now = pace::launch_ns(thread);
             let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
             recorder.launched(thread, counter, now);
             recorder.on_stream(thread, self.stream, 0, now);
@@ -79,7 +79,7 @@ fn kernel(what: What) -> u64 {
 
 #[inline(always)]
 fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: What, stream: usize) -> Option<Open> {
-    let now = pace::launch_ns(thread);
+    let now = sys::coarse_now_ns();
     recorder.on_stream(thread, stream, kernel(what), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
     match what {

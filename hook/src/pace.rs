@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{sys, thread_state::ThreadState};
+use crate::{filters, sys, thread_state::ThreadState};
 
 /// Nanoseconds of 2^32 steps of the counter; 0 as long as it is not known.
 static PACE: AtomicU64 = AtomicU64::new(0);
@@ -27,6 +27,9 @@ pub fn now_ns(thread: &ThreadState) -> u64 {
     if passed < STEPS && pace != 0 {
         return thread.clock_ns.get() + ((passed * pace) >> 32);
     }
+    if !filters::may_read_clock() {
+        return without_clock(thread, pace, passed);
+    }
     let (now, counter) = reading();
     thread.clock_ns.set(now);
     // Nothing is near 0, so the next reading is one of the clock.
@@ -34,39 +37,24 @@ pub fn now_ns(thread: &ThreadState) -> u64 {
     now
 }
 
-/// When the watcher turned last; 0 while none does.
-static TURNED: Turned = Turned(AtomicU64::new(0));
+/// The coarse clock is behind the exact one by a tick of the kernel, which takes 1 to 10 ms.
+const TICK_NS: u64 = 10_000_000;
 
-/// On a cache line, and a pair of them, of its own: every launch reads it.
-#[repr(align(128))]
-struct Turned(AtomicU64);
-
-/// The watcher has turned.
-pub fn turned(now_ns: u64) {
-    TURNED.0.store(now_ns, Ordering::Relaxed);
-}
-
-/// So many launches a reading of the clock holds at most, also when the watcher does not turn.
-const LAUNCHES: u64 = 32;
-
-/// The time of a launch, exact to a turn of the watcher, without a reading of the clock in most launches. Later launches of a thread have
-/// later times, a nanosecond each.
-#[inline(always)]
-pub fn launch_ns(thread: &ThreadState) -> u64 {
-    let (now, turned) = (thread.launch_ns.get() + 1, TURNED.0.load(Ordering::Relaxed));
-    if now % LAUNCHES == 0 || turned != thread.turned_ns.get() || turned == 0 {
-        return read_launch_ns(thread, now, turned);
-    }
-    thread.launch_ns.set(now);
-    now
-}
-
+/// Under a filter of system calls: the counter goes on from the last reading, between the bounds that the coarse clock gives.
 #[cold]
-fn read_launch_ns(thread: &ThreadState, least: u64, turned: u64) -> u64 {
-    let now = sys::coarse_now_ns().max(least);
-    thread.turned_ns.set(turned);
-    thread.launch_ns.set(now);
+fn without_clock(thread: &ThreadState, pace: u64, passed: u64) -> u64 {
+    let is_known = pace != 0 && thread.clock_counter.get() != 0;
+    let now = carried_on(thread.clock_ns.get(), is_known.then_some((pace, passed)), sys::coarse_now_ns());
+    thread.clock_ns.set(now);
+    thread.clock_counter.set(sys::counter());
     now
+}
+
+/// The time so many steps after `last`, and never before a time that the thread was answered since then.
+fn carried_on(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
+    let Some((pace, passed)) = since else { return last.max(coarse) };
+    let after = |steps: u64| last.saturating_add(((u128::from(steps) * u128::from(pace)) >> 32) as u64);
+    after(passed).clamp(coarse, coarse + TICK_NS).max(after(STEPS.min(passed)))
 }
 
 /// The clock, and the counter just after it, unless the thread was interrupted between the two.
@@ -86,6 +74,9 @@ pub struct Pace {
 impl Pace {
     /// To be called every so often, by one thread.
     pub fn measure(&mut self) {
+        if !filters::may_read_clock() {
+            return;
+        }
         let (now, Some(counter)) = reading() else { return };
         let Some((ns, steps)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
         else {
@@ -138,26 +129,17 @@ mod tests {
     }
 
     #[test]
-    fn launches_have_the_time_of_the_clock_and_their_order() {
-        let thread = thread_state::current();
-        let mut last = 0;
-        for step in 0..10_000 {
-            // The watcher turns now and then, and not at all in between.
-            if step % 1000 == 0 {
-                turned(sys::now_ns() * (step % 3));
-            }
-            let now = launch_ns(thread);
-            let clock = sys::now_ns();
-            assert!(now > last && now <= clock + 1000, "{last} {now} {clock}");
-            last = now;
-        }
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        let before = sys::coarse_now_ns();
-        turned(before);
-        assert!(launch_ns(thread) >= before);
-        std::thread::sleep(std::time::Duration::from_millis(20));
-        let before = sys::coarse_now_ns();
-        assert!((0..=LAUNCHES).any(|_| launch_ns(thread) >= before), "the watcher stands still");
+    fn without_the_clock_the_counter_goes_on_within_a_tick_and_never_back() {
+        const HALF: u64 = 1 << 31;
+        let last = 1_000_000_000;
+        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
+        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last + 5_000_000), last + 5_000_000, "behind the clock");
+        let passed = 100 * TICK_NS;
+        assert_eq!(carried_on(last, Some((HALF, passed)), last), last + TICK_NS, "ahead of it");
+        let answered = (STEPS * HALF) >> 32;
+        assert_eq!(carried_on(last, Some((HALF, passed)), last - 2 * TICK_NS), last + answered, "and never back");
+        assert_eq!(carried_on(last, None, last - 1), last);
+        assert_eq!(carried_on(last, None, last + 1), last + 1);
     }
 
     #[test]

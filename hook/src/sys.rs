@@ -16,8 +16,7 @@ const FIRST_DESCRIPTOR: c_int = 200;
 /// CLOCK_MONOTONIC in nanoseconds.
 #[inline]
 pub fn now_ns() -> u64 {
-    // On some machines the exact clock is a system call, which a filter may forbid; this one never is.
-    clock_ns(if filters::any_seen() { libc::CLOCK_MONOTONIC_COARSE } else { libc::CLOCK_MONOTONIC })
+    clock_ns(if filters::may_read_clock() { libc::CLOCK_MONOTONIC } else { libc::CLOCK_MONOTONIC_COARSE })
 }
 
 /// The same clock as of the last timer tick, a few milliseconds old and several times cheaper to read.

@@ -67,10 +67,6 @@ pub struct ThreadState {
     pub clock_ns: Cell<u64>,
     /// As above.
     pub clock_counter: Cell<u64>,
-    /// The time of the thread's last launch, and the watcher's turn that it is from; see [`crate::pace`].
-    pub launch_ns: Cell<u64>,
-    /// As above.
-    pub turned_ns: Cell<u64>,
     tid: Cell<u32>,
     errno: Cell<Option<&'static Cell<c_int>>>,
 }

@@ -24,7 +24,7 @@ use crate::{
     handoff::Handoff,
     hooked::guarded,
     host::mpi::polling,
-    pace::{self, Pace},
+    pace::Pace,
     recorder::Recorder,
     start, sys, thread_state,
 };
@@ -123,9 +123,7 @@ impl Watcher {
     }
 
     fn beat(&self) {
-        let now = sys::now_ns();
-        self.recorder.ring.header(header::HEARTBEAT_NS).store(now, Ordering::Relaxed);
-        pace::turned(now);
+        self.recorder.ring.header(header::HEARTBEAT_NS).store(sys::now_ns(), Ordering::Relaxed);
     }
 
     /// One turn; whether any operation came or went.

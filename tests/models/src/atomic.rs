@@ -73,18 +73,23 @@ pub fn fence(ordering: Ordering) {
 
 macro_rules! atomics {
     ($($name:ident $value:ty;)*) => {$(
-        /// That of loom.
+        /// That of loom, and a word that every load writes.
+        ///
+        /// Loom (0.7.3) compares an access with the last dependent one alone, and takes two loads for independent. A thread that loads
+        /// a word and then stores to it hides the earlier load of another thread in this way: loom never runs the two the other way
+        /// round. Stores to a second word make loads of the first dependent on each other, and say nothing about memory.
         #[derive(Debug, Default)]
-        pub struct $name(loom::sync::atomic::$name);
+        pub struct $name(loom::sync::atomic::$name, loom::sync::atomic::AtomicU8);
 
         #[allow(missing_docs)]
         impl $name {
             pub fn new(value: $value) -> Self {
-                Self(loom::sync::atomic::$name::new(value))
+                Self(loom::sync::atomic::$name::new(value), loom::sync::atomic::AtomicU8::new(0))
             }
 
             #[track_caller]
             pub fn load(&self, ordering: Ordering) -> $value {
+                self.1.store(0, Ordering::Relaxed);
                 self.0.load(shipped(ordering, 0))
             }
 

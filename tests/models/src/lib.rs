@@ -37,7 +37,8 @@ fn preemptions() -> Option<usize> {
     }
 }
 
-fn explore(model: fn()) {
+/// Explores a model.
+pub fn explore(model: fn()) {
     use std::sync::atomic::{AtomicU64, Ordering};
 
     static WAYS: AtomicU64 = AtomicU64::new(0);

@@ -9,7 +9,7 @@ use loom::{
 };
 use xpu_timer_models::{
     atomic::{AtomicU64, CONTEXTS, Ordering},
-    check,
+    check, explore,
     counter::{add, claim},
     handoff::Handoff,
     pools::EventPools,
@@ -205,7 +205,7 @@ fn a_cell_is_used_again_when_it_is_empty() {
 /// No ordering is needed here: a context's pool is there before any thread is.
 #[test]
 fn a_context_has_one_pool_whoever_comes_first() {
-    loom::model(|| {
+    explore(|| {
         let pools = Arc::new(EventPools::new());
         let threads = [1, 2].map(|event: usize| {
             let pools = Arc::clone(&pools);
@@ -226,7 +226,7 @@ fn a_context_has_one_pool_whoever_comes_first() {
 /// No ordering is needed here either: a counter has one writer, and a lane whose owner ended is taken when the kernel says so.
 #[test]
 fn lanes_have_one_owner_each_and_lose_no_count() {
-    loom::model(|| {
+    explore(|| {
         let lanes = Arc::new([(AtomicU64::new(0), AtomicU64::new(0)), (AtomicU64::new(0), AtomicU64::new(0))]);
         let launch = |lanes: &[(AtomicU64, AtomicU64); 2], me: u64| {
             let lane = (0..2).find(|lane| claim(&lanes[*lane].0, 0, me));

@@ -11,6 +11,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <sys/mman.h>
 #include <sys/prctl.h>
 #include <sys/syscall.h>
 #include <sys/wait.h>
@@ -35,6 +36,17 @@ static void await(const char *folder, const char *name) {
     char path[4096];
     snprintf(path, sizeof path, "%s/%s", folder, name);
     while (access(path, F_OK) != 0) usleep(1000);
+}
+
+/* A byte of a file that another process writes; after the filter the program cannot open anything. */
+static volatile char *file_of(const char *folder, const char *name) {
+    char path[4096];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    int file = open(path, O_RDWR | O_CREAT, 0600);
+    if (file < 0 || ftruncate(file, 1) != 0) abort();
+    volatile char *byte = mmap(NULL, 1, PROT_READ, MAP_SHARED, file, 0);
+    if (byte == MAP_FAILED) abort();
+    return byte;
 }
 
 static long bare(long number, long a, long b, long c, long d, long e) {
@@ -88,6 +100,7 @@ int main(int count, char **arguments) {
     if (strcmp(arguments[2], "kill") == 0) action = SECCOMP_RET_KILL_PROCESS;
     if (strcmp(arguments[2], "trap") == 0) action = SECCOMP_RET_TRAP;
     Id id = {{0}};
+    volatile char *seen = file_of(arguments[3], "seen");
     int early = strcmp(arguments[1], "early") == 0;
     if (early) shut_in(arguments[1], action);
     if (ncclCommInitRank(&comm, 4, id, 0) != 0) abort();
@@ -96,12 +109,18 @@ int main(int count, char **arguments) {
         await(arguments[3], "go");
         shut_in(arguments[1], action);
     }
-    /* More than the ring holds, and longer than the collector takes to look; the program's own sleep is allowed. */
+    /* The program's own sleep is allowed. */
     struct timespec pause = {0, 10 * 1000 * 1000};
-    /* A burst that overtakes the watcher wakes it, by a call; until the collector has looked nobody knows better. */
-    int times = strncmp(arguments[1], "inline", 6) == 0 ? 10 : 100;
+    /* Nobody sees a bare instruction before the collector has looked. Until then the program does what a job does in its steady state:
+     * a burst would wake the watcher, by a call. */
+    int bare_instruction = strncmp(arguments[1], "inline", 6) == 0;
+    while (bare_instruction && *seen == 0) {
+        train(1);
+        clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
+    }
+    /* More than the ring holds, and longer than the collector takes to look. */
     for (int round = 0; round < 300; round++) {
-        train(times);
+        train(100);
         clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
     }
     static const char done[] = "went on\n";
