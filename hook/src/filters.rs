@@ -6,6 +6,11 @@
 //! the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
 //! the only way to learn of one that was installed by a bare instruction.
 //!
+//! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
+//! the watcher by 256 operations, `gettid` at its first launch, and `clock_gettime` of its processor time while it polls MPI. A job in
+//! its steady state launches from threads that have launched before, and the watcher keeps up with it. With `TSYNC` the watcher
+//! makes the `futex` call that it sleeps in, for good: a bare instruction whose filter forbids that ends the process.
+//!
 //! The program's threads go on recording, because that is memory alone. The watcher goes on as well as long as the filter is not its
 //! own. With `SECCOMP_FILTER_FLAG_TSYNC` it is: then the watcher thread ends before the filter is there, because a thread that is
 //! merely asleep would make another call when it is woken.

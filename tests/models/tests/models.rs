@@ -9,8 +9,9 @@ use loom::{
 };
 use xpu_timer_models::{
     atomic::{AtomicU64, CONTEXTS, Ordering},
-    check, explore,
+    check,
     counter::{add, claim},
+    explore,
     handoff::Handoff,
     pools::EventPools,
     queue::Queue,
