@@ -2,6 +2,7 @@
 
 mod comparing;
 mod ending;
+mod filters;
 mod unwritten;
 mod work;
 
@@ -129,6 +130,7 @@ pub struct Core {
     pub slow: SlowRanks,
     compared_ns: u64,
     ending: Ending,
+    filtered: filters::Filtered,
     // When the loop turned last.
     turned_ns: u64,
 }
@@ -194,6 +196,7 @@ impl Core {
             slow: SlowRanks::default(),
             compared_ns: 0,
             ending: Ending::default(),
+            filtered: filters::Filtered::new(),
             turned_ns: 0,
         }
     }
@@ -249,9 +252,8 @@ impl Core {
             }
             (Some(Message::Goodbye(_)), Some(_)) => {
                 let ended_ns = self.happened_ns(now);
-                if let Some(rank) = self.registry.goodbye(connection, ended_ns).and_then(|id| self.registry.get(id)) {
-                    info!("{} says goodbye", rank.title());
-                    self.engine.gone(&rank.job, cause_pid(rank), now);
+                if let Some(id) = self.registry.goodbye(connection, ended_ns) {
+                    self.goodbye(id, now);
                 }
                 Ok(())
             }
@@ -293,6 +295,7 @@ impl Core {
         let (process, silent) = (process.cloned(), self.launched.silent());
         let registered = self.registry.hello(connection, process, (hello, ring), &self.settings, silent, now.mono_ns);
         self.registered(&registered, "registered", now);
+        self.look_at_filters([registered.id], now);
         self.search(registered.id, now);
         Ok(())
     }
@@ -391,6 +394,21 @@ impl Core {
         Ok(())
     }
 
+    fn goodbye(&mut self, id: RankId, now: Now) {
+        let Some(rank) = self.registry.get(id) else { return };
+        info!("{} says goodbye", rank.title());
+        self.engine.gone(&rank.job, cause_pid(rank), now);
+    }
+
+    /// A rank under a filter of system calls can say goodbye in its ring alone.
+    fn read_goodbye(&mut self, id: RankId, now: Now) {
+        let alive = self.registry.get(id).filter(|rank| rank.presence.is_alive());
+        if alive.and_then(read_header).is_some_and(|(_, words)| words[header::GOODBYE] != 0) {
+            self.registry.left(id, self.happened_ns(now));
+            self.goodbye(id, now);
+        }
+    }
+
     /// A connection ended.
     pub fn disconnected(&mut self, connection: ConnectionId, now: Now) {
         if let Some(id) = self.registry.disconnected(connection) {
@@ -402,6 +420,7 @@ impl Core {
     pub fn ended(&mut self, id: RankId, now: Now) {
         let Some(rank) = self.registry.get(id) else { return };
         let Some(process) = rank.process.clone().filter(|process| process.is_dead()) else { return };
+        self.read_goodbye(id, now);
         if !self.registry.ended(id, process.exit(), self.happened_ns(now)) {
             return;
         }
@@ -447,6 +466,8 @@ impl Core {
 
     /// Once a second.
     pub fn tick(&mut self, now: Now) {
+        self.look_at_filters(self.living().map(|rank| rank.id).collect::<Vec<_>>(), now);
+        self.filtered.retain(|id, _| self.registry.get(*id).is_some());
         self.registry.note_lingering(now.mono_ns);
         self.note_silent(now);
         let registry = &self.registry;
@@ -455,6 +476,7 @@ impl Core {
         let headers: BTreeMap<RankId, [u64; header::WORDS]> = self.living().filter_map(read_header).collect();
         let mut observations: Vec<Observation> =
             self.living().filter_map(|rank| Some(observation(rank, headers.get(&rank.id)?, now))).collect();
+        observations.iter_mut().filter(|rank| self.is_silent(rank.id)).for_each(|rank| rank.heartbeat_ns = now.mono_ns);
         let living = self.registry.living_jobs();
         for job in living.iter().filter(|job| self.registry.is_ending(job, self.attempt(job))) {
             observations

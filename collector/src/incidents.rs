@@ -14,7 +14,7 @@ use anyhow::{Context, Result, bail, ensure};
 use serde_json::Value;
 use ureq::Agent;
 use xpu_timer_analysis::rank_set::RankSet;
-use xpu_timer_proto::{env::Source, printable};
+use xpu_timer_proto::{env::Source, file, printable};
 
 use crate::{
     cluster::hub::ALL_FILES,
@@ -67,7 +67,7 @@ impl Remote {
         let token = token.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         let authority = source.path("XPU_TIMER_COLLECTOR_CA_FILE");
         let read = |path: PathBuf| {
-            let pem = fs::read(&path).with_context(|| path.display().to_string())?;
+            let pem = file::read_within(&path).with_context(|| path.display().to_string())?;
             let certificates = web_client::certificates(&pem);
             ensure!(!certificates.is_empty(), "{}: there is no certificate in it", path.display());
             Ok(certificates)

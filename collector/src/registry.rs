@@ -472,11 +472,17 @@ impl Registry {
 
     /// The process of this connection ends by itself.
     pub fn goodbye(&mut self, connection: ConnectionId, now_ns: u64) -> Option<RankId> {
-        let rank = self.ranks.values_mut().find(|rank| rank.connection == Some(connection))?;
+        let id = self.by_connection(connection)?.id;
+        self.left(id, now_ns);
+        Some(id)
+    }
+
+    /// The same of a rank that says so in its ring.
+    pub fn left(&mut self, id: RankId, now_ns: u64) {
+        let Some(rank) = self.ranks.get_mut(&id) else { return };
         rank.presence = Presence::Left;
         rank.ended_ns = now_ns;
         rank.said_goodbye = true;
-        Some(rank.id)
     }
 
     /// Looks who has said goodbye and stays.

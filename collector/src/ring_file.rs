@@ -48,6 +48,17 @@ impl RingFile {
         self.file.read_exact_at(buffer, offset)
     }
 
+    /// Writes one of the two words of the header that are the collector's.
+    ///
+    /// # Errors
+    /// What the system answered, or that the file ends before: it must not grow.
+    pub fn write(&self, word: usize, value: u64) -> io::Result<()> {
+        if self.file.metadata()?.len() != ring::offset::END as u64 {
+            return Err(io::ErrorKind::UnexpectedEof.into());
+        }
+        self.file.write_all_at(&value.to_le_bytes(), word as u64 * 8)
+    }
+
     /// The counters and times of the header.
     ///
     /// # Errors
@@ -103,7 +114,10 @@ mod tests {
         file.write_all_at(&u64::from(ring::VERSION).to_le_bytes(), 8).unwrap();
         let ring = RingFile::new(fd, 1).unwrap();
         assert_eq!(ring.header().unwrap()[header::MAGIC], ring::MAGIC);
+        ring.write(header::FILTERED, 2).unwrap();
+        assert_eq!(ring.header().unwrap()[header::FILTERED], 2);
         ftruncate(&file, 0).unwrap();
+        assert!(ring.write(header::FILTERED, 1).is_err() && file.metadata().unwrap().len() == 0);
         assert_eq!(ring.read(RankInfo::default()).unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
     }
 

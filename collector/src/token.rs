@@ -4,6 +4,7 @@ use std::{fs, os::unix::fs::PermissionsExt, path::Path};
 
 use axum::http::{HeaderMap, header};
 use tracing::warn;
+use xpu_timer_proto::file;
 
 use crate::error::Error;
 
@@ -59,12 +60,12 @@ fn same(one: &str, other: &str) -> bool {
 /// # Errors
 /// When it cannot be read or is empty.
 pub fn read_token(path: &Path) -> Result<String, Error> {
-    let text = fs::read_to_string(path).map_err(Error::path("read", path))?;
+    let bytes = file::read_within(path).map_err(Error::path("read", path))?;
     let mode = fs::metadata(path).map_or(0, |status| status.permissions().mode());
     if mode & 0o004 != 0 {
         warn!("{}: every user may read this token (mode {:o}); chmod 600 is meant", path.display(), mode & 0o7777);
     }
-    match text.trim() {
+    match String::from_utf8_lossy(&bytes).trim() {
         "" => Err(Error::path("use", path)(std::io::Error::other("the token is empty"))),
         token => Ok(token.into()),
     }

@@ -2,7 +2,6 @@
 //! what comes goes to the loop, which composes what is sent.
 
 use std::{
-    fs,
     hash::{BuildHasher, RandomState},
     net::IpAddr,
     path::Path,
@@ -22,9 +21,12 @@ use tonic::{
     transport::{Certificate, Channel, ClientTlsConfig, Endpoint, Uri},
 };
 use tracing::{info, warn};
-use xpu_timer_proto::v1::{
-    ClusterMessage, Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery,
-    node_message::Message,
+use xpu_timer_proto::{
+    file,
+    v1::{
+        ClusterMessage, Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery,
+        node_message::Message,
+    },
 };
 
 use crate::{
@@ -124,7 +126,7 @@ impl Address {
     /// What is wrong with them, in a sentence. A token never travels in plain text beyond this machine.
     pub fn new(url: &str, token_file: Option<&Path>, ca_file: Option<&Path>) -> Result<Self, String> {
         let (uri, secure) = check_url(url)?;
-        let read = |path: &Path| fs::read(path).map_err(|error| format!("{}: {error}", path.display()));
+        let read = |path: &Path| file::read_within(path).map_err(|error| format!("{}: {error}", path.display()));
         let token = match token_file {
             Some(path) => Some(bearer(&read_token(path).map_err(|error| chain(&error))?)?),
             None => None,

@@ -9,11 +9,16 @@ use std::{
     time::Duration,
 };
 
+use crate::filters;
+
 static RUNG: AtomicU32 = AtomicU32::new(0);
 
-/// Wakes the watcher; while it has not answered the ring before, this is a read of one word.
+/// Wakes the watcher, if this thread may; while it has not answered the ring before, this is a read of one word.
 #[cold]
 pub fn ring() {
+    if !filters::may_call() {
+        return;
+    }
     // What the ring is for was written before the word is read; the watcher empties the word before it looks.
     fence(Ordering::SeqCst);
     if RUNG.load(Ordering::Relaxed) == 0 && RUNG.swap(1, Ordering::AcqRel) == 0 {

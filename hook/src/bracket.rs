@@ -18,7 +18,8 @@ use crate::{
     device::{Device, device, is_default},
     hooked::After,
     pace,
-    recorder::{Begin, Recorder, state},
+    recorder::{Begin, Recorder},
+    slot::state,
     thread_state,
 };
 
@@ -145,7 +146,7 @@ pub fn finish(recorder: &'static Recorder, index: usize) {
         // Nobody can tell when it completes. It must not look like a hang.
         close_all(recorder, index, OpStatus::Completed, 0, 0);
     } else {
-        slot.state.store(state::ARMED, Ordering::Release);
+        slot.become_state(state::ARMED);
     }
 }
 

@@ -9,7 +9,7 @@ use xpu_timer_proto::{
     v1::{CommunicatorState, Op, OpKind},
 };
 
-use crate::{bracket::comm_of, recorder::Recorder, sys, thread_state};
+use crate::{bracket::comm_of, place::place_of, recorder::Recorder, start, sys, thread_state};
 
 /// Private side of an entry.
 #[derive(Default)]
@@ -72,7 +72,7 @@ pub fn hash(parts: &[&[u8]]) -> u64 {
 pub fn local_id() -> u64 {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    hash(&[b"local", &sys::now_ns().to_le_bytes(), &std::process::id().to_le_bytes(), &count.to_le_bytes()])
+    hash(&[b"local", &sys::now_ns().to_le_bytes(), &start::known_pid().to_le_bytes(), &count.to_le_bytes()])
 }
 
 impl Comms {
@@ -93,8 +93,7 @@ impl Comms {
         if handle == 0 {
             return None;
         }
-        let hash = (handle as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 32;
-        let known = &thread_state::current().comms[hash as usize % thread_state::COMMS];
+        let known = &thread_state::current().comms[place_of::<{ thread_state::COMMS }>(handle as u64)];
         let index = usize::from(known.get());
         if self.is_at(index, handle) {
             return Some(index);

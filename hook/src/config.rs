@@ -3,11 +3,16 @@
 //! A copy, because the host may change its environment at any time while the watcher reads; and taken at the first device call, not
 //! at load, because launchers such as torch.multiprocessing set RANK after the process has started.
 
-use std::{ffi::CStr, fs, path::PathBuf, time::Duration};
+use std::{
+    ffi::CStr,
+    fs,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use xpu_timer_proto::{
     env::Source,
-    socket,
+    file, socket,
     text::{MOST_COMMAND_BYTES, MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
     v1::{Hello, RankInfo},
 };
@@ -89,17 +94,11 @@ fn parse_bracket(text: &str) -> Option<Bracket> {
 }
 
 impl Config {
-    /// Reads the INI file, if one is named, and everything else from the copied environment. Runs on the watcher.
+    /// Reads everything from the copied environment, where the launcher has put what the INI file says. Without a launcher the file
+    /// is read here, on the watcher, by a thread that is left behind when the file system does not answer.
     pub fn read(environment: Environment) -> Self {
         let lookup = |environment: Environment| move |name: &str| value(&environment, name).map(str::to_string);
-        let mut problems = Vec::new();
-        let ini = value(&environment, "XPU_TIMER_CONFIG").filter(|path| !path.is_empty()).map(|path| {
-            fs::read_to_string(path).unwrap_or_else(|error| {
-                problems.push(format!("XPU_TIMER_CONFIG={path}: {error}; using the environment alone"));
-                String::new()
-            })
-        });
-        let source = Source::new(lookup(environment), &ini.unwrap_or_default());
+        let source = Source::with_ini(lookup(environment), |path| file::read_within(Path::new(path)));
 
         let seconds = |name: &str, fallback: u64| source.seconds(name).unwrap_or(Duration::from_secs(fallback));
         let hang_timeout = seconds("XPU_TIMER_HANG_TIMEOUT", 300);
@@ -112,6 +111,7 @@ impl Config {
             .unwrap_or_else(|| "/tmp".into())
             .join(format!("xpu_timer_hook.{}.log", std::process::id()));
         let log_mode = source.file_mode();
+        let mut problems = Vec::new();
         let hello = Hello {
             protocol: xpu_timer_proto::PROTOCOL_VERSION,
             ring_version: xpu_timer_proto::ring::VERSION,

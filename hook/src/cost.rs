@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xpu_timer_proto::ring::lane;
 
 use crate::{
-    lanes::add,
+    counter::add,
     recorder::Recorder,
     sys,
     thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_RUNTIME, ThreadState},

@@ -3,10 +3,7 @@
 //! Called on launching threads (capture check, context, two event records) and on the watcher; never a runtime function,
 //! because that would create a context of its own.
 
-use std::{
-    ffi::{CStr, c_char, c_int, c_uint, c_void},
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
 use xpu_timer_proto::family::Place;
 
@@ -14,7 +11,6 @@ use crate::{
     abi::{Context, Event, STREAM_PER_THREAD, SUCCESS, Stream},
     family,
     original::{loaded, look_up},
-    queue::Queue,
     recorder::Recorder,
     sys::{Made, forget_linker_error},
 };
@@ -267,68 +263,5 @@ pub fn name_function(recorder: &Recorder, function: u64) {
     if code == SUCCESS && !name.is_null() {
         // SAFETY: the driver's string lives as long as the function's module, and the caller is using that.
         recorder.add_name(function, unsafe { CStr::from_ptr(name) }.to_bytes());
-    }
-}
-
-/// Contexts whose events are kept for reuse; those of further ones are made and destroyed each time.
-pub const CONTEXTS: usize = 16;
-/// Spare events a context keeps; more are destroyed.
-pub const SPARE: usize = 512;
-/// The watcher keeps at least this many.
-pub const LOW: usize = 32;
-
-/// Spare events by context.
-pub struct EventPools {
-    contexts: [AtomicUsize; CONTEXTS],
-    events: [Queue<SPARE>; CONTEXTS],
-}
-
-impl EventPools {
-    /// Empty pools.
-    pub fn new() -> Self {
-        EventPools {
-            contexts: [const { AtomicUsize::new(0) }; CONTEXTS],
-            events: std::array::from_fn(|_| Queue::new()),
-        }
-    }
-
-    /// The spare events of a context, which gets its pool when it is first seen.
-    pub fn of(&self, context: usize) -> Option<&Queue<SPARE>> {
-        for (known, events) in self.contexts.iter().zip(&self.events) {
-            let found = known.load(Ordering::Relaxed);
-            let ours = found == context
-                || found == 0
-                    && match known.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed) {
-                        Ok(_) => true,
-                        Err(other) => other == context,
-                    };
-            if ours {
-                return Some(events);
-            }
-        }
-        None
-    }
-
-    /// Contexts with a pool.
-    pub fn contexts(&self) -> impl Iterator<Item = (usize, &Queue<SPARE>)> {
-        let known = self.contexts.iter().map(|context| context.load(Ordering::Relaxed));
-        known.zip(&self.events).take_while(|(context, _)| *context != 0)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_context_keeps_its_pool_and_the_seventeenth_has_none() {
-        let pools = EventPools::new();
-        pools.of(0x10).unwrap().push(7).unwrap();
-        for context in 2..=CONTEXTS {
-            assert_eq!(pools.of(context * 0x10).unwrap().len(), 0);
-        }
-        assert!(pools.of(0xfff0).is_none());
-        assert_eq!(pools.of(0x10).unwrap().pop(), Some(7));
-        assert_eq!(pools.contexts().count(), CONTEXTS);
     }
 }

@@ -20,8 +20,9 @@ use crate::{
     config::Bracket,
     device::device,
     hooked::After,
+    place::place_of,
     recorder::{Begin, Recorder},
-    start,
+    start, sys,
 };
 
 /// A captured collective.
@@ -76,7 +77,7 @@ fn books() -> Option<MutexGuard<'static, Books>> {
         if let Ok(books) = BOOKS.try_lock() {
             return Some(books);
         }
-        std::thread::yield_now();
+        sys::relax();
     }
     if let Some(recorder) = start::running() {
         recorder.count(header::OVERFLOWS);
@@ -199,8 +200,8 @@ impl After for Change {
 }
 
 fn slots_of(exec: usize) -> impl Iterator<Item = usize> {
-    let first = (exec as u64).wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 48;
-    (0..EXECS).map(move |step| (first as usize + step) % EXECS)
+    let first = place_of::<EXECS>(exec as u64);
+    (0..EXECS).map(move |step| (first + step) % EXECS)
 }
 
 fn set_exec(books: &mut Books, exec: usize, list: Vec<Held>) {
@@ -336,7 +337,7 @@ mod tests {
     #[test]
     fn an_instantiation_keeps_what_its_graph_held() {
         let recorder: &'static Recorder =
-            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(crate::sys::Descriptor::none()))).unwrap()));
+            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(sys::Descriptor::none()))).unwrap()));
         let (mut graph, mut exec) = (0usize, 0usize);
         BOOKS.lock().unwrap().captures.push((7, vec![held(1), held(2)]));
         graph += 0x100;

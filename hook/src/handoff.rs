@@ -3,12 +3,12 @@
 //! Each lane has a [`Handoff`] of its own, so that two threads that launch at the same time write no cache line in common. Both
 //! directions are without locks and neither side waits.
 
-use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
+use crate::{
+    atomic::{AtomicU32, AtomicUsize, LANE_EVENTS as SPARE, Ordering},
+    slot::Slot,
+    sys,
+};
 
-use crate::{recorder::Slot, sys};
-
-/// Spare events a lane keeps; more go to the pool of their context.
-const SPARE: usize = 1024;
 /// Cells in a cache line.
 const CELLS_A_LINE: usize = 8;
 
@@ -115,7 +115,7 @@ impl Handoff {
 
 #[cfg(test)]
 mod tests {
-    use std::sync::atomic::AtomicBool;
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
 
     use super::*;
 

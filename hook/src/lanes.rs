@@ -9,6 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use xpu_timer_proto::ring::{coverage, header, lane, offset, stream};
 
 use crate::{
+    counter::{self, add},
     recorder::Recorder,
     sys,
     thread_state::{self, ThreadState},
@@ -16,12 +17,6 @@ use crate::{
 
 /// In [`ThreadState::lane`]: there was none left.
 const NONE: u32 = u32::MAX;
-
-/// Adds to a word that only the calling thread writes.
-#[inline]
-pub fn add(word: &AtomicU64, by: u64) {
-    word.store(word.load(Ordering::Relaxed).wrapping_add(by), Ordering::Relaxed);
-}
 
 impl Recorder {
     /// Index of the calling thread's lane.
@@ -43,10 +38,10 @@ impl Recorder {
     #[cold]
     fn take_lane(&self, thread: &ThreadState) -> Option<usize> {
         let me = u64::from(thread.tid());
-        let claim = |index: &usize, from: u64| {
-            let owner = &self.lane_words(*index)[lane::OWNER];
-            owner.compare_exchange(from, me, Ordering::Relaxed, Ordering::Relaxed).is_ok()
-        };
+        if me == 0 {
+            return None;
+        }
+        let claim = |index: &usize, from: u64| counter::claim(&self.lane_words(*index)[lane::OWNER], from, me);
         let ended = |index: &usize| {
             let owner = self.lane_words(*index)[lane::OWNER].load(Ordering::Relaxed);
             // A thread with this one's number and without its memory was another thread.

@@ -7,6 +7,8 @@
 
 mod abi;
 #[allow(unsafe_code)]
+mod atomic;
+#[allow(unsafe_code)]
 mod bell;
 #[allow(unsafe_code)]
 mod blas;
@@ -17,11 +19,14 @@ mod comms;
 #[allow(unsafe_code)]
 mod config;
 mod cost;
+mod counter;
 #[allow(unsafe_code)]
 mod device;
 #[allow(unsafe_code)]
 mod driver;
 mod family;
+#[allow(unsafe_code)]
+mod filters;
 #[allow(unsafe_code)]
 mod graphs;
 mod handoff;
@@ -44,6 +49,8 @@ mod one_layer;
 #[allow(unsafe_code)]
 mod original;
 mod pace;
+mod place;
+mod pools;
 #[allow(unsafe_code)]
 mod queue;
 mod recorder;
@@ -51,6 +58,7 @@ mod recorder;
 mod ring;
 #[allow(unsafe_code)]
 mod runtime;
+mod slot;
 #[allow(unsafe_code)]
 mod start;
 #[allow(unsafe_code)]

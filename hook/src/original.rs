@@ -11,7 +11,10 @@ use std::{
 
 use xpu_timer_proto::family::Library;
 
-use crate::{family, inline, sys, thread_state::in_hook};
+use crate::{
+    family, filters, inline, sys,
+    thread_state::{self, in_hook},
+};
 
 /// Originals a row.
 pub const SLOTS: usize = 4;
@@ -138,7 +141,7 @@ impl Function {
 
     fn search(&self) -> *mut c_void {
         let named = self.library_variable().and_then(sys::variable).and_then(|path| CString::new(path).ok());
-        if let Some(found) = named.and_then(|path| self.find_in(loaded(&path)?)) {
+        if let Some(found) = named.and_then(|path| self.find_in(loaded_from(&path)?)) {
             return found;
         }
         let next = look_up(libc::RTLD_NEXT, self.name);
@@ -282,9 +285,34 @@ pub fn is_ours(address: *mut c_void) -> bool {
 /// A library that the process has loaded, by soname. The reference that this takes keeps it loaded, on purpose: an
 /// original must not vanish under its wrapper.
 pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
+    // The linker looks into folders for what it does not know. The watcher may be under a filter that nobody has seen yet.
+    let must_not_look = !filters::may_call() || thread_state::current().is_watcher.get();
+    if must_not_look && !objects().iter().any(|object| file_name(object).starts_with(file_name(soname))) {
+        return None;
+    }
     // SAFETY: a C string; RTLD_NOLOAD loads nothing and runs no constructor.
     let handle = unsafe { libc::dlopen(soname.as_ptr(), libc::RTLD_NOLOAD | libc::RTLD_LAZY) };
     (!handle.is_null()).then_some(handle)
+}
+
+/// A loaded library by a path that the user has given. The linker opens a path that it does not know, which waits for ever where it
+/// names a FIFO, so it is asked by the path under which it has the library. Only another name of a regular file is left to it.
+fn loaded_from(path: &CStr) -> Option<*mut c_void> {
+    let objects = objects();
+    let known = objects.iter().find(|object| object.as_c_str() == path);
+    let known = known.or_else(|| {
+        let named = !file_name(path).is_empty();
+        objects.iter().find(|object| named && file_name(object) == file_name(path))
+    });
+    match known {
+        Some(known) => loaded(known),
+        None if path.to_bytes().contains(&b'/') && !sys::is_regular(path) => None,
+        None => loaded(path),
+    }
+}
+
+fn file_name(path: &CStr) -> &[u8] {
+    path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default()
 }
 
 /// Paths of all loaded objects, as they were opened; empty for the program. Asked of dl_iterate_phdr: dlopen would block behind

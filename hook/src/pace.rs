@@ -6,7 +6,7 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::{sys, thread_state::ThreadState};
+use crate::{filters, sys, thread_state::ThreadState};
 
 /// Nanoseconds of 2^32 steps of the counter; 0 as long as it is not known.
 static PACE: AtomicU64 = AtomicU64::new(0);
@@ -27,11 +27,34 @@ pub fn now_ns(thread: &ThreadState) -> u64 {
     if passed < STEPS && pace != 0 {
         return thread.clock_ns.get() + ((passed * pace) >> 32);
     }
+    if !filters::may_read_clock() {
+        return without_clock(thread, pace, passed);
+    }
     let (now, counter) = reading();
     thread.clock_ns.set(now);
     // Nothing is near 0, so the next reading is one of the clock.
     thread.clock_counter.set(counter.unwrap_or(0));
     now
+}
+
+/// The coarse clock is behind the exact one by a tick of the kernel, which takes 1 to 10 ms.
+const TICK_NS: u64 = 10_000_000;
+
+/// Under a filter of system calls: the counter goes on from the last reading, between the bounds that the coarse clock gives.
+#[cold]
+fn without_clock(thread: &ThreadState, pace: u64, passed: u64) -> u64 {
+    let is_known = pace != 0 && thread.clock_counter.get() != 0;
+    let now = carried_on(thread.clock_ns.get(), is_known.then_some((pace, passed)), sys::coarse_now_ns());
+    thread.clock_ns.set(now);
+    thread.clock_counter.set(sys::counter());
+    now
+}
+
+/// The time so many steps after `last`, and never before a time that the thread was answered since then.
+fn carried_on(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
+    let Some((pace, passed)) = since else { return last.max(coarse) };
+    let after = |steps: u64| last.saturating_add(((u128::from(steps) * u128::from(pace)) >> 32) as u64);
+    after(passed).clamp(coarse, coarse + TICK_NS).max(after(STEPS.min(passed)))
 }
 
 /// The clock, and the counter just after it, unless the thread was interrupted between the two.
@@ -51,6 +74,9 @@ pub struct Pace {
 impl Pace {
     /// To be called every so often, by one thread.
     pub fn measure(&mut self) {
+        if !filters::may_read_clock() {
+            return;
+        }
         let (now, Some(counter)) = reading() else { return };
         let Some((ns, steps)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
         else {
@@ -100,6 +126,20 @@ mod tests {
             from_counter += usize::from(base != 0 && base == thread.clock_counter.get());
         }
         assert!(from_counter > 900_000, "{from_counter} of a million without the clock");
+    }
+
+    #[test]
+    fn without_the_clock_the_counter_goes_on_within_a_tick_and_never_back() {
+        const HALF: u64 = 1 << 31;
+        let last = 1_000_000_000;
+        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
+        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last + 5_000_000), last + 5_000_000, "behind the clock");
+        let passed = 100 * TICK_NS;
+        assert_eq!(carried_on(last, Some((HALF, passed)), last), last + TICK_NS, "ahead of it");
+        let answered = (STEPS * HALF) >> 32;
+        assert_eq!(carried_on(last, Some((HALF, passed)), last - 2 * TICK_NS), last + answered, "and never back");
+        assert_eq!(carried_on(last, None, last - 1), last);
+        assert_eq!(carried_on(last, None, last + 1), last + 1);
     }
 
     #[test]

@@ -3,14 +3,11 @@
 //!
 //! Every cell carries a lap counter that says whose turn it is, so a full queue refuses and an empty one answers nothing; neither waits.
 
-use std::{
-    cell::UnsafeCell,
-    sync::atomic::{AtomicUsize, Ordering},
-};
+use crate::atomic::{AtomicUsize, Ordering, Word};
 
 struct Cell {
     turn: AtomicUsize,
-    word: UnsafeCell<usize>,
+    word: Word,
 }
 
 /// The queue. `SLOTS` is a power of two.
@@ -20,16 +17,11 @@ pub struct Queue<const SLOTS: usize> {
     tail: AtomicUsize,
 }
 
-// SAFETY: a cell's word is touched only by the thread whose compare-exchange took the position that its turn announces.
-unsafe impl<const SLOTS: usize> Sync for Queue<SLOTS> {}
-// SAFETY: as above; the words themselves are plain integers.
-unsafe impl<const SLOTS: usize> Send for Queue<SLOTS> {}
-
 impl<const SLOTS: usize> Queue<SLOTS> {
     /// An empty queue. The only allocation.
     pub fn new() -> Self {
         const { assert!(SLOTS.is_power_of_two()) };
-        let cells = (0..SLOTS).map(|turn| Cell { turn: AtomicUsize::new(turn), word: UnsafeCell::new(0) }).collect();
+        let cells = (0..SLOTS).map(|turn| Cell { turn: AtomicUsize::new(turn), word: Word::new() }).collect();
         Queue { cells, head: AtomicUsize::new(0), tail: AtomicUsize::new(0) }
     }
 
@@ -48,7 +40,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
                 ) {
                     Ok(_) => {
                         // SAFETY: the exchange made this position ours until the turn is stored.
-                        unsafe { *cell.word.get() = word };
+                        unsafe { cell.word.set(word) };
                         cell.turn.store(position.wrapping_add(1), Ordering::Release);
                         return Ok(());
                     }
@@ -73,7 +65,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
                 match self.head.compare_exchange_weak(position, due, Ordering::Relaxed, Ordering::Relaxed) {
                     Ok(_) => {
                         // SAFETY: the exchange made this position ours until the turn is stored.
-                        let word = unsafe { *cell.word.get() };
+                        let word = unsafe { cell.word.get() };
                         cell.turn.store(position.wrapping_add(SLOTS), Ordering::Release);
                         return Some(word);
                     }
@@ -95,6 +87,8 @@ impl<const SLOTS: usize> Queue<SLOTS> {
 
 #[cfg(test)]
 mod tests {
+    use std::sync::atomic::AtomicUsize;
+
     use super::*;
 
     #[test]

@@ -6,7 +6,7 @@
 
 use std::{
     io,
-    sync::atomic::{AtomicBool, AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering},
+    sync::atomic::{AtomicBool, AtomicU32, AtomicU64, AtomicUsize, Ordering},
 };
 
 use xpu_timer_proto::{
@@ -17,58 +17,16 @@ use xpu_timer_proto::{
 use crate::{
     bell,
     comms::Comms,
-    device::EventPools,
     handoff::Handoff,
     host::open::OpenCalls,
     pace,
+    place::place_of,
+    pools::EventPools,
     ring::{Ring, store_text},
+    slot::{Slot, publish, state},
     sys::{self, Descriptor},
     thread_state::{self, ThreadState},
 };
-
-/// Life of a slot, in [`Slot::state`].
-pub mod state {
-    /// Nobody's.
-    pub const FREE: u8 = 0;
-    /// Begun, in a group that is still open: not launched yet.
-    pub const QUEUED: u8 = 1;
-    /// The host is inside the call, or a nonblocking call is in progress.
-    pub const OPEN: u8 = 2;
-    /// Both events are in the stream: the device decides.
-    pub const ARMED: u8 = 3;
-    /// The host decided; the status is in the ring.
-    pub const CLOSED: u8 = 4;
-}
-
-/// What the process keeps to itself about an operation slot: one cache line.
-#[derive(Default)]
-#[repr(align(64))]
-pub struct Slot {
-    /// One of [`state`].
-    pub state: AtomicU8,
-    /// The lane of the thread that launched it; [`lane::SLOTS`] when that has none.
-    pub lane: AtomicU8,
-    /// Index of its communicator plus one, 0 for none.
-    pub comm: AtomicU16,
-    /// Next on its way to the watcher; see [`Handoff`].
-    pub begun: AtomicU32,
-    /// Since when it counts as pending; a queued one from the end of its group.
-    pub since_ns: AtomicU64,
-    /// Context, stream and events as addresses; 0 for none.
-    pub context: AtomicUsize,
-    /// As above.
-    pub stream: AtomicUsize,
-    /// As above.
-    pub start: AtomicUsize,
-    /// As above.
-    pub end: AtomicUsize,
-    /// Where a call that is grouped, or still in progress, leaves its communicator.
-    pub output: AtomicUsize,
-    /// Next of its group, or of the operations that wait for a nonblocking communicator; slot plus one.
-    pub next: AtomicU32,
-    /// Next of the operations that the same pair of events brackets; slot plus one.
-    pub follower: AtomicU32,
-}
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
@@ -169,10 +127,13 @@ struct Shared {
     host_calls: AtomicU64,
     /// No lane from here on was ever taken.
     lanes: AtomicUsize,
+    /// The watcher's heartbeat when its lateness was looked at last.
+    heartbeat: AtomicU64,
 }
 
-/// Every so many slots the watcher is called, long before there are none, and before a lane has none of its spare events.
-const SLOTS_A_RING: usize = 512;
+/// When the watcher does not turn within so many slots it is called, long before there are none, and before a lane has none of its spare
+/// events.
+const SLOTS_A_RING: usize = 256;
 /// Most tickets that a thread takes at once.
 const MOST_TICKETS: u64 = 64;
 /// So long they are good for; older ones would stand among the operations of a later time.
@@ -274,9 +235,18 @@ impl Recorder {
     pub fn begin(&self, what: &Begin) -> Option<usize> {
         let slot = self.begin_unwatched(what);
         if slot.is_none_or(|slot| slot % SLOTS_A_RING == 0) {
-            bell::ring();
+            self.ring_if_late();
         }
         slot
+    }
+
+    /// Calls the watcher unless it has turned since so many slots ago. A job with the collectives of training makes no call here.
+    #[cold]
+    fn ring_if_late(&self) {
+        let heartbeat = self.ring.header(header::HEARTBEAT_NS).load(Ordering::Relaxed);
+        if self.shared.heartbeat.swap(heartbeat, Ordering::Relaxed) == heartbeat {
+            bell::ring();
+        }
     }
 
     /// The same for an operation whose slot a host thread frees.
@@ -291,7 +261,7 @@ impl Recorder {
             self.prefetch((index + 1) % op::SLOTS);
         }
         let slot = &self.slots[index];
-        if slot.state.compare_exchange(state::FREE, state::QUEUED, Ordering::Acquire, Ordering::Relaxed).is_err() {
+        if !slot.claim() {
             self.count(header::DROPPED);
             return None;
         }
@@ -312,10 +282,7 @@ impl Recorder {
                 pack_halves(shape.trans_a, shape.trans_b),
             )
         });
-        let words = self.ring.op(index);
-        words[op::TICKET].store(0, Ordering::Relaxed);
-        std::sync::atomic::fence(Ordering::Release);
-        for (word, value) in [
+        let values = [
             (op::WHAT, pack_what(what.kind, what.op, what.dtype, what.reduce, thread.tid())),
             (op::COMMUNICATOR, communicator),
             (op::SEQ, seq),
@@ -331,17 +298,15 @@ impl Recorder {
             (op::FUNCTION, what.function),
             (op::GROUP, thread.group.get()),
             (op::TAG, what.tag.map_or(0, |tag| pack_halves(tag as u32, 1))),
-        ] {
-            words[word].store(value, Ordering::Relaxed);
-        }
-        words[op::TICKET].store(ticket + 1, Ordering::Release);
+        ];
+        publish(self.ring.op(index), ticket, values);
         Some(index)
     }
 
     /// Hands a slot to the watcher, open.
     pub fn hand_over(&self, index: usize) {
         let slot = &self.slots[index];
-        slot.state.store(state::OPEN, Ordering::Release);
+        slot.become_state(state::OPEN);
         self.handoff_of(index).push(&self.slots, index);
     }
 
@@ -369,7 +334,7 @@ impl Recorder {
     /// The host knows how the operation ended. `completed_ns` 0: it ended, but nobody saw when. The watcher frees the slot.
     pub fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
         self.settle(index, status, error, completed_ns);
-        self.slots[index].state.store(state::CLOSED, Ordering::Release);
+        self.slots[index].become_state(state::CLOSED);
     }
 
     /// Writes how an operation ended, and what that says of its communicator.
@@ -383,7 +348,7 @@ impl Recorder {
     #[cold]
     pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
         let key = stream_handle as u64 + 1;
-        let mut index = (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 56) as usize % stream::SLOTS;
+        let mut index = place_of::<{ stream::SLOTS }>(key);
         for _ in 0..stream::SLOTS {
             let entry = self.ring.entry(offset::STREAMS, index, stream::WORDS);
             let found = entry[stream::HANDLE].load(Ordering::Relaxed);
@@ -411,7 +376,7 @@ impl Recorder {
     #[inline(always)]
     pub fn see_function(&self, function: u64) {
         // Nearly always it is where it is looked for first.
-        if self.seen[place(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
+        if self.seen[place_of::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
             crate::device::name_function(self, function);
         }
     }
@@ -419,7 +384,7 @@ impl Recorder {
     /// Whether the name of this key has never been asked for; true once for each key.
     #[inline(never)]
     fn is_new(&self, key: u64) -> bool {
-        let mut index = place(key);
+        let mut index = place_of::<SEEN>(key);
         for _ in 0..SEEN {
             match self.seen[index].load(Ordering::Relaxed) {
                 0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {
@@ -475,12 +440,6 @@ impl Recorder {
             .map(name_in);
         ring::operation(&words, text.unwrap_or_default())
     }
-}
-
-/// Where the key of a name is looked for first.
-#[inline(always)]
-fn place(key: u64) -> usize {
-    (key.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 40) as usize % SEEN
 }
 
 /// The text of an entry of the name table.

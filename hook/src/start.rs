@@ -13,7 +13,7 @@ use xpu_timer_proto::ring::{coverage, header, offset};
 use crate::{
     bell,
     cancellation::{self, shielded_always},
-    config, cost,
+    config, cost, filters,
     hooked::guarded,
     inject,
     original::look_up,
@@ -90,9 +90,20 @@ pub fn running() -> Option<&'static Recorder> {
     unsafe { recorder.as_ref() }
 }
 
-/// The same, unless this is a child of vfork, which has borrowed the memory. Async-signal-safe.
+/// The same, unless this is a child of vfork, which has borrowed the memory, or nobody can tell under a filter. Async-signal-safe.
 fn running_here() -> Option<&'static Recorder> {
-    running().filter(|_| OWN.pid.load(Ordering::Relaxed) == pid())
+    running().filter(|_| filters::may_call() && !is_borrowed())
+}
+
+/// Whether this is a child of vfork of a process that has set something up. Async-signal-safe.
+pub fn is_borrowed() -> bool {
+    let own = OWN.pid.load(Ordering::Relaxed);
+    own != 0 && filters::may_call() && own != pid()
+}
+
+/// This process's id, for numbers that need only differ.
+pub fn known_pid() -> i32 {
+    OWN.pid.load(Ordering::Relaxed)
 }
 
 fn pid() -> c_int {
@@ -108,6 +119,9 @@ pub fn recorder() -> Option<&'static Recorder> {
 
 #[cold]
 fn start() -> Option<&'static Recorder> {
+    if !filters::may_call() {
+        return None;
+    }
     let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
     if set_up_in != 0 && set_up_in != pid() {
         // A child of the bare system call. Locks of the C library may be held by threads that it does not have, so nothing is set up.
@@ -159,6 +173,7 @@ fn set_up() -> Option<&'static Recorder> {
     unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };
     let recorder = Recorder::boxed(&RING).ok()?;
     cost::calibrate();
+    recorder.ring.header(header::FILTERS_AT_LOAD).store(surroundings::filters_at_load().into(), Ordering::Relaxed);
     let environment = config::snapshot();
     recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
     inject::configure(&recorder, &environment);
@@ -174,8 +189,18 @@ fn set_up() -> Option<&'static Recorder> {
     watch_exits();
     OWN.pid.store(pid(), Ordering::Relaxed);
     OWN.recorder.store(std::ptr::from_ref(recorder).cast_mut(), Ordering::Release);
-    OWN.is_watched.store(watcher::spawn(recorder, environment), Ordering::Relaxed);
+    set_watched(watcher::spawn(recorder, environment));
     Some(recorder)
+}
+
+/// Whether something turns and can be waited for.
+pub fn set_watched(watched: bool) {
+    OWN.is_watched.store(watched, Ordering::Relaxed);
+}
+
+/// As above.
+pub fn is_watched() -> bool {
+    OWN.is_watched.load(Ordering::Relaxed)
 }
 
 /// Has forked children told of, once.
@@ -233,13 +258,14 @@ pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
 }
 
 extern "C" fn before_fork() {
+    filters::remember();
     FORKING.fetch_add(1, Ordering::SeqCst);
     // Two system calls of the watcher, if at all; a child with a stray descriptor is better than a host that waits.
     for _ in 0..100 {
         if !OPENING.load(Ordering::SeqCst) {
             break;
         }
-        std::thread::yield_now();
+        sys::relax();
     }
 }
 
@@ -269,11 +295,14 @@ fn forget_parent() {
     OWN.recorder.store(std::ptr::null_mut(), Ordering::Relaxed);
     OWN.retry_at_ns.store(0, Ordering::Relaxed);
     OWN.last_look.store(LOOK_UNWANTED, Ordering::Relaxed);
+    OWN.is_watched.store(false, Ordering::Relaxed);
     OWN.is_ending.store(false, Ordering::Relaxed);
     OWN.stage.store(IDLE, Ordering::Release);
     thread_state::with(thread_state::ThreadState::after_fork);
-    CONNECTION.close();
-    RING.close();
+    if filters::may_call() {
+        CONNECTION.close();
+        RING.close();
+    }
 }
 
 /// Whether the process is ending.
@@ -295,8 +324,13 @@ pub fn looked() {
 /// Has what is complete by now written to the ring, and keeps the watcher out of a driver that is being torn down: handlers run last
 /// in, first out, so the driver's own comes after this one. The connection stays, because a handler that runs later may hang.
 extern "C" fn at_exit() {
-    if let Some(recorder) = running_here() {
-        look_and_end(recorder);
+    if filters::may_call() {
+        if let Some(recorder) = running_here() {
+            look_and_end(recorder);
+        }
+    } else {
+        // A child of vfork runs no exit handlers. Nobody may be waited for.
+        OWN.is_ending.store(true, Ordering::SeqCst);
     }
 }
 
@@ -324,7 +358,7 @@ fn look_and_end(recorder: &Recorder) {
 /// Of quick_exit(3), which runs no other handlers and says how it ends nowhere else.
 extern "C" fn at_quick_exit(_: *mut c_void) {
     at_exit();
-    if running_here().is_some() && OWN.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
+    if running().is_some() && OWN.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
         say_goodbye();
     }
 }
@@ -332,9 +366,14 @@ extern "C" fn at_quick_exit(_: *mut c_void) {
 /// In [`Own::quick_exit`]: its status was 0.
 const QUICK_SUCCESS: c_int = 1;
 
-/// Tells the collector that this end is meant.
+/// Tells the collector that this end is meant: in the ring, and, where that is allowed, at once.
 fn say_goodbye() {
-    if let Some(fd) = CONNECTION.get() {
+    if let Some(recorder) = running() {
+        recorder.ring.header(header::GOODBYE).store(1, Ordering::Release);
+    }
+    if filters::may_call()
+        && let Some(fd) = CONNECTION.get()
+    {
         let goodbye = watcher::GOODBYE;
         // SAFETY: the descriptor is a socket of ours, checked just now; nothing waits and no signal is raised.
         unsafe {
@@ -384,7 +423,7 @@ pub unsafe extern "C" fn _exit(status: c_int) -> ! {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
-    if status == 0 && running_here().is_some() {
+    if status == 0 && running().is_some() && !is_borrowed() {
         OWN.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
     }
     end(&NEXT_QUICK_EXIT, status)
@@ -412,7 +451,8 @@ extern "C" fn on_load() {
     NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
     NEXT_QUICK_EXIT.store(look_up(libc::RTLD_NEXT, c"quick_exit"), Ordering::Relaxed);
     cancellation::find_next();
-    tracer::find_next();
+    tracer::find_first();
+    filters::find_next();
     guarded(tracer::allow_from_environment);
     if !disabled() {
         surroundings::note();
@@ -431,7 +471,7 @@ static ON_LOAD: extern "C" fn() = on_load;
 /// host that hangs is the end of a job like any other.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn at_end() {
-    if running_here().is_some() {
+    if running().is_some() && !is_borrowed() {
         say_goodbye();
     }
 }

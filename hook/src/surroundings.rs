@@ -3,7 +3,9 @@
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-use crate::{original::look_up, sys};
+use xpu_timer_proto::ring;
+
+use crate::{filters::may_call, original::look_up, sys};
 
 /// Filters of system calls that were there when the library was loaded.
 static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
@@ -11,6 +13,11 @@ static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 /// When the library is loaded.
 pub fn note() {
     FILTERS_AT_LOAD.store(filters(), Ordering::Relaxed);
+}
+
+/// How many there were.
+pub fn filters_at_load() -> u32 {
+    FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
 /// Whether the hook must keep out of this process.
@@ -22,7 +29,8 @@ pub fn forbid() -> bool {
 /// need of, and what it kills for cannot be asked for. A filter that was there from the start is another matter: those of container
 /// runtimes refuse with an error, and those of service managers allow what every program does.
 fn is_shut_in() -> bool {
-    filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
+    // To ask is a system call as well, so what the hook has seen of the program's calls comes first.
+    !may_call() || filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
 /// Whether a sanitizer is at work that takes the watcher for a thread of the program. The locks of their allocators do not survive a
@@ -40,30 +48,12 @@ fn filters() -> u32 {
     let mut text = vec![0; 64 << 10];
     let paths = [c"/proc/thread-self/status", c"/proc/self/status"];
     let length = paths.iter().map(|path| sys::read_file(path, &mut text)).find(|length| *length != 0).unwrap_or(0);
-    count(&text[..length])
-}
-
-fn count(status: &[u8]) -> u32 {
-    let field = |name: &[u8]| {
-        let value = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name))?;
-        std::str::from_utf8(value).ok()?.trim().parse::<u32>().ok()
-    };
-    // Kernels before 5.9 do not say how many.
-    field(b"Seccomp_filters:").or_else(|| field(b"Seccomp:")).unwrap_or(0)
+    ring::filters(&text[..length])
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn filters_are_counted_where_the_kernel_says_how_many() {
-        assert_eq!(count(b"Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\nSpeculation:\t1\n"), 3);
-        assert_eq!(count(b"Name:\tx\nSeccomp:\t2\nSpeculation:\t1\n"), 2);
-        assert_eq!(count(b"Name:\tx\nSeccomp:\t0\nSeccomp_filters:\t0\n"), 0);
-        assert_eq!(count(b"Seccomp_filters:\tmany"), 0);
-        assert_eq!(count(b""), 0);
-    }
 
     #[test]
     fn this_process_is_neither() {

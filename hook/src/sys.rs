@@ -8,13 +8,15 @@ use std::{
     sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering},
 };
 
+use crate::filters;
+
 /// Descriptors of the hook start here, where no program expects its own.
 const FIRST_DESCRIPTOR: c_int = 200;
 
 /// CLOCK_MONOTONIC in nanoseconds.
 #[inline]
 pub fn now_ns() -> u64 {
-    clock_ns(libc::CLOCK_MONOTONIC)
+    clock_ns(if filters::may_read_clock() { libc::CLOCK_MONOTONIC } else { libc::CLOCK_MONOTONIC_COARSE })
 }
 
 /// The same clock as of the last timer tick, a few milliseconds old and several times cheaper to read.
@@ -30,9 +32,15 @@ pub fn counter() -> u64 {
     unsafe { core::arch::x86_64::_rdtsc() }
 }
 
-/// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others.
+/// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others: where that is not allowed, a thread counts
+/// as one that computes all the time.
 pub fn thread_cpu_ns() -> u64 {
-    clock_ns(libc::CLOCK_THREAD_CPUTIME_ID)
+    if filters::may_call() { clock_ns(libc::CLOCK_THREAD_CPUTIME_ID) } else { coarse_now_ns() }
+}
+
+/// Lets another thread run, if this one may say so.
+pub fn relax() {
+    if filters::may_call() { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
 #[inline]
@@ -117,8 +125,11 @@ pub fn gettid() -> u32 {
     unsafe { libc::gettid() as u32 }
 }
 
-/// Whether this process has a thread of that id.
+/// Whether this process has a thread of that id. True when nobody can tell.
 pub fn is_thread(tid: u32) -> bool {
+    if !filters::may_call() {
+        return true;
+    }
     // SAFETY: signal 0 is only checked and never sent; both numbers are plain.
     let answer = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, 0) };
     answer == 0 || errno().get() != libc::ESRCH
@@ -143,6 +154,31 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     let length = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
     close(fd);
     usize::try_from(length).unwrap_or(0)
+}
+
+/// Whether a path is that of a regular file.
+pub fn is_regular(path: &CStr) -> bool {
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(path.as_ptr(), &mut stat) } == 0;
+    known && stat.st_mode & libc::S_IFMT == libc::S_IFREG
+}
+
+/// A word of this process's memory that may not be there any more.
+///
+/// # Errors
+/// `EFAULT` when it is not there; another error when the system, or a filter, does not let it be read in this way.
+pub fn word_at(address: usize) -> io::Result<usize> {
+    if !filters::may_call() {
+        return Err(io::ErrorKind::PermissionDenied.into());
+    }
+    let mut word = 0usize;
+    let here = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: size_of::<usize>() };
+    let there = libc::iovec { iov_base: address as *mut c_void, iov_len: size_of::<usize>() };
+    // SAFETY: `here` is a valid place; the kernel looks whether `there` is one.
+    let read = unsafe { libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0) };
+    if read == size_of::<usize>() as isize { Ok(word) } else { Err(io::Error::last_os_error()) }
 }
 
 /// Whether the process has one thread only. False when nobody can tell.
@@ -341,6 +377,15 @@ mod tests {
             2
         });
         assert_eq!((first, MADE.get()), (&1, Some(&1)));
+    }
+
+    #[test]
+    fn a_word_that_is_gone_is_an_error_and_no_fault() {
+        let word = 7usize;
+        assert_eq!(word_at(std::ptr::from_ref(&word) as usize).unwrap(), 7);
+        for gone in [8, usize::MAX - 7] {
+            assert_eq!(word_at(gone).unwrap_err().raw_os_error(), Some(libc::EFAULT));
+        }
     }
 
     #[test]

@@ -8,7 +8,7 @@
 
 use std::{cell::Cell, ffi::c_int};
 
-use crate::sys;
+use crate::{filters, sys};
 
 /// Inside a collective library's function.
 pub const IN_COLLECTIVES: u8 = 1;
@@ -43,6 +43,8 @@ pub struct ThreadState {
     pub launches: Cell<u32>,
     /// Calls of the collective library so far, for the same.
     pub collectives: Cell<u32>,
+    /// This is the watcher.
+    pub is_watcher: Cell<bool>,
     /// The last dlopen asked for `RTLD_DEEPBIND`.
     pub asked_for_deepbind: Cell<bool>,
     /// Tickets that the thread has taken and not used: from, to, and when they were taken; see [`crate::recorder`].
@@ -113,9 +115,9 @@ pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
 }
 
 impl ThreadState {
-    /// The thread's id, asked for once.
+    /// The thread's id, asked for once; 0 of a thread that may not ask.
     pub fn tid(&self) -> u32 {
-        if self.tid.get() == 0 {
+        if self.tid.get() == 0 && filters::may_call() {
             self.tid.set(sys::gettid());
         }
         self.tid.get()

@@ -15,24 +15,26 @@ use std::{
     sync::atomic::{AtomicBool, AtomicI32, AtomicPtr, Ordering},
 };
 
-use crate::{original::look_up, start, thread_state};
+use crate::{filters, original::look_up, start, thread_state};
 
 /// Process id of the node collector; 0 while unknown.
 static COLLECTOR_PID: AtomicI32 = AtomicI32::new(0);
 
 /// The host has named somebody.
 static NAMED_BY_HOST: AtomicBool = AtomicBool::new(false);
-/// The first prctl of the process, which may be another preloaded library's, and the one after the hook's.
+/// The first prctl of the process, which may be another preloaded library's.
 static FIRST: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
-/// As above.
-static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 type Prctl = unsafe extern "C" fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
 
 /// When the library is loaded.
-pub fn find_next() {
+pub fn find_first() {
     FIRST.store(look_up(libc::RTLD_DEFAULT, c"prctl"), Ordering::Relaxed);
-    NEXT.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
+}
+
+/// The host has named somebody.
+pub fn named_by_host() {
+    NAMED_BY_HOST.store(true, Ordering::Relaxed);
 }
 
 /// Lets the node collector look into this process, and into the children that it forks.
@@ -69,7 +71,7 @@ pub fn allow_from_environment() {
 }
 
 fn set(collector: i32) {
-    if NAMED_BY_HOST.load(Ordering::Relaxed) {
+    if NAMED_BY_HOST.load(Ordering::Relaxed) || !filters::may_call() {
         return;
     }
     // PR_SET_PTRACER takes an integer and changes nothing but the permission. Without Yama, or for a process that is gone, it fails and
@@ -78,7 +80,7 @@ fn set(collector: i32) {
 }
 
 /// Calls a prctl that was found, or the system itself. Async-signal-safe.
-fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
+pub fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
     let function = function.load(Ordering::Relaxed);
     if function.is_null() {
         // SAFETY: the arguments of the caller, which are those of prctl(2).
@@ -86,23 +88,4 @@ fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c
     }
     // SAFETY: a function of this type, as far as a caller can see it: it takes as many of these as the option has.
     unsafe { std::mem::transmute::<*mut c_void, Prctl>(function)(option as c_int, second, third, fourth, fifth) }
-}
-
-/// Exported in place of the C library's, only to see whom the host names.
-///
-/// # Safety
-/// As prctl(2).
-#[cfg_attr(not(test), unsafe(no_mangle))]
-#[cfg_attr(test, allow(dead_code))]
-pub unsafe extern "C" fn prctl(
-    option: c_int,
-    second: c_ulong,
-    third: c_ulong,
-    fourth: c_ulong,
-    fifth: c_ulong,
-) -> c_int {
-    if option == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
-        NAMED_BY_HOST.store(true, Ordering::Relaxed);
-    }
-    call(&NEXT, [option as c_ulong, second, third, fourth, fifth])
 }

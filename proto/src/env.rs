@@ -6,11 +6,18 @@
 
 mod effective;
 
-use std::{cell::RefCell, collections::HashMap, fmt, fs, path::PathBuf, time::Duration};
+use std::{
+    cell::RefCell,
+    collections::HashMap,
+    fmt, io,
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 pub use effective::{Origin, Setting};
 
 use crate::{
+    file,
     text::{MOST_NAME_BYTES, shortened},
     v1::RankInfo,
 };
@@ -38,6 +45,7 @@ variables! {
     POD_NAME = "NOT_SET", "label pod_name";
     POD_IP = "NOT_SET", "label ip";
     XPU_TIMER_CONFIG = "", "INI file with any of these variables";
+    XPU_TIMER_CONFIG_READ = "", "what that file says; set by xpu_timer_launch";
     XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
     XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
     XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status when a verdict proves a hang";
@@ -110,6 +118,10 @@ pub const WITHOUT_EFFECT: &[Variable] = &[
     without_effect("XPU_TIMER_SYMS_FILE", "", "functions are found without a symbol file"),
 ];
 
+/// The variable by which the launcher hands over what the INI file says, so that no other process of the job opens that: its path,
+/// a line break, and the settings as an INI file. Under another path it says nothing.
+pub const HANDED_OVER: &str = "XPU_TIMER_CONFIG_READ";
+
 const fn without_effect(name: &'static str, default: &'static str, meaning: &'static str) -> Variable {
     Variable { name, default, meaning }
 }
@@ -156,33 +168,42 @@ impl Source {
     /// This process's environment and the INI file that it names.
     #[must_use]
     pub fn process() -> Self {
-        Self::with_ini(|name| std::env::var_os(name).map(|value| value.to_string_lossy().into_owned()))
+        Self::with_ini(own_variable, |path| file::read_within(Path::new(path)))
     }
 
-    /// Any environment, and the INI file that it names.
+    /// Any environment, and the INI file that it names: what [`HANDED_OVER`] says of it, else what `read` answers for its path.
     #[must_use]
-    pub fn with_ini(environment: impl Fn(&str) -> Option<String> + 'static) -> Self {
-        Self::with_ini_at(environment, |path| PathBuf::from(path))
-    }
-
-    /// The same for the environment of a process that sees other files: `place` says where this one finds what is a path there.
-    #[must_use]
-    pub fn with_ini_at(
+    pub fn with_ini(
         environment: impl Fn(&str) -> Option<String> + 'static,
-        place: impl Fn(&str) -> PathBuf,
+        read: impl Fn(&str) -> io::Result<Vec<u8>>,
     ) -> Self {
         let mut source = Self::new(environment, "");
-        if let Some(path) = source.text("XPU_TIMER_CONFIG") {
-            match fs::read_to_string(place(&path)) {
-                Ok(ini) => source.ini = parse_ini(&ini, &path, &source.problems),
-                Err(error) => source.problems.borrow_mut().push(Problem {
-                    name: "XPU_TIMER_CONFIG".into(),
-                    value: format!("{path}: {error}"),
-                    used: "the environment alone".into(),
-                }),
-            }
+        let Some(path) = source.text("XPU_TIMER_CONFIG") else { return source };
+        let handed_over = source.text(HANDED_OVER);
+        let handed_over = handed_over.as_deref().and_then(|text| text.strip_prefix(&path)?.strip_prefix('\n'));
+        let not_text = |_| io::Error::new(io::ErrorKind::InvalidData, "not UTF-8 text");
+        let text = match handed_over {
+            Some(text) => Ok(text.to_string()),
+            None => read(&path).and_then(|bytes| String::from_utf8(bytes).map_err(not_text)),
+        };
+        match text {
+            Ok(ini) => source.ini = parse_ini(&ini, &path, &source.problems),
+            Err(error) => source.problems.borrow_mut().push(Problem {
+                name: "XPU_TIMER_CONFIG".into(),
+                value: format!("{path}: {error}"),
+                used: "the environment alone".into(),
+            }),
         }
         source
+    }
+
+    /// The value of [`HANDED_OVER`] for a process that has the INI file under the name `path`.
+    #[must_use]
+    pub fn hand_over(&self, path: &str) -> String {
+        let known = VARIABLES.iter().chain(WITHOUT_EFFECT);
+        let said =
+            known.filter_map(|variable| Some((variable.name, self.ini.get(&variable.name.to_ascii_lowercase())?)));
+        said.fold(format!("{path}\n"), |text, (name, value)| format!("{text}{name}={value}\n"))
     }
 
     /// Any environment, and the text of an INI file (empty for none).
@@ -410,6 +431,12 @@ impl Source {
     }
 }
 
+/// A variable of this process.
+#[must_use]
+pub fn own_variable(name: &str) -> Option<String> {
+    std::env::var_os(name).map(|value| value.to_string_lossy().into_owned())
+}
+
 /// Keys of every section, in lower case: the original tool's file has no sections.
 fn parse_ini(text: &str, path: &str, problems: &RefCell<Vec<Problem>>) -> HashMap<String, String> {
     match configparser::ini::Ini::new().read(text.to_string()) {
@@ -444,6 +471,28 @@ mod tests {
         assert_eq!(source.control_port(), 20000);
         assert_eq!(source.seconds("XPU_TIMER_SAMPLE_INTERVAL"), Some(Duration::from_secs(5)));
         assert_eq!(source.problems(), []);
+    }
+
+    #[test]
+    fn what_is_handed_over_is_the_file_and_only_under_its_name() {
+        let ini = "XPU_TIMER_HANG_TIMEOUT=7\n[section]\nxpu_timer_job = a=b: c\nOTHER=1\nXPU_TIMER_SKIP_TP=1\n";
+        let path = |name: &str| (name == "XPU_TIMER_CONFIG").then(|| "/x.ini".to_string());
+        let text = Source::with_ini(path, |_| Ok(ini.into())).hand_over("/x.ini");
+        let given = |path: &'static str, text: &str| {
+            let text = text.to_string();
+            let environment = move |name: &str| match name {
+                "XPU_TIMER_CONFIG" => Some(path.into()),
+                HANDED_OVER => Some(text.clone()),
+                _ => None,
+            };
+            Source::with_ini(environment, |_| Err(io::ErrorKind::NotFound.into()))
+        };
+        let source = given("/x.ini", &text);
+        assert_eq!(source.seconds("XPU_TIMER_HANG_TIMEOUT"), Some(Duration::from_secs(7)));
+        assert_eq!(source.text("XPU_TIMER_JOB").as_deref(), Some("a=b: c"));
+        assert_eq!((source.without_effect().len(), source.problems()), (1, Vec::new()));
+        assert_eq!(given("/y.ini", &text).problems().len(), 1, "another file is read");
+        assert_eq!(given("/x.ini", "").problems().len(), 1);
     }
 
     #[test]

@@ -18,7 +18,7 @@ use crate::v1::{
 };
 
 /// Version of the layout; any change of a constant below changes it.
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// First word of every ring: `XPURING1` in ASCII.
 pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
 
@@ -37,6 +37,14 @@ pub mod header {
     pub const WATCHER_SINCE_NS: usize = 4;
     /// Events that the hook keeps for reuse.
     pub const SPARE_EVENTS: usize = 5;
+    /// Filters of system calls that the process had when the hook was loaded.
+    pub const FILTERS_AT_LOAD: usize = 6;
+    /// Bits of [`super::filtered`] that the hook has seen itself.
+    pub const FILTERS_SEEN: usize = 7;
+    /// Thread id of the watcher; 0 before its first turn.
+    pub const WATCHER_TID: usize = 8;
+    /// 1 when the process ends as it means to. A process under a filter cannot send [`crate::v1::Goodbye`].
+    pub const GOODBYE: usize = 9;
     /// Last launch, copy, memset or return from a synchronization of a thread without a [`super::lane`].
     pub const LAST_LAUNCH_NS: usize = 16;
     /// Operations that found no free slot.
@@ -53,8 +61,31 @@ pub mod header {
     pub const OVERFLOWS: usize = 22;
     /// The next ticket that nobody has taken. Threads that launch at the same time take several at once, and leave some unused.
     pub const OPS: usize = 32;
+    /// The one part that the collector writes: when it looked last, CLOCK_MONOTONIC nanoseconds.
+    pub const COLLECTOR_NS: usize = 48;
+    /// Written by the collector: bits of [`super::filtered`].
+    pub const FILTERED: usize = 49;
     /// Words of the header.
     pub const WORDS: usize = 64;
+}
+
+/// Which threads have got filters of system calls since the hook was loaded.
+pub mod filtered {
+    /// Threads of the program.
+    pub const PROGRAM: u32 = 1;
+    /// The watcher.
+    pub const WATCHER: u32 = 2;
+}
+
+/// How many filters of system calls a thread is under, by the bytes of its `/proc/PID/status`.
+#[must_use]
+pub fn filters(status: &[u8]) -> u32 {
+    let field = |name: &[u8]| {
+        let value = status.split(|byte| *byte == b'\n').find_map(|line| line.strip_prefix(name))?;
+        std::str::from_utf8(value).ok()?.trim().parse::<u32>().ok()
+    };
+    // Kernels before 5.9 do not say how many.
+    field(b"Seccomp_filters:").or_else(|| field(b"Seccomp:")).unwrap_or(0)
 }
 
 /// Names of the driver calls that a watcher stamps, by [`header::WATCHER_CALL`].
@@ -557,6 +588,14 @@ mod tests {
                 77,
             )
         }
+    }
+
+    #[test]
+    fn filters_are_counted_where_the_kernel_says_how_many() {
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSeccomp_filters:\t3\nSpeculation:\t1\n"), 3);
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t2\nSpeculation:\t1\n"), 2);
+        assert_eq!(filters(b"Name:\tx\nSeccomp:\t0\nSeccomp_filters:\t0\n"), 0);
+        assert_eq!((filters(b"Seccomp_filters:\tmany"), filters(b"")), (0, 0));
     }
 
     #[test]

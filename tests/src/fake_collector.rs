@@ -173,6 +173,15 @@ impl FakeCollector {
             .expect("its lanes")
     }
 
+    /// The header of a process's ring.
+    ///
+    /// # Panics
+    /// As above.
+    #[must_use]
+    pub fn header(&self, pid: i32) -> [u64; ring::header::WORDS] {
+        self.with_ring(pid, |file| ring::read_header(|at, buffer| file.read_exact_at(buffer, at))).expect("its header")
+    }
+
     fn with_ring<R>(&self, pid: i32, read: impl FnOnce(&File) -> R) -> R {
         let heard = self.heard.lock().expect("the listening thread does not panic");
         let found = heard.rings.iter().rev().find(|(owner, _)| *owner == pid);

@@ -39,6 +39,8 @@ enum Command {
     },
     /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve minutes
     Soak(soak::Options),
+    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it with few interruptions
+    Model,
     /// Format, clippy, documentation and licences
     Lint,
     /// Measures, and prints ratios of two things measured in one run
@@ -59,6 +61,11 @@ fn chaos(arguments: &[String]) -> anyhow::Result<()> {
     shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
 }
 
+fn model() -> anyhow::Result<()> {
+    let arguments = ["test", "--release", "-p", "xpu_timer_models", "--", "--nocapture"];
+    shell::run(shell::cargo(&arguments).env("XPU_TIMER_MODELS", "exhaustive"))
+}
+
 fn main() -> ExitCode {
     let result = match Command::parse() {
         Command::Demo(options) => demo::run(&options),
@@ -67,6 +74,7 @@ fn main() -> ExitCode {
         Command::Hangs { arguments } => hangs(&arguments),
         Command::Chaos { arguments } => chaos(&arguments),
         Command::Soak(options) => soak::run(&options),
+        Command::Model => model(),
         Command::Lint => lint::run(),
         Command::Bench(options) => bench::run(&options),
         Command::Dist => dist::run(),

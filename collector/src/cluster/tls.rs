@@ -1,12 +1,13 @@
 //! Certificate and key of the cluster collector.
 
-use std::{fs, io, path::Path, sync::Arc};
+use std::{io, path::Path, sync::Arc};
 
 use rustls::{
     ServerConfig,
     pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject},
 };
 use tokio_rustls::TlsAcceptor;
+use xpu_timer_proto::file;
 
 use crate::error::Error;
 
@@ -15,7 +16,7 @@ use crate::error::Error;
 /// # Errors
 /// When one cannot be read, holds nothing of its kind, or they do not fit together.
 pub fn acceptor(certificate: &Path, key: &Path) -> Result<TlsAcceptor, Error> {
-    let read = |path: &Path| fs::read(path).map_err(Error::path("read", path));
+    let read = |path: &Path| file::read_within(path).map_err(Error::path("read", path));
     let (certificates, private) = (read(certificate)?, read(key)?);
     let chain: Result<Vec<CertificateDer<'_>>, _> = CertificateDer::pem_slice_iter(&certificates).collect();
     let chain = chain.map_err(io::Error::other).and_then(|chain| match chain.is_empty() {

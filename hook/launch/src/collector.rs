@@ -29,6 +29,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
+    apart,
     config::{Config, LOG_FILE},
     detach,
 };
@@ -202,7 +203,9 @@ pub fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
         // The collector is started in the root folder.
-        return std::path::absolute(daemon).with_context(|| format!("XPU_TIMER_DAEMON_PATH={}", daemon.display()));
+        let named = || format!("XPU_TIMER_DAEMON_PATH={}", daemon.display());
+        apart::answers(daemon).with_context(named)?;
+        return std::path::absolute(daemon).with_context(named);
     }
     let beside = config.beside.as_ref().map(|folder| folder.join(FILE));
     let path = std::env::var_os("PATH").unwrap_or_default();
@@ -237,7 +240,8 @@ fn problems(mut log: File, before: u64) -> Option<String> {
 /// why.
 fn open_log(config: &Config) -> (File, Result<String, String>) {
     let [mode, folder_mode] = config.modes;
-    if let Some(folder) = config.log.parent() {
+    let answers = apart::answers(&config.log);
+    if let Some(folder) = config.log.parent().filter(|_| answers.is_ok()) {
         // Why it cannot be made is what opening the file says.
         let _ = DirBuilder::new().recursive(true).mode(folder_mode).create(folder);
     }
@@ -248,7 +252,8 @@ fn open_log(config: &Config) -> (File, Result<String, String>) {
         }
         Ok::<_, io::Error>((file, Ok(path.display().to_string())))
     };
-    open(&config.log)
+    answers
+        .and_then(|()| open(&config.log))
         .or_else(|error| own_folder(config).and_then(|folder| open(&folder.join(LOG_FILE))).map_err(|_| error))
         .unwrap_or_else(|error| {
             let null = OpenOptions::new().write(true).open("/dev/null");
@@ -281,7 +286,7 @@ fn empty(file: &File) -> io::Result<()> {
 /// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut. It gets
 /// its mode whatever the umask, and also when it was there with another one.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
-    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+    let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = OpenOptions::new().create(true).read(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
     if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {

@@ -9,9 +9,11 @@ use std::{
 
 use nix::unistd::{AccessFlags, access};
 use xpu_timer_proto::{
-    env::{Origin, Setting, Source},
+    env::{HANDED_OVER, Origin, Setting, Source, own_variable},
     socket::{self, Fingerprint},
 };
+
+use crate::apart;
 
 /// Variables that name a file or a folder.
 const PATHS: [&str; 5] = [
@@ -25,6 +27,12 @@ const PATHS: [&str; 5] = [
 /// Variables that the hook needs before it may read a file: what the INI file says of them goes into the environment.
 const NEEDED_AT_LOAD: [&str; 4] =
     ["XPU_TIMER_INLINE", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_PATH", "XPU_TIMER_CUBLASLT_LIB_PATH"];
+
+/// Of these, those that name a library by its path.
+const LIBRARIES: [&str; 3] = ["XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_PATH", "XPU_TIMER_CUBLASLT_LIB_PATH"];
+
+/// Most bytes that the INI file's settings may have: the system does not execute a program with a variable of 128 KiB.
+const MOST_HANDED_OVER: usize = 32 << 10;
 
 /// Name of the collector's log.
 pub const LOG_FILE: &str = "xpu_timer_collector.log";
@@ -59,13 +67,60 @@ pub struct Config {
     /// Other variables that change: whose path is relative, as it is meant here, because the collector and the ranks run in other
     /// folders; and those of the INI file that the hook needs before it may read that.
     pub changed: Vec<(&'static str, OsString)>,
+    /// Files that the user has named and that cannot be used, one line each.
+    pub remarks: Vec<String>,
 }
 
 impl Config {
     /// Reads the environment of this process. A value that cannot be used is the collector's and the hook's to complain about, in
     /// their logs.
     pub fn read() -> Self {
-        Self::with(&Source::process(), nix::unistd::geteuid().as_raw(), |folder| try_out(folder).err())
+        // What a launcher above this one has read may be old.
+        let environment = |name: &str| if name == HANDED_OVER { None } else { own_variable(name) };
+        let source = Source::with_ini(environment, |path| apart::read(Path::new(path)));
+        let refuses = |folder: &Path| apart::answers(folder).and_then(|()| try_out(folder)).err();
+        let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), refuses);
+        if !config.disabled {
+            config.hand_over(&source);
+            config.look_at_libraries(&source);
+        }
+        config
+    }
+
+    /// Says what the INI file says in a variable, so that neither the collector nor a rank opens the file.
+    fn hand_over(&mut self, source: &Source) {
+        let Some(path) = source.path("XPU_TIMER_CONFIG") else { return };
+        let path = absolute(path).to_string_lossy().into_owned();
+        let text = source.hand_over(&path);
+        let problem = source.problems().into_iter().find(|problem| problem.name == "XPU_TIMER_CONFIG");
+        let problem = problem.map(|problem| problem.to_string()).or_else(|| {
+            (text.len() > MOST_HANDED_OVER)
+                .then(|| format!("XPU_TIMER_CONFIG={path:?} cannot be used: it has more than {MOST_HANDED_OVER} bytes"))
+        });
+        match problem {
+            None => self.change(HANDED_OVER, text.into()),
+            Some(problem) => {
+                self.remarks.push(problem);
+                self.changed.retain(|(name, _)| !NEEDED_AT_LOAD.contains(name));
+                self.change("XPU_TIMER_CONFIG", OsString::new());
+            }
+        }
+    }
+
+    /// The hook looks for these libraries while a thread of the job calls one of their functions.
+    fn look_at_libraries(&mut self, source: &Source) {
+        for name in LIBRARIES {
+            let Some(path) = source.path(name).filter(|path| path.to_string_lossy().contains('/')) else { continue };
+            if let Err(error) = apart::is_file(&path) {
+                self.remarks.push(format!("{name}={path:?} cannot be used: {error}"));
+                self.change(name, OsString::new());
+            }
+        }
+    }
+
+    fn change(&mut self, name: &'static str, value: OsString) {
+        self.changed.retain(|(changed, _)| *changed != name);
+        self.changed.push((name, value));
     }
 
     /// The settings of any process of the user `uid`.
@@ -95,6 +150,7 @@ impl Config {
             linger: source.number::<u64>("XPU_TIMER_LINGER").unwrap_or(600).to_string(),
             beside: std::env::current_exe().ok().and_then(|exe| exe.parent().map(PathBuf::from)),
             changed: made_absolute(source).chain(needed_at_load(source)).collect(),
+            remarks: Vec::new(),
         }
     }
 }

@@ -108,12 +108,16 @@ fn in_between(
 
 /// Marks every inherited descriptor, so that the collector holds no pipe or file of the user's open.
 fn close_on_exec(keep: i32) {
-    let Ok(entries) = std::fs::read_dir("/proc/self/fd") else { return };
-    let open: Vec<i32> = entries.flatten().filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect();
-    for fd in open.into_iter().filter(|fd| *fd > 2 && *fd != keep) {
+    for fd in descriptors().into_iter().filter(|fd| *fd > 2 && *fd != keep) {
         // SAFETY: sets a flag of a descriptor; one that is closed by now gives an error.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
+}
+
+/// The descriptors of this process; none where /proc is not there.
+pub fn descriptors() -> Vec<i32> {
+    let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
+    entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 fn open_pidfd(pid: i32) -> Option<OwnedFd> {

@@ -16,6 +16,7 @@ use object::{
     elf::{EM_X86_64, FileHeader32, FileHeader64},
     read::elf::{FileHeader, ProgramHeader},
 };
+use xpu_timer_proto::file::open as open_regular;
 
 /// The program of a command.
 pub struct Image {
@@ -122,7 +123,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
 /// The loader of an ELF file, and what in its header speaks against the hook.
 fn read(file: &Path) -> Result<(Option<PathBuf>, Option<Obstacle>)> {
     let named = || file.display().to_string();
-    let data = ReadCache::new(File::open(file).with_context(named)?);
+    let data = ReadCache::new(open_regular(file).with_context(named)?);
     match FileKind::parse(&data) {
         Ok(FileKind::Elf64) => header::<FileHeader64<Endianness>>(&data).with_context(named),
         Ok(FileKind::Elf32) => {
@@ -223,7 +224,7 @@ fn owned(bytes: &[u8]) -> OsString {
 /// The words behind `#!`: the interpreter and at most one argument, as the kernel takes them.
 fn interpreter_of_script(file: &Path) -> Result<Option<Vec<OsString>>> {
     let mut head = Vec::new();
-    let open = File::open(file).with_context(|| format!("{}", file.display()))?;
+    let open = open_regular(file).with_context(|| format!("{}", file.display()))?;
     open.take(256).read_to_end(&mut head).with_context(|| format!("{}", file.display()))?;
     let Some(line) = head.strip_prefix(b"#!").and_then(|rest| rest.split(|byte| *byte == b'\n').next()) else {
         // What the kernel cannot execute, execvp hands to a shell.

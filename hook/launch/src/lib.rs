@@ -5,6 +5,8 @@
 //! without the tool. Exit codes: the command's own; 127 when it is not found, 126 when it cannot be executed, 2 for wrong usage.
 #![deny(unsafe_code)]
 
+#[allow(unsafe_code)]
+mod apart;
 mod cli;
 mod collector;
 mod config;
@@ -59,6 +61,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
 
 fn run(command: &[OsString]) -> ExitCode {
     let config = Config::read();
+    config.remarks.iter().for_each(|remark| say(remark));
     let changes = if config.disabled {
         Vec::new()
     } else if let Some(why) = impossible(command) {

@@ -15,7 +15,7 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{config::Config, image::Image};
+use crate::{apart, config::Config, image::Image};
 
 const FILE: &str = "libxpu_timer_hook.so";
 
@@ -118,9 +118,12 @@ fn loads(hook: &Path) -> Result<()> {
 pub fn find(config: &Config) -> Result<PathBuf> {
     if let Some(hook) = &config.hook {
         // The loader resolves a relative name in each process anew, wherever that has gone.
-        match std::path::absolute(hook) {
-            Ok(hook) if hook.is_file() => return Ok(hook),
-            _ => bail!("XPU_TIMER_HOOK_PATH={} is not a file", hook.display()),
+        match apart::is_file(hook).and_then(|()| std::path::absolute(hook)) {
+            Ok(hook) => return Ok(hook),
+            Err(error) if error.kind() == io::ErrorKind::TimedOut => {
+                bail!("XPU_TIMER_HOOK_PATH={}: {error}", hook.display())
+            }
+            Err(_) => bail!("XPU_TIMER_HOOK_PATH={} is not a file", hook.display()),
         }
     }
     let Some(beside) = &config.beside else { bail!("this executable has no folder to look for {FILE} in") };

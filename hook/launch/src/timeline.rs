@@ -6,6 +6,8 @@ use std::{
     path::{Path, PathBuf},
 };
 
+use crate::apart;
+
 use nix::{
     errno::Errno,
     sys::statvfs::statvfs,
@@ -15,7 +17,10 @@ use xpu_timer_proto::text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened};
 
 /// What is wrong with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the second is used then.
 pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
-    let error = problem(wanted)?.desc();
+    let error = match apart::answers(wanted) {
+        Ok(()) => problem(wanted)?.desc().to_string(),
+        Err(error) => error.to_string(),
+    };
     let (wanted, fallback) = (shortened(&wanted.to_string_lossy(), MOST_NAME_BYTES), fallback.display());
     Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}): incidents will be in {fallback}"))
 }

@@ -17,7 +17,8 @@ use crate::{
     abi::SUCCESS,
     bracket::members,
     hooked::After,
-    recorder::{Begin, Recorder, state},
+    recorder::{Begin, Recorder},
+    slot::state,
     start, sys, thread_state,
 };
 
@@ -122,7 +123,7 @@ fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32
         cell.store(0, Ordering::Release);
     }
     for slot in members(recorder, leader) {
-        recorder.slots[slot].state.store(state::FREE, Ordering::Release);
+        recorder.slots[slot].become_state(state::FREE);
     }
 }
 

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xpu_timer_proto::v1::{DataType, Op, OpKind};
 
-use crate::recorder::Begin;
+use crate::{place::place_of, recorder::Begin};
 
 /// Places of the table; a power of two.
 const PLACES: usize = 4096;
@@ -25,7 +25,7 @@ static TABLE: [Entry; PLACES] =
     [const { Entry { key: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; 7] } }; PLACES];
 
 fn place(handle: u64) -> &'static Entry {
-    &TABLE[(handle.wrapping_mul(0x9E37_79B9_7F4A_7C15) >> 52) as usize % PLACES]
+    &TABLE[place_of::<PLACES>(handle)]
 }
 
 /// The operation behind a handle.

@@ -9,7 +9,7 @@ use std::{
 };
 
 use super::{elf::LinkMap, prologue::ENDBR64};
-use crate::{hooked::guarded, sys, thread_state::in_hook};
+use crate::{filters, hooked::guarded, sys, thread_state::in_hook};
 
 /// The linker's `r_debug`, which is public.
 #[repr(C)]
@@ -128,7 +128,7 @@ pub fn is_deaf() -> bool {
 extern "C" fn loaded() {
     // SAFETY: as above.
     let state = unsafe { (&raw const _r_debug.state).read_volatile() };
-    if state != CONSISTENT || DEAF.load(Ordering::Relaxed) {
+    if state != CONSISTENT || DEAF.load(Ordering::Relaxed) || !filters::may_call() {
         return;
     }
     if AT_WORK.swap(1, Ordering::Acquire) != 0 {

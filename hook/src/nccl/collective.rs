@@ -13,7 +13,8 @@ use crate::{
     bracket::{self, Open},
     graphs::{self, Held},
     hooked::Site,
-    recorder::{Begin, Recorder, state},
+    recorder::{Begin, Recorder},
+    slot::state,
     thread_state,
 };
 
@@ -121,7 +122,7 @@ pub fn withdraw(recorder: &'static Recorder, slot: usize) {
             recorder.withdrew_collective();
         }
     }
-    recorder.slots[slot].state.store(state::FREE, Ordering::Release);
+    recorder.slots[slot].become_state(state::FREE);
 }
 
 #[cfg(test)]

@@ -56,6 +56,17 @@ fn handle_at(place: usize) -> usize {
     unsafe { place.as_ref() }.map_or(0, |comm| *comm as usize)
 }
 
+/// The same when the host may have left the call that gave the place: a thread that polls at the same time may have told it that the
+/// communicator is there, and then the host may have freed the place. `None` when it is gone or cannot be read.
+fn handle_still_at(place: usize, caller: u32) -> Option<usize> {
+    match sys::word_at(place) {
+        Ok(handle) => Some(handle),
+        Err(error) if error.raw_os_error() == Some(libc::EFAULT) => None,
+        // Where the system does not read it: the thread that gave the place is inside this very call.
+        Err(_) => (caller != 0 && caller == thread_state::current().tid()).then(|| handle_at(place)),
+    }
+}
+
 /// The communicator of a handle. One that was created where the hook did not see it gets an identity of its own: it cannot be
 /// matched with other ranks', but its operations are still watched.
 pub fn known(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize> {
@@ -218,10 +229,13 @@ pub fn host_call_settled(
 ) {
     let output = recorder.slots[slot].output.load(Ordering::Relaxed);
     if let Some(child) = comm_of(recorder, slot).filter(|child| output != 0 && !recorder.has_handle(*child)) {
-        match (result, handle_at(output)) {
+        let caller = (recorder.ring.op(slot)[op::WHAT].load(Ordering::Relaxed) >> 32) as u32;
+        match (result, handle_still_at(output, caller)) {
             // The library writes it a moment later; the host still waits for it.
-            (SUCCESS, 0) => return recorder.wait_for_comm(waited_for, slot),
-            (SUCCESS, handle) => ready(recorder, site, child, handle),
+            (SUCCESS, Some(0)) => return recorder.wait_for_comm(waited_for, slot),
+            (SUCCESS, Some(handle)) => ready(recorder, site, child, handle),
+            // It is known again, by another identity, when it is used.
+            (SUCCESS, None) => recorder.retire_comm(child),
             _ => {
                 recorder.set_comm_state(child, CommunicatorState::Failed);
                 recorder.retire_comm(child);

@@ -70,8 +70,9 @@ impl Connection {
         self.waiting.push_back(HookMessage { message: Some(message) }.encode_to_vec());
     }
 
-    /// Connects, greets, sends what waits. True when the collector has just been told Hello.
-    pub fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log) -> bool {
+    /// Connects, greets, sends what waits. True when the collector has just been told Hello. A collector that `is_there` is not listened
+    /// to.
+    pub fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log, is_there: bool) -> bool {
         let mut greeted = false;
         let result = match self.stage {
             Stage::Apart { next } if Instant::now() < next => Ok(()),
@@ -84,6 +85,7 @@ impl Connection {
                 greeted = self.greet(since, hello, ring)?;
                 Ok(())
             }
+            Stage::Connected if is_there => Ok(()),
             Stage::Connected => self.listen(),
         });
         let result = result.and_then(|()| self.flush());
@@ -97,7 +99,7 @@ impl Connection {
     /// Sleeps until somebody rings, at most `pause`. While the collector has not said Welcome, its word ends the sleep too.
     pub fn wait(&mut self, pause: Duration) {
         let greeting = matches!(self.stage, Stage::Greeting { .. });
-        let Some(fd) = CONNECTION.get().filter(|_| greeting) else { return bell::wait(pause) };
+        let Some(fd) = greeting.then(|| CONNECTION.get()).flatten() else { return bell::wait(pause) };
         let mut poll = libc::pollfd { fd, events: libc::POLLIN, revents: 0 };
         // SAFETY: one valid pollfd.
         if unsafe { libc::poll(&mut poll, 1, GREETING_PAUSE.min(pause).as_millis() as i32) } < 0 {
@@ -273,6 +275,10 @@ fn send_with_descriptor(fd: i32, message: &[u8], descriptor: i32) -> io::Result<
     if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
 }
 
+/// The connection is one for the whole process, so tests that touch it take turns.
+#[cfg(test)]
+pub static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -291,6 +297,7 @@ mod tests {
 
     #[test]
     fn a_full_socket_waits_in_the_queue_and_nobody_else_does() {
+        let _alone = ALONE.lock();
         let mut pair = [0; 2];
         // SAFETY: a place for two descriptors.
         assert_eq!(unsafe { libc::socketpair(libc::AF_UNIX, libc::SOCK_SEQPACKET, 0, pair.as_mut_ptr()) }, 0);
@@ -303,7 +310,7 @@ mod tests {
         let mut sent = 0;
         while connection.waiting.len() < MOST_WAITING {
             connection.send(resolved(sent));
-            connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+            connection.turn(&Hello::default(), &Descriptor::none(), &mut log, false);
             assert!(matches!(connection.stage, Stage::Connected));
             sent += 1;
             assert!(sent < 1_000_000, "the socket never fills");
@@ -313,13 +320,13 @@ mod tests {
         // The collector wakes up: everything arrives in order.
         let mut packet = [0; 64];
         for ticket in 0..sent {
-            connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+            connection.turn(&Hello::default(), &Descriptor::none(), &mut log, false);
             let bytes = receive(theirs, &mut packet).unwrap().expect("a packet");
             assert_eq!(HookMessage::decode(bytes).unwrap().message, Some(resolved(ticket)));
         }
         crate::sys::close(theirs);
         connection.wait(Duration::ZERO);
-        connection.turn(&Hello::default(), &Descriptor::none(), &mut log);
+        connection.turn(&Hello::default(), &Descriptor::none(), &mut log, false);
         assert!(matches!(connection.stage, Stage::Apart { .. }));
     }
 }

@@ -7,7 +7,7 @@ use std::{
     path::PathBuf,
 };
 
-use xpu_timer_proto::printable;
+use xpu_timer_proto::{file, printable};
 
 /// More lines than this help nobody.
 const MOST_LINES: u32 = 200;
@@ -20,10 +20,18 @@ const MOST_FILE_BYTES: u64 = 2_000_000;
 
 /// A log file that is opened when there is something to say, and closed again: a descriptor is not kept in a foreign process.
 pub struct Log {
+    place: Place,
+    lines: u32,
+    /// Its file system has left a line waiting. Another thread must not wait there, too.
+    hangs: bool,
+}
+
+/// Where the log is, and whose it has to be.
+#[derive(Clone)]
+struct Place {
     path: PathBuf,
     mode: u32,
     owner: u32,
-    lines: u32,
 }
 
 impl Log {
@@ -31,27 +39,34 @@ impl Log {
     pub fn new(path: PathBuf, mode: u32) -> Self {
         // SAFETY: geteuid takes nothing and cannot fail.
         let owner = unsafe { libc::geteuid() };
-        Log { path, mode, owner, lines: 0 }
+        Log { place: Place { path, mode, owner }, lines: 0, hangs: false }
     }
 
-    /// Appends a line. Where the file cannot be written there is no log.
+    /// Appends a line. Where the file cannot be written there is no log. A file system that does not answer keeps one thread, which
+    /// is not the watcher.
     pub fn say(&mut self, text: &str) {
         self.lines += 1;
-        if self.lines > MOST_LINES {
+        if self.lines > MOST_LINES || self.hangs {
             return;
         }
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let text = &text[..text.floor_char_boundary(MOST_BYTES)];
         let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
-        if let Ok(mut file) = self.open() {
-            let _ = file.write_all(line.as_bytes());
-        }
+        let place = self.place.clone();
+        let written = file::within(file::PATIENCE, move || {
+            if let Ok(mut file) = place.open() {
+                let _ = file.write_all(line.as_bytes());
+            }
+        });
+        self.hangs = written.is_err();
     }
+}
 
+impl Place {
     /// The file, when it is this user's own and not as long already as what earlier processes of this id may have left.
     fn open(&self) -> io::Result<File> {
         // The folder may be /tmp, where a link or a file of somebody else's could wait under this name.
-        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
+        let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = OpenOptions::new().create(true).append(true).mode(self.mode).custom_flags(flags).open(&self.path)?;
         let status = file.metadata()?;
         if !status.is_file() || status.uid() != self.owner || status.len() > MOST_FILE_BYTES {

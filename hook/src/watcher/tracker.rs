@@ -13,8 +13,10 @@ use xpu_timer_proto::{
 use crate::{
     abi::{NOT_READY, STREAM_PER_THREAD, SUCCESS},
     bracket,
-    device::{Code, Device, LOW, device},
-    recorder::{Recorder, state},
+    device::{Code, Device, device},
+    pools::LOW,
+    recorder::Recorder,
+    slot::state,
     start, sys,
 };
 
@@ -68,6 +70,12 @@ impl Tracker {
     /// Nothing pending.
     pub fn new(recorder: &'static Recorder) -> Self {
         Tracker { recorder, lanes: HashMap::new(), arrived: Vec::new(), context: 0, relaxed: false, pending: 0 }
+    }
+
+    /// Another thread goes on with it: what the driver knows of the thread is not known.
+    pub fn new_thread(&mut self) {
+        self.context = 0;
+        self.relaxed = false;
     }
 
     /// Whether nothing is pending.
@@ -153,7 +161,7 @@ impl Tracker {
     /// Whether a slot's operation has ended; then its slot and those of its followers are free.
     fn is_over(&mut self, slot: usize) -> bool {
         let entry = &self.recorder.slots[slot];
-        match entry.state.load(Ordering::Acquire) {
+        match entry.state() {
             state::OPEN => {
                 let start = entry.start.load(Ordering::Acquire);
                 self.look_at_start(slot, start);
@@ -236,7 +244,7 @@ impl Tracker {
         }
         // Followers are in no queue; their links are read before they are given away.
         for member in bracket::members(self.recorder, slot) {
-            self.recorder.slots[member].state.store(state::FREE, Ordering::Release);
+            self.recorder.slots[member].become_state(state::FREE);
         }
     }
 

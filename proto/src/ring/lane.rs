@@ -111,6 +111,15 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
     Ok(totals)
 }
 
+/// Kernel ids of the threads that own a lane, or did when they ended.
+///
+/// # Errors
+/// What `read_at` returned.
+pub fn owners(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
+    let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
+    Ok(words.chunks_exact(WORDS).map(|lane| lane[OWNER]).filter(|owner| *owner != 0).collect())
+}
+
 /// Calls of each hooked function, by the index of its coverage entry, over all lanes.
 ///
 /// # Errors

@@ -453,8 +453,10 @@ the linker does not tell of libraries that are loaded later. Each function is ca
   library is not loaded (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
 - glibc since 2.41 tells of a new library when it has bound it. There a library that is opened with `RTLD_DEEPBIND` and has all its calls
   bound at once (`-z now`) is not seen; by its source, as no system with such a glibc is among the tests of this page.
-- A program that has put a filter of system calls (seccomp) on itself, and one under AddressSanitizer, LeakSanitizer, MemorySanitizer or
-  ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
+- A program that has put a filter of system calls (seccomp) on itself before its first launch, and one under AddressSanitizer, LeakSanitizer,
+  MemorySanitizer or ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
+- A program that does so later: its threads are still recorded, without a system call of the hook. When the filter is on all threads (`TSYNC`) the watcher
+  ends, and a hang of that rank is seen by its peers alone (`hook::filters`).
 - Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in the program or in a library that is loaded at the start is then
   reported as one whose code cannot be replaced, and libraries that are loaded later are not looked at
   (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`, under a filter that refuses writable code).

@@ -1,5 +1,7 @@
 //! `xpu_timer_launch`: what the command gets, and the collector that it finds or starts.
 
+mod files;
+
 use std::{
     ffi::OsStr,
     fs,

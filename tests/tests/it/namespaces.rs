@@ -378,7 +378,7 @@ fn a_process_that_hides_from_its_own_user() {
 const FUSE: &str = include_str!("namespaces/fuse.c");
 
 /// Starts that program; `None`, and a word of it, where this machine has no such file systems.
-fn start_on_fuse(folder: &Path, arguments: &[&str]) -> Option<Process> {
+pub fn start_on_fuse(folder: &Path, arguments: &[&str]) -> Option<Process> {
     if !namespaces() {
         return None;
     }

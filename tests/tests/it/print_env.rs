@@ -177,8 +177,8 @@ fn a_library_is_compared_with_the_hook() {
     for (file, why) in [
         ("/nowhere/libnccl.so.2", "there is no file /nowhere/libnccl.so.2: --library takes the path"),
         ("/etc/passwd", "/etc/passwd is no ELF library"),
-        ("/etc", "/etc is not a file"),
-        (&pipe.display().to_string(), "is not a file"),
+        ("/etc", "/etc: not a regular file"),
+        (&pipe.display().to_string(), "not a regular file"),
     ] {
         let wrong = run(&job, &["--library", file]);
         assert_eq!((wrong.code(), wrong.stderr.lines().count(), wrong.stdout.as_str()), (1, 1, ""), "{wrong:?}");

@@ -1,18 +1,15 @@
 //! What a library says of itself: its soname, and the names of the functions that it exports. Only the parts of the file that are
 //! needed are read, because libraries of a gigabyte are usual here.
 
-use std::{
-    collections::BTreeSet,
-    fs::{self, File},
-    path::Path,
-};
+use std::{collections::BTreeSet, fs::File, path::Path};
 
-use anyhow::{Context, Result, bail};
+use anyhow::{Context, Result};
 use object::{
     Endianness, Object, ObjectSymbol, ReadCache, SymbolKind,
     elf::{DT_SONAME, FileHeader64},
     read::elf::{Dyn, FileHeader},
 };
+use xpu_timer_proto::file;
 
 /// Names of the functions in a library's dynamic symbol table.
 ///
@@ -38,11 +35,7 @@ pub fn soname(library: &Path) -> Option<String> {
 }
 
 fn open(library: &Path) -> Result<ReadCache<File>> {
-    // Opening a pipe would wait for a writer.
-    if fs::metadata(library).is_ok_and(|metadata| !metadata.is_file()) {
-        bail!("{} is not a file", library.display());
-    }
-    Ok(ReadCache::new(File::open(library).with_context(|| format!("{}", library.display()))?))
+    Ok(ReadCache::new(file::open(library).with_context(|| format!("{}", library.display()))?))
 }
 
 #[cfg(test)]
@@ -51,14 +44,14 @@ mod tests {
 
     #[test]
     fn the_c_library_has_its_soname_and_functions() {
-        let maps = fs::read_to_string("/proc/self/maps").unwrap();
+        let maps = std::fs::read_to_string("/proc/self/maps").unwrap();
         let libc = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
         let libc = Path::new(libc.expect("this test is linked to it"));
         assert_eq!(soname(libc).as_deref(), Some("libc.so.6"));
         assert!(exported(libc).unwrap().contains("fopen"));
         assert_eq!(soname(Path::new("/proc/self/maps")), None);
         for (wrong, why) in
-            [("/nowhere.so", "/nowhere.so"), ("/proc", "is not a file"), ("/proc/self/maps", "is no ELF library")]
+            [("/nowhere.so", "/nowhere.so"), ("/proc", "not a regular file"), ("/proc/self/maps", "is no ELF library")]
         {
             let error = format!("{:#}", exported(Path::new(wrong)).unwrap_err());
             assert!(error.contains(why), "{error}");

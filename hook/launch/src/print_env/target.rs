@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use xpu_timer_proto::env::Source;
+use xpu_timer_proto::{env::Source, file};
 
 use super::cli::Wanted;
 use crate::{
@@ -70,7 +70,10 @@ impl Target {
         match self {
             Target::Process(process) => {
                 let (environ, pid) = (process.environ.clone(), process.pid);
-                Source::with_ini_at(move |name| value(&environ, name), move |path| place_in(pid, Path::new(path)))
+                Source::with_ini(
+                    move |name| value(&environ, name),
+                    move |path| file::read_within(&place_in(pid, Path::new(path))),
+                )
             }
             _ => Source::process(),
         }

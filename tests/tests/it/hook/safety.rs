@@ -1,7 +1,7 @@
 //! What the hook must not do to its host: turn often, lose what it saw last, speak for another process, be in the way of who cancels a
 //! thread or asks the linker.
 
-use std::{fs, path::Path};
+use std::{fs, path::Path, process::Command};
 
 use xpu_timer_proto::v1::{FlightRecord, OpStatus};
 use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, tree, wait_until};
@@ -24,11 +24,16 @@ impl Guest {
 
     /// `change` may put other libraries into the job's folder, which is given to it.
     fn start_after(case: &str, change: impl FnOnce(&Path)) -> Self {
+        Self::start_with(case, |folder, _| change(folder))
+    }
+
+    /// `change` may change the program's environment, too.
+    fn start_with(case: &str, change: impl FnOnce(&Path, &mut Command)) -> Self {
         let job = Job::new();
         let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
         let folder = job.dir.clone();
         let process = idle_device(&job, "safety", SOURCE, |command| {
-            change(&folder);
+            change(&folder, command);
             command.arg(case).arg(&folder);
         });
         let guest = Guest { job, collector, process };
@@ -163,6 +168,20 @@ fn threads_are_cancelled_in_the_hosts_code_only() {
 #[test]
 fn the_linker_has_no_errors_to_tell_but_the_hosts() {
     assert_eq!(Guest::start("linker errors").end().0, 0);
+}
+
+/// Nobody has looked at these variables before the program was started.
+#[test]
+fn a_variable_that_names_no_file_neither_stops_nor_prints_into_a_program() {
+    for name in ["XPU_TIMER_CONFIG", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_LOGGING_DIR"] {
+        let guest = Guest::start_with("exit", |folder, command| {
+            let fifo = folder.join("fifo");
+            assert!(Command::new("mkfifo").arg(&fifo).status().unwrap().success());
+            command.env(name, fifo);
+        });
+        let (code, record, said) = guest.end();
+        assert_eq!((code, record.collectives_launched, said), (0, 4, true), "{name}");
+    }
 }
 
 /// A program with a large symbol table, which prints how many bytes it has read so far, and what else it is made of.

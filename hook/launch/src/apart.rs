@@ -1,0 +1,173 @@
+//! Looks at paths that the user has named, in a process that can be left behind: a file system may never answer, and then neither a
+//! timeout nor a signal ends the call.
+//!
+//! A thread would not do. The launcher becomes the command by `exec`, which waits for every other thread of the process. The process
+//! that looks is a grandchild, so the command never sees it among its own children, and it holds no descriptor of the job's.
+
+use std::{
+    fs::File,
+    io::{self, Read, Write},
+    os::fd::{AsFd, AsRawFd},
+    path::Path,
+    time::Instant,
+};
+
+use nix::{
+    errno::Errno,
+    fcntl::OFlag,
+    poll::{PollFd, PollFlags, PollTimeout, poll},
+    sys::{
+        signal::{Signal, kill},
+        wait::waitpid,
+    },
+    unistd::{ForkResult, Pid, fork, pipe2},
+};
+use xpu_timer_proto::file;
+
+/// [`file::read`], within [`file::PATIENCE`].
+///
+/// # Errors
+/// As [`file::read`], or that the file system does not answer.
+pub fn read(path: &Path) -> io::Result<Vec<u8>> {
+    apart(|| file::read(path))
+}
+
+/// Whether `path`, or the first folder above it that is there, answers.
+///
+/// # Errors
+/// That its file system does not answer.
+pub fn answers(path: &Path) -> io::Result<()> {
+    apart(|| {
+        // Its beginning, too: the metadata may be remembered by the kernel.
+        if let Ok(mut file) = file::open(path) {
+            let _ = file.read(&mut [0]);
+        } else if let Some(there) = path.ancestors().find(|path| path.symlink_metadata().is_ok()) {
+            let _ = nix::sys::statvfs::statvfs(there);
+        }
+        Ok(Vec::new())
+    })
+    .map(|_| ())
+}
+
+/// Whether `path` is a regular file that answers.
+///
+/// # Errors
+/// What else it is.
+pub fn is_file(path: &Path) -> io::Result<()> {
+    apart(|| file::open(path)?.read(&mut [0]).map(|_| Vec::new())).map(|_| ())
+}
+
+/// Does some work in a process of its own. Its answer is the process's id, then an error's number and text, or 0 and the bytes.
+fn apart(work: impl FnOnce() -> io::Result<Vec<u8>>) -> io::Result<Vec<u8>> {
+    let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
+    // SAFETY: this process has one thread.
+    match unsafe { fork() }? {
+        ForkResult::Child => {
+            // SAFETY: as above. The one in between ends at once, so that the command has no child that it does not know.
+            if let Ok(ForkResult::Child) = unsafe { fork() } {
+                drop(read);
+                in_grandchild(work, File::from(write));
+            }
+            // SAFETY: ends the process without running what the launcher registered for its own exit.
+            unsafe { libc::_exit(0) }
+        }
+        ForkResult::Parent { child } => {
+            drop(write);
+            // Only fails when somebody else reaped it, which is as good.
+            let _ = waitpid(child, None);
+            answer(File::from(read))
+        }
+    }
+}
+
+fn in_grandchild(work: impl FnOnce() -> io::Result<Vec<u8>>, mut report: File) {
+    close_all_but(report.as_raw_fd());
+    let own = std::process::id() as i32;
+    if report.write_all(&own.to_ne_bytes()).is_err() {
+        return;
+    }
+    let (code, bytes) = match work() {
+        Ok(bytes) => (0, bytes),
+        Err(error) => (error.raw_os_error().unwrap_or(-1), error.to_string().into_bytes()),
+    };
+    // Nobody listens after the deadline.
+    let _ = report.write_all(&code.to_ne_bytes()).and_then(|()| report.write_all(&bytes));
+}
+
+/// A process that hangs must keep nobody waiting for the end of a pipe.
+fn close_all_but(keep: i32) {
+    let keep = keep as libc::c_uint;
+    // SAFETY: closes descriptors of this process, which uses none of them. Kernels before 5.9 refuse.
+    let closed = unsafe {
+        (keep == 0 || libc::syscall(libc::SYS_close_range, 0, keep - 1, 0) == 0)
+            && libc::syscall(libc::SYS_close_range, keep + 1, libc::c_uint::MAX, 0) == 0
+    };
+    if !closed {
+        for fd in crate::detach::descriptors().into_iter().filter(|fd| *fd as libc::c_uint != keep) {
+            // SAFETY: as above.
+            unsafe { libc::close(fd) };
+        }
+    }
+}
+
+fn answer(mut pipe: File) -> io::Result<Vec<u8>> {
+    let until = Instant::now() + file::PATIENCE;
+    let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
+    loop {
+        let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).unwrap_or(PollTimeout::ZERO);
+        let mut waiting = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)];
+        match poll(&mut waiting, left) {
+            Err(Errno::EINTR) => {}
+            Ok(1..) => match pipe.read(&mut piece)? {
+                0 => break,
+                count => bytes.extend_from_slice(&piece[..count]),
+            },
+            _ => {
+                if let Some((pid, _)) = number(&bytes) {
+                    // It ends when the kernel lets it.
+                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+                }
+                return Err(file::unanswered());
+            }
+        }
+    }
+    let lost = || io::Error::other("the process that reads it was ended");
+    let (_, rest) = number(&bytes).ok_or_else(lost)?;
+    match number(rest).ok_or_else(lost)? {
+        (0, bytes) => Ok(bytes.to_vec()),
+        (-1, text) => Err(io::Error::other(String::from_utf8_lossy(text).into_owned())),
+        (code, _) => Err(io::Error::from_raw_os_error(code)),
+    }
+}
+
+fn number(bytes: &[u8]) -> Option<(i32, &[u8])> {
+    let (number, rest) = bytes.split_first_chunk()?;
+    Some((i32::from_ne_bytes(*number), rest))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_file_is_read_and_an_error_keeps_its_words() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("file");
+        std::fs::write(&path, vec![b'x'; 100_000]).unwrap();
+        assert_eq!(read(&path).unwrap().len(), 100_000);
+        assert!(is_file(&path).is_ok() && answers(&path.join("a/b")).is_ok() && answers(folder.path()).is_ok());
+        assert_eq!(is_file(folder.path()).unwrap_err().to_string(), "not a regular file");
+        assert_eq!(read(&folder.path().join("none")).unwrap_err().raw_os_error(), Some(libc::ENOENT));
+    }
+
+    #[test]
+    fn work_that_does_not_answer_is_left_behind_and_ended() {
+        let begun = Instant::now();
+        let error = apart(|| {
+            std::thread::sleep(std::time::Duration::from_secs(600));
+            Ok(Vec::new())
+        });
+        assert_eq!(error.unwrap_err().to_string(), file::unanswered().to_string());
+        assert!(begun.elapsed() < 10 * file::PATIENCE, "{:?}", begun.elapsed());
+    }
+}

@@ -1,0 +1,320 @@
+//! Filters of system calls (seccomp) that the program puts on itself while it runs. Such a filter may end the process at a call that
+//! the program itself has no need of, and nobody can ask which calls it forbids. So from then on a thread under a filter makes
+//! no system call for the hook.
+//!
+//! The hook learns of a filter in two ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp. And
+//! the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
+//! the only way to learn of one that was installed by a bare instruction.
+//!
+//! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
+//! the watcher by 256 operations, `gettid` at its first launch, and `clock_gettime` of its processor time while it polls MPI. A job in
+//! its steady state launches from threads that have launched before, and the watcher keeps up with it. With `TSYNC` the watcher
+//! makes the `futex` call that it sleeps in, for good: a bare instruction whose filter forbids that ends the process.
+//!
+//! The program's threads go on recording, because that is memory alone. The watcher goes on as well as long as the filter is not its
+//! own. With `SECCOMP_FILTER_FLAG_TSYNC` it is: then the watcher thread ends before the filter is there, because a thread that is
+//! merely asleep would make another call when it is woken.
+
+use std::{
+    ffi::{c_int, c_long, c_ulong, c_void},
+    sync::atomic::{AtomicPtr, AtomicU32, Ordering},
+};
+
+use xpu_timer_proto::ring::{filtered, header};
+
+use crate::{
+    hooked::guarded,
+    original::look_up,
+    start, sys,
+    thread_state::{self, in_hook},
+    tracer, watcher,
+};
+
+/// Bits of [`filtered`], as far as this process has seen them.
+static SEEN: AtomicU32 = AtomicU32::new(0);
+
+/// Whether a thread of the program may make a system call for the hook.
+#[inline]
+pub fn may_call() -> bool {
+    told() & filtered::PROGRAM == 0
+}
+
+/// The same for the watcher.
+pub fn watcher_may_call() -> bool {
+    told() & filtered::WATCHER == 0
+}
+
+/// Whether the calling thread may read the exact clock, which is a system call on machines whose time does not come from the
+/// processor's counter. The coarse clock never is one. Asks this process's memory alone, because the ring takes its times here.
+#[inline(always)]
+pub fn may_read_clock() -> bool {
+    let seen = SEEN.load(Ordering::Relaxed);
+    seen == 0 || is_watchers_own(seen)
+}
+
+/// Whether only the program's threads are under these filters, and the calling thread is the watcher.
+#[cold]
+fn is_watchers_own(seen: u32) -> bool {
+    seen & filtered::WATCHER == 0 && thread_state::current().is_watcher.get()
+}
+
+/// What this process has seen and what the collector has said, which stays true: no filter is ever taken away.
+fn told() -> u32 {
+    let seen = SEEN.load(Ordering::Relaxed);
+    let Some(recorder) = start::running() else { return seen };
+    let said = recorder.ring.header(header::FILTERED).load(Ordering::Relaxed) as u32;
+    if said & !seen != 0 { SEEN.fetch_or(said, Ordering::Relaxed) | said } else { seen }
+}
+
+/// Keeps what the collector has said for a child that is about to be forked. It has the same filters and not the ring.
+pub fn remember() {
+    told();
+}
+
+/// Publishes what this process has seen.
+fn publish() {
+    if let Some(recorder) = start::running() {
+        recorder.ring.header(header::FILTERS_SEEN).store(u64::from(SEEN.load(Ordering::Relaxed)), Ordering::Relaxed);
+    }
+}
+
+const SET_MODE_FILTER: c_ulong = 1;
+const TSYNC: c_ulong = 1;
+const NEW_LISTENER: c_ulong = 1 << 3;
+
+/// A call that installs a filter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Install {
+    /// On all threads of the process.
+    synchronizes: bool,
+    /// It answers a descriptor.
+    listens: bool,
+}
+
+impl Install {
+    /// By the arguments of prctl(2). The strict mode is one, too.
+    fn of_prctl(option: c_ulong, mode: c_ulong, filter: c_ulong) -> Option<Self> {
+        let installs = option as c_int == libc::PR_SET_SECCOMP && (mode != 2 || filter != 0);
+        installs.then_some(Install { synchronizes: false, listens: false })
+    }
+
+    /// By the arguments of seccomp(2). Without a filter it only asks which flags the kernel knows, and is answered an error.
+    fn of_seccomp(operation: c_ulong, flags: c_ulong, filter: c_ulong) -> Option<Self> {
+        let installs = operation == 0 || operation == SET_MODE_FILTER && filter != 0;
+        let has = |flag| operation == SET_MODE_FILTER && flags & flag != 0;
+        installs.then_some(Install { synchronizes: has(TSYNC), listens: has(NEW_LISTENER) })
+    }
+
+    fn succeeded(self, result: c_long) -> bool {
+        if self.listens { result >= 0 } else { result == 0 }
+    }
+
+    /// Makes the call, with the hook quiet before the filter is there.
+    fn around(self, real: impl FnOnce() -> c_long) -> c_long {
+        let before = SEEN.load(Ordering::Relaxed);
+        let errno = sys::errno();
+        let saved = errno.get();
+        guarded(|| in_hook(|| self.expect()));
+        errno.set(saved);
+        let result = real();
+        let saved = errno.get();
+        guarded(|| in_hook(|| if self.succeeded(result) { publish() } else { self.forget(before) }));
+        errno.set(saved);
+        result
+    }
+
+    fn expect(self) {
+        // A child of vfork has borrowed the memory of a process that will have no filter.
+        if !start::is_borrowed() {
+            let watcher = self.synchronizes && watcher_may_call();
+            if watcher {
+                watcher::stop();
+            }
+            let bits = filtered::PROGRAM | if self.synchronizes { filtered::WATCHER } else { 0 };
+            SEEN.fetch_or(bits, Ordering::Relaxed);
+        }
+    }
+
+    fn forget(self, before: u32) {
+        SEEN.store(before, Ordering::Relaxed);
+        if self.synchronizes && watcher_may_call() {
+            watcher::resume();
+        }
+    }
+}
+
+/// The next `prctl` and `syscall`, which may be another preloaded library's.
+static NEXT_PRCTL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+/// As above.
+static NEXT_SYSCALL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// When the library is loaded.
+pub fn find_next() {
+    NEXT_PRCTL.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
+    NEXT_SYSCALL.store(look_up(libc::RTLD_NEXT, c"syscall"), Ordering::Relaxed);
+}
+
+/// Exported in place of the C library's, to see whom the host names as its tracer and that it installs a filter.
+///
+/// # Safety
+/// As prctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn prctl(
+    option: c_int,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+) -> c_int {
+    note_tracer(option as c_ulong);
+    let call = || tracer::call(&NEXT_PRCTL, [option as c_ulong, second, third, fourth, fifth]);
+    match Install::of_prctl(option as c_ulong, second, third) {
+        Some(install) => install.around(|| c_long::from(call())) as c_int,
+        None => call(),
+    }
+}
+
+fn note_tracer(option: c_ulong) {
+    if option as c_int == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
+        tracer::named_by_host();
+    }
+}
+
+/// Exported in place of the C library's, to see the calls that install a filter. Every other call is jumped on to with the caller's frame
+/// untouched, because some, such as `clone`, return twice.
+///
+/// # Safety
+/// As syscall(2).
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+    core::arch::naked_asm!(
+        "cmp rdi, {seccomp}",
+        "je {noted}",
+        "cmp rdi, {prctl}",
+        "je {noted}",
+        "mov rax, qword ptr [rip + {next}]",
+        "test rax, rax",
+        "je {bare}",
+        "jmp rax",
+        seccomp = const libc::SYS_seccomp,
+        prctl = const libc::SYS_prctl,
+        noted = sym noted,
+        next = sym NEXT_SYSCALL,
+        bare = sym bare,
+    )
+}
+
+type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
+
+/// A call of seccomp(2) or prctl(2) by its number.
+unsafe extern "C" fn noted(
+    number: c_long,
+    first: c_ulong,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+    sixth: c_ulong,
+) -> c_long {
+    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
+    // SAFETY: the next function of this name, as far as a caller can see it: it takes as many of these as the call has.
+    let next = if next.is_null() { bare_call } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
+    // SAFETY: the caller's own arguments, and what lies behind them.
+    let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
+    let install = if number == libc::SYS_prctl {
+        note_tracer(first);
+        Install::of_prctl(first, second, third)
+    } else {
+        Install::of_seccomp(first, second, third)
+    };
+    match install {
+        Some(install) => install.around(call),
+        None => call(),
+    }
+}
+
+/// [`bare`] by its type.
+unsafe extern "C" fn bare_call(
+    number: c_long,
+    first: c_ulong,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+    sixth: c_ulong,
+) -> c_long {
+    // SAFETY: a function of that type.
+    unsafe {
+        std::mem::transmute::<*const (), Syscall>(bare as *const ())(number, first, second, third, fourth, fifth, sixth)
+    }
+}
+
+/// What the C library's syscall does, for callers that come before the hook has looked for it.
+#[unsafe(naked)]
+unsafe extern "C" fn bare() -> c_long {
+    core::arch::naked_asm!(
+        "mov rax, rdi",
+        "mov rdi, rsi",
+        "mov rsi, rdx",
+        "mov rdx, rcx",
+        "mov r10, r8",
+        "mov r8, r9",
+        "mov r9, qword ptr [rsp + 8]",
+        "syscall",
+        "cmp rax, -4095",
+        "jae 2f",
+        "ret",
+        "2:",
+        "mov rdi, rax",
+        "jmp {failed}",
+        failed = sym failed,
+    )
+}
+
+extern "C" fn failed(code: c_long) -> c_long {
+    sys::errno().set(-code as c_int);
+    -1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_install_a_filter_are_told_from_those_that_ask() {
+        let own = Install { synchronizes: false, listens: false };
+        let plain = Some(own);
+        assert_eq!(Install::of_prctl(22, 2, 0x1000), plain);
+        assert_eq!(Install::of_prctl(22, 1, 0), plain, "the strict mode");
+        assert_eq!((Install::of_prctl(22, 2, 0), Install::of_prctl(38, 1, 0)), (None, None));
+        assert_eq!(Install::of_seccomp(0, 0, 0), plain);
+        assert_eq!(Install::of_seccomp(1, 1, 0x1000), Some(Install { synchronizes: true, listens: false }));
+        assert_eq!(Install::of_seccomp(1, 9, 0), None, "libseccomp asks for the flags that the kernel knows");
+        assert_eq!(Install::of_seccomp(2, 0, 0x1000), None, "SECCOMP_GET_ACTION_AVAIL");
+        let listener = Install::of_seccomp(1, 8, 0x1000).unwrap();
+        assert!(listener.succeeded(7) && !listener.succeeded(-1));
+        // With TSYNC the answer may be the id of a thread that could not follow.
+        assert!(own.succeeded(0) && !own.succeeded(4711));
+    }
+
+    #[test]
+    fn a_bare_call_answers_as_the_c_library() {
+        // SAFETY: getpid and close take no memory.
+        let (own, wrong) = unsafe {
+            (bare_call(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare_call(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0))
+        };
+        assert_eq!((own, wrong, sys::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
+        // SAFETY: as above.
+        let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
+        // SAFETY: as above; the second asks whether the kernel knows an action.
+        let (own, known) = unsafe {
+            let action = libc::SECCOMP_RET_ERRNO;
+            let known = exported(libc::SYS_seccomp, 2, 0, (&raw const action) as c_ulong, 0, 0, 0);
+            (exported(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), known)
+        };
+        assert_eq!((own, known, may_call()), (i64::from(std::process::id()), 0, true));
+    }
+}

@@ -1,0 +1,165 @@
+//! The watcher's thread: its start, and its end before the program puts a filter of system calls on all its threads.
+
+use std::{
+    sync::{
+        Mutex, MutexGuard, PoisonError,
+        atomic::{AtomicU32, Ordering},
+    },
+    thread::JoinHandle,
+    time::Duration,
+};
+
+use super::Watcher;
+use crate::{bell, config::Environment, filters, hooked::guarded, recorder::Recorder, start, sys, thread_state};
+
+/// Name of the thread.
+const NAME: &str = "xpu_timer_watch";
+/// Enough for the messages and the log; the host's limits count it.
+const STACK_BYTES: usize = 256 * 1024;
+
+/// What the thread is to do.
+static WANTED: AtomicU32 = AtomicU32::new(TURN);
+const TURN: u32 = 0;
+/// Leave its watcher in [`RESTING`] and end.
+const END: u32 = 1;
+/// Do nothing. It was too late for an end, which takes system calls.
+const REST: u32 = 2;
+
+/// How long an end is waited for. The watcher turns in microseconds, unless the driver holds it.
+const PATIENCE: Duration = Duration::from_millis(500);
+const PAUSE: Duration = Duration::from_millis(1);
+/// So long the system calls of a thread's end take at most, where nobody can wait for them.
+const LAST_CALLS: Duration = Duration::from_millis(20);
+
+static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
+static RESTING: Mutex<Option<Box<Watcher>>> = Mutex::new(None);
+/// Nobody wakes who sleeps on it.
+static NEVER: AtomicU32 = AtomicU32::new(0);
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Starts the thread. Without it, which the answer tells, operations are still recorded; the heartbeat of 0 says that nobody watches
+/// them.
+pub fn spawn(recorder: &'static Recorder, environment: Environment) -> bool {
+    begin(move || Box::new(Watcher::new(recorder, environment)))
+}
+
+/// All signals are blocked, so that none of the host's is delivered to it.
+fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
+    // SAFETY: both sets are valid for writing before they are read, and the mask is put back.
+    unsafe {
+        let mut all: libc::sigset_t = std::mem::zeroed();
+        let mut before: libc::sigset_t = std::mem::zeroed();
+        libc::sigfillset(&mut all);
+        libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
+        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES);
+        let spawned = thread.spawn(move || {
+            thread_state::in_hook(|| guarded(|| make().run()));
+        });
+        libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+        let watched = spawned.is_ok();
+        // In a forked child the mutex may be held by a thread that it does not have, and hold one.
+        if let Ok(mut thread) = THREAD.try_lock() {
+            std::mem::forget(std::mem::replace(&mut *thread, spawned.ok()));
+        }
+        watched
+    }
+}
+
+/// Whether the thread is to end; then `watcher` is left for [`resume`].
+pub fn is_over(watcher: &mut Option<Box<Watcher>>) -> bool {
+    loop {
+        match WANTED.load(Ordering::Acquire) {
+            TURN => return false,
+            END => {
+                *locked(&RESTING) = watcher.take();
+                return true;
+            }
+            // The call that it has always made.
+            _ => bell::wait_while(&NEVER, 0, super::PAUSE),
+        }
+    }
+}
+
+/// Ends the thread and waits until it is gone, at most for a while.
+pub fn stop() {
+    if !start::is_watched() {
+        return;
+    }
+    let Some(thread) = THREAD.try_lock().ok().and_then(|mut thread| thread.take()) else { return };
+    start::set_watched(false);
+    WANTED.store(END, Ordering::Release);
+    let until = sys::now_ns() + PATIENCE.as_nanos() as u64;
+    // Under an earlier filter this thread may neither wake nor sleep. The watcher wakes by itself.
+    let may_call = filters::may_call();
+    let pause = || if may_call { bell::wait_while(&NEVER, 0, PAUSE) } else { std::hint::spin_loop() };
+    while !thread.is_finished() && sys::now_ns() < until {
+        bell::ring();
+        pause();
+    }
+    if !thread.is_finished() {
+        WANTED.store(REST, Ordering::Release);
+        *locked(&THREAD) = Some(thread);
+    } else if may_call {
+        // What is left of it are the system calls of its end.
+        let _ = thread.join();
+    } else {
+        let until = sys::now_ns() + LAST_CALLS.as_nanos() as u64;
+        while sys::now_ns() < until {
+            pause();
+        }
+        std::mem::forget(thread);
+    }
+}
+
+/// Lets the watcher go on: there is no filter after all.
+pub fn resume() {
+    if WANTED.load(Ordering::Acquire) == TURN {
+        return;
+    }
+    let resting = locked(&RESTING).take();
+    let rested = WANTED.swap(TURN, Ordering::AcqRel);
+    let watched = match resting {
+        Some(watcher) => begin(move || watcher),
+        None => rested == REST,
+    };
+    start::set_watched(watched);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sys::Descriptor;
+    use xpu_timer_proto::ring::header;
+
+    #[test]
+    fn a_stopped_watcher_has_no_thread_and_goes_on_when_it_may() {
+        let recorder: &'static Recorder =
+            Box::leak(Box::new(Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()));
+        let turns = |more: &str| {
+            let heartbeat = || recorder.ring.header(header::HEARTBEAT_NS).load(Ordering::Relaxed);
+            let (before, until) = (heartbeat(), std::time::Instant::now() + Duration::from_secs(30));
+            while heartbeat() == before {
+                assert!(std::time::Instant::now() < until, "{more}");
+                std::thread::sleep(PAUSE);
+            }
+        };
+        let tid = || recorder.ring.header(header::WATCHER_TID).load(Ordering::Relaxed) as u32;
+        let _alone = super::super::connection::ALONE.lock();
+        let environment = ["XPU_TIMER_SOCKET=/nowhere", "XPU_TIMER_LOGGING_DIR=/proc/nowhere"];
+        assert!(spawn(recorder, environment.map(String::from).into()));
+        start::set_watched(true);
+        for _ in 0..3 {
+            turns("it turns");
+            let watcher = tid();
+            assert!(sys::is_thread(watcher));
+            stop();
+            assert!(!sys::is_thread(watcher), "no thread is left that could make a call");
+            resume();
+        }
+        turns("it goes on");
+        stop();
+    }
+}

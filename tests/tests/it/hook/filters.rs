@@ -1,0 +1,119 @@
+//! Programs that put a filter of system calls on themselves: what it forbids the hook does not do.
+
+use std::{
+    fs,
+    os::unix::{fs::FileExt, process::ExitStatusExt},
+};
+
+use xpu_timer_proto::ring::{filtered, header};
+use xpu_timer_tests::{Ears, FakeCollector, Job, Output, PATIENCE, Process, wait_until};
+
+use crate::cost::{idle_device, idle_libraries};
+
+const SOURCE: &str = include_str!("filters.c");
+
+fn went_on(how: &str, action: &str, output: &Output) {
+    let ended = (output.status.code(), output.status.signal());
+    assert_eq!(
+        (ended, output.stdout.as_str(), output.stderr.as_str()),
+        ((Some(7), None), "went on\n", ""),
+        "{how} {action}"
+    );
+}
+
+/// The program under the hook, and who its collector is.
+fn start(job: &Job, how: &str, action: &str) -> (FakeCollector, Process) {
+    let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+    let folder = job.dir.clone();
+    let process = idle_device(job, "filters", SOURCE, |command| {
+        command.arg(how).arg(action).arg(&folder);
+    });
+    (collector, process)
+}
+
+fn threads(pid: i32) -> usize {
+    fs::read_dir(format!("/proc/{pid}/task")).map_or(0, Iterator::count)
+}
+
+/// All cases at once, because each takes some seconds of its own.
+#[test]
+fn a_program_that_shuts_itself_in_goes_on() {
+    let cases =
+        ["prctl", "seccomp", "tsync"].into_iter().flat_map(|how| ["kill", "trap", "errno"].map(|action| (how, action)));
+    let started: Vec<_> = cases
+        .map(|(how, action)| {
+            let job = Job::new();
+            let (collector, process) = start(&job, how, action);
+            assert_eq!(collector.wait_hello(), process.pid());
+            wait_until(PATIENCE, "its watcher", || threads(process.pid()) == 2);
+            fs::write(job.dir.join("go"), "").unwrap();
+            (how, action, job, collector, process)
+        })
+        .collect();
+    for (how, action, _job, collector, process) in started {
+        let pid = process.pid();
+        if how == "tsync" {
+            wait_until(PATIENCE, "its watcher is gone", || threads(pid) < 2);
+        }
+        went_on(how, action, &process.wait(PATIENCE));
+        let record = collector.ring(pid);
+        assert_eq!((record.kernels_launched, record.collectives_launched), (30_010, 30_010), "{how} {action}");
+        assert_eq!(record.health.unwrap().panics, 0);
+        let words = collector.header(pid);
+        let seen = if how == "tsync" { filtered::PROGRAM | filtered::WATCHER } else { filtered::PROGRAM };
+        assert_eq!((words[header::FILTERS_SEEN], words[header::GOODBYE]), (u64::from(seen), 1), "{how} {action}");
+    }
+}
+
+#[test]
+fn a_program_that_was_shut_in_before_its_first_launch_gets_nothing() {
+    for action in ["kill", "trap", "errno"] {
+        let job = Job::new();
+        let (collector, process) = start(&job, "early", action);
+        went_on("early", action, &process.wait(PATIENCE));
+        assert_eq!(collector.hellos().len(), 0);
+    }
+}
+
+#[test]
+fn a_filter_that_the_system_refuses_changes_nothing() {
+    let job = Job::new();
+    let (collector, process) = start(&job, "refused", "kill");
+    let pid = collector.wait_hello();
+    fs::write(job.dir.join("go"), "").unwrap();
+    went_on("refused", "kill", &process.wait(PATIENCE));
+    wait_until(PATIENCE, "it says goodbye", || collector.goodbyes().contains(&pid));
+    let record = collector.ring(pid);
+    let pending = record.operations.iter().filter(|operation| operation.completed_ns == 0);
+    assert_eq!((pending.count(), record.collectives_launched), (0, 30_010), "the watcher goes on");
+    assert_eq!(collector.header(pid)[header::FILTERS_SEEN], 0);
+}
+
+/// Of a filter that is installed without the C library only the collector can tell, within a second. Until then a job in its steady
+/// state makes no call for the hook; a burst does, when it overtakes the watcher.
+#[test]
+fn the_collector_sees_a_filter_that_the_hook_cannot_see() {
+    for (how, words) in [
+        ("inline", "its threads make no system call for the hook"),
+        ("inline-tsync", "the hook falls silent, so a hang of this rank is seen by its peers alone"),
+    ] {
+        let job = Job::new();
+        idle_libraries(&job);
+        let folder = format!("-L{}", job.dir.display());
+        let link = ["-O2", &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
+        let program = xpu_timer_tests::compile_c(&job.dir, "filters", SOURCE, &link);
+        let mut command = job.launch(program);
+        command.arg(how).arg("kill").arg(&job.dir).env("RANK", "0").env("WORLD_SIZE", "1");
+        let process = Process::spawn(command.env_remove("LD_LIBRARY_PATH"));
+        let logged = |text: &str| wait_until(PATIENCE, text, || job.logs().contains(text));
+        logged("registered");
+        fs::write(job.dir.join("go"), "").unwrap();
+        logged(words);
+        // From here on also a burst makes no call.
+        let seen = fs::OpenOptions::new().write(true).open(job.dir.join("seen")).unwrap();
+        seen.write_all_at(b"1", 0).unwrap();
+        went_on(how, "kill", &process.wait(PATIENCE));
+        logged("says goodbye");
+        assert!(!job.logs().contains("ended without a goodbye") && job.incidents().is_empty(), "{}", job.logs());
+    }
+}
