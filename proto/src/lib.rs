@@ -2,7 +2,7 @@
 //!
 //! Everything that crosses a process boundary is defined here and nowhere else: the `.stacktrace` file, the flight
 //! record, the hook's shared ring, the messages between hook, node and cluster, and the environment variables.
-//! This crate depends on no other member and holds no unsafe code. Its only I/O is [`file`], which all programs share.
+//! This crate depends on no other member and holds no unsafe code. Its only I/O is [`mod@file`], which all programs share.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "grpc")]
