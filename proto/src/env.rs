@@ -33,6 +33,14 @@ pub struct Variable {
     pub meaning: &'static str,
 }
 
+impl Variable {
+    /// Whether the launcher sets it for the programs below it, so that nobody else has to know it.
+    #[must_use]
+    pub fn is_set_by_launcher(&self) -> bool {
+        self.meaning.ends_with("; set by xpu_timer_launch")
+    }
+}
+
 macro_rules! variables {
     ($($name:ident = $default:literal, $meaning:literal;)*) => {
         /// All variables, in the order of the documentation.

@@ -54,15 +54,19 @@ When a hang is found, a folder with the verdict and the stacks of all ranks appe
 Environment (name, default, meaning):
 "
     );
-    for variable in VARIABLES {
+    let (own, of_people): (Vec<_>, Vec<_>) = VARIABLES.iter().partition(|variable| variable.is_set_by_launcher());
+    for variable in of_people {
         let default = if variable.default.is_empty() { "-" } else { variable.default };
         text.push_str(&format!("  {:<26} {default:<15} {}\n", variable.name, variable.meaning));
     }
-    text.push_str(
-        "
+    let own: Vec<&str> = own.iter().map(|variable| variable.name).collect();
+    text.push_str(&format!(
+        "Set by xpu_timer_launch itself: {}
+
 Exit codes of its own: 2 wrong usage, 126 the command cannot be executed, 127 the command is not found.
 ",
-    );
+        own.join(", ")
+    ));
     text
 }
 
@@ -100,6 +104,7 @@ mod tests {
         for variable in VARIABLES {
             assert!(help.contains(variable.name) && help.contains(variable.default), "{}", variable.name);
         }
+        assert!(help.contains("itself: XPU_TIMER_CONFIG_READ, XPU_TIMER_SOCKET"), "{help}");
         assert!(help.lines().count() <= 60, "{}", help.lines().count());
     }
 }
