@@ -2,7 +2,7 @@
 
 use std::ffi::OsString;
 
-use xpu_timer_proto::env::VARIABLES;
+use xpu_timer_proto::env::{VARIABLES, Variable};
 
 /// One line of usage.
 pub const USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
@@ -54,7 +54,8 @@ When a hang is found, a folder with the verdict and the stacks of all ranks appe
 Environment (name, default, meaning):
 "
     );
-    let (own, of_people): (Vec<_>, Vec<_>) = VARIABLES.iter().partition(|variable| variable.is_set_by_launcher());
+    let (own, of_people): (Vec<&Variable>, Vec<&Variable>) =
+        VARIABLES.iter().partition(|variable| variable.is_set_by_launcher());
     for variable in of_people {
         let default = if variable.default.is_empty() { "-" } else { variable.default };
         text.push_str(&format!("  {:<26} {default:<15} {}\n", variable.name, variable.meaning));
