@@ -30,8 +30,48 @@ use crate::{
     tracer, watcher,
 };
 
-/// Bits of [`filtered`], as far as this process has seen them.
-static SEEN: AtomicU32 = AtomicU32::new(0);
+static SEEN: Seen = Seen::new();
+
+/// Bits of [`filtered`], as far as this process has seen them, and how many threads are inside a call that installs a filter: the hook
+/// is quiet before the filter is there, and one call that fails must not undo what another has installed meanwhile.
+struct Seen(AtomicU32);
+
+/// A call that installs a filter on its own thread.
+const ONE_OWN: u32 = 1 << 8;
+/// One that does so on all threads.
+const ONE_TSYNC: u32 = 1 << 20;
+
+impl Seen {
+    const fn new() -> Self {
+        Seen(AtomicU32::new(0))
+    }
+
+    /// What holds, or is about to.
+    fn bits(&self) -> u32 {
+        let word = self.0.load(Ordering::Relaxed);
+        let about_to = if word >= ONE_OWN { filtered::PROGRAM } else { 0 };
+        Self::certain(word) | about_to | if word >= ONE_TSYNC { filtered::WATCHER } else { 0 }
+    }
+
+    fn certain(word: u32) -> u32 {
+        word & (filtered::PROGRAM | filtered::WATCHER)
+    }
+
+    fn add(&self, bits: u32) {
+        self.0.fetch_or(bits, Ordering::Relaxed);
+    }
+
+    fn begin(&self, install: Install) {
+        self.0.fetch_add(install.one(), Ordering::Relaxed);
+    }
+
+    fn end(&self, install: Install, succeeded: bool) {
+        if succeeded {
+            self.add(install.bits());
+        }
+        self.0.fetch_sub(install.one(), Ordering::Relaxed);
+    }
+}
 
 /// Whether a thread of the program may make a system call for the hook.
 #[inline]
@@ -48,7 +88,7 @@ pub fn watcher_may_call() -> bool {
 /// processor's counter. The coarse clock never is one. Asks this process's memory alone, because the ring takes its times here.
 #[inline(always)]
 pub fn may_read_clock() -> bool {
-    let seen = SEEN.load(Ordering::Relaxed);
+    let seen = SEEN.bits();
     seen == 0 || is_watchers_own(seen)
 }
 
@@ -60,10 +100,13 @@ fn is_watchers_own(seen: u32) -> bool {
 
 /// What this process has seen and what the collector has said, which stays true: no filter is ever taken away.
 fn told() -> u32 {
-    let seen = SEEN.load(Ordering::Relaxed);
+    let seen = SEEN.bits();
     let Some(recorder) = start::running() else { return seen };
-    let said = recorder.ring.header(header::FILTERED).load(Ordering::Relaxed) as u32;
-    if said & !seen != 0 { SEEN.fetch_or(said, Ordering::Relaxed) | said } else { seen }
+    let said = Seen::certain(recorder.ring.header(header::FILTERED).load(Ordering::Relaxed) as u32);
+    if said & !seen != 0 {
+        SEEN.add(said);
+    }
+    seen | said
 }
 
 /// Keeps what the collector has said for a child that is about to be forked. It has the same filters and not the ring.
@@ -74,7 +117,10 @@ pub fn remember() {
 /// Publishes what this process has seen.
 fn publish() {
     if let Some(recorder) = start::running() {
-        recorder.ring.header(header::FILTERS_SEEN).store(u64::from(SEEN.load(Ordering::Relaxed)), Ordering::Relaxed);
+        recorder
+            .ring
+            .header(header::FILTERS_SEEN)
+            .store(u64::from(Seen::certain(SEEN.0.load(Ordering::Relaxed))), Ordering::Relaxed);
     }
 }
 
@@ -111,33 +157,44 @@ impl Install {
 
     /// Makes the call, with the hook quiet before the filter is there.
     fn around(self, real: impl FnOnce() -> c_long) -> c_long {
-        let before = SEEN.load(Ordering::Relaxed);
         let errno = sys::errno();
         let saved = errno.get();
-        guarded(|| in_hook(|| self.expect()));
+        let expected = guarded(|| in_hook(|| self.expect()));
         errno.set(saved);
         let result = real();
         let saved = errno.get();
-        guarded(|| in_hook(|| if self.succeeded(result) { publish() } else { self.forget(before) }));
+        if expected == Some(true) {
+            guarded(|| in_hook(|| self.settle(self.succeeded(result))));
+        }
         errno.set(saved);
         result
     }
 
-    fn expect(self) {
-        // A child of vfork has borrowed the memory of a process that will have no filter.
-        if !start::is_borrowed() {
-            let watcher = self.synchronizes && watcher_may_call();
-            if watcher {
-                watcher::stop();
-            }
-            let bits = filtered::PROGRAM | if self.synchronizes { filtered::WATCHER } else { 0 };
-            SEEN.fetch_or(bits, Ordering::Relaxed);
-        }
+    fn one(self) -> u32 {
+        if self.synchronizes { ONE_TSYNC } else { ONE_OWN }
     }
 
-    fn forget(self, before: u32) {
-        SEEN.store(before, Ordering::Relaxed);
+    fn bits(self) -> u32 {
+        filtered::PROGRAM | if self.synchronizes { filtered::WATCHER } else { 0 }
+    }
+
+    /// False in a child of vfork: it has borrowed the memory of a process that will have no filter.
+    fn expect(self) -> bool {
+        if start::is_borrowed() {
+            return false;
+        }
         if self.synchronizes && watcher_may_call() {
+            watcher::stop();
+        }
+        SEEN.begin(self);
+        true
+    }
+
+    fn settle(self, succeeded: bool) {
+        SEEN.end(self, succeeded);
+        if succeeded {
+            publish();
+        } else if self.synchronizes && watcher_may_call() {
             watcher::resume();
         }
     }
@@ -221,7 +278,7 @@ unsafe extern "C" fn noted(
 ) -> c_long {
     let next = NEXT_SYSCALL.load(Ordering::Relaxed);
     // SAFETY: the next function of this name, as far as a caller can see it: it takes as many of these as the call has.
-    let next = if next.is_null() { bare_call } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
+    let next = if next.is_null() { bare } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
     // SAFETY: the caller's own arguments, and what lies behind them.
     let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
@@ -236,25 +293,9 @@ unsafe extern "C" fn noted(
     }
 }
 
-/// [`bare`] by its type.
-unsafe extern "C" fn bare_call(
-    number: c_long,
-    first: c_ulong,
-    second: c_ulong,
-    third: c_ulong,
-    fourth: c_ulong,
-    fifth: c_ulong,
-    sixth: c_ulong,
-) -> c_long {
-    // SAFETY: a function of that type.
-    unsafe {
-        std::mem::transmute::<*const (), Syscall>(bare as *const ())(number, first, second, third, fourth, fifth, sixth)
-    }
-}
-
 /// What the C library's syscall does, for callers that come before the hook has looked for it.
 #[unsafe(naked)]
-unsafe extern "C" fn bare() -> c_long {
+unsafe extern "C" fn bare(_: c_long, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong) -> c_long {
     core::arch::naked_asm!(
         "mov rax, rdi",
         "mov rdi, rsi",
@@ -301,11 +342,34 @@ mod tests {
     }
 
     #[test]
+    fn a_call_that_fails_undoes_nothing_that_others_have_installed() {
+        let own = Install { synchronizes: false, listens: false };
+        let all = Install { synchronizes: true, listens: false };
+        let both = filtered::PROGRAM | filtered::WATCHER;
+        let seen = Seen::new();
+        seen.begin(all);
+        assert_eq!(seen.bits(), both, "the hook is quiet before the filter is there");
+        seen.begin(own);
+        seen.end(own, true);
+        seen.end(all, false);
+        assert_eq!(seen.bits(), filtered::PROGRAM);
+        seen.begin(own);
+        seen.end(own, false);
+        assert_eq!(seen.bits(), filtered::PROGRAM);
+        let seen = Seen::new();
+        seen.begin(own);
+        seen.begin(own);
+        seen.end(own, false);
+        assert_eq!(seen.bits(), filtered::PROGRAM, "the other is still inside its call");
+        seen.end(own, false);
+        assert_eq!(seen.bits(), 0);
+    }
+
+    #[test]
     fn a_bare_call_answers_as_the_c_library() {
         // SAFETY: getpid and close take no memory.
-        let (own, wrong) = unsafe {
-            (bare_call(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare_call(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0))
-        };
+        let (own, wrong) =
+            unsafe { (bare(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0)) };
         assert_eq!((own, wrong, sys::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
         // SAFETY: as above.
         let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
