@@ -9,7 +9,7 @@ use std::{
     io::{self, Read, Write},
     os::fd::{AsFd, AsRawFd},
     path::Path,
-    time::Instant,
+    time::{Duration, Instant},
 };
 
 use nix::{
@@ -110,26 +110,32 @@ fn close_all_but(keep: i32) {
     }
 }
 
-fn answer(mut pipe: File) -> io::Result<Vec<u8>> {
-    let until = Instant::now() + file::PATIENCE;
+/// What comes through a pipe until it is closed, and whether that was in time.
+pub fn read_to_end_within(mut pipe: File, patience: Duration) -> (Vec<u8>, bool) {
+    let until = Instant::now() + patience;
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
     loop {
         let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).unwrap_or(PollTimeout::ZERO);
         let mut waiting = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)];
         match poll(&mut waiting, left) {
             Err(Errno::EINTR) => {}
-            Ok(1..) => match pipe.read(&mut piece)? {
-                0 => break,
-                count => bytes.extend_from_slice(&piece[..count]),
+            Ok(1..) => match pipe.read(&mut piece) {
+                Ok(count @ 1..) => bytes.extend_from_slice(&piece[..count]),
+                _ => return (bytes, true),
             },
-            _ => {
-                if let Some((pid, _)) = number(&bytes) {
-                    // It ends when the kernel lets it.
-                    let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
-                }
-                return Err(file::unanswered());
-            }
+            _ => return (bytes, false),
         }
+    }
+}
+
+fn answer(pipe: File) -> io::Result<Vec<u8>> {
+    let (bytes, in_time) = read_to_end_within(pipe, file::PATIENCE);
+    if !in_time {
+        if let Some((pid, _)) = number(&bytes) {
+            // It ends when the kernel lets it.
+            let _ = kill(Pid::from_raw(pid), Signal::SIGKILL);
+        }
+        return Err(file::unanswered());
     }
     let lost = || io::Error::other("the process that reads it was ended");
     let (_, rest) = number(&bytes).ok_or_else(lost)?;
@@ -164,7 +170,7 @@ mod tests {
     fn work_that_does_not_answer_is_left_behind_and_ended() {
         let begun = Instant::now();
         let error = apart(|| {
-            std::thread::sleep(std::time::Duration::from_secs(600));
+            std::thread::sleep(Duration::from_secs(600));
             Ok(Vec::new())
         });
         assert_eq!(error.unwrap_err().to_string(), file::unanswered().to_string());

@@ -4,21 +4,22 @@
 
 use std::{
     fs::File,
-    io::{self, Read, Write},
-    os::{fd::AsFd, raw::c_long},
-    time::{Duration, Instant},
+    io::{self, Write},
+    os::raw::c_long,
+    time::Duration,
 };
 
 use nix::{
     errno::Errno,
     fcntl::OFlag,
-    poll::{PollFd, PollFlags, PollTimeout, poll},
     sys::{
         signal::{Signal, kill},
         wait::waitpid,
     },
-    unistd::{ForkResult, Pid, fork, pipe2},
+    unistd::{ForkResult, fork, pipe2},
 };
+
+use crate::apart;
 
 /// A filter whose supervisor does not answer holds the child for longer.
 const PATIENCE: Duration = Duration::from_secs(2);
@@ -104,7 +105,10 @@ fn try_all(calls: &[Call]) -> io::Result<(Vec<u8>, bool)> {
         }
         ForkResult::Parent { child } => {
             drop(write);
-            let answers = collect(File::from(read), child);
+            let (answers, in_time) = apart::read_to_end_within(File::from(read), PATIENCE);
+            if !in_time {
+                let _ = kill(child, Signal::SIGKILL);
+            }
             // Only fails when somebody else reaped it, which is as good.
             let _ = waitpid(child, None);
             let complete = 4 * calls.len();
@@ -124,28 +128,6 @@ fn in_child(calls: &[Call], mut report: File) {
         let error = if result < 0 { Errno::last_raw() as u8 } else { 0 };
         if report.write_all(&[index, error]).is_err() {
             return;
-        }
-    }
-}
-
-/// What the child writes until it ends or is ended for taking too long.
-fn collect(mut pipe: File, child: Pid) -> Vec<u8> {
-    let until = Instant::now() + PATIENCE;
-    let mut answers = Vec::new();
-    let mut piece = [0; 128];
-    loop {
-        let left = PollTimeout::try_from(until.saturating_duration_since(Instant::now())).unwrap_or(PollTimeout::ZERO);
-        let mut waiting = [PollFd::new(pipe.as_fd(), PollFlags::POLLIN)];
-        match poll(&mut waiting, left) {
-            Err(Errno::EINTR) => {}
-            Ok(1..) => match pipe.read(&mut piece) {
-                Ok(count @ 1..) => answers.extend_from_slice(&piece[..count]),
-                _ => return answers,
-            },
-            _ => {
-                let _ = kill(child, Signal::SIGKILL);
-                return answers;
-            }
         }
     }
 }
