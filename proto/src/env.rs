@@ -31,21 +31,19 @@ pub struct Variable {
     pub default: &'static str,
     /// What it means, for `--help` and the documentation.
     pub meaning: &'static str,
-}
-
-impl Variable {
     /// Whether the launcher sets it for the programs below it, so that nobody else has to know it.
-    #[must_use]
-    pub fn is_set_by_launcher(&self) -> bool {
-        self.meaning.ends_with("; set by xpu_timer_launch")
-    }
+    pub is_set_by_launcher: bool,
 }
 
 macro_rules! variables {
-    ($($name:ident = $default:literal, $meaning:literal;)*) => {
+    ($($name:ident = $default:literal, $meaning:literal $(set by $launcher:ident)?;)*) => {
         /// All variables, in the order of the documentation.
-        pub const VARIABLES: &[Variable] =
-            &[$(Variable { name: stringify!($name), default: $default, meaning: $meaning }),*];
+        pub const VARIABLES: &[Variable] = &[$(Variable {
+            name: stringify!($name),
+            default: $default,
+            meaning: concat!($meaning $(, "; set by ", stringify!($launcher))?),
+            is_set_by_launcher: !stringify!($($launcher)?).is_empty(),
+        }),*];
     };
 }
 
@@ -53,7 +51,7 @@ variables! {
     POD_NAME = "NOT_SET", "label pod_name";
     POD_IP = "NOT_SET", "label ip";
     XPU_TIMER_CONFIG = "", "INI file with any of these variables";
-    XPU_TIMER_CONFIG_READ = "", "what that file says; set by xpu_timer_launch";
+    XPU_TIMER_CONFIG_READ = "", "what that file says" set by xpu_timer_launch;
     XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
     XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
     XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status when a verdict proves a hang";
@@ -92,9 +90,9 @@ variables! {
     XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for matrix products";
     XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
-    XPU_TIMER_SOCKET = "", "socket of the node collector; set by xpu_timer_launch";
-    XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children; set by xpu_timer_launch";
-    XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to; set by xpu_timer_launch";
+    XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
+    XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children" set by xpu_timer_launch;
+    XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to" set by xpu_timer_launch;
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
     XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";
     XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
@@ -131,7 +129,7 @@ pub const WITHOUT_EFFECT: &[Variable] = &[
 pub const HANDED_OVER: &str = "XPU_TIMER_CONFIG_READ";
 
 const fn without_effect(name: &'static str, default: &'static str, meaning: &'static str) -> Variable {
-    Variable { name, default, meaning }
+    Variable { name, default, meaning, is_set_by_launcher: false }
 }
 
 /// Of these, zero is no value: nothing would ever have time, or nothing would be looked at.

@@ -55,7 +55,7 @@ Environment (name, default, meaning):
 "
     );
     let (own, of_people): (Vec<&Variable>, Vec<&Variable>) =
-        VARIABLES.iter().partition(|variable| variable.is_set_by_launcher());
+        VARIABLES.iter().partition(|variable| variable.is_set_by_launcher);
     for variable in of_people {
         let default = if variable.default.is_empty() { "-" } else { variable.default };
         text.push_str(&format!("  {:<26} {default:<15} {}\n", variable.name, variable.meaning));
