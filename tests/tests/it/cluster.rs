@@ -9,6 +9,7 @@ mod security;
 mod silent;
 mod slow;
 mod trouble;
+mod twins;
 
 use std::{fs, net::TcpListener, path::PathBuf, time::Duration};
 
