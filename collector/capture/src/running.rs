@@ -68,6 +68,7 @@ struct Watch<'t> {
     attempts: usize,
     /// Times that it was looked at and no sample was there.
     looks: usize,
+    started: bool,
     done: bool,
     gone: bool,
 }
@@ -82,43 +83,49 @@ impl Running<'_> {
             .filter(|thread| tids.contains(&thread.tid))
             .map(|native| Watch::new(python_of.remove(&native.tid), native))
             .collect();
-        for batch in watches.chunks_mut(AT_ONCE) {
-            self.take_batch(batch);
+        let mut looked = Instant::now();
+        loop {
+            let active = watches.iter().filter(|watch| watch.is_active()).count();
+            let next = watches.iter_mut().filter(|watch| !watch.started).take(AT_ONCE.saturating_sub(active));
+            next.for_each(|watch| self.start(watch));
+            if watches.iter().all(|watch| watch.done) {
+                break;
+            }
+            if watches.iter().any(Watch::is_active) {
+                wait(&watches);
+            }
+            let look = looked.elapsed() >= PAUSE;
+            self.look(&mut watches, look);
+            if look {
+                looked = Instant::now();
+            }
         }
         watches.iter().filter(|watch| watch.gone).map(|watch| watch.native.tid).collect()
     }
 
-    fn take_batch(&mut self, batch: &mut [Watch<'_>]) {
-        let start = Instant::now();
-        for watch in batch.iter_mut() {
-            (watch.since, watch.cpu_ns) = (start, Schedule::of(self.pid, watch.native.tid).cpu_ns);
-            self.step(watch, |running, watch| running.catch(watch));
-            let may_wait = self.sample_soon(watch);
-            watch.done |= !may_wait;
-        }
-        let mut looked = Instant::now();
-        while batch.iter().any(|watch| !watch.done) {
-            wait(batch);
-            let look = looked.elapsed() >= PAUSE;
-            for index in 0..batch.len() {
-                if batch[index].done {
-                    continue;
+    fn start(&mut self, watch: &mut Watch<'_>) {
+        (watch.started, watch.since) = (true, Instant::now());
+        watch.cpu_ns = Schedule::of(self.pid, watch.native.tid).cpu_ns;
+        self.step(watch, Self::catch);
+        watch.done |= !self.sample_soon(watch);
+    }
+
+    /// Takes the samples that are there, and now and then looks at the threads that have none.
+    fn look(&mut self, watches: &mut [Watch<'_>], also_asleep: bool) {
+        let mut events = watches.iter().filter(|watch| watch.event.is_some()).count();
+        for watch in watches.iter_mut().filter(|watch| watch.is_active()) {
+            events -= usize::from(watch.event.is_some());
+            self.step(watch, |running, watch| Ok(running.take_sample(watch)));
+            if also_asleep && !watch.done {
+                self.step(watch, Self::catch);
+                self.widen(watch);
+                // While others hold descriptors and memory, what was lacking may still come back.
+                if !watch.done && events == 0 {
+                    watch.done |= !self.sample_soon(watch);
                 }
-                let others = batch.iter().enumerate().any(|(other, watch)| other != index && watch.event.is_some());
-                let watch = &mut batch[index];
-                self.step(watch, |running, watch| Ok(running.take_sample(watch)));
-                if look && !watch.done {
-                    self.step(watch, |running, watch| running.catch(watch));
-                    self.widen(watch);
-                    if !watch.done && !others {
-                        watch.done |= !self.sample_soon(watch);
-                    }
-                    self.give_up(watch);
-                }
+                self.give_up(watch);
             }
-            if look {
-                looked = Instant::now();
-            }
+            events += usize::from(watch.event.is_some());
         }
     }
 
@@ -280,9 +287,14 @@ impl<'t> Watch<'t> {
             missed: Vec::new(),
             attempts: 0,
             looks: 0,
+            started: false,
             done: false,
             gone: false,
         }
+    }
+
+    fn is_active(&self) -> bool {
+        self.started && !self.done
     }
 
     /// Keeps the Python stack that was just found when it is better than those before.
@@ -303,8 +315,8 @@ impl<'t> Watch<'t> {
 }
 
 /// Waits until one of the threads has been sampled, but not for long.
-fn wait(batch: &[Watch<'_>]) {
-    let events = batch.iter().filter(|watch| !watch.done).filter_map(|watch| watch.event.as_ref());
+fn wait(watches: &[Watch<'_>]) {
+    let events = watches.iter().filter(|watch| watch.is_active()).filter_map(|watch| watch.event.as_ref());
     let mut descriptors: Vec<PollFd<'_>> = events.map(|event| PollFd::new(event.as_fd(), PollFlags::POLLIN)).collect();
     // It may be interrupted; then the loop around it looks a little earlier.
     let _ = nix::poll::poll(&mut descriptors, PollTimeout::from(PAUSE.as_millis() as u16));
