@@ -1,5 +1,5 @@
-//! The README's chapter about several nodes, word by word: its commands are taken out of the file and run in shells of their own, on
-//! three nodes and a head that are network namespaces.
+//! Runs the commands of docs/cluster.md word by word, each in a shell of its own, on three nodes and a
+//! head that are network namespaces.
 
 use std::{
     fs,
@@ -12,10 +12,10 @@ use xpu_timer_tests::{Job, PATIENCE, Process, artifacts, lacks, python, skip, tr
 
 use crate::cluster::network::Network;
 
-/// The commands of the README's chapter, by the comment that stands above them.
+/// The commands of the page, by the comment above each.
 fn commands() -> Vec<(String, String)> {
-    let readme = fs::read_to_string(tree().join("README.md")).unwrap();
-    let chapter = readme.split("\n## Several nodes\n").nth(1).expect("the chapter");
+    let page = fs::read_to_string(tree().join("docs/cluster.md")).unwrap();
+    let chapter = page.split("\n## Commands\n").nth(1).expect("the chapter");
     let block = chapter.split("```").nth(1).expect("its commands");
     let mut commands: Vec<(String, String)> = Vec::new();
     for line in block.lines() {
@@ -34,7 +34,7 @@ fn commands() -> Vec<(String, String)> {
 
 fn under<'a>(commands: &'a [(String, String)], words: &str) -> &'a str {
     let found = commands.iter().find(|(comment, _)| comment.contains(words));
-    &found.unwrap_or_else(|| panic!("the README has no command under {words:?}: {commands:#?}")).1
+    &found.unwrap_or_else(|| panic!("the page has no command under {words:?}: {commands:#?}")).1
 }
 
 /// `head` means the head's address on every node.
@@ -62,7 +62,7 @@ impl Drop for Names {
     }
 }
 
-/// A shell of a person who has only built the programs: in a folder of the README's files, the programs in front of its PATH.
+/// A shell of a person who has only built the programs: in a folder with the page's files, the programs in front of its PATH.
 fn shell(job: &Job, folder: &Path, text: &str) -> Command {
     let mut command = job.command("bash");
     let path = std::env::var("PATH").unwrap_or_default();
@@ -74,7 +74,7 @@ fn shell(job: &Job, folder: &Path, text: &str) -> Command {
 }
 
 #[test]
-fn three_nodes_as_the_readme_says() {
+fn three_nodes_as_the_page_says() {
     let Some(network) = Network::new(3) else { return };
     let _names = match Names::new(&network, 4) {
         Ok(names) => names,
