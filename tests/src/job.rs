@@ -3,9 +3,13 @@
 use std::{
     env, fs,
     net::{Ipv4Addr, TcpListener},
+    ops::Range,
     path::{Path, PathBuf},
     process::Command,
-    sync::atomic::{AtomicU32, Ordering},
+    sync::{
+        OnceLock,
+        atomic::{AtomicU16, AtomicU32, Ordering},
+    },
     time::{Duration, Instant},
 };
 
@@ -244,13 +248,18 @@ impl Drop for Job {
     }
 }
 
-/// Two neighbouring free ports.
+/// Ports that no kernel gives to outgoing connections by itself (`ip_local_port_range` begins at 32768). A collector binds its
+/// ports later than they are chosen; a connection of another test would have taken one from that range meanwhile.
+const PORTS: Range<u16> = 15_000..32_000;
+/// Between the ports of two jobs: a collector whose ports are taken tries some further ones.
+const PORTS_OF_A_JOB: u16 = 32;
+
+/// Two neighbouring free ports, other ones at each call of this process, and most likely other ones than those of other processes.
 fn free_ports() -> u16 {
-    loop {
-        let first = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).expect("a free port");
-        let port = first.local_addr().expect("a bound socket has an address").port();
-        if port < u16::MAX && TcpListener::bind((Ipv4Addr::LOCALHOST, port + 1)).is_ok() {
-            return port;
-        }
-    }
+    static NEXT: OnceLock<AtomicU16> = OnceLock::new();
+    let jobs = PORTS.len() as u16 / PORTS_OF_A_JOB;
+    let next = NEXT.get_or_init(|| AtomicU16::new((std::process::id().wrapping_mul(0x9e37) % u32::from(jobs)) as u16));
+    let is_free = |port: u16| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let mut candidates = (0..jobs).map(|_| PORTS.start + next.fetch_add(1, Ordering::Relaxed) % jobs * PORTS_OF_A_JOB);
+    candidates.find(|port| is_free(*port) && is_free(port + 1)).expect("two neighbouring free ports")
 }

@@ -65,7 +65,7 @@ const fn need(package: &'static str, check: Check) -> Need {
 }
 
 /// Everything that the tests use.
-pub const NEEDS: [Need; 24] = [
+pub const NEEDS: [Need; 25] = [
     need("gcc", Check::Runs(&["gcc", "--version"])),
     need(
         "libc6-dev",
@@ -84,6 +84,7 @@ pub const NEEDS: [Need; 24] = [
     need("bsdutils", Check::Runs(&["script", "--version"])),
     need("util-linux", Check::Runs(&["unshare", "--version"])),
     need("iproute2", Check::Runs(&["ip", "-V"])),
+    need("sudo", Check::Runs(&["sudo", "-V"])),
     need("openssl", Check::Runs(&["openssl", "version"])),
     need("python3", Check::Runs(&["python3", "-c", "import ctypes, multiprocessing, ssl"])),
     // Debian has the part of venv that installs pip in a package of its own.

@@ -57,7 +57,7 @@ fn hangs(arguments: &[String]) -> anyhow::Result<()> {
 }
 
 fn chaos(arguments: &[String]) -> anyhow::Result<()> {
-    shell::need(&["gcc", "libc6-dev", "python3", "util-linux", "iproute2"])?;
+    shell::need(&["gcc", "libc6-dev", "python3", "python3-torch", "util-linux", "iproute2", "sudo"])?;
     shell::run(shell::cargo(&["run", "--quiet", "-p", "xpu_timer_chaos", "--"]).args(arguments))
 }
 

@@ -102,7 +102,7 @@ def well_torchrun():
     if probe.returncode != 0:
         raise Unable("Debian's python3-torch is not installed")
     script = EXAMPLES / "torch_gloo.py"
-    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc-per-node=2", "--master-port=0", script]
+    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", "--master_port=0", script]
     job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})
     must(job.wait(120) == 0, tail(job.err()))
     return "ran to its end under torchrun"

@@ -192,14 +192,18 @@ def readable_by_others():
 
 @promises("the ranks train to their end; the hook runs without its thread where none can be made")
 def process_group_full():
-    """The control group of the job allows few processes."""
-    folder = group("pids", "pids.max", 14)
+    """The control group of a rank has no room for another thread when it makes its first device call."""
+    # Outside, because its threads come and go; with the rank are bash, the launcher's program and those of the simulated device.
+    own_collector("true")
+    folder = group("pids", "pids.max", 30)
     try:
         script = f"echo $$ > {folder}/cgroup.procs"
-        job = work("steps", "--seconds=3", wrap=in_shell(script))
-        ends_well(job, lines=1)
+        job = work("steps", "--seconds=3", "--crowded", count=1, wrap=in_shell(script))
+        wait_for("there is no room", lambda: "crowded by" in job.out() or job.ended(), 30)
+        ends_well(job, count=1, lines=1)
     finally:
         leave(folder)
+    return job.out().splitlines()[0]
 
 
 def without_room(options, fills, frees):

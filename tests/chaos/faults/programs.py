@@ -38,7 +38,7 @@ BODIES = {
     "no_descriptors": ("lowers its limit of descriptors to those it has", "resource.setrlimit(resource.RLIMIT_NOFILE, (max(map(int, os.listdir('/proc/self/fd'))), 4096))"),
     "five_hundred_threads": ("has five hundred threads", "many = [threading.Thread(target=time.sleep, args=(3,), daemon=True) for _ in range(500)]\n[one.start() for one in many]"),
     "threads_come_and_go": ("starts and ends a thousand threads", "for _ in range(1000):\n    one = threading.Thread(target=int)\n    one.start(); one.join()"),
-    "blocks_signals": ("blocks every signal", "signal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))"),
+    "blocks_signals": ("blocks every signal", "signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())"),
     "signal_storm": ("handles a thousand signals a second", "signal.signal(signal.SIGALRM, lambda *_: None)\nsignal.setitimer(signal.ITIMER_REAL, 0.001, 0.001)\nstep(200)\nsignal.setitimer(signal.ITIMER_REAL, 0)"),
     "changes_environment": ("removes and changes our variables", "[os.environ.pop(name) for name in list(os.environ) if name.startswith('XPU_TIMER')]\nos.environ['XPU_TIMER_SOCKET'] = '/nowhere'"),
     "changes_folder": ("changes its folder and removes it", "os.makedirs('gone', exist_ok=True); os.chdir('gone')\ntry: os.rmdir('../gone')\nexcept OSError: pass"),

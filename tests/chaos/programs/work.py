@@ -39,9 +39,19 @@ class Rank:
         self.stream.synchronize()
 
     def left(self):
+        """Until the time is over on this rank: for work without a collective, because ranks end at different moments."""
         end = time.monotonic() + self.seconds
         while time.monotonic() < end:
             yield
+
+    def left_on_all(self):
+        """Until the time is over on one rank. All ranks agree on it by a step, so all take the same number of turns."""
+        end, over = time.monotonic() + self.seconds, 0.0
+        while not over:
+            yield
+            self.buffer.fill(float(time.monotonic() >= end))
+            self.step()
+            over = self.buffer.to_list()[0]
 
     def folder(self):
         return tempfile.mkdtemp(dir=os.environ["XPU_EXAMPLE_RENDEZVOUS"])
@@ -131,7 +141,7 @@ def copies(rank):
 @mode
 def long_step(rank):
     """Host work of two timeouts between two collectives, on all ranks alike."""
-    for _ in rank.left():
+    for _ in range(2):
         end = time.monotonic() + rank.seconds / 2
         while time.monotonic() < end:
             sum(range(50_000))
@@ -245,16 +255,35 @@ def forks(rank):
 @mode
 def steps(rank):
     """Plain steps."""
-    for _ in rank.left():
-        rank.step()
+    for _ in rank.left_on_all():
         time.sleep(0.02)
+
+
+def crowd():
+    """Makes the first device call where there is no room for another thread."""
+    over = threading.Event()
+    waiting = []
+    try:
+        while True:
+            waiting.append(threading.Thread(target=over.wait))
+            waiting[-1].start()
+    except RuntimeError:
+        waiting.pop()
+    cuda.Buffer(16).fill(1.0)
+    over.set()
+    for thread in waiting:
+        thread.join()
+    print(f"crowded by {len(waiting)} threads", flush=True)
 
 
 def main():
     parser = argparse.ArgumentParser()
     parser.add_argument("mode", choices=MODES)
     parser.add_argument("--seconds", type=float, default=3 * float(os.environ.get("XPU_TIMER_HANG_TIMEOUT", "3")) + 3)
+    parser.add_argument("--crowded", action="store_true", help="make the first device call where no thread can be made")
     options = parser.parse_args()
+    if options.crowded:
+        crowd()
     rank = Rank(options.seconds)
     for _ in range(3):
         rank.step()
