@@ -5,6 +5,7 @@ use xpu_timer_proto::v1::TriggerKind;
 
 use crate::{
     causes::Case,
+    stacks::Moved,
     verdict::{Cause, Confidence, HangEvidence},
 };
 
@@ -34,10 +35,28 @@ pub(crate) fn evidence(
     if ends && (victims > 0 || inside) { HangEvidence::WaitChain } else { HangEvidence::None }
 }
 
-/// The program of this rank went on between the samples: it reached another line, or bytes flowed.
+/// The program of this rank went on between the samples: it reached another line, bytes flowed, a thread or child process that it
+/// may wait for went on; or its device was at work within the timeout.
 fn makes_progress(case: &Case<'_>, view: usize) -> bool {
     let content = case.view(view);
-    !content.halted() && content.host.moved.is_some_and(|moved| moved.own_frame || moved.io)
+    let went_on = |moved: Moved| moved.own_frame || moved.io || moved.helper_went_on || moved.library_went_on;
+    let moved = content.host.moved.is_some_and(went_on);
+    !content.halted() && (moved || uses_device(case, view))
+}
+
+/// This rank has called its device, or that has completed something, within the last timeout: whoever waits for it longer than that
+/// waits for a rank that is slow or elsewhere, but not for one that stands still.
+fn uses_device(case: &Case<'_>, view: usize) -> bool {
+    let Some(flight) = case.view(view).flight else { return false };
+    let completed = flight.operations.iter().map(|operation| operation.completed_ns);
+    let last_ns = completed.chain([flight.last_launch_ns]).max().unwrap_or(0);
+    last_ns != 0 && flight.read_ns.saturating_sub(last_ns) < case.evidence.hang_timeout_ns
+}
+
+/// A culprit's main thread waits for a thread or child process that is busy: as little proof of a hang as a busy main thread.
+pub(crate) fn helpers_busy(case: &Case<'_>, culprits: &[usize]) -> bool {
+    let busy = |view: &usize| case.view(*view).host.moved.is_some_and(|moved| moved.helper_busy);
+    !culprits.is_empty() && culprits.iter().all(|view| !case.view(*view).halted() && busy(view))
 }
 
 /// Its process is gone or stopped, or both samples show that nothing moved.

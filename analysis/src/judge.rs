@@ -522,6 +522,7 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
         confidence,
         culprits: case.world.ranks(outcome.culprits.iter().copied()),
         hang: hang::evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
+        helpers_busy: hang::helpers_busy(case, &outcome.culprits),
         victims: case.world.ranks(victims),
         evidence: lines,
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),

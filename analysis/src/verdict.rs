@@ -343,6 +343,9 @@ pub struct Verdict {
     /// What shows that the job hangs. Absent in verdicts of earlier releases.
     #[serde(default)]
     pub hang: HangEvidence,
+    /// Each culprit waits for a thread or child process that is busy. No part of the written verdict.
+    #[serde(skip)]
+    pub helpers_busy: bool,
     /// The facts that speak for the verdict, the strongest first.
     pub evidence: Vec<EvidenceLine>,
     /// The causes that were looked for and excluded.

@@ -44,7 +44,9 @@ pub fn grounds(verdict: &Verdict) -> Grounds {
     let starts = verdict.cause == Cause::CommInit && verdict.confidence == Confidence::Low;
     match verdict.hang {
         HangEvidence::None => Grounds::Unspecified,
-        _ if starts || verdict.confidence < Confidence::High && culprits_run(verdict) => Grounds::Doubtful,
+        _ if starts || verdict.confidence < Confidence::High && (verdict.helpers_busy || culprits_run(verdict)) => {
+            Grounds::Doubtful
+        }
         HangEvidence::PendingOperation | HangEvidence::WaitChain => Grounds::Proven,
     }
 }
@@ -63,7 +65,10 @@ pub fn next_look_ns(hang_timeout: Duration, looks: u32) -> u64 {
 
 /// Whether whoever is to blame computes: a long step or an endless loop.
 fn culprits_run(verdict: &Verdict) -> bool {
-    let runs = |group: &&RankGroup| group.process_state.starts_with('R') || group.activity == Activity::Running;
+    // One that used a processor may be seen asleep by chance.
+    let runs = |group: &&RankGroup| {
+        group.process_state.starts_with('R') || group.activity == Activity::Running || group.moved == Some(true)
+    };
     let running: Vec<u32> = verdict.ranks.iter().filter(runs).flat_map(|group| group.ranks.iter().copied()).collect();
     !verdict.culprits.is_empty() && verdict.culprits.iter().all(|culprit| running.contains(culprit))
 }
@@ -159,6 +164,12 @@ mod tests {
         };
         assert_eq!(blamed(&[1, 2], Confidence::Medium), Grounds::Doubtful, "they may be in a long step");
         assert_eq!(blamed(&[1], Confidence::High), Grounds::Proven);
+        let computes = vec![RankGroup { moved: Some(true), ..group(0, "S (sleeping)") }];
+        let verdict = Verdict { ranks: computes, culprits: vec![0], ..judge(&Evidence::default()) };
+        let verdict = Verdict { cause: Cause::MissingRank, confidence: Confidence::Medium, hang: pending, ..verdict };
+        assert_eq!(grounds(&verdict), Grounds::Doubtful, "it was seen asleep by chance");
+        let waits = Verdict { ranks: vec![group(0, "S (sleeping)")], helpers_busy: true, ..verdict };
+        assert_eq!(grounds(&waits), Grounds::Doubtful, "its workers may be in a long step");
         assert_eq!(blamed(&[0, 1], Confidence::Medium), Grounds::Proven);
     }
 }

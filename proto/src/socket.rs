@@ -23,6 +23,25 @@ const OF_COLLECTOR: [&str; 7] = [
     "XPU_TIMER_FILE_MODE",
 ];
 
+/// Settings that a collector has for all of its ranks, too, but that are no reason for another one: they shape its metrics, its log
+/// and its end. A job that wants others is told that they stay.
+const SHARED: [&str; 14] = [
+    "XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL",
+    "XPU_TIMER_LOCAL_UPDATE_INTERVAL",
+    "XPU_TIMER_MM_BVAR_WINDOW_SIZE",
+    "XPU_TIMER_COLL_BVAR_WINDOW_SIZE",
+    "XPU_TIMER_DEREGISTER_TIME",
+    "XPU_TIMER_BUCKETING_METRICS",
+    "XPU_TIMER_MM_BUCKETING_COUNT",
+    "XPU_TIMER_COMM_BUCKETING_COUNT",
+    "XPU_TIMER_DEVICE_NAME",
+    "XPU_TIMER_LOG",
+    "XPU_TIMER_LOGGING_APPEND",
+    "XPU_TIMER_LOGGING_MAX_MB",
+    "XPU_TIMER_LOGGING_FILES",
+    "XPU_TIMER_LINGER",
+];
+
 /// Largest packet on the socket, in bytes: the largest message is a Hello with a command of 4,096 bytes.
 pub const MAX_PACKET_BYTES: usize = 16 * 1024;
 
@@ -126,12 +145,17 @@ pub struct Fingerprint {
     pub hash: u64,
     /// Whether it was given: what was not may have any value.
     pub given: bool,
+    /// Whether another value of it is a reason for a collector of one's own.
+    pub parts: bool,
 }
 
 /// The settings of a collector that were, or would be, started with these settings.
 #[must_use]
 pub fn fingerprints(source: &Source) -> Vec<Fingerprint> {
-    let settings = source.settings().into_iter().filter(|setting| OF_COLLECTOR.contains(&setting.name));
+    let settings = source
+        .settings()
+        .into_iter()
+        .filter(|setting| OF_COLLECTOR.contains(&setting.name) || SHARED.contains(&setting.name));
     settings
         .map(|setting| Fingerprint {
             name: setting.name,
@@ -141,6 +165,7 @@ pub fn fingerprints(source: &Source) -> Vec<Fingerprint> {
                 None => hash(setting.value.as_bytes()),
             },
             given: setting.origin != Origin::Default,
+            parts: OF_COLLECTOR.contains(&setting.name),
         })
         .collect()
 }
@@ -153,20 +178,34 @@ pub fn settings_file(socket: &Path) -> PathBuf {
     name.into()
 }
 
-/// The variables that were given and that the collector of a socket has another value of, as its file says.
+/// The variables that were given and that the collector of a socket has another value of, as its file says: those that are a reason
+/// for a collector of one's own.
 #[must_use]
 pub fn unlike(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
-    let of = |name: &str| file.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
+    differing(wanted, file).filter(|one| one.parts).map(|one| one.name).collect()
+}
+
+/// As [`unlike`], those that stay as the collector has them.
+#[must_use]
+pub fn overruled(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
+    differing(wanted, file).filter(|one| !one.parts).map(|one| one.name).collect()
+}
+
+fn differing<'a>(wanted: &'a [Fingerprint], file: &'a str) -> impl Iterator<Item = &'a Fingerprint> {
+    let of = move |name: &str| file.lines().find_map(|line| line.strip_prefix(name)?.strip_prefix(' '));
     let differs =
-        |one: &&Fingerprint| one.given && of(one.name).is_some_and(|hash| hash != format!("{:016x}", one.hash));
-    wanted.iter().filter(differs).map(|one| one.name).collect()
+        move |one: &&Fingerprint| one.given && of(one.name).is_some_and(|hash| hash != format!("{:016x}", one.hash));
+    wanted.iter().filter(differs)
 }
 
 /// The socket of a collector with settings of its own, beside that of the first one.
 #[must_use]
 pub fn beside(socket: &Path, wanted: &[Fingerprint]) -> PathBuf {
-    let given: String =
-        wanted.iter().filter(|one| one.given).map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect();
+    let given: String = wanted
+        .iter()
+        .filter(|one| one.given && one.parts)
+        .map(|one| format!("{} {:016x}\n", one.name, one.hash))
+        .collect();
     let stem = socket.file_stem().unwrap_or_default().to_string_lossy();
     socket.with_file_name(format!("{stem}-{:08x}.sock", hash(given.as_bytes()) as u32))
 }
@@ -203,11 +242,15 @@ mod tests {
             all.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect()
         };
         let (none, one) = (of(&[]), of(&[("XPU_TIMER_COLLECTOR", "http://a:1"), ("XPU_TIMER_KEEP_DAYS", "30")]));
-        assert_eq!(none.len(), OF_COLLECTOR.len());
+        assert_eq!(none.len(), OF_COLLECTOR.len() + SHARED.len());
         assert_eq!(unlike(&none, &text(&one)), [] as [&str; 0]);
         assert_eq!(unlike(&one, &text(&one)), [] as [&str; 0]);
         assert_eq!(unlike(&one, &text(&none)), ["XPU_TIMER_COLLECTOR"], "30 days are the default");
         assert_eq!(unlike(&one, ""), [] as [&str; 0]);
+        let two = of(&[("XPU_TIMER_DEVICE_NAME", "H100"), ("XPU_TIMER_KEEP_DAYS", "3")]);
+        assert_eq!(unlike(&two, &text(&none)), ["XPU_TIMER_KEEP_DAYS"]);
+        assert_eq!(overruled(&two, &text(&none)), ["XPU_TIMER_DEVICE_NAME"], "no reason for another collector");
+        assert_eq!(overruled(&none, &text(&two)), [] as [&str; 0], "what was not given may have any value");
         let first = Path::new("/t/18888.sock");
         assert_ne!(beside(first, &one), beside(first, &of(&[("XPU_TIMER_COLLECTOR", "http://b:1")])));
         assert!(beside(first, &one).to_string_lossy().starts_with("/t/18888-"));

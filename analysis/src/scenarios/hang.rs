@@ -2,9 +2,12 @@
 
 use crate::{
     HangEvidence,
-    testing::{Job, SECOND, Stack},
+    testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
-use xpu_timer_proto::v1::{Op, TriggerKind};
+use xpu_timer_proto::{
+    server::{Awaited, AwaitedKind},
+    v1::{Op, TriggerKind},
+};
 
 /// A job without a pending operation in which nothing was launched for a long time.
 fn quiet(stands: impl Fn(u32) -> Stack) -> Job {
@@ -72,4 +75,111 @@ fn a_chain_that_ends_in_a_dead_rank_is_a_hang() {
     job.trigger(TriggerKind::Death);
     assert_eq!(hang(&job), HangEvidence::WaitChain);
     assert_eq!(job.judge().culprits, [2]);
+}
+
+/// Waits in a pool of worker processes for their results.
+fn pool() -> Stack {
+    Stack::new(
+        &[
+            ("wait", "/usr/lib/python3.11/threading.py:320"),
+            ("get", "/usr/lib/python3.11/multiprocessing/pool.py:767"),
+            ("map", "/usr/lib/python3.11/multiprocessing/pool.py:367"),
+            ("tokenize", "/job/data.py:40"),
+            ("main", "/job/train.py:133"),
+        ],
+        &["__futex_abstimed_wait_common64", "PyThread_acquire_lock_timed"],
+    )
+}
+
+/// A worker process of rank 2 that used so much of a processor and moved so many bytes in the five seconds between the samples.
+fn worker(job: &mut Job, cpu_ns: u64, bytes: u64) {
+    job.child(2, "python3 train.py", "R (running)");
+    let dump = job.rank(2).dump.as_mut().expect("a dump");
+    let samples = &mut dump.children.last_mut().expect("a child").samples;
+    (samples[0].captured_unix_ns, samples[0].cpu_time_ns, samples[0].io_bytes) = (100 * SECOND, SECOND, 1000);
+    (samples[1].captured_unix_ns, samples[1].cpu_time_ns) = (105 * SECOND, SECOND + cpu_ns);
+    samples[1].io_bytes = 1000 + bytes;
+}
+
+#[test]
+fn ranks_that_wait_for_one_whose_workers_go_on_do_not_hang() {
+    let with = |stands: Stack, cpu_ns: u64, bytes: u64| {
+        let mut job = waits_for(stands);
+        worker(&mut job, cpu_ns, bytes);
+        job.judge()
+    };
+    assert_eq!(with(pool(), 5 * SECOND, 40).hang, HangEvidence::None, "tokenization hands over little");
+    assert_eq!(with(pool(), 0, 1 << 20).hang, HangEvidence::None, "a copy needs no processor");
+    let loops = with(pool(), 5 * SECOND, 0);
+    assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true), "it may be an endless loop");
+    let idle = with(pool(), 0, 40);
+    assert_eq!((idle.hang, idle.helpers_busy), (HangEvidence::PendingOperation, false));
+    // What runs beside a rank that waits for a lock of its own is nothing to that rank.
+    let beside = with(Stack::lock(), 5 * SECOND, 1 << 20);
+    assert_eq!((beside.hang, beside.helpers_busy), (HangEvidence::PendingOperation, false));
+}
+
+#[test]
+fn ranks_that_wait_for_one_whose_thread_goes_on_do_not_hang() {
+    let with = |line: &str, cpu_ns: u64| {
+        let mut job = waits_for(Stack::lock());
+        let frames = [("evaluate", "/job/eval.py:9".to_owned())];
+        job.thread(2, native_thread(4300, &["_PyEval_EvalFrameDefault"], "R (running)", "", None, 50), None);
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        dump.stacktrace.last_mut().expect("a thread").cpu_time_ns = cpu_ns;
+        dump.py_stacktrace.push(python_thread(4300, "evaluator", &frames));
+        let earlier = python_thread(4300, "evaluator", &[("evaluate", line.to_owned())]);
+        dump.first_sample.as_mut().expect("two samples").py_stacktrace.push(earlier);
+        job.judge()
+    };
+    assert_eq!(with("/job/eval.py:12", 5 * SECOND).hang, HangEvidence::None);
+    let loops = with("/job/eval.py:9", 5 * SECOND);
+    assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true));
+    assert_eq!(with("/job/eval.py:12", SECOND / 10).hang, HangEvidence::PendingOperation, "a logger is no evaluator");
+}
+
+#[test]
+fn ranks_that_wait_for_one_that_receives_over_a_socket_do_not_hang() {
+    let with = |switches: u64| {
+        let receives = Stack::new(&[("download", "/job/data.py:7"), ("main", "/job/train.py:133")], &["recv"]);
+        let mut job = waits_for(receives.with(|stack| (stack.syscall, stack.switches) = (Some(45), switches)));
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        let socket = Awaited { kind: AwaitedKind::Socket.into(), name: "10.0.0.1:443".into(), ..Default::default() };
+        dump.stacktrace[0].awaited = Some(socket.clone());
+        dump.first_sample.as_mut().expect("two samples").stacktrace[0].awaited = Some(socket);
+        hang(&job)
+    };
+    assert_eq!(with(12), HangEvidence::None, "each piece wakes the thread");
+    assert_eq!(with(0), HangEvidence::PendingOperation, "nothing comes");
+}
+
+#[test]
+fn ranks_that_wait_for_one_that_uses_its_device_do_not_hang() {
+    let mut job = waits_for(Stack::sleep());
+    let read_ns = job.flight(2).read_ns;
+    job.flight(2).last_launch_ns = read_ns - 29 * SECOND;
+    assert_eq!(hang(&job), HangEvidence::None, "it trains with others, or copies");
+    job.flight(2).last_launch_ns = read_ns - 31 * SECOND;
+    assert_eq!(hang(&job), HangEvidence::PendingOperation, "it has stood still for the timeout");
+    job.flight(0).last_launch_ns = read_ns;
+    assert_eq!(hang(&job), HangEvidence::PendingOperation, "a victim may be at work elsewhere");
+}
+
+#[test]
+fn ranks_that_wait_for_one_whose_library_goes_on_do_not_hang() {
+    let with = |line: &str, cpu_ns: u64| {
+        let frames = |line: &str| {
+            let library = format!("/usr/lib/python3.11/site-packages/trainer/loop.py:{line}");
+            vec![("evaluate", library), ("main", "/job/train.py:133".to_owned())]
+        };
+        let mut job = waits_for(Stack::sleep().busy(cpu_ns));
+        let dump = job.rank(2).dump.as_mut().expect("a dump");
+        dump.py_stacktrace = vec![python_thread(1002, "MainThread", &frames("7"))];
+        dump.first_sample.as_mut().expect("two samples").py_stacktrace =
+            vec![python_thread(1002, "MainThread", &frames(line))];
+        hang(&job)
+    };
+    assert_eq!(with("9", 5 * SECOND), HangEvidence::None);
+    assert_eq!(with("7", 5 * SECOND), HangEvidence::PendingOperation, "it may be an endless loop");
+    assert_eq!(with("9", 0), HangEvidence::PendingOperation, "it polls");
 }

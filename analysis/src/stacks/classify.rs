@@ -246,6 +246,12 @@ pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
     frames.iter().take(5).any(|frame| words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
 }
 
+/// Whether a thread stands in library code of one of these files.
+pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
+    let mut library = frames.iter().take_while(|frame| is_library(&frame.file_name));
+    library.any(|frame| contains_any(&frame.file_name, files))
+}
+
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());

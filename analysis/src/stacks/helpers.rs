@@ -2,14 +2,14 @@
 
 use std::collections::HashMap;
 
-use xpu_timer_proto::server::{ChildProcess, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
+use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    BUSY_SHARE, Sample,
-    classify::{classify, in_queue, shown, waits_for_child, waits_for_network},
+    BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample,
+    classify::{classify, in_files, in_queue, shown, waits_for_child, waits_for_network},
     location::{is_library, own_frame, own_native_place, program, telling_frame},
     named, of_process, samples, short,
-    training::telling_threads,
+    training::{Telling, telling_threads},
     words,
 };
 use crate::verdict::Activity;
@@ -59,10 +59,71 @@ pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<S
 /// A child process that computed between its samples.
 fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     let (first, last) = (child.samples.first()?, child.samples.last()?);
-    let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns) as f64;
-    let used_ns = last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64;
-    let busy = between_ns > 0.0 && used_ns >= BUSY_SHARE * between_ns;
+    let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
+    let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
     busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a processor".to_owned() })
+}
+
+/// What threads and child processes that the main thread may wait for did between the samples.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub(super) struct Work {
+    /// One of them used a processor. That may be an endless loop.
+    pub busy: bool,
+    /// One of them went on: bytes flowed, or it was busy and reached another line.
+    pub went_on: bool,
+}
+
+impl Work {
+    fn and(self, other: Self) -> Self {
+        Work { busy: self.busy || other.busy, went_on: self.went_on || other.went_on }
+    }
+}
+
+/// Looks at the work that others do for the main thread `(native, python)` while that waits for them. A process that only runs
+/// beside the rank, as a monitor does, counts only where the main thread waits for child processes.
+pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) -> Work {
+    let (Some(first), last) = samples(dump) else { return Work::default() };
+    let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return Work::default() };
+    let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
+    let threads = last.native.iter().filter(|thread| thread.pid != main).map(|after| {
+        let of = |sample: Sample<'_>| sample.python.iter().find(|thread| thread.os_thread_id == after.pid).cloned();
+        // Threads of libraries may poll by nature, so it has to be the program's own.
+        let (line_before, line_after) = (of(first), of(last));
+        let is_own = line_after.is_some() || last.python.is_empty();
+        let Some(before) = first.native.iter().find(|before| before.pid == after.pid).filter(|_| is_own) else {
+            return Work::default();
+        };
+        let busy = is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
+        let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
+        Work { busy, went_on: busy && moved }
+    });
+    let awaits_children = waits_for_child(native, python)
+        || python.is_some_and(|thread| in_files(&thread.frames, words::WORKER_FILES))
+        || native
+            .and_then(|thread| thread.awaited.as_ref())
+            .is_some_and(|awaited| awaited.holders.iter().any(|holder| holder.child));
+    let children = dump.children.iter().filter(|_| awaits_children).map(child_work);
+    threads.chain(children).fold(Work::default(), Work::and)
+}
+
+fn child_work(child: &ChildProcess) -> Work {
+    let (Some(first), Some(last)) = (child.samples.first(), child.samples.last()) else { return Work::default() };
+    let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
+    let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
+    let bytes = match (first.io_bytes, last.io_bytes) {
+        (0, _) | (_, 0) => 0,
+        (before, after) => after.saturating_sub(before),
+    };
+    let flows = between_ns > 0 && bytes as f64 >= MOVING_BYTES_PER_SECOND * between_ns as f64 / 1e9;
+    let frames = |sample: &ProcessSample| {
+        sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()
+    };
+    // A worker that computes hands over little, but it does.
+    Work { busy, went_on: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
+}
+
+fn is_busy(used_ns: u64, between_ns: u64) -> bool {
+    between_ns > 0 && used_ns as f64 >= BUSY_SHARE * between_ns as f64
 }
 
 /// The child process that the main thread waits for; of several the one that was started last.

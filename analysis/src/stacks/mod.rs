@@ -13,7 +13,7 @@ use xpu_timer_proto::server::{
 
 use classify::{classify_without, receives};
 pub(crate) use helpers::{GilHolder, StuckHelper, compiler_child, gil_holder, stuck_helper};
-use location::{file, locate, own_frame, program};
+use location::{file, is_library, locate, own_frame, program};
 pub(crate) use training::training_thread;
 use training::{Telling, telling_threads};
 pub use words::FREEZER_WCHAN;
@@ -73,6 +73,12 @@ pub(crate) struct Moved {
     pub own_frame: bool,
     /// The main thread ran.
     pub main_ran: bool,
+    /// A thread or child process that the main thread may wait for used a processor.
+    pub helper_busy: bool,
+    /// One of those went on: bytes flowed, or it reached another line.
+    pub helper_went_on: bool,
+    /// The main thread is busy, and went on within a library that the user's own line calls: `trainer.evaluate()`.
+    pub library_went_on: bool,
 }
 
 impl Moved {
@@ -180,8 +186,19 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     // Who sleeps between looks at something may be caught looking, in the same function: that is no progress.
     let sleeps = doing.activity == Activity::Sleep || did == Some(Activity::Sleep);
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
-    let moved =
-        moved.map(|moved| Moved { io: moved.io && !stood(moved), own_frame: moved.own_frame && !looks, ..moved });
+    let work =
+        if may_wait_for_helpers(doing.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
+    let flows = before.is_some_and(|before| serves_socket(before, main));
+    let moved = moved.map(|moved| Moved {
+        io: moved.io && !stood(moved) || flows,
+        own_frame: moved.own_frame && !looks,
+        helper_busy: work.busy,
+        helper_went_on: work.went_on,
+        library_went_on: moved.cpu_share >= BUSY_SHARE
+            && !matches!(doing.activity, Activity::DeviceWait | Activity::CommInit)
+            && before.is_some_and(|before| within_library(before, main)),
+        ..moved
+    });
     Host {
         stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
@@ -248,7 +265,36 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
             .0
             .zip(after.0)
             .is_some_and(|(before, after)| before.context_switches != after.context_switches),
+        ..Moved::default()
     })
+}
+
+/// The main thread stands in a read or write of the same socket in both samples, and woke up in between: bytes came or went. The
+/// kernel does not count those of `recv` and `send`.
+fn serves_socket((before, _): Telling<'_>, (after, _): Telling<'_>) -> bool {
+    let socket = |thread: &PstackStacktrace| {
+        let awaited = thread.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Socket)?;
+        let moves = thread.syscall.is_some_and(|number| words::SOCKET_SYSCALLS.contains(&number));
+        moves.then(|| (thread.syscall, awaited.name.clone()))
+    };
+    before.zip(after).is_some_and(|(before, after)| {
+        before.context_switches != after.context_switches && socket(before).is_some() && socket(before) == socket(after)
+    })
+}
+
+/// Whether the innermost Python frames of two samples are of libraries, and at different lines.
+fn within_library((_, before): Telling<'_>, (_, after): Telling<'_>) -> bool {
+    let leaf = |python: Option<&PySpyStacktrace>| {
+        let frame = python?.frames.first().filter(|frame| is_library(&frame.file_name))?;
+        Some((frame.func_name.clone(), frame.file_name.clone()))
+    };
+    leaf(before).zip(leaf(after)).is_some_and(|(before, after)| before != after)
+}
+
+/// Whether a main thread that does this may wait for the work of a thread or child process of its own.
+fn may_wait_for_helpers(activity: Activity) -> bool {
+    use Activity::{DataLoader, Io, Lock, Sleep, Unknown};
+    matches!(activity, DataLoader | Io | Lock | Sleep | Unknown)
 }
 
 /// The user's own innermost Python frames in two samples.

@@ -156,6 +156,22 @@ pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.
 pub(super) const QUEUE_FUNCTIONS: &[&str] =
     &["get", "recv", "recv_bytes", "_recv", "_recv_bytes", "poll", "_poll", "wait"];
 
+/// Files of libraries in which a thread waits for the work of child processes: pools and futures, the standard library's and others'.
+pub(super) const WORKER_FILES: &[&str] = &[
+    "/multiprocess",
+    "/concurrent/futures/",
+    "/subprocess.py",
+    "/asyncio/",
+    "/joblib/",
+    "/loky/",
+    "/billiard/",
+    "/pexpect/",
+    "/torch/utils/data/",
+];
+
+/// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg, recvmsg.
+pub(super) const SOCKET_SYSCALLS: &[i64] = &[0, 1, 44, 45, 46, 47];
+
 /// System calls of x86-64 that move bytes of a file, or wait until it is safe on its disk.
 pub(super) const IO_SYSCALLS: &[i64] = &[
     0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 72, 73, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285,

@@ -15,6 +15,7 @@ use crate::{
     clock::{Now, seconds},
     incident::{Cause, Incident, State},
     judging,
+    launched::{self, Silent},
     process::Handle,
     registry::{JobKey, Rank},
 };
@@ -100,12 +101,36 @@ impl Core {
     fn look_again(&mut self, id: &str, postponed: bool, now: Now) {
         let Some(job) = self.engine.get(id).map(|incident| incident.job.clone()) else { return };
         let timeout = self.hang_timeout(&job);
+        let quiet_ns = self.quiet_at_ns(id, now).map(|quiet_ns| quiet_ns - now.mono_ns);
         let watch = self.ending.watched.entry(id.into()).or_default();
-        let wait_ns = judging::next_look_ns(timeout, watch.looks);
-        watch.looks += 1;
+        let wait_ns = match quiet_ns {
+            Some(wait_ns) if !postponed => wait_ns,
+            _ => {
+                let wait_ns = judging::next_look_ns(timeout, watch.looks);
+                watch.looks += 1;
+                wait_ns
+            }
+        };
         watch.postponed = postponed;
         watch.due_ns = Some(now.mono_ns.saturating_add(wait_ns));
         info!("incident {id}: the job may be healthy; it is looked at again in {} s if this lasts", seconds(wait_ns));
+    }
+
+    /// When the devices of an incident's culprits will have been quiet for the hang timeout, if they are not used again; `None` when
+    /// they are quiet already, or cannot be seen from here. Before that a verdict has no evidence of a hang.
+    fn quiet_at_ns(&self, id: &str, now: Now) -> Option<u64> {
+        let (incident, told) = self.engine.get(id).zip(self.told.get(id))?;
+        let is_culprit = |rank: &&&Rank| {
+            let number = u32::try_from(rank.info.rank).unwrap_or(0);
+            rank.presence.is_alive() && told.culprits.contains(&number)
+        };
+        let ranks = self.registry.of_job(&incident.job);
+        let used_ns = ranks.iter().filter(is_culprit).filter_map(|rank| {
+            let progress = rank.ring.as_ref()?.progress().ok()?;
+            Some(progress.called_ns.max(progress.completed_ns))
+        });
+        let quiet_ns = used_ns.max()?.saturating_add(nanoseconds(self.hang_timeout(&incident.job)));
+        (quiet_ns > now.mono_ns).then_some(quiet_ns)
     }
 
     fn hang_timeout(&self, job: &JobKey) -> Duration {
@@ -137,24 +162,41 @@ impl Core {
             return false;
         }
         warn!("incident {id}: XPU_TIMER_HANG_KILL ends the ranks of job {}", incident.job);
-        let mut agents: BTreeMap<i32, Vec<&Rank>> = BTreeMap::new();
-        for rank in ranks {
-            let parent = rank.process.as_ref().and_then(|process| process.stat()).map_or(0, |stat| stat.parent);
-            agents.entry(parent).or_default().push(rank);
+        let registered = ranks.iter().filter_map(|rank| Some((rank.info.rank, Arc::clone(rank.process.as_ref()?))));
+        let processes: Vec<(i32, Arc<Handle>)> = registered.chain(self.silent_that_hang(id, now)).collect();
+        let mut agents: BTreeMap<i32, Vec<(i32, Arc<Handle>)>> = BTreeMap::new();
+        for (rank, process) in processes {
+            let parent = process.stat().map_or(0, |stat| stat.parent);
+            agents.entry(parent).or_default().push((rank, process));
         }
-        for ranks in agents.into_values() {
-            let is_culprit = |rank: &&&Rank| culprits.iter().any(|culprit| rank.info.rank == *culprit as i32);
-            let failing = ranks.iter().find(is_culprit).or(ranks.first()).map(|rank| rank.id);
-            for rank in ranks {
-                let Some(process) = &rank.process else { continue };
-                let signal = if Some(rank.id) == failing { Signal::KILL } else { Signal::TERM };
+        for processes in agents.into_values() {
+            let is_culprit = |(rank, _): &(i32, _)| culprits.iter().any(|culprit| *rank == *culprit as i32);
+            let failing = processes.iter().position(is_culprit).unwrap_or(0);
+            for (index, (rank, process)) in processes.into_iter().enumerate() {
+                let signal = if index == failing { Signal::KILL } else { Signal::TERM };
                 if let Err(error) = process.signal(signal) {
-                    warn!("{} cannot be ended: {error}", rank.title());
+                    warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
-                self.ending.told.push((now.mono_ns + KILL_AFTER_NS, Arc::clone(process)));
+                self.ending.told.push((now.mono_ns + KILL_AFTER_NS, process));
             }
         }
         true
+    }
+
+    /// The processes of ranks that hang by the verdict on an incident and have not registered: they hang before their first device
+    /// call, or were stopped in it.
+    fn silent_that_hang(&self, id: &str, now: Now) -> Vec<(i32, Arc<Handle>)> {
+        let Some((incident, told)) = self.engine.get(id).zip(self.told.get(id)) else { return Vec::new() };
+        let is_its = |silent: &&&Silent| {
+            let hangs = u32::try_from(silent.info.rank).is_ok_and(|rank| told.hanging.contains(rank));
+            hangs && (&silent.job, silent.info.attempt) == (&incident.job, incident.attempt)
+        };
+        let silent = self.silent_ranks(now);
+        let processes = silent.iter().filter(is_its).filter_map(|silent| match &silent.state {
+            launched::State::Runs(process) => Some((silent.info.rank, Arc::clone(process))),
+            launched::State::Ended(..) => None,
+        });
+        processes.collect()
     }
 
     /// Whether a rank hangs by the newest verdict on an open incident of its job: `XPU_TIMER_COMMON_HANG`. A suspicion that was
@@ -194,6 +236,11 @@ impl Core {
                 // Nothing may have completed for a whole timeout.
                 if !self.kill(&id, now.mono_ns.saturating_sub(nanoseconds(self.hang_timeout(&job))), now) {
                     self.look_again(&id, true, now);
+                }
+            } else if let Some(quiet_ns) = self.quiet_at_ns(&id, now) {
+                // Another verdict would say no more than that these ranks use their devices.
+                if let Some(watch) = self.ending.watched.get_mut(&id) {
+                    watch.due_ns = Some(quiet_ns);
                 }
             } else if self.engine.again(&id) {
                 info!("incident {id}: it lasts; its ranks are looked at again");

@@ -61,6 +61,14 @@ pub fn unlike(config: &Config) -> Vec<&'static str> {
     place::unlike(&config.wanted, &file)
 }
 
+/// The settings that a job was given and that stay as the collector of its socket has them; a line.
+pub fn overruled(config: &Config) -> Option<String> {
+    let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
+    let names = place::overruled(&config.wanted, &file);
+    let words = || format!("the node collector was started with another {}, which it keeps", names.join(", "));
+    (!names.is_empty()).then(words)
+}
+
 /// The same job with a collector of its own.
 ///
 /// # Errors

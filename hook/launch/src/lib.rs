@@ -116,7 +116,8 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
         Ok(found) => {
             // So that also those processes can let it look into them that never connect.
             changes.push(("XPU_TIMER_COLLECTOR_PID", found.pid.to_string().into()));
-            found.remark.into_iter().chain(timeline::remark(&config.timeline)).for_each(|remark| say(&remark));
+            let remarks = [found.remark, collector::overruled(config), timeline::remark(&config.timeline)];
+            remarks.into_iter().flatten().for_each(|remark| say(&remark));
         }
         Err(error) => say(&format!("running without the node collector: {error:#}")),
     }

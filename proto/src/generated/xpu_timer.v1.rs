@@ -665,6 +665,15 @@ pub struct HostMovement {
     pub own_frame: bool,
     #[prost(bool, tag = "5")]
     pub main_ran: bool,
+    /// A thread or child process that the main thread may wait for used a processor.
+    #[prost(bool, tag = "6")]
+    pub helper_busy: bool,
+    /// One of those went on: bytes flowed, or it reached another line.
+    #[prost(bool, tag = "7")]
+    pub helper_went_on: bool,
+    /// The main thread is busy, and went on within a library that the user's own line calls.
+    #[prost(bool, tag = "8")]
+    pub library_went_on: bool,
 }
 /// A thread in uninterruptible sleep.
 #[derive(Clone, PartialEq, Eq, Hash, ::prost::Message)]

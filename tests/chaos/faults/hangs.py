@@ -6,8 +6,8 @@ import signal
 import time
 
 from kit import (
-    CHANCE, PORT, TIMEOUT, add, alive, http_get, incident, judged, must, promises, rank_pids,
-    registered, silent, train, trains, wait_for,
+    CHANCE, DIR, PORT, TIMEOUT, add, alive, http_get, incident, judged, must, promises, rank_pids,
+    ranks, registered, silent, train, trains, wait_for,
 )
 
 PROMISE = "the verdict names the culprits, all ranks are ended within ten seconds of it, and the launcher's status is not 0"
@@ -43,6 +43,25 @@ def ended(name):
 
 for _name, _row in HANGS.items():
     add(f"ended_{_name}", _row[3], PROMISE, functools.partial(ended, _name))
+
+
+@promises(PROMISE)
+def ended_before_its_first_device_call():
+    """A rank hangs before its first device call, and the others wait for it in the creation of their communicator."""
+    script = DIR / "late.py"
+    script.write_text('''
+import os, threading
+if os.environ["RANK"] == "1": threading.Event().wait()
+import cuda
+cuda.set_device(0)
+cuda.Communicator.create("world")
+''')
+    job = ranks(script, env={"XPU_TIMER_HANG_KILL": "1"})
+    folder, verdict = judged([1])
+    limit = max(1.0, 10 - (time.time() - (folder / "verdict.json").stat().st_mtime))
+    wait_for("all ranks are ended within 10 s of the verdict", lambda: not any(map(alive, rank_pids())), limit)
+    must(job.wait(20) != 0, "the job ended with status 0")
+    return verdict["cause"]
 
 
 @promises("XPU_TIMER_COMMON_HANG is 1 for every rank that hangs, culprits and victims, and 0 before")

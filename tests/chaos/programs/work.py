@@ -5,6 +5,7 @@ Each mode is a function. It works for some seconds, several times the hang timeo
 
 import argparse
 import gc
+import multiprocessing
 import os
 import select
 import socket
@@ -250,6 +251,103 @@ def forks(rank):
     """Starts short processes all the time."""
     for _ in rank.left():
         subprocess.run(["true"], check=True)
+
+
+def computes(_number):
+    """Work of a worker process; it takes about half a second."""
+    end = time.monotonic() + 0.5
+    while time.monotonic() < end:
+        sum(range(10_000))
+
+
+@mode
+def pool_of_one(rank):
+    """Rank 0 waits for a pool of worker processes, as a tokenizer does; the others wait for it in a collective."""
+    if rank.rank == 0:
+        with multiprocessing.get_context("fork").Pool(2) as pool:
+            pool.map(computes, range(int(4 * rank.seconds)), chunksize=1)
+    rank.step()
+
+
+@mode
+def child_of_one(rank):
+    """Rank 0 waits for a program that compresses; the others wait for it in a collective."""
+    if rank.rank == 0:
+        subprocess.run(["sh", "-c", f"timeout {rank.seconds} gzip </dev/zero >/dev/null; true"], check=True)
+    rank.step()
+
+
+@mode
+def thread_of_one(rank):
+    """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
+
+    def evaluates():
+        for _ in rank.left():
+            values = [index % 3 for index in range(50_000)]
+            sorted(values, key=lambda value: -value)
+
+    if rank.rank == 0:
+        thread = threading.Thread(target=evaluates)
+        thread.start()
+        thread.join()
+    rank.step()
+
+
+@mode
+def download_of_one(rank):
+    """Rank 0 receives from a server that sends a little at a time; the others wait for it in a collective."""
+    if rank.rank == 0:
+        server = "import socket, sys, time\n" \
+            "listener = socket.create_server(('127.0.0.1', 0))\n" \
+            "print(listener.getsockname()[1], flush=True)\n" \
+            "peer, end = listener.accept()[0], time.monotonic() + float(sys.argv[1])\n" \
+            "while time.monotonic() < end:\n    peer.sendall(b'x' * 1000)\n    time.sleep(0.2)\n"
+        words = [sys.executable, "-c", server, str(rank.seconds)]
+        with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
+            peer = socket.create_connection(("127.0.0.1", int(started.stdout.readline())))
+            while peer.recv(65536):
+                pass
+    rank.step()
+
+
+@mode
+def copies_of_one(rank):
+    """Rank 0 copies from its device, slowly; the others wait for it in a collective."""
+    if rank.rank == 0:
+        for _ in rank.left():
+            rank.buffer.to_list()
+            time.sleep(0.4)
+    rank.step()
+
+
+@mode
+def posted_receive(rank):
+    """A receive is posted for the whole life of the job on a communicator of its own; steps of most of a timeout go on."""
+    control, stream, message = cuda.Communicator.create("control", rank.rank, rank.size), cuda.Stream(), cuda.Buffer(16)
+    if rank.rank == 1:
+        control.recv(message, 0, stream)
+    for _ in range(5):
+        time.sleep(rank.seconds / 6)
+        rank.step()
+    if rank.rank == 0:
+        control.send(message, 1, stream)
+    stream.synchronize()
+
+
+@mode
+def slow_pipeline(rank):
+    """Each rank in turn works on a batch for most of a timeout; the last receive is posted several timeouts ahead."""
+    for _ in range(3):
+        if rank.rank > 0:
+            rank.world.recv(rank.buffer, rank.rank - 1, rank.stream)
+            rank.stream.synchronize()
+        end = time.monotonic() + rank.seconds / 6
+        while time.monotonic() < end:
+            sum(range(10_000))
+        if rank.rank < rank.size - 1:
+            rank.world.send(rank.buffer, rank.rank + 1, rank.stream)
+            rank.stream.synchronize()
+    rank.step()
 
 
 @mode
