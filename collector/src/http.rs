@@ -26,7 +26,7 @@ use self::{
     peer::Owners,
     server::{Caller, Server},
 };
-use crate::{inbox::Inbox, routes, token::Token};
+use crate::{inbox::Inbox, routes, token::Token, uplink};
 
 /// Listens on a loopback port.
 ///
@@ -146,14 +146,13 @@ pub fn authority(origin: &str) -> Option<&str> {
     origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"))
 }
 
-/// `localhost`, `127.0.0.1` or `[::1]`, with or without a port.
+/// `localhost` or an address of loopback, with or without a port.
 fn is_loopback(authority: &str) -> bool {
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port),
         _ => (authority, "0"),
     };
-    port.bytes().all(|byte| byte.is_ascii_digit())
-        && (host.eq_ignore_ascii_case("localhost") || host == "127.0.0.1" || host == "[::1]")
+    port.bytes().all(|byte| byte.is_ascii_digit()) && uplink::is_loopback(host)
 }
 
 #[cfg(test)]
