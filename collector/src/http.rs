@@ -132,12 +132,22 @@ async fn strangers_share_pages(State(cache): State<Cache>, request: Request, nex
     }
 }
 
-/// Whether a request names this machine and comes from no page of another one.
+/// Whether a request names this machine and comes from no page of another one, nor of another program of this one.
 #[must_use]
 pub fn is_local(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    let host = text(header::HOST).is_some_and(is_loopback);
-    host && text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(is_loopback))
+    text(headers, header::HOST).is_some_and(is_loopback) && is_same_origin(headers)
+}
+
+/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask, and
+/// other users of this machine serve pages from it as well.
+#[must_use]
+pub fn is_same_origin(headers: &HeaderMap) -> bool {
+    let host = text(headers, header::HOST);
+    text(headers, header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(|from| host == Some(from)))
+}
+
+fn text(headers: &HeaderMap, name: header::HeaderName) -> Option<&str> {
+    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
 }
 
 /// Host and port of an origin.

@@ -12,7 +12,7 @@ use tonic::Status;
 
 use super::hub::Command;
 use crate::{
-    http::{authority, is_local, refusal, server::Caller},
+    http::{is_local, is_same_origin, refusal, server::Caller},
     inbox::Question,
     routes::{self, Answers},
     token::Token,
@@ -85,12 +85,6 @@ async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Respo
         return Status::permission_denied(why.trim_end()).into_http();
     }
     (StatusCode::FORBIDDEN, why).into_response()
-}
-
-/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask.
-fn is_same_origin(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(|from| text(header::HOST) == Some(from)))
 }
 
 /// The headers with the host of the request: HTTP/2 names it in its target, HTTP/1 in a header.

@@ -243,12 +243,13 @@ def web_dump_by_another_user():
 
 @promises("a page of another origin gets nothing out of the browser of the owner, and makes no dump")
 def web_from_a_browser():
-    """A request with another host's name and origin, as a web page would send it."""
+    """A request with another host's name and origin, or from another program's page on this machine, as a browser would send it."""
     train()
     registered(2)
-    headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
-    code, text = http_get("/dump", "POST", headers=headers)
-    must(code != 200, f"a dump for a page of another origin: {text[:100]}")
+    for host, origin in (("evil.example", "http://evil.example"), (f"localhost:{PORT}", "http://localhost:8888")):
+        headers = {"Host": host, "Origin": origin, "Sec-Fetch-Site": "cross-site"}
+        code, text = http_get("/dump", "POST", headers=headers)
+        must(code != 200, f"a dump for a page of {origin}: {text[:100]}")
 
 
 @promises("training goes on; the launcher says one line at most; the hang is written")
