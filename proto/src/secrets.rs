@@ -121,8 +121,8 @@ fn secret_behind(word: &str, behind: &str) -> Option<(usize, usize)> {
     if !is_secret(word) {
         return None;
     }
-    // A key of JSON has its own quotes in front of the separator.
-    let unquoted = behind.trim_start_matches(['"', '\'', '\\']);
+    // A key of JSON or of a dictionary has its own quotes in front of the separator.
+    let unquoted = behind.trim_start_matches(['"', '\'', '\\', ']']);
     let spaced = unquoted.trim_start();
     let (value, ends): (&str, fn(char) -> bool) = match spaced.chars().next()? {
         '=' if !spaced.starts_with("==") => {
@@ -202,6 +202,7 @@ mod tests {
             (&["t", "-e=HF_TOKEN=s3cret"], "t -e=HF_TOKEN=…"),
             (&["t", "-H", "Authorization: Bearer s3cret"], "t -H Authorization: …"),
             (&["t", "{\"api_key\": \"s3cret, s3cret\", \"n\": 1}"], "t {\"api_key\": \"…\", \"n\": 1}"),
+            (&["python", "-c", "os.environ['K_TOKEN'] = 's3cret'; f()"], "python -c os.environ['K_TOKEN'] = '…'; f()"),
             (&["ray::train --token s3cret --lr 1"], "ray::train --token … --lr 1"),
             (&["t", "hf_s3creTs3cretAAAAAAAA"], "t …"),
             (&["sh", "-c", script], "sh -c export API_KEY=…; curl -H \"Authorization: …\" 'https://…@h/x?token=…&n=2'"),
