@@ -189,7 +189,7 @@ impl Remote {
             dumps_of(ranks, &names).map_err(|(missing, there)| self.no_dump(id, &missing, &there))?
         };
         // A name is one that we would give ourselves, whatever the collector says.
-        let is_ours = |name: &&str| {
+        let is_ours = |name: &str| {
             folder_name("", Some(name)) == format!("-{name}") && !name.is_empty() && !name.starts_with(['.', '-'])
         };
         if let Some(name) = wanted.iter().copied().find(|name| !is_ours(name)) {
