@@ -53,7 +53,7 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
         Err(error) => (EnvFilter::new("info"), Some(error)),
     };
     // The HTTP client names whole URLs at lower levels, and that of a webhook admits whoever has it.
-    let filter = filter.add_directive("ureq=info".parse().expect("a directive of a target and a level"));
+    let filter = filter.add_directive("ureq=error".parse().expect("a directive of a target and a level"));
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(false)
