@@ -177,13 +177,14 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
 }
 
 /// Name of the folder of an incident. The nodes of a job may share one file system, on which the cluster collector writes the
-/// incident's own folder.
+/// incident's own folder. Neither name leads elsewhere, whatever another machine calls itself or its incidents.
 #[must_use]
 pub fn folder_name(incident: &str, node: Option<&str>) -> String {
-    let plain = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '_' };
+    let plain_char = |c: char| if c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-') { c } else { '_' };
+    let plain = |name: &str| name.chars().map(plain_char).collect::<String>();
     match node {
-        Some(node) => format!("{incident}-{}", node.chars().map(plain).collect::<String>()),
-        None => incident.into(),
+        Some(node) => format!("{}-{}", plain(incident), plain(node)),
+        None => plain(incident),
     }
 }
 

@@ -66,6 +66,23 @@ impl Folder {
         })
     }
 
+    /// Makes `incident-ID` in a folder that a person has named. What is there already has to be this user's alone: the folder above may
+    /// be one that everybody may write to, where others plant folders and links.
+    ///
+    /// # Errors
+    /// When it cannot be made, or others may have prepared it.
+    pub fn create_copy(to: &Path, id: &str) -> Result<Folder, Error> {
+        create_directories(to)?;
+        let path = to.join(format!("incident-{id}"));
+        match fs::create_dir(&path) {
+            Err(error) if error.kind() != io::ErrorKind::AlreadyExists => {
+                return Err(Error::path("create", &path)(error));
+            }
+            _ => private_directory(&path)?,
+        }
+        Ok(Folder { path })
+    }
+
     fn create_with(
         root: &Path,
         fallback: &Path,
@@ -195,7 +212,7 @@ impl Folder {
 /// Finishes the folders that a collector of this machine had in work when it was killed. What it had written is of use; without its
 /// stacks a folder says nothing.
 pub fn finish_left(root: &Path) {
-    for path in records::folders(root).into_iter().filter(|path| is_own_folder(path) && is_left(path)) {
+    for path in records::own_folders(root).into_iter().filter(|path| is_left(path)) {
         let folder = Folder { path };
         folder.release_reserve();
         let has = |end: &str| {
@@ -258,12 +275,14 @@ pub fn is_of(path: &Path, owner: &str) -> bool {
 }
 
 /// A folder of this user, not a link to one.
-fn is_own_folder(path: &Path) -> bool {
+pub fn is_own_folder(path: &Path) -> bool {
     fs::symlink_metadata(path).is_ok_and(|status| status.is_dir() && status.uid() == rustix::process::getuid().as_raw())
 }
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     #[test]
@@ -323,6 +342,32 @@ mod tests {
         let (folder, notice) = Folder::create(&file.join("below"), &fallback, "1").unwrap();
         assert_eq!(folder.path, fallback.join("incident-1"));
         assert!(notice.unwrap().to_string().contains("file/below"));
+    }
+
+    #[test]
+    fn a_copy_goes_into_no_folder_that_others_have_prepared() {
+        let temporary = tempfile::tempdir().unwrap();
+        let (shared, target) = (temporary.path().join("shared"), temporary.path().join("target"));
+        fs::create_dir(&shared).unwrap();
+        fs::create_dir(&target).unwrap();
+        fs::set_permissions(&shared, fs::Permissions::from_mode(0o1777)).unwrap();
+        fs::write(target.join("precious"), "precious").unwrap();
+        let copy = |id: &str| Folder::create_copy(&shared, id).map(|folder| folder.path);
+        assert_eq!(copy("1").unwrap(), shared.join("incident-1"));
+        let folder = Folder::create_copy(&shared, "1").unwrap();
+        symlink(target.join("precious"), folder.path.join(".verdict.txt.new")).unwrap();
+        folder.write("verdict.txt", b"fetched again").unwrap();
+        assert_eq!(fs::read(target.join("precious")).unwrap(), b"precious", "a link there is not written through");
+        symlink(&target, shared.join("incident-2")).unwrap();
+        assert!(copy("2").unwrap_err().to_string().contains("not a folder"));
+        fs::create_dir(shared.join("incident-3")).unwrap();
+        fs::set_permissions(shared.join("incident-3"), fs::Permissions::from_mode(0o777)).unwrap();
+        assert!(copy("3").unwrap_err().to_string().contains("others may write"));
+        if rustix::process::getuid().is_root() {
+            fs::create_dir(shared.join("incident-4")).unwrap();
+            std::os::unix::fs::chown(shared.join("incident-4"), Some(12345), None).unwrap();
+            assert!(copy("4").unwrap_err().to_string().contains("user 12345"));
+        }
     }
 
     #[test]

@@ -26,7 +26,7 @@ use self::{
     peer::Owners,
     server::{Caller, Server},
 };
-use crate::{inbox::Inbox, routes, token::Token};
+use crate::{inbox::Inbox, routes, token::Token, uplink};
 
 /// Listens on a loopback port.
 ///
@@ -132,12 +132,22 @@ async fn strangers_share_pages(State(cache): State<Cache>, request: Request, nex
     }
 }
 
-/// Whether a request names this machine and comes from no page of another one.
+/// Whether a request names this machine and comes from no page of another one, nor of another program of this one.
 #[must_use]
 pub fn is_local(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    let host = text(header::HOST).is_some_and(is_loopback);
-    host && text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(is_loopback))
+    text(headers, header::HOST).is_some_and(is_loopback) && is_same_origin(headers)
+}
+
+/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask, and
+/// other users of this machine serve pages from it as well.
+#[must_use]
+pub fn is_same_origin(headers: &HeaderMap) -> bool {
+    let host = text(headers, header::HOST);
+    text(headers, header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(|from| host == Some(from)))
+}
+
+fn text(headers: &HeaderMap, name: header::HeaderName) -> Option<&str> {
+    headers.get(name).map(|value| value.to_str().unwrap_or("?"))
 }
 
 /// Host and port of an origin.
@@ -146,14 +156,13 @@ pub fn authority(origin: &str) -> Option<&str> {
     origin.strip_prefix("http://").or_else(|| origin.strip_prefix("https://"))
 }
 
-/// `localhost`, `127.0.0.1` or `[::1]`, with or without a port.
+/// `localhost` or an address of loopback, with or without a port.
 fn is_loopback(authority: &str) -> bool {
     let (host, port) = match authority.rsplit_once(':') {
         Some((host, port)) if !port.ends_with(']') => (host, port),
         _ => (authority, "0"),
     };
-    port.bytes().all(|byte| byte.is_ascii_digit())
-        && (host.eq_ignore_ascii_case("localhost") || host == "127.0.0.1" || host == "[::1]")
+    port.bytes().all(|byte| byte.is_ascii_digit()) && uplink::is_loopback(host)
 }
 
 #[cfg(test)]

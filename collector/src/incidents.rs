@@ -4,7 +4,7 @@ mod table;
 
 use std::{
     collections::BTreeMap,
-    fs::{self, File},
+    fs,
     io::{self, Read},
     path::{Path, PathBuf},
     time::Duration,
@@ -21,6 +21,7 @@ use crate::{
     delivery::rank_of,
     dump::folder_name,
     error::chain,
+    folder::Folder,
     records,
     token::read_token,
     uplink,
@@ -187,28 +188,23 @@ impl Remote {
         } else {
             dumps_of(ranks, &names).map_err(|(missing, there)| self.no_dump(id, &missing, &there))?
         };
-        let folder = to.join(format!("incident-{id}"));
-        fs::create_dir_all(&folder).with_context(|| folder.display().to_string())?;
+        // A name is one that we would give ourselves, whatever the collector says.
+        let is_ours = |name: &str| {
+            folder_name("", Some(name)) == format!("-{name}") && !name.is_empty() && !name.starts_with(['.', '-'])
+        };
+        if let Some(name) = wanted.iter().copied().find(|name| !is_ours(name)) {
+            bail!("{name:?} is no file of an incident");
+        }
+        let folder = Folder::create_copy(to, id).map_err(|error| anyhow::Error::msg(chain(&error)))?;
         for name in wanted {
-            // A name is one that we would give ourselves, whatever the collector says.
-            ensure!(
-                folder_name("", Some(name)) == format!("-{name}") && !name.starts_with('.'),
-                "{name:?} is no file of an incident"
-            );
             let size = sizes.get(name).copied().unwrap_or(0);
             let deadline = DEADLINE + Duration::from_secs(size / SLOWEST_BYTES_A_SECOND);
             let mut body = self.open(&format!("/incidents/{id}/{name}"), deadline)?;
-            let part = folder.join(format!(".{name}.part"));
-            let whole = folder.join(name);
-            let written = File::create(&part).and_then(|mut file| io::copy(&mut body, &mut file));
-            written.and_then(|_| fs::rename(&part, &whole)).with_context(|| {
-                // Half a file is none.
-                let _ = fs::remove_file(&part);
-                whole.display().to_string()
-            })?;
+            let written = folder.write_with(name, |file| io::copy(&mut body, file).map(drop));
+            written.map_err(|error| anyhow::Error::msg(chain(&error)))?;
         }
-        let remark = if ranks.is_empty() { missing_dumps(&folder, id) } else { None };
-        Ok((folder, remark))
+        let remark = if ranks.is_empty() { missing_dumps(&folder.path, id) } else { None };
+        Ok((folder.path, remark))
     }
 
     fn no_dump(&self, id: &str, missing: &RankSet, there: &RankSet) -> anyhow::Error {

@@ -52,6 +52,8 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
         Ok(filter) => (filter, None),
         Err(error) => (EnvFilter::new("info"), Some(error)),
     };
+    // The HTTP client names whole URLs at lower levels, and that of a webhook admits whoever has it.
+    let filter = filter.add_directive("ureq=error".parse().expect("a directive of a target and a level"));
     let subscriber = tracing_subscriber::fmt()
         .with_env_filter(filter)
         .with_ansi(false)
@@ -392,13 +394,13 @@ impl Rotating {
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: no link and no other user's file. It gets its mode also when it
-/// was there with another one.
+/// Opens a file that may lie in a folder which everybody can write to: no link, no other user's file, and none of this user to which
+/// somebody has given a second name there. It gets its mode also when it was there with another one.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK;
     let file = fs::OpenOptions::new().create(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let status = file.metadata()?;
-    if !status.is_file() || status.uid() != getuid().as_raw() {
+    if !status.is_file() || status.uid() != getuid().as_raw() || status.nlink() > 1 {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
     }
     if status.mode() & 0o777 != mode {

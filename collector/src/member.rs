@@ -19,7 +19,7 @@ use crate::{
     core::{Core, Judged},
     delivery::{self, Kept, PART},
     dump::{ForCluster, folder_name},
-    folder::{is_of, own_names},
+    folder::{is_of, is_own_folder, own_names},
     incident::{self, Cause, Incident},
     launched::{Silent, State},
     process,
@@ -295,7 +295,7 @@ impl Core {
             let find = move || {
                 // A node that dumped alone, before its cluster asked, did so without its name.
                 let alone = format!("incident-{}", names[names.len() - 1]);
-                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone);
+                let own = |folder: &Path| is_of(folder, &home) || folder.ends_with(&alone) && is_own_folder(folder);
                 let mut folders = names.iter().map(|name| below.join(format!("incident-{name}")));
                 folders.find(|folder| folder.join(PART).is_file() && own(folder))
             };

@@ -15,7 +15,7 @@ use rustix::{
 use xpu_timer_analysis::FREEZER_WCHAN;
 use xpu_timer_proto::{
     env::Source,
-    socket,
+    secrets, socket,
     text::{MOST_COMMAND_BYTES, shortened},
     v1::RankInfo,
 };
@@ -108,11 +108,11 @@ fn ancestors(pid: i32, source: &Source) -> Vec<ProcessId> {
 
 const MAX_ANCESTORS: usize = 32;
 
-/// argv, joined by spaces, at most [`MOST_COMMAND_BYTES`].
+/// argv without its secrets, joined by spaces, at most [`MOST_COMMAND_BYTES`].
 #[must_use]
 pub fn command(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    shortened(&String::from_utf8_lossy(&bytes).trim_end_matches('\0').replace('\0', " "), MOST_COMMAND_BYTES)
+    shortened(&secrets::cmdline(&bytes), MOST_COMMAND_BYTES)
 }
 
 /// A process that is held on to: the handle never means another process that got the same pid.

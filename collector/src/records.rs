@@ -3,7 +3,7 @@
 use std::{
     collections::BTreeSet,
     fs::{self, File},
-    os::unix::fs::OpenOptionsExt,
+    os::unix::fs::{MetadataExt, OpenOptionsExt},
     path::{Path, PathBuf},
 };
 
@@ -39,7 +39,7 @@ pub struct Left {
 #[must_use]
 pub fn open_in(root: &Path, boot: &str) -> Vec<Left> {
     folder::finish_left(root);
-    let mut folders = folders(root);
+    let mut folders = own_folders(root);
     folders.reverse();
     let of = |folder: PathBuf| {
         let record: Record = serde_json::from_slice(&read(&folder.join(RECORD))?).ok()?;
@@ -198,9 +198,11 @@ pub fn incident_of(folder: &Path) -> String {
     id(folder).splitn(3, '-').take(2).collect::<Vec<_>>().join("-")
 }
 
-/// Incident folders in one folder, oldest first.
+/// Incident folders in one folder, oldest first. Where everybody may write, those of other users are left out: they may say what they
+/// like, of any job.
 #[must_use]
 pub fn folders(root: &Path) -> Vec<PathBuf> {
+    let is_shared = fs::metadata(root).is_ok_and(|status| status.mode() & 0o002 != 0);
     let mut folders: Vec<PathBuf> = fs::read_dir(root)
         .into_iter()
         .flatten()
@@ -208,9 +210,16 @@ pub fn folders(root: &Path) -> Vec<PathBuf> {
         .filter(|entry| entry.file_name().to_string_lossy().starts_with("incident-"))
         .filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_dir()))
         .map(|entry| entry.path())
+        .filter(|path| !is_shared || folder::is_own_folder(path))
         .collect();
     folders.sort();
     folders
+}
+
+/// As [`folders`], those that this user's collector may go on with: it writes into them, and acts on what they say.
+#[must_use]
+pub fn own_folders(root: &Path) -> Vec<PathBuf> {
+    folders(root).into_iter().filter(|path| folder::is_own_folder(path)).collect()
 }
 
 /// Whether somebody asked for the incident of a folder and nothing was wrong. Only what is sure to be that is.
@@ -262,5 +271,30 @@ mod tests {
         assert_eq!(sentences, ["all", "b alone"]);
         let of: Vec<String> = folders(root.path()).iter().map(|folder| incident_of(folder)).collect();
         assert_eq!(of, ["20261121T000000Z-00000001", "20261121T000000Z-00000001", "20261122T000000Z-00000002"]);
+    }
+
+    #[test]
+    fn what_another_user_has_put_into_a_shared_folder_is_no_incident() {
+        let root = tempfile::tempdir().unwrap();
+        let verdict = xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default());
+        let make = |name: &str| {
+            let folder = root.path().join(format!("incident-20261121T000000Z-{name}"));
+            fs::create_dir(&folder).unwrap();
+            fs::write(folder.join("verdict.json"), serde_json::to_vec(&verdict).unwrap()).unwrap();
+            folder
+        };
+        let (own, theirs) = (make("00000001"), make("00000002"));
+        if !rustix::process::getuid().is_root() {
+            eprintln!("SKIPPED only root can play another user");
+            return;
+        }
+        std::os::unix::fs::chown(&theirs, Some(12345), None).unwrap();
+        assert_eq!(folders(root.path()), [own.clone(), theirs.clone()], "nobody else could have put it there");
+        assert_eq!(own_folders(root.path()), [own.clone()]);
+        fs::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
+        let roots = [root.path().to_path_buf()];
+        assert_eq!((folders(root.path()), list(&roots).len()), (vec![own], 1));
+        assert!(verdict_json(&roots, "20261121T000000Z-00000001").is_some());
+        assert!(verdict_json(&roots, "20261121T000000Z-00000002").is_none());
     }
 }

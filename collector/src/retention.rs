@@ -28,8 +28,9 @@ pub fn start(roots: Vec<PathBuf>, keep: Keep, open: BTreeSet<String>) {
 /// Removes what is not to be kept of the incidents in one folder.
 fn retire(root: &Path, keep: Keep, open: &BTreeSet<String>, now: SystemTime) {
     finish_removals(root);
-    // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove.
-    let ours: Vec<PathBuf> = records::folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
+    // By name, that is oldest first. Only folders that a collector has made count: a person's own is nobody's to remove. Those of another
+    // user would push out ours.
+    let ours: Vec<PathBuf> = records::own_folders(root).into_iter().filter(|folder| is_ours(folder)).collect();
     // The parts of one incident go together: on a file system that many nodes share there are as many of them.
     let mut incidents: BTreeMap<String, bool> = BTreeMap::new();
     // The verdicts are read only when there may be too many.

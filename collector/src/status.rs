@@ -2,7 +2,7 @@
 
 use serde_json::{Value, json};
 use xpu_timer_analysis::Status;
-use xpu_timer_proto::ring::header;
+use xpu_timer_proto::{ring::header, secrets};
 
 use crate::{
     clock,
@@ -31,7 +31,7 @@ pub fn status(core: &Core, now: Now) -> Value {
         "incidents": core.engine.incidents().map(|entry| incident(core, entry)).collect::<Vec<_>>(),
         "slow_ranks": core.slow.json(),
         "cluster": core.settings.cluster.as_ref().map(|url| json!({
-            "url": url,
+            "url": secrets::text(url),
             "joined": core.member.welcomed,
             "problem": core.member.problem,
         })),

@@ -22,7 +22,7 @@ use tonic::{
 };
 use tracing::{info, warn};
 use xpu_timer_proto::{
-    file,
+    file, secrets,
     v1::{
         ClusterMessage, Delivery, NodeMessage, cluster_client::ClusterClient, cluster_message, delivery,
         node_message::Message,
@@ -40,7 +40,7 @@ use crate::{
 pub struct Address {
     endpoint: Endpoint,
     token: Option<MetadataValue<Ascii>>,
-    /// As the user wrote it.
+    /// As the user wrote it, without a password.
     pub url: String,
 }
 
@@ -142,10 +142,11 @@ impl Address {
                 Some(path) => ClientTlsConfig::new().ca_certificate(Certificate::from_pem(read(path)?)),
                 None => ClientTlsConfig::new().with_native_roots(),
             };
-            endpoint =
-                endpoint.tls_config(tls).map_err(|error| format!("XPU_TIMER_COLLECTOR={url}: {}", chain(&error)))?;
+            endpoint = endpoint
+                .tls_config(tls)
+                .map_err(|error| format!("XPU_TIMER_COLLECTOR={}: {}", secrets::text(url), chain(&error)))?;
         }
-        Ok(Address { endpoint, token, url: url.into() })
+        Ok(Address { endpoint, token, url: secrets::text(url).into_owned() })
     }
 }
 
@@ -154,15 +155,16 @@ impl Address {
 /// # Errors
 /// When it is none, or plain text would leave this machine.
 pub fn check_url(url: &str) -> Result<(Uri, bool), String> {
-    let uri: Uri = url.parse().map_err(|error| format!("{url}: {error}"))?;
+    let shown = secrets::text(url);
+    let uri: Uri = url.parse().map_err(|error| format!("{shown}: {error}"))?;
     let secure = match uri.scheme_str() {
         Some("https") => true,
         Some("http") => false,
-        _ => return Err(format!("{url}: it must begin with https:// or http://")),
+        _ => return Err(format!("{shown}: it must begin with https:// or http://")),
     };
     if !secure && !is_loopback(uri.host().unwrap_or_default()) {
         return Err(format!(
-            "{url}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
+            "{shown}: plain text is for loopback only; beyond it give https:// and XPU_TIMER_COLLECTOR_TOKEN_FILE"
         ));
     }
     Ok((uri, secure))

@@ -11,6 +11,7 @@ use std::{
 use serde_json::{Value, json};
 use tracing::{info, warn};
 use xpu_timer_analysis::Verdict;
+use xpu_timer_proto::{printable, secrets};
 
 use crate::web_client::{self, Peer};
 
@@ -59,7 +60,7 @@ impl Webhook {
 /// `text` is what chat services show; the rest is for programs.
 fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
     json!({
-        "text": format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence),
+        "text": printable::line(&format!("xpu_timer: job {}: {}", verdict.job, verdict.sentence)),
         "incident": verdict.incident,
         "job": verdict.job,
         "attempt": verdict.attempt,
@@ -73,12 +74,20 @@ fn body(verdict: &Verdict, folder: Option<PathBuf>) -> Value {
     })
 }
 
+/// What went wrong, for the log: the URL admits whoever has it, and no error names it.
+fn without_url(problem: &str, url: &str) -> String {
+    let path = url.split_once("://").map_or(url, |(_, rest)| rest);
+    let problem = if path.is_empty() { problem.into() } else { problem.replace(path, secrets::HIDDEN) };
+    secrets::text(&problem).into_owned()
+}
+
 fn send(url: &str, incident: &str, body: &Value) {
     let agent = web_client::agent(DEADLINE, Peer::Service);
     let text = body.to_string();
+    let text = printable::json(&text);
     let mut pauses = PAUSES.iter();
     loop {
-        let answer = agent.post(url).header("content-type", "application/json").send(&text);
+        let answer = agent.post(url).header("content-type", "application/json").send(&*text);
         let problem = match answer {
             Ok(answer) if answer.status().is_success() => {
                 info!("incident {incident}: posted to the webhook");
@@ -90,7 +99,7 @@ fn send(url: &str, incident: &str, body: &Value) {
                 return;
             }
             Ok(answer) => format!("it answers {}", answer.status()),
-            Err(error) => error.to_string(),
+            Err(error) => without_url(&error.to_string(), url),
         };
         let Some(pause) = pauses.next() else {
             warn!("incident {incident}: the webhook is given up: {problem}");
@@ -98,5 +107,18 @@ fn send(url: &str, incident: &str, body: &Value) {
         };
         info!("incident {incident}: the webhook failed, again in {pause:?}: {problem}");
         thread::sleep(*pause);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_error_tells_the_url() {
+        for url in ["hooks.example/services/T0/s3cret", "https://hooks.example/T0/s3cret", "s3cret", "https://"] {
+            let said = without_url(&format!("bad uri: {url} is missing scheme"), url);
+            assert!(said.starts_with("bad uri: ") && !said.contains("s3cret"), "{said}");
+        }
     }
 }

@@ -12,7 +12,7 @@ use std::{
 
 use xpu_timer_proto::{
     env::Source,
-    file, socket,
+    file, secrets, socket,
     text::{MOST_COMMAND_BYTES, MOST_NAME_BYTES, MOST_PATH_BYTES, shortened},
     v1::{Hello, RankInfo},
 };
@@ -150,12 +150,7 @@ fn timeline_path(source: &Source, problems: &mut Vec<String>) -> String {
 fn complete(mut info: RankInfo) -> RankInfo {
     info.pid = std::process::id() as i32;
     let command = fs::read("/proc/self/cmdline").unwrap_or_default();
-    let words: Vec<String> = command
-        .split(|byte| *byte == 0)
-        .filter(|word| !word.is_empty())
-        .map(|word| String::from_utf8_lossy(word).into_owned())
-        .collect();
-    info.command = shortened(&words.join(" "), MOST_COMMAND_BYTES);
+    info.command = shortened(&secrets::cmdline(&command), MOST_COMMAND_BYTES);
     if info.node.is_empty() || info.node == "NOT_SET" {
         let host = fs::read_to_string("/proc/sys/kernel/hostname").unwrap_or_default();
         info.node = shortened(host.trim(), MOST_NAME_BYTES);

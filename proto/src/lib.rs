@@ -13,6 +13,7 @@ pub mod file;
 pub mod lenient;
 pub mod printable;
 pub mod ring;
+pub mod secrets;
 pub mod socket;
 pub mod text;
 

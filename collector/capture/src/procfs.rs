@@ -7,6 +7,8 @@ use std::{
     path::PathBuf,
 };
 
+use xpu_timer_proto::secrets;
+
 use crate::Error;
 
 /// One line of a maps file.
@@ -274,11 +276,10 @@ pub(crate) fn io_bytes(pid: i32) -> u64 {
     of("rchar:") + of("wchar:")
 }
 
-/// argv joined by spaces, at most 4,096 bytes; the kernel's name in brackets for a process without one.
+/// argv without its secrets, joined by spaces, at most 4,096 bytes; the kernel's name in brackets for a process without one.
 pub(crate) fn command(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
-    let arguments = bytes.split(|byte| *byte == 0).map(|argument| String::from_utf8_lossy(argument));
-    let mut command = arguments.collect::<Vec<_>>().join(" ").trim().to_string();
+    let mut command = secrets::cmdline(&bytes).trim().to_string();
     if command.is_empty() {
         return stat(pid).map(|stat| format!("[{}]", stat.name)).unwrap_or_default();
     }

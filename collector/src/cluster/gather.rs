@@ -4,6 +4,7 @@
 use std::{
     collections::BTreeMap,
     fs,
+    io::{self, Write},
     path::{Path, PathBuf},
     sync::mpsc,
     thread,
@@ -12,7 +13,7 @@ use std::{
 
 use serde::{Deserialize, Serialize};
 use tracing::{info, warn};
-use xpu_timer_analysis::{Status, Verdict, folded, prefix_tree::PrefixTree};
+use xpu_timer_analysis::{Status, Verdict, folded, prefix_tree::PrefixTree, rank_set::RankSet};
 use xpu_timer_proto::{
     Message as _, lenient,
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
@@ -64,6 +65,8 @@ pub enum Work {
     Judge(Vec<RankEvidence>, Vec<String>),
     /// A piece of a `.stacktrace` file.
     File(Box<DumpFile>, Credit),
+    /// The files of these ranks broke off.
+    BrokeOff(RankSet),
     /// No more files: draw.
     Draw,
 }
@@ -105,8 +108,20 @@ struct Gather {
     // After a verdict the ranks are in the folder and not in `ranks`.
     written: bool,
     errors: Vec<String>,
-    files: BTreeMap<String, fs::File>,
+    // Files that come, by their rank: a node has one for each of its ranks.
+    files: BTreeMap<u32, Coming>,
 }
+
+/// A file of which pieces have come.
+struct Coming {
+    name: String,
+    bytes: u64,
+    // `None` when it is whole.
+    file: Option<fs::File>,
+}
+
+/// A dump is some megabytes. A node that sends more than this as one fills the disk.
+const MAX_FILE_BYTES: u64 = 1 << 30;
 
 impl Gather {
     /// Goes on with what an earlier gathering of the same incident has written.
@@ -156,6 +171,7 @@ impl Gather {
                 }
                 Work::Judge(missing, errors) => tell(Done::Judged(Box::new(self.judge(missing, errors)))),
                 Work::File(file, _credit) => self.file(*file),
+                Work::BrokeOff(ranks) => self.broke_off(&ranks),
                 Work::Draw => {
                     self.draw();
                     tell(Done::Drawn);
@@ -261,36 +277,64 @@ impl Gather {
         })
     }
 
-    /// Appends a piece; the hub has looked at the name.
+    /// Appends a piece; the hub has looked whether the rank is the node's. Of each rank there is one file, whatever names a node thinks of.
     fn file(&mut self, piece: DumpFile) {
-        use std::io::Write;
-        let Some(folder) = self.plan.folder.as_ref().filter(|_| rank_of(&piece.name).is_some()) else { return };
-        let path = folder.join(format!(".{}.new", piece.name));
-        let mut write = || -> std::io::Result<()> {
-            let file = match self.files.entry(piece.name.clone()) {
-                std::collections::btree_map::Entry::Occupied(entry) => entry.into_mut(),
-                std::collections::btree_map::Entry::Vacant(entry) => entry.insert(fs::File::create(&path)?),
-            };
-            file.write_all(&piece.data)?;
-            if piece.last {
-                self.files.remove(&piece.name);
-                fs::rename(&path, folder.join(&piece.name))?;
-            }
-            Ok(())
-        };
-        if let Err(error) = write() {
-            warn!("incident {}: {}: {error}", self.plan.incident, path.display());
-            self.files.remove(&piece.name);
+        let (Some(folder), Some(rank)) = (self.plan.folder.clone(), rank_of(&piece.name)) else { return };
+        if self.files.get(&rank).is_some_and(|coming| coming.name != piece.name) {
+            return;
+        }
+        let part = folder.join(part_of(&piece.name));
+        if let Err(error) = self.append(rank, &piece, &folder, &part) {
+            warn!("incident {}: {}: {error}", self.plan.incident, part.display());
+            self.files.remove(&rank);
             // Half a file is none.
-            let _ = fs::remove_file(&path);
+            let _ = fs::remove_file(&part);
+        }
+    }
+
+    fn append(&mut self, rank: u32, piece: &DumpFile, folder: &Path, part: &Path) -> io::Result<()> {
+        let new = || Coming { name: piece.name.clone(), bytes: 0, file: None };
+        let coming = self.files.entry(rank).or_insert_with(new);
+        let file = match &mut coming.file {
+            Some(file) => file,
+            // A node that is asked again begins anew.
+            none => {
+                coming.bytes = 0;
+                let _ = fs::remove_file(part);
+                none.insert(fs::File::create_new(part)?)
+            }
+        };
+        coming.bytes += piece.data.len() as u64;
+        if coming.bytes > MAX_FILE_BYTES {
+            return Err(io::Error::other("it has no end"));
+        }
+        file.write_all(&piece.data)?;
+        if piece.last {
+            coming.file = None;
+            fs::rename(part, folder.join(&piece.name))?;
+        }
+        Ok(())
+    }
+
+    /// Files of these ranks come no further; when they are asked for again, they begin anew.
+    fn broke_off(&mut self, ranks: &RankSet) {
+        let (gone, kept) = std::mem::take(&mut self.files).into_iter().partition(|(rank, _)| ranks.contains(*rank));
+        self.files = kept;
+        self.remove(gone);
+    }
+
+    /// Half a file is none.
+    fn remove(&self, files: BTreeMap<u32, Coming>) {
+        let Some(folder) = &self.plan.folder else { return };
+        for coming in files.into_values().filter(|coming| coming.file.is_some()) {
+            let _ = fs::remove_file(folder.join(part_of(&coming.name)));
         }
     }
 
     fn draw(&mut self) {
         let Some(folder) = self.folder() else { return };
-        for name in std::mem::take(&mut self.files).into_keys() {
-            let _ = fs::remove_file(folder.path.join(format!(".{name}.new")));
-        }
+        let half = std::mem::take(&mut self.files);
+        self.remove(half);
         if let Err(problem) = viewer::run(&folder.path, VIEW) {
             warn!("incident {}: {problem}", self.plan.incident);
             let changed = crate::dump::change_verdict(&folder.path, |verdict| verdict.timing.errors.push(problem));
@@ -302,6 +346,11 @@ impl Gather {
             warn!("incident {}: {}", self.plan.incident, chain(&error));
         }
     }
+}
+
+/// Under which name a file is written while it comes.
+fn part_of(name: &str) -> String {
+    format!(".{name}.new")
 }
 
 /// What a restarted cluster collector must know of an incident; written when it is opened.
@@ -339,7 +388,7 @@ impl Record {
     /// Incidents that an earlier cluster collector left open.
     #[must_use]
     pub fn open_in(root: &Path) -> Vec<Left> {
-        let mut folders = crate::records::folders(root);
+        let mut folders = crate::records::own_folders(root);
         folders.reverse();
         let of = |folder: PathBuf| {
             let record: Record = serde_json::from_slice(&fs::read(folder.join(RECORD)).ok()?).ok()?;
@@ -348,5 +397,60 @@ impl Record {
             open.then_some((folder, record, verdict))
         };
         folders.into_iter().take(NEWEST).filter_map(of).collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_node_has_one_file_for_each_rank() {
+        let folder = tempfile::tempdir().unwrap();
+        let now = Now { mono_ns: 1, unix_ns: 1 };
+        let mut gather = Gather::new(Plan {
+            incident: "1".into(),
+            job: "j".into(),
+            attempt: 0,
+            world_size: 8,
+            trigger: Trigger::default(),
+            opened: now,
+            late_ns: 0,
+            hang_timeout_ns: 1,
+            sample_interval_ns: 1,
+            folder: Some(folder.path().into()),
+            fresh: true,
+        });
+        let piece = |name: &str, data: &[u8], last| DumpFile {
+            name: name.into(),
+            data: data.into(),
+            last,
+            ..Default::default()
+        };
+        let names = || {
+            let entries = fs::read_dir(folder.path()).unwrap();
+            let mut names: Vec<String> =
+                entries.map(|entry| entry.unwrap().file_name().into_string().unwrap()).collect();
+            names.sort();
+            names
+        };
+        // Each of them would keep a descriptor until its last piece comes.
+        for world in 8..2000 {
+            gather.file(piece(&format!("00003-{world:05}.stacktrace"), b"a", false));
+        }
+        assert_eq!(names(), [".00003-00008.stacktrace.new"]);
+        gather.file(piece("00003-00008.stacktrace", b"b", true));
+        gather.file(piece("00003-00009.stacktrace", b"c", true));
+        gather.file(piece("00004-00008.stacktrace", b"e", true));
+        gather.file(piece("../00005-00008.stacktrace", b"f", true));
+        let whole = ["00003-00008.stacktrace", "00004-00008.stacktrace"];
+        assert_eq!(names(), whole);
+        assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"ab");
+        // What broke off is not the beginning of what comes when the node is asked again.
+        gather.file(piece(whole[0], b"half of it", false));
+        gather.broke_off(&[3].into_iter().collect());
+        assert_eq!(names(), whole);
+        gather.file(piece(whole[0], b"all of it", true));
+        assert_eq!(fs::read(folder.path().join(whole[0])).unwrap(), b"all of it");
     }
 }

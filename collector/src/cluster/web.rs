@@ -12,7 +12,7 @@ use tonic::Status;
 
 use super::hub::Command;
 use crate::{
-    http::{authority, is_local, refusal, server::Caller},
+    http::{is_local, is_same_origin, refusal, server::Caller},
     inbox::Question,
     routes::{self, Answers},
     token::Token,
@@ -72,19 +72,19 @@ async fn door(State(pages): State<Pages>, request: Request, next: Next) -> Respo
         }
         return (StatusCode::FORBIDDEN, why).into_response();
     }
-    if !grpc && pages.local_only && !is_local(&named_host(&request)) {
-        return (StatusCode::FORBIDDEN, "only requests to localhost are answered\n").into_response();
+    // Also of what calls itself gRPC: a page may send any header to the host that it was loaded from, or believes it was.
+    let named = named_host(&request);
+    let why = if pages.local_only && !is_local(&named) {
+        "only requests to localhost are answered\n"
+    } else if !is_same_origin(&named) {
+        "a page of another origin may not ask\n"
+    } else {
+        return next.run(request).await;
+    };
+    if grpc {
+        return Status::permission_denied(why.trim_end()).into_http();
     }
-    if !grpc && !is_same_origin(&named_host(&request)) {
-        return (StatusCode::FORBIDDEN, "a page of another origin may not ask\n").into_response();
-    }
-    next.run(request).await
-}
-
-/// Whether the page that asks, if it is one, was loaded from here. A browser adds the password of the user to what other pages ask.
-fn is_same_origin(headers: &HeaderMap) -> bool {
-    let text = |name| headers.get(name).map(|value| value.to_str().unwrap_or("?"));
-    text(header::ORIGIN).is_none_or(|origin| authority(origin).is_some_and(|from| text(header::HOST) == Some(from)))
+    (StatusCode::FORBIDDEN, why).into_response()
 }
 
 /// The headers with the host of the request: HTTP/2 names it in its target, HTTP/1 in a header.

@@ -17,7 +17,10 @@ fn pages_from_elsewhere_are_refused() {
         is_local(&headers)
     };
     assert!(local(&[(header::HOST, "localhost:1")]));
-    assert!(local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "http://127.0.0.1:1")]));
+    assert!(local(&[(header::HOST, "127.0.0.1:1"), (header::ORIGIN, "http://127.0.0.1:1")]));
+    for origin in ["http://localhost:2", "http://127.0.0.1:1"] {
+        assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, origin)]), "another program's page: {origin}");
+    }
     assert!(!local(&[]));
     assert!(!local(&[(header::HOST, "evil.example:1")]));
     assert!(!local(&[(header::HOST, "localhost:1"), (header::ORIGIN, "http://evil.example")]));

@@ -291,13 +291,14 @@ fn empty(file: &File) -> io::Result<()> {
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut. It gets
-/// its mode whatever the umask, and also when it was there with another one.
+/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut, nor a
+/// file of this user to which somebody has given a second name there. It gets its mode whatever the umask, and also when it was there
+/// with another one.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = OpenOptions::new().create(true).read(true).append(true).mode(mode).custom_flags(flags).open(path)?;
     let metadata = file.metadata()?;
-    if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() {
+    if !metadata.is_file() || metadata.uid() != nix::unistd::geteuid().as_raw() || metadata.nlink() > 1 {
         return Err(io::Error::new(io::ErrorKind::PermissionDenied, "not a regular file of this user"));
     }
     if metadata.mode() & 0o777 != mode {
@@ -333,7 +334,10 @@ mod tests {
         let socket = folder.path().join("no/folder/1.sock");
         let (_, name) = open_log(&Config { log: link, socket, append: false, ..Config::read() });
         assert!(name.unwrap_err().starts_with("none"));
-        assert_eq!(std::fs::read_to_string(victim).unwrap(), "precious");
+        assert_eq!(std::fs::read_to_string(&victim).unwrap(), "precious");
+        let hard = folder.path().join("hard.log");
+        std::fs::hard_link(&victim, &hard).unwrap();
+        assert!(open_own(&hard, 0o600).is_err(), "a second name of a precious file");
     }
 
     #[test]

@@ -65,11 +65,11 @@ impl Log {
 impl Place {
     /// The file, when it is this user's own and not as long already as what earlier processes of this id may have left.
     fn open(&self) -> io::Result<File> {
-        // The folder may be /tmp, where a link or a file of somebody else's could wait under this name.
+        // The folder may be /tmp, where a link, a file of somebody else's, or a second name of a file of this user could wait under this name.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = OpenOptions::new().create(true).append(true).mode(self.mode).custom_flags(flags).open(&self.path)?;
         let status = file.metadata()?;
-        if !status.is_file() || status.uid() != self.owner || status.len() > MOST_FILE_BYTES {
+        if !status.is_file() || status.uid() != self.owner || status.nlink() > 1 || status.len() > MOST_FILE_BYTES {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         if status.mode() & 0o777 != self.mode {
@@ -88,6 +88,16 @@ mod tests {
 
     fn log(path: &Path, mode: u32) -> Log {
         Log::new(path.into(), mode)
+    }
+
+    #[test]
+    fn a_second_name_of_another_file_is_left_alone() {
+        let folder = tempfile::tempdir().unwrap();
+        let (precious, path) = (folder.path().join("precious"), folder.path().join("log"));
+        fs::write(&precious, "precious").unwrap();
+        fs::hard_link(&precious, &path).unwrap();
+        log(&path, 0o600).say("something");
+        assert_eq!(fs::read_to_string(&precious).unwrap(), "precious");
     }
 
     #[test]

@@ -1,6 +1,7 @@
 """The cluster collector and the network: a node does all that it does without one."""
 
 import contextlib
+import http.server
 import json
 import os
 import signal
@@ -10,8 +11,8 @@ import time
 from pathlib import Path
 
 from kit import (
-    CHANCE, COLLECTOR, DIR, TIMELINE, Proc, alive, judged, kill9, log_text, must, promises,
-    registered, silent, status, tail, train, trains, wait_for,
+    CHANCE, COLLECTOR, DIR, TIMELINE, Proc, alive, http_get, judged, kill9, log_text, must,
+    plain_text, promises, registered, silent, status, tail, train, trains, wait_for,
 )
 
 ALONE = "training goes on in silence, and the node judges its own hang"
@@ -150,6 +151,23 @@ def cluster_without_a_token():
     must("token" in proc.err().lower() or "tls" in proc.err().lower() or "cert" in proc.err().lower(), proc.err())
 
 
+@promises("a page of another origin gets nothing out of the browser of the owner, makes no dump and joins no cluster")
+def cluster_from_a_browser():
+    """A page whose host name leads to loopback asks the cluster collector, also as if it spoke gRPC."""
+    _, port = cluster()
+    must(http_get("/status", port=port)[0] == 200, "its owner gets no answer")
+    must(http_get("/status", port=port, headers={"Host": "127.0.0.2:1"})[0] == 200, "another address of loopback gets no answer")
+    for kind in ("text/plain", "application/grpc", "application/grpc-web+proto"):
+        for headers in ({"Host": f"evil.example:{port}"}, {"Origin": "http://evil.example"}):
+            for method, path in (("GET", "/status"), ("GET", "/incidents"), ("GET", "/metrics"), ("POST", "/dump"), ("POST", JOIN)):
+                body = b"\0\0\0\0\0" if method == "POST" else None
+                code, text = http_get(path, method, port, {**headers, "Content-Type": kind}, body=body)
+                must(code == 403 or kind.startswith("application/grpc") and not text, f"{path} as {kind} with {headers}: {code} {text[:80]}")
+
+
+JOIN = "/xpu_timer.v1.Cluster/Join"
+
+
 @promises("nothing is sent; the node says so and works alone")
 def cluster_beyond_loopback_without_tls():
     """XPU_TIMER_COLLECTOR names http:// on another host."""
@@ -231,9 +249,40 @@ def webhook_dead():
 
 @promises("the log names neither the token nor the password of a webhook")
 def webhook_secret():
-    """XPU_TIMER_WEBHOOK holds a secret and cannot be reached."""
-    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"XPU_TIMER_WEBHOOK": f"http://user:s3cr3tpass@127.0.0.1:{free_port()}/T0KEN-s3cr3t"})
+    """XPU_TIMER_WEBHOOK holds a secret and cannot be reached, with XPU_TIMER_LOG=trace."""
+    hook = f"http://user:s3cr3tpass@127.0.0.1:{free_port()}/T0KEN-s3cr3t"
+    env = {"XPU_TIMER_WEBHOOK": hook, "XPU_TIMER_LOG": "trace"}
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15", env=env)
     judged([1])
-    time.sleep(3)
+    wait_for("the webhook is tried", lambda: "webhook" in log_text(), 20)
+    time.sleep(2)
     must("s3cr3t" not in log_text(), "the log has the secret")
+    silent(job)
+
+
+@promises("what a chat or a pager shows is plain text on one line")
+def webhook_text():
+    """The job's name holds line breaks, escape sequences and marks of direction, and the verdict goes to a webhook."""
+    posts = []
+
+    class Chat(http.server.BaseHTTPRequestHandler):
+        def do_POST(self):
+            posts.append(self.rfile.read(int(self.headers["content-length"])).decode())
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_):
+            pass
+
+    chat = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Chat)
+    threading.Thread(target=chat.serve_forever, daemon=True).start()
+    name = "job\nxpu_timer: job other: forged\x1b[2J\u202e\u2066x"
+    job = train("--fault=loader", "--fault-rank=1", "--fault-step=15",
+                env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:{chat.server_port}/x", "XPU_TIMER_JOB": name})
+    judged([1])
+    wait_for("the verdict is posted", lambda: posts, 20)
+    plain_text(posts[0], "the body")
+    text = json.loads(posts[0])["text"]
+    plain_text(text, "the text")
+    must("\n" not in text, f"a forged line: {text!r}")
     silent(job)

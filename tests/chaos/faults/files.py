@@ -6,13 +6,14 @@ import shutil
 import socket
 import stat
 import sys
+import tempfile
 import time
 from pathlib import Path
 
 from kit import (
-    DIR, LOGS, SYSTEM_PYTHON, TIMELINE, Proc, Unable, add, as_user, authorized, connect, ends_well,
-    http_get, in_shell, judged, launched, must, promises, registered, silent, socket_path, tail,
-    train, trains, unshared, wait_for,
+    COLLECTOR, DIR, LOGS, OTHER_USER, SYSTEM_PYTHON, TIMELINE, Proc, Unable, add, as_user,
+    authorized, connect, ends_well, http_get, in_shell, judged, launched, must, promises,
+    registered, root_needed, silent, socket_path, tail, train, trains, unshared, wait_for,
 )
 
 FALLBACK = "training goes on, one line at most says which folder is used instead, and the verdict is written there"
@@ -81,6 +82,50 @@ for root in ({str(TIMELINE)!r}, {str(LOGS)!r}):
 print(seen)"""
     proc = Proc([*as_user(), SYSTEM_PYTHON, "-c", script])
     must(proc.wait(20) == 0 and proc.out().strip() == "[]", proc.out()[:200] + tail(proc.err()))
+
+
+@promises("nothing is written through what another user has planted, and nothing is shown to him; the command says why")
+def fetch_into_a_shared_folder():
+    """Incidents are fetched into a folder that everybody may write to, where another user has made their folder first, with links
+    to a precious file, or has made a link to a folder of ours."""
+    train("--fault=loader", "--fault-rank=1", "--fault-step=15")
+    folder, _ = judged([1])
+    name = folder.name.removeprefix("incident-")
+    precious, ours = DIR / "precious", DIR / "ours"
+    precious.write_text("precious")
+    ours.mkdir()
+
+    def fetch(plant):
+        shared = Path(tempfile.mkdtemp(dir=DIR))
+        shared.chmod(0o1777)
+        copy = shared / folder.name
+        plant(copy)
+        proc = Proc([COLLECTOR, "incidents", "fetch", name, shared])
+        return proc.wait(60), copy, proc.err()
+
+    def squat(copy):
+        root_needed()
+        copy.mkdir()
+        copy.chmod(0o777)
+        for end in ("part", "new"):
+            (copy / f".verdict.txt.{end}").symlink_to(precious)
+            os.lchown(copy / f".verdict.txt.{end}", OTHER_USER, OTHER_USER)
+        os.chown(copy, OTHER_USER, OTHER_USER)
+
+    def link(copy):
+        copy.symlink_to(ours)
+        os.lchown(copy, OTHER_USER, OTHER_USER)
+
+    code, copy, said = fetch(lambda copy: None)
+    must(code == 0 and (copy / "verdict.txt").is_file(), f"nothing is fetched: {said}")
+    modes = {oct(path.stat().st_mode & 0o777) for path in copy.iterdir()} | {oct(copy.stat().st_mode & 0o777)}
+    must(modes == {"0o600", "0o700"}, f"modes {modes}")
+    for plant in (squat, link):
+        code, copy, said = fetch(plant)
+        must(code == 1 and ("user" in said or "link" in said), f"{plant.__name__}: status {code}, {said}")
+        must(precious.read_text() == "precious", "the precious file is written over")
+        must(not list(ours.iterdir()), "the folder behind the link is written to")
+    return said.strip()[-80:]
 
 
 @promises("the file behind the link is not touched")

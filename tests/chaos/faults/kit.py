@@ -303,7 +303,7 @@ def incidents():
     for folder in sorted(glob.glob(str(TIMELINE / "incident-*"))):
         with contextlib.suppress(OSError, ValueError):
             found.append((Path(folder), json.loads(Path(folder, "verdict.json").read_text())))
-        if folder == latest:
+        if os.path.realpath(folder) == latest:
             return found
     return []
 

@@ -2,10 +2,12 @@
 
 import functools
 import json
+from pathlib import Path
 
 from kit import (
-    COLLECTOR, DIR, DUMP, EXAMPLES, PORT, PRINT_ENV, VIEWER, Proc, add, http_get, judged, launched,
-    log_text, must, owner_status, plain_text, promises, ranks, silent, train, wait_for,
+    COLLECTOR, DIR, DUMP, EXAMPLES, PORT, PRINT_ENV, TIMELINE, VIEWER, Proc, add, http_get, judged,
+    launched, log_text, must, owner_status, plain_text, promises, rank_pids, ranks, silent, train,
+    wait_for,
 )
 
 SHOWN = ("terminal, log, verdict and pages show no control character, escape or mark of direction; no log line is forged; the hang is "
@@ -153,3 +155,51 @@ def text_settings():
     plain_text(asked.out() + asked.err(), "print_env")
     wait_for("a log", log_text, 10)
     plain_text(log_text(), "the log")
+
+
+@promises(SHOWN)
+def text_surroundings():
+    """The node, its address, the rendezvous and every folder have escape sequences, line breaks and forged lines as names, and so do
+    functions that were made at run time."""
+    forged = "x\x1b[2J\n2026-01-01T00:00:00Z ERROR forged\r\u202e</script><script>alert(1)</script>\x9b31m\"} 1"
+    timeline = DIR / forged.replace("/", "\u2044")
+    timeline.mkdir()
+    TIMELINE.rmdir()
+    TIMELINE.symlink_to(timeline)
+    script = DIR / "made.py"
+    script.write_text(f'''
+import ctypes, mmap, os, runpy, struct, sys, threading
+libc = ctypes.CDLL(None)
+code = mmap.mmap(-1, 4096, prot=7)
+at = ctypes.addressof(ctypes.c_char.from_buffer(code))
+pause = ctypes.cast(libc.pause, ctypes.c_void_p).value
+# push rbp; mov rbp, rsp; mov rax, pause; call rax; pop rbp; ret
+code.write(bytes.fromhex("554889e548b8") + struct.pack("<Q", pause) + bytes.fromhex("ffd05dc3"))
+with open(f"/tmp/perf-{{os.getpid()}}.map", "w", newline="") as perf:
+    perf.write("%x 1000 made{forged.splitlines()[0]}\\u202e</script><script>alert(1)</script>\\n" % at)
+threading.Thread(target=ctypes.CFUNCTYPE(None)(at), daemon=True).start()
+sys.argv = ["train.py", "--fault=loader", "--fault-rank=1", "--fault-step=15"]
+try:
+    runpy.run_path({str(EXAMPLES / "train.py")!r}, run_name="__main__")
+finally:
+    os.remove(f"/tmp/perf-{{os.getpid()}}.map")
+''')
+    names = ["POD_NAME", "POD_IP", "MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "HOSTNAME", "USER"]
+    job = ranks(script, env={**dict.fromkeys(names, forged), "XPU_TIMER_TIMELINE_PATH": timeline})
+    folder, _ = judged([1])
+    pids = rank_pids()
+    look(job, folder)
+    dumped = Proc([DUMP, "--pid", pids[0]])
+    dumped.wait(30)
+    must("made" in dumped.out(), "the function that was made at run time is not in the dump")
+    for words in (["--list", "--path", timeline], ["--path", timeline, "--text", "--grep", "made"], ["--path", DIR / forged[:5]]):
+        shown = Proc([VIEWER, *words])
+        shown.wait(60)
+        plain_text(shown.out() + shown.err(), f"the viewer with {words[0]}")
+        must("2026-01-01T00:00:00Z ERROR" not in "".join(line[:27] for line in (shown.out() + shown.err()).splitlines()), "a forged line")
+    for end in ["cpp_stack", "py_stack", "cpp_stack.svg", "py_stack.svg", "report.html"]:
+        plain_text((folder / end).read_text(), end)
+    for end in ["cpp_stack.svg", "report.html"]:
+        must("<script>alert" not in (folder / end).read_text(), f"{end} runs markup")
+    for pid in pids:
+        (Path("/tmp") / f"perf-{pid}.map").unlink(missing_ok=True)

@@ -3,13 +3,15 @@
 import functools
 import os
 import socket
+import subprocess
 import threading
 import time
 
 from kit import (
-    PORT, SYSTEM_PYTHON, TIMELINE, Proc, add, alive, as_user, authorized, collector, descriptors,
-    http_get, judged, log_text, must, owner_status, promises, registered, silent, status, tail,
-    train, trains, wait_for, works_still,
+    DIR, DUMP, EXAMPLES, PORT, PRINT_ENV, SYSTEM_PYTHON, TIMELINE, Proc, add, alive, as_user,
+    authorized, collector, descriptors, http_get, judged, log_text, must, owner_status,
+    promises, rank_pids, ranks, registered, silent, status, tail, train, trains, wait_for,
+    works_still,
 )
 
 SERVED = "the collector lives and answers, training goes on, and the next hang is judged"
@@ -241,12 +243,13 @@ def web_dump_by_another_user():
 
 @promises("a page of another origin gets nothing out of the browser of the owner, and makes no dump")
 def web_from_a_browser():
-    """A request with another host's name and origin, as a web page would send it."""
+    """A request with another host's name and origin, or from another program's page on this machine, as a browser would send it."""
     train()
     registered(2)
-    headers = {"Host": "evil.example", "Origin": "http://evil.example", "Sec-Fetch-Site": "cross-site"}
-    code, text = http_get("/dump", "POST", headers=headers)
-    must(code != 200, f"a dump for a page of another origin: {text[:100]}")
+    for host, origin in (("evil.example", "http://evil.example"), (f"localhost:{PORT}", "http://localhost:8888")):
+        headers = {"Host": host, "Origin": origin, "Sec-Fetch-Site": "cross-site"}
+        code, text = http_get("/dump", "POST", headers=headers)
+        must(code != 200, f"a dump for a page of {origin}: {text[:100]}")
 
 
 @promises("training goes on; the launcher says one line at most; the hang is written")
@@ -260,13 +263,43 @@ def port_taken():
     return job.err().strip()[-100:]
 
 
-@promises("the status and the verdicts name no secret")
+def shows_no_secret(secret, folder):
+    """Neither the status, the logs and the metrics, nor any file of an incident, nor any command that shows a process."""
+    wait_for("the report", lambda: (folder / "report.html").exists(), 30)
+    shown = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    shown |= {"/status": http_get("/status")[1], "the log": log_text(), "/metrics": http_get("/metrics", port=PORT + 1)[1]}
+    commands = {"xpu_timer_dump": [DUMP, "--children"], "its JSON": [DUMP, "--children", "--json"], "print_env": [PRINT_ENV]}
+    for name, words in commands.items():
+        words = [str(word) for word in [*words, "--pid", rank_pids()[0]]]
+        shown[name] = subprocess.run(words, capture_output=True, text=True, timeout=60).stdout
+        must("train.py" in shown[name], f"{name} says nothing of the process: {shown[name][:200]}")
+    told = [name for name, text in shown.items() if secret in (text if isinstance(text, str) else text.decode(errors="replace"))]
+    must(not told, f"named in {', '.join(told)}")
+
+
+@promises("the status, the logs and the files of an incident name no secret")
 def web_no_secrets():
-    """The ranks have secrets in their environment and on their command line."""
+    """The ranks have secrets in their environment."""
     secret = "s3cr3t-token-value"
     train("--fault=loader", "--fault-rank=1", "--fault-step=15", env={"AWS_SECRET_ACCESS_KEY": secret, "PASSWORD": secret})
     folder, _ = judged([1])
-    wait_for("the report", lambda: (folder / "report.html").exists(), 30)
-    everything = b"".join(path.read_bytes() for path in folder.rglob("*") if path.is_file())
-    must(secret.encode() not in everything, "an incident's files have it")
-    must(secret not in str(owner_status()) and secret not in log_text(), "the status or the log has it")
+    shows_no_secret(secret, folder)
+
+
+@promises("the status, the logs, the files of an incident and the commands that show a process name no secret")
+def web_no_secrets_of_commands():
+    """The ranks and their children have secrets among their arguments: options, assignments, headers, scripts and URLs."""
+    secret = "s3cr3t-t0ken-value"
+    arguments = [f"--api-key={secret}", "--hf-token", secret, f"wandb.password=two {secret}", f"redis://me:{secret}@host/0"]
+    arguments += ["-H", f"Authorization: Bearer {secret}", f'{{"client_secret": "{secret}"}}', f"https://host/x?a=1&sig={secret}"]
+    program = DIR / "train.py"
+    program.write_text(
+        "import runpy, subprocess, sys\n"
+        f"sys.path.insert(0, {str(EXAMPLES)!r})\n"
+        f"subprocess.Popen(['sh', '-c', 'export DB_PASSWORD={secret}; sleep 600; true'])\n"
+        "sys.argv = [sys.argv[0], '--fault=loader', '--fault-rank=1', '--fault-step=15']\n"
+        f"runpy.run_path({str(EXAMPLES / 'train.py')!r}, run_name='__main__')\n"
+    )
+    ranks(program, *arguments, env={"XPU_TIMER_WEBHOOK": f"http://127.0.0.1:9/services/{secret}"})
+    folder, _ = judged([1])
+    shows_no_secret(secret, folder)

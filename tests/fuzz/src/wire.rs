@@ -9,7 +9,7 @@ use xpu_timer_collector::{cluster, config, http, token::Token};
 use xpu_timer_proto::{
     Message,
     env::Source,
-    ring,
+    ring, secrets,
     v1::{ClusterMessage, Delivery, FlightRecord, HookMessage, NodeMessage, NodeReply, RankInfo, node_message},
 };
 
@@ -122,13 +122,16 @@ pub fn settings(bytes: &[u8]) {
     }
 }
 
-/// Words of a command line, with zero bytes between them, are what to do, or a message.
+/// Words of a command line, with zero bytes between them, are what to do, or a message. Shown, they hide a secret behind them.
 pub fn command_line(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
     let words = || std::iter::once("program").chain(text.split('\0'));
     let _ = xpu_timer_collector::cli::Arguments::try_parse_from(words());
     let _ = xpu_timer_capture::dump::Arguments::try_parse_from(words());
     let _ = xpu_timer_viewer::Args::try_parse_from(words());
+    let shown = secrets::cmdline(&[bytes, b"\0--api-key=planted secret"].concat());
+    assert!(!shown.contains("planted secret"), "{shown}");
+    let _ = (secrets::text(&text), secrets::host_of(&text));
 }
 
 /// The head of an HTTP request, its lines one behind the other. A request without the token is never taken for one that has it.

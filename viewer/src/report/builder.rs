@@ -145,7 +145,7 @@ impl Builder {
             rank,
             pid: dump.pid,
             node: self.texts.bytes(dump.node),
-            command: self.texts.bytes(dump.command),
+            command: self.texts.command(dump.command),
             errors,
             first: before.map(|before| before.sample),
             last: seen.sample,
@@ -168,7 +168,7 @@ impl Builder {
         Child {
             pid: child.pid,
             parent: child.parent,
-            command: self.texts.bytes(child.command),
+            command: self.texts.command(child.command),
             samples: looks.iter().map(|(_, seen)| seen.sample).collect(),
             moved,
         }

@@ -7,6 +7,7 @@ use std::collections::BTreeMap;
 use std::hash::Hash;
 use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
+use xpu_timer_proto::secrets;
 
 /// Things, each stored once, numbered in the order of first use.
 #[derive(Debug)]
@@ -54,6 +55,11 @@ impl Texts {
     /// The same of bytes from a dump.
     pub fn bytes(&mut self, text: &[u8]) -> TextId {
         self.number(&String::from_utf8_lossy(text))
+    }
+
+    /// Number of a command line, which an older version or another tool may have stored with its secrets.
+    pub fn command(&mut self, text: &[u8]) -> TextId {
+        self.number(&secrets::text(&String::from_utf8_lossy(text)))
     }
 }
 

@@ -3,6 +3,7 @@
 use std::{
     collections::HashSet,
     fs,
+    io::Write,
     path::{Path, PathBuf},
     time::{SystemTime, UNIX_EPOCH},
 };
@@ -47,7 +48,9 @@ impl Files {
         let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
-        let written = fs::write(&temporary, message(process, rank).encode_to_vec());
+        // The folder may be one that everybody may write to: what lies there under this name is neither followed nor used.
+        let file = fs::File::create_new(&temporary);
+        let written = file.and_then(|mut file| file.write_all(&message(process, rank).encode_to_vec()));
         if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
             // It may not even be there.
             let _ = fs::remove_file(&temporary);

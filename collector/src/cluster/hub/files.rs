@@ -81,6 +81,8 @@ impl Hub {
         let Some(incident) = self.incidents.get_mut(id) else { return };
         let Some(ranks) = incident.files_coming.remove(&node) else { return };
         warn!("incident {id}: the files of node {} broke off", self.nodes.name(node));
+        self.work(id, Work::BrokeOff(ranks.clone()));
+        let Some(incident) = self.incidents.get_mut(id) else { return };
         if let Some(part) = incident.parts.get_mut(&node).filter(|part| part.broken < RETRIES) {
             part.broken += 1;
             incident.files_wanted.insert(node, ranks);

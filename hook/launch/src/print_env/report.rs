@@ -9,9 +9,10 @@ use std::{
 use anyhow::Result;
 use serde_json::{Value, json};
 use xpu_timer_proto::{
-    env::{Origin, Setting},
+    env::{HANDED_OVER, Origin, Setting},
     family::{FAMILIES, Family, Library as Layer},
     ring::coverage,
+    secrets,
 };
 
 use super::{
@@ -84,7 +85,7 @@ impl Report {
             _ => nix::unistd::geteuid().as_raw(),
         };
         let config = Config::of(&source, uid);
-        let settings = source.settings();
+        let settings = source.settings().into_iter().map(without_secret).collect();
         let mut problems: Vec<String> = source.problems().iter().map(ToString::to_string).collect();
         let parts = parts::all(&config);
         for part in &parts {
@@ -264,6 +265,25 @@ impl Hooked {
     }
 }
 
+/// What is shown is copied into tickets.
+fn without_secret(setting: Setting) -> Setting {
+    Setting { value: shown(setting.name, &setting.value), ..setting }
+}
+
+/// A value without its secrets: a URL of a chat service admits whoever has it, and others may hold a password.
+fn shown(name: &str, value: &str) -> String {
+    let line = |line: &str| match line.split_once('=') {
+        Some((name, value)) => format!("{name}={}", shown(name, value)),
+        None => line.into(),
+    };
+    match name {
+        _ if value.is_empty() => String::new(),
+        "XPU_TIMER_WEBHOOK" => secrets::host_of(value),
+        HANDED_OVER => value.lines().map(line).collect::<Vec<String>>().join("\n"),
+        _ => secrets::text(value).into_owned(),
+    }
+}
+
 /// Whether a library is the layer's, in this family or in every one.
 fn belongs(library: &Library, layer: Layer, family: Option<&Family>) -> bool {
     let of_family = family.map_or(&[][..], |family| family.sonames(layer)).iter().filter_map(|name| name.to_str().ok());
@@ -300,6 +320,27 @@ mod tests {
         assert_eq!(family(&["libmcruntime.so", "libmccl.so"]), Some("MetaX MACA"));
         assert_eq!(family(&["libamdhip64.so.6", "librccl.so.1"]), Some("AMD ROCm"));
         assert_eq!(family(&["libmccl.so", "libc.so.6"]), None);
+    }
+
+    #[test]
+    fn settings_are_shown_without_their_secrets() {
+        let value = |name: &'static str, value: &str| {
+            let setting = Setting {
+                name,
+                meaning: "",
+                value: value.into(),
+                default: "",
+                origin: Origin::Environment,
+                problem: None,
+            };
+            without_secret(setting).value
+        };
+        assert_eq!(value("XPU_TIMER_WEBHOOK", "https://chat.example/services/T0/s3cret"), "https://chat.example/…");
+        assert_eq!(value("XPU_TIMER_WEBHOOK", ""), "");
+        assert_eq!(value("XPU_TIMER_COLLECTOR", "https://me:s3cret@head:18890"), "https://…@head:18890");
+        assert_eq!(value("XPU_TIMER_COLLECTOR_TOKEN_FILE", "/run/token"), "/run/token");
+        let ini = "/a.ini\nXPU_TIMER_WEBHOOK=https://chat.example/s3cret\nXPU_TIMER_JOB=j";
+        assert_eq!(value(HANDED_OVER, ini), "/a.ini\nXPU_TIMER_WEBHOOK=https://chat.example/…\nXPU_TIMER_JOB=j");
     }
 
     #[test]

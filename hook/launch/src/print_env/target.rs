@@ -12,7 +12,7 @@ use std::{
 };
 
 use anyhow::{Context, Result, bail};
-use xpu_timer_proto::{env::Source, file};
+use xpu_timer_proto::{env::Source, file, secrets};
 
 use super::cli::Wanted;
 use crate::{
@@ -124,12 +124,7 @@ fn process(pid: i32) -> Result<Process> {
         }
         _ => {}
     }
-    let command: Vec<u8> = read("cmdline")?
-        .strip_suffix(b"\0")
-        .unwrap_or_default()
-        .iter()
-        .map(|byte| if *byte == 0 { b' ' } else { *byte })
-        .collect();
+    let command = secrets::cmdline(&read("cmdline")?);
     let mut mapped: Vec<PathBuf> = read("maps")?
         .split(|byte| *byte == b'\n')
         .filter_map(|line| {
@@ -140,7 +135,7 @@ fn process(pid: i32) -> Result<Process> {
     mapped.sort();
     mapped.dedup();
     let environ = read("environ")?;
-    Ok(Process { pid, command: String::from_utf8_lossy(&command).into_owned(), mapped, environ })
+    Ok(Process { pid, command, mapped, environ })
 }
 
 /// The letter behind the name in `/proc/PID/stat`.
@@ -151,7 +146,8 @@ fn state(folder: &Path) -> Option<char> {
 
 fn program(words: &[OsString]) -> Result<Program> {
     let image = Image::of(words)?;
-    let mut command = words.iter().map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ");
+    let arguments: Vec<_> = words.iter().map(|word| word.to_string_lossy()).collect();
+    let mut command = secrets::command(arguments.iter().map(|argument| &**argument));
     if image.script {
         command = format!("{command} (a script for {})", image.file.display());
     }
