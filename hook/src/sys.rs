@@ -8,7 +8,7 @@ use std::{
     sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering},
 };
 
-use crate::filters;
+use crate::{filters, original::look_up};
 
 /// Descriptors of the hook start here, where no program expects its own.
 const FIRST_DESCRIPTOR: c_int = 200;
@@ -30,6 +30,27 @@ pub fn coarse_now_ns() -> u64 {
 pub fn counter() -> u64 {
     // SAFETY: every x86-64 processor has it, and Linux lets programs read it.
     unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+/// What the C library takes from the stack of each new thread: the thread-local variables of the program and its libraries, which may be
+/// megabytes, and some kilobytes for itself.
+pub fn thread_local_bytes() -> usize {
+    type MinStack = unsafe extern "C" fn(*const libc::pthread_attr_t) -> usize;
+    let function = look_up(libc::RTLD_DEFAULT, c"__pthread_get_minstack");
+    if function.is_null() {
+        return 0;
+    }
+    // SAFETY: an all-zero value is written by `pthread_attr_init` before it is read.
+    unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        if libc::pthread_attr_init(&mut attributes) != 0 {
+            return 0;
+        }
+        // SAFETY: glibc's function of this name, which std calls in the same way.
+        let bytes = std::mem::transmute::<*mut c_void, MinStack>(function)(&attributes);
+        libc::pthread_attr_destroy(&mut attributes);
+        bytes
+    }
 }
 
 /// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others: where that is not allowed, a thread counts
