@@ -177,6 +177,25 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     usize::try_from(length).unwrap_or(0)
 }
 
+/// Whether the calling thread is the only one that is left of a process whose first thread has ended.
+pub fn is_last_thread() -> bool {
+    /// Links of a folder without another one in it; `/proc/PID/task` has one more for each thread.
+    const LINKS: u64 = 2;
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
+    // A first thread that has ended stays one of them until all have.
+    if !known || stat.st_nlink != LINKS + 2 {
+        return false;
+    }
+    let mut text = [0; 256];
+    let length = read_file(c"/proc/self/stat", &mut text);
+    // The name stands in parentheses and may hold any character.
+    let name_end = text[..length].iter().rposition(|byte| *byte == b')');
+    name_end.is_some_and(|end| text.get(end + 2) == Some(&b'Z'))
+}
+
 /// Whether a path is that of a regular file.
 pub fn is_regular(path: &CStr) -> bool {
     // SAFETY: an all-zero stat is a valid value of that plain structure.

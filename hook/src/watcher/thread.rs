@@ -61,7 +61,12 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
         file::TAKEN_FROM_STACKS.store(taken, Ordering::Relaxed);
         let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES.saturating_add(taken));
         let spawned = thread.spawn(move || {
-            thread_state::in_hook(|| guarded(|| make().run()));
+            let is_last = thread_state::in_hook(|| guarded(|| make().run()));
+            if is_last == Some(true) {
+                // The exit handlers of the program run on this thread.
+                // SAFETY: the mask of the thread that has started this one.
+                libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+            }
         });
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         let watched = spawned.is_ok();

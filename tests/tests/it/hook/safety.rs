@@ -240,3 +240,18 @@ fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
         assert_eq!((output.code(), output.stderr.as_str()), (7, ""), "{bytes} bytes");
     }
 }
+
+/// A program whose first thread has ended ends with its last thread, and the watcher is none of its threads.
+#[test]
+fn the_watcher_does_not_outlive_the_programs_last_thread() {
+    for (how, ended) in [("exit", (0, "ended\n")), ("raw", (5, ""))] {
+        let job = Job::new();
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let process = idle_device(&job, "last_thread", include_str!("last_thread.c"), |command| {
+            command.arg(how);
+        });
+        assert_eq!(collector.wait_hello(), process.pid());
+        let output = process.wait(PATIENCE);
+        assert_eq!(((output.code(), output.stdout.as_str()), output.stderr.as_str()), (ended, ""), "{how}");
+    }
+}
