@@ -53,6 +53,16 @@ pub fn thread_local_bytes() -> usize {
     }
 }
 
+/// Whether reading it ends the calling thread's process, because the program that has executed this one wanted that.
+pub fn forbids_counter() -> bool {
+    const GET_TSC: c_int = 25;
+    const TSC_SIGSEGV: c_int = 2;
+    let mut mode: c_int = 0;
+    // SAFETY: a valid place.
+    let known = unsafe { libc::prctl(GET_TSC, &raw mut mode) } == 0;
+    known && mode == TSC_SIGSEGV
+}
+
 /// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others: where that is not allowed, a thread counts
 /// as one that computes all the time.
 pub fn thread_cpu_ns() -> u64 {
