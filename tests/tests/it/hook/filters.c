@@ -152,7 +152,10 @@ int main(int count, char **arguments) {
     /* More than the ring holds, and longer than the collector takes to look. */
     for (int round = 0; round < 300; round++) {
         train(100);
-        if (strcmp(arguments[1], "strict") != 0) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
+        /* Nor may it sleep in the strict mode. */
+        int is_strict = strcmp(arguments[1], "strict") == 0;
+        for (volatile int index = 0; is_strict && index < 3000000;) index++;
+        if (!is_strict) clock_nanosleep(CLOCK_MONOTONIC, 0, &pause, NULL);
     }
     static const char done[] = "went on\n";
     int status = write(1, done, sizeof done - 1) == sizeof done - 1 ? 7 : 8;
