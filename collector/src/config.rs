@@ -1,10 +1,14 @@
 //! All settings of the node collector, from the environment table of `proto`.
 
-use std::{path::PathBuf, time::Duration};
+use std::{
+    path::{Path, PathBuf},
+    time::Duration,
+};
 
 use rustix::process::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
+    file,
     socket::{self, Fingerprint},
 };
 
@@ -73,7 +77,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, |_| None);
+        let place = socket::place(source, uid, silent, |_| None);
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),
@@ -96,6 +100,14 @@ impl Settings {
             linger,
         }
     }
+}
+
+/// Why a path, or the first folder above it that is there, cannot be looked at: its file system does not answer.
+fn silent(path: &Path) -> Option<String> {
+    let owned = path.to_path_buf();
+    let look =
+        move || owned.ancestors().find(|path| path.symlink_metadata().is_ok()).map(|path| path.metadata().is_ok());
+    file::within(file::PATIENCE, look).err().map(|error| error.to_string())
 }
 
 /// Which incident folders are kept; zero is no limit.

@@ -2,8 +2,9 @@
 //! the program itself has no need of, and nobody can ask which calls it forbids. So from then on a thread under a filter makes
 //! no system call for the hook.
 //!
-//! The hook learns of a filter in two ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp. And
-//! the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
+//! The hook learns of a filter in three ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp and
+//! those by an address that was looked up. A program that was executed under more filters than the launched command has them from the
+//! one before. And the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
 //! the only way to learn of one that was installed by a bare instruction.
 //!
 //! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
@@ -25,7 +26,7 @@ use xpu_timer_proto::ring::{filtered, header};
 use crate::{
     hooked::guarded,
     original::look_up,
-    start, sys,
+    pace, start, sys,
     thread_state::{self, in_hook},
     tracer, watcher,
 };
@@ -85,11 +86,11 @@ pub fn watcher_may_call() -> bool {
 }
 
 /// Whether the calling thread may read the exact clock, which is a system call on machines whose time does not come from the
-/// processor's counter. The coarse clock never is one. Asks this process's memory alone, because the ring takes its times here.
+/// processor's counter, and ends the process on others when the program has forbidden itself that counter. The coarse clock is neither. Asks this process's memory alone, because the ring takes its times here.
 #[inline(always)]
 pub fn may_read_clock() -> bool {
     let seen = SEEN.bits();
-    seen == 0 || is_watchers_own(seen)
+    (seen == 0 || is_watchers_own(seen)) && !pace::is_stopped()
 }
 
 /// Whether only the program's threads are under these filters, and the calling thread is the watcher.
@@ -114,6 +115,11 @@ pub fn remember() {
     told();
 }
 
+/// The program that executed this one has put filters on itself, which it has now: no thread of this process makes a call.
+pub fn inherited() {
+    SEEN.add(filtered::PROGRAM | filtered::WATCHER);
+}
+
 /// Publishes what this process has seen.
 fn publish() {
     if let Some(recorder) = start::running() {
@@ -127,6 +133,21 @@ fn publish() {
 const SET_MODE_FILTER: c_ulong = 1;
 const TSYNC: c_ulong = 1;
 const NEW_LISTENER: c_ulong = 1 << 3;
+
+/// `SECCOMP_MODE_STRICT`
+const STRICT: c_ulong = 1;
+/// `PR_SET_TSC`, and its value that makes reading the processor's counter end the process.
+const SET_TSC: c_int = 26;
+const TSC_SIGSEGV: c_ulong = 2;
+
+/// Whether a prctl(2) takes the processor's counter away from the calling thread. The strict mode does, too.
+fn takes_counter(option: c_ulong, value: c_ulong) -> bool {
+    match option as c_int {
+        SET_TSC => value == TSC_SIGSEGV,
+        libc::PR_SET_SECCOMP => value == STRICT,
+        _ => false,
+    }
+}
 
 /// A call that installs a filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -205,6 +226,18 @@ static NEXT_PRCTL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 /// As above.
 static NEXT_SYSCALL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
+/// What the program gets for the C library's function of this name that a look-up has found: the export that stands before it. Programs
+/// in Python find both by a handle of the C library.
+pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
+    let (next, export) = match name {
+        b"prctl" => (&NEXT_PRCTL, prctl as *const ()),
+        b"syscall" => (&NEXT_SYSCALL, syscall as *const ()),
+        _ => return found,
+    };
+    let is_next = !found.is_null() && found == next.load(Ordering::Relaxed);
+    if is_next { export.cast_mut().cast() } else { found }
+}
+
 /// When the library is loaded.
 pub fn find_next() {
     NEXT_PRCTL.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
@@ -224,7 +257,7 @@ pub unsafe extern "C" fn prctl(
     fourth: c_ulong,
     fifth: c_ulong,
 ) -> c_int {
-    note_tracer(option as c_ulong);
+    note(option as c_ulong, second);
     let call = || tracer::call(&NEXT_PRCTL, [option as c_ulong, second, third, fourth, fifth]);
     match Install::of_prctl(option as c_ulong, second, third) {
         Some(install) => install.around(|| c_long::from(call())) as c_int,
@@ -232,7 +265,11 @@ pub unsafe extern "C" fn prctl(
     }
 }
 
-fn note_tracer(option: c_ulong) {
+/// Notes what the program says of itself by a prctl(2) that is about to be made.
+fn note(option: c_ulong, value: c_ulong) {
+    if takes_counter(option, value) {
+        pace::stop();
+    }
     if option as c_int == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
         tracer::named_by_host();
     }
@@ -282,9 +319,13 @@ unsafe extern "C" fn noted(
     // SAFETY: the caller's own arguments, and what lies behind them.
     let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
-        note_tracer(first);
+        note(first, second);
         Install::of_prctl(first, second, third)
     } else {
+        if first == 0 {
+            // SECCOMP_SET_MODE_STRICT
+            pace::stop();
+        }
         Install::of_seccomp(first, second, third)
     };
     match install {
@@ -339,6 +380,12 @@ mod tests {
         assert!(listener.succeeded(7) && !listener.succeeded(-1));
         // With TSYNC the answer may be the id of a thread that could not follow.
         assert!(own.succeeded(0) && !own.succeeded(4711));
+    }
+
+    #[test]
+    fn calls_that_forbid_the_counter_are_known() {
+        assert!(takes_counter(22, 1) && takes_counter(26, 2), "the strict mode, and PR_SET_TSC");
+        assert!(!takes_counter(22, 2) && !takes_counter(26, 1) && !takes_counter(38, 1));
     }
 
     #[test]

@@ -10,6 +10,7 @@ use std::{
 
 use crate::{
     driver::get_proc_address,
+    filters,
     original::{Function, is_ours, look_up, next_dlopen, next_dlsym, next_dlvsym},
     start,
 };
@@ -120,7 +121,8 @@ fn chosen(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *con
     let is_hooked = catch_unwind(|| {
         // SAFETY: the caller's C string.
         let name = unsafe { CStr::from_ptr(name) };
-        find(name.to_bytes()).is_some() && !start::disabled()
+        let name = name.to_bytes();
+        (name == b"prctl" || name == b"syscall" || find(name).is_some()) && !start::disabled()
     });
     match is_hooked {
         Ok(true) => ours,
@@ -159,7 +161,7 @@ unsafe extern "C" fn answer_by_version(
 /// What the host gets for the function that a look-up has found.
 fn wrapped(found: *mut c_void, name: &CStr) -> *mut c_void {
     let wrap = || {
-        let Some(function) = find(name.to_bytes()) else { return found };
+        let Some(function) = find(name.to_bytes()) else { return filters::before(found, name.to_bytes()) };
         if !is_ours(found) {
             return function.wrap(found);
         }

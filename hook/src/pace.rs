@@ -8,8 +8,35 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::{filters, sys, thread_state::ThreadState};
 
-/// Nanoseconds of 2^32 steps of the counter; 0 as long as it is not known.
+/// Nanoseconds of 2^32 steps of the counter; 0 as long as it is not known, and [`STOPPED`].
 static PACE: AtomicU64 = AtomicU64::new(0);
+
+/// In place of a pace: the program has forbidden itself to read the counter, which ends who reads it.
+const STOPPED: u64 = u64::MAX;
+
+/// From now on nobody reads the counter. The exact clock is the counter, too.
+#[cold]
+pub fn stop() {
+    PACE.store(STOPPED, Ordering::Relaxed);
+}
+
+/// Whether the counter must not be read.
+#[inline]
+pub fn is_stopped() -> bool {
+    PACE.load(Ordering::Relaxed) == STOPPED
+}
+
+/// Whether this is a pace. It says so of what [`PACE`] holds by one comparison.
+#[inline]
+fn is_known(pace: u64) -> bool {
+    pace.cast_signed() > 0
+}
+
+/// What goes on at an even pace that nobody says.
+#[inline]
+pub fn steps() -> u64 {
+    if is_stopped() { sys::coarse_now_ns() } else { sys::counter() }
+}
 
 /// So many steps a reading of the clock holds: 0.05 to 0.15 ms.
 const STEPS: u64 = 1 << 18;
@@ -23,9 +50,14 @@ const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 /// Nanoseconds of `CLOCK_MONOTONIC`, less than a microsecond behind it. They never go back for a thread.
 #[inline]
 pub fn now_ns(thread: &ThreadState) -> u64 {
-    let (pace, passed) = (PACE.load(Ordering::Relaxed), sys::counter().wrapping_sub(thread.clock_counter.get()));
-    if passed < STEPS && pace != 0 {
-        return thread.clock_ns.get() + ((passed * pace) >> 32);
+    let pace = PACE.load(Ordering::Relaxed);
+    let mut passed = 0;
+    // Without a pace the counter may be forbidden.
+    if is_known(pace) {
+        passed = sys::counter().wrapping_sub(thread.clock_counter.get());
+        if passed < STEPS {
+            return thread.clock_ns.get() + ((passed * pace) >> 32);
+        }
     }
     if !filters::may_read_clock() {
         return without_clock(thread, pace, passed);
@@ -43,10 +75,10 @@ const TICK_NS: u64 = 10_000_000;
 /// Under a filter of system calls: the counter goes on from the last reading, between the bounds that the coarse clock gives.
 #[cold]
 fn without_clock(thread: &ThreadState, pace: u64, passed: u64) -> u64 {
-    let is_known = pace != 0 && thread.clock_counter.get() != 0;
-    let now = carried_on(thread.clock_ns.get(), is_known.then_some((pace, passed)), sys::coarse_now_ns());
+    let since = (is_known(pace) && thread.clock_counter.get() != 0).then_some((pace, passed));
+    let now = carried_on(thread.clock_ns.get(), since, sys::coarse_now_ns());
     thread.clock_ns.set(now);
-    thread.clock_counter.set(sys::counter());
+    thread.clock_counter.set(if is_known(pace) { sys::counter() } else { 0 });
     now
 }
 
@@ -85,7 +117,10 @@ impl Pace {
         };
         if ns >= MEASURED_NS {
             self.since = Some((now, counter));
-            PACE.store(of(ns, steps), Ordering::Relaxed);
+            // What has stopped meanwhile stays so.
+            let new = of(ns, steps);
+            let unless_stopped = |pace| (pace != STOPPED).then_some(new);
+            let _ = PACE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, unless_stopped);
         }
     }
 }
@@ -140,6 +175,12 @@ mod tests {
         assert_eq!(carried_on(last, Some((HALF, passed)), last - 2 * TICK_NS), last + answered, "and never back");
         assert_eq!(carried_on(last, None, last - 1), last);
         assert_eq!(carried_on(last, None, last + 1), last + 1);
+    }
+
+    #[test]
+    fn what_stands_in_place_of_a_pace_is_none() {
+        assert!(!is_known(0) && !is_known(STOPPED));
+        assert!(is_known(PLAUSIBLE.start) && is_known(PLAUSIBLE.end));
     }
 
     #[test]

@@ -17,6 +17,7 @@ use crate::{
     hooked::guarded,
     inject,
     original::look_up,
+    pace,
     recorder::Recorder,
     ring::{COVERAGE_NAME_BYTES, store_text},
     surroundings,
@@ -172,6 +173,9 @@ fn set_up() -> Option<&'static Recorder> {
     // SAFETY: a whole page of this library's zero data, which nothing but `OWN` lies in. Kernels before 4.14 refuse.
     unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };
     let recorder = Recorder::boxed(&RING).ok()?;
+    if sys::forbids_counter() {
+        pace::stop();
+    }
     cost::calibrate();
     recorder.ring.header(header::FILTERS_AT_LOAD).store(surroundings::filters_at_load().into(), Ordering::Relaxed);
     let environment = config::snapshot();
@@ -453,10 +457,11 @@ extern "C" fn on_load() {
     cancellation::find_next();
     tracer::find_first();
     filters::find_next();
-    guarded(tracer::allow_from_environment);
+    // Before anything else, because a filter may forbid everything else.
     if !disabled() {
-        surroundings::note();
+        guarded(surroundings::note);
     }
+    guarded(tracer::allow_from_environment);
     guarded(|| in_hook(crate::inline::start));
     sys::forget_linker_error();
     errno.set(saved);

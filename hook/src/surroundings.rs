@@ -1,18 +1,46 @@
 //! What the process is besides a training job, where that decides whether the hook may work in it at all: a program that shut itself
 //! in, or one that is run under a sanitizer. Asked at the first device call; a program of which the hook keeps out runs as without it.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::{
+    ffi::CStr,
+    sync::atomic::{AtomicU32, Ordering},
+};
 
 use xpu_timer_proto::ring;
 
-use crate::{filters::may_call, original::look_up, sys};
+use crate::{
+    filters::{self, may_call},
+    original::look_up,
+    sys,
+};
 
 /// Filters of system calls that were there when the library was loaded.
 static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 
-/// When the library is loaded.
+/// When the library is loaded, by calls that the linker has just made to load it.
 pub fn note() {
-    FILTERS_AT_LOAD.store(filters(), Ordering::Relaxed);
+    let filters = filters();
+    FILTERS_AT_LOAD.store(filters, Ordering::Relaxed);
+    // SAFETY: a C string; while libraries are loaded no thread changes the environment.
+    let launched = unsafe { libc::getenv(c"XPU_TIMER_FILTERS".as_ptr()) };
+    if filters == 0 || launched.is_null() {
+        return;
+    }
+    // SAFETY: getenv's string is terminated.
+    let launched = unsafe { CStr::from_ptr(launched) }.to_bytes();
+    let mut boot = [0; 64];
+    let length = sys::read_file(c"/proc/sys/kernel/random/boot_id", &mut boot);
+    if has_more(filters, launched, &boot[..length]) {
+        filters::inherited();
+    }
+}
+
+/// Whether the process is under more filters than the launched command was. Then a program of the job has put them on itself and has
+/// executed this one. On another machine the variable says nothing: a daemon that passes the environment on has filters of its own.
+fn has_more(filters: u32, launched: &[u8], boot: &[u8]) -> bool {
+    let mut parts = launched.split(|byte| *byte == b':');
+    let count = parts.next().and_then(|count| std::str::from_utf8(count).ok()?.parse::<u32>().ok());
+    count.is_some_and(|count| filters > count) && parts.next() == Some(boot.trim_ascii())
 }
 
 /// How many there were.
@@ -54,6 +82,14 @@ fn filters() -> u32 {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn filters_that_the_job_has_added_are_told_from_those_it_was_launched_under() {
+        assert!(has_more(1, b"0:4b1d", b"4b1d\n"));
+        assert!(!has_more(1, b"1:4b1d", b"4b1d\n") && !has_more(1, b"2:4b1d", b"4b1d\n"));
+        assert!(!has_more(1, b"0:4b1d", b"77aa\n"), "another machine");
+        assert!(!has_more(1, b"0", b"") && !has_more(1, b"", b"") && !has_more(1, b"x:4b1d", b"4b1d"));
+    }
 
     #[test]
     fn this_process_is_neither() {

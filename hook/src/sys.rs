@@ -8,7 +8,7 @@ use std::{
     sync::atomic::{AtomicI32, AtomicPtr, AtomicU64, Ordering},
 };
 
-use crate::filters;
+use crate::{filters, original::look_up};
 
 /// Descriptors of the hook start here, where no program expects its own.
 const FIRST_DESCRIPTOR: c_int = 200;
@@ -30,6 +30,37 @@ pub fn coarse_now_ns() -> u64 {
 pub fn counter() -> u64 {
     // SAFETY: every x86-64 processor has it, and Linux lets programs read it.
     unsafe { core::arch::x86_64::_rdtsc() }
+}
+
+/// What the C library takes from the stack of each new thread: the thread-local variables of the program and its libraries, which may be
+/// megabytes, and some kilobytes for itself.
+pub fn thread_local_bytes() -> usize {
+    type MinStack = unsafe extern "C" fn(*const libc::pthread_attr_t) -> usize;
+    let function = look_up(libc::RTLD_DEFAULT, c"__pthread_get_minstack");
+    if function.is_null() {
+        return 0;
+    }
+    // SAFETY: an all-zero value is written by `pthread_attr_init` before it is read.
+    unsafe {
+        let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
+        if libc::pthread_attr_init(&mut attributes) != 0 {
+            return 0;
+        }
+        // SAFETY: glibc's function of this name, which std calls in the same way.
+        let bytes = std::mem::transmute::<*mut c_void, MinStack>(function)(&attributes);
+        libc::pthread_attr_destroy(&mut attributes);
+        bytes
+    }
+}
+
+/// Whether reading it ends the calling thread's process, because the program that has executed this one wanted that.
+pub fn forbids_counter() -> bool {
+    const GET_TSC: c_int = 25;
+    const TSC_SIGSEGV: c_int = 2;
+    let mut mode: c_int = 0;
+    // SAFETY: a valid place.
+    let known = unsafe { libc::prctl(GET_TSC, &raw mut mode) } == 0;
+    known && mode == TSC_SIGSEGV
 }
 
 /// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others: where that is not allowed, a thread counts
@@ -154,6 +185,25 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     let length = unsafe { libc::read(fd, buffer.as_mut_ptr().cast(), buffer.len()) };
     close(fd);
     usize::try_from(length).unwrap_or(0)
+}
+
+/// Whether the calling thread is the only one that is left of a process whose first thread has ended.
+pub fn is_last_thread() -> bool {
+    /// Links of a folder without another one in it; `/proc/PID/task` has one more for each thread.
+    const LINKS: u64 = 2;
+    // SAFETY: an all-zero stat is a valid value of that plain structure.
+    let mut stat: libc::stat = unsafe { std::mem::zeroed() };
+    // SAFETY: a C string and a valid place.
+    let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
+    // A first thread that has ended stays one of them until all have.
+    if !known || stat.st_nlink != LINKS + 2 {
+        return false;
+    }
+    let mut text = [0; 256];
+    let length = read_file(c"/proc/self/stat", &mut text);
+    // The name stands in parentheses and may hold any character.
+    let name_end = text[..length].iter().rposition(|byte| *byte == b')');
+    name_end.is_some_and(|end| text.get(end + 2) == Some(&b'Z'))
 }
 
 /// Whether a path is that of a regular file.

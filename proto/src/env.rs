@@ -92,6 +92,7 @@ variables! {
     XPU_TIMER_JOB = "", "job name when no scheduler gives one";
     XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
     XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children" set by xpu_timer_launch;
+    XPU_TIMER_FILTERS = "", "seccomp filters that the command was started under, and the boot of the machine" set by xpu_timer_launch;
     XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to" set by xpu_timer_launch;
     XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
     XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";

@@ -10,7 +10,10 @@ use std::{
     io::{self, Read},
     os::unix::fs::OpenOptionsExt,
     path::Path,
-    sync::mpsc,
+    sync::{
+        atomic::{AtomicUsize, Ordering},
+        mpsc,
+    },
     time::Duration,
 };
 
@@ -21,6 +24,10 @@ pub const PATIENCE: Duration = Duration::from_secs(2);
 
 /// Enough for a read; the limits of a process that hosts the hook count it.
 const STACK_BYTES: usize = 128 << 10;
+
+/// Bytes that the C library takes from the stack of each thread, for the thread-local variables of the program. Only in a foreign program
+/// are they worth counting.
+pub static TAKEN_FROM_STACKS: AtomicUsize = AtomicUsize::new(0);
 
 /// Opens a regular file for reading. Anything else is an error and is never opened: opening some devices has an effect.
 ///
@@ -70,7 +77,8 @@ pub fn read_within(path: &Path) -> io::Result<Vec<u8>> {
 /// That there is no answer in time, or that no thread can be started.
 pub fn within<T: Send + 'static>(patience: Duration, work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
-    let thread = std::thread::Builder::new().name("xpu_timer_file".into()).stack_size(STACK_BYTES);
+    let stack = STACK_BYTES.saturating_add(TAKEN_FROM_STACKS.load(Ordering::Relaxed));
+    let thread = std::thread::Builder::new().name("xpu_timer_file".into()).stack_size(stack);
     thread.spawn(move || {
         // Nobody listens after the deadline.
         let _ = sender.send(work());

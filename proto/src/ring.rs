@@ -77,6 +77,9 @@ pub mod filtered {
     pub const WATCHER: u32 = 2;
 }
 
+/// The file that tells the boots of machines apart.
+pub const BOOT_ID: &str = "/proc/sys/kernel/random/boot_id";
+
 /// How many filters of system calls a thread is under, by the bytes of its `/proc/PID/status`.
 #[must_use]
 pub fn filters(status: &[u8]) -> u32 {

@@ -71,7 +71,7 @@ pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
     let given = source.path("XPU_TIMER_SOCKET").filter(|socket| fits(socket));
-    given.unwrap_or_else(|| place(source, uid, |_| None).socket)
+    given.unwrap_or_else(|| place(source, uid, |_| None, |_| None).socket)
 }
 
 /// Whether a path is short enough for a socket.
@@ -79,25 +79,43 @@ fn fits(socket: &Path) -> bool {
     socket.as_os_str().len() <= MAX_PATH_BYTES
 }
 
-/// As [`of`], with the reason when it is not the first choice. `refuses` tells why nothing can be
-/// made in a folder, which may not be there yet.
+/// As [`of`], with the reason when it is not the first choice. `silent` tells why a path cannot be looked at without an endless wait;
+/// it is asked before every other look. `refuses` tells why nothing can be made in a folder, which may not be there yet.
 #[must_use]
-pub fn place(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<String>) -> Place {
+pub fn place(
+    source: &Source,
+    uid: u32,
+    silent: impl Fn(&Path) -> Option<String>,
+    refuses: impl Fn(&Path) -> Option<String>,
+) -> Place {
     let file = format!("{}.sock", source.control_port());
     let temporary = temporary(source);
     let places = [temporary.clone(), "/tmp".into(), format!("/run/user/{uid}").into(), "/dev/shm".into()];
     let directories = || places.iter().map(|place| directory(place, uid));
+    let given = source.path("XPU_TIMER_SOCKET");
+    let silence = given.as_deref().filter(|socket| fits(socket)).and_then(&silent);
+    // What the launcher has decided holds for the folder too, and no other one is looked at.
+    let decided = given.as_ref().filter(|_| silence.is_none()).filter(|socket| fits(socket));
+    if let Some(socket) = decided
+        && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory.as_path()))
+    {
+        return Place { socket: socket.clone(), directory, problem: None };
+    }
     let wanted = directory(&temporary, uid);
+    let silent_wanted = silent(&wanted);
+    let is_silent = silent_wanted.is_some();
     let problem_of = |directory: &Path| problem(directory, &directory.join(&file), uid, &refuses);
-    let mut problem = problem_of(&wanted);
-    let usable = problem.as_ref().and_then(|_| directories().find(|directory| problem_of(directory).is_none()));
+    let mut problem = silent_wanted.or_else(|| problem_of(&wanted));
+    let is_usable = |directory: &PathBuf| silent(directory).is_none() && problem_of(directory).is_none();
+    let usable = problem.as_ref().and_then(|_| directories().skip(1).find(is_usable));
     // Where nothing can be used, whoever tries says why.
-    let directory = usable.unwrap_or_else(|| wanted.clone());
+    let last = if problem.is_some() && is_silent { directory(Path::new("/tmp"), uid) } else { wanted.clone() };
+    let directory = usable.unwrap_or(last);
     let own = directory.join(&file);
     if let Some(why) = &mut problem {
         *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
     }
-    let Some(socket) = source.path("XPU_TIMER_SOCKET") else { return Place { socket: own, directory, problem } };
+    let Some(socket) = given else { return Place { socket: own, directory, problem } };
     if !fits(&socket) {
         let long = format!(
             "XPU_TIMER_SOCKET={} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have: {} is used instead",
@@ -106,9 +124,12 @@ pub fn place(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<String
         );
         return Place { socket: own, directory, problem: Some(long) };
     }
-    // What the launcher has decided holds for the folder too.
-    let parent = socket.parent().filter(|parent| directories().any(|directory| directory == *parent));
-    Place { directory: parent.map_or(directory, Path::to_path_buf), socket, problem: None }
+    if let Some(why) = silence {
+        let silent =
+            format!("XPU_TIMER_SOCKET={} cannot be used ({why}): {} is used instead", socket.display(), own.display());
+        return Place { socket: own, directory, problem: Some(silent) };
+    }
+    Place { socket, directory, problem: None }
 }
 
 /// Why a folder cannot have the socket. It only looks: the collector makes the folder.
@@ -266,11 +287,43 @@ mod tests {
         assert_eq!(of(format!("/{}", "x".repeat(MAX_PATH_BYTES))), Path::new("/tmp/xpu_timer-4000000/18888.sock"));
     }
 
+    /// A socket or a temporary folder below `/dead` is looked at by nobody but `silent`.
+    #[test]
+    fn what_does_not_answer_is_not_looked_at() {
+        let place = |settings: &'static [(&'static str, &'static str)]| {
+            let find = move |name: &str| settings.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
+            let silent = |path: &Path| path.starts_with("/dead").then(|| "it does not answer".to_string());
+            let refuses = |path: &Path| {
+                assert!(!path.starts_with("/dead"), "{}", path.display());
+                None
+            };
+            super::place(&Source::new(find, ""), 4_000_000, silent, refuses)
+        };
+        let (temporary, socket) = (("TMPDIR", "/dead/tmp"), ("XPU_TIMER_SOCKET", "/dead/s"));
+        let own = Path::new("/tmp/xpu_timer-4000000/18888.sock");
+        for (settings, named) in [
+            (&[temporary][..], "/dead/tmp/xpu_timer-4000000 cannot be used (it does not answer)"),
+            (&[socket][..], "XPU_TIMER_SOCKET=/dead/s cannot be used (it does not answer)"),
+        ] {
+            let place = place(settings);
+            assert_eq!(place.socket, own);
+            assert!(place.problem.as_ref().is_some_and(|why| why.contains(named)), "{:?}", place.problem);
+        }
+        // The collector that the launcher starts gets what that has decided, beside what the user has set.
+        let decided = place(&[temporary, ("XPU_TIMER_SOCKET", "/tmp/xpu_timer-4000000/18888-1.sock")]);
+        assert_eq!((decided.socket.to_str(), decided.problem), (Some("/tmp/xpu_timer-4000000/18888-1.sock"), None));
+        let elsewhere = place(&[temporary, ("XPU_TIMER_SOCKET", "/elsewhere/s")]);
+        assert_eq!(
+            (elsewhere.socket.to_str(), elsewhere.directory.as_path()),
+            (Some("/elsewhere/s"), own.parent().unwrap())
+        );
+    }
+
     #[test]
     fn folders_are_tried_in_order_and_the_reason_is_told() {
         let source = Source::new(|name| (name == "TMPDIR").then(|| "/nowhere".to_string()), "");
         let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
-        let place = place(&source, 4_000_000, refused);
+        let place = place(&source, 4_000_000, |_| None, refused);
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
         assert!(
             place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm"))

@@ -4,6 +4,7 @@
 //! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture. The objects
 //! are worked on in parallel, and one whose file system hangs costs its own names only.
 
+mod bounds;
 mod lines;
 mod names;
 mod split;

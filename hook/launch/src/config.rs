@@ -78,7 +78,7 @@ impl Config {
         // What a launcher above this one has read may be old.
         let environment = |name: &str| if name == HANDED_OVER { None } else { own_variable(name) };
         let source = Source::with_ini(environment, |path| apart::read(Path::new(path)));
-        let refuses = |folder: &Path| apart::answers(folder).and_then(|()| try_out(folder)).err();
+        let refuses = |folder: &Path| try_out(folder).err();
         let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), refuses);
         if !config.disabled {
             config.hand_over(&source);
@@ -132,7 +132,9 @@ impl Config {
     }
 
     fn with(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<io::Error>) -> Self {
-        let place = socket::place(source, uid, |folder| refuses(folder).map(|error| error.to_string()));
+        let text = |error: io::Error| error.to_string();
+        let silent = |path: &Path| apart::answers(path).err().map(text);
+        let place = socket::place(source, uid, silent, |folder| refuses(folder).map(text));
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
             socket: absolute(place.socket),

@@ -30,7 +30,7 @@ use std::{
 };
 
 use nix::errno::Errno;
-use xpu_timer_proto::printable;
+use xpu_timer_proto::{printable, ring};
 
 use cli::Request;
 use config::Config;
@@ -124,6 +124,7 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
     match preload::for_command(config, command, std::env::var_os("LD_PRELOAD")) {
         Ok(value) => {
             changes.push(("LD_PRELOAD", value));
+            changes.push(("XPU_TIMER_FILTERS", filters().into()));
             if let Some(remark) = remark(command) {
                 say(&remark);
             }
@@ -131,6 +132,14 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
         Err(error) => say(&format!("running without the hook: {error:#}")),
     }
     changes
+}
+
+/// How many seccomp filters the command starts under, and on which boot of which machine. A process of the command with more filters has
+/// put them on itself, or was put under them by its parent, and the hook keeps out of it.
+fn filters() -> String {
+    let status = std::fs::read("/proc/self/status").unwrap_or_default();
+    let boot = std::fs::read_to_string(ring::BOOT_ID).unwrap_or_default();
+    format!("{}:{}", ring::filters(&status), boot.trim())
 }
 
 /// The process that becomes the command, by pid and start time. What the command starts inherits it, and so belongs to it also when the

@@ -9,7 +9,7 @@ use super::{
     elf::{LinkMap, Object},
     loader,
 };
-use crate::{lookup, thread_state};
+use crate::{filters, lookup, thread_state};
 
 /// Notes the mode of a dlopen that is about to be made.
 pub fn opening(mode: c_int) {
@@ -32,6 +32,8 @@ pub unsafe fn bind(map: *const LinkMap) {
             b"dlsym" => Some(lookup::dlsym as *const ()),
             b"dlvsym" => Some(lookup::dlvsym as *const ()),
             b"dlopen" => Some(lookup::dlopen as *const ()),
+            b"prctl" => Some(filters::prctl as *const ()),
+            b"syscall" => Some(filters::syscall as *const ()),
             text => lookup::find(text).and_then(|function| {
                 let found = dependencies.iter().find_map(|object| object.exported(name))?;
                 function.wrapper_of(found.address as *mut c_void)

@@ -84,10 +84,12 @@ impl Watcher {
         }
     }
 
-    fn run(mut self: Box<Self>) {
+    /// Whether it has ended because the program has no other thread any more. Then the C library ends the process, as it does
+    /// after the last thread of a program whose main function has ended by pthread_exit(3).
+    fn run(mut self: Box<Self>) -> bool {
         if self.config.disabled {
             start::turn_off();
-            return;
+            return false;
         }
         self.tracker.new_thread();
         thread_state::with(|thread| thread.is_watcher.set(true));
@@ -100,9 +102,15 @@ impl Watcher {
         while let Some(watcher) = own.as_mut() {
             watcher.go_on();
             if thread::is_over(&mut own) {
-                return;
+                return false;
+            }
+            if filters::watcher_may_call() && sys::is_last_thread() {
+                start::set_watched(false);
+                thread_state::with(|thread| thread.is_watcher.set(false));
+                return true;
             }
         }
+        false
     }
 
     /// One turn, and the pause behind it.

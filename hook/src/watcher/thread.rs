@@ -9,12 +9,15 @@ use std::{
     time::Duration,
 };
 
+use xpu_timer_proto::file;
+
 use super::Watcher;
 use crate::{bell, config::Environment, filters, hooked::guarded, recorder::Recorder, start, sys, thread_state};
 
 /// Name of the thread.
 const NAME: &str = "xpu_timer_watch";
-/// Enough for the messages and the log; the host's limits count it.
+/// Enough for the messages and the log; the host's limits count it. The C library takes the thread-local variables of the host from it,
+/// so their size is added.
 const STACK_BYTES: usize = 256 * 1024;
 
 /// What the thread is to do.
@@ -54,9 +57,16 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
         let mut before: libc::sigset_t = std::mem::zeroed();
         libc::sigfillset(&mut all);
         libc::pthread_sigmask(libc::SIG_SETMASK, &all, &mut before);
-        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES);
+        let taken = sys::thread_local_bytes();
+        file::TAKEN_FROM_STACKS.store(taken, Ordering::Relaxed);
+        let thread = std::thread::Builder::new().name(NAME.into()).stack_size(STACK_BYTES.saturating_add(taken));
         let spawned = thread.spawn(move || {
-            thread_state::in_hook(|| guarded(|| make().run()));
+            let is_last = thread_state::in_hook(|| guarded(|| make().run()));
+            if is_last == Some(true) {
+                // The exit handlers of the program run on this thread.
+                // SAFETY: the mask of the thread that has started this one.
+                libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
+            }
         });
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         let watched = spawned.is_ok();

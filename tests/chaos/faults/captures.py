@@ -247,15 +247,15 @@ def capture_with_a_bomb_of_debug_data():
     bounded(sleeper(compiled("loader", LOADER, "-ldl"), library).pid)
 
 
-def bounded(pid):
+def bounded(pid, *options, limit_kb=1 << 20):
     time.sleep(0.3)
-    proc = Proc(["sh", "-c", f"ulimit -v 3000000; exec {DUMP} --pid {pid}"])
+    proc = Proc(["sh", "-c", f"ulimit -v 3000000; exec {DUMP} --pid {pid} {' '.join(options)}"])
     most = 0
     while not proc.ended():
         most = max(most, status(proc.pid, "VmHWM"))
         must(time.monotonic() - proc.begun < 30, "it has not ended within 30 s")
         time.sleep(0.02)
-    must(most < 1 << 20, f"it has {most} kB")
+    must(most < limit_kb, f"it has {most} kB")
     must(proc.wait(1) in (0, 1), f"status {proc.popen.returncode}: {tail(proc.err())}")
     return f"at most {most} kB"
 
@@ -277,6 +277,57 @@ def capture_with_a_bomb_of_a_section():
         raise Unable("gcc compresses no section here")
     library.write_bytes(bytes(text))
     return bounded(sleeper(compiled("loader", LOADER, "-ldl"), library).pid)
+
+
+# A program that pauses in a function with one unit of DWARF; the entries below the function are `%s`, and the tables behind them too.
+UNIT = """
+void stuck(void); int main(void) { stuck(); }
+__asm__(
+"stuck: push %%rbx; call pause@PLT; pop %%rbx; ret; .Lhigh: .globl stuck; .type stuck,@function; .size stuck,.-stuck\\n"
+".section .debug_abbrev,\\"\\",@progbits\\n"
+".uleb128 1, 0x11; .byte 1; .uleb128 0x11, 1, 0x12, 7, 0x10, 0x17, 0, 0\\n"
+".uleb128 2, 0x2e; .byte 1; .uleb128 0x11, 1, 0x12, 7, 0, 0\\n"
+".uleb128 3, 0x1d; .byte 1; .uleb128 0x31, 0x13, 0, 0\\n"
+".uleb128 4, 0x2e; .byte 0; .uleb128 0x55, 0x17, 0, 0, 0\\n"
+".section .debug_info,\\"\\",@progbits\\n"
+".Lunit: .long .Lend - . - 4; .value 4; .long .debug_abbrev; .byte 8\\n"
+".uleb128 1; .quad stuck, .Lhigh - stuck; .long .Llines\\n"
+".Lfunction: .uleb128 2; .quad stuck, .Lhigh - stuck\\n"
+"%s"
+".Lend:\\n"
+".section .debug_line,\\"\\",@progbits\\n"
+".Llines: .long .Lrows_end - . - 4; .value 4; .long .Lrows - . - 4; .byte 1, 1, 1, 0xfb, 14, 13, 0, 1, 1, 1, 1, 0, 0, 0, 1, 0, 0, 1, 0\\n"
+".asciz \\"file.c\\"; .byte 0, 0, 0, 0\\n"
+".Lrows: .byte 0, 9, 2; .quad stuck; .fill %d, 1, 33; .byte 0, 1, 1\\n"
+".Lrows_end: .section .debug_ranges,\\"\\",@progbits\\n"
+".Lranges: .rept %d; .quad 1, 2; .endr; .quad 0, 0; .text\\n");
+"""
+DEEP = ".rept 200000; .uleb128 3; .long .Lfunction - .Lunit; .endr; .fill 200002, 1, 0\\n"
+SHARED = ".byte 0; .rept 100000; .uleb128 4; .long .Lranges; .endr; .byte 0\\n"
+UNITS = {
+    "nested_functions": ("200,000 functions are inlined into each other", (DEEP, 10, 1)),
+    "shared_ranges": ("100,000 functions refer to one list of 100,000 ranges", (SHARED, 10, 100_000)),
+    "rows_of_lines": ("one unit has a hundred million rows of lines", (".byte 0, 0\\n", 100_000_000, 1)),
+}
+
+
+def of_a_unit(name):
+    program = compiled("unit", UNIT % UNITS[name][1])
+    return bounded(sleeper(program).pid, "--lines", "5", limit_kb=256 << 10)
+
+
+for _name, _row in UNITS.items():
+    add(f"capture_with_{_name}", f"In the DWARF of a program {_row[0]}.", "memory stays below 256 MB, and the capture ends in time",
+        functools.partial(of_a_unit, _name))
+
+
+@promises("memory stays below 1 GB, and the capture ends in time")
+def capture_with_a_name_that_doubles():
+    """A function has a mangled name of a kilobyte that stands for more than 2^60 bytes."""
+    parts = "".join(f"S0_IS{chr(part + (48 if part < 10 else 55))}_S{chr(part + (48 if part < 10 else 55))}_E" for part in range(1, 36))
+    further = "".join(f"S0_IS1{digit}_S1{digit}_E" for digit in "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZ")
+    source = "#include <unistd.h>\nvoid name(void) __asm__(\"_Z1fI1aIiiE%sEvv\"); void name(void) { for (;;) pause(); } int main(void) { name(); }"
+    return bounded(sleeper(compiled("named", source % (parts + further))).pid)
 
 
 @promises("it ends in time with a status of its list, and every process goes on", chance=True)

@@ -217,9 +217,8 @@ def temporary_folder_emptied():
     silent(job)
 
 
-@promises("a line on stderr is all that it costs; the job trains to its end")
-def fuse_that_does_not_answer():
-    """XPU_TIMER_CONFIG, the token and the authority lie on a file system that does not answer."""
+def on_a_dead_file_system(env_of):
+    """A job with variables that name places on a file system that does not answer."""
     if not Path("/dev/fuse").exists():
         raise Unable("no /dev/fuse")
     mount = DIR / "dead"
@@ -234,13 +233,30 @@ data = f"fd={{fd}},rootmode=40000,user_id=0,group_id=0,allow_other".encode()
 if libc.mount(b"dead", {str(mount).encode()!r}, b"fuse", 0, data) != 0: sys.exit(77)
 os.execvp(sys.argv[1], sys.argv[1:])
 ''')
-    env = {"XPU_TIMER_CONFIG": mount / "config.ini", "XPU_TIMER_COLLECTOR_TOKEN_FILE": mount / "token"}
-    job = train("--seconds=3", wrap=[*unshared("--mount"), sys.executable, holder], env=env)
+    job = train("--seconds=3", wrap=[*unshared("--mount"), sys.executable, holder], env=env_of(mount))
     code = job.wait(60)
     if code == 77:
         raise Unable("FUSE cannot be mounted here")
     must(code == 0, f"status {code}: {tail(job.err())}")
     silent(job, 2)
+
+
+@promises("a line on stderr is all that it costs; the job trains to its end")
+def fuse_that_does_not_answer():
+    """XPU_TIMER_CONFIG, the token and the authority lie on a file system that does not answer."""
+    on_a_dead_file_system(lambda mount: {"XPU_TIMER_CONFIG": mount / "config.ini", "XPU_TIMER_COLLECTOR_TOKEN_FILE": mount / "token"})
+
+
+@promises("a line on stderr is all that it costs; the job trains to its end")
+def temporary_folder_that_does_not_answer():
+    """TMPDIR lies on a file system that does not answer."""
+    on_a_dead_file_system(lambda mount: {"TMPDIR": mount / "tmp"})
+
+
+@promises("a line on stderr is all that it costs; the job trains to its end")
+def socket_that_does_not_answer():
+    """XPU_TIMER_SOCKET lies on a file system that does not answer."""
+    on_a_dead_file_system(lambda mount: {"XPU_TIMER_SOCKET": mount / "socket"})
 
 
 @promises("what a variable names is opened only when it is a regular file; the job trains to its end")

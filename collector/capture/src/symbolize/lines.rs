@@ -13,7 +13,7 @@ use gimli::{Dwarf, DwarfSections, EndianSlice, LittleEndian, Section, SectionId}
 use object::{Object, ObjectSection, read::elf::ElfFile64};
 
 use super::{
-    names,
+    bounds, names,
     split::{Elsewhere, SplitFiles},
     units::Units,
 };
@@ -79,19 +79,32 @@ pub(super) fn find<'a>(
     let supplementary = debug_file::supplementary(image, &elf).and_then(|bytes| {
         let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
         let sections = self::sections(&elf, &budget);
-        let length = borrow(&sections, &bytes).debug_info.reader().len();
-        (length <= MAX_SUPPLEMENTARY).then_some((bytes, sections))
+        let dwarf = borrow(&sections, &bytes);
+        let is_bounded = dwarf.debug_info.reader().len() <= MAX_SUPPLEMENTARY && all_open(&dwarf);
+        drop(dwarf);
+        is_bounded.then_some((bytes, sections))
     });
     let mut search = Search {
         sections: &sections,
         file: elf.data(),
         supplementary: supplementary.as_ref().map(|(bytes, sections)| (&**bytes, sections)),
-        split: SplitFiles::new(image),
+        split: SplitFiles::new(image, deadline),
         deadline,
         found: Vec::with_capacity(addresses.len()),
     };
     search.run(addresses);
     Lookup::Found(search.found)
+}
+
+/// Whether all units have the bounds of what is read of them at once, which is all that is read of supplementary ones.
+fn all_open(dwarf: &Dwarf<Slice<'_>>) -> bool {
+    let mut headers = dwarf.units();
+    while let Ok(Some(header)) = headers.next() {
+        if bounds::open(dwarf, header).is_none() {
+            return false;
+        }
+    }
+    true
 }
 
 fn has_lines(elf: &Elf<'_>) -> bool {
@@ -169,7 +182,7 @@ impl Search<'_> {
             let lacking = self.look(&section, &mut left, round == ROUNDS);
             for lacking in lacking {
                 match lacking {
-                    Lacking::Unit(entry) => drop(units.show_entry(entry)),
+                    Lacking::Unit(entry) => drop(units.show_entry(entry, self.deadline)),
                     Lacking::File(unit) => self.split.find(&unit),
                     Lacking::Nothing => {}
                 }

@@ -1,7 +1,7 @@
 //! Function names from symbol tables: one pass over all symbols against the sorted addresses that are wanted, and only what
 //! was found is demangled.
 
-use std::sync::Arc;
+use std::{fmt, sync::Arc};
 
 use object::{
     SymbolIndex,
@@ -118,9 +118,34 @@ fn scan<'a, Header>(
     }
 }
 
-/// C++ and Rust names as they stand in the source, without parameters; anything else as it is.
+/// Bytes of a name, mangled or not. A mangled name of some hundred bytes may stand for one that fills any memory, because it refers to
+/// parts of itself.
+const MAX_NAME: usize = 64 << 10;
+
+/// Takes a name as it is made, and no more of it than [`MAX_NAME`].
+#[derive(Default)]
+struct Bounded {
+    name: String,
+    is_cut: bool,
+}
+
+impl cpp_demangle::DemangleWrite for Bounded {
+    fn write_string(&mut self, text: &str) -> fmt::Result {
+        let room = MAX_NAME.saturating_sub(self.name.len());
+        if text.len() > room {
+            self.name.push_str(&text[..text.floor_char_boundary(room)]);
+            self.name.push('…');
+            self.is_cut = true;
+            return Err(fmt::Error);
+        }
+        self.name.push_str(text);
+        Ok(())
+    }
+}
+
+/// C++ and Rust names as they stand in the source, without parameters; anything else as it is. None is longer than [`MAX_NAME`].
 pub(super) fn demangle(name: &[u8]) -> String {
-    let text = String::from_utf8_lossy(name);
+    let text = String::from_utf8_lossy(&name[..name.len().min(MAX_NAME)]);
     // Rust's older mangling looks like C++ with a hash at the end, so it is tried first.
     if let Ok(rust) = rustc_demangle::try_demangle(&text) {
         return format!("{rust:#}");
@@ -129,8 +154,9 @@ pub(super) fn demangle(name: &[u8]) -> String {
         && let Ok(symbol) = cpp_demangle::Symbol::new(text.as_bytes())
     {
         let options = cpp_demangle::DemangleOptions::new().no_params().no_return_type();
-        if let Ok(name) = symbol.demangle_with_options(&options) {
-            return name;
+        let mut name = Bounded::default();
+        if symbol.structured_demangle(&mut name, &options).is_ok() || name.is_cut {
+            return name.name;
         }
     }
     text.into_owned()
@@ -147,6 +173,20 @@ mod tests {
         assert_eq!(demangle(b"_ZN4core3fmt5Write9write_fmt17h0123456789abcdefE"), "core::fmt::Write::write_fmt");
         assert_eq!(demangle(b"_RNvC6_123foo3bar"), "123foo::bar");
         assert_eq!(demangle(b"_Znot_mangled"), "_Znot_mangled");
+    }
+
+    #[test]
+    fn a_name_that_doubles_with_every_part_is_cut() {
+        // f<a<int, int>, a<T1, T1>, a<T2, T2>, …>
+        let digit = |number: usize| char::from_digit(number as u32, 36).unwrap().to_ascii_uppercase();
+        let parts =
+            |count: usize| -> String { (1..=count).map(|part| format!("S0_IS{0}_S{0}_E", digit(part))).collect() };
+        let mangled = |count| format!("_Z1fI1aIiiE{}Evv", parts(count));
+        assert_eq!(demangle(mangled(1).as_bytes()), "f<a<int, int>, a<a<int, int>, a<int, int> > >");
+        let name = demangle(mangled(30).as_bytes());
+        assert!(name.starts_with("f<a<int, int>, ") && name.ends_with('…'), "{} bytes", name.len());
+        assert!(name.len() <= MAX_NAME + '…'.len_utf8());
+        assert_eq!(demangle(&vec![b'x'; 10 << 20]).len(), MAX_NAME);
     }
 
     #[test]

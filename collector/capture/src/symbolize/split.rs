@@ -1,15 +1,18 @@
 //! What builds with `-gsplit-dwarf` leave in other files: a `.dwo` file for each unit, or one `.dwp` package beside the object.
 
 use std::{
+    cell::RefCell,
     collections::HashMap,
     path::{Path, PathBuf},
     sync::Arc,
+    time::Instant,
 };
 
 use addr2line::SplitDwarfLoad;
 use gimli::{Dwarf, DwarfPackageSections, DwarfSections, DwoId, EndianSlice, LittleEndian, SectionId};
 use object::read::elf::ElfFile64;
 
+use super::bounds;
 use crate::{
     image::{Budget, Bytes, Elf, Image, SectionBytes, Slice},
     target_files,
@@ -38,12 +41,16 @@ pub(super) struct SplitFiles<'a> {
     budget: Budget,
     package: Option<(Bytes, DwarfPackageSections<SectionBytes>)>,
     units: HashMap<DwoId, Option<(Bytes, DwarfSections<SectionBytes>)>>,
+    /// Whether a unit has its bounds.
+    bounded: RefCell<HashMap<DwoId, bool>>,
+    deadline: Instant,
 }
 
 impl<'a> SplitFiles<'a> {
     /// None yet.
-    pub fn new(image: &'a Image) -> Self {
-        SplitFiles { image, budget: Budget::new(MAX_UNPACKED), package: None, units: HashMap::new() }
+    pub fn new(image: &'a Image, deadline: Instant) -> Self {
+        let (units, bounded) = (HashMap::new(), RefCell::default());
+        SplitFiles { image, budget: Budget::new(MAX_UNPACKED), package: None, units, bounded, deadline }
     }
 
     /// Looks for the file of a unit.
@@ -81,7 +88,10 @@ impl<'a> SplitFiles<'a> {
             dwarf.make_dwo(&load.parent);
             Some(dwarf)
         };
-        Some(single().or_else(packed).map(Arc::new))
+        let found = single().or_else(packed).filter(|dwarf| {
+            *self.bounded.borrow_mut().entry(load.dwo_id).or_insert_with(|| all_hold(dwarf, self.deadline))
+        });
+        Some(found.map(Arc::new))
     }
 
     fn open(&self, path: &Path) -> Option<Bytes> {
@@ -89,6 +99,17 @@ impl<'a> SplitFiles<'a> {
         let mut files = roots.into_iter().filter_map(|root| target_files::open_within(root, path));
         if path.is_absolute() { files.find_map(|file| Bytes::of_file(&file).ok()) } else { None }
     }
+}
+
+/// Whether all units, which for most files is one, have their bounds.
+fn all_hold(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
+    let mut headers = dwarf.units();
+    while let Ok(Some(header)) = headers.next() {
+        if !bounds::hold(dwarf, header, deadline) {
+            return false;
+        }
+    }
+    true
 }
 
 /// Only the sections whose names end in `.dwo`.
@@ -104,6 +125,6 @@ fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {
 fn is_of(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
     let dwarf = sections.borrow(|section| slice(section, bytes));
     let mut units = dwarf.units();
-    let unit = units.next().ok().flatten().and_then(|header| dwarf.unit(header).ok());
+    let unit = units.next().ok().flatten().and_then(|header| bounds::open(&dwarf, header));
     unit.is_some_and(|unit| unit.dwo_id == Some(id))
 }

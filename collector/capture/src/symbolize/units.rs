@@ -2,7 +2,7 @@
 //! reads the beginning of every unit that it is shown, which takes tens of milliseconds for a large library.
 
 use std::{
-    collections::{BTreeMap, HashSet},
+    collections::{BTreeMap, BTreeSet, HashSet},
     io,
     ops::Range,
     time::Instant,
@@ -11,6 +11,7 @@ use std::{
 use gimli::{DebugInfoOffset, Dwarf, Section};
 use memmap2::{Mmap, MmapOptions};
 
+use super::bounds;
 use crate::image::Slice;
 
 /// Bytes of the header of a type unit in the 64-bit format of DWARF 5. No gap that holds more is shorter than a few of these.
@@ -46,7 +47,7 @@ impl<'a> Units<'a> {
             if Instant::now() >= deadline {
                 break;
             }
-            let Ok(unit) = self.dwarf.unit(header) else { continue };
+            let Some(unit) = bounds::open(self.dwarf, header) else { continue };
             let Ok(mut ranges) = self.dwarf.unit_ranges(&unit) else { continue };
             while let Ok(Some(range)) = ranges.next() {
                 for at in within(addresses, range) {
@@ -54,8 +55,9 @@ impl<'a> Units<'a> {
                 }
             }
         }
-        for holder in holders.iter().flatten() {
-            self.show(*holder);
+        let wanted: BTreeSet<usize> = holders.iter().flatten().copied().collect();
+        for holder in wanted {
+            self.show(holder, deadline);
         }
         holders
     }
@@ -77,15 +79,14 @@ impl<'a> Units<'a> {
         listed
     }
 
-    fn show(&mut self, start: usize) {
-        if let Ok(header) = self.dwarf.unit_header(DebugInfoOffset(start)) {
-            let length = header.length_including_self();
-            self.shown.insert(start, start..start.saturating_add(length).min(self.dwarf.debug_info.reader().len()));
-        }
+    fn show(&mut self, start: usize, deadline: Instant) -> bool {
+        let Ok(header) = self.dwarf.unit_header(DebugInfoOffset(start)) else { return false };
+        let end = start.saturating_add(header.length_including_self()).min(self.dwarf.debug_info.reader().len());
+        bounds::hold(self.dwarf, header, deadline) && self.shown.insert(start, start..end).is_none()
     }
 
     /// Shows the unit that an entry of `.debug_info` belongs to; false when it was to be seen already.
-    pub fn show_entry(&mut self, entry: usize) -> bool {
+    pub fn show_entry(&mut self, entry: usize, deadline: Instant) -> bool {
         let dwarf = self.dwarf;
         let all = self.all.get_or_insert_with(|| {
             let mut all = Vec::new();
@@ -98,7 +99,7 @@ impl<'a> Units<'a> {
         });
         let after = all.partition_point(|unit| unit.start <= entry);
         let Some(unit) = after.checked_sub(1).map(|before| all[before].clone()) else { return false };
-        unit.contains(&entry) && self.shown.insert(unit.start, unit).is_none()
+        unit.contains(&entry) && !self.shown.contains_key(&unit.start) && self.show(unit.start, deadline)
     }
 
     /// The section with these units alone.

@@ -27,6 +27,7 @@ use crate::{
     abi::SUCCESS,
     hooked::After,
     host::open::{Running, close, leave},
+    pace,
     recorder::{Begin, Recorder},
     sys,
 };
@@ -134,7 +135,7 @@ fn address(recorder: &'static Recorder) -> usize {
 /// A question without an answer; `what` is what the thread asks for.
 #[inline]
 fn unanswered(recorder: &'static Recorder, what: impl FnOnce() -> Running) {
-    let counter = sys::counter();
+    let counter = pace::steps();
     ASKING.with(|cell| {
         let asking = cell.get();
         if asking.recorder == address(recorder) && asking.goes_on(counter) {

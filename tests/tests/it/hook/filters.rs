@@ -38,8 +38,10 @@ fn threads(pid: i32) -> usize {
 /// All cases at once, because each takes some seconds of its own.
 #[test]
 fn a_program_that_shuts_itself_in_goes_on() {
-    let cases =
-        ["prctl", "seccomp", "tsync"].into_iter().flat_map(|how| ["kill", "trap", "errno"].map(|action| (how, action)));
+    let cases = ["prctl", "seccomp", "tsync", "handle"]
+        .into_iter()
+        .flat_map(|how| ["kill", "trap", "errno"].map(|action| (how, action)));
+    let cases = cases.chain([("strict", "kill")]);
     let started: Vec<_> = cases
         .map(|(how, action)| {
             let job = Job::new();
@@ -61,7 +63,9 @@ fn a_program_that_shuts_itself_in_goes_on() {
         assert_eq!(record.health.unwrap().panics, 0);
         let words = collector.header(pid);
         let seen = if how == "tsync" { filtered::PROGRAM | filtered::WATCHER } else { filtered::PROGRAM };
-        assert_eq!((words[header::FILTERS_SEEN], words[header::GOODBYE]), (u64::from(seen), 1), "{how} {action}");
+        // The strict mode leaves no way to end but the bare system call.
+        let goodbye = u64::from(how != "strict");
+        assert_eq!((words[header::FILTERS_SEEN], words[header::GOODBYE]), (u64::from(seen), goodbye), "{how} {action}");
     }
 }
 
@@ -73,6 +77,28 @@ fn a_program_that_was_shut_in_before_its_first_launch_gets_nothing() {
         went_on("early", action, &process.wait(PATIENCE));
         assert_eq!(collector.hellos().len(), 0);
     }
+}
+
+/// The filters of a program are those of the one that it executes, which cannot ask what they forbid.
+#[test]
+fn a_program_that_was_executed_by_one_that_shut_itself_in_gets_nothing() {
+    let boot = fs::read_to_string("/proc/sys/kernel/random/boot_id").unwrap();
+    for action in ["kill", "trap", "errno"] {
+        let job = Job::new();
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let folder = job.dir.clone();
+        let process = idle_device(&job, "filters", SOURCE, |command| {
+            let launched = format!("{}:{}", own_filters(), boot.trim());
+            command.env("XPU_TIMER_FILTERS", launched).env("XPU_TIMER_COLLECTOR_PID", std::process::id().to_string());
+            command.arg("exec").arg(action).arg(&folder);
+        });
+        went_on("exec", action, &process.wait(PATIENCE));
+        assert_eq!(collector.hellos().len(), 0, "{action}");
+    }
+}
+
+fn own_filters() -> u32 {
+    xpu_timer_proto::ring::filters(&fs::read("/proc/self/status").unwrap())
 }
 
 #[test]

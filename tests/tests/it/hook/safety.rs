@@ -6,7 +6,7 @@ use std::{fs, path::Path, process::Command};
 use xpu_timer_proto::v1::{FlightRecord, OpStatus};
 use xpu_timer_tests::{Ears, FakeCollector, Job, PATIENCE, Process, artifacts, compile_c, tree, wait_until};
 
-use crate::cost::idle_device;
+use crate::cost::{hooked_program, idle_device, idle_libraries};
 
 const SOURCE: &str = include_str!("safety.c");
 
@@ -218,4 +218,40 @@ fn a_large_program_is_searched_for_libraries_only_if_it_holds_code_for_a_device(
     let (without, with) = (read(""), read(r#"__attribute__((section(".nv_fatbin"))) const char code[8] = "code";"#));
     assert!(without < SYMBOLS / 4, "{without}");
     assert!(with > SYMBOLS, "{with}: it is searched at all");
+}
+
+/// The C library takes them from the stack of each thread, also from the watcher's.
+#[test]
+fn thread_local_variables_of_any_size_leave_the_watcher_its_stack() {
+    for bytes in ["1000", "200000", "1048576", "8000000"] {
+        let job = Job::new();
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        idle_libraries(&job);
+        let (folder, size) = (format!("-L{}", job.dir.display()), format!("-DBYTES={bytes}"));
+        let link = ["-O2", &size, &folder, "-l:libcuda.so.1", "-l:libnccl.so.2", "-Wl,-rpath,$ORIGIN", "-pthread"];
+        let link = [&link[..], &["-rdynamic", "-ldl"]].concat();
+        let source = include_str!("thread_local.c");
+        let process = hooked_program(&job, "thread_local", source, &link, |command| {
+            command.arg(&job.dir);
+        });
+        assert_eq!(collector.wait_hello(), process.pid());
+        fs::write(job.dir.join("go"), "").unwrap();
+        let output = process.wait(PATIENCE);
+        assert_eq!((output.code(), output.stderr.as_str()), (7, ""), "{bytes} bytes");
+    }
+}
+
+/// A program whose first thread has ended ends with its last thread, and the watcher is none of its threads.
+#[test]
+fn the_watcher_does_not_outlive_the_programs_last_thread() {
+    for (how, ended) in [("exit", (0, "ended\n")), ("raw", (5, ""))] {
+        let job = Job::new();
+        let collector = FakeCollector::listen(&job.dir.join("fake.sock"), Ears::Open);
+        let process = idle_device(&job, "last_thread", include_str!("last_thread.c"), |command| {
+            command.arg(how);
+        });
+        assert_eq!(collector.wait_hello(), process.pid());
+        let output = process.wait(PATIENCE);
+        assert_eq!(((output.code(), output.stdout.as_str()), output.stderr.as_str()), (ended, ""), "{how}");
+    }
 }
