@@ -73,7 +73,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, |_| None);
+        let place = socket::place(source, uid, &socket::NO_LOOK);
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),
