@@ -97,6 +97,13 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     let temporary = temporary(source);
     let places = [temporary.clone(), "/tmp".into(), format!("/run/user/{uid}").into(), "/dev/shm".into()];
     let directories = || places.iter().map(|place| directory(place, uid));
+    let given = source.path("XPU_TIMER_SOCKET");
+    // What the launcher has decided holds for the folder too, and nothing is looked at again.
+    if let Some(socket) = given.as_ref().filter(|socket| fits(socket))
+        && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory))
+    {
+        return Place { socket: socket.clone(), directory, problem: None };
+    }
     let wanted = directory(&temporary, uid);
     let problem_of = |directory: &Path| problem(directory, &directory.join(&file), uid, look, mounts);
     let mut problem = problem_of(&wanted);
@@ -107,7 +114,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     if let Some(why) = &mut problem {
         *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
     }
-    let Some(socket) = source.path("XPU_TIMER_SOCKET") else { return Place { socket: own, directory, problem } };
+    let Some(socket) = given else { return Place { socket: own, directory, problem } };
     if !fits(&socket) {
         let long = format!(
             "XPU_TIMER_SOCKET={} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have: {} is used instead",
@@ -116,9 +123,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
         );
         return Place { socket: own, directory, problem: Some(long) };
     }
-    // What the launcher has decided holds for the folder too.
-    let parent = socket.parent().filter(|parent| directories().any(|directory| directory == *parent));
-    Place { directory: parent.map_or(directory, Path::to_path_buf), socket, problem: None }
+    Place { directory, socket, problem: None }
 }
 
 /// Why a folder cannot have the socket. It only looks: the collector makes the folder.
@@ -339,6 +344,20 @@ mod tests {
         let place = place_among(&source, 4_000_000, &Look { answers: &answers, ..NO_LOOK }, mounts);
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
         assert!(place.problem.is_some_and(|why| why.contains("/over/xpu_timer-4000000") && why.contains("fuse.sshfs")));
+    }
+
+    #[test]
+    fn the_folder_of_the_launchers_choice_is_not_looked_at_again() {
+        let find = |name: &str| match name {
+            "TMPDIR" => Some("/dead".to_string()),
+            "XPU_TIMER_SOCKET" => Some("/tmp/xpu_timer-4000000/1.sock".to_string()),
+            _ => None,
+        };
+        let asked = |folder: &Path| -> Option<String> { panic!("{} is asked", folder.display()) };
+        let look = Look { answers: &asked, refuses: &asked };
+        let place = place(&Source::new(find, ""), 4_000_000, &look);
+        assert_eq!(place.directory, Path::new("/tmp/xpu_timer-4000000"));
+        assert_eq!((place.socket, place.problem), (place.directory.join("1.sock"), None));
     }
 
     #[test]
