@@ -9,8 +9,9 @@ import sys
 import time
 from pathlib import Path
 
+from cluster import free_port, of, reachable
 from kit import (
-    CHANCE, DIR, LOGS, TIMELINE, Broken, Unable, add, collector, ends_well, in_shell, kill9, must,
+    CHANCE, COLLECTOR, DIR, LOGS, TIMELINE, Broken, Proc, Unable, add, collector, ends_well, in_shell, kill9, must,
     owner_status, promises, registered, silent, train, wait_for, work,
 )
 
@@ -328,3 +329,19 @@ def timeline_becomes_a_link():
     wait_for("a verdict", lambda: [path for root in (precious, DIR / "moved", temporary()) for path in root.rglob("verdict.txt")], 60)
     must((precious / "incident-of-mine").read_text() == "precious", "a file is gone")
     silent(job)
+
+
+@promises("all ranks are ended, by the verdict of the cluster collector or by that of the node")
+def cluster_disk_dies():
+    """The disk of the cluster collector stops to answer, and a job with XPU_TIMER_HANG_KILL=1 hangs."""
+    folder = made("cluster")
+    port = free_port()
+    own = Proc([*mounted(folder), COLLECTOR, "cluster", "--listen", f"127.0.0.1:{port}"],
+               env={"XPU_TIMER_TIMELINE_PATH": folder, "XPU_TIMER_COLLECTOR": None})
+    wait_for("the cluster collector listens", lambda: reachable(port), 20)
+    job = hangs([], 60, env={**of(port), "XPU_TIMER_HANG_KILL": "1"})
+    registered(2)
+    holder = dies(Space(own), folder)
+    wait_for("the job is ended", job.ended, 90)
+    silent(job)
+    holder.kill()
