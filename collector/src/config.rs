@@ -9,7 +9,7 @@ use rustix::process::getuid;
 use xpu_timer_proto::{
     env::{Problem, Source},
     file,
-    socket::{self, Fingerprint},
+    socket::{self, Fingerprint, Look, NO_LOOK},
 };
 
 use crate::metrics::MetricsSettings;
@@ -77,7 +77,7 @@ impl Settings {
         };
         let seconds = |name| source.seconds(name).unwrap_or(Duration::ZERO);
         let text = |name| source.text(name).unwrap_or_default();
-        let place = socket::place(source, uid, silent, |_| None);
+        let place = socket::place(source, uid, &Look { answers: &silent, ..NO_LOOK });
         Settings {
             socket: place.socket,
             fingerprints: socket::fingerprints(source),

@@ -10,25 +10,22 @@ use std::{
 
 use tracing::{error, info, warn};
 use xpu_timer_analysis::{Status, Verdict, names_absent};
-use xpu_timer_proto::{
-    Message,
-    v1::{Evidence, RankEvidence, Trigger},
-};
+use xpu_timer_proto::v1::{Evidence, RankEvidence, Trigger};
 
 use crate::{
     captures::Captures,
     clock::{self, Now},
-    delivery::{Kept, PART, Part},
+    delivery::Kept,
     error::{Error, chain},
-    evidence::{Subject, Taken, elsewhere, file_of, has_stacks},
+    evidence::{Subject, Taken, elsewhere, has_stacks},
     folder::Folder,
     incident::Record,
     jobs::Member,
     json, judging,
     launched::Silent,
-    process,
     registry::JobKey,
-    subjects, viewer,
+    subjects,
+    writing::{self, Found, Written},
 };
 
 /// What is to be dumped.
@@ -79,7 +76,7 @@ pub struct ForCluster {
 
 impl Plan {
     /// Whether the verdict is made elsewhere.
-    fn is_part(&self) -> bool {
+    pub(crate) fn is_part(&self) -> bool {
         self.for_cluster.is_some_and(|part| !part.alone)
     }
 }
@@ -131,8 +128,6 @@ const CAPTURE_DEADLINE: Duration = Duration::from_millis(1200);
 const LONGEST_CAPTURE: Duration = Duration::from_secs(5);
 /// From the trigger to the finished folder, beyond the sample interval.
 const BUDGET: Duration = Duration::from_millis(2700);
-/// The viewer gets this much even when the samples used up the budget.
-const SHORTEST_VIEW: Duration = Duration::from_millis(300);
 
 /// Dumps, judges and writes one incident. Whatever fails, there is an outcome.
 pub fn run(plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
@@ -166,13 +161,8 @@ fn work(mut plan: Plan, captures: &Captures, hurry: &Hurry) -> Outcome {
     verdict.timing.opened_at = Some(clock::rfc3339(plan.opened.unix_ns));
     verdict.timing.judged_at = Some(clock::rfc3339(Now::get().unix_ns));
     let deadline = begun + plan.sample_interval + BUDGET;
-    let written = judging::survive(|| write(&plan, &evidence, &mut verdict, deadline));
-    let (path, written, part) = written.unwrap_or_else(|why| {
-        error!("incident {}: its folder could not be finished: {why}", plan.incident);
-        verdict.timing.errors.push(format!("the folder could not be finished: {why}"));
-        (None, false, None)
-    });
-    let (incident, timeline_path) = (plan.incident, plan.timeline_path);
+    let (incident, timeline_path) = (plan.incident.clone(), plan.timeline_path.clone());
+    let Written { path, written, part, verdict } = writing::write(Found { plan, evidence }, verdict, deadline);
     Outcome { incident, path, verdict, written, timeline_path, sampled_ns, part }
 }
 
@@ -254,89 +244,8 @@ fn head(plan: &Plan) -> Evidence {
     }
 }
 
-/// Writes the folder. What cannot be written is said in the log and in the verdict. The second of the result is whether the verdict was.
-fn write(
-    plan: &Plan,
-    evidence: &Evidence,
-    verdict: &mut Verdict,
-    deadline: Instant,
-) -> (Option<PathBuf>, bool, Option<Kept>) {
-    let incident = &plan.incident;
-    let (root, fallback) = (&plan.timeline_path, &plan.fallback_path);
-    let made = match plan.is_part() {
-        true => {
-            Folder::create_own(root, fallback, &folder_name(incident, Some(&plan.node)), &process::home(&plan.socket))
-        }
-        false => Folder::create(root, fallback, &folder_name(incident, None)),
-    };
-    let folder = match made {
-        Ok((folder, None)) => Some(folder),
-        Ok((folder, Some(error))) => {
-            let problem = format!(
-                "{} cannot be used ({}), the folder is {}",
-                plan.timeline_path.display(),
-                chain(&error),
-                folder.path.display()
-            );
-            warn!("incident {incident}: {problem}");
-            verdict.timing.errors.push(problem);
-            Some(folder)
-        }
-        Err(error) => {
-            let problem = format!("no folder could be made: {}", chain(&error));
-            warn!("incident {incident}: {problem}");
-            verdict.timing.errors.push(problem);
-            None
-        }
-    };
-
-    let mut problems = Problems::default();
-    let mut part = plan.for_cluster.map(|wanted| (Part::default(), wanted.operations));
-    let world = evidence.world_size;
-    for subject in &plan.subjects {
-        let Some(rank) = evidence.ranks.iter().find(|rank| rank.rank == subject.rank) else { continue };
-        let name = format!("{:05}-{world:05}.stacktrace", subject.rank);
-        let file = file_of(subject, rank);
-        if let Some((part, operations)) = &mut part {
-            part.add(&file, rank, *operations);
-        }
-        if let Some(folder) = &folder {
-            problems.note(folder.write(&name, &file.encode_to_vec()));
-        }
-    }
-    let part = part.map(|(part, _)| Box::new(part.finish(incident, verdict.timing.errors.clone())));
-    let Some(folder) = folder else { return (None, false, part.map(Kept::Here)) };
-    problems.note(folder.write("evidence.bin", &without_dumps(evidence).encode_to_vec()));
-    let part = part.map(|part| match folder.write(PART, &part.encode_to_vec()) {
-        Ok(()) => Kept::In(folder.path.clone()),
-        Err(error) => {
-            problems.note(Err(error));
-            Kept::Here(part)
-        }
-    });
-    folder.release_reserve();
-    verdict.timing.errors.extend(problems.report(incident));
-    finish_times(plan, verdict);
-    let mut written = write_verdict(&folder, verdict);
-    if plan.is_part() {
-        // The pictures of the whole job are drawn where the verdict is made.
-        return (Some(folder.path), written, part);
-    }
-
-    let left = deadline.saturating_duration_since(Instant::now()).max(SHORTEST_VIEW);
-    if let Err(problem) = viewer::run(&folder.path, left) {
-        warn!("incident {incident}: {problem}");
-        verdict.timing.errors.push(problem);
-    }
-    finish_times(plan, verdict);
-    written = write_verdict(&folder, verdict);
-    if let Err(error) = folder.link_latest() {
-        warn!("incident {incident}: {}", chain(&error));
-    }
-    (Some(folder.path), written, part)
-}
-
-fn finish_times(plan: &Plan, verdict: &mut Verdict) {
+/// The time from the timeout until now.
+pub(crate) fn finish_times(plan: &Plan, verdict: &mut Verdict) {
     let since = Now::get().mono_ns.saturating_sub(plan.opened.mono_ns) + plan.late_ns;
     verdict.timing.seconds_from_timeout = Some(clock::seconds(since));
 }
@@ -403,32 +312,6 @@ pub(crate) fn without_dumps(evidence: &Evidence) -> Evidence {
         job: evidence.job.clone(),
         trigger: evidence.trigger.clone(),
         ..*evidence
-    }
-}
-
-/// A full disk refuses every file with the same words: they are said once, with the number of files.
-#[derive(Default)]
-struct Problems {
-    first: Option<String>,
-    count: usize,
-}
-
-impl Problems {
-    fn note(&mut self, result: Result<(), Error>) {
-        if let Err(error) = result {
-            self.count += 1;
-            self.first.get_or_insert_with(|| chain(&error));
-        }
-    }
-
-    fn report(self, incident: &str) -> Option<String> {
-        let first = self.first?;
-        let problem = match self.count {
-            1 => first,
-            count => format!("{first} (and {} more files)", count - 1),
-        };
-        warn!("incident {incident}: {problem}");
-        Some(problem)
     }
 }
 

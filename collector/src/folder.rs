@@ -44,7 +44,10 @@ impl Folder {
     /// # Errors
     /// When neither can be written.
     pub fn create(root: &Path, fallback: &Path, id: &str) -> Result<(Folder, Option<Error>), Error> {
-        Self::create_with(root, fallback, |root| Self::create_in(root, id, is_own_folder, None))
+        match create_directories(root).and_then(|()| Self::create_named(root, id, None)) {
+            Ok(folder) => Ok((folder, None)),
+            Err(error) => Ok((Self::create_in_fallback(fallback, id, None)?, Some(error))),
+        }
     }
 
     /// As [`Folder::create`], for a folder that is this owner's. Two nodes of one name may share a file system: where another one's
@@ -53,17 +56,10 @@ impl Folder {
     /// # Errors
     /// As [`Folder::create`].
     pub fn create_own(root: &Path, fallback: &Path, id: &str, owner: &str) -> Result<(Folder, Option<Error>), Error> {
-        Self::create_with(root, fallback, |root| {
-            let mut taken = None;
-            for name in own_names(id) {
-                // Making it decides whose it is: another node may be about to do the same.
-                match Self::create_in(root, &name, |path| is_of(path, owner), Some(owner)) {
-                    Err(error) if error.is_taken() => taken = Some(error),
-                    made => return made,
-                }
-            }
-            Err(taken.expect("there is at least one name"))
-        })
+        match create_directories(root).and_then(|()| Self::create_named(root, id, Some(owner))) {
+            Ok(folder) => Ok((folder, None)),
+            Err(error) => Ok((Self::create_in_fallback(fallback, id, Some(owner))?, Some(error))),
+        }
     }
 
     /// Makes `incident-ID` in a folder that a person has named. What is there already has to be this user's alone: the folder above may
@@ -83,21 +79,38 @@ impl Folder {
         Ok(Folder { path })
     }
 
-    fn create_with(
-        root: &Path,
-        fallback: &Path,
-        create_in: impl Fn(&Path) -> Result<Folder, Error>,
-    ) -> Result<(Folder, Option<Error>), Error> {
-        let error = match create_directories(root).and_then(|()| create_in(root)) {
-            Ok(folder) => return Ok((folder, None)),
-            Err(error) => error,
-        };
+    /// As [`Folder::create`], or as [`Folder::create_own`] with an owner, where the wanted folder is known to be of no use.
+    ///
+    /// # Errors
+    /// When it cannot be written.
+    pub fn create_in_fallback(fallback: &Path, id: &str, owner: Option<&str>) -> Result<Folder, Error> {
         // Both are in the temporary directory, where everybody may put things.
         if let Some(parent) = fallback.parent() {
             private_directory(parent)?;
         }
         private_directory(fallback)?;
-        Ok((create_in(fallback)?, Some(error)))
+        Self::create_named(fallback, id, owner)
+    }
+
+    fn create_named(root: &Path, id: &str, owner: Option<&str>) -> Result<Folder, Error> {
+        let Some(owner) = owner else { return Self::create_in(root, id, is_own_folder, None) };
+        let mut taken = None;
+        for name in own_names(id) {
+            // Making it decides whose it is: another node may be about to do the same.
+            match Self::create_in(root, &name, |path| is_of(path, owner), Some(owner)) {
+                Err(error) if error.is_taken() => taken = Some(error),
+                made => return made,
+            }
+        }
+        Err(taken.expect("there is at least one name"))
+    }
+
+    /// Removes a folder that nobody waits for any more, unless an earlier look at the incident has left its verdict in it.
+    pub fn give_up(&self) {
+        if !self.path.join("verdict.json").exists() {
+            // A collector that is started later finishes what is left.
+            let _ = fs::remove_dir_all(&self.path);
+        }
     }
 
     fn create_in(

@@ -51,5 +51,6 @@ pub mod uplink;
 pub mod viewer;
 mod web_client;
 pub mod webhook;
+pub mod writing;
 
 pub use error::Error;

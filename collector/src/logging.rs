@@ -26,7 +26,7 @@ use rustix::{
     process::getuid,
 };
 use tracing_subscriber::EnvFilter;
-use xpu_timer_proto::{env::Source, printable};
+use xpu_timer_proto::{env::Source, file, printable};
 
 /// So many lines may wait for the disk.
 const WAITING: usize = 4096;
@@ -63,13 +63,13 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
     let target = match destination {
         Destination::Command => None,
         Destination::Stderr => Some(Target::Stderr),
-        Destination::File(path) => Some(Rotating::open(path, Cap::new(source)).map_or_else(
-            |error| {
+        Destination::File(path) => Some(match open_within(path, Cap::new(source)) {
+            Ok(target) => target,
+            Err(error) => {
                 problem = Some(format!("{}: {error}; the log goes to stderr", path.display()));
                 Target::Stderr
-            },
-            Target::File,
-        )),
+            }
+        }),
     };
     match target {
         Some(target) => {
@@ -87,6 +87,21 @@ pub fn start(source: &Source, destination: Destination<'_>) -> Guard {
         tracing::error!("{problem}");
     }
     Guard(())
+}
+
+/// Opens the file of the log. Where its file system does not answer the thread of the log tries again.
+fn open_within(path: &Path, cap: Cap) -> io::Result<Target> {
+    // Signals are for the thread that waits for them.
+    let mask = SigSet::all().thread_swap_mask(SigmaskHow::SIG_BLOCK);
+    let owned = path.to_path_buf();
+    let opened = file::within(file::PATIENCE, move || Rotating::open(&owned, cap));
+    let _ = mask.map(|mask| mask.thread_set_mask());
+    match opened {
+        Ok(opened) => opened.map(Target::File),
+        Err(error) if error.kind() == io::ErrorKind::TimedOut => Ok(Target::Unanswered(path.into(), cap)),
+        // Without a thread.
+        Err(_) => Rotating::open(path, cap).map(Target::File),
+    }
 }
 
 /// How much a log may hold, and its mode.
@@ -111,6 +126,8 @@ enum Item {
 /// What the thread of the log writes to.
 enum Target {
     File(Rotating),
+    /// A file that could not be opened in time.
+    Unanswered(PathBuf, Cap),
     Stderr,
 }
 
@@ -119,6 +136,10 @@ impl Target {
     fn write(&mut self, line: &[u8]) {
         match self {
             Target::File(file) => file.write(line),
+            Target::Unanswered(path, cap) => {
+                *self = Rotating::open(path, *cap).map_or(Target::Stderr, Target::File);
+                self.write(line);
+            }
             Target::Stderr => _ = io::stderr().write_all(line),
         }
     }
@@ -185,7 +206,7 @@ pub fn flush() {
 fn queue(target: Target) -> Queue {
     let (sender, items) = mpsc::sync_channel(WAITING);
     let path = match &target {
-        Target::File(file) => Some(file.path.clone()),
+        Target::File(Rotating { path, .. }) | Target::Unanswered(path, _) => Some(path.clone()),
         Target::Stderr => None,
     };
     let work = Arc::new(Mutex::new(Some((target, items))));

@@ -134,7 +134,10 @@ async fn look_after_logs(folder: PathBuf) {
 async fn start(settings: &mut Settings, inbox: &Inbox, descriptors: u64) -> Vec<String> {
     let mut problems = Vec::new();
     let server = Server { limits: Limits::new(descriptors), slots: Arc::default(), tls: None, http2: false };
-    tokio::spawn(look_after_logs(settings.logging_dir.clone()));
+    // Beside the socket are those of hooks whose folder is on a file system of the network.
+    for folder in [Some(settings.logging_dir.as_path()), settings.socket.parent()].into_iter().flatten() {
+        tokio::spawn(look_after_logs(folder.to_path_buf()));
+    }
     let token = settings.token_file.as_deref().map(read_token).transpose().unwrap_or_else(|error| {
         problems.push(format!("{}; the control port answers its owner and root only", chain(&error)));
         None

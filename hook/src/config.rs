@@ -43,6 +43,8 @@ pub struct Config {
     pub socket: PathBuf,
     /// Where to log.
     pub log: PathBuf,
+    /// Where to log when that is on a file system of the network.
+    pub local_log: PathBuf,
     /// Its mode.
     pub log_mode: u32,
     /// What gets events.
@@ -106,10 +108,9 @@ impl Config {
         // SAFETY: geteuid takes nothing and cannot fail.
         let uid = unsafe { libc::geteuid() };
         let socket = socket::of(&source, uid);
-        let log = source
-            .path("XPU_TIMER_LOGGING_DIR")
-            .unwrap_or_else(|| "/tmp".into())
-            .join(format!("xpu_timer_hook.{}.log", std::process::id()));
+        let name = format!("xpu_timer_hook.{}.log", std::process::id());
+        let local_log = socket.with_file_name(&name);
+        let log = source.path("XPU_TIMER_LOGGING_DIR").unwrap_or_else(|| "/tmp".into()).join(name);
         let log_mode = source.file_mode();
         let mut problems = Vec::new();
         let hello = Hello {
@@ -128,7 +129,7 @@ impl Config {
         source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
-        Config { hang_timeout, socket, log, log_mode, bracket, disabled, hello, problems }
+        Config { hang_timeout, socket, log, local_log, log_mode, bracket, disabled, hello, problems }
     }
 }
 

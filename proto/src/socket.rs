@@ -4,8 +4,12 @@
 //! command by `XPU_TIMER_SOCKET`; whoever runs without one looks at the same folders in the same order.
 
 use std::{
+    ffi::OsString,
     fs, io,
-    os::unix::{ffi::OsStrExt, fs::MetadataExt},
+    os::unix::{
+        ffi::{OsStrExt, OsStringExt},
+        fs::MetadataExt,
+    },
     path::{Path, PathBuf},
 };
 
@@ -71,75 +75,98 @@ pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
     let given = source.path("XPU_TIMER_SOCKET").filter(|socket| fits(socket));
-    given.unwrap_or_else(|| place(source, uid, |_| None, |_| None).socket)
+    given.unwrap_or_else(|| place(source, uid, &NO_LOOK).socket)
 }
+
+/// Takes every folder.
+pub const NO_LOOK: Look<'static> = Look { answers: &|_| None, refuses: &|_| None };
 
 /// Whether a path is short enough for a socket.
 fn fits(socket: &Path) -> bool {
     socket.as_os_str().len() <= MAX_PATH_BYTES
 }
 
-/// As [`of`], with the reason when it is not the first choice. `silent` tells why a path cannot be looked at without an endless wait;
-/// it is asked before every other look. `refuses` tells why nothing can be made in a folder, which may not be there yet.
+/// What [`place`] asks about a folder, which may not be there yet. Each answer is a reason against it.
+pub struct Look<'a> {
+    /// Asked first, before anything else touches the folder: why its file system does not answer.
+    pub answers: &'a dyn Fn(&Path) -> Option<String>,
+    /// Why nothing can be made in it.
+    pub refuses: &'a dyn Fn(&Path) -> Option<String>,
+}
+
+/// As [`of`], with the reason when it is not the first choice.
 #[must_use]
-pub fn place(
-    source: &Source,
-    uid: u32,
-    silent: impl Fn(&Path) -> Option<String>,
-    refuses: impl Fn(&Path) -> Option<String>,
-) -> Place {
+pub fn place(source: &Source, uid: u32, look: &Look<'_>) -> Place {
+    place_among(source, uid, look, &mounts())
+}
+
+/// The list of this process's mounts. Nothing is asked of the file systems.
+fn mounts() -> String {
+    fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
+}
+
+/// Whether a path is on a file system of the network, which is not asked.
+#[must_use]
+pub fn is_remote(path: &Path) -> bool {
+    remote(path, &mounts()).is_some()
+}
+
+fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Place {
     let file = format!("{}.sock", source.control_port());
     let temporary = temporary(source);
     let places = [temporary.clone(), "/tmp".into(), format!("/run/user/{uid}").into(), "/dev/shm".into()];
     let directories = || places.iter().map(|place| directory(place, uid));
     let given = source.path("XPU_TIMER_SOCKET");
-    let silence = given.as_deref().filter(|socket| fits(socket)).and_then(&silent);
-    // What the launcher has decided holds for the folder too, and no other one is looked at.
-    let decided = given.as_ref().filter(|_| silence.is_none()).filter(|socket| fits(socket));
-    if let Some(socket) = decided
-        && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory.as_path()))
+    let short = given.as_ref().filter(|socket| fits(socket));
+    // What the launcher has decided holds for the folder too, and nothing is asked again.
+    if let Some(socket) = short
+        && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory))
+        && remote(&directory, mounts).is_none()
     {
         return Place { socket: socket.clone(), directory, problem: None };
     }
     let wanted = directory(&temporary, uid);
-    let silent_wanted = silent(&wanted);
-    let is_silent = silent_wanted.is_some();
-    let problem_of = |directory: &Path| problem(directory, &directory.join(&file), uid, &refuses);
-    let mut problem = silent_wanted.or_else(|| problem_of(&wanted));
-    let is_usable = |directory: &PathBuf| silent(directory).is_none() && problem_of(directory).is_none();
-    let usable = problem.as_ref().and_then(|_| directories().skip(1).find(is_usable));
-    // Where nothing can be used, whoever tries says why.
-    let last = if problem.is_some() && is_silent { directory(Path::new("/tmp"), uid) } else { wanted.clone() };
-    let directory = usable.unwrap_or(last);
+    let unreachable = |path: &Path| unreachable(path, look, mounts);
+    let problem_of = |directory: &Path| {
+        let unusable = || unreachable(directory).or_else(|| unusable(directory, uid, look.refuses));
+        unsuitable(directory, &directory.join(&file)).or_else(unusable)
+    };
+    let mut problem = problem_of(&wanted);
+    let usable = problem.as_ref().and_then(|_| directories().skip(1).find(|one| problem_of(one).is_none()));
+    // Where nothing can be used, whoever tries says why; nobody tries a folder that does not answer.
+    let last = || if unreachable(&wanted).is_some() { directory(Path::new("/tmp"), uid) } else { wanted.clone() };
+    let directory = usable.unwrap_or_else(|| if problem.is_some() { last() } else { wanted.clone() });
     let own = directory.join(&file);
     if let Some(why) = &mut problem {
         *why = format!("{} cannot be used ({why}): the node collector's socket is {}", wanted.display(), own.display());
     }
     let Some(socket) = given else { return Place { socket: own, directory, problem } };
-    if !fits(&socket) {
-        let long = format!(
-            "XPU_TIMER_SOCKET={} is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have: {} is used instead",
-            socket.display(),
-            own.display()
-        );
-        return Place { socket: own, directory, problem: Some(long) };
-    }
-    if let Some(why) = silence {
-        let silent =
-            format!("XPU_TIMER_SOCKET={} cannot be used ({why}): {} is used instead", socket.display(), own.display());
-        return Place { socket: own, directory, problem: Some(silent) };
-    }
-    Place { socket, directory, problem: None }
+    let refused = if fits(&socket) {
+        unreachable(&socket).map(|why| format!("cannot be used ({why})"))
+    } else {
+        Some(format!("is longer than the {MAX_PATH_BYTES} bytes that a socket's path may have"))
+    };
+    let Some(why) = refused else { return Place { socket, directory, problem: None } };
+    let problem = format!("XPU_TIMER_SOCKET={} {why}: {} is used instead", socket.display(), own.display());
+    Place { socket: own, directory, problem: Some(problem) }
 }
 
-/// Why a folder cannot have the socket. It only looks: the collector makes the folder.
-fn problem(directory: &Path, socket: &Path, uid: u32, refuses: impl Fn(&Path) -> Option<String>) -> Option<String> {
+/// Why the path of a folder, or that of the socket in it, cannot be used whatever is there.
+fn unsuitable(directory: &Path, socket: &Path) -> Option<String> {
     if !directory.is_absolute() {
         return Some("it is relative, and so another folder for every process".into());
     }
-    if !fits(socket) {
-        return Some(format!("a socket's path may have {MAX_PATH_BYTES} bytes"));
-    }
+    (!fits(socket)).then(|| format!("a socket's path may have {MAX_PATH_BYTES} bytes"))
+}
+
+/// Why a path cannot be looked at, or connected to, without the danger of an endless wait.
+fn unreachable(path: &Path, look: &Look<'_>, mounts: &str) -> Option<String> {
+    let on_network = remote(path, mounts).map(|kind| format!("it is on a file system of the network, {kind}"));
+    on_network.or_else(|| (look.answers)(path))
+}
+
+/// Why a folder whose file system answers cannot have the socket. It only looks: the collector makes the folder.
+fn unusable(directory: &Path, uid: u32, refuses: &dyn Fn(&Path) -> Option<String>) -> Option<String> {
     match fs::symlink_metadata(directory) {
         Ok(status) if !status.is_dir() => Some("it is not a folder".into()),
         Ok(status) if status.uid() != uid => Some(format!("it belongs to user {}", status.uid())),
@@ -155,6 +182,63 @@ fn problem(directory: &Path, socket: &Path, uid: u32, refuses: impl Fn(&Path) ->
         }
         Err(error) => Some(error.to_string()),
     }
+}
+
+/// File systems whose files are on another machine, or in another process. The kernel does not let a thread go that waits for a folder of
+/// one that is gone, not even by SIGKILL when somebody else waits there, too: a rank that connects to its collector could not end.
+const REMOTE: [&str; 16] = [
+    "afs",
+    "beegfs",
+    "ceph",
+    "cifs",
+    "fuse",
+    "fuseblk",
+    "gfs2",
+    "glusterfs",
+    "gpfs",
+    "lustre",
+    "ncpfs",
+    "nfs",
+    "nfs4",
+    "ocfs2",
+    "smb3",
+    "wekafs",
+];
+/// These are the root of a container or of a virtual machine, which cannot do without them.
+const LOCAL: [&str; 2] = ["fuse.fuse-overlayfs", "fuse.lxcfs"];
+
+/// The kind of the file system of a path if it is one of [`REMOTE`], by the list of mounts alone: nothing is asked of the file system.
+fn remote<'a>(path: &Path, mounts: &'a str) -> Option<&'a str> {
+    // … ID PARENT DEVICE ROOT POINT OPTIONS … - KIND SOURCE OPTIONS. Of two mounts at one place the later one is seen.
+    let mount = |line: &'a str| {
+        let (first, last) = line.split_once(" - ")?;
+        let point = unescaped(first.split(' ').nth(4)?);
+        path.starts_with(&point).then(|| (point.components().count(), last.split(' ').next().unwrap_or_default()))
+    };
+    let (_, kind) = mounts.lines().filter_map(mount).max_by_key(|(depth, _)| *depth)?;
+    let is_remote =
+        REMOTE.iter().any(|name| kind == *name || kind.strip_prefix(name).is_some_and(|rest| rest.starts_with('.')));
+    (is_remote && !LOCAL.contains(&kind)).then_some(kind)
+}
+
+/// A path of the list of mounts, where blanks are written as `\040`.
+fn unescaped(text: &str) -> PathBuf {
+    let octal = |code: &str| code.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
+    let mut pieces = text.split('\\');
+    let mut bytes = pieces.next().unwrap_or_default().as_bytes().to_vec();
+    for piece in pieces {
+        match octal(piece) {
+            Some(byte) => {
+                bytes.push(byte);
+                bytes.extend_from_slice(&piece.as_bytes()[3..]);
+            }
+            None => {
+                bytes.push(b'\\');
+                bytes.extend_from_slice(piece.as_bytes());
+            }
+        }
+    }
+    OsString::from_vec(bytes).into()
 }
 
 /// One of the settings that a collector has for all of its ranks, without its value, which may be a secret.
@@ -287,17 +371,17 @@ mod tests {
         assert_eq!(of(format!("/{}", "x".repeat(MAX_PATH_BYTES))), Path::new("/tmp/xpu_timer-4000000/18888.sock"));
     }
 
-    /// A socket or a temporary folder below `/dead` is looked at by nobody but `silent`.
+    /// A socket or a temporary folder below `/dead` is looked at by nobody but `answers`.
     #[test]
     fn what_does_not_answer_is_not_looked_at() {
         let place = |settings: &'static [(&'static str, &'static str)]| {
             let find = move |name: &str| settings.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
-            let silent = |path: &Path| path.starts_with("/dead").then(|| "it does not answer".to_string());
+            let answers = |path: &Path| path.starts_with("/dead").then(|| "it does not answer".to_string());
             let refuses = |path: &Path| {
                 assert!(!path.starts_with("/dead"), "{}", path.display());
                 None
             };
-            super::place(&Source::new(find, ""), 4_000_000, silent, refuses)
+            place_among(&Source::new(find, ""), 4_000_000, &Look { answers: &answers, refuses: &refuses }, "")
         };
         let (temporary, socket) = (("TMPDIR", "/dead/tmp"), ("XPU_TIMER_SOCKET", "/dead/s"));
         let own = Path::new("/tmp/xpu_timer-4000000/18888.sock");
@@ -320,10 +404,49 @@ mod tests {
     }
 
     #[test]
+    fn a_file_system_of_the_network_is_not_asked_and_another_folder_is_taken() {
+        let mounts = "22 1 254:0 / / rw,relatime shared:1 - ext4 /dev/vda rw\n\
+            30 22 0:40 / /home/a\\040b rw - nfs4 server:/a rw\n\
+            31 30 0:41 / /home/a\\040b/local rw - tmpfs none rw\n\
+            32 22 0:42 / /over rw - overlay overlay rw\n\
+            33 32 0:43 / /over rw - fuse.sshfs there rw\n\
+            34 22 0:44 / /container rw - fuse.fuse-overlayfs there rw\n\
+            35 22 0:45 / /fused rw - fusectl none rw\n";
+        let kind = |path: &str| remote(Path::new(path), mounts);
+        assert_eq!(kind("/home/a b/tmp"), Some("nfs4"));
+        assert_eq!(kind("/over/xpu_timer-0"), Some("fuse.sshfs"), "the later of two mounts");
+        for path in ["/tmp", "/home/a", "/home/a b/local/x", "/home/a bc", "/container/tmp", "/fused"] {
+            assert_eq!(kind(path), None, "{path}");
+        }
+        let source = Source::new(|name| (name == "TMPDIR").then(|| "/over".to_string()), "");
+        let answers = |folder: &Path| {
+            assert!(!folder.starts_with("/over"), "asked");
+            folder.starts_with("/tmp").then(|| "dead".to_string())
+        };
+        let place = place_among(&source, 4_000_000, &Look { answers: &answers, ..NO_LOOK }, mounts);
+        assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
+        assert!(place.problem.is_some_and(|why| why.contains("/over/xpu_timer-4000000") && why.contains("fuse.sshfs")));
+    }
+
+    #[test]
+    fn the_folder_of_the_launchers_choice_is_not_looked_at_again() {
+        let find = |name: &str| match name {
+            "TMPDIR" => Some("/dead".to_string()),
+            "XPU_TIMER_SOCKET" => Some("/tmp/xpu_timer-4000000/1.sock".to_string()),
+            _ => None,
+        };
+        let asked = |folder: &Path| -> Option<String> { panic!("{} is asked", folder.display()) };
+        let look = Look { answers: &asked, refuses: &asked };
+        let place = place(&Source::new(find, ""), 4_000_000, &look);
+        assert_eq!(place.directory, Path::new("/tmp/xpu_timer-4000000"));
+        assert_eq!((place.socket, place.problem), (place.directory.join("1.sock"), None));
+    }
+
+    #[test]
     fn folders_are_tried_in_order_and_the_reason_is_told() {
         let source = Source::new(|name| (name == "TMPDIR").then(|| "/nowhere".to_string()), "");
         let refused = |folder: &Path| folder.starts_with("/tmp").then(|| "full".to_string());
-        let place = place(&source, 4_000_000, |_| None, refused);
+        let place = place(&source, 4_000_000, &Look { refuses: &refused, ..NO_LOOK });
         assert_eq!(place.socket, Path::new("/dev/shm/xpu_timer-4000000/18888.sock"));
         assert!(
             place.problem.is_some_and(|why| why.contains("/nowhere/xpu_timer-4000000") && why.contains("/dev/shm"))

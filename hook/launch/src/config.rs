@@ -10,7 +10,7 @@ use std::{
 use nix::unistd::{AccessFlags, access};
 use xpu_timer_proto::{
     env::{HANDED_OVER, Origin, Setting, Source, own_variable},
-    socket::{self, Fingerprint},
+    socket::{self, Fingerprint, Look},
 };
 
 use crate::apart;
@@ -78,8 +78,11 @@ impl Config {
         // What a launcher above this one has read may be old.
         let environment = |name: &str| if name == HANDED_OVER { None } else { own_variable(name) };
         let source = Source::with_ini(environment, |path| apart::read(Path::new(path)));
-        let refuses = |folder: &Path| try_out(folder).err();
-        let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), refuses);
+        let why = |result: io::Result<()>| result.err().map(|error| error.to_string());
+        let answers = |folder: &Path| why(apart::answers(folder));
+        let refuses = |folder: &Path| why(try_out(folder));
+        let look = Look { answers: &answers, refuses: &refuses };
+        let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), &look);
         if !config.disabled {
             config.hand_over(&source);
             config.look_at_libraries(&source);
@@ -125,16 +128,16 @@ impl Config {
 
     /// The settings of any process of the user `uid`.
     pub fn of(source: &Source, uid: u32) -> Self {
-        Self::with(source, uid, |folder| {
+        let answers = |folder: &Path| apart::answers(folder).err().map(|error| error.to_string());
+        let refuses = |folder: &Path| {
             let there = if folder.exists() { folder } else { folder.parent()? };
-            access(there, AccessFlags::W_OK | AccessFlags::X_OK).err().map(Into::into)
-        })
+            access(there, AccessFlags::W_OK | AccessFlags::X_OK).err().map(|error| error.to_string())
+        };
+        Self::with(source, uid, &Look { answers: &answers, refuses: &refuses })
     }
 
-    fn with(source: &Source, uid: u32, refuses: impl Fn(&Path) -> Option<io::Error>) -> Self {
-        let text = |error: io::Error| error.to_string();
-        let silent = |path: &Path| apart::answers(path).err().map(text);
-        let place = socket::place(source, uid, silent, |folder| refuses(folder).map(text));
+    fn with(source: &Source, uid: u32, look: &Look<'_>) -> Self {
+        let place = socket::place(source, uid, look);
         Config {
             disabled: source.flag("XPU_TIMER_DISABLE"),
             socket: absolute(place.socket),
@@ -200,7 +203,7 @@ mod tests {
             "XPU_TIMER_LOGGING_DIR" => Some("/var/log".into()),
             _ => None,
         };
-        let config = Config::of(&Source::new(environment, ini), 0);
+        let config = Config::with(&Source::new(environment, ini), 0, &socket::NO_LOOK);
         let here = std::env::current_dir().unwrap();
         let wanted = [
             ("XPU_TIMER_TIMELINE_PATH", here.join("dumps").into_os_string()),

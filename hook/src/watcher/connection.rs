@@ -305,7 +305,7 @@ mod tests {
         CONNECTION.set(ours).unwrap();
         let mut connection = Connection::new(PathBuf::new());
         connection.stage = Stage::Connected;
-        let mut log = Log::new("/proc/nowhere".into(), 0o600);
+        let mut log = Log::new("/proc/nowhere".into(), "/proc/nowhere".into(), 0o600);
         let resolved = |ticket| Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket });
         let mut sent = 0;
         while connection.waiting.len() < MOST_WAITING {

@@ -1,4 +1,7 @@
 //! The hook's log: one line for each thing that is wrong, and no file when nothing is.
+//!
+//! No file of the network is opened. While such a file system is gone, a process with a thread in it cannot end: the kernel waits for that
+//! thread, even after SIGKILL.
 
 use std::{
     fs::{File, OpenOptions, Permissions},
@@ -7,7 +10,7 @@ use std::{
     path::PathBuf,
 };
 
-use xpu_timer_proto::{file, printable};
+use xpu_timer_proto::{file, printable, socket::is_remote};
 
 /// More lines than this help nobody.
 const MOST_LINES: u32 = 200;
@@ -21,6 +24,8 @@ const MOST_FILE_BYTES: u64 = 2_000_000;
 /// A log file that is opened when there is something to say, and closed again: a descriptor is not kept in a foreign process.
 pub struct Log {
     place: Place,
+    /// Where it goes when the wanted folder is on a file system of the network.
+    local: PathBuf,
     lines: u32,
     /// Its file system has left a line waiting. Another thread must not wait there, too.
     hangs: bool,
@@ -35,11 +40,11 @@ struct Place {
 }
 
 impl Log {
-    /// A log at `path` of this mode.
-    pub fn new(path: PathBuf, mode: u32) -> Self {
+    /// A log at `path` of this mode, or at `local` when `path` is on a file system of the network.
+    pub fn new(path: PathBuf, local: PathBuf, mode: u32) -> Self {
         // SAFETY: geteuid takes nothing and cannot fail.
         let owner = unsafe { libc::geteuid() };
-        Log { place: Place { path, mode, owner }, lines: 0, hangs: false }
+        Log { place: Place { path, mode, owner }, local, lines: 0, hangs: false }
     }
 
     /// Appends a line. Where the file cannot be written there is no log. A file system that does not answer keeps one thread, which
@@ -52,7 +57,11 @@ impl Log {
         let seconds = std::time::SystemTime::now().duration_since(std::time::UNIX_EPOCH).unwrap_or_default();
         let text = &text[..text.floor_char_boundary(MOST_BYTES)];
         let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
-        let place = self.place.clone();
+        let mut place = self.place.clone();
+        // Looked at each time: another file system may have been mounted.
+        if is_remote(&place.path) {
+            place.path.clone_from(&self.local);
+        }
         let written = file::within(file::PATIENCE, move || {
             if let Ok(mut file) = place.open() {
                 let _ = file.write_all(line.as_bytes());
@@ -87,7 +96,7 @@ mod tests {
     use super::*;
 
     fn log(path: &Path, mode: u32) -> Log {
-        Log::new(path.into(), mode)
+        Log::new(path.into(), "/nowhere/at/all".into(), mode)
     }
 
     #[test]

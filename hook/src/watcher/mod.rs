@@ -74,7 +74,7 @@ impl Watcher {
             connection: Connection::new(config.socket.clone()),
             clock: Clock::default(),
             pace: Pace::default(),
-            log: Log::new(config.log.clone(), config.log_mode),
+            log: Log::new(config.log.clone(), config.local_log.clone(), config.log_mode),
             learned: false,
             signalled: None,
             panics: 0,

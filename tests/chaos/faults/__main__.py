@@ -8,7 +8,7 @@ import traceback
 import kit
 
 AREAS = ["healthy", "hangs", "kills", "command", "limits", "files", "sockets", "web", "texts", "programs", "captures",
-         "jobs", "spaces", "cluster"]
+         "jobs", "spaces", "cluster", "disks", "recovery", "leaks"]
 
 
 def on_one_line(said):

@@ -1,4 +1,7 @@
-"""Starts short processes, `RATE` a second, each of which makes a device call and ends: one half in order, the other half at once."""
+"""Starts short processes, `RATE` a second, each of which makes a device call and ends: one half in order, the other half at once.
+
+Prints every second how many it has started and how many of these made their call and ended well.
+"""
 
 import os
 import sys
@@ -9,7 +12,7 @@ import cuda  # noqa: E402
 
 rate = float(sys.argv[1])
 children = {}
-started = 0
+started = well = told = 0
 begun = time.monotonic()
 while True:
     due = int((time.monotonic() - begun) * rate)
@@ -25,10 +28,14 @@ while True:
         children[child] = None
     try:
         while True:
-            pid, _ = os.waitpid(-1, os.WNOHANG)
+            pid, code = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
+            well += code == 0
             children.pop(pid, None)
     except ChildProcessError:
         pass
+    if time.monotonic() - begun > told + 1:
+        told += 1
+        print(started, well, flush=True)
     time.sleep(0.005)

@@ -33,6 +33,9 @@ pub struct Options {
     /// Short processes a second
     #[arg(long, default_value_t = 30.0)]
     rate: f64,
+    /// Runs only short processes beside one training job, and fails when the machine does not reach the rate
+    #[arg(long)]
+    flood: bool,
 }
 
 /// What is counted on the way, for the last line.
@@ -47,6 +50,10 @@ struct Counts {
 /// How often something is measured in the whole time, at least.
 const SAMPLES: u32 = 240;
 const RANKS: u32 = 4;
+/// The part of the short processes that a flood must have started and that must have ended well.
+const REACHED: f64 = 0.9;
+/// How many short processes run at once at most; as in `programs/short.py`.
+const MOST_AT_ONCE: f64 = 64.0;
 const SERVERS: usize = 2;
 /// Hangs of every kind: of a job in a row, one of these.
 const FAULTS: [&[&str]; 5] = [
@@ -73,15 +80,18 @@ pub fn run(options: &Options) -> Result<bool> {
     let begun = Instant::now();
     let programs = tree().join("tests/soak/programs");
     let server = || Process::spawn(job.launch(python()).arg(programs.join("serve.py")));
-    let servers: Vec<Process> = (0..SERVERS).map(|_| server()).collect();
-    let short = Process::spawn(job.launch(python()).arg(programs.join("short.py")).arg(options.rate.to_string()));
+    let servers: Vec<Process> = (0..if options.flood { 0 } else { SERVERS }).map(|_| server()).collect();
+    let mut short = Process::spawn(job.launch(python()).arg(programs.join("short.py")).arg(options.rate.to_string()));
+    let trains = options.flood.then(|| job.train(2, &[]));
     thread::scope(|scope| {
-        for seed in 0..2 {
-            let (job, over, counts) = (&job, &over, &counts);
-            scope.spawn(move || train(job, seed, over, counts));
+        if !options.flood {
+            for seed in 0..2 {
+                let (job, over, counts) = (&job, &over, &counts);
+                scope.spawn(move || train(job, seed, over, counts));
+            }
+            scope.spawn(|| ask(&job, &over, &counts));
+            scope.spawn(|| end_collectors(&job, &over, &counts, begun, time));
         }
-        scope.spawn(|| ask(&job, &over, &counts));
-        scope.spawn(|| end_collectors(&job, &over, &counts, begun, time));
         let pause = (time / SAMPLES).max(Duration::from_secs(1));
         while begun.elapsed() < time {
             sleep(pause, &over);
@@ -92,7 +102,8 @@ pub fn run(options: &Options) -> Result<bool> {
         }
         over.store(true, Ordering::Relaxed);
     });
-    drop((servers, short));
+    let reached = !options.flood || keeps_up(&mut short, options.rate * time.as_secs_f64());
+    drop((servers, short, trains));
     let samples = samples.into_inner().expect("nobody panics with it");
     let count = |count: &AtomicUsize| count.load(Ordering::Relaxed);
     println!(
@@ -104,7 +115,19 @@ pub fn run(options: &Options) -> Result<bool> {
         samples.len(),
         begun.elapsed()
     );
-    Ok(sample::compare(&samples))
+    Ok(sample::compare(&samples) && reached)
+}
+
+/// Whether the short processes have come at their rate, and whether each ended well.
+fn keeps_up(short: &mut Process, due: f64) -> bool {
+    let output = short.stdout();
+    let counts = output.lines().next_back().unwrap_or_default().split(' ');
+    let mut counts = counts.map(|count| count.parse::<f64>().unwrap_or(0.0));
+    let (started, well) = (counts.next().unwrap_or(0.0), counts.next().unwrap_or(0.0));
+    let reached = short.try_wait().is_none() && started >= due * REACHED && well >= started - MOST_AT_ONCE;
+    let verdict = if reached { "reached" } else { "NOT REACHED" };
+    println!("{started} short processes were started of {due:.0}, {well} ended well: {verdict}");
+    reached
 }
 
 /// Sleeps, but not beyond the end.
