@@ -93,7 +93,7 @@ fn pool() -> Stack {
 
 /// A worker process of rank 2 that used so much of a processor and moved so many bytes in the five seconds between the samples.
 fn worker(job: &mut Job, cpu_ns: u64, bytes: u64) {
-    job.child(2, "python3 train.py", "R (running)");
+    job.child(2, "python3 train.py", if cpu_ns > 0 { "R (running)" } else { "S (sleeping)" });
     let dump = job.rank(2).dump.as_mut().expect("a dump");
     let samples = &mut dump.children.last_mut().expect("a child").samples;
     (samples[0].captured_unix_ns, samples[0].cpu_time_ns, samples[0].io_bytes) = (100 * SECOND, SECOND, 1000);
@@ -124,7 +124,7 @@ fn ranks_that_wait_for_one_whose_thread_goes_on_do_not_hang() {
     let with = |line: &str, cpu_ns: u64| {
         let mut job = waits_for(Stack::lock());
         let frames = [("evaluate", "/job/eval.py:9".to_owned())];
-        job.thread(2, native_thread(4300, &["_PyEval_EvalFrameDefault"], "R (running)", "", None, 50), None);
+        job.thread(2, native_thread(4300, &["_PyEval_EvalFrameDefault"], "S (sleeping)", "", None, 50), None);
         let dump = job.rank(2).dump.as_mut().expect("a dump");
         dump.stacktrace.last_mut().expect("a thread").cpu_time_ns = cpu_ns;
         dump.py_stacktrace.push(python_thread(4300, "evaluator", &frames));
@@ -172,7 +172,8 @@ fn ranks_that_wait_for_one_whose_library_goes_on_do_not_hang() {
             let library = format!("/usr/lib/python3.11/site-packages/trainer/loop.py:{line}");
             vec![("evaluate", library), ("main", "/job/train.py:133".to_owned())]
         };
-        let mut job = waits_for(Stack::sleep().busy(cpu_ns));
+        let state = if cpu_ns > 0 { "R (running)" } else { "S (sleeping)" };
+        let mut job = waits_for(Stack::sleep().busy(cpu_ns).state(state, ""));
         let dump = job.rank(2).dump.as_mut().expect("a dump");
         dump.py_stacktrace = vec![python_thread(1002, "MainThread", &frames("7"))];
         dump.first_sample.as_mut().expect("two samples").py_stacktrace =

@@ -93,7 +93,9 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) 
         let Some(before) = first.native.iter().find(|before| before.pid == after.pid).filter(|_| is_own) else {
             return Work::default();
         };
-        let busy = is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
+        // On a busy machine who computes gets little, but wants to run at every look.
+        let runnable = before.state.starts_with('R') && after.state.starts_with('R');
+        let busy = runnable || is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
         let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
         Work { busy, went_on: busy && moved }
     });
@@ -109,7 +111,8 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) 
 fn child_work(child: &ChildProcess) -> Work {
     let (Some(first), Some(last)) = (child.samples.first(), child.samples.last()) else { return Work::default() };
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
-    let busy = is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
+    let runnable = [first, last].iter().all(|sample| sample.process_state.starts_with('R')) && between_ns > 0;
+    let busy = runnable || is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
     let bytes = match (first.io_bytes, last.io_bytes) {
         (0, _) | (_, 0) => 0,
         (before, after) => after.saturating_sub(before),

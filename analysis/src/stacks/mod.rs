@@ -188,13 +188,15 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let work =
         if may_wait_for_helpers(doing.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
+    // On a busy machine who computes gets little, but wants to run at every look.
+    let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Moved {
         io: moved.io && !stood(moved) || flows,
         own_frame: moved.own_frame && !looks,
         helper_busy: work.busy,
         helper_went_on: work.went_on,
-        library_went_on: moved.cpu_share >= BUSY_SHARE
+        library_went_on: (runnable || moved.cpu_share >= BUSY_SHARE)
             && !matches!(doing.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
