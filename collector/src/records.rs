@@ -290,7 +290,7 @@ mod tests {
         }
         std::os::unix::fs::chown(&theirs, Some(12345), None).unwrap();
         assert_eq!(folders(root.path()), [own.clone(), theirs.clone()], "nobody else could have put it there");
-        assert_eq!(own_folders(root.path()), [own.clone()]);
+        assert_eq!(own_folders(root.path()), std::slice::from_ref(&own));
         fs::set_permissions(root.path(), std::os::unix::fs::PermissionsExt::from_mode(0o1777)).unwrap();
         let roots = [root.path().to_path_buf()];
         assert_eq!((folders(root.path()), list(&roots).len()), (vec![own], 1));
