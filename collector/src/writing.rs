@@ -352,7 +352,7 @@ mod tests {
     #[test]
     fn work_that_takes_steps_is_waited_for_and_work_that_stands_still_is_left() {
         let (path, silence) = (Path::new("/of/this/test"), Duration::from_millis(200));
-        let slow = |steps: &Steps| {
+        let slow = move |steps: &Steps| {
             for _ in 0..5 {
                 thread::sleep(silence / 2);
                 assert!(steps.done());

@@ -374,7 +374,8 @@ mod tests {
     /// A socket or a temporary folder below `/dead` is looked at by nobody but `answers`.
     #[test]
     fn what_does_not_answer_is_not_looked_at() {
-        let place = |settings: &'static [(&'static str, &'static str)]| {
+        let place = |settings: &[(&'static str, &'static str)]| {
+            let settings = settings.to_vec();
             let find = move |name: &str| settings.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string());
             let answers = |path: &Path| path.starts_with("/dead").then(|| "it does not answer".to_string());
             let refuses = |path: &Path| {
