@@ -20,8 +20,11 @@ pub(crate) fn evidence(
     if is_progress || culprits.iter().any(|view| makes_progress(case, *view)) {
         return HangEvidence::None;
     }
+    // Without an explanation, the operation has to be one of the wait-for graph. A wait for a key of a store, for example, may be
+    // that of a server for its next request.
+    let is_explained = cause != Cause::Unknown || !case.graph.events.is_empty();
     let timeout_ns = case.evidence.hang_timeout_ns.max(1);
-    if case.world.views.iter().any(|view| !view.dead() && view.pending_ns() >= timeout_ns) {
+    if is_explained && case.world.views.iter().any(|view| !view.dead() && view.pending_ns() >= timeout_ns) {
         return HangEvidence::PendingOperation;
     }
     // A dump by hand may be of a healthy job, whose ranks wait for each other all the time.

@@ -1,12 +1,12 @@
 //! What shows that a job hangs: `XPU_TIMER_HANG_KILL` ends ranks on nothing else.
 
 use crate::{
-    HangEvidence,
+    Cause, HangEvidence,
     testing::{Job, SECOND, Stack, native_thread, python_thread},
 };
 use xpu_timer_proto::{
     server::{Awaited, AwaitedKind},
-    v1::{Op, TriggerKind},
+    v1::{Op, OpKind, Operation, TriggerKind},
 };
 
 /// A job without a pending operation in which nothing was launched for a long time.
@@ -65,6 +65,18 @@ fn an_operation_that_is_pending_past_the_timeout_is_a_hang() {
     asked_early.trigger(TriggerKind::Manual);
     asked_early.evidence.hang_timeout_ns = 600 * SECOND;
     assert_eq!(hang(&asked_early), HangEvidence::None, "somebody asked for a dump of a job that works");
+}
+
+#[test]
+fn a_key_that_a_server_waits_for_is_no_hang() {
+    let mut job = quiet(|_| Stack::sleep());
+    for rank in 0..4 {
+        let operation = Job::operation(0, 0, Op::CommInit);
+        let function = "c10d::TCPStore::get".into();
+        job.push(rank, Operation { kind: OpKind::HostCall.into(), returned_ns: 0, dtype: 0, function, ..operation });
+    }
+    let verdict = job.judge();
+    assert_eq!((verdict.cause, verdict.hang), (Cause::Unknown, HangEvidence::None), "{}", verdict.sentence);
 }
 
 #[test]

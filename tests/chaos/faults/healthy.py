@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 from kit import (
-    EXAMPLES, PORT, SYSTEM_PYTHON, TIMEOUT, Unable, add, ends_well, http_get, incident, launched,
+    DIR, EXAMPLES, PORT, SYSTEM_PYTHON, TIMEOUT, Unable, add, ends_well, http_get, incident, launched,
     must, promises, rank_pids, registered, silent, stays, tail, train, trains, wait_for, work,
 )
 
@@ -112,7 +112,9 @@ def well_torchrun():
     if probe.returncode != 0:
         raise Unable("Debian's python3-torch is not installed")
     script = EXAMPLES / "torch_gloo.py"
-    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", "--master_port=0", script]
+    # torch 1.13 on Python 3.11 does not find the values 0 and 3 of these two options, and 0 is the default.
+    output = ["--redirects=1", "--tee=2", f"--log_dir={DIR / 'torchrun'}"]
+    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={PORT + 4}", *output, script]
     job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})
     must(job.wait(120) == 0, tail(job.err()))
     return "ran to its end under torchrun"

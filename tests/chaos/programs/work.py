@@ -281,10 +281,14 @@ def child_of_one(rank):
 def thread_of_one(rank):
     """Rank 0 waits for a thread of its own that evaluates; the others wait for it in a collective."""
 
+    # Of two looks at so many lines nearly none find the same one; a loop at one line is not told from an endless one.
+    lines = "".join(f"    values = sorted((index % {divisor} for index in range(20_000)), reverse=True)\n" for divisor in range(3, 40))
+    defined = {}
+    exec(f"def turn():\n{lines}", defined)
+
     def evaluates():
         for _ in rank.left():
-            values = [index % 3 for index in range(50_000)]
-            sorted(values, key=lambda value: -value)
+            defined["turn"]()
 
     if rank.rank == 0:
         thread = threading.Thread(target=evaluates)
@@ -367,7 +371,11 @@ def crowd():
             waiting[-1].start()
     except RuntimeError:
         waiting.pop()
-    cuda.Buffer(16).fill(1.0)
+    try:
+        cuda.Buffer(16).fill(1.0)
+    except cuda.CudaError:
+        # The simulated device has a thread, too; it tries again at the next call.
+        pass
     over.set()
     for thread in waiting:
         thread.join()
