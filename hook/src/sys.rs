@@ -187,8 +187,8 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     usize::try_from(length).unwrap_or(0)
 }
 
-/// Whether the calling thread is the only one that is left of a process whose first thread has ended.
-pub fn is_last_thread() -> bool {
+/// The exit status of a process's first thread when that has ended and the calling thread is the only one that is left.
+pub fn first_threads_status_when_alone() -> Option<c_int> {
     /// Links of a folder without another one in it; `/proc/PID/task` has one more for each thread.
     const LINKS: u64 = 2;
     // SAFETY: an all-zero stat is a valid value of that plain structure.
@@ -197,13 +197,31 @@ pub fn is_last_thread() -> bool {
     let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
     // A first thread that has ended stays one of them until all have.
     if !known || stat.st_nlink != LINKS + 2 {
-        return false;
+        return None;
     }
-    let mut text = [0; 256];
+    let mut text = [0; 1024];
     let length = read_file(c"/proc/self/stat", &mut text);
-    // The name stands in parentheses and may hold any character.
-    let name_end = text[..length].iter().rposition(|byte| *byte == b')');
-    name_end.is_some_and(|end| text.get(end + 2) == Some(&b'Z'))
+    status_of_zombie(&text[..length])
+}
+
+/// The exit status of a zombie by its `/proc/PID/stat`.
+fn status_of_zombie(stat: &[u8]) -> Option<c_int> {
+    // The name stands in parentheses and may hold any character. The last of 52 fields is the status as wait(2) gives it.
+    let name_end = stat.iter().rposition(|byte| *byte == b')')?;
+    let fields = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
+    let mut fields = fields.split_ascii_whitespace();
+    let state = fields.next()?;
+    let waited: c_int = fields.last()?.parse().ok()?;
+    (state == "Z").then_some((waited >> 8) & 0xff)
+}
+
+/// Ends the calling thread with a status, unless that is 0. The status of a process whose first thread has ended by the bare system
+/// call is that of its last thread (since Linux 5.18), so the hook's has to end with that of the program's.
+pub fn end_thread_unless_success(status: c_int) {
+    if status != 0 {
+        // SAFETY: no other thread is left that could see what this one leaves behind.
+        unsafe { libc::syscall(libc::SYS_exit, status) };
+    }
 }
 
 /// Whether a path is that of a regular file.
@@ -378,6 +396,16 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_zombie_has_the_status_that_it_ended_with() {
+        let stat =
+            |state: &str, status: &str| format!("77 (a) Z b) {state} 1 77 0 -1 4228 {}{status}\n", "0 ".repeat(43));
+        assert_eq!(status_of_zombie(stat("Z", "1280").as_bytes()), Some(5));
+        assert_eq!(status_of_zombie(stat("Z", "0").as_bytes()), Some(0));
+        assert_eq!(status_of_zombie(stat("S", "0").as_bytes()), None);
+        assert_eq!(status_of_zombie(b"77 (cut"), None);
+    }
 
     #[test]
     fn nobody_takes_the_pages_of_a_ring_away() {

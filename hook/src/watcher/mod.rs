@@ -61,8 +61,13 @@ struct Watcher {
     panics: u64,
     /// When the spare events are counted next.
     events_ns: u64,
+    /// When it was last asked whether the program has another thread.
+    asked_ns: u64,
     coverage: coverage::Survey,
 }
+
+/// Between two questions whether the program has another thread.
+const BETWEEN_QUESTIONS_NS: u64 = 1_000_000_000;
 
 impl Watcher {
     fn new(recorder: &'static Recorder, environment: Environment) -> Self {
@@ -79,6 +84,7 @@ impl Watcher {
             signalled: None,
             panics: 0,
             events_ns: 0,
+            asked_ns: 0,
             coverage: coverage::Survey::new(),
             config,
         }
@@ -104,13 +110,27 @@ impl Watcher {
             if thread::is_over(&mut own) {
                 return false;
             }
-            if filters::watcher_may_call() && sys::is_last_thread() {
+            if let Some(status) = own.as_mut().and_then(|watcher| watcher.sees_no_other_thread()) {
                 start::set_watched(false);
                 thread_state::with(|thread| thread.is_watcher.set(false));
+                sys::end_thread_unless_success(status);
                 return true;
             }
         }
         false
+    }
+
+    /// The exit status of the program's first thread when no other thread is left. It asks only after a second without a hooked call:
+    /// a thread that calls is there, and a filter that nobody has seen yet may forbid the question.
+    fn sees_no_other_thread(&mut self) -> Option<i32> {
+        let now = sys::now_ns();
+        let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
+        let last_ns = called_ns.max(self.asked_ns);
+        if now.saturating_sub(last_ns) < BETWEEN_QUESTIONS_NS || !filters::watcher_may_call() {
+            return None;
+        }
+        self.asked_ns = now;
+        sys::first_threads_status_when_alone()
     }
 
     /// One turn, and the pause behind it.

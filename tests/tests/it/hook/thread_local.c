@@ -12,7 +12,7 @@ int cuLaunchKernel(void *, unsigned, unsigned, unsigned, unsigned, unsigned, uns
 int ncclAllReduce(const void *, void *, size_t, int, int, void *, void *);
 int ncclCommInitRank(void **, int, Id, int);
 
-static __thread char variables[BYTES];
+static __thread volatile char variables[BYTES];
 
 static int is_short;
 
