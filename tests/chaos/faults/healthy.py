@@ -107,14 +107,14 @@ def well_server_wakes_up():
 
 @promises("a real elastic job that is well comes to its end under it")
 def well_torchrun():
-    """torchrun starts two ranks on gloo, with XPU_TIMER_HANG_KILL=1."""
+    """torchrun starts four ranks on gloo, with XPU_TIMER_HANG_KILL=1."""
     probe = subprocess.run([SYSTEM_PYTHON, "-c", "import torch.distributed"], capture_output=True)
     if probe.returncode != 0:
         raise Unable("Debian's python3-torch is not installed")
     script = EXAMPLES / "torch_gloo.py"
     # torch 1.13 on Python 3.11 does not find the values 0 and 3 of these two options, and 0 is the default.
     output = ["--redirects=1", "--tee=2", f"--log_dir={DIR / 'torchrun'}"]
-    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=2", f"--master_port={PORT + 4}", *output, script]
+    words = [SYSTEM_PYTHON, "-m", "torch.distributed.run", "--nnodes=1", "--nproc_per_node=4", f"--master_port={PORT + 4}", *output, script]
     job = launched(*words, env={**KILL, "GLOO_SOCKET_IFNAME": "lo"})
     must(job.wait(120) == 0, tail(job.err()))
     return "ran to its end under torchrun"
