@@ -248,14 +248,20 @@ def log_folder_dies():
     return one["cause"]
 
 
+def dies_and_the_collector_too(job, folder):
+    """Once both ranks are registered, the file system of the folder stops to answer and the collector is killed."""
+    space = Space(job)
+    registered(2)
+    holder = dies(space, folder)
+    kill9(collector())
+    return space, holder
+
+
 @promises("the job trains to its end, and nothing waits")
 def log_folder_dies_and_the_job_ends():
     """The folder of the logs stops to answer, the collector is killed so that the ranks have something to say, and the job ends."""
     job = train("--seconds=6", wrap=mounted(LOGS))
-    space = Space(job)
-    registered(2)
-    holder = dies(space, LOGS)
-    kill9(collector())
+    _, holder = dies_and_the_collector_too(job, LOGS)
     ends_well(job, seconds=40)
     holder.kill()
 
@@ -264,10 +270,7 @@ def log_folder_dies_and_the_job_ends():
 def log_folder_dies_and_the_collector_is_killed():
     """The folder of the logs stops to answer, the collector is killed, and the job hangs."""
     job = hangs(mounted(LOGS), 150)
-    space = Space(job)
-    registered(2)
-    holder = dies(space, LOGS)
-    kill9(collector())
+    space, holder = dies_and_the_collector_too(job, LOGS)
     served(90)
     whole(space, [TIMELINE])
     silent(job)
@@ -278,10 +281,7 @@ def log_folder_dies_and_the_collector_is_killed():
 def disk_dies_and_the_collector_is_killed():
     """The disk of the incidents stops to answer, the collector is killed, and the job hangs."""
     job = hangs(mounted(TIMELINE), 150)
-    space = Space(job)
-    registered(2)
-    holder = dies(space, TIMELINE)
-    kill9(collector())
+    _, holder = dies_and_the_collector_too(job, TIMELINE)
     served(90)
     silent(job)
     holder.kill()
