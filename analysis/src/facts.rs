@@ -78,15 +78,10 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> Ho
         python: location.python,
         python_function: location.python_function,
         native: location.native,
-        moved: moved.map(|moved| HostMovement {
-            cpu_share: moved.cpu_share,
-            io_bytes: moved.io_bytes,
-            io: moved.io,
-            own_frame: moved.own_frame,
-            main_ran: moved.main_ran,
-            helper_busy: moved.helper_busy,
-            helper_went_on: moved.helper_went_on,
-            library_went_on: moved.library_went_on,
+        moved: moved.map(|moved| {
+            let Moved { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on } =
+                moved;
+            HostMovement { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on }
         }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training).map(|StuckHelper { who, place }| HostHelper { who, place }),
