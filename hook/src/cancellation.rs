@@ -18,22 +18,49 @@ unsafe extern "C" {
     fn pthread_setcancelstate(state: c_int, before: *mut c_int) -> c_int;
 }
 
-/// Runs code that a thread must not be cancelled in, and that does not panic. Short code: to tell the system takes longer than a whole
-/// launch, so it is told only where threads are cancelled at all.
-#[inline(always)]
-pub fn shielded<R>(code: impl FnOnce() -> R) -> R {
-    if USED.load(Ordering::Relaxed) { shielded_always(code) } else { code() }
+/// While it is up, the thread is not cancelled.
+pub struct Shield {
+    is_up: bool,
+    /// The thread's state before.
+    before: c_int,
 }
 
-/// The same for code that takes long.
-#[inline(never)]
-pub fn shielded_always<R>(code: impl FnOnce() -> R) -> R {
-    let mut before = 0;
-    // SAFETY: changes the calling thread's own state, and puts it back.
-    unsafe { pthread_setcancelstate(DISABLE, &mut before) };
+impl Shield {
+    /// For short code that does not panic. To tell the system takes longer than a whole launch, so it is told only where threads are
+    /// cancelled at all.
+    #[inline(always)]
+    pub fn raised() -> Self {
+        if USED.load(Ordering::Relaxed) { Shield::raised_always() } else { Shield { is_up: false, before: 0 } }
+    }
+
+    #[cold]
+    fn raised_always() -> Self {
+        let mut before = 0;
+        // SAFETY: changes the calling thread's own state, and puts it back.
+        unsafe { pthread_setcancelstate(DISABLE, &mut before) };
+        Shield { is_up: true, before }
+    }
+
+    /// Puts the thread's state back.
+    #[inline(always)]
+    pub fn lower(&mut self) {
+        if std::mem::take(&mut self.is_up) {
+            self.lower_always();
+        }
+    }
+
+    #[cold]
+    fn lower_always(&self) {
+        // SAFETY: the calling thread's own state.
+        unsafe { pthread_setcancelstate(self.before, std::ptr::null_mut()) };
+    }
+}
+
+/// Runs code that takes long, during which the thread is not cancelled. It does not panic.
+pub fn shielded<R>(code: impl FnOnce() -> R) -> R {
+    let mut shield = Shield::raised_always();
     let result = code();
-    // SAFETY: as above.
-    unsafe { pthread_setcancelstate(before, std::ptr::null_mut()) };
+    shield.lower();
     result
 }
 

@@ -75,7 +75,7 @@ impl Cost {
     }
 
     /// The hook is left.
-    pub fn end(mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+    pub fn end(&mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
         if self.is_measured() {
             self.pause();
             self.keep(thread, recorder, layer);

@@ -13,7 +13,7 @@ use std::{
 use xpu_timer_proto::ring::header;
 
 use crate::{
-    cancellation::shielded,
+    cancellation::Shield,
     cost::Cost,
     original::Function,
     recorder::Recorder,
@@ -61,16 +61,6 @@ impl After for () {
     }
 }
 
-/// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
-struct Leave(u8);
-
-impl Drop for Leave {
-    #[inline]
-    fn drop(&mut self) {
-        thread_state::current().inside.set(self.0);
-    }
-}
-
 /// Runs a part of the hook; a panic in it is counted and ends there.
 #[inline]
 pub fn guarded<R>(part: impl FnOnce() -> R) -> Option<R> {
@@ -86,6 +76,71 @@ fn panicked(payload: Box<dyn std::any::Any + Send>) {
     }
 }
 
+/// A call on its way through the hook. Each row has [`around`] for its own, so what does not depend on the row is here.
+struct Passage {
+    thread: &'static ThreadState,
+    /// The thread's marks before the call.
+    inside: u8,
+    /// The mark of the layer.
+    bit: u8,
+    /// The caller's, then the real function's.
+    errno: c_int,
+    cost: Cost,
+    shield: Shield,
+}
+
+impl Passage {
+    #[inline(always)]
+    fn enter(thread: &'static ThreadState, bit: u8) -> Self {
+        let inside = thread.inside.replace(thread.inside.get() | bit | IN_HOOK);
+        let errno = thread.errno().get();
+        let cost = Cost::begin(thread, bit);
+        Passage { thread, inside, bit, errno, cost, shield: Shield::raised() }
+    }
+
+    #[inline(always)]
+    fn before_the_real_call(&mut self) {
+        self.shield.lower();
+        self.thread.inside.set(self.inside | self.bit);
+        self.thread.errno().set(self.errno);
+        self.cost.pause();
+    }
+
+    #[inline(always)]
+    fn after_the_real_call<T: After>(&mut self, token: Option<(&'static Recorder, T)>, result: c_int) {
+        self.cost.resume();
+        if let Some((recorder, token)) = token
+            && (token.matters() || self.cost.is_measured())
+        {
+            self.end(recorder, token, result);
+        }
+    }
+
+    #[inline]
+    fn end<T: After>(&mut self, recorder: &'static Recorder, token: T, result: c_int) {
+        self.errno = self.thread.errno().get();
+        self.thread.inside.set(self.inside | self.bit | IN_HOOK);
+        self.shield = Shield::raised();
+        guarded(|| {
+            // In a child that was forked inside the real call, what was begun belongs to the parent.
+            if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                token.after(recorder, result);
+                self.cost.end(self.thread, recorder, self.bit);
+            }
+        });
+        self.shield.lower();
+        self.thread.errno().set(self.errno);
+    }
+}
+
+/// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
+impl Drop for Passage {
+    #[inline]
+    fn drop(&mut self) {
+        self.thread.inside.set(self.inside);
+    }
+}
+
 /// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
 #[inline(always)]
 pub fn around<T: After>(
@@ -95,45 +150,20 @@ pub fn around<T: After>(
     real: impl FnOnce() -> c_int,
 ) -> c_int {
     let thread = thread_state::current();
-    let inside = thread.inside.get();
-    if inside & bypass != 0 {
+    if thread.inside.get() & bypass != 0 {
         return real();
     }
-    let errno = thread.errno();
-    let saved = errno.get();
-    thread.inside.set(inside | bit | IN_HOOK);
-    let leave = Leave(inside);
-    let mut cost = Cost::begin(thread, bit);
-    let token = shielded(|| {
-        guarded(|| {
-            let recorder = start::recorder()?;
-            called(recorder, thread, function);
-            Some((recorder, before(recorder, Site { function, slot, inside })))
-        })
+    let mut passage = Passage::enter(thread, bit);
+    let inside = passage.inside;
+    let token = guarded(|| {
+        let recorder = start::recorder()?;
+        called(recorder, thread, function);
+        Some((recorder, before(recorder, Site { function, slot, inside })))
     })
     .flatten();
-    thread.inside.set(inside | bit);
-    errno.set(saved);
-    cost.pause();
+    passage.before_the_real_call();
     let result = real();
-    cost.resume();
-    if let Some((recorder, token)) = token
-        && (token.matters() || cost.is_measured())
-    {
-        let saved = errno.get();
-        thread.inside.set(inside | bit | IN_HOOK);
-        shielded(|| {
-            guarded(|| {
-                // In a child that was forked inside the real call, what was begun belongs to the parent.
-                if start::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
-                    token.after(recorder, result);
-                    cost.end(thread, recorder, bit);
-                }
-            })
-        });
-        errno.set(saved);
-    }
-    drop(leave);
+    passage.after_the_real_call(token, result);
     result
 }
 
@@ -195,17 +225,31 @@ macro_rules! hooked {
                     xpu_timer_proto::family::Library::$library,
                     [
                         $crate::original::Wrapper($name as *const ()),
-                        $crate::original::Wrapper(wrapper::<1> as *const ()),
-                        $crate::original::Wrapper(wrapper::<2> as *const ()),
-                        $crate::original::Wrapper(wrapper::<3> as *const ()),
+                        $crate::original::Wrapper(from_slot::<1> as *const ()),
+                        $crate::original::Wrapper(from_slot::<2> as *const ()),
+                        $crate::original::Wrapper(from_slot::<3> as *const ()),
                     ],
                 );
 
                 type Real = unsafe extern "C-unwind" fn($($type),*) -> std::ffi::c_int;
 
-                #[inline]
-                unsafe extern "C-unwind" fn wrapper<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
-                    let real = FUNCTION.real(SLOT);
+                #[cfg_attr(not(test), unsafe(no_mangle))]
+                pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
+                    $crate::thread_state::current().slot.set(SLOT);
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                // One for all slots: there are more than a thousand rows.
+                #[inline(never)]
+                unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
+                    let slot = $crate::thread_state::current().slot.take();
+                    let real = FUNCTION.real(slot);
                     if real.is_null() {
                         return $missing;
                     }
@@ -215,13 +259,7 @@ macro_rules! hooked {
                         // SAFETY: the caller's own arguments.
                         unsafe { real($($arg),*) }
                     };
-                    $crate::hooked::around((&FUNCTION, SLOT), ($bit, $bypass), $before, call)
-                }
-
-                #[cfg_attr(not(test), unsafe(no_mangle))]
-                pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
-                    // SAFETY: the caller's own arguments.
-                    unsafe { wrapper::<0>($($arg),*) }
+                    $crate::hooked::around((&FUNCTION, slot), ($bit, $bypass), $before, call)
                 }
             }
     };

@@ -12,7 +12,7 @@ use xpu_timer_proto::ring::{coverage, header, offset};
 
 use crate::{
     bell,
-    cancellation::{self, shielded_always},
+    cancellation::{self, shielded},
     config, cost, filters,
     hooked::guarded,
     inject,
@@ -145,7 +145,7 @@ fn start() -> Option<&'static Recorder> {
         }
         return running();
     }
-    let started = shielded_always(|| in_hook(|| guarded(set_up_if_allowed))).flatten();
+    let started = shielded(|| in_hook(|| guarded(set_up_if_allowed))).flatten();
     sys::forget_linker_error();
     if started.is_none() {
         OWN.retry_at_ns.store(sys::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);

@@ -35,6 +35,8 @@ pub struct ThreadState {
     pub group_first: Cell<u32>,
     /// As above.
     pub group_last: Cell<u32>,
+    /// Slot of the original that the wrapper which is about to begin calls; see [`crate::hooked`]. A wrapper takes it at once.
+    pub slot: Cell<usize>,
     /// Index of the thread's lane plus one; see [`crate::lanes`].
     pub lane: Cell<u32>,
     /// Slot, plus one, of the first operation whose call the thread is inside of; 0 for none.

@@ -26,7 +26,7 @@ use crate::{
     original::{Function, Wrapper},
     recorder::{Begin, Recorder},
     start,
-    thread_state::{IN_COLLECTIVES, IN_HOOK},
+    thread_state::{self, IN_COLLECTIVES, IN_HOOK},
 };
 use group::{creating, known};
 use tensor::{Tensors, shape};
@@ -249,16 +249,30 @@ macro_rules! symbols {
                     Library::Gloo,
                     [
                         Wrapper($name as *const ()),
-                        Wrapper(wrapper::<1> as *const ()),
-                        Wrapper(wrapper::<2> as *const ()),
-                        Wrapper(wrapper::<3> as *const ()),
+                        Wrapper(from_slot::<1> as *const ()),
+                        Wrapper(from_slot::<2> as *const ()),
+                        Wrapper(from_slot::<3> as *const ()),
                     ],
                 );
 
                 type Real = unsafe extern "C-unwind" fn($(symbols!(@word $arg)),*) -> Word;
 
-                unsafe extern "C-unwind" fn wrapper<const SLOT: usize>($($arg: Word),*) -> Word {
-                    let real = FUNCTION.real(SLOT);
+                #[cfg_attr(not(test), unsafe(no_mangle))]
+                pub unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: Word),*) -> Word {
+                    thread_state::current().slot.set(SLOT);
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                #[inline(never)]
+                unsafe extern "C-unwind" fn wrapper($($arg: Word),*) -> Word {
+                    let slot = thread_state::current().slot.take();
+                    let real = FUNCTION.real(slot);
                     if real.is_null() {
                         // The caller has come here through a table of the very library that has the original.
                         return 0;
@@ -272,17 +286,11 @@ macro_rules! symbols {
                         0
                     };
                     if $when {
-                        around((&FUNCTION, SLOT), (IN_COLLECTIVES, $bypass), $before, call);
+                        around((&FUNCTION, slot), (IN_COLLECTIVES, $bypass), $before, call);
                     } else {
                         call();
                     }
                     answer
-                }
-
-                #[cfg_attr(not(test), unsafe(no_mangle))]
-                pub unsafe extern "C-unwind" fn $name($($arg: Word),*) -> Word {
-                    // SAFETY: the caller's own arguments.
-                    unsafe { wrapper::<0>($($arg),*) }
                 }
             }
         )*)*
