@@ -54,7 +54,12 @@ impl Subject {
     /// Looks again whether the process runs: it may have ended since the trigger.
     pub fn refresh(&mut self) {
         let Some(process) = self.process.as_ref().filter(|process| process.is_dead()) else { return };
-        self.exit = process.exit().or(self.exit.take());
+        let how = process.exit();
+        if self.registered {
+            self.exit = how.or(self.exit.take());
+        } else if how.is_some() || self.exit.is_none() {
+            self.exit = Some(before_its_first_device_call(how));
+        }
         if matches!(self.presence, Presence::Present | Presence::Unregistered) {
             self.presence = Presence::Dead;
         }
@@ -100,6 +105,13 @@ impl Subject {
             host: None,
         }
     }
+}
+
+/// How a rank ended that never registered.
+#[must_use]
+pub fn before_its_first_device_call(how: Option<String>) -> String {
+    const WHEN: &str = "before its first device call";
+    how.map_or_else(|| WHEN.into(), |how| format!("{how}, {WHEN}"))
 }
 
 /// What is written for a rank: with a dump all of it, without one the state, the reasons and the flight record.

@@ -13,7 +13,7 @@ use xpu_timer_proto::v1::{Presence as Shown, RankInfo};
 use crate::{
     clock::Now,
     dump::Plan,
-    evidence::Subject,
+    evidence::{self, Subject},
     jobs::{self, Member},
     launched::{Silent, State},
     process::{self, Found, Handle},
@@ -124,10 +124,7 @@ pub fn add_silent(subjects: &mut Vec<Subject>, silent: Vec<Silent>, node: &str) 
         }
         let (presence, process, exit) = match rank.state {
             State::Runs(process) => (Shown::Unregistered, Some(process), None),
-            State::Ended(_, how) => {
-                let how = how.map(|how| format!("{how}, ")).unwrap_or_default();
-                (Shown::Dead, None, Some(format!("{how}before its first device call")))
-            }
+            State::Ended(_, how) => (Shown::Dead, None, Some(evidence::before_its_first_device_call(how))),
         };
         subjects.push(Subject {
             rank: rank.info.rank as u32,

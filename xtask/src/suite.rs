@@ -2,6 +2,7 @@
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
+use std::thread::available_parallelism;
 
 use anyhow::{Context, Result, bail};
 
@@ -12,6 +13,9 @@ const ACCIDENTS: usize = 4;
 
 /// … and fewer are so often. One that is broken fails each time.
 const AGAIN: usize = 2;
+
+/// Tests at once for each core: most of them wait for a timeout most of the time.
+const TESTS_A_CORE: usize = 2;
 
 /// What libtest printed, as far as it says which tests failed.
 #[derive(Debug, Default, PartialEq, Eq)]
@@ -49,7 +53,8 @@ impl Log {
 /// A test that failed each time, more than [`ACCIDENTS`] that failed, an executable that crashed or could not be built.
 pub fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     let mut command = test();
-    command.arg("--").args(harness);
+    let at_once = TESTS_A_CORE * available_parallelism().map_or(1, usize::from);
+    command.arg("--").arg(format!("--test-threads={at_once}")).args(harness);
     let (success, mut log) = follow(&mut command)?;
     if success {
         return Ok(());

@@ -46,6 +46,7 @@ mod ptrace;
 mod python;
 mod registers;
 mod running;
+mod sockets;
 mod stacks;
 mod symbolize;
 mod target_files;

@@ -22,6 +22,7 @@ use crate::{
     procfs::{self, Status},
     python::{self, Agreement, Python, PythonThread},
     running::Running,
+    sockets,
     worker::Job,
 };
 
@@ -98,7 +99,7 @@ impl Capture<'_> {
         self.process.parent_pid = stat.parent;
         sample.process_state = state_text(stat.state);
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
-        sample.io_bytes = procfs::io_bytes(pid);
+        sample.io_bytes = procfs::io_bytes(pid) + sockets::tcp_bytes(pid, self.deadline);
         self.process.command = procfs::command(pid);
         let tids = procfs::threads(pid)?;
         // The address space of a leader that has ended is to be had from the threads that live on.

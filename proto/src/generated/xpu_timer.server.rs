@@ -164,7 +164,8 @@ pub struct ProcessSample {
     /// User plus system time of the whole process.
     #[prost(uint64, tag = "5")]
     pub cpu_time_ns: u64,
-    /// Bytes that read and write calls moved (rchar + wchar of /proc/PID/io); 0 when it cannot be read.
+    /// Bytes that read and write calls moved (rchar + wchar of /proc/PID/io), and bytes over the TCP connections that the
+    /// process has open. 0 when neither can be read.
     #[prost(uint64, tag = "6")]
     pub io_bytes: u64,
     /// What could not be taken, one sentence each. Should be empty.

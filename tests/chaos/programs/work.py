@@ -4,6 +4,8 @@ Each mode is a function. It works for some seconds, several times the hang timeo
 """
 
 import argparse
+import asyncio
+import concurrent.futures
 import gc
 import multiprocessing
 import os
@@ -297,20 +299,114 @@ def thread_of_one(rank):
     rank.step()
 
 
+class Sender:
+    """A process that sends to whoever connects, so many bytes at a time, until the time is up."""
+
+    SERVER = """
+import socket, sys, threading, time
+listener = socket.create_server(("127.0.0.1", 0))
+print(listener.getsockname()[1], flush=True)
+end, size, pause = time.monotonic() + float(sys.argv[1]), int(sys.argv[2]), 0.2
+def send(peer):
+    while time.monotonic() < end:
+        peer.sendall(b"x" * size)
+        time.sleep(pause)
+    peer.close()
+while time.monotonic() < end:
+    listener.settimeout(max(end - time.monotonic(), 0.1))
+    try:
+        threading.Thread(target=send, args=(listener.accept()[0],)).start()
+    except TimeoutError:
+        break
+"""
+
+    def __init__(self, seconds, size):
+        words = [sys.executable, "-c", self.SERVER, str(seconds), str(size)]
+        self.process = subprocess.Popen(words, stdout=subprocess.PIPE)
+        self.port = int(self.process.stdout.readline())
+
+    def connect(self, **options):
+        return socket.create_connection(("127.0.0.1", self.port), **options)
+
+    def wait(self):
+        self.process.wait()
+
+
 @mode
 def download_of_one(rank):
     """Rank 0 receives from a server that sends a little at a time; the others wait for it in a collective."""
     if rank.rank == 0:
-        server = "import socket, sys, time\n" \
-            "listener = socket.create_server(('127.0.0.1', 0))\n" \
+        sender = Sender(rank.seconds, 1000)
+        peer = sender.connect()
+        while peer.recv(65536):
+            pass
+        sender.wait()
+    rank.step()
+
+
+@mode
+def timed_download_of_one(rank):
+    """The same with a timeout, as libraries for HTTP do it: it waits in poll, not in recv."""
+    if rank.rank == 0:
+        sender = Sender(rank.seconds, 20_000)
+        peer = sender.connect(timeout=30)
+        while peer.recv(65536):
+            pass
+        sender.wait()
+    rank.step()
+
+
+@mode
+def downloads_in_threads_of_one(rank):
+    """Rank 0 waits for threads that receive; the others wait for it in a collective."""
+
+    def receive(peer):
+        while peer.recv(65536):
+            pass
+
+    if rank.rank == 0:
+        sender = Sender(rank.seconds, 20_000)
+        with concurrent.futures.ThreadPoolExecutor(2) as pool:
+            list(pool.map(receive, [sender.connect(timeout=30) for _ in range(2)]))
+        sender.wait()
+    rank.step()
+
+
+@mode
+def asynchronous_download_of_one(rank):
+    """Rank 0 receives in an event loop; the others wait for it in a collective."""
+
+    async def receive(port):
+        reader, writer = await asyncio.open_connection("127.0.0.1", port)
+        while await reader.read(65536):
+            pass
+        writer.close()
+
+    if rank.rank == 0:
+        sender = Sender(rank.seconds, 20_000)
+        asyncio.run(receive(sender.port))
+        sender.wait()
+    rank.step()
+
+
+@mode
+def upload_of_one(rank):
+    """Rank 0 sends to a peer that takes a little at a time, so that it blocks in send; the others wait for it in a collective."""
+    if rank.rank == 0:
+        taker = "import socket, sys, time\n" \
+            "listener = socket.socket()\n" \
+            "listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 16384)\n" \
+            "listener.bind(('127.0.0.1', 0))\n" \
+            "listener.listen()\n" \
             "print(listener.getsockname()[1], flush=True)\n" \
-            "peer, end = listener.accept()[0], time.monotonic() + float(sys.argv[1])\n" \
-            "while time.monotonic() < end:\n    peer.sendall(b'x' * 1000)\n    time.sleep(0.2)\n"
-        words = [sys.executable, "-c", server, str(rank.seconds)]
-        with subprocess.Popen(words, stdout=subprocess.PIPE) as started:
+            "peer = listener.accept()[0]\n" \
+            "while peer.recv(8192):\n    time.sleep(0.1)\n"
+        with subprocess.Popen([sys.executable, "-c", taker], stdout=subprocess.PIPE) as started:
             peer = socket.create_connection(("127.0.0.1", int(started.stdout.readline())))
-            while peer.recv(65536):
-                pass
+            peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 16384)
+            for _ in rank.left():
+                peer.sendall(b"x" * 400_000)
+            peer.close()
     rank.step()
 
 
