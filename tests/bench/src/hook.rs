@@ -174,10 +174,7 @@ impl Calls {
 }
 
 fn calls(bench: &Bench, options: &Options, report: &mut Report) {
-    report.section(
-        "Hook: added to a call, against the bare call in the same thread and round; rounds in which the thread was not switched \
-         out, as many threads called at once as there are processors, and those were not shared",
-    );
+    report.section("Hook: time added to a call");
     for threads in THREADS {
         let what = format!("launch without events, {threads} threads: median (p90)");
         let measured = bench.calls("launch", threads, options.rounds, 2000).and_then(|calls| {

