@@ -195,6 +195,16 @@ impl Handle {
         pidfd::wait_status(&self.fd).or(zombie).map(describe)
     }
 
+    /// Why a process that was killed is still there: its state, and the function of the kernel that its main thread waits in, where
+    /// we may know it.
+    #[must_use]
+    pub fn where_the_kernel_is(&self) -> String {
+        let state = self.stat().map_or('?', |stat| stat.state);
+        let function = fs::read_to_string(format!("/proc/{}/wchan", self.pid)).unwrap_or_default();
+        let function = if function.is_empty() || function == "0" { "a function that is not shown" } else { &function };
+        format!("the kernel holds it in {function} (state {state})")
+    }
+
     /// Sends a signal to this process and no other.
     ///
     /// # Errors

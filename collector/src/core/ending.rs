@@ -51,9 +51,19 @@ impl Judged {
 /// Processes that are being ended, and incidents that are looked at again.
 #[derive(Debug, Default)]
 pub(super) struct Ending {
-    // Ranks that were told to end, and when they are made to.
-    told: Vec<(u64, Arc<Handle>)>,
+    told: Vec<Signalled>,
     watched: BTreeMap<String, Watch>,
+}
+
+/// A process that was sent a signal to end.
+#[derive(Debug)]
+struct Signalled {
+    rank: i32,
+    process: Arc<Handle>,
+    // When to look at it again.
+    due_ns: u64,
+    // SIGKILL was sent after the polite signal.
+    made_to: bool,
 }
 
 /// An incident whose ranks were not ended by its last verdict.
@@ -177,7 +187,8 @@ impl Core {
                 if let Err(error) = process.signal(signal) {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
-                self.ending.told.push((now.mono_ns + KILL_AFTER_NS, process));
+                let due_ns = now.mono_ns + KILL_AFTER_NS;
+                self.ending.told.push(Signalled { rank, process, due_ns, made_to: false });
             }
         }
         true
@@ -216,12 +227,27 @@ impl Core {
 
     /// Once a second.
     pub(super) fn tick_ending(&mut self, now: Now) {
-        self.ending.told.retain(|(due_ns, process)| {
-            if *due_ns <= now.mono_ns && !process.is_dead() {
-                // It fails when the process has just ended.
-                let _ = process.signal(Signal::KILL);
+        self.ending.told.retain_mut(|told| {
+            if told.due_ns > now.mono_ns {
+                return true;
             }
-            *due_ns > now.mono_ns
+            if told.process.is_dead() {
+                return false;
+            }
+            if told.made_to {
+                let (rank, process) = (told.rank, &told.process);
+                warn!(
+                    "rank {rank} (pid {}) does not end after SIGKILL: {}",
+                    process.pid,
+                    process.where_the_kernel_is()
+                );
+                return false;
+            }
+            // It fails when the process has just ended.
+            let _ = told.process.signal(Signal::KILL);
+            told.made_to = true;
+            told.due_ns = now.mono_ns + KILL_AFTER_NS;
+            true
         });
         let engine = &self.engine;
         self.ending.watched.retain(|id, _| engine.get(id).is_some_and(|incident| incident.closed.is_none()));

@@ -149,11 +149,19 @@ fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
 
 /// Waits until the ranks of a proven hang have been ended; makes sure that those of another verdict have not.
 fn ended(job: &Job, incident: &Incident) -> Result<()> {
+    // A process that the kernel holds, in a file system that does not answer or in a freezer, does not end by any signal.
+    let is_held = |rank: &Value| {
+        const SIGKILL: u64 = 1 << 8;
+        let status = fs::read_to_string(format!("/proc/{}/status", rank["pid"])).unwrap_or_default();
+        let pending = status.lines().find_map(|line| line.strip_prefix("ShdPnd:"));
+        pending.is_some_and(|mask| u64::from_str_radix(mask.trim(), 16).is_ok_and(|mask| mask & SIGKILL != 0))
+    };
     let alive = || -> Vec<Value> {
         let ranks = job.status().map(|status| status["ranks"].as_array().cloned().unwrap_or_default());
         let is_alive = |rank: &Value| {
             rank["attempt"] == incident.verdict["attempt"]
                 && ["present", "detached"].iter().any(|is| rank["presence"] == *is)
+                && !is_held(rank)
         };
         ranks.unwrap_or_default().into_iter().filter(is_alive).collect()
     };
