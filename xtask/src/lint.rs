@@ -1,6 +1,6 @@
 //! `cargo xtask lint`: what CI checks besides the tests.
 
-use std::collections::BTreeSet;
+use std::{collections::BTreeSet, fs, process::Command};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -23,7 +23,11 @@ const LICENCES: [&str; 12] = [
     "NCSA",
 ];
 
+/// Columns at which Markdown wraps.
+const COLUMNS: usize = 100;
+
 pub fn run() -> Result<()> {
+    markdown()?;
     shell::run(&mut cargo(&["fmt", "--all", "--check"]))?;
     // Frida's crate makes its bindings with libclang. It has a header of its own for docs.rs, so that checking needs no devkit.
     need(&["clang", "libclang-dev"])?;
@@ -36,6 +40,37 @@ pub fn run() -> Result<()> {
             .env("RUSTDOCFLAGS", "-D warnings"),
     )?;
     licences()
+}
+
+/// Markdown wraps at [`COLUMNS`].
+fn markdown() -> Result<()> {
+    let output = Command::new("git").args(["ls-files", "*.md"]).current_dir(xpu_timer_tests::tree()).output();
+    let output = output.context("git ls-files")?;
+    ensure!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
+    let mut long = Vec::new();
+    for name in String::from_utf8_lossy(&output.stdout).lines() {
+        let text = fs::read_to_string(xpu_timer_tests::tree().join(name)).with_context(|| name.to_owned())?;
+        long.extend(long_lines(&text).into_iter().map(|number| format!("{name}:{number}")));
+    }
+    ensure!(long.is_empty(), "lines beyond {COLUMNS} columns: {}", long.join(" "));
+    Ok(())
+}
+
+/// Numbers of the lines of a Markdown text that do not wrap. Tables, code blocks and links are exempt.
+fn long_lines(text: &str) -> Vec<usize> {
+    let mut is_code = false;
+    let mut long = Vec::new();
+    for (number, line) in (1..).zip(text.lines()) {
+        let start = line.trim_start();
+        if start.starts_with("```") {
+            is_code = !is_code;
+        }
+        let exempt = is_code || start.starts_with(['|', '[']) || line.contains("](") || line.contains("://");
+        if !exempt && line.chars().count() > COLUMNS {
+            long.push(number);
+        }
+    }
+    long
 }
 
 /// Every dependency that is built for Linux has a licence of the list.
@@ -91,7 +126,14 @@ fn allowed(expression: &str) -> bool {
 
 #[cfg(test)]
 mod tests {
-    use super::allowed;
+    use super::{allowed, long_lines};
+
+    #[test]
+    fn tables_code_and_links_may_be_long() {
+        let long = "x".repeat(101);
+        let text = format!("{long}\n| {long} |\n```\n{long}\n```\n[a](b) {long}\n{}\n{long}\n", "ö".repeat(100));
+        assert_eq!(long_lines(&text), [1, 8]);
+    }
 
     #[test]
     fn expressions() {
