@@ -31,6 +31,7 @@ pub struct Stack {
     wchan: &'static str,
     cpu_ns: u64,
     io_bytes: u64,
+    tcp_bytes: u64,
     /// How often the main thread ran between the samples.
     pub switches: u64,
 }
@@ -46,6 +47,7 @@ impl Stack {
             wchan: "",
             cpu_ns: 0,
             io_bytes: 0,
+            tcp_bytes: 0,
             switches: 0,
         }
     }
@@ -131,6 +133,10 @@ impl Stack {
     pub fn bytes_beside(self, bytes: u64) -> Self {
         self.with(|stack| stack.io_bytes = bytes)
     }
+    /// Bytes that it receives over TCP between the samples.
+    pub fn receives(self, bytes: u64) -> Self {
+        self.with(|stack| stack.tcp_bytes = bytes)
+    }
     /// Processor time between the samples, which are five seconds apart.
     pub fn busy(self, cpu_ns: u64) -> Self {
         self.with(|stack| (stack.cpu_ns, stack.state) = (cpu_ns, "R (running)"))
@@ -161,6 +167,7 @@ impl Stack {
             captured_unix_ns: if first { 100 * SECOND } else { 105 * SECOND },
             cpu_time_ns: add(self.cpu_ns),
             io_bytes: add(self.io_bytes),
+            tcp_bytes: add(self.tcp_bytes),
             ..Default::default()
         }
     }

@@ -105,6 +105,8 @@ pub struct Sample<'a> {
     pub cpu_time_ns: u64,
     /// Bytes that read and write calls moved; 0 when unknown.
     pub io_bytes: u64,
+    /// Bytes over TCP connections; 0 when unknown.
+    pub tcp_bytes: u64,
     /// What could not be taken, one sentence each.
     pub errors: Vec<&'a [u8]>,
 }
@@ -261,6 +263,7 @@ impl<'a> Sample<'a> {
                 5 => sample.cpu_time_ns = reader.varint(field)?,
                 6 => sample.io_bytes = reader.varint(field)?,
                 7 => sample.errors.push(reader.bytes(field)?),
+                10 => sample.tcp_bytes = reader.varint(field)?,
                 _ => reader.skip(field)?,
             }
         }

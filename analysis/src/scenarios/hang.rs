@@ -166,6 +166,16 @@ fn ranks_that_wait_for_one_that_receives_over_a_socket_do_not_hang() {
 }
 
 #[test]
+fn ranks_that_wait_for_one_that_receives_with_a_timeout_do_not_hang() {
+    let with = |bytes: u64| {
+        let receives = Stack::new(&[("download", "/job/data.py:7"), ("main", "/job/train.py:133")], &["poll"]);
+        hang(&waits_for(receives.with(|stack| stack.switches = 12).receives(bytes)))
+    };
+    assert_eq!(with(5 * 20_000), HangEvidence::None, "20 kB a second");
+    assert_eq!(with(5 * 1_000), HangEvidence::PendingOperation, "keep-alives");
+}
+
+#[test]
 fn ranks_that_wait_for_one_that_uses_its_device_do_not_hang() {
     let mut job = waits_for(Stack::sleep());
     let read_ns = job.flight(2).read_ns;

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample,
+    BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, bytes_between,
     classify::{classify, in_files, in_queue, shown, waits_for_child, waits_for_network},
     location::{is_library, own_frame, own_native_place, program, telling_frame},
     named, of_process, samples, short,
@@ -113,10 +113,7 @@ fn child_work(child: &ChildProcess) -> Work {
     let between_ns = last.captured_unix_ns.saturating_sub(first.captured_unix_ns);
     let runnable = [first, last].iter().all(|sample| sample.process_state.starts_with('R')) && between_ns > 0;
     let busy = runnable || is_busy(last.cpu_time_ns.saturating_sub(first.cpu_time_ns), between_ns);
-    let bytes = match (first.io_bytes, last.io_bytes) {
-        (0, _) | (_, 0) => 0,
-        (before, after) => after.saturating_sub(before),
-    };
+    let bytes = bytes_between(first, last);
     let flows = between_ns > 0 && bytes as f64 >= MOVING_BYTES_PER_SECOND * between_ns as f64 / 1e9;
     let frames = |sample: &ProcessSample| {
         sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()

@@ -251,10 +251,7 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
         return None;
     }
     let seconds = between_ns as f64 / 1e9;
-    let io_bytes = match (first.io_bytes, last.io_bytes) {
-        (0, _) | (_, 0) => 0,
-        (before, after) => after.saturating_sub(before),
-    };
+    let io_bytes = bytes_between(first, last);
     Some(Moved {
         cpu_share: last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64 / between_ns as f64,
         io_bytes,
@@ -269,6 +266,12 @@ fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) 
             .is_some_and(|(before, after)| before.context_switches != after.context_switches),
         ..Moved::default()
     })
+}
+
+/// Bytes that a process read and wrote between two samples, over TCP connections too. One that could not be read counts as none.
+fn bytes_between(first: &ProcessSample, last: &ProcessSample) -> u64 {
+    let grown = |before: u64, after: u64| if before == 0 { 0 } else { after.saturating_sub(before) };
+    grown(first.io_bytes, last.io_bytes).saturating_add(grown(first.tcp_bytes, last.tcp_bytes))
 }
 
 /// The main thread stands in a read or write of the same socket in both samples, and woke up in between: bytes came or went. The

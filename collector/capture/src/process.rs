@@ -99,7 +99,8 @@ impl Capture<'_> {
         self.process.parent_pid = stat.parent;
         sample.process_state = state_text(stat.state);
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
-        sample.io_bytes = procfs::io_bytes(pid) + sockets::tcp_bytes(pid, self.deadline);
+        sample.io_bytes = procfs::io_bytes(pid);
+        sample.tcp_bytes = sockets::tcp_bytes(pid, self.deadline).unwrap_or(0);
         self.process.command = procfs::command(pid);
         let tids = procfs::threads(pid)?;
         // The address space of a leader that has ended is to be had from the threads that live on.

@@ -1,9 +1,9 @@
-//! Bytes that went over the TCP sockets of a process. `/proc/PID/io` counts `read` and `write`, but not `recv` and `send`, by which
-//! programs mostly use a socket. The kernel tells them of each socket over netlink; see sock_diag(7).
+//! Bytes that a process moved over its TCP connections. `/proc/PID/io` counts `read` and `write`, but not `recv` and `send`, which most
+//! programs use. The kernel reports the bytes of each connection over netlink; see sock_diag(7).
 
 use std::{
     collections::HashSet,
-    fs,
+    fs, io,
     time::{Duration, Instant},
 };
 
@@ -11,32 +11,32 @@ use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessa
 use netlink_packet_sock_diag::{
     SockDiagMessage,
     constants::{AF_INET, AF_INET6, IPPROTO_TCP},
-    inet::{ExtensionFlags, InetRequest, SocketId, StateFlags, nlas::Nla},
+    inet::{ExtensionFlags, InetRequest, InetResponseHeader, SocketId, StateFlags, nlas::Nla},
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
 
-/// So long the sockets are searched, of each family: a busy node has a hundred thousand.
-const PATIENCE: Duration = Duration::from_millis(50);
-/// So many descriptors of a process are looked at.
+/// Longest time to read the connections of a family: a busy node has a hundred thousand.
+const PATIENCE: Duration = Duration::from_millis(200);
+/// Most descriptors of a process that are looked at.
 const MOST_FILES: usize = 4096;
 /// Bytes that the kernel is asked for at once.
 const AT_ONCE: usize = 1 << 16;
 /// Where `tcpi_bytes_acked` and, behind it, `tcpi_bytes_received` are in `struct tcp_info` of linux/tcp.h (since Linux 4.1).
 const BYTES_ACKED: usize = 120;
 
-/// Bytes that the process received and that its peers have acknowledged, over the connections that it has open. 0 when it has none, is in
-/// another network namespace, or the kernel does not tell in time.
-pub(crate) fn tcp_bytes(pid: i32, deadline: Instant) -> u64 {
+/// Bytes that the process has read from and written to the connections that it has open. Bytes that the kernel has received and the
+/// process has not read do not count: a peer may send to a process that stands still. `None` when the process is in another network
+/// namespace, or when not all connections could be read: a part of the sum would look like progress in the next sample.
+pub(crate) fn tcp_bytes(pid: i32, deadline: Instant) -> Option<u64> {
     let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
-    let own = namespace("self");
-    if own.is_none() || own != namespace(&pid.to_string()) {
-        return 0;
+    if namespace("self")? != namespace(&pid.to_string())? {
+        return None;
     }
     let inodes = inodes(pid);
     if inodes.is_empty() {
-        return 0;
+        return Some(0);
     }
-    [AF_INET, AF_INET6].into_iter().filter_map(|family| of_family(family, &inodes, deadline).ok()).sum()
+    [AF_INET, AF_INET6].into_iter().map(|family| of_family(family, &inodes, deadline).ok()).sum()
 }
 
 /// Numbers of the sockets that a process has open.
@@ -49,7 +49,7 @@ fn inodes(pid: i32) -> HashSet<u32> {
     entries.filter_map(socket).collect()
 }
 
-fn of_family(family: u8, inodes: &HashSet<u32>, deadline: Instant) -> std::io::Result<u64> {
+fn of_family(family: u8, inodes: &HashSet<u32>, deadline: Instant) -> io::Result<u64> {
     let deadline = deadline.min(Instant::now() + PATIENCE);
     let mut socket = Socket::new(NETLINK_SOCK_DIAG)?;
     socket.bind_auto()?;
@@ -59,25 +59,26 @@ fn of_family(family: u8, inodes: &HashSet<u32>, deadline: Instant) -> std::io::R
     let mut buffer = Vec::with_capacity(AT_ONCE);
     while Instant::now() < deadline {
         buffer.clear();
-        // The kernel has its answer ready, or makes it while it is asked for.
+        // The kernel makes the next part of its answer while it is read.
         let received = socket.recv(&mut buffer, libc::MSG_DONTWAIT)?;
         let mut rest = &buffer[..received.min(buffer.len())];
         while !rest.is_empty() {
-            let Ok(message) = NetlinkMessage::<SockDiagMessage>::deserialize(rest) else { return Ok(total) };
+            let message = NetlinkMessage::<SockDiagMessage>::deserialize(rest).map_err(io::Error::other)?;
             match message.payload {
                 NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
                     if inodes.contains(&response.header.inode) {
-                        total += response.nlas.iter().map(bytes).sum::<u64>();
+                        total += response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum::<u64>();
                     }
                 }
-                _ => return Ok(total),
+                NetlinkPayload::Done(_) => return Ok(total),
+                other => return Err(io::Error::other(format!("{other:?}"))),
             }
             // Messages begin at multiples of four bytes.
             let length = (message.header.length as usize).next_multiple_of(4);
             rest = rest.get(length.max(1)..).unwrap_or_default();
         }
     }
-    Ok(total)
+    Err(io::ErrorKind::TimedOut.into())
 }
 
 /// All connections of a family, with what the kernel knows of each.
@@ -98,10 +99,13 @@ fn question(family: u8) -> Vec<u8> {
     bytes
 }
 
-fn bytes(attribute: &Nla) -> u64 {
+/// Bytes that the process has written, acknowledged or still queued, and those that it has read of the ones received.
+fn moved(connection: &InetResponseHeader, attribute: &Nla) -> u64 {
     let Nla::TcpInfo(info) = attribute else { return 0 };
     let word = |at: usize| Some(u64::from_ne_bytes(info.get(at..at + 8)?.try_into().ok()?));
-    word(BYTES_ACKED).zip(word(BYTES_ACKED + 8)).map_or(0, |(acked, received)| acked.saturating_add(received))
+    let Some((acked, received)) = word(BYTES_ACKED).zip(word(BYTES_ACKED + 8)) else { return 0 };
+    let written = acked.saturating_add(connection.send_queue.into());
+    written.saturating_add(received.saturating_sub(connection.recv_queue.into()))
 }
 
 #[cfg(test)]
@@ -114,7 +118,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_sent_and_received_is_counted() {
+    fn bytes_count_when_the_process_has_read_or_written_them() {
         for host in ["127.0.0.1:0", "[::1]:0"] {
             let Ok(server) = TcpListener::bind(host) else {
                 assert_eq!(host, "[::1]:0", "a machine without IPv6");
@@ -123,16 +127,17 @@ mod tests {
             let own = std::process::id().cast_signed();
             let mut client = TcpStream::connect(server.local_addr().expect("an address")).expect("it connects");
             let (mut held, _) = server.accept().expect("it accepts");
-            let look = || tcp_bytes(own, Instant::now() + Duration::from_secs(60));
+            let look = || tcp_bytes(own, Instant::now() + Duration::from_secs(60)).expect("the kernel reports them");
+            const SENT: u64 = 10_000;
             let before = look();
-            const SENT: usize = 1 << 20;
-            let sender = std::thread::spawn(move || client.write_all(&[7; SENT]).map(|()| client));
-            held.read_exact(&mut [0; SENT]).expect("all of it");
-            let client = sender.join().expect("no panic").expect("it is sent");
-            // Other tests of this process have sockets too. The last acknowledgement may be on its way.
-            assert!(look() - before >= SENT as u64, "{before} {}", look());
-            drop((client, held));
+            client.write_all(&[7; SENT as usize]).expect("the kernel queues them");
+            let written = look() - before;
+            held.read_exact(&mut [0; SENT as usize]).expect("all of them");
+            let read = look() - before;
+            // Other tests of this process have connections, too, with less traffic.
+            assert!((SENT..2 * SENT).contains(&written), "{written} bytes when all were written and none was read");
+            assert!(read >= 2 * SENT, "{read} bytes when all were read");
         }
-        assert_eq!(tcp_bytes(1 << 22, Instant::now()), 0, "no such process");
+        assert_eq!(tcp_bytes(1 << 22, Instant::now()), None, "no such process");
     }
 }

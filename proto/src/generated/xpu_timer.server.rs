@@ -164,8 +164,7 @@ pub struct ProcessSample {
     /// User plus system time of the whole process.
     #[prost(uint64, tag = "5")]
     pub cpu_time_ns: u64,
-    /// Bytes that read and write calls moved (rchar + wchar of /proc/PID/io), and bytes over the TCP connections that the
-    /// process has open. 0 when neither can be read.
+    /// Bytes that read and write calls moved (rchar + wchar of /proc/PID/io); 0 when it cannot be read.
     #[prost(uint64, tag = "6")]
     pub io_bytes: u64,
     /// What could not be taken, one sentence each. Should be empty.
@@ -176,6 +175,9 @@ pub struct ProcessSample {
     pub capture_ns: u64,
     #[prost(uint64, tag = "9")]
     pub longest_stop_ns: u64,
+    /// Bytes that the process has read from and written to the TCP connections that it has open; 0 when they cannot be read.
+    #[prost(uint64, tag = "10")]
+    pub tcp_bytes: u64,
 }
 /// A child process of a rank (a data loader worker, a checkpoint writer), in both samples.
 #[derive(Clone, PartialEq, ::prost::Message)]

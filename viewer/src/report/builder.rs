@@ -392,7 +392,8 @@ fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &S
         stacks += usize::from(!same);
         ran += usize::from(thread.ran);
     }
-    let io_bytes = if a.io_bytes == 0 || b.io_bytes == 0 { 0 } else { b.io_bytes.saturating_sub(a.io_bytes) };
+    let grown = |before: u64, after: u64| if before == 0 { 0 } else { after.saturating_sub(before) };
+    let io_bytes = grown(a.io_bytes, b.io_bytes).saturating_add(grown(a.tcp_bytes, b.tcp_bytes));
     Moved {
         cpu_ms: b.cpu_time_ns.saturating_sub(a.cpu_time_ns) / 1_000_000,
         io_bytes,
