@@ -129,8 +129,10 @@ pub fn command_line(bytes: &[u8]) {
     let _ = xpu_timer_collector::cli::Arguments::try_parse_from(words());
     let _ = xpu_timer_capture::dump::Arguments::try_parse_from(words());
     let _ = xpu_timer_viewer::Args::try_parse_from(words());
-    let shown = secrets::cmdline(&[bytes, b"\0--api-key=planted secret"].concat());
-    assert!(!shown.contains("planted secret"), "{shown}");
+    const SECRET: &str = "planted secret";
+    let shown = secrets::cmdline(&[bytes, b"\0--api-key=", SECRET.as_bytes()].concat());
+    // A guided fuzzer learns the words that it is compared with, and puts them where they are no secret.
+    assert!(shown.matches(SECRET).count() <= text.matches(SECRET).count(), "{shown}");
     let _ = (secrets::text(&text), secrets::host_of(&text));
 }
 
