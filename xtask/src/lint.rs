@@ -1,6 +1,10 @@
 //! `cargo xtask lint`: what CI checks besides the tests.
 
-use std::{collections::BTreeSet, fs, process::Command};
+use std::{
+    collections::BTreeSet,
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result, ensure};
 use serde_json::Value;
@@ -44,16 +48,29 @@ pub fn run() -> Result<()> {
 
 /// Markdown wraps at [`COLUMNS`].
 fn markdown() -> Result<()> {
-    let output = Command::new("git").args(["ls-files", "*.md"]).current_dir(xpu_timer_tests::tree()).output();
-    let output = output.context("git ls-files")?;
-    ensure!(output.status.success(), "git ls-files: {}", String::from_utf8_lossy(&output.stderr));
     let mut long = Vec::new();
-    for name in String::from_utf8_lossy(&output.stdout).lines() {
-        let text = fs::read_to_string(xpu_timer_tests::tree().join(name)).with_context(|| name.to_owned())?;
-        long.extend(long_lines(&text).into_iter().map(|number| format!("{name}:{number}")));
+    for path in markdown_files(&xpu_timer_tests::tree())? {
+        let text = fs::read_to_string(&path).with_context(|| path.display().to_string())?;
+        long.extend(long_lines(&text).into_iter().map(|number| format!("{}:{number}", path.display())));
     }
     ensure!(long.is_empty(), "lines beyond {COLUMNS} columns: {}", long.join(" "));
     Ok(())
+}
+
+/// All Markdown files below a folder, without hidden folders and build output.
+fn markdown_files(folder: &Path) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for entry in fs::read_dir(folder).with_context(|| folder.display().to_string())? {
+        let entry = entry?;
+        let (path, name) = (entry.path(), entry.file_name());
+        let is_skipped = name == "target" || name.as_encoded_bytes().starts_with(b".");
+        if entry.file_type()?.is_dir() && !is_skipped {
+            found.extend(markdown_files(&path)?);
+        } else if path.extension().is_some_and(|extension| extension == "md") {
+            found.push(path);
+        }
+    }
+    Ok(found)
 }
 
 /// Numbers of the lines of a Markdown text that do not wrap. Tables, code blocks and links are exempt.
