@@ -22,7 +22,7 @@ const MOST_HOLDERS: usize = 4;
 /// So many processes are looked at for the other end of a pipe.
 const MOST_PROCESSES: usize = 512;
 /// So many files of one process.
-const MOST_FILES: usize = 4096;
+pub(crate) const MOST_FILES: usize = 4096;
 
 /// How the file of a descriptor was opened.
 const ACCESS_MODE: u32 = 0o3;
@@ -50,7 +50,7 @@ pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited
     // The link is made of names that the kernel holds, so reading it asks no file system.
     let link = fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).ok()?;
     let link = link.to_string_lossy();
-    if let Some(inode) = inode_of(&link, "socket:[") {
+    if let Some(inode) = inode_of(&link, SOCKET) {
         let name = peer(pid, inode, deadline).unwrap_or_default();
         return Some(Awaited { kind: AwaitedKind::Socket.into(), name, ..Awaited::default() });
     }
@@ -95,8 +95,11 @@ fn what(number: i64, second: u64) -> Option<Does> {
     }
 }
 
+/// How the link of a socket begins.
+pub(crate) const SOCKET: &str = "socket:[";
+
 /// The number in `pipe:[4242]`.
-fn inode_of(link: &str, kind: &str) -> Option<u64> {
+pub(crate) fn inode_of(link: &str, kind: &str) -> Option<u64> {
     link.strip_prefix(kind)?.strip_suffix(']')?.parse().ok()
 }
 

@@ -159,12 +159,13 @@ impl Capturer {
         let deadline = Instant::now() + options.deadline;
         let asked: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
+        let connections = Arc::default();
         let mut descendants = Vec::new();
         for pid in pids {
             let below = if options.children { children::descendants(*pid, &asked) } else { Vec::new() };
             descendants.push(below.len());
             for pid in std::iter::once(*pid).chain(below) {
-                jobs.push(Job { pid, options: options.clone(), deadline });
+                jobs.push(Job { pid, options: options.clone(), deadline, connections: Arc::clone(&connections) });
             }
         }
         let raw = worker::run(jobs, &self.images, deadline, options.deadline);

@@ -22,7 +22,7 @@ use crate::{
     procfs::{self, Status},
     python::{self, Agreement, Python, PythonThread},
     running::Running,
-    sockets,
+    sockets::Connections,
     worker::Job,
 };
 
@@ -66,12 +66,19 @@ pub(crate) fn unix_ns() -> u64 {
 
 /// Captures one process.
 pub(crate) fn capture(job: Job, images: &Images) -> RawProcess {
-    let Job { pid, options, deadline } = job;
+    let Job { pid, options, deadline, connections } = job;
     let begin = Instant::now();
     let mut process = RawProcess { pid, ..RawProcess::default() };
     process.sample.captured_unix_ns = unix_ns();
-    let mut capture =
-        Capture { pid, options: &options, deadline, images, process: &mut process, context: Box::default() };
+    let mut capture = Capture {
+        pid,
+        options: &options,
+        deadline,
+        images,
+        connections: &connections,
+        process: &mut process,
+        context: Box::default(),
+    };
     if let Err(error) = capture.run() {
         capture.process.sample.errors.push(error.to_string());
         if procfs::is_gone(&error) {
@@ -87,6 +94,7 @@ struct Capture<'a> {
     options: &'a Options,
     deadline: Instant,
     images: &'a Images,
+    connections: &'a Connections,
     process: &'a mut RawProcess,
     context: Box<UnwindContext<usize>>,
 }
@@ -100,7 +108,7 @@ impl Capture<'_> {
         sample.process_state = state_text(stat.state);
         sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
         sample.io_bytes = procfs::io_bytes(pid);
-        sample.tcp_bytes = sockets::tcp_bytes(pid, self.deadline).unwrap_or(0);
+        sample.tcp_bytes = self.connections.bytes_of(pid, self.deadline).unwrap_or(0);
         self.process.command = procfs::command(pid);
         let tids = procfs::threads(pid)?;
         // The address space of a leader that has ended is to be had from the threads that live on.

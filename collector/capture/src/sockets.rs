@@ -2,8 +2,9 @@
 //! programs use. The kernel reports the bytes of each connection over netlink; see sock_diag(7).
 
 use std::{
-    collections::HashSet,
+    collections::{HashMap, HashSet},
     fs, io,
+    sync::OnceLock,
     time::{Duration, Instant},
 };
 
@@ -15,47 +16,61 @@ use netlink_packet_sock_diag::{
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
 
+use crate::awaited::{MOST_FILES, SOCKET, inode_of};
+
 /// Longest time to read the connections of a family: a busy node has a hundred thousand.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// Most descriptors of a process that are looked at.
-const MOST_FILES: usize = 4096;
 /// Bytes that the kernel is asked for at once.
 const AT_ONCE: usize = 1 << 16;
 /// Where `tcpi_bytes_acked` and, behind it, `tcpi_bytes_received` are in `struct tcp_info` of linux/tcp.h (since Linux 4.1).
 const BYTES_ACKED: usize = 120;
 
-/// Bytes that the process has read from and written to the connections that it has open. Bytes that the kernel has received and the
-/// process has not read do not count: a peer may send to a process that stands still. `None` when the process is in another network
-/// namespace, or when not all connections could be read: a part of the sum would look like progress in the next sample.
-pub(crate) fn tcp_bytes(pid: i32, deadline: Instant) -> Option<u64> {
-    let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
-    if namespace("self")? != namespace(&pid.to_string())? {
-        return None;
+/// All TCP connections of the collector's network namespace, read once for all processes of a capture.
+#[derive(Default)]
+pub(crate) struct Connections {
+    // Bytes by the inode of the socket; `None` when not all connections could be read.
+    bytes: OnceLock<Option<HashMap<u32, u64>>>,
+}
+
+impl Connections {
+    /// Bytes that a process has read from and written to the connections that it has open. Bytes that the kernel has received and the
+    /// process has not read do not count: a peer may send to a process that stands still. `None` when the process is in another
+    /// network namespace, or when not all connections could be read: a part of the sum would look like progress in the next sample.
+    pub fn bytes_of(&self, pid: i32, deadline: Instant) -> Option<u64> {
+        let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
+        if namespace("self")? != namespace(&pid.to_string())? {
+            return None;
+        }
+        let inodes = inodes(pid);
+        if inodes.is_empty() {
+            return Some(0);
+        }
+        let bytes = self.bytes.get_or_init(|| read(deadline).ok()).as_ref()?;
+        Some(inodes.iter().filter_map(|inode| bytes.get(inode)).sum())
     }
-    let inodes = inodes(pid);
-    if inodes.is_empty() {
-        return Some(0);
-    }
-    [AF_INET, AF_INET6].into_iter().map(|family| of_family(family, &inodes, deadline).ok()).sum()
 }
 
 /// Numbers of the sockets that a process has open.
 fn inodes(pid: i32) -> HashSet<u32> {
     let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().take(MOST_FILES);
-    let socket = |entry: fs::DirEntry| {
-        let link = fs::read_link(entry.path()).ok()?;
-        link.to_str()?.strip_prefix("socket:[")?.strip_suffix(']')?.parse().ok()
-    };
+    let socket = |entry: fs::DirEntry| inode_of(fs::read_link(entry.path()).ok()?.to_str()?, SOCKET)?.try_into().ok();
     entries.filter_map(socket).collect()
 }
 
-fn of_family(family: u8, inodes: &HashSet<u32>, deadline: Instant) -> io::Result<u64> {
+fn read(deadline: Instant) -> io::Result<HashMap<u32, u64>> {
+    let mut bytes = HashMap::new();
+    for family in [AF_INET, AF_INET6] {
+        read_family(family, deadline, &mut bytes)?;
+    }
+    Ok(bytes)
+}
+
+fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> io::Result<()> {
     let deadline = deadline.min(Instant::now() + PATIENCE);
     let mut socket = Socket::new(NETLINK_SOCK_DIAG)?;
     socket.bind_auto()?;
     socket.connect(&SocketAddr::new(0, 0))?;
     socket.send(&question(family), 0)?;
-    let mut total = 0;
     let mut buffer = Vec::with_capacity(AT_ONCE);
     while Instant::now() < deadline {
         buffer.clear();
@@ -66,11 +81,10 @@ fn of_family(family: u8, inodes: &HashSet<u32>, deadline: Instant) -> io::Result
             let message = NetlinkMessage::<SockDiagMessage>::deserialize(rest).map_err(io::Error::other)?;
             match message.payload {
                 NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
-                    if inodes.contains(&response.header.inode) {
-                        total += response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum::<u64>();
-                    }
+                    let moved = response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum();
+                    bytes.insert(response.header.inode, moved);
                 }
-                NetlinkPayload::Done(_) => return Ok(total),
+                NetlinkPayload::Done(_) => return Ok(()),
                 other => return Err(io::Error::other(format!("{other:?}"))),
             }
             // Messages begin at multiples of four bytes.
@@ -127,7 +141,11 @@ mod tests {
             let own = std::process::id().cast_signed();
             let mut client = TcpStream::connect(server.local_addr().expect("an address")).expect("it connects");
             let (mut held, _) = server.accept().expect("it accepts");
-            let look = || tcp_bytes(own, Instant::now() + Duration::from_secs(60)).expect("the kernel reports them");
+            let look = || {
+                Connections::default()
+                    .bytes_of(own, Instant::now() + Duration::from_secs(60))
+                    .expect("the kernel reports them")
+            };
             const SENT: u64 = 10_000;
             let before = look();
             client.write_all(&[7; SENT as usize]).expect("the kernel queues them");
@@ -138,6 +156,6 @@ mod tests {
             assert!((SENT..2 * SENT).contains(&written), "{written} bytes when all were written and none was read");
             assert!(read >= 2 * SENT, "{read} bytes when all were read");
         }
-        assert_eq!(tcp_bytes(1 << 22, Instant::now()), None, "no such process");
+        assert_eq!(Connections::default().bytes_of(1 << 22, Instant::now()), None, "no such process");
     }
 }

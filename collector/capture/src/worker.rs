@@ -19,6 +19,7 @@ use crate::{
     images::Images,
     process::{self, RawProcess},
     procfs, ptrace,
+    sockets::Connections,
 };
 
 /// Threads at work at the same time, at most. Each holds copies of its process's memory.
@@ -38,6 +39,7 @@ pub(crate) struct Job {
     pub pid: i32,
     pub options: Options,
     pub deadline: Instant,
+    pub connections: Arc<Connections>,
 }
 
 /// The time that a capture may take beyond its deadline when the machine is busy.
@@ -236,13 +238,14 @@ mod tests {
         let images = Arc::<Images>::default();
         let options = Options { deadline: Duration::from_secs(5), ..Options::default() };
         let deadline = Instant::now();
-        let jobs = (0..40).map(|_| Job { pid, options: options.clone(), deadline }).collect();
+        let jobs =
+            (0..40).map(|_| Job { pid, options: options.clone(), deadline, connections: Arc::default() }).collect();
         let answers = run(jobs, &images, deadline, options.deadline);
         for answer in &answers {
             assert!(!answer.sample.stacktrace.is_empty(), "{:?}", answer.sample.errors);
         }
         // And no more than that.
-        let jobs = vec![Job { pid, options: options.clone(), deadline }];
+        let jobs = vec![Job { pid, options: options.clone(), deadline, connections: Arc::default() }];
         let answers = run(jobs, &images, deadline, Duration::ZERO);
         assert!(answers[0].sample.errors.iter().any(|error| error.contains("the machine is busy")));
     }
