@@ -26,8 +26,8 @@ pub struct Shield {
 }
 
 impl Shield {
-    /// For short code that does not panic. To tell the system takes longer than a whole launch, so it is told only where threads are
-    /// cancelled at all.
+    /// For short code that does not panic. The call of the C library takes longer than a whole launch, so it is made only in processes
+    /// that cancel threads.
     #[inline(always)]
     pub fn raised() -> Self {
         if USED.load(Ordering::Relaxed) { Shield::raised_always() } else { Shield { is_up: false, before: 0 } }

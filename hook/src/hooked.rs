@@ -76,7 +76,7 @@ fn panicked(payload: Box<dyn std::any::Any + Send>) {
     }
 }
 
-/// A call on its way through the hook. Each row has [`around`] for its own, so what does not depend on the row is here.
+/// The state of a hooked call. Every row compiles its own copy of [`around`]; code that does not depend on the row is here.
 struct Passage {
     thread: &'static ThreadState,
     /// The thread's marks before the call.

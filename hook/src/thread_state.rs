@@ -35,7 +35,7 @@ pub struct ThreadState {
     pub group_first: Cell<u32>,
     /// As above.
     pub group_last: Cell<u32>,
-    /// Slot of the original that the wrapper which is about to begin calls; see [`crate::hooked`]. A wrapper takes it at once.
+    /// Slot of the original for the next wrapper on this thread, which resets it to 0; see [`crate::hooked`].
     pub slot: Cell<usize>,
     /// Index of the thread's lane plus one; see [`crate::lanes`].
     pub lane: Cell<u32>,

@@ -62,8 +62,8 @@ struct Signalled {
     process: Arc<Handle>,
     // When to look at it again.
     due_ns: u64,
-    // SIGKILL was sent after the polite signal.
-    made_to: bool,
+    // SIGKILL was sent after `KILL_AFTER_NS`.
+    was_killed: bool,
 }
 
 /// An incident whose ranks were not ended by its last verdict.
@@ -188,7 +188,7 @@ impl Core {
                     warn!("rank {rank} (pid {}) cannot be ended: {error}", process.pid);
                 }
                 let due_ns = now.mono_ns + KILL_AFTER_NS;
-                self.ending.told.push(Signalled { rank, process, due_ns, made_to: false });
+                self.ending.told.push(Signalled { rank, process, due_ns, was_killed: false });
             }
         }
         true
@@ -234,7 +234,7 @@ impl Core {
             if told.process.is_dead() {
                 return false;
             }
-            if told.made_to {
+            if told.was_killed {
                 let (rank, process) = (told.rank, &told.process);
                 warn!(
                     "rank {rank} (pid {}) does not end after SIGKILL: {}",
@@ -245,7 +245,7 @@ impl Core {
             }
             // It fails when the process has just ended.
             let _ = told.process.signal(Signal::KILL);
-            told.made_to = true;
+            told.was_killed = true;
             told.due_ns = now.mono_ns + KILL_AFTER_NS;
             true
         });
