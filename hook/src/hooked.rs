@@ -240,7 +240,7 @@ macro_rules! hooked {
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
-                    $crate::thread_state::current().slot.set(SLOT);
+                    FUNCTION.enter_by(SLOT);
                     // SAFETY: the caller's own arguments.
                     unsafe { wrapper($($arg),*) }
                 }
@@ -248,7 +248,7 @@ macro_rules! hooked {
                 // One for all slots: there are more than a thousand rows.
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
-                    let slot = $crate::thread_state::current().slot.take();
+                    let slot = FUNCTION.entered_by();
                     let real = FUNCTION.real(slot);
                     if real.is_null() {
                         return $missing;

@@ -19,6 +19,8 @@ use crate::{
 /// Originals a row.
 pub const SLOTS: usize = 4;
 
+const _: () = assert!(SLOTS <= align_of::<Function>(), "a slot fits into the low bits of a row's address");
+
 /// Functions beside an original that a row may ask.
 pub const COMPANIONS: usize = 2;
 
@@ -64,6 +66,27 @@ impl Function {
     /// Name as text; the rows' names are ASCII.
     pub fn text(&self) -> &'static str {
         self.name.to_str().unwrap_or("?")
+    }
+
+    /// Notes that a call comes in by a slot other than 0. One body serves all slots of a row, and its caller's arguments leave no
+    /// room for the number. Row and slot are one word, so a signal handler sees both or none.
+    #[inline]
+    pub fn enter_by(&self, slot: usize) {
+        thread_state::current().entry.set(std::ptr::from_ref(self) as usize | slot);
+    }
+
+    /// The slot by which the call came in that begins now. A signal handler may call another row between the entry and this: that
+    /// row takes its own slot 0 and leaves the entry alone.
+    #[inline]
+    pub fn entered_by(&self) -> usize {
+        let entry = &thread_state::current().entry;
+        let slot = entry.get() ^ std::ptr::from_ref(self) as usize;
+        if slot < SLOTS {
+            entry.set(0);
+            slot
+        } else {
+            0
+        }
     }
 
     /// The original of a slot, or null when there is none.
@@ -405,6 +428,14 @@ mod tests {
     fn row() -> Function {
         let wrappers = [1usize, 2, 3, 4].map(|address| Wrapper(address as *const ()));
         Function::new(c"ncclNothing", Library::Collectives, wrappers)
+    }
+
+    #[test]
+    fn a_call_of_another_row_leaves_the_entry_alone() {
+        let (row, other) = (row(), row());
+        row.enter_by(2);
+        assert_eq!(other.entered_by(), 0, "as in a signal handler");
+        assert_eq!([row.entered_by(), row.entered_by()], [2, 0]);
     }
 
     #[test]

@@ -35,8 +35,8 @@ pub struct ThreadState {
     pub group_first: Cell<u32>,
     /// As above.
     pub group_last: Cell<u32>,
-    /// Slot of the original for the next wrapper on this thread, which resets it to 0; see [`crate::hooked`].
-    pub slot: Cell<usize>,
+    /// The row and the slot by which the next wrapper on this thread is entered; see [`crate::original::Function::enter_by`].
+    pub entry: Cell<usize>,
     /// Index of the thread's lane plus one; see [`crate::lanes`].
     pub lane: Cell<u32>,
     /// Slot, plus one, of the first operation whose call the thread is inside of; 0 for none.

@@ -26,7 +26,7 @@ use crate::{
     original::{Function, Wrapper},
     recorder::{Begin, Recorder},
     start,
-    thread_state::{self, IN_COLLECTIVES, IN_HOOK},
+    thread_state::{IN_COLLECTIVES, IN_HOOK},
 };
 use group::{creating, known};
 use tensor::{Tensors, shape};
@@ -264,14 +264,14 @@ macro_rules! symbols {
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: Word),*) -> Word {
-                    thread_state::current().slot.set(SLOT);
+                    FUNCTION.enter_by(SLOT);
                     // SAFETY: the caller's own arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: Word),*) -> Word {
-                    let slot = thread_state::current().slot.take();
+                    let slot = FUNCTION.entered_by();
                     let real = FUNCTION.real(slot);
                     if real.is_null() {
                         // The caller has come here through a table of the very library that has the original.
