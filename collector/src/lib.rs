@@ -27,6 +27,7 @@ pub mod judging;
 pub mod launched;
 pub mod logging;
 pub mod member;
+mod memory;
 pub mod metrics;
 pub mod monitor;
 pub mod node;

@@ -29,7 +29,7 @@ use crate::{
     error::{Error, chain},
     http::{self, server::Server, watch::Limits},
     inbox::{Command, Inbox},
-    logging,
+    logging, memory,
     process::Handle,
     registry::{ConnectionId, RankId},
     socket::Endpoint,
@@ -64,6 +64,7 @@ pub fn run(settings: Settings, tied: bool) -> Result<(), Error> {
         false => (None, Endpoint::open(&settings.socket)?),
     };
     let descriptors = raise_descriptor_limit();
+    memory::share_one_arena();
     let (inbox, commands) = Inbox::new()?;
     let runtime = tokio::runtime::Builder::new_multi_thread()
         .worker_threads(1)

@@ -19,14 +19,14 @@ use xpu_timer_proto::{
     v1::{DumpFile, Evidence, NodeDump, RankEvidence, StackTrees, Trigger},
 };
 
-use super::{hub::Left, memory, nodes::NodeId, ranks::Ranks, service::Credit};
+use super::{hub::Left, nodes::NodeId, ranks::Ranks, service::Credit};
 use crate::{
     clock::{self, Now},
     delivery::rank_of,
     dump::write_verdict,
     error::{Error, chain},
     folder::Folder,
-    judging, viewer,
+    judging, memory, viewer,
 };
 
 /// What is gathered.

@@ -7,7 +7,6 @@ pub mod gather;
 pub mod hub;
 pub mod incident;
 pub mod joins;
-mod memory;
 pub mod nodes;
 pub mod ranks;
 pub mod service;
@@ -38,6 +37,7 @@ use crate::{
     delivery::MAX_MESSAGE_BYTES,
     error::Error,
     http::{server::Server, watch::Limits},
+    memory,
     node::raise_descriptor_limit,
     token::{Token, read_token},
 };
@@ -52,7 +52,7 @@ const EVENTS: usize = 1024;
 /// When it cannot listen, or a file that it was given cannot be used.
 pub fn run(settings: Settings) -> Result<(), Error> {
     let descriptors = raise_descriptor_limit();
-    memory::share();
+    memory::share_one_arena();
     let threads = thread::available_parallelism().map_or(1, usize::from).min(THREADS);
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(threads).enable_all().build();
     let runtime = runtime.map_err(Error::system("start the runtime"))?;

@@ -17,6 +17,7 @@ use crate::{
     error::chain,
     inbox::{Command, DumpReply, Refusal, wanted_job},
     incident::{Action, Cause, Raise, Record, State},
+    memory,
     registry::JobKey,
     retention, subjects,
 };
@@ -123,6 +124,7 @@ impl Core {
         let work = move || {
             if let Ok(plan) = take.recv() {
                 inbox.post(Command::Finished(Box::new(dump::run(plan, &captures, &hurry))));
+                memory::trim();
             }
         };
         match thread::Builder::new().name(format!("incident-{id}")).spawn(work) {
