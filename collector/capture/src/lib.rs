@@ -46,6 +46,7 @@ mod ptrace;
 mod python;
 mod registers;
 mod running;
+pub mod sock_diag;
 mod sockets;
 mod stacks;
 mod symbolize;

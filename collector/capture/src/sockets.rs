@@ -1,5 +1,5 @@
 //! Bytes that a process moved over its TCP connections. `/proc/PID/io` counts `read` and `write`, but not `recv` and `send`, which most
-//! programs use. The kernel reports the bytes of each connection over netlink; see sock_diag(7).
+//! programs use. The kernel reports the bytes of each connection.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -8,20 +8,16 @@ use std::{
     time::{Duration, Instant},
 };
 
-use netlink_packet_core::{NLM_F_DUMP, NLM_F_REQUEST, NetlinkHeader, NetlinkMessage, NetlinkPayload};
-use netlink_packet_sock_diag::{
-    SockDiagMessage,
-    constants::{AF_INET, AF_INET6, IPPROTO_TCP},
-    inet::{ExtensionFlags, InetRequest, InetResponseHeader, SocketId, StateFlags, nlas::Nla},
+use crate::{
+    awaited::{MOST_FILES, SOCKET, inode_of},
+    sock_diag::{
+        self, AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponseHeader, Nla, Scope, SocketId,
+        StateFlags,
+    },
 };
-use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
-
-use crate::awaited::{MOST_FILES, SOCKET, inode_of};
 
 /// Longest time to read the connections of a family: a busy node has a hundred thousand.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// Bytes that the kernel is asked for at once.
-const AT_ONCE: usize = 1 << 16;
 /// Where `tcpi_bytes_acked` and, behind it, `tcpi_bytes_received` are in `struct tcp_info` of linux/tcp.h (since Linux 4.1).
 const BYTES_ACKED: usize = 120;
 
@@ -67,36 +63,6 @@ fn read(deadline: Instant) -> io::Result<HashMap<u32, u64>> {
 
 fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> io::Result<()> {
     let deadline = deadline.min(Instant::now() + PATIENCE);
-    let mut socket = Socket::new(NETLINK_SOCK_DIAG)?;
-    socket.bind_auto()?;
-    socket.connect(&SocketAddr::new(0, 0))?;
-    socket.send(&question(family), 0)?;
-    let mut buffer = Vec::with_capacity(AT_ONCE);
-    while Instant::now() < deadline {
-        buffer.clear();
-        // The kernel makes the next part of its answer while it is read.
-        let received = socket.recv(&mut buffer, libc::MSG_DONTWAIT)?;
-        let mut rest = &buffer[..received.min(buffer.len())];
-        while !rest.is_empty() {
-            let message = NetlinkMessage::<SockDiagMessage>::deserialize(rest).map_err(io::Error::other)?;
-            match message.payload {
-                NetlinkPayload::InnerMessage(SockDiagMessage::InetResponse(response)) => {
-                    let moved = response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum();
-                    bytes.insert(response.header.inode, moved);
-                }
-                NetlinkPayload::Done(_) => return Ok(()),
-                other => return Err(io::Error::other(format!("{other:?}"))),
-            }
-            // Messages begin at multiples of four bytes.
-            let length = (message.header.length as usize).next_multiple_of(4);
-            rest = rest.get(length.max(1)..).unwrap_or_default();
-        }
-    }
-    Err(io::ErrorKind::TimedOut.into())
-}
-
-/// All connections of a family, with what the kernel knows of each.
-fn question(family: u8) -> Vec<u8> {
     let request = InetRequest {
         family,
         protocol: IPPROTO_TCP,
@@ -104,13 +70,10 @@ fn question(family: u8) -> Vec<u8> {
         states: StateFlags::ESTABLISHED | StateFlags::CLOSE_WAIT | StateFlags::FIN_WAIT1 | StateFlags::FIN_WAIT2,
         socket_id: if family == AF_INET { SocketId::new_v4() } else { SocketId::new_v6() },
     };
-    let mut header = NetlinkHeader::default();
-    header.flags = NLM_F_REQUEST | NLM_F_DUMP;
-    let mut message = NetlinkMessage::new(header, SockDiagMessage::InetRequest(request).into());
-    message.finalize();
-    let mut bytes = vec![0; message.buffer_len()];
-    message.serialize(&mut bytes);
-    bytes
+    sock_diag::ask(request, Scope::All, deadline, |response| {
+        let moved = response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum();
+        bytes.insert(response.header.inode, moved);
+    })
 }
 
 /// Bytes that the process has written, acknowledged or still queued, and those that it has read of the ones received.

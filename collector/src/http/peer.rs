@@ -1,6 +1,6 @@
 //! Finds the user behind a TCP connection of this machine: the owner of the socket at its other end.
 //!
-//! The kernel answers over netlink (`sock_diag`) without a walk through all sockets. Where it cannot, `/proc/net/tcp` has the same.
+//! The kernel answers over netlink ([`sock_diag`]) without a walk through all sockets. Where it cannot, `/proc/net/tcp` has the same.
 //! The peer may close its socket at any moment. The kernel reports the uid 0 for a socket without an owner, so an entry counts only
 //! as long as it has an inode: whoever connects and closes at once is nobody, not root.
 
@@ -8,15 +8,12 @@ use std::{
     fs::File,
     io::{BufRead, BufReader},
     net::{IpAddr, SocketAddr},
-    os::fd::AsRawFd,
+    time::{Duration, Instant},
 };
 
-use nix::sys::{
-    socket::{
-        AddressFamily, MsgFlags, SockFlag, SockProtocol, SockType, recv, send, setsockopt, socket,
-        sockopt::ReceiveTimeout,
-    },
-    time::TimeVal,
+use xpu_timer_capture::sock_diag::{
+    self, AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponse, InetResponseHeader, Scope,
+    SocketId, StateFlags,
 };
 
 /// Looks up owners of sockets in this network namespace.
@@ -79,76 +76,43 @@ fn unmapped() -> Option<u32> {
     if whole { None } else { Some(overflow().unwrap_or(65534)) }
 }
 
+/// Longest time to ask the kernel about a socket. It has answered when the question is sent; the limit is for one that has not.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// The socket with this local and this remote address.
 fn by_netlink(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
-    let flags = SockFlag::SOCK_CLOEXEC;
-    let fd = socket(AddressFamily::Netlink, SockType::Raw, flags, SockProtocol::NetlinkSockDiag).ok()?;
-    // The kernel has answered when send returns; the limit is for a kernel that does not.
-    setsockopt(&fd, ReceiveTimeout, &TimeVal::new(1, 0)).ok()?;
-    send(fd.as_raw_fd(), &request(local, remote), MsgFlags::empty()).ok()?;
-    let mut answer = [0; 4096];
-    let length = recv(fd.as_raw_fd(), &mut answer, MsgFlags::empty()).ok()?;
-    parse_answer(answer.get(..length)?, local, remote)
-}
-
-const HEADER_BYTES: usize = 16;
-const SOCK_DIAG_BY_FAMILY: u16 = 20;
-const NLM_F_REQUEST: u16 = 1;
-
-/// `struct nlmsghdr` and `struct inet_diag_req_v2`.
-fn request(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
-    let mut body = vec![if local.is_ipv4() { libc::AF_INET as u8 } else { libc::AF_INET6 as u8 }];
-    body.extend([libc::IPPROTO_TCP as u8, 0, 0]);
-    body.extend(u32::MAX.to_ne_bytes());
-    body.extend(socket_id(local, remote));
-    // No interface, and any cookie.
-    body.extend(0u32.to_ne_bytes());
-    body.extend([0xff; 8]);
-    let mut message = ((HEADER_BYTES + body.len()) as u32).to_ne_bytes().to_vec();
-    message.extend(SOCK_DIAG_BY_FAMILY.to_ne_bytes());
-    message.extend(NLM_F_REQUEST.to_ne_bytes());
-    message.extend([0; 8]);
-    message.extend(body);
-    message
-}
-
-/// Ports and addresses of `struct inet_diag_sockid`.
-fn socket_id(local: SocketAddr, remote: SocketAddr) -> Vec<u8> {
-    let address = |ip: IpAddr| {
-        let mut bytes = match ip {
-            IpAddr::V4(ip) => ip.octets().to_vec(),
-            IpAddr::V6(ip) => ip.octets().to_vec(),
-        };
-        bytes.resize(16, 0);
-        bytes
+    let request = InetRequest {
+        family: if local.is_ipv4() { AF_INET } else { AF_INET6 },
+        protocol: IPPROTO_TCP,
+        extensions: ExtensionFlags::empty(),
+        states: StateFlags::all(),
+        socket_id: SocketId {
+            source_port: local.port(),
+            destination_port: remote.port(),
+            source_address: local.ip(),
+            destination_address: remote.ip(),
+            interface_id: 0,
+            cookie: ANY_COOKIE,
+        },
     };
-    let ports = [local.port().to_be_bytes(), remote.port().to_be_bytes()].concat();
-    [ports, address(local.ip()), address(remote.ip())].concat()
+    let mut found = None;
+    let each = |response: &InetResponse| found = entry(&response.header, local, remote);
+    sock_diag::ask(request, Scope::One, Instant::now() + PATIENCE, each).ok()?;
+    found
 }
 
-/// `struct inet_diag_msg` behind its header. The kernel falls back to a listener of the port, so the addresses are compared.
-fn parse_answer(answer: &[u8], local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
-    const ID: usize = 4;
-    const UID: usize = ID + 48 + 12;
-    let kind = u16::from_ne_bytes(answer.get(4..6)?.try_into().ok()?);
-    let body = answer.get(HEADER_BYTES..HEADER_BYTES + UID + 8).filter(|_| kind == SOCK_DIAG_BY_FAMILY)?;
-    let word = |at: usize| Some(u32::from_ne_bytes(body.get(at..at + 4)?.try_into().ok()?));
-    let wanted = socket_id(local, remote);
-    // A listener on all addresses answers for each of them.
-    let ports = body[ID..ID + 4] == wanted[..4];
-    let same = ports && (body[1] == LISTEN || is_same_pair(&body[ID + 4..ID + 36], &wanted[4..]));
-    let entry = Entry { state: body[1], uid: word(UID)?, inode: u64::from(word(UID + 4)?) };
-    same.then_some(entry)
-}
+/// `INET_DIAG_NOCOOKIE` of linux/inet_diag.h.
+const ANY_COOKIE: [u8; 8] = [0xff; 8];
 
-/// Compares two addresses each. A socket of IPv6 that speaks IPv4 is listed with mapped addresses.
-fn is_same_pair(found: &[u8], wanted: &[u8]) -> bool {
-    let mapped = |address: &[u8]| {
-        let mut mapped = [[0; 10].as_slice(), &[0xff; 2], &address[..4]].concat();
-        mapped.resize(16, 0);
-        mapped
-    };
-    found == wanted || found == [mapped(&wanted[..16]), mapped(&wanted[16..])].concat()
+/// The kernel falls back to a listener of the port, so the addresses are compared. A listener on all addresses answers for each of
+/// them. A socket of IPv6 that speaks IPv4 is reported with mapped addresses.
+fn entry(found: &InetResponseHeader, local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
+    let id = &found.socket_id;
+    let ends = [(id.source_address, id.source_port, local), (id.destination_address, id.destination_port, remote)];
+    let same = ends.iter().all(|(address, port, wanted)| {
+        *port == wanted.port() && (found.state == LISTEN || address.to_canonical() == wanted.ip())
+    });
+    same.then_some(Entry { state: found.state, uid: found.uid, inode: found.inode.into() })
 }
 
 /// As [`by_netlink`], from the tables of the kernel.
