@@ -14,6 +14,7 @@ import json
 import os
 import random
 import re
+import select
 import signal
 import socket
 import subprocess
@@ -260,6 +261,28 @@ def children(pid):
         with contextlib.suppress(OSError):
             found += map(int, Path(path).read_text().split())
     return found
+
+
+IN_OPEN = 0x20
+
+
+@contextlib.contextmanager
+def executions_of(program):
+    """Gives a function that waits until some process executes the program, or for so many seconds. The kernel wakes this process at
+    that moment, also on a busy machine where a process that looks again and again gets no turn."""
+    libc = ctypes.CDLL(None)
+    notify = libc.inotify_init1(os.O_CLOEXEC | os.O_NONBLOCK)
+    if notify < 0 or libc.inotify_add_watch(notify, os.fsencode(program), IN_OPEN) < 0:
+        raise Unable(f"{program} cannot be watched")
+
+    def wait(seconds):
+        if select.select([notify], [], [], seconds)[0]:
+            os.read(notify, 4096)
+
+    try:
+        yield wait
+    finally:
+        os.close(notify)
 
 
 def descriptors(pid):
