@@ -245,7 +245,8 @@ macro_rules! hooked {
                     unsafe { wrapper($($arg),*) }
                 }
 
-                // One for all slots: there are more than a thousand rows.
+                // One for all slots: there are more than a thousand rows. A capture shows its frame under the name of the hooked
+                // function, so it keeps its own name: see `hooked` in `capture/src/symbolize/names.rs`.
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
                     let slot = FUNCTION.entered_by();

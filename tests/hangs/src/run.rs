@@ -30,6 +30,8 @@ const MANY: u32 = 32;
 
 /// From the verdict on a hang to the end of its ranks.
 const ENDED_WITHIN: Duration = Duration::from_secs(10);
+/// A verdict, and one that confirms it.
+const MOST_VERDICTS: usize = 2;
 
 /// Runs all, `jobs` at a time, and prints a line for each as it ends. With `kill` the collector ends the ranks of those that hang.
 pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> Result<Vec<Outcome>> {
@@ -165,21 +167,30 @@ fn ended(job: &Job, incident: &Incident) -> Result<()> {
         };
         ranks.unwrap_or_default().into_iter().filter(is_alive).collect()
     };
-    let (start, is_proven) = (Instant::now(), incident.verdict["hang"] != "none");
-    if !is_proven {
-        let said = job.logs();
-        ensure!(
-            !said.contains("XPU_TIMER_HANG_KILL ends"),
-            "ranks were ended without evidence of a hang: {}",
-            tail(&said)
-        );
-        return Ok(());
-    }
-    while !alive().is_empty() {
-        ensure!(start.elapsed() < ENDED_WITHIN, "{ENDED_WITHIN:?} after the verdict there are still {:?}", alive());
+    // A verdict with doubt is confirmed by a second one, or withdrawn by it.
+    let mut verdicts = Vec::new();
+    let mut since = Instant::now();
+    loop {
+        let newest = job.incidents().into_iter().find(|found| found.path == incident.path);
+        let newest = newest.map_or_else(|| incident.verdict.clone(), |found| found.verdict);
+        if verdicts.last() != Some(&newest["judged_at"]) {
+            verdicts.push(newest["judged_at"].clone());
+            since = Instant::now();
+        }
+        if newest["hang"] == "none" {
+            let logs = job.logs();
+            let was_ended = logs.contains("XPU_TIMER_HANG_KILL ends");
+            ensure!(!was_ended, "ranks were ended without evidence of a hang: {}", tail(&logs));
+            return Ok(());
+        }
+        let alive = alive();
+        if alive.is_empty() {
+            return Ok(());
+        }
+        ensure!(verdicts.len() <= MOST_VERDICTS, "after {} verdicts there are still {alive:?}", verdicts.len());
+        ensure!(since.elapsed() < ENDED_WITHIN, "{ENDED_WITHIN:?} after the verdict there are still {alive:?}");
         std::thread::sleep(Duration::from_millis(50));
     }
-    Ok(())
 }
 
 /// Waits for the end of the ranks.

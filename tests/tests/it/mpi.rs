@@ -148,9 +148,13 @@ fn expect(mpi: Mpi, fault: &str, cause: &str, culprits: &[u32], parts: &[&str]) 
 }
 
 fn flight(incident: &Incident, rank: u32) -> FlightRecord {
+    dump(incident, rank).flight_record.expect("a flight record")
+}
+
+fn dump(incident: &Incident, rank: u32) -> Stacktrace {
     let file = incident.path.join(format!("{rank:05}-{RANKS:05}.stacktrace"));
     let bytes = fs::read(&file).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
-    Stacktrace::decode(&bytes[..]).expect("a dump").flight_record.expect("a flight record")
+    Stacktrace::decode(&bytes[..]).expect("a dump")
 }
 
 #[test]
@@ -273,7 +277,15 @@ fn ranks_that_all_send_before_they_receive() {
 fn a_rank_that_never_starts_mpi_and_one_that_never_ends_it() {
     let _alone = alone();
     expect(Mpi::Open, "init", "comm_init", &[2], &["C function pause"]);
-    expect(Mpi::Open, "finalize", "missing_rank", &[2], &["MPI_Finalize", "C function pause"]);
+    let job = job();
+    let Some(incident) = hang(&job, Mpi::Open, "finalize") else { return };
+    check(&incident, "missing_rank", &[2], &["MPI_Finalize", "C function pause"]);
+    let names = |rank| -> Vec<String> {
+        let frames = dump(&incident, rank).stacktrace.into_iter().flat_map(|thread| thread.frames);
+        frames.map(|frame| frame.func_name).collect()
+    };
+    // Open MPI's own function of this name leaves no frame.
+    assert!(names(0).iter().any(|name| name == "MPI_Finalize"), "{:#?}", names(0));
 }
 
 #[test]

@@ -148,7 +148,8 @@ pub(super) fn demangle(name: &[u8]) -> String {
     let text = String::from_utf8_lossy(&name[..name.len().min(MAX_NAME)]);
     // Rust's older mangling looks like C++ with a hash at the end, so it is tried first.
     if let Ok(rust) = rustc_demangle::try_demangle(&text) {
-        return format!("{rust:#}");
+        let name = format!("{rust:#}");
+        return hooked(&name).map_or(name.clone(), str::to_owned);
     }
     if text.starts_with("_Z")
         && let Ok(symbol) = cpp_demangle::Symbol::new(text.as_bytes())
@@ -162,9 +163,22 @@ pub(super) fn demangle(name: &[u8]) -> String {
     text.into_owned()
 }
 
+/// The name of the function that our hook intercepts, if this is the body of its row in `hook/src/hooked.rs`. The exported symbol
+/// jumps there and leaves no frame, and the function of the library behind it may do the same: `MPI_Finalize` of Open MPI does.
+fn hooked(name: &str) -> Option<&str> {
+    name.strip_prefix("xpu_timer_hook::")?.strip_suffix("::wrapper")?.rsplit("::").next()
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_body_of_a_hook_has_the_name_of_the_function_that_it_intercepts() {
+        let body = b"_ZN14xpu_timer_hook4host3mpi12MPI_Finalize7wrapper17h0123456789abcdefE";
+        assert_eq!(demangle(body), "MPI_Finalize");
+        assert_eq!(demangle(b"_ZN5other12MPI_Finalize7wrapper17h0123456789abcdefE"), "other::MPI_Finalize::wrapper");
+    }
 
     #[test]
     fn demangles_what_is_mangled() {
