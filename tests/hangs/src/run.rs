@@ -120,9 +120,13 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
             }
             Said::of(&incident.verdict).map(Some)
         }
-        Truth::Passes { .. } => {
+        Truth::Passes { stands_still, .. } => {
             let incident = hang(&job, &mut ranks)?;
-            passed(&job, ranks, &incident)?;
+            if kill && *stands_still {
+                ended(&job, &incident)?;
+            } else {
+                passed(&job, ranks, &incident)?;
+            }
             Said::of(&incident.verdict).map(Some)
         }
         Truth::Slow(expected) => slow(&job, &mut ranks, scenario.world, expected),

@@ -39,6 +39,8 @@ pub enum Truth {
         causes: &'static [&'static str],
         /// Ascending.
         culprits: Vec<u32>,
+        /// Until then the culprits stand still, so that with `XPU_TIMER_HANG_KILL` the job is ended.
+        stands_still: bool,
     },
     /// It does not come to an end by itself, and these ranks, ascending, slow it down without a hang; none in an even run.
     Slow(Vec<u32>),
@@ -85,7 +87,7 @@ impl Scenario {
     /// Causes and culprits that are right, when something is to be said at all.
     pub fn right(&self) -> Option<(&'static [&'static str], &[u32])> {
         match &self.truth {
-            Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits } => Some((causes, culprits)),
+            Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits, .. } => Some((causes, culprits)),
             Truth::Slow(ranks) if !ranks.is_empty() => Some((&[SLOW], ranks)),
             Truth::Slow(_) | Truth::Healthy => None,
         }
@@ -116,7 +118,15 @@ impl Scenario {
 
     /// It is slow because of these ranks, and goes on.
     pub fn passes(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
-        self.truth = Truth::Passes { causes, culprits: culprits.to_vec() };
+        self.truth = Truth::Passes { causes, culprits: culprits.to_vec(), stands_still: false };
+        self
+    }
+
+    /// Its culprits sleep until the job goes on, and nothing about them moves.
+    pub fn standing_still(mut self) -> Self {
+        if let Truth::Passes { stands_still, .. } = &mut self.truth {
+            *stands_still = true;
+        }
         self
     }
 

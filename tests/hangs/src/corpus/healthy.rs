@@ -58,7 +58,8 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("slow-saves", 4, &["--epochs=2", "--save-seconds=9"]).passes(&["long_step"], &[0]),
         plain("slow-compiles", 4, &["--epochs=3", "--compile-seconds=9"]).passes(&["compile"], &[1]),
         plain("slow-starts", 4, &["--epochs=6", "--start-seconds=10"])
-            .passes(&["comm_init", "missing_rank", "long_step"], &[3]),
+            .passes(&["comm_init", "missing_rank", "long_step"], &[3])
+            .standing_still(),
         hybrid("slow-evaluates", 1, 1, 4)
             .option("--steps=6")
             .option("--evaluate-seconds=8")
@@ -67,7 +68,8 @@ pub fn scenarios() -> Vec<Scenario> {
             // Both samples may show the same line of its loop.
             .passes(&["long_step", "missing_rank"], &[0]),
         sharded("slow-sharded-imports", 2, &["--epochs=3", "--import-seconds=9"])
-            .passes(&["comm_init", "missing_rank", "long_step"], &[1]),
+            .passes(&["comm_init", "missing_rank", "long_step"], &[1])
+            .standing_still(),
     ]);
     scenarios
 }
