@@ -3,6 +3,7 @@
 #![deny(unsafe_code)]
 
 mod artifacts;
+mod distribution;
 mod fake_collector;
 mod forky;
 mod glibc;
@@ -15,6 +16,7 @@ mod tools;
 mod torch;
 
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
+pub use distribution::{copy_stripped, write_wheel};
 pub use fake_collector::{Ears, FakeCollector, RECONNECT};
 pub use forky::{apt_get, forky, forky_headers, forky_with_torch, only_child, run_in_forky};
 pub use glibc::old_enough;

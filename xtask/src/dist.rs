@@ -1,13 +1,13 @@
-//! `cargo xtask dist`: what is installed on a node, as one archive.
+//! `cargo xtask dist`: what is installed on a node, as an archive and as a Python wheel.
 
 use std::{fs, process::Command};
 
 use anyhow::{Context, Result};
-use xpu_timer_tests::{INSTALLED, old_enough, tree};
+use xpu_timer_tests::{copy_stripped, tree, write_wheel};
 
 use crate::shell::{self, cargo, need};
 
-/// The packages that [`INSTALLED`] comes from.
+/// The packages that the installed files come from.
 const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
 
 pub fn run() -> Result<()> {
@@ -23,12 +23,8 @@ pub fn run() -> Result<()> {
         fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
     }
     fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
-    for file in INSTALLED {
-        let (built, copy) = (target.join("release").join(file), folder.join(file));
-        // Names of functions stay, so that a stack through the hook can be read; lines do not, which are most of the bytes.
-        shell::run(Command::new("objcopy").arg("--strip-debug").arg(built).arg(&copy))?;
-        old_enough(&copy)?;
-    }
+    copy_stripped(&target.join("release"), &folder)?;
+    let wheel = write_wheel(&folder, &dist)?;
     for file in ["README.md", "LICENSE"] {
         fs::copy(tree().join(file), folder.join(file)).with_context(|| format!("copy of {file}"))?;
     }
@@ -36,6 +32,6 @@ pub fn run() -> Result<()> {
     let mut tar = Command::new("tar");
     tar.args(["--owner=0", "--group=0", "-C"]).arg(&dist).arg("-czf").arg(&archive).arg("xpu_timer");
     shell::run(&mut tar)?;
-    println!("{}", archive.display());
+    println!("{}\n{}", archive.display(), wheel.display());
     Ok(())
 }

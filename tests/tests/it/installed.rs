@@ -3,10 +3,14 @@
 use std::{
     fs,
     path::{Path, PathBuf},
+    process::Command,
 };
 
 use xpu_timer_proto::env::VARIABLES;
-use xpu_timer_tests::{INSTALLED, Job, PATIENCE, Process, artifacts, compile_c, old_enough, tree};
+use xpu_timer_tests::{
+    INSTALLED, Job, PATIENCE, Process, artifacts, compile_c, copy_stripped, old_enough, python_version, skip, tree,
+    write_wheel,
+};
 
 #[test]
 fn what_is_installed_asks_for_no_newer_glibc_than_old_containers_have() {
@@ -35,6 +39,68 @@ fn a_hook_that_cannot_be_loaded_costs_one_line_and_not_the_job() {
         assert!(line.starts_with("xpu_timer_launch: running without the hook: ") && line.contains(reason), "{line}");
         assert!(line.contains(&*hook.to_string_lossy()), "{line}");
     }
+}
+
+#[test]
+fn a_wheel_installs_into_virtual_environments_and_its_removal_leaves_nothing() {
+    let job = Job::new();
+    let files = job.dir.join("files");
+    fs::create_dir(&files).unwrap();
+    copy_stripped(artifacts().bin("xpu_timer_launch").parent().unwrap(), &files).unwrap();
+    let wheel = write_wheel(&files, &job.dir).unwrap();
+    for version in ["3.9", "3.13"] {
+        let Some(python) = python_version(version) else {
+            skip(&format!("there is no CPython {version}"));
+            continue;
+        };
+        let venv = job.dir.join(version);
+        succeed(Command::new(python).args(["-m", "venv"]).arg(&venv));
+        let before = files_below(&venv);
+        let pip = || {
+            let mut pip = Command::new(venv.join("bin/python"));
+            pip.args(["-m", "pip", "--disable-pip-version-check"]);
+            pip
+        };
+        // Bytecode of pip itself is none of the wheel's.
+        succeed(pip().env("PYTHONDONTWRITEBYTECODE", "1").args(["install", "--no-index"]).arg(&wheel));
+        let installed = files_below(&venv);
+        assert!(INSTALLED.iter().all(|name| installed.iter().any(|path| path.ends_with(name))), "{installed:?}");
+
+        // Only what keeps this job apart from others stays of the environment.
+        let apart = job.command("true");
+        let apart = apart.get_envs().filter_map(|(name, value)| Some((name, value?)));
+        let apart = apart.filter(|(name, _)| *name == "TMPDIR" || name.to_string_lossy().starts_with("XPU_TIMER_"));
+        let mut command = Command::new(venv.join("bin/xpu_timer_launch"));
+        command.env_clear().envs(apart).arg(venv.join("bin/python"));
+        let script = "print('libxpu_timer_hook.so' in open('/proc/self/maps').read())";
+        let output = Process::spawn(command.args(["-c", script])).wait(PATIENCE);
+        assert_eq!((output.code(), output.stdout.as_str(), output.stderr.as_str()), (0, "True\n", ""));
+
+        succeed(pip().env("PYTHONDONTWRITEBYTECODE", "1").args(["uninstall", "--yes", "xpu_timer"]));
+        assert_eq!(files_below(&venv), before);
+    }
+}
+
+fn succeed(command: &mut Command) {
+    let output = Process::spawn(command).wait(PATIENCE);
+    assert_eq!(output.code(), 0, "{command:?}: {}{}", output.stdout, output.stderr);
+}
+
+/// Paths of all files below a folder, in order.
+fn files_below(folder: &Path) -> Vec<PathBuf> {
+    let mut folders = vec![folder.to_path_buf()];
+    let mut files = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in fs::read_dir(folder).unwrap().flatten() {
+            if entry.file_type().unwrap().is_dir() {
+                folders.push(entry.path());
+            } else {
+                files.push(entry.path());
+            }
+        }
+    }
+    files.sort();
+    files
 }
 
 #[test]
