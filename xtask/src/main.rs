@@ -4,10 +4,13 @@
 mod bench;
 mod demo;
 mod dist;
+mod functions;
 mod fuzz;
 mod lint;
+mod sample;
 mod shell;
 mod soak;
+mod source;
 mod suite;
 mod test;
 
@@ -41,8 +44,10 @@ enum Command {
     Soak(soak::Options),
     /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it with few interruptions
     Model,
-    /// Format, clippy, documentation and licences
-    Lint,
+    /// Layout, format, clippy, documentation and licences
+    Lint(lint::Options),
+    /// Prints functions of the workspace drawn at random: file:line, name, lines of the body
+    Sample(sample::Options),
     /// Measures, and prints ratios of two things measured in one run
     Bench(bench::Options),
     /// Builds what is installed on a node into one archive, target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
@@ -75,7 +80,8 @@ fn main() -> ExitCode {
         Command::Chaos { arguments } => chaos(&arguments),
         Command::Soak(options) => soak::run(&options),
         Command::Model => model(),
-        Command::Lint => lint::run(),
+        Command::Lint(options) => lint::run(&options),
+        Command::Sample(options) => sample::run(&options),
         Command::Bench(options) => bench::run(&options),
         Command::Dist => dist::run(),
         Command::Bless => test::bless(),

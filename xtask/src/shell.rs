@@ -3,6 +3,7 @@
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
 /// Cargo itself, in the root of the tree.
 pub fn cargo(arguments: &[&str]) -> Command {
@@ -18,6 +19,13 @@ pub fn run(command: &mut Command) -> Result<()> {
     let status = command.status().with_context(|| line.clone())?;
     ensure!(status.success(), "{line}: {status}");
     Ok(())
+}
+
+/// What `cargo metadata` prints about the workspace.
+pub fn metadata(arguments: &[&str]) -> Result<Value> {
+    let output = cargo(&["metadata", "--format-version", "1"]).args(arguments).output().context("cargo metadata")?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).context("cargo metadata")
 }
 
 /// Makes sure that these Debian packages work here, all that the tests use when none is named: installs those that do not when
