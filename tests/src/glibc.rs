@@ -18,7 +18,7 @@ pub fn old_enough(file: &Path) -> Result<()> {
     let asked: Vec<(&str, (u32, u32))> = text.lines().filter_map(asked).collect();
     ensure!(!asked.is_empty(), "{} asks for nothing of glibc", file.display());
     let newer: Vec<_> = asked.into_iter().filter(|(_, version)| *version > OLDEST).collect();
-    ensure!(newer.is_empty(), "{} asks for {newer:?}; floor/build.rs is for such functions", file.display());
+    ensure!(newer.is_empty(), "{} asks for {newer:?}; glibc_compat/build.rs is for such functions", file.display());
     Ok(())
 }
 
