@@ -43,9 +43,9 @@ GROUPS.forEach(({ runs }, group) => {
 const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => holds(runs, rank)));
 
 /** What is known of ranks that have no dump or are gone: the node, and how they ended. */
-const FATES = D.fates.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
-const fateOf = (rank) => FATES.find(({ runs }) => holds(runs, rank));
-const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || fateOf(rank)?.node || "";
+const ABSENT = D.absent.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
+const absentOf = (rank) => ABSENT.find(({ runs }) => holds(runs, rank));
+const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || absentOf(rank)?.node || "";
 
 /** What the verdict says of each rank. */
 const STANDS = new Map();

@@ -7,7 +7,7 @@ function cellTitle(rank) {
   if (holds(CULPRITS, rank)) parts.push("culprit");
   if (condition === "alive" && entry) parts.push(D.texts[entry.last.state]);
   else parts.push(CONDITIONS[condition].word);
-  if (fateOf(rank)?.why) parts.push(fateOf(rank).why);
+  if (absentOf(rank)?.why) parts.push(absentOf(rank).why);
   if (nodeOf(rank)) parts.push(`on ${nodeOf(rank)}`);
   const group = groupOf(rank);
   if (group) parts.push(`in ${nameOf(group)}`);

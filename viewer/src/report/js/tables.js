@@ -176,8 +176,8 @@ function culpritCard(rank) {
       ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), pathText(where.python))
       : null,
     where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
-    fateOf(rank)?.why
-      ? el("p", { class: "muted" }, fateOf(rank).why)
+    absentOf(rank)?.why
+      ? el("p", { class: "muted" }, absentOf(rank).why)
       : (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
     entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
   );
@@ -204,8 +204,8 @@ function buildGroups() {
   if (!gone.length) return;
   // Ranks in one condition of which the same is known are one row; of the rest of a condition nothing is known.
   const absent = gone.flatMap(({ condition, runs }) => {
-    const told = FATES.map((fate) => ({ ...fate, condition, runs: intersect(fate.runs, runs) })).filter(({ runs }) => runs.length);
-    const covered = union(told.map((fate) => fate.runs));
+    const told = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
+    const covered = union(told.map((absent) => absent.runs));
     const rest = intersect(runs, complement(covered, HIGHEST));
     return rest.length ? [...told, { condition, runs: rest, node: "", why: "" }] : told;
   });

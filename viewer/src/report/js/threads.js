@@ -53,7 +53,7 @@ function drawPanel(rank) {
     facts.push(["Between the samples", `${movedText(entry.moved)} (${detail})`]);
   }
   panel.append(factList(facts));
-  const why = fateOf(rank)?.why;
+  const why = absentOf(rank)?.why;
   const known = (stands?.errors ?? []).filter((error) => !why?.includes(error));
   const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
   if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
