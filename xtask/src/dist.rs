@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: what is installed on a node, as one archive.
+//! `cargo xtask dist`: packs the installed files of a node into one archive.
 
 use std::{fs, process::Command};
 
@@ -7,17 +7,17 @@ use xpu_timer_tests::{INSTALLED, old_enough, tree};
 
 use crate::shell::{self, cargo, need};
 
-/// The packages that [`INSTALLED`] comes from.
+/// The packages of the [`INSTALLED`] files.
 const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
 
-pub fn run() -> Result<()> {
+pub(crate) fn run() -> Result<()> {
     need(&["binutils"])?;
     let packages = PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
     let target = tree().join("target");
     shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;
 
     let dist = target.join("dist");
-    // Unpacked with `tar -C /opt`, it is where `deploy/` looks for it.
+    // `deploy/` expects this folder below `/opt`, where `tar -C /opt` unpacks it.
     let folder = dist.join("xpu_timer");
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
@@ -25,7 +25,8 @@ pub fn run() -> Result<()> {
     fs::create_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;
     for file in INSTALLED {
         let (built, copy) = (target.join("release").join(file), folder.join(file));
-        // Names of functions stay, so that a stack through the hook can be read; lines do not, which are most of the bytes.
+        // Function names stay, so that stacks through the hook are readable. Line tables, which are
+        // most of the size, do not.
         shell::run(Command::new("objcopy").arg("--strip-debug").arg(built).arg(&copy))?;
         old_enough(&copy)?;
     }

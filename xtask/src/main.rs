@@ -1,4 +1,4 @@
-//! `cargo xtask`: the commands of this repository. CI runs the same ones.
+//! `cargo xtask`: the commands of this repository. CI runs the same commands.
 #![forbid(unsafe_code)]
 
 mod bench;
@@ -28,21 +28,26 @@ enum Command {
     Test(test::Options),
     /// Fuzzes what reads outside bytes, guided by coverage; `test` does it for some seconds
     Fuzz(fuzz::Options),
-    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict is right
+    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict
+    /// is right
     Hangs {
         /// Part of the names of some scenarios, and options such as `--jobs 4`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit status 1 if a promise did not
+    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit
+    /// status 1 if a promise did not
     Chaos {
-        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed N`
+        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed
+        /// N`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve minutes
+    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve
+    /// minutes
     Soak(soak::Options),
-    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it with few interruptions
+    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it
+    /// with few interruptions
     Model,
     /// Layout, format, clippy, documentation and licences
     Lint(lint::Options),
@@ -50,7 +55,8 @@ enum Command {
     Sample(sample::Options),
     /// Measures, and prints ratios of two things measured in one run
     Bench(bench::Options),
-    /// Builds what is installed on a node into one archive, target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
+    /// Builds what is installed on a node into one archive,
+    /// target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
     Dist,
     /// Writes generated code, schemas and goldens anew
     Bless,

@@ -12,7 +12,8 @@ pub(crate) struct Options {
     /// How many functions to draw
     count: usize,
 
-    /// The same seed draws the same functions from the same tree; default: a random one, which is printed
+    /// The same seed draws the same functions from the same tree; default: a random one, which is
+    /// printed
     #[arg(long)]
     seed: Option<u64>,
 }

@@ -50,7 +50,8 @@ pub(super) fn imports(krate: &Crate) -> Imports {
 }
 
 impl Crate {
-    /// What a path in a module stands for. `None`: another crate, or a name that is imported already.
+    /// What a path in a module stands for. `None`: another crate, or a name that is imported
+    /// already.
     fn resolve(&self, module: ModuleId, path: &[String], depth: usize) -> Option<Target> {
         let (first, rest) = path.split_first()?;
         match first.as_str() {
