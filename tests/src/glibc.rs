@@ -1,16 +1,16 @@
-//! The C library that a program or a library needs.
+//! The glibc version that a program or a library needs.
 
 use std::{path::Path, process::Command};
 
 use anyhow::{Context, Result, ensure};
 
-/// What is installed starts from this glibc on, that of Red Hat 8; Ubuntu 20.04 has 2.31.
+/// Installed files need this glibc, that of Red Hat 8; Ubuntu 20.04 has 2.31.
 const OLDEST: (u32, u32) = (2, 28);
 
-/// Fails when a file that is installed asks for a newer glibc than those that old containers have.
+/// Checks that an installed file needs no newer glibc than old containers have.
 ///
 /// # Errors
-/// What it asks for, or why that cannot be told.
+/// The functions that are too new, or why this is unknown.
 pub fn old_enough(file: &Path) -> Result<()> {
     let objdump = Command::new("objdump").arg("-T").arg(file).output().context("objdump cannot be run")?;
     ensure!(objdump.status.success(), "{}", String::from_utf8_lossy(&objdump.stderr));
@@ -22,7 +22,7 @@ pub fn old_enough(file: &Path) -> Result<()> {
     Ok(())
 }
 
-/// The function of glibc that a line of `objdump -T` asks for, and the version of glibc that brought it.
+/// The glibc function in a line of `objdump -T`, and the version that introduced it.
 fn asked(line: &str) -> Option<(&str, (u32, u32))> {
     let (before, after) = line.split_once("(GLIBC_")?;
     let (version, name) = after.split_once(')')?;

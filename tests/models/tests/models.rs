@@ -1,5 +1,5 @@
-//! The parts of the hook that have no locks: every way in which their threads can come between each other, up to two forced
-//! interruptions of a thread here, all of them in `cargo xtask model`.
+//! The parts of the hook that have no locks: every way in which their threads can come between each
+//! other, up to two forced interruptions of a thread here, all of them in `cargo xtask model`.
 
 #![allow(clippy::unwrap_used, reason = "all of this is test code, its helper functions too")]
 
@@ -25,7 +25,8 @@ fn words() -> Words {
     std::array::from_fn(|_| AtomicU64::new(0))
 }
 
-/// What the collector does: all words, and the first one again. Its reads of the file are in order, which the fence stands for.
+/// What the collector does: all words, and the first one again. Its reads of the file are in order,
+/// which the fence stands for.
 fn read(words: &Words) -> Option<(u64, [u64; 2])> {
     let before = words[op::TICKET].load(Ordering::Acquire);
     let found = [op::SEQ, op::COUNT].map(|word| words[word].load(Ordering::Relaxed));
@@ -98,7 +99,8 @@ fn a_slot_is_one_threads() {
     launcher.join().unwrap();
 }
 
-/// Two threads without a lane share one list, and the watcher empties it meanwhile. It sees what was written before.
+/// Two threads without a lane share one list, and the watcher empties it meanwhile. It sees what
+/// was written before.
 fn the_watcher_gets_every_slot_once() {
     let shared = Arc::new((Handoff::new(), [Slot::default(), Slot::default()]));
     let push = |(handoff, slots): &(Handoff, [Slot; 2]), index: usize| {
@@ -141,7 +143,8 @@ fn events_come_back_once() {
                 if !shared.0.give_event(CONTEXT, event) {
                     refused.push(event);
                 } else if event == 3 {
-                    // The cell that the lane's thread has emptied: what that did before is seen here.
+                    // The cell that the lane's thread has emptied: what that did before is seen
+                    // here.
                     assert_eq!(shared.1[op::TICKET].load(Ordering::Relaxed), 1);
                 }
             }
@@ -224,7 +227,8 @@ fn a_context_has_one_pool_whoever_comes_first() {
     });
 }
 
-/// No ordering is needed here either: a counter has one writer, and a lane whose owner ended is taken when the kernel says so.
+/// No ordering is needed here either: a counter has one writer, and a lane whose owner ended is
+/// taken when the kernel says so.
 #[test]
 fn lanes_have_one_owner_each_and_lose_no_count() {
     explore(|| {

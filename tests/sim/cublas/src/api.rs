@@ -1,4 +1,5 @@
-//! The exported functions: handles, and the matrix products in the forms with 32-bit and with 64-bit sizes.
+//! The exported functions: handles, and the matrix products in the forms with 32-bit and with
+//! 64-bit sizes.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -50,7 +51,8 @@ fn find(handle: usize) -> Result<Arc<Handle>, Status> {
 fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
     let code = body().map_or_else(|status| status.0, |()| 0);
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is
+    // blocked in.
     black_box(code)
 }
 

@@ -1,4 +1,5 @@
-//! A matrix product as the argument buffer of a kernel, and what that kernel does. Column-major, as in BLAS.
+//! A matrix product as the argument buffer of a kernel, and what that kernel does. Column-major, as
+//! in BLAS.
 
 use half::{bf16, f16};
 use sim_abi::{

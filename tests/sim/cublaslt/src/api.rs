@@ -1,4 +1,5 @@
-//! The exported functions. Descriptors are tables of attributes, whose meaning only the product knows.
+//! The exported functions. Descriptors are tables of attributes, whose meaning only the product
+//! knows.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -108,7 +109,8 @@ fn get(
 fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
     let code = body().map_or_else(|status| status.0, |()| 0);
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is
+    // blocked in.
     black_box(code)
 }
 

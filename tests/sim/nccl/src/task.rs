@@ -78,7 +78,8 @@ pub(crate) struct Task {
     pub(crate) rank: usize,
     pub(crate) send: usize,
     pub(crate) recv: usize,
-    /// The elements that it makes its peers believe; another number than `count` only by the fault `size`.
+    /// The elements that it makes its peers believe; another number than `count` only by the fault
+    /// `size`.
     pub(crate) announced: usize,
 }
 
