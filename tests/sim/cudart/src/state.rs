@@ -70,7 +70,7 @@ pub(crate) fn device() -> Result<Device, CuError> {
     }
 }
 
-/// cudaSetDevice: since CUDA 12 it also makes the primary context, and makes it current.
+/// cudaSetDevice: since CUDA 12 it also creates the primary context and makes it current.
 pub(crate) fn set_device(device: Device) -> Result<(), CuError> {
     let driver = driver::legacy()?;
     let mut count = 0;
@@ -82,8 +82,7 @@ pub(crate) fn set_device(device: Device) -> Result<(), CuError> {
     make_primary_current(driver, device)
 }
 
-/// Every call that needs a context makes one: that is how a fresh thread comes to have one on
-/// device 0.
+/// Calls that need a context create it: this gives a new thread the context of device 0.
 pub(crate) fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
     let mut context: ContextHandle = 0;
     check((driver.context_current)(Out::to(&mut context)))?;
@@ -95,8 +94,8 @@ pub(crate) fn with_context(driver: &'static Driver) -> Result<&'static Driver, C
 
 fn make_primary_current(driver: &Driver, device: Device) -> Result<(), CuError> {
     let mut context = 0;
-    // The runtime retains a primary context once and keeps it; the driver hands out the same one
-    // either way.
+    // The runtime retains a primary context once and keeps it; the driver returns the same one in
+    // either case.
     check((driver.primary_retain)(Out::to(&mut context), device))?;
     check((driver.context_set_current)(context))
 }
