@@ -75,7 +75,7 @@ function buildStrip() {
   });
 }
 
-/** What limits the view, and what the chosen frame says of the ranks. */
+/** The limits of the view, and the ranks of the chosen frame. */
 function drawFilter() {
   const line = byId("filter");
   const parts = [];
@@ -97,7 +97,7 @@ function drawFilter() {
 
 function buildLegend() {
   const entries = [];
-  // The culprits first, wherever they stand.
+  // Culprits come first.
   const chip = (colour, text, runs, why) =>
     el(
       "button",

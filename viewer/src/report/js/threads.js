@@ -1,4 +1,4 @@
-// The panel of one rank: who it is, what moved, and the stacks of all its threads in both samples.
+// The panel of one rank: its identity, its progress, and the stacks of all its threads in both samples.
 
 function openRank(rank) {
   show({ rank });
@@ -70,7 +70,7 @@ function drawPanel(rank) {
   }
 }
 
-/** Details whose content is made when they are first opened. */
+/** Details whose content is created when they are first opened. */
 function lazy(summary, make, className) {
   const details = el("details", { class: className }, summary);
   details.addEventListener("toggle", () => {
