@@ -1,5 +1,5 @@
-//! How the messages between node and cluster become bytes: tonic's protobuf with buffers that begin small. A cluster collector has two
-//! of them for each of its nodes, which mostly say nothing.
+//! The tonic codec of the messages between node and cluster: protobuf, with buffers that start
+//! small. A cluster collector has two buffers for each node, and most nodes are idle.
 
 use std::marker::PhantomData;
 
@@ -7,9 +7,9 @@ use prost::Message;
 use tonic::codec::{self, BufferSettings};
 use tonic_prost::ProstCodec;
 
-/// Room that a stream takes from the start, and by which it grows.
+/// Initial size of a stream's buffer, and the step by which it grows.
 const BUFFER_BYTES: usize = 1024;
-/// Messages that wait are sent together up to this.
+/// Queued messages are sent together up to this size.
 const YIELD_BYTES: usize = 32 * 1024;
 
 /// Encodes `T` and decodes `U`.

@@ -1,32 +1,33 @@
-//! The families of devices: the libraries of each, and what its event functions are called.
+//! The families of devices: their libraries, and the names of their event functions.
 //!
-//! A further family is a row here. One exported name may serve several (`nccl*` is NCCL and RCCL, `mccl*` MetaX and Moore
-//! Threads), which is why the family is decided by the runtime that a process has loaded and never by a function's name.
+//! A new family is a new row here. Several families may export the same name (`nccl*` is NCCL and
+//! RCCL, `mccl*` MetaX and Moore Threads), so the runtime that a process has loaded decides the
+//! family, never the name of a function.
 
 use std::ffi::CStr;
 
-/// The libraries that a hooked function can come from.
+/// The library of a hooked function.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Library {
     /// Collectives.
     Collectives,
-    /// The layer that every launch passes.
+    /// The layer that every launch goes through.
     Driver,
-    /// The layer above it, which application code is compiled against.
+    /// The layer above the driver, against which applications are compiled.
     Runtime,
     /// Matrix products.
     Blas,
-    /// MPI, whose collectives the host runs. It needs no device and belongs to no family.
+    /// MPI. Its collectives run on the host. It needs no device and belongs to no family.
     Mpi,
-    /// gloo inside PyTorch, as above.
+    /// gloo inside PyTorch. Like MPI, it belongs to no family.
     Gloo,
 }
 
 impl Library {
-    /// All of them.
+    /// The libraries of a device family.
     pub const ALL: [Library; 4] = [Library::Collectives, Library::Driver, Library::Runtime, Library::Blas];
 
-    /// Its layer, an index of [`crate::ring::coverage::LAYERS`].
+    /// Its layer, an index into [`crate::ring::coverage::LAYERS`].
     #[must_use]
     pub const fn layer(self) -> u8 {
         match self {
@@ -38,8 +39,8 @@ impl Library {
         }
     }
 
-    /// How the file name of a library begins that belongs to no family: Open MPI and MPICH's relatives, MPI 5's, MPICH as Debian has it,
-    /// Cray's; PyTorch, which Debian has by version.
+    /// Prefixes of the file names of libraries without a family: Open MPI and relatives of MPICH,
+    /// MPI 5, MPICH in Debian, Cray MPI; PyTorch, which has a version in its name in Debian.
     #[must_use]
     pub const fn host_files(self) -> &'static [&'static str] {
         match self {
@@ -50,13 +51,13 @@ impl Library {
     }
 }
 
-/// Names of the functions that the hook calls itself. A family whose functions are not known for certain has none, and then
-/// nothing of it is timed.
+/// Names of the device functions that the hook calls. A family whose functions are not known for
+/// certain has none, and its operations are not timed.
 #[derive(Debug)]
 pub struct DeviceNames {
-    /// The library that has them.
+    /// The library that contains them.
     pub library: Library,
-    /// (event*, flags), or (event*): a second argument in a register that nobody looks at does no harm.
+    /// (event*, flags), or (event*): an unused second argument in a register does no harm.
     pub event_create: &'static CStr,
     /// (event, stream)
     pub event_record: &'static CStr,
@@ -70,23 +71,24 @@ pub struct DeviceNames {
     pub stream_is_capturing: &'static CStr,
     /// (mode*)
     pub exchange_capture_mode: &'static CStr,
-    /// (stream, status*, id*, …null): which capture a stream takes part in.
+    /// (stream, status*, id*, …null): the capture in which a stream takes part.
     pub capture_info: &'static CStr,
-    /// What a thread is bound to.
+    /// The functions for contexts or devices.
     pub place: Place,
-    /// (name*, function), where it is known.
+    /// (name*, function), if known.
     pub function_name: Option<&'static CStr>,
 }
 
-/// Where a thread's launches go: the driver has contexts, a runtime has the numbers of devices.
+/// What the launches of a thread go to: a driver has contexts, a runtime has device numbers.
 #[derive(Debug)]
 pub enum Place {
     /// Contexts.
     Context {
         /// (stream, context*)
         of_stream: &'static CStr,
-        /// (stream, context*, green context*): of a green context's stream the primary context of its device, which its events are of.
-        /// Where it is missing, the one above is taken.
+        /// (stream, context*, green context*): for the stream of a green context, the primary
+        /// context of its device, to which its events belong. If it is missing, `of_stream` is
+        /// used.
         of_any_stream: &'static CStr,
         /// (context*)
         current: &'static CStr,
@@ -97,7 +99,7 @@ pub enum Place {
     },
     /// Devices.
     Device {
-        /// (stream, device*); where it is missing, the thread's device is taken.
+        /// (stream, device*); if it is missing, the thread's device is used.
         of_stream: &'static CStr,
         /// (device*)
         current: &'static CStr,
@@ -106,29 +108,30 @@ pub enum Place {
     },
 }
 
-/// One family.
+/// A family of devices.
 #[derive(Debug)]
 pub struct Family {
-    /// Its name for people.
+    /// Its display name.
     pub name: &'static str,
-    /// Whether its rows have been run against libraries of these names; else they are what its documents say.
+    /// Whether the rows were tested with libraries of these names. Otherwise they follow the
+    /// vendor's documentation.
     pub verified: bool,
-    /// Sonames of the library that decides, newest first.
+    /// Sonames of the runtime, which decides the family, newest first.
     pub runtime: &'static [&'static CStr],
-    /// As above; empty where the runtime is the lowest layer.
+    /// Sonames of the driver; empty if the runtime is the lowest layer.
     pub driver: &'static [&'static CStr],
     /// As above.
     pub collectives: &'static [&'static CStr],
     /// As above.
     pub blas: &'static [&'static CStr],
-    /// What the original of an interposed collective is called in its library: a prefix in front of the name.
+    /// Prefix of the original of an interposed collective in its library.
     pub original_prefix: &'static CStr,
     /// The functions of the device.
     pub device: Option<DeviceNames>,
 }
 
 impl Family {
-    /// Sonames of one of its libraries.
+    /// The sonames of one of its libraries.
     #[must_use]
     pub fn sonames(&self, library: Library) -> &'static [&'static CStr] {
         match library {
@@ -140,8 +143,8 @@ impl Family {
         }
     }
 
-    /// Whether a process that has loaded `is_loaded` libraries is of this family. NVIDIA's driver alone counts too: Triton
-    /// and Numba need no runtime.
+    /// Whether a process with these loaded libraries belongs to the family. NVIDIA's driver alone
+    /// is enough, because Triton and Numba need no runtime.
     pub fn is_loaded(&self, mut is_loaded: impl FnMut(&CStr) -> bool) -> bool {
         self.runtime.iter().chain(self.driver).any(|soname| is_loaded(soname))
     }
@@ -236,8 +239,9 @@ pub static FAMILIES: [Family; 6] = [
             function_name: None,
         }),
     },
-    // Only what is certain of the next three, by public headers and programs: which library decides, and which holds the
-    // collectives. The mccl* rows are NCCL's by documentation, those of the others are their own.
+    // The next three rows contain only what public headers and programs prove: the library that
+    // decides, and the library of the collectives. The mccl* rows follow NCCL according to the
+    // documentation; the others have functions of their own.
     Family {
         name: "Moore Threads MUSA",
         verified: false,

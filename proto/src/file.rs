@@ -1,9 +1,11 @@
-//! Files that a variable names. Such a name may be wrong: it may name a FIFO, a device, a directory, a file of gigabytes, or a file on
-//! a file system that does not answer. None of them may block, or fill the memory of, the program that reads the variable.
+//! Reads files that an environment variable names. The name may be wrong: a FIFO, a device, a
+//! directory, a file of gigabytes, or a file on a file system that does not answer. None of them
+//! may block the program or fill its memory.
 //!
-//! [`open`] and [`read`] accept regular files only. [`read_within`] also bounds the time, on a thread that is left behind when
-//! its deadline passes. A process that is about to call `exec` must not leave a thread behind, because `exec` waits for it: the launcher
-//! does the same in a process of its own (`hook/launch/src/apart.rs`).
+//! [`open`] and [`read`] accept regular files only. [`read_within`] also limits the time: it reads
+//! on another thread, which it abandons at the deadline. A process that is about to call `exec`
+//! must not leave a thread behind, because `exec` waits for it. The launcher therefore reads in
+//! another process (`hook/launch/src/bounded_io.rs`).
 
 use std::{
     fs::{File, Metadata, OpenOptions},
@@ -17,25 +19,27 @@ use std::{
     time::Duration,
 };
 
-/// Largest file that is read: a configuration, a token, certificates.
+/// Maximum size of a file: a configuration, a token, certificates.
 pub const MOST_BYTES: u64 = 1 << 20;
-/// How long a file system may take to answer.
+/// Time within which a file system must answer.
 pub const PATIENCE: Duration = Duration::from_secs(2);
 
-/// Enough for a read; the limits of a process that hosts the hook count it.
+/// Stack size of the reading thread. It counts against the limits of a process that hosts the hook,
+/// so it is small.
 const STACK_BYTES: usize = 128 << 10;
 
-/// Bytes that the C library takes from the stack of each thread, for the thread-local variables of the program. Only in a foreign program
-/// are they worth counting.
+/// Bytes that the C library takes from the stack of each thread for the program's thread-local
+/// variables. It is set only in a foreign program, where they may be large.
 pub static TAKEN_FROM_STACKS: AtomicUsize = AtomicUsize::new(0);
 
-/// Opens a regular file for reading. Anything else is an error and is never opened: opening some devices has an effect.
+/// Opens a regular file for reading. Other files are never opened, because opening some devices has
+/// side effects.
 ///
 /// # Errors
-/// What the system answered, or that it is not a regular file.
+/// The system's error, or that it is not a regular file.
 pub fn open(path: &Path) -> io::Result<File> {
     regular(&path.metadata()?)?;
-    // It may have been replaced in the meantime.
+    // The file may have been replaced in the meantime.
     let flags = libc::O_NONBLOCK | libc::O_NOCTTY | libc::O_CLOEXEC;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     regular(&file.metadata()?)?;
@@ -49,38 +53,39 @@ fn regular(metadata: &Metadata) -> io::Result<()> {
 /// Reads a regular file of at most [`MOST_BYTES`].
 ///
 /// # Errors
-/// As [`open`], or that it is too large.
+/// Those of [`open`], or that it is too large.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let file = open(path)?;
     let too_large = || io::Error::new(io::ErrorKind::FileTooLarge, format!("larger than {MOST_BYTES} bytes"));
     if file.metadata()?.len() > MOST_BYTES {
         return Err(too_large());
     }
-    // Files of some file systems have no length.
+    // Some file systems report a length of 0.
     let mut bytes = Vec::new();
     file.take(MOST_BYTES + 1).read_to_end(&mut bytes)?;
     if bytes.len() as u64 > MOST_BYTES { Err(too_large()) } else { Ok(bytes) }
 }
 
-/// [`read`], within [`PATIENCE`].
+/// Like [`read`], within [`PATIENCE`].
 ///
 /// # Errors
-/// As [`read`], or that the file system does not answer.
+/// Those of [`read`], or that the file system does not answer.
 pub fn read_within(path: &Path) -> io::Result<Vec<u8>> {
     let owned = path.to_path_buf();
     within(PATIENCE, move || read(&owned))?
 }
 
-/// Does some work on a thread of its own and waits for it. After `patience` the thread is left behind; it ends when the kernel lets it.
+/// Runs some work on another thread and waits for it. After `patience` the thread is abandoned; it
+/// ends when the kernel lets it.
 ///
 /// # Errors
-/// That there is no answer in time, or that no thread can be started.
+/// There is no result in time, or no thread can be started.
 pub fn within<T: Send + 'static>(patience: Duration, work: impl FnOnce() -> T + Send + 'static) -> io::Result<T> {
     let (sender, receiver) = mpsc::sync_channel(1);
     let stack = STACK_BYTES.saturating_add(TAKEN_FROM_STACKS.load(Ordering::Relaxed));
     let thread = std::thread::Builder::new().name("xpu_timer_file".into()).stack_size(stack);
     thread.spawn(move || {
-        // Nobody listens after the deadline.
+        // The receiver is gone after the deadline.
         let _ = sender.send(work());
     })?;
     receiver.recv_timeout(patience).map_err(|_| unanswered())

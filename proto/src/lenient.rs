@@ -1,14 +1,15 @@
-//! Messages from files and from other programs, read without trusting their texts.
+//! Decodes messages from files and other programs without trusting their texts.
 //!
-//! Protobuf wants its strings to be UTF-8, and `prost` refuses a whole message because of one that is not. But the kernel cuts the names of
-//! threads after 15 bytes, paths are any bytes, and the original tool writes both as they are. One such name must not cost the rank that it
-//! is of: it is read with U+FFFD where it is no text. Everything that reads a message of outside does it through [`decode`].
+//! Protobuf strings must be UTF-8, and `prost` rejects a message with an invalid one. However, the
+//! kernel cuts thread names after 15 bytes, paths may contain any bytes, and the original tool
+//! writes both unchanged. An invalid name must not discard the rank: [`decode`] replaces the
+//! invalid bytes by U+FFFD. All code that reads an external message uses it.
 
 use std::borrow::Cow;
 
 use prost::{DecodeError, Message};
 
-/// What one field of a message holds, as far as texts can be in it.
+/// The type of a field that may contain text.
 #[derive(Debug)]
 pub enum Field {
     /// A string, or several.
@@ -17,16 +18,16 @@ pub enum Field {
     Message(&'static Shape),
 }
 
-/// Those fields of a message that are texts or hold messages, by number.
+/// The fields of a message that are texts or contain messages, by number.
 pub type Shape = [(u32, Field)];
 
-/// A message whose shape is known; `cargo xtask bless` writes the implementations.
+/// A message with a known shape. `cargo xtask bless` generates the implementations.
 pub trait Shaped: Message + Default {
     /// Its shape.
     const SHAPE: &'static Shape;
 }
 
-/// As deep as `prost` goes.
+/// The maximum nesting that `prost` accepts.
 const MAX_DEPTH: usize = 100;
 /// Wire types of protobuf.
 const VARINT: u64 = 0;
@@ -34,21 +35,22 @@ const FIXED64: u64 = 1;
 const BYTES: u64 = 2;
 const FIXED32: u64 = 5;
 
-/// Decodes a message as `prost` does, except that a text which is not UTF-8 loses what is no text in it, and nothing else is lost.
+/// Decodes a message as `prost` does, but replaces invalid UTF-8 in its texts.
 ///
 /// # Errors
-/// As those of [`Message::decode`].
+/// Those of [`Message::decode`].
 pub fn decode<M: Shaped>(bytes: &[u8]) -> Result<M, DecodeError> {
-    M::decode(bytes).or_else(|error| match mended(bytes, M::SHAPE, MAX_DEPTH) {
-        Cow::Owned(mended) => M::decode(&mended[..]),
+    M::decode(bytes).or_else(|error| match repaired(bytes, M::SHAPE, MAX_DEPTH) {
+        Cow::Owned(repaired) => M::decode(&repaired[..]),
         Cow::Borrowed(_) => Err(error),
     })
 }
 
-/// The message with texts that are text. What cannot be followed stays as it is, for `prost` to refuse.
-fn mended<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
+/// The message with valid texts. Parts that cannot be parsed are unchanged, so that `prost` reports
+/// them.
+fn repaired<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
     let mut out = Vec::new();
-    // Up to here `out` has what came before.
+    // `out` contains everything before this position.
     let mut copied = 0;
     let mut rest = message;
     while let Some((key, value)) = varint(rest) {
@@ -62,7 +64,7 @@ fn mended<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
                 None => break,
             },
             BYTES => {
-                // Where the length stands, which a changed value replaces.
+                // Position of the length, which changes with the value.
                 let at = message.len() - value.len();
                 let Some((length, value)) = varint(value) else { break };
                 let Some((value, rest)) = usize::try_from(length).ok().and_then(|at| value.split_at_checked(at)) else {
@@ -70,7 +72,7 @@ fn mended<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
                 };
                 let changed = match shape.iter().find(|(number, _)| u64::from(*number) == key >> 3) {
                     Some((_, Field::Text)) => text(value),
-                    Some((_, Field::Message(inner))) if depth > 0 => mended(value, inner, depth - 1),
+                    Some((_, Field::Message(inner))) if depth > 0 => repaired(value, inner, depth - 1),
                     _ => Cow::Borrowed(value),
                 };
                 if let Cow::Owned(changed) = changed {
@@ -81,7 +83,7 @@ fn mended<'a>(message: &'a [u8], shape: &Shape, depth: usize) -> Cow<'a, [u8]> {
                 }
                 rest
             }
-            // Groups begin and end without a value of their own; no message of ours has one.
+            // Groups have no value of their own; our messages have none.
             _ => value,
         };
     }
@@ -99,7 +101,7 @@ fn text(bytes: &[u8]) -> Cow<'_, [u8]> {
     }
 }
 
-/// A number, and what follows it.
+/// Reads a number, and returns the rest.
 fn varint(bytes: &[u8]) -> Option<(u64, &[u8])> {
     let mut value = 0u64;
     for (index, byte) in bytes.iter().take(10).enumerate() {
@@ -119,7 +121,7 @@ mod tests {
         v1::{FlightRecord, Operation},
     };
 
-    /// A text that is found again in the bytes.
+    /// A text that can be found in the bytes.
     const MARK: &str = "name-XX-name";
 
     fn everywhere() -> Stacktrace {
@@ -174,7 +176,7 @@ mod tests {
             bytes[*at..*at + 2].copy_from_slice(b"\xff\xe6");
             assert!(Stacktrace::decode(&bytes[..]).is_err());
             let decoded: Stacktrace = decode(&bytes).unwrap();
-            // Nothing else is changed: with the name put right again it is the same message.
+            // Nothing else changes: with the original name, the message is equal.
             let mut text = format!("{decoded:?}");
             assert_eq!(text.matches("name-\u{fffd}\u{fffd}-name").count(), 1);
             text = text.replace("name-\u{fffd}\u{fffd}-name", MARK);
@@ -190,7 +192,7 @@ mod tests {
 
     #[test]
     fn a_length_in_more_bytes_than_it_needs_and_a_cut_message() {
-        // Field 11, process_state, its length in three bytes.
+        // Field 11, process_state, with a length of three bytes.
         let long = [0x5a, 0x82, 0x80, 0x00, b'a', 0xff, 0x18, 5];
         let decoded: Stacktrace = decode(&long).unwrap();
         assert_eq!((decoded.process_state.as_str(), decoded.pid), ("a\u{fffd}", 5));

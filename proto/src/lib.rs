@@ -1,8 +1,9 @@
-//! The wire and file schema of xpu_timer.
+//! The wire and file formats of xpu_timer.
 //!
-//! Everything that crosses a process boundary is defined here and nowhere else: the `.stacktrace` file, the flight
-//! record, the hook's shared ring, the messages between hook, node and cluster, and the environment variables.
-//! This crate depends on no other member and holds no unsafe code. Its only I/O is [`mod@file`], which all programs share.
+//! Everything that crosses a process boundary is defined only here: the `.stacktrace` file, the
+//! flight record, the hook's shared ring, the messages between hook, node and cluster, and the
+//! environment variables. This crate depends on no other member and contains no unsafe code. Its
+//! only I/O is [`mod@file`], which all programs share.
 #![forbid(unsafe_code)]
 
 #[cfg(feature = "grpc")]
@@ -35,5 +36,6 @@ mod shapes {
 
 pub use prost::Message;
 
-/// Version of the messages between hook, node and cluster. A peer with another one is refused with a clear error.
+/// Version of the messages between hook, node and cluster. A peer with another version is rejected
+/// with a clear error.
 pub const PROTOCOL_VERSION: u32 = 1;

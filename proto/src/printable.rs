@@ -1,19 +1,22 @@
-//! The one filter between text of others and people.
+//! The only filter between untrusted text and people.
 //!
-//! Names of jobs, threads, files, functions and nodes are chosen by the programs that run here, or by whoever wrote a dump. Shown as they
-//! are, they command a terminal, forge a line of a log, or turn the text behind them around. Every terminal, log, text file and page
-//! gets them through this module, and nothing else decides which characters are safe.
+//! Programs that run here, and authors of dumps, choose the names of jobs, threads, files,
+//! functions and nodes. Unfiltered, such a name could control a terminal, forge a log line, or
+//! reverse the text after it. All terminals, logs, text files and pages get text through this
+//! module, and only this module decides which characters are safe.
 
 use std::{
     borrow::Cow,
     io::{self, Write},
 };
 
-/// Replaces what must not be shown. It is visible, so that two names never look alike because of it.
+/// Replaces unsafe characters. It is visible, so that two different names never look alike because
+/// of it.
 pub const REPLACEMENT: char = char::REPLACEMENT_CHARACTER;
 
-/// Whether a character is invisible or acts on the text around it: control characters (C0, DEL, C1), marks of direction, zero-width and
-/// other ignorable characters, tags, byte order marks, line and paragraph separators, and noncharacters, which XML forbids.
+/// Whether a character is invisible or affects the text around it: control characters (C0, DEL,
+/// C1), direction marks, zero-width and other ignorable characters, tags, byte order marks, line
+/// and paragraph separators, and noncharacters, which XML forbids.
 #[must_use]
 pub fn is_unsafe(character: char) -> bool {
     if (' '..='~').contains(&character) {
@@ -44,7 +47,8 @@ pub fn is_unsafe(character: char) -> bool {
         || u32::from(character) & 0xfffe == 0xfffe
 }
 
-/// What is shown in place of a character: a space for line breaks and tabs, [`REPLACEMENT`] for everything else that is unsafe.
+/// The replacement of a character: a space for line breaks and tabs, [`REPLACEMENT`] for all other
+/// unsafe characters.
 #[must_use]
 pub fn shown(character: char) -> char {
     match character {
@@ -54,13 +58,13 @@ pub fn shown(character: char) -> char {
     }
 }
 
-/// A value as it is shown within a line: without line breaks.
+/// A value for use within a line: without line breaks.
 #[must_use]
 pub fn line(text: &str) -> Cow<'_, str> {
     filtered(text, shown)
 }
 
-/// A text of several lines. Its line breaks stay; the values in it have to go through [`line()`] before.
+/// A text of several lines. Its line breaks stay, so values in it must go through [`line()`] first.
 #[must_use]
 pub fn text(text: &str) -> Cow<'_, str> {
     filtered(text, |character| if character == '\n' { '\n' } else { shown(character) })
@@ -74,8 +78,9 @@ fn filtered(text: &str, shown: impl Fn(char) -> char) -> Cow<'_, str> {
     Cow::Owned(text.chars().map(shown).collect())
 }
 
-/// JSON that is safe on a terminal and still says the same: an unsafe character within its strings becomes an escape. Between strings JSON
-/// has no such character but the line breaks and tabs of its layout, which stay.
+/// JSON that is safe on a terminal and has the same meaning: unsafe characters in its strings
+/// become escapes. Outside of strings, the only such characters are the line breaks and tabs of the
+/// layout, which stay.
 #[must_use]
 pub fn json(json: &str) -> Cow<'_, str> {
     let escaped = |letter: char| is_unsafe(letter) && !matches!(letter, '\n' | '\r' | '\t');
@@ -95,7 +100,8 @@ pub fn json(json: &str) -> Cow<'_, str> {
     Cow::Owned(text)
 }
 
-/// JSON on its way out, as [`json`] makes it. Each write has to end between two characters, as those of `serde_json` do.
+/// A writer that filters JSON like [`json`]. Each write must end between two characters, as those
+/// of `serde_json` do.
 #[derive(Debug)]
 pub struct Json<W>(pub W);
 
@@ -110,7 +116,8 @@ impl<W: Write> Write for Json<W> {
     }
 }
 
-/// A log of which each write is one line, whatever it holds: the filter stands behind the formatter, so no call site can forget it.
+/// A writer for logs in which each write is one line. The filter comes after the formatter, so no
+/// call site can forget it.
 #[derive(Debug)]
 pub struct Lines<W>(pub W);
 
@@ -131,7 +138,8 @@ impl<W: Write> Write for Lines<W> {
 mod tests {
     use super::*;
 
-    /// One of each kind: a sequence for a terminal, C1, DEL, directions, zero width, a tag, a byte order mark, separators.
+    /// One character of each kind: a terminal sequence, C1, DEL, directions, zero width, a tag, a
+    /// byte order mark, separators.
     const HOSTILE: &str =
         "a\u{1b}[31m\u{9b}2J\u{7f}\u{202e}\u{2066}\u{200e}\u{61c}\u{200b}\u{feff}\u{e0041}\u{ad}\u{3164}\u{0}z";
 

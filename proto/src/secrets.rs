@@ -1,16 +1,19 @@
-//! The one place that decides what of a command line, a URL or a setting is a secret.
+//! Removes secrets from command lines, URLs and settings. Only this module decides what is a
+//! secret.
 //!
-//! People pass passwords and tokens to their programs as arguments, as assignments in front of a command, and inside URLs. A dump, a
-//! page, a log and a terminal are read by more people than may know those, so every command line and URL goes through this module
-//! before it is stored, sent or shown. Names decide: `--api-key`, `HF_TOKEN` and `db.password` hold secrets whatever their values
-//! look like. What it hides it replaces by [`HIDDEN`], so that a reader sees that there was something.
+//! People pass passwords and tokens as arguments, as assignments in front of a command, and inside
+//! URLs. More people read dumps, pages, logs and terminals than may know these secrets, so every
+//! command line and URL goes through this module before it is stored, sent or shown. The name
+//! decides: `--api-key`, `HF_TOKEN` and `db.password` contain secrets whatever their values look
+//! like. A secret is replaced by [`HIDDEN`], so that a reader sees that something was removed.
 
 use std::borrow::Cow;
 
-/// Stands where a secret stood.
+/// Replaces a secret.
 pub const HIDDEN: &str = "…";
 
-/// A name that ends in one of these holds a secret, also without a separator: `PGPASSWORD`, `accessToken`.
+/// A name with one of these suffixes is a secret, even without a separator: `PGPASSWORD`,
+/// `accessToken`.
 const ENDINGS: [&str; 12] = [
     "password",
     "passwd",
@@ -25,11 +28,11 @@ const ENDINGS: [&str; 12] = [
     "credentials",
     "authorization",
 ];
-/// The last word of a name that holds a secret.
+/// A name whose last word is one of these is a secret.
 const LAST_WORDS: [&str; 9] = ["key", "pass", "pwd", "auth", "cookie", "sig", "signature", "dsn", "bearer"];
-/// Options with a user and a password in one word, as curl has them.
+/// Options with a user and a password in one argument, as in curl.
 const USERS: [&str; 3] = ["-u", "--user", "--proxy-user"];
-/// Tokens that are known by their first characters, whatever holds them, and how long they are at least.
+/// Tokens that are recognized by their prefix, under any name, and their minimum length.
 const TOKENS: [(&str, usize); 12] = [
     ("hf_", 20),
     ("sk-", 20),
@@ -45,7 +48,8 @@ const TOKENS: [(&str, usize); 12] = [
     ("wandb_v1_", 20),
 ];
 
-/// A command line without its secrets, its arguments joined by spaces. Empty arguments are left out.
+/// A command line without secrets, with its arguments joined by spaces. Empty arguments are
+/// omitted.
 #[must_use]
 pub fn command<'a>(arguments: impl IntoIterator<Item = &'a str>) -> String {
     let mut shown = String::new();
@@ -60,7 +64,7 @@ pub fn command<'a>(arguments: impl IntoIterator<Item = &'a str>) -> String {
                 Some((user, _)) => shown.extend([user, ":", HIDDEN]),
                 None => shown.push_str(&text(argument)),
             },
-            // The value may hold blanks.
+            // The value may contain spaces.
             Some((name, _)) if name.chars().all(is_name) && is_secret(name) => shown.extend([name, "=", HIDDEN]),
             _ => shown.push_str(&text(argument)),
         }
@@ -69,14 +73,14 @@ pub fn command<'a>(arguments: impl IntoIterator<Item = &'a str>) -> String {
     shown
 }
 
-/// The command line of a process, as `/proc/PID/cmdline` has it.
+/// The command line of a process without secrets, from the bytes of `/proc/PID/cmdline`.
 #[must_use]
 pub fn cmdline(bytes: &[u8]) -> String {
     let arguments: Vec<Cow<'_, str>> = bytes.split(|byte| *byte == 0).map(String::from_utf8_lossy).collect();
     command(arguments.iter().map(|argument| &**argument))
 }
 
-/// A URL that may itself be a secret, as those of chat services are: no more than the host that it leads to.
+/// The host of a URL. The rest may be a secret, as in the webhook URLs of chat services.
 #[must_use]
 pub fn host_of(url: &str) -> String {
     let Some((scheme, rest)) = url.split_once("://").filter(|(scheme, _)| scheme.chars().all(is_name)) else {
@@ -87,12 +91,12 @@ pub fn host_of(url: &str) -> String {
     format!("{scheme}://{host}/{HIDDEN}")
 }
 
-/// Any text without its secrets: a script, a configuration, a URL, an error about one.
+/// Any text without secrets: a script, a configuration, a URL, an error about one.
 #[must_use]
 pub fn text(text: &str) -> Cow<'_, str> {
     let mut shown = String::new();
     let mut rest = text;
-    // What `rest` begins with is copied, except what is hidden.
+    // Text at the start of `rest` is copied unless it is hidden.
     while let Some(start) = rest.find(is_name) {
         let word = &rest[start..];
         let word = &word[..word.find(|letter| !is_name(letter)).unwrap_or(word.len())];
@@ -112,7 +116,7 @@ pub fn text(text: &str) -> Cow<'_, str> {
     if shown == text { Cow::Borrowed(text) } else { Cow::Owned(shown) }
 }
 
-/// Where behind a word its secret begins and ends.
+/// Start and end of the secret after a word, relative to `behind`.
 fn secret_behind(word: &str, behind: &str) -> Option<(usize, usize)> {
     if let Some(rest) = behind.strip_prefix("://") {
         let authority = &rest[..rest.find(ends_authority).unwrap_or(rest.len())];
@@ -121,14 +125,14 @@ fn secret_behind(word: &str, behind: &str) -> Option<(usize, usize)> {
     if !is_secret(word) {
         return None;
     }
-    // A key of JSON or of a dictionary has its own quotes in front of the separator.
+    // A key in JSON or in a dictionary is quoted, so quotes come before the separator.
     let unquoted = behind.trim_start_matches(['"', '\'', '\\', ']']);
     let spaced = unquoted.trim_start();
     let (value, ends): (&str, fn(char) -> bool) = match spaced.chars().next()? {
         '=' if !spaced.starts_with("==") => {
             (&spaced[1..], |letter| letter.is_whitespace() || "&;,\"'`)}]|<>".contains(letter))
         }
-        // A header's value holds blanks.
+        // The value of a header contains spaces.
         ':' => (&spaced[1..], |letter| "\r\n,;}\"'`".contains(letter)),
         _ if is_option(word) && unquoted.starts_with(char::is_whitespace) && !spaced.starts_with('-') => {
             (spaced, |letter| letter.is_whitespace() || "&;\"'`)|<>".contains(letter))
@@ -166,7 +170,8 @@ fn ends_authority(letter: char) -> bool {
     letter.is_whitespace() || "/?#\"'`<>\\".contains(letter)
 }
 
-/// Whether what is called so is a secret. A name of several words is judged by its last one: `max_tokens` and `token_file` hold none.
+/// Whether a value of this name is a secret. The last word of the name decides: `max_tokens` and
+/// `token_file` are not secrets.
 fn is_secret(name: &str) -> bool {
     let name = name.to_lowercase();
     let last = name.rsplit(|letter: char| !letter.is_alphanumeric()).find(|word| !word.is_empty());

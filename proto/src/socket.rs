@@ -1,7 +1,8 @@
-//! Where the node collector's Unix socket lies, and how large its packets are.
+//! The path of the node collector's Unix socket, and the size of its packets.
 //!
-//! The launcher, the hook and the collector must agree on this without talking to each other. The launcher decides and tells its
-//! command by `XPU_TIMER_SOCKET`; whoever runs without one looks at the same folders in the same order.
+//! Launcher, hook and collector must find the same path without communication. The launcher decides
+//! and passes the path to its command in `XPU_TIMER_SOCKET`. Programs without a launcher search the
+//! same folders in the same order.
 
 use std::{
     ffi::OsString,
@@ -15,9 +16,9 @@ use std::{
 
 use crate::env::{Origin, Source};
 
-/// Settings that a collector has for all of its ranks. A job that wants others gets a collector of its own. What differs from
-/// rank to rank, such as timeouts, each rank says when it registers.
-const OF_COLLECTOR: [&str; 7] = [
+/// Settings that a collector applies to all of its ranks. A job with other values gets its own
+/// collector. Settings that differ between ranks, such as timeouts, are sent when a rank registers.
+const OWN_COLLECTOR_SETTINGS: [&str; 7] = [
     "XPU_TIMER_COLLECTOR",
     "XPU_TIMER_COLLECTOR_TOKEN_FILE",
     "XPU_TIMER_COLLECTOR_CA_FILE",
@@ -27,9 +28,10 @@ const OF_COLLECTOR: [&str; 7] = [
     "XPU_TIMER_FILE_MODE",
 ];
 
-/// Settings that a collector has for all of its ranks, too, but that are no reason for another one: they shape its metrics, its log
-/// and its end. A job that wants others is told that they stay.
-const SHARED: [&str; 14] = [
+/// Settings that a collector applies to all of its ranks, but that do not justify another
+/// collector: they affect its metrics, its log and its exit. A job with other values is warned that
+/// they have no effect.
+const SHARED_SETTINGS: [&str; 14] = [
     "XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL",
     "XPU_TIMER_LOCAL_UPDATE_INTERVAL",
     "XPU_TIMER_MM_BVAR_WINDOW_SIZE",
@@ -46,39 +48,41 @@ const SHARED: [&str; 14] = [
     "XPU_TIMER_LINGER",
 ];
 
-/// Largest packet on the socket, in bytes: the largest message is a Hello with a command of 4,096 bytes.
+/// Maximum size of a packet, in bytes. The largest message is a Hello with a command of 4,096
+/// bytes.
 pub const MAX_PACKET_BYTES: usize = 16 * 1024;
 
-/// Longest path of a socket, in bytes: `sun_path` without the zero at its end.
+/// Maximum length of a socket path, in bytes: `sun_path` without its final zero.
 pub const MAX_PATH_BYTES: usize = 107;
 
-/// Where a process with some settings finds its collector.
+/// The location at which a process finds its collector.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Place {
     /// The socket.
     pub socket: PathBuf,
-    /// This user's own folder, for what else must lie where nobody else can write.
+    /// The user's own folder, for other files that nobody else may write.
     pub directory: PathBuf,
-    /// Why it is not where the settings want it to be: a sentence.
+    /// Why it differs from the settings: a sentence.
     pub problem: Option<String>,
 }
 
-/// Folder of the sockets of one user: `<temporary directory>/xpu_timer-<uid>`. Its owner must be that user, and nobody else may write to it.
+/// The folder of a user's sockets: `<temporary directory>/xpu_timer-<uid>`. It must belong to that
+/// user, and nobody else may write to it.
 #[must_use]
 pub fn directory(temporary: &Path, uid: u32) -> PathBuf {
     temporary.join(format!("xpu_timer-{uid}"))
 }
 
-/// Socket that a process with these settings uses: `XPU_TIMER_SOCKET`, else that of its control port in the first folder that can
-/// be used: below `TMPDIR`, `/tmp`, `/run/user/UID`, `/dev/shm`. Where the first one is set, no folder is looked at: one of a
-/// network file system may not answer.
+/// The socket of a process with these settings: `XPU_TIMER_SOCKET`, else that of its control port
+/// in the first usable folder below `TMPDIR`, `/tmp`, `/run/user/UID`, `/dev/shm`. If
+/// `XPU_TIMER_SOCKET` is set, no folder is accessed, because a network file system may not answer.
 #[must_use]
 pub fn of(source: &Source, uid: u32) -> PathBuf {
     let given = source.path("XPU_TIMER_SOCKET").filter(|socket| fits(socket));
     given.unwrap_or_else(|| place(source, uid, &NO_LOOK).socket)
 }
 
-/// Takes every folder.
+/// Accepts every folder.
 pub const NO_LOOK: Look<'static> = Look { answers: &|_| None, refuses: &|_| None };
 
 /// Whether a path is short enough for a socket.
@@ -86,26 +90,27 @@ fn fits(socket: &Path) -> bool {
     socket.as_os_str().len() <= MAX_PATH_BYTES
 }
 
-/// What [`place`] asks about a folder, which may not be there yet. Each answer is a reason against it.
+/// The checks of [`place`] for a folder, which may not exist yet. Each returns a reason against the
+/// folder.
 pub struct Look<'a> {
-    /// Asked first, before anything else touches the folder: why its file system does not answer.
+    /// Called first, before any other access to the folder: why its file system does not answer.
     pub answers: &'a dyn Fn(&Path) -> Option<String>,
-    /// Why nothing can be made in it.
+    /// Why no file can be created in it.
     pub refuses: &'a dyn Fn(&Path) -> Option<String>,
 }
 
-/// As [`of`], with the reason when it is not the first choice.
+/// Like [`of`], with the reason if it is not the first choice.
 #[must_use]
 pub fn place(source: &Source, uid: u32, look: &Look<'_>) -> Place {
     place_among(source, uid, look, &mounts())
 }
 
-/// The list of this process's mounts. Nothing is asked of the file systems.
+/// The mount table of this process. Reading it does not access the file systems.
 fn mounts() -> String {
     fs::read_to_string("/proc/self/mountinfo").unwrap_or_default()
 }
 
-/// Whether a path is on a file system of the network, which is not asked.
+/// Whether a path is on a network file system. The file system is not accessed.
 #[must_use]
 pub fn is_remote(path: &Path) -> bool {
     remote(path, &mounts()).is_some()
@@ -118,7 +123,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     let directories = || places.iter().map(|place| directory(place, uid));
     let given = source.path("XPU_TIMER_SOCKET");
     let short = given.as_ref().filter(|socket| fits(socket));
-    // What the launcher has decided holds for the folder too, and nothing is asked again.
+    // The launcher's decision also applies to the folder, so nothing is checked again.
     if let Some(socket) = short
         && let Some(directory) = directories().find(|directory| socket.parent() == Some(directory))
         && remote(&directory, mounts).is_none()
@@ -133,7 +138,8 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     };
     let mut problem = problem_of(&wanted);
     let usable = problem.as_ref().and_then(|_| directories().skip(1).find(|one| problem_of(one).is_none()));
-    // Where nothing can be used, whoever tries says why; nobody tries a folder that does not answer.
+    // If no folder is usable, the program that tries to use one reports why. A folder that does not
+    // answer is never used.
     let last = || if unreachable(&wanted).is_some() { directory(Path::new("/tmp"), uid) } else { wanted.clone() };
     let directory = usable.unwrap_or_else(|| if problem.is_some() { last() } else { wanted.clone() });
     let own = directory.join(&file);
@@ -151,7 +157,7 @@ fn place_among(source: &Source, uid: u32, look: &Look<'_>, mounts: &str) -> Plac
     Place { socket: own, directory, problem: Some(problem) }
 }
 
-/// Why the path of a folder, or that of the socket in it, cannot be used whatever is there.
+/// Why the path of a folder, or of the socket in it, can never be used.
 fn unsuitable(directory: &Path, socket: &Path) -> Option<String> {
     if !directory.is_absolute() {
         return Some("it is relative, and so another folder for every process".into());
@@ -159,13 +165,14 @@ fn unsuitable(directory: &Path, socket: &Path) -> Option<String> {
     (!fits(socket)).then(|| format!("a socket's path may have {MAX_PATH_BYTES} bytes"))
 }
 
-/// Why a path cannot be looked at, or connected to, without the danger of an endless wait.
+/// Why accessing a path might block forever.
 fn unreachable(path: &Path, look: &Look<'_>, mounts: &str) -> Option<String> {
     let on_network = remote(path, mounts).map(|kind| format!("it is on a file system of the network, {kind}"));
     on_network.or_else(|| (look.answers)(path))
 }
 
-/// Why a folder whose file system answers cannot have the socket. It only looks: the collector makes the folder.
+/// Why a folder whose file system answers cannot contain the socket. This only checks: the
+/// collector creates the folder.
 fn unusable(directory: &Path, uid: u32, refuses: &dyn Fn(&Path) -> Option<String>) -> Option<String> {
     match fs::symlink_metadata(directory) {
         Ok(status) if !status.is_dir() => Some("it is not a folder".into()),
@@ -184,8 +191,9 @@ fn unusable(directory: &Path, uid: u32, refuses: &dyn Fn(&Path) -> Option<String
     }
 }
 
-/// File systems whose files are on another machine, or in another process. The kernel does not let a thread go that waits for a folder of
-/// one that is gone, not even by SIGKILL when somebody else waits there, too: a rank that connects to its collector could not end.
+/// File systems whose files are on another machine or in another process. The kernel does not
+/// release a thread that waits for a folder of one that is gone, not even on SIGKILL if another
+/// thread waits there too. A rank that connects to its collector there could not end.
 const REMOTE: [&str; 16] = [
     "afs",
     "beegfs",
@@ -204,12 +212,14 @@ const REMOTE: [&str; 16] = [
     "smb3",
     "wekafs",
 ];
-/// These are the root of a container or of a virtual machine, which cannot do without them.
+/// Exceptions: these are the root of a container or virtual machine, which depends on them anyway.
 const LOCAL: [&str; 2] = ["fuse.fuse-overlayfs", "fuse.lxcfs"];
 
-/// The kind of the file system of a path if it is one of [`REMOTE`], by the list of mounts alone: nothing is asked of the file system.
+/// The type of the path's file system if it is one of [`REMOTE`], from the mount table alone: the
+/// file system is not accessed.
 fn remote<'a>(path: &Path, mounts: &'a str) -> Option<&'a str> {
-    // … ID PARENT DEVICE ROOT POINT OPTIONS … - KIND SOURCE OPTIONS. Of two mounts at one place the later one is seen.
+    // … ID PARENT DEVICE ROOT POINT OPTIONS … - KIND SOURCE OPTIONS. If two mounts have the same
+    // mount point, the later one is visible.
     let mount = |line: &'a str| {
         let (first, last) = line.split_once(" - ")?;
         let point = unescaped(first.split(' ').nth(4)?);
@@ -221,7 +231,7 @@ fn remote<'a>(path: &Path, mounts: &'a str) -> Option<&'a str> {
     (is_remote && !LOCAL.contains(&kind)).then_some(kind)
 }
 
-/// A path of the list of mounts, where blanks are written as `\040`.
+/// A path in the mount table, in which spaces are written as `\040`.
 fn unescaped(text: &str) -> PathBuf {
     let octal = |code: &str| code.get(..3).and_then(|digits| u8::from_str_radix(digits, 8).ok());
     let mut pieces = text.split('\\');
@@ -241,41 +251,43 @@ fn unescaped(text: &str) -> PathBuf {
     OsString::from_vec(bytes).into()
 }
 
-/// One of the settings that a collector has for all of its ranks, without its value, which may be a secret.
+/// A setting that a collector applies to all of its ranks, without its value, which may be a
+/// secret.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Fingerprint {
     /// The variable.
     pub name: &'static str,
-    /// A hash of its value.
+    /// Hash of its value.
     pub hash: u64,
-    /// Whether it was given: what was not may have any value.
+    /// Whether it was set. A setting that was not set may have any value.
     pub given: bool,
-    /// Whether another value of it is a reason for a collector of one's own.
+    /// Whether another value requires another collector.
     pub parts: bool,
 }
 
-/// The settings of a collector that were, or would be, started with these settings.
+/// The settings of a collector that is started with these settings.
 #[must_use]
 pub fn fingerprints(source: &Source) -> Vec<Fingerprint> {
     let settings = source
         .settings()
         .into_iter()
-        .filter(|setting| OF_COLLECTOR.contains(&setting.name) || SHARED.contains(&setting.name));
+        .filter(|setting| OWN_COLLECTOR_SETTINGS.contains(&setting.name) || SHARED_SETTINGS.contains(&setting.name));
     settings
         .map(|setting| Fingerprint {
             name: setting.name,
-            // Paths mean what they do in the folder of whoever set them.
+            // Relative paths start at the folder of the process that set them.
             hash: match source.path(setting.name).filter(|_| setting.name.ends_with("_FILE")) {
                 Some(path) => hash(std::path::absolute(&path).unwrap_or(path).as_os_str().as_bytes()),
                 None => hash(setting.value.as_bytes()),
             },
             given: setting.origin != Origin::Default,
-            parts: OF_COLLECTOR.contains(&setting.name),
+            parts: OWN_COLLECTOR_SETTINGS.contains(&setting.name),
         })
         .collect()
 }
 
-/// Where the collector of a socket leaves its [`fingerprints`], a line each: name and hash.
+/// The file beside the socket in which its collector stores its [`fingerprints`], one per line:
+/// name and hash.
 #[must_use]
 pub fn settings_file(socket: &Path) -> PathBuf {
     let mut name = socket.as_os_str().to_owned();
@@ -283,14 +295,14 @@ pub fn settings_file(socket: &Path) -> PathBuf {
     name.into()
 }
 
-/// The variables that were given and that the collector of a socket has another value of, as its file says: those that are a reason
-/// for a collector of one's own.
+/// The set variables for which the collector of a socket has another value, according to its file:
+/// those that require another collector.
 #[must_use]
 pub fn unlike(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
     differing(wanted, file).filter(|one| one.parts).map(|one| one.name).collect()
 }
 
-/// As [`unlike`], those that stay as the collector has them.
+/// Like [`unlike`], but those for which the collector keeps its value.
 #[must_use]
 pub fn overruled(wanted: &[Fingerprint], file: &str) -> Vec<&'static str> {
     differing(wanted, file).filter(|one| !one.parts).map(|one| one.name).collect()
@@ -303,7 +315,7 @@ fn differing<'a>(wanted: &'a [Fingerprint], file: &'a str) -> impl Iterator<Item
     wanted.iter().filter(differs)
 }
 
-/// The socket of a collector with settings of its own, beside that of the first one.
+/// The socket of another collector with other settings, beside that of the first one.
 #[must_use]
 pub fn beside(socket: &Path, wanted: &[Fingerprint]) -> PathBuf {
     let given: String = wanted
@@ -315,7 +327,7 @@ pub fn beside(socket: &Path, wanted: &[Fingerprint]) -> PathBuf {
     socket.with_file_name(format!("{stem}-{:08x}.sock", hash(given.as_bytes()) as u32))
 }
 
-/// FNV-1a: the same in every process and version.
+/// FNV-1a: equal in every process and version.
 fn hash(bytes: &[u8]) -> u64 {
     bytes.iter().fold(0xcbf2_9ce4_8422_2325, |hash, byte| (hash ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3))
 }
@@ -347,7 +359,7 @@ mod tests {
             all.iter().map(|one| format!("{} {:016x}\n", one.name, one.hash)).collect()
         };
         let (none, one) = (of(&[]), of(&[("XPU_TIMER_COLLECTOR", "http://a:1"), ("XPU_TIMER_KEEP_DAYS", "30")]));
-        assert_eq!(none.len(), OF_COLLECTOR.len() + SHARED.len());
+        assert_eq!(none.len(), OWN_COLLECTOR_SETTINGS.len() + SHARED_SETTINGS.len());
         assert_eq!(unlike(&none, &text(&one)), [] as [&str; 0]);
         assert_eq!(unlike(&one, &text(&one)), [] as [&str; 0]);
         assert_eq!(unlike(&one, &text(&none)), ["XPU_TIMER_COLLECTOR"], "30 days are the default");
@@ -371,7 +383,7 @@ mod tests {
         assert_eq!(of(format!("/{}", "x".repeat(MAX_PATH_BYTES))), Path::new("/tmp/xpu_timer-4000000/18888.sock"));
     }
 
-    /// A socket or a temporary folder below `/dead` is looked at by nobody but `answers`.
+    /// Only `answers` may access a socket or a temporary folder below `/dead`.
     #[test]
     fn what_does_not_answer_is_not_looked_at() {
         let place = |settings: &[(&'static str, &'static str)]| {
@@ -394,7 +406,8 @@ mod tests {
             assert_eq!(place.socket, own);
             assert!(place.problem.as_ref().is_some_and(|why| why.contains(named)), "{:?}", place.problem);
         }
-        // The collector that the launcher starts gets what that has decided, beside what the user has set.
+        // The collector that the launcher starts gets the launcher's decision in addition to the
+        // user's settings.
         let decided = place(&[temporary, ("XPU_TIMER_SOCKET", "/tmp/xpu_timer-4000000/18888-1.sock")]);
         assert_eq!((decided.socket.to_str(), decided.problem), (Some("/tmp/xpu_timer-4000000/18888-1.sock"), None));
         let elsewhere = place(&[temporary, ("XPU_TIMER_SOCKET", "/elsewhere/s")]);

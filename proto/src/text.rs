@@ -1,20 +1,22 @@
-//! Bounds for text that people choose: it has to fit into a message, and two different texts stay different.
+//! Limits for text that people choose: it must fit into a message, and different texts must stay
+//! different.
 
-/// Longest name of a job, a node or an address, in bytes.
+/// Maximum length of the name of a job, a node or an address, in bytes.
 pub const MOST_NAME_BYTES: usize = 256;
-/// Longest command line, in bytes.
+/// Maximum length of a command line, in bytes.
 pub const MOST_COMMAND_BYTES: usize = 4096;
-/// Longest path, in bytes: the kernel takes no longer one.
+/// Maximum length of a path, in bytes: the limit of the kernel.
 pub const MOST_PATH_BYTES: usize = 4095;
 
-/// The text, cut at a character boundary to at most `most` bytes. The cut ends with `…` and a hash of the whole text, so that two
-/// texts that differ only behind the cut stay different. `most` must leave room for that: 11 bytes.
+/// The text, cut at a character boundary to at most `most` bytes. The result ends with `…` and a
+/// hash of the original text, so that two texts that differ only after the cut stay different.
+/// `most` must be at least 11 bytes, the length of this ending.
 #[must_use]
 pub fn shortened(text: &str, most: usize) -> String {
     if text.len() <= most {
         return text.into();
     }
-    // FNV-1a: the hook, the launcher and the collector must agree on it.
+    // FNV-1a: hook, launcher and collector must agree on it.
     let hash = text.bytes().fold(0x811c_9dc5u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     let mark = format!("…{hash:08x}");
     format!("{}{mark}", &text[..text.floor_char_boundary(most.saturating_sub(mark.len()))])

@@ -1,4 +1,4 @@
-//! Where cargo put what the tests run, built first when nobody has done so.
+//! The programs and libraries that the tests run. They are built first unless that is done already.
 
 use std::{
     env, fs,
@@ -9,6 +9,8 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
+
+use crate::tools::tree;
 
 /// The packages whose programs and libraries the tests run.
 pub const PACKAGES: [&str; 13] = [
@@ -27,7 +29,7 @@ pub const PACKAGES: [&str; 13] = [
     "sim_nccl",
 ];
 
-/// What is installed on a node, by name.
+/// The installed files of a node, by name.
 pub const INSTALLED: [&str; 6] = [
     "xpu_timer_launch",
     "xpu_timer_collector",
@@ -37,7 +39,7 @@ pub const INSTALLED: [&str; 6] = [
     "libxpu_timer_hook.so",
 ];
 
-/// Simulated libraries: what cargo calls them, and their real sonames.
+/// Simulated libraries: their name in cargo, and their real soname.
 const SIM: [(&str, &str); 8] = [
     ("libsim_cuda.so", "libcuda.so.1"),
     ("libsim_cudart.so", "libcudart.so.13"),
@@ -49,17 +51,17 @@ const SIM: [(&str, &str); 8] = [
     ("libsim_nccl.so", "libnccl.so.2"),
 ];
 
-/// A cargo profile folder with everything built in it.
+/// A cargo profile folder that contains all built artifacts.
 #[derive(Debug, Clone)]
 pub struct Artifacts {
     dir: PathBuf,
 }
 
-/// The artifacts beside the running executable. Builds them once per process, unless `XPU_TIMER_ARTIFACTS=ready` says
-/// that `cargo xtask test` has done so.
+/// The artifacts beside the running executable. Builds them once per process, unless
+/// `XPU_TIMER_ARTIFACTS=ready` shows that `cargo xtask test` has built them.
 ///
 /// # Panics
-/// When the build fails.
+/// The build fails.
 pub fn artifacts() -> &'static Artifacts {
     static ARTIFACTS: OnceLock<Artifacts> = OnceLock::new();
     ARTIFACTS.get_or_init(|| {
@@ -73,10 +75,10 @@ pub fn artifacts() -> &'static Artifacts {
 }
 
 impl Artifacts {
-    /// The profile folder that the running test or xtask was built into.
+    /// The profile folder of the running test or xtask.
     ///
     /// # Errors
-    /// When the executable has no such folder above it.
+    /// The executable is not below such a folder.
     pub fn beside_this_executable() -> Result<Self> {
         let exe = env::current_exe()?;
         let parent = exe.parent().context("executable without a folder")?;
@@ -87,11 +89,11 @@ impl Artifacts {
     /// Builds [`PACKAGES`] into this folder.
     ///
     /// # Errors
-    /// When cargo cannot be run or fails.
+    /// Cargo cannot be run or fails.
     pub fn build(&self, quiet: bool) -> Result<()> {
         let target = self.dir.parent().context("profile folder without a parent")?;
         let mut cargo = Command::new(env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-        cargo.arg("build").arg("--target-dir").arg(target).current_dir(crate::tree());
+        cargo.arg("build").arg("--target-dir").arg(target).current_dir(tree());
         if quiet {
             cargo.arg("--quiet");
         }
@@ -106,10 +108,10 @@ impl Artifacts {
         Ok(())
     }
 
-    /// Makes [`Artifacts::sim`].
+    /// Creates [`Artifacts::sim`].
     ///
     /// # Errors
-    /// When the folder cannot be written.
+    /// The folder cannot be written.
     pub fn link_sim(&self) -> Result<()> {
         fs::create_dir_all(self.sim())?;
         for (built, soname) in SIM {
@@ -136,7 +138,7 @@ impl Artifacts {
         self.dir.join("libxpu_timer_hook.so")
     }
 
-    /// Folder that holds the simulated libraries under their real sonames, for `LD_LIBRARY_PATH`.
+    /// Folder with the simulated libraries under their real sonames, for `LD_LIBRARY_PATH`.
     #[must_use]
     pub fn sim(&self) -> PathBuf {
         self.dir.join("sim")

@@ -1,4 +1,5 @@
-//! A node collector that only listens: it says Welcome, keeps what the hooks say, and can be deaf, go away and come back.
+//! A node collector that only listens: it sends Welcome and stores the messages of the hooks. It
+//! can stop reading, disappear and come back.
 
 use std::{
     fs::{self, File},
@@ -32,20 +33,20 @@ use xpu_timer_proto::{
     },
 };
 
-use crate::wait_until;
+use crate::tools::{PATIENCE, wait_until};
 
-/// The collector; its connections end with it, as those of a killed one do.
+/// The collector. Its connections end with it, as those of a killed collector do.
 pub struct FakeCollector {
     /// Its socket.
     pub path: PathBuf,
     heard: Arc<Mutex<Heard>>,
-    /// Looks at all connections that found nothing to read.
+    /// Number of polls of all connections that found nothing to read.
     quiet: Arc<AtomicU64>,
     stop: Arc<AtomicBool>,
     thread: Option<JoinHandle<()>>,
 }
 
-/// All that was heard.
+/// All received messages.
 #[derive(Default)]
 struct Heard {
     messages: Vec<(i32, Message)>,
@@ -53,20 +54,20 @@ struct Heard {
     ended: Vec<i32>,
 }
 
-/// Whether a collector reads what it is sent.
+/// Whether a collector reads its messages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Ears {
-    /// Yes.
+    /// It reads them.
     Open,
-    /// It says Welcome and never reads anything.
+    /// It sends Welcome and never reads.
     Deaf,
 }
 
 impl FakeCollector {
-    /// Listens at `path`, in place of what was there before.
+    /// Listens at `path` and replaces an existing socket.
     ///
     /// # Panics
-    /// When it cannot listen there.
+    /// It cannot listen there.
     #[must_use]
     pub fn listen(path: &Path, ears: Ears) -> Self {
         let _ = fs::remove_file(path);
@@ -105,7 +106,7 @@ impl FakeCollector {
         })
     }
 
-    /// Tickets of what resolved.
+    /// Tickets of resolved operations.
     #[must_use]
     pub fn resolved(&self) -> Vec<(i32, u64)> {
         self.pick(|(pid, message)| match message {
@@ -123,7 +124,7 @@ impl FakeCollector {
         })
     }
 
-    /// Processes that said goodbye.
+    /// Processes that sent Goodbye.
     #[must_use]
     pub fn goodbyes(&self) -> Vec<i32> {
         self.pick(|(pid, message)| matches!(message, Message::Goodbye(_)).then_some(*pid))
@@ -135,20 +136,20 @@ impl FakeCollector {
         self.heard.lock().expect("the listening thread does not panic").ended.clone()
     }
 
-    /// The flight record of a process, from the descriptor that came with its last Hello.
+    /// The flight record of a process, from the descriptor of its last Hello.
     ///
     /// # Panics
-    /// When it sent none, or something that is no ring.
+    /// It sent none, or one that is not a ring.
     #[must_use]
     pub fn ring(&self, pid: i32) -> FlightRecord {
         let read = |file: &File| ring::read(|at, buffer| file.read_exact_at(buffer, at), Default::default(), 0);
         self.with_ring(pid, read).expect("a ring of this version")
     }
 
-    /// All operations that are in a ring, of which a flight record has only the last ones.
+    /// All operations in a ring. A flight record contains only the last ones.
     ///
     /// # Panics
-    /// As above.
+    /// See [`FakeCollector::record`].
     #[must_use]
     pub fn operations(&self, pid: i32) -> Vec<Operation> {
         self.with_ring(pid, |file| {
@@ -163,10 +164,10 @@ impl FakeCollector {
         .expect("its operations")
     }
 
-    /// What a process has counted: launches, copies, allocations.
+    /// The counters of a process: launches, copies, allocations.
     ///
     /// # Panics
-    /// As above.
+    /// See [`FakeCollector::record`].
     #[must_use]
     pub fn totals(&self, pid: i32) -> ring::lane::Totals {
         self.with_ring(pid, |file| ring::lane::totals(&|at, buffer: &mut [u8]| file.read_exact_at(buffer, at)))
@@ -176,7 +177,7 @@ impl FakeCollector {
     /// The header of a process's ring.
     ///
     /// # Panics
-    /// As above.
+    /// See [`FakeCollector::record`].
     #[must_use]
     pub fn header(&self, pid: i32) -> [u64; ring::header::WORDS] {
         self.with_ring(pid, |file| ring::read_header(|at, buffer| file.read_exact_at(buffer, at))).expect("its header")
@@ -189,22 +190,22 @@ impl FakeCollector {
         read(file)
     }
 
-    /// Waits until everything that was sent before this call has been heard.
+    /// Waits until everything sent before this call has been received.
     ///
     /// # Panics
-    /// When the hooks never stop sending.
+    /// The hooks never stop sending.
     pub fn hear_all(&self) {
-        // The look that is under way may have begun before; the one after it has not.
+        // The current poll may have begun before this call; the next one has not.
         let seen = self.quiet.load(Ordering::SeqCst);
-        wait_until(crate::PATIENCE, "nothing is left to hear", || self.quiet.load(Ordering::SeqCst) > seen + 1);
+        wait_until(PATIENCE, "nothing is left to hear", || self.quiet.load(Ordering::SeqCst) > seen + 1);
     }
 
-    /// Waits for the first Hello; its process.
+    /// Waits for the first Hello and returns its process.
     ///
     /// # Panics
-    /// When none comes.
+    /// None arrives.
     pub fn wait_hello(&self) -> i32 {
-        wait_until(crate::PATIENCE, "a Hello", || !self.hellos().is_empty());
+        wait_until(PATIENCE, "a Hello", || !self.hellos().is_empty());
         self.hellos()[0].0
     }
 }
@@ -248,12 +249,12 @@ fn welcome(listener: &OwnedFd) -> Option<(OwnedFd, i32)> {
     let pid = getsockopt(&socket, PeerCredentials).ok()?.pid();
     let welcome = Welcome { collector_pid: std::process::id() as i32 };
     let reply = NodeReply { message: Some(node_reply::Message::Welcome(welcome)) };
-    // A peer that is gone already is found out when it is listened to.
+    // Reading from the connection detects a peer that is gone.
     let _ = send(socket.as_raw_fd(), &reply.encode_to_vec(), MsgFlags::MSG_NOSIGNAL);
     Some((socket, pid))
 }
 
-/// Hears one packet; false when there will be no more.
+/// Receives one packet. Returns false if the connection has ended.
 fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let mut parts = [IoSliceMut::new(&mut packet)];
@@ -282,9 +283,10 @@ fn hear(socket: &OwnedFd, pid: i32, heard: &Mutex<Heard>) -> bool {
 
 #[allow(unsafe_code)]
 fn owned(fd: i32) -> OwnedFd {
-    // SAFETY: a descriptor that the kernel has just made for us.
+    // SAFETY: the kernel has just created the descriptor for this process.
     unsafe { OwnedFd::from_raw_fd(fd) }
 }
 
-/// How long a hook may take to notice that a collector is back: its longest pause between two attempts, and some.
+/// Time within which a hook must notice that a collector is back: its longest pause between two
+/// attempts, plus a margin.
 pub const RECONNECT: Duration = Duration::from_secs(20);

@@ -1,7 +1,8 @@
-//! A second Debian (forky) under `target/forky`: CPython 3.14 and 3.15, a current PyTorch, and processes with another root.
+//! A second Debian (forky) under `target/forky`, with CPython 3.14 and 3.15 and a current PyTorch,
+//! for processes with another root.
 //!
-//! It is set up once per tree by debootstrap, which needs root and the machine's Debian mirror. Commands run in it in a mount
-//! and PID namespace of their own, so that nothing stays mounted and nothing stays running.
+//! debootstrap sets it up once per tree, which needs root and the machine's Debian mirror. Commands
+//! in it run in their own mount and PID namespaces, so that no mount and no process remains.
 
 use std::{
     ffi::OsStr,
@@ -14,13 +15,13 @@ use anyhow::{Context, Result, ensure};
 
 use crate::set_up::{finish, remove, set_up};
 
-/// What the small root holds beyond a minimal Debian.
+/// Packages of the small root, besides a minimal Debian.
 const PACKAGES: &str = "python3.14,python3.15";
 
-/// The small root, with python3.14 and python3.15; about 330 MB, set up when it is not there.
+/// The small root, with python3.14 and python3.15; about 330 MB. Sets it up if it does not exist.
 ///
 /// # Errors
-/// In one line, when it is not there and cannot be set up.
+/// It cannot be set up; one line.
 pub fn forky() -> Result<PathBuf> {
     set_up("forky", |root| {
         ensure!(nix::unistd::geteuid().is_root(), "only root can set it up");
@@ -31,14 +32,14 @@ pub fn forky() -> Result<PathBuf> {
 /// The large root, which also has python3-torch; about 1.9 GB. For the benchmark only.
 ///
 /// # Errors
-/// In one line, when it is not there and cannot be set up.
+/// It cannot be set up; one line.
 pub fn forky_with_torch() -> Result<PathBuf> {
     let small = forky()?;
     set_up("forky-torch", |root| {
         let mut copy = Command::new("cp");
         copy.args(["-a", "--reflink=auto", "--"]).arg(small.join(".")).arg(root);
         finish(&mut copy, "copy of the small root")?;
-        // A mirror may be some weeks behind; signatures are checked all the same.
+        // A mirror may be some weeks old; signatures are still checked.
         let install = "apt-get -o Acquire::Check-Valid-Until=false update -qq && \
                        apt-get install -y -qq --no-install-recommends python3-torch && apt-get clean";
         let mut inside = run_in_forky(root, "sh");
@@ -50,7 +51,7 @@ pub fn forky_with_torch() -> Result<PathBuf> {
 /// The headers of its CPythons, below `usr/include`; unpacked, not installed.
 ///
 /// # Errors
-/// In one line, when they are not there and cannot be had.
+/// They cannot be obtained; one line.
 pub fn forky_headers() -> Result<PathBuf> {
     let small = forky()?;
     set_up("forky-headers", |root| {
@@ -68,8 +69,8 @@ pub fn forky_headers() -> Result<PathBuf> {
     })
 }
 
-/// A command that runs a program inside a root: with namespaces of its own for mounts and for process ids, its own `/proc`, and
-/// pid 1. When the process of this command is killed, everything inside goes with it.
+/// A command that runs a program in a root, with its own mount and PID namespaces, its own `/proc`,
+/// and pid 1. Killing the command's process ends everything inside.
 #[must_use]
 pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new("unshare");
@@ -83,10 +84,11 @@ pub fn run_in_forky(root: &Path, program: impl AsRef<OsStr>) -> Command {
     command
 }
 
-/// The pid of what a command of [`run_in_forky`], or another `unshare --fork`, runs: it is the only child of that process.
+/// The pid of the program that [`run_in_forky`], or another `unshare --fork`, runs: the only child
+/// of that process.
 ///
 /// # Errors
-/// When there is no child yet, or none any more.
+/// There is no child yet, or no longer.
 pub fn only_child(pid: i32) -> Result<i32> {
     let children = fs::read_to_string(format!("/proc/{pid}/task/{pid}/children"))?;
     let child = children.split_whitespace().next().with_context(|| format!("process {pid} has no child"))?;
@@ -99,19 +101,19 @@ fn debootstrap(root: &Path) -> Result<()> {
         apt_get(&["update", "-qq"])?;
         apt_get(&["install", "-y", "-qq", "--no-install-recommends", "debootstrap"])?;
     }
-    // The last word names the script: a debootstrap older than forky knows only that of sid.
+    // The last argument names the script: a debootstrap older than forky has only that of sid.
     let include = format!("--include={PACKAGES}");
     let mut command = Command::new(debootstrap);
     command.args(["--variant=minbase", &include, "forky"]).arg(root).args([&mirror()?, "sid"]);
     finish(&mut command, "debootstrap")?;
-    // Downloaded packages are not needed any more, and another user must be able to walk into the root.
+    // Downloaded packages are no longer needed, and other users must be able to enter the root.
     let _ = remove(&root.join("var/cache/apt/archives"));
     fs::create_dir_all(root.join("var/cache/apt/archives/partial"))?;
     fs::set_permissions(root, std::os::unix::fs::PermissionsExt::from_mode(0o755))?;
     Ok(())
 }
 
-/// The first Debian mirror of the machine's apt sources, in either of their two formats.
+/// The first Debian mirror in the machine's apt sources, which have two formats.
 fn mirror() -> Result<String> {
     let mut sources = vec![PathBuf::from("/etc/apt/sources.list")];
     sources.extend(fs::read_dir("/etc/apt/sources.list.d").into_iter().flatten().flatten().map(|entry| entry.path()));
@@ -126,10 +128,10 @@ fn mirror_in(text: &str) -> Option<String> {
     words.find(|word| word.contains("://") && word.trim_end_matches('/').ends_with("/debian")).map(str::to_string)
 }
 
-/// `apt-get` of this machine, waiting for another one that is at work.
+/// Runs `apt-get` of this machine, and waits for another running one.
 ///
 /// # Errors
-/// In one line: what failed and its last words.
+/// What failed and the most informative line of the output; one line.
 pub fn apt_get(arguments: &[&str]) -> Result<()> {
     ensure!(nix::unistd::geteuid().is_root(), "only root can run: apt-get {}", arguments.join(" "));
     let mut command = Command::new("apt-get");

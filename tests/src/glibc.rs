@@ -1,16 +1,16 @@
-//! The C library that a program or a library needs.
+//! The glibc version that a program or a library needs.
 
 use std::{path::Path, process::Command};
 
 use anyhow::{Context, Result, ensure};
 
-/// What is installed starts from this glibc on, that of Red Hat 8; Ubuntu 20.04 has 2.31.
+/// Installed files need this glibc, that of Red Hat 8; Ubuntu 20.04 has 2.31.
 const OLDEST: (u32, u32) = (2, 28);
 
-/// Fails when a file that is installed asks for a newer glibc than those that old containers have.
+/// Checks that an installed file needs no newer glibc than old containers have.
 ///
 /// # Errors
-/// What it asks for, or why that cannot be told.
+/// The functions that are too new, or why this is unknown.
 pub fn old_enough(file: &Path) -> Result<()> {
     let objdump = Command::new("objdump").arg("-T").arg(file).output().context("objdump cannot be run")?;
     ensure!(objdump.status.success(), "{}", String::from_utf8_lossy(&objdump.stderr));
@@ -18,11 +18,11 @@ pub fn old_enough(file: &Path) -> Result<()> {
     let asked: Vec<(&str, (u32, u32))> = text.lines().filter_map(asked).collect();
     ensure!(!asked.is_empty(), "{} asks for nothing of glibc", file.display());
     let newer: Vec<_> = asked.into_iter().filter(|(_, version)| *version > OLDEST).collect();
-    ensure!(newer.is_empty(), "{} asks for {newer:?}; floor/build.rs is for such functions", file.display());
+    ensure!(newer.is_empty(), "{} asks for {newer:?}; glibc_compat/build.rs is for such functions", file.display());
     Ok(())
 }
 
-/// The function of glibc that a line of `objdump -T` asks for, and the version of glibc that brought it.
+/// The glibc function in a line of `objdump -T`, and the version that introduced it.
 fn asked(line: &str) -> Option<(&str, (u32, u32))> {
     let (before, after) = line.split_once("(GLIBC_")?;
     let (version, name) = after.split_once(')')?;

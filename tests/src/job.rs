@@ -1,4 +1,4 @@
-//! A job of its own: folder, port, environment. What it started ends with it.
+//! A test job with its own folder, port and environment. Its processes end with it.
 
 use std::{
     env, fs,
@@ -16,26 +16,29 @@ use std::{
 use nix::{sys::signal::Signal, unistd::Pid};
 use serde_json::Value;
 
-use crate::{Process, artifacts, http, processes_with};
+use crate::artifacts::artifacts;
+use crate::process::Process;
+use crate::tools::{http, processes_with, python, tree};
 
-/// Variable in the environment of everything that a job starts; by it the job finds its processes again, the collector too.
+/// Variable in the environment of everything that a job starts. With it the job finds its processes
+/// again, including the collector.
 pub const LAUNCHED_BY: &str = "XPU_TIMER_LAUNCHED_BY";
 
-/// Settings, folder and processes of one job.
+/// The settings, folder and processes of one job.
 pub struct Job {
-    /// Base folder: `timeline`, `log` and `rendezvous` lie in it.
+    /// Base folder, which contains `timeline`, `log` and `rendezvous`.
     pub dir: PathBuf,
     /// Control port of the job's collector; metrics are on the next one.
     pub port: u16,
     variables: Vec<(String, String)>,
     namespace: Option<String>,
     marker: String,
-    // The folder of the sockets, whose paths must be short.
+    // The folder of the sockets, because their paths must be short.
     _sockets: tempfile::TempDir,
     _temporary: Option<tempfile::TempDir>,
 }
 
-/// One finished incident folder.
+/// A finished incident folder.
 #[derive(Debug, Clone)]
 pub struct Incident {
     /// The folder.
@@ -45,10 +48,10 @@ pub struct Incident {
 }
 
 impl Job {
-    /// A job in a temporary folder that is removed with it.
+    /// A job in a temporary folder, which is removed with it.
     ///
     /// # Panics
-    /// When the folder cannot be made.
+    /// The folder cannot be created.
     #[must_use]
     pub fn new() -> Self {
         let temporary = tempfile::tempdir().expect("a temporary folder");
@@ -57,10 +60,10 @@ impl Job {
         job
     }
 
-    /// A job in a folder that stays.
+    /// A job in a folder that is kept.
     ///
     /// # Panics
-    /// When the folder cannot be written.
+    /// The folder cannot be written.
     #[must_use]
     pub fn at(dir: &Path) -> Self {
         static COUNTER: AtomicU32 = AtomicU32::new(0);
@@ -89,7 +92,7 @@ impl Job {
         Job { dir: dir.to_path_buf(), port, variables, namespace: None, marker, _sockets: sockets, _temporary: None }
     }
 
-    /// Sets a variable for everything that is started from now on.
+    /// Sets a variable for everything started from now on.
     #[must_use]
     pub fn with(mut self, name: &str, value: &str) -> Self {
         self.variables.retain(|(old, _)| old != name);
@@ -97,18 +100,19 @@ impl Job {
         self
     }
 
-    /// Starts everything from now on in a network namespace, as `ip netns` knows it.
+    /// Starts everything from now on in a network namespace of `ip netns`.
     #[must_use]
     pub fn within(mut self, namespace: &str) -> Self {
         self.namespace = Some(namespace.into());
         self
     }
 
-    /// A command in the job's environment. No variable of the tool or of a scheduler is inherited from the caller.
+    /// A command in the job's environment. It inherits no variable of the tool or of a scheduler
+    /// from the caller.
     #[must_use]
     pub fn command(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = match &self.namespace {
-            // It becomes the program: pid and signals are the program's own.
+            // It executes the program, so pid and signals are those of the program.
             Some(namespace) => {
                 let mut command = Command::new("ip");
                 command.args(["netns", "exec", namespace]).arg(program);
@@ -127,7 +131,7 @@ impl Job {
         command
     }
 
-    /// `xpu_timer_launch` with a command.
+    /// A command under `xpu_timer_launch`.
     #[must_use]
     pub fn launch(&self, program: impl AsRef<std::ffi::OsStr>) -> Command {
         let mut command = self.command(artifacts().bin("xpu_timer_launch"));
@@ -137,13 +141,13 @@ impl Job {
 
     /// Starts `ranks` processes of the example training program under `xpu_timer_launch`.
     pub fn train(&self, ranks: u32, arguments: &[&str]) -> Process {
-        let examples = crate::tree().join("tests/examples");
-        let mut command = self.launch(crate::python());
+        let examples = tree().join("tests/examples");
+        let mut command = self.launch(python());
         command.arg(examples.join("run_ranks.py")).arg(format!("--nproc={ranks}")).arg(examples.join("train.py"));
         Process::spawn(command.args(arguments))
     }
 
-    /// Incident folders whose `verdict.json` is there, oldest first.
+    /// Incident folders that contain a `verdict.json`, oldest first.
     #[must_use]
     pub fn incidents(&self) -> Vec<Incident> {
         let entries = fs::read_dir(self.dir.join("timeline")).into_iter().flatten().flatten();
@@ -161,7 +165,8 @@ impl Job {
             .collect()
     }
 
-    /// The incidents up to the one that `latest` points to, which is set when a folder is finished.
+    /// The incidents up to the one that `latest` points to. The collector sets it when a folder is
+    /// finished.
     #[must_use]
     pub fn finished_incidents(&self) -> Vec<Incident> {
         let mut incidents = self.incidents();
@@ -174,7 +179,7 @@ impl Job {
     /// Waits until the `count`-th incident is finished.
     ///
     /// # Panics
-    /// When that does not happen within `deadline`.
+    /// That does not happen within `deadline`.
     #[must_use]
     pub fn wait_incident(&self, count: usize, deadline: Duration) -> Incident {
         let start = Instant::now();
@@ -208,7 +213,7 @@ impl Job {
     /// The collector's `/status`.
     ///
     /// # Errors
-    /// When it does not answer.
+    /// It does not answer.
     pub fn status(&self) -> Result<Value, String> {
         let (_, body) = http("GET", self.port, "/status")?;
         serde_json::from_str(&body).map_err(|error| format!("/status: {error}: {body}"))
@@ -248,13 +253,15 @@ impl Drop for Job {
     }
 }
 
-/// Ports that no kernel gives to outgoing connections by itself (`ip_local_port_range` begins at 32768). A collector binds its
-/// ports later than they are chosen; a connection of another test would have taken one from that range meanwhile.
+/// Ports that the kernel does not assign to outgoing connections (`ip_local_port_range` begins at
+/// 32768). A collector binds its ports some time after they are chosen, and a connection of another
+/// test could have taken a port of that range.
 const PORTS: Range<u16> = 15_000..32_000;
-/// Between the ports of two jobs: a collector whose ports are taken tries some further ones.
+/// Distance between the ports of two jobs: a collector whose ports are taken tries some more.
 const PORTS_OF_A_JOB: u16 = 32;
 
-/// Two neighbouring free ports, other ones at each call of this process, and most likely other ones than those of other processes.
+/// Two adjacent free ports. They differ between calls of this process and, very likely, between
+/// processes.
 fn free_ports() -> u16 {
     static NEXT: OnceLock<AtomicU16> = OnceLock::new();
     let jobs = PORTS.len() as u16 / PORTS_OF_A_JOB;

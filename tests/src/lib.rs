@@ -1,8 +1,9 @@
-//! Harness of the integration tests and of `cargo xtask demo`: built artifacts, jobs in folders of their own, child processes
-//! that are killed on drop, and waits that always have a deadline.
+//! Harness of the integration tests and of `cargo xtask demo`: built artifacts, jobs in their own
+//! folders, child processes that are killed on drop, and waits with a deadline.
 #![deny(unsafe_code)]
 
 mod artifacts;
+mod commands;
 mod distribution;
 mod fake_collector;
 mod forky;
@@ -24,8 +25,7 @@ pub use job::{Incident, Job, LAUNCHED_BY};
 pub use mpi::PypiMpi;
 pub use needs::{DEBIAN_PYTHON, NEEDS, Need, lacks, missing};
 pub use process::{Output, Process};
-pub use tools::{compile_c, http, in_parallel, processes_with, python, python_version, skip, tree, wait_until};
+pub use tools::{
+    PATIENCE, compile_c, http, in_parallel, processes_with, python, python_version, skip, tree, wait_until,
+};
 pub use torch::PypiTorch;
-
-/// How long a test waits for something that takes well under a second on a quiet machine.
-pub const PATIENCE: std::time::Duration = std::time::Duration::from_secs(60);

@@ -1,21 +1,22 @@
-//! The programs and libraries that tests use from outside, the Debian package of each, and a check that shows whether it works.
+//! The external programs and libraries that tests use, their Debian packages, and checks that they
+//! work.
 //!
-//! A check uses the tool as the tests do. The presence of one file of a package proves little: Debian ships `mpicc.openmpi`
-//! in `openmpi-bin`, without the header files that it needs to compile anything.
+//! A check uses the tool as the tests do. The presence of one file of a package proves little:
+//! Debian ships `mpicc.openmpi` in `openmpi-bin`, without the headers that it needs.
 
 use std::{fs, path::Path, process::Command, sync::OnceLock, time::Duration};
 
 use anyhow::{Context, Result, anyhow, ensure};
 
-use crate::set_up::finish_within;
+use crate::commands::{finish_within, last_line};
 
-/// The Python for which Debian builds its modules.
+/// The Python of Debian's Python modules.
 pub const DEBIAN_PYTHON: &str = "/usr/bin/python3";
 
-/// A check takes a second at most on a quiet machine; importing PyTorch takes some.
+/// A check takes at most a second on a quiet machine, but importing PyTorch takes several.
 const CHECK_DEADLINE: Duration = Duration::from_secs(120);
 
-/// A package that the tests use, and how to find out whether it works here.
+/// A package that the tests use, and its check.
 #[derive(Debug, Clone, Copy)]
 pub struct Need {
     /// The Debian package.
@@ -25,17 +26,17 @@ pub struct Need {
 
 #[derive(Debug, Clone, Copy)]
 enum Check {
-    /// These words run and end with status 0.
+    /// This command ends with status 0.
     Runs(&'static [&'static str]),
     /// Each of these programs compiles and links.
     Builds(&'static [Source]),
-    /// A program starts without a complaint of the linker when this library is preloaded.
+    /// A program starts without a linker error when this library is preloaded.
     Preloads(&'static str),
-    /// The linker's cache has a library whose name is this and a version.
+    /// The linker's cache contains a library with this name and a version.
     Links(&'static str),
 }
 
-/// A small program, and what compiles it.
+/// A small program and its compiler.
 #[derive(Debug, Clone, Copy)]
 struct Source {
     compiler: &'static str,
@@ -77,7 +78,7 @@ pub const NEEDS: [Need; 25] = [
     need("g++", Check::Builds(&[source("g++", "cxx.cpp", PLAIN_CXX, &["-std=c++17", "-pthread"])])),
     need("gfortran", Check::Builds(&[source("gfortran", "plain.f90", PLAIN_FORTRAN, &[])])),
     need("clang", Check::Builds(&[source("clang", "clang.c", PLAIN_C, &[])])),
-    // Bindings are made with the library, not with the program.
+    // Bindings are generated with the library, not with the program.
     need("libclang-dev", Check::Links("libclang-")),
     need("binutils", Check::Runs(&["objcopy", "--version"])),
     need("xz-utils", Check::Runs(&["xz", "--version"])),
@@ -87,7 +88,7 @@ pub const NEEDS: [Need; 25] = [
     need("sudo", Check::Runs(&["sudo", "-V"])),
     need("openssl", Check::Runs(&["openssl", "version"])),
     need("python3", Check::Runs(&["python3", "-c", "import ctypes, multiprocessing, ssl"])),
-    // Debian has the part of venv that installs pip in a package of its own.
+    // In Debian, the part of venv that installs pip is a separate package.
     need("python3-venv", Check::Runs(&["python3", "-c", "import ensurepip"])),
     need("gdb", Check::Runs(&["gdb", "--version"])),
     need("dwz", Check::Runs(&["dwz", "--version"])),
@@ -119,10 +120,10 @@ pub const NEEDS: [Need; 25] = [
 ];
 
 impl Need {
-    /// Whether the tests can use it here.
+    /// Checks whether the tests can use it here.
     ///
     /// # Errors
-    /// In one line, what does not work.
+    /// What does not work; one line.
     pub fn check(&self) -> Result<()> {
         match self.check {
             Check::Runs([program, arguments @ ..]) => run(Command::new(program).args(arguments)),
@@ -135,7 +136,8 @@ impl Need {
     }
 }
 
-/// Which of these packages do not work here, and why; all that the tests use, when none is named.
+/// The packages of this list, or of all that the tests use if it is empty, that do not work here,
+/// and why.
 #[must_use]
 pub fn missing(packages: &[&str]) -> Vec<(&'static str, anyhow::Error)> {
     let wanted = NEEDS.iter().filter(|need| packages.is_empty() || packages.contains(&need.package));
@@ -149,10 +151,10 @@ pub fn missing(packages: &[&str]) -> Vec<(&'static str, anyhow::Error)> {
     })
 }
 
-/// Why a test that uses this package cannot run here, found out once per process.
+/// Why a test that uses this package cannot run here. The check runs once per process.
 ///
 /// # Panics
-/// When the package is not in [`NEEDS`].
+/// The package is not in [`NEEDS`].
 #[must_use]
 pub fn lacks(package: &str) -> Option<String> {
     static FOUND: [OnceLock<Option<String>>; NEEDS.len()] = [const { OnceLock::new() }; NEEDS.len()];
@@ -176,7 +178,7 @@ impl Source {
 fn preload(library: &str) -> Result<()> {
     ensure!(Path::new(library).exists(), "no {library}");
     let output = Command::new("/bin/true").env("LD_PRELOAD", library).output()?;
-    // The linker goes on without a library that it cannot load, after a line on stderr.
+    // The linker continues without a library that it cannot load, after a line on stderr.
     ensure!(output.status.success() && output.stderr.is_empty(), "{}", last_line(&output.stderr));
     Ok(())
 }
@@ -193,15 +195,4 @@ fn link(name: &str) -> Result<()> {
 fn run(command: &mut Command) -> Result<()> {
     let program = command.get_program().to_string_lossy().into_owned();
     finish_within(command, &program, CHECK_DEADLINE)
-}
-
-/// The line that says most: the one that names an error, else the last one.
-pub(crate) fn last_line(text: &[u8]) -> String {
-    let text = String::from_utf8_lossy(text);
-    let lines = || text.lines().map(str::trim).filter(|line| !line.is_empty());
-    lines()
-        .find(|line| line.to_lowercase().contains("error"))
-        .or_else(|| lines().next_back())
-        .unwrap_or_default()
-        .into()
 }

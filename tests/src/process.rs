@@ -1,4 +1,4 @@
-//! A child process whose output is collected, and which does not outlive the test.
+//! A child process whose output is collected, and that does not outlive the test.
 
 use std::{
     io::{BufRead, BufReader},
@@ -9,19 +9,19 @@ use std::{
     time::{Duration, Instant},
 };
 
-use crate::wait_until;
+use crate::tools::wait_until;
 
-/// A running child: killed on drop, and only that process by its pid.
+/// A running child. It is killed on drop, alone and by its pid.
 pub struct Process {
     child: Child,
     stdout: Lines,
     stderr: Lines,
 }
 
-/// What a finished child left.
+/// The result of a finished child.
 #[derive(Debug, Clone)]
 pub struct Output {
-    /// How it ended.
+    /// Its exit status.
     pub status: ExitStatus,
     /// All of its standard output.
     pub stdout: String,
@@ -55,10 +55,10 @@ impl Lines {
 }
 
 impl Process {
-    /// Starts a command with its output piped and nothing on its standard input.
+    /// Starts a command with piped output and empty standard input.
     ///
     /// # Panics
-    /// When it cannot be started.
+    /// It cannot be started.
     pub fn spawn(command: &mut Command) -> Self {
         command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
         let mut child = command.spawn().unwrap_or_else(|error| panic!("{command:?}: {error}"));
@@ -85,10 +85,10 @@ impl Process {
         self.stderr.get()
     }
 
-    /// Waits until the standard output holds `text`.
+    /// Waits until the standard output contains `text`.
     ///
     /// # Panics
-    /// When that does not happen within `deadline`, or when the process ends without it.
+    /// That does not happen within `deadline`, or the process ends without it.
     pub fn wait_for(&mut self, text: &str, deadline: Duration) {
         let start = Instant::now();
         while !self.stdout().contains(text) {
@@ -104,11 +104,11 @@ impl Process {
 
     /// Sends a signal to this process alone.
     pub fn signal(&self, signal: nix::sys::signal::Signal) {
-        // A process that is gone already is what the caller wants to find out by `wait`.
+        // The caller detects with `wait` that the process has ended.
         let _ = nix::sys::signal::kill(nix::unistd::Pid::from_raw(self.pid()), signal);
     }
 
-    /// How the process ended, if it has.
+    /// The exit status of the process, if it has ended.
     pub fn try_wait(&mut self) -> Option<ExitStatus> {
         self.child.try_wait().expect("the child can be waited for")
     }
@@ -116,14 +116,14 @@ impl Process {
     /// Waits for the end and collects the output.
     ///
     /// # Panics
-    /// When the process has not ended by the deadline.
+    /// The process has not ended by the deadline.
     pub fn wait(mut self, deadline: Duration) -> Output {
         let mut status = None;
         wait_until(deadline, "the process ends", || {
             status = self.try_wait();
             status.is_some()
         });
-        // A grandchild may hold the pipes open; what has been written by now is what counts.
+        // A grandchild may hold the pipes open; the output until now is used.
         let patience = Instant::now();
         for lines in [&mut self.stdout, &mut self.stderr] {
             let reader = lines.reader.take().expect("taken once");
@@ -145,7 +145,7 @@ impl Output {
 
 impl Drop for Process {
     fn drop(&mut self) {
-        // Both fail only when the process has been waited for.
+        // Both fail only if the process has been waited for.
         let _ = self.child.kill();
         let _ = self.child.wait();
         if std::thread::panicking() {

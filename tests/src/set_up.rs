@@ -1,25 +1,27 @@
-//! Folders under `target/` that hold what tests need from outside: each is set up once per tree, by whoever comes first, and is
-//! there as a whole or not at all.
+//! Folders under `target/` with external dependencies of tests. Each is set up once per tree by the
+//! first process that needs it, and appears complete or not at all.
 
 use std::{
     fs, io,
     path::{Path, PathBuf},
-    process::{Command, Stdio},
+    process::Command,
     time::{Duration, Instant},
 };
 
-use anyhow::{Context, Result, bail, ensure};
+use anyhow::{Context, Result, ensure};
 use nix::fcntl::{Flock, FlockArg};
 
-use crate::needs::last_line;
+use crate::commands::finish_within;
+use crate::tools::tree;
 
-/// Setting up takes about 30 s; a slow mirror may take much longer, a dead one must not take for ever.
+/// Setup takes about 30 s. A slow mirror may take much longer, but a dead one must not block
+/// forever.
 const SETUP_DEADLINE: Duration = Duration::from_secs(900);
 
-/// `target/NAME`, made when it is not there by filling a folder beside it and renaming that. A lock file keeps two processes from
-/// doing it at once.
+/// `target/NAME`. If it does not exist, `fill` fills a folder beside it, which is then renamed. A
+/// lock file prevents two processes from doing this at once.
 pub(crate) fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Result<PathBuf> {
-    let target = crate::tree().join("target");
+    let target = tree().join("target");
     let root = target.join(name);
     if root.exists() {
         return Ok(root);
@@ -34,7 +36,8 @@ pub(crate) fn set_up(name: &str, fill: impl FnOnce(&Path) -> Result<()>) -> Resu
     fs::create_dir(&temporary).with_context(|| format!("{}", temporary.display()))?;
     eprintln!("setting up {}", root.display());
     if let Err(error) = fill(&temporary) {
-        // The message about the failure counts more than one about the rest of it on disk, which the next run removes.
+        // The failure is more important than an error of this removal; the next run removes the
+        // rest.
         let _ = remove(&temporary);
         return Err(error.context(format!("{} cannot be set up", root.display())));
     }
@@ -66,33 +69,7 @@ fn lock(path: &Path) -> Result<Flock<fs::File>> {
     }
 }
 
-/// Runs a command that sets something up.
+/// Runs a setup command.
 pub(crate) fn finish(command: &mut Command, what: &str) -> Result<()> {
     finish_within(command, what, SETUP_DEADLINE)
-}
-
-/// Runs a command to its end, with a deadline; a failure is one line, with the one of what it printed that says most.
-pub(crate) fn finish_within(command: &mut Command, what: &str, deadline: Duration) -> Result<()> {
-    let mut log = tempfile::tempfile()?;
-    command.stdin(Stdio::null()).stdout(log.try_clone()?).stderr(log.try_clone()?);
-    let mut child = command.spawn().with_context(|| format!("{what} cannot be started"))?;
-    let start = Instant::now();
-    let status = loop {
-        if let Some(status) = child.try_wait()? {
-            break status;
-        }
-        if start.elapsed() > deadline {
-            child.kill()?;
-            child.wait()?;
-            bail!("{what} did not end within {deadline:?}");
-        }
-        std::thread::sleep(Duration::from_millis(5));
-    };
-    if !status.success() {
-        let mut text = Vec::new();
-        io::Seek::rewind(&mut log)?;
-        io::Read::read_to_end(&mut log, &mut text)?;
-        bail!("{what}: {status}: {}", last_line(&text));
-    }
-    Ok(())
 }

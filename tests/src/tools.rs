@@ -1,4 +1,4 @@
-//! Small things that many tests need.
+//! Small helpers for tests.
 
 use std::{
     env, fs,
@@ -12,6 +12,9 @@ use std::{
     time::{Duration, Instant},
 };
 
+/// Timeout for something that takes well under a second on a quiet machine.
+pub const PATIENCE: Duration = Duration::from_secs(60);
+
 /// Root of the source tree.
 #[must_use]
 pub fn tree() -> PathBuf {
@@ -21,7 +24,7 @@ pub fn tree() -> PathBuf {
 /// Polls until `condition` holds.
 ///
 /// # Panics
-/// When it does not within `deadline`.
+/// It does not hold within `deadline`.
 #[track_caller]
 pub fn wait_until(deadline: Duration, what: &str, mut condition: impl FnMut() -> bool) {
     let start = Instant::now();
@@ -31,7 +34,8 @@ pub fn wait_until(deadline: Duration, what: &str, mut condition: impl FnMut() ->
     }
 }
 
-/// Says out loud that a test cannot run here. `cargo xtask test` lists the reasons at its end, and fails with CI=true.
+/// Reports that a test cannot run here. `cargo xtask test` lists the reasons at its end, and fails
+/// with CI=true.
 pub fn skip(reason: &str) {
     let test = std::thread::current().name().unwrap_or("a test").to_string();
     eprintln!("SKIPPED {test}: {reason}");
@@ -45,10 +49,10 @@ pub fn skip(reason: &str) {
 /// The `python3` of the PATH.
 ///
 /// # Panics
-/// When there is none.
+/// There is none.
 #[must_use]
 pub fn python() -> PathBuf {
-    // The real executable, not a shim that starts a shell first.
+    // The real executable, not a shim that starts a shell.
     let output = Command::new("python3").args(["-c", "import sys; print(sys.executable)"]).output();
     let output = output.expect("python3 is on the PATH");
     PathBuf::from(String::from_utf8_lossy(&output.stdout).trim())
@@ -71,7 +75,7 @@ pub fn python_version(version: &str) -> Option<PathBuf> {
     })
 }
 
-/// Processes that have this variable with this value in their environment, ended ones left out.
+/// Running processes with this variable and value in their environment.
 #[must_use]
 pub fn processes_with(name: &str, value: &str) -> Vec<i32> {
     let variable = format!("{name}={value}");
@@ -88,7 +92,7 @@ pub fn processes_with(name: &str, value: &str) -> Vec<i32> {
 /// Compiles a C source text with gcc into `dir/name`.
 ///
 /// # Panics
-/// With gcc's words when it does not compile.
+/// It does not compile; the message is gcc's output.
 pub fn compile_c(dir: &Path, name: &str, source: &str, arguments: &[&str]) -> PathBuf {
     let file = dir.join(format!("{name}.c"));
     let output = dir.join(name);
@@ -98,13 +102,14 @@ pub fn compile_c(dir: &Path, name: &str, source: &str, arguments: &[&str]) -> Pa
     output
 }
 
-/// One HTTP request to a port of this machine: the status and the body. The method is GET or POST.
+/// Sends an HTTP request to a port of this machine. Returns the status and the body. The method is
+/// GET or POST.
 ///
 /// # Errors
-/// When nobody listens, or no answer comes within a minute.
+/// The port is closed, or there is no response within a minute.
 pub fn http(method: &str, port: u16, path: &str) -> Result<(u16, String), String> {
     let agent: ureq::Agent = ureq::Agent::config_builder()
-        .timeout_global(Some(crate::PATIENCE))
+        .timeout_global(Some(PATIENCE))
         .http_status_as_error(false)
         .proxy(None)
         .build()
@@ -116,7 +121,8 @@ pub fn http(method: &str, port: u16, path: &str) -> Result<(u16, String), String
     Ok((response.status().as_u16(), body))
 }
 
-/// Does the work for all items, so many at a time. The results are in the order of the items.
+/// Runs `work` for all items, with at most `jobs` at a time. The results are in the order of the
+/// items.
 pub fn in_parallel<T: Sync, R: Send>(items: &[T], jobs: usize, work: impl Fn(&T) -> R + Sync) -> Vec<R> {
     let next = AtomicUsize::new(0);
     let results: Mutex<Vec<(usize, R)>> = Mutex::default();

@@ -1,5 +1,6 @@
-//! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/`, without any of NVIDIA's packages: 2.4 GB. In their
-//! place it finds the simulated device, and libraries of stubs for what no test needs from a device (cuDNN, cuSPARSE, …).
+//! PyPI's PyTorch, the CUDA build, in a virtual environment under `target/`, without NVIDIA's
+//! packages: 2.4 GB. Instead of them it finds the simulated device, and stub libraries for
+//! everything that no test needs from a device (cuDNN, cuSPARSE, …).
 
 use std::{
     collections::BTreeSet,
@@ -13,11 +14,14 @@ use std::{
 
 use anyhow::{Context, Result, ensure};
 
+use crate::artifacts::artifacts;
 use crate::set_up::{finish, set_up};
+use crate::tools::{compile_c, python};
 
-/// The version is fixed so that a failure is ours. All others follow from what this one says of itself.
+/// The version is pinned, so that a new failure is caused by this project. All other versions
+/// follow from its metadata.
 const VERSION: &str = "2.15.0";
-/// How the names of NVIDIA's libraries go on after `lib`, and how their functions begin.
+/// What follows `lib` in the names of NVIDIA's libraries, and prefixes of their functions.
 const LIBRARIES: [&str; 3] = ["cu", "nv", "nccl"];
 const FUNCTIONS: [&str; 5] = ["cu", "__cu", "nccl", "nvrtc", "nvshmem"];
 
@@ -30,20 +34,20 @@ for need in map(Requirement, requires('torch')):
         print(f'{need.name}{need.specifier}')
 ";
 
-/// PyTorch of PyPI.
+/// PyPI's PyTorch.
 #[derive(Debug, Clone)]
 pub struct PypiTorch {
     folder: PathBuf,
 }
 
 impl PypiTorch {
-    /// The environment, which is set up when it is not there: about a minute.
+    /// The environment. Sets it up within about a minute if it does not exist.
     ///
     /// # Errors
-    /// In one line, when there is no python3 with venv, or PyPI cannot be reached.
+    /// There is no python3 with venv, or PyPI is not reachable; one line.
     pub fn set_up() -> Result<Self> {
         let folder = set_up(&format!("torch-{VERSION}"), |folder| {
-            finish(Command::new(crate::python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
+            finish(Command::new(python()).args(["-m", "venv"]).arg(folder), "python3 -m venv")?;
             let python = folder.join("bin/python3");
             let pip = || {
                 let mut pip = Command::new(&python);
@@ -68,19 +72,19 @@ impl PypiTorch {
     /// `LD_LIBRARY_PATH` with which it finds the simulated device and the stubs.
     ///
     /// # Errors
-    /// When gcc, nm or readelf is missing.
+    /// gcc, nm or readelf is missing.
     pub fn library_path(&self) -> Result<OsString> {
-        Ok(env::join_paths([crate::artifacts().sim(), self.stubs()?])?)
+        Ok(env::join_paths([artifacts().sim(), self.stubs()?])?)
     }
 
-    /// Libraries of stubs under the names that torch's libraries ask for and nobody has. All functions are in one of them, on
-    /// which the others depend: the simulated device stands before it in the linker's order and is always asked first.
+    /// Stub libraries with the names that torch's libraries need and that do not exist here. All
+    /// functions are in one of them, on which the others depend. The simulated device comes before
+    /// it in the linker's order, so its functions are always preferred.
     fn stubs(&self) -> Result<PathBuf> {
         let mut libraries = Vec::new();
         shared_objects(&self.packages()?.join("torch"), &mut libraries);
         ensure!(!libraries.is_empty(), "there is no library of torch in {}", self.folder.display());
-        let simulated: Vec<PathBuf> =
-            fs::read_dir(crate::artifacts().sim())?.flatten().map(|entry| entry.path()).collect();
+        let simulated: Vec<PathBuf> = fs::read_dir(artifacts().sim())?.flatten().map(|entry| entry.path()).collect();
 
         let is_there = |name: &String| simulated.iter().any(|path| path.ends_with(name));
         let sonames: BTreeSet<String> = needed(&libraries)?.into_iter().filter(|name| !is_there(name)).collect();
@@ -90,24 +94,25 @@ impl PypiTorch {
             .collect();
         let source = self.source(symbols("--undefined-only", &libraries)?.difference(&given))?;
 
-        // The folder is named by what is in it, so that nobody changes one that another process uses.
+        // The folder's name depends on its contents, so that no process changes a folder that
+        // another one uses.
         let mut hash = DefaultHasher::new();
         (&source, &sonames).hash(&mut hash);
         let folder = format!("torch-stubs/{:016x}", hash.finish());
         set_up(&folder, |folder| {
             let flags = ["-shared", "-fPIC", "-w", "-Wl,-soname,libtorch_stubs.so"];
-            let functions = crate::compile_c(folder, "libtorch_stubs.so", &source, &flags);
+            let functions = compile_c(folder, "libtorch_stubs.so", &source, &flags);
             let functions = functions.display().to_string();
             for soname in &sonames {
                 let name = format!("-Wl,-soname,{soname}");
                 let flags = ["-shared", "-fPIC", &name, "-Wl,--no-as-needed", &functions, "-Wl,-rpath,$ORIGIN"];
-                crate::compile_c(folder, soname, "", &flags);
+                compile_c(folder, soname, "", &flags);
             }
             Ok(())
         })
     }
 
-    /// The functions in C: "not supported" for nearly all of them, which are never called.
+    /// The functions in C. Nearly all return "not supported" and are never called.
     fn source<'a>(&self, names: impl Iterator<Item = &'a String>) -> Result<String> {
         let cudnn = self.cudnn_version()?;
         let mut source = String::from(
@@ -117,7 +122,7 @@ impl PypiTorch {
         );
         for name in names {
             let body = match name.as_str() {
-                // Torch compares it with the one that it was made for.
+                // Torch compares it with the version that it was built for.
                 "cudnnGetVersion" => cudnn.to_string(),
                 name if name.ends_with("String") => "(long)\"not part of the simulated device\"".into(),
                 _ => format!("stub(\"{name}\")"),
@@ -127,7 +132,7 @@ impl PypiTorch {
         Ok(source)
     }
 
-    /// As `cudnnGetVersion` says it: 9.26.0 is 92600.
+    /// The number that `cudnnGetVersion` returns: 9.26.0 is 92600.
     fn cudnn_version(&self) -> Result<u64> {
         let metadata = self.packages()?.join(format!("torch-{VERSION}.dist-info/METADATA"));
         let metadata = fs::read_to_string(&metadata).with_context(|| format!("{}", metadata.display()))?;
@@ -157,7 +162,7 @@ fn shared_objects(folder: &Path, found: &mut Vec<PathBuf>) {
     }
 }
 
-/// The names of NVIDIA's libraries that these ask for.
+/// The names of NVIDIA's libraries that these libraries need.
 fn needed(libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
     let output = Command::new("readelf").arg("-d").args(libraries).output().context("readelf cannot be run")?;
     let text = String::from_utf8_lossy(&output.stdout);
@@ -169,7 +174,7 @@ fn needed(libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
     Ok(names.collect())
 }
 
-/// Names of NVIDIA's functions, without their versions, that these define or ask for.
+/// Names of NVIDIA's functions, without versions, that these libraries define or need.
 fn symbols(which: &str, libraries: &[PathBuf]) -> Result<BTreeSet<String>> {
     let output = Command::new("nm").args(["-D", which]).args(libraries).output().context("nm cannot be run")?;
     let text = String::from_utf8_lossy(&output.stdout);

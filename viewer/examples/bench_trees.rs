@@ -1,7 +1,8 @@
-//! Measures the merge of the trees of many nodes: `cargo run --release -p xpu_timer_viewer --example bench_trees`.
+//! Measures the merge of the trees of many nodes: `cargo run --release -p xpu_timer_viewer
+//! --example bench_trees`.
 //!
-//! Every node has 8 ranks and sends its stacks as one tree; the cluster collector merges them and all labels are written.
-//! It prints the time and fails above the limit.
+//! Every node has 8 ranks and sends its stacks as one tree. The cluster collector merges the trees,
+//! and all labels are written. The benchmark prints the time and fails above the limit.
 
 use anyhow::ensure;
 use clap::Parser;
@@ -25,13 +26,13 @@ struct Options {
 
 fn main() -> anyhow::Result<()> {
     let options = Options::parse();
-    // The same few trees again and again, but for their ranks: making 12,500 is no part of what is measured.
+    // A few trees repeat with other ranks: building 12,500 trees is not part of the measurement.
     let mut merged = PrefixTree::new();
     let mut spent = std::time::Duration::ZERO;
     for node in 0..options.nodes {
         let mut tree = PrefixTree::new();
         for stack in 0..options.stacks {
-            // A tenth of the stacks is at one of 7 places, differently on every node.
+            // A tenth of the stacks is at one of 7 places, which differs between nodes.
             let place = if stack % 10 == 0 { (node * 31 + stack * 17) % 7 } else { 0 };
             let words: Vec<String> = (0..10)
                 .map(|depth| match depth {

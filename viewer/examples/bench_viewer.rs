@@ -1,7 +1,9 @@
-//! Measures the viewer against reading the same files: `cargo run --release -p xpu_timer_viewer --example bench_viewer`.
+//! Measures the viewer against reading the same files: `cargo run --release -p xpu_timer_viewer
+//! --example bench_viewer`.
 //!
-//! It writes the dumps of a large job, the same bytes for the same seed, reads them, and merges them with both folded
-//! files and both pictures. It prints both times, their ratio and the peak of memory, and fails above the limits.
+//! It writes the dumps of a large job (the same bytes for the same seed), reads them, and merges
+//! them with both folded files and both pictures. It prints both times, their ratio and the peak
+//! memory, and fails above the limits.
 
 use anyhow::{Context, ensure};
 use clap::Parser;
@@ -11,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use xpu_timer_proto::Message;
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
-use xpu_timer_viewer::narrow::Narrow;
+use xpu_timer_viewer::filter::Filter;
 use xpu_timer_viewer::{Args, Choice, Screen};
 
 /// Benchmark of xpu_timer_stacktrace_viewer.
@@ -63,7 +65,7 @@ fn main() -> anyhow::Result<()> {
         path: input.clone(),
         output: Some(dir.join("output")),
         choice,
-        narrow: Narrow::default(),
+        filter: Filter::default(),
         json: false,
         list: false,
         screen: Screen::default(),
@@ -121,7 +123,7 @@ fn read_all(dir: &Path, expected: u64) -> anyhow::Result<()> {
     Ok(())
 }
 
-/// Makes the kernel forget the highest memory use so far.
+/// Resets the kernel's record of the peak memory use.
 fn reset_peak() -> anyhow::Result<()> {
     fs::write("/proc/self/clear_refs", "5").context("/proc/self/clear_refs")
 }
@@ -137,12 +139,13 @@ fn memory(field: &str) -> anyhow::Result<f64> {
 /// Frames of a thread, leaf first: function and file.
 type Stack = Vec<(String, String)>;
 
-/// A job in which most threads stand where those of all ranks do, and some at one of a few places.
+/// Generates a job in which most threads have the same stack on all ranks, and some are at one of a
+/// few places.
 struct Generator {
     state: u64,
     /// Threads that are the same on all ranks.
     same: Vec<Stack>,
-    /// Threads that stand at one of several places.
+    /// Threads that are at one of several places.
     varied: Vec<Vec<Stack>>,
     python: Vec<Vec<Stack>>,
     unique: usize,
@@ -153,7 +156,7 @@ impl Generator {
         let mut generator = Generator { state: seed, same: vec![], varied: vec![], python: vec![], unique };
         let stack =
             |g: &mut Generator, depth: u64, python: bool| -> Stack { (0..depth).map(|_| g.frame(python)).collect() };
-        // The main thread is deep; the many helpers of the runtime are not.
+        // The main thread's stack is deep; those of the runtime's many helpers are not.
         for i in 0..100 {
             let depth = if i == 0 { 95 } else { 4 + generator.below(8) };
             let same = stack(&mut generator, depth, false);
@@ -216,10 +219,10 @@ impl Generator {
         }
     }
 
-    /// Writes the files, or leaves a folder alone that has them already. Returns their size in all.
+    /// Writes the files, unless the folder already has them. Returns their total size.
     fn write(&mut self, dir: &Path, files: u32) -> anyhow::Result<u64> {
         let world = files.div_ceil(512) * 512;
-        // Ranks are absent all over the job.
+        // Absent ranks are spread over the job.
         let absent = world - files;
         let every = world.checked_div(absent).unwrap_or(u32::MAX);
         let ranks: Vec<u32> = (0..world).filter(|rank| (rank + 1) % every != 0 || rank / every >= absent).collect();
@@ -256,7 +259,7 @@ impl Generator {
             );
         }
         for (i, stack) in choices.into_iter().enumerate() {
-            // Addresses differ on all ranks, as they do where the loader places libraries at random.
+            // Addresses differ on each rank, as they do if the loader randomizes them.
             let base = 0x7f00_0000_0000 + (self.next() & 0xff_ffff_f000);
             let frames = stack.into_iter().enumerate().map(|(depth, (func_name, file_name))| PstackFrame {
                 origin: format!("#{depth}  0x{:016x} in {func_name} () from {file_name}", base + depth as u64 * 4096),

@@ -1,8 +1,8 @@
-//! The colour of a frame, by the first of five rules that its label matches.
+//! The colour of a frame: the first of five rules that matches its label decides.
 
 use inferno::flamegraph::color::Color;
 
-/// The five kinds of frame that a picture tells apart.
+/// The five kinds of frame, each with its own hue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Kind {
     /// PyTorch and collective libraries: green.
@@ -19,7 +19,8 @@ pub enum Kind {
 
 /// The kind of a label.
 pub fn kind(label: &str) -> Kind {
-    // No rule looks at the ranks, which may be long; the `@` before them counts, for `State@`.
+    // The rules ignore the ranks, which may be long. They need the `@` before the ranks, for
+    // `State@`.
     let label = &label.as_bytes()[..label.rfind('@').map_or(label.len(), |at| at + 1)];
     if find(label, b"/torch").is_some() || find(label, b"nccl").is_some() {
         Kind::Torch
@@ -34,14 +35,14 @@ pub fn kind(label: &str) -> Kind {
     }
 }
 
-/// Place of a lower-case text in the label, in any case.
+/// Finds a lower-case text in a label, ignoring case.
 fn find(label: &[u8], text: &[u8]) -> Option<usize> {
     label.windows(text.len()).position(|w| w.eq_ignore_ascii_case(text))
 }
 
-/// `python.*\.[ch]:digit` in any case.
+/// Whether the label matches `python.*\.[ch]:digit`, ignoring case.
 fn is_interpreter(label: &[u8]) -> bool {
-    // What follows the first `python` contains what follows any other.
+    // The text after the first `python` includes the text after every later one.
     find(label, b"python").is_some_and(|at| {
         let rest = &label[at + b"python".len()..];
         let same = |a: u8, b: u8| a.eq_ignore_ascii_case(&b);
@@ -55,12 +56,13 @@ fn digit_follows(label: &[u8], text: &[u8], same: impl Fn(u8, u8) -> bool) -> bo
         .any(|w| w[text.len()].is_ascii_digit() && w.iter().zip(text).all(|(&a, &b)| same(a, b)))
 }
 
-/// The colour of a label: the hue of its kind, and a shade by its word, so that neighbours can be told apart.
+/// The colour of a label: the kind selects the hue, and the word selects the shade, so that
+/// neighbours differ.
 ///
-/// The shade leaves out the ranks, so a function looks the same in every incident.
+/// The shade does not depend on the ranks, so a function looks the same in every incident.
 pub fn colour(label: &str) -> Color {
     let word = label.rsplit_once('@').map_or(label, |(word, _)| word);
-    // FNV-1a; any hash does as long as it never changes.
+    // FNV-1a; any hash works if it never changes.
     let hash = word.bytes().fold(0x811c_9dc5_u32, |hash, byte| (hash ^ u32::from(byte)).wrapping_mul(0x0100_0193));
     let shade = |from: u8, span: u8| from + ((hash >> 16) % (u32::from(span) + 1)) as u8;
     match kind(label) {

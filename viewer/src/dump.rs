@@ -1,14 +1,15 @@
 //! Decodes the part of a `.stacktrace` file that the viewer shows, without copying it.
 //!
-//! A folder of a large job holds hundreds of megabytes, of which the pictures need two strings a frame. So this reads
-//! the wire format itself and skips the rest: whatever `prost` accepts, this accepts, with the same strings, which
-//! `tests/fuzz` checks. What only the report shows (other samples, children, the flight record) stays encoded until
-//! [`Sample::decode`] is asked.
+//! The folder of a large job contains hundreds of megabytes, but the pictures need only two strings
+//! of each frame. This decoder therefore reads the wire format itself and skips the rest. It
+//! accepts everything that `prost` accepts, with equal strings; `tests/fuzz` checks that. Parts
+//! that only the report shows (other samples, children, the flight record) stay encoded until
+//! [`Sample::decode`].
 
 use std::borrow::Cow;
 use std::ops::Range;
 
-/// One frame. Its names are bytes until they are seen first ([`Frame::text`]).
+/// One frame. Its names stay bytes until [`Frame::text`] converts them.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Frame<'a> {
     /// Function name.
@@ -18,18 +19,20 @@ pub struct Frame<'a> {
 }
 
 impl<'a> Frame<'a> {
-    /// A frame of names that are text.
+    /// A frame with names that are valid UTF-8.
     pub fn new(func: &'a str, file: &'a str) -> Frame<'a> {
         Frame { func: func.as_bytes(), file: file.as_bytes() }
     }
 
-    /// Function and file as text, as [`lenient`](xpu_timer_proto::lenient) reads texts: what is no UTF-8 is replaced.
+    /// Function and file as text, decoded as [`lenient`](xpu_timer_proto::lenient) does: invalid
+    /// UTF-8 is replaced.
     pub fn text(&self) -> (Cow<'a, str>, Cow<'a, str>) {
         (String::from_utf8_lossy(self.func), String::from_utf8_lossy(self.file))
     }
 }
 
-/// One thread. Its texts are bytes: the kernel cuts names after 15 bytes, perhaps within a character.
+/// One thread. Its texts are bytes, because the kernel cuts names after 15 bytes, perhaps within a
+/// character.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Thread<'a> {
     /// Kernel thread id; 0 when unknown.
@@ -38,19 +41,20 @@ pub struct Thread<'a> {
     pub name: &'a [u8],
     /// Its frames, leaf first: a range of [`Threads::frames`].
     pub frames: Range<usize>,
-    /// `S (sleeping)` and the like; native threads only, as all that follows but `owns_gil`.
+    /// Such as `S (sleeping)`. This field and all below except `owns_gil` are set for native
+    /// threads only.
     pub state: &'a [u8],
-    /// Kernel function that it sleeps in.
+    /// Kernel function in which it sleeps.
     pub wchan: &'a [u8],
     /// Kernel stack, leaf first.
     pub kernel_stack: Vec<&'a [u8]>,
-    /// How the stack was taken: a number of `CaptureMethod`.
+    /// How the stack was captured: a number of `CaptureMethod`.
     pub capture: i32,
-    /// How often it had run.
+    /// Number of context switches so far.
     pub context_switches: u64,
-    /// Why the stack is not whole.
+    /// Why the stack is incomplete.
     pub incomplete: &'a [u8],
-    /// It holds Python's global lock; Python threads only.
+    /// Whether it holds the GIL; Python threads only.
     pub owns_gil: bool,
 }
 
@@ -65,16 +69,16 @@ pub struct Threads<'a> {
     pub frames: Vec<Frame<'a>>,
 }
 
-/// What one file says.
+/// The contents of one file.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Dump<'a> {
     /// Process id.
     pub pid: i32,
     /// For example `S (sleeping)`.
     pub process_state: Cow<'a, str>,
-    /// What went wrong while native stacks were taken.
+    /// Errors of capturing native stacks.
     pub pstack_stderr: Cow<'a, str>,
-    /// What went wrong while Python stacks were taken.
+    /// Errors of capturing Python stacks.
     pub pyspy_stderr: Cow<'a, str>,
     /// The last sample.
     pub threads: Threads<'a>,
@@ -92,7 +96,7 @@ pub struct Dump<'a> {
     pub command: &'a [u8],
 }
 
-/// One look at one process.
+/// One sample of one process.
 #[derive(Clone, Debug, PartialEq, Eq, Default)]
 pub struct Sample<'a> {
     /// Its threads.
@@ -101,13 +105,13 @@ pub struct Sample<'a> {
     pub process_state: &'a [u8],
     /// Wall clock, nanoseconds since the Unix epoch.
     pub captured_unix_ns: u64,
-    /// Processor time of the process.
+    /// CPU time of the process.
     pub cpu_time_ns: u64,
     /// Bytes that read and write calls moved; 0 when unknown.
     pub io_bytes: u64,
     /// Bytes over TCP connections; 0 when unknown.
     pub tcp_bytes: u64,
-    /// What could not be taken, one sentence each.
+    /// What could not be captured, one sentence each.
     pub errors: Vec<&'a [u8]>,
 }
 
@@ -120,11 +124,11 @@ pub struct Child<'a> {
     pub parent: i32,
     /// Command line.
     pub command: &'a [u8],
-    /// One or two, in the order of time.
+    /// One or two, in chronological order.
     pub samples: Vec<Sample<'a>>,
 }
 
-/// Why a file is no dump.
+/// Why a file is not a dump.
 #[derive(Clone, Debug, PartialEq, Eq, thiserror::Error)]
 pub enum DecodeError {
     /// The file ends within a field.
@@ -133,13 +137,13 @@ pub enum DecodeError {
         /// Where the field begins.
         offset: usize,
     },
-    /// These bytes are no protobuf message.
+    /// These bytes are not a protobuf message.
     #[error("byte {offset} begins no protobuf field")]
     NoField {
-        /// Where they are.
+        /// Offset of these bytes.
         offset: usize,
     },
-    /// A field has another type than in the schema.
+    /// A field has a type that differs from the schema.
     #[error("field {field} at byte {offset} has a wrong type")]
     WrongType {
         /// Number of the field.
@@ -147,7 +151,7 @@ pub enum DecodeError {
         /// Where it begins.
         offset: usize,
     },
-    /// None of the fields of a dump is there; an empty file is of this kind.
+    /// The file contains no field of a dump, or is empty.
     #[error("it holds no dump")]
     NoDump,
 }
@@ -160,11 +164,11 @@ const GROUP: u8 = 3;
 const END_GROUP: u8 = 4;
 const FIXED32: u8 = 5;
 
-/// Groups within unknown fields may nest this deep.
+/// Maximum nesting of groups within unknown fields.
 const MAX_GROUPS: usize = 100;
 
 impl<'a> Dump<'a> {
-    /// Decodes a whole file.
+    /// Decodes a file.
     pub fn decode(file: &'a [u8]) -> Result<Dump<'a>, DecodeError> {
         let mut dump = Dump::default();
         let mut known = false;
@@ -180,12 +184,13 @@ impl<'a> Dump<'a> {
                     let thread = dump.threads.python_thread(reader.message(field)?)?;
                     dump.threads.python.push(thread);
                 }
-                // An int32 is its varint cut to 32 bits.
+                // An int32 is its varint truncated to 32 bits.
                 3 => dump.pid = reader.varint(field)? as i32,
                 6 => dump.pstack_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 8 => dump.pyspy_stderr = String::from_utf8_lossy(reader.bytes(field)?),
                 11 => dump.process_state = String::from_utf8_lossy(reader.bytes(field)?),
-                // The pictures need none of these, so nothing within them can make the file unreadable.
+                // The pictures do not need these fields, so errors inside them do not make the file
+                // invalid.
                 100 if field.wire == BYTES => dump.first_sample = Some(reader.bytes(field)?),
                 101 if field.wire == BYTES => dump.last_sample = Some(reader.bytes(field)?),
                 102 if field.wire == BYTES => dump.children.push(reader.bytes(field)?),
@@ -301,7 +306,7 @@ fn frame<'a>(mut reader: Reader<'a>) -> Result<Frame<'a>, DecodeError> {
     Ok(frame)
 }
 
-/// A field whose value comes next.
+/// The header of a field; its value follows.
 #[derive(Clone, Copy)]
 struct Field {
     number: u32,
@@ -315,7 +320,7 @@ impl Field {
     }
 }
 
-/// Reads one message, which lies at `at..end` of the file.
+/// Reads one message at `at..end` of the file.
 #[derive(Clone, Copy)]
 struct Reader<'a> {
     file: &'a [u8],
@@ -430,7 +435,7 @@ mod tests {
     fn no_dump_is_told_from_a_dump() {
         assert_eq!(Dump::decode(b""), Err(DecodeError::NoDump));
         assert_eq!(Dump::decode(&[0; 64]), Err(DecodeError::NoField { offset: 0 }));
-        // Field 90 alone: a message of some other program.
+        // Only field 90: a message of some other program.
         assert_eq!(Dump::decode(&[0xd0, 0x05, 0x01]), Err(DecodeError::NoDump));
         assert!(Dump::decode(b"\x7fELF\x02\x01\x01").is_err());
         assert!(Dump::decode(b"{\"json\": true}").is_err());

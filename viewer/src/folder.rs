@@ -1,4 +1,4 @@
-//! Finds the dumps of a folder: which files there are, whose they are, and which of several incidents is meant.
+//! Finds the dumps of a folder: the files, their ranks, and the latest of several incidents.
 
 use std::fs;
 use std::io::{self, Read as _};
@@ -6,32 +6,32 @@ use std::path::{Path, PathBuf};
 
 use xpu_timer_proto::printable::line;
 
-/// One `.stacktrace` file with a proper name.
+/// A `.stacktrace` file with a valid name.
 #[derive(Clone, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct DumpFile {
     /// Rank, from the name.
     pub rank: u32,
     /// World size, from the name.
     pub world: u32,
-    /// Where it lies.
+    /// Its path.
     pub path: PathBuf,
 }
 
-/// What a folder holds.
+/// The dumps in a folder.
 #[derive(Debug, Default)]
 pub struct Folder {
     /// The dumps, by rank.
     pub files: Vec<DumpFile>,
-    /// Files that end in `.stacktrace` and are named in no way that tells a rank.
+    /// Files that end in `.stacktrace` but whose name is not RANK-WORLD.
     pub misnamed: Vec<PathBuf>,
     /// The largest world size of any name.
     pub world: u32,
 }
 
-/// Rank and world of a file name: `digits-digits.stacktrace`.
+/// Parses rank and world size from a file name: `digits-digits.stacktrace`.
 pub fn parse_name(name: &str) -> Option<(u32, u32)> {
     let (rank, world) = name.strip_suffix(".stacktrace")?.split_once('-')?;
-    // `parse` alone would take a leading plus sign.
+    // `parse` alone accepts a leading plus sign.
     let number = |digits: &str| digits.bytes().all(|b| b.is_ascii_digit()).then(|| digits.parse().ok())?;
     Some((number(rank)?, number(world)?))
 }
@@ -53,14 +53,14 @@ impl Folder {
                 None => folder.misnamed.push(path.join(&name)),
             }
         }
-        // The order of a directory is the file system's own affair; nothing may depend on it.
+        // The order of directory entries depends on the file system; the output must not.
         folder.files.sort_unstable();
         folder.misnamed.sort_unstable();
         folder.world = folder.files.iter().map(|file| file.world).max().unwrap_or(0);
         Ok(folder)
     }
 
-    /// What is odd about the names, one sentence each.
+    /// Warnings about the names, one sentence each.
     pub fn warnings(&self) -> Vec<String> {
         let mut warnings = Vec::new();
         let mixed: Vec<_> = self.files.iter().filter(|file| file.world != self.world).collect();
@@ -82,7 +82,7 @@ impl Folder {
     }
 }
 
-/// A warning names so many files.
+/// Number of files that one warning names.
 const NAMES_SHOWN: usize = 8;
 
 fn names(files: &[&DumpFile]) -> String {
@@ -93,13 +93,13 @@ fn names(files: &[&DumpFile]) -> String {
     shown
 }
 
-/// No dump comes near this; a greater file is not read into memory.
+/// Larger files are not read into memory; real dumps are far smaller.
 const MAX_BYTES: u64 = 1 << 30;
 
-/// Reads a regular file into a buffer that may have been used before.
+/// Reads a regular file into a buffer, which is cleared first.
 pub fn read_into(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
     bytes.clear();
-    // Opening a pipe would wait for its writer.
+    // Opening a pipe blocks until it has a writer.
     let metadata = fs::metadata(path)?;
     if !metadata.is_file() {
         return Err(io::Error::other("it is not a regular file"));
@@ -107,22 +107,22 @@ pub fn read_into(path: &Path, bytes: &mut Vec<u8>) -> io::Result<()> {
     if metadata.len() > MAX_BYTES {
         return Err(io::Error::other("it is larger than 1 GiB"));
     }
-    // It may grow meanwhile.
+    // The file may grow while it is read.
     fs::File::open(path)?.take(MAX_BYTES).read_to_end(bytes).map(drop)
 }
 
-/// A whole regular file.
+/// Reads a regular file.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
     let mut bytes = Vec::new();
     read_into(path, &mut bytes).map(|()| bytes)
 }
 
-/// The last part of a path, for people.
+/// The last component of a path, safe to print.
 pub fn name_of(path: &Path) -> String {
     line(&path.file_name().unwrap_or(path.as_os_str()).to_string_lossy()).into_owned()
 }
 
-/// The `incident-…` folders of a folder, the oldest first: their names begin with the time.
+/// The `incident-…` folders in a folder, oldest first: their names begin with the time.
 pub fn incidents(path: &Path) -> io::Result<Vec<PathBuf>> {
     let mut incidents = Vec::new();
     for entry in fs::read_dir(path)? {
@@ -135,10 +135,11 @@ pub fn incidents(path: &Path) -> io::Result<Vec<PathBuf>> {
     Ok(incidents)
 }
 
-/// The newest `incident-…` folder within a folder that holds no dumps itself, as `$XPU_TIMER_TIMELINE_PATH` does.
+/// The latest `incident-…` folder in a folder that contains no dumps itself, such as
+/// `$XPU_TIMER_TIMELINE_PATH`.
 ///
-/// The names begin with the time of the incident, so the last one by name is the latest. A folder without any dump
-/// (the collector may be writing it just now) is passed over.
+/// The names begin with the time of the incident, so the last name is the latest incident. A folder
+/// without dumps is skipped: the collector may still be writing it.
 pub fn latest_incident(path: &Path) -> io::Result<Option<PathBuf>> {
     for incident in incidents(path)?.into_iter().rev() {
         if !Folder::scan(&incident)?.files.is_empty() {
@@ -181,7 +182,7 @@ mod tests {
         let path = dir.path().join("0-1.stacktrace");
         let file = fs::File::create(&path).unwrap();
         file.set_len(MAX_BYTES * 1024).unwrap();
-        // Nothing of it is on the disk, and nobody waits for a terabyte of zeros.
+        // The file is sparse, and reading a terabyte of zeros would take too long for a test.
         assert!(read(&path).unwrap_err().to_string().contains("1 GiB"));
         assert!(read(dir.path()).unwrap_err().to_string().contains("regular"));
         file.set_len(3).unwrap();

@@ -1,7 +1,7 @@
-//! All incidents of a timeline folder: when, why, and what the verdict says.
+//! Lists all incidents of a timeline folder with time, cause and verdict.
 
-use crate::Screen;
 use crate::folder::{incidents, name_of};
+use crate::screen::Screen;
 use crate::summary::wrapped;
 use serde::Serialize;
 use std::fmt::Write as _;
@@ -9,7 +9,7 @@ use std::io;
 use std::path::Path;
 use xpu_timer_proto::printable;
 
-/// Before what is said of an incident.
+/// Indentation of the lines below an incident.
 const INDENT: &str = "    ";
 
 /// One incident.
@@ -17,14 +17,14 @@ const INDENT: &str = "    ";
 struct Incident {
     /// Name of its folder.
     name: String,
-    /// When it was, as its name tells: `2026-11-21T10:15:00Z`.
+    /// Its time, from its name: `2026-11-21T10:15:00Z`.
     time: Option<String>,
     /// Cause and sentence of the verdict; absent without one.
     cause: Option<String>,
     sentence: Option<String>,
 }
 
-/// The incidents of a folder, the oldest first, as text or as JSON.
+/// The incidents of a folder, oldest first, as text or as JSON.
 pub fn list(path: &Path, json: bool, screen: Screen) -> io::Result<String> {
     let incidents: Vec<Incident> = incidents(path)?.iter().map(|path| incident(path)).collect();
     if json {
@@ -53,7 +53,7 @@ fn incident(path: &Path) -> Incident {
     Incident { time: time_of(&name), cause, sentence: crate::summary::verdict_sentence(path), name }
 }
 
-/// The time within `incident-20261121T101500Z-3`.
+/// The time in `incident-20261121T101500Z-3`.
 fn time_of(name: &str) -> Option<String> {
     let stamp = name.strip_prefix("incident-")?.split('-').next()?;
     let (date, time) = stamp.split_once('T')?;

@@ -1,39 +1,44 @@
-//! Merges the stacks of all ranks of a job into folded stacks and flame graphs, and says in a few lines who stands where.
+//! Merges the stacks of all ranks of a job into folded stacks and flame graphs, and prints a short
+//! summary of where each rank stands.
 //!
-//! It works on a folder of `.stacktrace` files alone, ours or the original tool's, on any machine. The binary is a shell
-//! around [`run`].
+//! It reads only a folder of `.stacktrace` files, ours or the original tool's, and runs on any
+//! machine. The binary is a thin wrapper around [`run`].
 #![forbid(unsafe_code)]
 
+pub mod absent_ranks;
 pub mod colour;
 pub mod dump;
-pub mod fate;
+pub mod filter;
 pub mod folder;
 pub mod incidents;
 pub mod merge;
-pub mod narrow;
+pub mod merged_trees;
 pub mod output;
 pub mod picture;
 pub mod report;
+pub mod screen;
 pub mod stacks;
 pub mod summary;
-pub mod whole;
 
 use anyhow::{Context, bail};
 use clap::Parser;
 use dump::Dump;
+use filter::Filter;
 use folder::{DumpFile, Folder, name_of};
 use merge::{Merged, Merger};
-use narrow::Narrow;
 use picture::Picture;
+pub use screen::Screen;
 use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use xpu_timer_analysis::prefix_tree::PrefixTree;
 use xpu_timer_proto::printable;
 
-/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and report.html.
+/// Merges the stacks of all ranks: cpp_stack, py_stack, cpp_stack.svg, py_stack.svg and
+/// report.html.
 ///
-/// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents ($XPU_TIMER_TIMELINE_PATH), it takes
-/// the latest one. Each frame is labelled func@file:line@HAS|LEAK: HAS are the ranks that stand there, LEAK all others.
+/// Reads every RANK-WORLD.stacktrace file of a folder. Given a folder of incidents
+/// ($XPU_TIMER_TIMELINE_PATH), it takes the latest one. Each frame is labelled
+/// func@file:line@HAS|LEAK: HAS are the ranks that stand there, LEAK all others.
 #[derive(Debug, Clone, Parser)]
 #[command(version, after_help = EXIT_CODES)]
 pub struct Args {
@@ -48,7 +53,7 @@ pub struct Args {
     pub choice: Choice,
     /// What is looked at
     #[command(flatten)]
-    pub narrow: Narrow,
+    pub filter: Filter,
     /// The summary, or the list, as JSON
     #[arg(long)]
     pub json: bool,
@@ -58,15 +63,6 @@ pub struct Args {
     /// What stdout can show
     #[arg(skip)]
     pub screen: Screen,
-}
-
-/// What can be shown of a text.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub struct Screen {
-    /// Columns; none where lines may be as long as they are.
-    pub width: Option<usize>,
-    /// Whether colours and the like are understood.
-    pub colour: bool,
 }
 
 /// Which files are written: all, unless some are chosen.
@@ -88,9 +84,10 @@ pub struct Choice {
 }
 
 impl Choice {
-    /// Of a part of a folder, nothing is written unless it is chosen: it would replace the files of the whole.
-    fn or_all(self, whole: bool) -> Choice {
-        if self == Choice::default() && whole {
+    /// All files if none is chosen. If ranks or threads are filtered, nothing is written unless
+    /// chosen: it would replace the files that show the complete folder.
+    fn or_all(self, is_unfiltered: bool) -> Choice {
+        if self == Choice::default() && is_unfiltered {
             Choice { text: true, folded: true, svg: true, html: true }
         } else {
             self
@@ -101,7 +98,7 @@ impl Choice {
 const EXIT_CODES: &str = "Exit codes: 0 all files are written (files that could not be read are named on stderr and left out); \
 1 there is nothing to draw, or it could not be written; 2 wrong usage.";
 
-/// Does all that the command does. The summary goes to `out`, what is wrong with single files to `err`.
+/// Runs the command. The summary goes to `out`, warnings about single files go to `err`.
 pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Result<()> {
     if args.list {
         let list = incidents::list(&args.path, args.json, args.screen);
@@ -109,18 +106,18 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         if list.is_empty() {
             bail!("{} holds no incident", shown(&args.path));
         }
-        return say(&list, out);
+        return write_stdout(&list, out);
     }
-    let (path, mut listed, chosen) = find(&args.path)?;
+    let (path, mut listed, chosen) = find_dumps(&args.path)?;
     let mut notes = listed.warnings();
     let misnamed = listed.misnamed.iter().map(|file| name_of(file));
     notes.extend(misnamed.map(|name| format!("{name} is left out: its name is not RANK-WORLD.stacktrace")));
-    let choice = args.choice.or_all(args.narrow.is_all());
-    listed.files.retain(|file| args.narrow.takes(file));
+    let choice = args.choice.or_all(args.filter.is_all());
+    listed.files.retain(|file| args.filter.includes(file));
     let mut report = choice.html.then(report::Builder::default);
     let mut merged = merge_files_with(
         &listed.files,
-        |dump| args.narrow.apply(dump),
+        |dump| args.filter.apply(dump),
         |file, dump, merger| {
             if let Some(report) = &mut report {
                 report.add(file.rank, dump, merger);
@@ -132,19 +129,19 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         notes.push(format!("verdict.json is left out: {why}"));
         None
     });
-    let (fates, note) = fate::fates(&path, verdict.as_ref(), &merged.ranks, listed.world);
+    let (absent, note) = absent_ranks::absent_ranks(&path, verdict.as_ref(), &merged.ranks, listed.world);
     notes.extend(note);
-    // A terminal that went away must not cost the pictures, so nobody asks whether stderr took the text.
+    // A closed terminal must not cost the pictures, so errors of writing to stderr are ignored.
     for note in &notes {
         let _ = writeln!(err, "warning: {}", printable::line(note));
     }
-    for ((field, text), ranks) in &merged.complaints {
+    for ((field, text), ranks) in &merged.capture_errors {
         let _ = writeln!(err, "{field} of {}:", summary::ranks_of(ranks));
         for line in text.lines() {
             let _ = writeln!(err, "  {}", printable::line(line));
         }
     }
-    if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.narrow.rank) {
+    if let (true, Some(ranks)) = (merged.ranks.is_empty(), &args.filter.rank) {
         bail!("{} holds no dump of {} that can be read", shown(&path), summary::ranks_of(ranks));
     }
     if merged.ranks.is_empty() {
@@ -152,16 +149,16 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     }
     let output = args.output.as_deref().unwrap_or(&path);
     let mut written = Vec::new();
-    // Of a large job there are some dumps only, and the stacks of all ranks as trees.
-    let whole = whole::read(&path).filter(|whole| args.narrow.is_all() && whole.ranks() > merged.ranks.len());
-    let mut result = match &whole {
-        Some(whole) => write_all([&whole.native, &whole.python], whole.world, output, choice, &mut written),
+    // The folder of a large job holds only some dumps, and the stacks of all ranks as trees.
+    let trees = merged_trees::read(&path).filter(|trees| args.filter.is_all() && trees.ranks() > merged.ranks.len());
+    let mut result = match &trees {
+        Some(trees) => write_all([&trees.native, &trees.python], trees.world, output, choice, &mut written),
         None => write_all([&merged.native, &merged.python], listed.world, output, choice, &mut written),
     };
     if let (Ok(()), Some(report)) = (&result, report) {
         let name = path.canonicalize().map_or_else(|_| name_of(&path), |path| name_of(&path));
         let about =
-            report::About { folder: &name, world: listed.world, verdict: verdict.as_ref(), fates: &fates, notes };
+            report::About { folder: &name, world: listed.world, verdict: verdict.as_ref(), absent: &absent, notes };
         result = write_report(&report.finish(&about, &mut merged), output).map(|path| written.push(path));
     }
     let (sentence, folder) = (summary::verdict_sentence(&path), shown(&path));
@@ -170,10 +167,10 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
         world: listed.world,
         sentence: sentence.as_deref(),
         verdict: verdict.as_ref(),
-        fates: &fates,
-        asked: args.narrow.rank.as_ref(),
-        stacks: !args.narrow.is_all(),
-        some_threads: args.narrow.some_threads(),
+        absent: &absent,
+        requested: args.filter.rank.as_ref(),
+        stacks: !args.filter.is_all(),
+        selects_threads: args.filter.selects_threads(),
         written: &written,
     };
     let text = if args.json {
@@ -181,20 +178,21 @@ pub fn run(args: &Args, out: &mut dyn Write, err: &mut dyn Write) -> anyhow::Res
     } else {
         summary::summary(&merged, &about, args.screen)
     };
-    // Who cannot write to the folder still wants to know what is in it.
-    say(&text, out).and(result)
+    // The summary is useful even if the folder is not writable.
+    write_stdout(&text, out).and(result)
 }
 
-/// Writes what is meant for stdout. Whoever went away before the end has seen enough of it.
-fn say(text: &str, out: &mut dyn Write) -> anyhow::Result<()> {
+/// Writes to stdout. A reader that closed the pipe early, such as `head`, has seen enough: that is
+/// not an error.
+fn write_stdout(text: &str, out: &mut dyn Write) -> anyhow::Result<()> {
     match out.write_all(text.as_bytes()).and_then(|()| out.flush()) {
         Err(error) if error.kind() == io::ErrorKind::BrokenPipe => Ok(()),
         result => result.context("cannot write the summary"),
     }
 }
 
-/// The folder that is meant, what it holds, and whether it was chosen among several incidents.
-fn find(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
+/// The folder with the dumps, what it contains, and whether it was chosen among several incidents.
+fn find_dumps(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
     let scan = |path: &Path| Folder::scan(path).with_context(|| format!("cannot read the folder {}", shown(path)));
     let listed = scan(path)?;
     if listed.files.is_empty() && listed.misnamed.is_empty() {
@@ -210,16 +208,17 @@ fn find(path: &Path) -> anyhow::Result<(PathBuf, Folder, bool)> {
     Ok((path.to_owned(), listed, false))
 }
 
-/// Reads and merges files one at a time; what cannot be read is told and left out.
+/// Reads and merges files one at a time. A file that cannot be read is passed to `left_out`.
 pub fn merge_files(files: &[DumpFile], left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display)) -> Merged {
     merge_files_with(files, |_| {}, |_, _, _| {}, left_out)
 }
 
-/// As `merge_files`; `narrow` takes away from a dump what nobody asked for, `also` gets every file that was merged, right after it, and what was decoded of it.
+/// Like [`merge_files`]. `filter` removes unwanted threads from each dump. `on_merged` gets each
+/// file right after it was merged, and its decoded part.
 pub fn merge_files_with(
     files: &[DumpFile],
-    mut narrow: impl FnMut(&mut Dump<'_>),
-    mut also: impl FnMut(&DumpFile, &Dump<'_>, &mut Merger),
+    mut filter: impl FnMut(&mut Dump<'_>),
+    mut on_merged: impl FnMut(&DumpFile, &Dump<'_>, &mut Merger),
     mut left_out: impl FnMut(&DumpFile, &dyn std::fmt::Display),
 ) -> Merged {
     let mut merger = Merger::default();
@@ -230,19 +229,20 @@ pub fn merge_files_with(
             continue;
         }
         let dump = Dump::decode(&bytes).map(|mut dump| {
-            narrow(&mut dump);
+            filter(&mut dump);
             merger.add(file.rank, &dump);
             dump
         });
         match dump {
-            Ok(dump) => also(file, &dump, &mut merger),
+            Ok(dump) => on_merged(file, &dump, &mut merger),
             Err(error) => left_out(file, &error),
         }
     }
     merger.finish()
 }
 
-/// Writes the folded stacks and the pictures that are chosen, of native and Python stacks; their paths go to `written`.
+/// Writes the chosen folded stacks and pictures, of native and Python stacks, and appends their
+/// paths to `written`.
 pub fn write_all(
     [native, python]: [&PrefixTree; 2],
     world: u32,
@@ -281,7 +281,7 @@ pub fn write_report(report: &report::Report, output: &Path) -> anyhow::Result<Pa
         .with_context(|| format!("cannot write {}", shown(&output.join("report.html"))))
 }
 
-/// A path for people and terminals.
+/// A path that is safe to print on a terminal.
 fn shown(path: &Path) -> String {
     printable::line(&path.to_string_lossy()).into_owned()
 }

@@ -1,4 +1,4 @@
-//! `xpu_timer_stacktrace_viewer`: one look at the stacks of all ranks.
+//! `xpu_timer_stacktrace_viewer`: merges the stacks of all ranks, see the library.
 #![forbid(unsafe_code)]
 
 use clap::Parser;
@@ -10,20 +10,20 @@ use xpu_timer_viewer::{Args, Screen, run};
 
 fn main() -> ExitCode {
     let mut args = Args::parse();
-    // Stacks are not for everybody, whatever the user's umask says of other files.
+    // Stacks may be confidential, so the mode of the files does not depend on the user's umask.
     umask(Mode::from_raw_mode(Source::process().umask()));
     args.screen = screen();
     match run(&args, &mut io::stdout().lock(), &mut io::stderr().lock()) {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            // `eprintln` would panic when nobody reads stderr any more.
+            // `eprintln` panics when stderr is closed.
             let _ = writeln!(io::stderr(), "xpu_timer_stacktrace_viewer: {}", printable::line(&format!("{error:#}")));
             ExitCode::FAILURE
         }
     }
 }
 
-/// What stdout can show: nothing but text unless it is a terminal.
+/// What stdout can show: plain text unless it is a terminal.
 fn screen() -> Screen {
     let stdout = io::stdout();
     if !stdout.is_terminal() {

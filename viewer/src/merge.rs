@@ -1,4 +1,5 @@
-//! Merges the dumps of all ranks, one after the other, into two trees and into groups of ranks that stand at one place.
+//! Merges the dumps of all ranks one by one, into two trees and into groups of ranks that stand at
+//! the same place.
 
 use crate::dump::{Dump, Frame, Thread, Threads};
 use crate::stacks::{End, StackId, Stacks};
@@ -10,30 +11,30 @@ use xpu_timer_analysis::main_thread::{self, Candidate};
 use xpu_timer_analysis::prefix_tree::{PrefixTree, WordId};
 use xpu_timer_analysis::rank_set::RankSet;
 
-/// All that the viewer says about a folder.
+/// The merged dumps of a folder.
 #[derive(Debug)]
 pub struct Merged {
     /// Tree of the native stacks.
     pub native: PrefixTree,
     /// Tree of the Python stacks.
     pub python: PrefixTree,
-    /// By number of the native stack, as [`Merger::intern`] gave it, where it ends.
+    /// Where each native stack ends. The index is the stack's number from [`Merger::intern`].
     pub native_ends: Vec<End>,
-    /// The same of the Python stacks.
+    /// Where each Python stack ends.
     pub python_ends: Vec<End>,
     /// Ranks that have a dump.
     pub ranks: RankSet,
-    /// All of `ranks`, the largest group first.
+    /// `ranks` in groups, largest group first.
     pub groups: Vec<Group>,
     /// Ranks by process state.
     pub states: BTreeMap<String, RankSet>,
-    /// Ranks by host or pod, as far as their dumps name it.
+    /// Ranks by host or pod, for dumps that name it.
     pub nodes: BTreeMap<String, RankSet>,
-    /// Ranks by what failed while their stacks were taken: name of the field, text.
-    pub complaints: BTreeMap<(&'static str, String), RankSet>,
+    /// Ranks by capture error: name of the field, text.
+    pub capture_errors: BTreeMap<(&'static str, String), RankSet>,
 }
 
-/// Takes in one dump after the other.
+/// Adds dumps one by one.
 #[derive(Debug, Default)]
 pub struct Merger {
     native: Stacks,
@@ -42,18 +43,19 @@ pub struct Merger {
     main: BTreeMap<Option<(Mode, StackId)>, RankSet>,
     states: BTreeMap<String, RankSet>,
     nodes: BTreeMap<String, RankSet>,
-    complaints: BTreeMap<(&'static str, String), RankSet>,
+    capture_errors: BTreeMap<(&'static str, String), RankSet>,
     last: Interned,
 }
 
-/// The numbers of the stacks of one sample, thread by thread; none where nothing of a stack is drawn.
+/// The numbers of the stacks of one sample, one for each thread; `None` if no frame of the stack is
+/// drawn.
 #[derive(Clone, Debug, Default)]
 pub struct Interned {
     /// Of the native threads.
     pub native: Vec<Option<StackId>>,
     /// Of the Python threads.
     pub python: Vec<Option<StackId>>,
-    /// Place of the main thread among the Python threads, else among the native ones.
+    /// Index of the main thread in the Python threads, else in the native threads.
     pub main: Option<(Mode, usize)>,
 }
 
@@ -85,7 +87,7 @@ impl Merger {
         }
         for (field, text) in [("pstack_stderr", &dump.pstack_stderr), ("pyspy_stderr", &dump.pyspy_stderr)] {
             if !text.trim().is_empty() {
-                self.complaints.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
+                self.capture_errors.entry((field, text.trim_end().to_owned())).or_default().insert(rank);
             }
         }
     }
@@ -95,7 +97,7 @@ impl Merger {
         &self.last
     }
 
-    /// Numbers the stacks of another sample, which do not count for any rank.
+    /// Numbers the stacks of another sample, without counting them for a rank.
     pub fn intern(&mut self, threads: &Threads<'_>, pid: i32) -> Interned {
         let mut ids = Interned::default();
         self.intern_into(threads, pid, &mut ids);
@@ -114,12 +116,12 @@ impl Merger {
             }
         }
         let (native, python) = main_threads(threads, pid);
-        // The main thread's Python stack says more to people.
+        // The main thread's Python stack is more useful to a reader.
         let python = python.map(|place| (Mode::Python, place)).filter(|&place| ids.stack(place).is_some());
         ids.main = python.or_else(|| native.map(|place| (Mode::Native, place)));
     }
 
-    /// Puts everything together.
+    /// Builds the trees and groups.
     pub fn finish(self) -> Merged {
         let stacks_of = |mode| if mode == Mode::Native { &self.native } else { &self.python };
         let path_of = |(mode, id)| -> (Mode, Box<[WordId]>) { (mode, stacks_of(mode).words_of(id).into()) };
@@ -136,12 +138,12 @@ impl Merger {
             groups,
             states: self.states,
             nodes: self.nodes,
-            complaints: self.complaints,
+            capture_errors: self.capture_errors,
         }
     }
 }
 
-/// Places of the main thread among the native and among the Python threads.
+/// Index of the main thread in the native and in the Python threads.
 pub fn main_threads(threads: &Threads<'_>, pid: i32) -> (Option<usize>, Option<usize>) {
     let main = |list: &[Thread<'_>]| {
         let candidates = list.iter().map(|thread| Candidate {
@@ -220,7 +222,7 @@ mod tests {
             ]
         );
         assert_eq!(merged.states["D (disk sleep)"].to_string(), "3");
-        assert_eq!(merged.complaints[&("pyspy_stderr", "no".to_owned())].to_string(), "3");
+        assert_eq!(merged.capture_errors[&("pyspy_stderr", "no".to_owned())].to_string(), "3");
     }
 
     #[test]

@@ -1,11 +1,11 @@
-//! Writes files so that a reader never sees half of one.
+//! Writes files atomically: a reader never sees a partial file.
 
 use std::fs::Permissions;
 use std::io::{self, BufWriter, Write};
 use std::os::unix::fs::PermissionsExt;
 use std::path::{Path, PathBuf};
 
-/// Writes a file of a folder under a temporary name and renames it. Returns its path.
+/// Writes a file under a temporary name and renames it. Returns its path.
 pub fn write_file(
     folder: &Path,
     name: &str,
@@ -14,7 +14,7 @@ pub fn write_file(
     let mut file = tempfile::Builder::new()
         .prefix(&format!(".{name}."))
         .suffix(".tmp")
-        // What the umask leaves of it, which is that of XPU_TIMER_FILE_MODE.
+        // The umask, which comes from XPU_TIMER_FILE_MODE, restricts this mode.
         .permissions(Permissions::from_mode(0o666))
         .tempfile_in(folder)?;
     let mut writer = BufWriter::with_capacity(1 << 16, file.as_file_mut());

@@ -1,6 +1,7 @@
-//! One picture of one kind of stack: its folded text, and the flame graph that `inferno` draws of it.
+//! The folded text of one kind of stack, and the flame graph that `inferno` draws from it.
 //!
-//! `inferno` parses lines made for profilers, so what our words may hold and its lines may not is dealt with here.
+//! `inferno` parses the lines of profilers. This module escapes labels that such lines cannot
+//! contain.
 
 use crate::colour::colour;
 use inferno::flamegraph::color::{BackgroundColor, Color, PaletteMap};
@@ -13,14 +14,14 @@ use xpu_timer_analysis::prefix_tree::PrefixTree;
 /// Width of a flame graph in pixels.
 const WIDTH: usize = 1600;
 
-/// What is written of one tree.
+/// The folded text of one tree.
 #[derive(Debug)]
 pub struct Picture {
     folded: String,
 }
 
 impl Picture {
-    /// Puts the lines of a tree together.
+    /// Folds a tree.
     pub fn new(tree: &PrefixTree, world: u32) -> Picture {
         Picture { folded: folded(tree, world) }
     }
@@ -30,7 +31,7 @@ impl Picture {
         &self.folded
     }
 
-    /// Draws the flame graph. Equal trees give equal bytes.
+    /// Draws the flame graph. The same tree always gives the same bytes.
     pub fn write_svg(&self, title: &str, out: impl io::Write) -> io::Result<()> {
         let (drawn, mut colours) = self.drawn();
         let mut options = Options::default();
@@ -38,31 +39,32 @@ impl Picture {
         options.image_width = Some(WIDTH);
         options.min_width = 0.0;
         options.bgcolors = Some(BackgroundColor::Grey);
-        // Wide enough for the common monospace fonts, so that no text reaches over the edge of its frame.
+        // Wide enough for common monospace fonts, so that no text exceeds its frame.
         options.font_width = 0.63;
-        // Every label is in the map; were one not, its colour would still not be left to chance.
+        // Every label is in the map. If one were missing, its colour would still be deterministic.
         options.palette_map = Some(&mut colours);
         options.deterministic = true;
-        // The lines stand in the order of the tree, which keeps the frames of one node together. Sorting them as texts
-        // would not: `a;x` sorts behind `a b`. This mode takes the lines as they are, from the last to the first.
+        // The lines are in the order of the tree, which keeps the frames of one node together.
+        // Sorted as text, they would not be: `a;x` sorts after `a b`. This mode keeps the order of
+        // the lines, from last to first.
         options.flame_chart = true;
         if self.folded.is_empty() {
-            // It draws a picture that says so, and calls that an error.
+            // It draws an empty picture and returns an error.
             return flamegraph::from_lines(&mut options, [], out)
                 .or_else(|error| if error.kind() == io::ErrorKind::InvalidData { Ok(()) } else { Err(error) });
         }
         flamegraph::from_lines(&mut options, drawn.as_deref().unwrap_or(&self.folded).lines().rev(), out)
     }
 
-    /// The folded text in the words of `inferno`, unless they are the same, and the colours of all labels.
+    /// The folded text as `inferno` can draw it, if it differs, and the colours of all labels.
     fn drawn(&self) -> (Option<String>, PaletteMap) {
         let mut colours = PaletteMap::default();
-        // The frame below all roots, which has no label.
+        // The frame below all roots has no label.
         colours.insert("", Color { r: 215, g: 215, b: 215 });
         let mut differs = false;
         let mut before: Vec<&str> = Vec::new();
         for line in self.folded.lines() {
-            // Most labels of a line stand at the same place of the line before.
+            // Most labels are equal to the label at the same depth of the previous line.
             let labels = line.strip_suffix(" 1").unwrap_or(line).split(';');
             for (depth, label) in labels.enumerate() {
                 if before.get(depth) == Some(&label) {
@@ -92,8 +94,8 @@ impl Picture {
 
 /// A label as `inferno` can draw it.
 ///
-/// It trims lines and skips those that begin with `# `, which an invisible character in front prevents; and it writes
-/// two characters that must not stand in XML.
+/// `inferno` trims lines and skips lines that begin with `# `; an invisible character in front
+/// prevents both. It also writes two characters that XML forbids.
 fn drawable(label: &str, root: bool) -> Cow<'_, str> {
     let hidden = root && (label.starts_with(char::is_whitespace) || label.starts_with("# "));
     let forbidden = |c| matches!(c, '\u{fffe}' | '\u{ffff}');
@@ -131,7 +133,8 @@ mod tests {
         String::from_utf8(out).unwrap()
     }
 
-    /// The frames but `all`, sorted: label and number of stacks, as an XML parser reads the picture.
+    /// The frames except `all`, sorted: label and number of stacks, as an XML parser reads the
+    /// picture.
     fn frames(svg: &str) -> Vec<(String, usize)> {
         let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
         let document = roxmltree::Document::parse_with_options(svg, options).expect("well-formed XML");
@@ -188,7 +191,7 @@ mod tests {
 
     #[test]
     fn lines_whose_text_sorts_apart_stay_one_frame() {
-        // As texts, `a@f…` < `a@f… b@f…` < `a@f…;c@f…`, which would split the frame of `a`.
+        // As text, `a@f…` < `a@f… b@f…` < `a@f…;c@f…`, which would split the frame of `a`.
         let tree = tree(&stacks(&[&["a"], &["a@f@0|1-7 b"], &["a", "c"]]));
         let frames = frames(&svg(&tree));
         assert_eq!(frames.len(), 3, "{frames:?}");

@@ -1,7 +1,8 @@
-//! The different stacks of one picture, and the ranks that have each of them.
+//! The distinct stacks of one picture, and the ranks that have each of them.
 //!
-//! Whole stacks repeat across ranks. So every frame becomes the number of its word, every stack the numbers of its words,
-//! and a rank only adds itself to the stacks that it has; the tree is built once, from stacks that all differ.
+//! Stacks repeat across ranks. Each frame becomes the number of its word, and each stack a list of
+//! these numbers. A rank only adds itself to its stacks, and the tree is built once from the
+//! distinct stacks.
 
 use crate::dump::Frame;
 use hashbrown::{DefaultHashBuilder, HashTable};
@@ -15,7 +16,7 @@ use xpu_timer_analysis::rank_set::RankSet;
 pub struct StackId(u32);
 
 impl StackId {
-    /// Place of the stack in the order of first use, from 0.
+    /// Index of the stack in the order of first use, from 0.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -24,38 +25,39 @@ impl StackId {
 /// One stack and the ranks that have it.
 #[derive(Debug)]
 struct Stack {
-    /// Root first; never empty.
+    /// Root first; not empty.
     words: Box<[WordId]>,
     ranks: RankSet,
 }
 
-/// The different stacks of one picture.
+/// The distinct stacks of one picture.
 #[derive(Debug, Default)]
 pub struct Stacks {
     words: Words,
-    /// Words by function and file, so that a frame that was seen before is not put together again. Each stands with the
-    /// hash of its frame; a word that needed cleaning is not in here, because it does not tell what it was made from.
+    /// Words by function and file, so that the word of a known frame is not built again. Each entry
+    /// has the hash of its frame. A word whose frame needed cleaning is missing, because its text
+    /// differs from the frame.
     by_frame: HashTable<(u64, WordId)>,
-    /// By number of the word: true when it and everything leafward of it is not drawn.
+    /// Indexed by word: whether this frame and all frames towards the leaf are not drawn.
     dropped: Vec<bool>,
-    /// The word at the root of the stack seen last, and by number of the word the one that followed it last.
+    /// The root of the last stack, and for each word the word that followed it last.
     first: Option<WordId>,
     next: Vec<Option<WordId>>,
     stacks: Vec<Stack>,
     by_words: HashTable<(u64, StackId)>,
     hasher: DefaultHashBuilder,
-    /// The stack and the word at work, kept for their memory.
+    /// Buffers for the current stack and word, kept to reuse their memory.
     stack: Vec<WordId>,
     text: String,
 }
 
 impl Stacks {
-    /// The number of a stack; nothing when no word of it is drawn. No rank has it by that.
+    /// The number of a stack, or `None` if no frame of it is drawn. This does not add a rank.
     pub fn intern(&mut self, leaf_first: &[Frame<'_>]) -> Option<StackId> {
         self.stack.clear();
         let mut guess = self.first;
         for frame in leaf_first.iter().rev() {
-            // Nearly always the word that followed its caller the last time follows it again.
+            // The word that followed its caller last time nearly always follows it again.
             let word = match guess {
                 Some(guess) if is_word_of(self.words.text(guess), frame) => guess,
                 _ => self.word(frame),
@@ -73,7 +75,7 @@ impl Stacks {
         if self.stack.is_empty() { None } else { Some(self.intern_stack()) }
     }
 
-    /// Says that a rank has a stack.
+    /// Adds a rank to a stack.
     pub fn add(&mut self, id: StackId, rank: u32) {
         self.stacks[id.0 as usize].ranks.insert(rank);
     }
@@ -120,20 +122,21 @@ impl Stacks {
         self.stacks.len()
     }
 
-    /// True when no stack was drawn.
+    /// Whether there is no stack.
     pub fn is_empty(&self) -> bool {
         self.stacks.is_empty()
     }
 
-    /// The tree of all stacks, also of those that no rank has, and the node at which each stack ends, by its number.
+    /// The tree of all stacks, including those without a rank, and the node at which each stack
+    /// ends.
     pub fn into_tree_and_ends(self) -> (PrefixTree, Vec<NodeId>) {
         let mut tree = PrefixTree::with_words(self.words);
         let ends = self.stacks.iter().filter_map(|stack| tree.insert_set(&stack.words, &stack.ranks)).collect();
         (tree, ends)
     }
 
-    /// The tree of the stacks that ranks have, and by its number what became of each stack. What `words_of` tells is gone
-    /// afterwards; the numbers of the words stay.
+    /// The tree of the stacks that have a rank, and the end of each stack. The numbers of the words
+    /// stay valid.
     pub fn into_tree(self) -> (PrefixTree, Vec<End>) {
         let mut tree = PrefixTree::with_words(self.words);
         let ends = self.stacks.into_iter().map(|stack| {
@@ -148,14 +151,14 @@ impl Stacks {
 /// Where a stack ends in the tree.
 #[derive(Clone, Debug)]
 pub enum End {
-    /// At this node.
+    /// It ends at this node.
     Drawn(NodeId),
-    /// No rank has it, so it is not in the tree: it is of an earlier sample, of a child process, or of a file that turned
-    /// out to be broken.
+    /// No rank has this stack, so it is not in the tree. It belongs to an earlier sample, a child
+    /// process, or a file that turned out to be invalid.
     Undrawn(Box<[WordId]>),
 }
 
-/// True when the word is that of the frame, character by character.
+/// Whether the word is exactly the text of the frame.
 fn is_word_of(word: &str, frame: &Frame<'_>) -> bool {
     let (word, func, file) = (word.as_bytes(), frame.func, frame.file);
     word.len() == func.len() + 1 + file.len()

@@ -1,8 +1,9 @@
-//! The few lines that a person reads first: the verdict, who stands where, who is missing, and what was written.
+//! The summary that a person reads first: the verdict, where each rank stands, which ranks are
+//! missing, and which files were written.
 
-use crate::Screen;
-use crate::fate::Fate;
+use crate::absent_ranks::AbsentRanks;
 use crate::merge::{Group, Merged, Mode};
+use crate::screen::Screen;
 use crate::stacks::End;
 use serde_json::{Map, Value, json};
 use std::fmt::Write as _;
@@ -11,16 +12,16 @@ use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::printable::{self, line};
 
-/// So many groups are shown, and every one that holds a culprit; the rest is counted.
+/// Number of groups that are shown, besides those with a culprit; the rest is counted.
 const GROUPS_SHOWN: usize = 12;
-/// So many fates of ranks without a dump are shown; the rest is counted.
-const FATES_SHOWN: usize = 12;
-/// Prose is no wider than this, however wide the terminal is.
+/// Number of lines about absent ranks; the rest is counted.
+const ABSENT_SHOWN: usize = 12;
+/// Maximum width of prose, even on wider terminals.
 const PROSE: usize = 110;
-/// So many runs of a set of ranks are shown; the rest is counted.
+/// Number of runs shown of a set of ranks; the rest is counted.
 const RUNS_SHOWN: usize = 12;
 
-/// So many stacks are shown; the rest is counted.
+/// Number of stacks that are shown; the rest is counted.
 const STACKS_SHOWN: usize = 40;
 
 /// The verdict of an incident in one sentence, if the folder has one.
@@ -38,39 +39,42 @@ pub fn verdict_sentence(folder: &Path) -> Option<String> {
     Some(line(&sentence).into_owned()).filter(|sentence| !sentence.trim().is_empty())
 }
 
-/// What the summary is about.
+/// The context of a summary, besides the merged dumps.
 #[derive(Debug, Default)]
 pub struct About<'a> {
-    /// The folder, when it was chosen among several.
+    /// The folder, if it was chosen among several.
     pub chosen: Option<&'a str>,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub world: u32,
     /// The verdict in one sentence.
     pub sentence: Option<&'a str>,
-    /// The whole verdict.
+    /// The complete verdict.
     pub verdict: Option<&'a Verdict>,
-    /// What became of the ranks that have no dump or are gone.
-    pub fates: &'a [Fate],
-    /// The ranks that were asked for; all when nobody asked.
-    pub asked: Option<&'a RankSet>,
-    /// Show the stacks themselves.
+    /// Ranks that have no dump or whose process has ended.
+    pub absent: &'a [AbsentRanks],
+    /// The requested ranks; `None` for all.
+    pub requested: Option<&'a RankSet>,
+    /// Whether to show the stacks.
     pub stacks: bool,
-    /// Only some threads are looked at, so that nothing can be said of the main threads.
-    pub some_threads: bool,
+    /// Whether only some threads are selected. Main threads are then not summarized.
+    pub selects_threads: bool,
     /// The files that were written.
     pub written: &'a [PathBuf],
 }
 
 impl About<'_> {
-    /// Those of some ranks that were asked for.
-    fn of_asked(&self, ranks: &RankSet) -> RankSet {
-        self.asked.map_or_else(|| ranks.clone(), |asked| ranks.intersection(asked))
+    /// The part of `ranks` that was requested.
+    fn requested_part(&self, ranks: &RankSet) -> RankSet {
+        self.requested.map_or_else(|| ranks.clone(), |requested| ranks.intersection(requested))
     }
 
-    /// The fates of the ranks that were asked for.
-    fn fates(&self) -> Vec<Fate> {
-        let asked = self.fates.iter().map(|fate| Fate { ranks: self.of_asked(&fate.ranks), ..fate.clone() });
-        asked.filter(|fate| !fate.ranks.is_empty()).collect()
+    /// The requested ranks that are absent.
+    fn absent(&self) -> Vec<AbsentRanks> {
+        let requested = self
+            .absent
+            .iter()
+            .map(|absent| AbsentRanks { ranks: self.requested_part(&absent.ranks), ..absent.clone() });
+        requested.filter(|absent| !absent.ranks.is_empty()).collect()
     }
 
     fn culprits(&self) -> RankSet {
@@ -100,17 +104,17 @@ pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
         let _ = writeln!(text, "Latest incident: {chosen}\n");
     }
     let ranks = merged.ranks.len();
-    let head = match about.asked {
-        Some(asked) => format!("{ranks} of the {} ranks asked for have a dump.", asked.len()),
+    let head = match about.requested {
+        Some(requested) => format!("{ranks} of the {} ranks asked for have a dump.", requested.len()),
         None => format!("{ranks} of {} ranks have a dump.", about.world),
     };
-    if about.some_threads {
+    if about.selects_threads {
         let _ = writeln!(text, "{head}");
     } else {
         let _ = writeln!(text, "{head} {}", grouped(merged));
         push_groups(&mut text, merged, &culprits, screen);
     }
-    push_absent(&mut text, merged, &about.fates(), prose);
+    push_absent(&mut text, merged, &about.absent(), prose);
     if about.stacks {
         push_stacks(&mut text, merged, screen.width);
     }
@@ -123,7 +127,7 @@ pub fn summary(merged: &Merged, about: &About<'_>, screen: Screen) -> String {
     text
 }
 
-/// What a terminal can set apart.
+/// Terminal styles, if the terminal supports them.
 #[derive(Clone, Copy)]
 struct Paint(bool);
 
@@ -158,20 +162,20 @@ fn push_groups(text: &mut String, merged: &Merged, culprits: &RankSet, screen: S
     }
 }
 
-/// Who is not there, or not well.
-fn push_absent(text: &mut String, merged: &Merged, fates: &[Fate], width: Option<usize>) {
+/// Adds absent ranks and ranks in an unusual process state.
+fn push_absent(text: &mut String, merged: &Merged, absent: &[AbsentRanks], width: Option<usize>) {
     let mut lines: Vec<String> = Vec::new();
-    for fate in fates.iter().take(FATES_SHOWN) {
-        let node = if fate.node.is_empty() { String::new() } else { format!(" on {}", fate.node) };
-        let why = if fate.why.is_empty() { String::new() } else { format!(" ({})", fate.why) };
-        lines.push(format!("{}: {}{node}{why}", fate.how.words(), ranks_of(&fate.ranks)));
+    for absent in absent.iter().take(ABSENT_SHOWN) {
+        let node = if absent.node.is_empty() { String::new() } else { format!(" on {}", absent.node) };
+        let why = if absent.why.is_empty() { String::new() } else { format!(" ({})", absent.why) };
+        lines.push(format!("{}: {}{node}{why}", absent.absence.words(), ranks_of(&absent.ranks)));
     }
-    if fates.len() > FATES_SHOWN {
-        let rest: u64 = fates[FATES_SHOWN..].iter().map(|fate| fate.ranks.len()).sum();
+    if absent.len() > ABSENT_SHOWN {
+        let rest: u64 = absent[ABSENT_SHOWN..].iter().map(|absent| absent.ranks.len()).sum();
         lines.push(format!("and {rest} more ranks that are gone or have no dump; --json shows all"));
     }
     for (state, ranks) in &merged.states {
-        // Running and sleeping are what a process does; the others say something of the hang.
+        // Running and sleeping are normal; other states are a hint at the cause.
         if !matches!(state.bytes().next(), Some(b'R' | b'S') | None) {
             lines.push(format!("State {}: {}{}", line(state), ranks_of(ranks), on_nodes(merged, ranks)));
         }
@@ -184,7 +188,7 @@ fn push_absent(text: &mut String, merged: &Merged, fates: &[Fate], width: Option
     }
 }
 
-/// The hosts of some ranks, where the job has several: ` on gpu-1, gpu-2`.
+/// The hosts of some ranks if the job has several: ` on gpu-1, gpu-2`.
 fn on_nodes(merged: &Merged, ranks: &RankSet) -> String {
     let theirs = merged.nodes.iter().filter(|(_, of)| !of.intersection(ranks).is_empty());
     let names: Vec<String> = theirs.map(|(name, _)| line(name).into_owned()).collect();
@@ -196,7 +200,7 @@ fn on_nodes(merged: &Merged, ranks: &RankSet) -> String {
     }
 }
 
-/// The summary as JSON: rank sets as labels write them.
+/// The summary as JSON. Rank sets have the form of labels.
 pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Result<String> {
     let place_of = |group: &Group| {
         group.place.as_ref().map(|place| {
@@ -210,15 +214,14 @@ pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Res
         .collect();
     let states: Map<String, Value> =
         merged.states.iter().map(|(state, ranks)| (state.clone(), ranks.to_string().into())).collect();
-    let fate =
-        |fate: &Fate| json!({"how": fate.how, "ranks": fate.ranks.to_string(), "node": fate.node, "why": fate.why});
-    let absent: Vec<_> = about.fates().iter().map(fate).collect();
+    let absent = |absent: &AbsentRanks| json!({"how": absent.absence, "ranks": absent.ranks.to_string(), "node": absent.node, "why": absent.why});
+    let absent: Vec<_> = about.absent().iter().map(absent).collect();
     let mut value = json!({
         "folder": folder,
         "world": about.world,
         "sentence": about.sentence,
         "ranks": merged.ranks.to_string(),
-        "missing": about.of_asked(&merged.ranks.complement(about.world)).to_string(),
+        "missing": about.requested_part(&merged.ranks.complement(about.world)).to_string(),
         "absent": absent,
         "groups": groups,
         "states": states,
@@ -236,7 +239,7 @@ pub fn json(merged: &Merged, about: &About<'_>, folder: &str) -> serde_json::Res
     Ok(printable::json(&serde_json::to_string_pretty(&value)?).into_owned() + "\n")
 }
 
-/// All stacks, those of most ranks first: Python, then native. The words of each are leaf first.
+/// All stacks: Python, then native, those of most ranks first. The words of each are leaf first.
 fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
     let mut stacks = Vec::new();
     for (mode, tree, ends) in
@@ -250,7 +253,7 @@ fn stacks_of(merged: &Merged) -> Vec<(Mode, &RankSet, Vec<&str>)> {
                 words.push(tree.text(id));
                 at = tree.node(id).parent;
             }
-            // The state of a process is drawn as a stack of one frame and is no stack.
+            // The process state is drawn as a stack of one frame, but it is not a stack.
             if !matches!(words[..], [word] if word.starts_with("State@")) {
                 stacks.push((mode, &tree.node(end).ranks, words));
             }
@@ -277,7 +280,7 @@ fn push_stacks(text: &mut String, merged: &Merged, width: Option<usize>) {
     }
 }
 
-/// A text in lines that fit, broken at spaces.
+/// Wraps a text at spaces.
 pub fn wrapped(text: &str, width: Option<usize>) -> String {
     let Some(width) = width else { return text.to_owned() };
     let (mut lines, mut used) = (String::new(), 0);
@@ -332,10 +335,10 @@ fn push_group(text: &mut String, merged: &Merged, group: &Group, guilty: &RankSe
     }
 }
 
-/// A word as people write it: `func (file)`. Where it does not fit, the path loses its beginning first, then the function
-/// its end.
+/// A word as people write it: `func (file)`. If it is too long, the beginning of the path is cut
+/// first, then the end of the function.
 fn shown(word: &str, width: Option<usize>) -> String {
-    // Function names hold `@` now and then (`pthread_cond_wait@@GLIBC_2.3.2`), paths hardly ever.
+    // Function names sometimes contain `@` (`pthread_cond_wait@@GLIBC_2.3.2`), paths hardly ever.
     let (func, file) = match word.rsplit_once('@') {
         Some((func, file)) if !func.is_empty() && !file.is_empty() => (func, file),
         _ => (word, ""),
@@ -348,7 +351,7 @@ fn shown(word: &str, width: Option<usize>) -> String {
     let (func, file) = if count(func) + count(file) + around <= width {
         (func.to_owned(), file.to_owned())
     } else {
-        // The file's own name and line are what is looked for.
+        // The file name and line are the most useful part.
         let of_file = (count(name) + 2).min(count(file)).min(width / 2);
         let of_func = width.saturating_sub(around + of_file);
         let func = if count(func) > of_func {
@@ -367,7 +370,7 @@ fn shown(word: &str, width: Option<usize>) -> String {
     if around > 0 { format!("{func} ({file})") } else { func }
 }
 
-/// Ranks for people: `rank 6`, `ranks 0-2, 5 (4)`; long sets are cut.
+/// Ranks as text: `rank 6`, `ranks 0-2, 5 (4)`. Long sets are cut.
 pub fn ranks_of(ranks: &RankSet) -> String {
     if let ([run], 1) = (ranks.runs(), ranks.len()) {
         return format!("rank {}", run.first);
@@ -388,7 +391,7 @@ pub fn ranks_of(ranks: &RankSet) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fate::How;
+    use crate::absent_ranks::Absence;
     use crate::merge::{Merger, Place};
     use std::fs;
 
@@ -447,15 +450,20 @@ mod tests {
         merged.nodes = [("gpu-0".to_owned(), (0..4).collect()), ("gpu-1".to_owned(), (4..7).collect())].into();
         let verdict =
             Verdict { culprits: vec![5], ..xpu_timer_analysis::judge(&xpu_timer_proto::v1::Evidence::default()) };
-        let fates = [
-            Fate { how: How::Dead, ranks: (7..8).collect(), node: "gpu-1".into(), why: "killed by SIGKILL".into() },
-            Fate { how: How::NoDump, ranks: (8..10).collect(), node: String::new(), why: String::new() },
+        let absent = [
+            AbsentRanks {
+                absence: Absence::Dead,
+                ranks: (7..8).collect(),
+                node: "gpu-1".into(),
+                why: "killed by SIGKILL".into(),
+            },
+            AbsentRanks { absence: Absence::NoDump, ranks: (8..10).collect(), node: String::new(), why: String::new() },
         ];
         let about = About {
             world: 10,
             sentence: Some("Rank 5 reads."),
             verdict: Some(&verdict),
-            fates: &fates,
+            absent: &absent,
             written: &["/x/cpp_stack".into()],
             ..About::default()
         };
@@ -470,8 +478,8 @@ mod tests {
              Dead: rank 7 on gpu-1 (killed by SIGKILL)\nWithout a dump: ranks 8-9 (2)\n\
              State D (disk\u{fffd}[1m sleep): rank 6 on gpu-1\n\n/x/cpp_stack\n"
         );
-        let asked: RankSet = (5..9).collect();
-        let text = summary(&merged, &About { asked: Some(&asked), ..about }, Screen::default());
+        let requested: RankSet = (5..9).collect();
+        let text = summary(&merged, &About { requested: Some(&requested), ..about }, Screen::default());
         assert!(text.contains("\nWithout a dump: rank 8\n"), "{text}");
     }
 

@@ -1,4 +1,5 @@
-//! `cargo xtask bench`: each benchmark is a program of the crate that it measures, built in the release profile.
+//! `cargo xtask bench`: runs the benchmarks. Each is a program of the crate that it measures, built
+//! in the release profile.
 
 use anyhow::{Result, bail};
 use xpu_timer_tests::PACKAGES;
@@ -7,7 +8,7 @@ use crate::shell::{self, cargo};
 
 /// Options of `bench`.
 #[derive(clap::Args)]
-pub struct Options {
+pub(crate) struct Options {
     #[command(subcommand)]
     what: Bench,
 }
@@ -20,37 +21,39 @@ enum Bench {
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Captures a program that sits in every kind of system call 10,000 times; fails when one returned anything else for it
+    /// Captures a program that sits in every kind of system call 10,000 times; fails when one
+    /// returned anything else for it
     Eintr {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The hook, against the same calls, loop and process without it; fails when a limit does not hold
+    /// The hook, against the same calls, loop and process without it; fails when a limit does not
+    /// hold
     Hook {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The collectors: 12,500 nodes of 8 ranks deliver to one cluster collector, a node collector watches 8 busy ranks; fails
-    /// when a limit does not hold
+    /// The collectors: 12,500 nodes of 8 ranks deliver to one cluster collector, a node collector
+    /// watches 8 busy ranks; fails when a limit does not hold
     Cluster {
         /// Arguments of the benchmark; `--help` lists them
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// The viewer on 1,016 and 4,064 ranks, against reading the same files, and the merge of the trees of many nodes; fails
-    /// when a limit does not hold
+    /// The viewer on 1,016 and 4,064 ranks, against reading the same files, and the merge of the
+    /// trees of many nodes; fails when a limit does not hold
     Viewer,
 }
 
-/// What `bench viewer` runs: a name, the example, its arguments.
+/// The benchmarks of `bench viewer`: a name, the example, its arguments.
 const VIEWER: &[(&str, &str, &[&str])] = &[
     ("folded files and pictures, 1,016 ranks", "bench_viewer", &["--files", "1016", "--max-memory", "64"]),
     ("folded files and pictures, 4,064 ranks", "bench_viewer", &["--files", "4064", "--max-memory", "128"]),
     ("all that the viewer writes, 1,016 ranks", "bench_viewer", &["--files", "1016", "--html", "--max-memory", "64"]),
     ("all that the viewer writes, 4,064 ranks", "bench_viewer", &["--files", "4064", "--html", "--max-memory", "128"]),
-    // Each of these frames has to be drawn, so the time goes into writing 44 MB of pictures, however fast the reading is.
+    // All of these frames must be drawn, so most of the time goes into writing 44 MB of pictures.
     (
         "folded files and pictures, 1,016 ranks, 20,320 stacks that are all different",
         "bench_viewer",
@@ -59,7 +62,7 @@ const VIEWER: &[(&str, &str, &[&str])] = &[
     ("trees of 12,500 nodes", "bench_trees", &[]),
 ];
 
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     match &options.what {
         Bench::Capture { arguments } => {
             let packages = ["-p", "xpu_timer_bench", "-p", "xpu_timer_capture"];
@@ -72,7 +75,7 @@ pub fn run(options: &Options) -> Result<()> {
             shell::run(cargo(&benchmark).args(arguments))
         }
         Bench::Hook { arguments } => {
-            // What the ranks of its loop run is built like the benchmark, the hook above all.
+            // The programs that its ranks run, above all the hook, are built in the same profile.
             let packages = PACKAGES.into_iter().chain(["xpu_timer_bench"]).flat_map(|package| ["-p", package]);
             shell::run(cargo(&["build", "--release"]).args(packages))?;
             let benchmark = ["run", "--quiet", "--release", "-p", "xpu_timer_bench", "--", "hook"];
@@ -86,7 +89,7 @@ pub fn run(options: &Options) -> Result<()> {
             shell::run(cargo(&benchmark).args(arguments).env("XPU_TIMER_ARTIFACTS", "ready"))
         }
         Bench::Viewer => {
-            // Every limit is looked at, whatever became of the ones before it.
+            // Check every limit, even if an earlier one does not hold.
             let mut failed = Vec::new();
             for (name, example, arguments) in VIEWER {
                 println!("== {name}");

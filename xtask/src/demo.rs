@@ -1,5 +1,6 @@
-//! `cargo xtask demo`: the main job on real processes. Four ranks of a Python training loop run on the simulated device, one of
-//! them is made to hang, and the verdict of the collector is printed and checked.
+//! `cargo xtask demo`: the main use case with real processes. Four ranks of a Python training loop
+//! run on the simulated device, one of them hangs, and the collector's verdict is printed and
+//! checked.
 
 use std::{
     fs,
@@ -16,7 +17,7 @@ use crate::shell::need;
 
 /// Options of `demo`.
 #[derive(clap::Args)]
-pub struct Options {
+pub(crate) struct Options {
     /// What goes wrong on rank 2
     #[arg(long, value_enum, default_value = "loader")]
     fault: Fault,
@@ -43,11 +44,12 @@ const CULPRIT: u32 = 2;
 const HANG_TIMEOUT: &str = "5";
 const SAMPLE_INTERVAL: &str = "5";
 const POLL: Duration = Duration::from_millis(50);
-/// A run that has no verdict by then has failed.
+/// A run without a verdict by then has failed.
 const DEADLINE: Duration = Duration::from_secs(28);
 
 impl Fault {
-    /// Arguments of the training program, the fault of the simulated device, the causes that are right, and the culprits.
+    /// Arguments of the training program, the fault of the simulated device, the correct causes,
+    /// and the culprits.
     fn plan(self) -> (&'static [&'static str], &'static str, &'static [&'static str], &'static [u32]) {
         match self {
             Fault::Loader => (&["--fault=loader"], "", &["data_loader", "missing_rank"], &[CULPRIT]),
@@ -60,7 +62,7 @@ impl Fault {
     }
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     need(&["python3"])?;
     Artifacts::beside_this_executable()?.build(false)?;
     let (arguments, sim_fault, causes, culprits) = options.fault.plan();
@@ -90,7 +92,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// How far a run has come, as the collector tells it.
+/// The progress of a run, according to the collector.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 enum Stage {
     Starting,
@@ -127,18 +129,18 @@ impl Stage {
     }
 }
 
-/// Waits for the finished incident folder, and says each second or so how far it is.
+/// Waits for the finished incident folder, and prints the progress.
 fn wait(job: &Job, ranks: &mut xpu_timer_tests::Process) -> Result<Incident> {
     let start = std::time::Instant::now();
-    let mut told = None;
+    let mut printed = None;
     loop {
         if let Some(incident) = job.finished_incidents().into_iter().next() {
             println!();
             return Ok(incident);
         }
         let stage = Stage::of(job);
-        if told.is_none_or(|told| told < stage) {
-            told = Some(stage);
+        if printed.is_none_or(|printed| printed < stage) {
+            printed = Some(stage);
             println!("{:>6.1} s  {}", start.elapsed().as_secs_f64(), stage.words());
             io::stdout().flush()?;
         }
@@ -160,7 +162,7 @@ fn print(incident: &Incident) -> Result<()> {
             "from the timeout to the finished folder: {seconds:.1} s, of which {SAMPLE_INTERVAL} s lie between the two samples"
         );
     }
-    // Short enough for a line, and right where it is printed.
+    // A relative path is short enough for a line, and correct in the folder where it is printed.
     let here = std::env::current_dir().unwrap_or_default();
     let shown = |path: &Path| path.strip_prefix(&here).unwrap_or(path).display().to_string();
     println!("incident folder: {}", shown(&incident.path));

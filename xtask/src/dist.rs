@@ -1,4 +1,4 @@
-//! `cargo xtask dist`: what is installed on a node, as an archive and as a Python wheel.
+//! `cargo xtask dist`: packs the installed files of a node into an archive and a Python wheel.
 
 use std::{fs, process::Command};
 
@@ -7,17 +7,17 @@ use xpu_timer_tests::{copy_stripped, tree, write_wheel};
 
 use crate::shell::{self, cargo, need};
 
-/// The packages that the installed files come from.
+/// The packages of the installed files.
 const PACKAGES: [&str; 5] = ["hook", "launch", "capture", "collector", "viewer"];
 
-pub fn run() -> Result<()> {
+pub(crate) fn run() -> Result<()> {
     need(&["binutils"])?;
     let packages = PACKAGES.iter().flat_map(|name| ["-p".to_string(), format!("xpu_timer_{name}")]);
     let target = tree().join("target");
     shell::run(cargo(&["build", "--release", "--target-dir"]).arg(&target).args(packages))?;
 
     let dist = target.join("dist");
-    // Unpacked with `tar -C /opt`, it is where `deploy/` looks for it.
+    // `deploy/` expects this folder below `/opt`, where `tar -C /opt` unpacks it.
     let folder = dist.join("xpu_timer");
     if folder.exists() {
         fs::remove_dir_all(&folder).with_context(|| format!("{}", folder.display()))?;

@@ -1,6 +1,7 @@
-//! `cargo xtask fuzz`: coverage-guided fuzzing of what reads outside bytes, with stable Rust.
+//! `cargo xtask fuzz`: coverage-guided fuzzing of all parsers of external bytes, with stable Rust.
 //!
-//! The coverage counters are LLVM's own, which `rustc` passes on; libFuzzer comes from crates.io as source.
+//! The coverage counters are LLVM's own, which `rustc` passes on. libFuzzer comes from crates.io as
+//! source.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -12,7 +13,7 @@ use crate::shell::{self, cargo, need};
 
 /// Options of `fuzz`.
 #[derive(clap::Args)]
-pub struct Options {
+pub(crate) struct Options {
     /// How long each target is fuzzed; 0: the short form that is a part of all tests
     #[arg(default_value_t = 60)]
     seconds: u32,
@@ -24,22 +25,23 @@ pub struct Options {
 }
 
 impl Options {
-    /// As a part of all tests: the kept corpus and a fixed number of inputs from it, the same ones in each run of the
-    /// same code.
-    pub fn short() -> Options {
+    /// The options as a part of all tests: the kept corpus and a fixed number of inputs derived
+    /// from it, which are the same in each run of the same code.
+    pub(crate) fn short() -> Options {
         Options { seconds: 0, keep: false, names: Vec::new() }
     }
 }
 
-/// The only machine that this project is built for; with a target named, cargo leaves build scripts without counters.
+/// The only target of this project. With an explicit target, cargo builds build scripts without
+/// counters.
 const TARGET: &str = "x86_64-unknown-linux-gnu";
 
-/// What makes the compiler count the branches taken, and tell libFuzzer what is compared with what.
+/// Flags with which the compiler counts taken branches and reports comparisons to libFuzzer.
 const COUNTERS: &str = "-Cpasses=sancov-module -Cllvm-args=-sanitizer-coverage-level=4 \
     -Cllvm-args=-sanitizer-coverage-inline-8bit-counters -Cllvm-args=-sanitizer-coverage-pc-table \
     -Cllvm-args=-sanitizer-coverage-trace-compares -Cdebug-assertions=on -Coverflow-checks=on -Ccodegen-units=1";
 
-/// Each is a row of `TARGETS` of `tests/fuzz`; the seconds are for each of them.
+/// The fuzz targets: each is a row of `TARGETS` in `tests/fuzz`. The seconds apply to each of them.
 const TARGETS: [&str; 10] = [
     "decode",
     "folder",
@@ -53,13 +55,14 @@ const TARGETS: [&str; 10] = [
     "command_line",
 ];
 
-/// What one target runs as a part of all tests, its kept corpus included: about a second of work.
+/// Number of inputs of one target as a part of all tests, including its kept corpus: about a second
+/// of work.
 const SHORT_RUNS: u32 = 4000;
 
 /// A guided fuzzer finds the planted word in about a million attempts; guessing it takes 2^64.
 const PLANTED_ATTEMPTS: u32 = 50_000_000;
 
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     let built = build()?;
     guided(&built)?;
     let chosen =
@@ -73,7 +76,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-/// The program, built.
+/// Builds the fuzzer.
 fn build() -> Result<PathBuf> {
     need(&["g++"])?;
     let mut build = cargo(&["build", "--release", "-p", "xpu_timer_fuzz", "--bins", "--features", "fuzzer"]);
@@ -82,10 +85,11 @@ fn build() -> Result<PathBuf> {
     Ok(target.join(TARGET).join("release/xpu_timer_fuzz"))
 }
 
-/// A fuzzer without guidance finds nothing and looks well. So it has to find what was planted.
+/// Proves that coverage guides the fuzzer: it must find a planted word. Without guidance it would
+/// find nothing and seem to succeed.
 fn guided(built: &Path) -> Result<()> {
     let work = work("planted")?;
-    // What an earlier run found must not help this one.
+    // Results of an earlier run must not help this one.
     let corpus = work.join("corpus");
     empty(&corpus)?;
     let output = program(built, "planted", &work)
@@ -108,7 +112,7 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
     let mut command = program(built, name, &work);
     command.args(["-verbosity=0", "-print_final_stats=1"]);
     if seconds == 0 {
-        // A random input must not decide whether a change passes, nor one that an earlier run found.
+        // Neither a random input nor one of an earlier run must decide whether a change passes.
         empty(&corpus)?;
         command.args(["-seed=1".into(), format!("-runs={SHORT_RUNS}")]);
     } else {
@@ -126,14 +130,14 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
     Ok(())
 }
 
-/// Makes the kept corpus anew: the fewest small inputs that cover what it and the last runs do. Inputs of the size of a
-/// real dump are among the fixtures.
+/// Rebuilds the kept corpus: the fewest small inputs that cover the same code as the corpus and the
+/// last runs. The fixtures contain inputs of the size of a real dump.
 fn keep(built: &Path, name: &str) -> Result<()> {
     let (work, kept) = (work(name)?, kept(name));
     let chosen = work.join("chosen");
     empty(&chosen)?;
     let mut command = program(built, name, &work);
-    // An object is nothing without its tables.
+    // An object file needs space for its tables.
     let longest = if name == "object" { 8192 } else { 192 };
     command
         .args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-verbosity=0"])
@@ -150,12 +154,12 @@ fn keep(built: &Path, name: &str) -> Result<()> {
 fn program(built: &Path, name: &str, work: &Path) -> Command {
     let mut command = Command::new(built);
     command.env("XPU_FUZZ_TARGET", name);
-    // Where it leaves the input that made a target panic.
+    // Where it writes an input that makes a target panic.
     command.arg(format!("-artifact_prefix={}/", work.display())).args(["-timeout=20", "-rss_limit_mb=2048"]);
     command
 }
 
-/// Makes a folder that holds nothing.
+/// Creates an empty folder.
 fn empty(folder: &Path) -> Result<()> {
     let _ = fs::remove_dir_all(folder);
     fs::create_dir_all(folder).with_context(|| folder.display().to_string())

@@ -1,13 +1,16 @@
-//! `cargo xtask`: the commands of this repository. CI runs the same ones.
+//! `cargo xtask`: the commands of this repository. CI runs the same commands.
 #![forbid(unsafe_code)]
 
 mod bench;
 mod demo;
 mod dist;
+mod functions;
 mod fuzz;
 mod lint;
+mod sample;
 mod shell;
 mod soak;
+mod source;
 mod suite;
 mod test;
 
@@ -25,27 +28,35 @@ enum Command {
     Test(test::Options),
     /// Fuzzes what reads outside bytes, guided by coverage; `test` does it for some seconds
     Fuzz(fuzz::Options),
-    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict is right
+    /// Runs the hang corpus: every way a job can hang, as real processes, and how often the verdict
+    /// is right
     Hangs {
         /// Part of the names of some scenarios, and options such as `--jobs 4`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit status 1 if a promise did not
+    /// Runs faults and attacks as real processes, and prints what must hold and what held; exit
+    /// status 1 if a promise did not
     Chaos {
-        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed N`
+        /// Part of the names of some faults, and options: `--list`, `--long`, `--jobs N`, `--seed
+        /// N`
         #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
         arguments: Vec<String>,
     },
-    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve minutes
+    /// Runs a busy mixed node for hours and fails when our processes grow; `--hours 0.2` is twelve
+    /// minutes
     Soak(soak::Options),
-    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it with few interruptions
+    /// Checks the hook's parts without locks in every interleaving of their threads; `test` does it
+    /// with few interruptions
     Model,
-    /// Format, clippy, documentation and licences
-    Lint,
+    /// Layout, format, clippy, documentation and licences
+    Lint(lint::Options),
+    /// Prints functions of the workspace drawn at random: file:line, name, lines of the body
+    Sample(sample::Options),
     /// Measures, and prints ratios of two things measured in one run
     Bench(bench::Options),
-    /// Builds what is installed on a node into one archive, target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
+    /// Builds what is installed on a node into one archive,
+    /// target/dist/xpu_timer-VERSION-x86_64-linux.tar.gz
     Dist,
     /// Writes generated code, schemas and goldens anew
     Bless,
@@ -75,7 +86,8 @@ fn main() -> ExitCode {
         Command::Chaos { arguments } => chaos(&arguments),
         Command::Soak(options) => soak::run(&options),
         Command::Model => model(),
-        Command::Lint => lint::run(),
+        Command::Lint(options) => lint::run(&options),
+        Command::Sample(options) => sample::run(&options),
         Command::Bench(options) => bench::run(&options),
         Command::Dist => dist::run(),
         Command::Bless => test::bless(),

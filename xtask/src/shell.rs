@@ -1,28 +1,36 @@
-//! Running other programs, loudly.
+//! Runs other programs and prints their command lines.
 
 use std::process::{Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
+use serde_json::Value;
 
-/// Cargo itself, in the root of the tree.
-pub fn cargo(arguments: &[&str]) -> Command {
+/// Cargo, in the root of the repository.
+pub(crate) fn cargo(arguments: &[&str]) -> Command {
     let mut command = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
     command.args(arguments).current_dir(xpu_timer_tests::tree());
     command
 }
 
-/// Runs a command after printing it; a failure is an error that names it.
-pub fn run(command: &mut Command) -> Result<()> {
-    let line = words(command);
+/// Prints and runs a command. A failure is an error that names it.
+pub(crate) fn run(command: &mut Command) -> Result<()> {
+    let line = command_line(command);
     eprintln!("$ {line}");
     let status = command.status().with_context(|| line.clone())?;
     ensure!(status.success(), "{line}: {status}");
     Ok(())
 }
 
-/// Makes sure that these Debian packages work here, all that the tests use when none is named: installs those that do not when
-/// we may, else says how.
-pub fn need(packages: &[&str]) -> Result<()> {
+/// The output of `cargo metadata`.
+pub(crate) fn metadata(arguments: &[&str]) -> Result<Value> {
+    let output = cargo(&["metadata", "--format-version", "1"]).args(arguments).output().context("cargo metadata")?;
+    ensure!(output.status.success(), "cargo metadata: {}", String::from_utf8_lossy(&output.stderr));
+    serde_json::from_slice(&output.stdout).context("cargo metadata")
+}
+
+/// Makes sure that these Debian packages work, or all that the tests use if none is named. Installs
+/// missing ones if permitted; otherwise the error names them.
+pub(crate) fn need(packages: &[&str]) -> Result<()> {
     let lacking =
         |missing: &[(&'static str, anyhow::Error)]| missing.iter().map(|(package, _)| *package).collect::<Vec<_>>();
     let missing = xpu_timer_tests::missing(packages);
@@ -47,8 +55,8 @@ pub fn need(packages: &[&str]) -> Result<()> {
     Ok(())
 }
 
-/// The command as one would type it.
-pub fn words(command: &Command) -> String {
+/// The command line as text.
+pub(crate) fn command_line(command: &Command) -> String {
     let words = std::iter::once(command.get_program()).chain(command.get_args());
     words.map(|word| word.to_string_lossy()).collect::<Vec<_>>().join(" ")
 }

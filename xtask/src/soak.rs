@@ -1,4 +1,4 @@
-//! `cargo xtask soak`: see `tests/soak`.
+//! `cargo xtask soak`: runs the soak test, see `tests/soak`.
 
 use anyhow::Result;
 use xpu_timer_tests::PACKAGES;
@@ -10,13 +10,13 @@ use crate::{
 
 /// Options of `soak`.
 #[derive(clap::Args)]
-pub struct Options {
+pub(crate) struct Options {
     /// Options of the soak: `--hours N`, `--rate N`; `--help` lists them
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<String>,
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     test::need_tools()?;
     let packages = PACKAGES.iter().flat_map(|package| ["-p", *package]);
     shell::run(cargo(&["build", "--quiet"]).args(packages))?;

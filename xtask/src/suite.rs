@@ -1,4 +1,4 @@
-//! Runs all tests, and a few that failed again, alone.
+//! Runs all tests, and a few failed tests again, alone.
 
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
@@ -6,24 +6,25 @@ use std::thread::available_parallelism;
 
 use anyhow::{Context, Result, bail};
 
-use crate::shell::words;
+use crate::shell::command_line;
 
-/// More failures than this are no accident of a busy machine: none of them is run again …
-const ACCIDENTS: usize = 4;
+/// Maximum number of failed tests that are run again. More failures are not caused by a busy
+/// machine.
+const MAX_RETRIED: usize = 4;
 
-/// … and fewer are so often. One that is broken fails each time.
-const AGAIN: usize = 2;
+/// How often failed tests are run again. A broken test fails each time.
+const RETRIES: usize = 2;
 
-/// Tests at once for each core: most of them wait for a timeout most of the time.
+/// Concurrent tests per core: most tests mostly wait for a timeout.
 const TESTS_A_CORE: usize = 2;
 
-/// What libtest printed, as far as it says which tests failed.
+/// The results that libtest printed.
 #[derive(Debug, Default, PartialEq, Eq)]
 struct Log {
     failed: Vec<String>,
-    /// Executables that began to run tests
+    /// Number of executables that began to run tests.
     begun: usize,
-    /// Executables that came to their closing line: one that crashed does not
+    /// Number of executables that printed their last line; one that crashed does not.
     ended: usize,
 }
 
@@ -39,19 +40,21 @@ impl Log {
         }
     }
 
-    /// Whether the failures can be told from a test executable that crashed or was not built, and are few.
-    fn may_be_accidents(&self) -> bool {
-        (1..=ACCIDENTS).contains(&self.failed.len()) && self.begun == self.ended
+    /// Whether the failures are few, and no test executable crashed or was not built.
+    fn can_be_retried(&self) -> bool {
+        (1..=MAX_RETRIED).contains(&self.failed.len()) && self.begun == self.ended
     }
 }
 
-/// Runs `cargo test` with `harness` options for libtest. Many tests start dozens of processes and share two cores, so a few that
-/// fail are run again, one at a time: one that fails again and again is a failure, one that passes is named at the end. What reads the
-/// output counts a test as failed by its last line, so that of a run that another one follows says so in other words.
+/// Runs `cargo test` with `harness` options for libtest. Many tests start dozens of processes and
+/// share two cores, so a few failed tests are run again, one at a time. A test that always fails is
+/// a failure; one that passes is named at the end. Programs that read the output count a test as
+/// failed by its last line, so intermediate results are reworded.
 ///
 /// # Errors
-/// A test that failed each time, more than [`ACCIDENTS`] that failed, an executable that crashed or could not be built.
-pub fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
+/// A test failed each time, more than [`MAX_RETRIED`] tests failed, or an executable crashed or
+/// could not be built.
+pub(crate) fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     let mut command = test();
     let at_once = TESTS_A_CORE * available_parallelism().map_or(1, usize::from);
     command.arg("--").arg(format!("--test-threads={at_once}")).args(harness);
@@ -59,10 +62,10 @@ pub fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     if success {
         return Ok(());
     }
-    let line = words(&command);
+    let line = command_line(&command);
     let mut late = Vec::new();
-    for _ in 0..AGAIN {
-        if !log.may_be_accidents() {
+    for _ in 0..RETRIES {
+        if !log.can_be_retried() {
             break;
         }
         eprintln!("again, alone: {}", log.failed.join(" "));
@@ -80,22 +83,22 @@ pub fn run(test: impl Fn() -> Command, harness: Option<&str>) -> Result<()> {
     bail!("{line}: {} tests failed: {}", log.failed.len(), log.failed.join(" "))
 }
 
-/// Runs a command, passes on what it prints, and reads it.
+/// Runs a command, forwards its output, and reads it.
 fn follow(command: &mut Command) -> Result<(bool, Log)> {
-    let line = words(command);
+    let line = command_line(command);
     eprintln!("$ {line}");
     let mut child = command.stdout(Stdio::piped()).spawn().with_context(|| line.clone())?;
     let mut log = Log::default();
     for text in BufReader::new(child.stdout.take().expect("piped")).split(b'\n') {
         let text = String::from_utf8_lossy(&text?).into_owned();
         log.read(&text);
-        println!("{}", in_passing(&text));
+        println!("{}", as_intermediate(&text));
     }
     Ok((child.wait()?.success(), log))
 }
 
-/// A line about a failure that is not the last word.
-fn in_passing(line: &str) -> String {
+/// Rewords a line about a failure that is not final.
+fn as_intermediate(line: &str) -> String {
     match line.strip_prefix("test result: FAILED. ") {
         Some(counts) => format!("so far: {counts}"),
         None => line.replace(" ... FAILED", " ... failed this time"),
@@ -118,12 +121,12 @@ mod tests {
         let one = "\nrunning 2 tests\ntest a::b ... ok\ntest a::c ... FAILED\n\nfailures:\n    a::c\n";
         let ended = read(&[one, closing].concat());
         assert_eq!(ended, Log { failed: vec!["a::c".to_owned()], begun: 1, ended: 1 });
-        assert!(ended.may_be_accidents());
-        assert!(!read(one).may_be_accidents(), "it crashed");
-        assert!(!read("").may_be_accidents(), "it was not built");
-        let many = "test a ... FAILED\n".repeat(super::ACCIDENTS + 1);
-        assert!(!read(&["running 5 tests\n", &many, closing].concat()).may_be_accidents());
-        let said: Vec<String> = [one, closing].concat().lines().map(super::in_passing).collect();
+        assert!(ended.can_be_retried());
+        assert!(!read(one).can_be_retried(), "it crashed");
+        assert!(!read("").can_be_retried(), "it was not built");
+        let many = "test a ... FAILED\n".repeat(super::MAX_RETRIED + 1);
+        assert!(!read(&["running 5 tests\n", &many, closing].concat()).can_be_retried());
+        let said: Vec<String> = [one, closing].concat().lines().map(super::as_intermediate).collect();
         assert!(
             said.iter().all(|line| !line.contains("FAILED")) && said.contains(&"test a::c ... failed this time".into())
         );

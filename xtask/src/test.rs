@@ -10,7 +10,7 @@ use crate::{fuzz, suite};
 
 /// Options of `test`.
 #[derive(clap::Args)]
-pub struct Options {
+pub(crate) struct Options {
     /// Only tests whose name contains this
     filter: Option<String>,
 
@@ -19,21 +19,21 @@ pub struct Options {
     torch: bool,
 }
 
-/// Installs, or names, what the tests use and this machine lacks.
-pub fn need_tools() -> Result<()> {
+/// Installs or names the tools that the tests need and this machine lacks.
+pub(crate) fn need_tools() -> Result<()> {
     shell::need(&[])
 }
 
-pub fn run(options: &Options) -> Result<()> {
+pub(crate) fn run(options: &Options) -> Result<()> {
     need_tools()?;
     Artifacts::beside_this_executable()?.build(false)?;
     let skipped = xpu_timer_tests::tree().join("target/skipped-tests.txt");
-    // Gone already when no test was skipped last time.
+    // It does not exist if no test was skipped last time.
     let _ = fs::remove_file(&skipped);
     let filter = options.filter.as_deref().or(options.torch.then_some("torch"));
     let which = if options.torch { ["-p", "xpu_timer_tests", "--test", "it"].as_slice() } else { &["--workspace"] };
     if options.torch {
-        // Here a failure says why; among the tests it is a reason to skip.
+        // Here a failure is an error with its reason; in a test it is a reason to skip.
         PypiTorch::set_up()?;
     }
     let test = || {
@@ -55,7 +55,7 @@ pub fn run(options: &Options) -> Result<()> {
     Ok(())
 }
 
-pub fn bless() -> Result<()> {
+pub(crate) fn bless() -> Result<()> {
     let packages = ["-p", "xpu_timer_proto_codegen", "-p", "xpu_timer_analysis", "-p", "xpu_timer_chaos"];
     shell::run(cargo(&["test", "--quiet"]).args(packages).env("BLESS", "1"))?;
     let layouts = ["-p", "xpu_timer_tests", "--test", "it", "layouts_are_those_of_the_headers"];

@@ -1,4 +1,5 @@
-//! The command line: options of our own end at the first word that is none, because the rest is the user's command.
+//! The command line. The launcher's options end at the first argument that is not an option: the
+//! rest is the user's command.
 
 use std::ffi::OsString;
 
@@ -7,20 +8,20 @@ use xpu_timer_proto::env::{VARIABLES, Variable};
 /// One line of usage.
 pub const USAGE: &str = "usage: xpu_timer_launch [--help | --version] [--] command [argument ...]";
 
-/// What the user wants.
+/// A parsed command line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Request {
     /// `--help`.
     Help,
     /// `--version`.
     Version,
-    /// Run a command; never empty.
+    /// Runs a command; not empty.
     Run(Vec<OsString>),
-    /// Something else, and why it is wrong.
+    /// Wrong usage, and why.
     Wrong(String),
 }
 
-/// Reads the arguments behind the program's name.
+/// Parses the arguments after the program's name.
 pub fn parse(mut arguments: Vec<OsString>) -> Request {
     let first = arguments.first().map(|first| first.to_string_lossy().into_owned());
     match first.as_deref() {

@@ -1,4 +1,5 @@
-//! The node collector: asks whether one answers, starts one if not, and waits for it, but not for ever.
+//! The node collector: checks whether one answers, starts one if not, and waits for it for a
+//! limited time.
 
 use std::{
     ffi::OsString,
@@ -29,39 +30,42 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    apart,
+    bounded_io,
     config::{Config, LOG_FILE},
     detach,
 };
 
-/// How long a collector may take from its start to its first Welcome.
+/// Time from a collector's start to its first Welcome.
 const START_DEADLINE: Duration = Duration::from_secs(5);
-/// How long one that listens already may take.
+/// Time within which a listening collector must answer.
 const ANSWER_DEADLINE: Duration = Duration::from_secs(2);
-/// After a collector ended at once, another launcher's may just be coming up.
+/// Time to wait after a collector ended at once: another launcher's collector may be starting.
 const OTHER_DEADLINE: Duration = Duration::from_millis(500);
 const POLL_INTERVAL: Duration = Duration::from_millis(10);
-/// How much of the end of a log is looked at for its last line.
-const LAST_WORDS_BYTES: u64 = 1024;
-/// How much of what a collector says at its start is looked at for its errors; it may warn of every variable before.
-const FIRST_WORDS_BYTES: u64 = 64 << 10;
+/// Size of a log's tail that is searched for its last line.
+const LOG_TAIL_BYTES: u64 = 1024;
+/// Size of a collector's first output that is searched for errors. It may warn about every variable
+/// first.
+const LOG_START_BYTES: u64 = 64 << 10;
 
 /// A node collector that answers.
 #[derive(Debug)]
 pub struct Found {
-    /// Its process id; 0 when that is of another PID namespace.
+    /// Its process id; 0 if it is in another PID namespace.
     pub pid: i32,
-    /// What it cannot do, if it has just been started; a line.
+    /// What it cannot do if it was just started; a line.
     pub remark: Option<String>,
 }
 
-/// The settings that a job was given and that the collector of its socket has otherwise.
-pub fn unlike(config: &Config) -> Vec<&'static str> {
+/// The job's settings for which the collector of its socket has other values, and that require
+/// another collector.
+pub fn differing_settings(config: &Config) -> Vec<&'static str> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     place::unlike(&config.wanted, &file)
 }
 
-/// The settings that a job was given and that stay as the collector of its socket has them; a line.
+/// The job's settings that have no effect because the collector of its socket keeps its own values;
+/// a line.
 pub fn overruled(config: &Config) -> Option<String> {
     let file = std::fs::read_to_string(place::settings_file(&config.socket)).unwrap_or_default();
     let names = place::overruled(&config.wanted, &file);
@@ -69,11 +73,11 @@ pub fn overruled(config: &Config) -> Option<String> {
     (!names.is_empty()).then(words)
 }
 
-/// The same job with a collector of its own.
+/// The configuration of the job with its own collector.
 ///
 /// # Errors
-/// When its socket would have too long a path, in words.
-pub fn apart(config: &Config) -> Result<Config, String> {
+/// The path of its socket would be too long; the error is text.
+pub fn with_own_collector(config: &Config) -> Result<Config, String> {
     let socket = place::beside(&config.socket, &config.wanted);
     if socket.as_os_str().len() > place::MAX_PATH_BYTES {
         return Err(format!("{} has more than {} bytes", socket.display(), place::MAX_PATH_BYTES));
@@ -81,14 +85,15 @@ pub fn apart(config: &Config) -> Result<Config, String> {
     Ok(Config { socket, ..config.clone() })
 }
 
-/// Makes sure that a node collector answers, one with these `changes` of the environment if none does.
+/// Makes sure that a node collector answers. If none does, starts one with these `changes` of the
+/// environment.
 ///
 /// # Errors
-/// Why none does, with the place of its log.
+/// Why none answers, with the location of its log.
 pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
-    match ask(&config.socket, ANSWER_DEADLINE) {
+    match handshake(&config.socket, ANSWER_DEADLINE) {
         Ok(pid) => return Ok(Found { pid, remark: None }),
-        Err(Silence::Absent) => {}
+        Err(NoAnswer::Absent) => {}
         Err(why) => bail!("{}: {why}", config.socket.display()),
     }
     let program = find(config)?;
@@ -107,7 +112,7 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     let mut deadline = START_DEADLINE;
     let mut ended = false;
     loop {
-        let why = match ask(&config.socket, deadline.saturating_sub(begun.elapsed())) {
+        let why = match handshake(&config.socket, deadline.saturating_sub(begun.elapsed())) {
             Ok(pid) => return Ok(Found { pid, remark: spoken.ok().and_then(|log| problems(log, before)) }),
             Err(why) => why,
         };
@@ -117,8 +122,12 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
         }
         if begun.elapsed() >= deadline {
             let what = if ended { "ended at once" } else { "does not answer" };
-            let said =
-                spoken.as_mut().ok().filter(|_| ended).and_then(last_words).map(|line| format!(", saying \"{line}\""));
+            let said = spoken
+                .as_mut()
+                .ok()
+                .filter(|_| ended)
+                .and_then(last_log_line)
+                .map(|line| format!(", saying \"{line}\""));
             let said = said.unwrap_or_default();
             bail!("{} {what}{said} ({}: {why}); its log: {log_path}", program.display(), config.socket.display());
         }
@@ -126,45 +135,45 @@ pub fn ensure(config: &Config, changes: &[(&str, OsString)]) -> Result<Found> {
     }
 }
 
-/// Process id of the node collector that answers, or why none does.
+/// The process id of the node collector that answers.
 ///
 /// # Errors
-/// In words.
+/// Why none answers, as text.
 pub fn answers(socket: &Path) -> Result<i32, String> {
-    ask(socket, ANSWER_DEADLINE).map_err(|why| why.to_string())
+    handshake(socket, ANSWER_DEADLINE).map_err(|why| why.to_string())
 }
 
-/// Why nobody answers.
+/// Why no collector answers.
 #[derive(Debug)]
-enum Silence {
-    /// Nobody listens.
+enum NoAnswer {
+    /// No process listens.
     Absent,
-    /// Somebody does, but it is not a collector that we can use.
+    /// A process listens, but it is not a collector that we can use.
     Other(String),
 }
 
-impl std::fmt::Display for Silence {
+impl std::fmt::Display for NoAnswer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         match self {
-            Silence::Absent => f.write_str("nobody listens there"),
-            Silence::Other(why) => f.write_str(why),
+            NoAnswer::Absent => f.write_str("nobody listens there"),
+            NoAnswer::Other(why) => f.write_str(why),
         }
     }
 }
 
-impl From<Errno> for Silence {
+impl From<Errno> for NoAnswer {
     fn from(error: Errno) -> Self {
         match error {
-            Errno::ENOENT | Errno::ECONNREFUSED | Errno::ENOTDIR => Silence::Absent,
+            Errno::ENOENT | Errno::ECONNREFUSED | Errno::ENOTDIR => NoAnswer::Absent,
             // It ended between our connect and its Welcome.
-            Errno::ECONNRESET => Silence::Absent,
-            other => Silence::Other(other.desc().into()),
+            Errno::ECONNRESET => NoAnswer::Absent,
+            other => NoAnswer::Other(other.desc().into()),
         }
     }
 }
 
-/// The process id of the collector of this user that says Welcome.
-fn ask(path: &Path, patience: Duration) -> Result<i32, Silence> {
+/// Connects to the user's collector, and returns its process id after its Welcome.
+fn handshake(path: &Path, patience: Duration) -> Result<i32, NoAnswer> {
     let begun = Instant::now();
     let address = UnixAddr::new(path)?;
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -172,7 +181,7 @@ fn ask(path: &Path, patience: Duration) -> Result<i32, Silence> {
     loop {
         match connect(connection.as_raw_fd(), &address) {
             Ok(()) => break,
-            // Its backlog is full: many ranks start at once.
+            // Its backlog is full because many ranks start at once.
             Err(Errno::EAGAIN) if begun.elapsed() < patience => std::thread::sleep(POLL_INTERVAL),
             Err(error) => return Err(error.into()),
         }
@@ -180,39 +189,39 @@ fn ask(path: &Path, patience: Duration) -> Result<i32, Silence> {
     let peer = getsockopt(&connection, PeerCredentials)?;
     let owner = peer.uid();
     if owner != nix::unistd::geteuid().as_raw() && owner != 0 {
-        return Err(Silence::Other(format!("the socket belongs to user {owner}")));
+        return Err(NoAnswer::Other(format!("the socket belongs to user {owner}")));
     }
     welcome(&connection, patience.saturating_sub(begun.elapsed()))?;
     Ok(peer.pid())
 }
 
-fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), Silence> {
+fn welcome(connection: &OwnedFd, patience: Duration) -> Result<(), NoAnswer> {
     let mut waiting = [PollFd::new(connection.as_fd(), PollFlags::POLLIN)];
     let timeout = PollTimeout::try_from(patience).unwrap_or(PollTimeout::MAX);
     if poll(&mut waiting, timeout)? == 0 {
-        return Err(Silence::Other("it listens but does not say Welcome".into()));
+        return Err(NoAnswer::Other("it listens but does not say Welcome".into()));
     }
     let mut packet = vec![0; MAX_PACKET_BYTES];
     let length = recv(connection.as_raw_fd(), &mut packet, MsgFlags::empty())?;
     if length == 0 {
-        return Err(Silence::Absent);
+        return Err(NoAnswer::Absent);
     }
     match NodeReply::decode(&packet[..length]).map(|reply| reply.message) {
         Ok(Some(node_reply::Message::Welcome(_))) => Ok(()),
-        _ => Err(Silence::Other("what listens there is not a node collector of this version".into())),
+        _ => Err(NoAnswer::Other("what listens there is not a node collector of this version".into())),
     }
 }
 
-/// The collector's program, where `XPU_TIMER_DAEMON_PATH` says it is, else beside this program or on the PATH.
+/// The collector's program: `XPU_TIMER_DAEMON_PATH`, else beside this program or on the PATH.
 ///
 /// # Errors
-/// When it is not there.
+/// It does not exist.
 pub fn find(config: &Config) -> Result<PathBuf> {
     const FILE: &str = "xpu_timer_collector";
     if let Some(daemon) = &config.daemon {
-        // The collector is started in the root folder.
+        // The collector starts in the root folder, so a relative path would be wrong.
         let named = || format!("XPU_TIMER_DAEMON_PATH={}", daemon.display());
-        apart::answers(daemon).with_context(named)?;
+        bounded_io::answers(daemon).with_context(named)?;
         return std::path::absolute(daemon).with_context(named);
     }
     let beside = config.beside.as_ref().map(|folder| folder.join(FILE));
@@ -224,33 +233,34 @@ pub fn find(config: &Config) -> Result<PathBuf> {
         .with_context(|| format!("{FILE} is neither beside this program nor on the PATH; set XPU_TIMER_DAEMON_PATH"))
 }
 
-/// The last line of a collector's log, which is its error when it did not come up.
-fn last_words(log: &mut File) -> Option<String> {
+/// The last line of a collector's log: its error if it did not start.
+fn last_log_line(log: &mut File) -> Option<String> {
     let length = log.seek(SeekFrom::End(0)).ok()?;
-    log.seek(SeekFrom::Start(length.saturating_sub(LAST_WORDS_BYTES))).ok()?;
+    log.seek(SeekFrom::Start(length.saturating_sub(LOG_TAIL_BYTES))).ok()?;
     let mut end = Vec::new();
-    log.take(LAST_WORDS_BYTES).read_to_end(&mut end).ok()?;
+    log.take(LOG_TAIL_BYTES).read_to_end(&mut end).ok()?;
     let end = String::from_utf8_lossy(&end);
     end.lines().rev().map(str::trim).find(|line| !line.is_empty()).map(String::from)
 }
 
-/// What a collector complained about before it said Welcome: the words of its errors in the log, behind the time and the place in the code.
+/// The errors that a collector logged before its Welcome, without the time and the place in the
+/// code.
 fn problems(mut log: File, before: u64) -> Option<String> {
     let mut text = Vec::new();
-    let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(FIRST_WORDS_BYTES).read_to_end(&mut text));
+    let read = log.seek(SeekFrom::Start(before)).and_then(|_| log.take(LOG_START_BYTES).read_to_end(&mut text));
     let text = String::from_utf8_lossy(if read.is_ok() { &text } else { &[] }).into_owned();
     let words = |line: &str| Some(line.split_once(" ERROR ")?.1.split_once(": ")?.1.trim().to_string());
     let all: Vec<String> = text.lines().filter_map(words).collect();
     (!all.is_empty()).then(|| format!("the node collector works, but {}", all.join("; ")))
 }
 
-/// The collector's log and its name: where it is to be, else in this user's own folder (another user's may be there), else /dev/null and
-/// why.
+/// The collector's log and its name: the configured path, else a file in the user's own folder (the
+/// path may belong to another user), else /dev/null and the reason.
 fn open_log(config: &Config) -> (File, Result<String, String>) {
     let [mode, folder_mode] = config.modes;
-    let answers = apart::answers(&config.log);
+    let answers = bounded_io::answers(&config.log);
     if let Some(folder) = config.log.parent().filter(|_| answers.is_ok()) {
-        // Why it cannot be made is what opening the file says.
+        // If this fails, opening the file reports why.
         let _ = DirBuilder::new().recursive(true).mode(folder_mode).create(folder);
     }
     let open = |path: &Path| {
@@ -270,7 +280,7 @@ fn open_log(config: &Config) -> (File, Result<String, String>) {
         })
 }
 
-/// The folder of the socket, made if need be, if nobody else can have put anything into it.
+/// The folder of the socket, created if needed, if no other user can have written to it.
 fn own_folder(config: &Config) -> io::Result<PathBuf> {
     let folder = config.socket.parent().ok_or(io::ErrorKind::NotFound)?;
     match DirBuilder::new().mode(0o700).create(folder) {
@@ -282,18 +292,19 @@ fn own_folder(config: &Config) -> io::Result<PathBuf> {
     if own { Ok(folder.to_path_buf()) } else { Err(io::ErrorKind::PermissionDenied.into()) }
 }
 
-/// Empties the log of the run before, unless the collector of another job writes to it.
+/// Empties the log of the previous run, unless the collector of another job writes to it.
 fn empty(file: &File) -> io::Result<()> {
-    // The lock is gone with the guard. The collector inherits this open file, and the lock would be its own.
+    // The lock ends with the guard. The collector inherits this open file, and would inherit the
+    // lock.
     match Flock::lock(file.try_clone()?, FlockArg::LockExclusiveNonblock) {
         Ok(locked) => locked.set_len(0),
         Err(_) => Ok(()),
     }
 }
 
-/// Opens a file that may lie in a folder which everybody can write to: neither a link nor another user's file is followed or cut, nor a
-/// file of this user to which somebody has given a second name there. It gets its mode whatever the umask, and also when it was there
-/// with another one.
+/// Opens a file in a folder that may be writable by everybody. It follows no link, opens no file of
+/// another user, and no file of this user to which somebody has created a hard link there. The file
+/// gets its mode independent of the umask, even if it existed with another mode.
 fn open_own(path: &Path, mode: u32) -> io::Result<File> {
     let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
     let file = OpenOptions::new().create(true).read(true).append(true).mode(mode).custom_flags(flags).open(path)?;
@@ -315,13 +326,14 @@ mod tests {
     fn nobody_at_the_socket_is_absent_and_not_an_error() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("18888.sock");
-        assert!(matches!(ask(&path, ANSWER_DEADLINE), Err(Silence::Absent)));
-        // A socket file that its listener left behind.
+        assert!(matches!(handshake(&path, ANSWER_DEADLINE), Err(NoAnswer::Absent)));
+        // A socket file whose listener is gone.
         let listener = std::os::unix::net::UnixListener::bind(&path).unwrap();
         drop(listener);
         assert!(path.exists());
-        // A stream socket there is another program's: connecting with another type is an error of its own.
-        assert!(ask(&path, ANSWER_DEADLINE).is_err());
+        // A stream socket belongs to another program: connecting with another type is a specific
+        // error.
+        assert!(handshake(&path, ANSWER_DEADLINE).is_err());
     }
 
     #[test]
@@ -372,9 +384,9 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         let (mut log, _) = open_log(&Config { log: path.clone(), append: false, ..Config::read() });
-        assert_eq!(last_words(&mut log), None);
+        assert_eq!(last_log_line(&mut log), None);
         std::fs::write(&path, format!("{}\nstarted\nport 1 is taken\n\n", "x".repeat(5000))).unwrap();
-        assert_eq!(last_words(&mut log).as_deref(), Some("port 1 is taken"));
+        assert_eq!(last_log_line(&mut log).as_deref(), Some("port 1 is taken"));
     }
 
     #[test]
@@ -385,7 +397,7 @@ mod tests {
         assert_eq!(name, Ok(log.display().to_string()));
         let mode = |path: &Path| std::fs::metadata(path).unwrap().mode() & 0o777;
         assert_eq!((mode(&log), mode(log.parent().unwrap())), (0o600, 0o700));
-        // What an earlier version has left.
+        // A file of an earlier version.
         std::fs::set_permissions(&log, Permissions::from_mode(0o644)).unwrap();
         open_log(&Config { log: log.clone(), append: true, ..Config::read() }).1.unwrap();
         assert_eq!(mode(&log), 0o600);

@@ -13,7 +13,7 @@ use xpu_timer_proto::{
     socket::{self, Fingerprint, Look},
 };
 
-use crate::apart;
+use crate::bounded_io;
 
 /// Variables that name a file or a folder.
 const PATHS: [&str; 5] = [
@@ -24,73 +24,77 @@ const PATHS: [&str; 5] = [
     "XPU_TIMER_COLLECTOR_CA_FILE",
 ];
 
-/// Variables that the hook needs before it may read a file: what the INI file says of them goes into the environment.
+/// Variables that the hook needs before it may read a file. The launcher copies them from the INI
+/// file into the environment.
 const NEEDED_AT_LOAD: [&str; 4] =
     ["XPU_TIMER_INLINE", "XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_PATH", "XPU_TIMER_CUBLASLT_LIB_PATH"];
 
-/// Of these, those that name a library by its path.
+/// The variables of these that name a library by its path.
 const LIBRARIES: [&str; 3] = ["XPU_TIMER_NCCL_LIB_PATH", "XPU_TIMER_CUBLAS_LIB_PATH", "XPU_TIMER_CUBLASLT_LIB_PATH"];
 
-/// Most bytes that the INI file's settings may have: the system does not execute a program with a variable of 128 KiB.
+/// Maximum size of the INI file's settings, in bytes: the system does not execute a program with a
+/// variable of 128 KiB.
 const MOST_HANDED_OVER: usize = 32 << 10;
 
 /// Name of the collector's log.
 pub const LOG_FILE: &str = "xpu_timer_collector.log";
 
-/// What the launcher must know.
+/// The settings of the launcher.
 #[derive(Debug, Clone)]
 pub struct Config {
-    /// Run the command and nothing else.
+    /// Run the command without the tool.
     pub disabled: bool,
     /// The node collector's socket.
     pub socket: PathBuf,
-    /// What the collector is to be like.
+    /// The settings of the collector.
     pub wanted: Vec<Fingerprint>,
-    /// Why it is not where the environment wants it, a sentence.
+    /// Why the socket is not where the environment puts it; a sentence.
     pub moved: Option<String>,
-    /// The collector binary, when the user says where it is.
+    /// The collector binary, if the user set it.
     pub daemon: Option<PathBuf>,
-    /// The hook, when the user says where it is.
+    /// The hook, if the user set it.
     pub hook: Option<PathBuf>,
-    /// Where the collector's output goes.
+    /// Path of the collector's log.
     pub log: PathBuf,
-    /// Where incidents go, and where they go when that cannot be written.
+    /// The folder of the incidents, and the fallback if it is not writable.
     pub timeline: [PathBuf; 2],
-    /// Keep the log of the run before.
+    /// Keep the log of the previous run.
     pub append: bool,
-    /// Modes of files and folders that are made.
+    /// Modes of created files and folders.
     pub modes: [u32; 2],
     /// Seconds after which an unused collector ends.
     pub linger: String,
     /// Folder of the launcher's own executable.
     pub beside: Option<PathBuf>,
-    /// Other variables that change: whose path is relative, as it is meant here, because the collector and the ranks run in other
-    /// folders; and those of the INI file that the hook needs before it may read that.
+    /// Other variables that change: relative paths become absolute, because the collector and the
+    /// ranks run in other folders; and the variables of the INI file that the hook needs before it
+    /// may read a file.
     pub changed: Vec<(&'static str, OsString)>,
-    /// Files that the user has named and that cannot be used, one line each.
+    /// Files that the user named but that cannot be used; one line each.
     pub remarks: Vec<String>,
 }
 
 impl Config {
-    /// Reads the environment of this process. A value that cannot be used is the collector's and the hook's to complain about, in
+    /// Reads the environment of this process. The collector and the hook report invalid values in
     /// their logs.
     pub fn read() -> Self {
-        // What a launcher above this one has read may be old.
+        // A value from a launcher above this one may be outdated.
         let environment = |name: &str| if name == HANDED_OVER { None } else { own_variable(name) };
-        let source = Source::with_ini(environment, |path| apart::read(Path::new(path)));
+        let source = Source::with_ini(environment, |path| bounded_io::read(Path::new(path)));
         let why = |result: io::Result<()>| result.err().map(|error| error.to_string());
-        let answers = |folder: &Path| why(apart::answers(folder));
-        let refuses = |folder: &Path| why(try_out(folder));
+        let answers = |folder: &Path| why(bounded_io::answers(folder));
+        let refuses = |folder: &Path| why(check_writable(folder));
         let look = Look { answers: &answers, refuses: &refuses };
         let mut config = Self::with(&source, nix::unistd::geteuid().as_raw(), &look);
         if !config.disabled {
             config.hand_over(&source);
-            config.look_at_libraries(&source);
+            config.check_libraries(&source);
         }
         config
     }
 
-    /// Says what the INI file says in a variable, so that neither the collector nor a rank opens the file.
+    /// Copies the INI file into a variable, so that neither the collector nor a rank opens the
+    /// file.
     fn hand_over(&mut self, source: &Source) {
         let Some(path) = source.path("XPU_TIMER_CONFIG") else { return };
         let path = absolute(path).to_string_lossy().into_owned();
@@ -110,11 +114,12 @@ impl Config {
         }
     }
 
-    /// The hook looks for these libraries while a thread of the job calls one of their functions.
-    fn look_at_libraries(&mut self, source: &Source) {
+    /// Checks the configured libraries: the hook opens them while a thread of the job calls one of
+    /// their functions.
+    fn check_libraries(&mut self, source: &Source) {
         for name in LIBRARIES {
             let Some(path) = source.path(name).filter(|path| path.to_string_lossy().contains('/')) else { continue };
-            if let Err(error) = apart::is_file(&path) {
+            if let Err(error) = bounded_io::is_file(&path) {
                 self.remarks.push(format!("{name}={path:?} cannot be used: {error}"));
                 self.change(name, OsString::new());
             }
@@ -126,9 +131,9 @@ impl Config {
         self.changed.push((name, value));
     }
 
-    /// The settings of any process of the user `uid`.
+    /// The settings of a process of the user `uid`.
     pub fn of(source: &Source, uid: u32) -> Self {
-        let answers = |folder: &Path| apart::answers(folder).err().map(|error| error.to_string());
+        let answers = |folder: &Path| bounded_io::answers(folder).err().map(|error| error.to_string());
         let refuses = |folder: &Path| {
             let there = if folder.exists() { folder } else { folder.parent()? };
             access(there, AccessFlags::W_OK | AccessFlags::X_OK).err().map(|error| error.to_string())
@@ -160,8 +165,9 @@ impl Config {
     }
 }
 
-/// Makes the folder of the socket and a file in it: a disk may be full, read-only, or of a kind that holds no folders.
-fn try_out(folder: &Path) -> io::Result<()> {
+/// Creates the folder of the socket and a file in it. The disk may be full, read-only, or of a type
+/// without folders.
+fn check_writable(folder: &Path) -> io::Result<()> {
     match fs::DirBuilder::new().mode(0o700).create(folder) {
         Err(error) if error.kind() != io::ErrorKind::AlreadyExists => return Err(error),
         _ => {}
@@ -179,14 +185,14 @@ fn made_absolute(source: &Source) -> impl Iterator<Item = (&'static str, OsStrin
 }
 
 fn needed_at_load(source: &Source) -> impl Iterator<Item = (&'static str, OsString)> {
-    // What cannot be used stays in the file, for the logs to complain about.
+    // Invalid values stay in the file, for the logs to report.
     let of_file = |setting: &Setting| {
         setting.origin == Origin::Ini && setting.problem.is_none() && NEEDED_AT_LOAD.contains(&setting.name)
     };
     source.settings().into_iter().filter(of_file).map(|setting| (setting.name, setting.value.into()))
 }
 
-/// As seen from the launcher's folder; as it is when that is gone.
+/// Relative to the launcher's folder; unchanged if that no longer exists.
 fn absolute(path: PathBuf) -> PathBuf {
     std::path::absolute(&path).unwrap_or(path)
 }

@@ -1,5 +1,5 @@
-//! Commands that start another one where neither the hook nor a collector of this place reaches it: in a container, on other nodes, as
-//! another user.
+//! Commands that start another command out of the reach of this hook and collector: in a container,
+//! on other nodes, as another user.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -8,16 +8,16 @@ use std::{
 
 use crate::image::behind_env;
 
-/// Where such a command runs the one behind it.
+/// Where such a command runs its own command.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Reach {
-    /// In a container: other files, often another environment.
+    /// In a container, with other files and often another environment.
     Container,
-    /// On other nodes too, where no collector has been started.
+    /// Also on other nodes, where no collector was started.
     Nodes,
 }
 
-/// Programs, the words behind which they start something (none: always), and where.
+/// Programs, the arguments after which they start a command (none: always), and where they run it.
 const STARTERS: [(&str, &[&str], Reach); 20] = [
     ("docker", &["run", "exec", "create", "start", "up"], Reach::Container),
     ("podman", &["run", "exec", "create", "start", "up"], Reach::Container),
@@ -41,28 +41,28 @@ const STARTERS: [(&str, &[&str], Reach); 20] = [
     ("srun", &[], Reach::Nodes),
 ];
 
-/// Words that run the command behind them as it is.
+/// Wrappers that run the command after them unchanged.
 const WRAPPERS: [&str; 5] = ["sudo", "doas", "nohup", "setsid", "time"];
-/// Those that run it as another user.
+/// Wrappers that run it as another user.
 const USER_CHANGERS: [&str; 2] = ["sudo", "doas"];
-/// Options of theirs with a value.
+/// Their options that have a value.
 const VALUED: [&str; 8] = ["-u", "-g", "-h", "-p", "-C", "-D", "-f", "-o"];
 
-/// A command that starts another one elsewhere.
+/// A command that starts another command elsewhere.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Elsewhere {
-    /// Where the launcher belongs, in a line.
+    /// Where to put the launcher instead; a line.
     pub advice: String,
-    /// Whether the hook by its path here would be an error there.
+    /// Whether the hook's path would be an error there.
     pub in_container: bool,
 }
 
-/// Where the ranks of this command run, when that is not here.
+/// Where this command runs its ranks, if not here.
 pub fn elsewhere(command: &[OsString]) -> Option<Elsewhere> {
     started_elsewhere(&without_wrappers(command)).or_else(|| as_another_user(command))
 }
 
-/// Whoever changes the user takes every variable of the dynamic loader away.
+/// Programs that change the user remove all variables of the dynamic loader.
 fn as_another_user(command: &[OsString]) -> Option<Elsewhere> {
     let inner = behind_env(command, &mut OsString::new());
     let program = Path::new(inner.as_deref().unwrap_or(command).first()?).file_name()?;
@@ -80,7 +80,7 @@ fn started_elsewhere(words: &[OsString]) -> Option<Elsewhere> {
         return None;
     }
     let named = [Some(*name), verb].into_iter().flatten().collect::<Vec<_>>().join(" ");
-    // Slurm's own containers and those of its plugin.
+    // Slurm's own containers, and those of its plugin.
     let in_container =
         *reach == Reach::Container || words.iter().any(|word| word.as_encoded_bytes().starts_with(b"--container"));
     let place = if in_container {

@@ -1,6 +1,8 @@
-//! Starts a program that belongs to nobody: its own session, no descriptors of ours, and not in the command's process tree.
+//! Starts a detached program: in its own session, without our descriptors, and outside of the
+//! command's process tree.
 //!
-//! By a process in between, which ends at once. This program has one thread, so forking it is safe.
+//! An intermediate process starts it and ends at once. The launcher has one thread, so forking is
+//! safe.
 
 use std::{
     ffi::OsString,
@@ -24,7 +26,7 @@ use nix::{
 
 /// A detached program.
 pub struct Detached {
-    /// None where the kernel has no pidfd (before 5.3): then its end goes unnoticed.
+    /// `None` if the kernel has no pidfd (before 5.3): then its end is not detected.
     process: Option<OwnedFd>,
 }
 
@@ -34,7 +36,7 @@ impl Detached {
         self.poll(Duration::ZERO)
     }
 
-    /// Sleeps, at most until it ends.
+    /// Sleeps, or returns early when it ends.
     pub fn wait(&mut self, pause: Duration, ended: bool) {
         if ended || self.process.is_none() {
             std::thread::sleep(pause);
@@ -51,10 +53,11 @@ impl Detached {
     }
 }
 
-/// Starts `program` in the root folder, with these changes of the environment and its output in `log`.
+/// Starts `program` in the root folder, with these changes of the environment and its output in
+/// `log`.
 ///
 /// # Errors
-/// When it cannot be executed.
+/// It cannot be executed.
 pub fn spawn(program: &Path, arguments: &[&str], changes: &[(&str, OsString)], log: File) -> io::Result<Detached> {
     let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
     let output = log.try_clone()?;
@@ -62,16 +65,16 @@ pub fn spawn(program: &Path, arguments: &[&str], changes: &[(&str, OsString)], l
     match unsafe { fork() }? {
         ForkResult::Child => {
             drop(read);
-            let answer = in_between(program, arguments, changes, log, output, write.as_raw_fd());
+            let answer = spawn_intermediate(program, arguments, changes, log, output, write.as_raw_fd());
             let _ = File::from(write).write_all(&answer);
-            // SAFETY: ends the process in between without running what the parent registered for its own exit.
+            // SAFETY: ends the intermediate process without running the parent's exit handlers.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
             drop(write);
             let mut answer = Vec::new();
             File::from(read).read_to_end(&mut answer)?;
-            // Only fails when somebody else reaped it, which is as good.
+            // This fails only if another thread has reaped the child, which is fine.
             let _ = waitpid(child, None);
             let answer: [u8; 4] = answer.try_into().map_err(|_| io::Error::other("no answer from the fork"))?;
             match i32::from_ne_bytes(answer) {
@@ -82,8 +85,8 @@ pub fn spawn(program: &Path, arguments: &[&str], changes: &[(&str, OsString)], l
     }
 }
 
-/// Starts the program from a session of its own; its pid, or the negated error.
-fn in_between(
+/// Starts the program in a new session. Returns its pid, or the negated error.
+fn spawn_intermediate(
     program: &Path,
     arguments: &[&str],
     changes: &[(&str, OsString)],
@@ -91,13 +94,13 @@ fn in_between(
     output: File,
     keep: i32,
 ) -> [u8; 4] {
-    // A session leader's child has no way back to the terminal.
+    // The child of a session leader cannot acquire a terminal.
     let _ = setsid();
     close_on_exec(keep);
     let mut command = Command::new(program);
     command.args(arguments).current_dir("/").process_group(0);
     command.stdin(Stdio::null()).stdout(log).stderr(output);
-    // What the user preloads is meant for the command, and the hook is not for the collector.
+    // The user's preloaded libraries are for the command, and the hook is not for the collector.
     command.env_remove("LD_PRELOAD");
     command.envs(changes.iter().map(|(name, value)| (name, value)));
     match command.spawn() {
@@ -106,24 +109,25 @@ fn in_between(
     }
 }
 
-/// Marks every inherited descriptor, so that the collector holds no pipe or file of the user's open.
+/// Marks every inherited descriptor as close-on-exec, so that the collector keeps no pipe or file
+/// of the user open.
 fn close_on_exec(keep: i32) {
     for fd in descriptors().into_iter().filter(|fd| *fd > 2 && *fd != keep) {
-        // SAFETY: sets a flag of a descriptor; one that is closed by now gives an error.
+        // SAFETY: sets a flag of a descriptor; a closed descriptor returns an error.
         unsafe { libc::fcntl(fd, libc::F_SETFD, libc::FD_CLOEXEC) };
     }
 }
 
-/// The descriptors of this process; none where /proc is not there.
+/// The descriptors of this process; none if /proc is missing.
 pub fn descriptors() -> Vec<i32> {
     let entries = std::fs::read_dir("/proc/self/fd").into_iter().flatten().flatten();
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
 fn open_pidfd(pid: i32) -> Option<OwnedFd> {
-    // SAFETY: a system call of two integers. The pid may be another process's by now only if the program has ended and
-    // 2^22 others have started within a millisecond.
+    // SAFETY: a system call with two integers. The pid belongs to another process only if the
+    // program has ended and 2^22 others have started within a millisecond.
     let fd = unsafe { libc::syscall(libc::SYS_pidfd_open, pid, 0) };
-    // SAFETY: a descriptor that was just opened and that nobody else knows.
+    // SAFETY: the descriptor was just opened and has no other owner.
     (fd >= 0).then(|| unsafe { OwnedFd::from_raw_fd(fd as i32) })
 }

@@ -1,4 +1,5 @@
-//! What a command's program is: its file, its dynamic loader, and why that does not load the hook. Only looked at, never run.
+//! The program of a command: its file, its dynamic loader, and why the loader does not load the
+//! hook. The program is inspected, never run.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -20,11 +21,11 @@ use xpu_timer_proto::file::open as open_regular;
 
 /// The program of a command.
 pub struct Image {
-    /// Its file; of a script that of its interpreter.
+    /// Its file; for a script, that of its interpreter.
     pub file: PathBuf,
-    /// Whether that is a script's interpreter.
+    /// Whether the file is a script's interpreter.
     pub script: bool,
-    /// Its dynamic loader; `None` for a statically linked one.
+    /// Its dynamic loader; `None` if it is statically linked.
     pub loader: Option<PathBuf>,
     /// Why the hook is not loaded into it.
     pub obstacle: Option<Obstacle>,
@@ -35,21 +36,21 @@ pub struct Image {
 pub enum Obstacle {
     /// It has no dynamic loader.
     Static,
-    /// Its loader takes no LD_PRELOAD from whoever starts it.
+    /// Its loader ignores the LD_PRELOAD of the user who starts it.
     Privileged,
-    /// Another C library.
+    /// It uses another C library.
     Musl,
-    /// Another width of addresses.
+    /// It has another address size.
     Bits32,
-    /// Another processor; the kernel may have an emulator for it.
+    /// It is for another processor; the kernel may have an emulator.
     Machine,
-    /// Its loader is not the one of this system, and what it says of the hook.
+    /// Its loader is not the system's; the text is its error about the hook.
     Loader(String),
 }
 
 impl Obstacle {
-    /// Whether LD_PRELOAD with the hook costs the program a line on stderr, or its start. Where it does not, it serves the programs
-    /// that this one starts.
+    /// Whether LD_PRELOAD with the hook prints an error or prevents the start. Otherwise it still
+    /// serves the programs that this program starts.
     pub fn forbids_preload(&self) -> bool {
         !matches!(self, Obstacle::Static | Obstacle::Privileged)
     }
@@ -70,14 +71,14 @@ impl fmt::Display for Obstacle {
     }
 }
 
-/// How many interpreters the kernel follows, and how many words such as `env` are.
+/// Maximum number of interpreters that the kernel follows, and of nested commands such as `env`.
 const LONGEST_CHAIN: usize = 5;
 
 impl Image {
-    /// The program that runs in the end: behind `env` and the `#!` lines of scripts.
+    /// The program that finally runs, after `env` and the `#!` lines of scripts.
     ///
     /// # Errors
-    /// When it is not there, cannot be read, or is neither a program nor a script.
+    /// It does not exist, cannot be read, or is neither a program nor a script.
     pub fn of(command: &[OsString]) -> Result<Self> {
         let mut path = std::env::var_os("PATH").unwrap_or_default();
         let mut file = find(&command[0], &path)?;
@@ -101,7 +102,8 @@ impl Image {
         Ok(Image { file, script, loader, obstacle })
     }
 
-    /// What this program's loader has against the hook, asked where it is not the one that this program was started by.
+    /// Why this program's loader rejects the hook. Only a loader that differs from the launcher's
+    /// is asked.
     pub fn refusal_of(&self, hook: &Path) -> Option<Obstacle> {
         let loader = self.loader.as_ref()?;
         let ours = std::env::current_exe().ok().and_then(|exe| read(&exe).ok()?.0);
@@ -120,7 +122,7 @@ fn same_file(one: &Path, other: &Path) -> bool {
     id(one).is_some_and(|one| Some(one) == id(other))
 }
 
-/// The loader of an ELF file, and what in its header speaks against the hook.
+/// The loader of an ELF file, and the obstacle that its header shows.
 fn read(file: &Path) -> Result<(Option<PathBuf>, Option<Obstacle>)> {
     let named = || file.display().to_string();
     let data = ReadCache::new(open_regular(file).with_context(named)?);
@@ -154,7 +156,7 @@ fn own_obstacle(file: &Path, loader: Option<&Path>) -> Option<Obstacle> {
     }
 }
 
-/// Whether whoever runs the file becomes another user or group by it.
+/// Whether running the file changes the user or group.
 fn gains_rights(file: &Path) -> bool {
     let Ok(metadata) = fs::metadata(file) else { return false };
     let (user, group) = (nix::unistd::geteuid().as_raw(), nix::unistd::getegid().as_raw());
@@ -162,7 +164,7 @@ fn gains_rights(file: &Path) -> bool {
         || (metadata.mode() & 0o2000 != 0 && metadata.gid() != group)
 }
 
-/// A program as a shell finds it.
+/// Finds a program as a shell does.
 fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
     let is_program =
         |path: &Path| fs::metadata(path).is_ok_and(|metadata| metadata.is_file() && metadata.mode() & 0o111 != 0);
@@ -180,8 +182,8 @@ fn find(name: &OsStr, path: &OsStr) -> Result<PathBuf> {
     found.with_context(|| format!("{} is not on the PATH", name.display()))
 }
 
-/// The command behind `env` with its options and variables, and the PATH that it is looked for in. `None` for another command, and
-/// for an `env` that starts none.
+/// The command after `env` with its options and variables, and the PATH in which it is searched.
+/// `None` for another command, and for an `env` without a command.
 pub fn behind_env(words: &[OsString], path: &mut OsString) -> Option<Vec<OsString>> {
     let name = Path::new(words.first()?).file_name()?;
     if name != "env" {
@@ -221,13 +223,13 @@ fn owned(bytes: &[u8]) -> OsString {
     OsStr::from_bytes(bytes).to_owned()
 }
 
-/// The words behind `#!`: the interpreter and at most one argument, as the kernel takes them.
+/// The words after `#!`: the interpreter and at most one argument, as the kernel splits them.
 fn interpreter_of_script(file: &Path) -> Result<Option<Vec<OsString>>> {
     let mut head = Vec::new();
     let open = open_regular(file).with_context(|| format!("{}", file.display()))?;
     open.take(256).read_to_end(&mut head).with_context(|| format!("{}", file.display()))?;
     let Some(line) = head.strip_prefix(b"#!").and_then(|rest| rest.split(|byte| *byte == b'\n').next()) else {
-        // What the kernel cannot execute, execvp hands to a shell.
+        // `execvp` runs a file that the kernel cannot execute with a shell.
         return Ok((!head.contains(&0)).then(|| vec!["/bin/sh".into()]));
     };
     let line = line.trim_ascii();
@@ -255,17 +257,19 @@ mod tests {
         vec![path.as_os_str().to_owned()]
     }
 
-    /// The header of a program and, if it names one, of its interpreter: enough for whoever only looks.
+    /// The header of a program and, if it names one, of its interpreter; this is enough for
+    /// inspection.
     fn elf(bits: u8, machine: u8, interpreter: &str) -> Vec<u8> {
         let (header, entry) = if bits == 64 { (64u8, 56u8) } else { (52, 32) };
         let count = u8::from(!interpreter.is_empty());
         let mut bytes = vec![0x7f, b'E', b'L', b'F', bits / 32, 1, 1];
         bytes.resize(usize::from(header + entry), 0);
         (bytes[16], bytes[18], bytes[20]) = (2, machine, 1);
-        // Offset of the program headers, size of the header, size and number of the program headers.
+        // Offset of the program headers, size of the header, size and number of the program
+        // headers.
         let (offset, sizes) = if bits == 64 { (32, 52) } else { (28, 40) };
         (bytes[offset], bytes[sizes], bytes[sizes + 2], bytes[sizes + 4]) = (header, header, entry, count);
-        // PT_INTERP: where, and how long.
+        // PT_INTERP: offset and length.
         let at = usize::from(header);
         let (place, length) = if bits == 64 { (at + 8, at + 32) } else { (at + 4, at + 16) };
         (bytes[at], bytes[place], bytes[length]) = (3, header + entry, interpreter.len() as u8 + 1);
@@ -309,7 +313,7 @@ mod tests {
         let text = Image::of(&executable(&at("text"), b"echo\n")).unwrap();
         assert_eq!((text.file, text.script), ("/bin/sh".into(), true));
         assert!(Image::of(&executable(&at("bytes"), b"\x01\0\x02")).is_err());
-        // Each is the other's interpreter: it ends.
+        // The scripts are each other's interpreter, and the search still ends.
         executable(&at("a"), format!("#!{}\n", at("b").display()).as_bytes());
         let endless = executable(&at("b"), format!("#!{}\n", at("a").display()).as_bytes());
         assert!(Image::of(&endless).is_err());
@@ -319,7 +323,7 @@ mod tests {
     fn a_loader_of_its_own_is_asked() {
         let folder = tempfile::tempdir().unwrap();
         let loader = folder.path().join("ld.so");
-        // One that the shell in the loader's place takes.
+        // A hook that the shell, which replaces the loader here, accepts.
         let maps = fs::read_to_string("/proc/self/maps").unwrap();
         let hook = maps.lines().filter_map(|line| Some(&line[line.find('/')?..])).find(|path| path.contains("libc.so"));
         let hook = Path::new(hook.expect("this test is linked to it"));

@@ -1,18 +1,20 @@
-//! The word in front of the user's command: starts the node collector when none answers, puts the hook in front of LD_PRELOAD, and
-//! becomes the command.
+//! The launcher in front of the user's command: it starts the node collector if none answers, adds
+//! the hook to LD_PRELOAD, and becomes the command.
 //!
-//! Nothing that goes wrong on the way keeps the command from running: it is said once on stderr, in one line, and the command runs
-//! without the tool. Exit codes: the command's own; 127 when it is not found, 126 when it cannot be executed, 2 for wrong usage.
+//! An error never prevents the command from running: it is printed once on stderr, in one line, and
+//! the command runs without the tool. Exit codes: the command's own; 127 if it is not found, 126 if
+//! it cannot be executed, 2 for wrong usage.
 #![deny(unsafe_code)]
 
 #[allow(unsafe_code)]
-mod apart;
+mod bounded_io;
 mod cli;
 mod collector;
 mod config;
 mod container;
 #[allow(unsafe_code)]
 mod detach;
+mod exit_codes;
 mod image;
 mod preload;
 mod print_env;
@@ -34,17 +36,12 @@ use xpu_timer_proto::{printable, ring};
 
 use cli::Request;
 use config::Config;
+use exit_codes::{NOT_EXECUTABLE, NOT_FOUND, USAGE};
 use image::{Image, Obstacle};
 pub use print_env::main as print_env;
 
-/// Exit code for wrong usage.
-const USAGE: u8 = 2;
-/// Exit code of a shell for a command that is there but cannot be executed.
-const NOT_EXECUTABLE: u8 = 126;
-/// Exit code of a shell for a command that is not there.
-const NOT_FOUND: u8 = 127;
-
-/// Runs with the arguments behind the program's name. Returns only when the command could not be executed, or was none.
+/// Runs with the arguments after the program's name. Returns only if the command could not be
+/// executed, or if there was none.
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     match cli::parse(arguments) {
@@ -66,7 +63,7 @@ fn run(command: &[OsString]) -> ExitCode {
         Vec::new()
     } else if let Some(why) = impossible(command) {
         say(&format!("running without the hook: {why}"));
-        // A launcher above this one may have put it there.
+        // A launcher above this one may have added the hook.
         preload::without_hook(std::env::var_os("LD_PRELOAD")).map(|value| ("LD_PRELOAD", value)).into_iter().collect()
     } else {
         prepare(command, &config)
@@ -74,13 +71,13 @@ fn run(command: &[OsString]) -> ExitCode {
     ExitCode::from(become_command(command, &changes))
 }
 
-/// Why the hook would be of no use to the command, or do it harm.
+/// Why the hook would be useless or harmful for the command.
 fn impossible(command: &[OsString]) -> Option<String> {
     let elsewhere = container::elsewhere(command).filter(|elsewhere| elsewhere.in_container);
     if let Some(elsewhere) = elsewhere {
         return Some(elsewhere.advice);
     }
-    // A command that is not there is said when it cannot be executed.
+    // A missing command is reported when it is executed.
     let image = Image::of(command).ok();
     let obstacle = image.as_ref().and_then(|image| Some((image, image.obstacle.as_ref()?)));
     match obstacle {
@@ -89,32 +86,32 @@ fn impossible(command: &[OsString]) -> Option<String> {
     }
 }
 
-/// Collector and hook for a command that can have them: what changes in its environment.
+/// Prepares collector and hook for a command. Returns the changes of its environment.
 fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString)> {
     config.moved.iter().for_each(|moved| say(moved));
-    let (mut config, mut is_apart) = (config.clone(), false);
+    let (mut config, mut has_own_collector) = (config.clone(), false);
     let (changes, ensured) = loop {
-        let unlike = collector::unlike(&config);
-        if !unlike.is_empty() && !is_apart {
-            is_apart = true;
-            match collector::apart(&config) {
+        let differing = collector::differing_settings(&config);
+        if !differing.is_empty() && !has_own_collector {
+            has_own_collector = true;
+            match collector::with_own_collector(&config) {
                 Ok(own) => config = own,
-                Err(why) => say(&format!("the node collector has another {}: {why}", unlike.join(", "))),
+                Err(why) => say(&format!("the node collector has another {}: {why}", differing.join(", "))),
             }
         }
         let mut changes = config.changed.clone();
         changes.push(("XPU_TIMER_SOCKET", config.socket.clone().into_os_string()));
         changes.push(("XPU_TIMER_LAUNCH_ID", launch_id().into()));
         let ensured = collector::ensure(&config, &changes);
-        // Another launcher may have been faster, with other settings.
-        if is_apart || ensured.is_err() || collector::unlike(&config).is_empty() {
+        // Another launcher, with other settings, may have been faster.
+        if has_own_collector || ensured.is_err() || collector::differing_settings(&config).is_empty() {
             break (changes, ensured);
         }
     };
     let (config, mut changes) = (&config, changes);
     match ensured {
         Ok(found) => {
-            // So that also those processes can let it look into them that never connect.
+            // Processes that never connect can then permit the collector to inspect them, too.
             changes.push(("XPU_TIMER_COLLECTOR_PID", found.pid.to_string().into()));
             let remarks = [found.remark, collector::overruled(config), timeline::remark(&config.timeline)];
             remarks.into_iter().flatten().for_each(|remark| say(&remark));
@@ -134,24 +131,26 @@ fn prepare(command: &[OsString], config: &Config) -> Vec<(&'static str, OsString
     changes
 }
 
-/// How many seccomp filters the command starts under, and on which boot of which machine. A process of the command with more filters has
-/// put them on itself, or was put under them by its parent, and the hook keeps out of it.
+/// The number of seccomp filters under which the command starts, and the boot of the machine. If a
+/// process of the command has more filters, it or its parent installed them, and the hook is
+/// inactive in it.
 fn filters() -> String {
     let status = std::fs::read("/proc/self/status").unwrap_or_default();
     let boot = std::fs::read_to_string(ring::BOOT_ID).unwrap_or_default();
     format!("{}:{}", ring::filters(&status), boot.trim())
 }
 
-/// The process that becomes the command, by pid and start time. What the command starts inherits it, and so belongs to it also when the
-/// processes in between have ended.
+/// The process that becomes the command: pid and start time. Processes of the command inherit it,
+/// so they belong to the command even after the processes in between have ended.
 fn launch_id() -> String {
     let stat = std::fs::read_to_string("/proc/self/stat").unwrap_or_default();
-    // The name stands in parentheses and may hold any character; the start time is field 22.
+    // The name is in parentheses and may contain any character; the start time is field 22.
     let start = stat.rsplit_once(')').and_then(|(_, fields)| fields.split_whitespace().nth(19)).unwrap_or("0");
     format!("{}:{start}", std::process::id())
 }
 
-/// What is to be known of a command that gets the hook, and yet not in its own process or not on its own node.
+/// A remark about a command that gets the hook, but runs its ranks in other processes or on other
+/// nodes.
 fn remark(command: &[OsString]) -> Option<String> {
     if let Some(elsewhere) = container::elsewhere(command) {
         return Some(elsewhere.advice);
@@ -165,7 +164,7 @@ fn remark(command: &[OsString]) -> Option<String> {
     Some(format!("{}: {obstacle}; {advice}", image.file.display()))
 }
 
-/// Replaces this process. The exit code for when that fails.
+/// Replaces this process. Returns the exit code if that fails.
 fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
     let text = |text: &OsString| CString::new(text.as_bytes());
     let kept = std::env::vars_os().filter(|(name, _)| changes.iter().all(|(changed, _)| *name != **changed));
@@ -180,7 +179,8 @@ fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
         .collect();
     let arguments: Result<Vec<CString>, _> = command.iter().map(text).collect();
     let (Ok(environment), Ok(arguments)) = (environment, arguments) else {
-        // Neither an argument nor the environment of a process can hold a NUL, so neither did.
+        // Neither the arguments nor the environment of a process can contain a NUL, so this cannot
+        // happen.
         return NOT_EXECUTABLE;
     };
     signals::as_inherited();
@@ -189,13 +189,14 @@ fn become_command(command: &[OsString], changes: &[(&str, OsString)]) -> u8 {
     if error == Errno::ENOENT || error == Errno::ENOTDIR { NOT_FOUND } else { NOT_EXECUTABLE }
 }
 
-/// The product, on stdout; a reader that went away is content.
+/// Prints to stdout. It is no error if the reader is gone.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().write_all(text.as_bytes());
     ExitCode::SUCCESS
 }
 
-/// One line on stderr, in one write, so that the lines of several ranks do not mix. Nobody can be told when stderr is closed.
+/// Prints one line to stderr in one write, so that the lines of several ranks do not mix. If stderr
+/// is closed, the message is lost.
 fn say(text: &str) {
     let _ = std::io::stderr().write_all(format!("xpu_timer_launch: {}\n", printable::line(text)).as_bytes());
 }

@@ -1,4 +1,4 @@
-//! Where the hook is, whether the dynamic loader takes it, and LD_PRELOAD with it in front.
+//! Finds the hook, checks that the dynamic loader accepts it, and puts it in front of LD_PRELOAD.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -15,14 +15,14 @@ use std::{
 
 use anyhow::{Context, Result, bail};
 
-use crate::{apart, config::Config, image::Image};
+use crate::{bounded_io, config::Config, image::Image};
 
 const FILE: &str = "libxpu_timer_hook.so";
 
 /// The value of LD_PRELOAD for the command.
 ///
 /// # Errors
-/// When the hook is not there, cannot be loaded, or lies where LD_PRELOAD cannot name it.
+/// The hook does not exist, cannot be loaded, or has a path that LD_PRELOAD cannot contain.
 pub fn for_command(config: &Config, command: &[OsString], before: Option<OsString>) -> Result<OsString> {
     let found = find(config)?;
     let hook = nameable(&found, config)?;
@@ -35,7 +35,7 @@ pub fn for_command(config: &Config, command: &[OsString], before: Option<OsStrin
     }
 }
 
-/// LD_PRELOAD without any hook of ours; `None` when it has none.
+/// LD_PRELOAD without our hook; `None` if it does not contain it.
 pub fn without_hook(before: Option<OsString>) -> Option<OsString> {
     let before = before?;
     let all: Vec<&[u8]> = before.as_bytes().split(is_separator).filter(|name| !name.is_empty()).collect();
@@ -48,7 +48,8 @@ fn is_separator(byte: &u8) -> bool {
     *byte == b':' || byte.is_ascii_whitespace()
 }
 
-/// The hook by a name that LD_PRELOAD can hold: its own, else that of a link beside the socket, where no other user can put one.
+/// A path of the hook that LD_PRELOAD can contain: its own, else that of a link beside the socket,
+/// where no other user can create one.
 fn nameable(hook: &Path, config: &Config) -> Result<PathBuf> {
     let has_separator = |path: &Path| path.as_os_str().as_bytes().iter().any(is_separator);
     if !has_separator(hook) {
@@ -61,7 +62,8 @@ fn nameable(hook: &Path, config: &Config) -> Result<PathBuf> {
         if status.uid() != nix::unistd::geteuid().as_raw() || status.mode() & 0o022 != 0 {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
-        // Links for different hooks have different names, and one that is there is not touched: processes start by it.
+        // Links to different hooks have different names. An existing link is not changed, because
+        // processes are started with it.
         let mut hash = DefaultHasher::new();
         hook.hash(&mut hash);
         let link = folder.join(format!("hook-{:016x}.so", hash.finish()));
@@ -91,8 +93,8 @@ fn in_front(hook: &Path, before: Option<OsString>) -> OsString {
     value
 }
 
-/// Tries the hook on this program. One that was built for another machine or C library, or is half copied, would put a line into the
-/// output of every process of the job, or end it at its start.
+/// Tests the hook with this program. A hook for another machine or C library, or a partial copy,
+/// would print a line in every process of the job, or prevent its start.
 fn loads(hook: &Path) -> Result<()> {
     let mut tried = Command::new("/proc/self/exe");
     tried.arg("--version").stdin(Stdio::null()).stdout(Stdio::null());
@@ -100,7 +102,7 @@ fn loads(hook: &Path) -> Result<()> {
     for (name, _) in std::env::vars_os().filter(|(name, _)| asks_loader(name)) {
         tried.env_remove(name);
     }
-    // When no process can be made, the command will say so itself.
+    // If no process can be created, the command will fail as well and report it.
     let Ok(output) = tried.env("LD_PRELOAD", hook).output() else { return Ok(()) };
     let said = String::from_utf8_lossy(&output.stderr);
     let complaint = said.lines().find(|line| line.contains(&*hook.to_string_lossy()));
@@ -114,11 +116,11 @@ fn loads(hook: &Path) -> Result<()> {
 /// The hook's file.
 ///
 /// # Errors
-/// When it is not there.
+/// It does not exist.
 pub fn find(config: &Config) -> Result<PathBuf> {
     if let Some(hook) = &config.hook {
-        // The loader resolves a relative name in each process anew, wherever that has gone.
-        match apart::is_file(hook).and_then(|()| std::path::absolute(hook)) {
+        // The loader resolves a relative path in each process anew, after a change of folder too.
+        match bounded_io::is_file(hook).and_then(|()| std::path::absolute(hook)) {
             Ok(hook) => return Ok(hook),
             Err(error) if error.kind() == io::ErrorKind::TimedOut => {
                 bail!("XPU_TIMER_HOOK_PATH={}: {error}", hook.display())

@@ -1,7 +1,8 @@
-//! What is in force, and what would be hooked: settings, parts, and the libraries of a process or a program.
+//! `xpu_timer_print_env`: prints the effective settings, the parts of xpu_timer, and the hooked
+//! libraries of a process or program.
 //!
-//! Only looks: nothing is started but the dynamic loader, which lists the libraries of a program without running it. Exit codes: 0
-//! all is well; 1 something is wrong, which is said; 2 wrong usage.
+//! It starts nothing but the dynamic loader, which lists the libraries of a program without running
+//! it. Exit codes: 0 no problem; 1 a problem, which is printed; 2 wrong usage.
 
 mod cli;
 mod library;
@@ -22,7 +23,7 @@ use xpu_timer_proto::printable;
 /// Name of the program in its messages.
 const NAME: &str = "xpu_timer_print_env";
 
-/// Runs with the arguments behind the program's name.
+/// Runs with the arguments after the program's name.
 #[must_use]
 pub fn main(arguments: Vec<OsString>) -> ExitCode {
     let (json, target) = match cli::parse(arguments) {
@@ -31,7 +32,7 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
         Request::Wrong(why) => {
             say(&why);
             let _ = std::io::stderr().write_all(format!("{}\n", cli::USAGE).as_bytes());
-            return ExitCode::from(crate::USAGE);
+            return ExitCode::from(crate::exit_codes::USAGE);
         }
         Request::Library { json, file } => return compare(&file, json),
         Request::Show { json, target } => (json, target),
@@ -47,7 +48,8 @@ pub fn main(arguments: Vec<OsString>) -> ExitCode {
     if report.problems.is_empty() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
 }
 
-/// A library against the hook. That it has functions which are not hooked is no failure: it is what was asked for.
+/// Compares a library with the hook. Functions that are not hooked are not a failure: the user
+/// asked for them.
 fn compare(file: &Path, json: bool) -> ExitCode {
     match library::Compared::with_hook(file) {
         Ok(compared) => print(&if json { json_of(&compared.json()) } else { compared.text() }),
@@ -62,13 +64,13 @@ fn json_of(value: &serde_json::Value) -> String {
     printable::json(&format!("{value:#}\n")).into_owned()
 }
 
-/// The product, on stdout; a reader that went away is content.
+/// Prints to stdout. It is no error if the reader is gone.
 fn print(text: &str) -> ExitCode {
     let _ = std::io::stdout().write_all(printable::text(text).as_bytes());
     ExitCode::SUCCESS
 }
 
 fn say(text: &str) {
-    // Nobody can be told when stderr is closed.
+    // If stderr is closed, the message is lost.
     let _ = std::io::stderr().write_all(format!("{NAME}: {}\n", printable::line(text)).as_bytes());
 }

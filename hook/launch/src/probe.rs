@@ -1,6 +1,8 @@
-//! Tries, in a child that may die of it, the system calls that hook and collector need: a seccomp filter may refuse them, or end who calls.
+//! Tries the system calls that hook and collector need in a child process: a seccomp filter may
+//! refuse them, or kill the caller.
 //!
-//! Without this a filter that ends the caller would end the training process at the hook's first call.
+//! Without this check, a filter that kills the caller would end the training process at the hook's
+//! first call.
 
 use std::{
     fs::File,
@@ -19,19 +21,20 @@ use nix::{
     unistd::{ForkResult, fork, pipe2},
 };
 
-use crate::apart;
+use crate::bounded_io;
 
-/// A filter whose supervisor does not answer holds the child for longer.
+/// Timeout for the child. It blocks longer only if the supervisor of a filter does not answer.
 const PATIENCE: Duration = Duration::from_secs(2);
-/// In place of an error number: the call was begun.
+/// Used in place of an error number: the call was started.
 const BEGUN: u8 = u8::MAX;
 
-/// A system call, its arguments, and whether the hook can do nothing without it.
+/// A system call, its arguments, and whether the hook depends on it.
 struct Call {
     name: &'static str,
     number: c_long,
     arguments: [c_long; 4],
-    /// One that is not vital may be refused: what needs it says so itself. It must not end the caller.
+    /// A call that is not vital may be refused, because the code that needs it reports that itself.
+    /// It must not kill the caller.
     vital: bool,
 }
 
@@ -41,13 +44,14 @@ const fn call(name: &'static str, number: c_long, arguments: [c_long; 4], vital:
 
 const NO_FILE: c_long = -1;
 
-/// None of them changes anything but the child, which ends: they name no descriptor, no process, or only ask.
+/// The calls to try. They affect only the child: they name no descriptor and no process, or only
+/// query.
 fn calls() -> [Call; 18] {
     let own = c_long::from(std::process::id() as i32);
     let kind = c_long::from(libc::SOCK_SEQPACKET | libc::SOCK_CLOEXEC);
     let name = c"xpu_timer_probe".as_ptr() as c_long;
     [
-        // First, so that no core is written when another one ends the child.
+        // The first call, so that no core dump is written when a later call kills the child.
         call("prctl", libc::SYS_prctl, [c_long::from(libc::PR_SET_DUMPABLE), 0, 0, 0], false),
         call("socket", libc::SYS_socket, [c_long::from(libc::AF_UNIX), kind, 0, 0], true),
         call("connect", libc::SYS_connect, [NO_FILE, 0, 0, 0], true),
@@ -60,9 +64,10 @@ fn calls() -> [Call; 18] {
         call("fallocate", libc::SYS_fallocate, [NO_FILE, 0, 0, 1], true),
         call("tgkill", libc::SYS_tgkill, [own, own, 0, 0], true),
         call("prctl", libc::SYS_prctl, [c_long::from(libc::PR_SET_PTRACER), 0, 0, 0], false),
-        // Of the C library, when a program or a thread is started; it has another way where this is only refused.
+        // The C library uses it to start a program or a thread, and has a fallback if it is only
+        // refused.
         call("clone3", libc::SYS_clone3, [0, 0, 0, 0], false),
-        // Those of the collector, which gets the same filter.
+        // Calls of the collector, which gets the same filter.
         call("bind", libc::SYS_bind, [NO_FILE, 0, 0, 0], false),
         call("listen", libc::SYS_listen, [NO_FILE, 0, 0, 0], false),
         call("pidfd_open", libc::SYS_pidfd_open, [own, 0, 0, 0], false),
@@ -71,9 +76,10 @@ fn calls() -> [Call; 18] {
     ]
 }
 
-/// Which system call is forbidden here, and how; `None` when none is, and when that cannot be found out.
+/// The first forbidden system call and how it is forbidden; `None` if there is none or if that is
+/// unknown.
 pub fn forbidden() -> Option<String> {
-    // Nearly free where there is no filter.
+    // Nearly free if there is no filter.
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     if status.lines().any(|line| line.strip_prefix("Seccomp:").is_some_and(|mode| mode.trim() == "0")) {
         return None;
@@ -92,7 +98,8 @@ pub fn forbidden() -> Option<String> {
     Some(format!("the seccomp filter here refuses {} ({error}), {remedy}", call.name))
 }
 
-/// Pairs of the index of a call and [`BEGUN`] or its error number, and whether the child ended, or was ended, before the last.
+/// Pairs of a call's index and [`BEGUN`] or its error number, and whether the child ended before
+/// the last call.
 fn try_all(calls: &[Call]) -> io::Result<(Vec<u8>, bool)> {
     let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: this process has one thread.
@@ -100,16 +107,16 @@ fn try_all(calls: &[Call]) -> io::Result<(Vec<u8>, bool)> {
         ForkResult::Child => {
             drop(read);
             in_child(calls, File::from(write));
-            // SAFETY: ends the child without running what the parent registered for its own exit.
+            // SAFETY: ends the child without running the parent's exit handlers.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
             drop(write);
-            let (answers, in_time) = apart::read_to_end_within(File::from(read), PATIENCE);
+            let (answers, in_time) = bounded_io::read_to_end_within(File::from(read), PATIENCE);
             if !in_time {
                 let _ = kill(child, Signal::SIGKILL);
             }
-            // Only fails when somebody else reaped it, which is as good.
+            // This fails only if another thread has reaped the child, which is fine.
             let _ = waitpid(child, None);
             let complete = 4 * calls.len();
             Ok((answers.clone(), answers.len() < complete))
@@ -123,7 +130,7 @@ fn in_child(calls: &[Call], mut report: File) {
         if report.write_all(&[index, BEGUN]).is_err() {
             return;
         }
-        // SAFETY: the arguments name no memory but a C string, and no file; see `calls`.
+        // SAFETY: the arguments contain no pointer but a C string, and no file; see `calls`.
         let result = unsafe { libc::syscall(call.number, a, b, c, d, 0, 0) };
         let error = if result < 0 { Errno::last_raw() as u8 } else { 0 };
         if report.write_all(&[index, error]).is_err() {

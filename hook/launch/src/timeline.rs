@@ -1,4 +1,5 @@
-//! Whether incidents can be written where they are to go: whoever looks for them after a hang should know before it where they are.
+//! Checks whether incidents can be written to their folder. Users who look for incidents after a
+//! hang should know their location before.
 
 use std::{
     fs,
@@ -6,7 +7,7 @@ use std::{
     path::{Path, PathBuf},
 };
 
-use crate::apart;
+use crate::bounded_io;
 
 use nix::{
     errno::Errno,
@@ -15,9 +16,9 @@ use nix::{
 };
 use xpu_timer_proto::text::{MOST_NAME_BYTES, MOST_PATH_BYTES, shortened};
 
-/// What is wrong with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the second is used then.
+/// The problem with the folder of `XPU_TIMER_TIMELINE_PATH`, and that the fallback is used.
 pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
-    let error = match apart::answers(wanted) {
+    let error = match bounded_io::answers(wanted) {
         Ok(()) => problem(wanted)?.desc().to_string(),
         Err(error) => error.to_string(),
     };
@@ -25,14 +26,14 @@ pub fn remark([wanted, fallback]: &[PathBuf; 2]) -> Option<String> {
     Some(format!("XPU_TIMER_TIMELINE_PATH={wanted} cannot be written ({error}): incidents will be in {fallback}"))
 }
 
-/// Looks only: the folder is made with the first incident.
+/// Only checks: the folder is created with the first incident.
 fn problem(folder: &Path) -> Option<Errno> {
     if folder.as_os_str().len() > MOST_PATH_BYTES {
         return Some(Errno::ENAMETOOLONG);
     }
-    // The first one that is there, of the folder and those above it; what stands in the way may be a file.
+    // The first existing path among the folder and its parents. A file may be in the way.
     let look = |path: &&Path| match fs::symlink_metadata(path) {
-        // Too long a path is not there either, and cannot be made.
+        // A path that is too long does not exist and cannot be created.
         Err(error) if error.raw_os_error() == Some(Errno::ENAMETOOLONG as i32) => true,
         looked => looked.is_ok(),
     };
@@ -49,14 +50,14 @@ fn problem(folder: &Path) -> Option<Errno> {
     if let Err(error) = access(there, AccessFlags::W_OK | AccessFlags::X_OK) {
         return Some(error);
     }
-    // Some file systems do not count their blocks.
+    // Some file systems do not report their blocks.
     let space = statvfs(there).ok()?;
     let is_full = space.blocks() > 0 && space.blocks_available() == 0;
     (is_full || space.files() > 0 && space.files_available() == 0).then_some(Errno::ENOSPC)
 }
 
-/// Whether another user has made this link, or this folder in one that everybody may write to: its owner could exchange what is
-/// written there, and the collector does not use it.
+/// Whether another user created this link, or this folder in a folder that everybody may write to.
+/// Its owner could replace the files in it, so the collector does not use it.
 fn is_trap(path: &Path) -> bool {
     let Ok(status) = fs::symlink_metadata(path) else { return false };
     let is_shared = |parent: &Path| fs::metadata(parent).is_ok_and(|status| status.mode() & 0o002 != 0);
@@ -88,7 +89,8 @@ mod tests {
         for path in [theirs.clone(), theirs.join("timeline"), theirs.join("below/timeline"), link.join("timeline")] {
             assert!(of(&path).contains("(Operation not permitted)"), "{}: {}", path.display(), of(&path));
         }
-        // A folder of theirs where not everybody may write was made by somebody who may.
+        // Another user's folder that not everybody may write to was created by somebody with the
+        // right to do so.
         fs::set_permissions(&shared, fs::Permissions::from_mode(0o755)).unwrap();
         assert_eq!(of(&theirs), "");
     }

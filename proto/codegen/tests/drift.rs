@@ -1,5 +1,6 @@
-//! The generated code is checked in, so that a build needs neither protoc nor a code generator. This test generates it
-//! again and fails when the two differ; `cargo xtask bless` (BLESS=1) writes the new code.
+//! The generated code is checked in, so that a build needs neither protoc nor a code generator.
+//! This test generates it again and fails if the two differ. `cargo xtask bless` (BLESS=1) writes
+//! the new code.
 
 use std::{fs, path::Path};
 
@@ -44,7 +45,8 @@ fn generated_code_is_up_to_date() {
     }
 }
 
-/// For [`lenient::decode`]: which fields of each message are texts, and which are messages.
+/// Generates the shapes for [`lenient::decode`]: the fields of each message that are texts or
+/// messages.
 ///
 /// [`lenient::decode`]: ../../src/lenient.rs
 fn shapes(descriptors: &prost_types::FileDescriptorSet) -> String {

@@ -1,64 +1,22 @@
-//! Lanes: what a launching thread counts for itself, so that launches of several threads do not fight for a cache line.
+//! Lanes: counters of a launching thread, separate for each thread so that threads do not contend
+//! for a cache line.
 //!
-//! A lane has one writer, the thread that owns it, which needs no atomic read-modify-write; the lane of a thread that ended
-//! goes to another thread and counts on. A reader adds the lanes up. A thread that finds none free uses the words of
-//! [`super::header`] and the table of [`super::stream`] instead, which all threads share.
+//! A lane has one writer, the thread that owns it, so it needs no atomic read-modify-write. When
+//! the thread ends, another thread takes over the lane and continues to count. A reader adds up all
+//! lanes. A thread without a free lane uses the words of [`super::header`] and the table of
+//! [`super::stream`], which all threads share.
 
 use std::{collections::HashMap, io};
 
-use super::{coverage, offset, read_words, stream};
+use super::layout::{offset, stream};
+use super::words::read_words;
 
-/// Kernel id of the thread that owns the lane; 0 is a free one.
-pub const OWNER: usize = 0;
-/// Its last launch, copy, memset or return from a synchronization.
-pub const LAST_LAUNCH_NS: usize = 1;
-/// Kernels launched.
-pub const KERNELS: usize = 2;
-/// Graphs launched.
-pub const GRAPHS: usize = 3;
-/// First of [`COPY_KINDS`] words: memory copies by direction.
-pub const COPIES: usize = 4;
-/// First of [`COPY_KINDS`] words: their bytes.
-pub const COPY_BYTES: usize = 9;
-/// Bytes asked for of functions that allocate device memory or pinned host memory.
-pub const ALLOCATED_BYTES: usize = 14;
-/// Launches whose own cost was measured, and what they cost in nanoseconds.
-pub const LAUNCH_SAMPLES: usize = 15;
-/// As above.
-pub const LAUNCH_COST_NS: usize = 16;
-/// The same for calls of the collective library, their two event records included.
-pub const COLLECTIVE_SAMPLES: usize = 17;
-/// As above.
-pub const COLLECTIVE_COST_NS: usize = 18;
-/// Samples of both kinds that took more than [`LONG_NS`] and are not in the ones above: the thread was interrupted in them, or
-/// the hook did something for the first time. Their number and nanoseconds.
-pub const LONG_SAMPLES: usize = 19;
-/// As above.
-pub const LONG_COST_NS: usize = 20;
-/// Collectives launched.
-pub const COLLECTIVES: usize = 21;
-/// Words of a lane; whole cache lines.
-pub const WORDS: usize = 24;
-/// Number of lanes.
-pub const SLOTS: usize = 64;
+pub use super::layout::lane::*;
 
-/// Stream entries of a lane, laid out as [`super::stream`]; a thread that launches on more uses the shared table.
-pub const STREAMS: usize = 14;
-/// Words of a lane's stream entries; whole cache lines.
-pub const STREAM_WORDS: usize = 64;
-/// Words of a lane's calls of each hooked function, by the index of its coverage entry.
-pub const CALL_WORDS: usize = coverage::SLOTS;
-
-/// A sample of the hook's own cost that is longer tells of something else than the hook.
-pub const LONG_NS: u64 = 20_000;
-
-/// Names of the directions of a copy: cudaMemcpyKind 0 to 3, and all others.
-pub const COPY_KINDS: [&str; 5] = ["H2H", "H2D", "D2H", "D2D", "Unknown"];
-
-/// All lanes of a process, added up.
+/// The sums over all lanes of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub struct Totals {
-    /// Last launch of anything.
+    /// Last launch of any kind.
     pub last_launch_ns: u64,
     /// Kernels launched.
     pub kernels: u64,
@@ -68,22 +26,22 @@ pub struct Totals {
     pub collectives: u64,
     /// Copies by [`COPY_KINDS`].
     pub copies: [u64; COPY_KINDS.len()],
-    /// Their bytes.
+    /// Copied bytes by [`COPY_KINDS`].
     pub copy_bytes: [u64; COPY_KINDS.len()],
-    /// Bytes asked for.
+    /// Bytes requested.
     pub allocated_bytes: u64,
-    /// Number and nanoseconds of the launches whose own cost was measured.
+    /// Number and nanoseconds of the launches whose hook cost was measured.
     pub launch_cost: (u64, u64),
-    /// The same of the collectives.
+    /// Number and nanoseconds of the collective calls whose hook cost was measured.
     pub collective_cost: (u64, u64),
-    /// The same of the long samples of both.
+    /// Number and nanoseconds of the long samples of both kinds.
     pub long_cost: (u64, u64),
 }
 
-/// Adds up what the lanes say. Any process may have written them, so the sums saturate.
+/// Adds up the lanes. The sums saturate, because any process may have written the lanes.
 ///
 /// # Errors
-/// What `read_at` returned.
+/// The error of `read_at`.
 pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Totals> {
     let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
     let mut totals = Totals::default();
@@ -104,26 +62,26 @@ pub fn totals(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result
             (&mut totals.long_cost, LONG_SAMPLES),
         ] {
             add(&mut sum.0, samples);
-            // The nanoseconds are the word behind the number.
+            // The nanoseconds are in the next word.
             add(&mut sum.1, samples + 1);
         }
     }
     Ok(totals)
 }
 
-/// Kernel ids of the threads that own a lane, or did when they ended.
+/// Thread ids of the lanes' owners, including those that ended.
 ///
 /// # Errors
-/// What `read_at` returned.
+/// The error of `read_at`.
 pub fn owners(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
     let words = read_words(read_at, offset::LANES, SLOTS * WORDS)?;
     Ok(words.chunks_exact(WORDS).map(|lane| lane[OWNER]).filter(|owner| *owner != 0).collect())
 }
 
-/// Calls of each hooked function, by the index of its coverage entry, over all lanes.
+/// Calls of each hooked function over all lanes, by the index of its coverage entry.
 ///
 /// # Errors
-/// What `read_at` returned.
+/// The error of `read_at`.
 pub fn calls(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<u64>> {
     let words = read_words(read_at, offset::LANE_CALLS, SLOTS * CALL_WORDS)?;
     let mut calls = vec![0_u64; CALL_WORDS];
@@ -133,10 +91,11 @@ pub fn calls(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<
     Ok(calls)
 }
 
-/// Stream entries of the lanes and of the shared table, one a stream: the launches of all, the last kernel of the latest.
+/// Stream entries of the lanes and the shared table, merged by stream: the sum of launches, and the
+/// last kernel of the latest entry.
 ///
 /// # Errors
-/// What `read_at` returned.
+/// The error of `read_at`.
 pub fn streams(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<[u64; stream::WORDS]>> {
     let mut words = read_words(read_at, offset::STREAMS, stream::SLOTS * stream::WORDS)?;
     for lane in read_words(read_at, offset::LANE_STREAMS, SLOTS * STREAM_WORDS)?.chunks_exact(STREAM_WORDS) {

@@ -1,4 +1,4 @@
-//! Whether the capture sees what the other tools see, on targets that do not move.
+//! Compares the capture with other tools, on targets that do not change.
 
 use std::collections::HashMap;
 
@@ -11,12 +11,12 @@ use crate::{
     tools::Tools,
 };
 
-/// How many of how many, and one example of the rest.
+/// The number of agreements, of comparisons, and one example of a difference.
 #[derive(Debug, Default)]
 pub struct Score {
     pub same: usize,
     pub of: usize,
-    /// Threads whose stack the other tool gave up on; they do not count.
+    /// Threads whose stack the other tool could not complete; they do not count.
     pub gave_up: usize,
     pub example: Option<String>,
 }
@@ -80,7 +80,8 @@ pub fn python(tools: &Tools, captured: &ProcessCapture) -> Result<Score> {
     Ok(compare_python(&captured.sample.py_stacktrace, &theirs, own_tid))
 }
 
-/// The id that a thread has in its own namespace of process ids, which is what py-spy tells; the id itself when it is gone.
+/// The id of a thread in its own PID namespace, which py-spy reports; the id itself if the thread
+/// is gone.
 fn own_tid(tid: u32) -> u32 {
     let status = std::fs::read_to_string(format!("/proc/{tid}/status")).unwrap_or_default();
     let ids = status.lines().find_map(|line| line.strip_prefix("NSpid:"));

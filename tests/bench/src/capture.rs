@@ -1,4 +1,4 @@
-//! The benchmark itself: sets everything up, runs all parts, prints the table.
+//! The benchmark of the capture: sets everything up, runs all parts, prints the table.
 
 use std::{process::Command, time::Duration};
 
@@ -53,7 +53,7 @@ const PARTS: [Part; 5] = [Part::Artificial, Part::Torch, Part::TorchForky, Part:
 const NODE: usize = 8;
 const MB: f64 = 1e6;
 
-/// Runs it; whether all limits hold.
+/// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
     let parts = if options.parts.is_empty() { &PARTS[..] } else { &options.parts[..] };
     let tools = Tools::set_up()?;
@@ -106,7 +106,7 @@ fn torch(report: &mut Report, tools: &Tools, options: &Options, start: impl Fn(u
     node(report, tools, options, &start(NODE)?)
 }
 
-/// Everything that is measured on single ranks.
+/// Measurements on single ranks.
 fn one_rank(report: &mut Report, tools: &Tools, options: &Options, mut target: Target) -> Result<()> {
     report.note("threads of all ranks", target.threads().to_string());
     let pids = target.pids.clone();
@@ -125,7 +125,7 @@ fn one_rank(report: &mut Report, tools: &Tools, options: &Options, mut target: T
         ("gdb + 2 x py-spy", Box::new(|| wall_one(&[&gdb, &py_spy, &py_spy]))),
         ("eu-stack + py-spy", Box::new(|| wall_one(&[&eu_stack, &py_spy]))),
     ];
-    // It is shown for comparison only, and cannot look into every target.
+    // It is shown only for comparison, and cannot inspect every target.
     match rivals::run_quiet(&mut pystack(pid)) {
         Ok(()) => contenders.push(("pystack --native-all", Box::new(|| wall_one(&[&pystack])))),
         Err(_) => report.note("wall of one rank: pystack --native-all", "fails"),
@@ -205,7 +205,7 @@ fn stop_times(report: &mut Report, tools: &Tools, options: &Options, pid: i32, t
     if let Some(spinner) = target.spinner() {
         let gaps = stops::gaps(spinner, pid, repetitions)?;
         report.note("a spinning thread's longest gap without a capture", ms(gaps.quiet));
-        // A witness that sees nothing proves nothing.
+        // A witness that detects nothing proves nothing.
         report.check(
             "a spinning thread's longest gap when it is held for 1 ms",
             ms(gaps.held),
@@ -225,7 +225,7 @@ fn stop_times(report: &mut Report, tools: &Tools, options: &Options, pid: i32, t
     Ok(())
 }
 
-/// Everything that is measured on the eight ranks of a node.
+/// Measurements on the eight ranks of a node.
 fn node(report: &mut Report, tools: &Tools, options: &Options, target: &Target) -> Result<()> {
     let pids = &target.pids;
     let [gdb, py_spy, eu_stack] =
@@ -234,7 +234,7 @@ fn node(report: &mut Report, tools: &Tools, options: &Options, target: &Target) 
     warm.capture(pids, &CaptureOptions::default());
     let dump = || rivals::run_quiet(&mut stops::dump(tools, pids));
     let repetitions = options.repetitions.div_ceil(3);
-    // The order matters: ours runs between each two of theirs, as often as all of theirs together.
+    // The order matters: ours runs between any two of theirs, as often as all of theirs together.
     let mut contenders: Vec<Contender<'_>> = vec![
         (
             "xpu_timer_dump",
@@ -268,7 +268,8 @@ fn node(report: &mut Report, tools: &Tools, options: &Options, target: &Target) 
     Ok(())
 }
 
-/// The versions of CPython that the capture knows, each with the deep stacks of the artificial rank.
+/// The versions of CPython that the capture knows, each with the deep stacks of the artificial
+/// rank.
 fn pythons(report: &mut Report, tools: &Tools) -> Result<()> {
     for version in ["3.8", "3.9", "3.10", "3.11", "3.12", "3.13", "3.14", "3.15"] {
         let name = format!("CPython {version}");
@@ -310,7 +311,7 @@ fn churn(report: &mut Report, options: &Options) -> Result<()> {
         let incomplete: usize = outcome.incomplete.values().sum();
         let share = 100.0 - 100.0 * incomplete as f64 / outcome.expected.max(1) as f64;
         let what = format!("{name}: whole stacks of threads that lived all the time");
-        // So that a capture that takes nothing does not pass for one that takes nothing wrong.
+        // A capture that takes nothing must not pass for one without errors.
         report.check(&what, format!("{share:.2} %"), "at least 95 %", outcome.expected > 0 && share >= 95.0);
         for (reason, count) in outcome.incomplete {
             report.note(&format!("not whole: {reason}"), count.to_string());

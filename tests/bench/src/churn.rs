@@ -1,8 +1,10 @@
-//! Captures of a process whose threads start and end all the time, and a check that knows which stacks are right.
+//! Captures a process whose threads start and end all the time, and checks which stacks are
+//! correct.
 //!
-//! Every thread calls through a chain of functions that follows from its id and a number, the generation. It writes both into
-//! a table in a shared file before it enters the chain. A stack is right when it is a state of a generation that the thread
-//! went through between a reading of the table before the capture and one after it.
+//! Every thread calls through a chain of functions that depends on its id and a number, the
+//! generation. It writes both into a table in a shared file before it enters the chain. A stack is
+//! correct if it is a state of a generation that the thread had between a reading of the table
+//! before the capture and one after it.
 
 use std::{
     collections::{BTreeMap, HashSet},
@@ -20,31 +22,31 @@ use crate::targets::tids;
 
 const ENTRIES: usize = 65536;
 const FUNCTIONS: u32 = 8;
-/// Set in a generation when the thread is about to end.
+/// Flag in a generation: the thread is about to end.
 const ENDING: u32 = 0x8000_0000;
 
-/// Which target.
+/// The language of the target.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Language {
     C,
     Python,
 }
 
-/// What came of all captures.
+/// The results of all captures.
 #[derive(Debug, Default)]
 pub struct Outcome {
     pub captures: usize,
-    /// Threads that lived before and after a capture, which it must therefore have seen.
+    /// Threads that existed before and after a capture, which it must therefore contain.
     pub expected: usize,
-    /// Whole stacks that are right.
+    /// Complete stacks that are correct.
     pub right: usize,
     pub wrong: usize,
     pub first_wrong: Option<String>,
-    /// Stacks that say of themselves that they are not whole, by the reason, and missing ones.
+    /// Stacks marked as incomplete, by reason, and missing ones.
     pub incomplete: BTreeMap<String, usize>,
 }
 
-/// The table of a target at one moment.
+/// The table of a target at one time.
 struct Table(Vec<u8>);
 
 impl Table {
@@ -54,7 +56,7 @@ impl Table {
         Ok(Table(bytes))
     }
 
-    /// The generation of a thread, with [`ENDING`], if the table knows it.
+    /// The generation of a thread, with [`ENDING`], if it is in the table.
     fn generation(&self, tid: u32) -> Option<u32> {
         let at = tid as usize % ENTRIES * 8;
         let entry = u64::from_ne_bytes(self.0[at..at + 8].try_into().ok()?);
@@ -75,11 +77,11 @@ fn chain(tid: u32, generation: u32) -> Vec<u32> {
     (0..depth).map(|level| mix(seed.wrapping_add(level)) % FUNCTIONS).collect()
 }
 
-/// Whether the names of a whole stack, root first, are a state of a thread in one of the given generations. `inside`: it was in
-/// `churn_thread` all the time.
+/// Whether the names of a complete stack, root first, are a state of a thread in one of the given
+/// generations. `inside`: the thread was in `churn_thread` all the time.
 fn is_right(names: &[&str], tid: u32, generations: std::ops::RangeInclusive<u32>, inside: bool) -> bool {
     let Some(thread) = names.iter().position(|name| *name == "churn_thread") else {
-        // Not there yet, or not there any more.
+        // The thread has not entered the chain yet, or has left it.
         return !inside && !names.iter().any(|name| name.starts_with("churn_"));
     };
     let below = &names[thread + 1..];
@@ -89,7 +91,8 @@ fn is_right(names: &[&str], tid: u32, generations: std::ops::RangeInclusive<u32>
     if entered.is_empty() {
         return !rest.iter().any(|name| name.starts_with("churn_"));
     }
-    // The first call of each link of the chain is the next link, the last one's is the leaf, and only the leaf calls others.
+    // The first call of each link is the next link, the first call of the last link is the leaf,
+    // and only the leaf calls others.
     let leaf_only = rest.first().is_none_or(|name| *name == "churn_leaf")
         && !rest.iter().skip(1).any(|name| name.starts_with("churn_"));
     leaf_only
@@ -99,7 +102,7 @@ fn is_right(names: &[&str], tid: u32, generations: std::ops::RangeInclusive<u32>
         })
 }
 
-/// Starts the target and captures it so often.
+/// Starts the target and captures it `captures` times.
 pub fn run(language: Language, captures: usize) -> Result<Outcome> {
     let folder = tempfile::tempdir()?;
     let path = folder.path().join("table");
@@ -109,7 +112,7 @@ pub fn run(language: Language, captures: usize) -> Result<Outcome> {
     let mut command = match language {
         Language::C => {
             let source = std::fs::read_to_string(targets.join("churn.c"))?;
-            // Each call stays a call, in a frame of its own.
+            // Each call keeps its own frame.
             let flags = ["-O1", "-g", "-pthread", "-fno-optimize-sibling-calls"];
             Command::new(compile_c(folder.path(), "churn", &source, &flags))
         }
@@ -138,14 +141,16 @@ pub fn run(language: Language, captures: usize) -> Result<Outcome> {
         result.captures += 1;
         for (tid, stack) in &stacks {
             let lived: Vec<u32> = match tid {
-                // The capture could not tell whose stack it is; it has to be right for one of them.
+                // The capture does not know the thread, so the stack must be correct for one of
+                // them.
                 0 => tids_before.union(&tids_after).map(|tid| *tid as u32).collect(),
                 tid => vec![*tid],
             };
             result.check(&lived, stack.as_ref(), &before, &after);
         }
         for tid in tids_before.intersection(&tids_after).map(|tid| *tid as u32) {
-            // In Python, a thread is known to the interpreter from before its first generation until after its last.
+            // In Python, a thread is known to the interpreter from before its first generation
+            // until after its last.
             if known_inside(tid, &before, &after) {
                 result.expected += 1;
                 if !stacks.iter().any(|(seen, _)| *seen == tid) {
@@ -161,7 +166,7 @@ pub fn run(language: Language, captures: usize) -> Result<Outcome> {
     Ok(result)
 }
 
-/// Thread id, and the names of a whole stack, root first, or why it is not whole.
+/// Thread id, and the names of a complete stack, root first, or why it is incomplete.
 type Stack = (u32, std::result::Result<Vec<String>, String>);
 
 fn native_stacks(sample: &xpu_timer_proto::server::ProcessSample) -> Vec<Stack> {
@@ -186,7 +191,7 @@ fn known_inside(tid: u32, before: &Table, after: &Table) -> bool {
     before.generation(tid).is_some() && after.generation(tid).is_some_and(|generation| generation & ENDING == 0)
 }
 
-/// Reasons differ in ids and addresses only, which are no use in a sum.
+/// Removes ids and addresses from reasons, so that equal reasons can be summed.
 fn without_numbers(text: &str) -> String {
     let words =
         text.split_whitespace().map(|word| if word.contains(|c: char| c.is_ascii_digit()) { "N" } else { word });
@@ -213,7 +218,7 @@ impl Outcome {
         };
         let generations = |tid: u32| {
             let first = before.generation(tid).map_or(1, |generation| generation & !ENDING);
-            // A thread that the table does not know has not entered any chain.
+            // A thread that is not in the table has not entered a chain.
             first..=after.generation(tid).map_or(0, |generation| generation & !ENDING)
         };
         if tids.iter().any(|tid| is_right(&names, *tid, generations(*tid), known_inside(*tid, before, after))) {

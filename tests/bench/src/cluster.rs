@@ -1,9 +1,12 @@
-//! The cluster role: simulated nodes of eight ranks join one real cluster collector over loopback gRPC, a connection each. One rank
-//! hangs; every node is asked and delivers its trees and flight records. What is measured is the collector's process, first with few
-//! nodes, then with many. And the node role at rest: what it takes to watch eight ranks that launch all the time.
+//! Benchmark of the collectors. Cluster role: simulated nodes of eight ranks join one real cluster
+//! collector over loopback gRPC, with one connection each. One rank hangs; every node is asked and
+//! delivers its trees and flight records. The collector's process is measured, first with few
+//! nodes, then with many. Node role: its cost at rest, while it watches eight ranks that launch all
+//! the time.
 
 mod idle;
 mod nodes;
+mod usage;
 
 use std::{
     fs,
@@ -15,7 +18,6 @@ use std::{
 };
 
 use anyhow::{Context, Result, ensure};
-use nix::{time::ClockId, unistd::Pid};
 use serde_json::Value;
 use tokio::sync::mpsc;
 use xpu_timer_analysis::{Verdict, judge};
@@ -23,6 +25,7 @@ use xpu_timer_proto::{Message as _, v1::Evidence};
 use xpu_timer_tests::{Artifacts, http, tree};
 
 use self::nodes::{PATIENCE, RANKS, SLOW, Shared, alarm, culprit, play};
+use self::usage::{peak_bytes, processor_time};
 use crate::report::Report;
 
 /// Options of the benchmark.
@@ -49,7 +52,7 @@ const REPORT_LIMIT: Duration = Duration::from_secs(15);
 const VERDICT_LIMIT: Duration = Duration::from_secs(2);
 const MEMORY_LIMIT: f64 = 2e9;
 
-/// Runs it; whether all limits hold.
+/// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
     let artifacts = Artifacts::beside_this_executable()?;
     let collector = options.collector.clone().unwrap_or_else(|| artifacts.bin("xpu_timer_collector"));
@@ -104,13 +107,13 @@ fn section(report: &mut Report, nodes: u32, measured: Result<Measured>, limits: 
 struct Measured {
     joining: Duration,
     joined_bytes: f64,
-    /// From the last node's news to the naming of the slow rank.
+    /// Time from the last node's message to the report of the slow rank.
     slow: Duration,
-    /// From the alarm to the finished report.
+    /// Time from the alarm to the finished report.
     total: Duration,
-    /// From the start of the last delivery.
+    /// Time from the start of the last delivery.
     report: Duration,
-    /// Of the same evidence, made again here.
+    /// Time to compute the verdict again here, from the same evidence.
     verdict: Duration,
     peak: f64,
     node_bytes: f64,
@@ -128,23 +131,10 @@ impl Collector {
 
 impl Drop for Collector {
     fn drop(&mut self) {
-        // Both fail only when it has ended.
+        // Both fail only if it has ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
-}
-
-/// Peak of the resident memory of a process.
-fn peak_bytes(pid: i32) -> Result<f64> {
-    let status = fs::read_to_string(format!("/proc/{pid}/status"))?;
-    let line = status.lines().find(|line| line.starts_with("VmHWM:")).context("VmHWM")?;
-    let kib: f64 = line.split_whitespace().nth(1).context("a number")?.parse()?;
-    Ok(kib * 1024.0)
-}
-
-/// Processor time that a process has used so far.
-fn processor_time(pid: i32) -> Result<Duration> {
-    Ok(ClockId::pid_cpu_clock_id(Pid::from_raw(pid))?.now()?.into())
 }
 
 async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
@@ -165,7 +155,8 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
             first = Some(sender.clone());
         }
         tokio::spawn(play(Arc::clone(&shared), node, port, sender, receiver));
-        // No faster than they join: the backlog of a listening socket is no part of this.
+        // Nodes start no faster than they join: the backlog of a listening socket is not part of
+        // this benchmark.
         while node - joined().min(node) > 200 {
             ensure!(shared.begun.elapsed() < PATIENCE, "the nodes do not join");
             tokio::time::sleep(Duration::from_millis(1)).await;
@@ -196,7 +187,7 @@ async fn measure(collector: &Path, nodes: u32) -> Result<Measured> {
     Ok(Measured { joining, joined_bytes, slow, total, report, verdict, peak, node_bytes, processors })
 }
 
-/// Waits until the slow rank is named, and no other one.
+/// Waits until the slow rank, and no other, is reported.
 async fn wait_slow(port: u16) -> Result<Duration> {
     let start = Instant::now();
     loop {
@@ -212,7 +203,7 @@ async fn wait_slow(port: u16) -> Result<Duration> {
     }
 }
 
-/// Looks whether the folder tells the truth, and how long its verdict takes to make.
+/// Checks the verdict in the folder, and measures how long computing it takes.
 fn look(folder: &Path, nodes: u32) -> Result<Duration> {
     let (culprit, world) = (culprit(nodes), nodes * RANKS);
     let written: Verdict = serde_json::from_slice(&fs::read(folder.join("verdict.json"))?)?;

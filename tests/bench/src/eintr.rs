@@ -1,5 +1,5 @@
-//! Captures of a program that sits in every restartable and non-restartable system call, with its processors busy: no call may
-//! return anything else for it.
+//! Captures a program that is in every restartable and non-restartable system call, with its
+//! processors busy. No call may return another result because of it.
 
 use std::time::{Duration, Instant};
 
@@ -22,7 +22,7 @@ pub struct Options {
     busy: usize,
 }
 
-/// Runs it. False when a call returned something odd.
+/// Runs the benchmark. Returns false if a call returned an unexpected result.
 pub fn run(options: &Options) -> Result<bool> {
     let folder = tempfile::tempdir()?;
     let source = std::fs::read_to_string(tree().join("tests/tests/it/capture/calls.c"))?;

@@ -1,5 +1,6 @@
-//! What the hook costs the host: nanoseconds a call, the time of a training loop, the start of a process, and memory; each against
-//! the same thing without the hook, in turn, in one run.
+//! The cost of the hook for its host: nanoseconds per call, the time of a training loop, the start
+//! of a process, and memory. Each is compared with a run without the hook, alternating within one
+//! run.
 
 mod training;
 
@@ -34,17 +35,17 @@ pub struct Options {
     write: bool,
 }
 
-/// Threads that call at once.
+/// Numbers of threads that call concurrently.
 const THREADS: [usize; 3] = [1, 4, 16];
 const LAUNCH_LIMIT_NS: f64 = 25.0;
 const COLLECTIVE_LIMIT_NS: f64 = 150.0;
 const QUESTION_LIMIT_NS: f64 = 50.0;
-/// Longest time for the rounds of one figure.
+/// Maximum time for the rounds of one figure.
 const PATIENCE_S: usize = 60;
 const START_LIMIT: Duration = Duration::from_millis(2);
 const MEMORY_LIMIT: f64 = 16e6;
 
-/// Runs it; whether all limits hold.
+/// Runs the benchmark. Returns whether all limits hold.
 pub fn run(options: &Options) -> Result<bool> {
     let artifacts = Artifacts::beside_this_executable()?;
     artifacts.link_sim()?;
@@ -52,7 +53,7 @@ pub fn run(options: &Options) -> Result<bool> {
     let mut report = Report::new();
     calls(&bench, options, &mut report);
     questions(&bench, options, &mut report);
-    training::training(&bench, &options.training, &mut report);
+    training::training(&bench.hook, &options.training, &mut report);
     start(&bench, options, &mut report);
     memory(&bench, &mut report);
     if options.write {
@@ -92,7 +93,7 @@ impl Bench {
         Ok(())
     }
 
-    /// A program of this folder under the hook, whose collector listens at `socket`.
+    /// A program of this folder under the hook, with a collector that listens at `socket`.
     fn hooked(&self, program: &str, socket: &Path) -> Command {
         let mut command = Command::new(self.folder.path().join(program));
         command.env("LD_PRELOAD", &self.hook).env("XPU_TIMER_SOCKET", socket);
@@ -100,7 +101,7 @@ impl Bench {
         command
     }
 
-    /// Runs `hook_calls` under the hook: so many rounds for each thread.
+    /// Runs `hook_calls` under the hook with this many rounds in each thread.
     fn calls(&self, what: &str, threads: usize, rounds: usize, calls: usize) -> Result<Calls> {
         let socket = self.folder.path().join("collector.sock");
         let collector = FakeCollector::listen(&socket, Ears::Open);
@@ -124,16 +125,16 @@ impl Bench {
     }
 }
 
-/// What `hook_calls` printed, and the flight record that it left, which is empty when it made no hooked call.
+/// The output of `hook_calls` and its flight record, which is empty if it made no hooked call.
 #[derive(Default)]
 struct Calls {
     /// All hooked calls, measured or not.
     hooked: u64,
-    /// Rounds of all threads, counted or not.
+    /// Rounds of all threads, valid or not.
     rounds: usize,
-    /// Nanoseconds that the hook added to a call, of each round that counted.
+    /// Nanoseconds that the hook added to a call, for each valid round.
     at_full_speed: Vec<f64>,
-    /// The same of rounds in which somebody else had a part of the processor.
+    /// The same for rounds in which another process used the processor.
     shared: Vec<f64>,
     flight: FlightRecord,
 }
@@ -158,13 +159,13 @@ impl Calls {
         Some(calls)
     }
 
-    /// The middle of what the hook adds, and the 90th percentile.
+    /// The median of the added time, and the 90th percentile.
     fn added(&self) -> (f64, f64) {
         let added = &self.at_full_speed;
         (added[added.len() / 2], added[added.len() * 9 / 10])
     }
 
-    /// How much of the run counted.
+    /// The share of valid rounds.
     fn share(&self) -> String {
         let slow = self.shared.get(self.shared.len() / 2);
         let slow =
@@ -197,7 +198,8 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
     };
     for threads in THREADS {
         let what = format!("collective without its two event records, {threads} threads: median (p90)");
-        // The ring has room for all operations of some rounds, so that none takes the short way of one that finds no slot.
+        // The ring has space for all operations of several rounds, so that none takes the short
+        // path of one without a free slot.
         let measured = bench.calls("collective", threads, options.rounds, 128).and_then(|calls| {
             let dropped = calls.flight.health.as_ref().map_or(u64::MAX, |health| health.dropped);
             ensure!(dropped == 0, "{dropped} operations found no slot");
@@ -231,7 +233,7 @@ fn calls(bench: &Bench, options: &Options, report: &mut Report) {
     }
 }
 
-/// A loop that asks MPI for a message, which does not come.
+/// A loop that polls MPI for a message that does not arrive.
 fn questions(bench: &Bench, options: &Options, report: &mut Report) {
     for (what, function) in [("test", "MPI_Test"), ("probe", "MPI_Iprobe")] {
         let line = format!("{function} that is asked again and again, 1 thread: median (p90)");
@@ -293,7 +295,7 @@ fn start(bench: &Bench, options: &Options, report: &mut Report) {
     }
 }
 
-/// Memory that a rank has more than without the hook, after launches, collectives and communicators.
+/// The additional memory of a rank with the hook, after launches, collectives and communicators.
 fn memory(bench: &Bench, report: &mut Report) {
     report.section("Hook: memory of a rank");
     let what = "added to the resident memory, 16 threads launching, ring full";

@@ -1,5 +1,6 @@
-//! Measures what the hook and the collectors cost, and the stack capture against the tools that people use, on the same targets, in one run. Absolute times depend on the
-//! machine; what counts are ratios of medians of alternating repetitions, and agreement with what the others see.
+//! Measures the cost of the hook and the collectors, and compares the stack capture with common
+//! tools, on the same targets in one run. Absolute times depend on the machine, so the results are
+//! ratios of medians of alternating repetitions, and agreement with the other tools.
 #![forbid(unsafe_code)]
 
 mod agreement;
@@ -23,13 +24,15 @@ use anyhow::Result;
 #[derive(clap::Parser)]
 #[command(name = "xpu_timer_bench")]
 pub enum Command {
-    /// Runs the whole benchmark of the stack capture and prints a table; fails when a limit does not hold
+    /// Runs the whole benchmark of the stack capture and prints a table; fails when a limit does
+    /// not hold
     Capture(capture::Options),
     /// Measures what the hook costs and prints a table; fails when a limit does not hold
     Hook(hook::Options),
     /// Measures both roles of the collector and prints a table; fails when a limit does not hold
     Cluster(cluster::Options),
-    /// Captures a program that sits in every kind of system call, and fails when one returned anything else for it
+    /// Captures a program that sits in every kind of system call, and fails when one returned
+    /// anything else for it
     Eintr(eintr::Options),
     /// Runs a command alone and prints the peak of its resident memory in bytes
     #[command(hide = true)]
@@ -45,7 +48,7 @@ pub enum Command {
 /// Runs a command.
 ///
 /// # Errors
-/// When something could not be measured at all.
+/// A measurement could not be made at all.
 pub fn run(command: &Command) -> Result<bool> {
     match command {
         Command::Capture(options) => capture::run(options),

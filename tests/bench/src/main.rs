@@ -1,4 +1,4 @@
-//! The program behind `cargo xtask bench capture`.
+//! The program behind `cargo xtask bench`.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

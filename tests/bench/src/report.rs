@@ -1,4 +1,4 @@
-//! The table: one line a figure, with its limit and whether it holds.
+//! The table: one line per figure, with its limit and whether it holds.
 
 use std::{fmt::Write, fs, path::Path};
 
@@ -19,7 +19,7 @@ pub struct Report {
     all_hold: bool,
 }
 
-/// The lines between which the generated part of the document lies, behind the heading of its chapter.
+/// The lines around the generated part of the document, after the heading of its chapter.
 const MARKS: [&str; 2] = ["<!-- begin: written by the command above -->", "<!-- end -->"];
 
 impl Report {
@@ -34,7 +34,7 @@ impl Report {
         self.sections.push((title.to_string(), Vec::new()));
     }
 
-    /// A figure that informs and has no limit.
+    /// A figure without a limit.
     pub fn note(&mut self, what: &str, figure: impl Into<String>) {
         self.line(what, figure.into(), String::new(), "");
     }

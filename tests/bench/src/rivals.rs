@@ -1,4 +1,4 @@
-//! The other tools: how long they take, and what they see.
+//! The other tools: their run times and their output.
 
 use std::{
     collections::HashMap,
@@ -12,7 +12,7 @@ use serde_json::Value;
 
 use crate::tools::Tools;
 
-/// A tool that hangs has lost.
+/// Timeout of a tool.
 const DEADLINE: Duration = Duration::from_secs(120);
 
 /// `gdb -batch -ex "thread apply all bt"`, as the original tool runs it.
@@ -43,14 +43,15 @@ pub fn pystack(tools: &Tools, pid: i32) -> Command {
     command
 }
 
-/// Whether the work on several ranks is done one rank after the other or on all ranks at once.
+/// Whether a tool handles several ranks one after the other or at the same time.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub enum Order {
     Sequential,
     Parallel,
 }
 
-/// Wall time of running, for every pid, the given commands one after the other. The output goes where nobody reads it.
+/// Wall time of running the given commands for every pid, one after the other. Their output is
+/// discarded.
 pub fn wall(pids: &[i32], order: Order, commands: &[&(dyn Fn(i32) -> Command + Sync)]) -> Result<Duration> {
     let start = Instant::now();
     let run_rank = |pid: i32| commands.iter().try_for_each(|command| run_quiet(&mut command(pid)));
@@ -64,12 +65,12 @@ pub fn wall(pids: &[i32], order: Order, commands: &[&(dyn Fn(i32) -> Command + S
     Ok(start.elapsed())
 }
 
-/// Runs one command, without looking at what it prints.
+/// Runs one command and ignores its output.
 pub fn run_quiet(command: &mut Command) -> Result<()> {
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null()).env_remove("DEBUGINFOD_URLS");
     let mut child = command.spawn().with_context(|| format!("{command:?}"))?;
     let status = wait(&mut child).with_context(|| format!("{command:?}"))?;
-    // eu-stack fails when one single thread could not be unwound to its end; its time counts all the same.
+    // eu-stack fails if a single thread could not be unwound completely; its time still counts.
     if status != Some(0) && !Path::new(command.get_program()).ends_with("eu-stack") {
         bail!("{command:?} failed: {status:?}");
     }
@@ -77,12 +78,12 @@ pub fn run_quiet(command: &mut Command) -> Result<()> {
 }
 
 fn wait(child: &mut Child) -> Result<Option<i32>> {
-    // The clock of the caller must not be rounded by polling, so a thread of its own watches the deadline.
+    // Polling would round the caller's clock, so another thread watches the deadline.
     let pid = nix::unistd::Pid::from_raw(child.id() as i32);
     let (done, watch) = std::sync::mpsc::channel::<()>();
     let watcher = std::thread::spawn(move || {
         if watch.recv_timeout(DEADLINE) == Err(std::sync::mpsc::RecvTimeoutError::Timeout) {
-            // Not reaped yet, so the pid is still this child's.
+            // The child is not reaped yet, so the pid is still valid.
             let _ = nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGKILL);
         }
     });
@@ -92,7 +93,7 @@ fn wait(child: &mut Child) -> Result<Option<i32>> {
     Ok(status.code())
 }
 
-/// The text that a tool prints.
+/// The output of a tool.
 pub fn output(command: &mut Command) -> Result<String> {
     let output = command.stdin(Stdio::null()).env_remove("DEBUGINFOD_URLS").output();
     let output = output.with_context(|| format!("{command:?}"))?;
@@ -103,15 +104,15 @@ pub fn output(command: &mut Command) -> Result<String> {
     Ok(text)
 }
 
-/// The program counters of one thread as eu-stack sees them.
+/// The program counters of a thread, according to eu-stack.
 #[derive(Debug, Default, PartialEq, Eq)]
 pub struct NativeStack {
     pub pcs: Vec<u64>,
-    /// eu-stack said that it could not go on.
+    /// eu-stack reported that it could not continue.
     pub gave_up: bool,
 }
 
-/// What eu-stack says of a process: its stacks, then its complaints.
+/// The output of eu-stack for a process: its stacks, then its errors.
 pub fn eu_stack_output(tools: &Tools, pid: i32) -> Result<String> {
     let mut command = eu_stack(tools, pid);
     let output = command.stdin(Stdio::null()).env_remove("DEBUGINFOD_URLS").output();
@@ -119,7 +120,7 @@ pub fn eu_stack_output(tools: &Tools, pid: i32) -> Result<String> {
     Ok(format!("{}\n{}", String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr)))
 }
 
-/// By thread id.
+/// Parses the stacks, by thread id.
 pub fn parse_eu_stack(text: &str) -> HashMap<i32, NativeStack> {
     let mut threads: HashMap<i32, NativeStack> = HashMap::new();
     let mut current = 0;
@@ -145,7 +146,8 @@ pub fn parse_eu_stack(text: &str) -> HashMap<i32, NativeStack> {
     threads
 }
 
-/// One Python thread: pthread id and thread id, and its frames, leaf first, as `(function, path:line)`.
+/// A Python thread: pthread id and thread id, and its frames, leaf first, as `(function,
+/// path:line)`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct PythonStack {
     pub thread_id: u64,
@@ -154,7 +156,7 @@ pub struct PythonStack {
     pub frames: Vec<(String, String)>,
 }
 
-/// The output of `py-spy dump -j`, without the pseudo frames of CPython 3.13.
+/// Parses the output of `py-spy dump -j`, without the pseudo frames of CPython 3.13.
 pub fn parse_py_spy(text: &str) -> Result<Vec<PythonStack>> {
     let json: Value = serde_json::from_str(text).context("py-spy's JSON")?;
     let threads = json.as_array().context("py-spy's JSON is no list")?;

@@ -1,5 +1,6 @@
-//! For how long a capture stops the target, measured by two witnesses that are not the engine: a library that is preloaded into
-//! the capturing process and notes every ptrace call, and a thread of the target that reads the clock in a loop.
+//! Measures how long a capture stops its target, with two witnesses that are independent of the
+//! engine: a library preloaded into the capturing process, which logs every ptrace call, and a
+//! thread of the target that reads the clock in a loop.
 
 use std::{
     collections::HashMap,
@@ -23,21 +24,21 @@ use xpu_timer_tests::{compile_c, tree};
 
 use crate::{rivals::run_quiet, targets::Spinner, timing::median, tools::Tools};
 
-/// One thread was stopped, at most from the first to the second time.
+/// A stop of a thread, from the first to the second time at most.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Stop {
     start_ns: u64,
     end_ns: u64,
 }
 
-/// What the ptrace calls of one capture say.
+/// The stops of one capture, from its ptrace calls.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Stops {
     /// The time during which at least one thread was stopped.
     pub union_ns: u64,
     /// The longest stop of one thread.
     pub longest_ns: u64,
-    /// How many threads were stopped.
+    /// Number of stopped threads.
     pub count: usize,
 }
 
@@ -60,7 +61,7 @@ impl PtraceLog {
 
     /// Runs `xpu_timer_dump` under the library.
     pub fn dump(&self, tools: &Tools, pid: i32, force_ptrace: bool) -> Result<Stops> {
-        // The log of an earlier run must not pass for that of this one.
+        // The log of an earlier run must not be mistaken for this one's.
         let _ = fs::remove_file(&self.log);
         let mut command = dump(tools, &[pid]);
         command.env("LD_PRELOAD", &self.library).env("XPU_BENCH_PTRACE_LOG", &self.log);
@@ -73,7 +74,7 @@ impl PtraceLog {
     }
 }
 
-/// `xpu_timer_dump` of some processes, as JSON.
+/// `xpu_timer_dump` for some processes, as JSON.
 pub fn dump(tools: &Tools, pids: &[i32]) -> Command {
     let mut command = Command::new(&tools.dump);
     command.arg("--json");
@@ -111,24 +112,24 @@ fn union_ns(stops: &mut [Stop]) -> u64 {
     total
 }
 
-/// Medians of the longest gaps that the spinning thread saw.
+/// Medians of the longest gaps in the spinning thread's clock.
 pub struct Gaps {
     pub quiet: Duration,
-    /// With a stop of [`HELD`] that the benchmark itself makes: proof that the witness sees stops.
+    /// With a stop of [`HELD`] by the benchmark itself: proof that the witness detects stops.
     pub held: Duration,
     pub captured: Duration,
-    /// The engine's own word on the longest stop, median.
+    /// The longest stop as reported by the engine, median.
     pub engine: Duration,
 }
 
-/// How long the benchmark stops the spinning thread to see whether it notices.
+/// Duration for which the benchmark stops the spinning thread to prove that the witness detects it.
 pub const HELD: Duration = Duration::from_millis(1);
 
 /// Stops a thread for [`HELD`].
 fn hold(tid: i32) -> Result<()> {
     let tid = Pid::from_raw(tid);
     ptrace::seize(tid, ptrace::Options::empty())?;
-    // Released by the end of this process at the latest, whatever goes wrong below.
+    // The end of this process releases it at the latest.
     ptrace::interrupt(tid)?;
     waitpid(tid, Some(WaitPidFlag::__WALL))?;
     let since = Instant::now();
@@ -139,7 +140,7 @@ fn hold(tid: i32) -> Result<()> {
     Ok(())
 }
 
-/// Windows with and without a capture, in turn.
+/// Alternates windows with and without a capture.
 pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     const MARGIN: Duration = Duration::from_millis(20);
     const REST: Duration = Duration::from_millis(700);
@@ -147,13 +148,13 @@ pub fn gaps(spinner: &mut Spinner, pid: i32, windows: usize) -> Result<Gaps> {
     let warm = Options::default();
     capturer.capture(&[pid], &warm);
     let (wall, _) = crate::timing::time(|| capturer.capture(&[pid], &warm));
-    // A busy machine makes some captures take several times as long as others.
+    // On a busy machine, some captures take several times as long as others.
     let length = (wall * 4 + MARGIN * 2).min(REST);
     let (mut quiet, mut held, mut captured, mut engine) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
     let mut tries = 0;
     while captured.len() < windows {
         tries += 1;
-        // The kernel takes the processor away from a real-time thread that has had it for nearly a whole second.
+        // The kernel preempts a real-time thread that has run for nearly a whole second.
         std::thread::sleep(length + REST);
         ensure!(tries < windows * 4, "no capture lies within the window of {length:?} in which the thread spins");
         spinner.start(length)?;
@@ -186,7 +187,8 @@ fn monotonic_ns() -> Result<u64> {
     Ok(Duration::from(now).as_nanos() as u64)
 }
 
-/// The highest resident set of a command, in bytes: a helper process runs it alone, and tells what its child needed.
+/// The peak resident set of a command, in bytes. A helper process runs it alone and reports the
+/// peak of its child.
 pub fn peak_memory(command: &Command) -> Result<u64> {
     let mut helper = Command::new(std::env::current_exe()?);
     helper.arg("peak").arg("--").arg(command.get_program()).args(command.get_args());
@@ -195,7 +197,7 @@ pub fn peak_memory(command: &Command) -> Result<u64> {
     text.trim().parse().with_context(|| format!("{command:?}: {}", String::from_utf8_lossy(&output.stderr)))
 }
 
-/// The other side of [`peak_memory`].
+/// The helper process of [`peak_memory`].
 pub fn peak(program: &Path, arguments: &[String]) -> Result<()> {
     run_quiet(Command::new(program).args(arguments))?;
     let usage = nix::sys::resource::getrusage(nix::sys::resource::UsageWho::RUSAGE_CHILDREN)?;

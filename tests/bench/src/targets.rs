@@ -1,4 +1,5 @@
-//! The processes that are captured: hung torch jobs and artificial ranks. All of them end with the value that holds them.
+//! The captured processes: hung torch jobs and artificial ranks. They end when their owner is
+//! dropped.
 
 use std::{
     fs::{self, File, OpenOptions},
@@ -13,33 +14,33 @@ use nix::{sys::stat::Mode, unistd::mkfifo};
 use tempfile::TempDir;
 use xpu_timer_tests::{Process, compile_c, only_child, run_in_forky, tree};
 
-/// Importing torch in eight processes on two busy cores takes its time.
+/// Importing torch in eight processes is slow on two busy cores.
 const PATIENCE: Duration = Duration::from_secs(180);
 
-/// How long nothing may have changed in a target.
+/// Time without any change in a target at rest.
 const REST: Duration = Duration::from_millis(800);
 
 /// A running target.
 pub struct Target {
     /// Its ranks.
     pub pids: Vec<i32>,
-    // Dropped in this order: the processes first.
+    // Dropped in this order: processes first.
     _processes: Vec<Process>,
     spinners: Vec<Spinner>,
     _folder: TempDir,
 }
 
-/// Which interpreter runs a target.
+/// The interpreter of a target.
 #[derive(Clone, Copy)]
 pub enum Python<'a> {
-    /// One of this machine.
+    /// An interpreter of this machine.
     Host(&'a Path),
     /// A program inside a forky root.
     Forky { root: &'a Path, program: &'a str },
 }
 
 impl Python<'_> {
-    /// A folder that the interpreter sees under the second path.
+    /// A folder, and the path at which the interpreter sees it.
     fn folder(self) -> Result<(TempDir, PathBuf)> {
         let within = match self {
             Python::Host(_) => std::env::temp_dir(),
@@ -60,7 +61,7 @@ impl Python<'_> {
         }
     }
 
-    /// The pid of the interpreter, of which a started command is the parent in the forky case.
+    /// The pid of the interpreter. In the forky case, the started command is its parent.
     fn pid(self, started: &Process) -> Result<i32> {
         let pid = started.pid();
         match self {
@@ -71,7 +72,7 @@ impl Python<'_> {
 }
 
 impl Target {
-    /// A torch gloo job whose rank 0 never enters the collective that the others wait in.
+    /// A torch gloo job whose rank 0 never enters the collective in which the others wait.
     pub fn torch(python: Python<'_>, world: usize) -> Result<Self> {
         let (folder, seen) = python.folder()?;
         fs::copy(tree().join("tests/bench/targets/hung_torch.py"), folder.path().join("hung_torch.py"))?;
@@ -134,8 +135,9 @@ pub fn tids(pid: i32) -> Vec<i32> {
     entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok()).collect()
 }
 
-/// Waits until a process has come to rest: for a while no thread was started, ended or moved to another system call. Some
-/// threads of a hung job still wake up now and then, to look at a socket or a clock, and go back to where they slept.
+/// Waits until a process is at rest: for a while, no thread started, ended or moved to another
+/// system call. Some threads of a hung job still wake up from time to time, check a socket or a
+/// clock, and continue to sleep.
 fn wait_at_rest(pid: i32) -> Result<()> {
     let places = || -> Vec<(i32, String)> {
         let place = |tid: i32| fs::read_to_string(format!("/proc/{pid}/task/{tid}/syscall")).unwrap_or_default();
@@ -155,19 +157,19 @@ fn wait_at_rest(pid: i32) -> Result<()> {
     Ok(())
 }
 
-/// The thread in an artificial rank that reads the clock in a loop when told to.
+/// The thread of an artificial rank that reads the clock in a loop on request.
 pub struct Spinner {
     commands: File,
     answers: BufReader<File>,
 }
 
-/// What the spinner saw in one window; times of CLOCK_MONOTONIC.
+/// The measurements of the spinner in one window; times of CLOCK_MONOTONIC.
 pub struct Window {
     pub start_ns: u64,
     pub end_ns: u64,
     /// The longest time between two readings of the clock.
     pub longest_gap_ns: u64,
-    /// The thread itself.
+    /// Thread id of the spinner.
     pub tid: i32,
 }
 

@@ -4,11 +4,11 @@ use std::time::{Duration, Instant};
 
 use anyhow::Result;
 
-/// One way of doing the thing that is measured.
+/// One of the compared programs or variants.
 pub type Contender<'a> = (&'a str, Box<dyn FnMut() -> Result<Duration> + 'a>);
 
-/// Runs all contenders in turn, `repetitions` rounds, and gives the median of each in the given order. Taking turns makes a
-/// busy moment of the machine hit all of them alike.
+/// Runs all contenders in turn for `repetitions` rounds. Returns the median of each in the given
+/// order. Taking turns spreads a busy moment of the machine over all of them.
 pub fn alternate(repetitions: usize, contenders: &mut [Contender<'_>]) -> Result<Vec<Duration>> {
     let mut times: Vec<Vec<Duration>> = vec![Vec::new(); contenders.len()];
     for _ in 0..repetitions {
@@ -19,7 +19,7 @@ pub fn alternate(repetitions: usize, contenders: &mut [Contender<'_>]) -> Result
     Ok(times.into_iter().map(median).collect())
 }
 
-/// The middle one; of an even number the upper of the two in the middle.
+/// The median; for an even number, the upper of the two middle values.
 pub fn median<T: Ord + Copy>(mut values: Vec<T>) -> T {
     values.sort_unstable();
     values[values.len() / 2]
@@ -38,7 +38,7 @@ pub fn ms(time: Duration) -> String {
     if ms < 10.0 { format!("{ms:.2} ms") } else { format!("{ms:.0} ms") }
 }
 
-/// How many times as long.
+/// How many times longer theirs takes.
 pub fn ratio(theirs: Duration, ours: Duration) -> f64 {
     theirs.as_secs_f64() / ours.as_secs_f64()
 }

@@ -1,4 +1,5 @@
-//! The tools that the capture is compared with: found, or set up, or said to be missing in one line.
+//! The tools with which the capture is compared: found, installed, or reported as missing in one
+//! line.
 
 use std::{
     path::{Path, PathBuf},
@@ -8,7 +9,7 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use xpu_timer_tests::{apt_get, tree};
 
-/// Where everything is.
+/// The paths of the tools.
 pub struct Tools {
     pub gdb: PathBuf,
     pub eu_stack: PathBuf,
@@ -21,7 +22,7 @@ pub struct Tools {
 }
 
 impl Tools {
-    /// Finds all tools; installs what is missing when we may.
+    /// Finds all tools, and installs missing ones if permitted.
     pub fn set_up() -> Result<Self> {
         let torch_python = PathBuf::from("/usr/bin/python3");
         let gdb = debian("gdb", "gdb")?;
@@ -45,7 +46,7 @@ impl Tools {
         Ok(Tools { gdb, eu_stack, py_spy: venv.join("py-spy"), pystack: venv.join("pystack"), torch_python, dump })
     }
 
-    /// One line with the versions, which a comparison is worth nothing without.
+    /// One line with the versions, without which a comparison is worthless.
     pub fn versions(&self) -> String {
         let tools = [&self.gdb, &self.eu_stack, &self.py_spy, &self.pystack];
         let first_line = |tool: &&PathBuf| -> Option<String> {
@@ -69,7 +70,7 @@ fn debian(program: &str, package: &str) -> Result<PathBuf> {
 }
 
 fn has_torch(python: &Path) -> bool {
-    // Looking the module up is much faster than importing it.
+    // Finding the module is much faster than importing it.
     let find = "import importlib.util, sys; sys.exit(importlib.util.find_spec('torch') is None)";
     Command::new(python).args(["-c", find]).status().is_ok_and(|status| status.success())
 }

@@ -1,7 +1,8 @@
-"""Steps of a training loop in blocks, on demand of who measures them.
+"""Steps of a training loop in blocks, on request of the benchmark.
 
-Whoever measures listens at the socket LOOP_CONTROL. Each line from there is a block: how many steps, and the microseconds that each is
-to be burdened with on top. The answer is the milliseconds of a step of this rank, wall time and processor time.
+The benchmark listens at the socket LOOP_CONTROL. Each line that it sends is a block: the number of
+steps, and the microseconds of additional load in each. The response is the milliseconds of a step
+of this rank, wall time and CPU time.
 """
 
 import os
@@ -10,7 +11,10 @@ import time
 
 
 def before_others():
-    """What else the machine does has to wait, for this job as for the one that it is compared with. All threads inherit it."""
+    """Gives this job, and the one that it is compared with, priority over all other processes.
+
+    All threads inherit it.
+    """
     try:
         os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))
     except PermissionError:
@@ -18,14 +22,17 @@ def before_others():
 
 
 def burden(seconds):
-    """Keeps a processor busy."""
+    """Keeps a processor busy for some seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         pass
 
 
 def serve(meet, step):
-    """Runs `step(burden_s)` as often as it is told, until nobody is there any more; all ranks begin a block together by `meet()`."""
+    """Runs `step(burden_s)` as often as requested, until the connection is closed.
+
+    All ranks begin a block together, with `meet()`.
+    """
     control = socket.socket(socket.AF_UNIX)
     control.connect(os.environ["LOOP_CONTROL"])
     lines = control.makefile("rw")

@@ -1,5 +1,7 @@
-"""Sixteen Python threads that start, call through known chains of functions, and end, again and again. What each thread is doing
-stands in a table in a shared file, as in churn.c."""
+"""Sixteen Python threads that repeatedly start, call through known chains of functions, and end.
+
+A table in a shared file contains the state of each thread, as in churn.c.
+"""
 
 import ctypes
 import mmap

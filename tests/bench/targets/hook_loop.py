@@ -1,7 +1,8 @@
 """A loop of data-parallel training steps on the simulated device, in blocks.
 
-A step launches 400 kernels, reduces 4 buckets of gradients over all ranks, waits for the device, and then spends 40 ms on the host.
-That time comes on top of what the launches take, so that nothing of what the hook adds is hidden in it.
+A step launches 400 kernels, reduces 4 buckets of gradients over all ranks, waits for the device,
+and then spends 40 ms on the host. This time is added to that of the launches, so it hides no cost
+of the hook.
 """
 
 import os

@@ -1,4 +1,6 @@
-"""An artificial rank: 64 Python threads with deep stacks and 36 native ones. Runs on every CPython from 3.8 on.
+"""An artificial rank: 64 Python threads with deep stacks and 36 native ones.
+
+It runs on every CPython from 3.8 on.
 
 Arguments: the library made of rank.c, and the two named pipes of its spinning thread.
 """
@@ -15,7 +17,10 @@ started = threading.Semaphore(0)
 
 
 class Layer:
-    """One layer of a deep call chain: every fourth call goes through C, so that the interpreter nests on the native stack."""
+    """One layer of a deep call chain.
+
+    Every fourth call goes through C, so that the interpreter nests on the native stack.
+    """
 
     def __init__(self, depth):
         self.depth = depth

@@ -1,7 +1,8 @@
 """A loop of DistributedDataParallel on PyTorch's CUDA build and the simulated device, in blocks.
 
-A step is a forward and a backward pass of 24 layers, the reduction of their gradients over all ranks, and AdamW; torch itself decides
-what it launches. Then it spends 40 ms on the host, on top of what the launches take.
+A step is a forward and a backward pass of 24 layers, the reduction of their gradients over all
+ranks, and AdamW; torch decides what it launches. Then it spends 40 ms on the host, in addition to
+the time of the launches.
 """
 
 import os

@@ -1,8 +1,10 @@
-//! Faults and attacks as real processes, and the promise that must hold under each: `cargo xtask chaos`.
+//! Faults and attacks as real processes, and the promise that must hold under each: `cargo xtask
+//! chaos`.
 //!
-//! `faults/` has the faults, in Python: a function each, with its promise. This crate gives each fault a [`Job`] of its own
-//! (folder, ports, environment), runs it with a deadline, ends everything that it started, and prints the table.
-//! `docs/faults.md` is made from the same table.
+//! `faults/` contains the faults, in Python: one function each, with its promise. This crate gives
+//! each fault its own [`Job`] (folder, ports, environment), runs it with a deadline, ends
+//! everything that it started, and prints the table. `docs/faults.md` is generated from the same
+//! table.
 //!
 //! [`Job`]: xpu_timer_tests::Job
 #![forbid(unsafe_code)]

@@ -1,4 +1,4 @@
-//! `cargo xtask chaos`: runs faults and prints what held.
+//! `cargo xtask chaos`: runs faults and prints which promises held.
 #![forbid(unsafe_code)]
 
 use std::process::ExitCode;

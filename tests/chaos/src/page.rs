@@ -1,4 +1,4 @@
-//! `docs/faults.md`: every fault that is tried, and what is promised.
+//! Generates `docs/faults.md`: every fault and its promise.
 
 use crate::{run::cell, table::Fault};
 

@@ -1,4 +1,4 @@
-//! Runs faults, each with a job, a deadline and a seed of its own, and prints the table.
+//! Runs faults, each with its own job, deadline and seed, and prints the table.
 
 use std::{
     fmt, fs,
@@ -14,13 +14,14 @@ use xpu_timer_tests::{Job, Process, artifacts, in_parallel, python, tree};
 
 use crate::table::{Fault, faults, program};
 
-/// A fault takes some seconds on a quiet machine. One that has not ended by now shows that something waits for ever.
+/// Deadline of a fault. It takes seconds on a quiet machine, so one that takes longer waits
+/// forever.
 const DEADLINE: Duration = Duration::from_secs(240);
-/// How long a fault may take to end its processes when it is told to.
+/// Time for a fault to end its processes after SIGTERM.
 const GRACE: Duration = Duration::from_secs(10);
-/// The status by which a fault says that it cannot be made on this machine.
+/// Exit status of a fault that cannot be produced on this machine.
 const UNABLE: i32 = 77;
-/// How often a long run repeats a fault that draws random moments.
+/// Repetitions of a fault with random moments in a long run.
 const REPEATS: u64 = 10;
 
 /// Runs faults and attacks as real processes, and prints what must hold and what held
@@ -43,12 +44,12 @@ pub struct Options {
     seed: Option<u64>,
 }
 
-/// What came of a promise.
+/// The result of a promise.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Held {
     Yes,
     No,
-    /// The fault cannot be made here.
+    /// The fault cannot be produced here.
     Unable,
 }
 
@@ -60,10 +61,10 @@ struct Outcome {
     wall: Duration,
 }
 
-/// Runs the faults of the options; whether every promise held.
+/// Runs the selected faults. Returns whether every promise held.
 ///
 /// # Errors
-/// When there is no such fault, or the table cannot be made.
+/// There is no such fault, or the table cannot be written.
 pub fn run(options: &Options) -> Result<bool> {
     let chosen = |fault: &Fault| {
         let has = |word: &String| fault.name.contains(word) || fault.area == *word;
@@ -91,20 +92,21 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(outcomes.iter().all(|outcome| outcome.held != Held::No))
 }
 
-/// Prints a line. A reader that has gone away wants no more; the table is in a file, too.
+/// Prints a line. It is no error if the reader is gone; the table is in a file, too.
 fn say(line: &str) {
     let _ = writeln!(std::io::stdout(), "{line}");
 }
 
-/// The folder of the table and of the logs of broken promises.
+/// The folder with the table and the logs of broken promises.
 fn output() -> PathBuf {
     tree().join("target/chaos")
 }
 
 fn all(runs: &[(Fault, u64)], jobs: usize) -> Vec<Outcome> {
-    // The harness builds what it runs once for the process; not in several threads at once.
+    // The harness builds its programs once per process; this must not happen in several threads at
+    // once.
     let _ = artifacts();
-    // Writing the table says why it cannot be made.
+    // If this fails, writing the table reports why.
     let _ = fs::create_dir_all(output());
     in_parallel(runs, jobs, |(fault, seed)| {
         let outcome = one(fault, *seed);
@@ -147,7 +149,8 @@ fn command(job: &Job, fault: &Fault, seed: u64) -> Command {
     command
 }
 
-/// Waits for a fault; `None` for one that is late. That one is told to end, so that it ends what it started.
+/// Waits for a fault. One that misses its deadline gets SIGTERM, so that it ends its processes, and
+/// the result is `None`.
 fn wait(process: &mut Process) -> Option<ExitStatus> {
     let start = Instant::now();
     let mut late = false;
@@ -166,7 +169,7 @@ fn wait(process: &mut Process) -> Option<ExitStatus> {
     }
 }
 
-/// Keeps what the processes of a broken promise have printed and logged.
+/// Stores the output and the logs of a broken promise.
 fn keep(outcome: &Outcome, seed: u64, stdout: &str, stderr: &str, job: &Job) {
     if outcome.held != Held::No {
         return;
@@ -174,11 +177,11 @@ fn keep(outcome: &Outcome, seed: u64, stdout: &str, stderr: &str, job: &Job) {
     let name = &outcome.fault.name;
     let text =
         format!("{name}, seed {seed}: {}\n{stdout}\n{stderr}\n{}{}", outcome.seen, printed(&job.dir), job.logs());
-    // The outcome counts more than its log.
+    // The outcome is more important than its log.
     let _ = fs::write(output().join(format!("{name}.log")), text);
 }
 
-/// What the processes of a job have printed.
+/// The output of the processes of a job.
 fn printed(folder: &Path) -> String {
     let entries = fs::read_dir(folder).into_iter().flatten().flatten();
     let named = |entry: &fs::DirEntry| {
@@ -209,7 +212,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// A text as a cell of a table.
+/// A text as a table cell.
 pub(crate) fn cell(text: &str) -> String {
     text.replace('|', "\\|").replace('\n', " ")
 }

@@ -1,4 +1,4 @@
-//! The table of all faults, as `faults/` lists it.
+//! The table of all faults, from `faults/`.
 
 use std::{path::PathBuf, process::Command};
 
@@ -6,30 +6,30 @@ use anyhow::{Context, Result, ensure};
 use serde::Deserialize;
 use xpu_timer_tests::{python, tree};
 
-/// One way in which things go wrong, and what is promised then.
+/// A fault and its promise.
 #[derive(Debug, Clone, Deserialize)]
 pub struct Fault {
     /// Unique; words joined by `-`.
     pub name: String,
-    /// The file of `faults/` that has it.
+    /// The file in `faults/` that contains it.
     pub area: String,
     /// What goes wrong.
     pub fault: String,
     /// What must hold.
     pub promise: String,
-    /// It draws random moments, so that a long run repeats it.
+    /// It uses random moments, so a long run repeats it.
     pub chance: bool,
 }
 
-/// The program that lists the faults and runs one of them.
+/// The program that lists the faults and runs them.
 pub(crate) fn program() -> PathBuf {
     tree().join("tests/chaos/faults")
 }
 
-/// All faults, in the order of their areas.
+/// All faults, ordered by area.
 ///
 /// # Errors
-/// When python3 cannot list them.
+/// python3 cannot list them.
 pub fn faults() -> Result<Vec<Fault>> {
     let mut command = Command::new(python());
     command.arg("-B").arg(program()).arg("--list");

@@ -1,8 +1,8 @@
-//! What must hold for any bytes from outside: from a disk, a socket, shared memory, the environment. Each function panics when it
-//! does not hold.
+//! Properties that must hold for any external bytes: from a disk, a socket, shared memory, the
+//! environment. Each function panics if its property does not hold.
 //!
-//! `cargo xtask fuzz` feeds them with what coverage leads to; the tests here feed them with the corpus that is kept and
-//! with changed dumps of a real hang, without any fuzzer.
+//! `cargo xtask fuzz` runs them guided by coverage. The tests here run them, without a fuzzer, on
+//! the kept corpus and on modified dumps of a real hang.
 
 mod wire;
 
@@ -19,10 +19,10 @@ use xpu_timer_viewer::report;
 
 pub use wire::{cluster_message, command_line, hook_message, http, ring, ring_of_words, settings};
 
-/// A function that is fuzzed, and the name of its corpus.
+/// A fuzzed function and the name of its corpus.
 pub type Target = (&'static str, fn(&[u8]));
 
-/// All of them.
+/// All targets.
 pub const TARGETS: &[Target] = &[
     ("decode", decode),
     ("folder", folder),
@@ -37,10 +37,11 @@ pub const TARGETS: &[Target] = &[
     ("planted", planted),
 ];
 
-/// A file is read as the collector reads it, or it is an error. The decoder skips what is not drawn, so it may accept more,
-/// never less. And what `prost` accepts is read as `prost` reads it.
+/// The viewer reads a file like the collector, or returns an error. The decoder skips parts that
+/// are not drawn, so it may accept more files, never fewer. Files that `prost` accepts have equal
+/// contents.
 pub fn decode(bytes: &[u8]) {
-    // The parts that only the report reads end in a value or an error, whatever their bytes.
+    // Parts that only the report reads end in a value or an error, whatever their bytes are.
     let _ = (Sample::decode(bytes), Child::decode(bytes));
     let lenient = lenient::decode::<Stacktrace>(bytes);
     if let Ok(message) = Stacktrace::decode(bytes) {
@@ -56,12 +57,13 @@ pub fn decode(bytes: &[u8]) {
 
 pub use xpu_timer_capture::fuzz::{object, perf_map};
 
-/// Between two files of a folder. No encoder writes a number in this way, so no real dump holds it.
+/// Separates the files of a folder. No encoder writes a number in this form, so no real dump
+/// contains it.
 const NEXT_FILE: [u8; 2] = [0xff, 0];
 
-/// A folder: the files of rank 0, 1, … are the parts between [`NEXT_FILE`], one more rank is absent. What the viewer
-/// writes of it is what the collector's way to the same trees gives; the pictures are well-formed and hold every frame;
-/// the report holds every rank.
+/// A folder: the files of rank 0, 1, … are the parts between [`NEXT_FILE`], and one more rank is
+/// absent. The viewer's output equals that of the collector's trees; the pictures are well-formed
+/// and contain every frame; the report contains every rank.
 pub fn folder(bytes: &[u8]) {
     let (mut files, mut from) = (Vec::new(), 0);
     while let Some(to) = bytes[from..].windows(2).position(|window| window == NEXT_FILE) {
@@ -73,7 +75,7 @@ pub fn folder(bytes: &[u8]) {
     let world = files.len() as u32 + 1;
     let (mut merger, mut builder) = (Merger::default(), report::Builder::default());
     let (mut native, mut python) = (PrefixTree::new(), PrefixTree::new());
-    // What only this decoder accepts has no second way to be merged.
+    // Files that only this decoder accepts cannot be merged in the other way.
     let (mut ranks, mut alike) = (0, true);
     for (rank, file) in (0..).zip(&files) {
         let Ok(dump) = Dump::decode(file) else { continue };
@@ -113,13 +115,14 @@ pub fn folder(bytes: &[u8]) {
     assert_eq!(data["ranks"].as_array().map(Vec::len), Some(ranks as usize));
 }
 
-/// Panics on what begins with one certain word. Guessing takes 2^64 attempts; coverage leads to it, letter by letter. By
-/// this `cargo xtask fuzz` knows that its fuzzer is guided.
+/// Panics on an input that begins with a certain word. Guessing it takes 2^64 attempts, but
+/// coverage leads to it letter by letter. This shows `cargo xtask fuzz` that its fuzzer is guided.
 pub fn planted(bytes: &[u8]) {
     assert!(!matches!(bytes, [b'p', b'l', b'a', b'n', b't', b'e', b'd', b'!', ..]), "the planted word was found");
 }
 
-/// What is drawn of a dump: process id, state, and the frames of the native and the Python threads.
+/// The drawn parts of a dump: process id, state, and the frames of the native and the Python
+/// threads.
 type Drawn = (i32, String, Vec<Vec<(String, String)>>, Vec<Vec<(String, String)>>);
 
 fn drawn_by_prost(message: &Stacktrace) -> Drawn {
@@ -143,7 +146,7 @@ fn drawn_here(file: &[u8]) -> Result<Drawn, DecodeError> {
     Ok((dump.pid, dump.process_state.to_string(), native.collect(), python.collect()))
 }
 
-/// Number of frames of a picture, without the one of all stacks, as an XML parser reads it.
+/// Number of frames in a picture, without the frame of all stacks, according to an XML parser.
 fn frames(svg: &[u8]) -> usize {
     let svg = std::str::from_utf8(svg).expect("text");
     let options = roxmltree::ParsingOptions { allow_dtd: true, ..Default::default() };
@@ -226,7 +229,7 @@ mod tests {
     #[test]
     fn groups_of_unknown_fields_are_skipped_as_deep_as_prost_does() {
         for depth in [1, 50, 99, 100, 101, 102, 5_000] {
-            // Field 20, group; field 11 afterwards.
+            // Field 20, a group, followed by field 11.
             let mut file = [0xa3, 0x01].repeat(depth);
             file.extend([0xa4, 0x01].repeat(depth));
             file.extend([0x5a, 1, b'S']);
@@ -255,7 +258,7 @@ mod tests {
         planted(b"planted!");
     }
 
-    /// Bytes that are cut and of which some are others.
+    /// Truncates bytes and changes some of them.
     fn changed(mut bytes: Vec<u8>, cut: Option<prop::sample::Index>, changes: &[(prop::sample::Index, u8)]) -> Vec<u8> {
         if let Some(cut) = cut {
             bytes.truncate(cut.index(bytes.len()));
@@ -279,7 +282,8 @@ mod tests {
             ring(&bytes);
         }
 
-        /// Small objects of a compiler, cut and changed: their line tables, packed or not, and their unwind rules.
+        /// Small object files of a compiler, truncated and modified: their line tables, packed or
+        /// not, and their unwind rules.
         #[test]
         fn a_changed_object_is_read_or_refused(
             which in any::<prop::sample::Index>(),
@@ -297,7 +301,7 @@ mod tests {
             perf_map(&bytes);
         }
 
-        /// A real dump of the original tool, cut and changed.
+        /// A real dump of the original tool, truncated and modified.
         #[test]
         fn a_changed_dump_of_a_real_hang_is_read_as_prost_reads_it(
             rank in 0usize..8,

@@ -1,4 +1,5 @@
-//! What the collector and the hook must hold for any bytes that a peer sends or a process leaves behind.
+//! Properties that must hold in the collector and the hook for any bytes that a peer sends or a
+//! process leaves behind.
 
 use std::io;
 
@@ -13,13 +14,14 @@ use xpu_timer_proto::{
     v1::{ClusterMessage, Delivery, FlightRecord, HookMessage, NodeMessage, NodeReply, RankInfo, node_message},
 };
 
-/// A packet between hook and node collector is a message, or an error. What was read is written and read again as it was.
+/// A packet between hook and node collector is a message or an error. A decoded message is equal
+/// after encoding and decoding.
 pub fn hook_message(bytes: &[u8]) {
     reads_what_it_writes::<HookMessage>(bytes);
     reads_what_it_writes::<NodeReply>(bytes);
 }
 
-/// Encodings are compared: a number that is none is not equal to itself.
+/// Encodings are compared, because NaN is not equal to itself.
 fn reads_what_it_writes<M: Message + Default>(bytes: &[u8]) {
     if let Ok(message) = M::decode(bytes) {
         let written = message.encode_to_vec();
@@ -28,8 +30,9 @@ fn reads_what_it_writes<M: Message + Default>(bytes: &[u8]) {
     }
 }
 
-/// Messages of nodes, one behind the other with the length in front, change who speaks for which rank, and nothing else. What is
-/// kept follows the entries that were sent, not the size of the world that they name.
+/// Messages of nodes, concatenated with their lengths in front, change which node speaks for which
+/// rank, and nothing else. The stored state depends on the entries that were sent, not on the world
+/// size that they name.
 pub fn cluster_message(bytes: &[u8]) {
     reads_what_it_writes::<ClusterMessage>(bytes);
     reads_what_it_writes::<Delivery>(bytes);
@@ -61,9 +64,10 @@ pub fn cluster_message(bytes: &[u8]) {
     }
 }
 
-/// A ring of any content, and of any length, is a record of a bounded size, or an error.
+/// A ring of any contents and length is a record of limited size, or an error.
 pub fn ring(bytes: &[u8]) {
-    // Behind the bytes the file goes on with zeros, as a memory file does, so that short inputs come to the last part.
+    // The file continues with zeros after the bytes, like a memory file, so that short inputs reach
+    // the last table.
     let read_at = |at: u64, buffer: &mut [u8]| -> io::Result<()> {
         let at = usize::try_from(at).unwrap_or(usize::MAX).min(bytes.len());
         let part = &bytes[at..bytes.len().min(at + buffer.len())];
@@ -81,8 +85,8 @@ pub fn ring(bytes: &[u8]) {
     }
 }
 
-/// A ring with these words: each is its place in the file, in four bytes, and its value. A ring is large and most of it is zero, so
-/// this is how few bytes come to each of its tables.
+/// A ring with these words: each is its position in the file, in four bytes, and its value. A ring
+/// is large and mostly zero, so this reaches all its tables with few bytes.
 pub fn ring_of_words(bytes: &[u8]) {
     let mut file = vec![0; ring::offset::END];
     let mut set = |place: usize, word: u64| file[place * 8..][..8].copy_from_slice(&word.to_le_bytes());
@@ -92,12 +96,12 @@ pub fn ring_of_words(bytes: &[u8]) {
     for [a, b, c, d, word @ ..] in words {
         set(u32::from_le_bytes([*a, *b, *c, *d]) as usize % (ring::offset::END / 8), u64::from_le_bytes(*word));
     }
-    // What is left over cuts the file.
+    // The remaining bytes truncate the file.
     file.truncate(file.len() - rest.iter().map(|byte| usize::from(*byte) * 4096).sum::<usize>().min(file.len()));
     ring(&file);
 }
 
-/// The environment of a process and an INI file, one behind the other with two zero bytes between them, are settings.
+/// An environment of a process and an INI file, separated by two zero bytes, are settings.
 pub fn settings(bytes: &[u8]) {
     let end = bytes.windows(2).position(|pair| pair == [0, 0]);
     let (environ, ini) = bytes.split_at(end.unwrap_or(bytes.len()));
@@ -122,7 +126,8 @@ pub fn settings(bytes: &[u8]) {
     }
 }
 
-/// Words of a command line, with zero bytes between them, are what to do, or a message. Shown, they hide a secret behind them.
+/// Arguments of a command line, separated by zero bytes, are a request or an error. When displayed,
+/// a secret in them is hidden.
 pub fn command_line(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
     let words = || std::iter::once("program").chain(text.split('\0'));
@@ -131,12 +136,14 @@ pub fn command_line(bytes: &[u8]) {
     let _ = xpu_timer_viewer::Args::try_parse_from(words());
     const SECRET: &str = "planted secret";
     let shown = secrets::cmdline(&[bytes, b"\0--api-key=", SECRET.as_bytes()].concat());
-    // A guided fuzzer learns the words that it is compared with, and puts them where they are no secret.
+    // A guided fuzzer learns the words with which it is compared, and inserts them where they are
+    // not a secret.
     assert!(shown.matches(SECRET).count() <= text.matches(SECRET).count(), "{shown}");
     let _ = (secrets::text(&text), secrets::host_of(&text));
 }
 
-/// The head of an HTTP request, its lines one behind the other. A request without the token is never taken for one that has it.
+/// The head of an HTTP request, its lines concatenated. A request without the token is never
+/// accepted as one with it.
 pub fn http(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes);
     let mut headers = HeaderMap::new();
@@ -152,10 +159,10 @@ pub fn http(bytes: &[u8]) {
     assert!(!Token::new(None).is_shown(&headers), "nothing shows a token that is not set");
 }
 
-/// No input holds it by chance.
+/// No input contains it by chance.
 const TOKEN: &str = "2e8c8f6f0f0f4a6fb9f1d6";
 
-/// As it is, or as a password in base64, which any of three shifts may hide.
+/// Whether a text contains the token, plain or as a password in base64 with any of three shifts.
 fn carries_the_token(text: &str) -> bool {
     text.contains(TOKEN) || text.to_ascii_lowercase().contains("basic")
 }

@@ -1,7 +1,7 @@
-//! All scenarios, and the truth about each.
+//! All scenarios and their true causes.
 //!
-//! A cause is accepted when a person who knows how the hang was made would call it right. Where two words of the list fit, the
-//! first one is what we would say.
+//! A cause is accepted if a person who knows how the hang was made would call it correct. If two
+//! causes fit, the first one is the preferred one.
 
 mod blind;
 mod collectives;

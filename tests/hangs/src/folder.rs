@@ -1,9 +1,14 @@
-//! The evidence of an incident folder, put together as the collector had it.
+//! The evidence in an incident folder, as the collector had it.
 
-use std::{fs, path::Path};
+use std::{
+    fs,
+    path::{Path, PathBuf},
+};
 
 use anyhow::{Context, Result};
 use xpu_timer_proto::{lenient, server::Stacktrace, v1::Evidence};
+
+use crate::scenario::Scenario;
 
 /// Joins `evidence.bin` with the `.stacktrace` files beside it.
 pub fn evidence(folder: &Path) -> Result<Evidence> {
@@ -17,10 +22,15 @@ pub fn evidence(folder: &Path) -> Result<Evidence> {
         }
         let dump = lenient::decode::<Stacktrace>(&read(&path)?).with_context(|| path.display().to_string())?;
         let rank = evidence.ranks.iter_mut().find(|rank| i64::from(rank.rank) == i64::from(dump.rank));
-        // A file without a sample stands for a rank of which no dump could be taken.
+        // A file without a sample means that no dump of the rank could be taken.
         if let Some(rank) = rank.filter(|_| dump.last_sample.is_some() || dump.first_sample.is_some()) {
             rank.dump = Some(dump);
         }
     }
     Ok(evidence)
+}
+
+/// The incident folder of a scenario.
+pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
+    output.join(&scenario.name).join("timeline/latest")
 }

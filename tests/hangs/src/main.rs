@@ -28,7 +28,8 @@ enum Command {
         /// Where the jobs keep their folders
         #[arg(long, default_value = "target/hangs")]
         output: PathBuf,
-        /// With XPU_TIMER_HANG_KILL=1: the ranks of every proven hang must end within 10 s of the verdict, and no others
+        /// With XPU_TIMER_HANG_KILL=1: the ranks of every proven hang must end within 10 s of the
+        /// verdict, and no others
         #[arg(long)]
         kill: bool,
     },
@@ -84,7 +85,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
         }
         Command::Record { filter, output } => {
             for scenario in corpus::matching(filter.as_deref())?.iter().filter(|scenario| scenario.hangs()) {
-                record::write(scenario, &run::incident(&output, scenario))?;
+                record::write(scenario, &folder::incident(&output, scenario))?;
             }
             Ok(true)
         }
@@ -99,7 +100,7 @@ fn work(command: Command) -> anyhow::Result<bool> {
         }
         Command::List => {
             let list: String = corpus::matching(None)?.iter().map(|scenario| format!("{scenario}\n")).collect();
-            // Who reads only the beginning of it wants no more.
+            // It is no error if the reader is gone.
             let _ = std::io::stdout().write_all(list.as_bytes());
             Ok(true)
         }

@@ -1,4 +1,5 @@
-//! The programs that the corpus hangs, and how each kind is started. They have nothing in common but the libraries that they call.
+//! The programs of the corpus, and how each kind is started. They are unrelated except for the
+//! libraries that they use.
 
 use std::{
     collections::BTreeSet,
@@ -10,12 +11,12 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use xpu_timer_tests::{DEBIAN_PYTHON, Job, artifacts, compile_c, python, tree};
 
-/// What the ranks of a job run.
+/// The program of a job's ranks.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub enum Program {
-    /// A script on the simulated device; its ranks are started as torchrun does it.
+    /// A script on the simulated device, whose ranks start as under torchrun.
     Script(&'static str),
-    /// A C++ program on the simulated device; a shell starts its ranks.
+    /// A C++ program on the simulated device, whose ranks are started by a shell.
     Native(&'static str),
     /// A script with Debian's PyTorch on gloo.
     Torch(&'static str),
@@ -47,7 +48,7 @@ void block_in_vfork(void)
 /// Starts the ranks of a program and waits for all of them.
 const EACH_RANK: &str = r#"for rank in $(seq 0 $((WORLD_SIZE - 1))); do RANK=$rank LOCAL_RANK=$rank "$@" & done; wait"#;
 
-/// What has to be compiled, once for all scenarios.
+/// The compiled programs, built once for all scenarios.
 pub struct Compiled {
     /// A library that `faults.py` calls.
     pub vfork: PathBuf,
@@ -55,7 +56,7 @@ pub struct Compiled {
 }
 
 impl Compiled {
-    /// Compiles those of which `programs` has need into `folder`.
+    /// Compiles the programs that need it into `folder`.
     pub fn of(programs: &[Program], folder: &Path) -> Result<Self> {
         let vfork = compile_c(folder, "block_in_vfork.so", VFORK, &["-shared", "-fPIC"]);
         let compiled = Compiled { vfork, folder: folder.to_owned() };
@@ -88,19 +89,19 @@ impl Compiled {
         Ok(compiled)
     }
 
-    /// What a source became.
+    /// The executable of a source file.
     fn binary(&self, source: &str) -> PathBuf {
         self.folder.join(Path::new(source).file_stem().unwrap_or_default())
     }
 }
 
-/// Where a program of the corpus lies.
+/// The path of a program of the corpus.
 fn script(name: &str) -> PathBuf {
     tree().join("tests/hangs/programs").join(name)
 }
 
 impl Program {
-    /// The name of its source.
+    /// The name of its source file.
     fn source(self) -> &'static str {
         match self {
             Program::Script(name)
@@ -152,27 +153,27 @@ impl Program {
         }
     }
 
-    /// Whether its ranks wait by polling, so that few of them fill a small machine.
+    /// Whether its ranks busy-wait, so that few of them occupy a small machine.
     pub fn polls(self) -> bool {
         matches!(self, Program::Mpi(_) | Program::Mpi4py(_))
     }
 }
 
-/// What a scenario asks of the machine, beyond what every one needs.
+/// What a scenario needs from the machine, besides the needs of all scenarios.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Need {
-    /// The freezer of the first version of control groups.
+    /// The freezer of control groups, version 1.
     Freezer,
-    /// Control groups of the second version.
+    /// Control groups, version 2.
     Groups,
-    /// Mounts of its own, answered by a program.
+    /// Its own mounts, served by a program.
     Fuse,
     /// A program that is on the PATH.
     Tool(&'static str),
 }
 
 impl Need {
-    /// Why it is not met here, if it is not.
+    /// Why it is not available here, if so.
     pub fn missing(self) -> Option<String> {
         let writable = |path: &Path| fs::OpenOptions::new().write(true).open(path).is_ok();
         match self {

@@ -1,6 +1,8 @@
-//! The evidence of every scenario as a small file, so that the judge can be tested without processes.
+//! The evidence of every scenario as a small file, so that the judge can be tested without
+//! processes.
 //!
-//! A file is the condensed evidence: host facts in place of stacks, and the newest operations of each flight record; compressed.
+//! A file contains the condensed evidence, compressed: host facts in place of stacks, and the
+//! newest operations of each flight record.
 
 use std::{
     fs::{self, File},
@@ -16,10 +18,10 @@ use xpu_timer_tests::tree;
 
 use crate::{folder, scenario::Scenario};
 
-/// So many completed operations of each rank are kept.
+/// Number of completed operations of each rank that are kept.
 const OPERATIONS: usize = 96;
 
-/// Where the recorded evidence of a scenario lies.
+/// The file with the recorded evidence of a scenario.
 pub fn path(scenario: &Scenario) -> PathBuf {
     tree().join("tests/hangs/recorded").join(format!("{}.pb.gz", scenario.name))
 }
@@ -48,10 +50,10 @@ mod tests {
     use super::*;
     use crate::{corpus, scenario::Truth, score::Said};
 
-    /// Longer sentences say something twice.
+    /// Maximum length of a sentence. Longer ones repeat something.
     const MOST_LETTERS: usize = 300;
 
-    /// Variants of each recorded job.
+    /// Number of variants of each recorded job.
     const VARIANTS: u64 = 24;
 
     /// The recorded evidence of a scenario.
@@ -85,7 +87,7 @@ mod tests {
         let mut long: Vec<String> = recorded()
             .into_iter()
             .map(|(scenario, evidence)| (scenario.name, said(&evidence).sentence))
-            // Two causes are two sentences.
+            // A verdict with two causes has two sentences.
             .filter(|(_, sentence)| sentence.split("; also ").any(|part| part.chars().count() > MOST_LETTERS))
             .map(|(name, sentence)| format!("{} {name}: {sentence}", sentence.chars().count()))
             .collect();
@@ -93,7 +95,7 @@ mod tests {
         assert!(long.is_empty(), "{} sentences are too long:\n{}", long.len(), long.join("\n"));
     }
 
-    /// Numbers that look random and are the same at every run.
+    /// Pseudorandom numbers, equal in every run.
     struct Numbers(u64);
 
     impl Numbers {
@@ -115,9 +117,11 @@ mod tests {
         }
     }
 
-    /// Whether nothing proves the hang: the ranks move, or may just be idle. `XPU_TIMER_HANG_KILL` does not end them.
+    /// Whether the hang is not proven: the ranks move, or may be idle. `XPU_TIMER_HANG_KILL` does
+    /// not end them.
     fn may_be_healthy(scenario: &Scenario, cause: Cause) -> bool {
-        // Nothing is pending, and no rank waits for another one: a server that reads its requests stands the same.
+        // Nothing is pending, and no rank waits for another: a server that reads its requests looks
+        // the same.
         const WAITS_FOR_INPUT: [&str; 2] = ["end-fifo", "plain-all-read"];
         matches!(cause, Cause::LongStep | Cause::Compile | Cause::PythonGc | Cause::NotAHang | Cause::Unknown)
             || WAITS_FOR_INPUT.contains(&scenario.name.as_str())
@@ -181,21 +185,22 @@ mod tests {
         }
     }
 
-    /// Evidence that lost something, in one of the ways in which a real one does.
+    /// Damages evidence in one of the ways in which real evidence is incomplete.
     fn damage(evidence: &mut Evidence, how: usize, numbers: &mut Numbers) {
         for rank in &mut evidence.ranks {
             let unlucky = numbers.below(4) == 0;
             match (how, &mut rank.host) {
-                // Python could not be read anywhere.
+                // Python could not be read on any rank.
                 (0, Some(host)) => (host.python, host.python_function) = (None, None),
-                // There was no second sample anywhere.
+                // No rank has a second sample.
                 (1, Some(host)) => {
                     (host.moved, host.d_sleep, host.gil_holder, host.same_in_both) = (None, None, None, true)
                 }
-                // Some ranks have no flight record, some no stack.
+                // Some ranks have no flight record, others no stack.
                 (2, _) if unlucky => rank.flight = None,
                 (3, _) if unlucky => rank.host = None,
-                // Rings that were overrun: only the newest operations are left, and the counters tell of more.
+                // Rings were overrun: only the newest operations are left, and the counters show
+                // that there were more.
                 (4, _) => {
                     if let Some(flight) = &mut rank.flight {
                         let old = flight.operations.len().saturating_sub(6);
@@ -203,7 +208,7 @@ mod tests {
                         flight.health.get_or_insert_default().dropped = old as u64;
                     }
                 }
-                // Every rank on a machine of its own, whose clock is hours away.
+                // Every rank is on a different machine, whose clock differs by hours.
                 (5, _) => {
                     rank.node = format!("node-{}", rank.rank);
                     let skew = numbers.below(10_000) as u64 * 1_000_000_000;
@@ -226,7 +231,7 @@ mod tests {
                         }
                     }
                 }
-                // No stack at all, and no record at all.
+                // No stack and no flight record.
                 (6, _) => rank.host = None,
                 (7, _) => rank.flight = None,
                 _ => {}
@@ -243,7 +248,7 @@ mod tests {
         for (scenario, evidence) in recorded() {
             let Truth::Hang { culprits, .. } = &scenario.truth else { continue };
             for (how, right) in right.iter_mut().enumerate() {
-                // Chance has a part in these only.
+                // Only these are random.
                 let times = if matches!(how, 2 | 3) { 6 } else { 1 };
                 for _ in 0..times {
                     let mut other = evidence.clone();
@@ -259,7 +264,7 @@ mod tests {
         }
         assert!(wrong.is_empty(), "{}", wrong.join("\n"));
         println!("culprits right, of all, by damage: {right:?}");
-        // Another clock and a second sample less change nothing that a culprit is told by.
+        // A different clock and a missing second sample do not change the evidence for a culprit.
         for how in [0, 5] {
             assert!(right[how].0 * 100 >= right[how].1 * 95, "{right:?}");
         }
@@ -273,13 +278,14 @@ mod tests {
             let Truth::Hang { culprits, .. } = &scenario.truth else { continue };
             for _ in 0..VARIANTS {
                 let mut other = evidence.clone();
-                // One in eight, and as often as it takes that it is so on average in a world that eight does not divide.
+                // One in eight, rounded randomly so that the average is right if the world size is
+                // not a multiple of eight.
                 let missing = other.ranks.len() / 8 + usize::from(numbers.below(8) < other.ranks.len() % 8);
                 for _ in 0..missing {
                     let index = numbers.below(other.ranks.len());
                     let rank = &mut other.ranks[index];
                     rank.host = None;
-                    // Every second time the whole rank could not be reached.
+                    // Half of the time the rank could not be reached at all.
                     if numbers.below(2) == 0 {
                         rank.flight = None;
                     }

@@ -1,8 +1,8 @@
-//! Running scenarios: each as a job of its own, several at the same time.
+//! Runs scenarios, each as a separate job, several at a time.
 
 use std::{
     fs,
-    path::{Path, PathBuf},
+    path::Path,
     sync::{Mutex, PoisonError},
     time::{Duration, Instant},
 };
@@ -19,24 +19,28 @@ use crate::{
     score::{Outcome, Said},
 };
 
-/// From the start of the processes to the end of the first incident.
+/// Time from the start of the processes to the end of the first incident.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// An even run is watched for so long after its ranks have been compared: the comparison looks at the last minute at most.
+/// Time to watch an even run after its ranks have been compared. A comparison covers at most the
+/// last minute.
 const LONG_ENOUGH: Duration = Duration::from_secs(25);
 
-/// From so many ranks on, a small machine needs longer than the usual timeout to start them all.
+/// Number of ranks from which a small machine needs longer than the usual timeout to start them
+/// all.
 const MANY: u32 = 32;
 
-/// From the verdict on a hang to the end of its ranks.
+/// Time from the verdict on a hang to the end of its ranks.
 const ENDED_WITHIN: Duration = Duration::from_secs(10);
 /// A verdict, and one that confirms it.
 const MOST_VERDICTS: usize = 2;
 
-/// Runs all, `jobs` at a time, and prints a line for each as it ends. With `kill` the collector ends the ranks of those that hang.
+/// Runs all scenarios, `jobs` at a time, and prints a line for each as it ends. With `kill`, the
+/// collector ends the ranks of hung jobs.
 pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> Result<Vec<Outcome>> {
     let scenarios: Vec<Scenario> = scenarios.into_iter().filter(can_run).collect();
-    // The harness builds what it runs once for the process; not in several threads at once.
+    // The harness builds its programs once per process; this must not happen in several threads at
+    // once.
     let _ = xpu_timer_tests::artifacts();
     let folder = tempfile::tempdir().expect("a temporary folder");
     let programs: Vec<Program> = scenarios.iter().map(|scenario| scenario.program).collect();
@@ -48,11 +52,11 @@ pub fn all(scenarios: Vec<Scenario>, jobs: usize, output: &Path, kill: bool) -> 
     }))
 }
 
-/// Judges what an earlier run left.
+/// Judges the folders of an earlier run again.
 pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
     let mut outcomes = Vec::new();
     for scenario in scenarios.into_iter().filter(Scenario::hangs) {
-        let latest = incident(output, &scenario);
+        let latest = folder::incident(output, &scenario);
         if !latest.exists() {
             continue;
         }
@@ -64,12 +68,7 @@ pub fn again(scenarios: Vec<Scenario>, output: &Path) -> Result<Vec<Outcome>> {
     Ok(outcomes)
 }
 
-/// The incident folder that a scenario left.
-pub fn incident(output: &Path, scenario: &Scenario) -> PathBuf {
-    output.join(&scenario.name).join("timeline/latest")
-}
-
-/// Whether the machine can do what a scenario needs; says so when it cannot.
+/// Whether the machine can run a scenario. Prints the reason if not.
 fn can_run(scenario: &Scenario) -> bool {
     let missing = scenario.need.and_then(Need::missing);
     if let Some(reason) = &missing {
@@ -97,7 +96,8 @@ fn run(scenario: &Scenario, compiled: &Compiled, folder: &Path, kill: bool) -> R
         .with("PYTHONPATH", &examples.display().to_string())
         .with("XPU_HANGS_LIBRARY", &compiled.vfork.display().to_string())
         .with("XPU_SIM_DEVICES", "64");
-    // PyTorch takes long to load, on a machine that is busy longer than a collector without ranks would wait.
+    // PyTorch loads slowly. On a busy machine it takes longer than a collector without ranks waits
+    // by default.
     if matches!(scenario.program, Program::Torch(_) | Program::Elastic(_)) {
         job = job.with("XPU_TIMER_LINGER", "120");
     }
@@ -153,9 +153,11 @@ fn hang(job: &Job, ranks: &mut Process) -> Result<Incident> {
     }
 }
 
-/// Waits until the ranks of a proven hang have been ended; makes sure that those of another verdict have not.
+/// Waits until the ranks of a proven hang have been ended, and checks that those of other verdicts
+/// have not.
 fn ended(job: &Job, incident: &Incident) -> Result<()> {
-    // A process that the kernel holds, in a file system that does not answer or in a freezer, does not end by any signal.
+    // A process that the kernel blocks, in a file system that does not answer or in a freezer,
+    // ignores all signals.
     let is_held = |rank: &Value| {
         const SIGKILL: u64 = 1 << 8;
         let status = fs::read_to_string(format!("/proc/{}/status", rank["pid"])).unwrap_or_default();
@@ -207,11 +209,11 @@ fn end(mut ranks: Process) -> Result<Output> {
     Ok(ranks.wait(PATIENCE))
 }
 
-/// Waits for the end of a job whose incident was to be resolved by itself.
+/// Waits for the end of a job whose incident should resolve by itself.
 fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
     let output = end(ranks)?;
     ensure!(output.code() == 0, "the job ended with {}; {}", output.code(), tail(&output.stderr));
-    // The collector takes a quiet second before it says that a hang is over.
+    // The collector waits a quiet second before it considers a hang resolved.
     let start = Instant::now();
     let status = || {
         let found = job.incidents().into_iter().find(|found| found.path == incident.path);
@@ -224,7 +226,8 @@ fn passed(job: &Job, ranks: Process, incident: &Incident) -> Result<()> {
     Ok(())
 }
 
-/// Waits until ranks are called slow, or, when none should be, until they have been compared for long enough.
+/// Waits until ranks are reported as slow, or, if none should be, until they have been compared
+/// long enough.
 fn slow(job: &Job, ranks: &mut Process, world: u32, expected: &[u32]) -> Result<Option<Said>> {
     let start = Instant::now();
     let mut compared_since = None;
@@ -251,7 +254,7 @@ fn slow(job: &Job, ranks: &mut Process, world: u32, expected: &[u32]) -> Result<
     }
 }
 
-/// Ranks that the collector calls slow, ascending.
+/// Ranks that the collector reports as slow, ascending.
 fn slow_ranks(port: u16) -> Vec<u32> {
     let (_, body) = http("GET", port, "/slow_ranks").unwrap_or_default();
     let list: Vec<Value> = serde_json::from_str(&body).unwrap_or_default();

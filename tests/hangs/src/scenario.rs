@@ -1,54 +1,56 @@
-//! One scenario: the job, and the truth about it.
+//! A scenario: the job and its true cause.
 
 use std::fmt;
 
 use crate::program::{Need, Program};
 
-/// What a job does, and what is to be said of it.
+/// A job and the expected verdict.
 #[derive(Debug, Clone)]
 pub struct Scenario {
     /// Unique; words joined by `-`.
     pub name: String,
-    /// What its ranks run.
+    /// The program of its ranks.
     pub program: Program,
     /// Number of ranks.
     pub world: u32,
-    /// Of the program.
+    /// Arguments of the program.
     pub arguments: Vec<String>,
-    /// Besides that of every job.
+    /// Environment besides that of every job.
     pub environment: Vec<(&'static str, String)>,
-    /// What the machine must be able to do for it.
+    /// What the machine must support.
     pub need: Option<Need>,
-    /// The truth.
+    /// The expected verdict.
     pub truth: Truth,
 }
 
-/// What is true of a scenario, known from how it was made.
+/// The truth about a scenario, known from its construction.
 #[derive(Debug, Clone)]
 pub enum Truth {
-    /// It hangs, and these ranks stopped it.
+    /// It hangs because of these ranks.
     Hang {
-        /// Causes that a person who knows everything would accept, the best one first.
+        /// Causes that a person who knows the construction would accept, best first.
         causes: &'static [&'static str],
-        /// Ascending; empty when no rank is to blame.
+        /// Ascending; empty if no rank is to blame.
         culprits: Vec<u32>,
     },
-    /// It is slow beyond the timeout, because of these ranks; its incident is resolved by itself, and it runs to its end.
+    /// It is slower than the timeout because of these ranks. Its incident resolves by itself, and
+    /// it runs to its end.
     Passes {
-        /// Causes that are right.
+        /// Accepted causes.
         causes: &'static [&'static str],
         /// Ascending.
         culprits: Vec<u32>,
         /// Until then the culprits stand still, so that with `XPU_TIMER_HANG_KILL` the job is ended.
         stands_still: bool,
     },
-    /// It does not come to an end by itself, and these ranks, ascending, slow it down without a hang; none in an even run.
+    /// It never ends by itself, and these ranks, ascending, slow it down without a hang; none in an
+    /// even run.
     Slow(Vec<u32>),
-    /// It runs to its end, and nothing is to be reported.
+    /// It runs to its end, and nothing should be reported.
     Healthy,
 }
 
-/// What is said of ranks that slow a job down, in place of a cause.
+/// Used in place of a cause for ranks that slow a job down.
 pub const SLOW: &str = "slow";
 
 impl fmt::Display for Scenario {
@@ -58,7 +60,7 @@ impl fmt::Display for Scenario {
     }
 }
 
-/// A job of some program.
+/// A job that runs a program.
 pub fn job(name: &str, program: Program, world: u32, arguments: &[&str]) -> Scenario {
     Scenario {
         name: name.into(),
@@ -79,12 +81,12 @@ pub fn hybrid(name: &str, tp: u32, pp: u32, dp: u32) -> Scenario {
 }
 
 impl Scenario {
-    /// Whether it hangs, and for ever.
+    /// Whether it hangs forever.
     pub fn hangs(&self) -> bool {
         matches!(self.truth, Truth::Hang { .. })
     }
 
-    /// Causes and culprits that are right, when something is to be said at all.
+    /// Accepted causes and culprits, if a verdict is expected.
     pub fn right(&self) -> Option<(&'static [&'static str], &[u32])> {
         match &self.truth {
             Truth::Hang { causes, culprits } | Truth::Passes { causes, culprits, .. } => Some((causes, culprits)),
@@ -116,7 +118,7 @@ impl Scenario {
         self
     }
 
-    /// It is slow because of these ranks, and goes on.
+    /// It is slow because of these ranks, and continues.
     pub fn passes(mut self, causes: &'static [&'static str], culprits: &[u32]) -> Self {
         self.truth = Truth::Passes { causes, culprits: culprits.to_vec(), stands_still: false };
         self
@@ -136,7 +138,7 @@ impl Scenario {
         self
     }
 
-    /// It runs for so many seconds without anything to report.
+    /// It runs for this many seconds without anything to report.
     pub fn healthy(self, seconds: u32) -> Self {
         self.option(&format!("--seconds={seconds}"))
     }

@@ -1,4 +1,4 @@
-//! How often the verdict was right.
+//! Scores how often the verdict was right.
 
 use std::{fmt, fs, path::Path, time::Duration};
 
@@ -7,20 +7,21 @@ use serde_json::Value;
 use xpu_timer_analysis::judge;
 
 use crate::{
-    folder, run,
+    folder,
     scenario::{SLOW, Scenario, Truth},
 };
 
-/// Shares that the corpus must reach.
+/// Shares that the corpus must achieve.
 const CULPRITS_RIGHT: f64 = 0.95;
 const CAUSES_RIGHT: f64 = 0.90;
 const CULPRITS_RIGHT_WITH_GAPS: f64 = 0.85;
-/// The verdict is there so long after the timeout: the time between the samples, which is two seconds here, and three more.
+/// Maximum time from the timeout to the verdict: two seconds between the samples here, and three
+/// more.
 const LATEST_SECONDS: f64 = 5.0;
-/// Of so many dumps one is taken away.
+/// One of this many dumps is removed.
 const ONE_MISSING_OF: u32 = 8;
 
-/// What a verdict said.
+/// The contents of a verdict.
 #[derive(Debug, Clone)]
 pub struct Said {
     /// Its cause.
@@ -31,12 +32,13 @@ pub struct Said {
     pub confidence: String,
     /// The sentence.
     pub sentence: String,
-    /// From the timeout to the finished folder; none when it was judged again.
+    /// Seconds from the timeout to the finished folder; `None` if it was judged again.
     seconds: Option<f64>,
 }
 
 impl Said {
-    /// Whether a rank that is not to blame is accused with high confidence, be it that it would have gone on by itself.
+    /// Whether it accuses a rank that is not to blame with high confidence. For a job that recovers
+    /// by itself, every rank counts as not to blame.
     pub fn accuses_wrongly(&self, truth: &Truth) -> bool {
         let culprits = match truth {
             Truth::Hang { culprits, .. } => culprits.as_slice(),
@@ -46,7 +48,7 @@ impl Said {
         self.confidence == "high" && self.culprits.iter().any(|rank| !culprits.contains(rank))
     }
 
-    /// Of ranks that slow a job down; `None` when there are none.
+    /// A verdict about ranks that slow a job down; `None` if there are none.
     pub fn slow(culprits: Vec<u32>) -> Option<Self> {
         let sentence = format!("{culprits:?} slow the job down");
         let (cause, confidence) = (SLOW.into(), "high".into());
@@ -67,13 +69,13 @@ impl Said {
     }
 }
 
-/// What came of a scenario.
+/// The result of a scenario.
 pub struct Outcome {
     /// The scenario.
     pub scenario: Scenario,
-    /// What was said, or nothing; an error when it could not be run.
+    /// The verdict, if any; an error if the scenario could not be run.
     pub said: Result<Option<Said>>,
-    /// For how long it ran.
+    /// Its run time.
     pub wall: Duration,
 }
 
@@ -133,7 +135,7 @@ impl fmt::Display for Outcome {
     }
 }
 
-/// Prints the sums, and says whether they are good enough.
+/// Prints the totals. Returns whether they are good enough.
 pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     let of = |keep: fn(&Truth) -> bool| -> Vec<&Outcome> {
         outcomes.iter().filter(|outcome| keep(&outcome.scenario.truth)).collect()
@@ -192,8 +194,8 @@ pub fn report(outcomes: &[Outcome], output: &Path) -> bool {
     good
 }
 
-/// The longest time from a timeout to its verdict, and whose it was. A death waits for two seconds of grace instead of a timeout, so it
-/// counts like the others.
+/// The longest time from a timeout to its verdict, and its scenario. A death has two seconds of
+/// grace in place of a timeout, so it counts like the others.
 fn latest(hangs: &[&Outcome]) -> Option<(f64, String)> {
     let said = hangs.iter().filter_map(|outcome| Some((outcome.said.as_ref().ok()?.as_ref()?.seconds?, outcome)));
     let (seconds, outcome) = said.max_by(|one, other| one.0.total_cmp(&other.0))?;
@@ -207,11 +209,12 @@ struct Gaps {
     mistakes: usize,
 }
 
-/// Judges every hang again, eight times, each time without the dumps of another eighth of the ranks.
+/// Judges every hang again, eight times, each time without the dumps of a different eighth of the
+/// ranks.
 fn with_gaps(hangs: &[&Outcome], output: &Path) -> Gaps {
     let mut gaps = Gaps::default();
     for outcome in hangs {
-        let Ok(evidence) = folder::evidence(&run::incident(output, &outcome.scenario)) else { continue };
+        let Ok(evidence) = folder::evidence(&folder::incident(output, &outcome.scenario)) else { continue };
         for missing in 0..ONE_MISSING_OF {
             let mut evidence = evidence.clone();
             for rank in evidence.ranks.iter_mut().filter(|rank| rank.rank % ONE_MISSING_OF == missing) {

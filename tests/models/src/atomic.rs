@@ -1,16 +1,17 @@
-//! In place of the hook's `atomic.rs`: the atomics of loom, with sizes that can be explored, and with orderings that a test can weaken.
+//! Replaces the hook's `atomic.rs`: loom's atomics, with sizes that loom can explore, and with
+//! orderings that a test can weaken.
 
 use loom::cell::UnsafeCell;
 pub use loom::sync::atomic::Ordering;
 
-/// As the hook's, smaller.
+/// Like the hook's constant, but smaller.
 pub const LANE_EVENTS: usize = 2;
-/// As above.
+/// Like the hook's constant, but smaller.
 pub const CONTEXTS: usize = 2;
-/// As above.
+/// Like the hook's constant, but smaller.
 pub const POOL_EVENTS: usize = 2;
 
-/// Which ordering is weakened.
+/// Selects the ordering that is weakened.
 pub mod weakening {
     use std::{
         collections::BTreeSet,
@@ -21,7 +22,8 @@ pub mod weakening {
     use super::Ordering;
 
     static BUSY: Mutex<()> = Mutex::new(());
-    /// Places where an ordering is given, as file, line and column; of a compare-exchange the second is that of its failure.
+    /// The sites of orderings, as file, line and column. The second site of a compare-exchange is
+    /// that of its failure ordering.
     static SITES: Mutex<BTreeSet<String>> = Mutex::new(BTreeSet::new());
     static WEAKENED: Mutex<String> = Mutex::new(String::new());
 
@@ -29,19 +31,19 @@ pub mod weakening {
         mutex.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Forgets all sites. One model at a time.
+    /// Clears all sites. Only one model runs at a time.
     pub fn begin() -> MutexGuard<'static, ()> {
         let busy = locked(&BUSY);
         locked(&SITES).clear();
         busy
     }
 
-    /// Sites seen since then with an ordering that can be weakened.
+    /// The sites seen since `begin` whose ordering can be weakened.
     pub fn sites() -> Vec<String> {
         locked(&SITES).iter().cloned().collect()
     }
 
-    /// Weakens one.
+    /// Weakens the ordering of a site.
     pub fn weaken(site: &str) {
         *locked(&WEAKENED) = site.into();
     }
@@ -62,7 +64,7 @@ pub mod weakening {
 
 use weakening::shipped;
 
-/// A fence; one that is weakened is none.
+/// A fence. A weakened fence does nothing.
 #[track_caller]
 pub fn fence(ordering: Ordering) {
     let ordering = shipped(ordering, 0);
@@ -73,11 +75,13 @@ pub fn fence(ordering: Ordering) {
 
 macro_rules! atomics {
     ($($name:ident $value:ty;)*) => {$(
-        /// That of loom, and a word that every load writes.
+        /// Loom's atomic, and an additional word that every load writes.
         ///
-        /// Loom (0.7.3) compares an access with the last dependent one alone, and takes two loads for independent. A thread that loads
-        /// a word and then stores to it hides the earlier load of another thread in this way: loom never runs the two the other way
-        /// round. Stores to a second word make loads of the first dependent on each other, and say nothing about memory.
+        /// Loom (0.7.3) compares an access only with the last dependent one, and treats two loads
+        /// as independent. A thread that loads a word and then stores to it hides the earlier load
+        /// of another thread: loom never runs the two in the opposite order. Stores to a second
+        /// word make loads of the first word dependent on each other, without any effect on memory
+        /// ordering.
         #[derive(Debug, Default)]
         pub struct $name(loom::sync::atomic::$name, loom::sync::atomic::AtomicU8);
 
@@ -104,14 +108,14 @@ macro_rules! atomics {
             }
 
             /// # Errors
-            /// The value, when it is another one.
+            /// The current value, if it differs.
             #[track_caller]
             pub fn compare_exchange(&self, from: $value, to: $value, success: Ordering, failure: Ordering) -> Result<$value, $value> {
                 self.0.compare_exchange(from, to, shipped(success, 0), shipped(failure, 1))
             }
 
             /// # Errors
-            /// As above.
+            /// The current value, if it differs.
             #[track_caller]
             pub fn compare_exchange_weak(&self, from: $value, to: $value, success: Ordering, failure: Ordering) -> Result<$value, $value> {
                 self.0.compare_exchange_weak(from, to, shipped(success, 0), shipped(failure, 1))
@@ -128,28 +132,28 @@ atomics! {
     AtomicUsize usize;
 }
 
-/// A word that one thread at a time may touch; loom fails when two do.
+/// A word that only one thread may access at a time; loom fails otherwise.
 pub struct Word(UnsafeCell<usize>);
 
 #[allow(clippy::missing_safety_doc, reason = "as the hook's")]
 impl Word {
-    /// A word of 0.
+    /// A word with the value 0.
     pub fn new() -> Self {
         Word(UnsafeCell::new(0))
     }
 
     /// The word.
     pub unsafe fn get(&self) -> usize {
-        // SAFETY: as the hook's; loom checks it.
+        // SAFETY: the caller upholds the same contract as in the hook; loom checks it.
         self.0.with(|word| unsafe { *word })
     }
 
     /// Replaces the word.
     pub unsafe fn set(&self, word: usize) {
-        // SAFETY: as above.
+        // SAFETY: the caller upholds the same contract as in the hook; loom checks it.
         self.0.with_mut(|place| unsafe { *place = word });
     }
 }
 
-// SAFETY: loom fails when two threads touch the word at once.
+// SAFETY: loom fails if two threads access the word at the same time.
 unsafe impl Sync for Word {}

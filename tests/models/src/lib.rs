@@ -1,7 +1,8 @@
-//! The files of the hook that have no locks, as they ship, on the atomics of loom. The models are in `tests/models.rs`.
+//! The lock-free files of the hook, unchanged, with loom's atomics. The models are in
+//! `tests/models.rs`.
 //!
-//! [`check`] explores a model with the orderings that ship. Then it weakens them, one after the other, to `Relaxed`: a model
-//! that does not notice proves nothing about that ordering.
+//! [`check`] explores a model with the original orderings. Then it weakens one ordering after the
+//! other to `Relaxed`: a model that still passes proves nothing about that ordering.
 
 #![allow(clippy::new_without_default, clippy::len_without_is_empty, reason = "private parts of the hook, public here")]
 
@@ -18,9 +19,9 @@ pub mod queue;
 #[path = "../../../hook/src/slot.rs"]
 pub mod slot;
 
-/// In place of the hook's.
+/// Replaces the hook's module.
 pub mod sys {
-    /// The model has no caches.
+    /// A model has no caches.
     pub fn prefetch<T>(_: &T) {}
 }
 
@@ -28,7 +29,7 @@ use std::process::Command;
 
 use atomic::weakening;
 
-/// How many times a thread may be interrupted where it need not be. Most mistakes show with two.
+/// Maximum number of preemptions of a thread. Two reveal most errors.
 fn preemptions() -> Option<usize> {
     match std::env::var("XPU_TIMER_MODELS").as_deref() {
         // `cargo xtask model`: every interleaving.
@@ -53,14 +54,15 @@ pub fn explore(model: fn()) {
     println!("{} ways to come between each other", WAYS.load(Ordering::Relaxed) - before);
 }
 
-/// In the environment of a process that explores with one ordering weakened.
+/// Environment variable of a process that explores with one weakened ordering.
 const WEAKENED: &str = "XPU_TIMER_MODELS_WEAKENED";
 
-/// Explores the models of a file, and requires that one of them fails with each of the file's orderings weakened. `test` is the name of
-/// the calling test: that is run again for each, in a process of its own, because a model that fails may end its process.
+/// Explores the models of a file, and requires that at least one fails for each weakened ordering
+/// of the file. `test` is the name of the calling test. It runs again in a separate process for
+/// each ordering, because a failing model may end its process.
 ///
 /// # Panics
-/// When a model fails, or none does although an ordering is weakened.
+/// A model fails, or none fails although an ordering is weakened.
 pub fn check(test: &str, file: &str, models: &[fn()]) {
     let _one_at_a_time = weakening::begin();
     if let Ok(site) = std::env::var(WEAKENED) {

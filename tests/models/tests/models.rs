@@ -1,5 +1,5 @@
-//! The parts of the hook that have no locks: every way in which their threads can come between each other, up to two forced
-//! interruptions of a thread here, all of them in `cargo xtask model`.
+//! Models of the hook's lock-free parts. They explore all interleavings of their threads, with at
+//! most two preemptions of a thread here, and without a limit in `cargo xtask model`.
 
 #![allow(clippy::unwrap_used, reason = "all of this is test code, its helper functions too")]
 
@@ -25,7 +25,8 @@ fn words() -> Words {
     std::array::from_fn(|_| AtomicU64::new(0))
 }
 
-/// What the collector does: all words, and the first one again. Its reads of the file are in order, which the fence stands for.
+/// Reads like the collector: all words, and the first one again. The collector reads the file in
+/// order, which the fence models.
 fn read(words: &Words) -> Option<(u64, [u64; 2])> {
     let before = words[op::TICKET].load(Ordering::Acquire);
     let found = [op::SEQ, op::COUNT].map(|word| words[word].load(Ordering::Relaxed));
@@ -49,7 +50,7 @@ fn event_pools() {
     check("event_pools", "queue.rs", &[a_pool_gives_each_event_to_one_thread, a_cell_is_used_again_when_it_is_empty]);
 }
 
-/// From a slot that is used again.
+/// The slot is reused meanwhile.
 fn a_reader_takes_whole_operations() {
     let ring = Arc::new((Slot::default(), words()));
     let writer = {
@@ -66,12 +67,12 @@ fn a_reader_takes_whole_operations() {
     writer.join().unwrap();
 }
 
-/// And what is in it is seen by the next.
+/// The next owner of a slot sees its contents.
 fn a_slot_is_one_threads() {
     let slot = Arc::new(Slot::default());
     let launch = |slot: &Slot, since: u64| {
         if slot.claim() {
-            // What the slot's last operation left is there, and nobody else writes it.
+            // The slot still contains the last operation's data, and no other thread writes it.
             let last = slot.since_ns.load(Ordering::Relaxed);
             assert_eq!(slot.stream.load(Ordering::Relaxed) as u64, last);
             slot.since_ns.store(since, Ordering::Relaxed);
@@ -98,7 +99,8 @@ fn a_slot_is_one_threads() {
     launcher.join().unwrap();
 }
 
-/// Two threads without a lane share one list, and the watcher empties it meanwhile. It sees what was written before.
+/// Two threads without a lane share one list, while the watcher empties it. The watcher sees
+/// everything written before.
 fn the_watcher_gets_every_slot_once() {
     let shared = Arc::new((Handoff::new(), [Slot::default(), Slot::default()]));
     let push = |(handoff, slots): &(Handoff, [Slot; 2]), index: usize| {
@@ -126,11 +128,12 @@ fn the_watcher_gets_every_slot_once() {
     assert_eq!(taken, [0, 1]);
 }
 
-/// An event is destroyed or recorded by whoever holds it, so what its last holder did must be over.
+/// The holder of an event destroys or records it, so all accesses of the previous holder must be
+/// finished.
 fn events_come_back_once() {
     const CONTEXT: usize = 1;
     let shared = Arc::new((Handoff::new(), words()));
-    // The lane has its context.
+    // The lane already has a context.
     assert_eq!(shared.0.take_event(CONTEXT), None);
     let watcher = {
         let shared = Arc::clone(&shared);
@@ -141,7 +144,8 @@ fn events_come_back_once() {
                 if !shared.0.give_event(CONTEXT, event) {
                     refused.push(event);
                 } else if event == 3 {
-                    // The cell that the lane's thread has emptied: what that did before is seen here.
+                    // The lane's thread has emptied the cell, so its earlier writes are visible
+                    // here.
                     assert_eq!(shared.1[op::TICKET].load(Ordering::Relaxed), 1);
                 }
             }
@@ -185,7 +189,7 @@ fn a_pool_gives_each_event_to_one_thread() {
     }
     all.sort_unstable();
     assert_eq!(all, [1, 2]);
-    // The laps go on: a full queue refuses, an empty one answers nothing.
+    // After several laps, a full queue still rejects elements, and an empty one returns none.
     assert_eq!((queue.push(7), queue.push(8), queue.push(9)), (Ok(()), Ok(()), Err(9)));
     assert_eq!((queue.pop(), queue.pop(), queue.pop()), (Some(7), Some(8), None));
 }
@@ -203,7 +207,7 @@ fn a_cell_is_used_again_when_it_is_empty() {
     assert_eq!(queue.pop(), pushed.then_some(3));
 }
 
-/// No ordering is needed here: a context's pool is there before any thread is.
+/// No ordering is needed here: a context's pool exists before any thread.
 #[test]
 fn a_context_has_one_pool_whoever_comes_first() {
     explore(|| {
@@ -224,7 +228,8 @@ fn a_context_has_one_pool_whoever_comes_first() {
     });
 }
 
-/// No ordering is needed here either: a counter has one writer, and a lane whose owner ended is taken when the kernel says so.
+/// No ordering is needed here either: a counter has one writer, and a lane is taken over when the
+/// kernel shows that its owner has ended.
 #[test]
 fn lanes_have_one_owner_each_and_lose_no_count() {
     explore(|| {
@@ -239,7 +244,7 @@ fn lanes_have_one_owner_each_and_lose_no_count() {
             let lanes = Arc::clone(&lanes);
             thread::spawn(move || launch(&lanes, me))
         });
-        // A reader comes between, and never sees more than there is, or less than before.
+        // A concurrent reader never sees more than the total, or less than before.
         let sum = || lanes.iter().map(|lane| lane.1.load(Ordering::Relaxed)).sum::<u64>();
         let (first, second) = (sum(), sum());
         assert!(first <= second && second <= 4);

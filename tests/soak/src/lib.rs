@@ -1,6 +1,7 @@
-//! A busy mixed node: training, servers without a rank, short processes, hangs that resolve and hangs that do not, dumps on demand,
-//! scrapes, and in the first fifth of the time collectors that are killed. Our processes are measured all along; they may not grow
-//! between the second and the last quarter of the time.
+//! A busy mixed node: training, servers without a rank, short processes, hangs that resolve and
+//! hangs that do not, dumps on demand, scrapes, and, in the first fifth of the time, killed
+//! collectors. Our processes are measured throughout. They must not grow between the second and the
+//! last quarter.
 #![forbid(unsafe_code)]
 
 mod sample;
@@ -33,12 +34,13 @@ pub struct Options {
     /// Short processes a second
     #[arg(long, default_value_t = 30.0)]
     rate: f64,
-    /// Runs only short processes beside one training job, and fails when the machine does not reach the rate
+    /// Runs only short processes beside one training job, and fails when the machine does not reach
+    /// the rate
     #[arg(long)]
     flood: bool,
 }
 
-/// What is counted on the way, for the last line.
+/// Counters for the last line.
 #[derive(Debug, Default)]
 struct Counts {
     jobs: AtomicUsize,
@@ -47,15 +49,15 @@ struct Counts {
     scrapes: AtomicUsize,
 }
 
-/// How often something is measured in the whole time, at least.
+/// Minimum number of measurements in the total time.
 const SAMPLES: u32 = 240;
 const RANKS: u32 = 4;
-/// The part of the short processes that a flood must have started and that must have ended well.
+/// The share of the short processes that must have started and ended well in a flood.
 const REACHED: f64 = 0.9;
-/// How many short processes run at once at most; as in `programs/short.py`.
+/// Maximum number of concurrent short processes; equal to that in `programs/short.py`.
 const MOST_AT_ONCE: f64 = 64.0;
 const SERVERS: usize = 2;
-/// Hangs of every kind: of a job in a row, one of these.
+/// Faults of every kind. Each job of a sequence has one of them.
 const FAULTS: [&[&str]; 5] = [
     &[],
     &["--fault=pause", "--pause=8"],
@@ -64,14 +66,14 @@ const FAULTS: [&[&str]; 5] = [
     &["--fault=killed", "--fault-step=40"],
 ];
 
-/// Runs it. True when nothing has grown.
+/// Runs the soak. Returns whether nothing has grown.
 ///
 /// # Errors
-/// When it cannot be run.
+/// It cannot be run.
 pub fn run(options: &Options) -> Result<bool> {
     let time = Duration::try_from_secs_f64(options.hours * 3600.0).context("--hours")?;
     let dir = tree().join("target/soak");
-    // What is left of the last time.
+    // Remove the remains of the previous run.
     let _ = std::fs::remove_dir_all(&dir);
     let job = Job::at(&dir).with("XPU_TIMER_SAMPLE_INTERVAL", "1").with("XPU_TIMER_KEEP_INCIDENTS", "20");
     let job = job.with("XPU_TIMER_LINGER", "600");
@@ -118,7 +120,7 @@ pub fn run(options: &Options) -> Result<bool> {
     Ok(sample::compare(&samples) && reached)
 }
 
-/// Whether the short processes have come at their rate, and whether each ended well.
+/// Whether the short processes started at their rate and ended well.
 fn keeps_up(short: &mut Process, due: f64) -> bool {
     let output = short.stdout();
     let counts = output.lines().next_back().unwrap_or_default().split(' ');
@@ -130,7 +132,7 @@ fn keeps_up(short: &mut Process, due: f64) -> bool {
     reached
 }
 
-/// Sleeps, but not beyond the end.
+/// Sleeps, but not after the end of the soak.
 fn sleep(time: Duration, over: &AtomicBool) {
     let begun = Instant::now();
     while begun.elapsed() < time && !over.load(Ordering::Relaxed) {
@@ -138,7 +140,7 @@ fn sleep(time: Duration, over: &AtomicBool) {
     }
 }
 
-/// Job after job, each with a name of its own, some of which hang.
+/// Runs jobs one after the other, each with its own name; some of them hang.
 fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
     for number in seed.. {
         if over.load(Ordering::Relaxed) {
@@ -154,7 +156,8 @@ fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
         while ranks.try_wait().is_none() && begun.elapsed() < Duration::from_secs(25) && !over.load(Ordering::Relaxed) {
             thread::sleep(Duration::from_millis(100));
         }
-        // The launcher of the ranks passes it on; a rank that is stopped or stuck is killed with its children below.
+        // The launcher of the ranks forwards the signal. A stopped or stuck rank is killed with its
+        // children below.
         ranks.signal(Signal::SIGTERM);
         let told = Instant::now();
         while ranks.try_wait().is_none() && told.elapsed() < Duration::from_secs(5) {
@@ -167,7 +170,7 @@ fn train(job: &Job, seed: usize, over: &AtomicBool, counts: &Counts) {
     }
 }
 
-/// Scrapes, looks and asks for dumps, as dashboards and people do.
+/// Scrapes metrics, reads the status and requests dumps, as dashboards and people do.
 fn ask(job: &Job, over: &AtomicBool, counts: &Counts) {
     for turn in 0u32.. {
         if over.load(Ordering::Relaxed) {
@@ -186,7 +189,7 @@ fn ask(job: &Job, over: &AtomicBool, counts: &Counts) {
     }
 }
 
-/// In the first fifth of the time, so that what runs after it is of one age.
+/// Kills collectors, only in the first fifth of the time, so that the later ones have the same age.
 fn end_collectors(job: &Job, over: &AtomicBool, counts: &Counts, begun: Instant, time: Duration) {
     let pause = (time / 50).max(Duration::from_secs(3));
     for turn in 0u32.. {

@@ -1,10 +1,10 @@
-//! What our processes and folders are worth at a moment, and whether that grows.
+//! Measures our processes and folders, and checks whether they grow.
 
 use std::{fmt, fs, path::Path, time::Duration};
 
 use xpu_timer_tests::Job;
 
-/// One look at everything of ours.
+/// One measurement.
 #[derive(Debug, Clone, Copy)]
 pub struct Sample {
     at: Duration,
@@ -12,7 +12,7 @@ pub struct Sample {
     values: [u64; 5],
 }
 
-/// Name, part by which it may grow, and what it may grow by besides.
+/// Name, relative growth limit, and additional absolute growth limit.
 const MEASURES: [(&str, f64, u64); 5] = [
     ("resident KiB", 0.10, 4096),
     ("descriptors", 0.0, 24),
@@ -52,13 +52,14 @@ impl fmt::Display for Sample {
     }
 }
 
-/// Collectors and supervisors; the processes that a viewer or a capture needs come and go.
+/// Whether it is a collector or a supervisor. The processes of viewers and captures are
+/// short-lived.
 fn is_ours(pid: i32) -> bool {
     let command = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     command.split(|byte| *byte == 0).next().is_some_and(|program| program.ends_with(b"xpu_timer_collector"))
 }
 
-/// The processes of one of the jobs, by name.
+/// The processes of a job, by name.
 pub fn of_job(job: &Job, name: &str) -> Vec<i32> {
     let variable = format!("XPU_TIMER_JOB={name}");
     let is_its = |pid: &i32| {
@@ -81,7 +82,8 @@ fn files(folder: &Path) -> u64 {
         .sum()
 }
 
-/// Compares the medians of the second and the last quarter. True when nothing has grown beyond what it may.
+/// Compares the medians of the second and the last quarter. Returns whether nothing has grown
+/// beyond its limit.
 pub fn compare(samples: &[Sample]) -> bool {
     let quarter = samples.len() / 4;
     if quarter == 0 {

@@ -1,12 +1,12 @@
-//! Takes in the dumps of all ranks, one after the other, and puts the report together. Nothing of a dump is kept but
-//! numbers of what was seen before.
+//! Builds the report from the dumps of all ranks, one by one. It keeps no dump, only the numbers of
+//! what it has seen.
 
 use super::communicators::Communicators;
-use super::data::{self, Child, Condition, Conditions, Group, Moved, Rank, Report, Sample, TextId, Thread, Trees};
+use super::data::{self, Child, Condition, Conditions, Group, Progress, Rank, Report, Sample, TextId, Thread, Trees};
 use super::mixed::mix;
 use super::numbers::{MainRanks, Table, Texts, draw};
+use crate::absent_ranks::{Absence, AbsentRanks};
 use crate::dump::{self, Dump, Threads};
-use crate::fate::{Fate, How};
 use crate::merge::{Interned, Merged, Merger, Mode};
 use crate::stacks::{End, StackId, Stacks};
 use hashbrown::HashMap;
@@ -18,20 +18,20 @@ use xpu_timer_proto::lenient;
 use xpu_timer_proto::server::CaptureMethod;
 use xpu_timer_proto::v1::FlightRecord;
 
-/// Puts a [`Report`] together.
+/// Builds a [`Report`].
 #[derive(Debug)]
 pub struct Builder {
     texts: Texts,
-    /// Mixed stacks; the others are the merger's.
+    /// Mixed stacks. The merger has the native and Python stacks.
     mixed: Stacks,
-    /// Mixed stacks by what they were mixed from: the same two stacks give the same one.
+    /// Mixed stack of each pair of native and Python stack.
     mixed_of: HashMap<(Option<u32>, Option<u32>), Option<StackId>>,
     main_native: MainRanks,
     main_python: MainRanks,
     main_mixed: MainRanks,
-    /// At least one native thread was found to be a Python thread.
+    /// Whether at least one native thread is also a Python thread.
     matched: bool,
-    /// Until `finish`, the numbers in here are those of stacks, not of nodes.
+    /// Until `finish`, the numbers in this table are those of stacks, not of nodes.
     threads: Table<Thread>,
     lists: Table<Vec<i64>>,
     ranks: BTreeMap<u32, Rank>,
@@ -62,43 +62,44 @@ impl Default for Builder {
     }
 }
 
-/// What a report says besides what the dumps do.
+/// The context of a report, besides the dumps.
 #[derive(Debug, Default)]
 pub struct About<'a> {
     /// Name of the folder.
     pub folder: &'a str,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub world: u32,
     /// The verdict, if the folder has one.
     pub verdict: Option<&'a Verdict>,
-    /// What became of the ranks that have no dump or are gone.
-    pub fates: &'a [Fate],
-    /// What a reader should know of the folder, one sentence each.
+    /// Ranks that have no dump or whose process has ended.
+    pub absent: &'a [AbsentRanks],
+    /// Notes about the folder, one sentence each.
     pub notes: Vec<String>,
 }
 
-/// What one look at one process gives.
-struct Seen {
+/// A numbered sample of a process.
+struct NumberedSample {
     sample: Sample,
-    /// By thread id: what it was, and how often it had run. Filled only when there is another look to compare with.
+    /// By thread id: the thread and its context switches. Filled only if another sample is compared
+    /// with this one.
     threads: HashMap<u32, (Thread, u64)>,
-    /// The main thread's.
+    /// The main thread.
     main: Option<Thread>,
 }
 
-/// Who looks, and what at.
-struct Look<'a> {
+/// A sample to be numbered.
+struct SampleInput<'a> {
     threads: &'a Threads<'a>,
     /// The numbers of its stacks.
     stacks: &'a Interned,
     state: &'a [u8],
-    /// The rank that its stacks count for in the trees, if any.
+    /// The rank for which its stacks count in the trees, if any.
     rank: Option<u32>,
-    /// Another look at the same process will be, or was, compared with this one.
+    /// Whether another sample of the process is compared with this one.
     compared: bool,
 }
 
-/// One thread in both languages; at least one of the two is there. Places in the lists of native and Python threads.
+/// Indexes of one thread in the lists of native and Python threads; at least one is set.
 #[derive(Clone, Copy)]
 struct Pair {
     native: Option<usize>,
@@ -106,23 +107,23 @@ struct Pair {
 }
 
 impl Builder {
-    /// Adds the dump of one rank, which `merger` took in last. Of several dumps of one rank, all count in the trees and
-    /// the first one is shown.
+    /// Adds the dump of one rank, which `merger` added last. If a rank has several dumps, all count
+    /// in the trees and the first one is shown.
     pub fn add(&mut self, rank: u32, dump: &Dump<'_>, merger: &mut Merger) {
-        // A sample that cannot be decoded is as good as none; the threads of the last one are not within it.
+        // A sample that cannot be decoded is ignored. The last sample does not contain its threads.
         let first = dump.first_sample.and_then(|first| dump::Sample::decode(first).ok());
         let last = dump.last_sample.and_then(|last| dump::Sample::decode(last).ok());
-        let before = first.as_ref().map(|first| self.process(first, dump.pid, None, merger));
-        let look = Look {
+        let before = first.as_ref().map(|first| self.number_unranked(first, dump.pid, None, merger));
+        let input = SampleInput {
             threads: &dump.threads,
             stacks: merger.last(),
             state: dump.process_state.as_bytes(),
             rank: Some(rank),
             compared: before.is_some(),
         };
-        let seen = self.look(&look, before.as_ref());
+        let numbered = self.number_sample(&input, before.as_ref());
         let times = first.as_ref().zip(last.as_ref());
-        let moved = times.zip(before.as_ref()).map(|((a, b), before)| movement(a, b, before, &seen));
+        let moved = times.zip(before.as_ref()).map(|((a, b), before)| progress(a, b, before, &numbered));
         if let Some((a, b)) = times {
             self.between_ns = self.between_ns.max(b.captured_unix_ns.saturating_sub(a.captured_unix_ns));
         }
@@ -133,8 +134,8 @@ impl Builder {
         if let Some(flight) = dump.flight_record.and_then(|flight| lenient::decode::<FlightRecord>(flight).ok()) {
             self.communicators.add(rank, &flight);
         }
-        let complaints = [&dump.pstack_stderr, &dump.pyspy_stderr].map(|text| text.as_bytes());
-        let errors = complaints.into_iter().chain(samples.flat_map(|sample| sample.errors.iter().copied()));
+        let capture_errors = [&dump.pstack_stderr, &dump.pyspy_stderr].map(|text| text.as_bytes());
+        let errors = capture_errors.into_iter().chain(samples.flat_map(|sample| sample.errors.iter().copied()));
         let mut errors: Vec<TextId> =
             errors.map(<[u8]>::trim_ascii).filter(|text| !text.is_empty()).map(|text| self.texts.bytes(text)).collect();
         errors.sort_unstable();
@@ -148,7 +149,7 @@ impl Builder {
             command: self.texts.command(dump.command),
             errors,
             first: before.map(|before| before.sample),
-            last: seen.sample,
+            last: numbered.sample,
             moved,
             children,
         };
@@ -156,36 +157,43 @@ impl Builder {
     }
 
     fn child(&mut self, child: &dump::Child<'_>, merger: &mut Merger) -> Child {
-        let mut looks: Vec<(&dump::Sample<'_>, Seen)> = Vec::new();
+        let mut numbered_samples: Vec<(&dump::Sample<'_>, NumberedSample)> = Vec::new();
         for sample in &child.samples {
-            let seen = self.process(sample, child.pid, looks.last().map(|(_, seen)| seen), merger);
-            looks.push((sample, seen));
+            let numbered =
+                self.number_unranked(sample, child.pid, numbered_samples.last().map(|(_, numbered)| numbered), merger);
+            numbered_samples.push((sample, numbered));
         }
-        let moved = match &looks[..] {
-            [(a, before), .., (b, after)] => Some(movement(a, b, before, after)),
+        let moved = match &numbered_samples[..] {
+            [(a, before), .., (b, after)] => Some(progress(a, b, before, after)),
             _ => None,
         };
         Child {
             pid: child.pid,
             parent: child.parent,
             command: self.texts.command(child.command),
-            samples: looks.iter().map(|(_, seen)| seen.sample).collect(),
+            samples: numbered_samples.iter().map(|(_, numbered)| numbered.sample).collect(),
             moved,
         }
     }
 
-    /// A look that counts for no rank.
-    fn process(&mut self, sample: &dump::Sample<'_>, pid: i32, before: Option<&Seen>, merger: &mut Merger) -> Seen {
+    /// Numbers a sample without counting it for a rank.
+    fn number_unranked(
+        &mut self,
+        sample: &dump::Sample<'_>,
+        pid: i32,
+        before: Option<&NumberedSample>,
+        merger: &mut Merger,
+    ) -> NumberedSample {
         let stacks = merger.intern(&sample.threads, pid);
         let (threads, state) = (&sample.threads, sample.process_state);
-        self.look(&Look { threads, stacks: &stacks, state, rank: None, compared: true }, before)
+        self.number_sample(&SampleInput { threads, stacks: &stacks, state, rank: None, compared: true }, before)
     }
 
     /// Numbers everything in one sample.
-    fn look(&mut self, look: &Look<'_>, before: Option<&Seen>) -> Seen {
-        let Threads { native, python, .. } = look.threads;
+    fn number_sample(&mut self, input: &SampleInput<'_>, before: Option<&NumberedSample>) -> NumberedSample {
+        let Threads { native, python, .. } = input.threads;
         let pairs = pair(native, python);
-        let main = look.stacks.main.and_then(|(mode, place)| {
+        let main = input.stacks.main.and_then(|(mode, place)| {
             pairs.iter().position(|pair| Some(place) == if mode == Mode::Native { pair.native } else { pair.python })
         });
         let tid_of =
@@ -196,7 +204,7 @@ impl Builder {
         let (mut threads, mut main_kind) = (HashMap::new(), None);
         for (place, pair) in pairs.iter().enumerate() {
             let is_main = main == Some(place);
-            let mut thread = self.thread(look, *pair, is_main);
+            let mut thread = self.thread(input, *pair, is_main);
             let tid = tid_of(pair);
             let switches = pair.native.map_or(0, |i| native[i].context_switches);
             let earlier = before.and_then(|before| before.threads.get(&tid));
@@ -207,31 +215,31 @@ impl Builder {
             if is_main {
                 main_kind = Some(thread.clone());
             }
-            if look.compared {
+            if input.compared {
                 threads.insert(tid, (thread, switches));
             }
         }
         let sample = Sample {
-            state: self.texts.bytes(look.state),
+            state: self.texts.bytes(input.state),
             threads: self.lists.number(&numbers),
             tid: first_tid,
             tids: self.lists.number(&tids),
             main: main.map(|place| u32::try_from(place).unwrap_or(u32::MAX)),
         };
-        Seen { sample, threads, main: main_kind }
+        NumberedSample { sample, threads, main: main_kind }
     }
 
-    fn thread(&mut self, look: &Look<'_>, pair: Pair, main: bool) -> Thread {
+    fn thread(&mut self, input: &SampleInput<'_>, pair: Pair, main: bool) -> Thread {
         let number = |id: &StackId| id.index() as u32;
-        let native = pair.native.map(|i| (&look.threads.native[i], look.stacks.native[i].as_ref().map(number)));
-        let python = pair.python.map(|i| (&look.threads.python[i], look.stacks.python[i].as_ref().map(number)));
+        let native = pair.native.map(|i| (&input.threads.native[i], input.stacks.native[i].as_ref().map(number)));
+        let python = pair.python.map(|i| (&input.threads.python[i], input.stacks.python[i].as_ref().map(number)));
         let stacks = (native.and_then(|(_, stack)| stack), python.and_then(|(_, stack)| stack));
         self.matched |= [native, python].iter().flatten().filter(|(thread, _)| !thread.frames.is_empty()).count() == 2;
         let mixed = match self.mixed_of.get(&stacks) {
             Some(&mixed) => mixed,
             None => {
                 let frames = |thread: Option<&dump::Thread<'_>>| match thread {
-                    Some(thread) => look.threads.frames[thread.frames.clone()].to_vec(),
+                    Some(thread) => input.threads.frames[thread.frames.clone()].to_vec(),
                     None => Vec::new(),
                 };
                 let (native, python) =
@@ -241,7 +249,7 @@ impl Builder {
                 mixed
             }
         };
-        if let Some(rank) = look.rank {
+        if let Some(rank) = input.rank {
             mixed.inspect(|&mixed| self.mixed.add(mixed, rank));
             if main {
                 let of = [
@@ -281,8 +289,8 @@ impl Builder {
         thread
     }
 
-    /// Puts everything together. The trees of `merged` get what only earlier samples and child processes stand at, without
-    /// ranks: draw all else from it before.
+    /// Builds the report. This adds stacks of earlier samples and child processes to the trees of
+    /// `merged`, without ranks, so write all other output first.
     pub fn finish(self, about: &About<'_>, merged: &mut Merged) -> Report {
         let verdict = about.verdict;
         let Builder { mut texts, mixed, matched, mut threads, lists, ranks, .. } = self;
@@ -313,18 +321,18 @@ impl Builder {
         let groups = groups.collect();
         let states: Vec<(u32, &str)> =
             ranks.values().map(|rank| (rank.rank, texts.0.items[rank.last.state as usize].as_str())).collect();
-        let conditions = conditions(about.world, &states, about.fates);
+        let conditions = conditions(about.world, &states, about.absent);
         let conditions = conditions
             .into_iter()
             .map(|(condition, ranks)| Conditions { condition, ranks: sets.number(&ranks.to_string()) })
             .collect();
-        let fates = about.fates.iter().filter(|fate| !(fate.node.is_empty() && fate.why.is_empty()));
-        let fates = fates.map(|fate| data::Fate {
-            ranks: sets.number(&fate.ranks.to_string()),
-            node: texts.number(&fate.node),
-            why: texts.number(&fate.why),
+        let absent = about.absent.iter().filter(|absent| !(absent.node.is_empty() && absent.why.is_empty()));
+        let absent = absent.map(|absent| data::AbsentRanks {
+            ranks: sets.number(&absent.ranks.to_string()),
+            node: texts.number(&absent.node),
+            why: texts.number(&absent.why),
         });
-        let fates = fates.collect();
+        let absent = absent.collect();
         let mut communicators = verdict.map(|verdict| verdict.communicators.clone()).unwrap_or_default();
         communicators.extend(self.communicators.finish(&communicators));
         let ms = |ns: u64| (ns > 0).then_some(ns / 1_000_000);
@@ -340,7 +348,7 @@ impl Builder {
             trees: Trees { python, native, mixed },
             groups,
             conditions,
-            fates,
+            absent,
             communicators,
             threads: threads.items,
             lists: lists.items,
@@ -349,8 +357,8 @@ impl Builder {
     }
 }
 
-/// Puts the stacks that threads have and no rank comes by into the tree; by number of the stack, where it ends, for those
-/// that threads have. The states of processes are no threads.
+/// Adds the stacks that threads have but no rank has to the tree. Returns the end of each stack
+/// that a thread has. The process states are not threads.
 fn complete(tree: &mut PrefixTree, ends: &[End], used: impl Iterator<Item = u32>) -> Vec<Option<NodeId>> {
     let mut nodes: Vec<Option<NodeId>> = vec![None; ends.len()];
     for stack in used.map(|stack| stack as usize) {
@@ -364,7 +372,7 @@ fn complete(tree: &mut PrefixTree, ends: &[End], used: impl Iterator<Item = u32>
     nodes
 }
 
-/// Native and Python threads together, by the kernel's thread id, in the order of the native ones.
+/// Matches native and Python threads by the kernel's thread id, in the order of the native threads.
 fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<Pair> {
     let mut by_tid: HashMap<u32, usize> = HashMap::with_capacity(python.len());
     for (i, thread) in python.iter().enumerate().filter(|(_, thread)| thread.tid != 0) {
@@ -382,8 +390,8 @@ fn pair(native: &[dump::Thread<'_>], python: &[dump::Thread<'_>]) -> Vec<Pair> {
     pairs
 }
 
-/// What changed between two looks at one process.
-fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &Seen) -> Moved {
+/// What changed between two samples of a process.
+fn progress(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &NumberedSample, after: &NumberedSample) -> Progress {
     let stack = |thread: &Thread| (thread.native, thread.python);
     let mut stacks = before.threads.keys().filter(|tid| !after.threads.contains_key(*tid)).count();
     let mut ran = 0;
@@ -394,7 +402,7 @@ fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &S
     }
     let grown = |before: u64, after: u64| if before == 0 { 0 } else { after.saturating_sub(before) };
     let io_bytes = grown(a.io_bytes, b.io_bytes).saturating_add(grown(a.tcp_bytes, b.tcp_bytes));
-    Moved {
+    Progress {
         cpu_ms: b.cpu_time_ns.saturating_sub(a.cpu_time_ns) / 1_000_000,
         io_bytes,
         main: matches!((&before.main, &after.main), (Some(before), Some(after)) if stack(before) != stack(after)),
@@ -403,15 +411,16 @@ fn movement(a: &dump::Sample<'_>, b: &dump::Sample<'_>, before: &Seen, after: &S
     }
 }
 
-/// The condition of every rank of the world, and of every rank beyond it that has a dump.
-fn conditions(world: u32, states: &[(u32, &str)], fates: &[Fate]) -> Vec<(Condition, RankSet)> {
+/// The condition of every rank of the world, and of every rank beyond the world that has a dump.
+fn conditions(world: u32, states: &[(u32, &str)], absent: &[AbsentRanks]) -> Vec<(Condition, RankSet)> {
     let mut of: BTreeMap<Condition, RankSet> = BTreeMap::new();
     let mut known = RankSet::new();
-    // What the collector saw of the process comes before the state that a dump was taken in: the process may be gone by now.
-    for (how, condition) in [(How::Dead, Condition::Dead), (How::Left, Condition::Left)] {
-        for fate in fates.iter().filter(|fate| fate.how == how) {
-            of.entry(condition).or_default().union_with(&fate.ranks);
-            known.union_with(&fate.ranks);
+    // The collector's observation overrides the process state in the dump: the process may have
+    // ended since.
+    for (absence, condition) in [(Absence::Dead, Condition::Dead), (Absence::Left, Condition::Left)] {
+        for absent in absent.iter().filter(|absent| absent.absence == absence) {
+            of.entry(condition).or_default().union_with(&absent.ranks);
+            known.union_with(&absent.ranks);
         }
     }
     let mut put = |condition: Condition, rank: u32| {
@@ -438,7 +447,7 @@ fn conditions(world: u32, states: &[(u32, &str)], fates: &[Fate]) -> Vec<(Condit
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::fate::fates;
+    use crate::absent_ranks::absent_ranks;
     use crate::merge::Merger;
     use crate::report::data::Tree;
     use xpu_timer_analysis::judge;
@@ -469,7 +478,7 @@ mod tests {
         }
     }
 
-    /// A rank with a main thread, a pool thread that stands still and a thread that goes on.
+    /// A rank with a main thread, an idle pool thread and a running thread.
     fn rank(pid: u32, leaf: &str, beat: &str) -> Stacktrace {
         let main = format!("{leaf} <module>");
         let sample = |switches, beat: &str, ns| ProcessSample {
@@ -507,12 +516,12 @@ mod tests {
         }
         let mut merged = merger.finish();
         let folder = tempfile::tempdir().unwrap();
-        let (fates, _) = fates(folder.path(), verdict.as_ref(), &merged.ranks, world);
-        let about = About { world, verdict: verdict.as_ref(), fates: &fates, ..About::default() };
+        let (absent, _) = absent_ranks(folder.path(), verdict.as_ref(), &merged.ranks, world);
+        let about = About { world, verdict: verdict.as_ref(), absent: &absent, ..About::default() };
         builder.finish(&about, &mut merged)
     }
 
-    /// Every node as its path and its ranks.
+    /// Every node as its path and ranks.
     fn shown(report: &Report, tree: &Tree, sets: &[u32]) -> Vec<String> {
         let mut path: Vec<&str> = Vec::new();
         (0..tree.word.len())
@@ -543,7 +552,7 @@ mod tests {
         let same: Vec<_> = (0..50).map(|i| (i, rank(100 + 10 * i, "load", "tick run"))).collect();
         let report = report(&same, 50, None);
         assert_eq!(report.ranks.len(), 50);
-        // One list of threads a sample, and one of the differences of their ids.
+        // One list of threads for each sample, and one list of the differences of their ids.
         assert_eq!(report.lists.len(), 3);
         assert_eq!(report.sets, ["0-49"].map(str::to_owned).into_iter().chain([String::new()]).collect::<Vec<_>>());
     }
@@ -552,13 +561,13 @@ mod tests {
     fn movement_is_told_by_thread() {
         let report = report(&[(0, rank(100, "load", "sleep run"))], 1, None);
         let rank = &report.ranks[0];
-        assert_eq!(rank.moved, Some(Moved { cpu_ms: 400, io_bytes: 0, main: false, stacks: 1, ran: 1 }));
+        assert_eq!(rank.moved, Some(Progress { cpu_ms: 400, io_bytes: 0, main: false, stacks: 1, ran: 1 }));
         assert_eq!(report.between_ms, Some(4000));
         assert_eq!((rank.last.main, rank.last.tid), (Some(0), 100));
         let threads = &report.lists[rank.last.threads as usize];
         let ran: Vec<bool> = threads.iter().map(|&thread| report.threads[thread as usize].ran).collect();
         assert_eq!(ran, [false, false, true]);
-        // The first sample's stack has a place in the tree although no rank of the last one comes by.
+        // The first sample's stack is in the tree although no rank has it in the last sample.
         let first = report.lists[rank.first.unwrap().threads as usize][2];
         let node = report.threads[first as usize].python.unwrap() as usize;
         assert_eq!(report.texts[report.trees.python.word[node] as usize], "tick@t.py:1");

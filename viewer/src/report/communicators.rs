@@ -1,5 +1,6 @@
-//! Who is at which operation, from flight records alone, in the form of the verdict. It serves folders that hold no
-//! verdict, and communicators that the verdict passes over because nothing is pending on them.
+//! The operation of each rank, from flight records alone, in the form of the verdict. It serves
+//! folders without a verdict, and communicators that the verdict omits because nothing is pending
+//! on them.
 
 use std::collections::BTreeMap;
 use xpu_timer_analysis::verdict::{CommunicatorReport, OperationState};
@@ -9,14 +10,14 @@ use xpu_timer_proto::v1::{FlightRecord, OpKind, OpStatus, Operation};
 /// Completed, started and launched collectives.
 type Counts = [u64; 3];
 
-/// Everything known of one communicator.
+/// The flight records of one communicator.
 #[derive(Debug, Default)]
 struct Seen {
     size: u32,
     ranks: BTreeMap<u32, (Counts, Option<OperationState>)>,
 }
 
-/// Takes in one flight record after the other.
+/// Adds flight records one by one.
 #[derive(Debug, Default)]
 pub struct Communicators {
     seen: BTreeMap<u64, Seen>,
@@ -33,7 +34,7 @@ impl Communicators {
         }
     }
 
-    /// The communicators that the verdict does not list, those with something pending first.
+    /// The communicators that the verdict does not list, those with pending operations first.
     pub fn finish(self, listed: &[CommunicatorReport]) -> Vec<CommunicatorReport> {
         let mut reports: Vec<CommunicatorReport> = self
             .seen

@@ -1,47 +1,51 @@
-//! The data of a report, as it stands in the page. Whatever repeats across ranks stands here once and is referred to by
-//! its number, so that a thousand ranks with a hundred threads each stay within a few megabytes.
+//! The data of a report, as it is embedded in the page. Values that repeat across ranks are stored
+//! once and referenced by number, so that a thousand ranks with a hundred threads each need only a
+//! few megabytes.
 
 use serde::Serialize;
 use xpu_timer_analysis::Verdict;
 use xpu_timer_analysis::verdict::CommunicatorReport;
 
-/// Number of a text in [`Report::texts`]; 0 is the empty one.
+/// Index of a text in [`Report::texts`]; 0 is the empty text.
 pub type TextId = u32;
-/// Number of a rank set in [`Report::sets`].
+/// Index of a rank set in [`Report::sets`].
 pub type SetId = u32;
 
-/// All that the page shows.
+/// Everything that the page shows.
 #[derive(Debug, Serialize)]
 pub struct Report {
-    /// Name of the folder that the report was made from.
+    /// Name of the source folder.
     pub folder: String,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub world: u32,
-    /// Who stopped the job; absent when the folder holds no `verdict.json`.
+    /// The verdict; `None` if the folder has no `verdict.json`.
     pub verdict: Option<Verdict>,
-    /// What a reader should know of the folder, one sentence each.
+    /// Notes about the folder, one sentence each.
     pub notes: Vec<String>,
-    /// Wall clock of the last sample, milliseconds since the Unix epoch: the latest of all ranks.
+    /// Wall clock of the last sample, in milliseconds since the Unix epoch: the latest of all
+    /// ranks.
     pub captured_ms: Option<u64>,
     /// From the first to the last sample, in milliseconds: the longest of all ranks.
     pub between_ms: Option<u64>,
     /// All texts.
     pub texts: Vec<String>,
-    /// All rank sets, as labels write them: `0-3/6`.
+    /// All rank sets, in the form of labels: `0-3/6`.
     pub sets: Vec<String>,
     /// The merged stacks.
     pub trees: Trees,
-    /// Ranks whose main threads have equal stacks, the largest group first.
+    /// Ranks whose main threads have equal stacks, largest group first.
     pub groups: Vec<Group>,
-    /// What became of every rank; each stands in one of the sets.
+    /// The condition of every rank; each rank is in one of the sets.
     pub conditions: Vec<Conditions>,
-    /// What is known of ranks that have no dump or are gone.
-    pub fates: Vec<Fate>,
-    /// Who is at which operation: what the verdict tells, then the communicators on which nothing is pending.
+    /// Ranks that have no dump or whose process has ended, with the known reasons.
+    pub absent: Vec<AbsentRanks>,
+    /// The operation of each rank: communicators of the verdict, then those on which nothing is
+    /// pending.
     pub communicators: Vec<CommunicatorReport>,
-    /// The different threads.
+    /// The distinct threads.
     pub threads: Vec<Thread>,
-    /// The different lists of numbers: of threads, or of the differences from one thread's id to the next.
+    /// The distinct lists of numbers: of threads, or of the differences from one thread's id to the
+    /// next.
     pub lists: Vec<Vec<i64>>,
     /// The ranks that have a dump, ascending.
     pub ranks: Vec<Rank>,
@@ -54,53 +58,55 @@ pub struct Trees {
     pub python: Tree,
     /// Native stacks.
     pub native: Tree,
-    /// Python frames at their place within the native stacks.
+    /// Python frames merged into the native stacks.
     pub mixed: Tree,
 }
 
-/// One tree, its nodes in the order of drawing: every one right before its subtree.
+/// A tree. Its nodes are in depth-first order: each node is directly followed by its subtree.
 #[derive(Debug, Default, Serialize)]
 pub struct Tree {
     /// Depth of every node, from 0.
     pub depth: Vec<u32>,
-    /// What every node is called.
+    /// Label of every node.
     pub word: Vec<TextId>,
-    /// Ranks that come by every node in the last sample. None come by where only the first sample, or a child process, was.
+    /// Ranks whose stacks include the node in the last sample. Empty for nodes that only the first
+    /// sample or a child process has.
     pub ranks: Vec<SetId>,
-    /// Ranks whose main threads come by every node in the last sample.
+    /// Ranks whose main threads include the node in the last sample.
     pub main: Vec<SetId>,
 }
 
-/// Ranks whose main threads stand at one place.
+/// Ranks whose main threads stand at the same place.
 #[derive(Debug, Serialize)]
 pub struct Group {
-    /// Its ranks.
+    /// The ranks.
     pub ranks: SetId,
-    /// `python` or `native`: the kind of stack that was compared. Absent, as the next two, when there is no stack.
+    /// `python` or `native`: the kind of stack that was compared. This and the next two fields are
+    /// absent if there is no stack.
     pub mode: Option<&'static str>,
-    /// Deepest frame that all of them share.
+    /// Deepest frame that all of them have.
     pub deepest: Option<TextId>,
-    /// First frame, from the root, at which nobody else stands.
+    /// First frame, from the root, that no other rank has.
     pub own: Option<TextId>,
 }
 
 /// Ranks in one condition.
 #[derive(Debug, Serialize)]
 pub struct Conditions {
-    /// Which.
+    /// The condition.
     pub condition: Condition,
-    /// They.
+    /// The ranks.
     pub ranks: SetId,
 }
 
-/// What is known of ranks that have no dump or are gone.
+/// Ranks that have no dump or whose process has ended, with the known reasons.
 #[derive(Debug, Serialize)]
-pub struct Fate {
-    /// They.
+pub struct AbsentRanks {
+    /// The ranks.
     pub ranks: SetId,
     /// Host or pod.
     pub node: TextId,
-    /// How the processes ended, and why there is no dump.
+    /// How the processes ended and why there is no dump.
     pub why: TextId,
 }
 
@@ -114,18 +120,18 @@ pub enum Condition {
     Stopped,
     /// In uninterruptible sleep.
     DState,
-    /// Gone, or a zombie.
+    /// Ended, or a zombie.
     Dead,
-    /// Ended in order, or was scaled down.
+    /// Ended normally, or was scaled down.
     Left,
-    /// There is no dump of it.
+    /// It has no dump.
     NoDump,
 }
 
 /// One rank.
 #[derive(Debug, Serialize)]
 pub struct Rank {
-    /// Number in the job.
+    /// Rank in the job.
     pub rank: u32,
     /// Process id; 0 when unknown.
     pub pid: i32,
@@ -133,17 +139,17 @@ pub struct Rank {
     pub node: TextId,
     /// Command line.
     pub command: TextId,
-    /// What went wrong while its stacks were taken.
+    /// Errors of capturing its stacks.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub errors: Vec<TextId>,
-    /// The sample that was taken first.
+    /// The first sample.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub first: Option<Sample>,
     /// The last sample.
     pub last: Sample,
-    /// What changed between the two; absent without two samples.
+    /// What changed between the samples; absent if there is only one.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub moved: Option<Moved>,
+    pub moved: Option<Progress>,
     /// Its child processes.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub children: Vec<Child>,
@@ -152,31 +158,32 @@ pub struct Rank {
 /// The threads of one process at one moment.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
 pub struct Sample {
-    /// `S (sleeping)` and the like.
+    /// Such as `S (sleeping)`.
     pub state: TextId,
-    /// List of threads.
+    /// Index of the list of its threads.
     pub threads: u32,
     /// Id of the first thread.
     pub tid: u32,
-    /// List of the differences of each thread's id to the one before; the first one is 0.
+    /// Index of the list of differences between each thread's id and the previous one; the first
+    /// difference is 0.
     pub tids: u32,
-    /// Place of the main thread in the list.
+    /// Index of the main thread in the list.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub main: Option<u32>,
 }
 
 /// What changed between two samples of a process.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize)]
-pub struct Moved {
-    /// Processor time that was used, in milliseconds.
+pub struct Progress {
+    /// CPU time used, in milliseconds.
     pub cpu_ms: u64,
-    /// Bytes that were read and written.
+    /// Bytes read and written.
     pub io_bytes: u64,
-    /// The main thread has another stack.
+    /// Whether the main thread's stack changed.
     pub main: bool,
-    /// Threads that have another stack, came or went.
+    /// Number of threads whose stack changed, and of threads that started or ended.
     pub stacks: u32,
-    /// Threads that ran in between, whatever their stack.
+    /// Number of threads that ran in between, even if their stack is unchanged.
     pub ran: u32,
 }
 
@@ -189,14 +196,14 @@ pub struct Child {
     pub parent: i32,
     /// Command line.
     pub command: TextId,
-    /// One or two samples, in the order of time.
+    /// One or two samples, in chronological order.
     pub samples: Vec<Sample>,
-    /// What changed between the two.
+    /// What changed between the samples.
     #[serde(skip_serializing_if = "Option::is_none")]
-    pub moved: Option<Moved>,
+    pub moved: Option<Progress>,
 }
 
-/// One thread, without its id. Numbers of nodes are places in the three trees.
+/// A thread without its id. Node numbers are indexes in the three trees.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, Serialize)]
 pub struct Thread {
     /// Name.
@@ -210,25 +217,25 @@ pub struct Thread {
     /// Where its mixed stack ends.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub mixed: Option<u32>,
-    /// `S (sleeping)` and the like.
+    /// Such as `S (sleeping)`.
     #[serde(skip_serializing_if = "is_zero")]
     pub state: TextId,
-    /// Kernel function that it sleeps in.
+    /// Kernel function in which it sleeps.
     #[serde(skip_serializing_if = "is_zero")]
     pub wchan: TextId,
-    /// Kernel stack, leaf first, one frame a line.
+    /// Kernel stack, leaf first, one frame per line.
     #[serde(skip_serializing_if = "is_zero")]
     pub kernel: TextId,
-    /// Why the native stack is not whole.
+    /// Why the native stack is incomplete.
     #[serde(skip_serializing_if = "is_zero")]
     pub incomplete: TextId,
-    /// How the stack was taken, in words.
+    /// How the stack was captured, as text.
     #[serde(skip_serializing_if = "is_zero")]
     pub capture: TextId,
-    /// It holds Python's global lock.
+    /// Whether it holds the GIL.
     #[serde(skip_serializing_if = "is_false")]
     pub gil: bool,
-    /// It ran between the two samples.
+    /// Whether it ran between the two samples.
     #[serde(skip_serializing_if = "is_false")]
     pub ran: bool,
 }

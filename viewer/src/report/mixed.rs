@@ -1,16 +1,18 @@
-//! Python frames at their place within a native stack.
+//! Merges the Python frames of a thread into its native stack.
 //!
-//! The interpreter runs Python code in `_PyEval_EvalFrameDefault`: one call of it for every Python frame up to CPython
-//! 3.10, one for every entry into the interpreter since. A dump does not tell which Python frames an entry runs, so their
-//! place is exact when there is one entry, or one for every frame; else the native frames between the entries are left
-//! out, which keeps the order of all that is shown.
+//! The interpreter runs Python code in `_PyEval_EvalFrameDefault`. Up to CPython 3.10, each Python
+//! frame has its own call of it; later versions have one call for each entry into the interpreter.
+//! A dump does not record which Python frames belong to an entry. The position is therefore exact
+//! if there is one entry, or one for every Python frame. Otherwise the native frames between the
+//! entries are omitted, which keeps the order of all shown frames.
 
 use crate::dump::Frame;
 
 /// The function that runs Python code. Compilers append suffixes such as `.cold`.
 const EVAL: &[u8] = b"_PyEval_EvalFrameDefault";
 
-/// Beginnings of the functions by which the interpreter calls itself; they say nothing about the program.
+/// Prefixes of the functions with which the interpreter calls itself. They contain no information
+/// about the program.
 const PLUMBING: &[&[u8]] = &[
     b"PyEval_",
     b"PyObject_Call",
@@ -46,11 +48,11 @@ const PLUMBING: &[&[u8]] = &[
     b"vectorcall_",
 ];
 
-/// One thread's stack with the frames of both languages, leaf first as its parts are.
+/// A thread's stack with the frames of both languages, leaf first like its inputs.
 pub fn mix<'a>(native: &[Frame<'a>], python: &[Frame<'a>]) -> Vec<Frame<'a>> {
     let entries: Vec<usize> = (0..native.len()).filter(|&i| native[i].func.starts_with(EVAL)).collect();
     let (Some(&leafmost), Some(&rootmost)) = (entries.first(), entries.last()) else {
-        // The unwinder did not get as far as the interpreter, or there is no native stack at all.
+        // The unwinder did not reach the interpreter, or there is no native stack.
         return if python.is_empty() { native.to_vec() } else { python.to_vec() };
     };
     let mut mixed = Vec::with_capacity(native.len() + python.len());

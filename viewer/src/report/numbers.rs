@@ -1,4 +1,4 @@
-//! What repeats across ranks, each stored once: texts, lists, and the nodes of a tree.
+//! Tables that store values which repeat across ranks once: texts, lists, and the nodes of a tree.
 
 use super::data::{TextId, Tree};
 use hashbrown::{HashMap, HashSet};
@@ -9,10 +9,10 @@ use xpu_timer_analysis::prefix_tree::{NodeId, PrefixTree};
 use xpu_timer_analysis::rank_set::RankSet;
 use xpu_timer_proto::secrets;
 
-/// Things, each stored once, numbered in the order of first use.
+/// Distinct values, numbered in the order of first use.
 #[derive(Debug)]
 pub struct Table<T> {
-    /// By number.
+    /// The values by number.
     pub items: Vec<T>,
     numbers: HashMap<T, u32>,
 }
@@ -23,7 +23,7 @@ impl<T: Clone + Eq + Hash> Table<T> {
         Table { items: Vec::new(), numbers: HashMap::new() }
     }
 
-    /// The number of a thing, which is stored when it is new.
+    /// The number of a value, which is added if it is new.
     pub fn number<Q>(&mut self, item: &Q) -> u32
     where
         Q: Hash + Eq + ToOwned<Owned = T> + ?Sized,
@@ -39,12 +39,12 @@ impl<T: Clone + Eq + Hash> Table<T> {
     }
 }
 
-/// Texts, of which the empty one is number 0.
+/// Texts. The empty text is number 0.
 #[derive(Debug)]
 pub struct Texts(pub Table<String>);
 
 impl Texts {
-    /// The number of a text, which is stored when it is new.
+    /// The number of a text, which is added if it is new.
     pub fn number(&mut self, text: &str) -> TextId {
         if text.is_empty() {
             return 0;
@@ -52,21 +52,23 @@ impl Texts {
         self.0.number(text)
     }
 
-    /// The same of bytes from a dump.
+    /// The number of a text from a dump, which may not be UTF-8.
     pub fn bytes(&mut self, text: &[u8]) -> TextId {
         self.number(&String::from_utf8_lossy(text))
     }
 
-    /// Number of a command line, which an older version or another tool may have stored with its secrets.
+    /// The number of a command line, without its secrets: an older version or another tool may have
+    /// stored them.
     pub fn command(&mut self, text: &[u8]) -> TextId {
         self.number(&secrets::text(&String::from_utf8_lossy(text)))
     }
 }
 
-/// Ranks by main thread: by number of the stack, the ranks whose main threads have it.
+/// For each stack, the ranks whose main threads have it.
 pub type MainRanks = BTreeMap<u32, RankSet>;
 
-/// The part of a tree that leads to some ends, in the order of drawing, and the place of each end in it.
+/// The part of a tree that leads to the given ends, in depth-first order, and the index of each end
+/// in it.
 pub fn draw(
     merged: &PrefixTree,
     ends: &[Option<NodeId>],
@@ -74,7 +76,8 @@ pub fn draw(
     texts: &mut Texts,
     sets: &mut Table<String>,
 ) -> (Tree, Vec<Option<u32>>) {
-    // Ranks by main thread, by node: every stack's ranks come by all nodes on the way to its end.
+    // Ranks whose main threads include each node: a stack's ranks count for all nodes on the path
+    // to its end.
     let mut main: HashMap<NodeId, RankSet> = HashMap::new();
     for (stack, ranks) in main_ranks {
         let mut at = ends.get(*stack as usize).copied().flatten();
@@ -92,7 +95,7 @@ pub fn draw(
     }
     let mut places = HashMap::with_capacity(merged.nodes().len());
     let mut tree = Tree::default();
-    // Most children are passed by the same ranks as their parents.
+    // Most children have the same ranks as their parents.
     let mut numbers: HashMap<RankSet, u32> = HashMap::new();
     let mut number = |ranks: &RankSet, sets: &mut Table<String>| match numbers.get(ranks) {
         Some(&number) => number,
@@ -101,7 +104,7 @@ pub fn draw(
     let nobody = RankSet::new();
     for (place, id) in (0u32..).zip(merged.order().depth_first().filter(|id| drawn.contains(id))) {
         let node = merged.node(id);
-        // A parent stands before its children, in the places and in the depths.
+        // A parent comes before its children.
         let parent = node.parent.and_then(|parent| places.get(&parent));
         tree.depth.push(parent.map_or(0, |&parent: &u32| tree.depth[parent as usize] + 1));
         places.insert(id, place);

@@ -1,7 +1,8 @@
-//! Puts a report into its page: one HTML file that holds its style, its program and its data.
+//! Renders a report into one HTML file that contains its style, its script and its data.
 //!
-//! Names in the data come from anywhere. They are written as JSON in which no `<` stands, and the program puts them into
-//! the page as text only; the page's policy lets nothing else run and nothing be fetched.
+//! Names in the data are untrusted. The data is JSON without the character `<`, and the script
+//! inserts it into the page as text only. The page's content security policy blocks all other
+//! scripts and every request.
 
 use std::io::{self, Write};
 
@@ -13,7 +14,7 @@ use super::data::Report;
 
 const PAGE: &str = include_str!("page.html");
 const STYLE: &str = include_str!("style.css");
-/// The parts of the program, in the order in which they need each other.
+/// The parts of the script, in the order of their dependencies.
 const SCRIPTS: &[&str] = &[
     include_str!("js/base.js"),
     include_str!("js/data.js"),
@@ -24,12 +25,13 @@ const SCRIPTS: &[&str] = &[
     include_str!("js/main.js"),
 ];
 
-/// The whole file.
+/// Renders the file.
 ///
 /// # Errors
-/// When the data cannot be written as JSON, which no data of this type is known to cause.
+/// The data cannot be written as JSON. No data of this type is known to cause that.
 pub fn render(report: &Report) -> serde_json::Result<String> {
-    // Within JSON a `<` stands in strings only, where this means the same; so no name can end the element it stands in.
+    // In JSON, `<` occurs only in strings, where this escape has the same meaning. No name can
+    // therefore close the element that contains the data.
     let mut data = Vec::new();
     report.serialize(&mut serde_json::Serializer::with_formatter(&mut data, Shown))?;
     let data = String::from_utf8_lossy(&data).replace('<', "\\u003c");
@@ -47,8 +49,8 @@ pub fn render(report: &Report) -> serde_json::Result<String> {
     Ok(page)
 }
 
-/// JSON whose strings hold nothing that acts on a page or on what is copied from it. Line breaks stay: the page shows them where a text
-/// has several lines.
+/// Writes JSON without characters that affect a page or text copied from it. Line breaks stay,
+/// because the page shows texts of several lines.
 struct Shown;
 
 impl Formatter for Shown {
@@ -69,7 +71,7 @@ impl Formatter for Shown {
     }
 }
 
-/// Copies up to a mark of the page, which is not copied; what comes after it.
+/// Copies `rest` up to a mark, and returns what follows the mark.
 fn push_until<'a>(page: &mut String, rest: &'a str, mark: &str) -> &'a str {
     let (before, after) = rest.split_once(mark).expect("page.html holds every mark, in this order");
     page.push_str(before);

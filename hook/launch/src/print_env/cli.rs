@@ -1,4 +1,5 @@
-//! The command line. Options end at the first word that is none, because the rest is the program and its arguments.
+//! The command line. Options end at the first argument that is not an option: the rest is the
+//! program and its arguments.
 
 use std::{ffi::OsString, path::PathBuf};
 
@@ -22,18 +23,18 @@ Exit codes: 0 all is well; 1 something is wrong: a value that cannot be used, a 
 that cannot be hooked; 2 wrong usage.
 ";
 
-/// What the user wants.
+/// A parsed command line.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Request {
     /// `--help`.
     Help,
     /// `--version`.
     Version,
-    /// Show something.
+    /// Show a report.
     Show {
         /// As JSON.
         json: bool,
-        /// Of whom.
+        /// The subject of the report.
         target: Wanted,
     },
     /// Compare a library with the hook.
@@ -43,18 +44,18 @@ pub enum Request {
         /// Its file.
         file: PathBuf,
     },
-    /// Something else, and why it is wrong.
+    /// Wrong usage, and why.
     Wrong(String),
 }
 
-/// Whose settings and libraries.
+/// The subject of a report.
 #[derive(Debug, PartialEq, Eq)]
 pub enum Wanted {
     /// This shell's settings.
     Here,
     /// A process.
     Process(i32),
-    /// A program with its arguments; never empty.
+    /// A program with its arguments; not empty.
     Program(Vec<OsString>),
 }
 

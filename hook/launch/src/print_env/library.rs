@@ -1,6 +1,8 @@
-//! A library against the hook: which of its functions are hooked, and which are not although their names say that they would matter.
+//! Compares a library with the hook: its hooked functions, and those that are not hooked although
+//! their names suggest that they matter.
 //!
-//! For whoever has a newer library than we had. A name alone says little, so the second list is one of questions.
+//! This is for users with a newer library than the hook knows. A name alone proves little, so the
+//! second list contains candidates.
 
 use std::path::{Path, PathBuf};
 
@@ -11,10 +13,11 @@ use xpu_timer_proto::printable::line;
 use super::symbols;
 use crate::{config::Config, preload};
 
-/// Beginnings of the names of the libraries that the hook knows.
+/// Prefixes of the names of libraries that the hook knows.
 const LIBRARIES: [&str; 13] =
     ["nccl", "mccl", "Hccl", "cncl", "cu", "__cuda", "hip", "mc", "MPI_", "MPIX_", "musa", "mu", "msccl"];
-/// Parts of names that say that a function launches, communicates or multiplies. Lower case, as the names are compared.
+/// Parts of names of functions that launch, communicate or multiply. Lower case, as the names are
+/// compared.
 const MATTERS: [&str; 21] = [
     "launch",
     "allreduce",
@@ -38,11 +41,11 @@ const MATTERS: [&str; 21] = [
     "gemm",
     "matmul",
 ];
-/// Parts of names of functions that only ask, set up or tell.
+/// Parts of names of functions that only query, configure or report.
 const HARMLESS: [&str; 9] =
     ["get", "set", "attribute", "heuristic", "algo", "destroy", "hostfunc", "requirement", "node"];
 
-/// What was found.
+/// The result.
 #[derive(Debug, PartialEq, Eq)]
 pub struct Compared {
     file: PathBuf,
@@ -51,10 +54,11 @@ pub struct Compared {
 }
 
 impl Compared {
-    /// Compares the functions that a library exports with those of the hook that the launcher would use.
+    /// Compares the functions that a library exports with those of the hook that the launcher would
+    /// use.
     ///
     /// # Errors
-    /// When either cannot be read.
+    /// One of them cannot be read.
     pub fn with_hook(file: &Path) -> Result<Self> {
         let hook = symbols::exported(&preload::find(&Config::read())?)?;
         if !file.exists() {
@@ -65,7 +69,7 @@ impl Compared {
         }
         let own = symbols::exported(file)?;
         let hooked = own.intersection(&hook).cloned().collect();
-        // The second names of functions, by which a profiler calls them, are no functions of their own.
+        // Functions have second names for profilers, which are aliases.
         let second = |name: &str| {
             ["p", "P"].iter().any(|prefix| name.strip_prefix(prefix).is_some_and(|name| own.contains(name)))
         };
@@ -78,7 +82,7 @@ impl Compared {
         json!({ "library": self.file, "hooked": self.hooked, "not_hooked": self.not_hooked })
     }
 
-    /// For people.
+    /// As text.
     pub fn text(&self) -> String {
         let mut text = format!("{}: {} functions are hooked\n", line(&self.file.to_string_lossy()), self.hooked.len());
         let mut list = |title: &str, names: &[String]| {

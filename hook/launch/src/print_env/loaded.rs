@@ -1,4 +1,5 @@
-//! The libraries of a target: those that a process has mapped, or those that the dynamic loader lists for a program.
+//! The libraries of a target: those that a process has mapped, or those that the dynamic loader
+//! lists for a program.
 
 use std::{
     path::{Path, PathBuf},
@@ -16,32 +17,34 @@ use crate::image::Obstacle;
 /// A library of the target.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Library {
-    /// What it is known by: its soname, or its file's name.
+    /// Its soname, or the name of its file.
     pub name: String,
-    /// Its file as this process can open it.
+    /// The path by which this process can open its file.
     pub file: PathBuf,
 }
 
-/// The shared objects that a process has mapped. Their files are opened through its own root, which may be a container's.
+/// The shared objects that a process has mapped. Their files are opened through its own root, which
+/// may be a container's.
 pub fn of_process(process: &Process) -> Vec<Library> {
     let library = |path: &PathBuf| {
         let path = path.to_string_lossy();
         let path = path.strip_suffix(" (deleted)").unwrap_or(&path);
         let name = path.rsplit('/').next()?.to_string();
         let file = PathBuf::from(format!("/proc/{}/root{path}", process.pid));
-        // Opened by a link, a library is mapped under another file's name.
+        // A library that was opened through a link is mapped under another file name.
         name.contains(".so").then(|| Library { name: symbols::soname(&file).unwrap_or(name), file })
     };
     process.mapped.iter().filter_map(library).collect()
 }
 
-/// The libraries that the loader would load for a program, found by asking it, and those that it does not find.
+/// The libraries that the loader would load for a program, according to the loader, and those that
+/// it does not find.
 ///
 /// # Errors
-/// When the loader does not say.
+/// The loader does not list them.
 pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
     let image = &program.image;
-    // A loader of another C library or processor has another list, if it can be run at all.
+    // A loader for another C library or processor has another list, if it can run at all.
     let foreign = image.obstacle.as_ref().is_some_and(Obstacle::forbids_preload);
     let Some(loader) = image.loader.as_ref().filter(|_| !foreign) else { return Ok((Vec::new(), Vec::new())) };
     let output = Command::new(loader)
@@ -57,7 +60,8 @@ pub fn of_program(program: &Program) -> Result<(Vec<Library>, Vec<String>)> {
     Ok(parse(&String::from_utf8_lossy(&output.stdout)))
 }
 
-/// Lines such as `libc.so.6 => /lib/libc.so.6 (0x…)`, `/lib/ld.so (0x…)` and `libx.so => not found`.
+/// Parses lines such as `libc.so.6 => /lib/libc.so.6 (0x…)`, `/lib/ld.so (0x…)` and `libx.so => not
+/// found`.
 fn parse(list: &str) -> (Vec<Library>, Vec<String>) {
     let (mut found, mut missing) = (Vec::new(), Vec::new());
     for line in list.lines().map(str::trim) {

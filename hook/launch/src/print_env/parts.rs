@@ -1,15 +1,15 @@
-//! Where the parts of xpu_timer are, by the rules by which they find each other.
+//! Finds the parts of xpu_timer by the rules with which they find each other.
 
 use std::path::{Path, PathBuf};
 
 use crate::{collector, config::Config, preload};
 
-/// A part and its place, or why it has none.
+/// A part and its path, or why it has none.
 #[derive(Debug)]
 pub struct Part {
-    /// What it is.
+    /// Its name.
     pub name: &'static str,
-    /// Where it is.
+    /// Its path.
     pub place: Result<PathBuf, String>,
 }
 

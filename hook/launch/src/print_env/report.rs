@@ -1,4 +1,4 @@
-//! Everything that is shown, put together.
+//! Collects everything that the report shows.
 
 use std::{
     collections::BTreeSet,
@@ -23,43 +23,43 @@ use super::{
 };
 use crate::{collector, config::Config};
 
-/// Everything that is shown.
+/// The contents of the report.
 pub struct Report {
-    /// Whose settings these are.
+    /// The subject of these settings.
     pub whose: String,
-    /// The INI file that is read, if one is named.
+    /// The INI file, if one is named.
     pub ini: Option<String>,
     /// All variables.
     pub settings: Vec<Setting>,
     /// Where the parts are.
     pub parts: Vec<Part>,
-    /// The node collector's socket, and its pid when it answers, or why not.
+    /// The node collector's socket.
     pub socket: PathBuf,
-    /// As above.
+    /// The pid of the node collector, or why it does not answer.
     pub collector: Result<i32, String>,
     /// Control port; metrics are on the next one.
     pub port: u16,
     /// The process or program.
     pub target: Option<Hooked>,
-    /// Variables that are set and change nothing.
+    /// Variables that are set but have no effect.
     pub without_effect: Vec<String>,
-    /// What is wrong.
+    /// The problems.
     pub problems: Vec<String>,
 }
 
 /// What is or would be hooked in a process or program.
 pub struct Hooked {
-    /// Who it is.
+    /// Its title.
     pub title: String,
-    /// Whether the hook is or would be in it.
+    /// Whether the hook is, or would be, loaded.
     pub loaded: bool,
-    /// In words, with the reason.
+    /// The same as text, with the reason.
     pub words: String,
-    /// The family of its device, when its runtime is loaded.
+    /// The family of its device, if its runtime is loaded.
     pub family: Option<&'static Family>,
     /// Its libraries that have hooked functions.
     pub libraries: Vec<HookedLibrary>,
-    /// What else is to be known.
+    /// Further remarks.
     pub notes: Vec<String>,
 }
 
@@ -69,15 +69,15 @@ pub struct HookedLibrary {
     pub layer: &'static str,
     /// The library.
     pub library: Library,
-    /// Names of the functions that it exports and the hook hooks, or why they are not known.
+    /// Names of its exported functions that the hook has, or why they are unknown.
     pub functions: Result<Vec<String>, String>,
 }
 
 impl Report {
-    /// Puts together what is to be said of a target.
+    /// Collects the report about a target.
     ///
     /// # Errors
-    /// When a program's libraries cannot be listed.
+    /// The libraries of a program cannot be listed.
     pub fn of(target: &Target) -> Result<Self> {
         let source = target.source();
         let uid = match target {
@@ -196,7 +196,7 @@ fn in_process(process: &Process, config: &Config, hook: Option<&Path>) -> Hooked
         libraries: Vec::new(),
         notes: Vec::new(),
     };
-    // The hook that is loaded decides, also when it is not the one that would be found now.
+    // The loaded hook decides, even if it differs from the hook that would be found now.
     let own = mapped.map(|path| PathBuf::from(format!("/proc/{}/root{}", process.pid, path.display())));
     hooked.find(&libraries, own.as_deref().filter(|path| path.is_file()).or(hook));
     if hooked.family.is_none() && loaded {
@@ -240,7 +240,7 @@ fn in_program(program: &Program, config: &Config, hook: Option<&Path>) -> Result
 }
 
 impl Hooked {
-    /// Finds the libraries whose functions the hook has, and those functions.
+    /// Finds the libraries with functions that the hook has, and these functions.
     fn find(&mut self, libraries: &[Library], hook: Option<&Path>) {
         let Some(hook) = hook else { return };
         let exports = match symbols::exported(hook) {
@@ -265,12 +265,13 @@ impl Hooked {
     }
 }
 
-/// What is shown is copied into tickets.
+/// Users copy the output into tickets, so it contains no secrets.
 fn without_secret(setting: Setting) -> Setting {
     Setting { value: shown(setting.name, &setting.value), ..setting }
 }
 
-/// A value without its secrets: a URL of a chat service admits whoever has it, and others may hold a password.
+/// A value without its secrets: the URL of a chat service gives access, and other values may
+/// contain a password.
 fn shown(name: &str, value: &str) -> String {
     let line = |line: &str| match line.split_once('=') {
         Some((name, value)) => format!("{name}={}", shown(name, value)),
@@ -284,13 +285,13 @@ fn shown(name: &str, value: &str) -> String {
     }
 }
 
-/// Whether a library is the layer's, in this family or in every one.
+/// Whether a library belongs to the layer, in this family or in any.
 fn belongs(library: &Library, layer: Layer, family: Option<&Family>) -> bool {
     let of_family = family.map_or(&[][..], |family| family.sonames(layer)).iter().filter_map(|name| name.to_str().ok());
     of_family.chain(layer.host_files().iter().copied()).any(|name| is(library, name))
 }
 
-/// Opened by its soname, or by a name with more digits: `libnccl.so.2.29.7`.
+/// The library has this soname, or one with more digits: `libnccl.so.2.29.7`.
 fn is(library: &Library, soname: &str) -> bool {
     library.name.strip_prefix(soname).is_some_and(|rest| rest.is_empty() || rest.starts_with('.'))
 }

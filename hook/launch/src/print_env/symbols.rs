@@ -1,5 +1,5 @@
-//! What a library says of itself: its soname, and the names of the functions that it exports. Only the parts of the file that are
-//! needed are read, because libraries of a gigabyte are usual here.
+//! Reads a library's soname and the names of its exported functions. It reads only the needed parts
+//! of the file, because libraries of a gigabyte are common here.
 
 use std::{collections::BTreeSet, fs::File, path::Path};
 
@@ -14,7 +14,7 @@ use xpu_timer_proto::file;
 /// Names of the functions in a library's dynamic symbol table.
 ///
 /// # Errors
-/// When it cannot be read or is no ELF file.
+/// It cannot be read or is not an ELF file.
 pub fn exported(library: &Path) -> Result<BTreeSet<String>> {
     let bytes = open(library)?;
     let file = object::File::parse(&bytes).with_context(|| format!("{} is no ELF library", library.display()))?;
@@ -22,7 +22,8 @@ pub fn exported(library: &Path) -> Result<BTreeSet<String>> {
     Ok(symbols.filter_map(|symbol| Some(symbol.name().ok()?.to_string())).collect())
 }
 
-/// The name by which other objects ask for a library. `None` when it has none, or is no ELF library.
+/// The name by which other objects refer to a library. `None` if it has none, or is not an ELF
+/// library.
 pub fn soname(library: &Path) -> Option<String> {
     let bytes = open(library).ok()?;
     let header = FileHeader64::<Endianness>::parse(&bytes).ok()?;

@@ -1,4 +1,4 @@
-//! Whom the report is about: this shell, a running process, or a program.
+//! The subject of the report: this shell, a running process, or a program.
 
 use std::{
     ffi::{OsStr, OsString},
@@ -38,25 +38,25 @@ pub struct Process {
     pub command: String,
     /// Paths of the files that it has mapped.
     pub mapped: Vec<PathBuf>,
-    /// Its environment when it was started.
+    /// Its environment at its start.
     pub environ: Vec<u8>,
 }
 
-/// A program that is not run.
+/// A program, which is not run.
 pub struct Program {
-    /// Its file and what that is.
+    /// Its executable file.
     pub image: Image,
-    /// Where it would run its ranks, when that is not here.
+    /// Where it would run its ranks, if not here.
     pub elsewhere: Option<Elsewhere>,
-    /// As it was named.
+    /// The command as the user typed it.
     pub command: String,
 }
 
 impl Target {
-    /// Finds the target.
+    /// Opens the target.
     ///
     /// # Errors
-    /// When there is none, or it cannot be read.
+    /// It does not exist or cannot be read.
     pub fn open(wanted: Wanted) -> Result<Self> {
         match wanted {
             Wanted::Here => Ok(Target::Here),
@@ -79,11 +79,12 @@ impl Target {
         }
     }
 
-    /// Does something with a path of the target's settings: of a process that which the process sees there.
+    /// Uses a path of the target's settings. A path of a process is resolved as the process sees
+    /// it.
     pub fn as_seen_by<T>(&self, path: &Path, use_it: impl FnOnce(&Path) -> T) -> T {
         let Target::Process(process) = self else { return use_it(path) };
         let place = place_in(process.pid, path);
-        // By the file itself: a socket's path must be short.
+        // The path goes through a descriptor, because a socket's path must be short.
         match File::options().read(true).custom_flags(libc::O_PATH).open(&place) {
             Ok(file) => use_it(Path::new(&format!("/proc/self/fd/{}", file.as_raw_fd()))),
             Err(_) => use_it(&place),
@@ -91,7 +92,8 @@ impl Target {
     }
 }
 
-/// Where this process finds what is `path` for another one, which may have another root and another folder.
+/// The path at which this process finds `path` of another process, which may have another root and
+/// working folder.
 fn place_in(pid: i32, path: &Path) -> PathBuf {
     let process = PathBuf::from(format!("/proc/{pid}"));
     match path.strip_prefix("/") {
@@ -100,7 +102,7 @@ fn place_in(pid: i32, path: &Path) -> PathBuf {
     }
 }
 
-/// A variable of a process's environment block.
+/// The value of a variable in the environment block of a process.
 pub fn value(environ: &[u8], name: &str) -> Option<String> {
     let entry = |entry: &[u8]| Some(entry.strip_prefix(name.as_bytes())?.strip_prefix(b"=")?.to_vec());
     environ.split(|byte| *byte == 0).find_map(entry).map(|value| String::from_utf8_lossy(&value).into_owned())
@@ -116,7 +118,7 @@ fn process(pid: i32) -> Result<Process> {
             format!("process {pid}: its {name} cannot be read: that takes its user, or root with CAP_SYS_PTRACE")
         })
     };
-    // What has ended, and what is a part of the kernel, has neither arguments nor memory.
+    // An ended process, and a kernel thread, has neither arguments nor memory.
     match state(&folder) {
         Some('Z' | 'X') => bail!("process {pid} has ended; its parent has not taken notice yet"),
         Some(_) if fs::read_link(folder.join("exe")).is_err_and(|error| error.kind() == io::ErrorKind::NotFound) => {
@@ -138,7 +140,7 @@ fn process(pid: i32) -> Result<Process> {
     Ok(Process { pid, command, mapped, environ })
 }
 
-/// The letter behind the name in `/proc/PID/stat`.
+/// The letter after the name in `/proc/PID/stat`.
 fn state(folder: &Path) -> Option<char> {
     let stat = fs::read_to_string(folder.join("stat")).ok()?;
     stat.rsplit_once(") ")?.1.chars().next()

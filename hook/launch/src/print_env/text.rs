@@ -1,4 +1,4 @@
-//! The report for people.
+//! The report as text.
 
 use std::fmt::Write;
 
@@ -9,10 +9,10 @@ use xpu_timer_proto::{
 
 use super::report::{Hooked, HookedLibrary, Report};
 
-/// Functions of a library that are shown by name; the others are counted.
+/// Number of a library's functions that are shown by name; the others are counted.
 const SHOWN: usize = 4;
 
-/// The whole text.
+/// The complete text.
 pub fn of(report: &Report) -> String {
     let mut text = String::new();
     // Writing into a String cannot fail.

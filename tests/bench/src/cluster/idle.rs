@@ -1,5 +1,5 @@
-//! The node collector at rest: processor time and memory while it watches eight ranks that launch 10,000 times a second each, against
-//! the same collector before they came.
+//! The node collector at rest: CPU time and memory while it watches eight ranks that launch 10,000
+//! times a second each, compared with the time before they started.
 
 use std::{
     path::Path,
@@ -11,7 +11,8 @@ use std::{
 use anyhow::{Context, Result, ensure};
 use xpu_timer_tests::{Artifacts, Job, PATIENCE, Process, tree};
 
-use super::{nodes::RANKS, peak_bytes, processor_time};
+use super::nodes::RANKS;
+use super::usage::{peak_bytes, processor_time};
 use crate::report::Report;
 
 const LAUNCHES_A_SECOND: f64 = 10_000.0;
@@ -41,22 +42,22 @@ pub fn run(artifacts: &Artifacts, time: Duration, report: &mut Report) {
 }
 
 struct Idle {
-    /// Part of a core.
+    /// Share of a core without ranks.
     alone: f64,
-    /// The same with the ranks.
+    /// Share of a core with the ranks.
     watching: f64,
     launches: f64,
     peak: f64,
 }
 
-/// The ranks, which end with their standard input.
+/// The ranks, which end when their standard input is closed.
 struct Ranks(Vec<Child>);
 
 impl Drop for Ranks {
     fn drop(&mut self) {
         for rank in &mut self.0 {
             drop(rank.stdin.take());
-            // It fails only when it has been waited for.
+            // This fails only if it has been waited for.
             let _ = rank.wait();
         }
     }
@@ -96,7 +97,7 @@ fn measure(artifacts: &Artifacts, time: Duration) -> Result<Idle> {
     Ok(Idle { alone, watching, launches, peak: peak_bytes(pid)? })
 }
 
-/// Part of a core that a process uses within a time.
+/// Share of a core that a process uses during a time.
 fn share(pid: i32, time: Duration) -> Result<f64> {
     let (begun, before) = (Instant::now(), processor_time(pid)?);
     thread::sleep(time);
@@ -104,7 +105,7 @@ fn share(pid: i32, time: Duration) -> Result<f64> {
     Ok(used.as_secs_f64() / begun.elapsed().as_secs_f64())
 }
 
-/// Kernels of each rank, as the collector counts them.
+/// Kernels of each rank, according to the collector.
 fn launched(job: &Job) -> Result<Vec<u64>> {
     let status = job.status().map_err(anyhow::Error::msg)?;
     let ranks = status["ranks"].as_array().context("ranks")?;

@@ -1,4 +1,5 @@
-//! Simulated nodes of eight ranks each: what they say to the cluster collector, over a connection each.
+//! Simulated nodes of eight ranks each, and their messages to the cluster collector, over one
+//! connection each.
 
 use std::{
     iter::once,
@@ -31,28 +32,28 @@ pub const RANKS: u32 = 8;
 const PIPELINE: u32 = 10;
 const SECOND: u64 = 1_000_000_000;
 const NOW: u64 = 1_000 * SECOND;
-/// Nothing here takes longer.
+/// Timeout of all steps.
 pub const PATIENCE: Duration = Duration::from_secs(300);
 
-/// What the simulated nodes tell the measurement.
+/// The state that the simulated nodes share with the measurement.
 pub struct Shared {
     template: Template,
-    /// How many there are.
+    /// Number of nodes.
     pub nodes: u32,
-    /// Start of the clock.
+    /// Start of the measurement.
     pub begun: Instant,
     /// Nodes that were welcomed.
     pub joined: AtomicU32,
     /// Nodes that have delivered their part.
     pub delivered: AtomicU32,
-    /// Bytes of the parts.
+    /// Bytes of these parts.
     pub bytes: AtomicU64,
-    /// When the last delivery began, on `begun`'s clock.
+    /// Start of the last delivery, in nanoseconds since `begun`.
     pub last_start_ns: AtomicU64,
 }
 
 impl Shared {
-    /// So many nodes, none of which has said anything.
+    /// The initial state for this many nodes.
     pub fn new(nodes: u32) -> Self {
         Shared {
             template: Template::new(nodes),
@@ -66,7 +67,7 @@ impl Shared {
     }
 }
 
-/// What the first node says when one of its ranks hangs.
+/// The alarm of the first node when one of its ranks hangs.
 pub fn alarm(incident: &str) -> NodeMessage {
     let alarm = Alarm {
         incident: incident.into(),
@@ -87,14 +88,14 @@ pub fn culprit(nodes: u32) -> u32 {
     nodes * RANKS / 2 + 3
 }
 
-/// The rank for which the others waited before that.
+/// The straggler for which the others waited before the hang.
 pub const SLOW: u32 = 5;
 
-/// A node tells of so many blocks at a time.
+/// Number of blocks in one message of a node.
 const BLOCKS: u32 = 4;
 
-/// How the ranks of a node fared in some stretches of time: all the same, but for the slow one, which came last in the world's
-/// collectives.
+/// The collective timings of a node's ranks in some blocks: all equal, except for the straggler,
+/// which arrived last in the collectives of the world.
 fn paces(nodes: u32, node: u32, first: u32) -> Paces {
     let ranks = (node * RANKS..(node + 1) * RANKS).map(|rank| {
         let communicators = groups(nodes, rank).into_iter().map(|(id, size, _)| {
@@ -108,7 +109,7 @@ fn paces(nodes: u32, node: u32, first: u32) -> Paces {
     Paces { ranks: ranks.collect() }
 }
 
-/// One simulated node: answers what it is asked.
+/// A simulated node: responds to requests.
 pub async fn play(
     shared: Arc<Shared>,
     node: u32,
@@ -134,7 +135,8 @@ pub async fn play(
         match message?.message {
             Some(Asked::Welcome(_)) => {
                 shared.joined.fetch_add(1, Ordering::Relaxed);
-                // A real node has one block of each communicator every ten seconds, and tells it then.
+                // A real node completes one block of each communicator every ten seconds, and sends
+                // it then.
                 for first in (0..KEPT_BLOCKS as u32).step_by(BLOCKS as usize) {
                     say(Message::Paces(paces(shared.nodes, node, first))).await?;
                     tokio::time::sleep(Duration::from_secs(1)).await;
@@ -169,7 +171,7 @@ pub async fn play(
     Ok(())
 }
 
-/// What the cluster asked for by this key.
+/// Delivers what the cluster requested with this key.
 async fn bring(
     client: &mut ClusterClient<Channel>,
     key: String,
@@ -206,8 +208,8 @@ fn hello(shared: &Shared, node: u32) -> NodeHello {
     }
 }
 
-/// What one node delivers, made once by the node collector's own code; the others differ in their ranks, their communicators, and in
-/// who is to blame.
+/// The delivery of one node, created once by the node collector's own code. Other nodes differ in
+/// their ranks, their communicators, and in the culprit.
 struct Template {
     victims: NodeDump,
     loader: RankEvidence,
@@ -217,7 +219,7 @@ struct Template {
 
 impl Template {
     fn new(nodes: u32) -> Self {
-        // As the cluster asks for it.
+        // As in the cluster's request.
         let operations = (1_000_000 / (nodes * RANKS)).clamp(10, 1024) as usize;
         let mut part = Part::default();
         for rank in 0..RANKS {
@@ -260,8 +262,8 @@ impl Template {
     }
 }
 
-/// Identity, size and place of the communicators of a rank: the world, its tensor-parallel group (the node), its pipeline, its
-/// data-parallel group.
+/// Identity, size and own rank of the communicators of a rank: the world, its tensor-parallel group
+/// (the node), its pipeline, its data-parallel group.
 fn groups(nodes: u32, rank: u32) -> [(u64, u32, u32); 4] {
     let (node, local) = (rank / RANKS, rank % RANKS);
     let (stage, replica) = (node % PIPELINE, node / PIPELINE);
@@ -273,7 +275,7 @@ fn groups(nodes: u32, rank: u32) -> [(u64, u32, u32); 4] {
     ]
 }
 
-/// Puts the communicators of a rank into its flight record.
+/// Writes the communicators of a rank into its flight record.
 fn number(flight: &mut FlightRecord, nodes: u32, rank: u32, culprit: u32) {
     let groups = groups(nodes, rank);
     let same_group = rank / RANKS == culprit / RANKS;
@@ -283,7 +285,8 @@ fn number(flight: &mut FlightRecord, nodes: u32, rank: u32, culprit: u32) {
     for (index, operation) in flight.operations.iter_mut().enumerate() {
         operation.communicator = groups[index % 4].0;
     }
-    // The peers of the culprit wait for it in their tensor-parallel group, everybody else waits for them in the world.
+    // The peers of the culprit wait for it in their tensor-parallel group; all others wait for them
+    // in the world.
     let waits_in = if same_group { 1 } else { 0 };
     if let Some(pending) = flight.operations.last_mut() {
         pending.communicator = groups[waits_in].0;
@@ -341,7 +344,7 @@ fn evidence(rank: u32, operations: usize) -> RankEvidence {
     }
 }
 
-/// 40 native threads and 12 Python threads, as a rank of a PyTorch job has them.
+/// 40 native threads and 12 Python threads, like a rank of a PyTorch job.
 fn stacks(rank: u32, function: &str, file: &str, blocked_in: &str) -> Stacktrace {
     let native = |thread: u32| {
         let leaf = if thread == 0 { blocked_in.to_string() } else { format!("worker_wait_{}", thread % 7) };

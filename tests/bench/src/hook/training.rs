@@ -1,18 +1,21 @@
-//! What the hook adds to a loop of four data-parallel ranks on the simulated device: one that calls it directly, and one of PyTorch.
+//! The cost of the hook in a loop of four data-parallel ranks on the simulated device: one loop
+//! that calls the device directly, and one of PyTorch.
 //!
-//! Two such jobs live at the same time, one with the hook and one without, and take turns, block by block; the one that waits sleeps.
-//! What counts is the ratio of the two blocks of a pair, half a second apart, so that whatever else the machine does hits both alike.
-//! Two equal jobs differ too, by where their memory and threads happen to lie, and keep that difference for life. So the jobs are started anew
-//! after some pairs: the median of those pairs is one value, and values are added until the 95 % interval of their median (order
-//! statistics, no assumption of a distribution) is narrow enough for the limit to mean something. When it is not so in time, the
-//! figure counts as not measured, and that as not met.
+//! Two such jobs run at the same time, one with the hook and one without. They take turns, block by
+//! block, and the waiting one sleeps. The result is the ratio of the two blocks of a pair, half a
+//! second apart, so that other load on the machine affects both equally. Two equal jobs differ by
+//! the placement of their memory and threads, and keep that difference until they end. The jobs are
+//! therefore restarted after some pairs: the median of these pairs is one value, and values are
+//! added until the 95 % interval of their median (order statistics, without an assumption about the
+//! distribution) is narrow enough for the limit. If the time runs out before, the figure counts as
+//! not measured, so its limit does not hold.
 
 use std::{
     ffi::OsString,
     fs,
     io::{BufRead, BufReader, Write},
     os::unix::net::{UnixListener, UnixStream},
-    path::PathBuf,
+    path::{Path, PathBuf},
     process::{Child, Stdio},
     time::{Duration, Instant},
 };
@@ -20,15 +23,14 @@ use std::{
 use anyhow::{Context, Result, bail, ensure};
 use xpu_timer_tests::{Job, PypiTorch, python, tree};
 
-use super::Bench;
 use crate::report::Report;
 
-/// What the ranks run.
+/// The program of the ranks.
 struct Loop {
     what: &'static str,
     python: PathBuf,
     script: &'static str,
-    /// Where the libraries of the device are, if not where a job of the tests has them
+    /// Folder of the device libraries, if it differs from that of other test jobs.
     library_path: Option<OsString>,
 }
 
@@ -54,7 +56,8 @@ pub struct Options {
     /// Longest time for the training loop, in seconds
     #[arg(long, default_value = "600")]
     loop_seconds: u64,
-    /// Burden each step of the hooked job with this share of a step more, to see the benchmark find it
+    /// Burden each step of the hooked job with this share of a step more, to see the benchmark find
+    /// it
     #[arg(long, default_value = "0")]
     handicap: f64,
     /// Give neither job the hook, to see by how much two equal jobs differ
@@ -68,15 +71,15 @@ pub struct Options {
 const RANKS: usize = 4;
 const STEPS: usize = 2;
 const LIMIT: f64 = 0.005;
-/// The interval reaches so far to each side of the median at most.
+/// Maximum distance of the interval's ends from the median.
 const HALF_WIDTH: f64 = 0.005;
 /// Pairs of blocks of the same two jobs.
 const PAIRS: usize = 40;
 const FEWEST_STARTS: usize = 8;
-/// For the ranks to come up, and for a block.
+/// Timeout for the start of the ranks, and for a block.
 const PATIENCE: Duration = Duration::from_secs(120);
 
-/// One job of four ranks, which runs a block when it is told to.
+/// A job of four ranks, which runs a block on request.
 struct Team {
     job: Job,
     launched: Child,
@@ -84,7 +87,7 @@ struct Team {
 }
 
 impl Team {
-    fn start(bench: &Bench, training: &Loop, hooked: bool) -> Result<Self> {
+    fn start(hook: &Path, training: &Loop, hooked: bool) -> Result<Self> {
         let job = Job::new().with("XPU_TIMER_HANG_TIMEOUT", "600");
         let path = job.dir.join("loop.sock");
         let listener = UnixListener::bind(&path).with_context(|| format!("{}", path.display()))?;
@@ -95,7 +98,7 @@ impl Team {
         }
         command.arg(tree().join("tests/examples/run_ranks.py")).arg(format!("--nproc={RANKS}"));
         command.arg(tree().join("tests/bench/targets").join(training.script)).env("LOOP_CONTROL", &path);
-        command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", &bench.hook);
+        command.env("PYTHONPATH", tree().join("tests/examples")).env("XPU_TIMER_HOOK_PATH", hook);
         let launched = command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::inherit()).spawn()?;
         let mut team = Team { job, launched, ranks: Vec::new() };
         let deadline = Instant::now() + PATIENCE;
@@ -138,7 +141,7 @@ impl Team {
 
 impl Drop for Team {
     fn drop(&mut self) {
-        // Without anybody at the other end the ranks end by themselves.
+        // The ranks end when the connection is closed.
         self.ranks.clear();
         let deadline = Instant::now() + Duration::from_secs(20);
         while Instant::now() < deadline {
@@ -147,13 +150,13 @@ impl Drop for Team {
             }
             std::thread::sleep(Duration::from_millis(20));
         }
-        // The job ends what is left of its processes.
+        // The job ends the remaining processes.
         let _ = self.launched.kill();
         let _ = self.launched.wait();
     }
 }
 
-/// What was added, one value for each two jobs, and the figures without the hook.
+/// The added time, one value for each pair of jobs, and the figures without the hook.
 #[derive(Default)]
 struct Added {
     wall: Vec<f64>,
@@ -162,20 +165,20 @@ struct Added {
 }
 
 /// Measures the loops.
-pub fn training(bench: &Bench, options: &Options, report: &mut Report) {
-    measured(bench, &Loop::plain(), options, report);
+pub fn training(hook: &Path, options: &Options, report: &mut Report) {
+    measured(hook, &Loop::plain(), options, report);
     if options.torch {
         match Loop::torch() {
-            Ok(training) => measured(bench, &training, options, report),
+            Ok(training) => measured(hook, &training, options, report),
             Err(error) => report.failed("a loop of PyPI's PyTorch", &error),
         }
     }
 }
 
-fn measured(bench: &Bench, training: &Loop, options: &Options, report: &mut Report) {
+fn measured(hook: &Path, training: &Loop, options: &Options, report: &mut Report) {
     report.section(&format!("Hook: time added to a training loop of {RANKS} ranks: {}", training.what));
     let what = "added time: median (95 % interval)";
-    match measure(bench, training, options) {
+    match measure(hook, training, options) {
         Ok(added) => {
             let (wall, processor) = (Median::of(&added.wall), Median::of(&added.processor));
             let starts = added.wall.len();
@@ -197,28 +200,28 @@ fn measured(bench: &Bench, training: &Loop, options: &Options, report: &mut Repo
     }
 }
 
-fn measure(bench: &Bench, training: &Loop, options: &Options) -> Result<Added> {
+fn measure(hook: &Path, training: &Loop, options: &Options) -> Result<Added> {
     let mut added = Added::default();
     let deadline = Instant::now() + Duration::from_secs(options.loop_seconds);
     while Instant::now() < deadline
         && (added.wall.len() < FEWEST_STARTS || Median::of(&added.wall).half_width() > HALF_WIDTH)
     {
-        two_jobs(bench, training, options, &mut added)?;
+        two_jobs(hook, training, options, &mut added)?;
     }
     ensure!(!added.wall.is_empty(), "no time for a single pair of jobs");
     Ok(added)
 }
 
-/// Starts a job with the hook and one without, and lets them take turns.
-fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added) -> Result<()> {
-    // Each is started first as often as the other.
+/// Starts a job with the hook and one without, which take turns.
+fn two_jobs(hook: &Path, training: &Loop, options: &Options, added: &mut Added) -> Result<()> {
+    // Each is started first equally often.
     let (mut hooked, mut alone);
     if added.wall.len().is_multiple_of(2) {
-        hooked = Team::start(bench, training, !options.equal)?;
-        alone = Team::start(bench, training, false)?;
+        hooked = Team::start(hook, training, !options.equal)?;
+        alone = Team::start(hook, training, false)?;
     } else {
-        alone = Team::start(bench, training, false)?;
-        hooked = Team::start(bench, training, !options.equal)?;
+        alone = Team::start(hook, training, false)?;
+        hooked = Team::start(hook, training, !options.equal)?;
     }
     if !options.equal {
         let status = hooked.job.status().map_err(anyhow::Error::msg)?;
@@ -232,7 +235,7 @@ fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added
     let burden_us = (step_ms * 1000.0 * options.handicap) as u64;
     let (mut wall, mut processor) = (Vec::new(), Vec::new());
     for pair in 0..PAIRS {
-        // Each goes first as often as the other.
+        // Each goes first equally often.
         let (with, without) = if pair.is_multiple_of(2) {
             let with = hooked.block(burden_us)?;
             (with, alone.block(0)?)
@@ -244,7 +247,7 @@ fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added
         processor.push(with[1] / without[1] - 1.0);
         added.alone.iter_mut().zip(without).for_each(|(alone, figure)| alone.push(figure));
     }
-    // An even number: the mean of the two in the middle, so that none of the two orders decides.
+    // For an even number, the mean of the two middle values, so that neither order is preferred.
     let middle = |mut values: Vec<f64>| {
         values.sort_by(f64::total_cmp);
         f64::midpoint(values[(PAIRS - 1) / 2], values[PAIRS / 2])
@@ -254,7 +257,8 @@ fn two_jobs(bench: &Bench, training: &Loop, options: &Options, added: &mut Added
     Ok(())
 }
 
-/// A median with the order statistics between which it lies with 95 %, by the normal approximation of the binomial distribution.
+/// A median, with the order statistics that enclose it with 95 %, by the normal approximation of
+/// the binomial distribution.
 struct Median {
     low: f64,
     middle: f64,
@@ -272,12 +276,13 @@ impl Median {
         Median { low: sorted[low], middle: sorted[sorted.len() / 2], high: sorted[high] }
     }
 
-    /// How far the interval reaches to its farther side.
+    /// Distance from the median to the farther end of the interval.
     fn half_width(&self) -> f64 {
         (self.middle - self.low).max(self.high - self.middle)
     }
 
-    /// Below the limit, or not to be told from nothing at all by an interval that is no wider than the limit.
+    /// Whether the median is below the limit, or not distinguishable from zero by an interval that
+    /// is narrower than the limit.
     fn holds(&self) -> bool {
         self.half_width() <= HALF_WIDTH && (self.middle < LIMIT || self.low <= 0.0)
     }

@@ -1,4 +1,5 @@
-//! libFuzzer around the target of `xpu_timer_fuzz` that XPU_FUZZ_TARGET names; `cargo xtask fuzz` builds and runs it.
+//! libFuzzer around the target of `xpu_timer_fuzz` that XPU_FUZZ_TARGET names; `cargo xtask fuzz`
+//! builds and runs it.
 #![no_main]
 
 use std::sync::LazyLock;

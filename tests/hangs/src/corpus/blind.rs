@@ -1,11 +1,13 @@
-//! Small jobs that were written, and the truth about them with them, before their author had seen the rules of the judge.
+//! Small jobs that were written, and the truth about them with them, before their author had seen
+//! the rules of the judge.
 
 use crate::{
     program::Program,
     scenario::{Scenario, job},
 };
 
-/// Functions of `blind.py`: the job, its world, who brings the trouble, and the causes that are right for it.
+/// Functions of `blind.py`: the job, its world, who brings the trouble, and the causes that are
+/// right for it.
 const JOBS: &[(&str, u32, &[u32], &[&str])] = &[
     ("decoder_keeps_interpreter", 4, &[2], &["gil_deadlock"]),
     ("another_program", 4, &[1], &["missing_rank", "process_dead"]),

@@ -1,4 +1,5 @@
-//! Jobs whose ranks an elastic agent starts again: the hang comes in a later attempt, and in the first one.
+//! Jobs whose ranks an elastic agent starts again: the hang comes in a later attempt, and in the
+//! first one.
 
 use crate::{
     program::Program,

@@ -1,4 +1,5 @@
-//! Jobs that are slow, uneven or idle, but well. The timeout of every job here is five seconds, and ten when nothing is launched.
+//! Jobs that are slow, uneven or idle, but well. The timeout of every job here is five seconds, and
+//! ten when nothing is launched.
 
 use crate::{
     program::Program,
@@ -52,7 +53,8 @@ pub fn scenarios() -> Vec<Scenario> {
         job("well-sort", Program::Mpi("sort.c"), 4, &["none", "0", "200"]),
         elastic("well-elastic", 2, &["--steps=120"]),
         elastic("well-elastic-restarts", 3, &["--steps=60", "--plan=fail@1:0,kill@2:1"]),
-        // Longer than the timeout, so there is an incident, which says what goes on and is resolved by itself.
+        // Longer than the timeout, so there is an incident, which says what goes on and is resolved
+        // by itself.
         plain("slow-validates", 4, &["--epochs=2", "--validate-seconds=9"])
             .passes(&["long_step", "missing_rank"], &[0]),
         plain("slow-saves", 4, &["--epochs=2", "--save-seconds=9"]).passes(&["long_step"], &[0]),

@@ -38,7 +38,8 @@ pub fn scenarios() -> Vec<Scenario> {
         heat("pause", 4, 3).is(&["process_stopped"], &[3]),
         heat("no_residual", 4, 2).is(&["op_mismatch", "missing_rank"], &[2]),
         heat("late_halo", 4, 1).is(&["p2p_unmatched"], &[1]),
-        // It waits in the second one at once, so nobody can know that it would have made the first one later.
+        // It waits in the second one at once, so nobody can know that it would have made the first
+        // one later.
         heat("swap_groups", 4, 3).is(&["order_mismatch", "missing_rank"], &[3]),
         heat("probe", 4, 2).is(&["p2p_unmatched", "missing_rank"], &[2]),
         heat("own_message", 4, 1).is(&["p2p_unmatched"], &[1]),

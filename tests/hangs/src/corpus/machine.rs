@@ -1,4 +1,5 @@
-//! What the machine does to a rank: file systems that stop answering, freezers, debuggers, compilers, long imports.
+//! What the machine does to a rank: file systems that stop answering, freezers, debuggers,
+//! compilers, long imports.
 
 use crate::{
     program::{Need, Program},
@@ -15,7 +16,8 @@ const LOCK: &[&str] = &["host_lock", "missing_rank"];
 const BUSY: &[&str] = &["missing_rank", "long_step"];
 const MISSING: &[&str] = &["missing_rank"];
 
-/// What a function of `machine.py` does to a rank: its name, where it begins, world, rank, and what is right.
+/// What a function of `machine.py` does to a rank: its name, where it begins, world, rank, and what
+/// is right.
 const TROUBLES: &[(&str, &str, u32, u32, &[&str])] = &[
     ("fuse_read", "load", 4, 1, LOADER_IO),
     ("fuse_stat", "load", 4, 0, LOADER_IO),

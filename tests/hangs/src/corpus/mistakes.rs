@@ -1,11 +1,13 @@
-//! Calls that are not those of the others: sharded training on the simulated device, a parallel sort and a ring on MPI.
+//! Calls that are not those of the others: sharded training on the simulated device, a parallel
+//! sort and a ring on MPI.
 
 use crate::{
     program::Program,
     scenario::{Scenario, job},
 };
 
-/// What it does instead has another name, another size, or comes at another time; all of it is true.
+/// What it does instead has another name, another size, or comes at another time; all of it is
+/// true.
 const DIFFERS: &[&str] = &["op_mismatch", "size_mismatch", "missing_rank"];
 /// It is a step ahead of the others in every communicator, and has not entered what they are in.
 const AHEAD: &[&str] = &["missing_rank", "order_mismatch", "op_mismatch"];

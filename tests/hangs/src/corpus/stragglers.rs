@@ -1,4 +1,5 @@
-//! Jobs that do not hang, and the ranks that slow them down: exactly these are named, and nobody in an even run.
+//! Jobs that do not hang, and the ranks that slow them down: exactly these are named, and nobody in
+//! an even run.
 
 use crate::{
     program::Program,

@@ -1,4 +1,5 @@
-//! Programs that have nothing in common with `hybrid.py`: a first script, a pipeline schedule, C++ without Python.
+//! Programs that are unrelated to `hybrid.py`: a first script, a pipeline schedule, C++ without
+//! Python.
 
 use crate::{
     program::{Need, Program},
@@ -10,11 +11,12 @@ const PIPELINE: Program = Program::Script("pipeline.py");
 const DEAD: &[&str] = &["process_dead", "teardown"];
 const LOCK: &[&str] = &["host_lock", "missing_rank"];
 const IO: &[&str] = &["storage_io"];
-/// It stands at a place of which no cause speaks: that it is missing, and where, is all there is to say.
+/// It is at a place that no cause covers: the verdict can only report that it is missing, and
+/// where.
 const MISSING: &[&str] = &["missing_rank"];
 const BUSY: &[&str] = &["missing_rank", "long_step"];
 
-/// What `troubles.py` can do to a program, and the causes that are right for it.
+/// The troubles that `troubles.py` can cause in a program, and their accepted causes.
 const TROUBLES: &[(&str, &[&str])] = &[
     ("asks_a_person", IO_OR_MISSING),
     ("breakpoint_left", IO_OR_MISSING),
@@ -57,16 +59,7 @@ const TROUBLES: &[(&str, &[&str])] = &[
 const IO_OR_MISSING: &[&str] = &["storage_io", "missing_rank"];
 
 pub fn scenarios() -> Vec<Scenario> {
-    let mut scenarios = Vec::new();
-    for (index, (trouble, causes)) in TROUBLES.iter().enumerate() {
-        // Another rank and another world each time.
-        let world = [2, 3, 4][index % 3];
-        let rank = (index as u32 * 7 + 1) % world;
-        let argument = format!("--trouble={trouble}@{rank}");
-        let name = format!("plain-{}", trouble.replace('_', "-"));
-        let need = (*trouble == "frozen").then_some(Need::Freezer);
-        scenarios.push(Scenario { need, ..job(&name, PLAIN, world, &[&argument]).is(causes, &[rank]) });
-    }
+    let mut scenarios = troubles();
     let plain = |name: &str, world: u32, arguments: &[&str]| job(&format!("plain-{name}"), PLAIN, world, arguments);
     let pipeline = |name: &str, stages: u32, replicas: u32, spoil: &[&str]| {
         let options = [format!("--stages={stages}"), format!("--replicas={replicas}")];
@@ -92,7 +85,7 @@ pub fn scenarios() -> Vec<Scenario> {
         plain("one-more-epoch", 4, &["--epochs=3", "--trouble=one_more_epoch@2"]).is(&["missing_rank"], &[2]),
         plain("wants-lock", 4, &["--trouble=keeps_lock@0", "--trouble=wants_lock@3"])
             .is(&["storage_io", "host_lock"], &[0]),
-        // Nobody differs: what all wait for is outside of the job.
+        // No rank differs: all wait for something outside of the job.
         plain("all-ask-a-server", 4, &["--trouble=silent_server@0+1+2+3"]).is(&["unknown"], &[]),
         hybrid("plain-all-read", 1, 1, 4).fault("fifo@0+1+2+3:load").is(&["data_loader", "storage_io"], &[]),
         plain("two-reasons", 8, &["--trouble=silent_server@1", "--trouble=starved_executor@6"])
@@ -134,8 +127,23 @@ pub fn scenarios() -> Vec<Scenario> {
         native("segv", 4, 0).is(DEAD, &[0]),
         native("exits", 4, 3).is(DEAD, &[3]),
         native("stop", 4, 2).is(&["process_stopped"], &[2]),
-        // The sums are wrong from there on, and at the end one is missing.
+        // The sums are wrong from there on, and the last one is missing.
         native("no_reduce", 4, 2).option("150").option("2").is(&["missing_rank", "process_dead", "teardown"], &[2]),
     ]);
+    scenarios
+}
+
+/// A scenario for each of [`TROUBLES`].
+fn troubles() -> Vec<Scenario> {
+    let mut scenarios = Vec::new();
+    for (index, (trouble, causes)) in TROUBLES.iter().enumerate() {
+        // Rank and world size vary.
+        let world = [2, 3, 4][index % 3];
+        let rank = (index as u32 * 7 + 1) % world;
+        let argument = format!("--trouble={trouble}@{rank}");
+        let name = format!("plain-{}", trouble.replace('_', "-"));
+        let need = (*trouble == "frozen").then_some(Need::Freezer);
+        scenarios.push(Scenario { need, ..job(&name, PLAIN, world, &[&argument]).is(causes, &[rank]) });
+    }
     scenarios
 }

@@ -1,5 +1,5 @@
-//! Threads, locks and exceptions of C++: the thread that stands is not the one that calls the communication library. And Python programs in
-//! which the main thread tells nothing.
+//! Threads, locks and exceptions of C++: the thread that stands is not the one that calls the
+//! communication library. And Python programs in which the main thread tells nothing.
 
 use crate::{
     program::Program,

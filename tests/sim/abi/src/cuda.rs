@@ -46,12 +46,13 @@ pub struct LaunchConfig {
     pub attribute_count: u32,
 }
 
-/// Begins an image whose kernels are text: lines `kernel NAME MICROSECONDS`.
+/// First bytes of an image whose kernels are text: lines `kernel NAME MICROSECONDS`.
 pub const TEXT_IMAGE: &[u8] = b"//xpu_sim\n";
-/// Begins a [`HostImage`].
+/// First bytes of a [`HostImage`].
 pub const HOST_IMAGE: [u8; 16] = *b"xpu_sim host fn\0";
 
-/// A private image: whatever the kernel's name, launching it runs `run` on the stream with the copied `extra` buffer.
+/// A private image: launching a kernel of any name runs `run` on the stream with the copied `extra`
+/// buffer.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct HostImage {

@@ -1,5 +1,5 @@
-//! How the runtime and NCCL get the driver, as the real ones do: dlopen of `libcuda.so.1`, dlsym of `cuGetProcAddress_v2`
-//! on that handle, and everything else from what it returns.
+//! Finds the driver for the runtime and NCCL, as the real ones do: dlopen of `libcuda.so.1`, dlsym
+//! of `cuGetProcAddress_v2` on that handle, and all other functions from `cuGetProcAddress_v2`.
 
 #![allow(unsafe_code)]
 
@@ -18,7 +18,8 @@ pub const PER_THREAD: u64 = 2;
 fn get_proc_address() -> Option<GetProcAddress> {
     static FUNCTION: OnceLock<Option<GetProcAddress>> = OnceLock::new();
     *FUNCTION.get_or_init(|| {
-        // SAFETY: the names are C strings; the library stays loaded for ever; the function has this type in its ABI.
+        // SAFETY: the names are C strings, the library is never unloaded, and the function has this
+        // type in its ABI.
         unsafe {
             let library = libc::dlopen(c"libcuda.so.1".as_ptr(), libc::RTLD_NOW);
             if library.is_null() {
@@ -39,7 +40,8 @@ pub fn address(name: &CStr, flags: u64) -> Result<usize, CuError> {
     if code != 0 || address.is_null() { Err(CuError::NOT_FOUND) } else { Ok(address as usize) }
 }
 
-/// Declares a table of driver functions, `load`ed as a whole: `table! { Name: fn field = c"cuName"(types); … }`.
+/// Declares a table of driver functions, which is `load`ed at once: `table! { Name: fn field =
+/// c"cuName"(types); … }`.
 #[macro_export]
 macro_rules! driver_table {
     ($(#[$meta:meta])* $table:ident { $($field:ident = $name:literal ($($argument:ty),*);)* }) => {
@@ -49,12 +51,13 @@ macro_rules! driver_table {
         }
 
         impl $table {
-            /// Asks the driver for every function of the table.
+            /// Gets every function of the table from the driver.
             #[allow(unsafe_code)]
             pub(crate) fn load(flags: u64) -> Result<Self, $crate::cuda::CuError> {
                 Ok($table { $($field: {
                     let address = $crate::driver::address($name, flags)?;
-                    // SAFETY: the driver returned the function of this name, whose ABI has these argument types.
+                    // SAFETY: the driver returned the function of this name, whose ABI has these
+                    // argument types.
                     unsafe { std::mem::transmute::<usize, extern "C" fn($($argument),*) -> i32>(address) }
                 },)* })
             }

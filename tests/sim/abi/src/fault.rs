@@ -1,15 +1,16 @@
-//! `XPU_SIM_FAULT`: what goes wrong, on which rank, and when.
+//! Parses `XPU_SIM_FAULT`: which fault occurs, on which rank, and when.
 //!
-//! The text is a `;`-separated list of `kind:key=value,…`. A fault without `rank` is meant for all ranks. `n` counts from 1
-//! within the process: calls of collectives, sends and receives for `skip`, `op`, `size` and `kill`; launches of kernels that
-//! are not NCCL's for `stuck_kernel` and `lost`.
+//! The text is a `;`-separated list of `kind:key=value,…`. A fault without `rank` applies to all
+//! ranks. `n` counts from 1 within the process: calls of collectives, sends and receives for
+//! `skip`, `op`, `size` and `kill`; launches of kernels that are not NCCL's for `stuck_kernel` and
+//! `lost`.
 
 use std::sync::OnceLock;
 
-/// What goes wrong.
+/// The kind of a fault.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// A collective returns success and does not happen.
+    /// A collective returns success and does nothing.
     Skip,
     /// A collective takes part as another operation.
     Op,
@@ -19,11 +20,12 @@ pub enum Kind {
     Slow,
     /// A kernel that is not NCCL's never ends.
     StuckKernel,
-    /// A kernel that is not NCCL's reads where it may not: from then on every call answers that error.
+    /// A kernel that is not NCCL's accesses invalid memory: from then on every call returns that
+    /// error.
     Lost,
     /// After `bytes` bytes no transfer moves.
     Stall,
-    /// The initialization of a communicator returns success and does not happen.
+    /// The initialization of a communicator returns success and does nothing.
     InitSkip,
     /// SIGKILL instead of a collective.
     Kill,
@@ -44,12 +46,12 @@ const KINDS: &[(&str, Kind, &str)] = &[
 /// The faults of one rank.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Faults {
-    /// The kind, and the value of `n`, `ms` or `bytes`; 0 where it has none.
+    /// The kind, and the value of `n`, `ms` or `bytes`; 0 if it has none.
     list: Vec<(Kind, u64)>,
 }
 
 impl Faults {
-    /// The faults of `text` that are meant for `rank`, and what could not be understood.
+    /// The faults of `text` for `rank`, and the parts that cannot be parsed.
     #[must_use]
     pub fn parse(text: &str, rank: u64) -> (Self, Vec<String>) {
         let (mut faults, mut problems) = (Faults::default(), Vec::new());
@@ -63,13 +65,13 @@ impl Faults {
         (faults, problems)
     }
 
-    /// Whether a fault of this kind is meant for the `n`-th time.
+    /// Whether a fault of this kind applies to the `n`-th event.
     #[must_use]
     pub fn at(&self, kind: Kind, n: u64) -> bool {
         self.list.contains(&(kind, n))
     }
 
-    /// The value of a fault of this kind; 0 where it takes none.
+    /// The value of a fault of this kind; 0 if it has none.
     #[must_use]
     pub fn value(&self, kind: Kind) -> Option<u64> {
         self.list.iter().find(|(listed, _)| *listed == kind).map(|(_, value)| *value)
@@ -98,8 +100,8 @@ fn parse_entry(entry: &str) -> Result<(Kind, Option<u64>, u64), String> {
 
 /// The faults of this process, read once from `XPU_SIM_FAULT` and `RANK`.
 ///
-/// `report` says on stderr what could not be understood. Of the shared objects only the driver asks for that, since it
-/// is in every process that uses one of the others.
+/// `report` prints errors of the text on stderr. Only the driver reports them, because it is in
+/// every process that uses one of the other libraries.
 pub fn faults(report: bool) -> &'static Faults {
     static FAULTS: OnceLock<Faults> = OnceLock::new();
     FAULTS.get_or_init(|| {

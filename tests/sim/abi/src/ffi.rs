@@ -1,7 +1,7 @@
-//! Arguments that come from C.
+//! Arguments from C.
 //!
-//! A C function trusts its caller about every pointer; so do these types. They gather that trust in one place, so that
-//! the functions themselves are written in safe Rust.
+//! A C function trusts its caller about every pointer, and so do these types. They contain all of
+//! that trust, so that the functions themselves are safe Rust.
 
 #![allow(unsafe_code)]
 
@@ -15,7 +15,8 @@ pub struct NullPointer;
 #[repr(transparent)]
 #[derive(Debug, Clone, Copy)]
 pub struct Out<T>(*mut T);
-// SAFETY: the caller's place for a value; some functions write it from a thread of their own, when what they began is done.
+// SAFETY: the pointer is to the caller's memory for a value. Some functions write it from another
+// thread when their work is done.
 unsafe impl<T: Send> Send for Out<T> {}
 
 impl<T> Out<T> {
@@ -24,7 +25,7 @@ impl<T> Out<T> {
         self.at(0, value)
     }
 
-    /// Returns `value` unless the caller does not want to know.
+    /// Returns `value` unless the caller passed NULL.
     pub fn set_if_wanted(self, value: T) {
         let _ = self.set(value);
     }
@@ -34,7 +35,8 @@ impl<T> Out<T> {
         if self.0.is_null() {
             return Err(NullPointer);
         }
-        // SAFETY: the C caller passed a pointer to writable memory for a T (or an array long enough), or NULL.
+        // SAFETY: the C caller passed a pointer to writable memory for a T (or an array long
+        // enough), or NULL.
         unsafe { self.0.add(index).write_unaligned(value) };
         Ok(())
     }
@@ -57,7 +59,7 @@ impl<T> Out<T> {
         self.0 as usize
     }
 
-    /// The same pointer, seen as another type.
+    /// The pointer, cast to another type.
     #[must_use]
     pub fn cast<U>(self) -> Out<U> {
         Out(self.0.cast())
@@ -102,7 +104,7 @@ impl<T: Copy> In<T> {
         self.0.is_null()
     }
 
-    /// The same pointer, seen as another type.
+    /// The pointer, cast to another type.
     #[must_use]
     pub fn cast<U>(self) -> In<U> {
         In(self.0.cast())
@@ -145,7 +147,7 @@ impl<T: Copy> In<T> {
 pub struct Text(*const c_char);
 
 impl Text {
-    /// A copy of the string; what is not UTF-8 is replaced.
+    /// A copy of the string; invalid UTF-8 is replaced.
     pub fn get(self) -> Result<String, NullPointer> {
         if self.0.is_null() {
             return Err(NullPointer);
@@ -172,20 +174,22 @@ impl Text {
         Text(address as *const c_char)
     }
 
-    /// A string that stays where it is as long as its owner.
+    /// A string that is not moved while its owner lives.
     #[must_use]
     pub fn borrowed(text: &CStr) -> Self {
         Text(text.as_ptr())
     }
 }
 
-// SAFETY: a Text is made from static or owned strings only where it is shared; reading a string needs no exclusion.
+// SAFETY: a shared Text comes from static or owned strings only, and reading a string needs no
+// exclusion.
 unsafe impl Sync for Text {}
 
 /// Copies `count` bytes; the ranges may overlap.
 pub fn copy(to: usize, from: usize, count: usize) {
     if count > 0 {
-        // SAFETY: "device" memory is memory of this process, and as on a device the caller vouches for both ranges.
+        // SAFETY: "device" memory is memory of this process, and the caller guarantees both ranges,
+        // as on a device.
         unsafe { std::ptr::copy(from as *const u8, to as *mut u8, count) };
     }
 }
@@ -208,12 +212,12 @@ pub fn bytes(from: usize, count: usize) -> Box<[u8]> {
 /// Reads the `index`-th `T` of an array at an address.
 #[must_use]
 pub fn read<T: Copy>(from: usize, index: usize) -> T {
-    // SAFETY: as with `copy`, the caller vouches for the range, and every T used here is valid for all bit patterns.
+    // SAFETY: the caller guarantees the range, and every T used here is valid for all bit patterns.
     unsafe { (from as *const T).add(index).read_unaligned() }
 }
 
 /// Writes the `index`-th `T` of an array at an address.
 pub fn write<T: Copy>(to: usize, index: usize, value: T) {
-    // SAFETY: as with `copy`, the caller vouches for the range.
+    // SAFETY: the caller guarantees the range.
     unsafe { (to as *mut T).add(index).write_unaligned(value) };
 }

@@ -1,14 +1,14 @@
-//! Handles: what C sees of an object is its address, and a table says which addresses are alive.
+//! Handles of objects. C sees the address of an object, and a table contains the live addresses.
 //!
-//! An address that was freed may be handed out again, as with the real libraries; one that was never handed out, or is
-//! freed already, is an error and not a crash.
+//! A freed address may be used again, as with the real libraries. An address that was never a
+//! handle, or is already freed, is an error and not a crash.
 
 use std::{
     collections::HashMap,
     sync::{Arc, PoisonError, RwLock},
 };
 
-/// The living objects of one kind.
+/// The live objects of one kind.
 #[derive(Debug)]
 pub struct Handles<T> {
     table: RwLock<Option<HashMap<usize, Arc<T>>>>,
@@ -35,13 +35,13 @@ impl<T> Handles<T> {
         table.as_ref()?.get(&handle).cloned()
     }
 
-    /// Takes an object out.
+    /// Removes an object.
     pub fn remove(&self, handle: usize) -> Option<Arc<T>> {
         let mut table = self.table.write().unwrap_or_else(PoisonError::into_inner);
         table.as_mut()?.remove(&handle)
     }
 
-    /// All objects, in no order.
+    /// All objects, unordered.
     pub fn all(&self) -> Vec<Arc<T>> {
         let table = self.table.read().unwrap_or_else(PoisonError::into_inner);
         table.as_ref().map(|table| table.values().cloned().collect()).unwrap_or_default()

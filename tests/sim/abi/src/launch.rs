@@ -1,4 +1,5 @@
-//! Kernels of a library: functions of the host that the device runs on the stream's thread, launched with `cuLaunchKernelEx`.
+//! Kernels of a library: functions of the host that the device runs on the stream's thread,
+//! launched with `cuLaunchKernelEx`.
 
 use std::{
     ffi::CString,
@@ -15,7 +16,7 @@ use crate::{
 };
 
 driver_table! {
-    /// The driver's functions that a launch needs.
+    /// The driver functions for a launch.
     Launcher {
         init = c"cuInit" (u32);
         context_current = c"cuCtxGetCurrent" (Out<ContextHandle>);
@@ -35,10 +36,10 @@ fn launcher() -> Result<&'static Launcher, CuError> {
     TABLE.get_or_init(load).as_ref().map_err(|error| *error)
 }
 
-/// The kernels of one library: whatever their names, they run one function.
+/// The kernels of one library. All of them, of any name, run one function.
 pub struct HostKernels {
     run: extern "C" fn(usize, usize),
-    /// One module for each context; there are few.
+    /// One module per context; there are few contexts.
     modules: Mutex<Vec<(ContextHandle, ModuleHandle)>>,
 }
 
@@ -49,7 +50,8 @@ impl HostKernels {
         HostKernels { run, modules: Mutex::new(Vec::new()) }
     }
 
-    /// Launches the kernel `name` in the thread's context, with an argument buffer and no parameters.
+    /// Launches the kernel `name` in the thread's context, with an argument buffer and no
+    /// parameters.
     pub fn launch(&self, name: &str, stream: StreamHandle, arguments: &[u64]) -> Result<(), CuError> {
         let launcher = launcher()?;
         let mut context = 0;

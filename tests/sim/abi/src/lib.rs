@@ -1,7 +1,7 @@
-//! What the shared objects of the simulated device have in common: the public ABI of the driver and of NCCL in own
-//! declarations, the faults, and small tools for code that is called from C.
+//! The common parts of the simulated device's shared objects: declarations of the public ABI of the
+//! driver and NCCL, the faults, and small tools for code that is called from C.
 //!
-//! Nothing here holds state of the device; each shared object has a copy of this crate of its own.
+//! This crate contains no state of the device; each shared object has its own copy of the crate.
 
 #![deny(unsafe_code)]
 

@@ -13,7 +13,7 @@ pub struct UniqueId {
     pub internal: [u8; 128],
 }
 
-/// The head of ncclConfig_t; what follows differs between versions and is not read.
+/// The head of ncclConfig_t. The rest differs between versions and is not read.
 #[repr(C)]
 #[derive(Debug, Clone, Copy)]
 pub struct Config {
@@ -23,13 +23,13 @@ pub struct Config {
     pub magic: u32,
     /// The caller's NCCL version.
     pub version: u32,
-    /// 0 for a nonblocking communicator; i32::MIN when the caller did not say.
+    /// 0 for a nonblocking communicator; i32::MIN if the caller did not set it.
     pub blocking: i32,
 }
 
 /// What `Config::magic` must be.
 pub const CONFIG_MAGIC: u32 = 0xcafe_beef;
-/// The colour of a rank that takes part in a split and gets no communicator.
+/// The color of a rank that takes part in a split without getting a communicator.
 pub const SPLIT_NO_COLOR: i32 = -1;
 /// The version that the simulated library reports: 2.30.3.
 pub const NCCL_VERSION: i32 = 23003;
@@ -43,7 +43,7 @@ impl NcclError {
     pub const UNHANDLED_CUDA: NcclError = NcclError(1);
     /// The operating system refused something.
     pub const SYSTEM: NcclError = NcclError(2);
-    /// A defect of the library.
+    /// A bug of the library.
     pub const INTERNAL: NcclError = NcclError(3);
     /// An argument is not valid.
     pub const INVALID_ARGUMENT: NcclError = NcclError(4);
@@ -51,7 +51,7 @@ impl NcclError {
     pub const INVALID_USAGE: NcclError = NcclError(5);
     /// Another rank failed.
     pub const REMOTE: NcclError = NcclError(6);
-    /// Not an error: a nonblocking communicator is still at it.
+    /// Not an error: a nonblocking communicator is still working.
     pub const IN_PROGRESS: NcclError = NcclError(7);
 }
 
@@ -124,7 +124,7 @@ impl DataType {
         }
     }
 
-    /// As it stands in the names of NCCL's kernels, which know no sign.
+    /// Its name in the names of NCCL's kernels, which do not distinguish signed types.
     #[must_use]
     pub fn kernel_name(self) -> &'static str {
         match self {

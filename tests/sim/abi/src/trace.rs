@@ -1,11 +1,12 @@
-//! One line on stderr for every call, when `XPU_SIM_DEBUG` is set; otherwise the simulated device prints nothing.
+//! Prints one line on stderr for every call when `XPU_SIM_DEBUG` is set. Otherwise the simulated
+//! device prints nothing.
 
 use std::{fmt, io::Write, sync::LazyLock};
 
 static ENABLED: LazyLock<bool> =
     LazyLock::new(|| std::env::var_os("XPU_SIM_DEBUG").is_some_and(|value| !value.is_empty() && value != "0"));
 
-/// Notes that `function` returned `code`.
+/// Traces that `function` returned `code`.
 #[inline]
 pub fn returned(function: &str, code: i32) {
     if *ENABLED {
@@ -13,7 +14,7 @@ pub fn returned(function: &str, code: i32) {
     }
 }
 
-/// Notes anything else.
+/// Traces a message.
 pub fn note(message: fmt::Arguments) {
     if *ENABLED {
         line(message);
@@ -21,7 +22,8 @@ pub fn note(message: fmt::Arguments) {
 }
 
 fn line(message: fmt::Arguments) {
-    // One write a line, so that the lines of several ranks do not mix. Nobody can be told when stderr is closed.
+    // One write per line, so that the lines of several ranks do not mix. If stderr is closed, the
+    // line is lost.
     let thread = std::thread::current();
     let text = format!("sim[{}/{}] {message}\n", std::process::id(), thread.name().unwrap_or("?"));
     let _ = std::io::stderr().write_all(text.as_bytes());

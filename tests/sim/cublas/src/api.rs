@@ -1,4 +1,5 @@
-//! The exported functions: handles, and the matrix products in the forms with 32-bit and with 64-bit sizes.
+//! The exported functions: handles, and the matrix products in the forms with 32-bit and with
+//! 64-bit sizes.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -28,10 +29,10 @@ struct Handle {
 
 static HANDLES: Handles<Handle> = Handles::new();
 
-/// CUBLAS_STATUS_NOT_INITIALIZED: also a handle that is none.
+/// CUBLAS_STATUS_NOT_INITIALIZED, also for an invalid handle.
 const NOT_INITIALIZED: Status = Status(1);
 
-/// The type of alpha and beta, by cublasComputeType_t, or by cudaDataType as it was before.
+/// The type of alpha and beta, from cublasComputeType_t, or from cudaDataType in older calls.
 fn of_scale(compute: i32) -> Type {
     match compute {
         64 | 65 => Type::F16,
@@ -50,7 +51,8 @@ fn find(handle: usize) -> Result<Arc<Handle>, Status> {
 fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
     let code = body().map_or_else(|status| status.0, |()| 0);
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
     black_box(code)
 }
 
@@ -64,7 +66,7 @@ macro_rules! cublas_api {
     )*};
 }
 
-/// What a product's forms have in common, in the order of their arguments.
+/// The common arguments of all forms of a product, in their order.
 struct Form<S> {
     transposes: [i32; 2],
     sizes: [S; 3],
@@ -109,7 +111,7 @@ fn multiply<S: TryInto<usize>>(handle: usize, form: Form<S>) -> Result<(), Statu
     product.launch(handle.stream.load(Ordering::Relaxed))
 }
 
-/// The products whose types are arguments, for one width of their sizes.
+/// Products with types as arguments, for one width of sizes.
 macro_rules! typed_products {
     ($size:ty: $gemm_ex:ident, $strided:ident, $batched:ident, $sgemm_ex:ident) => {
         cublas_api! {
@@ -165,7 +167,7 @@ macro_rules! typed_products {
 typed_products! { i32: cublasGemmEx, cublasGemmStridedBatchedEx, cublasGemmBatchedEx, cublasSgemmEx }
 typed_products! { i64: cublasGemmEx_64, cublasGemmStridedBatchedEx_64, cublasGemmBatchedEx_64, cublasSgemmEx_64 }
 
-/// The products whose type is in their names.
+/// Products with the type in their names.
 macro_rules! plain_products {
     ($($size:ty, $kind:ident: $gemm:ident, $strided:ident, $batched:ident;)*) => {$(
         cublas_api! {
@@ -260,7 +262,7 @@ cublas_api! {
     }
 }
 
-/// The same source makes both libraries; their names have different lengths.
+/// Both libraries are built from one source; the lengths of their names distinguish them.
 const VERSION: i32 = if env!("CARGO_PKG_NAME").len() == "sim_cublas12".len() { 120_900 } else { 130_200 };
 
 #[unsafe(no_mangle)]

@@ -1,4 +1,5 @@
-//! A matrix product as the argument buffer of a kernel, and what that kernel does. Column-major, as in BLAS.
+//! A matrix product in the argument buffer of a kernel, and its computation. Column-major, as in
+//! BLAS.
 
 use half::{bf16, f16};
 use sim_abi::{
@@ -32,7 +33,7 @@ impl From<sim_abi::ffi::NullPointer> for Status {
     }
 }
 
-/// cudaDataType: the real types that are known.
+/// The supported real types of cudaDataType.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Type {
     F32 = 0,
@@ -107,7 +108,7 @@ pub struct Matrix {
     pub stride: usize,
 }
 
-/// D = alpha op(A) op(B) + beta C, and what cuBLASLt may do to it afterwards.
+/// D = alpha op(A) op(B) + beta C, and cuBLASLt's operations on the result.
 #[derive(Debug, Clone, Copy)]
 pub struct Product {
     pub m: usize,
@@ -122,20 +123,20 @@ pub struct Product {
     pub b: Matrix,
     pub c: Matrix,
     pub d: Matrix,
-    /// The addresses are of arrays of addresses.
+    /// The addresses are those of arrays of addresses.
     pub by_pointers: bool,
-    /// A vector of m elements, of D's type, that is added to every column; 0 for none.
+    /// Address of a vector of m elements of D's type, which is added to every column; 0 for none.
     pub bias: usize,
-    /// What is negative becomes 0.
+    /// Negative results become 0.
     pub relu: bool,
 }
 
-/// A product of more multiplications is only a kernel: it leaves D as it is.
+/// A product with more multiplications only launches a kernel, which does not change D.
 const MOST_MULTIPLICATIONS: usize = 1 << 18;
 
 static KERNELS: HostKernels = HostKernels::new(run);
 
-/// Words of a product in an argument buffer.
+/// Number of words of a product in an argument buffer.
 const WORDS: usize = 28;
 
 impl Product {
@@ -219,7 +220,7 @@ impl Product {
                         })
                         .sum();
                     let mut value = self.alpha * sum;
-                    // With beta 0 nothing is read of C, which may be anything.
+                    // With beta 0, C is not read; it may be uninitialized.
                     if self.beta != 0.0 {
                         value += self.beta * self.c.kind.load(c, place(row, column, self.c.leading));
                     }
@@ -247,7 +248,7 @@ mod tests {
 
     #[test]
     fn a_transposed_batch_in_half_precision_is_right() {
-        // Two products of a transposed 2 x 3 with a 3 x 2, plus half of what was there.
+        // Two products of a transposed 2 x 3 with a 3 x 2 matrix, plus half of the previous result.
         let a: Vec<f16> = (0..12).map(|value| f16::from_f64(f64::from(value))).collect();
         let b: Vec<f16> = (0..12).map(|value| f16::from_f64(f64::from(value % 5))).collect();
         let mut d: Vec<f32> = vec![2.0; 8];
@@ -276,7 +277,7 @@ mod tests {
         assert_eq!(d, expected(&a, &b));
     }
 
-    /// The same sums, written out once more by index.
+    /// The expected sums, computed by index.
     fn expected(a: &[f16], b: &[f16]) -> Vec<f32> {
         let mut all = Vec::new();
         for batch in 0..2 {

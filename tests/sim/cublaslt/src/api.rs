@@ -1,4 +1,4 @@
-//! The exported functions. Descriptors are tables of attributes, whose meaning only the product knows.
+//! The exported functions. Descriptors are tables of attributes; only the product interprets them.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -40,7 +40,7 @@ const BIAS: i32 = 8;
 const RELU: u64 = 2;
 const WITH_BIAS: u64 = 4;
 
-/// Bytes of a heuristic's answer.
+/// Size of a heuristic result, in bytes.
 const RESULT_BYTES: usize = 88;
 
 impl Descriptor {
@@ -108,7 +108,8 @@ fn get(
 fn call(name: &str, body: impl FnOnce() -> Result<(), Status>) -> i32 {
     let code = body().map_or_else(|status| status.0, |()| 0);
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
     black_box(code)
 }
 
@@ -242,6 +243,6 @@ fn multiply(
 
 #[unsafe(no_mangle)]
 pub extern "C" fn cublasLtGetVersion() -> usize {
-    // The same source makes both libraries; their names have different lengths.
+    // Both libraries are built from one source; the lengths of their names distinguish them.
     black_box(if env!("CARGO_PKG_NAME").len() == "sim_cublaslt12".len() { 120_900 } else { 130_200 })
 }

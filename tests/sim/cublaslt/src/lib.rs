@@ -1,4 +1,5 @@
-//! `libcublasLt.so.13` and `libcublasLt.so.12` of the simulated device: matrix products whose shapes lie in descriptors.
+//! `libcublasLt.so.13` and `libcublasLt.so.12` of the simulated device: matrix products with shapes
+//! in descriptors.
 
 #![deny(unsafe_code)]
 

@@ -1,7 +1,8 @@
-//! Stream capture: what is permitted meanwhile, and the list of work that comes out.
+//! Stream capture: the calls that it permits, and the list of captured work.
 //!
-//! A graph is kept as the order in which its work was captured. That is one of the orders its dependencies allow, and a
-//! launch runs it that way; the dependencies themselves only decide whether a forked stream was joined again.
+//! A graph is stored as the order in which its work was captured. That is one of the orders that
+//! its dependencies allow, and a launch uses it. The dependencies only decide whether a forked
+//! stream was joined again.
 
 use std::{
     cell::Cell,
@@ -37,7 +38,7 @@ impl Mode {
 }
 
 static ACTIVE: Mutex<Vec<Arc<Capture>>> = Mutex::new(Vec::new());
-/// The length of `ACTIVE`, to be read without its lock.
+/// The length of `ACTIVE`, which can be read without its lock.
 static ACTIVE_COUNT: AtomicUsize = AtomicUsize::new(0);
 
 thread_local! {
@@ -49,7 +50,8 @@ pub fn exchange_thread_mode(mode: Mode) -> Mode {
     THREAD_MODE.replace(mode)
 }
 
-/// Refuses what could disturb a capture: a query, a wait, an allocation. The captures that forbid it are invalid then.
+/// Rejects calls that could disturb a capture: a query, a wait, an allocation. The captures that
+/// forbid them become invalid.
 pub fn check_permitted() -> Result<(), CuError> {
     if ACTIVE_COUNT.load(Ordering::Acquire) == 0 || THREAD_MODE.get() == Mode::Relaxed {
         return Ok(());
@@ -65,10 +67,11 @@ pub fn check_permitted() -> Result<(), CuError> {
     if forbidding.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_UNSUPPORTED) }
 }
 
-/// See the module.
+/// A running capture.
 pub struct Capture {
     pub id: u64,
-    /// What comes out: it has its handle from the beginning, and its work when the capture ends.
+    /// The resulting graph. It has its handle from the beginning, and its work at the end of the
+    /// capture.
     graph: Arc<Graph>,
     mode: Mode,
     thread: ThreadId,
@@ -80,9 +83,9 @@ pub struct Capture {
 struct State {
     valid: bool,
     ended: bool,
-    /// Each with the nodes that it comes after.
+    /// Each with the nodes that precede it.
     nodes: Vec<(Work, Vec<usize>)>,
-    /// By the queue's id: the stream, and the nodes after which its next one comes.
+    /// By the queue's id: the stream, and the nodes that precede its next one.
     streams: HashMap<u64, (Weak<Stream>, Vec<usize>)>,
 }
 
@@ -155,7 +158,7 @@ impl Capture {
         Ok(std::mem::take(&mut state.nodes).into_iter().map(|(work, _)| work).collect())
     }
 
-    /// No stream takes part any more.
+    /// Removes all streams from the capture.
     pub fn finish(self: &Arc<Self>) {
         let mut active = active();
         active.retain(|other| !Arc::ptr_eq(self, other));
@@ -168,7 +171,7 @@ impl Capture {
         streams.iter().for_each(|stream| stream.set_capture(None));
     }
 
-    /// Something that is not permitted happened: the capture yields no graph.
+    /// A forbidden call was made: the capture yields no graph.
     pub fn invalidate(&self) {
         self.lock().valid = false;
     }
@@ -191,7 +194,7 @@ impl Capture {
         Ok(())
     }
 
-    /// The nodes after which the stream's next one comes.
+    /// The nodes that precede the stream's next one.
     pub fn last(&self, stream: &Stream) -> Result<Vec<usize>, CuError> {
         let state = self.lock();
         if !state.valid {
@@ -231,7 +234,7 @@ impl Capture {
 }
 
 impl State {
-    /// Whether everything captured comes before what `origin` would do next.
+    /// Whether all captured work precedes the next work of `origin`.
     fn all_joined(&self, origin: u64) -> bool {
         let mut before = BTreeSet::new();
         let mut next: Vec<usize> = self.streams.get(&origin).map(|(_, last)| last.clone()).unwrap_or_default();

@@ -20,40 +20,41 @@ use crate::{process, stream::Stream};
 
 static DEVICES: LazyLock<i32> = LazyLock::new(|| process::setting("XPU_SIM_DEVICES", 8).min(64) as i32);
 static CONTEXTS: Handles<Context> = Handles::new();
-/// The primary context of each device, and how often it is retained.
+/// The primary context of each device, and its reference count.
 static PRIMARY: Mutex<BTreeMap<Device, (Arc<Context>, u32)>> = Mutex::new(BTreeMap::new());
 
 thread_local! {
-    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    /// Never dropped: libraries make calls from their destructors, after the thread-local values of
+    /// a thread have been dropped.
     static STACK: RefCell<ManuallyDrop<Vec<Arc<Context>>>> = const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
-/// How many devices there are.
+/// Number of devices.
 pub fn device_count() -> i32 {
     *DEVICES
 }
 
-/// The device, when there is one of this number.
+/// The device of this number, if it exists.
 pub fn device(number: Device) -> Result<Device, CuError> {
     if (0..device_count()).contains(&number) { Ok(number) } else { Err(CuError::INVALID_DEVICE) }
 }
 
-/// Bytes of a thread's stack, of the device's printf and of its heap.
+/// Default limits in bytes: a thread's stack, the device's printf and its heap.
 const DEFAULT_LIMITS: [(u32, usize); 3] = [(0, 1 << 10), (1, 1 << 20), (2, 8 << 20)];
 
-/// See the module.
+/// A context.
 pub struct Context {
     pub id: u64,
     pub device: Device,
     pub flags: AtomicU32,
-    /// By CUlimit; nothing is held to them.
+    /// By CUlimit; not enforced.
     pub limits: Mutex<BTreeMap<u32, usize>>,
     alive: AtomicBool,
     legacy: Mutex<Option<Arc<Stream>>>,
     streams: Mutex<Vec<Weak<Stream>>>,
-    /// Of a green context, the primary one of its device: its events are that one's.
+    /// For a green context, the primary context of its device, to which its events belong.
     primary: Option<Arc<Context>>,
-    /// The thread that a green context is current to; there may be one only.
+    /// The thread to which a green context is current; there is at most one.
     holder: Mutex<Option<ThreadId>>,
 }
 
@@ -63,12 +64,12 @@ impl Context {
         Self::new(device, flags, None)
     }
 
-    /// A new green context, which keeps its device's primary one.
+    /// A new green context, which retains the primary context of its device.
     pub fn create_green(device: Device) -> Arc<Self> {
         Self::new(device, 0, Some(Self::retain_primary(device)))
     }
 
-    /// The context that its events belong to.
+    /// The context to which its events belong.
     pub fn of_events(self: &Arc<Self>) -> &Arc<Self> {
         self.primary.as_ref().unwrap_or(self)
     }
@@ -136,7 +137,7 @@ impl Context {
         primary.get(&device).map_or((0, false), |(context, _)| (context.flags.load(Ordering::Relaxed), true))
     }
 
-    /// Ends it: whatever runs on it ends, too.
+    /// Destroys the context and ends everything that runs in it.
     pub fn destroy(self: &Arc<Self>) {
         CONTEXTS.remove(self.handle());
         self.alive.store(false, Ordering::Relaxed);
@@ -144,7 +145,7 @@ impl Context {
         self.legacy.lock().unwrap_or_else(PoisonError::into_inner).take();
     }
 
-    /// Whether it is not destroyed.
+    /// Whether it has not been destroyed.
     pub fn is_alive(&self) -> bool {
         self.alive.load(Ordering::Relaxed)
     }
@@ -159,7 +160,7 @@ impl Context {
         pending.iter().for_each(|(queue, position)| queue.wait(*position));
     }
 
-    /// The legacy default stream, made at its first use.
+    /// The legacy default stream, created at its first use.
     pub fn legacy(&self, create: impl FnOnce() -> Arc<Stream>) -> Arc<Stream> {
         self.legacy.lock().unwrap_or_else(PoisonError::into_inner).get_or_insert_with(create).clone()
     }
@@ -169,14 +170,14 @@ impl Context {
         self.legacy.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Makes a stream known.
+    /// Registers a stream.
     pub fn add_stream(&self, stream: &Arc<Stream>) {
         let mut streams = self.streams.lock().unwrap_or_else(PoisonError::into_inner);
         streams.retain(|stream| stream.strong_count() > 0);
         streams.push(Arc::downgrade(stream));
     }
 
-    /// The streams that have an order with the legacy one.
+    /// The streams that are ordered with the legacy one.
     pub fn blocking_streams(&self) -> Vec<Arc<Stream>> {
         self.all_streams().into_iter().filter(|stream| stream.is_blocking()).collect()
     }
@@ -186,12 +187,12 @@ impl Context {
     }
 }
 
-/// Nothing runs on any context any more.
+/// Cancels the work of all contexts.
 pub fn cancel_all() {
     CONTEXTS.all().iter().flat_map(|context| context.all_streams()).for_each(|stream| stream.queue.cancel());
 }
 
-/// Notes that a green context is the calling thread's, or is that no longer.
+/// Records whether a green context is current to the calling thread.
 fn hold(context: &Context, holds: bool) -> Result<(), CuError> {
     if context.primary.is_none() {
         return Ok(());
@@ -199,7 +200,7 @@ fn hold(context: &Context, holds: bool) -> Result<(), CuError> {
     let own = thread::current().id();
     let mut holder = context.holder.lock().unwrap_or_else(PoisonError::into_inner);
     if holder.is_some_and(|other| other != own) {
-        // The real one does not say what happens then.
+        // The behaviour of the real driver is not documented.
         return Err(CuError::ILLEGAL_STATE);
     }
     *holder = holds.then_some(own);
@@ -220,7 +221,7 @@ pub fn pop() -> Result<Arc<Context>, CuError> {
     Ok(context)
 }
 
-/// cuCtxSetCurrent: replaces the top; `None` takes it away.
+/// cuCtxSetCurrent: replaces the top; `None` removes it.
 pub fn set_current(context: Option<Arc<Context>>) -> Result<(), CuError> {
     if let Some(context) = &context {
         hold(context, true)?;

@@ -17,10 +17,10 @@ use crate::{
 /// CU_EVENT_DISABLE_TIMING.
 const DISABLE_TIMING: u32 = 2;
 
-/// All living events.
+/// All live events.
 pub static EVENTS: Handles<Event> = Handles::new();
 
-/// One record of an event, on its way through a stream.
+/// A record of an event in a stream.
 #[derive(Default)]
 pub struct Marker {
     time: Mutex<Option<Instant>>,
@@ -28,13 +28,13 @@ pub struct Marker {
 }
 
 impl Marker {
-    /// The stream has come this far.
+    /// Marks the record as completed.
     pub fn complete(&self) {
         *self.time.lock().unwrap_or_else(PoisonError::into_inner) = Some(Instant::now());
         self.done.notify_all();
     }
 
-    /// When it was completed, if it was.
+    /// The time of completion, if completed.
     fn time(&self) -> Option<Instant> {
         *self.time.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -55,7 +55,7 @@ enum Record {
     Captured(Arc<Capture>, Vec<usize>),
 }
 
-/// See the module.
+/// An event.
 pub struct Event {
     context: Arc<Context>,
     timing: bool,
@@ -77,7 +77,7 @@ impl Event {
         EVENTS.get(handle).ok_or(CuError::INVALID_HANDLE)
     }
 
-    /// Records it; `external` makes it a node of its own when the stream is capturing.
+    /// Records the event. With `external`, it becomes a node of its own if the stream is capturing.
     pub fn record(self: &Arc<Self>, stream: &Arc<Stream>, external: bool) -> Result<(), CuError> {
         if !Arc::ptr_eq(&self.context, stream.context.of_events()) {
             return Err(CuError::INVALID_HANDLE);
@@ -90,8 +90,8 @@ impl Event {
                 Ok(())
             }
             None => {
-                // The record must be in the stream before it is visible here: a full queue may block for ever, and
-                // meanwhile a query answers for the record before.
+                // The record must be in the stream before it is visible here: a full queue may
+                // block forever, and until then a query answers for the previous record.
                 let marker = Arc::<Marker>::default();
                 stream.submit(Work::Record(Arc::clone(&marker)))?;
                 *self.lock() = Record::InStream(marker);
@@ -153,7 +153,8 @@ impl Event {
         Ok(end.checked_duration_since(start).map_or_else(|| -ms(start.duration_since(end)), ms) as f32)
     }
 
-    /// The latest record. Asking for it is not permitted for a captured event, nor while a capture forbids it.
+    /// The latest record. This is not permitted for a captured event, nor while a capture forbids
+    /// it.
     fn outside_capture(&self) -> Result<Option<Arc<Marker>>, CuError> {
         if !self.context.is_alive() {
             return Err(CuError::CONTEXT_IS_DESTROYED);

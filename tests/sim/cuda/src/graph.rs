@@ -1,4 +1,4 @@
-//! Graphs, and what they keep alive.
+//! Graphs, and the user objects that they keep alive.
 
 use std::sync::{
     Arc, Mutex, MutexGuard, PoisonError,
@@ -12,14 +12,14 @@ use sim_abi::{
 
 use crate::work::Work;
 
-/// All living graphs.
+/// All live graphs.
 pub static GRAPHS: Handles<Graph> = Handles::new();
-/// All living instantiated graphs.
+/// All live instantiated graphs.
 pub static EXECS: Handles<Exec> = Handles::new();
-/// All living user objects.
+/// All live user objects.
 pub static OBJECTS: Handles<UserObject> = Handles::new();
 
-/// The work of a graph, in an order that may be run.
+/// The work of a graph, in a valid order.
 #[derive(Default)]
 pub struct Graph {
     nodes: Mutex<Vec<Work>>,
@@ -28,7 +28,7 @@ pub struct Graph {
 
 /// An instantiated graph.
 pub struct Exec {
-    /// What a launch does.
+    /// The work of a launch.
     pub nodes: Arc<[Work]>,
     _retained: Vec<Retained>,
 }
@@ -74,7 +74,7 @@ impl Graph {
     }
 }
 
-/// Something of the host's that lives as long as anybody refers to it.
+/// A host object that lives as long as it is referenced.
 pub struct UserObject {
     destroy: extern "C" fn(usize),
     data: usize,
@@ -109,7 +109,7 @@ impl UserObject {
     }
 }
 
-/// References of a graph, which end with it.
+/// References of a graph, which it releases at its end.
 struct Retained {
     object: Arc<UserObject>,
     count: u32,
@@ -124,7 +124,7 @@ impl Clone for Retained {
 
 impl Drop for Retained {
     fn drop(&mut self) {
-        // It cannot have fewer references than are counted here.
+        // The object has at least as many references as are counted here.
         let _ = self.object.release(self.count);
     }
 }

@@ -1,7 +1,7 @@
 //! `libcuda.so.1` of the simulated device: the driver API on host memory and worker threads.
 //!
-//! The exported functions are in `api`, one file per area, in terms of the safe modules beside it. It answers the
-//! documented API only, knows nothing of NCCL and nothing of xpu_timer.
+//! The exported functions are in `api`, one file per area. They use the safe modules beside it. The
+//! library implements only the documented API, and contains nothing specific to NCCL or xpu_timer.
 
 #![deny(unsafe_code)]
 

@@ -1,4 +1,4 @@
-//! Device memory, which is host memory, and what is known about addresses.
+//! Device memory, which is host memory, and the attributes of addresses.
 
 #![allow(unsafe_code)]
 
@@ -18,14 +18,14 @@ use crate::{capture, stream::Stream, work::Work};
 pub const TOTAL_BYTES: usize = 80 << 30;
 const ALIGNMENT: usize = 512;
 
-/// What an address belongs to.
+/// The kind of memory at an address.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     Device,
     Managed,
     /// Page-locked by allocation.
     Host,
-    /// Page-locked by cuMemHostRegister: the memory is the caller's.
+    /// Page-locked by cuMemHostRegister: the caller owns the memory.
     Registered,
 }
 
@@ -92,7 +92,7 @@ pub fn free(address: DevicePointer) -> Result<(), CuError> {
     match blocks.get(&address) {
         Some(block) if block.kind != Kind::Registered => {
             blocks.remove(&address);
-            // SAFETY: the table says that it came from posix_memalign and was not freed since.
+            // SAFETY: according to the table, it came from posix_memalign and has not been freed.
             unsafe { libc::free(address as *mut libc::c_void) };
             Ok(())
         }
@@ -100,19 +100,20 @@ pub fn free(address: DevicePointer) -> Result<(), CuError> {
     }
 }
 
-/// The block that an address lies in.
+/// The block that contains an address.
 pub fn find(address: usize) -> Option<Block> {
     let (_, block) = blocks().range(..=address).next_back().map(|(address, block)| (*address, *block))?;
     (address < block.address + block.size).then_some(block)
 }
 
-/// Bytes that are left on a device.
+/// Free bytes of a device.
 pub fn free_bytes(device: Device) -> usize {
     let of_device = |block: &&Block| block.kind == Kind::Device && block.device == device;
     TOTAL_BYTES.saturating_sub(blocks().values().filter(of_device).map(|block| block.size).sum())
 }
 
-/// cuMemcpyAsync. As on the real thing, pageable host memory is read before this returns and written before it returns.
+/// cuMemcpyAsync. Like the real driver, this reads pageable host memory before it returns, and
+/// writes to it before it returns.
 pub fn copy_async(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
     let stream = Stream::find(stream)?;
     if count == 0 {
@@ -145,7 +146,7 @@ pub fn run_now(work: Work, stream: StreamHandle) -> Result<(), CuError> {
     Ok(())
 }
 
-/// cuMemcpy and its kin.
+/// cuMemcpy and its variants.
 pub fn copy_now(to: usize, from: usize, count: usize, stream: StreamHandle) -> Result<(), CuError> {
     if count == 0 {
         return Ok(());

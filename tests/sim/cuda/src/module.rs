@@ -1,7 +1,8 @@
 //! Modules and their kernels.
 //!
-//! An image that begins with `//xpu_sim` is text whose lines `kernel NAME MICROSECONDS` define the kernels. A host image
-//! runs a function of the host for every name. Any other image has a kernel of every name, which does nothing.
+//! An image that begins with `//xpu_sim` is text with lines `kernel NAME MICROSECONDS`, which
+//! define the kernels. A host image runs a host function for every name. Any other image has a
+//! kernel of every name, which does nothing.
 
 use std::{
     collections::HashMap,
@@ -20,7 +21,7 @@ use crate::{stream::Stream, work::Work};
 
 /// All loaded modules.
 pub static MODULES: Handles<Module> = Handles::new();
-/// All kernels that were asked for.
+/// All requested kernels.
 pub static FUNCTIONS: Handles<Function> = Handles::new();
 
 /// What a kernel does.
@@ -45,7 +46,7 @@ enum Image {
     Other,
 }
 
-/// See the module.
+/// A loaded module.
 pub struct Module {
     image: Image,
     functions: Mutex<HashMap<String, Arc<Function>>>,
@@ -92,7 +93,7 @@ impl Module {
     }
 }
 
-/// Launches a kernel. Parameters by `params` have no meaning here: only host kernels read any, from `extra`.
+/// Launches a kernel. `params` is ignored: only host kernels have parameters, from `extra`.
 pub fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>) -> Result<(), CuError> {
     let function = FUNCTIONS.get(function).ok_or(CuError::INVALID_HANDLE)?;
     if config.grid.contains(&0)
@@ -108,7 +109,8 @@ pub fn launch(function: FunctionHandle, config: &LaunchConfig, extra: In<usize>)
     Stream::find(config.stream)?.submit(Work::Kernel { function, arguments, fault: None })
 }
 
-/// Compares from the first byte on and stops at the first difference: an image may be shorter than what is looked for.
+/// Compares byte by byte and stops at the first difference, because an image may be shorter than
+/// `start`.
 fn begins_with(image: In<u8>, start: &[u8]) -> Result<bool, CuError> {
     for (index, byte) in start.iter().enumerate() {
         if image.at(index)? != *byte {

@@ -1,4 +1,5 @@
-//! What holds for the whole process: whether `cuInit` was called, and whether this is the child of a fork after it.
+//! State of the process: whether `cuInit` was called, and whether this is the child of a fork after
+//! it.
 
 #![allow(unsafe_code)]
 
@@ -22,7 +23,8 @@ static FORKED: AtomicBool = AtomicBool::new(false);
 static LOST: AtomicBool = AtomicBool::new(false);
 
 extern "C" fn in_child() {
-    // The worker threads are not here and any lock may be held for ever, so this must be all that the child does.
+    // The child has no worker threads, and any lock may be held forever, so it must not do anything
+    // else.
     FORKED.store(true, Ordering::Relaxed);
 }
 
@@ -34,14 +36,15 @@ pub fn initialize() -> Result<(), CuError> {
     }
     ONCE.call_once(|| {
         fault::faults(true);
-        // SAFETY: in_child stays loaded with this library, which nothing unloads: the C library keeps it for atfork.
+        // SAFETY: in_child stays loaded with this library, which is never unloaded: the C library
+        // keeps it for atfork.
         unsafe { libc::pthread_atfork(None, None, Some(in_child)) };
         INITIALIZED.store(true, Ordering::Release);
     });
     Ok(())
 }
 
-/// The frame of an exported function: refuses before `cuInit` and after fork, traces.
+/// The frame of an exported function: rejects calls before `cuInit` and after fork, and traces.
 #[inline]
 pub fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
     let ready = INITIALIZED.load(Ordering::Acquire) && !FORKED.load(Ordering::Relaxed);
@@ -51,27 +54,29 @@ pub fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
             return Err(CuError::NOT_INITIALIZED);
         }
         lost()?;
-        // A call that waited meanwhile finds out when it wakes up.
+        // A call that was waiting detects the loss when it wakes up.
         body().and(lost())
     })
 }
 
-/// A kernel did what no process survives: nothing goes on, and every call says so.
+/// A kernel made an illegal access: the process makes no progress, and every call returns the
+/// error.
 pub fn lose() {
     LOST.store(true, Ordering::Release);
     context::cancel_all();
 }
 
-/// As [`call`], for what works before `cuInit`.
+/// Like [`call`], for functions that work before `cuInit`.
 #[inline]
 pub fn call_any_time(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
     let code = code(body());
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
     black_box(code)
 }
 
-/// Positive number of an environment variable.
+/// The positive number in an environment variable.
 pub fn setting(name: &str, default: usize) -> usize {
     std::env::var(name).ok().and_then(|text| text.trim().parse().ok()).filter(|value| *value > 0).unwrap_or(default)
 }

@@ -1,6 +1,7 @@
-//! A bounded queue of work and the thread that does it in order.
+//! A bounded queue of work and the thread that runs it in order.
 //!
-//! The thread starts with the first work and ends when the queue was closed and is empty. All waits sleep.
+//! The thread starts with the first work and ends when the queue is closed and empty. All waits
+//! sleep.
 
 #![allow(unsafe_code)]
 
@@ -20,14 +21,14 @@ use crate::{process, work::Work};
 
 static DEPTH: LazyLock<u64> = LazyLock::new(|| process::setting("XPU_SIM_QUEUE_DEPTH", 1024) as u64);
 
-/// See the module.
+/// A bounded queue with its worker thread.
 pub struct Queue {
     /// The N of `sim-stream-N`.
     pub id: u64,
     state: Mutex<State>,
     /// The worker waits here for work, and inside kernels.
     work: Condvar,
-    /// Others wait here for progress.
+    /// Other threads wait here for progress.
     progress: Condvar,
 }
 
@@ -36,12 +37,12 @@ struct State {
     items: VecDeque<Work>,
     submitted: u64,
     completed: u64,
-    /// Threads in `progress`; the worker spares itself a system call when there are none.
+    /// Number of threads in `progress`. If it is 0, the worker saves a system call.
     waiters: u32,
     worker: bool,
     worker_waits: bool,
     closed: bool,
-    /// The context is gone: kernels end.
+    /// The context was destroyed: kernels end.
     cancelled: bool,
 }
 
@@ -57,8 +58,9 @@ impl Queue {
         })
     }
 
-    /// Appends work and returns its position. Blocks while the queue is full, as a device does. An event in an idle queue
-    /// completes at once: on a device it costs the host no thread either.
+    /// Appends work and returns its position. Blocks while the queue is full, as a device does. An
+    /// event in an idle queue completes at once, because it needs no host thread on a device
+    /// either.
     pub fn push(self: &Arc<Self>, work: Work) -> Result<u64, CuError> {
         let mut state = self.lock();
         if let Work::Record(marker) = &work
@@ -90,7 +92,7 @@ impl Queue {
         Ok(state.submitted)
     }
 
-    /// The position of the last work, when it is not done.
+    /// The position of the last work, if it is not done.
     pub fn pending(&self) -> Option<u64> {
         let state = self.lock();
         (state.completed < state.submitted).then_some(state.submitted)
@@ -109,7 +111,7 @@ impl Queue {
         }
     }
 
-    /// What a kernel does: lasts, for ever without a time. Ends early when the context goes.
+    /// Runs a kernel: sleeps for `time`, or forever. Ends early when the context is destroyed.
     pub fn sleep(&self, time: Option<Duration>) {
         if time == Some(Duration::ZERO) {
             return;
@@ -125,13 +127,13 @@ impl Queue {
         }
     }
 
-    /// No more work comes; what is there is still done.
+    /// Closes the queue: queued work is still done.
     pub fn close(&self) {
         self.lock().closed = true;
         self.work.notify_all();
     }
 
-    /// The context is gone: nothing is waited for any more.
+    /// Cancels the queue when the context is destroyed: all waits end.
     pub fn cancel(&self) {
         self.lock().cancelled = true;
         self.work.notify_all();
@@ -149,7 +151,7 @@ impl Queue {
         state
     }
 
-    /// Starts the worker with all signals blocked: the host's handlers are meant for the host's threads.
+    /// Starts the worker with all signals blocked: the host's handlers are for the host's threads.
     fn start(self: &Arc<Self>) -> Result<(), CuError> {
         let queue = Arc::clone(self);
         let builder = thread::Builder::new().name(format!("sim-stream-{}", self.id)).stack_size(512 << 10);
@@ -158,7 +160,8 @@ impl Queue {
     }
 
     fn run(&self) {
-        // SAFETY: plain integers; kernels of some microseconds should not last 50 longer.
+        // SAFETY: the arguments are integers. Without this, kernels of some microseconds would last
+        // 50 longer.
         unsafe { libc::prctl(libc::PR_SET_TIMERSLACK, 1000) };
         let mut state = self.lock();
         loop {
@@ -174,7 +177,8 @@ impl Queue {
                 };
                 state = self.lock();
                 state.completed += 1;
-                // With the lock held, so that nobody sees the event complete and its stream still busy, or the other way round.
+                // The lock is held, so that no thread sees the event complete and its stream still
+                // busy, or the reverse.
                 if let Some(marker) = record {
                     marker.complete();
                 }

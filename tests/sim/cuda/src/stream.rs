@@ -21,7 +21,7 @@ use crate::{
 /// CU_STREAM_NON_BLOCKING: no implicit order with the legacy stream.
 pub const NON_BLOCKING: u32 = 1;
 
-/// The streams that were created and not destroyed.
+/// All live created streams.
 pub static STREAMS: Handles<Stream> = Handles::new();
 
 thread_local! {
@@ -29,7 +29,7 @@ thread_local! {
     static PER_THREAD: RefCell<HashMap<u64, Arc<Stream>>> = RefCell::default();
 }
 
-/// See the module.
+/// A stream.
 pub struct Stream {
     pub context: Arc<Context>,
     pub queue: Arc<Queue>,
@@ -37,12 +37,12 @@ pub struct Stream {
     pub priority: i32,
     legacy: bool,
     capture: Mutex<Option<Arc<Capture>>>,
-    /// The place in each other queue, by its id, that this one was made to wait for.
+    /// For each other queue, by its id, the position for which this stream has been made to wait.
     awaited: Mutex<HashMap<u64, u64>>,
 }
 
 impl Stream {
-    /// A stream of a context, known to it.
+    /// A stream that is registered with its context.
     fn new(context: &Arc<Context>, flags: u32, priority: i32, legacy: bool) -> Arc<Self> {
         let stream = Arc::new(Stream {
             context: Arc::clone(context),
@@ -82,7 +82,7 @@ impl Stream {
         }
     }
 
-    /// cuStreamDestroy: what was submitted is still done.
+    /// cuStreamDestroy: submitted work is still done.
     pub fn destroy(handle: StreamHandle) -> Result<(), CuError> {
         STREAMS.remove(handle).map(drop).ok_or(CuError::INVALID_HANDLE)
     }
@@ -92,12 +92,12 @@ impl Stream {
         self.capture.lock().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
-    /// Begins or ends its part in a capture.
+    /// Enters or leaves a capture.
     pub fn set_capture(&self, capture: Option<Arc<Capture>>) {
         *self.capture.lock().unwrap_or_else(PoisonError::into_inner) = capture;
     }
 
-    /// Whether the legacy stream and it wait for each other.
+    /// Whether it and the legacy stream wait for each other.
     pub fn is_blocking(&self) -> bool {
         !self.legacy && self.flags & NON_BLOCKING == 0
     }
@@ -145,14 +145,16 @@ impl Stream {
         capture::check_permitted()
     }
 
-    /// The legacy stream must not wait for a stream that is capturing: there is nothing to wait for.
+    /// The legacy stream must not wait for a stream that is capturing, because no work is
+    /// submitted.
     pub fn check_legacy_permitted(&self) -> Result<(), CuError> {
         let capturing: Vec<_> = self.context.blocking_streams().iter().filter_map(|stream| stream.capture()).collect();
         capturing.iter().for_each(|capture| capture.invalidate());
         if capturing.is_empty() { Ok(()) } else { Err(CuError::CAPTURE_IMPLICIT) }
     }
 
-    /// Work of the legacy stream comes after all work of the blocking streams, and theirs after its.
+    /// Orders work: the legacy stream's work comes after all earlier work of the blocking streams,
+    /// and theirs after its.
     fn order_with_legacy(self: &Arc<Self>) -> Result<(), CuError> {
         if self.legacy {
             self.check_legacy_permitted()?;
@@ -183,12 +185,12 @@ impl Drop for Stream {
     }
 }
 
-/// What cuCtxGetStreamPriorityRange answers.
+/// The range that cuCtxGetStreamPriorityRange returns.
 pub const LEAST_PRIORITY: i32 = 0;
 /// See [`LEAST_PRIORITY`].
 pub const GREATEST_PRIORITY: i32 = -5;
 
-/// What a NULL stream means to a `_ptsz` function.
+/// The stream that a NULL stream means in a `_ptsz` function.
 pub fn per_thread(handle: StreamHandle) -> StreamHandle {
     if handle == 0 { STREAM_PER_THREAD } else { handle }
 }

@@ -1,4 +1,4 @@
-//! What a stream can do, one piece at a time, on its worker thread.
+//! The kinds of work in a stream, which run on its worker thread.
 
 use std::{
     fmt,
@@ -22,7 +22,7 @@ use crate::{
     queue::Queue,
 };
 
-/// A function of the host, with its user data (an address of the caller's).
+/// A host function with its user data (an address of the caller).
 #[derive(Clone, Copy)]
 pub enum HostCall {
     /// cuLaunchHostFunc.
@@ -31,28 +31,28 @@ pub enum HostCall {
     Callback(extern "C" fn(usize, i32, usize), usize, usize),
 }
 
-/// One piece of work, as it was submitted or captured.
+/// A piece of work, as it was submitted or captured.
 #[derive(Clone)]
 pub enum Work {
     /// A kernel and its copied arguments.
     Kernel { function: Arc<Function>, arguments: Option<Arc<[u8]>>, fault: Option<Kind> },
-    /// A call of the host.
+    /// A host call.
     Host(HostCall),
     /// A copy within this process's memory.
     Copy { to: usize, from: usize, count: usize },
-    /// A copy from bytes that were staged when it was submitted.
+    /// A copy from bytes that were staged at submission.
     Write { to: usize, bytes: Arc<[u8]> },
-    /// `count` elements of `width` bytes.
+    /// Fills `count` elements of `width` bytes.
     Fill { to: usize, value: u32, width: usize, count: usize },
     /// cuMemFreeAsync.
     Free(usize),
     /// An event's record.
     Record(Arc<Marker>),
-    /// A record of an event inside a graph: every launch records it anew.
+    /// A record of an event inside a graph: every launch makes a new record.
     RecordAtLaunch(Arc<Event>),
     /// A wait for another stream's record.
     Await(Arc<Marker>),
-    /// A wait for everything that another stream was given so far.
+    /// A wait for all work that another stream has so far.
     AwaitQueue(Arc<Queue>, u64),
     /// A launched graph.
     Graph(Arc<[Work]>),
@@ -70,7 +70,7 @@ impl fmt::Debug for Work {
 }
 
 impl Work {
-    /// This work as a launch of now: kernels are counted, and a graph's events get a record of their own.
+    /// This work for a launch now: kernels are counted, and the events of a graph get a new record.
     pub fn launched(&self) -> Work {
         match self {
             Work::Kernel { function, arguments, .. } => {
@@ -82,7 +82,7 @@ impl Work {
         }
     }
 
-    /// Does it, on the worker of `queue`.
+    /// Runs it on the worker of `queue`.
     pub fn run(self, queue: &Queue) {
         match self {
             Work::RecordAtLaunch(_) => {}
@@ -109,7 +109,7 @@ impl Work {
     }
 }
 
-/// Counts a launch, and says which fault means it. NCCL's kernels do not count.
+/// Counts a launch, and returns its fault, if any. NCCL's kernels do not count.
 fn counted(function: &Function) -> Option<Kind> {
     static LAUNCHES: AtomicU64 = AtomicU64::new(0);
     if !matches!(function.behaviour, Behaviour::Lasts(_)) {

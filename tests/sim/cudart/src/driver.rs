@@ -1,4 +1,4 @@
-//! The driver's functions that the runtime uses.
+//! The driver functions that the runtime uses.
 
 use std::{ffi::c_char, sync::OnceLock};
 
@@ -13,7 +13,7 @@ use sim_abi::{
 };
 
 driver_table! {
-    /// Addresses of driver functions, obtained with one value of the flags.
+    /// Addresses of driver functions, obtained with one value of `flags`.
     Driver {
         init = c"cuInit" (u32);
         get_proc_address = c"cuGetProcAddress" (Text, Out<usize>, i32, u64, Out<i32>);

@@ -1,5 +1,5 @@
-//! Kernels that programs register for their host functions (`__cudaRegisterFatBinary` and its kin, called by the code that
-//! nvcc puts into every program), and their loading into each context at first use.
+//! Kernels that programs register for their host functions (`__cudaRegisterFatBinary` and others,
+//! which nvcc's code in every program calls), and their loading into each context at first use.
 
 use std::{
     collections::HashMap,
@@ -57,7 +57,8 @@ pub(crate) fn register_binary(wrapper: In<Wrapper>) -> usize {
     let mut guard = lock();
     let registry = guard.registry();
     registry.next_binary += 1;
-    // Callers only hand it back, so it need not be an address; aligned as one, in case somebody looks.
+    // Callers only pass it back, so it need not be an address. It is aligned like one in case
+    // somebody checks.
     let handle = registry.next_binary * 16;
     registry.binaries.insert(handle, image);
     handle

@@ -1,4 +1,4 @@
-//! What the runtime keeps for a thread: its device, its last error, its pushed launch configurations.
+//! The state of a thread: its device, its last error, its pushed launch configurations.
 
 use std::{
     cell::{Cell, RefCell},
@@ -15,15 +15,16 @@ use sim_abi::{
 use crate::driver::{self, Driver};
 
 thread_local! {
-    /// Of any code but success: "not ready" is remembered like an error, too.
+    /// Any code except success: "not ready" is stored like an error.
     static LAST_ERROR: Cell<i32> = const { Cell::new(0) };
     static DEVICE: Cell<Device> = const { Cell::new(0) };
-    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    /// Never dropped: libraries make calls from their destructors, after the thread-local values of
+    /// a thread have been dropped.
     static CONFIGURATIONS: RefCell<ManuallyDrop<Vec<Configuration>>> =
         const { RefCell::new(ManuallyDrop::new(Vec::new())) };
 }
 
-/// What `<<<…>>>` hands over.
+/// The arguments of `<<<…>>>`.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Configuration {
     pub(crate) grid: Dim3,
@@ -41,7 +42,7 @@ pub struct Dim3 {
     pub(crate) z: u32,
 }
 
-/// The frame of an exported function: remembers the error, traces.
+/// The frame of an exported function: stores the error and traces.
 #[inline]
 pub(crate) fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i32 {
     let code = code(body());
@@ -49,7 +50,8 @@ pub(crate) fn call(name: &str, body: impl FnOnce() -> Result<(), CuError>) -> i3
         LAST_ERROR.set(code);
     }
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
     black_box(code)
 }
 
@@ -58,7 +60,7 @@ pub(crate) fn last_error(take: bool) -> i32 {
     if take { LAST_ERROR.replace(0) } else { LAST_ERROR.get() }
 }
 
-/// The thread's device: that of its context, else the one it has set.
+/// The thread's device: that of its context, else the one that it set.
 pub(crate) fn device() -> Result<Device, CuError> {
     let driver = driver::legacy()?;
     let mut device = 0;
@@ -68,7 +70,7 @@ pub(crate) fn device() -> Result<Device, CuError> {
     }
 }
 
-/// cudaSetDevice: since CUDA 12 it also makes the primary context, and makes it current.
+/// cudaSetDevice: since CUDA 12 it also creates the primary context and makes it current.
 pub(crate) fn set_device(device: Device) -> Result<(), CuError> {
     let driver = driver::legacy()?;
     let mut count = 0;
@@ -80,7 +82,7 @@ pub(crate) fn set_device(device: Device) -> Result<(), CuError> {
     make_primary_current(driver, device)
 }
 
-/// Every call that needs a context makes one: that is how a fresh thread comes to have one on device 0.
+/// Calls that need a context create it: this gives a new thread the context of device 0.
 pub(crate) fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {
     let mut context: ContextHandle = 0;
     check((driver.context_current)(Out::to(&mut context)))?;
@@ -92,7 +94,8 @@ pub(crate) fn with_context(driver: &'static Driver) -> Result<&'static Driver, C
 
 fn make_primary_current(driver: &Driver, device: Device) -> Result<(), CuError> {
     let mut context = 0;
-    // The runtime retains a primary context once and keeps it; the driver hands out the same one either way.
+    // The runtime retains a primary context once and keeps it; the driver returns the same one in
+    // either case.
     check((driver.primary_retain)(Out::to(&mut context), device))?;
     check((driver.context_set_current)(context))
 }

@@ -1,4 +1,5 @@
-//! The exported functions: each as `ncclX` and as `pncclX`, two functions that do the same.
+//! The exported functions. Each exists as `ncclX` and as `pncclX`, two separate functions with
+//! equal behaviour.
 
 #![allow(unsafe_code, non_snake_case)]
 
@@ -43,20 +44,22 @@ fn call(name: &str, body: impl FnOnce() -> Result<(), NcclError>) -> i32 {
         }
     };
     trace::returned(name, code);
-    // Keeps the caller's frame on the stack: a tail call would hide the function a thread is blocked in.
+    // Keeps the caller's frame on the stack: a tail call would hide the function in which a thread
+    // blocks.
     black_box(code)
 }
 
-/// Calls an exported function the way the real library does, through its dynamic symbol: whoever interposes it sees the
-/// call. The address must be hidden from the compiler, which knows the function's body.
+/// Calls an exported function through its dynamic symbol, as the real library does, so that an
+/// interposed function sees the call. The address must be hidden from the compiler, which knows the
+/// function's body.
 macro_rules! through_symbol {
     ($function:ident as $type:ty) => {
         black_box($function as $type)
     };
 }
 
-/// The two names have bodies of their own, so that they cannot become one function or one of them a jump to the other: a
-/// hook of `ncclX` that calls `pncclX` would call itself.
+/// The two names have separate bodies, so that the compiler cannot merge them or turn one into a
+/// jump to the other: a hook of `ncclX` that calls `pncclX` would call itself.
 macro_rules! nccl_api {
     ($($(#[$meta:meta])* fn $name:ident / $profiled:ident ($($argument:ident: $type:ty),* $(,)?) $body:block)*) => {$(
         $(#[$meta])*
@@ -100,7 +103,8 @@ nccl_api! {
         if id_count < 1 {
             return Err(NcclError::INVALID_ARGUMENT);
         }
-        // Several ids only spread the work of meeting; all ranks have all of them, and the first is enough.
+        // Several ids only distribute the rendezvous. All ranks have all of them, and the first is
+        // enough.
         init::init_rank(communicator, ranks, ids.get()?, rank, config)
     }
 
@@ -167,7 +171,8 @@ nccl_api! {
     }
 
     fn ncclCommRevoke / pncclCommRevoke(communicator: CommHandle, _flags: i32) {
-        // What runs ends, and nothing can begin; the communicator itself stays for destroy and shrink.
+        // Running work ends, and no new work can begin. The communicator itself stays for destroy
+        // and shrink.
         Communicator::find(communicator)?.abort();
         Ok(())
     }
@@ -288,7 +293,7 @@ nccl_api! {
         exchange(send, recv, count, dtype, communicator, stream, &all)
     }
 
-    // A configuration tunes; it changes nothing of what is done.
+    // A configuration only tunes performance.
     fn ncclAllReduceConfig / pncclAllReduceConfig(
         send: usize, recv: usize, count: usize, dtype: u32, op: u32, communicator: CommHandle, stream: StreamHandle,
         _config: usize
@@ -345,7 +350,7 @@ nccl_api! {
         check(pncclScatter(send, recv, count, dtype, root, communicator, stream))
     }
 
-    // Here a signal meets its waiter, as a message of nothing.
+    // A signal is an empty message to its waiter.
     fn ncclSignal / pncclSignal(
         peer: i32, _signal: i32, _context: i32, _flags: u32, communicator: CommHandle, stream: StreamHandle
     ) {
@@ -451,7 +456,7 @@ fn last_error() -> Text {
     }
 }
 
-/// The factors of the operations that callers made, and the number of the first.
+/// The factors of user-defined operations, and the number of the first.
 static FACTORS: Mutex<Vec<Option<f64>>> = Mutex::new(Vec::new());
 const FIRST_OWN_OP: u32 = 5;
 
@@ -482,7 +487,7 @@ fn combine_of(number: u32) -> Result<Combine, NcclError> {
     Ok(Combine::PreMulSum(factor))
 }
 
-/// The rank of a communicator's caller, and the number of ranks.
+/// The caller's rank in a communicator, and its size.
 fn place(communicator: CommHandle) -> Result<(usize, usize), NcclError> {
     Communicator::find_ready(communicator)?.place.get().copied().ok_or(NcclError::INVALID_ARGUMENT)
 }
@@ -491,7 +496,8 @@ fn check(code: i32) -> Result<(), NcclError> {
     if code == 0 { Ok(()) } else { Err(NcclError(code)) }
 }
 
-/// Runs `body` in a group that is started and ended through the dynamic symbols, as the real ncclSend does.
+/// Runs `body` in a group that starts and ends through the dynamic symbols, as in the real
+/// ncclSend.
 fn grouped(body: impl FnOnce() -> Result<(), NcclError>) -> Result<(), NcclError> {
     check(through_symbol!(ncclGroupStart as extern "C" fn() -> i32)())?;
     let result = body();
@@ -539,14 +545,15 @@ struct Call {
     stream: StreamHandle,
 }
 
-/// Checks a call, applies the fault that is meant for it, and hands it to the group.
+/// Checks a call, applies its fault, and adds it to the group.
 fn enqueue(call: Call) -> Result<(), NcclError> {
     let fault = Fault::of_next_call();
     let (communicator, task) = call.check()?;
     submit(fault, communicator, call.stream, task)
 }
 
-/// The sends and receives of one call: what, with which rank, and the element of the buffer in units of `count`.
+/// The sends and receives of one call: the operation, the peer, and the element of the buffer in
+/// units of `count`.
 fn exchange(
     send: usize,
     recv: usize,
@@ -572,7 +579,7 @@ fn exchange(
     result.and(group::end())
 }
 
-/// Sends or receives signals: how many, and to or from whom.
+/// Sends or receives signals: their number, and the peer.
 fn signals(op: Op, all: &[(i32, i32)], communicator: CommHandle, stream: StreamHandle) -> Result<(), NcclError> {
     let fault = Fault::of_next_call();
     group::start();
@@ -612,7 +619,7 @@ fn submit(
     match fault {
         Some(Fault::Skip) => return Ok(()),
         Some(Fault::Size) => task.announced += 1,
-        // Whatever it becomes never finds a peer, so its buffers need only be readable.
+        // The changed operation never finds a peer, so its buffers need only be readable.
         Some(Fault::Op) if task.op == Op::Broadcast => task = Task { op: Op::AllReduce, send: task.recv, ..task },
         Some(Fault::Op) => {
             let buffer = if task.send == 0 { task.recv } else { task.send };
@@ -620,14 +627,14 @@ fn submit(
         }
         None => {}
     }
-    // Nothing to move is nothing to do, except between two ranks, who still wait for each other.
+    // An empty operation does nothing, except between two ranks, which still wait for each other.
     if task.count == 0 && !task.is_point_to_point() {
         return Ok(());
     }
     group::add(communicator, stream, task)
 }
 
-/// What goes wrong with one call.
+/// The fault of one call.
 #[derive(Clone, Copy)]
 enum Fault {
     Skip,

@@ -1,7 +1,8 @@
 //! The shared memory in which the ranks of a communicator meet, and sleeping waits on it.
 //!
-//! It is a file of /dev/shm named after the unique id, removed as soon as all ranks have it. Every rank that waits for the
-//! others holds a shared lock on it, so that a file without a lock is the rest of a job that died, and can be swept away.
+//! It is a file in /dev/shm, named after the unique id, and removed once all ranks have it. Every
+//! rank that waits for others holds a shared lock on it, so a file without a lock is left by a job
+//! that died, and can be removed.
 
 #![allow(unsafe_code)]
 
@@ -19,32 +20,32 @@ use sim_abi::{nccl::NcclError, trace};
 
 const FOLDER: &str = "/dev/shm";
 const PREFIX: &str = "xpu-sim-nccl-";
-/// The slots of more ranks would be too small to hold an element for each of them.
+/// With more ranks, the slots would be too small for an element of each rank.
 pub(crate) const MAX_RANKS: usize = 512;
 
 #[repr(C, align(64))]
 struct Header {
-    /// Written by the first who comes.
+    /// Written by the first rank.
     ranks: AtomicU32,
     joined: AtomicU32,
-    /// Changes whenever a meeting is complete.
+    /// Changes when a meeting is complete.
     epoch: AtomicU32,
 }
 
-/// What a rank shows to the others.
+/// The state that a rank shows to the others.
 #[repr(C, align(64))]
 struct Slot {
     taken: AtomicU32,
-    /// Changes whenever a channel of this rank does.
+    /// Changes when a channel of this rank changes.
     doorbell: AtomicU32,
-    /// The phase of its kernels (upper half) and what it wants in it (lower half).
+    /// The phase of its kernels (upper half) and its tag in this phase (lower half).
     device: AtomicU64,
-    /// The phase of its host calls, and two words of each, by the phase's lowest bit.
+    /// The phase of its host calls, and two words for each, selected by the phase's lowest bit.
     host: AtomicU64,
     data: [[AtomicU64; 2]; 2],
 }
 
-/// One direction between two ranks: one chunk at a time.
+/// One direction between two ranks, one chunk at a time.
 #[repr(C, align(64))]
 pub(crate) struct Channel {
     written: AtomicU64,
@@ -52,16 +53,16 @@ pub(crate) struct Channel {
     tag: AtomicU64,
 }
 
-/// See the module.
+/// The shared memory of a communicator.
 pub(crate) struct Arena {
     path: PathBuf,
     base: usize,
     bytes: usize,
-    /// Open, and locked, as long as not everybody is in.
+    /// Open and locked until all ranks are in.
     file: std::sync::Mutex<Option<File>>,
     pub(crate) rank: usize,
     pub(crate) ranks: usize,
-    /// Bytes that a rank can show in one phase.
+    /// Maximum number of bytes that a rank shows in one phase.
     pub(crate) stage_bytes: usize,
     /// Bytes of a chunk in a channel.
     pub(crate) chunk_bytes: usize,
@@ -72,7 +73,7 @@ pub(crate) struct Arena {
 pub(crate) struct Aborted;
 
 impl Arena {
-    /// Opens the arena of this name, or makes it, and takes the place of `rank`.
+    /// Opens or creates the arena of this name, and takes the slot of `rank`.
     pub(crate) fn open(name: &str, rank: usize, ranks: usize) -> Result<Self, NcclError> {
         let stage_bytes = ((1 << 20) / ranks / 2).clamp(8 << 10, 128 << 10);
         let chunk_bytes = ((1 << 20) / (ranks * ranks)).clamp(4 << 10, 64 << 10).next_multiple_of(64);
@@ -83,7 +84,8 @@ impl Arena {
         let path = Path::new(FOLDER).join(format!("{PREFIX}{name}"));
         let file = open_locked(&path).map_err(|error| system("opening", &path, &error))?;
         file.set_len(bytes as u64).map_err(|error| system("sizing", &path, &error))?;
-        // SAFETY: a new mapping of an open file of this size, which nobody makes smaller: every rank computes the same.
+        // SAFETY: a new mapping of an open file of this size, which no rank shrinks: every rank
+        // computes the same size.
         let base = unsafe {
             let protection = libc::PROT_READ | libc::PROT_WRITE;
             libc::mmap(std::ptr::null_mut(), bytes, protection, libc::MAP_SHARED, file.as_raw_fd(), 0)
@@ -97,14 +99,14 @@ impl Arena {
         let size = arena.header().ranks.compare_exchange(0, expected, SeqCst, SeqCst);
         if size.is_err_and(|size| size != expected) || arena.slot(rank).taken.swap(1, SeqCst) != 0 {
             trace::note(format_args!("rank {rank} of {ranks} does not fit into {}", arena.path.display()));
-            // The file belongs to the ranks that do fit.
+            // The file belongs to the ranks with matching sizes.
             arena.lock_file().take();
             return Err(NcclError::INVALID_USAGE);
         }
         Ok(arena)
     }
 
-    /// Waits until all ranks are in. The last one removes the file.
+    /// Waits until all ranks are in. The last rank removes the file.
     pub(crate) fn join(&self, aborted: &AtomicBool) -> Result<(), Aborted> {
         let header = self.header();
         if header.joined.fetch_add(1, SeqCst) as usize + 1 == self.ranks {
@@ -116,9 +118,10 @@ impl Arena {
         Ok(())
     }
 
-    /// Meets all ranks in their kernels' phase `phase` if all want `tag`; waits for ever if one wants something else.
+    /// Meets all ranks in their kernels' phase `phase` if all have the same `tag`; waits forever
+    /// otherwise.
     ///
-    /// A rank that is a phase further has met this one already, since it could not get there without it.
+    /// A rank in the next phase has completed this meeting already.
     pub(crate) fn meet(&self, phase: u32, tag: u32, aborted: &AtomicBool) -> Result<(), Aborted> {
         let met = || {
             (0..self.ranks).all(|rank| {
@@ -129,7 +132,7 @@ impl Arena {
         };
         self.slot(self.rank).device.store((u64::from(phase) << 32) | u64::from(tag), SeqCst);
         if met() {
-            // Whoever comes last wakes the others; the ones before saw that somebody was missing.
+            // The last rank wakes the others, which saw that a rank was missing.
             self.wake_all();
         }
         self.wait(&self.header().epoch, aborted, met)
@@ -153,7 +156,8 @@ impl Arena {
         Ok((0..self.ranks).map(read).collect())
     }
 
-    /// Where `rank` shows its bytes of a phase: two places take turns, so that a slow reader loses nothing.
+    /// The address at which `rank` shows its bytes of a phase. Two buffers alternate, so that a
+    /// slow reader loses nothing.
     pub(crate) fn stage(&self, rank: usize, phase: u32) -> usize {
         let stages = self.base + self.bytes - self.ranks * 2 * self.stage_bytes;
         stages + (rank * 2 + (phase & 1) as usize) * self.stage_bytes
@@ -164,12 +168,13 @@ impl Arena {
         let index = from * self.ranks + to;
         let channels = self.base + size_of::<Header>() + self.ranks * size_of::<Slot>();
         let data = channels + self.ranks * self.ranks * size_of::<Channel>();
-        // SAFETY: the index is within the mapping, which lives as long as self; all-zero bytes are a valid Channel.
+        // SAFETY: the index is within the mapping, which lives as long as self; all-zero bytes are
+        // a valid Channel.
         let channel = unsafe { &*((channels + index * size_of::<Channel>()) as *const Channel) };
         (channel, data + index * self.chunk_bytes)
     }
 
-    /// The value to hand to [`Arena::sleep`].
+    /// The value for [`Arena::sleep`].
     pub(crate) fn doorbell(&self) -> u32 {
         self.slot(self.rank).doorbell.load(SeqCst)
     }
@@ -181,13 +186,13 @@ impl Arena {
         futex_wake(doorbell);
     }
 
-    /// Sleeps until the own doorbell is no longer `seen`.
+    /// Sleeps until this rank's doorbell differs from `seen`.
     pub(crate) fn sleep(&self, seen: u32, aborted: &AtomicBool) -> Result<(), Aborted> {
         let doorbell = &self.slot(self.rank).doorbell;
         self.wait(doorbell, aborted, || doorbell.load(SeqCst) != seen)
     }
 
-    /// Wakes everybody who waits here, in all processes, so that they look again.
+    /// Wakes all waiters in all processes, so that they check again.
     pub(crate) fn wake_all(&self) {
         self.header().epoch.fetch_add(1, SeqCst);
         futex_wake(&self.header().epoch);
@@ -207,13 +212,15 @@ impl Arena {
     }
 
     fn header(&self) -> &Header {
-        // SAFETY: the mapping begins with it and lives as long as self; all-zero bytes are a valid Header.
+        // SAFETY: the mapping begins with it and lives as long as self; all-zero bytes are a valid
+        // Header.
         unsafe { &*(self.base as *const Header) }
     }
 
     fn slot(&self, rank: usize) -> &Slot {
         assert!(rank < self.ranks, "ranks are checked when they come from a caller");
-        // SAFETY: the index is within the mapping, which lives as long as self; all-zero bytes are a valid Slot.
+        // SAFETY: the index is within the mapping, which lives as long as self; all-zero bytes are
+        // a valid Slot.
         unsafe { &*((self.base + size_of::<Header>() + rank * size_of::<Slot>()) as *const Slot) }
     }
 
@@ -225,32 +232,32 @@ impl Arena {
 impl Drop for Arena {
     fn drop(&mut self) {
         if self.lock_file().is_some() {
-            // Given up before everybody was in: nobody else will remove it.
+            // It was aborted before all ranks were in, so no other rank removes the file.
             let _ = fs::remove_file(&self.path);
         }
-        // SAFETY: this is the mapping that open made, and nothing borrows from it any more.
+        // SAFETY: this is the mapping from `open`, and nothing borrows from it any more.
         unsafe { libc::munmap(self.base as *mut libc::c_void, self.bytes) };
     }
 }
 
 impl Channel {
-    /// Whether the sender may write a chunk; also whether everything sent was read.
+    /// Whether the sender may write a chunk, that is, whether all sent chunks were read.
     pub(crate) fn is_empty(&self) -> bool {
         self.written.load(SeqCst) == self.read.load(SeqCst)
     }
 
-    /// The chunk is there.
+    /// Marks a chunk as written.
     pub(crate) fn wrote(&self, tag: u64) {
         self.tag.store(tag, SeqCst);
         self.written.fetch_add(1, SeqCst);
     }
 
-    /// What the chunk that waits to be read is.
+    /// The tag of the unread chunk.
     pub(crate) fn offered(&self) -> Option<u64> {
         (!self.is_empty()).then(|| self.tag.load(SeqCst))
     }
 
-    /// The chunk was read.
+    /// Marks the chunk as read.
     pub(crate) fn took(&self) {
         self.read.fetch_add(1, SeqCst);
     }
@@ -268,7 +275,7 @@ pub(crate) fn sweep() {
     }
 }
 
-/// Opens and locks the file. If it was swept away in between, makes it anew.
+/// Opens and locks the file. If it was removed in between, creates it again.
 fn open_locked(path: &Path) -> std::io::Result<File> {
     loop {
         let file = OpenOptions::new().read(true).write(true).create(true).truncate(false).mode(0o600).open(path)?;
@@ -292,7 +299,7 @@ fn system(what: &str, path: &Path, error: &std::io::Error) -> NcclError {
     NcclError::SYSTEM
 }
 
-/// Sleeps while the word is `seen`; between processes, hence not the private kind.
+/// Sleeps while the word is `seen`. The futex is shared between processes, hence not private.
 fn futex_wait(word: &AtomicU32, seen: u32) {
     // SAFETY: the word is in a living mapping; there is no timeout.
     unsafe {

@@ -1,4 +1,4 @@
-//! Communicators: who is in, what is under way, and how it ends.
+//! Communicators: their ranks, their running kernels, and their end.
 
 use std::{
     collections::HashMap,
@@ -10,54 +10,52 @@ use std::{
 
 use sim_abi::{
     cuda::{ContextHandle, Device, EventHandle, StreamHandle},
-    ffi::Out,
     handles::Handles,
     nccl::{CommHandle, NcclError},
 };
 
 use crate::{
     arena::{Aborted, Arena},
-    driver::{Driver, cuda, driver, launch},
-    kernel,
-    task::Task,
+    driver::driver,
 };
 
 /// The communicators that callers hold.
 pub(crate) static COMMUNICATORS: Handles<Communicator> = Handles::new();
-/// The same by a number that is never used again, which is what a kernel's arguments hold.
+/// Communicators by a number that is never reused; kernels have it in their arguments.
 static NUMBERED: Mutex<Option<HashMap<u64, Weak<Communicator>>>> = Mutex::new(None);
 
-/// See the module.
+/// A communicator.
 pub(crate) struct Communicator {
-    number: u64,
+    pub(crate) number: u64,
     pub(crate) device: Device,
-    context: ContextHandle,
+    pub(crate) context: ContextHandle,
     pub(crate) blocking: bool,
     /// This rank and the number of ranks, once known.
     pub(crate) place: OnceLock<(usize, usize)>,
-    /// The name of its arena, from which children derive theirs.
+    /// The name of its arena, from which those of its children are derived.
     pub(crate) name: OnceLock<String>,
     arena: OnceLock<Arena>,
     aborted: AtomicBool,
-    /// How often it was split or shrunk: every rank counts the same.
+    /// Number of splits and shrinks, equal on every rank.
     pub(crate) children: AtomicU64,
     status: Mutex<Status>,
     changed: Condvar,
-    /// The phase that its kernels have come to; held while one runs.
+    /// The phase of its kernels; locked while one runs.
     phase: Mutex<u32>,
     /// The stream of the latest launch, and the event that makes another stream wait for it.
-    order: Mutex<(Option<StreamHandle>, Option<EventHandle>)>,
+    pub(crate) order: Mutex<(Option<StreamHandle>, Option<EventHandle>)>,
 }
 
-struct Status {
-    /// What ncclCommGetAsyncError answers.
+pub(crate) struct Status {
+    /// The result of ncclCommGetAsyncError.
     result: Result<(), NcclError>,
     /// Launched kernels that have not ended. Launches of graphs are not counted.
-    running: u64,
+    pub(crate) running: u64,
 }
 
 impl Communicator {
-    /// A communicator on the current context that has not met its peers yet. It is registered, and in progress.
+    /// A communicator on the current context that has not met its peers yet. It is registered and
+    /// in progress.
     pub(crate) fn create(device: Device, context: ContextHandle, blocking: bool) -> Arc<Self> {
         static NEXT: AtomicU64 = AtomicU64::new(1);
         let communicator = Arc::new(Communicator {
@@ -87,7 +85,7 @@ impl Communicator {
         COMMUNICATORS.get(handle).ok_or(NcclError::INVALID_ARGUMENT)
     }
 
-    /// The communicator of a handle, when it is initialized and no call on it is under way.
+    /// The communicator of a handle, if it is initialized and no call on it is in progress.
     pub(crate) fn find_ready(handle: CommHandle) -> Result<Arc<Self>, NcclError> {
         let communicator = Self::find(handle)?;
         match communicator.result() {
@@ -116,7 +114,7 @@ impl Communicator {
         arena.join(&self.aborted).map_err(|Aborted| NcclError::REMOTE)
     }
 
-    /// Where it meets its peers; `None` when its initialization did not happen.
+    /// The arena in which it meets its peers; `None` if a fault skipped its initialization.
     pub(crate) fn arena(&self) -> Option<&Arena> {
         self.arena.get()
     }
@@ -126,12 +124,12 @@ impl Communicator {
         &self.aborted
     }
 
-    /// The phase of its kernels, for the one that runs now.
+    /// The phase of its kernels, for the running one.
     pub(crate) fn phase(&self) -> MutexGuard<'_, u32> {
         self.phase.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// What the last call that went on in the background came to.
+    /// The result of the last background call.
     pub(crate) fn result(&self) -> Result<(), NcclError> {
         self.status().result
     }
@@ -141,71 +139,7 @@ impl Communicator {
         self.status().result = result;
     }
 
-    /// Launches tasks as one kernel.
-    pub(crate) fn launch(&self, stream: StreamHandle, tasks: &[Task]) -> Result<(), NcclError> {
-        let Some(first) = tasks.first() else { return Ok(()) };
-        let driver = driver()?;
-        let mut before = 0;
-        cuda((driver.context_current)(Out::to(&mut before)))?;
-        if before != self.context {
-            cuda((driver.context_set_current)(self.context))?;
-        }
-        let result = self.launch_here(driver, stream, first, tasks);
-        if before != self.context {
-            cuda((driver.context_set_current)(before))?;
-        }
-        result
-    }
-
-    fn launch_here(
-        &self,
-        driver: &Driver,
-        stream: StreamHandle,
-        first: &Task,
-        tasks: &[Task],
-    ) -> Result<(), NcclError> {
-        let mut capturing = 0;
-        cuda((driver.is_capturing)(stream, Out::to(&mut capturing)))?;
-        let counted = capturing == 0;
-        if counted {
-            self.order_after_other_streams(driver, stream)?;
-            self.status().running += 1;
-        }
-        let mut arguments = Vec::with_capacity(kernel::HEAD_WORDS + tasks.len() * Task::WORDS);
-        arguments.extend([self.number, u64::from(counted)]);
-        arguments.extend(tasks.iter().flat_map(Task::encode));
-        let launched = launch(&first.kernel_name(), stream, &arguments);
-        if launched.is_err() && counted {
-            self.finished();
-        }
-        launched
-    }
-
-    /// The kernels of a communicator run in the order of their launches, whatever their streams.
-    fn order_after_other_streams(&self, driver: &Driver, stream: StreamHandle) -> Result<(), NcclError> {
-        let mut order = self.order.lock().unwrap_or_else(PoisonError::into_inner);
-        let last = order.0.replace(stream);
-        let Some(last) = last.filter(|last| *last != stream) else { return Ok(()) };
-        let event = match order.1 {
-            Some(event) => event,
-            None => {
-                let (mut event, disable_timing) = (0, 2);
-                cuda((driver.event_create)(Out::to(&mut event), disable_timing))?;
-                *order.1.insert(event)
-            }
-        };
-        let mut capturing = 0;
-        // A stream that was destroyed or captures since has no order to give.
-        if (driver.is_capturing)(last, Out::to(&mut capturing)) == 0
-            && capturing == 0
-            && (driver.event_record)(event, last) == 0
-        {
-            cuda((driver.stream_wait_event)(stream, event, 0))?;
-        }
-        Ok(())
-    }
-
-    /// A counted kernel has ended.
+    /// Records the end of a counted kernel.
     pub(crate) fn finished(&self) {
         self.status().running -= 1;
         self.changed.notify_all();
@@ -231,7 +165,7 @@ impl Communicator {
         }
     }
 
-    /// Waits for the abort that alone can end what never happens.
+    /// Waits for an abort, which is the only way to end a wait for an event that never happens.
     pub(crate) fn wait_for_abort(&self) -> Aborted {
         let mut status = self.status();
         while !self.aborted.load(Ordering::SeqCst) {
@@ -240,12 +174,12 @@ impl Communicator {
         Aborted
     }
 
-    /// Nobody holds its handle any more.
+    /// Invalidates its handle.
     pub(crate) fn forget(self: &Arc<Self>) {
         COMMUNICATORS.remove(self.handle());
     }
 
-    fn status(&self) -> MutexGuard<'_, Status> {
+    pub(crate) fn status(&self) -> MutexGuard<'_, Status> {
         self.status.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

@@ -1,4 +1,4 @@
-//! The driver's functions that NCCL uses, and the launch of its kernels.
+//! The driver functions that NCCL uses.
 
 use std::sync::OnceLock;
 
@@ -6,11 +6,8 @@ use sim_abi::{
     cuda::{ContextHandle, CuError, Device, DevicePointer, EventHandle, StreamHandle, check},
     driver_table,
     ffi::Out,
-    launch::HostKernels,
     nccl::NcclError,
 };
-
-use crate::kernel;
 
 driver_table! {
     /// Addresses of driver functions.
@@ -42,12 +39,13 @@ pub(crate) fn driver() -> Result<&'static Driver, NcclError> {
     TABLE.get_or_init(load).as_ref().map_err(|_| NcclError::UNHANDLED_CUDA)
 }
 
-/// Any error of the driver, as NCCL reports it.
+/// Converts an error of the driver to NCCL's error.
 pub(crate) fn cuda(code: i32) -> Result<(), NcclError> {
     if code == 0 { Ok(()) } else { Err(NcclError::UNHANDLED_CUDA) }
 }
 
-/// The calling thread's context, made on device 0 when it has none, as NCCL's runtime would.
+/// The calling thread's context. If it has none, that of device 0 is created, as NCCL's runtime
+/// does.
 pub(crate) fn current_context(driver: &Driver) -> Result<ContextHandle, NcclError> {
     let mut context = 0;
     cuda((driver.context_current)(Out::to(&mut context)))?;
@@ -56,10 +54,4 @@ pub(crate) fn current_context(driver: &Driver) -> Result<ContextHandle, NcclErro
         cuda((driver.context_set_current)(context))?;
     }
     Ok(context)
-}
-
-/// Launches the kernel `name` in the thread's context.
-pub(crate) fn launch(name: &str, stream: StreamHandle, arguments: &[u64]) -> Result<(), NcclError> {
-    static KERNELS: HostKernels = HostKernels::new(kernel::run);
-    KERNELS.launch(name, stream, arguments).map_err(|_| NcclError::UNHANDLED_CUDA)
 }

@@ -1,6 +1,6 @@
-//! Groups: what is called between ncclGroupStart and ncclGroupEnd begins together at the outermost end.
+//! Groups: calls between ncclGroupStart and ncclGroupEnd begin together at the outermost end.
 //!
-//! A call outside a group is a group of its own.
+//! A call outside of a group is a separate group.
 
 use std::{cell::RefCell, mem::ManuallyDrop, sync::Arc, thread};
 
@@ -12,12 +12,12 @@ use sim_abi::{
 
 use crate::{communicator::Communicator, task::Task};
 
-/// Something that meets other ranks on the host, and yields a communicator.
+/// A host job that meets other ranks and creates a communicator.
 pub(crate) struct Job {
     pub(crate) communicator: Arc<Communicator>,
-    /// The one that it is made of, which is in progress meanwhile.
+    /// The parent communicator, which is in progress until the end of the job.
     pub(crate) parent: Option<Arc<Communicator>>,
-    /// Where the caller wants its handle.
+    /// The caller's pointer for the handle.
     pub(crate) handle: Out<CommHandle>,
     pub(crate) run: Box<dyn FnOnce() -> Result<(), NcclError> + Send>,
 }
@@ -34,7 +34,8 @@ struct Group {
 }
 
 thread_local! {
-    /// Never dropped: libraries still call from their destructors, when what a thread drops at its end is gone.
+    /// Never dropped: libraries make calls from their destructors, after the thread-local values of
+    /// a thread have been dropped.
     static GROUP: RefCell<ManuallyDrop<Group>> = RefCell::default();
 }
 
@@ -65,7 +66,7 @@ pub(crate) fn end() -> Result<(), NcclError> {
     launch(group.batches).and(jobs)
 }
 
-/// ncclGroupSimulateEnd: the group ends, and nothing of it begins.
+/// ncclGroupSimulateEnd: ends the group without starting its calls.
 pub(crate) fn forget() -> Result<(), NcclError> {
     GROUP.with_borrow_mut(|group| match group.depth {
         0 => Err(NcclError::INVALID_USAGE),
@@ -80,7 +81,7 @@ pub(crate) fn forget() -> Result<(), NcclError> {
     })
 }
 
-/// Remembers that a call inside a group failed: the group will not begin.
+/// Records that a call inside a group failed: the group will not begin.
 pub(crate) fn note_error(error: NcclError) {
     GROUP.with_borrow_mut(|group| {
         if group.depth > 0 && error != NcclError::IN_PROGRESS {
@@ -89,7 +90,7 @@ pub(crate) fn note_error(error: NcclError) {
     });
 }
 
-/// Adds a task, as part of the group or as one of its own.
+/// Adds a task to the group, or runs it as a separate group.
 pub(crate) fn add(communicator: Arc<Communicator>, stream: StreamHandle, task: Task) -> Result<(), NcclError> {
     let alone = GROUP.with_borrow_mut(|group| {
         if group.depth == 0 {
@@ -105,7 +106,7 @@ pub(crate) fn add(communicator: Arc<Communicator>, stream: StreamHandle, task: T
     alone.map_or(Ok(()), launch)
 }
 
-/// Adds a job, as part of the group or as one of its own.
+/// Adds a job to the group, or runs it as a separate group.
 pub(crate) fn submit(job: Job) -> Result<(), NcclError> {
     let alone = GROUP.with_borrow_mut(|group| {
         if group.depth > 0 {
@@ -115,7 +116,7 @@ pub(crate) fn submit(job: Job) -> Result<(), NcclError> {
         Some(job)
     });
     match alone {
-        // On the caller's own thread, which is where it is seen to be blocked.
+        // It runs on the caller's thread, which is then visibly blocked.
         Some(job) if job.communicator.blocking => finish(job.communicator, job.handle, (job.run)()),
         Some(job) => run_jobs(vec![job]),
         None => Ok(()),
@@ -128,8 +129,8 @@ fn run_jobs(jobs: Vec<Job>) -> Result<(), NcclError> {
     for Job { communicator, parent, handle, run } in jobs {
         let (blocking, worker) = (communicator.blocking, Arc::clone(&communicator));
         if !blocking {
-            // The caller asks the parent how far it is, and gets the child when that is there. Without a parent it asks the
-            // communicator itself, and needs it at once.
+            // The caller polls the parent, and gets the child when it exists. Without a parent, the
+            // caller polls the communicator itself, and needs its handle at once.
             let _ = handle.set(if parent.is_some() { 0 } else { communicator.handle() });
             parent.iter().for_each(|parent| parent.set_result(Err(NcclError::IN_PROGRESS)));
         }
@@ -158,7 +159,7 @@ fn run_jobs(jobs: Vec<Job>) -> Result<(), NcclError> {
     result
 }
 
-/// Hands out a blocking communicator, or takes it back.
+/// Returns a blocking communicator to the caller, or destroys it.
 fn finish(
     communicator: Arc<Communicator>,
     handle: Out<CommHandle>,
@@ -168,7 +169,7 @@ fn finish(
     if result.is_err() {
         communicator.forget();
     }
-    // A rank without a colour has taken part in a split and gets no communicator.
+    // A rank without a color takes part in a split but gets no communicator.
     let known = Communicator::find(communicator.handle()).is_ok();
     let _ = handle.set(if known { communicator.handle() } else { 0 });
     result

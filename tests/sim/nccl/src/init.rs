@@ -1,4 +1,4 @@
-//! How communicators come to be: unique ids, initialization, split, shrink and grow.
+//! Creates communicators: unique ids, initialization, split, shrink and grow.
 
 use std::{
     fs::File,
@@ -20,7 +20,7 @@ use crate::{
     group::{self, Job},
 };
 
-/// Begins every unique id; an id that was never made is refused instead of waited for.
+/// First bytes of every unique id. An invalid id is rejected, so that no rank waits for it.
 const ID_MAGIC: &[u8; 16] = b"xpu_sim nccl id\0";
 
 /// ncclGetUniqueId.
@@ -35,7 +35,7 @@ pub(crate) fn unique_id() -> Result<UniqueId, NcclError> {
     Ok(UniqueId { internal })
 }
 
-/// ncclCommInitRank and its kin.
+/// ncclCommInitRank and its variants.
 pub(crate) fn init_rank(
     handle: Out<CommHandle>,
     ranks: i32,
@@ -56,7 +56,7 @@ pub(crate) fn init_rank(
     group::submit(Job { communicator, parent: None, handle, run: Box::new(run) })
 }
 
-/// ncclCommSplit: a meeting of all ranks of the parent, then one of the ranks of each colour.
+/// ncclCommSplit: all ranks of the parent meet, then the ranks of each color.
 pub(crate) fn split(
     parent: CommHandle,
     color: i32,
@@ -87,7 +87,7 @@ pub(crate) fn split(
     group::submit(Job { communicator, parent: Some(meeting), handle, run: Box::new(run) })
 }
 
-/// ncclCommShrink: the ranks that stay meet without the excluded ones, which do not call this.
+/// ncclCommShrink: the remaining ranks meet without the excluded ones, which do not call it.
 pub(crate) fn shrink(
     parent: CommHandle,
     excluded: In<i32>,
@@ -119,7 +119,8 @@ pub(crate) fn shrink(
     group::submit(Job { communicator, parent: Some(parent), handle, run: Box::new(run) })
 }
 
-/// ncclCommGetUniqueId: what the next ncclCommGrow of this communicator is known by. All its ranks work it out for themselves.
+/// ncclCommGetUniqueId: the id of the communicator's next ncclCommGrow. Each of its ranks computes
+/// it.
 pub(crate) fn grow_id(parent: CommHandle) -> Result<UniqueId, NcclError> {
     let parent = Communicator::find_ready(parent)?;
     Ok(id_of_child(&parent, parent.children.load(Ordering::Relaxed) + 1))
@@ -136,7 +137,8 @@ fn id_of_child(parent: &Communicator, count: u64) -> UniqueId {
     UniqueId { internal }
 }
 
-/// ncclCommGrow: the ranks of a communicator keep their numbers, and others join by the id, without a communicator.
+/// ncclCommGrow: the ranks of a communicator keep their numbers, and new ranks join with the id,
+/// without a communicator.
 pub(crate) fn grow(
     parent: CommHandle,
     ranks: i32,
@@ -176,12 +178,12 @@ fn create(blocking: bool) -> Result<Arc<Communicator>, NcclError> {
     Ok(Communicator::create(device, context, blocking))
 }
 
-/// Whether a configuration asks for a blocking communicator; what it leaves open is `default`.
+/// Whether a configuration requests a blocking communicator; `default` if it does not set this.
 fn blocking(config: In<Config>, default: bool) -> Result<bool, NcclError> {
     if config.is_null() {
         return Ok(default);
     }
-    // A caller's structure may end with its first member that we know.
+    // The caller's structure may end with the first member that we know.
     if sim_abi::ffi::read::<u32>(config.address(), 2) != CONFIG_MAGIC {
         return Err(NcclError::INVALID_ARGUMENT);
     }
@@ -193,7 +195,7 @@ fn blocking(config: In<Config>, default: bool) -> Result<bool, NcclError> {
     }
 }
 
-/// The same on all ranks of a child, and of no other communicator.
+/// A name that is equal on all ranks of a child, and differs from those of other communicators.
 fn child_name(parent: &Communicator, count: u64, color: u64) -> String {
     format!("{}-{count:x}.{color:x}", parent.name.get().map_or("", String::as_str))
 }

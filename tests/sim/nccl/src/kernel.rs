@@ -1,4 +1,4 @@
-//! What NCCL's kernels do. They run on the stream's thread, one of a communicator at a time.
+//! NCCL's kernels. They run on the stream's thread, one at a time for each communicator.
 
 use std::{
     collections::HashSet,
@@ -17,17 +17,18 @@ use crate::{
     task::{Combine, Op, Task},
 };
 
-/// Words of the argument buffer in front of the tasks: the communicator's number, and whether its launch was counted.
+/// Number of words before the tasks in the argument buffer: the communicator's number, and whether
+/// its launch was counted.
 pub(crate) const HEAD_WORDS: usize = 2;
 
 /// The entry point, called by the driver with the argument buffer of the launch.
 pub(crate) extern "C" fn run(arguments: usize, bytes: usize) {
     let words: Vec<u64> = (0..bytes / size_of::<u64>()).map(|index| read(arguments, index)).collect();
     let Some((head, tasks)) = words.split_at_checked(HEAD_WORDS) else { return };
-    // A communicator that was destroyed or aborted since the launch has nothing left to do.
+    // A communicator that was destroyed or aborted since the launch has no work left.
     let Some(communicator) = Communicator::numbered(head[0]) else { return };
     let tasks: Vec<Task> = tasks.chunks(Task::WORDS).filter_map(Task::decode).collect();
-    // An abort ends the kernel, and the stream goes on, as on the real thing.
+    // An abort ends the kernel, and the stream continues, as in the real library.
     let _ = perform(&communicator, &tasks);
     if head[1] != 0 {
         communicator.finished();
@@ -48,7 +49,8 @@ fn perform(communicator: &Communicator, tasks: &[Task]) -> Result<(), Aborted> {
     exchange(communicator, arena, &peers)
 }
 
-/// The fault `stall`: once this process has moved so many bytes, no transfer of it moves any more.
+/// The fault `stall`: after this process has moved that many bytes, none of its transfers makes
+/// progress.
 fn stall(communicator: &Communicator, task: &Task) -> Result<(), Aborted> {
     static MOVED: AtomicU64 = AtomicU64::new(0);
     let moved = MOVED.fetch_add(task.bytes() as u64, Ordering::Relaxed) + task.bytes() as u64;
@@ -58,7 +60,8 @@ fn stall(communicator: &Communicator, task: &Task) -> Result<(), Aborted> {
     }
 }
 
-/// Every rank shows a piece, all meet, every rank takes what it needs; and so on with the next piece.
+/// Every rank shows a piece, all ranks meet, and every rank takes its data; then the next piece
+/// follows.
 fn collective(communicator: &Communicator, arena: &Arena, phase: &mut u32, task: &Task) -> Result<(), Aborted> {
     let (ranks, rank, total, width) = (arena.ranks, arena.rank, task.bytes(), task.dtype.width());
     // ReduceScatter shows a piece for every rank at once.
@@ -96,17 +99,19 @@ fn collective(communicator: &Communicator, arena: &Arena, phase: &mut u32, task:
     Ok(())
 }
 
-/// A send or a receive under way.
+/// A send or receive in progress.
 struct Transfer<'a> {
     task: &'a Task,
     chunks: usize,
-    /// Chunks that this side is done with.
+    /// Number of chunks that this side has completed.
     done: usize,
 }
 
-/// All sends and receives of a group move at once, so that their order does not matter between different peers.
+/// All sends and receives of a group progress concurrently, so their order does not matter between
+/// different peers.
 ///
-/// A send is complete when its receiver has taken it: nothing is buffered, and a send without a receive hangs.
+/// A send is complete when its receiver has taken it: nothing is buffered, and a send without a
+/// receive hangs.
 fn exchange(communicator: &Communicator, arena: &Arena, tasks: &[&Task]) -> Result<(), Aborted> {
     let chunks = |task: &Task| task.bytes().div_ceil(arena.chunk_bytes).max(1);
     let mut transfers: Vec<_> = tasks.iter().map(|task| Transfer { task, chunks: chunks(task), done: 0 }).collect();
@@ -138,7 +143,7 @@ impl Transfer<'_> {
         let (task, peer) = (self.task, self.task.rank);
         let offset = self.done * arena.chunk_bytes;
         let bytes = task.bytes().saturating_sub(offset).min(arena.chunk_bytes);
-        // Both sides must mean a message of the same size, and the same part of it.
+        // Both sides must have a message of the same size, and the same part of it.
         let tag = ((task.announced_bytes() as u64) << 20) ^ self.done as u64;
         if task.op == Op::Send {
             let (channel, data) = arena.channel(arena.rank, peer);

@@ -1,8 +1,9 @@
 //! `libnccl.so.2` of the simulated device: collectives between processes over shared memory.
 //!
-//! Like the real library it takes the driver through `cuGetProcAddress_v2` and launches every group as a kernel with
-//! `cuLaunchKernelEx`, whose argument buffer says what to do. The kernels run on the stream's thread and meet their peers in
-//! a file of /dev/shm: by sequence number, so that whoever skips an operation meets the others' skipped one with its next.
+//! Like the real library, it gets the driver through `cuGetProcAddress_v2` and launches every group
+//! as a kernel with `cuLaunchKernelEx`; the argument buffer describes its tasks. The kernels run on
+//! the stream's thread and meet their peers in a file in /dev/shm, by sequence number: when a rank
+//! skips an operation, its next operation meets the one that the others are still in.
 
 #![deny(unsafe_code)]
 
@@ -13,5 +14,6 @@ mod driver;
 mod group;
 mod init;
 mod kernel;
+mod launch;
 mod reduce;
 mod task;

@@ -1,4 +1,4 @@
-//! Arithmetic on elements that lie in memory.
+//! Arithmetic on elements in memory.
 
 use half::{bf16, f16};
 use sim_abi::{
@@ -8,7 +8,7 @@ use sim_abi::{
 
 use crate::task::Combine;
 
-/// An element type; `Wide` is what is computed with.
+/// An element type; computations use `Wide`.
 trait Element: Copy {
     type Wide: Copy;
     fn widen(self) -> Self::Wide;
@@ -84,7 +84,7 @@ macro_rules! by_type {
     };
 }
 
-/// Whether elements of this type can be combined here.
+/// Whether the library can combine elements of this type.
 pub(crate) fn supports(dtype: DataType) -> bool {
     !matches!(dtype, DataType::F8E4M3 | DataType::F8E5M2)
 }

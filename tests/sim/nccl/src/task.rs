@@ -1,8 +1,8 @@
-//! One operation, as the host hands it to a kernel.
+//! One operation, as the host passes it to a kernel.
 
 use sim_abi::nccl::{AVG, DataType, MAX, MIN, NcclError, PROD, SUM};
 
-/// What is done.
+/// The kind of operation.
 #[repr(u64)]
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Op {
@@ -17,7 +17,7 @@ pub(crate) enum Op {
 
 const OPS: [Op; 7] = [Op::AllReduce, Op::Reduce, Op::Broadcast, Op::AllGather, Op::ReduceScatter, Op::Send, Op::Recv];
 
-/// How elements are combined.
+/// The reduction of elements.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Combine {
     Sum,
@@ -53,7 +53,7 @@ impl Combine {
         }
     }
 
-    /// As it stands in the names of NCCL's kernels.
+    /// Its name in the names of NCCL's kernels.
     fn kernel_name(self, dtype: DataType) -> &'static str {
         let float = matches!(dtype, DataType::F16 | DataType::F32 | DataType::F64 | DataType::Bf16);
         match self {
@@ -66,7 +66,7 @@ impl Combine {
     }
 }
 
-/// See the module.
+/// One operation of a kernel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Task {
     pub(crate) op: Op,
@@ -78,7 +78,8 @@ pub(crate) struct Task {
     pub(crate) rank: usize,
     pub(crate) send: usize,
     pub(crate) recv: usize,
-    /// The elements that it makes its peers believe; another number than `count` only by the fault `size`.
+    /// The number of elements announced to its peers. It differs from `count` only with the fault
+    /// `size`.
     pub(crate) announced: usize,
 }
 
@@ -86,7 +87,7 @@ impl Task {
     /// Words of its encoded form.
     pub(crate) const WORDS: usize = 9;
 
-    /// As it lies in the argument buffer.
+    /// Encodes it for the argument buffer.
     pub(crate) fn encode(&self) -> [u64; Self::WORDS] {
         let factor = if let Combine::PreMulSum(factor) = self.combine { factor } else { 0.0 };
         [
@@ -126,7 +127,7 @@ impl Task {
         self.count * self.dtype.width()
     }
 
-    /// Bytes that it makes its peers believe.
+    /// Number of bytes announced to its peers.
     pub(crate) fn announced_bytes(&self) -> usize {
         self.announced * self.dtype.width()
     }
@@ -136,12 +137,12 @@ impl Task {
         matches!(self.op, Op::Send | Op::Recv)
     }
 
-    /// What the ranks must agree on, as a hash: two ranks that do not agree do not meet.
+    /// A hash of everything that the ranks must agree on: ranks that disagree do not meet.
     pub(crate) fn shape(&self) -> u32 {
         let combine = if self.reduces() { self.combine.number() } else { 0 };
         let root = if matches!(self.op, Op::Reduce | Op::Broadcast) { self.rank } else { 0 };
         let words = [self.op as u64, self.dtype as u64, combine.into(), self.announced as u64, root as u64];
-        // FNV-1a; never 0, which is what a rank that has not arrived shows.
+        // FNV-1a; never 0, the value of a rank that has not arrived.
         let hash = words
             .iter()
             .flat_map(|word| word.to_le_bytes())

@@ -1,6 +1,6 @@
-// Small things that every part uses. Names come from hostile bytes: text goes into the page as text nodes only.
+// Helpers of all parts. Names are untrusted: text is inserted into the page as text nodes only.
 
-/** Makes an element. `props` are attributes, `class`, `data-…`, or `onclick` and the like. */
+/** Creates an element. `props` are attributes, `class`, `data-…`, or `onclick` and the like. */
 function el(tag, props, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props ?? {})) {
@@ -15,7 +15,7 @@ function el(tag, props, ...children) {
 const byId = (id) => document.getElementById(id);
 const plural = (count, one, many = `${one}s`) => `${count.toLocaleString("en")} ${count === 1 ? one : many}`;
 
-// Sets of ranks are ascending runs, flat: [first, last, first, last, …]. Their text is that of the labels: 0-3/6.
+// Sets of ranks are ascending runs, flat: [first, last, first, last, …]. As text they have the form of labels: 0-3/6.
 
 function parseRuns(text) {
   const runs = [];
@@ -41,7 +41,7 @@ function sizeOf(runs) {
   return size;
 }
 
-/** Index of the first run that ends at or behind a rank. */
+/** Index of the first run that ends at or after a rank. */
 function runAt(runs, rank) {
   let low = 0;
   let high = runs.length / 2;
@@ -103,7 +103,7 @@ function runTexts(runs) {
   return texts;
 }
 
-/** As labels write it. */
+/** A rank set in the form of labels. */
 const labelOf = (runs) => runTexts(runs).join("/");
 
 /** For prose: `ranks 0-3, 6`, cut after some runs. */
@@ -129,7 +129,7 @@ function bytesText(bytes) {
 
 const timeText = (ms) => (ms < 1000 ? `${ms} ms` : `${(ms / 1000).toFixed(ms < 10000 ? 1 : 0)} s`);
 
-/** Moves the focus among the children of a list with the arrow keys; one of them at a time is in the tab order. */
+/** Moves the focus among a list's children with the arrow keys; one of them is in the tab order. */
 function focusOnly(container, target) {
   container.querySelectorAll('[tabindex="0"]').forEach((node) => node.setAttribute("tabindex", "-1"));
   target.setAttribute("tabindex", "0");

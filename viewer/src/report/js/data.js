@@ -1,4 +1,4 @@
-// The data of the page, unpacked, and what is shown at the moment.
+// The unpacked data of the page, and the state of the view.
 
 const D = JSON.parse(byId("data").textContent);
 const WORLD = D.world;
@@ -7,13 +7,13 @@ const setOf = (id) => (SETS[id] ??= parseRuns(D.sets[id]));
 const RANKS = new Map(D.ranks.map((rank) => [rank.rank, rank]));
 const WITH_DUMP = runsOf(D.ranks.map((rank) => rank.rank));
 const HIGHEST = Math.max(WORLD, WITH_DUMP.length ? WITH_DUMP[WITH_DUMP.length - 1] + 1 : 0);
-/** So many ranks are drawn one by one. */
+/** Maximum number of ranks that are drawn individually. */
 const MOST_CELLS = 20000;
 
 const VERDICT = D.verdict;
 const CULPRITS = VERDICT ? runsOf(VERDICT.culprits) : [];
 
-/** What became of a rank: letter or sign in its cell, word for people. */
+/** Conditions of a rank: the letter or sign in its cell, and its name. */
 const CONDITIONS = {
   alive: { sign: "", word: "running or sleeping" },
   stopped: { sign: "‖", word: "stopped" },
@@ -25,7 +25,7 @@ const CONDITIONS = {
 const BY_CONDITION = D.conditions.map(({ condition, ranks }) => ({ condition, runs: setOf(ranks) }));
 const conditionOf = (rank) => BY_CONDITION.find(({ runs }) => holds(runs, rank))?.condition ?? "no_dump";
 
-/** Groups with their colours: what holds culprits only is red, the largest others have a colour of their own. */
+/** Groups with their colours: groups of culprits are red, the largest others have their own colours. */
 const COLOURS = 6;
 const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }));
 {
@@ -35,23 +35,23 @@ const GROUPS = D.groups.map((group) => ({ ...group, runs: setOf(group.ranks) }))
     else group.colour = next < COLOURS ? `g${next++}` : "rest";
   }
 }
-/** Number of the group of every rank that is drawn, so that none has to be searched for. */
+/** Group of every drawn rank, for fast lookup. */
 const OWNERS = new Int32Array(Math.min(HIGHEST, MOST_CELLS)).fill(-1);
 GROUPS.forEach(({ runs }, group) => {
   for (let i = 0; i < runs.length; i += 2) OWNERS.fill(group, runs[i], runs[i + 1] + 1);
 });
 const groupOf = (rank) => (rank < OWNERS.length ? GROUPS[OWNERS[rank]] : GROUPS.find(({ runs }) => holds(runs, rank)));
 
-/** What is known of ranks that have no dump or are gone: the node, and how they ended. */
-const FATES = D.fates.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
-const fateOf = (rank) => FATES.find(({ runs }) => holds(runs, rank));
-const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || fateOf(rank)?.node || "";
+/** Ranks that have no dump or whose process has ended: the node, and how they ended. */
+const ABSENT = D.absent.map(({ ranks, node, why }) => ({ runs: setOf(ranks), node: D.texts[node], why: D.texts[why] }));
+const absentOf = (rank) => ABSENT.find(({ runs }) => holds(runs, rank));
+const nodeOf = (rank) => D.texts[RANKS.get(rank)?.node ?? 0] || absentOf(rank)?.node || "";
 
-/** What the verdict says of each rank. */
+/** The verdict's entry for each rank. */
 const STANDS = new Map();
 for (const group of VERDICT?.ranks ?? []) for (const rank of group.ranks) STANDS.set(rank, group);
 
-/** Function and file of a frame's word, `func@file`. Both may hold an `@`. */
+/** Function and file of a frame's word, `func@file`. Both may contain an `@`. */
 function splitWord(word) {
   const found = word.search(/@(?=\/|<|\?\?|[^@\s]*\.py:\d+$)/);
   const at = found > 0 ? found : word.lastIndexOf("@");
@@ -62,7 +62,7 @@ function splitWord(word) {
 const LIBRARY = /site-packages\/|dist-packages\/|\/lib(64)?\/python\d|\/torch\/|^<|importlib|\.so(\.|$)|^\?\?$/;
 const isOwn = (file) => /\.py:\d+$/.test(file) && !LIBRARY.test(file);
 
-/** One of the three trees: parents, and what each node is called. Unpacked when it is first shown. */
+/** One of the three trees: parents and labels of its nodes. It is unpacked when it is first shown. */
 const TREES = {};
 function treeOf(mode) {
   if (TREES[mode]) return TREES[mode];
@@ -77,7 +77,7 @@ function treeOf(mode) {
   return (TREES[mode] = { mode, depth, word, all: ranks, main, parent });
 }
 
-/** The words of a stack that ends at a node, leaf first. */
+/** The words of the stack that ends at a node, leaf first. */
 function stackOf(mode, node) {
   const tree = treeOf(mode);
   const words = [];
@@ -92,7 +92,7 @@ function threadsOf(sample) {
   return D.lists[sample.threads].map((thread, i) => ({ ...D.threads[thread], tid: tids[i], main: i === sample.main }));
 }
 
-/** What is shown: ranks that all is limited to, ranks of the chosen frame, the rank whose stacks are open. */
+/** The view: ranks to which it is limited, ranks of the chosen frame, the rank with open stacks. */
 const view = { filter: null, why: "", frame: null, rank: null };
 const watchers = [];
 function show(changes) {
@@ -101,7 +101,7 @@ function show(changes) {
 }
 const onlyRanks = (runs, why) => show({ filter: runs, why });
 
-/** The word of the user's own innermost frame where a group stands, else of its deepest frame; none without a stack. */
+/** The word of a group's innermost user frame, else of its deepest frame; none without a stack. */
 function placeOf(group) {
   if (group.place !== undefined) return group.place;
   const sample = RANKS.get(group.runs[0])?.last;

@@ -1,10 +1,11 @@
-// The merged stacks as a flame graph with the root on top. A frame is as wide as its ranks; where its ranks have several
-// threads beneath it, it is as wide as these. Only what is in sight is in the page, so depth and number cost nothing.
+// The merged stacks as a flame graph with the root on top. The width of a frame is the number of its
+// ranks, or of the threads below it if its ranks have several. Only visible frames are in the page, so
+// depth and number of frames cost nothing.
 
 const ROW = 20;
 const NARROW = 3;
 
-/** Places of all frames of a tree, for the ranks that are shown. */
+/** Positions of all frames of a tree, for the shown ranks. */
 function layOut(tree, sets, filter) {
   const size = tree.depth.length;
   const counts = new Map();
@@ -16,7 +17,7 @@ function layOut(tree, sets, filter) {
   const width = new Float64Array(size);
   const beneath = new Float64Array(size);
   let total = 0;
-  // Every parent stands before its children, so from the end each child comes first.
+  // Parents come before their children, so in reverse order each child comes first.
   for (let i = size - 1; i >= 0; i--) {
     width[i] = Math.max(countOf(sets[i]), beneath[i]);
     if (tree.parent[i] >= 0) beneath[tree.parent[i]] += width[i];
@@ -127,7 +128,7 @@ function buildFlames() {
   const wordOf = (node) => D.texts[tree.word[node]];
   const ranksLabel = (node) => `@${labelOf(runsOfNode(node))}|${labelOf(complement(runsOfNode(node), WORLD))}`;
 
-  /** First place in a row at which a frame ends behind `x`. */
+  /** First position in a row at which a frame ends after `x`. */
   function firstBehind(row, x) {
     let low = 0;
     let high = row.length;
@@ -142,7 +143,7 @@ function buildFlames() {
   function draw() {
     const focused = box.contains(document.activeElement) ? state.chosen : -1;
     const rows = places.rows;
-    // The scroll bar must not change the width while frames are measured by it.
+    // The scroll bar must not change the width that the frames are measured with.
     const wide = box.clientWidth;
     const zoomed = state.zoom >= 0;
     const from = zoomed ? places.left[state.zoom] : 0;
@@ -173,7 +174,7 @@ function buildFlames() {
         const node = row[i];
         const x = (places.left[node] - from) * scale;
         const w = places.width[node] * scale;
-        // The chosen frame has the focus, so that it is drawn however narrow.
+        // The chosen frame has the focus, so it is drawn even if it is narrow.
         if (w >= NARROW || node === state.chosen) {
           close();
           nodes.push(frameAt(node, x, Math.max(w, NARROW), false));
@@ -234,7 +235,7 @@ function buildFlames() {
     return item;
   }
 
-  /** Frames that are too narrow to be told apart. Those of culprits are never too narrow to be seen. */
+  /** Frames that are too narrow to be drawn separately. Those of culprits stay visible. */
   function narrowBlock({ x, end, count, widest, hit, culprit }, depth) {
     const classes = ["many", culprit ? "culprit" : "", hit ? "hit" : ""].filter(Boolean);
     const title = `${plural(count, "narrow frame")}${culprit ? ", a culprit's among them" : ""}: click to zoom`;
@@ -255,7 +256,7 @@ function buildFlames() {
     }
   }
 
-  /** Makes a frame the chosen one, shows its ranks in the strip, and keeps it in sight. */
+  /** Chooses a frame, shows its ranks in the strip, and scrolls to it. */
   function pick(node, focus) {
     state.chosen = node;
     const y = tree.depth[node] * ROW;
@@ -267,7 +268,7 @@ function buildFlames() {
     describe();
   }
 
-  /** What is known of the chosen frame, under the graph. */
+  /** Details of the chosen frame, below the graph. */
   function describe() {
     const node = state.chosen;
     if (node < 0) {
@@ -330,7 +331,7 @@ function buildFlames() {
       state.hitAt = (state.hitAt + (event.shiftKey ? count - 1 : 1)) % count;
       const node = state.hitNodes[state.hitAt];
       if (!isInZoom(node)) state.zoom = -1;
-      // A frame that is too narrow to be seen is zoomed to.
+      // Zooms to a frame that is too narrow to be visible.
       if ((places.width[node] / (state.zoom >= 0 ? places.width[state.zoom] : places.total)) * box.clientWidth < 40) state.zoom = node;
       pick(node, false);
       event.preventDefault();
@@ -362,7 +363,7 @@ function buildFlames() {
     };
     const keys = {
       ArrowUp: () => (tree.parent[node] >= 0 ? tree.parent[node] : undefined),
-      // An ancestor of the zoomed frame has the next frame on the way as its only child in sight.
+      // The only visible child of an ancestor of the zoomed frame is the next frame on the path.
       ArrowDown: () => (places.rows[tree.depth[node] + 1] ?? []).find((child) => tree.parent[child] === node && (isInZoom(child) || isAbove(child))),
       ArrowLeft: () => beside(-1),
       ArrowRight: () => beside(1),

@@ -1,4 +1,4 @@
-// Puts the parts together when the page is loaded.
+// Connects the parts when the page is loaded.
 
 function buildTheme() {
   const button = byId("theme");
@@ -22,7 +22,7 @@ function buildTheme() {
     try {
       localStorage.setItem("xpu_timer.theme", theme);
     } catch {
-      // The choice lasts as long as the page.
+      // Without storage, the choice lasts as long as the page.
     }
     apply();
   });

@@ -7,7 +7,7 @@ function cellTitle(rank) {
   if (holds(CULPRITS, rank)) parts.push("culprit");
   if (condition === "alive" && entry) parts.push(D.texts[entry.last.state]);
   else parts.push(CONDITIONS[condition].word);
-  if (fateOf(rank)?.why) parts.push(fateOf(rank).why);
+  if (absentOf(rank)?.why) parts.push(absentOf(rank).why);
   if (nodeOf(rank)) parts.push(`on ${nodeOf(rank)}`);
   const group = groupOf(rank);
   if (group) parts.push(`in ${nameOf(group)}`);
@@ -75,7 +75,7 @@ function buildStrip() {
   });
 }
 
-/** What limits the view, and what the chosen frame says of the ranks. */
+/** The limits of the view, and the ranks of the chosen frame. */
 function drawFilter() {
   const line = byId("filter");
   const parts = [];
@@ -97,7 +97,7 @@ function drawFilter() {
 
 function buildLegend() {
   const entries = [];
-  // The culprits first, wherever they stand.
+  // Culprits come first.
   const chip = (colour, text, runs, why) =>
     el(
       "button",

@@ -1,6 +1,6 @@
-// The verdict and the tables: who stands where, who is at which operation, what moved.
+// The verdict and the tables: where the ranks stand, their operations, and their progress.
 
-/** Causes in plain words. */
+/** Descriptions of the causes. */
 const CAUSES = {
   process_dead: "A process is dead",
   process_stopped: "A process is stopped",
@@ -29,7 +29,7 @@ const CAUSES = {
 
 const heading = (id, text, note) => [el("h2", { id }, text), note ? el("p", { class: "hint" }, note) : null];
 
-/** A path of which the name stands out: `schedules.py:149` in `/data/megatron/core/`. */
+/** A path with an emphasized file name: `schedules.py:149` in `/data/megatron/core/`. */
 function pathText(path) {
   const at = path.lastIndexOf("/") + 1;
   return el("span", { class: "file" }, el("span", { class: "dir" }, path.slice(0, at)), el("span", { class: "name" }, path.slice(at)));
@@ -56,7 +56,7 @@ function rankButton(runs, why) {
   );
 }
 
-/** A table whose cells carry the titles of their columns, so that a phone can show them as a list. */
+/** A table whose cells have the titles of their columns, so that a phone can show it as a list. */
 function table(columns, rows) {
   const cell = (content, i) => el("td", { "data-title": columns[i] }, content);
   return el(
@@ -67,7 +67,7 @@ function table(columns, rows) {
   );
 }
 
-/** A table that begins with its first rows. */
+/** A table that initially shows only its first rows. */
 function longTable(columns, rows, most, what) {
   if (rows.length <= most) return table(columns, rows);
   const box = el("div", {});
@@ -120,7 +120,7 @@ function buildVerdict() {
   if (more.length) box.append(el("p", {}, "And ", rankButton(runsOf(more), "culprits"), "."));
   const evidence = VERDICT.evidence.map((line) => {
     const runs = runsOf(line.ranks);
-    // A line that names its ranks itself needs no button that repeats them.
+    // A line that contains its ranks needs no button with the same ranks.
     const button = runs.length && !/\branks? \d/i.test(line.text) ? rankButton(runs, "evidence") : null;
     return el("li", {}, button, button ? " " : null, line.text);
   });
@@ -176,8 +176,8 @@ function culpritCard(rank) {
       ? el("p", { class: "where" }, el("b", {}, where.python_function ?? ""), pathText(where.python))
       : null,
     where.native ? el("p", { class: "where" }, el("span", { class: "muted" }, "in native code: "), el("b", {}, where.native)) : null,
-    fateOf(rank)?.why
-      ? el("p", { class: "muted" }, fateOf(rank).why)
+    absentOf(rank)?.why
+      ? el("p", { class: "muted" }, absentOf(rank).why)
       : (stands?.errors ?? []).map((error) => el("p", { class: "muted" }, error)),
     entry ? el("button", { type: "button", class: "small", onclick: () => openRank(rank) }, `Stacks of rank ${rank}`) : null,
   );
@@ -197,15 +197,15 @@ function buildGroups() {
       group.own === null ? el("span", { class: "muted" }, "none") : frameText(D.texts[group.own]),
     ],
   }));
-  // A culprit is what the reader came for, so its group is never among the rows that are folded away.
+  // Culprits are the most important, so their group is never among the folded rows.
   rows.sort((a, b) => Number(b.className === "hot") - Number(a.className === "hot"));
   section.append(longTable(["Ranks", "Count", "In their own code", "Deepest frame", "First frame that only they have"], rows, 12, "group"));
   const gone = BY_CONDITION.filter(({ condition }) => ["dead", "left", "no_dump"].includes(condition));
   if (!gone.length) return;
-  // Ranks in one condition of which the same is known are one row; of the rest of a condition nothing is known.
+  // Ranks with the same condition and reason are one row; the last row is for ranks without a reason.
   const absent = gone.flatMap(({ condition, runs }) => {
-    const told = FATES.map((fate) => ({ ...fate, condition, runs: intersect(fate.runs, runs) })).filter(({ runs }) => runs.length);
-    const covered = union(told.map((fate) => fate.runs));
+    const told = ABSENT.map((absent) => ({ ...absent, condition, runs: intersect(absent.runs, runs) })).filter(({ runs }) => runs.length);
+    const covered = union(told.map((absent) => absent.runs));
     const rest = intersect(runs, complement(covered, HIGHEST));
     return rest.length ? [...told, { condition, runs: rest, node: "", why: "" }] : told;
   });
@@ -275,7 +275,7 @@ function buildCommunicators() {
   }
 }
 
-/** A process counts as busy when it used at least this share of a processor; less is the noise of watchers. */
+/** CPU share from which a process counts as busy; less is the noise of watcher threads. */
 const BUSY_SHARE = 0.2;
 const MOVING_BYTES_PER_SECOND = 16384;
 

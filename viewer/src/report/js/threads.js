@@ -1,4 +1,4 @@
-// The panel of one rank: who it is, what moved, and the stacks of all its threads in both samples.
+// The panel of one rank: its identity, its progress, and the stacks of all its threads in both samples.
 
 function openRank(rank) {
   show({ rank });
@@ -53,7 +53,7 @@ function drawPanel(rank) {
     facts.push(["Between the samples", `${movedText(entry.moved)} (${detail})`]);
   }
   panel.append(factList(facts));
-  const why = fateOf(rank)?.why;
+  const why = absentOf(rank)?.why;
   const known = (stands?.errors ?? []).filter((error) => !why?.includes(error));
   const errors = [...(why ? [why] : []), ...known, ...(entry?.errors ?? []).map((error) => D.texts[error])];
   if (errors.length) panel.append(el("ul", { class: "errors" }, [...new Set(errors)].map((error) => el("li", {}, error))));
@@ -70,7 +70,7 @@ function drawPanel(rank) {
   }
 }
 
-/** Details whose content is made when they are first opened. */
+/** Details whose content is created when they are first opened. */
 function lazy(summary, make, className) {
   const details = el("details", { class: className }, summary);
   details.addEventListener("toggle", () => {

@@ -1,4 +1,4 @@
-//! Initialization, errors, `cuGetProcAddress`, devices and contexts.
+//! Initialization, errors, devices and contexts.
 
 use std::sync::{PoisonError, atomic::Ordering};
 
@@ -7,7 +7,7 @@ use sim_abi::{
     ffi::{Out, Text},
 };
 
-use super::{Missing, driver_api};
+use super::entry::driver_api;
 use crate::{
     capture,
     context::{self, Context},
@@ -16,7 +16,7 @@ use crate::{
 
 pub use any_time::ENTRIES as ANY_TIME;
 
-/// What works before `cuInit`.
+/// Functions that work before `cuInit`.
 mod any_time {
     use super::*;
 
@@ -41,27 +41,10 @@ mod any_time {
             text.set(error_text(error).unwrap_or(Text::null()))?;
             error_text(error).map(drop).ok_or(CuError::INVALID_VALUE)
         }
-
-        since 11030 fn cuGetProcAddress(symbol: Text, function: Out<*const ()>, version: i32, flags: u64) {
-            let found = super::super::find(&symbol.get()?, version, flags & PER_THREAD != 0);
-            function.set(found.unwrap_or(std::ptr::null()))?;
-            found.map(drop).map_err(|_| CuError::NOT_FOUND)
-        }
-
-        since 12000 fn cuGetProcAddress_v2(symbol: Text, function: Out<*const ()>, version: i32, flags: u64, status: Out<i32>) {
-            let found = super::super::find(&symbol.get()?, version, flags & PER_THREAD != 0);
-            function.set(found.unwrap_or(std::ptr::null()))?;
-            status.set_if_wanted(found.map_or_else(|missing: Missing| missing as i32, |_| 0));
-            // With a status to look at, a missing function is an answer and not an error.
-            if found.is_err() && status.is_null() { Err(CuError::NOT_FOUND) } else { Ok(()) }
-        }
     }
-
-    /// CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
-    const PER_THREAD: u64 = 2;
 }
 
-/// CUdevice_attribute numbers and what an H100-like device answers; every other attribute is 0.
+/// CUdevice_attribute numbers and their values on an H100-like device; all other attributes are 0.
 const ATTRIBUTES: &[(i32, i32)] = &[
     (1, 1024), // threads of a block
     (2, 1024), // block x, y, z
@@ -185,7 +168,8 @@ driver_api! { call:
     fn cuCtxDestroy_v2(handle: ContextHandle) {
         let context = Context::find(handle)?;
         context.destroy();
-        // Only at the top of this thread's stack it is taken away; elsewhere it stays and is an error when used.
+        // It is removed only from the top of this thread's stack. Elsewhere it stays, and using it
+        // is an error.
         if let Ok(top) = context::pop() && top.handle() != handle {
             context::push(top)?;
         }

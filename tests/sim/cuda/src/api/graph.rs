@@ -1,4 +1,4 @@
-//! Graphs: made by capture, instantiated, launched.
+//! Graphs: created by capture, instantiated, launched.
 
 use std::sync::Arc;
 
@@ -7,7 +7,7 @@ use sim_abi::{
     ffi::Out,
 };
 
-use super::driver_api;
+use super::entry::driver_api;
 use crate::{
     graph::{EXECS, GRAPHS, Graph, UserObject},
     stream::Stream,
@@ -32,7 +32,7 @@ driver_api! { call:
     }
 
     fn cuGraphGetNodes(graph: GraphHandle, nodes: Out<usize>, count: Out<usize>) {
-        // Nodes have no handles here, so only their number can be asked for.
+        // Nodes have no handles here, so only their number is available.
         if !nodes.is_null() {
             return Err(CuError::NOT_SUPPORTED);
         }

@@ -1,4 +1,4 @@
-//! Green contexts. What part of the device they have makes no difference here.
+//! Green contexts. Their share of the device has no effect here.
 
 use std::sync::Arc;
 
@@ -8,18 +8,18 @@ use sim_abi::{
     handles::Handles,
 };
 
-use super::driver_api;
+use super::entry::driver_api;
 use crate::{
     context::{Context, device},
     stream::{NON_BLOCKING, Stream},
 };
 
-/// A handle is no context's.
+/// A green context. Its handle is not the handle of a context.
 struct Green(Arc<Context>);
 
 static GREEN: Handles<Green> = Handles::new();
 
-/// The green context that is this context, 0 for none.
+/// The handle of the green context with this context, 0 for none.
 pub fn handle_of(context: &Arc<Context>) -> usize {
     let all = GREEN.all();
     all.iter().find(|green| Arc::ptr_eq(&green.0, context)).map_or(0, |green| Arc::as_ptr(green) as usize)

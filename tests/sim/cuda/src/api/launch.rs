@@ -7,7 +7,7 @@ use sim_abi::{
     ffi::{In, Out, Text},
 };
 
-use super::driver_api;
+use super::entry::driver_api;
 use crate::{
     context::Context,
     module::{FUNCTIONS, Module, launch},
@@ -18,7 +18,7 @@ driver_api! { call:
     fn cuModuleLoad(module: Out<ModuleHandle>, path: Text) {
         Context::current()?;
         let mut image = std::fs::read(path.get()?).map_err(|_| CuError::FILE_NOT_FOUND)?;
-        // A text ends with NUL, and what is looked for in an image ends before.
+        // A text ends with NUL, and `begins_with` needs no more of an image.
         image.push(0);
         Ok(module.set(Module::load(In::from_slice(&image))?)?)
     }
@@ -153,7 +153,7 @@ driver_api! { call:
     }
 }
 
-/// A byte of a C string that belongs to the function it names.
+/// A byte of a C string that is owned by the function that it names.
 type CStrByte = std::ffi::c_char;
 
 /// The name lives as long as the function, which its module keeps.

@@ -1,11 +1,11 @@
-//! Memory: allocation, copies, fills, and what an address is.
+//! Memory: allocation, copies, fills, and the attributes of addresses.
 
 use sim_abi::{
     cuda::{ContextHandle, CuError, DevicePointer, StreamHandle},
     ffi::Out,
 };
 
-use super::driver_api;
+use super::entry::driver_api;
 use crate::{
     capture,
     context::Context,
@@ -14,7 +14,8 @@ use crate::{
     work::Work,
 };
 
-/// The legacy and the per-thread default stream, for the synchronous functions and their `_ptds` forms.
+/// The legacy and the per-thread default stream, for the synchronous functions and their `_ptds`
+/// forms.
 const LEGACY: StreamHandle = 0;
 const OWN: StreamHandle = sim_abi::cuda::STREAM_PER_THREAD;
 
@@ -44,7 +45,8 @@ driver_api! { call:
             return Ok(());
         }
         capture::check_permitted()?;
-        // As on the real thing, nothing is freed under running kernels: this waits for the device.
+        // As in the real driver, memory is not freed under running kernels: this waits for the
+        // device.
         Context::current()?.synchronize();
         memory::free(address)
     }
@@ -167,7 +169,7 @@ fn fill(to: DevicePointer, value: u32, width: usize, count: usize) -> Work {
     Work::Fill { to, value, width, count }
 }
 
-/// The same place as an `int`, which most attributes are.
+/// The pointer as one to an `int`, the type of most attributes.
 fn narrow(data: Out<u64>) -> Out<i32> {
     data.cast()
 }

@@ -7,7 +7,7 @@ use sim_abi::{
     ffi::Out,
 };
 
-use super::{driver_api, green};
+use super::{entry::driver_api, green};
 use crate::{
     capture::{self, Capture, Mode},
     context::Context,
@@ -137,7 +137,7 @@ driver_api! { call:
 
     ptsz cuStreamEndCapture_ptsz(stream) fn cuStreamEndCapture(stream: StreamHandle, graph: Out<GraphHandle>) {
         let captured = Capture::end(&Stream::find(stream)?);
-        // Whoever looks at the graph of a capture that failed finds none.
+        // After a failed capture, there is no graph.
         graph.set(*captured.as_ref().unwrap_or(&0))?;
         captured.map(drop)
     }
@@ -192,7 +192,7 @@ fn status_of(capture: Option<&Arc<Capture>>) -> i32 {
     capture.map_or(0, |capture| if capture.is_valid() { 1 } else { 2 })
 }
 
-/// Nodes have no handles here, so nobody is told the ones that the next comes after.
+/// Nodes have no handles here, so the dependencies of the next node are not returned.
 fn capture_info(stream: StreamHandle, status: Out<i32>, id: Out<u64>, graph: Out<GraphHandle>) -> Result<(), CuError> {
     let stream = Stream::find(stream)?;
     check_legacy_meaning(&stream)?;
@@ -205,7 +205,8 @@ fn capture_info(stream: StreamHandle, status: Out<i32>, id: Out<u64>, graph: Out
     Ok(())
 }
 
-/// While a blocking stream captures, the question has no answer for the legacy stream. Asking harms nothing.
+/// While a blocking stream captures, the state of the legacy stream is undefined. The query has no
+/// effect.
 fn check_legacy_meaning(stream: &Stream) -> Result<(), CuError> {
     let capturing = |stream: &Arc<Stream>| stream.capture().is_some();
     if stream.is_legacy() && stream.context.blocking_streams().iter().any(capturing) {

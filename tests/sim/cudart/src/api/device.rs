@@ -102,7 +102,7 @@ runtime_api! { with_context:
     }
 }
 
-/// A function that the driver does not have is an answer and no error.
+/// A function that the driver does not have is a result, not an error.
 fn driver_function(
     d: &Driver,
     name: Text,
@@ -151,7 +151,7 @@ const MEMBERS: [(usize, usize, i32, usize); 30] = [
     (688, 712, 106, 4), // maxBlocksPerMultiProcessor
 ];
 
-/// Fills the members that mean something here; the caller's others stay as they are.
+/// Fills the supported members; the other members keep the caller's values.
 fn fill_properties(d: &Driver, at: usize, device: Device) -> Result<(), CuError> {
     if at == 0 {
         return Err(CuError::INVALID_VALUE);

@@ -1,4 +1,4 @@
-//! Errors and versions: what works without a driver.
+//! Errors and versions, which work without a driver.
 
 use sim_abi::{
     cuda::{error_text, runtime_name},

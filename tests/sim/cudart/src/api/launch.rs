@@ -216,7 +216,8 @@ pub extern "C" fn __cudaInitModule(_binary: usize) -> u8 {
     1
 }
 
-/// What nvcc 13 emits in front of `__cudaLaunchKernel`: the kernel of a host function. Here they are the same.
+/// nvcc 13 calls it before `__cudaLaunchKernel`: the kernel of a host function, which is the
+/// function itself here.
 #[unsafe(no_mangle)]
 pub extern "C" fn __cudaGetKernel(kernel: Out<usize>, host: usize) -> i32 {
     state::call("__cudaGetKernel", || {

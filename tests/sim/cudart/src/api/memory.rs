@@ -128,7 +128,7 @@ fn pointer_attributes(d: &Driver, address: DevicePointer) -> PointerAttributes {
     }
 }
 
-/// Unlike the driver, the runtime allocates nothing with success.
+/// Unlike in the driver, an allocation of 0 bytes succeeds.
 fn allocate(
     bytes: usize,
     address: Out<DevicePointer>,

@@ -121,7 +121,7 @@ runtime_api! { with_context:
         check((d.capture_info)(stream, status, id, graph, dependencies, Out::to(&mut edges), count))
     }
 
-    // Version 13 gave the plain name to the newest form; in version 12 it is that of the oldest.
+    // In version 13 the plain name is the newest form; in version 12 it is the oldest.
     ptsz cudaStreamGetCaptureInfo_ptsz fn cudaStreamGetCaptureInfo(
         d;
         stream: StreamHandle,

@@ -1,7 +1,8 @@
-//! `report.html`: everything that is known of one incident, as one file that opens in any browser, without a network.
+//! `report.html`: everything known about one incident, in one file that opens in any browser
+//! without a network.
 //!
-//! [`Builder`] takes in one dump after the other, [`Report`] is the data, [`render`] puts it into the page. Trees and
-//! groups come from the same code as the folded files; the page only draws them.
+//! [`Builder`] adds dumps one by one, [`Report`] is the data, and [`render`] embeds it in the page.
+//! Trees and groups come from the code that writes the folded files; the page only draws them.
 
 mod builder;
 mod communicators;
@@ -17,10 +18,10 @@ pub use page::render;
 use std::{io, path::Path};
 use xpu_timer_analysis::Verdict;
 
-/// The verdict of an incident folder; none when the folder has none.
+/// The verdict of an incident folder, or `None` if the folder has none.
 ///
 /// # Errors
-/// When there is one and it cannot be read, in words.
+/// The verdict exists but cannot be read; the error is its description.
 pub fn read_verdict(folder: &Path) -> Result<Option<Verdict>, String> {
     match crate::folder::read(&folder.join("verdict.json")) {
         Ok(json) => serde_json::from_slice(&json).map(Some).map_err(|error| error.to_string()),

@@ -11,9 +11,9 @@ mod stream;
 
 /// Defines exported functions whose bodies are `Result<(), CuError>`.
 ///
-/// The first argument, before the `;`, is the driver: in `fn name` the one with the legacy default stream, in the form that
-/// `ptsz name_ptsz` adds the one with a default stream per thread. The macro's first word says what must be there before:
-/// `with_context` or `without_context`.
+/// The first argument, before the `;`, is the driver: the one with the legacy default stream in `fn
+/// name`, and the one with a default stream per thread in the variant that `ptsz name_ptsz` adds.
+/// The first word of the macro is the precondition: `with_context` or `without_context`.
 macro_rules! runtime_api {
     ($ready:ident: $(
         $(ptsz $ptsz:ident)? fn $name:ident ($driver:ident; $($argument:ident: $type:ty),* $(,)?) $body:block
@@ -41,7 +41,7 @@ use sim_abi::cuda::{CUDA_VERSION, CuError};
 
 use crate::{driver::Driver, state};
 
-/// The same source makes both libraries; their names have different lengths.
+/// Both libraries are built from one source; the lengths of their names distinguish them.
 const VERSION: i32 = if env!("CARGO_PKG_NAME").len() == "sim_cudart12".len() { 12090 } else { CUDA_VERSION };
 
 fn with_context(driver: &'static Driver) -> Result<&'static Driver, CuError> {

@@ -1,11 +1,13 @@
-/* What glibc has added or renamed since 2.28, made of what it has had all along. build.rs says what it is for. */
+/* Functions that glibc added or renamed after 2.28, built from functions that it has always had.
+   See build.rs. */
 
 #define _GNU_SOURCE
 #include <sys/stat.h>
 #include <sys/syscall.h>
 #include <unistd.h>
 
-/* Until 2.33 these four were inline functions around others, which are still there; 1 is the layout of struct stat on x86-64. */
+/* Until 2.33 these four were inline functions around others, which still exist. 1 is the layout of
+   struct stat on x86-64. */
 int __xstat64(int layout, const char *path, struct stat64 *out);
 int __fxstat64(int layout, int fd, struct stat64 *out);
 int __lxstat64(int layout, const char *path, struct stat64 *out);
@@ -19,17 +21,18 @@ int __wrap_fstatat64(int folder, const char *path, struct stat64 *out, int flags
 	return __fxstatat64(1, folder, path, out, flags);
 }
 
-/* On x86-64 the same functions by another name. */
+/* On x86-64 these are aliases. */
 int __wrap_stat(const char *path, struct stat64 *out) { return __xstat64(1, path, out); }
 int __wrap_fstat(int fd, struct stat64 *out) { return __fxstat64(1, fd, out); }
 
 int __wrap_gettid(void) { return (int)syscall(SYS_gettid); }
 
-/* Rust's library asks whether it is there, by its address, and forks where it is not. */
+/* Rust's standard library tests the address of this function, and forks if it is null. */
 __asm__(".globl __wrap_posix_spawn_file_actions_addchdir_np\n.set __wrap_posix_spawn_file_actions_addchdir_np, 0\n");
 
-/* A program that is linked on 2.34 or newer leaves its constructors to the C library, which an older one leaves to the program. Rust's
-   library learns the arguments in a constructor. Every C library calls what it is given here, and then nothing else. */
+/* From 2.34 on, the C library calls the constructors of a program; before, the program had to do it.
+   Rust's standard library gets the program's arguments in a constructor. Every C library calls the
+   function that it is given here, and then no other constructor. */
 typedef void constructor(int argc, char **argv, char **variables);
 extern constructor *const __init_array_start[] __attribute__((visibility("hidden")));
 extern constructor *const __init_array_end[] __attribute__((visibility("hidden")));

@@ -1,13 +1,14 @@
-//! Build script of everything that is installed: what is linked on today's Linux starts on that of 2018 (glibc 2.28), as the
-//! containers have it that jobs run in.
+//! Build script of all installed files: a file that is linked on a current Linux also starts with
+//! glibc 2.28 (2018), which older job containers have.
 //!
-//! The linker binds to the newest version of a function, and a library that asks for one that is not there is no library that cannot be
-//! preloaded but a program that does not start. So each function that has a new version, name or place since then is linked
-//! under its old one, by `--wrap`. The test `installed::…` looks at what is asked for, and names what is missing here.
+//! The linker binds to the newest version of a function. A library that needs a version which is
+//! missing is not skipped: the program that preloads it does not start. This script therefore links
+//! each function that has a new version, name or place under its old one, with `--wrap`. The tests
+//! in `installed::` check which versions the files need, and name functions that are missing here.
 
 use std::{env, fs, path::PathBuf, process::Command};
 
-/// Functions of glibc that have a newer version than the one named here, which all have.
+/// Functions of glibc that have a newer version, and their old version, which every glibc has.
 const MOVED: [(&str, &str); 20] = [
     ("dladdr", "GLIBC_2.2.5"),
     ("dlclose", "GLIBC_2.2.5"),
@@ -31,11 +32,11 @@ const MOVED: [(&str, &str); 20] = [
     ("pthread_sigmask", "GLIBC_2.2.5"),
 ];
 
-/// Functions that `floor.c` has in place of new ones.
+/// New functions that `glibc_compat.c` replaces.
 const MADE: [&str; 8] =
     ["fstat", "fstat64", "fstatat64", "gettid", "lstat64", "posix_spawn_file_actions_addchdir_np", "stat", "stat64"];
 
-/// In programs; a library is not started.
+/// Wrapped in programs only; a library is not started.
 const START: &str = "__libc_start_main";
 
 /// The hook exports these itself.
@@ -47,9 +48,10 @@ fn main() {
     if (target("ARCH").as_str(), target("ENV").as_str()) != ("x86_64", "gnu") {
         return;
     }
-    let object = compile(&format!("{}\n{}", include_str!("floor.c"), jumps()));
+    let object = compile(&format!("{}\n{}", include_str!("glibc_compat.c"), jumps()));
     let names = MOVED.iter().map(|(name, _)| *name).chain(MADE);
-    // The hook is the one library; cargo refuses arguments for what a package does not have.
+    // The hook is the only library. Cargo rejects link arguments for targets that a package does
+    // not have.
     let (kind, names): (_, Vec<_>) = if env::var("CARGO_PKG_NAME").is_ok_and(|name| name == "xpu_timer_hook") {
         ("cdylib", names.filter(|name| !EXPORTED.contains(name)).collect())
     } else {
@@ -58,14 +60,15 @@ fn main() {
     for name in names {
         println!("cargo::rustc-link-arg-{kind}=-Wl,--wrap={name}");
     }
-    // The two libraries held those functions until 2.34; a later glibc still has them, for those who ask.
+    // The two libraries contained these functions until 2.34. A later glibc still exports them for
+    // old programs.
     println!(
         "cargo::rustc-link-arg-{kind}=-Wl,--push-state,--no-as-needed,-l:libpthread.so.0,-l:libdl.so.2,--pop-state"
     );
     println!("cargo::rustc-link-arg-{kind}={object}");
 }
 
-/// A jump for each function that has moved, so that it sees who called.
+/// A jump for each moved function, so that the function sees its real caller.
 fn jumps() -> String {
     let jump = |(name, version): &(&str, &str)| {
         let lines = [
@@ -84,9 +87,9 @@ fn jumps() -> String {
 
 fn compile(source: &str) -> String {
     let out = PathBuf::from(env::var_os("OUT_DIR").expect("cargo names it"));
-    let (file, object) = (out.join("floor.c"), out.join("floor.o"));
+    let (file, object) = (out.join("glibc_compat.c"), out.join("glibc_compat.o"));
     fs::write(&file, source).expect("OUT_DIR can be written");
-    // It may be a command with arguments, as `ccache gcc`.
+    // `CC` may be a command with arguments, such as `ccache gcc`.
     let cc = env::var("CC").unwrap_or_default();
     let mut words = cc.split_whitespace();
     let mut command = Command::new(words.next().unwrap_or("cc"));

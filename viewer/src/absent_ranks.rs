@@ -1,5 +1,6 @@
-//! What became of the ranks that have no dump, or whose process is gone: from `evidence.bin` of an incident, else from its
-//! verdict. Of a folder that holds neither, only who is absent is known.
+//! Ranks without a dump, and ranks whose process has ended. The reasons come from `evidence.bin` of
+//! an incident, else from its verdict. For a folder without both files, only the missing ranks are
+//! known.
 
 use serde::Serialize;
 use std::collections::BTreeMap;
@@ -11,52 +12,57 @@ use xpu_timer_proto::lenient;
 use xpu_timer_proto::printable::line;
 use xpu_timer_proto::v1::{Evidence, Presence};
 
-/// How a rank is absent.
+/// Why a rank is absent.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Serialize)]
 #[serde(rename_all = "snake_case")]
-pub enum How {
-    /// Its process is gone.
+pub enum Absence {
+    /// Its process has ended.
     Dead,
-    /// It ended in order, or was scaled down.
+    /// It ended normally, or was scaled down.
     Left,
-    /// There is no dump of it.
+    /// It has no dump.
     NoDump,
 }
 
-impl How {
-    /// For people, at the beginning of a line.
+impl Absence {
+    /// The text at the beginning of a line of the summary.
     pub fn words(self) -> &'static str {
         match self {
-            How::Dead => "Dead",
-            How::Left => "Left in order",
-            How::NoDump => "Without a dump",
+            Absence::Dead => "Dead",
+            Absence::Left => "Left in order",
+            Absence::NoDump => "Without a dump",
         }
     }
 
-    fn of(presence: &str) -> How {
+    fn of(presence: &str) -> Absence {
         match presence {
-            "dead" => How::Dead,
-            "left" => How::Left,
-            _ => How::NoDump,
+            "dead" => Absence::Dead,
+            "left" => Absence::Left,
+            _ => Absence::NoDump,
         }
     }
 }
 
-/// Ranks of which the same is known.
+/// Ranks that are absent for the same reason.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Fate {
-    /// How they are absent.
-    pub how: How,
-    /// They.
+pub struct AbsentRanks {
+    /// Why they are absent.
+    pub absence: Absence,
+    /// The ranks.
     pub ranks: RankSet,
     /// Host or pod; empty when unknown.
     pub node: String,
-    /// How the processes ended, and why there is no dump; empty when unknown.
+    /// How the processes ended and why there is no dump; empty when unknown.
     pub why: String,
 }
 
-/// The fates of a job, the dead first; and what is odd about `evidence.bin`, if anything.
-pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, world: u32) -> (Vec<Fate>, Option<String>) {
+/// The absent ranks of a job, dead ones first, and a warning if `evidence.bin` cannot be used.
+pub fn absent_ranks(
+    folder: &Path,
+    verdict: Option<&Verdict>,
+    with_dump: &RankSet,
+    world: u32,
+) -> (Vec<AbsentRanks>, Option<String>) {
     let (evidence, note) = match crate::folder::read(&folder.join("evidence.bin")) {
         Ok(bytes) => match lenient::decode::<Evidence>(&bytes) {
             Ok(evidence) => (evidence, None),
@@ -66,36 +72,36 @@ pub fn fates(folder: &Path, verdict: Option<&Verdict>, with_dump: &RankSet, worl
         Err(error) => (Evidence::default(), Some(format!("evidence.bin is left out: {error}"))),
     };
     let mut known = RankSet::new();
-    let mut fates: BTreeMap<(How, String, String), RankSet> = BTreeMap::new();
-    let mut put = |rank: u32, how: How, node: &str, why: Vec<&str>| {
-        if known.insert(rank) && (how != How::NoDump || !with_dump.contains(rank)) {
+    let mut absent: BTreeMap<(Absence, String, String), RankSet> = BTreeMap::new();
+    let mut put = |rank: u32, absence: Absence, node: &str, why: Vec<&str>| {
+        if known.insert(rank) && (absence != Absence::NoDump || !with_dump.contains(rank)) {
             let why = why.into_iter().filter(|why| !why.is_empty()).collect::<Vec<_>>().join("; ");
-            fates.entry((how, line(node).into_owned(), line(&why).into_owned())).or_default().insert(rank);
+            absent.entry((absence, line(node).into_owned(), line(&why).into_owned())).or_default().insert(rank);
         }
     };
     for rank in &evidence.ranks {
-        let how = match rank.presence() {
-            Presence::Dead => How::Dead,
-            Presence::Left => How::Left,
-            _ => How::NoDump,
+        let absence = match rank.presence() {
+            Presence::Dead => Absence::Dead,
+            Presence::Left => Absence::Left,
+            _ => Absence::NoDump,
         };
         let why = [rank.exit.as_str()].into_iter().chain(rank.errors.iter().map(String::as_str));
-        put(rank.rank, how, &rank.node, why.collect());
+        put(rank.rank, absence, &rank.node, why.collect());
     }
     for group in verdict.into_iter().flat_map(|verdict| &verdict.ranks) {
         for &rank in &group.ranks {
-            put(rank, How::of(&group.presence), "", group.errors.iter().map(String::as_str).collect());
+            put(rank, Absence::of(&group.presence), "", group.errors.iter().map(String::as_str).collect());
         }
     }
     known.union_with(with_dump);
     let unknown = known.complement(world);
     if !unknown.is_empty() {
-        fates.entry((How::NoDump, String::new(), String::new())).or_default().union_with(&unknown);
+        absent.entry((Absence::NoDump, String::new(), String::new())).or_default().union_with(&unknown);
     }
-    let mut fates: Vec<Fate> =
-        fates.into_iter().map(|((how, node, why), ranks)| Fate { how, ranks, node, why }).collect();
-    fates.sort_by(|a, b| a.how.cmp(&b.how).then_with(|| a.ranks.first().cmp(&b.ranks.first())));
-    (fates, note)
+    let mut absent: Vec<AbsentRanks> =
+        absent.into_iter().map(|((absence, node, why), ranks)| AbsentRanks { absence, ranks, node, why }).collect();
+    absent.sort_by(|a, b| a.absence.cmp(&b.absence).then_with(|| a.ranks.first().cmp(&b.ranks.first())));
+    (absent, note)
 }
 
 #[cfg(test)]
@@ -127,9 +133,10 @@ mod tests {
 
     fn told(folder: &Path, verdict: Option<&Verdict>) -> Vec<String> {
         // Rank 1 died after its dump was taken.
-        let (fates, _) = fates(folder, verdict, &RankSet::from_iter([0, 1]), 8);
-        let line = |fate: Fate| format!("{:?} {} [{}] {}", fate.how, fate.ranks, fate.node, fate.why);
-        fates.into_iter().map(line).collect()
+        let (absent, _) = absent_ranks(folder, verdict, &RankSet::from_iter([0, 1]), 8);
+        let line =
+            |absent: AbsentRanks| format!("{:?} {} [{}] {}", absent.absence, absent.ranks, absent.node, absent.why);
+        absent.into_iter().map(line).collect()
     }
 
     #[test]
@@ -152,7 +159,7 @@ mod tests {
             ]
         );
         fs::write(dir.path().join("evidence.bin"), "junk").unwrap();
-        let note = fates(dir.path(), None, &RankSet::new(), 1).1;
+        let note = absent_ranks(dir.path(), None, &RankSet::new(), 1).1;
         assert!(note.is_some_and(|note| note.starts_with("evidence.bin is left out: ")));
     }
 }

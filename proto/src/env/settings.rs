@@ -1,8 +1,7 @@
-//! The variables as they are in force: value, where it comes from, and what is wrong with it. For people who ask.
+//! The effective settings: the value of each variable, its origin, and its problem, for reports.
 
-#[cfg(test)]
-use super::ABOVE_ZERO;
-use super::{Problem, Source, VARIABLES, Variable};
+use super::source::{Problem, Source};
+use super::variables::{VARIABLES, Variable};
 
 /// Where a value comes from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -11,28 +10,28 @@ pub enum Origin {
     Environment,
     /// The INI file that `XPU_TIMER_CONFIG` names.
     Ini,
-    /// Nowhere: the default.
+    /// The default: it is set nowhere.
     Default,
 }
 
-/// One variable as it is in force.
+/// The effective setting of one variable.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Setting {
     /// Its name.
     pub name: &'static str,
-    /// What it means.
+    /// Its meaning.
     pub meaning: &'static str,
-    /// The value in force; empty for none.
+    /// The effective value; empty for none.
     pub value: String,
     /// Its default; empty for none.
     pub default: &'static str,
-    /// Where the value was given. One that cannot be used is not in force, and its origin is still told.
+    /// Where the value was set, even if it cannot be used and the default is effective.
     pub origin: Origin,
-    /// Why the given value is not in force.
+    /// Why the set value is not effective.
     pub problem: Option<Problem>,
 }
 
-/// What a value must be.
+/// The type of a value.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Text,
@@ -75,7 +74,7 @@ fn kind(name: &str) -> Kind {
 }
 
 impl Source {
-    /// What cannot be used of all variables of the table, also of those that this program does not read.
+    /// The problems of all variables of the table, including those that this program does not read.
     #[must_use]
     pub fn all_problems(&self) -> Vec<Problem> {
         VARIABLES.iter().for_each(|variable| self.check(variable.name));
@@ -101,7 +100,7 @@ impl Source {
         Setting { name, meaning: variable.meaning, value, default: variable.default, origin, problem }
     }
 
-    /// Notes a [`Problem`] of a variable that is read elsewhere. What its value is does not matter here, only whether it can be used.
+    /// Records a [`Problem`] of a variable that is read elsewhere. The value itself is ignored.
     pub fn check(&self, name: &str) {
         match kind(name) {
             Kind::Text => {}
@@ -121,6 +120,7 @@ impl Source {
 
 #[cfg(test)]
 mod tests {
+    use super::super::source::ABOVE_ZERO;
     use super::*;
 
     fn setting(pairs: &'static [(&str, &str)], ini: &str, name: &str) -> Setting {
@@ -156,7 +156,7 @@ mod tests {
             assert_eq!(setting.problem.unwrap().value, *bad);
         }
         let source = Source::new(|name| PAIRS.iter().find(|pair| pair.0 == name).map(|pair| pair.1.to_string()), "");
-        // Looked at before, each is complained about once all the same.
+        // A variable that was read before is still reported only once.
         assert!(
             !source.flag("XPU_TIMER_DISABLE")
                 && source.settings().iter().filter(|one| one.problem.is_some()).count() == 5
@@ -164,7 +164,7 @@ mod tests {
         assert_eq!(source.all_problems().len(), PAIRS.len());
     }
 
-    /// Every variable that is not any text, with values that no user can have meant.
+    /// Every variable that is not free text, with values that are certainly mistakes.
     #[test]
     fn no_bad_value_of_any_variable_goes_unnoticed() {
         let mut checked = 0;
@@ -200,7 +200,7 @@ mod tests {
     fn every_default_is_a_value_that_can_be_used() {
         let source = Source::new(|_| None, "");
         assert!(source.settings().iter().all(|setting| setting.problem.is_none()));
-        // A number, a switch or a port that nobody checks would be a value that nobody complains about.
+        // A number, a switch or a port that is not checked would never be reported.
         let unchecked =
             |variable: &&Variable| kind(variable.name) == Kind::Text && variable.default.parse::<f64>().is_ok();
         let names: Vec<&str> = VARIABLES.iter().filter(unchecked).map(|variable| variable.name).collect();

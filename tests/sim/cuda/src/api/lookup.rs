@@ -1,57 +1,36 @@
-//! The exported functions, and the table from which `cuGetProcAddress` answers.
+//! `cuGetProcAddress`, which finds exported functions by name and version.
 
-#![allow(unsafe_code, non_snake_case)]
+use sim_abi::{
+    cuda::CuError,
+    ffi::{Out, Text},
+};
 
-mod device;
-mod graph;
-mod green;
-mod launch;
-mod memory;
-mod stream;
+use super::entry::{Entry, driver_api};
+use super::{device, graph, green, launch, memory, stream};
 
-/// One exported symbol.
-pub struct Entry {
-    /// With its suffixes: `_v2`, `_ptsz`, `_ptds`.
-    pub symbol: &'static str,
-    pub address: *const (),
-    /// The CUDA version that brought it, where a caller may ask for less.
-    pub since: i32,
+driver_api! { call_any_time:
+    since 11030 fn cuGetProcAddress(symbol: Text, function: Out<*const ()>, version: i32, flags: u64) {
+        let found = find(&symbol.get()?, version, flags & PER_THREAD != 0);
+        function.set(found.unwrap_or(std::ptr::null()))?;
+        found.map(drop).map_err(|_| CuError::NOT_FOUND)
+    }
+
+    since 12000 fn cuGetProcAddress_v2(symbol: Text, function: Out<*const ()>, version: i32, flags: u64, status: Out<i32>) {
+        let found = find(&symbol.get()?, version, flags & PER_THREAD != 0);
+        function.set(found.unwrap_or(std::ptr::null()))?;
+        status.set_if_wanted(found.map_or_else(|missing: Missing| missing as i32, |_| 0));
+        // If the caller passed a status, a missing function is a result and not an error.
+        if found.is_err() && status.is_null() { Err(CuError::NOT_FOUND) } else { Ok(()) }
+    }
 }
 
-/// Defines exported functions whose bodies are `Result<(), CuError>`, and their table.
-///
-/// `ptsz name_ptsz(stream)` also defines the form to which a NULL `stream` means the thread's own default stream; it is a
-/// function of its own, as in the real library. `since 11060` is the CUDA version of the function.
-macro_rules! driver_api {
-    ($call:ident: $(
-        $(#[$meta:meta])* $(since $since:literal)? $(ptsz $ptsz:ident($stream:ident))? fn $name:ident $arguments:tt $body:block
-    )*) => {
-        $(
-            driver_api!(@define $call, $(#[$meta])* $name $arguments, {}, $body);
-            $(driver_api!(@define $call, $ptsz $arguments, { let $stream = crate::stream::per_thread($stream); }, $body);)?
-        )*
+/// CU_GET_PROC_ADDRESS_PER_THREAD_DEFAULT_STREAM.
+const PER_THREAD: u64 = 2;
 
-        /// What this module exports.
-        pub const ENTRIES: &[crate::api::Entry] = &[$(
-            crate::api::Entry { symbol: stringify!($name), address: $name as *const (), since: 0 $(+ $since)? },
-            $(crate::api::Entry { symbol: stringify!($ptsz), address: $ptsz as *const (), since: 7000 },)?
-        )*];
-    };
-    (@define $call:ident, $(#[$meta:meta])* $name:ident ($($argument:ident: $type:ty),* $(,)?), { $($before:tt)* }, $body:block) => {
-        $(#[$meta])*
-        #[unsafe(no_mangle)]
-        pub extern "C" fn $name($($argument: $type),*) -> i32 {
-            $($before)*
-            crate::process::$call(stringify!($name), || $body)
-        }
-    };
-}
-pub(crate) use driver_api;
-
-/// Everything that is exported.
+/// All exported functions.
 pub fn entries() -> impl Iterator<Item = &'static Entry> {
     let others = [graph::ENTRIES, green::ENTRIES, launch::ENTRIES, memory::ENTRIES];
-    [device::ENTRIES, device::ANY_TIME, stream::ENTRIES].into_iter().chain(others).flatten()
+    [device::ENTRIES, device::ANY_TIME, ENTRIES, stream::ENTRIES].into_iter().chain(others).flatten()
 }
 
 /// CU_GET_PROC_ADDRESS_SYMBOL_NOT_FOUND and _VERSION_NOT_SUFFICIENT.
@@ -61,7 +40,8 @@ pub enum Missing {
     Version = 2,
 }
 
-/// What `cuGetProcAddress` finds: of the functions with this base name, the newest that `version` knows.
+/// The function that `cuGetProcAddress` finds: the newest one with this base name that `version`
+/// has.
 pub fn find(base: &str, version: i32, per_thread: bool) -> Result<*const (), Missing> {
     let mut named = entries().filter_map(|entry| {
         let (symbol, is_per_thread) = match entry.symbol.rsplit_once("_pt") {
@@ -105,7 +85,7 @@ mod tests {
 
     #[test]
     fn no_two_exports_share_an_address() {
-        // A shared address would let a hook see one function as the other.
+        // With a shared address, a hook could not distinguish the two functions.
         let mut seen = std::collections::HashMap::new();
         for entry in entries() {
             assert_eq!(seen.insert(entry.address, entry.symbol), None, "{} has the address of another", entry.symbol);

@@ -1,4 +1,4 @@
-//! Narrows a folder to some ranks, some threads, or the stacks that hold a text.
+//! Selects some ranks, some threads, or the stacks that contain a text.
 
 use crate::dump::{Dump, Thread, Threads};
 use crate::folder::DumpFile;
@@ -7,14 +7,15 @@ use std::collections::HashSet;
 use xpu_timer_analysis::main_thread;
 use xpu_timer_analysis::rank_set::RankSet;
 
-/// What is looked at: everything, unless something is asked for.
+/// Options that select ranks, threads and stacks. The default selects everything.
 #[derive(Debug, Clone, Default, PartialEq, Eq, clap::Args)]
 #[command(next_help_heading = "Narrow (the summary then shows stacks; no file is written unless it is chosen)")]
-pub struct Narrow {
+pub struct Filter {
     /// Only these ranks, such as 6 or 0-3,7
     #[arg(long, value_name = "RANKS", value_parser = ranks)]
     pub rank: Option<RankSet>,
-    /// Only threads with this id, or whose name in Python or in the kernel holds this text, in any case
+    /// Only threads with this id, or whose name in Python or in the kernel holds this text, in any
+    /// case
     #[arg(long, value_name = "TID|NAME")]
     pub thread: Option<String>,
     /// Only stacks with a function or file that holds this text
@@ -22,26 +23,26 @@ pub struct Narrow {
     pub grep: Option<String>,
 }
 
-impl Narrow {
-    /// True when nothing is left out.
+impl Filter {
+    /// Whether everything is selected.
     pub fn is_all(&self) -> bool {
-        *self == Narrow::default()
+        *self == Filter::default()
     }
 
-    /// True when this rank is looked at.
-    pub fn takes(&self, file: &DumpFile) -> bool {
+    /// Whether the rank of this file is selected.
+    pub fn includes(&self, file: &DumpFile) -> bool {
         self.rank.as_ref().is_none_or(|ranks| ranks.contains(file.rank))
     }
 
-    /// Leaves the threads out that nobody asked for. The other samples, and the children, are left out with them: what
-    /// would be compared with them is not there any more.
+    /// Removes the threads that are not selected. Earlier samples and child processes are removed
+    /// too, because comparisons with them need all threads.
     pub fn apply(&self, dump: &mut Dump<'_>) {
-        if !self.some_threads() {
+        if !self.selects_threads() {
             return;
         }
         dump.first_sample = None;
         dump.children.clear();
-        let named = self.thread.as_ref().map(|text| named(dump, text));
+        let named = self.thread.as_ref().map(|text| matching_threads(dump, text));
         let Threads { native, python, frames } = &mut dump.threads;
         let greps = |thread: &Thread<'_>| {
             let holds_it = |text: &String| {
@@ -59,16 +60,18 @@ impl Narrow {
         }
     }
 
-    /// True when threads are chosen among those of a rank.
-    pub fn some_threads(&self) -> bool {
+    /// Whether only some threads of a rank are selected.
+    pub fn selects_threads(&self) -> bool {
         self.thread.is_some() || self.grep.is_some()
     }
 }
 
-/// Whether each native and each Python thread of a dump is meant by a thread id or a part of a name. A thread that has two
-/// names, one in Python and one in the kernel, goes by both, and the main thread also by its name in Python where the dump
-/// holds no names.
-fn named(dump: &Dump<'_>, text: &str) -> (Vec<bool>, Vec<bool>) {
+/// For each native and each Python thread of a dump, whether a thread id or a part of a name
+/// selects it.
+///
+/// A thread with a name in Python and another in the kernel matches by both. The main thread also
+/// matches by its name in Python if the dump contains no names.
+fn matching_threads(dump: &Dump<'_>, text: &str) -> (Vec<bool>, Vec<bool>) {
     let Threads { native, python, .. } = &dump.threads;
     let tid = text.parse().ok().filter(|&tid: &u32| tid != 0);
     let holds_it = |name: &[u8]| holds(&name.to_ascii_lowercase(), &text.to_ascii_lowercase());
@@ -98,7 +101,7 @@ fn holds(bytes: &[u8], text: &str) -> bool {
     text.is_empty() || bytes.windows(text.len()).any(|window| window == text.as_bytes())
 }
 
-/// Ranks as people write them: `6`, `0-3,7`, or as labels do: `0-3/7`.
+/// Parses ranks as people write them (`6`, `0-3,7`) or as labels show them (`0-3/7`).
 fn ranks(text: &str) -> Result<RankSet, String> {
     let mut ranks = RankSet::new();
     for run in text.split([',', '/']).map(str::trim) {
@@ -144,9 +147,9 @@ mod tests {
         };
         let left = |thread: Option<&str>, grep: Option<&str>, pid| {
             let mut dump = Dump { threads: threads(), pid, first_sample: Some(b""), ..Dump::default() };
-            let narrow = Narrow { thread: thread.map(Into::into), grep: grep.map(Into::into), ..Narrow::default() };
-            narrow.apply(&mut dump);
-            assert_eq!(dump.first_sample.is_some(), !narrow.some_threads());
+            let filter = Filter { thread: thread.map(Into::into), grep: grep.map(Into::into), ..Filter::default() };
+            filter.apply(&mut dump);
+            assert_eq!(dump.first_sample.is_some(), !filter.selects_threads());
             let names = |threads: &[Thread<'_>]| -> Vec<String> {
                 threads.iter().map(|thread| String::from_utf8_lossy(thread.name).into_owned()).collect()
             };

@@ -1,8 +1,9 @@
-//! Looks at paths that the user has named, in a process that can be left behind: a file system may never answer, and then neither a
-//! timeout nor a signal ends the call.
+//! Accesses paths named by the user in another process, which can be abandoned: a file system may
+//! never answer, and then neither a timeout nor a signal ends the call.
 //!
-//! A thread would not do. The launcher becomes the command by `exec`, which waits for every other thread of the process. The process
-//! that looks is a grandchild, so the command never sees it among its own children, and it holds no descriptor of the job's.
+//! A thread cannot do this. The launcher becomes the command by `exec`, which waits for all other
+//! threads of the process. The other process is a grandchild, so the command does not have it as a
+//! child, and it holds no descriptor of the job.
 
 use std::{
     fs::File,
@@ -27,18 +28,18 @@ use xpu_timer_proto::file;
 /// [`file::read`], within [`file::PATIENCE`].
 ///
 /// # Errors
-/// As [`file::read`], or that the file system does not answer.
+/// Those of [`file::read`], or that the file system does not answer.
 pub fn read(path: &Path) -> io::Result<Vec<u8>> {
-    apart(|| file::read(path))
+    in_child(|| file::read(path))
 }
 
-/// Whether `path`, or the first folder above it that is there, answers.
+/// Checks that the file system of `path`, or of its first existing parent, answers.
 ///
 /// # Errors
-/// That its file system does not answer.
+/// The file system does not answer.
 pub fn answers(path: &Path) -> io::Result<()> {
-    apart(|| {
-        // Its beginning, too: the metadata may be remembered by the kernel.
+    in_child(|| {
+        // The file's beginning is read too, because the kernel may have cached the metadata.
         if let Ok(mut file) = file::open(path) {
             let _ = file.read(&mut [0]);
         } else if let Some(there) = path.ancestors().find(|path| path.symlink_metadata().is_ok()) {
@@ -49,31 +50,33 @@ pub fn answers(path: &Path) -> io::Result<()> {
     .map(|_| ())
 }
 
-/// Whether `path` is a regular file that answers.
+/// Checks that `path` is a regular file and that its file system answers.
 ///
 /// # Errors
-/// What else it is.
+/// What it is otherwise.
 pub fn is_file(path: &Path) -> io::Result<()> {
-    apart(|| file::open(path)?.read(&mut [0]).map(|_| Vec::new())).map(|_| ())
+    in_child(|| file::open(path)?.read(&mut [0]).map(|_| Vec::new())).map(|_| ())
 }
 
-/// Does some work in a process of its own. Its answer is the process's id, then an error's number and text, or 0 and the bytes.
-fn apart(work: impl FnOnce() -> io::Result<Vec<u8>>) -> io::Result<Vec<u8>> {
+/// Runs some work in another process. That process sends its id, then an error's number and text,
+/// or 0 and the result.
+fn in_child(work: impl FnOnce() -> io::Result<Vec<u8>>) -> io::Result<Vec<u8>> {
     let (read, write) = pipe2(OFlag::O_CLOEXEC)?;
     // SAFETY: this process has one thread.
     match unsafe { fork() }? {
         ForkResult::Child => {
-            // SAFETY: as above. The one in between ends at once, so that the command has no child that it does not know.
+            // SAFETY: this process has one thread. The intermediate process ends at once, so that
+            // the command has no unknown child.
             if let Ok(ForkResult::Child) = unsafe { fork() } {
                 drop(read);
                 in_grandchild(work, File::from(write));
             }
-            // SAFETY: ends the process without running what the launcher registered for its own exit.
+            // SAFETY: ends the process without running the launcher's exit handlers.
             unsafe { libc::_exit(0) }
         }
         ForkResult::Parent { child } => {
             drop(write);
-            // Only fails when somebody else reaped it, which is as good.
+            // This fails only if another thread has reaped the child, which is fine.
             let _ = waitpid(child, None);
             answer(File::from(read))
         }
@@ -90,27 +93,29 @@ fn in_grandchild(work: impl FnOnce() -> io::Result<Vec<u8>>, mut report: File) {
         Ok(bytes) => (0, bytes),
         Err(error) => (error.raw_os_error().unwrap_or(-1), error.to_string().into_bytes()),
     };
-    // Nobody listens after the deadline.
+    // The reader is gone after the deadline.
     let _ = report.write_all(&code.to_ne_bytes()).and_then(|()| report.write_all(&bytes));
 }
 
-/// A process that hangs must keep nobody waiting for the end of a pipe.
+/// Closes all descriptors but one: a hanging process must not keep a pipe open that others read to
+/// its end.
 fn close_all_but(keep: i32) {
     let keep = keep as libc::c_uint;
-    // SAFETY: closes descriptors of this process, which uses none of them. Kernels before 5.9 refuse.
+    // SAFETY: closes descriptors of this process, which uses none of them. Kernels before 5.9 do
+    // not have the call.
     let closed = unsafe {
         (keep == 0 || libc::syscall(libc::SYS_close_range, 0, keep - 1, 0) == 0)
             && libc::syscall(libc::SYS_close_range, keep + 1, libc::c_uint::MAX, 0) == 0
     };
     if !closed {
         for fd in crate::detach::descriptors().into_iter().filter(|fd| *fd as libc::c_uint != keep) {
-            // SAFETY: as above.
+            // SAFETY: closes a descriptor that this process does not use.
             unsafe { libc::close(fd) };
         }
     }
 }
 
-/// What comes through a pipe until it is closed, and whether that was in time.
+/// Reads a pipe until it is closed, and returns whether that was in time.
 pub fn read_to_end_within(mut pipe: File, patience: Duration) -> (Vec<u8>, bool) {
     let until = Instant::now() + patience;
     let (mut bytes, mut piece) = (Vec::new(), [0; 4096]);
@@ -169,7 +174,7 @@ mod tests {
     #[test]
     fn work_that_does_not_answer_is_left_behind_and_ended() {
         let begun = Instant::now();
-        let error = apart(|| {
+        let error = in_child(|| {
             std::thread::sleep(Duration::from_secs(600));
             Ok(Vec::new())
         });

@@ -1,5 +1,5 @@
-//! `stacks.bin`: the stacks of all ranks of a large job as two trees, which the cluster collector merged. The dumps beside it are
-//! those of some ranks only.
+//! Reads `stacks.bin`: the stacks of all ranks of a large job as two trees, merged by the cluster
+//! collector. The folder contains the dumps of only some of these ranks.
 
 use std::path::Path;
 use xpu_timer_analysis::prefix_tree::PrefixTree;
@@ -8,16 +8,16 @@ use xpu_timer_proto::v1::StackTrees;
 
 /// The stacks of all ranks.
 #[derive(Debug)]
-pub struct Whole {
+pub struct MergedTrees {
     /// Native stacks.
     pub native: PrefixTree,
     /// Python stacks.
     pub python: PrefixTree,
-    /// Ranks of the job.
+    /// Number of ranks in the job.
     pub world: u32,
 }
 
-impl Whole {
+impl MergedTrees {
     /// Number of ranks that have a stack.
     #[must_use]
     pub fn ranks(&self) -> u64 {
@@ -30,15 +30,16 @@ impl Whole {
     }
 }
 
-/// The trees of a folder; none when there are none, or they cannot be used: then the dumps that are there are drawn.
+/// The trees of a folder. `None` if there are none or they are invalid; the viewer then draws the
+/// dumps of the folder.
 #[must_use]
-pub fn read(folder: &Path) -> Option<Whole> {
+pub fn read(folder: &Path) -> Option<MergedTrees> {
     let message = lenient::decode::<StackTrees>(&crate::folder::read(&folder.join("stacks.bin")).ok()?).ok()?;
     let tree = |message: Option<xpu_timer_proto::v1::StackTree>| {
         let mut tree = PrefixTree::new();
         tree.merge_message(&message.unwrap_or_default()).ok().map(|()| tree)
     };
-    Some(Whole { native: tree(message.native)?, python: tree(message.python)?, world: message.world_size })
+    Some(MergedTrees { native: tree(message.native)?, python: tree(message.python)?, world: message.world_size })
 }
 
 #[cfg(test)]
@@ -56,8 +57,8 @@ mod tests {
         }
         let message = StackTrees { world_size: 9, native: Some(tree.to_message()), python: None };
         std::fs::write(folder.path().join("stacks.bin"), message.encode_to_vec()).unwrap();
-        let whole = read(folder.path()).unwrap();
-        assert_eq!((whole.world, whole.ranks(), whole.python.nodes().len()), (9, 3, 0));
+        let trees = read(folder.path()).unwrap();
+        assert_eq!((trees.world, trees.ranks(), trees.python.nodes().len()), (9, 3, 0));
         std::fs::write(folder.path().join("stacks.bin"), [0xff; 9]).unwrap();
         assert!(read(folder.path()).is_none());
     }

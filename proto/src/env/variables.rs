@@ -1,0 +1,113 @@
+//! The table of all environment variables.
+
+/// One variable of the table.
+#[derive(Debug, Clone, Copy)]
+pub struct Variable {
+    /// Its name in the environment and in the INI file.
+    pub name: &'static str,
+    /// The value if it is not set; empty for none.
+    pub default: &'static str,
+    /// Its meaning, for `--help` and the documentation.
+    pub meaning: &'static str,
+    /// Whether the launcher sets it for the programs below it, so that users need not set it.
+    pub is_set_by_launcher: bool,
+}
+
+macro_rules! variables {
+    ($($name:ident = $default:literal, $meaning:literal $(set by $launcher:ident)?;)*) => {
+        /// All variables, in the order of the documentation.
+        pub const VARIABLES: &[Variable] = &[$(Variable {
+            name: stringify!($name),
+            default: $default,
+            meaning: concat!($meaning $(, "; set by ", stringify!($launcher))?),
+            is_set_by_launcher: !stringify!($($launcher)?).is_empty(),
+        }),*];
+    };
+}
+
+variables! {
+    POD_NAME = "NOT_SET", "label pod_name";
+    POD_IP = "NOT_SET", "label ip";
+    XPU_TIMER_CONFIG = "", "INI file with any of these variables";
+    XPU_TIMER_CONFIG_READ = "", "what that file says" set by xpu_timer_launch;
+    XPU_TIMER_TIMELINE_PATH = "/root/timeline", "folder of the incident folders";
+    XPU_TIMER_HANG_TIMEOUT = "300", "seconds an operation may stay incomplete";
+    XPU_TIMER_HANG_KILL = "0", "1: end the ranks with a non-zero status when a verdict proves a hang";
+    XPU_TIMER_BASEPORT = "18888", "control port of the node collector; metrics are on the next one";
+    XPU_TIMER_PORT = "", "metrics port; control is then the one below it";
+    XPU_TIMER_DAEMON_PATH = "", "path of the collector binary";
+    XPU_TIMER_LOGGING_DIR = "/tmp", "where the hook and the collector log";
+    XPU_TIMER_LOGGING_APPEND = "0", "1: keep the log of the run before";
+    XPU_TIMER_LOGGING_MAX_MB = "10", "megabytes after which the collector's log is renamed and a new one begun";
+    XPU_TIMER_LOGGING_FILES = "3", "how many logs of the collector are kept, with the one that it writes to";
+    XPU_TIMER_FILE_MODE = "600", "mode of the files that are written: incidents and logs; 640 lets the group read them, 644 everybody";
+    XPU_TIMER_PROMETHEUS_UPDATE_INTERVAL = "10", "seconds after which a published kernel metric is made anew";
+    XPU_TIMER_LOCAL_UPDATE_INTERVAL = "1", "seconds between two looks at what the ranks have completed";
+    XPU_TIMER_MM_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of matrix products look back";
+    XPU_TIMER_COLL_BVAR_WINDOW_SIZE = "10", "seconds that the metrics of collectives look back";
+    XPU_TIMER_DEREGISTER_TIME = "300", "seconds after which a silent kernel metric goes away";
+    XPU_TIMER_BUCKETING_METRICS = "1", "0: kernel metrics without the label level";
+    XPU_TIMER_MM_BUCKETING_COUNT = "10", "levels of matrix products, up to what the device can do";
+    XPU_TIMER_COMM_BUCKETING_COUNT = "20", "levels of collectives, up to 400 Gbps";
+    XPU_TIMER_DEVICE_NAME = "", "device whose peak makes the levels of matrix products: P100, V100, A100, A800, H100, H800";
+    XPU_TIMER_DISABLE = "0", "1: load and do nothing";
+    XPU_TIMER_COLLECTOR = "", "cluster collector, https://host:18890; unset: every node judges its own ranks";
+    XPU_TIMER_COLLECTOR_TOKEN_FILE = "", "file with the token that nodes and the cluster collector share; whoever sends it may use a node's control port too";
+    XPU_TIMER_COLLECTOR_CA_FILE = "", "PEM file of the authority that a node trusts; default those of the system";
+    XPU_TIMER_CLUSTER_LISTEN = "127.0.0.1:18890", "where the cluster collector listens; beyond loopback only with TLS and a token";
+    XPU_TIMER_CLUSTER_CERT_FILE = "", "PEM file of the cluster collector's certificate";
+    XPU_TIMER_CLUSTER_KEY_FILE = "", "PEM file of its key";
+    XPU_TIMER_WEBHOOK = "", "URL to which every verdict is posted as JSON";
+    XPU_TIMER_KEEP_INCIDENTS = "200", "so many incident folders are kept; 0: all";
+    XPU_TIMER_KEEP_DAYS = "30", "days after which an incident folder is removed; 0: never";
+    XPU_TIMER_IDLE_TIMEOUT = "", "seconds without any launch on any rank before the job counts as hung; 0 is off; default twice the hang timeout";
+    XPU_TIMER_SAMPLE_INTERVAL = "5", "seconds between the two samples of a dump";
+    XPU_TIMER_BRACKET = "collectives", "what gets a start and an end event: collectives, matmuls, all, none";
+    XPU_TIMER_INLINE = "auto", "code that is replaced where no symbol can be interposed: off; auto: collectives and matrix products linked statically or bound to themselves, gloo; all: the driver and the runtime too";
+    XPU_TIMER_NCCL_LIB_PATH = "", "the collective library, when its name is none that is known";
+    XPU_TIMER_CUBLAS_LIB_PATH = "", "the same for matrix products";
+    XPU_TIMER_CUBLASLT_LIB_PATH = "", "the same for cuBLASLt";
+    XPU_TIMER_JOB = "", "job name when no scheduler gives one";
+    XPU_TIMER_SOCKET = "", "socket of the node collector" set by xpu_timer_launch;
+    XPU_TIMER_COLLECTOR_PID = "", "process that may look into the ranks and their children" set by xpu_timer_launch;
+    XPU_TIMER_FILTERS = "", "seccomp filters that the command was started under, and the boot of the machine" set by xpu_timer_launch;
+    XPU_TIMER_LAUNCH_ID = "", "the launched command that a process belongs to" set by xpu_timer_launch;
+    XPU_TIMER_HOOK_PATH = "", "path of libxpu_timer_hook.so; default beside the launcher, or in ../lib";
+    XPU_TIMER_LINGER = "600", "seconds after which a collector that xpu_timer_launch started ends when no rank is connected and no launched command lives";
+    XPU_TIMER_LOG = "info", "how much the collector logs: error, warn, info, debug, or a tracing filter";
+}
+
+/// Variables of the original tool that are accepted but have no effect; `meaning` gives the reason.
+pub const WITHOUT_EFFECT: &[Variable] = &[
+    without_effect("XPU_TIMER_TIMELINE_TRACE_COUNT", "1000", "no timeline is written"),
+    without_effect("XPU_TIMER_ALL_DUMP_TIMELINE", "1", "no timeline is written"),
+    without_effect(
+        "XPU_TIMER_DUMP_STACK_COUNT",
+        "0",
+        "no timeline is written; an incident has the stacks of all ranks",
+    ),
+    without_effect("XPU_TIMER_DEBUG_MODE", "0", "a job runs also when it does not use every device"),
+    without_effect(
+        "XPU_TIMER_SKIP_TP",
+        "0",
+        "a bracket costs little, and what is not bracketed cannot be seen hanging",
+    ),
+    without_effect("XPU_TIMER_TP_SIZE", "8", "it belongs to XPU_TIMER_SKIP_TP"),
+    without_effect("XPU_TIMER_HOST_TRACING_FUNC", "", "Python functions are not traced; an incident has their stacks"),
+    without_effect(
+        "XPU_TIMER_EXIT_HOOK_PLUGIN",
+        "",
+        "no Python is run in the ranks; XPU_TIMER_WEBHOOK tells of verdicts",
+    ),
+    without_effect("XPU_TIMER_TORCH_CUDA_LIB_PATH", "", "no function of libtorch_cuda is called"),
+    without_effect("XPU_TIMER_SYMS_FILE", "", "functions are found without a symbol file"),
+];
+
+/// The variable in which the launcher passes on the INI file, so that no other process of the job
+/// opens it. The value is the file's path, a line break, and the settings in INI format. It is
+/// ignored if `XPU_TIMER_CONFIG` names another path.
+pub const HANDED_OVER: &str = "XPU_TIMER_CONFIG_READ";
+
+const fn without_effect(name: &'static str, default: &'static str, meaning: &'static str) -> Variable {
+    Variable { name, default, meaning, is_set_by_launcher: false }
+}

@@ -1,0 +1,302 @@
+//! Layout of the ring: the words of the header and of each table, and the offsets of the tables.
+
+/// Version of the layout. It changes with every change of a constant below.
+pub const VERSION: u32 = 6;
+/// First word of every ring: `XPURING1` in ASCII.
+pub const MAGIC: u64 = u64::from_le_bytes(*b"XPURING1");
+
+/// Indexes of the header's words. The watcher's words, those shared by threads without a lane, and
+/// the tickets are on separate cache lines, two apart because processors fetch lines in pairs.
+pub mod header {
+    /// [`super::MAGIC`], stored last when the ring is initialized.
+    pub const MAGIC: usize = 0;
+    /// [`super::VERSION`].
+    pub const VERSION: usize = 1;
+    /// Last iteration of the watcher thread, CLOCK_MONOTONIC nanoseconds; 0 before the first.
+    pub const HEARTBEAT_NS: usize = 2;
+    /// Driver call that the watcher is executing: an index into [`super::WATCHER_CALLS`], 0 for
+    /// none.
+    pub const WATCHER_CALL: usize = 3;
+    /// When the watcher entered that call.
+    pub const WATCHER_SINCE_NS: usize = 4;
+    /// Number of events that the hook keeps for reuse.
+    pub const SPARE_EVENTS: usize = 5;
+    /// Number of seccomp filters that the process had when the hook was loaded.
+    pub const FILTERS_AT_LOAD: usize = 6;
+    /// Bits of [`super::filtered`] that the hook has observed itself.
+    pub const FILTERS_SEEN: usize = 7;
+    /// Thread id of the watcher; 0 before its first iteration.
+    pub const WATCHER_TID: usize = 8;
+    /// 1 when the process ends normally. A process under a seccomp filter cannot send
+    /// [`crate::v1::Goodbye`].
+    pub const GOODBYE: usize = 9;
+    /// Last launch, copy, memset or return from a synchronization of a thread without a
+    /// [`super::lane`].
+    pub const LAST_LAUNCH_NS: usize = 16;
+    /// Operations that found no free slot.
+    pub const DROPPED: usize = 17;
+    /// Kernels launched by threads without a [`super::lane`].
+    pub const KERNELS: usize = 18;
+    /// Graphs launched by threads without a [`super::lane`].
+    pub const GRAPHS: usize = 19;
+    /// Collectives launched by threads without a [`super::lane`], and those that run on host
+    /// threads.
+    pub const COLLECTIVES: usize = 20;
+    /// Panics caught in the hook.
+    pub const PANICS: usize = 21;
+    /// Entries that did not fit into the communicator, stream, name or coverage table.
+    pub const OVERFLOWS: usize = 22;
+    /// The next free ticket. Threads that launch concurrently take several at once and leave some
+    /// unused.
+    pub const OPS: usize = 32;
+    /// Written by the collector: when it last read the ring, CLOCK_MONOTONIC nanoseconds.
+    pub const COLLECTOR_NS: usize = 48;
+    /// Written by the collector: bits of [`super::filtered`].
+    pub const FILTERED: usize = 49;
+    /// Number of words in the header.
+    pub const WORDS: usize = 64;
+}
+
+/// Bits for the threads that got seccomp filters after the hook was loaded.
+pub mod filtered {
+    /// Threads of the program.
+    pub const PROGRAM: u32 = 1;
+    /// The watcher.
+    pub const WATCHER: u32 = 2;
+}
+
+/// Names of the driver calls that the watcher records in [`header::WATCHER_CALL`].
+pub const WATCHER_CALLS: [&str; 9] = [
+    "",
+    "cuCtxSetCurrent",
+    "cuEventQuery",
+    "cuEventElapsedTime",
+    "ncclCommGetAsyncError",
+    "cuFuncGetName",
+    "cuThreadExchangeStreamCaptureMode",
+    "cuEventCreate",
+    "cuEventDestroy",
+];
+
+/// Words of an operation slot.
+pub mod op {
+    /// Ticket plus one; 0 while the slot is free or being overwritten.
+    pub const TICKET: usize = 0;
+    /// Bits 0-7 [`crate::v1::OpKind`], 8-15 [`crate::v1::Op`], 16-23 [`crate::v1::DataType`], 24-31
+    /// reduce op, 32-63 thread id.
+    pub const WHAT: usize = 1;
+    /// Identity of the communicator, 0 for none. A host call that creates one stores it once it is
+    /// known.
+    pub const COMMUNICATOR: usize = 2;
+    /// Sequence number within the communicator.
+    pub const SEQ: usize = 3;
+    /// Elements.
+    pub const COUNT: usize = 4;
+    /// Root or peer as i32 in the low half (-1 none).
+    pub const PEER: usize = 5;
+    /// Stream handle.
+    pub const STREAM: usize = 6;
+    /// Host entry, CLOCK_MONOTONIC nanoseconds.
+    pub const ENTERED_NS: usize = 7;
+    /// Host return.
+    pub const RETURNED_NS: usize = 8;
+    /// When the start event was seen complete.
+    pub const STARTED_NS: usize = 9;
+    /// When the end event was seen complete.
+    pub const COMPLETED_NS: usize = 10;
+    /// Low half [`crate::v1::OpStatus`], high half the driver's error code.
+    pub const STATUS: usize = 11;
+    /// Device time between the events.
+    pub const DEVICE_NS: usize = 12;
+    /// Function handle of a kernel, key into the name table; 0 for none.
+    pub const FUNCTION: usize = 13;
+    /// NCCL group it was launched in; 0 for none.
+    pub const GROUP: usize = 14;
+    /// Tag of a send or receive as i32 in the low half, and 1 in the high half when it has one.
+    pub const TAG: usize = 15;
+    /// Number of words in a slot.
+    pub const WORDS: usize = 16;
+    /// Number of slots. A slot of a pending operation is never overwritten: the new operation is
+    /// dropped and counted.
+    pub const SLOTS: usize = 8192;
+}
+
+/// Words of a slot whose operation is a matrix product. It has no communicator, so these words
+/// contain its shape.
+pub mod matmul {
+    use super::op;
+    /// Low half m, high half n.
+    pub const M_N: usize = op::COMMUNICATOR;
+    /// Low half k, high half the batch.
+    pub const K_BATCH: usize = op::SEQ;
+    /// Transposition of A in the low half, of B in the high half (cublasOperation_t).
+    pub const TRANSPOSES: usize = op::COUNT;
+}
+
+/// Words of a communicator entry.
+pub mod comm {
+    /// Identity, published last; 0 is a free entry.
+    pub const ID: usize = 0;
+    /// Library handle.
+    pub const HANDLE: usize = 1;
+    /// Low half size, high half this process's rank in it as i32.
+    pub const SIZE_RANK: usize = 2;
+    /// Low half [`crate::v1::CommunicatorState`], high half the device as i32.
+    pub const STATE_DEVICE: usize = 3;
+    /// Identity of the parent; 0 for none.
+    pub const PARENT: usize = 4;
+    /// When its init call was entered.
+    pub const CREATED_NS: usize = 5;
+    /// Collectives launched on the host.
+    pub const LAUNCHED: usize = 6;
+    /// Sends and receives launched.
+    pub const POINT_TO_POINT: usize = 7;
+    /// Highest sequence number seen started on the device. It is on the cache line that the watcher
+    /// writes.
+    pub const STARTED: usize = 8;
+    /// Highest sequence number seen completed on the device.
+    pub const COMPLETED: usize = 9;
+    /// Another identity that other ranks have for it; 0 for none. Its children are then
+    /// [`crate::ring::child_id`] of either.
+    pub const ALIAS: usize = 10;
+    /// 1 if the identity comes from a random id, which no other job has. Otherwise other jobs may
+    /// have communicators with this identity.
+    pub const UNIQUE: usize = 11;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 16;
+    /// Number of entries.
+    pub const SLOTS: usize = 1024;
+}
+
+/// Words of a stream entry.
+pub mod stream {
+    /// Stream handle plus one, published last; 0 is a free entry.
+    pub const HANDLE: usize = 0;
+    /// Kernels and graphs launched on it.
+    pub const LAUNCHES: usize = 1;
+    /// Function handle of the last kernel.
+    pub const LAST_FUNCTION: usize = 2;
+    /// Launch time of the last kernel.
+    pub const LAST_NS: usize = 3;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 4;
+    /// Number of entries.
+    pub const SLOTS: usize = 256;
+}
+
+/// Words of a name entry: the name of a kernel by its function handle.
+pub mod name {
+    /// Function handle, published last; 0 is a free entry.
+    pub const FUNCTION: usize = 0;
+    /// First word of the name: UTF-8 bytes, zero-padded, cut at 8 x 31 bytes.
+    pub const TEXT: usize = 1;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 32;
+    /// Number of entries.
+    pub const SLOTS: usize = 2048;
+}
+
+/// Words of a coverage entry: a function that the hook knows.
+pub mod coverage {
+    /// Layer in the low byte ([`LAYERS`], from 1), status in the next ([`STATUSES`]); published
+    /// last, 0 is a free entry.
+    pub const STATUS: usize = 0;
+    /// Calls seen.
+    pub const CALLS: usize = 1;
+    /// First word of the name: ASCII bytes, zero-padded, cut at 8 x 6 bytes.
+    pub const NAME: usize = 2;
+    /// Number of words in an entry.
+    pub const WORDS: usize = 8;
+    /// Number of entries.
+    pub const SLOTS: usize = 1280;
+    /// Names of the layers.
+    pub const LAYERS: [&str; 6] = ["", "nccl", "driver", "runtime", "cublas", "host"];
+    /// Reasons why a function is not hooked; empty if it is hooked.
+    pub const STATUSES: [&str; 7] = [
+        "",
+        "the library is not loaded",
+        "the library does not have it",
+        "nobody asked for it",
+        "calls inside a library that holds a copy of its own are not seen, because its code cannot be replaced",
+        "its kernels run and no call of it is seen: linked statically without symbols, or called past the linker",
+        "the library is not loaded; one that is loaded later and bound to itself is not seen, because the linker does not tell of it",
+    ];
+}
+
+/// Words of a lane: see [`super::lane`].
+pub mod lane {
+    use super::coverage;
+
+    /// Thread id of the lane's owner; 0 for a free lane.
+    pub const OWNER: usize = 0;
+    /// Its last launch, copy, memset or return from a synchronization.
+    pub const LAST_LAUNCH_NS: usize = 1;
+    /// Kernels launched.
+    pub const KERNELS: usize = 2;
+    /// Graphs launched.
+    pub const GRAPHS: usize = 3;
+    /// First of [`COPY_KINDS`] words: memory copies by direction.
+    pub const COPIES: usize = 4;
+    /// First of [`COPY_KINDS`] words: copied bytes by direction.
+    pub const COPY_BYTES: usize = 9;
+    /// Bytes requested from functions that allocate device memory or pinned host memory.
+    pub const ALLOCATED_BYTES: usize = 14;
+    /// Number of launches whose hook cost was measured.
+    pub const LAUNCH_SAMPLES: usize = 15;
+    /// Nanoseconds of these samples.
+    pub const LAUNCH_COST_NS: usize = 16;
+    /// Number of collective library calls whose hook cost was measured, including their two event
+    /// records.
+    pub const COLLECTIVE_SAMPLES: usize = 17;
+    /// Nanoseconds of these samples.
+    pub const COLLECTIVE_COST_NS: usize = 18;
+    /// Number of samples of both kinds that took more than [`LONG_NS`] and are not in the words
+    /// above: the thread was interrupted, or the hook did something for the first time.
+    pub const LONG_SAMPLES: usize = 19;
+    /// Nanoseconds of these samples.
+    pub const LONG_COST_NS: usize = 20;
+    /// Collectives launched.
+    pub const COLLECTIVES: usize = 21;
+    /// Number of words in a lane; a multiple of a cache line.
+    pub const WORDS: usize = 24;
+    /// Number of lanes.
+    pub const SLOTS: usize = 64;
+
+    /// Number of stream entries of a lane, laid out as [`super::stream`]. A thread with more
+    /// streams uses the shared table.
+    pub const STREAMS: usize = 14;
+    /// Number of words in a lane's stream entries; a multiple of a cache line.
+    pub const STREAM_WORDS: usize = 64;
+    /// Number of words in a lane's call counters: one for each hooked function, by the index of its
+    /// coverage entry.
+    pub const CALL_WORDS: usize = coverage::SLOTS;
+
+    /// Longer samples of the hook's cost have another reason than the hook.
+    pub const LONG_NS: u64 = 20_000;
+
+    /// Names of the copy directions: cudaMemcpyKind 0 to 3, and all others.
+    pub const COPY_KINDS: [&str; 5] = ["H2H", "H2D", "D2H", "D2D", "Unknown"];
+}
+
+/// Byte offsets of the tables.
+pub mod offset {
+    use super::{comm, coverage, header, lane, name, op, stream};
+    /// Lanes.
+    pub const LANES: usize = header::WORDS * 8;
+    /// Operations.
+    pub const OPS: usize = LANES + lane::SLOTS * lane::WORDS * 8;
+    /// Communicators.
+    pub const COMMS: usize = OPS + op::SLOTS * op::WORDS * 8;
+    /// Streams.
+    pub const STREAMS: usize = COMMS + comm::SLOTS * comm::WORDS * 8;
+    /// Kernel names.
+    pub const NAMES: usize = STREAMS + stream::SLOTS * stream::WORDS * 8;
+    /// Coverage.
+    pub const COVERAGE: usize = NAMES + name::SLOTS * name::WORDS * 8;
+    /// Stream entries of the lanes.
+    pub const LANE_STREAMS: usize = COVERAGE + coverage::SLOTS * coverage::WORDS * 8;
+    /// Calls counted by the lanes.
+    pub const LANE_CALLS: usize = LANE_STREAMS + lane::SLOTS * lane::STREAM_WORDS * 8;
+    /// Size of the memfd in bytes.
+    pub const END: usize = LANE_CALLS + lane::SLOTS * lane::CALL_WORDS * 8;
+}

@@ -1,0 +1,349 @@
+//! Reads the ring into messages.
+
+use std::{collections::HashMap, io};
+
+use super::lane;
+use super::layout::{MAGIC, VERSION, WATCHER_CALLS, comm, coverage, header, matmul, name, offset, op, stream};
+use super::words::{entries, high, low, read_words, text};
+use crate::v1::{
+    Communicator, CommunicatorState, DataType, FlightRecord, HookHealth, HookedFunction, Matmul, Op, OpKind, OpStatus,
+    Operation, RankInfo, Stream,
+};
+
+/// Number of completed operations that a flight record keeps besides the pending ones.
+pub const RECENT_OPERATIONS: usize = 256;
+
+/// Reads only the header, for a reader that watches progress. The counters of the lanes are added
+/// to those of the header.
+///
+/// # Errors
+/// `InvalidData` if the bytes are not a ring of this version, or the error of `read_at`.
+pub fn read_header(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<[u64; header::WORDS]> {
+    read_head(&read_at).map(|(words, _)| words)
+}
+
+/// The header, and the lanes, which are already added to it.
+fn read_head(read_at: &impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<([u64; header::WORDS], lane::Totals)> {
+    let mut words = [0; header::WORDS];
+    words.copy_from_slice(&read_words(read_at, 0, header::WORDS)?);
+    if words[header::MAGIC] != MAGIC || words[header::VERSION] != u64::from(VERSION) {
+        return Err(io::Error::new(
+            io::ErrorKind::InvalidData,
+            format!("not a flight ring of layout version {VERSION}"),
+        ));
+    }
+    let totals = lane::totals(read_at)?;
+    words[header::LAST_LAUNCH_NS] = words[header::LAST_LAUNCH_NS].max(totals.last_launch_ns);
+    let sums =
+        [(header::KERNELS, totals.kernels), (header::GRAPHS, totals.graphs), (header::COLLECTIVES, totals.collectives)];
+    sums.into_iter().for_each(|(word, sum)| words[word] = words[word].saturating_add(sum));
+    Ok((words, totals))
+}
+
+/// When a process last made progress on its device: CLOCK_MONOTONIC nanoseconds, 0 for never.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub struct Progress {
+    /// Last launch, copy, memset or return from a synchronization.
+    pub called_ns: u64,
+    /// Last operation seen complete, successfully or not.
+    pub completed_ns: u64,
+}
+
+/// Reads when the process last made progress, from the header, the lanes and all operation slots.
+///
+/// # Errors
+/// Those of [`read_header`].
+pub fn read_progress(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Progress> {
+    let (head, _) = read_head(&read_at)?;
+    let slots = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?;
+    let completed_ns = slots.iter().map(|words| words[op::COMPLETED_NS]).max().unwrap_or(0);
+    Ok(Progress { called_ns: head[header::LAST_LAUNCH_NS], completed_ns })
+}
+
+/// Reads the slots of the tickets `from..from + count`, in ticket order. A slot may contain another
+/// ticket: it is not published yet, was never used (the slot was still in use, or the thread
+/// launched nothing more), or was reused. Slots that change while they are read are omitted.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_slots(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    from: u64,
+    count: usize,
+) -> io::Result<Vec<[u64; op::WORDS]>> {
+    let first = from as usize % op::SLOTS;
+    let count = count.min(op::SLOTS);
+    let until_end = count.min(op::SLOTS - first);
+    let mut slots = entries::<{ op::WORDS }>(&read_at, offset::OPS + first * op::WORDS * 8, until_end)?;
+    slots.extend(entries::<{ op::WORDS }>(&read_at, offset::OPS, count - until_end)?);
+    Ok(slots)
+}
+
+/// Reads the names of kernels and functions, by their key.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_names(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<HashMap<u64, String>> {
+    let names = entries::<{ name::WORDS }>(&read_at, offset::NAMES, name::SLOTS)?;
+    Ok(names.into_iter().map(|words| (words[name::FUNCTION], text(&words[name::TEXT..]))).collect())
+}
+
+/// Reads all communicators.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_communicators(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<Communicator>> {
+    let entries = entries::<{ comm::WORDS }>(&read_at, offset::COMMS, comm::SLOTS)?;
+    Ok(entries.iter().map(communicator).collect())
+}
+
+/// Reads a ring. `read_at(offset, buffer)` fills the buffer from the memfd; `now_ns` is
+/// CLOCK_MONOTONIC.
+///
+/// # Errors
+/// Those of [`read_header`].
+pub fn read(
+    read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>,
+    rank: RankInfo,
+    now_ns: u64,
+) -> io::Result<FlightRecord> {
+    let (head, lanes) = read_head(&read_at)?;
+    let names = read_names(&read_at)?;
+    let name_of = |function: u64| names.get(&function).cloned().unwrap_or_default();
+
+    let mut operations: Vec<Operation> = entries::<{ op::WORDS }>(&read_at, offset::OPS, op::SLOTS)?
+        .iter()
+        .map(|words| operation(words, name_of(words[op::FUNCTION])))
+        .collect();
+    // Tickets are in chronological order only within a thread.
+    operations.sort_by_key(|operation| (operation.entered_ns, operation.ticket));
+    let finished = operations.iter().filter(|operation| operation.status() != OpStatus::Pending).count();
+    let mut too_many = finished.saturating_sub(RECENT_OPERATIONS);
+    operations.retain(|operation| {
+        let drop = too_many > 0 && operation.status() != OpStatus::Pending;
+        too_many -= usize::from(drop);
+        !drop
+    });
+
+    Ok(FlightRecord {
+        rank: Some(rank),
+        communicators: read_communicators(&read_at)?,
+        operations,
+        streams: lane::streams(&read_at)?
+            .iter()
+            .map(|words| Stream {
+                handle: words[stream::HANDLE] - 1,
+                launches: words[stream::LAUNCHES],
+                last_kernel: name_of(words[stream::LAST_FUNCTION]),
+                last_launch_ns: words[stream::LAST_NS],
+            })
+            .collect(),
+        kernels_launched: head[header::KERNELS],
+        graphs_launched: head[header::GRAPHS],
+        collectives_launched: head[header::COLLECTIVES],
+        last_launch_ns: head[header::LAST_LAUNCH_NS],
+        read_ns: now_ns,
+        health: Some(HookHealth {
+            heartbeat_ns: head[header::HEARTBEAT_NS],
+            watcher_inside: WATCHER_CALLS.get(head[header::WATCHER_CALL] as usize).unwrap_or(&"?").to_string(),
+            watcher_inside_since_ns: head[header::WATCHER_SINCE_NS],
+            dropped: head[header::DROPPED],
+            panics: head[header::PANICS],
+            overflows: head[header::OVERFLOWS],
+            launch_samples: lanes.launch_cost.0,
+            launch_cost_ns: lanes.launch_cost.1,
+            collective_samples: lanes.collective_cost.0,
+            collective_cost_ns: lanes.collective_cost.1,
+            long_samples: lanes.long_cost.0,
+            long_cost_ns: lanes.long_cost.1,
+        }),
+        coverage: read_functions(&read_at)?,
+    })
+}
+
+/// Reads all functions that the hook knows. An entry never moves, is never freed and keeps its
+/// name, so one read is enough.
+///
+/// # Errors
+/// The error of `read_at`.
+pub fn read_functions(read_at: impl Fn(u64, &mut [u8]) -> io::Result<()>) -> io::Result<Vec<HookedFunction>> {
+    let calls = lane::calls(&read_at)?;
+    let table = read_words(&read_at, offset::COVERAGE, coverage::SLOTS * coverage::WORDS)?;
+    let entries = table.chunks_exact(coverage::WORDS).zip(calls).filter(|(words, _)| words[coverage::STATUS] != 0);
+    let function = |(words, by_lanes): (&[u64], u64)| {
+        let [layer, status, ..] = words[coverage::STATUS].to_le_bytes();
+        let reason = coverage::STATUSES.get(usize::from(status)).unwrap_or(&"?");
+        HookedFunction {
+            name: text(&words[coverage::NAME..]),
+            layer: coverage::LAYERS.get(usize::from(layer)).unwrap_or(&"?").to_string(),
+            hooked: reason.is_empty(),
+            reason: reason.to_string(),
+            calls: words[coverage::CALLS].saturating_add(by_lanes),
+        }
+    };
+    Ok(entries.map(function).collect())
+}
+
+/// The message of one published slot. `function` is the name of [`op::FUNCTION`].
+#[must_use]
+pub fn operation(words: &[u64; op::WORDS], function: String) -> Operation {
+    let [kind, op_code, dtype, reduce_op, ..] = words[op::WHAT].to_le_bytes();
+    let op = Op::try_from(i32::from(op_code)).unwrap_or_default();
+    let shape = || Matmul {
+        batch: high(words[matmul::K_BATCH]),
+        m: low(words[matmul::M_N]),
+        n: high(words[matmul::M_N]),
+        k: low(words[matmul::K_BATCH]),
+        trans_a: low(words[matmul::TRANSPOSES]),
+        trans_b: high(words[matmul::TRANSPOSES]),
+    };
+    // The words of a matrix product's shape are those of a collective's fields. All are 0 if the
+    // shape is unknown.
+    let is_product = op == Op::Matmul;
+    let is_told = [matmul::M_N, matmul::K_BATCH, matmul::TRANSPOSES].iter().any(|word| words[*word] != 0);
+    let matmul = (is_product && is_told).then(shape);
+    let of_collective = |word: usize| if is_product { 0 } else { words[word] };
+    Operation {
+        ticket: words[op::TICKET] - 1,
+        kind: OpKind::try_from(i32::from(kind)).unwrap_or_default().into(),
+        op: op.into(),
+        communicator: of_collective(op::COMMUNICATOR),
+        seq: of_collective(op::SEQ),
+        count: of_collective(op::COUNT),
+        dtype: DataType::try_from(i32::from(dtype)).unwrap_or_default().into(),
+        reduce_op: u32::from(reduce_op),
+        peer: low(words[op::PEER]) as i32,
+        stream: words[op::STREAM],
+        tid: high(words[op::WHAT]),
+        entered_ns: words[op::ENTERED_NS],
+        returned_ns: words[op::RETURNED_NS],
+        started_ns: words[op::STARTED_NS],
+        completed_ns: words[op::COMPLETED_NS],
+        status: OpStatus::try_from(low(words[op::STATUS]) as i32).unwrap_or_default().into(),
+        error: high(words[op::STATUS]),
+        device_ns: words[op::DEVICE_NS],
+        function,
+        group: words[op::GROUP],
+        matmul,
+        tag: (high(words[op::TAG]) != 0).then_some(low(words[op::TAG]) as i32),
+    }
+}
+
+fn communicator(words: &[u64; comm::WORDS]) -> Communicator {
+    Communicator {
+        id: words[comm::ID],
+        handle: words[comm::HANDLE],
+        size: low(words[comm::SIZE_RANK]),
+        rank: high(words[comm::SIZE_RANK]) as i32,
+        device: high(words[comm::STATE_DEVICE]) as i32,
+        state: CommunicatorState::try_from(low(words[comm::STATE_DEVICE]) as i32).unwrap_or_default().into(),
+        parent: words[comm::PARENT],
+        launched: words[comm::LAUNCHED],
+        started: words[comm::STARTED],
+        completed: words[comm::COMPLETED],
+        point_to_point: words[comm::POINT_TO_POINT],
+        created_ns: words[comm::CREATED_NS],
+        alias: words[comm::ALIAS],
+        unique: words[comm::UNIQUE] == 1,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::super::words::{pack_halves, pack_what};
+    use super::*;
+
+    /// A ring in a vector, written as the hook does.
+    struct Ring(Vec<u64>);
+
+    impl Ring {
+        fn new() -> Self {
+            let mut words = vec![0; offset::END / 8];
+            words[header::MAGIC] = MAGIC;
+            words[header::VERSION] = u64::from(VERSION);
+            Ring(words)
+        }
+        fn put(&mut self, start: usize, slot: usize, entry: &[u64]) {
+            let first = start / 8 + slot * entry.len();
+            self.0[first..first + entry.len()].copy_from_slice(entry);
+        }
+        fn read(&self) -> io::Result<FlightRecord> {
+            read(
+                |start, buffer| {
+                    let bytes: Vec<u8> = self.0.iter().flat_map(|word| word.to_le_bytes()).collect();
+                    let start = start as usize;
+                    buffer.copy_from_slice(bytes.get(start..start + buffer.len()).ok_or(io::ErrorKind::UnexpectedEof)?);
+                    Ok(())
+                },
+                RankInfo { rank: 3, ..Default::default() },
+                77,
+            )
+        }
+    }
+
+    #[test]
+    fn an_operation_comes_out_as_it_went_in() {
+        let mut ring = Ring::new();
+        let mut words = [0; op::WORDS];
+        words[op::TICKET] = 42 + 1;
+        words[op::WHAT] = pack_what(OpKind::Collective, Op::AllReduce, DataType::Float32, 2, 4321);
+        words[op::COMMUNICATOR] = 0xfeed;
+        words[op::SEQ] = 7;
+        words[op::PEER] = u64::from(-1i32 as u32);
+        words[op::STATUS] = pack_halves(OpStatus::Failed as u32, 700);
+        words[op::FUNCTION] = 0x1000;
+        words[op::TAG] = pack_halves(-1i32 as u32, 1);
+        ring.put(offset::OPS, 5, &words);
+        let mut name_words = [0; name::WORDS];
+        name_words[name::FUNCTION] = 0x1000;
+        name_words[name::TEXT] = u64::from_le_bytes(*b"kernel\0\0");
+        ring.put(offset::NAMES, 0, &name_words);
+
+        let record = ring.read().unwrap();
+        let [operation] = &record.operations[..] else { panic!("one operation, not {}", record.operations.len()) };
+        assert_eq!((operation.ticket, operation.tid, operation.seq), (42, 4321, 7));
+        assert_eq!((operation.op(), operation.dtype()), (Op::AllReduce, DataType::Float32));
+        assert_eq!((operation.status(), operation.error, operation.peer), (OpStatus::Failed, 700, -1));
+        assert_eq!((operation.function.as_str(), operation.tag), ("kernel", Some(-1)));
+        assert_eq!((record.rank.unwrap().rank, record.read_ns), (3, 77));
+    }
+
+    #[test]
+    fn a_matrix_product_has_a_shape_and_no_communicator() {
+        let mut words = [0; op::WORDS];
+        words[op::TICKET] = 1;
+        words[op::WHAT] = pack_what(OpKind::Kernel, Op::Matmul, DataType::Bfloat16, 0, 1);
+        words[matmul::M_N] = pack_halves(4096, 1024);
+        words[matmul::K_BATCH] = pack_halves(512, 8);
+        words[matmul::TRANSPOSES] = pack_halves(1, 0);
+        let operation = operation(&words, "cublasGemmEx".into());
+        assert_eq!((operation.communicator, operation.seq, operation.count), (0, 0, 0));
+        let shape = Matmul { batch: 8, m: 4096, n: 1024, k: 512, trans_a: 1, trans_b: 0 };
+        assert_eq!((operation.matmul, operation.dtype(), operation.tag), (Some(shape), DataType::Bfloat16, None));
+    }
+
+    #[test]
+    fn pending_operations_are_never_cut() {
+        let mut ring = Ring::new();
+        for ticket in 0..op::SLOTS {
+            let mut words = [0; op::WORDS];
+            words[op::TICKET] = ticket as u64 + 1;
+            words[op::STATUS] = u64::from(ticket != 3);
+            ring.put(offset::OPS, ticket, &words);
+        }
+        let operations = ring.read().unwrap().operations;
+        assert_eq!(operations.len(), RECENT_OPERATIONS + 1);
+        assert_eq!(operations[0].ticket, 3);
+        assert_eq!(operations.last().unwrap().ticket, op::SLOTS as u64 - 1);
+    }
+
+    #[test]
+    fn foreign_and_truncated_bytes_are_errors() {
+        let mut ring = Ring::new();
+        ring.0[header::MAGIC] = 1;
+        assert_eq!(ring.read().unwrap_err().kind(), io::ErrorKind::InvalidData);
+        let mut ring = Ring::new();
+        ring.0.truncate(header::WORDS + 9);
+        assert_eq!(ring.read().unwrap_err().kind(), io::ErrorKind::UnexpectedEof);
+    }
+}
