@@ -7,9 +7,9 @@ use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
 
 use crate::{
     alias,
-    causes::{Case, Finding, Number, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
+    causes::{Case, Finding, Number, RULES, Rule, Statement, alone_in, ended_by_agent, ended_by_signal, line},
     graph::Suspect,
-    hang, hook_report, report,
+    hang, report,
     text::{capital, ranks, shape},
     verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
     world::{RankView, is_collective},
@@ -362,33 +362,33 @@ fn sentence(
     culprits: &[usize],
 ) -> String {
     let mut parts: Vec<String> = Vec::new();
-    let of_ranks = |says: &Says, views: &[usize]| {
+    let of_ranks = |statement: &Statement, views: &[usize]| {
         let who = case.world.ranks(views.iter().copied());
-        match (says, Number::of(who.len())) {
-            (Says::Rank { one, .. }, Number::One) => format!("{} {one}", ranks(&who)),
-            (Says::Rank { many, .. }, Number::Many) => format!("{} {many}", ranks(&who)),
-            (Says::Whole(sentence), _) => sentence.trim_end_matches('.').to_owned(),
+        match (statement, Number::of(who.len())) {
+            (Statement::OfRanks { one, .. }, Number::One) => format!("{} {one}", ranks(&who)),
+            (Statement::OfRanks { many, .. }, Number::Many) => format!("{} {many}", ranks(&who)),
+            (Statement::Sentence(sentence), _) => sentence.trim_end_matches('.').to_owned(),
         }
     };
-    let spelled = |finding: &Finding| of_ranks(&finding.says, &finding.culprits);
+    let spelled = |finding: &Finding| of_ranks(&finding.statement, &finding.culprits);
     let first: Vec<&Finding> =
         findings.iter().filter(|(rule, ..)| *rule == primary).map(|(_, _, finding)| finding).collect();
-    let whole = matches!(first[0].says, Says::Whole(_));
+    let whole = matches!(first[0].statement, Statement::Sentence(_));
     if whole {
         parts.push(spelled(first[0]));
     } else {
         // Ranks of which the same is to be said are said together.
-        let mut said: Vec<(&Says, Vec<usize>)> = Vec::new();
+        let mut said: Vec<(&Statement, Vec<usize>)> = Vec::new();
         for finding in &first {
-            match said.iter().position(|(says, _)| **says == finding.says) {
+            match said.iter().position(|(statement, _)| **statement == finding.statement) {
                 Some(index) => said[index].1.extend(&finding.culprits),
-                None if said.len() < MAX_SPELLED => said.push((&finding.says, finding.culprits.clone())),
+                None if said.len() < MAX_SPELLED => said.push((&finding.statement, finding.culprits.clone())),
                 None => {}
             }
         }
         let counted: usize = said.iter().map(|(_, views)| views.len()).sum();
-        for (says, views) in &said {
-            parts.push(of_ranks(says, views));
+        for (statement, views) in &said {
+            parts.push(of_ranks(statement, views));
         }
         let all: usize = first.iter().map(|finding| finding.culprits.len()).sum();
         if counted < all {
@@ -528,7 +528,7 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
         ruled_out: RULES.iter().filter_map(ruled_out).collect(),
         communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
         ranks: report::ranks(&case.world),
-        hook: hook_report::of(&case.world),
+        hook: report::hook(&case.world),
         timing: Timing::default(),
     }
 }

@@ -7,6 +7,7 @@ use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
 use crate::{
     causes::Case,
     graph::Event,
+    hook_report::HookReport,
     text::{communicator, operation_state},
     verdict::{Activity, CommunicatorGroup, CommunicatorReport, Location, OperationState, RankGroup, TriggerReport},
     world::World,
@@ -106,6 +107,26 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
         .collect();
     reports.sort_by_key(|(later, _)| *later);
     reports.into_iter().map(|(_, report)| report).collect()
+}
+
+/// Adds up what the ranks' flight records say.
+pub(crate) fn hook(world: &World<'_>) -> HookReport {
+    let mut report = HookReport::default();
+    let (mut launches, mut collectives) = ((0, 0), (0, 0));
+    for health in world.views.iter().filter_map(|view| view.flight?.health.as_ref()) {
+        report.ranks += 1;
+        launches = (launches.0 + health.launch_samples, launches.1 + health.launch_cost_ns);
+        collectives = (collectives.0 + health.collective_samples, collectives.1 + health.collective_cost_ns);
+        report.long_samples += health.long_samples;
+        report.dropped += health.dropped;
+        report.panics += health.panics;
+        report.overflows += health.overflows;
+    }
+    let mean = |(samples, ns): (u64, u64)| (samples > 0).then(|| (ns as f64 / samples as f64 * 10.0).round() / 10.0);
+    report.launch_ns = mean(launches);
+    report.collective_ns = mean(collectives);
+    report.samples = launches.0 + collectives.0;
+    report
 }
 
 /// Where every rank stands, the smallest group first.

@@ -4,7 +4,7 @@ use xpu_timer_proto::v1::{
     Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence,
 };
 
-use crate::{Exit, facts, stacks::Host};
+use crate::{exit::Exit, facts, stacks::Host};
 
 /// So many absent ranks are named in any job, and in a large one so many for each rank that is there.
 const MAX_ABSENT: u64 = 1 << 14;

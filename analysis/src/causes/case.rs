@@ -7,7 +7,7 @@ use xpu_timer_proto::{
     v1::{Evidence, Op, OpKind, Operation, Presence},
 };
 
-use super::Number;
+use super::wording::{Number, line};
 use crate::{
     facts,
     graph::{self, Event, Graph, Suspect},
@@ -45,11 +45,6 @@ fn short_frame(frame: &str) -> String {
         Some((file, function)) => format!("{} in {function}", stacks::short(file)),
         None => frame.to_owned(),
     }
-}
-
-/// A fact about some ranks.
-pub(crate) fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
-    EvidenceLine { text: text.into(), ranks }
 }
 
 impl<'a> Case<'a> {

@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, HashMap};
 
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-use super::Case;
+use super::case::Case;
 use crate::{
     graph::{Event, Suspect},
     world::is_collective,

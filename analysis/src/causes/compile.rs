@@ -4,10 +4,18 @@
 //! child process that is one. Compilers take minutes and end by themselves, so the confidence is never high: a compiler can
 //! hang as well.
 
-use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line, never_mistaken};
-use crate::{facts, graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::{Number, line},
+};
+use crate::{
+    facts,
+    graph::Suspect,
+    verdict::{Activity, Cause, Confidence},
+};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect)?;
@@ -28,7 +36,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             format!(
                 "{} ({}){}, which is slow and probably not a hang",
                 number.word("compiles", "compile"),

@@ -4,8 +4,15 @@
 //! for a disk, a network file system or a driver; no signal reaches the process, not even SIGKILL. It comes before
 //! `storage_io`, which is the same wait where a signal would end it.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
-use crate::graph::Suspect;
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
+use crate::{
+    graph::Suspect,
+    verdict::{Cause, Confidence},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::DState, explain, rule_out };
 
@@ -22,7 +29,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             format!("{} uninterruptibly{place}{}", number.word("sleeps", "sleep"), case.place(view))
         }),
         confidence: Confidence::High,

@@ -7,8 +7,14 @@
 //! A main thread that receives from a queue of Python's multiprocessing counts, whatever the program calls it, when a worker process is stuck.
 //! So does one that receives from any pipe of it when a child process is dead or nobody else has the other end open: nothing comes any more.
 
-use super::{Case, Cause, Finding, Rule, Says};
-use crate::{graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+};
+use crate::{
+    graph::Suspect,
+    verdict::{Activity, Cause},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out };
 
@@ -21,13 +27,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         (None, Some(awaits)) => format!(", by {awaits}"),
         (None, None) => String::new(),
     };
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(view))
     });
     evidence.extend(helper.map(|(_, fact)| fact));
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says, confidence: case.host_confidence(suspect), evidence })
+    Some(Finding { culprits: vec![view], statement, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

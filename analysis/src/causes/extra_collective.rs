@@ -4,19 +4,24 @@
 //! shutting down), so they had done all they had to do. The few made a collective too many: an epoch with one batch more, a barrier that
 //! only one rank calls. The confidence is medium, because the others may have ended too early for the same reason.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
+use xpu_timer_proto::v1::Presence;
+
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
+};
 use crate::{
-    Exit,
+    exit::Exit,
     graph::{Event, Suspect},
     text::{capital, ranks},
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::Presence;
 
 /// In a communicator of more members nobody asks who ended how, once for each of them.
 const MOST: usize = 1024;
 
-pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     case.host(suspect).filter(|view| ended(case, *view))?;
@@ -53,8 +58,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     for &view in inside.iter().take(2) {
         evidence.extend(case.standing(view));
     }
-    let says = Says::Whole(sentence);
-    Some(Finding { culprits: inside.to_vec(), says, confidence: Confidence::Medium, evidence })
+    let statement = Statement::Sentence(sentence);
+    Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Medium, evidence })
 }
 
 fn ended(case: &Case<'_>, view: usize) -> bool {

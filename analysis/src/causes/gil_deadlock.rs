@@ -4,8 +4,16 @@
 //! one other thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
 //! What the holder is blocked in, a file or a foreign lock, is part of the sentence: it would do no harm to the others without the lock.
 
-use super::{Case, Cause, Finding, Rule, Says, line};
-use crate::{facts, graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
+use crate::{
+    facts,
+    graph::Suspect,
+    verdict::{Activity, Cause},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::GilDeadlock, explain, rule_out };
 
@@ -26,8 +34,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = vec![line(format!("rank {} is {how}, in both samples", content.rank), vec![content.rank])];
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
-    let says = Says::rank(|number| format!("{} {how}", number.is()));
-    Some(Finding { culprits: vec![view], says, confidence: case.host_confidence(suspect), evidence })
+    let statement = Statement::of_ranks(|number| format!("{} {how}", number.is()));
+    Some(Finding { culprits: vec![view], statement, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

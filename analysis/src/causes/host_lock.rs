@@ -7,8 +7,15 @@
 //! A lock, semaphore, condition or barrier of Python's multiprocessing is shared with other processes, which may be ranks. Who waits there
 //! waits for one of them, so it is not named while another rank stands still elsewhere.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says};
-use crate::{graph::Suspect, stacks::is_shared_lock, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+};
+use crate::{
+    graph::Suspect,
+    stacks::is_shared_lock,
+    verdict::{Activity, Cause, Confidence},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::HostLock, explain, rule_out };
 
@@ -21,7 +28,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence = Vec::from_iter(case.witness(view));
     let shared = is_shared_lock(&content.host.doing.witness);
     let helper = case.helper(view);
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         let (waits, its, place) = (number.waits(), number.its(), case.place(view));
         let helper = helper.as_ref().map_or(String::new(), |(helper, _)| format!(", while {its} {helper}"));
         match shared {
@@ -34,7 +41,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says,
+        statement,
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })

@@ -6,14 +6,19 @@
 //! between the samples, the device may only be slow, and the confidence is low. In a circle of ranks that wait for each other, the one
 //! rank is named whose stream is blocked by nothing that was recorded, with medium confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
+
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
 use crate::{
     graph::{Event, Suspect},
     history::made_before,
     text::shape,
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
@@ -84,7 +89,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     };
     Some(Finding {
         culprits: vec![*view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             format!("{} stuck on {} device: {culprit}{}", number.is(), number.its(), case.stands(*view, number))
         }),
         confidence,

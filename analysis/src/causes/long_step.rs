@@ -5,8 +5,15 @@
 //! endless loop is busy as well. The same of a device that is far behind its host: something in the streams that are waited for began
 //! or completed between the samples. Never high confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
-use crate::{graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
+use crate::{
+    graph::Suspect,
+    verdict::{Activity, Cause, Confidence},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::LongStep, explain, rule_out };
 
@@ -25,7 +32,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             let (is, its, place) = (number.is(), number.its(), case.place(view));
             format!("{is} busy{place}: {its} {how}, so this is probably a long step and not a hang")
         }),
@@ -52,7 +59,7 @@ fn slow_device(case: &Case<'_>, view: usize) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             let (is, its, stands) = (number.is(), number.its(), case.stands(view, number));
             format!("{is} slow on {its} device, which goes on, so this is probably not a hang{stands}")
         }),

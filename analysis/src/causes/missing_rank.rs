@@ -26,20 +26,22 @@
 //! The third form is a circle of ranks that wait for each other, in which a rank left out a collective that it had always made at
 //! this point.
 
+use xpu_timer_proto::v1::{OpStatus, Presence};
+
 use super::{
-    Case, Cause, Confidence, Finding, Number, Rule, Says,
-    circle::{self, Break, Told},
+    case::Case,
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
-    line,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement},
+    wording::{Number, line},
 };
 use crate::{
     graph::{Event, Suspect},
     stacks::Moved,
     text::{capital, ranks},
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpStatus, Presence};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out };
 
@@ -49,9 +51,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return found.or_else(|| not_waited_for(case, &collective));
     }
     if matches!(suspect, Suspect::Cycle(_)) {
-        return match circle::ask(case, suspect, &[Break::Collective]) {
-            Told::Finding(found) => Some(found),
-            Told::OtherBreak | Told::Nothing => None,
+        return match pattern_break::check(case, suspect, &[Break::Collective]) {
+            PatternCheck::Finding(found) => Some(found),
+            PatternCheck::OtherBreak | PatternCheck::Kept => None,
         };
     }
     if let Suspect::Device { view, events } = suspect {
@@ -87,7 +89,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         _ => false,
     };
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         let (has, stands, itself) = (number.has(), stands(number), case.itself(*view, number));
         if *guess {
             format!("{} probably not in {what}: all others are{stands}", number.is())
@@ -115,7 +117,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         evidence.push(line(looks, vec![content.rank]));
     }
     evidence.extend(case.standing(*view));
-    Some(Finding { culprits: vec![*view], says, confidence, evidence })
+    Some(Finding { culprits: vec![*view], statement, confidence, evidence })
 }
 
 /// A rank that has called its collective in a group, which it has not closed.
@@ -125,7 +127,7 @@ fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding>
     }
     let suspect = Suspect::Device { view, events: events.to_vec() };
     let event = case.main_event(&suspect)?;
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         let (has, it_has) = (number.has(), number.word("it has", "they have"));
         format!(
             "{has} called {} in a group that {it_has} not closed{}",
@@ -135,7 +137,7 @@ fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding>
     });
     let mut evidence: Vec<_> = case.counters(view, event).into_iter().collect();
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says, confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits: vec![view], statement, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run
@@ -160,7 +162,12 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     for &view in inside.iter().take(2) {
         evidence.extend(case.standing(view));
     }
-    Some(Finding { culprits: inside.clone(), says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: inside.clone(),
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
 /// Few ranks have begun a collective of a library of the host and do not wait for it as the others do: nobody runs it for them.
@@ -187,7 +194,7 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
     for &view in away.iter().take(2) {
         evidence.extend(case.standing(view));
     }
-    Some(Finding { culprits: away, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits: away, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// A rank that stands still elsewhere than most, when no record tells that anybody waits.
@@ -204,7 +211,12 @@ pub(super) fn apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("Rank {rank} stands{}, while {} stand{}.", case.place(*view), ranks(&most), case.place(first));
     let mut evidence = case.standing(*view);
     evidence.push(line(format!("{} stand{}", ranks(&most), case.place(first)), most));
-    Some(Finding { culprits: vec![*view], says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
+    Some(Finding {
+        culprits: vec![*view],
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Low,
+        evidence,
+    })
 }
 
 /// The few members that are in a collective which most others have not entered, when those stand still together at one place: they
@@ -230,7 +242,12 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     let mut evidence =
         vec![line(format!("{} in {what}", ranks(&few)), few), line(format!("{} stand{place}", ranks(&most)), most)];
     evidence.extend(case.standing(inside[0]));
-    Some(Finding { culprits: inside.to_vec(), says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
+    Some(Finding {
+        culprits: inside.to_vec(),
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Low,
+        evidence,
+    })
 }
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
@@ -276,7 +293,7 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
         evidence.extend(case.standing(view));
     }
     let confidence = if proven { case.members_confidence(&[collective.event]) } else { Confidence::Medium };
-    Some(Finding { culprits: passed.clone(), says: Says::Whole(sentence), confidence, evidence })
+    Some(Finding { culprits: passed.clone(), statement: Statement::Sentence(sentence), confidence, evidence })
 }
 
 /// Whether clocks or device times prove that a rank completed the collective without the others.

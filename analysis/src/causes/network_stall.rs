@@ -4,16 +4,19 @@
 //! and it does not complete. No rank is behind and none differs, so no rank is to blame: the data does not move. The confidence is
 //! high only when the records of all members are there; a rank that completed while others did not makes it medium, and so does an operation whose sizes cannot be compared, as all-to-all.
 
+use xpu_timer_proto::v1::{Op, Operation};
+
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, equal_sizes},
-    line,
+    rule::{Finding, Rule, Statement},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
 
@@ -65,7 +68,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             let verb = if waiters.len() == 1 { "is" } else { "are" };
             Some(Finding {
                 culprits: Vec::new(),
-                says: Says::Whole(format!(
+                statement: Statement::Sentence(format!(
                     "{} {verb} in the same {what}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
                     capital(&ranks(&waiters)),
                 )),
@@ -75,7 +78,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         Event::PointToPoint { .. } => Some(Finding {
             culprits: Vec::new(),
-            says: Says::Whole(format!(
+            statement: Statement::Sentence(format!(
                 "{} is in {what}, its peer is in the counterpart, and nothing moves between them: look at the network.",
                 capital(&ranks(&waiters))
             )),

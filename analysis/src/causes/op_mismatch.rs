@@ -7,16 +7,19 @@
 
 use std::collections::HashMap;
 
+use xpu_timer_proto::v1::{Op, Operation};
+
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, Dissent},
-    line,
+    rule::{Finding, Rule, Statement},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{name, ranks},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
@@ -121,7 +124,7 @@ pub(super) fn finding<Key: Ord + Clone>(
         (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[collective.event]),
     };
-    Finding { culprits: dissent.culprits, says: Says::Whole(sentence), confidence, evidence }
+    Finding { culprits: dissent.culprits, statement: Statement::Sentence(sentence), confidence, evidence }
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

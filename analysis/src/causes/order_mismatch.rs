@@ -9,20 +9,23 @@
 //! of the only one that the fewest wait in, they did what others did, and the ranks that they wait for are named.
 
 use super::{
-    Case, Cause, Confidence, Finding, Number, Rule, Says,
-    circle::{self, Break, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wait_cycle,
+    wording::{Number, line},
 };
 use crate::{
     graph::{Event, Suspect},
     matching::Comm,
     text::{capital, ranks},
+    verdict::{Cause, Confidence},
 };
 
-pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::OrderMismatch, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    if let Told::Finding(found) = circle::ask(case, suspect, &[Break::NewCollective, Break::Order]) {
+    if let PatternCheck::Finding(found) = pattern_break::check(case, suspect, &[Break::NewCollective, Break::Order]) {
         return Some(found);
     }
     let Suspect::Cycle(events) = suspect else { return None };
@@ -41,7 +44,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut culprits: Vec<usize> = odd.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
     culprits.sort_unstable();
     culprits.dedup();
-    let one = circle::in_all_circles(case, events);
+    let one = wait_cycle::in_all_cycles(case, events);
     if let Some(one) = one {
         culprits = vec![one];
     }
@@ -63,7 +66,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     }
     let who = case.world.ranks(culprits.iter().copied());
     Some(Finding {
-        says: Says::Whole(format!(
+        statement: Statement::Sentence(format!(
             "{} entered the communicators in another order than the others, and all wait for each other: {}.",
             capital(&ranks(&who)),
             parts.join(", ")
@@ -82,7 +85,7 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
         let other = waited.iter().find(|other| **other != event && case.graph.waiters_of(**other).contains(view));
         other.map(|other| (*view, *other))
     };
-    let missing: Vec<(usize, Event)> = circle::awaited(case, event).iter().filter_map(elsewhere).collect();
+    let missing: Vec<(usize, Event)> = wait_cycle::awaited_members(case, event).iter().filter_map(elsewhere).collect();
     let &(first, other) = missing.first()?;
     let culprits: Vec<usize> = missing.iter().map(|(view, _)| *view).collect();
     let who = case.world.ranks(culprits.iter().copied());
@@ -99,7 +102,7 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
     );
     let mut evidence: Vec<_> = culprits.iter().take(4).filter_map(|view| case.counters(*view, event)).collect();
     culprits.iter().take(2).for_each(|view| evidence.extend(case.standing(*view)));
-    Some(Finding { culprits, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// Whether other ranks have completed this collective of theirs: in a communicator of the same size that shares no rank with this one.

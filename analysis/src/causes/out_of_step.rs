@@ -6,23 +6,28 @@
 //! the ranks does not tell what was due.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wait_cycle,
+    wording::line,
 };
-use crate::graph::{Event, Suspect};
+use crate::{
+    graph::{Event, Suspect},
+    verdict::{Cause, Confidence},
+};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
-    if !matches!(circle::ask(case, suspect, &[]), Told::Nothing) {
+    if !matches!(pattern_break::check(case, suspect, &[]), PatternCheck::Kept) {
         return None;
     }
-    let view = circle::in_all_circles(case, events)?;
+    let view = wait_cycle::in_all_cycles(case, events)?;
     let own = *events.iter().find(|event| case.graph.waiters_of(**event).contains(&view))?;
     let owed: Vec<Event> =
-        events.iter().copied().filter(|event| circle::awaited(case, *event).contains(&view)).collect();
+        events.iter().copied().filter(|event| wait_cycle::awaited_members(case, *event).contains(&view)).collect();
     let mut comms: Vec<usize> = owed
         .iter()
         .filter_map(|event| match *event {
@@ -46,5 +51,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence
         .push(line(format!("all circles of waiting go through rank {rank}, and through no other rank"), vec![rank]));
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: vec![view],
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }

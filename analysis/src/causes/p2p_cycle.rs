@@ -7,23 +7,25 @@
 //! before, one of them has left the plan, and the record does not show which.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Break, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     history::made_before,
     text::{capital, ranks},
+    verdict::{Cause, Confidence},
 };
 
-pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    match circle::ask(case, suspect, &[Break::TransferOrder]) {
-        Told::Finding(found) => return Some(found),
-        Told::OtherBreak => return None,
-        Told::Nothing => {}
+    match pattern_break::check(case, suspect, &[Break::TransferOrder]) {
+        PatternCheck::Finding(found) => return Some(found),
+        PatternCheck::OtherBreak => return None,
+        PatternCheck::Kept => {}
     }
     let Suspect::Cycle(events) = suspect else { return None };
     let transfers: Vec<Event> =
@@ -45,7 +47,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let evidence = evidence.collect();
     let first = case.describe(transfers[0]);
     Some(Finding {
-        says: Says::Whole(format!(
+        statement: Statement::Sentence(format!(
             "{} wait for each other in a circle of sends and receives: {} is in {first}, and so on round.",
             capital(&ranks(&who)),
             ranks(&case.world.ranks(case.graph.waiters_of(transfers[0]).iter().copied())),

@@ -10,19 +10,22 @@
 //! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart,
 //! as a rank does that receives from itself.
 
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
+
 use super::{
-    Case, Cause, Confidence, Finding, Number, Rule, Says,
-    circle::{self, Break, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::{Number, line},
 };
 use crate::{
     graph::{Event, Suspect, tags_meet},
     text::{capital, communicator, ranks},
+    verdict::{Cause, Confidence},
     world::is_p2p,
 };
-use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Complete(event) = suspect {
@@ -31,10 +34,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = at_all_open_ends(case, suspect) {
         return Some(found);
     }
-    match circle::ask(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
-        Told::Finding(found) => return Some(found),
-        Told::OtherBreak => return None,
-        Told::Nothing => {}
+    match pattern_break::check(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
+        PatternCheck::Finding(found) => return Some(found),
+        PatternCheck::OtherBreak => return None,
+        PatternCheck::Kept => {}
     }
     if let Some(found) = from_anybody(case, suspect).or_else(|| other_tags(case, suspect)) {
         return Some(found);
@@ -72,16 +75,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.helper(culprit).map(|(_, fact)| fact));
     evidence.extend(case.standing(culprit));
     let stands = |number: Number| case.stands(culprit, number) + &case.itself(culprit, number);
-    let says = match suspect {
-        Suspect::Host { .. } => Says::rank(|number| missing(number) + &stands(number)),
-        _ => Says::Whole(format!(
+    let statement = match suspect {
+        Suspect::Host { .. } => Statement::of_ranks(|number| missing(number) + &stands(number)),
+        _ => Statement::Sentence(format!(
             "Rank {rank} {}, which waits in {}, and waits itself for rank {waiting}{}.",
             missing(Number::One),
             case.describe(event),
             stands(Number::One)
         )),
     };
-    Some(Finding { culprits: vec![culprit], says, confidence, evidence })
+    Some(Finding { culprits: vec![culprit], statement, confidence, evidence })
 }
 
 /// Members that have made fewer transfers than most others when all of these are in their group of the same number: each of them left out
@@ -125,7 +128,12 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     for &view in fewer.iter().take(2) {
         evidence.extend(case.standing(view));
     }
-    Some(Finding { culprits: fewer, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: fewer,
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
 /// One rank of a circle receives from any rank, and all others wait for it by way of something else.
@@ -146,7 +154,12 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence =
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
     evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: vec![view],
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
 /// A send and its receive are there, and their tags differ.
@@ -191,8 +204,8 @@ fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     for &view in &blamed {
         evidence.extend(case.standing(view));
     }
-    let says = Says::Whole(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
-    Some(Finding { culprits: blamed, says, confidence: Confidence::Medium, evidence })
+    let statement = Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
+    Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
 }
 
 /// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.
@@ -276,7 +289,7 @@ fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) ->
     let have = if open.len() == 1 { "has" } else { "have" };
     Finding {
         culprits: vec![culprit],
-        says: Says::Whole(format!(
+        statement: Statement::Sentence(format!(
             "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart{}.",
             without.join(" and "),
             case.stands(culprit, Number::One)

@@ -11,23 +11,31 @@
 //! in a send or receive, which only two know of: it may be they who made one too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
 //! that ended by itself there did not take part in it; that is `missing_rank`.
 
-use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, collective::Collective, line};
+use xpu_timer_proto::v1::Presence;
+
+use super::{
+    case::Case,
+    collective::Collective,
+    comm_init,
+    death::describe_end,
+    missing_rank,
+    rule::{Finding, Rule, Statement},
+    wording::{Number, line},
+};
 use crate::{
-    Exit,
     graph::{Event, Suspect},
     text::ranks,
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::Presence;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let other_size = |view: usize| super::comm_init::other_size(case, suspect, view).is_some();
-    let dead = |view: &usize| case.view(*view).dead() && !still_ends(case, *view) && !other_size(*view);
+    let has_other_size = |view: usize| comm_init::other_size(case, suspect, view).is_some();
+    let dead = |view: &usize| case.view(*view).dead() && !still_ends(case, *view) && !has_other_size(*view);
     if let Some(view) = case.host(suspect).filter(dead) {
         let mut evidence = vec![line(
-            format!("rank {} {}", case.view(view).rank, how(case, view, Number::One)),
+            format!("rank {} {}", case.view(view).rank, describe_end(case, view, Number::One)),
             vec![case.view(view).rank],
         )];
         evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
@@ -43,7 +51,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         return Some(Finding {
             culprits: vec![view],
-            says: Says::rank(|number| how(case, view, number)),
+            statement: Statement::of_ranks(|number| describe_end(case, view, number)),
             confidence,
             evidence,
         });
@@ -51,7 +59,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // Killed after it completed what the others are still in.
     let collective = Collective::of(case, suspect)?;
     let killed = |view: &usize| {
-        case.view(*view).presence == Presence::Dead && !super::missing_rank::shows_skip(case, &collective, *view)
+        case.view(*view).presence == Presence::Dead && !missing_rank::shows_skip(case, &collective, *view)
     };
     if collective.passed.is_empty() || !collective.passed.iter().all(killed) {
         return None;
@@ -65,11 +73,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     );
     let evidence = collective.passed.iter().map(|view| {
         let rank = case.view(*view).rank;
-        line(format!("rank {rank} {}", how(case, *view, Number::One)), vec![rank])
+        line(format!("rank {rank} {}", describe_end(case, *view, Number::One)), vec![rank])
     });
     Some(Finding {
         culprits: collective.passed.clone(),
-        says: Says::Whole(sentence),
+        statement: Statement::Sentence(sentence),
         confidence: Confidence::Medium,
         evidence: evidence.collect(),
     })
@@ -102,34 +110,6 @@ fn still_ends(case: &Case<'_>, view: usize) -> bool {
 fn had_launched(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
     case.comms[comm].member(view).is_some_and(|member| member.launched >= seq)
-}
-
-/// What became of the process: `is dead (killed by SIGKILL)`.
-pub(super) fn how(case: &Case<'_>, view: usize, number: Number) -> String {
-    let content = case.view(view);
-    let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
-    let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
-    match content.presence {
-        Presence::Left => format!("{} left the job{exit}", number.has()),
-        _ if content.host.state.starts_with('Z') => {
-            format!(
-                "{} dead: {}{exit}",
-                number.is(),
-                number.word("its process is a zombie", "their processes are zombies")
-            )
-        }
-        _ => format!("{} dead: {} gone{exit}", number.is(), number.word("its process is", "their processes are")),
-    }
-}
-
-/// Whether a dead rank was ended from outside in an orderly way.
-pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
-    case.view(view).exit() == Exit::Signal("SIGTERM")
-}
-
-/// Whether a dead rank was ended by a signal, other than that of an agent.
-pub(crate) fn ended_by_signal(case: &Case<'_>, view: usize) -> bool {
-    matches!(case.view(view).exit(), Exit::Signal(_)) && !ended_by_agent(case, view)
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

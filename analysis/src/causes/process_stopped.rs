@@ -4,8 +4,15 @@
 //! sample, or it stands in the freezer of its control group (`F`), as in a container that is paused; newer
 //! kernels show that as `D` in a function where a signal would wake it. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
 
-use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line};
-use crate::graph::Suspect;
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::{Number, line},
+};
+use crate::{
+    graph::Suspect,
+    verdict::{Cause, Confidence},
+};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessStopped, explain, rule_out };
 
@@ -23,7 +30,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| format!("{} {}{}", number.is(), how(number), case.place(view))),
+        statement: Statement::of_ranks(|number| format!("{} {}{}", number.is(), how(number), case.place(view))),
         confidence: Confidence::High,
         evidence,
     })

@@ -3,10 +3,16 @@
 //! The collector's frames stand on the main thread. A collection over a large heap takes seconds and ends by itself; it is
 //! seen in the last sample or in both. The confidence is never high, because a finalizer inside it can block.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, never_mistaken};
-use crate::{graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+};
+use crate::{
+    graph::Suspect,
+    verdict::{Activity, Cause, Confidence},
+};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::PythonGc, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::PythonGc, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let view = case.host(suspect).filter(|view| case.does(*view, Activity::Gc))?;
@@ -14,7 +20,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             let collects = number.word("collects", "collect");
             format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(view))
         }),

@@ -4,19 +4,22 @@
 //! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; the one is named
 //! whose size is not what it had always been between these two, and both where the past tells nothing.
 
+use xpu_timer_proto::v1::{OpStatus, Operation};
+
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, equal_sizes},
-    line, never_mistaken,
     op_mismatch::finding,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{ranks, shape},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpStatus, Operation};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // A receive of MPI takes what comes, so its record has no size.
@@ -102,5 +105,10 @@ fn point_to_point(
     for &view in &blamed {
         evidence.extend(case.standing(view));
     }
-    Some(Finding { culprits: blamed, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: blamed,
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }

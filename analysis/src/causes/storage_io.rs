@@ -6,11 +6,15 @@
 //! may be to blame. A pipe that a child process has the other end of, or had until it died, is not, nor is a terminal or the standard input, unless another rank
 //! waits for a message.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
 use crate::{
     graph::{Event, Suspect},
     stacks::is_file_lock,
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
 
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
@@ -30,7 +34,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let witness = &content.host.doing.witness;
     let lock = is_file_lock(witness);
     let what = case.awaits(view);
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         let place = case.place(view);
         if lock {
             let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
@@ -44,7 +48,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
     evidence.extend(case.standing(view));
     let confidence = case.host_confidence(suspect).min(most);
-    Some(Finding { culprits: vec![view], says, confidence, evidence })
+    Some(Finding { culprits: vec![view], statement, confidence, evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {

@@ -6,14 +6,20 @@
 //! tells nothing. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
 //! that wait for each other, those that are in the finalization of their library are the ones that gave up early, with medium confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, collective::Collective, line, never_mistaken, op_mismatch};
+use super::{
+    case::Case,
+    collective::Collective,
+    op_mismatch,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
+};
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
 
-pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::Teardown, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Cycle(events) = suspect {
@@ -32,7 +38,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     evidence.extend(case.standing(view));
     Some(Finding {
         culprits: vec![view],
-        says: Says::rank(|number| {
+        statement: Statement::of_ranks(|number| {
             format!("{} shutting down{}{}", number.is(), witness_beside(case, view), case.place(view))
         }),
         confidence: case.host_confidence(suspect),
@@ -54,11 +60,11 @@ fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     let found = op_mismatch::finding(case, &collective, dissent, |(name, _)| name.clone());
-    let Says::Whole(differs) = &found.says else { return None };
+    let Statement::Sentence(differs) = &found.statement else { return None };
     let who = case.world.ranks(found.culprits.iter().copied());
     let are = if who.len() == 1 { "is" } else { "are" };
     let sentence = format!("{} {are} shutting down while others go on: {}", capital(&ranks(&who)), lower(differs));
-    Some(Finding { says: Says::Whole(sentence), ..found })
+    Some(Finding { statement: Statement::Sentence(sentence), ..found })
 }
 
 /// The text with its first letter in lower case.
@@ -97,5 +103,5 @@ fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     for &view in culprits.iter().take(2) {
         evidence.extend(case.standing(view));
     }
-    Some(Finding { culprits, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }

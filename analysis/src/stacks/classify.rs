@@ -2,7 +2,11 @@
 
 use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
-use super::{Doing, contains_any, in_c_library, location::is_library, named, short, words};
+use super::{
+    host::Doing,
+    names::{bare, bare_native, contains_any, in_c_library, is_library, named, plain, short, shown},
+    patterns,
+};
 use crate::verdict::Activity;
 
 /// What a thread does, by its native and Python stacks. The order of the questions matters: what stands nearer to the
@@ -66,11 +70,6 @@ impl<'a> Thread<'a> {
     }
 }
 
-/// A Python frame, for a person.
-pub(super) fn shown(frame: &PySpyFrame) -> String {
-    format!("{} ({})", frame.func_name, short(&frame.file_name))
-}
-
 fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
     let named = thread.functions().take(8).find(|function| plain(function) == "take_gil");
     named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
@@ -83,8 +82,8 @@ fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
     let insides = rest.iter().take_while(|frame| !named(&frame.func_name)).count();
     let caller = rest.get(insides)?;
-    (library.iter().any(|frame| frame.func_name.contains(words::GIL_WAIT_NATIVE))
-        && words::TAKES_GIL_NATIVE.contains(&plain(&caller.func_name))
+    (library.iter().any(|frame| frame.func_name.contains(patterns::GIL_WAIT_NATIVE))
+        && patterns::TAKES_GIL_NATIVE.contains(&plain(&caller.func_name))
         && rest[..insides].iter().all(|frame| frame.module == caller.module))
     .then_some(&caller.func_name)
 }
@@ -94,8 +93,8 @@ pub(super) const STORE_CONNECT: &str = "connect to c10d::TCPStore";
 
 fn connects_to_store(thread: &Thread<'_>) -> bool {
     let innermost = thread.functions().find(|function| function.contains("c10d::"));
-    innermost.is_some_and(|function| contains_any(function, words::STORE_CONNECT_NATIVE))
-        && thread.leaves().any(|function| words::CONNECT_NATIVE.contains(&plain(function)))
+    innermost.is_some_and(|function| contains_any(function, patterns::STORE_CONNECT_NATIVE))
+        && thread.leaves().any(|function| patterns::CONNECT_NATIVE.contains(&plain(function)))
 }
 
 fn initializes(thread: &Thread<'_>) -> Option<String> {
@@ -104,33 +103,34 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
     }
     // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
     let of_torch = |frame: &&PySpyFrame| {
-        frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
+        frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&bare(&frame.func_name))
     };
-    let native = || thread.functions().find(|function| contains_any(function, words::INIT_NATIVE)).map(str::to_owned);
+    let native =
+        || thread.functions().find(|function| contains_any(function, patterns::INIT_NATIVE)).map(str::to_owned);
     thread.python().iter().find(of_torch).map(shown).or_else(native)
 }
 
 fn tears_down(thread: &Thread<'_>) -> Option<String> {
-    let native = thread.functions().find(|function| contains_any(function, words::TEARDOWN_NATIVE));
+    let native = thread.functions().find(|function| contains_any(function, patterns::TEARDOWN_NATIVE));
     native.map(str::to_owned).or_else(|| {
-        thread.python().iter().find(|frame| words::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
+        thread.python().iter().find(|frame| patterns::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
     })
 }
 
 fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
     let waits = |function: &&str| {
         let lower = function.to_ascii_lowercase();
-        contains_any(&lower, words::DEVICE_NATIVE)
-            || words::COLLECTIVE_PREFIXES
-                .iter()
-                .any(|prefix| lower.strip_prefix(prefix).is_some() && !contains_any(function, words::TEARDOWN_NATIVE))
+        contains_any(&lower, patterns::DEVICE_NATIVE)
+            || patterns::COLLECTIVE_PREFIXES.iter().any(|prefix| {
+                lower.strip_prefix(prefix).is_some() && !contains_any(function, patterns::TEARDOWN_NATIVE)
+            })
     };
     let all = || thread.functions().filter(waits);
     // A function of the public interface says more than a closure of its implementation.
     all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
         // Without native frames the names of Python's wrappers must do.
         let of_wrapper = |frame: &&PySpyFrame| {
-            words::DEVICE_PYTHON.contains(&bare(&frame.func_name))
+            patterns::DEVICE_PYTHON.contains(&bare(&frame.func_name))
                 && (frame.file_name.contains("torch/") || short(&frame.file_name).starts_with("cuda."))
         };
         thread.python().iter().take(4).find(of_wrapper).map(shown)
@@ -138,19 +138,20 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
 }
 
 fn collects(thread: &Thread<'_>) -> Option<String> {
-    let named =
-        thread.functions().find(|function| words::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
+    let named = thread
+        .functions()
+        .find(|function| patterns::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
     // An interpreter that was stripped has no names for it, but says so in its memory.
     let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("garbage collector");
     named.or_else(said).map(str::to_owned)
 }
 
 fn compiles(thread: &Thread<'_>) -> Option<String> {
-    let native = thread.functions().find(|function| contains_any(function, words::COMPILE_NATIVE));
+    let native = thread.functions().find(|function| contains_any(function, patterns::COMPILE_NATIVE));
     native.map(str::to_owned).or_else(|| {
         let compiler = |frame: &&PySpyFrame| {
-            contains_any(&frame.file_name, words::COMPILE_PATHS)
-                && !words::COMPILE_NOT.contains(&bare(&frame.func_name))
+            contains_any(&frame.file_name, patterns::COMPILE_PATHS)
+                && !patterns::COMPILE_NOT.contains(&bare(&frame.func_name))
         };
         thread.python().iter().find(compiler).map(shown)
     })
@@ -160,26 +161,26 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     let frames = thread.python();
     let of_loader = |frame: &&PySpyFrame| {
         let file = frame.file_name.to_ascii_lowercase();
-        words::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
+        patterns::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
             || ["next", "get"].iter().any(|part| bare(&frame.func_name).contains(part))
-                && contains_any(&file, words::LOADER_FILES)
+                && contains_any(&file, patterns::LOADER_FILES)
     };
     if let Some(frame) = frames.iter().find(of_loader) {
         return Some(shown(frame));
     }
-    let native = thread.functions().find(|function| words::LOADER_NATIVE.contains(&bare_native(function)));
+    let native = thread.functions().find(|function| patterns::LOADER_NATIVE.contains(&bare_native(function)));
     if let Some(function) = native {
         return Some(function.to_owned());
     }
     // A queue is a loader's when one of the frames around it speaks of data.
     let queue = frames.iter().take(5).find(|frame| {
-        words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
-            && words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
+        patterns::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+            && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
     })?;
     let hinted = frames
         .iter()
         .filter(|frame| !is_library(&frame.file_name))
-        .any(|frame| speaks_of(&frame.func_name, words::LOADER_HINTS));
+        .any(|frame| speaks_of(&frame.func_name, patterns::LOADER_HINTS));
     hinted.then(|| shown(queue))
 }
 
@@ -198,10 +199,11 @@ fn speaks_of(name: &str, parts: &[&str]) -> bool {
 pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_child = |frame: &PySpyFrame| {
-        words::CHILD_FUNCTIONS.contains(&bare(&frame.func_name)) && contains_any(&frame.file_name, words::CHILD_FILES)
+        patterns::CHILD_FUNCTIONS.contains(&bare(&frame.func_name))
+            && contains_any(&frame.file_name, patterns::CHILD_FILES)
     };
-    thread.leaves().any(|function| words::CHILD_NATIVE.contains(&plain(function)))
-        || thread.syscall().is_some_and(|number| words::CHILD_SYSCALLS.contains(&number))
+    thread.leaves().any(|function| patterns::CHILD_NATIVE.contains(&plain(function)))
+        || thread.syscall().is_some_and(|number| patterns::CHILD_SYSCALLS.contains(&number))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_child)
 }
 
@@ -211,9 +213,9 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .iter()
         .take_while(|frame| is_library(&frame.file_name))
         .filter(|frame| {
-            words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
-                && frame.file_name.contains(words::OF_PROCESSES)
-                && contains_any(&frame.file_name, words::QUEUE_FILES)
+            patterns::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+                && frame.file_name.contains(patterns::OF_PROCESSES)
+                && contains_any(&frame.file_name, patterns::QUEUE_FILES)
         })
         .last()
 }
@@ -222,28 +224,28 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
 pub(super) fn joins(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_threading = |frame: &PySpyFrame| {
-        words::JOIN_PYTHON.contains(&bare(&frame.func_name)) && frame.file_name.contains(words::THREADING_FILE)
+        patterns::JOIN_PYTHON.contains(&bare(&frame.func_name)) && frame.file_name.contains(patterns::THREADING_FILE)
     };
-    thread.functions().any(|function| contains_any(function, words::JOIN_NATIVE))
+    thread.functions().any(|function| contains_any(function, patterns::JOIN_NATIVE))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_threading)
 }
 
 /// Whether a thread waits for a signal.
 pub(super) fn waits_for_signal(native: Option<&PstackStacktrace>) -> bool {
     let thread = Thread { native, python: None };
-    thread.leaves().any(|function| words::SIGNAL_NATIVE.contains(&plain(function)))
-        || thread.syscall().is_some_and(|number| words::SIGNAL_SYSCALLS.contains(&number))
+    thread.leaves().any(|function| patterns::SIGNAL_NATIVE.contains(&plain(function)))
+        || thread.syscall().is_some_and(|number| patterns::SIGNAL_SYSCALLS.contains(&number))
 }
 
 /// Whether a thread waits for what another machine or process sends.
 pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
     let thread = Thread { native: Some(native), python: None };
-    thread.leaves().any(|function| words::NETWORK_NATIVE.contains(&plain(function)))
+    thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&plain(function)))
 }
 
 /// Whether a thread stands in a queue or pipe of Python's own.
 pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
-    frames.iter().take(5).any(|frame| words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
+    frames.iter().take(5).any(|frame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
 }
 
 /// Whether a thread stands in library code of one of these files.
@@ -253,12 +255,12 @@ pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
 }
 
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
+    let leaf = thread.leaves().find(|function| patterns::IO_NATIVE.contains(&plain(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
     // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
     // or what somebody types.
-    let asks = thread.functions().any(|function| words::INPUT_NATIVE.contains(&function));
-    let of_events = |function: &str| words::EVENT_READS.iter().any(|start| function.starts_with(start));
+    let asks = thread.functions().any(|function| patterns::INPUT_NATIVE.contains(&function));
+    let of_events = |function: &str| patterns::EVENT_READS.iter().any(|start| function.starts_with(start));
     if asks
         || of_events(wchan)
         || thread.leaves().any(of_events)
@@ -273,16 +275,16 @@ fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     if let Some(leaf) = leaf {
         return Some(plain(leaf).to_owned());
     }
-    if thread.syscall().is_some_and(|number| words::IO_SYSCALLS.contains(&number)) {
+    if thread.syscall().is_some_and(|number| patterns::IO_SYSCALLS.contains(&number)) {
         return Some(thread.leaves().next().unwrap_or("a file system call").to_owned());
     }
-    speaks_of(wchan, words::IO_WCHAN).then(|| wchan.to_owned())
+    speaks_of(wchan, patterns::IO_WCHAN).then(|| wchan.to_owned())
 }
 
 fn sleeps(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| words::SLEEP_NATIVE.contains(&plain(function)));
+    let leaf = thread.leaves().find(|function| patterns::SLEEP_NATIVE.contains(&plain(function)));
     leaf.map(|leaf| plain(leaf).to_owned()).or_else(|| {
-        thread.syscall().filter(|number| words::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
+        thread.syscall().filter(|number| patterns::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
     })
 }
 
@@ -292,41 +294,21 @@ pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
 fn locks(thread: &Thread<'_>) -> Option<String> {
     let lock = own_lock(thread)?;
     let mut native = thread.native.into_iter().flat_map(|thread| &thread.frames);
-    let shared = native.any(|frame| frame.module.contains(words::SHARED_LOCK_MODULE))
-        || thread.python().first().is_some_and(|frame| frame.file_name.contains(words::SHARED_LOCK_FILE));
+    let shared = native.any(|frame| frame.module.contains(patterns::SHARED_LOCK_MODULE))
+        || thread.python().first().is_some_and(|frame| frame.file_name.contains(patterns::SHARED_LOCK_FILE));
     Some(if shared { SHARED_LOCK.to_owned() } else { lock })
 }
 
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
     // The outermost of them is what was called; the others are its insides.
-    let leaf = thread.leaves().filter(|function| contains_any(function, words::LOCK_NATIVE)).last();
+    let leaf = thread.leaves().filter(|function| contains_any(function, patterns::LOCK_NATIVE)).last();
     leaf.map(str::to_owned)
-        .or_else(|| thread.syscall().filter(|number| *number == words::FUTEX_SYSCALL).map(|_| "futex".to_owned()))
+        .or_else(|| thread.syscall().filter(|number| *number == patterns::FUTEX_SYSCALL).map(|_| "futex".to_owned()))
 }
 
 fn runs(thread: &Thread<'_>) -> Option<String> {
     let native = thread.native?;
     (native.state.starts_with('R') || native.syscall == Some(-1)).then(|| native.state.clone())
-}
-
-/// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
-fn bare(function: &str) -> &str {
-    function.rsplit('.').next().unwrap_or(function)
-}
-
-/// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
-/// `clock_nanosleep`, `read@plt` is `read`.
-pub(super) fn plain(function: &str) -> &str {
-    let name = function.split(['@', '(']).next().unwrap_or(function);
-    let name = name.trim_start_matches("__GI_").trim_start_matches('_');
-    let name = name.strip_prefix("libc_").unwrap_or(name);
-    name.strip_suffix("_nocancel").unwrap_or(name)
-}
-
-/// A C++ function without its namespaces, its class, its template arguments and its parameters.
-fn bare_native(function: &str) -> &str {
-    let name = function.rsplit("::").next().unwrap_or(function);
-    name.split(['(', '<']).next().unwrap_or(name)
 }
 
 #[cfg(test)]

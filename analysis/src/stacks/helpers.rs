@@ -5,17 +5,15 @@ use std::collections::HashMap;
 use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, bytes_between,
-    classify::{classify, in_files, in_queue, shown, waits_for_child, waits_for_network},
-    location::{is_library, own_frame, own_native_place, program, telling_frame},
-    named, of_process, samples, short,
-    training::{Telling, telling_threads},
-    words,
+    classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
+    host::BUSY_SHARE,
+    location::{own_native_place, program, telling_frame},
+    movement::{MOVING_BYTES_PER_SECOND, bytes_between},
+    names::{is_library, own_frame, shown},
+    patterns,
+    sample::{Sample, Telling, of_process, samples, telling_threads},
 };
 use crate::verdict::Activity;
-
-/// More than a thread runs because it is stopped and released for the captures.
-const STOPS_NS: u64 = 5_000_000;
 
 /// What is said of a helper that cannot go on.
 const DEAD: &str = "is dead";
@@ -100,7 +98,7 @@ pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) 
         Work { busy, went_on: busy && moved }
     });
     let awaits_children = waits_for_child(native, python)
-        || python.is_some_and(|thread| in_files(&thread.frames, words::WORKER_FILES))
+        || python.is_some_and(|thread| in_files(&thread.frames, patterns::WORKER_FILES))
         || native
             .and_then(|thread| thread.awaited.as_ref())
             .is_some_and(|awaited| awaited.holders.iter().any(|holder| holder.child));
@@ -236,79 +234,5 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         let place = place.map_or(String::new(), |place| format!(" at {place}"));
         let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
         Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", doing.witness)))
-    })
-}
-
-/// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct GilHolder {
-    /// Its name.
-    pub thread: String,
-    /// The native function that it is blocked in.
-    pub function: String,
-    /// Where it stands in Python.
-    pub place: Option<String>,
-    /// How many threads wait for the lock.
-    pub waiting: usize,
-}
-
-/// Looks for a deadlock on the global lock.
-pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
-    let (first, last) = samples(dump);
-    let first = first?;
-    let holder = |sample: Sample<'_>| {
-        sample
-            .python
-            .iter()
-            .find(|thread| thread.owns_gil && thread.os_thread_id != 0)
-            .map(|thread| thread.os_thread_id)
-    };
-    let tid = holder(last)?;
-    if holder(first)? != tid {
-        return None;
-    }
-    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
-    let (before, after) = (find(first)?, find(last)?);
-    // A capture may have to stop it for a moment, which counts as running.
-    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
-        && !after.state.starts_with('R')
-        && !after.frames.is_empty()
-        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
-    let waiting = last
-        .native
-        .iter()
-        .filter(|thread| classify(Some(thread), None).activity == Activity::Gil)
-        .filter(|thread| {
-            first
-                .native
-                .iter()
-                .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
-        })
-        .count();
-    if !blocked || waiting == 0 {
-        return None;
-    }
-    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
-    Some(GilHolder {
-        thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
-        function: after
-            .frames
-            .iter()
-            .map(|frame| &frame.func_name)
-            .find(|name| named(name))
-            .cloned()
-            .unwrap_or_default(),
-        place: python.and_then(|thread| own_frame(&thread.frames)).map(shown),
-        waiting,
-    })
-}
-
-/// Whether a child of the rank is a compiler.
-pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
-    dump.children.iter().find_map(|child| {
-        let mut words = child.command.split_whitespace().map(short);
-        let program = words.find(|word| !words::INTERPRETERS.contains(word))?;
-        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
-        (alive && words::COMPILERS.contains(&program)).then(|| program.to_owned())
     })
 }

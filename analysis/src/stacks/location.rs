@@ -2,32 +2,19 @@
 
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
-use super::{Doing, contains_any, in_c_library, named, short, words};
+use super::{
+    host::Doing,
+    names::{contains_any, file, in_c_library, is_library, named, own_frame, short},
+    patterns,
+};
 use crate::verdict::{Activity, Location};
-
-/// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.
-pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
-    frames
-        .iter()
-        .find(|frame| !is_library(&frame.file_name))
-        .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, words::STARTERS)))
-}
 
 /// As [`own_frame`], for a thread that a library may have started: where nothing is the user's, the innermost frame of a package says
 /// more than what the standard library starts threads with.
 pub(super) fn telling_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
-    let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, words::PACKAGE_PATHS);
+    let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, patterns::PACKAGE_PATHS);
     let own = frames.iter().any(|frame| !is_library(&frame.file_name));
     frames.iter().find(of_package).filter(|_| !own).or_else(|| own_frame(frames))
-}
-
-pub(super) fn is_library(path: &str) -> bool {
-    path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
-}
-
-/// The file of a frame, whose place is `path:line`.
-pub(super) fn file(frame: &PySpyFrame) -> Option<&str> {
-    frame.file_name.rsplit_once(':').map(|(file, _)| file)
 }
 
 /// The innermost frame of the user's own that is in another file than `own`, which it called.
@@ -102,8 +89,8 @@ fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a Psta
     frames.iter().find(|frame| {
         frame.module == program
             && named(&frame.func_name)
-            && !contains_any(&frame.func_name, words::RUNTIME_INSIDES)
-            && !contains_any(&frame.file_name, words::SYSTEM_SOURCES)
+            && !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES)
+            && !contains_any(&frame.file_name, patterns::SYSTEM_SOURCES)
     })
 }
 
@@ -125,7 +112,7 @@ fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a 
         !frame.func_name.starts_with('_') && !frame.func_name.contains('.') && frame.func_name != "syscall"
     };
     let entry = frames[..library].iter().rfind(public).copied();
-    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
+    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES));
     Some(by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost))
 }
 

@@ -6,20 +6,16 @@
 //! in a lock itself: two that wait for each other are better told by the main one. A thread that waits for its orders never counts.
 
 use xpu_timer_proto::{
-    server::{PstackStacktrace, PySpyStacktrace, Stacktrace},
+    server::Stacktrace,
     v1::{FlightRecord, OpKind, Operation},
 };
 
 use super::{
-    Sample,
     classify::{classify, in_queue, joins, waits_for_network, waits_for_signal},
-    location::is_library,
-    samples,
+    names::is_library,
+    sample::{Sample, Telling, samples, telling_threads},
 };
-use crate::{
-    main_thread::{self, Candidate},
-    verdict::Activity,
-};
+use crate::verdict::Activity;
 
 /// So many of the newest operations are asked for their thread.
 const NEWEST: usize = 32;
@@ -61,18 +57,4 @@ fn of_the_program((native, python): Telling<'_>, sample: Sample<'_>) -> bool {
         Some(thread) => thread.frames.iter().any(|frame| !is_library(&frame.file_name)),
         None => sample.python.is_empty() && native.is_some_and(|thread| !thread.frames.is_empty()),
     }
-}
-
-/// The native and the Python stack of a thread.
-pub(super) type Telling<'a> = (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>);
-
-/// The stacks of the thread that tells what a process does: of the one that trains, else of the main thread.
-pub(super) fn telling_threads(sample: Sample<'_>, pid: i32, training: Option<u32>) -> Telling<'_> {
-    if let Some(tid) = training {
-        let native = sample.native.iter().find(|thread| thread.pid == tid);
-        return (native, sample.python.iter().find(|thread| thread.os_thread_id == tid));
-    }
-    let native = main_thread::of(sample.native.iter().map(Candidate::from), pid);
-    let python = main_thread::of(sample.python.iter().map(Candidate::from), pid);
-    (native.map(|place| &sample.native[place]), python.map(|place| &sample.python[place]))
 }

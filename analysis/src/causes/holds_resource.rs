@@ -7,11 +7,18 @@
 
 use xpu_timer_proto::server::AwaitedKind;
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line, never_mistaken};
-use crate::graph::{Event, Suspect};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
+};
+use crate::{
+    graph::{Event, Suspect},
+    verdict::{Cause, Confidence},
+};
 
-pub(super) const LOCK: Rule = Rule { cause: Cause::StorageIo, explain: of_lock, rule_out: never_mistaken };
-pub(super) const PEER: Rule = Rule { cause: Cause::MissingRank, explain: of_peer, rule_out: never_mistaken };
+pub(super) const LOCK: Rule = Rule { cause: Cause::StorageIo, explain: of_lock, rule_out: never_ruled_out };
+pub(super) const PEER: Rule = Rule { cause: Cause::MissingRank, explain: of_peer, rule_out: never_ruled_out };
 
 fn of_lock(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     explain(case, suspect, true)
@@ -43,7 +50,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
     evidence.extend(case.standing(follower));
     Some(Finding {
         culprits: vec![holder],
-        says: Says::Whole(sentence),
+        statement: Statement::Sentence(sentence),
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
     })

@@ -4,23 +4,24 @@
 //! pattern of their operations, and the others kept theirs. It is no proof, because a change of plan may have been right and the
 //! others may have missed it; so the confidence is never high.
 
-use std::collections::{BTreeMap, BTreeSet};
+use xpu_timer_proto::v1::Operation;
 
-use super::{Case, Confidence, Finding, Number, Says, line};
+use super::{
+    case::Case,
+    rule::{Finding, Statement},
+    wait_cycle::awaited_members,
+    wording::{Number, line},
+};
 use crate::{
     graph::{Event, Suspect},
     history::{Deviation, Token, deviation, made_before, made_token_before},
-    matching::Member,
     text::{capital, communicator, op_name, ranks},
+    verdict::Confidence,
     world::RankView,
 };
-use xpu_timer_proto::v1::Operation;
 
 /// Beyond so many ranks in a circle nobody's past is searched.
 const MOST: usize = 4096;
-
-/// Of a longer circle no rank is looked for that all circles go through.
-const MOST_TRIED: usize = 64;
 
 /// What the ranks that left their pattern did.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -75,7 +76,7 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
     let missed = |(view, deviation): &(usize, Deviation)| {
         events.iter().any(|event| {
             let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
-            matches!(*event, Event::Collective { comm, .. } if of(comm)) && awaited(case, *event).contains(view)
+            matches!(*event, Event::Collective { comm, .. } if of(comm)) && awaited_members(case, *event).contains(view)
         })
     };
     let left_out = |(view, deviation): &(usize, Deviation)| {
@@ -90,22 +91,22 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
 }
 
 /// What the past of the ranks in a circle is to a rule.
-pub(super) enum Told {
+pub(super) enum PatternCheck {
     /// The break is of the rule's kind.
     Finding(Finding),
     /// Somebody left the pattern in another way, which is another rule's to explain.
     OtherBreak,
     /// It tells nothing.
-    Nothing,
+    Kept,
 }
 
 /// Asks the past of the ranks in a circle, for a rule that explains breaks of this kind.
-pub(super) fn ask(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> Told {
-    let Suspect::Cycle(events) = suspect else { return Told::Nothing };
+pub(super) fn check(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> PatternCheck {
+    let Suspect::Cycle(events) = suspect else { return PatternCheck::Kept };
     match deviants(case, suspect) {
-        None => Told::Nothing,
-        Some((kind, found)) if explains.contains(&kind) => Told::Finding(broken(case, events, kind, &found)),
-        Some(_) => Told::OtherBreak,
+        None => PatternCheck::Kept,
+        Some((kind, found)) if explains.contains(&kind) => PatternCheck::Finding(broken(case, events, kind, &found)),
+        Some(_) => PatternCheck::OtherBreak,
     }
 }
 
@@ -165,86 +166,13 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
     }));
     Finding {
         culprits,
-        says: Says::Whole(format!("{} {did}, and now the ranks wait for each other{waits}.", capital(&ranks(&who)),)),
+        statement: Statement::Sentence(format!(
+            "{} {did}, and now the ranks wait for each other{waits}.",
+            capital(&ranks(&who)),
+        )),
         confidence: Confidence::Medium,
         evidence,
     }
-}
-
-/// The members for whom those inside an event wait.
-pub(super) fn awaited(case: &Case<'_>, event: Event) -> Vec<usize> {
-    match event {
-        Event::Collective { comm, seq } => {
-            let late = |member: &&Member<'_>| member.started.max(member.completed) < seq;
-            case.comms[comm].members.iter().filter(late).map(|member| member.view).collect()
-        }
-        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer).into_iter().collect(),
-        Event::Init { .. } | Event::Split { .. } => Vec::new(),
-    }
-}
-
-/// The only rank that every circle goes through of those in which ranks wait for each other: without it all others would come to an end of
-/// their waiting. `None` where there are several such ranks or none.
-pub(super) fn in_all_circles(case: &Case<'_>, events: &[Event]) -> Option<usize> {
-    let known = |event: &Event| !matches!(event, Event::Init { .. } | Event::Split { .. });
-    if !events.iter().all(known) {
-        return None;
-    }
-    // From who waits to the number of an event, and from there to those who are waited for.
-    let mut waits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
-    for (index, event) in events.iter().enumerate() {
-        case.graph.waiters_of(*event).iter().for_each(|view| waits.entry(*view).or_default().push(index));
-    }
-    if waits.len() > MOST {
-        return None;
-    }
-    let waiting = |event: &Event| awaited(case, *event).into_iter().filter(|view| waits.contains_key(view)).collect();
-    let to: Vec<Vec<usize>> = events.iter().map(waiting).collect();
-    let candidates = circle_without(&waits, &to, None)?;
-    if candidates.len() > MOST_TRIED {
-        return None;
-    }
-    let mut found = candidates.into_iter().filter(|view| circle_without(&waits, &to, Some(*view)).is_none());
-    found.next().filter(|_| found.next().is_none())
-}
-
-/// The ranks of some circle in which ranks wait for each other, when one of them is left out; `None` when there is none.
-fn circle_without(
-    waits: &BTreeMap<usize, Vec<usize>>,
-    to: &[Vec<usize>],
-    without: Option<usize>,
-) -> Option<Vec<usize>> {
-    let next = |view: usize| -> Vec<usize> {
-        let events = waits.get(&view).filter(|_| Some(view) != without);
-        events.into_iter().flatten().flat_map(|event| &to[*event]).copied().filter(|other| *other != view).collect()
-    };
-    let mut done: BTreeSet<usize> = BTreeSet::new();
-    for &root in waits.keys() {
-        // The way from the root, with what is still to be looked at behind each rank on it.
-        let mut way: Vec<(usize, Vec<usize>)> = Vec::new();
-        let mut on_way: BTreeSet<usize> = BTreeSet::new();
-        if done.insert(root) {
-            on_way.insert(root);
-            way.push((root, next(root)));
-        }
-        while let Some((view, rest)) = way.last_mut() {
-            match rest.pop() {
-                Some(other) if on_way.contains(&other) => {
-                    return Some(way.iter().map(|(view, _)| *view).skip_while(|view| *view != other).collect());
-                }
-                Some(other) if done.insert(other) => {
-                    on_way.insert(other);
-                    way.push((other, next(other)));
-                }
-                Some(_) => {}
-                None => {
-                    on_way.remove(view);
-                    way.pop();
-                }
-            }
-        }
-    }
-    None
 }
 
 /// Whether an event is a transfer with one of these ranks.

@@ -1,0 +1,34 @@
+//! How the process of a rank ended, in words and in kind.
+
+use xpu_timer_proto::v1::Presence;
+
+use super::{case::Case, wording::Number};
+use crate::exit::Exit;
+
+/// What became of the process: `is dead (killed by SIGKILL)`.
+pub(super) fn describe_end(case: &Case<'_>, view: usize, number: Number) -> String {
+    let content = case.view(view);
+    let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
+    let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
+    match content.presence {
+        Presence::Left => format!("{} left the job{exit}", number.has()),
+        _ if content.host.state.starts_with('Z') => {
+            format!(
+                "{} dead: {}{exit}",
+                number.is(),
+                number.word("its process is a zombie", "their processes are zombies")
+            )
+        }
+        _ => format!("{} dead: {} gone{exit}", number.is(), number.word("its process is", "their processes are")),
+    }
+}
+
+/// Whether a dead rank was ended from outside in an orderly way.
+pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
+    case.view(view).exit() == Exit::Signal("SIGTERM")
+}
+
+/// Whether a dead rank was ended by a signal, other than that of an agent.
+pub(crate) fn ended_by_signal(case: &Case<'_>, view: usize) -> bool {
+    matches!(case.view(view).exit(), Exit::Signal(_)) && !ended_by_agent(case, view)
+}

@@ -1,0 +1,84 @@
+//! The ranks that an event waits for, and the rank through which every wait cycle passes.
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use super::case::Case;
+use crate::{graph::Event, matching::Member};
+
+const MOST: usize = 4096;
+
+/// Of a longer circle no rank is looked for that all circles go through.
+const MOST_TRIED: usize = 64;
+
+/// The members for whom those inside an event wait.
+pub(super) fn awaited_members(case: &Case<'_>, event: Event) -> Vec<usize> {
+    match event {
+        Event::Collective { comm, seq } => {
+            let late = |member: &&Member<'_>| member.started.max(member.completed) < seq;
+            case.comms[comm].members.iter().filter(late).map(|member| member.view).collect()
+        }
+        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer).into_iter().collect(),
+        Event::Init { .. } | Event::Split { .. } => Vec::new(),
+    }
+}
+
+/// The only rank that every circle goes through of those in which ranks wait for each other: without it all others would come to an end of
+/// their waiting. `None` where there are several such ranks or none.
+pub(super) fn in_all_cycles(case: &Case<'_>, events: &[Event]) -> Option<usize> {
+    let known = |event: &Event| !matches!(event, Event::Init { .. } | Event::Split { .. });
+    if !events.iter().all(known) {
+        return None;
+    }
+    // From who waits to the number of an event, and from there to those who are waited for.
+    let mut waits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
+    for (index, event) in events.iter().enumerate() {
+        case.graph.waiters_of(*event).iter().for_each(|view| waits.entry(*view).or_default().push(index));
+    }
+    if waits.len() > MOST {
+        return None;
+    }
+    let waiting =
+        |event: &Event| awaited_members(case, *event).into_iter().filter(|view| waits.contains_key(view)).collect();
+    let to: Vec<Vec<usize>> = events.iter().map(waiting).collect();
+    let candidates = cycle_without(&waits, &to, None)?;
+    if candidates.len() > MOST_TRIED {
+        return None;
+    }
+    let mut found = candidates.into_iter().filter(|view| cycle_without(&waits, &to, Some(*view)).is_none());
+    found.next().filter(|_| found.next().is_none())
+}
+
+/// The ranks of some circle in which ranks wait for each other, when one of them is left out; `None` when there is none.
+fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without: Option<usize>) -> Option<Vec<usize>> {
+    let next = |view: usize| -> Vec<usize> {
+        let events = waits.get(&view).filter(|_| Some(view) != without);
+        events.into_iter().flatten().flat_map(|event| &to[*event]).copied().filter(|other| *other != view).collect()
+    };
+    let mut done: BTreeSet<usize> = BTreeSet::new();
+    for &root in waits.keys() {
+        // The way from the root, with what is still to be looked at behind each rank on it.
+        let mut way: Vec<(usize, Vec<usize>)> = Vec::new();
+        let mut on_way: BTreeSet<usize> = BTreeSet::new();
+        if done.insert(root) {
+            on_way.insert(root);
+            way.push((root, next(root)));
+        }
+        while let Some((view, rest)) = way.last_mut() {
+            match rest.pop() {
+                Some(other) if on_way.contains(&other) => {
+                    return Some(way.iter().map(|(view, _)| *view).skip_while(|view| *view != other).collect());
+                }
+                Some(other) if done.insert(other) => {
+                    on_way.insert(other);
+                    way.push((other, next(other)));
+                }
+                Some(_) => {}
+                None => {
+                    on_way.remove(view);
+                    way.pop();
+                }
+            }
+        }
+    }
+    None
+}

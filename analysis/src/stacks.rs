@@ -1,0 +1,26 @@
+//! Where a rank stands and what it does, by the words on its stacks, its process state, and what moved between its two
+//! samples. Names of frames come as `proto/server.proto` says; nothing here compares one rank with another.
+
+mod classify;
+mod compiler;
+mod gil;
+mod helpers;
+mod host;
+mod location;
+mod movement;
+mod names;
+mod patterns;
+mod read;
+mod sample;
+mod training;
+mod witness;
+
+pub(crate) use compiler::compiler_child;
+pub(crate) use gil::{GilHolder, gil_holder};
+pub(crate) use helpers::{StuckHelper, stuck_helper};
+pub(crate) use host::{DSleep, Doing, Host, Moved};
+pub(crate) use names::short;
+pub use patterns::FREEZER_WCHAN;
+pub(crate) use read::read;
+pub(crate) use training::training_thread;
+pub(crate) use witness::{is_file_lock, is_network, is_shared_lock, is_signal_wait, is_sleep, is_store_connect};

@@ -1,0 +1,15 @@
+//! Whether a child process compiles.
+
+use xpu_timer_proto::server::Stacktrace;
+
+use super::{names::short, patterns};
+
+/// Whether a child of the rank is a compiler.
+pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
+    dump.children.iter().find_map(|child| {
+        let mut words = child.command.split_whitespace().map(short);
+        let program = words.find(|word| !patterns::INTERPRETERS.contains(word))?;
+        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
+        (alive && patterns::COMPILERS.contains(&program)).then(|| program.to_owned())
+    })
+}

@@ -1,0 +1,77 @@
+//! A deadlock on Python's global lock.
+
+use xpu_timer_proto::server::Stacktrace;
+
+use super::{
+    classify::classify,
+    names::{named, own_frame, shown},
+    sample::{Sample, samples},
+};
+use crate::verdict::Activity;
+
+/// More than a thread runs because it is stopped and released for the captures.
+const STOPS_NS: u64 = 5_000_000;
+
+/// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct GilHolder {
+    /// Its name.
+    pub thread: String,
+    /// The native function that it is blocked in.
+    pub function: String,
+    /// Where it stands in Python.
+    pub place: Option<String>,
+    /// How many threads wait for the lock.
+    pub waiting: usize,
+}
+
+/// Looks for a deadlock on the global lock.
+pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
+    let (first, last) = samples(dump);
+    let first = first?;
+    let holder = |sample: Sample<'_>| {
+        sample
+            .python
+            .iter()
+            .find(|thread| thread.owns_gil && thread.os_thread_id != 0)
+            .map(|thread| thread.os_thread_id)
+    };
+    let tid = holder(last)?;
+    if holder(first)? != tid {
+        return None;
+    }
+    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
+    let (before, after) = (find(first)?, find(last)?);
+    // A capture may have to stop it for a moment, which counts as running.
+    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
+        && !after.state.starts_with('R')
+        && !after.frames.is_empty()
+        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
+    let waiting = last
+        .native
+        .iter()
+        .filter(|thread| classify(Some(thread), None).activity == Activity::Gil)
+        .filter(|thread| {
+            first
+                .native
+                .iter()
+                .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
+        })
+        .count();
+    if !blocked || waiting == 0 {
+        return None;
+    }
+    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
+    Some(GilHolder {
+        thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
+        function: after
+            .frames
+            .iter()
+            .map(|frame| &frame.func_name)
+            .find(|name| named(name))
+            .cloned()
+            .unwrap_or_default(),
+        place: python.and_then(|thread| own_frame(&thread.frames)).map(shown),
+        waiting,
+    })
+}

@@ -1,0 +1,64 @@
+//! Names of functions and paths of files, as frames have them.
+
+use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
+
+use super::patterns;
+
+pub(super) fn named(function: &str) -> bool {
+    !function.is_empty() && function != "??"
+}
+
+pub(super) fn contains_any(text: &str, parts: &[&str]) -> bool {
+    parts.iter().any(|part| text.contains(part))
+}
+
+/// The last component of a path, which keeps its line number.
+pub(crate) fn short(path: &str) -> &str {
+    path.rsplit('/').next().unwrap_or(path)
+}
+
+/// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
+pub(super) fn bare(function: &str) -> &str {
+    function.rsplit('.').next().unwrap_or(function)
+}
+
+/// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
+/// `clock_nanosleep`, `read@plt` is `read`.
+pub(super) fn plain(function: &str) -> &str {
+    let name = function.split(['@', '(']).next().unwrap_or(function);
+    let name = name.trim_start_matches("__GI_").trim_start_matches('_');
+    let name = name.strip_prefix("libc_").unwrap_or(name);
+    name.strip_suffix("_nocancel").unwrap_or(name)
+}
+
+/// A C++ function without its namespaces, its class, its template arguments and its parameters.
+pub(super) fn bare_native(function: &str) -> &str {
+    let name = function.rsplit("::").next().unwrap_or(function);
+    name.split(['(', '<']).next().unwrap_or(name)
+}
+
+pub(super) fn is_library(path: &str) -> bool {
+    path.starts_with('<') || contains_any(path, patterns::LIBRARY_PATHS)
+}
+
+/// The file of a frame, whose place is `path:line`.
+pub(super) fn file(frame: &PySpyFrame) -> Option<&str> {
+    frame.file_name.rsplit_once(':').map(|(file, _)| file)
+}
+
+/// A Python frame, for a person.
+pub(super) fn shown(frame: &PySpyFrame) -> String {
+    format!("{} ({})", frame.func_name, short(&frame.file_name))
+}
+
+/// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.
+pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+    frames
+        .iter()
+        .find(|frame| !is_library(&frame.file_name))
+        .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, patterns::STARTERS)))
+}
+
+pub(super) fn in_c_library(frame: &PstackFrame) -> bool {
+    contains_any(&frame.module, patterns::C_LIBRARY)
+}
