@@ -14,11 +14,11 @@ const GENERATIONS: u32 = 64;
 
 /// The evidence with one identity for each communicator; as it is when no rank speaks of two.
 pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
-    let said = Said::of(evidence);
-    if said.same.is_empty() {
+    let identities = Identities::of(evidence);
+    if identities.aliases.is_empty() {
         return Cow::Borrowed(evidence);
     }
-    let names = said.names();
+    let names = identities.canonical_ids();
     let mut evidence = evidence.clone();
     for rank in &mut evidence.ranks {
         let of_dump = rank.dump.iter_mut().flat_map(|dump| dump.flight_record.iter_mut());
@@ -29,46 +29,46 @@ pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
 
 /// What the ranks say of their communicators.
 #[derive(Default)]
-struct Said {
+struct Identities {
     /// A second identity, and the first.
-    same: HashMap<u64, u64>,
+    aliases: HashMap<u64, u64>,
     /// A child, and what it is made of.
     parents: HashMap<u64, u64>,
 }
 
-impl Said {
+impl Identities {
     fn of(evidence: &Evidence) -> Self {
         let records = evidence
             .ranks
             .iter()
             .flat_map(|rank| rank.flight.iter().chain(rank.dump.iter().flat_map(|dump| dump.flight_record.iter())));
-        let mut said = Said::default();
+        let mut identities = Identities::default();
         for comm in records.flat_map(|record| &record.communicators) {
             let Communicator { id, alias, parent, .. } = *comm;
             if alias != 0 {
-                said.same.insert(alias, id);
+                identities.aliases.insert(alias, id);
             }
             if parent != 0 {
-                said.parents.insert(id, parent);
+                identities.parents.insert(id, parent);
             }
         }
-        said
+        identities
     }
 
     /// The identities that give way to another one.
-    fn names(&self) -> HashMap<u64, u64> {
-        let known = self.same.keys().chain(self.parents.keys());
-        known.map(|id| (*id, self.first(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
+    fn canonical_ids(&self) -> HashMap<u64, u64> {
+        let known = self.aliases.keys().chain(self.parents.keys());
+        known.map(|id| (*id, self.canonical(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
     }
 
     /// The identity that a communicator goes by.
-    fn first(&self, id: u64, generations: u32) -> u64 {
+    fn canonical(&self, id: u64, generations: u32) -> u64 {
         let Some(generations) = generations.checked_sub(1) else { return id };
-        if let Some(same) = self.same.get(&id) {
-            return self.first(*same, generations);
+        if let Some(aliases) = self.aliases.get(&id) {
+            return self.canonical(*aliases, generations);
         }
         let Some(parent) = self.parents.get(&id) else { return id };
-        child_id(self.first(*parent, generations), key_of_child(*parent, id))
+        child_id(self.canonical(*parent, generations), key_of_child(*parent, id))
     }
 }
 

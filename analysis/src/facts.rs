@@ -8,7 +8,7 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
-    stacks::{self, DSleep, Doing, GilHolder, Host, Moved, StuckHelper},
+    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper},
     verdict::{Activity, Location},
 };
 
@@ -68,21 +68,39 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
 }
 
 fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> HostFacts {
-    let Host { stack, state, doing, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
+    let Host { stack, state, observed, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
     HostFacts {
         stack,
         state,
-        activity: activity(doing.activity).into(),
-        witness: doing.witness,
+        activity: activity(observed.activity).into(),
+        witness: observed.witness,
         same_in_both,
         python: location.python,
         python_function: location.python_function,
         native: location.native,
-        moved: moved.map(|moved| {
-            let Moved { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on } =
-                moved;
-            HostMovement { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on }
-        }),
+        moved:
+            moved.map(|moved| {
+                let Movement {
+                    cpu_share,
+                    io_bytes,
+                    io,
+                    own_frame,
+                    main_ran,
+                    helper_busy,
+                    helper_went_on,
+                    library_went_on,
+                } = moved;
+                HostMovement {
+                    cpu_share,
+                    io_bytes,
+                    io,
+                    own_frame,
+                    main_ran,
+                    helper_busy,
+                    helper_went_on,
+                    library_went_on,
+                }
+            }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training).map(|StuckHelper { who, place }| HostHelper { who, place }),
         gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, place, waiting }| HostGilHolder {
@@ -106,7 +124,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
     Host {
         stack: facts.stack,
         state: facts.state.clone(),
-        doing: Doing { activity: of_message(facts.activity()), witness: facts.witness.clone() },
+        observed: ObservedActivity { activity: of_message(facts.activity()), witness: facts.witness.clone() },
         same_in_both: facts.same_in_both,
         location: Location {
             python: facts.python.clone(),
@@ -115,7 +133,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
             native: facts.native.clone(),
         },
         awaited: facts.awaited.clone(),
-        moved: facts.moved.as_ref().map(|moved| Moved {
+        moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,
             io: moved.io,

@@ -11,8 +11,8 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, OpStatus, Operation, Presence};
 
 use crate::{
-    followers::{Follower, followers},
     matching::{Comm, Member, certainly_absent},
+    resource_waits::{ResourceWait, resource_waits},
     verdict::Activity,
     world::{RankView, World, is_init, is_p2p},
 };
@@ -29,7 +29,7 @@ pub(crate) enum Event {
     /// A collective of the communicator with this index, by its sequence number.
     Collective { comm: usize, seq: u64 },
     /// The oldest pending send or receive of a rank on a communicator with a peer.
-    PointToPoint { comm: usize, view: usize, peer: i32, recv: bool },
+    PointToPoint { comm: usize, rank_index: usize, peer: i32, recv: bool },
     /// The creation of a communicator.
     Init { comm: usize },
     /// The split of a communicator.
@@ -42,7 +42,7 @@ pub(crate) enum Suspect {
     /// A rank has not made the call that others wait for, and nothing shows that it waits itself.
     Host {
         /// The rank's view.
-        view: usize,
+        rank_index: usize,
         /// What the others wait in; empty when nobody waits.
         events: Vec<Event>,
         /// No record tells that it is absent; it is suspected because nobody else is.
@@ -51,7 +51,7 @@ pub(crate) enum Suspect {
     /// A rank has launched what others wait for (or waits for its own device), and its device has not begun it.
     Device {
         /// The rank's view.
-        view: usize,
+        rank_index: usize,
         /// What the others wait in.
         events: Vec<Event>,
     },
@@ -78,7 +78,7 @@ pub(crate) struct Graph {
     /// Where the waiting ends.
     pub suspects: Vec<Suspect>,
     /// Ranks that wait for what another one holds, where nothing else tells what they wait for.
-    pub followers: Vec<Follower>,
+    pub resource_waits: Vec<ResourceWait>,
     /// Ranks for which others wait, and of which it is only assumed that they wait themselves: there is no stack of them.
     pub assumed: Vec<usize>,
 }
@@ -100,7 +100,13 @@ pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
     builder.hosts();
     let suspects = builder.suspects();
     let assumed = builder.assumed();
-    Graph { events: builder.events, waiters: builder.waiters, suspects, followers: builder.followers, assumed }
+    Graph {
+        events: builder.events,
+        waiters: builder.waiters,
+        suspects,
+        resource_waits: builder.resource_waits,
+        assumed,
+    }
 }
 
 struct Builder<'w, 'a> {
@@ -116,26 +122,26 @@ struct Builder<'w, 'a> {
     /// Communicators that some rank still creates.
     creating: Vec<bool>,
     /// Hosts whose edge to their device is an assumption: their stack does not say that they wait.
-    soft: Vec<bool>,
+    assumed_device_wait: Vec<bool>,
     /// Hosts that are suspected only because their peers wait and they have no record.
     guess: Vec<bool>,
     /// A rank that lives waits for something, so what the dead had not completed is no wait.
-    alive_wait: bool,
+    living_waiter: bool,
     /// Ranks that wait for what another one holds.
-    followers: Vec<Follower>,
+    resource_waits: Vec<ResourceWait>,
 }
 
 impl<'w, 'a> Builder<'w, 'a> {
     fn new(world: &'w World<'a>, comms: &'w [Comm<'a>]) -> Self {
         let by_id: HashMap<u64, usize> = comms.iter().enumerate().map(|(index, comm)| (comm.id, index)).collect();
         let views = world.views.len();
-        let alive_wait = comms
+        let living_waiter = comms
             .iter()
             .flat_map(|comm| &comm.members)
-            .any(|member| member.waits_at.is_some() && !world.views[member.view].dead());
-        let waits = |view: usize| !(alive_wait && world.views[view].dead());
+            .any(|member| member.waiting_seq.is_some() && !world.views[member.rank_index].dead());
+        let waits = |rank_index: usize| !(living_waiter && world.views[rank_index].dead());
         let transfers = (0..views)
-            .map(|view| if waits(view) { transfers_of(world, &by_id, view) } else { BTreeMap::new() })
+            .map(|rank_index| if waits(rank_index) { transfers_of(world, &by_id, rank_index) } else { BTreeMap::new() })
             .collect();
         Builder {
             world,
@@ -146,23 +152,23 @@ impl<'w, 'a> Builder<'w, 'a> {
             transfers,
             edges: Vec::new(),
             creating: comms.iter().map(|comm| comm.members.iter().any(|member| member.initializing)).collect(),
-            soft: vec![false; views],
+            assumed_device_wait: vec![false; views],
             guess: vec![false; views],
-            alive_wait,
-            followers: followers(world),
+            living_waiter,
+            resource_waits: resource_waits(world),
         }
     }
 
     /// The collective that a member waits in.
-    fn waits_at(&self, member: &Member<'_>) -> Option<u64> {
-        member.waits_at.filter(|_| !(self.alive_wait && self.world.views[member.view].dead()))
+    fn waiting_seq(&self, member: &Member<'_>) -> Option<u64> {
+        member.waiting_seq.filter(|_| !(self.living_waiter && self.world.views[member.rank_index].dead()))
     }
 
     fn number(&self, node: Node) -> usize {
         let views = self.world.views.len();
         match node {
-            Node::Host(view) => view,
-            Node::Device(view) => views + view,
+            Node::Host(rank_index) => rank_index,
+            Node::Device(rank_index) => views + rank_index,
             Node::Event(event) => 2 * views + event,
         }
     }
@@ -190,7 +196,7 @@ impl<'w, 'a> Builder<'w, 'a> {
         let mut events = BTreeSet::new();
         for (comm, content) in self.comms.iter().enumerate() {
             for member in &content.members {
-                if let Some(seq) = self.waits_at(member) {
+                if let Some(seq) = self.waiting_seq(member) {
                     events.insert(Event::Collective { comm, seq });
                 }
                 if member.initializing {
@@ -198,24 +204,25 @@ impl<'w, 'a> Builder<'w, 'a> {
                 }
             }
         }
-        for view in 0..self.world.views.len() {
-            events.extend(self.transfers[view].keys().copied());
-            events.extend(self.split_of(view));
+        for rank_index in 0..self.world.views.len() {
+            events.extend(self.transfers[rank_index].keys().copied());
+            events.extend(self.split_of(rank_index));
         }
         self.events = events.into_iter().collect();
         self.waiters = vec![Vec::new(); self.events.len()];
         self.edges = vec![Vec::new(); 2 * self.world.views.len() + self.events.len()];
     }
 
-    fn split_of(&self, view: usize) -> Option<Event> {
-        let split =
-            self.world.views[view].pending().find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
+    fn split_of(&self, rank_index: usize) -> Option<Event> {
+        let split = self.world.views[rank_index]
+            .pending()
+            .find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
         let comm = *self.by_id.get(&split.communicator)?;
         // Where the identity is that of the child, its creation is an event already that waits for the members of the parent.
-        let known = self.world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
+        let known = self.world.views[rank_index].flight.into_iter().flat_map(|flight| &flight.communicators);
         let parent = known.into_iter().find(|known| known.id == split.communicator).map(|known| known.parent);
         let made = parent.and_then(|parent| self.by_id.get(&parent)).is_some_and(|parent| !self.creating[*parent]);
-        let child = self.comms[comm].member(view).is_some_and(|member| member.initializing);
+        let child = self.comms[comm].member(rank_index).is_some_and(|member| member.initializing);
         (!child || !made).then_some(Event::Split { comm })
     }
 
@@ -224,7 +231,8 @@ impl<'w, 'a> Builder<'w, 'a> {
         let comms = self.comms;
         for (comm, content) in comms.iter().enumerate().filter(|(_, content)| content.busy()) {
             let seqs: Vec<u64> = {
-                let seqs: BTreeSet<u64> = content.members.iter().filter_map(|member| self.waits_at(member)).collect();
+                let seqs: BTreeSet<u64> =
+                    content.members.iter().filter_map(|member| self.waiting_seq(member)).collect();
                 seqs.into_iter().collect()
             };
             if seqs.is_empty() {
@@ -236,99 +244,102 @@ impl<'w, 'a> Builder<'w, 'a> {
                 self.edge(from, to);
             }
             // The first event that each member holds up.
-            let mut held = vec![false; seqs.len()];
+            let mut has_blocker = vec![false; seqs.len()];
             for member in &content.members {
-                let view = &self.world.views[member.view];
-                if let Some(seq) = self.waits_at(member)
+                let view = &self.world.views[member.rank_index];
+                if let Some(seq) = self.waiting_seq(member)
                     && member.started >= seq
                 {
                     let event = self.event(at(seq));
-                    self.edge(Node::Device(member.view), event);
-                    self.wait(event, member.view);
+                    self.edge(Node::Device(member.rank_index), event);
+                    self.add_waiter(event, member.rank_index);
                 }
                 let passed = if view.dead() { member.completed } else { member.launched };
                 let late = seqs.partition_point(|seq| *seq <= passed);
                 if let Some(seq) = seqs.get(late) {
                     let event = self.event(at(*seq));
-                    self.edge(event, Node::Host(member.view));
-                    held[late] = true;
+                    self.edge(event, Node::Host(member.rank_index));
+                    has_blocker[late] = true;
                 }
                 let begun = member.started.max(member.completed);
                 let blocked = seqs.partition_point(|seq| *seq <= begun);
                 if let Some(seq) = seqs.get(blocked).filter(|seq| **seq <= passed) {
                     let event = self.event(at(*seq));
                     let host = view.halted() || runs_on_host(view);
-                    let to = if host { Node::Host(member.view) } else { Node::Device(member.view) };
+                    let to = if host { Node::Host(member.rank_index) } else { Node::Device(member.rank_index) };
                     self.edge(event, to);
-                    held[blocked] = true;
+                    has_blocker[blocked] = true;
                 }
             }
             let first = self.event(at(seqs[0]));
-            let absent = content.silent.iter().filter(|view| certainly_absent(self.world, **view));
-            for &view in absent {
-                self.edge(first, Node::Host(view));
-                held[0] = true;
+            let absent = content.silent.iter().filter(|rank_index| certainly_absent(self.world, **rank_index));
+            for &rank_index in absent {
+                self.edge(first, Node::Host(rank_index));
+                has_blocker[0] = true;
             }
-            if held[0] {
+            if has_blocker[0] {
                 continue;
             }
             // Everybody who is known is in. A member of whom nothing is known is suspected before the network is, and so is
             // one that cannot run, because its threads move the data.
-            for &view in &content.silent {
-                self.guess[view] = true;
-                self.edge(first, Node::Host(view));
+            for &rank_index in &content.silent {
+                self.guess[rank_index] = true;
+                self.edge(first, Node::Host(rank_index));
             }
             for member in &content.members {
-                if content.silent.is_empty() && self.world.views[member.view].halted() && member.completed < seqs[0] {
-                    self.edge(first, Node::Host(member.view));
+                if content.silent.is_empty()
+                    && self.world.views[member.rank_index].halted()
+                    && member.completed < seqs[0]
+                {
+                    self.edge(first, Node::Host(member.rank_index));
                 }
             }
         }
     }
 
-    fn wait(&mut self, event: Node, view: usize) {
+    fn add_waiter(&mut self, event: Node, rank_index: usize) {
         if let Node::Event(index) = event {
-            self.waiters[index].push(view);
+            self.waiters[index].push(rank_index);
         }
     }
 
     fn point_to_point(&mut self) {
         let comms = self.comms;
-        for view in 0..self.world.views.len() {
+        for rank_index in 0..self.world.views.len() {
             let transfers: Vec<(Event, &Operation)> =
-                self.transfers[view].iter().map(|(event, operation)| (*event, *operation)).collect();
+                self.transfers[rank_index].iter().map(|(event, operation)| (*event, *operation)).collect();
             self.groups(&transfers);
             for (event, operation) in transfers {
                 let Event::PointToPoint { comm, peer, recv, .. } = event else { continue };
                 let node = self.event(event);
                 if operation.started_ns != 0 {
-                    self.edge(Node::Device(view), node);
-                    self.wait(node, view);
+                    self.edge(Node::Device(rank_index), node);
+                    self.add_waiter(node, rank_index);
                 } else {
                     // It waits for its own device first.
-                    self.edge(node, Node::Device(view));
+                    self.edge(node, Node::Device(rank_index));
                     continue;
                 }
                 if recv && peer < 0 {
-                    self.until_anybody_sends(node, comm, view);
+                    self.any_source_receive(node, comm, rank_index);
                     continue;
                 }
-                let Some(other) = comms[comm].view_of(peer) else {
+                let Some(other) = comms[comm].rank_index_of(peer) else {
                     for &silent in &comms[comm].silent {
                         self.guess[silent] |= !certainly_absent(self.world, silent);
                         self.edge(node, Node::Host(silent));
                     }
                     continue;
                 };
-                let own = comms[comm].member(view).map_or(-1, |member| member.comm_rank);
-                let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+                let own = comms[comm].member(rank_index).map_or(-1, |member| member.comm_rank);
+                let counterpart = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
                 match self.transfers[other].get(&counterpart) {
-                    None if self.served(comm, view, other, operation.group) => {}
+                    None if self.counterpart_completed(comm, rank_index, other, operation.group) => {}
                     None => self.edge(node, Node::Host(other)),
                     Some(_) if self.world.views[other].halted() => self.edge(node, Node::Host(other)),
                     Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
                     // Each waits for another message than the one that the other is about.
-                    Some(_) if !tags_meet(self.world, comms[comm].id, (view, event), (other, counterpart)) => {
+                    Some(_) if !tags_meet(self.world, comms[comm].id, (rank_index, event), (other, counterpart)) => {
                         self.edge(node, Node::Host(other));
                     }
                     // The two ends meet. What holds them up, if anything does, is what the other end was grouped with.
@@ -363,35 +374,36 @@ impl<'w, 'a> Builder<'w, 'a> {
     /// Whether a peer that has left can be taken to have made its part of a transfer, which then is pending only because of what it
     /// was grouped with: it has launched as many transfers as the rank that waits, and another peer of the group, which left as well,
     /// has launched fewer.
-    fn served(&self, comm: usize, view: usize, peer: usize, group: u64) -> bool {
-        let launched = |view: usize| self.launched_transfers(comm, view);
-        let left = |view: usize| self.world.views[view].presence == Presence::Left;
-        if group == 0 || !left(peer) || launched(peer) < launched(view) {
+    fn counterpart_completed(&self, comm: usize, rank_index: usize, peer: usize, group: u64) -> bool {
+        let launched = |rank_index: usize| self.launched_transfers(comm, rank_index);
+        let left = |rank_index: usize| self.world.views[rank_index].presence == Presence::Left;
+        if group == 0 || !left(peer) || launched(peer) < launched(rank_index) {
             return false;
         }
-        self.transfers[view].iter().any(|(event, operation)| match *event {
-            Event::PointToPoint { comm: of, peer: other, .. } if of == comm && operation.group == group => {
-                self.comms[comm].view_of(other).is_some_and(|other| left(other) && launched(other) < launched(view))
-            }
+        self.transfers[rank_index].iter().any(|(event, operation)| match *event {
+            Event::PointToPoint { comm: of, peer: other, .. } if of == comm && operation.group == group => self.comms
+                [comm]
+                .rank_index_of(other)
+                .is_some_and(|other| left(other) && launched(other) < launched(rank_index)),
             _ => false,
         })
     }
 
     /// Sends and receives that a rank has launched on a communicator.
-    fn launched_transfers(&self, comm: usize, view: usize) -> u64 {
-        let communicators = self.world.views[view].flight.into_iter().flat_map(|flight| &flight.communicators);
+    fn launched_transfers(&self, comm: usize, rank_index: usize) -> u64 {
+        let communicators = self.world.views[rank_index].flight.into_iter().flat_map(|flight| &flight.communicators);
         let of = |id: u64| communicators.into_iter().find(|communicator| communicator.id == id);
         of(self.comms[comm].id).map_or(0, |communicator| communicator.point_to_point)
     }
 
     /// Who receives from any rank waits for all that do not send to it: as long as one of them may still come, it is that one's turn.
-    fn until_anybody_sends(&mut self, node: Node, comm: usize, view: usize) {
+    fn any_source_receive(&mut self, node: Node, comm: usize, rank_index: usize) {
         let content = &self.comms[comm];
-        let Some(own) = content.member(view).map(|member| member.comm_rank) else { return };
-        for member in content.members.iter().filter(|member| member.view != view).take(MOST_SENDERS) {
-            let sends = Event::PointToPoint { comm, view: member.view, peer: own, recv: false };
-            if !self.transfers[member.view].contains_key(&sends) {
-                self.edge(node, Node::Host(member.view));
+        let Some(own) = content.member(rank_index).map(|member| member.comm_rank) else { return };
+        for member in content.members.iter().filter(|member| member.rank_index != rank_index).take(MOST_SENDERS) {
+            let sends = Event::PointToPoint { comm, rank_index: member.rank_index, peer: own, recv: false };
+            if !self.transfers[member.rank_index].contains_key(&sends) {
+                self.edge(node, Node::Host(member.rank_index));
             }
         }
     }
@@ -399,35 +411,38 @@ impl<'w, 'a> Builder<'w, 'a> {
     fn inits(&mut self) {
         let comms = self.comms;
         let creating = |member: &&Member<'_>| member.initializing;
-        let creates: BTreeSet<usize> =
-            comms.iter().flat_map(|comm| comm.members.iter().filter(creating)).map(|member| member.view).collect();
+        let creates: BTreeSet<usize> = comms
+            .iter()
+            .flat_map(|comm| comm.members.iter().filter(creating))
+            .map(|member| member.rank_index)
+            .collect();
         for (comm, content) in comms.iter().enumerate() {
             let initializing: Vec<usize> =
-                content.members.iter().filter(|member| member.initializing).map(|member| member.view).collect();
+                content.members.iter().filter(|member| member.initializing).map(|member| member.rank_index).collect();
             if initializing.is_empty() {
                 continue;
             }
             let node = self.event(Event::Init { comm });
-            for &view in &initializing {
-                self.edge(Node::Host(view), node);
-                self.wait(node, view);
-                if self.world.views[view].halted() {
-                    self.edge(node, Node::Host(view));
+            for &rank_index in &initializing {
+                self.edge(Node::Host(rank_index), node);
+                self.add_waiter(node, rank_index);
+                if self.world.views[rank_index].halted() {
+                    self.edge(node, Node::Host(rank_index));
                 }
             }
-            for &view in &content.silent {
+            for &rank_index in &content.silent {
                 // One that stands in the store, which comes before the creation, waits for the others as well.
                 // One that creates another communicator waits in that one.
-                if self.world.views[view].host.doing.activity == Activity::CommInit
-                    && !self.world.views[view].halted()
-                    && !creates.contains(&view)
+                if self.world.views[rank_index].host.observed.activity == Activity::CommInit
+                    && !self.world.views[rank_index].halted()
+                    && !creates.contains(&rank_index)
                 {
-                    self.edge(Node::Host(view), node);
-                    self.wait(node, view);
+                    self.edge(Node::Host(rank_index), node);
+                    self.add_waiter(node, rank_index);
                     continue;
                 }
-                self.guess[view] |= !certainly_absent(self.world, view);
-                self.edge(node, Node::Host(view));
+                self.guess[rank_index] |= !certainly_absent(self.world, rank_index);
+                self.edge(node, Node::Host(rank_index));
             }
             // A rank whose creation has returned while others are still inside did not take part in it.
             let returned = |state| {
@@ -435,25 +450,28 @@ impl<'w, 'a> Builder<'w, 'a> {
             };
             if content.silent.is_empty() && content.unnamed == 0 {
                 for member in content.members.iter().filter(|member| returned(member.state)) {
-                    self.edge(node, Node::Host(member.view));
+                    self.edge(node, Node::Host(member.rank_index));
                 }
             }
             self.late_for_split(node, comm, initializing[0]);
         }
-        for view in 0..self.world.views.len() {
-            if let Some(event) = self.split_of(view) {
+        for rank_index in 0..self.world.views.len() {
+            if let Some(event) = self.split_of(rank_index) {
                 let node = self.event(event);
-                self.edge(Node::Host(view), node);
-                self.wait(node, view);
+                self.edge(Node::Host(rank_index), node);
+                self.add_waiter(node, rank_index);
             }
         }
         for index in 0..self.events.len() {
             if let Event::Split { comm } = self.events[index] {
                 let inside: BTreeSet<usize> = self.waiters[index].iter().copied().collect();
-                let outside =
-                    comms[comm].members.iter().map(|member| member.view).chain(comms[comm].silent.iter().copied());
-                for view in outside.filter(|view| !inside.contains(view)) {
-                    self.edge(Node::Event(index), Node::Host(view));
+                let outside = comms[comm]
+                    .members
+                    .iter()
+                    .map(|member| member.rank_index)
+                    .chain(comms[comm].silent.iter().copied());
+                for rank_index in outside.filter(|rank_index| !inside.contains(rank_index)) {
+                    self.edge(Node::Event(index), Node::Host(rank_index));
                 }
             }
         }
@@ -473,9 +491,10 @@ impl<'w, 'a> Builder<'w, 'a> {
         let is_late = |view: &usize| {
             let splits: Vec<&Operation> = splits_of(self.world, parent_id, *view, true).collect();
             let inside = splits.iter().any(|split| split.status() == OpStatus::Pending);
-            self.world.views[*view].complete() && !inside && splits.len() < made
+            self.world.views[*view].has_full_history() && !inside && splits.len() < made
         };
-        let late: Vec<usize> = self.comms[parent].members.iter().map(|member| member.view).filter(is_late).collect();
+        let late: Vec<usize> =
+            self.comms[parent].members.iter().map(|member| member.rank_index).filter(is_late).collect();
         for view in late {
             self.edge(child, Node::Host(view));
         }
@@ -483,37 +502,38 @@ impl<'w, 'a> Builder<'w, 'a> {
 
     /// What a host that has not made a call waits for itself, by its stack.
     fn hosts(&mut self) {
-        let followers = std::mem::take(&mut self.followers);
-        for view in 0..self.world.views.len() {
-            let content = &self.world.views[view];
-            let in_host_call = !self.edges[self.number(Node::Host(view))].is_empty();
+        let resource_waits = std::mem::take(&mut self.resource_waits);
+        for rank_index in 0..self.world.views.len() {
+            let content = &self.world.views[rank_index];
+            let in_host_call = !self.edges[self.number(Node::Host(rank_index))].is_empty();
             if content.halted() {
-                let number = self.number(Node::Host(view));
+                let number = self.number(Node::Host(rank_index));
                 self.edges[number].clear();
                 continue;
             }
             if in_host_call || content.presence == Presence::Unregistered || content.unseen() {
                 continue;
             }
-            let device_waits = !self.edges[self.number(Node::Device(view))].is_empty();
+            let device_waits = !self.edges[self.number(Node::Device(rank_index))].is_empty();
             let kernel = content.pending().any(|operation| {
                 matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch) || operation.started_ns == 0
             });
-            let activity = content.host.doing.activity;
-            let follows = followers.iter().find(|follower| follower.view == view && activity != Activity::DeviceWait);
-            if let Some(&follower) = follows {
-                self.followers.push(follower);
-                self.edge(Node::Host(view), Node::Host(follower.holder));
+            let activity = content.host.observed.activity;
+            let follows =
+                resource_waits.iter().find(|wait| wait.waiter == rank_index && activity != Activity::DeviceWait);
+            if let Some(&wait) = follows {
+                self.resource_waits.push(wait);
+                self.edge(Node::Host(rank_index), Node::Host(wait.holder));
                 continue;
             }
             match activity {
                 // A call of a library on the host that no record tells of, as for a window of MPI.
                 Activity::DeviceWait if !device_waits && content.flight.is_some() && !content.has_device() => {}
-                Activity::DeviceWait => self.edge(Node::Host(view), Node::Device(view)),
+                Activity::DeviceWait => self.edge(Node::Host(rank_index), Node::Device(rank_index)),
                 Activity::DataLoader | Activity::Io | Activity::Compile | Activity::Gc => {}
                 _ if device_waits || kernel && !content.host.stack => {
-                    self.soft[view] = true;
-                    self.edge(Node::Host(view), Node::Device(view));
+                    self.assumed_device_wait[rank_index] = true;
+                    self.edge(Node::Host(rank_index), Node::Device(rank_index));
                 }
                 _ => {}
             }
@@ -523,8 +543,10 @@ impl<'w, 'a> Builder<'w, 'a> {
     fn assumed(&self) -> Vec<usize> {
         let base = 2 * self.world.views.len();
         let awaited: BTreeSet<usize> = self.edges[base..].iter().flatten().copied().collect();
-        let assumed = |view: &usize| {
-            self.soft[*view] && !self.world.views[*view].host.stack && awaited.contains(&self.number(Node::Host(*view)))
+        let assumed = |rank_index: &usize| {
+            self.assumed_device_wait[*rank_index]
+                && !self.world.views[*rank_index].host.stack
+                && awaited.contains(&self.number(Node::Host(*rank_index)))
         };
         (0..self.world.views.len()).filter(assumed).collect()
     }
@@ -554,8 +576,11 @@ impl<'w, 'a> Builder<'w, 'a> {
                 let index = self.events.binary_search(&event).unwrap_or(0);
                 left_out.insert(self.number(Node::Event(index)));
                 let inside = self.waiters[index].iter();
-                left_out
-                    .extend(inside.flat_map(|view| [Node::Host(*view), Node::Device(*view)]).map(|at| self.number(at)));
+                left_out.extend(
+                    inside
+                        .flat_map(|rank_index| [Node::Host(*rank_index), Node::Device(*rank_index)])
+                        .map(|at| self.number(at)),
+                );
             }
             let mut edges = self.edges.clone();
             edges.iter_mut().for_each(|to| to.retain(|node| !left_out.contains(node)));
@@ -591,10 +616,13 @@ impl<'w, 'a> Builder<'w, 'a> {
         let direct = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
         // Who holds up a rank holds up what others wait for that rank in.
         let events_into = |node: Node| {
-            let Node::Host(view) = node else { return direct(node) };
+            let Node::Host(rank_index) = node else { return direct(node) };
             let events = direct(node);
             if events.is_empty() {
-                self.behind(view).into_iter().flat_map(|view| direct(Node::Host(view))).collect()
+                self.waiters_behind(rank_index)
+                    .into_iter()
+                    .flat_map(|rank_index| direct(Node::Host(rank_index)))
+                    .collect()
             } else {
                 events
             }
@@ -602,19 +630,19 @@ impl<'w, 'a> Builder<'w, 'a> {
         let mut suspects = Vec::new();
         for component in components {
             match (component.len(), self.node(component[0])) {
-                (1, Node::Host(view)) => {
+                (1, Node::Host(rank_index)) => {
                     suspects.push(Suspect::Host {
-                        view,
-                        events: events_into(Node::Host(view)),
-                        guess: self.guess[view],
+                        rank_index,
+                        events: events_into(Node::Host(rank_index)),
+                        guess: self.guess[rank_index],
                     });
                 }
-                (1, Node::Device(view)) => {
-                    let mut events = events_into(Node::Device(view));
+                (1, Node::Device(rank_index)) => {
+                    let mut events = events_into(Node::Device(rank_index));
                     if events.is_empty() {
-                        events = events_into(Node::Host(view));
+                        events = events_into(Node::Host(rank_index));
                     }
-                    suspects.push(Suspect::Device { view, events });
+                    suspects.push(Suspect::Device { rank_index, events });
                 }
                 (1, Node::Event(event)) => {
                     let ahead = self.gone_ahead(event, &into);
@@ -628,8 +656,8 @@ impl<'w, 'a> Builder<'w, 'a> {
         }
         // Who waits for the store, or in the creation of a communicator that no record tells of, waits for some other rank.
         let waits_elsewhere = |suspect: &Suspect| {
-            matches!(suspect, Suspect::Host { view, .. } if !self.world.views[*view].halted()
-                && self.world.views[*view].host.doing.activity == Activity::CommInit)
+            matches!(suspect, Suspect::Host { rank_index, .. } if !self.world.views[*rank_index].halted()
+                && self.world.views[*rank_index].host.observed.activity == Activity::CommInit)
         };
         let certain = |suspect: &Suspect| !matches!(suspect, Suspect::Host { guess: true, .. });
         if suspects.iter().any(|suspect| certain(suspect) && !waits_elsewhere(suspect)) {
@@ -649,22 +677,22 @@ impl<'w, 'a> Builder<'w, 'a> {
         if !creation(&self.events[event]) {
             return Vec::new();
         }
-        let suspect = |&view: &usize| {
+        let suspect = |&rank_index: &usize| {
             let missed: Vec<Event> =
-                into.get(&self.number(Node::Host(view)))?.iter().copied().filter(creation).collect();
-            (!missed.is_empty()).then_some(Suspect::Host { view, events: missed, guess: self.guess[view] })
+                into.get(&self.number(Node::Host(rank_index)))?.iter().copied().filter(creation).collect();
+            (!missed.is_empty()).then_some(Suspect::Host { rank_index, events: missed, guess: self.guess[rank_index] })
         };
         self.waiters[event].iter().map(suspect).collect::<Option<Vec<_>>>().unwrap_or_default()
     }
 
     /// The ranks that wait for what a rank holds, and those that wait for what these hold, and so on.
-    fn behind(&self, holder: usize) -> BTreeSet<usize> {
+    fn waiters_behind(&self, holder: usize) -> BTreeSet<usize> {
         let mut found = BTreeSet::new();
         let mut wanted = vec![holder];
         while let Some(holder) = wanted.pop() {
-            for follower in self.followers.iter().filter(|follower| follower.holder == holder) {
-                if found.insert(follower.view) {
-                    wanted.push(follower.view);
+            for wait in self.resource_waits.iter().filter(|wait| wait.holder == holder) {
+                if found.insert(wait.waiter) {
+                    wanted.push(wait.waiter);
                 }
             }
         }
@@ -676,31 +704,39 @@ impl<'w, 'a> Builder<'w, 'a> {
         let hosts: Vec<usize> = component
             .iter()
             .filter_map(|number| match self.node(*number) {
-                Node::Host(view) => Some(view),
+                Node::Host(rank_index) => Some(rank_index),
                 _ => None,
             })
             .collect();
         // Who holds what another one waits for, and waits for that one, could have let go of it.
-        let holds = |view: &usize| {
-            let of = |follower: &&Follower| follower.holder == *view && hosts.contains(&follower.view);
-            self.followers.iter().any(|follower| of(&follower))
+        let holds = |rank_index: &usize| {
+            let of = |wait: &&ResourceWait| wait.holder == *rank_index && hosts.contains(&wait.waiter);
+            self.resource_waits.iter().any(|wait| of(&wait))
         };
         let holders: Vec<usize> = hosts.iter().copied().filter(holds).collect();
         if !holders.is_empty() {
-            suspects.extend(holders.into_iter().map(|view| Suspect::Host {
-                view,
-                events: self.behind(view).into_iter().flat_map(|view| events_into(Node::Host(view))).collect(),
-                guess: false,
+            suspects.extend(holders.into_iter().map(|rank_index| {
+                Suspect::Host {
+                    rank_index,
+                    events: self
+                        .waiters_behind(rank_index)
+                        .into_iter()
+                        .flat_map(|rank_index| events_into(Node::Host(rank_index)))
+                        .collect(),
+                    guess: false,
+                }
             }));
             return;
         }
-        let soft: Vec<usize> = hosts.iter().copied().filter(|view| self.soft[*view]).collect();
+        let assumed_device_wait: Vec<usize> =
+            hosts.iter().copied().filter(|rank_index| self.assumed_device_wait[*rank_index]).collect();
         // When no host is known to wait, their stacks tell nothing, and the circle is the better explanation.
-        if !soft.is_empty() && soft.len() < hosts.len() || soft.len() == 1 {
-            suspects.extend(soft.into_iter().map(|view| Suspect::Host {
-                view,
-                events: events_into(Node::Host(view)),
-                guess: self.guess[view],
+        if !assumed_device_wait.is_empty() && assumed_device_wait.len() < hosts.len() || assumed_device_wait.len() == 1
+        {
+            suspects.extend(assumed_device_wait.into_iter().map(|rank_index| Suspect::Host {
+                rank_index,
+                events: events_into(Node::Host(rank_index)),
+                guess: self.guess[rank_index],
             }));
             return;
         }
@@ -731,10 +767,10 @@ fn runs_on_host(view: &RankView<'_>) -> bool {
 /// Whether one of the sends and receives that are pending at both ends of a pair may match, by their tags. Only MPI and gloo have
 /// tags; one that is negative matches all.
 pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), other: (usize, Event)) -> bool {
-    let tags = |(view, event): (usize, Event)| -> Vec<i32> {
+    let tags = |(rank_index, event): (usize, Event)| -> Vec<i32> {
         let Event::PointToPoint { peer, recv, .. } = event else { return Vec::new() };
         let op = if recv { Op::Recv } else { Op::Send };
-        world.views[view]
+        world.views[rank_index]
             .pending()
             .filter(|operation| operation.communicator == comm_id && operation.peer == peer && operation.op() == op)
             .map(|operation| operation.tag.unwrap_or(-1))
@@ -749,10 +785,10 @@ pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), ot
 fn splits_of<'a>(
     world: &World<'a>,
     parent: u64,
-    view: usize,
+    rank_index: usize,
     unknown: bool,
 ) -> impl Iterator<Item = &'a Operation> + use<'a> {
-    let content = &world.views[view];
+    let content = &world.views[rank_index];
     let known = content.flight.into_iter().flat_map(|flight| &flight.communicators);
     let parents: HashMap<u64, u64> = known.map(|known| (known.id, known.parent)).collect();
     content.operations().filter(move |operation| {
@@ -761,12 +797,16 @@ fn splits_of<'a>(
     })
 }
 
-fn transfers_of<'a>(world: &World<'a>, by_id: &HashMap<u64, usize>, view: usize) -> BTreeMap<Event, &'a Operation> {
+fn transfers_of<'a>(
+    world: &World<'a>,
+    by_id: &HashMap<u64, usize>,
+    rank_index: usize,
+) -> BTreeMap<Event, &'a Operation> {
     let mut found = BTreeMap::new();
-    for operation in world.views[view].pending().filter(|operation| is_p2p(operation)) {
+    for operation in world.views[rank_index].pending().filter(|operation| is_p2p(operation)) {
         if let Some(&comm) = by_id.get(&operation.communicator) {
             let recv = operation.op() == Op::Recv;
-            found.entry(Event::PointToPoint { comm, view, peer: operation.peer, recv }).or_insert(operation);
+            found.entry(Event::PointToPoint { comm, rank_index, peer: operation.peer, recv }).or_insert(operation);
         }
     }
     found

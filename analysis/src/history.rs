@@ -13,9 +13,9 @@ use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
 use crate::world::RankView;
 
 /// The longest context, in operations.
-const LONGEST: usize = 16;
+const MAX_CONTEXT: usize = 16;
 /// So often, at least, the same must have followed before it counts as a rule.
-const OFTEN: u32 = 3;
+const MIN_REPEATS: u32 = 3;
 
 /// What one operation is, for its rank: the same one of the next step is equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
@@ -50,7 +50,7 @@ pub(crate) struct Deviation {
     /// What had always come at this point.
     pub expected: Token,
     /// What came.
-    pub came: Token,
+    pub actual: Token,
     /// How often it had been `expected`.
     pub times: u32,
     /// What was expected came right after: the two changed places.
@@ -58,7 +58,7 @@ pub(crate) struct Deviation {
 }
 
 /// What has followed one context so far.
-struct Follower {
+struct Continuation {
     token: Token,
     times: u32,
     always: bool,
@@ -92,18 +92,18 @@ pub(crate) fn made_token_before(view: &RankView<'_>, token: Token) -> bool {
 fn from_period(tokens: &[Token]) -> Option<Deviation> {
     let holds = |period: &usize| (*period..tokens.len()).find(|at| tokens[*at] != tokens[at - period]);
     let mut best: Option<(usize, usize)> = None;
-    for period in 1..=tokens.len() / OFTEN as usize {
+    for period in 1..=tokens.len() / MIN_REPEATS as usize {
         // A period that holds to the end leaves nothing to explain.
         let until = holds(&period)?;
-        if until >= OFTEN as usize * period && best.is_none_or(|(longest, _)| until > longest) {
+        if until >= MIN_REPEATS as usize * period && best.is_none_or(|(longest, _)| until > longest) {
             best = Some((until, period));
         }
     }
-    let (at, period) = best.filter(|(at, _)| !comes_again(tokens, *at))?;
+    let (at, period) = best.filter(|(at, _)| !recurs(tokens, *at))?;
     let expected = tokens[at - period];
     Some(Deviation {
         expected,
-        came: tokens[at],
+        actual: tokens[at],
         times: u32::try_from(at / period).unwrap_or(u32::MAX),
         swapped: swapped(tokens, at, expected),
     })
@@ -116,7 +116,7 @@ fn swapped(tokens: &[Token], index: usize, expected: Token) -> bool {
         return false;
     }
     let alike = |one: &mut dyn Iterator<Item = &Token>, two: &mut dyn Iterator<Item = &Token>| {
-        one.zip(two).take(LONGEST).take_while(|(one, two)| one == two).count()
+        one.zip(two).take(MAX_CONTEXT).take_while(|(one, two)| one == two).count()
     };
     // Where the two have come in their usual order after most of the same operations, the latest.
     let usual = (0..index.saturating_sub(1)).filter(|at| tokens[*at] == expected && tokens[at + 1] == tokens[index]);
@@ -128,31 +128,33 @@ fn swapped(tokens: &[Token], index: usize, expected: Token) -> bool {
 }
 
 fn from_context(tokens: &[Token]) -> Option<Deviation> {
-    let mut followers: HashMap<&[Token], Follower> = HashMap::new();
+    let mut continuations: HashMap<&[Token], Continuation> = HashMap::new();
     let mut last: Option<(usize, Deviation)> = None;
     for (index, token) in tokens.iter().enumerate() {
-        let contexts = (1..=LONGEST.min(index)).rev().map(|length| &tokens[index - length..index]);
+        let contexts = (1..=MAX_CONTEXT.min(index)).rev().map(|length| &tokens[index - length..index]);
         // The longest context that has been seen often enough decides.
-        let known = contexts.clone().find_map(|context| followers.get(context).filter(|known| known.times >= OFTEN));
+        let known =
+            contexts.clone().find_map(|context| continuations.get(context).filter(|known| known.times >= MIN_REPEATS));
         // What comes soon after a surprise may be another one for no other reason.
-        let recovered = last.is_none_or(|(before, _)| index > before + LONGEST);
+        let recovered = last.is_none_or(|(before, _)| index > before + MAX_CONTEXT);
         let surprise = known.filter(|known| known.always && known.token != *token && recovered);
-        if let Some(known) = surprise.filter(|_| !comes_again(tokens, index)) {
+        if let Some(known) = surprise.filter(|_| !recurs(tokens, index)) {
             let swapped = swapped(tokens, index, known.token);
-            last = Some((index, Deviation { expected: known.token, came: *token, times: known.times, swapped }));
+            last = Some((index, Deviation { expected: known.token, actual: *token, times: known.times, swapped }));
         }
         for context in contexts {
-            let follower = followers.entry(context).or_insert(Follower { token: *token, times: 0, always: true });
-            follower.times += 1;
-            follower.always &= follower.token == *token;
+            let continuation =
+                continuations.entry(context).or_insert(Continuation { token: *token, times: 0, always: true });
+            continuation.times += 1;
+            continuation.always &= continuation.token == *token;
         }
     }
     last.map(|(_, deviation)| deviation)
 }
 
 /// Whether what came at `index` comes again after the same operations: then it is part of the pattern, seen for the first time.
-fn comes_again(tokens: &[Token], index: usize) -> bool {
-    let start = index.saturating_sub(LONGEST / 4);
+fn recurs(tokens: &[Token], index: usize) -> bool {
+    let start = index.saturating_sub(MAX_CONTEXT / 4);
     let surprise = &tokens[start..=index];
     tokens[index + 1..].windows(surprise.len()).any(|later| later == surprise)
 }
@@ -192,7 +194,7 @@ mod tests {
             Op::Recv => b'R',
             _ => token.communicator as u8,
         };
-        of(text).map(|found| (letter(found.expected), letter(found.came), found.swapped))
+        of(text).map(|found| (letter(found.expected), letter(found.actual), found.swapped))
     }
 
     #[test]

@@ -28,18 +28,20 @@ const MAX_EVIDENCE: usize = 40;
 pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
     let mut case = Case::of(&evidence);
-    let outcome = if moves_on(&case) {
+    let outcome = if all_launched_recently(&case) {
         not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
-            let mut suspects: Vec<Suspect> =
-                without_events(&mut case).into_iter().map(|suspect| held_by(&case, suspect)).collect();
+            let mut suspects: Vec<Suspect> = suspects_without_events(&mut case)
+                .into_iter()
+                .map(|suspect| follow_to_holder(&case, suspect))
+                .collect();
             suspects.dedup();
             case.graph.suspects = suspects;
         }
         conclude(&case)
     };
-    finish(&case, outcome)
+    write_verdict(&case, outcome)
 }
 
 /// The verdict before it is written down.
@@ -64,71 +66,78 @@ fn not_a_hang(why: String, confidence: Confidence) -> Outcome {
 }
 
 /// Everything that is pending is younger than the time between the samples, so it was not pending all the while.
-fn moves_on(case: &Case<'_>) -> bool {
+fn all_launched_recently(case: &Case<'_>) -> bool {
     let evidence = case.evidence;
     let limit =
         [evidence.sample_interval_ns, evidence.hang_timeout_ns / 2].into_iter().filter(|limit| *limit > 0).min();
-    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
+    let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
     let kind = evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
     matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
         && !case.graph.events.is_empty()
         && limit.is_some_and(|limit| oldest < limit)
-        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || asks_again(view))
+        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || polls_collective(view))
 }
 
 /// Whether a rank asks again and again for the end of a collective, so that its newest question is no measure of its age.
-fn asks_again(view: &RankView<'_>) -> bool {
+fn polls_collective(view: &RankView<'_>) -> bool {
     let mut communicators = view.flight.into_iter().flat_map(|flight| &flight.communicators);
-    communicators.any(|communicator| view.asked_again(communicator).is_some())
+    communicators.any(|communicator| view.polled_collective(communicator).is_some())
 }
 
 /// The rank that holds what a suspect waits for, in its place.
-fn held_by(case: &Case<'_>, suspect: Suspect) -> Suspect {
-    let Suspect::Host { mut view, events, guess } = suspect else { return suspect };
-    let holder = |view: usize| case.graph.followers.iter().find(|follower| follower.view == view);
+fn follow_to_holder(case: &Case<'_>, suspect: Suspect) -> Suspect {
+    let Suspect::Host { mut rank_index, events, guess } = suspect else { return suspect };
+    let holder = |rank_index: usize| case.graph.resource_waits.iter().find(|wait| wait.waiter == rank_index);
     // Those that wait for each other in a circle have no end.
-    for _ in 0..case.graph.followers.len() {
-        view = holder(view).map_or(view, |follower| follower.holder);
+    for _ in 0..case.graph.resource_waits.len() {
+        rank_index = holder(rank_index).map_or(rank_index, |wait| wait.holder);
     }
-    Suspect::Host { view, events, guess }
+    Suspect::Host { rank_index, events, guess }
 }
 
 /// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
 /// whose stacks tell that they wait.
-fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
+fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     let views = &case.world.views;
-    let alone = |view: usize| Suspect::Host { view, events: Vec::new(), guess: false };
+    let alone = |rank_index: usize| Suspect::Host { rank_index, events: Vec::new(), guess: false };
     let all = || 0..views.len();
     let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
 
     // A rank that left in order is no suspect while nobody waits for it.
-    let halted: Vec<usize> = all().filter(|view| views[*view].halted() && !in_order(case, *view)).collect();
-    let waits = |view: usize| matches!(views[view].host.doing.activity, Activity::DeviceWait | Activity::CommInit);
-    let (waiting, others): (Vec<usize>, Vec<usize>) =
-        all().filter(|view| views[*view].host.stack && !views[*view].halted()).partition(|view| waits(*view));
+    let halted: Vec<usize> =
+        all().filter(|rank_index| views[*rank_index].halted() && !ended_in_order(case, *rank_index)).collect();
+    let waits = |rank_index: usize| {
+        matches!(views[rank_index].host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+    };
+    let (waiting, others): (Vec<usize>, Vec<usize>) = all()
+        .filter(|rank_index| views[*rank_index].host.stack && !views[*rank_index].halted())
+        .partition(|rank_index| waits(*rank_index));
     if !halted.is_empty() {
         case.stack_waiters = waiting;
         return halted.into_iter().map(alone).collect();
     }
-    let pending = |view: usize, kind: OpKind| views[view].pending().any(|operation| operation.kind() == kind);
-    let graphs: Vec<usize> = all().filter(|view| pending(*view, OpKind::GraphLaunch)).collect();
-    let outside: Vec<usize> = others.iter().copied().filter(|view| !pending(*view, OpKind::GraphLaunch)).collect();
+    let pending =
+        |rank_index: usize, kind: OpKind| views[rank_index].pending().any(|operation| operation.kind() == kind);
+    let graphs: Vec<usize> = all().filter(|rank_index| pending(*rank_index, OpKind::GraphLaunch)).collect();
+    let outside: Vec<usize> =
+        others.iter().copied().filter(|rank_index| !pending(*rank_index, OpKind::GraphLaunch)).collect();
     if !graphs.is_empty() && !outside.is_empty() && outside.len() < graphs.len() {
         case.stack_waiters = graphs;
         return outside.into_iter().map(alone).collect();
     }
-    let kernels: Vec<usize> =
-        all().filter(|view| pending(*view, OpKind::Kernel) || pending(*view, OpKind::GraphLaunch)).collect();
+    let kernels: Vec<usize> = all()
+        .filter(|rank_index| pending(*rank_index, OpKind::Kernel) || pending(*rank_index, OpKind::GraphLaunch))
+        .collect();
     if !kernels.is_empty() && kind != TriggerKind::Manual {
         case.stack_waiters = waiting;
-        return kernels.into_iter().map(|view| Suspect::Device { view, events: Vec::new() }).collect();
+        return kernels.into_iter().map(|rank_index| Suspect::Device { rank_index, events: Vec::new() }).collect();
     }
     // Who waits for a lock that processes share waits for one of them, when there is one that does not.
-    let (waiting, others) = match others.iter().all(|view| case.in_shared_lock(*view)) {
+    let (waiting, others) = match others.iter().all(|rank_index| case.in_shared_lock(*rank_index)) {
         true => (waiting, others),
         false => {
             let (locked, others): (Vec<usize>, Vec<usize>) =
-                others.into_iter().partition(|view| case.in_shared_lock(*view));
+                others.into_iter().partition(|rank_index| case.in_shared_lock(*rank_index));
             let mut waiting = [waiting, locked].concat();
             waiting.sort_unstable();
             (waiting, others)
@@ -137,24 +146,24 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     if !waiting.is_empty() && !others.is_empty() && kind != TriggerKind::Manual {
         // Those that wait for the device in an ordinary step and those that are elsewhere mix in any healthy job, so only what
         // stands still counts.
-        let frozen: Vec<usize> = others.iter().copied().filter(|view| views[*view].host.frozen()).collect();
+        let frozen: Vec<usize> = others.iter().copied().filter(|rank_index| views[*rank_index].host.frozen()).collect();
         case.stack_waiters = waiting;
         return if frozen.is_empty() { others } else { frozen }.into_iter().map(alone).collect();
     }
-    let specific = |view: &usize| {
-        !matches!(views[*view].host.doing.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
-            && !waits(*view)
-            && views[*view].host.frozen()
+    let specific = |rank_index: &usize| {
+        !matches!(views[*rank_index].host.observed.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
+            && !waits(*rank_index)
+            && views[*rank_index].host.frozen()
     };
     let stuck: Vec<usize> = others.into_iter().filter(specific).collect();
     if kind == TriggerKind::Manual {
         return Vec::new();
     }
     // Of ranks that do nothing, none is in the way of the others.
-    let idle = idle(case);
+    let is_idle = is_idle(case);
     if stuck.is_empty()
-        && !idle
-        && let Some((most, few)) = by_place(case)
+        && !is_idle
+        && let Some((most, few)) = split_by_place(case)
     {
         case.stack_waiters = most;
         return few.into_iter().map(alone).collect();
@@ -166,33 +175,33 @@ fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
 }
 
 /// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not.
-fn in_order(case: &Case<'_>, view: usize) -> bool {
-    let content = case.view(view);
-    match content.presence {
-        Presence::Left => !content.exit().failed(),
-        Presence::Dead => content.exit().succeeded(),
+fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    match view.presence {
+        Presence::Left => !view.exit().failed(),
+        Presence::Dead => view.exit().succeeded(),
         _ => false,
     }
 }
 
 /// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
-fn by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
+fn split_by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
     let all = 0..case.world.views.len();
-    let known = |view: usize| case.view(view).host.stack && case.view(view).host.frozen();
+    let known = |rank_index: usize| case.view(rank_index).host.stack && case.view(rank_index).host.frozen();
     if !all.clone().all(known) {
         return None;
     }
     let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    all.for_each(|view| places.entry(case.place(view)).or_default().push(view));
+    all.for_each(|rank_index| places.entry(case.place(rank_index)).or_default().push(rank_index));
     let most = places.into_values().find(|views| 2 * views.len() > case.world.views.len())?;
-    let few: Vec<usize> = (0..case.world.views.len()).filter(|view| !most.contains(view)).collect();
+    let few: Vec<usize> = (0..case.world.views.len()).filter(|rank_index| !most.contains(rank_index)).collect();
     (!few.is_empty()).then_some((most, few))
 }
 
 /// Lets the rules explain the suspects, and weighs the findings.
 fn conclude(case: &Case<'_>) -> Outcome {
     let mut findings: Vec<(usize, &Suspect, Finding)> = Vec::new();
-    let unseen = |suspect: &Suspect| matches!(suspect, Suspect::Host { view, guess: true, .. } if case.view(*view).presence == Presence::Unspecified);
+    let unseen = |suspect: &Suspect| matches!(suspect, Suspect::Host { rank_index, guess: true, .. } if case.view(*rank_index).presence == Presence::Unspecified);
     let guesses =
         case.graph.suspects.iter().filter(|suspect| matches!(suspect, Suspect::Host { guess: true, .. })).count();
     // A rank of another node is not accused for being there.
@@ -204,7 +213,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
     }
     let cause = |rule: usize| RULES[rule].cause;
     // Who waits for a lock that processes share may wait for another rank.
-    let locked = |finding: &Finding| finding.culprits.iter().all(|view| case.in_shared_lock(*view));
+    let locked = |finding: &Finding| finding.culprits.iter().all(|rank_index| case.in_shared_lock(*rank_index));
     let all = findings.len();
     if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !locked(finding)) {
         findings.retain(|(_, _, finding)| finding.culprits.is_empty() || !locked(finding));
@@ -212,13 +221,15 @@ fn conclude(case: &Case<'_>) -> Outcome {
     // Who waits for members of a window, even by asking all the time, is not to blame while one of them is elsewhere.
     let accused: BTreeSet<usize> =
         findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
-    let in_window = case.wait_in_windows(&accused);
+    let in_window = case.ranks_waiting_in_windows(&accused);
     findings.retain(|(rule, _, finding)| {
         let elsewhere = matches!(cause(*rule), Cause::MissingRank | Cause::LongStep);
-        !elsewhere || finding.culprits.is_empty() || !finding.culprits.iter().all(|view| in_window.contains(view))
+        !elsewhere
+            || finding.culprits.is_empty()
+            || !finding.culprits.iter().all(|rank_index| in_window.contains(rank_index))
     });
     // Who looks again and again for something that has not come may wait for what another one should have done.
-    let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);
+    let waits = |rank_index: &usize| case.polls(*rank_index) || case.does(*rank_index, Activity::DeviceWait);
     let polls = |finding: &Finding| finding.culprits.iter().all(waits);
     let others = findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !polls(finding));
     if others {
@@ -237,19 +248,19 @@ fn conclude(case: &Case<'_>) -> Outcome {
         findings.retain(|(_, _, finding)| !finding.culprits.is_empty());
     }
     let dead = |rule: usize| cause(rule) == Cause::ProcessDead;
-    let by_agent = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_agent(case, *view));
+    let by_agent = |finding: &Finding| finding.culprits.iter().all(|rank_index| ended_by_agent(case, *rank_index));
     if findings.iter().any(|(rule, _, finding)| dead(*rule) && !by_agent(finding)) {
         findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
     }
     // Who was killed did not notice a death; who ended with an error may have.
-    let killed = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_signal(case, *view));
+    let killed = |finding: &Finding| finding.culprits.iter().all(|rank_index| ended_by_signal(case, *rank_index));
     if findings.iter().any(|(rule, _, finding)| dead(*rule) && killed(finding)) {
         let before = findings.len();
         findings.retain(|(rule, _, finding)| !dead(*rule) || killed(finding));
         certain &= findings.len() == before;
     }
     findings.sort_by_key(|(rule, ..)| *rule);
-    if let Some(finding) = turned(case, &findings) {
+    if let Some(finding) = few_inside_instead(case, &findings) {
         findings = vec![(findings[0].0, findings[0].1, finding)];
     }
     let Some((primary, ..)) = findings.first() else { return unexplained(case) };
@@ -265,14 +276,18 @@ fn conclude(case: &Case<'_>) -> Outcome {
     }
     // Many that are somewhere else together while few wait may be waiting for something that those few have not done.
     let elsewhere = matches!(cause(primary), Cause::MissingRank | Cause::P2pUnmatched);
-    let together = culprits.len() > 1 && culprits.iter().all(|view| case.place(*view) == case.place(culprits[0]));
-    if elsewhere && together && culprits.len() > waiting(case).iter().filter(|view| !culprits.contains(view)).count() {
+    let together =
+        culprits.len() > 1 && culprits.iter().all(|rank_index| case.place(*rank_index) == case.place(culprits[0]));
+    if elsewhere
+        && together
+        && culprits.len() > waiting(case).iter().filter(|rank_index| !culprits.contains(rank_index)).count()
+    {
         confidence = confidence.min(Confidence::Medium);
     }
     // Ranks that are missing at different places may wait for each other in a way that is not seen.
-    let missing = first.iter().flat_map(|(_, _, finding)| &finding.culprits).map(|view| case.place(*view));
+    let missing = first.iter().flat_map(|(_, _, finding)| &finding.culprits).map(|rank_index| case.place(*rank_index));
     let apart = cause(primary) == Cause::MissingRank && missing.collect::<BTreeSet<_>>().len() > 1;
-    let assumed = case.graph.assumed.iter().any(|view| !culprits.contains(view));
+    let assumed = case.graph.assumed.iter().any(|rank_index| !culprits.contains(rank_index));
     if apart || assumed || !certain {
         confidence = confidence.min(Confidence::Medium);
     }
@@ -280,7 +295,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if guesses > 1 {
         confidence = Confidence::Low;
     }
-    if all_alike(case, &findings) {
+    if all_stuck_alike(case, &findings) {
         return no_rank_differs(case, &findings, primary, confidence);
     }
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
@@ -306,7 +321,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
 }
 
 /// Most members of a communicator have not entered what few wait in, and stand together at one place.
-fn turned(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Finding> {
+fn few_inside_instead(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Finding> {
     let (rule, suspect, _) = findings.first()?;
     let event = case.main_event(suspect)?;
     let alike = |(other, suspect, finding): &(usize, &Suspect, Finding)| {
@@ -320,7 +335,7 @@ fn turned(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Fi
 }
 
 /// Nobody waits for anybody, and all ranks of the job are stuck in the same way: what they wait for is outside of them.
-fn all_alike(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> bool {
+fn all_stuck_alike(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> bool {
     let outside = |rule: usize| {
         matches!(RULES[rule].cause, Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
     };
@@ -397,7 +412,7 @@ fn sentence(
     }
     let mut text = parts.join("; ");
     if let Some(main) = main.filter(|_| !whole) {
-        let waits = case.who_waits(main, culprits, &text);
+        let waits = case.waiters_clause(main, culprits, &text);
         text.push_str(&waits);
     }
     for (_, _, finding) in findings.iter().filter(|(rule, ..)| *rule != primary).take(MAX_SPELLED) {
@@ -413,7 +428,7 @@ fn unexplained(case: &Case<'_>) -> Outcome {
     let views = &case.world.views;
     let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
     let dumps = views.iter().filter(|view| view.host.stack).count();
-    let moving = views.iter().filter(|view| view.host.moved.is_some_and(|moved| moved.any())).count();
+    let moving = views.iter().filter(|view| view.host.moved.is_some_and(|moved| moved.is_progress())).count();
     let nothing_pending = case.graph.events.is_empty();
     if !views.is_empty()
         && nothing_pending
@@ -428,13 +443,13 @@ fn unexplained(case: &Case<'_>) -> Outcome {
         let confidence = if moving == views.len() { Confidence::Medium } else { Confidence::Low };
         return not_a_hang(why, confidence);
     }
-    let done: Vec<usize> = (0..views.len()).filter(|view| in_order(case, *view)).collect();
-    let comes = |view: &RankView<'_>| !view.halted() && view.host.doing.activity == Activity::CommInit;
+    let done: Vec<usize> = (0..views.len()).filter(|rank_index| ended_in_order(case, *rank_index)).collect();
+    let comes = |view: &RankView<'_>| !view.halted() && view.host.observed.activity == Activity::CommInit;
     if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
         let left = ranks(&case.world.ranks(done));
         return not_a_hang(format!("no operation is pending, and {left} left in order"), Confidence::Medium);
     }
-    if nothing_pending && idle(case) {
+    if nothing_pending && is_idle(case) {
         let stand = match same_place(case) {
             Some(place) => format!("all {} ranks stand{place}", views.len()),
             None => "every rank sleeps, or waits for a message, a person or a signal".to_owned(),
@@ -451,7 +466,7 @@ fn unexplained(case: &Case<'_>) -> Outcome {
             None => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
         },
         (_, false) => {
-            let unseen = case.world.ranks((0..views.len()).filter(|view| views[*view].unseen()));
+            let unseen = case.world.ranks((0..views.len()).filter(|rank_index| views[*rank_index].unseen()));
             let whom = match unseen.len() {
                 0 => "no rank is seen to hold it up".to_owned(),
                 _ => format!("the reason lies with {}, of which nothing is known here", ranks(&unseen)),
@@ -469,10 +484,10 @@ fn unexplained(case: &Case<'_>) -> Outcome {
 }
 
 /// A job that has worked, and of which no rank does anything now; one that has not begun yet waits for something.
-fn idle(case: &Case<'_>) -> bool {
+fn is_idle(case: &Case<'_>) -> bool {
     let views = &case.world.views;
     let worked = views.iter().any(|view| view.operations().any(is_collective));
-    worked && (0..views.len()).all(|view| views[view].host.stack && case.idles(view))
+    worked && (0..views.len()).all(|rank_index| views[rank_index].host.stack && case.is_idle(rank_index))
 }
 
 fn unknown(sentence: String) -> Outcome {
@@ -489,20 +504,20 @@ fn unknown(sentence: String) -> Outcome {
 /// Where the ranks stand, when it is the same place for all.
 fn same_place(case: &Case<'_>) -> Option<String> {
     let first = case.place(0);
-    let same = (1..case.world.views.len()).all(|view| case.place(view) == first);
+    let same = (1..case.world.views.len()).all(|rank_index| case.place(rank_index) == first);
     (same && !first.is_empty() && case.world.views.len() > 1).then_some(first)
 }
 
-fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
+fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     let evidence = case.evidence;
     let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
     let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
     let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
     let mut lines = outcome.evidence;
     lines.truncate(MAX_EVIDENCE);
-    lines.extend(gaps(case));
+    lines.extend(evidence_gaps(case));
     let mut confidence = outcome.confidence;
-    if let Some(cap) = too_young(case) {
+    if let Some(cap) = younger_than_timeout(case) {
         lines.push(cap);
         confidence = confidence.min(Confidence::Medium);
     }
@@ -535,35 +550,39 @@ fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
 
 /// Ranks that are inside something that others are needed for.
 fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
-    let pends = |view: usize| {
-        case.view(view).pending().any(|operation| matches!(operation.kind(), OpKind::Collective | OpKind::HostCall))
-            || !case.graph.events.is_empty() && case.does(view, Activity::DeviceWait)
+    let pends = |rank_index: usize| {
+        case.view(rank_index)
+            .pending()
+            .any(|operation| matches!(operation.kind(), OpKind::Collective | OpKind::HostCall))
+            || !case.graph.events.is_empty() && case.does(rank_index, Activity::DeviceWait)
     };
-    let mut waiting: BTreeSet<usize> = (0..case.world.views.len()).filter(|view| pends(*view)).collect();
+    let mut waiting: BTreeSet<usize> = (0..case.world.views.len()).filter(|rank_index| pends(*rank_index)).collect();
     waiting.extend(case.graph.waiters.iter().flatten());
     waiting.extend(&case.stack_waiters);
-    waiting.extend(case.graph.followers.iter().map(|follower| follower.view));
-    waiting.retain(|view| !case.view(*view).dead());
+    waiting.extend(case.graph.resource_waits.iter().map(|wait| wait.waiter));
+    waiting.retain(|rank_index| !case.view(*rank_index).dead());
     waiting
 }
 
 /// What is missing in the evidence, and what opened the incident.
-fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
-    let of = |keep: &dyn Fn(usize) -> bool| case.world.ranks((0..case.world.views.len()).filter(|view| keep(*view)));
+fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
+    let of = |keep: &dyn Fn(usize) -> bool| {
+        case.world.ranks((0..case.world.views.len()).filter(|rank_index| keep(*rank_index)))
+    };
     let mut lines = Vec::new();
     let mut add = |text: &str, who: Vec<u32>| {
         if !who.is_empty() {
             lines.push(line(format!("{text} {}", ranks(&who)), who));
         }
     };
-    add("nothing is known of", of(&|view| case.view(view).unseen()));
-    let known = |view: usize| !case.view(view).unseen() && !case.view(view).dead();
-    add("there is no stack of", of(&|view| known(view) && !case.view(view).host.stack));
-    add("there is no flight record of", of(&|view| known(view) && case.view(view).flight.is_none()));
-    add("the flight record lost operations of", of(&|view| case.view(view).lossy()));
-    let stuck = |view: usize| {
-        let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
-        health.is_some_and(|health| !health.watcher_inside.is_empty()) && case.view(view).watcher_stale()
+    add("nothing is known of", of(&|rank_index| case.view(rank_index).unseen()));
+    let known = |rank_index: usize| !case.view(rank_index).unseen() && !case.view(rank_index).dead();
+    add("there is no stack of", of(&|rank_index| known(rank_index) && !case.view(rank_index).host.stack));
+    add("there is no flight record of", of(&|rank_index| known(rank_index) && case.view(rank_index).flight.is_none()));
+    add("the flight record lost operations of", of(&|rank_index| case.view(rank_index).lossy()));
+    let stuck = |rank_index: usize| {
+        let health = case.view(rank_index).flight.and_then(|flight| flight.health.as_ref());
+        health.is_some_and(|health| !health.watcher_inside.is_empty()) && case.view(rank_index).watcher_stale()
     };
     add("the watcher is stuck inside a driver call on", of(&stuck));
     if let Some(trigger) = &case.evidence.trigger
@@ -579,9 +598,9 @@ fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
 }
 
 /// Somebody asked before the hang timeout ran out, so what is pending may still complete.
-fn too_young(case: &Case<'_>) -> Option<EvidenceLine> {
+fn younger_than_timeout(case: &Case<'_>) -> Option<EvidenceLine> {
     let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
-    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
+    let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
     (manual && oldest > 0 && oldest < case.evidence.hang_timeout_ns).then(|| {
         let text = format!(
             "the oldest operation is pending for {} s, less than the hang timeout of {} s",

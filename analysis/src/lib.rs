@@ -8,7 +8,6 @@ mod causes;
 mod exit;
 mod facts;
 pub mod folded;
-mod followers;
 mod graph;
 pub mod groups;
 mod hang;
@@ -20,6 +19,7 @@ mod matching;
 pub mod prefix_tree;
 pub mod rank_set;
 mod report;
+mod resource_waits;
 #[cfg(test)]
 mod scenarios;
 mod stacks;

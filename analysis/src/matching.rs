@@ -14,11 +14,11 @@ use crate::world::{World, is_collective, is_init};
 #[derive(Debug)]
 pub(crate) struct Member<'a> {
     /// Index of its view.
-    pub view: usize,
+    pub rank_index: usize,
     /// Its rank in the communicator; -1 when unknown.
     pub comm_rank: i32,
     /// Number of ranks that it was created with here; 0 when that is not known.
-    pub claimed: u32,
+    pub claimed_size: u32,
     /// State as this rank sees it.
     pub state: CommunicatorState,
     /// Collectives launched on the host.
@@ -30,7 +30,7 @@ pub(crate) struct Member<'a> {
     /// Its oldest collective here that has not completed.
     pub oldest: Option<&'a Operation>,
     /// Sequence number it waits at: that of `oldest`, or by the counters when the operation itself was dropped.
-    pub waits_at: Option<u64>,
+    pub waiting_seq: Option<u64>,
     /// It is inside the call that creates the communicator.
     pub initializing: bool,
 }
@@ -55,31 +55,34 @@ pub(crate) struct Comm<'a> {
 impl Comm<'_> {
     /// Something is pending on it.
     pub fn busy(&self) -> bool {
-        self.members.iter().any(|member| member.waits_at.is_some() || member.initializing)
+        self.members.iter().any(|member| member.waiting_seq.is_some() || member.initializing)
     }
 
     /// The view of the member with this rank in the communicator.
-    pub fn view_of(&self, comm_rank: i32) -> Option<usize> {
+    pub fn rank_index_of(&self, comm_rank: i32) -> Option<usize> {
         let index = self.by_comm_rank.binary_search_by_key(&comm_rank, |(comm_rank, _)| *comm_rank).ok()?;
         Some(self.by_comm_rank[index].1)
     }
 
     /// The member that a view is.
-    pub fn member(&self, view: usize) -> Option<&Member<'_>> {
-        self.members.binary_search_by_key(&view, |member| member.view).ok().map(|index| &self.members[index])
+    pub fn member(&self, rank_index: usize) -> Option<&Member<'_>> {
+        self.members
+            .binary_search_by_key(&rank_index, |member| member.rank_index)
+            .ok()
+            .map(|index| &self.members[index])
     }
 }
 
 /// All communicators of a job, ascending by identity.
 pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     let mut comms: BTreeMap<u64, Comm<'a>> = BTreeMap::new();
-    for view in 0..world.views.len() {
-        add_members(&mut comms, world, view);
+    for rank_index in 0..world.views.len() {
+        add_members(&mut comms, world, rank_index);
     }
     let mut comms: Vec<Comm> = comms.into_values().collect();
     for comm in &mut comms {
         comm.size = size_by_majority(&comm.members).max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
-        comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.view)).collect();
+        comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.rank_index)).collect();
         comm.by_comm_rank.sort_unstable();
         // Of two members that claim the same rank the first counts.
         comm.by_comm_rank.dedup_by_key(|(comm_rank, _)| *comm_rank);
@@ -95,18 +98,18 @@ fn size_by_majority(members: &[Member<'_>]) -> u32 {
     let mut votes: BTreeMap<u32, usize> = BTreeMap::new();
     members
         .iter()
-        .filter(|member| member.claimed > 0)
-        .for_each(|member| *votes.entry(member.claimed).or_default() += 1);
+        .filter(|member| member.claimed_size > 0)
+        .for_each(|member| *votes.entry(member.claimed_size).or_default() += 1);
     votes.into_iter().max_by_key(|(size, votes)| (*votes, *size)).map_or(0, |(size, _)| size)
 }
 
-fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view: usize) {
-    let Some(flight) = world.views[view].flight else { return };
+fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_index: usize) {
+    let Some(flight) = world.views[rank_index].flight else { return };
     // The oldest pending and the newest collective of each communicator, and the communicators being created.
     let mut oldest: HashMap<u64, &Operation> = HashMap::new();
     let mut newest: HashMap<u64, u64> = HashMap::new();
     let mut creating: HashMap<u64, &Operation> = HashMap::new();
-    for operation in world.views[view].pending() {
+    for operation in world.views[rank_index].pending() {
         if is_collective(operation) {
             let first = oldest.entry(operation.communicator).or_insert(operation);
             if operation.seq < first.seq {
@@ -128,21 +131,21 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
             by_comm_rank: Vec::new(),
         });
         // A rank that reports a communicator twice keeps its first entry.
-        if comm.members.last().is_none_or(|last| last.view != view) {
+        if comm.members.last().is_none_or(|last| last.rank_index != rank_index) {
             comm.members.push(member);
         }
     };
     for communicator in flight.communicators.iter().filter(|communicator| communicator.id != 0) {
         let id = communicator.id;
         let ended = matches!(communicator.state(), CommunicatorState::Finalized | CommunicatorState::Aborted);
-        let asked = world.views[view].asked_again(communicator);
+        let asked = world.views[rank_index].polled_collective(communicator);
         let operation = asked.or(oldest.remove(&id)).filter(|_| !ended);
         let by_counters = || {
             // Only a record that lost operations leaves the counters as the last witness.
             let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);
             (lost && !ended && communicator.launched > communicator.completed).then(|| communicator.completed + 1)
         };
-        let waits_at = operation.map(|operation| operation.seq).or_else(by_counters);
+        let waiting_seq = operation.map(|operation| operation.seq).or_else(by_counters);
         let started = match operation {
             Some(operation) if operation.started_ns != 0 => communicator.started.max(operation.seq),
             Some(operation) => communicator.started.min(operation.seq.saturating_sub(1)),
@@ -153,9 +156,9 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
         add(
             id,
             Member {
-                view,
+                rank_index,
                 comm_rank: communicator.rank,
-                claimed: communicator.size,
+                claimed_size: communicator.size,
                 state: communicator.state(),
                 launched: communicator.launched.max(newest.get(&id).copied().unwrap_or(0)),
                 started,
@@ -164,7 +167,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
                     None => communicator.completed,
                 },
                 oldest: operation,
-                waits_at,
+                waiting_seq,
                 initializing,
             },
         );
@@ -179,15 +182,15 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, view:
         add(
             id,
             Member {
-                view,
+                rank_index,
                 comm_rank: -1,
-                claimed: 0,
+                claimed_size: 0,
                 state: CommunicatorState::Unspecified,
                 launched: newest.get(&id).copied().unwrap_or(0),
                 started: if operation.started_ns == 0 { operation.seq.saturating_sub(1) } else { operation.seq },
                 completed: operation.seq.saturating_sub(1),
                 oldest: (!initializing).then_some(operation),
-                waits_at: (!initializing).then_some(operation.seq),
+                waiting_seq: (!initializing).then_some(operation.seq),
                 initializing,
             },
         );
@@ -201,12 +204,13 @@ fn infer_silent(comm: &mut Comm<'_>, world: &World<'_>) {
     if missing == 0 {
         return;
     }
-    let known: BTreeSet<usize> = comm.members.iter().map(|member| member.view).collect();
+    let known: BTreeSet<usize> = comm.members.iter().map(|member| member.rank_index).collect();
     let found: Vec<usize> = if comm.size as usize == world.views.len() {
-        (0..world.views.len()).filter(|view| !known.contains(view)).collect()
+        (0..world.views.len()).filter(|rank_index| !known.contains(rank_index)).collect()
     } else {
         on_the_line(comm, world).unwrap_or_else(|| {
-            let quiet: Vec<usize> = (0..world.views.len()).filter(|view| world.views[*view].flight.is_none()).collect();
+            let quiet: Vec<usize> =
+                (0..world.views.len()).filter(|rank_index| world.views[*rank_index].flight.is_none()).collect();
             if quiet.len() == missing { quiet } else { Vec::new() }
         })
     };
@@ -219,7 +223,7 @@ fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
         .members
         .iter()
         .filter(|member| member.comm_rank >= 0)
-        .map(|member| (i64::from(member.comm_rank), i64::from(world.views[member.view].rank)))
+        .map(|member| (i64::from(member.comm_rank), i64::from(world.views[member.rank_index].rank)))
         .collect();
     let (first, last) = (points.iter().min()?, points.iter().max()?);
     let (run, rise) = (last.0 - first.0, last.1 - first.1);
@@ -236,16 +240,16 @@ fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
         .filter(|comm_rank| !taken.contains(comm_rank))
         .map(|comm_rank| {
             let rank = u32::try_from(at(comm_rank)).ok()?;
-            let view = world.views.binary_search_by_key(&rank, |view| view.rank).ok()?;
+            let rank_index = world.views.binary_search_by_key(&rank, |view| view.rank).ok()?;
             // A rank that tells of other communicators, but not of this one, has not joined it yet: that is a member too.
-            (comm.member(view).is_none()).then_some(view)
+            (comm.member(rank_index).is_none()).then_some(rank_index)
         })
         .collect()
 }
 
 /// Whether a member without a flight record is certainly not in the operation that its peers wait in.
-pub(crate) fn certainly_absent(world: &World<'_>, view: usize) -> bool {
-    let view = &world.views[view];
+pub(crate) fn certainly_absent(world: &World<'_>, rank_index: usize) -> bool {
+    let view = &world.views[rank_index];
     let whole = |flight: &FlightRecord| flight.health.as_ref().is_none_or(|health| health.overflows == 0);
     view.dead() || view.presence == Presence::Unregistered || view.flight.is_some_and(whole)
 }

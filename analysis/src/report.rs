@@ -76,9 +76,9 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
     });
     // The oldest pending operation of each rank on each communicator.
     let mut pending: HashMap<(usize, u64), &Operation> = HashMap::new();
-    for (view, content) in case.world.views.iter().enumerate() {
-        for operation in content.pending().filter(|operation| operation.communicator != 0) {
-            pending.entry((view, operation.communicator)).or_insert(operation);
+    for (rank_index, view) in case.world.views.iter().enumerate() {
+        for operation in view.pending().filter(|operation| operation.communicator != 0) {
+            pending.entry((rank_index, operation.communicator)).or_insert(operation);
         }
     }
     let mut reports: Vec<(bool, CommunicatorReport)> = case
@@ -86,13 +86,13 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
         .iter()
         .enumerate()
         .filter(|(_, comm)| {
-            comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.view, comm.id)))
+            comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.rank_index, comm.id)))
         })
         .map(|(index, comm)| {
             let members = comm.members.iter().map(|member| {
-                let operation = member.oldest.or_else(|| pending.get(&(member.view, comm.id)).copied());
+                let operation = member.oldest.or_else(|| pending.get(&(member.rank_index, comm.id)).copied());
                 let counts = [member.completed, member.started, member.launched];
-                (case.view(member.view).rank, counts, operation.map(operation_state))
+                (case.view(member.rank_index).rank, counts, operation.map(operation_state))
             });
             let groups = communicator_groups(members);
             let report = CommunicatorReport {
@@ -137,8 +137,8 @@ pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
         let key = (
             presence_name(view.presence),
             view.host.state.clone(),
-            view.host.doing.activity,
-            view.host.moved.map(|moved| moved.any()),
+            view.host.observed.activity,
+            view.host.moved.map(|moved| moved.is_progress()),
             view.host.location.clone(),
             view.evidence.map(|evidence| evidence.errors.clone()).unwrap_or_default(),
         );

@@ -2,7 +2,6 @@
 
 mod collectives;
 mod devices;
-mod followers;
 mod graphs;
 mod groups;
 mod hang;
@@ -10,6 +9,7 @@ mod hosts;
 mod idle;
 mod laws;
 mod processes;
+mod resource_waits;
 mod threads;
 mod transfers;
 

@@ -19,19 +19,19 @@ use crate::text;
 /// What is kept of a communicator, in blocks.
 pub const KEPT_BLOCKS: usize = 16;
 /// So many blocks that its members share tell something.
-const LEAST_BLOCKS: u32 = 12;
+const MIN_BLOCKS: u32 = 12;
 /// A rank is late in a block when the others wait for it for so much of the time.
 const MARGIN: f64 = 0.1;
 /// A slow rank is late in so many of the blocks.
-const STEADY: f64 = 0.8;
+const MIN_LATE_SHARE: f64 = 0.8;
 /// The mean lateness is so many times its standard error: ranks that are late by chance are late at some times and early at others.
-const CERTAIN: f64 = 5.0;
+const MIN_STANDARD_ERRORS: f64 = 5.0;
 /// After which a communicator is forgotten.
 pub const SILENCE_NS: u64 = 1800 * 1_000_000_000;
 /// Blocks beyond this level are nobody's: they would last for ages.
-const HIGHEST_LEVEL: u32 = 31;
+const MAX_LEVEL: u32 = 31;
 /// Members of a communicator that must have a block for it to count: without the slow one nothing can be said.
-const PRESENT: f64 = 0.75;
+const MIN_PRESENT_SHARE: f64 = 0.75;
 
 /// The operations of one rank on one communicator of late.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
@@ -160,20 +160,23 @@ impl Standing {
         self.squares += lateness * lateness;
     }
 
-    fn late(&self) -> f64 {
+    fn late_share(&self) -> f64 {
         f64::from(self.late_blocks) / f64::from(self.blocks.max(1))
     }
 
-    fn mean(&self) -> f64 {
+    fn mean_lateness(&self) -> f64 {
         self.lateness / f64::from(self.blocks.max(1))
     }
 
     /// Whether it comes last, and not by chance.
     fn is_last(&self) -> bool {
         let count = f64::from(self.blocks);
-        let variance = (self.squares / count - self.mean().powi(2)).max(0.0);
+        let variance = (self.squares / count - self.mean_lateness().powi(2)).max(0.0);
         let error = (variance / (count - 1.0).max(1.0)).sqrt();
-        self.blocks >= LEAST_BLOCKS && self.late() >= STEADY && self.mean() >= MARGIN && self.mean() >= CERTAIN * error
+        self.blocks >= MIN_BLOCKS
+            && self.late_share() >= MIN_LATE_SHARE
+            && self.mean_lateness() >= MARGIN
+            && self.mean_lateness() >= MIN_STANDARD_ERRORS * error
     }
 }
 
@@ -203,7 +206,8 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
             }
             compared.push(*rank);
             *waits.entry(*rank).or_default() += share(standing.waited_us, standing.span_us);
-            let is_later = latest.get(rank).is_none_or(|(_, _, other)| standing.mean() > other.mean());
+            let is_later =
+                latest.get(rank).is_none_or(|(_, _, other)| standing.mean_lateness() > other.mean_lateness());
             if standing.is_last() && is_later {
                 latest.insert(*rank, (*communicator, series.size, standing));
             }
@@ -226,7 +230,7 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
                 others_wait,
                 communicator: *communicator,
                 size: *size,
-                late: standing.late(),
+                late: standing.late_share(),
             })
         })
         .collect();
@@ -238,16 +242,16 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
 fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
     let mut standings = vec![Standing::default(); members.len()];
     let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
-    let level = levels.filter(|level| *level <= HIGHEST_LEVEL).max().unwrap_or(0);
+    let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
     // By index: member, time inside, span.
     let mut shared: BTreeMap<u32, Vec<(usize, f64, f64)>> = BTreeMap::new();
     for (member, (_, series)) in members.iter().enumerate() {
-        for (index, inside, span) in coarse(&series.blocks, level) {
+        for (index, inside, span) in merge_blocks(&series.blocks, level) {
             shared.entry(index).or_default().push((member, inside, span));
         }
     }
     for present in shared.values() {
-        if present.len() < 2 || (present.len() as f64) < PRESENT * members.len() as f64 {
+        if present.len() < 2 || (present.len() as f64) < MIN_PRESENT_SHARE * members.len() as f64 {
             continue;
         }
         let quickest = present.iter().map(|(_, inside, _)| *inside).fold(f64::INFINITY, f64::min);
@@ -264,7 +268,7 @@ fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
 }
 
 /// Blocks of one size, so that they can be compared: index, time inside and span of those that are whole.
-fn coarse(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
+fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
     let mut whole: Vec<(u32, f64, f64)> = Vec::new();
     // Of the coarse block that is being put together: its index, and how much of it is there, in the finest blocks.
     let mut open: Option<(u32, u64, f64, f64)> = None;
@@ -468,7 +472,7 @@ mod tests {
 
     #[test]
     fn little_evidence_names_nobody() {
-        let job = one_group(4).run(LEAST_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
+        let job = one_group(4).run(MIN_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [] as [u32; 0]);
         let job = one_group(4).run(30, |rank, _| if rank == 1 { 105_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [] as [u32; 0], "one twentieth is not worth a person's time");
@@ -478,9 +482,9 @@ mod tests {
     fn blocks_of_different_sizes_are_compared_over_the_same_numbers() {
         let block = |level, index, inside_us| PaceBlock { level, index, inside_us, span_us: 100 << level };
         let fine = [block(0, 7, 9), block(0, 8, 10), block(0, 9, 11), block(1, 5, 50), block(0, 12, 7)];
-        assert_eq!(coarse(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
-        assert_eq!(coarse(&fine, 2), [(2, 71.0, 400.0)]);
-        assert_eq!(coarse(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
+        assert_eq!(merge_blocks(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
+        assert_eq!(merge_blocks(&fine, 2), [(2, 71.0, 400.0)]);
+        assert_eq!(merge_blocks(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
     }
 
     #[test]

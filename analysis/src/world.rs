@@ -111,7 +111,7 @@ impl<'a> RankView<'a> {
     }
 
     /// Its record has everything since the beginning: nothing was lost, nothing old has made room, nothing was left out.
-    pub fn complete(&self) -> bool {
+    pub fn has_full_history(&self) -> bool {
         let last = self.operations().map(|operation| operation.ticket).max();
         !self.lossy() && last.is_none_or(|last| self.operations().count() as u64 == last.saturating_add(1))
     }
@@ -124,7 +124,7 @@ impl<'a> RankView<'a> {
 
     /// A collective for whose end the rank asks again and again: each question stands in the record with an end of its own, and the
     /// communicator has not completed it.
-    pub fn asked_again(&self, communicator: &Communicator) -> Option<&'a Operation> {
+    pub fn polled_collective(&self, communicator: &Communicator) -> Option<&'a Operation> {
         let next = communicator.completed + 1;
         let mut asked = self.operations().filter(move |operation| {
             is_collective(operation) && operation.communicator == communicator.id && operation.seq == next
@@ -134,7 +134,7 @@ impl<'a> RankView<'a> {
     }
 
     /// Age of its oldest pending operation.
-    pub fn pending_ns(&self) -> u64 {
+    pub fn oldest_pending_ns(&self) -> u64 {
         let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
         self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
     }
@@ -185,7 +185,7 @@ impl<'a> World<'a> {
 
     /// The ranks of some views, ascending.
     pub fn ranks(&self, views: impl IntoIterator<Item = usize>) -> Vec<u32> {
-        let mut ranks: Vec<u32> = views.into_iter().map(|view| self.views[view].rank).collect();
+        let mut ranks: Vec<u32> = views.into_iter().map(|rank_index| self.views[rank_index].rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks

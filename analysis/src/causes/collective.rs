@@ -19,7 +19,7 @@ pub(super) struct Collective<'a> {
     /// Members that are inside.
     pub inside: Vec<usize>,
     /// Members that have completed it.
-    pub passed: Vec<usize>,
+    pub completed_by: Vec<usize>,
 }
 
 impl<'a> Collective<'a> {
@@ -35,21 +35,23 @@ impl<'a> Collective<'a> {
                     is_collective(operation) && operation.communicator == comm.id && operation.seq == seq
                 };
                 // The newest operations are the likeliest, and stand last.
-                let found = case.view(member.view).flight?.operations.iter().rev().find(at)?;
-                Some((member.view, found))
+                let found = case.view(member.rank_index).flight?.operations.iter().rev().find(at)?;
+                Some((member.rank_index, found))
             })
             .collect();
-        let passed = comm.members.iter().filter(|member| member.completed >= seq).map(|member| member.view).collect();
-        let inside = comm.members.iter().filter(|member| member.completed < seq).map(|member| member.view).collect();
-        Some(Collective { event, operations, inside, passed })
+        let completed_by =
+            comm.members.iter().filter(|member| member.completed >= seq).map(|member| member.rank_index).collect();
+        let inside =
+            comm.members.iter().filter(|member| member.completed < seq).map(|member| member.rank_index).collect();
+        Some(Collective { event, operations, inside, completed_by })
     }
 
     /// The members by a property of their operation, when they differ in it: first the group that is right, then those that
     /// are not, and whether that is more than a guess.
     pub fn dissent<Key: Ord + Clone>(&self, case: &Case<'a>, key: impl Fn(&Operation) -> Key) -> Option<Dissent<Key>> {
         let mut groups: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
-        for (view, operation) in &self.operations {
-            groups.entry(key(operation)).or_default().push(*view);
+        for (rank_index, operation) in &self.operations {
+            groups.entry(key(operation)).or_default().push(*rank_index);
         }
         if groups.len() < 2 {
             return None;
@@ -77,18 +79,18 @@ impl<'a> Collective<'a> {
         let comm = &case.comms[comm];
         let dissent = self.dissent(case, &key)?;
         let mut before: HashMap<u64, HashMap<usize, Key>> = HashMap::new();
-        for (view, _) in &self.operations {
-            for operation in case.view(*view).operations().filter(|operation| {
+        for (rank_index, _) in &self.operations {
+            for operation in case.view(*rank_index).operations().filter(|operation| {
                 is_collective(operation)
                     && operation.communicator == comm.id
                     && operation.seq < seq
                     && operation.status() == OpStatus::Completed
             }) {
-                before.entry(operation.seq).or_default().insert(*view, key(operation));
+                before.entry(operation.seq).or_default().insert(*rank_index, key(operation));
             }
         }
         let same = |said: &HashMap<usize, Key>| {
-            dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key)))
+            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| said.get(rank_index) == Some(key)))
         };
         (!before.values().any(same)).then_some(dissent)
     }
@@ -98,9 +100,9 @@ impl<'a> Collective<'a> {
     fn expected<Key: Ord + Clone>(&self, case: &Case<'a>, key: &impl Fn(&Operation) -> Key) -> Option<Key> {
         let Event::Collective { comm, seq } = self.event else { return None };
         let id = case.comms[comm].id;
-        let history = |view: usize| -> Option<Vec<Key>> {
+        let history = |rank_index: usize| -> Option<Vec<Key>> {
             let mut known: BTreeMap<u64, Key> = BTreeMap::new();
-            for operation in case.view(view).operations() {
+            for operation in case.view(rank_index).operations() {
                 if is_collective(operation) && operation.communicator == id && operation.seq < seq {
                     known.insert(operation.seq, key(operation));
                 }
@@ -109,7 +111,8 @@ impl<'a> Collective<'a> {
             let keys: Vec<Key> = (1..seq).rev().map_while(|seq| known.get(&seq).cloned()).take(128).collect();
             (!keys.is_empty()).then_some(keys)
         };
-        let histories: Vec<Vec<Key>> = self.operations.iter().filter_map(|(view, _)| history(*view)).collect();
+        let histories: Vec<Vec<Key>> =
+            self.operations.iter().filter_map(|(rank_index, _)| history(*rank_index)).collect();
         let shortest = histories.iter().min_by_key(|history| history.len())?.clone();
         if histories.iter().any(|history| history[..shortest.len()] != shortest[..]) {
             return None;

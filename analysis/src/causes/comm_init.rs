@@ -60,72 +60,73 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Cycle(events) = suspect {
         return cycle::explain(case, events);
     }
-    let view = case.host(suspect)?;
+    let rank_index = case.host_rank(suspect)?;
     let none_yet = |view: &crate::world::RankView<'_>| view.flight.is_none_or(|flight| flight.communicators.is_empty());
     if case.world.views.iter().all(none_yet)
-        && let Some(found) = missing_rank::apart(case, suspect)
+        && let Some(found) = missing_rank::stands_apart(case, suspect)
     {
         return Some(found);
     }
     let event = case.main_event(suspect);
     // Asked of few only, because each asks about all members.
-    let asks = case.does(view, Activity::CommInit) && case.graph.suspects.len() <= MOST;
+    let asks = case.does(rank_index, Activity::CommInit) && case.graph.suspects.len() <= MOST;
     if let Some(found) = event.filter(|_| asks).and_then(|event| few_inside(case, event)) {
         return Some(found);
     }
     let by_stacks = event.is_none()
         && !case.stack_waiters.is_empty()
-        && case.stack_waiters.iter().all(|view| case.does(*view, Activity::CommInit));
+        && case.stack_waiters.iter().all(|rank_index| case.does(*rank_index, Activity::CommInit));
     if !by_stacks && !matches!(event, Some(Event::Init { .. } | Event::Split { .. })) {
         return None;
     }
-    let content = case.view(view);
+    let view = case.view(rank_index);
     let returned = match event {
-        Some(Event::Init { comm }) => case.comms[comm].member(view).is_some(),
+        Some(Event::Init { comm }) => case.comms[comm].member(rank_index).is_some(),
         _ => false,
     };
-    let store =
-        by_stacks && case.stack_waiters.iter().all(|view| case.view(*view).host.doing.witness.contains("Store::"));
+    let store = by_stacks
+        && case.stack_waiters.iter().all(|rank_index| case.view(*rank_index).host.observed.witness.contains("Store::"));
     let what = if store {
         "not set the key that the others wait for in the store"
     } else if returned {
         "left the creation of a communicator that the others are still in"
-    } else if content.presence == Presence::Unregistered {
+    } else if view.presence == Presence::Unregistered {
         "not joined the communicator, nor made any device call"
     } else {
         "not joined the communicator"
     };
     // A process that computes and has no communicator at all has only just begun.
-    let starts = content.host.moved.is_some_and(|moved| moved.any())
-        && content.flight.is_none_or(|flight| flight.communicators.is_empty());
+    let starts = view.host.moved.is_some_and(|moved| moved.is_progress())
+        && view.flight.is_none_or(|flight| flight.communicators.is_empty());
     let moves = |number: Number| match starts {
         true => number
             .word("; it moves, so it is probably still starting", "; they move, so they are probably still starting"),
         false => "",
     };
-    let statement =
-        Statement::of_ranks(|number| format!("{} {what}{}{}", number.has(), case.stands(view, number), moves(number)));
+    let statement = Statement::of_ranks(|number| {
+        format!("{} {what}{}{}", number.has(), case.stands_clause(rank_index, number), moves(number))
+    });
     let confidence = match () {
         () if starts => Confidence::Low,
         () if returned || by_stacks => Confidence::Medium,
         () => case.host_confidence(suspect),
     };
-    let rank = content.rank;
+    let rank = view.rank;
     let inside = |event| {
         line(format!("{} in {}; rank {rank} is not", case.waiters_text(event), case.describe(event)), vec![rank])
     };
     let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], statement, confidence, evidence })
+    evidence.extend(case.position_lines(rank_index));
+    Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
 /// Few ranks wait in a collective for the others, who by their stacks are all in the creation of a communicator, which those few left out.
 fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
-    let members = case.comms[comm].members.iter().map(|member| member.view);
-    let outside: Vec<usize> = members.filter(|view| inside.binary_search(view).is_err()).collect();
-    let creates = |view: &usize| case.does(*view, Activity::CommInit) && !case.view(*view).halted();
+    let members = case.comms[comm].members.iter().map(|member| member.rank_index);
+    let outside: Vec<usize> = members.filter(|rank_index| inside.binary_search(rank_index).is_err()).collect();
+    let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit) && !case.view(*rank_index).halted();
     if inside.is_empty() || inside.len() >= outside.len() || !outside.iter().all(creates) {
         return None;
     }
@@ -139,8 +140,8 @@ fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
         case.describe(event),
     );
     let mut evidence = vec![line(format!("{} are in the creation of a communicator", ranks(&most)), most)];
-    for &view in inside.iter().chain(&outside).take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in inside.iter().chain(&outside).take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding {
         culprits: inside.to_vec(),

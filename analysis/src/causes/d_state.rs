@@ -17,20 +17,20 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::DState, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.one_rank(suspect)?;
-    let content = case.view(view);
-    let sleep = content.host.d_sleep.as_ref().filter(|sleep| sleep.main)?;
+    let rank_index = case.suspect_rank(suspect)?;
+    let view = case.view(rank_index);
+    let sleep = view.host.d_sleep.as_ref().filter(|sleep| sleep.main)?;
     let place = if sleep.wchan.is_empty() { String::new() } else { format!(" in kernel function {}", sleep.wchan) };
     let mut evidence = vec![line(
-        format!("rank {}: in state D{place} in both samples, without having run in between", content.rank),
-        vec![content.rank],
+        format!("rank {}: in state D{place} in both samples, without having run in between", view.rank),
+        vec![view.rank],
     )];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement: Statement::of_ranks(|number| {
-            format!("{} uninterruptibly{place}{}", number.word("sleeps", "sleep"), case.place(view))
+            format!("{} uninterruptibly{place}{}", number.word("sleeps", "sleep"), case.place(rank_index))
         }),
         confidence: Confidence::High,
         evidence,
@@ -38,7 +38,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
-    let states = || culprits.iter().map(|view| &case.view(*view).host).filter(|host| !host.state.is_empty());
+    let states =
+        || culprits.iter().map(|rank_index| &case.view(*rank_index).host).filter(|host| !host.state.is_empty());
     (states().next().is_some() && states().all(|host| host.d_sleep.is_none()))
         .then(|| "no thread sleeps uninterruptibly in both samples".to_owned())
 }

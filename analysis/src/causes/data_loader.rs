@@ -19,25 +19,25 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::DataLoader, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::DataLoader))?;
-    let mut evidence = Vec::from_iter(case.witness(view));
-    let helper = case.helper(view);
-    let because = match (&helper, case.awaits(view)) {
+    let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::DataLoader))?;
+    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
+    let helper = case.helper_fact(rank_index);
+    let because = match (&helper, case.awaited_text(rank_index)) {
         (Some((helper, _)), _) => format!(", whose {helper}"),
         (None, Some(awaits)) => format!(", by {awaits}"),
         (None, None) => String::new(),
     };
     let statement = Statement::of_ranks(|number| {
-        format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(view))
+        format!("{} for {} data loader{}{because}", number.waits(), number.its(), case.place(rank_index))
     });
     evidence.extend(helper.map(|(_, fact)| fact));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], statement, confidence: case.host_confidence(suspect), evidence })
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
+    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::DataLoader)))
+    (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, Activity::DataLoader)))
         .then(|| "the main thread is not in a data loader".to_owned())
 }

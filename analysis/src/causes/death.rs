@@ -6,13 +6,13 @@ use super::{case::Case, wording::Number};
 use crate::exit::Exit;
 
 /// What became of the process: `is dead (killed by SIGKILL)`.
-pub(super) fn describe_end(case: &Case<'_>, view: usize, number: Number) -> String {
-    let content = case.view(view);
-    let exit = content.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
+pub(super) fn describe_end(case: &Case<'_>, rank_index: usize, number: Number) -> String {
+    let view = case.view(rank_index);
+    let exit = view.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
     let exit = exit.map_or(String::new(), |exit| format!(" ({exit})"));
-    match content.presence {
+    match view.presence {
         Presence::Left => format!("{} left the job{exit}", number.has()),
-        _ if content.host.state.starts_with('Z') => {
+        _ if view.host.state.starts_with('Z') => {
             format!(
                 "{} dead: {}{exit}",
                 number.is(),
@@ -24,11 +24,11 @@ pub(super) fn describe_end(case: &Case<'_>, view: usize, number: Number) -> Stri
 }
 
 /// Whether a dead rank was ended from outside in an orderly way.
-pub(crate) fn ended_by_agent(case: &Case<'_>, view: usize) -> bool {
-    case.view(view).exit() == Exit::Signal("SIGTERM")
+pub(crate) fn ended_by_agent(case: &Case<'_>, rank_index: usize) -> bool {
+    case.view(rank_index).exit() == Exit::Signal("SIGTERM")
 }
 
 /// Whether a dead rank was ended by a signal, other than that of an agent.
-pub(crate) fn ended_by_signal(case: &Case<'_>, view: usize) -> bool {
-    matches!(case.view(view).exit(), Exit::Signal(_)) && !ended_by_agent(case, view)
+pub(crate) fn ended_by_signal(case: &Case<'_>, rank_index: usize) -> bool {
+    matches!(case.view(rank_index).exit(), Exit::Signal(_)) && !ended_by_agent(case, rank_index)
 }

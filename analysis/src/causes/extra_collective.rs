@@ -24,7 +24,7 @@ const MOST: usize = 1024;
 pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    case.host(suspect).filter(|view| ended(case, *view))?;
+    case.host_rank(suspect).filter(|rank_index| ended(case, *rank_index))?;
     let event = case.main_event(suspect)?;
     let Event::Collective { comm, .. } = event else { return None };
     let (inside, members) = (case.graph.waiters_of(event), &case.comms[comm].members);
@@ -32,16 +32,16 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return None;
     }
     // Both are ascending.
-    let outside = |view: &usize| inside.binary_search(view).is_err();
-    let others: Vec<usize> = members.iter().map(|member| member.view).filter(outside).collect();
+    let outside = |rank_index: &usize| inside.binary_search(rank_index).is_err();
+    let others: Vec<usize> = members.iter().map(|member| member.rank_index).filter(outside).collect();
     let whole = members.len() == case.comms[comm].size as usize;
-    if !whole || !others.iter().all(|view| ended(case, *view)) {
+    if !whole || !others.iter().all(|rank_index| ended(case, *rank_index)) {
         return None;
     }
     let what = case.describe(event);
     let (few, rest) = (case.world.ranks(inside.iter().copied()), case.world.ranks(others));
     let (one, place) = match inside {
-        [view] => (true, case.place(*view)),
+        [rank_index] => (true, case.place(*rank_index)),
         _ => (false, String::new()),
     };
     let sentence = format!(
@@ -55,17 +55,17 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         line(format!("{} in {what}", ranks(&few)), few),
         line(format!("{} ended in order without it", ranks(&rest)), rest),
     ];
-    for &view in inside.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in inside.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let statement = Statement::Sentence(sentence);
     Some(Finding { culprits: inside.to_vec(), statement, confidence: Confidence::Medium, evidence })
 }
 
-fn ended(case: &Case<'_>, view: usize) -> bool {
-    let content = case.view(view);
-    match content.presence {
-        Presence::Left => matches!(content.exit(), Exit::Unknown | Exit::Code(0)),
-        _ => !content.dead() && case.does(view, Activity::Teardown),
+fn ended(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    match view.presence {
+        Presence::Left => matches!(view.exit(), Exit::Unknown | Exit::Code(0)),
+        _ => !view.dead() && case.does(rank_index, Activity::Teardown),
     }
 }

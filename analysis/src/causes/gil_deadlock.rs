@@ -18,9 +18,9 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::GilDeadlock, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.one_rank(suspect)?;
-    let content = case.view(view);
-    let holder = facts::gil_holder(content.evidence?)?;
+    let rank_index = case.suspect_rank(suspect)?;
+    let view = case.view(rank_index);
+    let holder = facts::gil_holder(view.evidence?)?;
     let place = holder.place.as_ref().map_or(String::new(), |place| format!(" at {place}"));
     let how = format!(
         "deadlocked on Python's global lock: thread {} holds it and is blocked in {}{place}, and {} for it",
@@ -31,15 +31,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             waiting => format!("{waiting} other threads wait"),
         }
     );
-    let mut evidence = vec![line(format!("rank {} is {how}, in both samples", content.rank), vec![content.rank])];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
+    let mut evidence = vec![line(format!("rank {} is {how}, in both samples", view.rank), vec![view.rank])];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
     let statement = Statement::of_ranks(|number| format!("{} {how}", number.is()));
-    Some(Finding { culprits: vec![view], statement, confidence: case.host_confidence(suspect), evidence })
+    Some(Finding { culprits: vec![rank_index], statement, confidence: case.host_confidence(suspect), evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::Gil)))
+    (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, Activity::Gil)))
         .then(|| "the main thread does not wait for Python's global lock".to_owned())
 }

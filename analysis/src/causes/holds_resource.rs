@@ -29,25 +29,24 @@ fn of_peer(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
-    let holder = case.host(suspect)?;
-    let follower = case.graph.followers.iter().find(|follower| follower.holder == holder)?.view;
-    let awaited = case.view(follower).host.awaited.as_ref()?;
-    if (awaited.kind() == AwaitedKind::Lock) != lock || behind(case, holder, case.main_event(suspect)) {
+    let holder = case.host_rank(suspect)?;
+    let waiter = case.graph.resource_waits.iter().find(|wait| wait.holder == holder)?.waiter;
+    let awaited = case.view(waiter).host.awaited.as_ref()?;
+    if (awaited.kind() == AwaitedKind::Lock) != lock || has_not_entered(case, holder, case.main_event(suspect)) {
         return None;
     }
-    let (rank, other) = (case.view(holder).rank, case.view(follower).rank);
-    let what = case.awaits(follower)?;
+    let (rank, other) = (case.view(holder).rank, case.view(waiter).rank);
+    let what = case.awaited_text(waiter)?;
     let inside = case.graph.events.iter().find(|event| case.graph.waiters_of(**event).contains(&holder));
     let itself = match (inside, case.place(holder)) {
         (Some(event), _) => format!("; rank {rank} is itself in {}", case.describe(*event)),
         (None, place) if place.is_empty() => String::new(),
         (None, place) => format!("; rank {rank} stands{place}"),
     };
-    let sentence =
-        format!("Rank {rank} holds up rank {other}, which waits for {what}{}{itself}.", case.place(follower));
+    let sentence = format!("Rank {rank} holds up rank {other}, which waits for {what}{}{itself}.", case.place(waiter));
     let mut evidence = vec![line(format!("rank {other}: its system call waits for {what}"), vec![other])];
-    evidence.extend(case.standing(holder));
-    evidence.extend(case.standing(follower));
+    evidence.extend(case.position_lines(holder));
+    evidence.extend(case.position_lines(waiter));
     Some(Finding {
         culprits: vec![holder],
         statement: Statement::Sentence(sentence),
@@ -57,10 +56,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
 }
 
 /// Whether the rank has not entered the collective either, which says more.
-fn behind(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
+fn has_not_entered(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
-    match case.comms[comm].member(view) {
+    match case.comms[comm].member(rank_index) {
         Some(member) => member.launched < seq,
-        None => case.comms[comm].silent.contains(&view),
+        None => case.comms[comm].silent.contains(&rank_index),
     }
 }

@@ -20,16 +20,16 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::HostLock, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Lock))?;
-    let content = case.view(view);
-    if !content.host.same_in_both || !content.host.frozen() {
+    let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Lock))?;
+    let view = case.view(rank_index);
+    if !view.host.same_in_both || !view.host.frozen() {
         return None;
     }
-    let mut evidence = Vec::from_iter(case.witness(view));
-    let shared = is_shared_lock(&content.host.doing.witness);
-    let helper = case.helper(view);
+    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
+    let shared = is_shared_lock(&view.host.observed.witness);
+    let helper = case.helper_fact(rank_index);
     let statement = Statement::of_ranks(|number| {
-        let (waits, its, place) = (number.waits(), number.its(), case.place(view));
+        let (waits, its, place) = (number.waits(), number.its(), case.place(rank_index));
         let helper = helper.as_ref().map_or(String::new(), |(helper, _)| format!(", while {its} {helper}"));
         match shared {
             true => format!("{waits} for a lock that processes share{place}{helper}"),
@@ -37,10 +37,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
     });
     evidence.extend(helper.as_ref().map(|(_, fact)| fact.clone()));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement,
         confidence: case.host_confidence(suspect).min(Confidence::Medium),
         evidence,
@@ -49,6 +49,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::Lock)))
+    (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, Activity::Lock)))
         .then(|| "the main thread does not wait for a lock".to_owned())
 }

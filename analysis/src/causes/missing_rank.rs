@@ -38,7 +38,7 @@ use super::{
 };
 use crate::{
     graph::{Event, Suspect},
-    stacks::Moved,
+    stacks::Movement,
     text::{capital, ranks},
     verdict::{Activity, Cause, Confidence},
 };
@@ -56,41 +56,42 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             PatternCheck::OtherBreak | PatternCheck::Kept => None,
         };
     }
-    if let Suspect::Device { view, events } = suspect {
-        return open_group(case, *view, events);
+    if let Suspect::Device { rank_index, events } = suspect {
+        return open_group(case, *rank_index, events);
     }
-    let Suspect::Host { view, events, guess } = suspect else { return None };
+    let Suspect::Host { rank_index, events, guess } = suspect else { return None };
     if events.is_empty() && case.stack_waiters.is_empty() {
         return None;
     }
-    if let Some(found) = apart(case, suspect) {
+    if let Some(found) = stands_apart(case, suspect) {
         return Some(found);
     }
-    let content = case.view(*view);
+    let view = case.view(*rank_index);
     let event = case.main_event(suspect);
-    let known = !case.place(*view).is_empty();
-    let stands = |number: Number| match (content.presence, known) {
+    let known = !case.place(*rank_index).is_empty();
+    let stands = |number: Number| match (view.presence, known) {
         (Presence::Missing, _) => {
             number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
         }
         (_, false) => {
             number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
         }
-        (_, true) => case.stands(*view, number),
+        (_, true) => case.stands_clause(*rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let runs = |moved: Moved| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*view, Activity::Running));
-    let busy = content.host.moved.is_some_and(runs) && content.host.doing.activity != Activity::DeviceWait;
+    let runs =
+        |moved: Movement| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*rank_index, Activity::Running));
+    let busy = view.host.moved.is_some_and(runs) && view.host.observed.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
-    let helper = case.helper(*view);
+    let helper = case.helper_fact(*rank_index);
     let launched = match event {
         Some(Event::Collective { comm, seq }) => {
-            case.comms[comm].member(*view).is_some_and(|member| member.launched >= seq)
+            case.comms[comm].member(*rank_index).is_some_and(|member| member.launched >= seq)
         }
         _ => false,
     };
     let statement = Statement::of_ranks(|number| {
-        let (has, stands, itself) = (number.has(), stands(number), case.itself(*view, number));
+        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(*rank_index, number));
         if *guess {
             format!("{} probably not in {what}: all others are{stands}", number.is())
         } else if launched {
@@ -101,54 +102,55 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
     });
     let confidence = match event {
-        Some(_) if case.blocked(*view) && !guess => case.members_confidence(events),
+        Some(_) if case.blocked(*rank_index) && !guess => case.members_confidence(events),
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
-    let confidence = if case.does(*view, Activity::DeviceWait) || case.asks_others(*view) {
+    let confidence = if case.does(*rank_index, Activity::DeviceWait) || case.waits_for_peer(*rank_index) {
         confidence.min(Confidence::Medium)
     } else {
         confidence
     };
-    let mut evidence: Vec<_> = event.and_then(|event| case.counters(*view, event)).into_iter().collect();
+    let mut evidence: Vec<_> = event.and_then(|event| case.counters_line(*rank_index, event)).into_iter().collect();
     evidence.extend(helper.map(|(_, fact)| fact));
-    if case.polls(*view) {
-        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", content.rank);
-        evidence.push(line(looks, vec![content.rank]));
+    if case.polls(*rank_index) {
+        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", view.rank);
+        evidence.push(line(looks, vec![view.rank]));
     }
-    evidence.extend(case.standing(*view));
-    Some(Finding { culprits: vec![*view], statement, confidence, evidence })
+    evidence.extend(case.position_lines(*rank_index));
+    Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
 }
 
 /// A rank that has called its collective in a group, which it has not closed.
-fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding> {
-    if !in_open_group(case, view) {
+fn open_group(case: &Case<'_>, rank_index: usize, events: &[Event]) -> Option<Finding> {
+    if !in_open_group(case, rank_index) {
         return None;
     }
-    let suspect = Suspect::Device { view, events: events.to_vec() };
+    let suspect = Suspect::Device { rank_index, events: events.to_vec() };
     let event = case.main_event(&suspect)?;
     let statement = Statement::of_ranks(|number| {
         let (has, it_has) = (number.has(), number.word("it has", "they have"));
         format!(
             "{has} called {} in a group that {it_has} not closed{}",
             case.describe(event),
-            case.stands(view, number)
+            case.stands_clause(rank_index, number)
         )
     });
-    let mut evidence: Vec<_> = case.counters(view, event).into_iter().collect();
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], statement, confidence: Confidence::Medium, evidence })
+    let mut evidence: Vec<_> = case.counters_line(rank_index, event).into_iter().collect();
+    evidence.extend(case.position_lines(rank_index));
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
 /// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run
 /// something else.
 fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
-    let (passed, inside) = (&collective.passed, &collective.inside);
-    let silent = |view: &usize| case.view(*view).watcher_stale() && !case.does(*view, Activity::DeviceWait);
-    if inside.is_empty() || inside.len() >= passed.len() || !inside.iter().all(silent) {
+    let (completed_by, inside) = (&collective.completed_by, &collective.inside);
+    let silent =
+        |rank_index: &usize| case.view(*rank_index).watcher_stale() && !case.does(*rank_index, Activity::DeviceWait);
+    if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(silent) {
         return None;
     }
-    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(passed.iter().copied()));
+    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(completed_by.iter().copied()));
     let what = case.describe(collective.event);
     let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
     let sentence = format!(
@@ -159,8 +161,8 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     );
     let mut evidence =
         vec![line(format!("the record of {} ends in {what}, and {} completed that", ranks(&who), ranks(&others)), who)];
-    for &view in inside.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in inside.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding {
         culprits: inside.clone(),
@@ -174,8 +176,10 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
 fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let waiting = case.graph.waiters_of(collective.event);
     let away: Vec<usize> =
-        collective.inside.iter().copied().filter(|view| waiting.binary_search(view).is_err()).collect();
-    let known = |view: &usize| !case.view(*view).has_device() && !case.view(*view).lossy() && !case.view(*view).dead();
+        collective.inside.iter().copied().filter(|rank_index| waiting.binary_search(rank_index).is_err()).collect();
+    let known = |rank_index: &usize| {
+        !case.view(*rank_index).has_device() && !case.view(*rank_index).lossy() && !case.view(*rank_index).dead()
+    };
     if away.is_empty() || away.len() >= waiting.len() || !away.iter().all(known) {
         return None;
     }
@@ -190,29 +194,31 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
         if place.is_empty() { "" } else { "; it stands" },
         does_others = if others.len() == 1 { "does" } else { "do" },
     );
-    let mut evidence: Vec<_> = away.iter().take(4).filter_map(|view| case.counters(*view, collective.event)).collect();
-    for &view in away.iter().take(2) {
-        evidence.extend(case.standing(view));
+    let mut evidence: Vec<_> =
+        away.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, collective.event)).collect();
+    for &rank_index in away.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding { culprits: away, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
 /// A rank that stands still elsewhere than most, when no record tells that anybody waits.
-pub(super) fn apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let Suspect::Host { view, events, .. } = suspect else { return None };
-    let waits =
-        |view: &usize| matches!(case.view(*view).host.doing.activity, Activity::DeviceWait | Activity::CommInit);
+pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Host { rank_index, events, .. } = suspect else { return None };
+    let waits = |rank_index: &usize| {
+        matches!(case.view(*rank_index).host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+    };
     let first = *case.stack_waiters.first().filter(|_| events.is_empty())?;
-    if case.stack_waiters.contains(view) || case.stack_waiters.iter().any(waits) {
+    if case.stack_waiters.contains(rank_index) || case.stack_waiters.iter().any(waits) {
         return None;
     }
-    let (rank, most) = (case.view(*view).rank, case.world.ranks(case.stack_waiters.iter().copied()));
+    let (rank, most) = (case.view(*rank_index).rank, case.world.ranks(case.stack_waiters.iter().copied()));
     let sentence =
-        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*view), ranks(&most), case.place(first));
-    let mut evidence = case.standing(*view);
+        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*rank_index), ranks(&most), case.place(first));
+    let mut evidence = case.position_lines(*rank_index);
     evidence.push(line(format!("{} stand{}", ranks(&most), case.place(first)), most));
     Some(Finding {
-        culprits: vec![*view],
+        culprits: vec![*rank_index],
         statement: Statement::Sentence(sentence),
         confidence: Confidence::Low,
         evidence,
@@ -225,7 +231,7 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
     let place = case.place(*outside.first()?);
-    let together = |view: &usize| case.view(*view).host.frozen() && case.place(*view) == place;
+    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.place(*rank_index) == place;
     let whole = inside.len() + outside.len() == case.comms[comm].size as usize;
     if outside.len() <= inside.len() || inside.is_empty() || !whole || place.is_empty() || !outside.iter().all(together)
     {
@@ -241,7 +247,7 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     );
     let mut evidence =
         vec![line(format!("{} in {what}", ranks(&few)), few), line(format!("{} stand{place}", ranks(&most)), most)];
-    evidence.extend(case.standing(inside[0]));
+    evidence.extend(case.position_lines(inside[0]));
     Some(Finding {
         culprits: inside.to_vec(),
         statement: Statement::Sentence(sentence),
@@ -253,18 +259,18 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let synchronizing = !collective.operations.is_empty()
         && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
-    let (passed, inside) = (&collective.passed, &collective.inside);
+    let (completed_by, inside) = (&collective.completed_by, &collective.inside);
     // When most ranks have completed it, the rest is what is slow or stalled.
-    if passed.is_empty() || inside.is_empty() || passed.len() > inside.len() || !synchronizing {
+    if completed_by.is_empty() || inside.is_empty() || completed_by.len() > inside.len() || !synchronizing {
         return None;
     }
-    let proven = passed.iter().all(|view| shows_skip(case, collective, *view));
+    let proven = completed_by.iter().all(|rank_index| proves_skip(case, collective, *rank_index));
     let what = case.describe(collective.event);
-    let culprits = case.world.ranks(passed.iter().copied());
+    let culprits = case.world.ranks(completed_by.iter().copied());
     let others = case.world.ranks(inside.iter().copied());
     let one = culprits.len() == 1;
-    let place = if one { case.place(passed[0]) } else { String::new() };
-    let gone = passed.iter().all(|view| case.view(*view).dead());
+    let place = if one { case.place(completed_by[0]) } else { String::new() };
+    let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
     let stands = match (place.is_empty(), gone) {
         (_, true) => "; it has ended since".to_owned(),
         (true, false) => String::new(),
@@ -286,23 +292,26 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     if proven {
         evidence.push(line(
             "it completed too early or too fast to have taken part",
-            case.world.ranks(passed.iter().copied()),
+            case.world.ranks(completed_by.iter().copied()),
         ));
     }
-    for &view in passed.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in completed_by.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let confidence = if proven { case.members_confidence(&[collective.event]) } else { Confidence::Medium };
-    Some(Finding { culprits: passed.clone(), statement: Statement::Sentence(sentence), confidence, evidence })
+    Some(Finding { culprits: completed_by.clone(), statement: Statement::Sentence(sentence), confidence, evidence })
 }
 
 /// Whether clocks or device times prove that a rank completed the collective without the others.
-pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usize) -> bool {
-    let of =
-        |view: usize| collective.operations.iter().find(|(other, _)| *other == view).map(|(_, operation)| *operation);
-    let Some(operation) = of(view).filter(|operation| operation.status() == OpStatus::Completed) else { return false };
+pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_index: usize) -> bool {
+    let of = |rank_index: usize| {
+        collective.operations.iter().find(|(other, _)| *other == rank_index).map(|(_, operation)| *operation)
+    };
+    let Some(operation) = of(rank_index).filter(|operation| operation.status() == OpStatus::Completed) else {
+        return false;
+    };
     // Clocks are those of the node, so they are compared within one node only.
-    let node = case.view(view).node();
+    let node = case.view(rank_index).node();
     let before_others = operation.completed_ns != 0
         && node.is_some()
         && collective
@@ -312,7 +321,7 @@ pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usi
             .filter_map(|other| of(*other))
             .any(|other| other.entered_ns > operation.completed_ns);
     let measured = case
-        .view(view)
+        .view(rank_index)
         .operations()
         .filter(|other| {
             other.status() == OpStatus::Completed

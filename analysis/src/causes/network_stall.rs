@@ -28,19 +28,19 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Event::Collective { comm, .. } => {
             let collective = Collective::of(case, suspect)?;
             let unnamed = case.comms[*comm].unnamed;
-            let stale = collective.inside.iter().any(|view| case.view(*view).watcher_stale());
+            let stale = collective.inside.iter().any(|rank_index| case.view(*rank_index).watcher_stale());
             let equal =
                 |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
             let comparable = collective.operations.iter().all(equal);
             let alone = case.comms[*comm].size < 2;
             // Some are through and others are not, as when they name different roots, of which these records tell nothing.
             let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
-            let roots = !collective.passed.is_empty() && collective.operations.iter().any(rootless);
+            let roots = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
             let confidence = match () {
                 () if unnamed > 0 || alone || roots => Confidence::Low,
                 () if stale
                     || !comparable
-                    || !collective.passed.is_empty()
+                    || !collective.completed_by.is_empty()
                     || collective.operations.len() < case.comms[*comm].members.len() =>
                 {
                     Confidence::Medium
@@ -49,9 +49,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             };
             let mut evidence =
                 vec![line(format!("{}: {what} has begun and has not completed", ranks(&waiters)), waiters.clone())];
-            if !collective.passed.is_empty() {
-                let passed = case.world.ranks(collective.passed.iter().copied());
-                evidence.push(line(format!("{}: {what} has completed", ranks(&passed)), passed));
+            if !collective.completed_by.is_empty() {
+                let completed_by = case.world.ranks(collective.completed_by.iter().copied());
+                evidence.push(line(format!("{}: {what} has completed", ranks(&completed_by)), completed_by));
             }
             if unnamed > 0 {
                 evidence.push(line(
@@ -91,6 +91,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { view, events, .. } | Suspect::Device { view, events } if *view == culprit && !events.is_empty()));
+    let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { rank_index, events, .. } | Suspect::Device { rank_index, events } if *rank_index == culprit && !events.is_empty()));
     behind.then(|| format!("rank {} is not in the operation that the others wait in", case.view(culprit).rank))
 }

@@ -64,8 +64,8 @@ fn reduction(operation: &Operation) -> String {
 
 /// Whether those that differ from the right group have all given up: they are in the end of their library, which is `teardown`.
 pub(super) fn gave_up<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
-    let ends = |view: &usize| {
-        let own = collective.operations.iter().find(|(other, _)| other == view);
+    let ends = |rank_index: &usize| {
+        let own = collective.operations.iter().find(|(other, _)| other == rank_index);
         own.is_some_and(|(_, operation)| operation.function.ends_with("Finalize"))
     };
     dissent.right.is_some() && dissent.culprits.iter().all(ends)
@@ -109,8 +109,8 @@ pub(super) fn finding<Key: Ord + Clone>(
     if right.is_some() && !dissent.certain {
         evidence.push(line("no group is the larger one; the operations before decide which one was due", Vec::new()));
     }
-    for &view in dissent.culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in dissent.culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let size = match collective.event {
         Event::Collective { comm, .. } => case.comms[comm].size as usize,

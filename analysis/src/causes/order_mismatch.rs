@@ -61,8 +61,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         line(format!("{} in {}", ranks(&inside), case.describe(*event)), inside)
     });
     let mut evidence: Vec<_> = evidence.collect();
-    for &view in culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let who = case.world.ranks(culprits.iter().copied());
     Some(Finding {
@@ -81,13 +81,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 /// out.
 fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> {
     let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
-    let elsewhere = |view: &usize| {
-        let other = waited.iter().find(|other| **other != event && case.graph.waiters_of(**other).contains(view));
-        other.map(|other| (*view, *other))
+    let elsewhere = |rank_index: &usize| {
+        let other = waited.iter().find(|other| **other != event && case.graph.waiters_of(**other).contains(rank_index));
+        other.map(|other| (*rank_index, *other))
     };
     let missing: Vec<(usize, Event)> = wait_cycle::awaited_members(case, event).iter().filter_map(elsewhere).collect();
     let &(first, other) = missing.first()?;
-    let culprits: Vec<usize> = missing.iter().map(|(view, _)| *view).collect();
+    let culprits: Vec<usize> = missing.iter().map(|(rank_index, _)| *rank_index).collect();
     let who = case.world.ranks(culprits.iter().copied());
     let number = Number::of(who.len());
     let sentence = format!(
@@ -100,8 +100,9 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
         ranks(&inside),
         Number::of(inside.len()).waits(),
     );
-    let mut evidence: Vec<_> = culprits.iter().take(4).filter_map(|view| case.counters(*view, event)).collect();
-    culprits.iter().take(2).for_each(|view| evidence.extend(case.standing(*view)));
+    let mut evidence: Vec<_> =
+        culprits.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, event)).collect();
+    culprits.iter().take(2).for_each(|rank_index| evidence.extend(case.position_lines(*rank_index)));
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
@@ -110,7 +111,7 @@ fn has_precedent(case: &Case<'_>, event: Event) -> bool {
     let Event::Collective { comm, seq } = event else { return false };
     let own = &case.comms[comm];
     let apart = |other: &&Comm<'_>| {
-        other.size == own.size && other.members.iter().all(|member| own.member(member.view).is_none())
+        other.size == own.size && other.members.iter().all(|member| own.member(member.rank_index).is_none())
     };
     let made = |other: &Comm<'_>| other.members.iter().all(|member| member.completed >= seq);
     case.comms.iter().filter(apart).any(|other| !other.members.is_empty() && made(other))

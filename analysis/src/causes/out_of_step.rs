@@ -24,10 +24,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if !matches!(pattern_break::check(case, suspect, &[]), PatternCheck::Kept) {
         return None;
     }
-    let view = wait_cycle::in_all_cycles(case, events)?;
-    let own = *events.iter().find(|event| case.graph.waiters_of(**event).contains(&view))?;
-    let owed: Vec<Event> =
-        events.iter().copied().filter(|event| wait_cycle::awaited_members(case, *event).contains(&view)).collect();
+    let rank_index = wait_cycle::in_all_cycles(case, events)?;
+    let own = *events.iter().find(|event| case.graph.waiters_of(**event).contains(&rank_index))?;
+    let owed: Vec<Event> = events
+        .iter()
+        .copied()
+        .filter(|event| wait_cycle::awaited_members(case, *event).contains(&rank_index))
+        .collect();
     let mut comms: Vec<usize> = owed
         .iter()
         .filter_map(|event| match *event {
@@ -39,20 +42,20 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if comms.len() < 2 || !matches!(own, Event::Collective { .. }) {
         return None;
     }
-    let rank = case.view(view).rank;
+    let rank = case.view(rank_index).rank;
     let sentence = format!(
         "Rank {rank} is out of step: it is in {}{}, and others wait for it in {} and {} more.",
         case.describe(own),
-        case.place(view),
+        case.place(rank_index),
         case.describe(owed[0]),
         owed.len() - 1,
     );
-    let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters(view, *event)).collect();
+    let mut evidence: Vec<_> = owed.iter().take(8).filter_map(|event| case.counters_line(rank_index, *event)).collect();
     evidence
         .push(line(format!("all circles of waiting go through rank {rank}, and through no other rank"), vec![rank]));
-    evidence.extend(case.standing(view));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement: Statement::Sentence(sentence),
         confidence: Confidence::Medium,
         evidence,

@@ -61,9 +61,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 /// A circle is certain only when the stacks of its ranks are known, and the plan is at fault only when it never worked.
 fn plan_confidence(case: &Case<'_>, transfers: &[Event], views: &[usize]) -> Confidence {
     let worked = |event: &Event| match (event, case.operation(*event)) {
-        (Event::PointToPoint { view, .. }, Some(operation)) => made_before(case.view(*view), operation),
+        (Event::PointToPoint { rank_index, .. }, Some(operation)) => made_before(case.view(*rank_index), operation),
         _ => false,
     };
-    let stacks = views.iter().all(|view| case.view(*view).host.stack);
+    let stacks = views.iter().all(|rank_index| case.view(*rank_index).host.stack);
     if stacks && !transfers.iter().any(worked) { Confidence::High } else { Confidence::Medium }
 }

@@ -53,10 +53,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         },
         _ => return None,
     };
-    let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
+    let Event::PointToPoint { comm, rank_index: waiter, peer, recv } = event else { return None };
     let culprit = match suspect {
-        Suspect::Host { view, .. } => *view,
-        _ => case.comms[comm].view_of(peer)?,
+        Suspect::Host { rank_index, .. } => *rank_index,
+        _ => case.comms[comm].rank_index_of(peer)?,
     };
     let waiting = case.view(waiter).rank;
     let missing = |number: Number| match recv {
@@ -72,9 +72,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("rank {waiting}: {} has begun and rank {rank} has no counterpart pending", case.describe(event)),
         vec![waiting],
     )];
-    evidence.extend(case.helper(culprit).map(|(_, fact)| fact));
-    evidence.extend(case.standing(culprit));
-    let stands = |number: Number| case.stands(culprit, number) + &case.itself(culprit, number);
+    evidence.extend(case.helper_fact(culprit).map(|(_, fact)| fact));
+    evidence.extend(case.position_lines(culprit));
+    let stands = |number: Number| case.stands_clause(culprit, number) + &case.own_wait_clause(culprit, number);
     let statement = match suspect {
         Suspect::Host { .. } => Statement::of_ranks(|number| missing(number) + &stands(number)),
         _ => Statement::Sentence(format!(
@@ -92,29 +92,36 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, .. } = event else { return None };
     let comm = &case.comms[comm];
-    let group = |view: usize| {
+    let group = |rank_index: usize| {
         let of_comm = |operation: &&Operation| is_p2p(operation) && operation.communicator == comm.id;
-        case.view(view).pending().filter(of_comm).map(|operation| operation.group).max().filter(|group| *group != 0)
+        case.view(rank_index)
+            .pending()
+            .filter(of_comm)
+            .map(|operation| operation.group)
+            .max()
+            .filter(|group| *group != 0)
     };
-    let newest = comm.members.iter().filter_map(|member| group(member.view)).max()?;
-    let made = |view: usize| {
-        let known = case.view(view).flight.into_iter().flat_map(|flight| &flight.communicators);
+    let newest = comm.members.iter().filter_map(|member| group(member.rank_index)).max()?;
+    let made = |rank_index: usize| {
+        let known = case.view(rank_index).flight.into_iter().flat_map(|flight| &flight.communicators);
         known.into_iter().find(|known| known.id == comm.id).map_or(0, |known| known.point_to_point)
     };
     let there: Vec<(usize, u64)> = comm
         .members
         .iter()
-        .filter(|member| group(member.view) == Some(newest))
-        .map(|member| (member.view, made(member.view)))
+        .filter(|member| group(member.rank_index) == Some(newest))
+        .map(|member| (member.rank_index, made(member.rank_index)))
         .collect();
     let most = there.iter().map(|(_, made)| *made).max()?;
-    let fewer: Vec<usize> = there.iter().filter(|(_, made)| *made < most).map(|(view, _)| *view).collect();
+    let fewer: Vec<usize> = there.iter().filter(|(_, made)| *made < most).map(|(rank_index, _)| *rank_index).collect();
     if fewer.is_empty() || 2 * fewer.len() >= there.len() {
         return None;
     }
-    let number = there.iter().find(|(view, _)| fewer.contains(view)).map_or(0, |(_, made)| *made);
+    let number = there.iter().find(|(rank_index, _)| fewer.contains(rank_index)).map_or(0, |(_, made)| *made);
     let who = case.world.ranks(fewer.iter().copied());
-    let others = case.world.ranks(there.iter().map(|(view, _)| *view).filter(|view| !fewer.contains(view)));
+    let others = case
+        .world
+        .ranks(there.iter().map(|(rank_index, _)| *rank_index).filter(|rank_index| !fewer.contains(rank_index)));
     let have = if who.len() == 1 { "has" } else { "have" };
     let sentence = format!(
         "{} {have} left out a send or receive of a group on communicator {} ({} ranks): {number} made in {newest} groups, {most} by {}.",
@@ -125,8 +132,8 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     );
     let mut evidence =
         vec![line(format!("{} {have} made {number} sends and receives, {} {most}", ranks(&who), ranks(&others)), who)];
-    for &view in fewer.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in fewer.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding {
         culprits: fewer,
@@ -140,22 +147,22 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
 fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = |event: &Event| match *event {
-        Event::PointToPoint { view, peer, recv: true, .. } if peer < 0 => Some((view, *event)),
+        Event::PointToPoint { rank_index, peer, recv: true, .. } if peer < 0 => Some((rank_index, *event)),
         _ => None,
     };
     let mut open = events.iter().filter_map(open);
-    let (view, event) = open.next().filter(|_| open.next().is_none())?;
-    let rank = case.view(view).rank;
+    let (rank_index, event) = open.next().filter(|_| open.next().is_none())?;
+    let rank = case.view(rank_index).rank;
     let sentence = format!(
         "Rank {rank} waits in {} and nobody sends to it, because all others wait for it{}.",
         case.describe(event),
-        case.stands(view, Number::One)
+        case.stands_clause(rank_index, Number::One)
     );
     let mut evidence =
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
-    evidence.extend(case.standing(view));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement: Statement::Sentence(sentence),
         confidence: Confidence::Medium,
         evidence,
@@ -166,43 +173,43 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let counterpart = |event: Event| {
-        let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
-        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
-        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
-        let apart =
-            events.contains(&there) && !tags_meet(&case.world, case.comms[comm].id, (view, event), (other, there));
-        apart.then_some((event, view, there, other))
+        let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return None };
+        let (own, other) = (case.comms[comm].member(rank_index)?.comm_rank, case.comms[comm].rank_index_of(peer)?);
+        let there = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
+        let apart = events.contains(&there)
+            && !tags_meet(&case.world, case.comms[comm].id, (rank_index, event), (other, there));
+        apart.then_some((event, rank_index, there, other))
     };
-    let (event, view, there, other) = events.iter().find_map(|event| counterpart(*event))?;
-    let changed = |view: usize, event: Event| {
+    let (event, rank_index, there, other) = events.iter().find_map(|event| counterpart(*event))?;
+    let changed = |rank_index: usize, event: Event| {
         let operation = case.operation(event)?;
         let alike = |past: &&Operation| {
             past.status() == OpStatus::Completed
                 && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
         };
-        let mut past = case.view(view).operations().filter(alike).peekable();
+        let mut past = case.view(rank_index).operations().filter(alike).peekable();
         past.peek()?;
         let first = past.next()?.tag;
         Some(first != operation.tag && past.all(|past| past.tag == first))
     };
-    let blamed = match (changed(view, event) == Some(true), changed(other, there) == Some(true)) {
-        (true, false) => vec![view],
+    let blamed = match (changed(rank_index, event) == Some(true), changed(other, there) == Some(true)) {
+        (true, false) => vec![rank_index],
         (false, true) => vec![other],
-        _ => vec![view, other],
+        _ => vec![rank_index, other],
     };
-    let with_tag = |view: usize, event: Event| {
+    let with_tag = |rank_index: usize, event: Event| {
         let tag = case.operation(event).and_then(|operation| operation.tag).unwrap_or(-1);
-        format!("rank {} is in {} with tag {tag}", case.view(view).rank, case.describe(event))
+        format!("rank {} is in {} with tag {tag}", case.view(rank_index).rank, case.describe(event))
     };
-    let (one, two) = (with_tag(view, event), with_tag(other, there));
+    let (one, two) = (with_tag(rank_index, event), with_tag(other, there));
     let new = match blamed[..] {
         [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
         _ => String::new(),
     };
     let mut evidence =
-        vec![line(one.clone(), vec![case.view(view).rank]), line(two.clone(), vec![case.view(other).rank])];
-    for &view in &blamed {
-        evidence.extend(case.standing(view));
+        vec![line(one.clone(), vec![case.view(rank_index).rank]), line(two.clone(), vec![case.view(other).rank])];
+    for &rank_index in &blamed {
+        evidence.extend(case.position_lines(rank_index));
     }
     let statement = Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
     Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
@@ -211,7 +218,7 @@ fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 /// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.
 fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     let peer_of = |event: &Event| match *event {
-        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer),
+        Event::PointToPoint { comm, peer, .. } => case.comms[comm].rank_index_of(peer),
         _ => None,
     };
     let transfers = || events.iter().filter(|event| matches!(event, Event::PointToPoint { .. }));
@@ -227,14 +234,14 @@ fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, 
     let begun = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
     let mut open = Vec::new();
     for &event in events {
-        let Event::PointToPoint { comm, view, peer, recv } = event else { continue };
-        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
-        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+        let Event::PointToPoint { comm, rank_index, peer, recv } = event else { continue };
+        let (own, other) = (case.comms[comm].member(rank_index)?.comm_rank, case.comms[comm].rank_index_of(peer)?);
+        let there = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
         match case.graph.events.binary_search(&there) {
             Ok(_) if !begun(there) => return None,
             Ok(_) => {}
             Err(_) if served_by_count(case, event, other) => {}
-            Err(_) => open.push((event, view, other)),
+            Err(_) => open.push((event, rank_index, other)),
         }
     }
     events.iter().all(|event| begun(*event)).then_some(open)
@@ -242,17 +249,17 @@ fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, 
 
 /// Whether the peer of a transfer has made as many counterparts as there are transfers, by records that have everything.
 fn served_by_count(case: &Case<'_>, event: Event, other: usize) -> bool {
-    let Event::PointToPoint { comm, view, peer, recv } = event else { return false };
-    let Some(own) = case.comms[comm].member(view).map(|member| member.comm_rank) else { return false };
-    let count = |view: usize, peer: i32, op: Op| {
+    let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return false };
+    let Some(own) = case.comms[comm].member(rank_index).map(|member| member.comm_rank) else { return false };
+    let count = |rank_index: usize, peer: i32, op: Op| {
         let alike = |operation: &&Operation| {
             operation.communicator == case.comms[comm].id && operation.op() == op && operation.peer == peer
         };
-        case.view(view).operations().filter(|operation| is_p2p(operation)).filter(alike).count()
+        case.view(rank_index).operations().filter(|operation| is_p2p(operation)).filter(alike).count()
     };
     let (op, counterpart) = if recv { (Op::Recv, Op::Send) } else { (Op::Send, Op::Recv) };
-    let complete = case.view(view).complete() && case.view(other).complete();
-    complete && count(other, own, counterpart) >= count(view, peer, op)
+    let complete = case.view(rank_index).has_full_history() && case.view(other).has_full_history();
+    complete && count(other, own, counterpart) >= count(rank_index, peer, op)
 }
 
 /// The one rank that is at an end of all transfers without a counterpart, of which there are several, and for which somebody waits: it made
@@ -261,7 +268,9 @@ fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = without_counterpart(case, events).filter(|open| open.len() > 1)?;
     let (_, one, two) = *open.first()?;
-    let mut common = [one, two].into_iter().filter(|view| open.iter().all(|(_, one, two)| one == view || two == view));
+    let mut common = [one, two]
+        .into_iter()
+        .filter(|rank_index| open.iter().all(|(_, one, two)| one == rank_index || two == rank_index));
     let culprit = common.next().filter(|_| common.next().is_none())?;
     open.iter().any(|(_, _, awaited)| *awaited == culprit).then(|| open_ends(case, &open, culprit))
 }
@@ -276,8 +285,8 @@ fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
 
 fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) -> Finding {
     let rank = case.view(culprit).rank;
-    let each = |(event, view, _): &(Event, usize, usize)| {
-        format!("rank {} in {}", case.view(*view).rank, case.describe(*event))
+    let each = |(event, rank_index, _): &(Event, usize, usize)| {
+        format!("rank {} in {}", case.view(*rank_index).rank, case.describe(*event))
     };
     let without: Vec<String> = open.iter().take(2).map(each).collect();
     let mut evidence: Vec<_> = open
@@ -285,14 +294,14 @@ fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) ->
         .take(4)
         .map(|open| line(format!("{} has begun and has no counterpart", each(open)), vec![case.view(open.1).rank]))
         .collect();
-    evidence.extend(case.standing(culprit));
+    evidence.extend(case.position_lines(culprit));
     let have = if open.len() == 1 { "has" } else { "have" };
     Finding {
         culprits: vec![culprit],
         statement: Statement::Sentence(format!(
             "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart{}.",
             without.join(" and "),
-            case.stands(culprit, Number::One)
+            case.stands_clause(culprit, Number::One)
         )),
         confidence: Confidence::Medium,
         evidence,

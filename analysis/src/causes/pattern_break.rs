@@ -43,15 +43,15 @@ pub(super) enum Break {
 impl Break {
     fn of(view: &RankView<'_>, deviation: &Deviation) -> Self {
         // A transfer of which nobody has ever heard, and which is still pending, is one too many.
-        let new = |operation: &Operation| deviation.came.is(operation) && !made_before(view, operation);
-        if deviation.came.is_p2p() && view.pending().any(new) {
+        let new = |operation: &Operation| deviation.actual.is(operation) && !made_before(view, operation);
+        if deviation.actual.is_p2p() && view.pending().any(new) {
             return Break::NewTransfer;
         }
-        match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.came.is_p2p()) {
+        match (deviation.swapped, deviation.expected.is_p2p() || deviation.swapped && deviation.actual.is_p2p()) {
             (true, true) => Break::TransferOrder,
             (true, false) => Break::Order,
             (false, true) => Break::Transfer,
-            (false, false) if !made_token_before(view, deviation.came) => Break::NewCollective,
+            (false, false) if !made_token_before(view, deviation.actual) => Break::NewCollective,
             (false, false) => Break::Collective,
         }
     }
@@ -68,24 +68,25 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
         return None;
     }
     let mut found: Vec<(usize, Deviation)> =
-        inside.iter().filter_map(|view| Some((*view, deviation(case.view(*view))?))).collect();
+        inside.iter().filter_map(|rank_index| Some((*rank_index, deviation(case.view(*rank_index))?))).collect();
     if found.len() * 2 > inside.len() {
         return None;
     }
     // Who did not make a collective is waited for in its communicator; the others went on without it as they may.
-    let missed = |(view, deviation): &(usize, Deviation)| {
+    let missed = |(rank_index, deviation): &(usize, Deviation)| {
         events.iter().any(|event| {
             let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
-            matches!(*event, Event::Collective { comm, .. } if of(comm)) && awaited_members(case, *event).contains(view)
+            matches!(*event, Event::Collective { comm, .. } if of(comm))
+                && awaited_members(case, *event).contains(rank_index)
         })
     };
-    let left_out = |(view, deviation): &(usize, Deviation)| {
-        matches!(Break::of(case.view(*view), deviation), Break::Collective | Break::NewCollective)
+    let left_out = |(rank_index, deviation): &(usize, Deviation)| {
+        matches!(Break::of(case.view(*rank_index), deviation), Break::Collective | Break::NewCollective)
     };
     if found.iter().any(missed) {
         found.retain(|one| !left_out(one) || missed(one));
     }
-    let kind = |(view, deviation): &(usize, Deviation)| Break::of(case.view(*view), deviation);
+    let kind = |(rank_index, deviation): &(usize, Deviation)| Break::of(case.view(*rank_index), deviation);
     let first = found.iter().map(kind).min()?;
     Some((first, found))
 }
@@ -105,64 +106,64 @@ pub(super) fn check(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> P
     let Suspect::Cycle(events) = suspect else { return PatternCheck::Kept };
     match deviants(case, suspect) {
         None => PatternCheck::Kept,
-        Some((kind, found)) if explains.contains(&kind) => PatternCheck::Finding(broken(case, events, kind, &found)),
+        Some((kind, found)) if explains.contains(&kind) => PatternCheck::Finding(finding(case, events, kind, &found)),
         Some(_) => PatternCheck::OtherBreak,
     }
 }
 
-fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
-    let culprits: Vec<usize> = found.iter().map(|(view, _)| *view).collect();
+fn finding(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Deviation)]) -> Finding {
+    let culprits: Vec<usize> = found.iter().map(|(rank_index, _)| *rank_index).collect();
     let who = case.world.ranks(culprits.iter().copied());
-    let of_kind = |(view, deviation): &&(usize, Deviation)| Break::of(case.view(*view), deviation) == kind;
+    let of_kind = |(rank_index, deviation): &&(usize, Deviation)| Break::of(case.view(*rank_index), deviation) == kind;
     let (first, deviation) = found.iter().find(of_kind).unwrap_or(&found[0]);
     let it = Number::of(culprits.len()).word("it", "they");
     let did = match kind {
         Break::Collective | Break::Transfer => format!(
             "did not make the {} that {it} had always made before the {}",
             describe(case, *first, deviation.expected),
-            describe(case, *first, deviation.came)
+            describe(case, *first, deviation.actual)
         ),
         Break::NewCollective => format!(
             "made the {} for the first time, where the {} had always come",
-            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.actual),
             describe(case, *first, deviation.expected)
         ),
         Break::NewTransfer => format!(
             "made a {} that {it} had never made before, where the {} had always come",
-            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.actual),
             describe(case, *first, deviation.expected)
         ),
         Break::Order | Break::TransferOrder => format!(
             "made the {} before the {}, and had always made them the other way round",
-            describe(case, *first, deviation.came),
+            describe(case, *first, deviation.actual),
             describe(case, *first, deviation.expected)
         ),
     };
     // Where most of the others wait: where those that left their pattern are was said.
     let waited: Vec<Event> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
-    let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|view| culprits.contains(view));
-    let most = |event: &&Event| (case.graph.waiters_of(**event).len(), toward(case, **event, &culprits));
+    let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|rank_index| culprits.contains(rank_index));
+    let most = |event: &&Event| (case.graph.waiters_of(**event).len(), is_transfer_with(case, **event, &culprits));
     let others: Vec<Event> = waited.iter().copied().filter(|event| !own(event)).collect();
     // Of equals the first.
     let main = others.iter().rev().max_by_key(most);
-    let waits = main.or(waited.first()).map_or_else(String::new, |event| format!(": {}", in_event(case, *event)));
+    let waits = main.or(waited.first()).map_or_else(String::new, |event| format!(": {}", waiters_in(case, *event)));
     let mut evidence = Vec::new();
-    for (view, deviation) in found.iter().take(4) {
-        let rank = case.view(*view).rank;
+    for (rank_index, deviation) in found.iter().take(4) {
+        let rank = case.view(*rank_index).rank;
         evidence.push(line(
             format!(
                 "rank {rank}: {} came where it had been the {} all {} times before",
-                describe(case, *view, deviation.came),
-                describe(case, *view, deviation.expected),
+                describe(case, *rank_index, deviation.actual),
+                describe(case, *rank_index, deviation.expected),
                 deviation.times
             ),
             vec![rank],
         ));
-        evidence.extend(case.standing(*view));
+        evidence.extend(case.position_lines(*rank_index));
     }
     evidence.extend(events.iter().take(8).map(|event| {
         let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
-        line(in_event(case, *event), inside)
+        line(waiters_in(case, *event), inside)
     }));
     Finding {
         culprits,
@@ -176,22 +177,22 @@ fn broken(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devia
 }
 
 /// Whether an event is a transfer with one of these ranks.
-fn toward(case: &Case<'_>, event: Event, culprits: &[usize]) -> bool {
+fn is_transfer_with(case: &Case<'_>, event: Event, culprits: &[usize]) -> bool {
     let Event::PointToPoint { comm, peer, .. } = event else { return false };
-    case.comms[comm].view_of(peer).is_some_and(|view| culprits.contains(&view))
+    case.comms[comm].rank_index_of(peer).is_some_and(|rank_index| culprits.contains(&rank_index))
 }
 
-fn in_event(case: &Case<'_>, event: Event) -> String {
+fn waiters_in(case: &Case<'_>, event: Event) -> String {
     format!("{} in {}", case.waiters_text(event), case.describe(event))
 }
 
-fn describe(case: &Case<'_>, view: usize, token: Token) -> String {
+fn describe(case: &Case<'_>, rank_index: usize, token: Token) -> String {
     let name = op_name(token.op);
     if !token.is_p2p() {
         return format!("{name} of communicator {}", communicator(token.communicator));
     }
-    let comm = case.comms.iter().find(|comm| comm.id == token.communicator && comm.member(view).is_some());
-    let peer = comm.and_then(|comm| comm.view_of(token.peer)).map(|peer| case.view(peer).rank);
+    let comm = case.comms.iter().find(|comm| comm.id == token.communicator && comm.member(rank_index).is_some());
+    let peer = comm.and_then(|comm| comm.rank_index_of(token.peer)).map(|peer| case.view(peer).rank);
     if token.peer < 0 {
         return format!("{name} from any rank");
     }

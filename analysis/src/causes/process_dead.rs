@@ -31,52 +31,58 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::ProcessDead, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let has_other_size = |view: usize| comm_init::other_size(case, suspect, view).is_some();
-    let dead = |view: &usize| case.view(*view).dead() && !still_ends(case, *view) && !has_other_size(*view);
-    if let Some(view) = case.host(suspect).filter(dead) {
+    let has_other_size = |rank_index: usize| comm_init::other_size(case, suspect, rank_index).is_some();
+    let dead = |rank_index: &usize| {
+        case.view(*rank_index).dead() && !is_in_teardown(case, *rank_index) && !has_other_size(*rank_index)
+    };
+    if let Some(rank_index) = case.host_rank(suspect).filter(dead) {
         let mut evidence = vec![line(
-            format!("rank {} {}", case.view(view).rank, describe_end(case, view, Number::One)),
-            vec![case.view(view).rank],
+            format!("rank {} {}", case.view(rank_index).rank, describe_end(case, rank_index, Number::One)),
+            vec![case.view(rank_index).rank],
         )];
-        evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-        let mut confidence =
-            if outnumbered(case, view, case.main_event(suspect)) { Confidence::Medium } else { Confidence::High };
-        if case.view(view).presence == Presence::Left && had_launched(case, view, case.main_event(suspect)) {
+        evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+        let mut confidence = if waiters_may_be_at_fault(case, rank_index, case.main_event(suspect)) {
+            Confidence::Medium
+        } else {
+            Confidence::High
+        };
+        if case.view(rank_index).presence == Presence::Left && had_launched(case, rank_index, case.main_event(suspect))
+        {
             confidence = Confidence::Medium;
             let text = format!(
                 "rank {}: it had launched that collective itself and ended in order before its end was seen; it may have skipped it",
-                case.view(view).rank
+                case.view(rank_index).rank
             );
-            evidence.push(line(text, vec![case.view(view).rank]));
+            evidence.push(line(text, vec![case.view(rank_index).rank]));
         }
         return Some(Finding {
-            culprits: vec![view],
-            statement: Statement::of_ranks(|number| describe_end(case, view, number)),
+            culprits: vec![rank_index],
+            statement: Statement::of_ranks(|number| describe_end(case, rank_index, number)),
             confidence,
             evidence,
         });
     }
     // Killed after it completed what the others are still in.
     let collective = Collective::of(case, suspect)?;
-    let killed = |view: &usize| {
-        case.view(*view).presence == Presence::Dead && !missing_rank::shows_skip(case, &collective, *view)
+    let killed = |rank_index: &usize| {
+        case.view(*rank_index).presence == Presence::Dead && !missing_rank::proves_skip(case, &collective, *rank_index)
     };
-    if collective.passed.is_empty() || !collective.passed.iter().all(killed) {
+    if collective.completed_by.is_empty() || !collective.completed_by.iter().all(killed) {
         return None;
     }
-    let dead = case.world.ranks(collective.passed.iter().copied());
+    let dead = case.world.ranks(collective.completed_by.iter().copied());
     let sentence = format!(
         "{} {} gone; the others are still inside {}.",
         crate::text::capital(&ranks(&dead)),
         if dead.len() == 1 { "is" } else { "are" },
         case.describe(collective.event)
     );
-    let evidence = collective.passed.iter().map(|view| {
-        let rank = case.view(*view).rank;
-        line(format!("rank {rank} {}", describe_end(case, *view, Number::One)), vec![rank])
+    let evidence = collective.completed_by.iter().map(|rank_index| {
+        let rank = case.view(*rank_index).rank;
+        line(format!("rank {rank} {}", describe_end(case, *rank_index, Number::One)), vec![rank])
     });
     Some(Finding {
-        culprits: collective.passed.clone(),
+        culprits: collective.completed_by.clone(),
         statement: Statement::Sentence(sentence),
         confidence: Confidence::Medium,
         evidence: evidence.collect(),
@@ -85,31 +91,28 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 /// Whether the rank left with success, and those that wait for it may as well have made an operation too many: as many left with it
 /// as wait in the collective, or it is a transfer between two.
-fn outnumbered(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
-    let success = |view: usize| {
-        let content = case.view(view);
-        content.presence == Presence::Left && content.exit().succeeded()
+fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
+    let success = |rank_index: usize| {
+        let view = case.view(rank_index);
+        view.presence == Presence::Left && view.exit().succeeded()
     };
-    let Some(event) = event.filter(|_| success(view)) else { return false };
+    let Some(event) = event.filter(|_| success(rank_index)) else { return false };
     let Event::Collective { comm, .. } = event else { return matches!(event, Event::PointToPoint { .. }) };
     let inside = case.graph.waiters_of(event).len();
     let members = case.comms[comm].members.iter();
-    members.filter(|member| success(member.view)).take(inside).count() == inside
+    members.filter(|member| success(member.rank_index)).take(inside).count() == inside
 }
 
 /// Whether the process of a rank that has left is still there, in its own end: that is `teardown`.
-fn still_ends(case: &Case<'_>, view: usize) -> bool {
-    let content = case.view(view);
-    content.presence == Presence::Left
-        && content.host.stack
-        && !content.host.gone()
-        && case.does(view, Activity::Teardown)
+fn is_in_teardown(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    view.presence == Presence::Left && view.host.stack && !view.host.gone() && case.does(rank_index, Activity::Teardown)
 }
 
 /// Whether a rank had launched what the others wait in.
-fn had_launched(case: &Case<'_>, view: usize, event: Option<Event>) -> bool {
+fn had_launched(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
-    case.comms[comm].member(view).is_some_and(|member| member.launched >= seq)
+    case.comms[comm].member(rank_index).is_some_and(|member| member.launched >= seq)
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

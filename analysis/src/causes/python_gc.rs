@@ -15,14 +15,14 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::PythonGc, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Gc))?;
-    let mut evidence = Vec::from_iter(case.witness(view));
-    evidence.extend(case.standing(view));
+    let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Gc))?;
+    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement: Statement::of_ranks(|number| {
             let collects = number.word("collects", "collect");
-            format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(view))
+            format!("{collects} Python garbage{}, which is slow and probably not a hang", case.place(rank_index))
         }),
         confidence: Confidence::Medium,
         evidence,

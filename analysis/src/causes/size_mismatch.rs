@@ -60,21 +60,21 @@ fn point_to_point(
     differ: &impl Fn(&Operation, &Operation) -> bool,
     key: &impl Fn(&Operation) -> u64,
 ) -> Option<Finding> {
-    let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
-    let own = case.comms[comm].member(view)?.comm_rank;
-    let other = case.comms[comm].view_of(peer)?;
-    let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+    let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return None };
+    let own = case.comms[comm].member(rank_index)?.comm_rank;
+    let other = case.comms[comm].rank_index_of(peer)?;
+    let counterpart = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
     let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
     if !differ(mine, theirs) {
         return None;
     }
     // Both ends are suspects of their own; either gives the same finding.
-    let mut ends = [(case.view(view).rank, mine), (case.view(other).rank, theirs)];
+    let mut ends = [(case.view(rank_index).rank, mine), (case.view(other).rank, theirs)];
     ends.sort_by_key(|end| end.0);
     // Whose end is not what it had always been.
-    let changed = |view: usize, operation: &Operation| {
+    let changed = |rank_index: usize, operation: &Operation| {
         let before: Vec<u64> = case
-            .view(view)
+            .view(rank_index)
             .operations()
             .filter(|past| {
                 past.status() == OpStatus::Completed
@@ -84,12 +84,12 @@ fn point_to_point(
             .collect();
         !before.is_empty() && before.iter().all(|past| *past == before[0] && *past != key(operation))
     };
-    let blamed = match (changed(view, mine), changed(other, theirs)) {
-        (true, false) => vec![view],
+    let blamed = match (changed(rank_index, mine), changed(other, theirs)) {
+        (true, false) => vec![rank_index],
         (false, true) => vec![other],
-        _ => vec![view, other],
+        _ => vec![rank_index, other],
     };
-    let both = case.world.ranks([view, other]);
+    let both = case.world.ranks([rank_index, other]);
     let new = match blamed[..] {
         [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
         _ => String::new(),
@@ -102,8 +102,8 @@ fn point_to_point(
         shape(ends[1].1)
     );
     let mut evidence = vec![line(format!("{} have both begun, and their {what} differ", ranks(&both)), both)];
-    for &view in &blamed {
-        evidence.extend(case.standing(view));
+    for &rank_index in &blamed {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding {
         culprits: blamed,

@@ -22,20 +22,21 @@ pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // Who reads what its child writes waits for the child, and who reads a terminal for a person: that is told of a rank that is missing in
     // a collective.
-    let asks = |view: usize| {
-        case.at_terminal(view) && matches!(case.main_event(suspect), None | Some(Event::Collective { .. }))
+    let asks = |rank_index: usize| {
+        case.at_terminal(rank_index) && matches!(case.main_event(suspect), None | Some(Event::Collective { .. }))
     };
-    let beside = |view: usize| case.child_behind_pipe(view) || asks(view);
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Io) && !beside(*view))?;
-    let content = case.view(view);
-    if content.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
+    let beside = |rank_index: usize| case.waits_for_child_by_pipe(rank_index) || asks(rank_index);
+    let rank_index =
+        case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Io) && !beside(*rank_index))?;
+    let view = case.view(rank_index);
+    if view.host.moved.is_some_and(|moved| moved.io || moved.own_frame) {
         return None;
     }
-    let witness = &content.host.doing.witness;
+    let witness = &view.host.observed.witness;
     let lock = is_file_lock(witness);
-    let what = case.awaits(view);
+    let what = case.awaited_text(rank_index);
     let statement = Statement::of_ranks(|number| {
-        let place = case.place(view);
+        let place = case.place(rank_index);
         if lock {
             let what = what.as_deref().unwrap_or("a lock on a file, which another process or file handle holds");
             return format!("{} for {what}, in {witness}{place}", number.waits());
@@ -44,15 +45,15 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("{} stuck in {witness}{of}{place}", number.is())
     });
     let most = if lock { Confidence::Medium } else { Confidence::High };
-    let mut evidence = vec![line(format!("rank {}: inside {witness}", content.rank), vec![content.rank])];
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
+    let mut evidence = vec![line(format!("rank {}: inside {witness}", view.rank), vec![view.rank])];
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
     let confidence = case.host_confidence(suspect).min(most);
-    Some(Finding { culprits: vec![view], statement, confidence, evidence })
+    Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    (case.view(culprit).host.stack && culprits.iter().all(|view| !case.does(*view, Activity::Io)))
+    (case.view(culprit).host.stack && culprits.iter().all(|rank_index| !case.does(*rank_index, Activity::Io)))
         .then(|| "the main thread is not inside a read, write or sync".to_owned())
 }

@@ -28,18 +28,18 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = ends_instead(case, suspect) {
         return Some(found);
     }
-    let view = case.host(suspect).filter(|view| case.does(*view, Activity::Teardown))?;
+    let rank_index = case.host_rank(suspect).filter(|rank_index| case.does(*rank_index, Activity::Teardown))?;
     let waiters = case.main_event(suspect).map_or(&[][..], |event| case.graph.waiters_of(event));
-    if !waiters.is_empty() && waiters.iter().all(|waiter| case.place(*waiter) == case.place(view)) {
+    if !waiters.is_empty() && waiters.iter().all(|waiter| case.place(*waiter) == case.place(rank_index)) {
         return None;
     }
-    let mut evidence = Vec::from_iter(case.witness(view));
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(view, event)));
-    evidence.extend(case.standing(view));
+    let mut evidence = Vec::from_iter(case.witness_line(rank_index));
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(rank_index, event)));
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
+        culprits: vec![rank_index],
         statement: Statement::of_ranks(|number| {
-            format!("{} shutting down{}{}", number.is(), witness_beside(case, view), case.place(view))
+            format!("{} shutting down{}{}", number.is(), witness_beside(case, rank_index), case.place(rank_index))
         }),
         confidence: case.host_confidence(suspect),
         evidence,
@@ -47,9 +47,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 }
 
 /// What tells that a rank ends, unless the place where it stands says it.
-fn witness_beside(case: &Case<'_>, view: usize) -> String {
-    let witness = &case.view(view).host.doing.witness;
-    if case.place(view).contains(witness.as_str()) { String::new() } else { format!(", in {witness}") }
+fn witness_beside(case: &Case<'_>, rank_index: usize) -> String {
+    let witness = &case.view(rank_index).host.observed.witness;
+    if case.place(rank_index).contains(witness.as_str()) { String::new() } else { format!(", in {witness}") }
 }
 
 /// Ranks that are in the end of their library where the others are in a collective, by the number of both.
@@ -100,8 +100,8 @@ fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     );
     let mut evidence = vec![line(format!("{} {are} in {}", ranks(&who), case.describe(event)), who)];
     evidence.extend(others.into_iter().map(|other| line(other, Vec::new())));
-    for &view in culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }

@@ -15,9 +15,9 @@ pub(super) fn awaited_members(case: &Case<'_>, event: Event) -> Vec<usize> {
     match event {
         Event::Collective { comm, seq } => {
             let late = |member: &&Member<'_>| member.started.max(member.completed) < seq;
-            case.comms[comm].members.iter().filter(late).map(|member| member.view).collect()
+            case.comms[comm].members.iter().filter(late).map(|member| member.rank_index).collect()
         }
-        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer).into_iter().collect(),
+        Event::PointToPoint { comm, peer, .. } => case.comms[comm].rank_index_of(peer).into_iter().collect(),
         Event::Init { .. } | Event::Split { .. } => Vec::new(),
     }
 }
@@ -32,27 +32,34 @@ pub(super) fn in_all_cycles(case: &Case<'_>, events: &[Event]) -> Option<usize> 
     // From who waits to the number of an event, and from there to those who are waited for.
     let mut waits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (index, event) in events.iter().enumerate() {
-        case.graph.waiters_of(*event).iter().for_each(|view| waits.entry(*view).or_default().push(index));
+        case.graph.waiters_of(*event).iter().for_each(|rank_index| waits.entry(*rank_index).or_default().push(index));
     }
     if waits.len() > MOST {
         return None;
     }
-    let waiting =
-        |event: &Event| awaited_members(case, *event).into_iter().filter(|view| waits.contains_key(view)).collect();
+    let waiting = |event: &Event| {
+        awaited_members(case, *event).into_iter().filter(|rank_index| waits.contains_key(rank_index)).collect()
+    };
     let to: Vec<Vec<usize>> = events.iter().map(waiting).collect();
     let candidates = cycle_without(&waits, &to, None)?;
     if candidates.len() > MOST_TRIED {
         return None;
     }
-    let mut found = candidates.into_iter().filter(|view| cycle_without(&waits, &to, Some(*view)).is_none());
+    let mut found = candidates.into_iter().filter(|rank_index| cycle_without(&waits, &to, Some(*rank_index)).is_none());
     found.next().filter(|_| found.next().is_none())
 }
 
 /// The ranks of some circle in which ranks wait for each other, when one of them is left out; `None` when there is none.
 fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without: Option<usize>) -> Option<Vec<usize>> {
-    let next = |view: usize| -> Vec<usize> {
-        let events = waits.get(&view).filter(|_| Some(view) != without);
-        events.into_iter().flatten().flat_map(|event| &to[*event]).copied().filter(|other| *other != view).collect()
+    let next = |rank_index: usize| -> Vec<usize> {
+        let events = waits.get(&rank_index).filter(|_| Some(rank_index) != without);
+        events
+            .into_iter()
+            .flatten()
+            .flat_map(|event| &to[*event])
+            .copied()
+            .filter(|other| *other != rank_index)
+            .collect()
     };
     let mut done: BTreeSet<usize> = BTreeSet::new();
     for &root in waits.keys() {
@@ -63,10 +70,15 @@ fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without
             on_way.insert(root);
             way.push((root, next(root)));
         }
-        while let Some((view, rest)) = way.last_mut() {
+        while let Some((rank_index, rest)) = way.last_mut() {
             match rest.pop() {
                 Some(other) if on_way.contains(&other) => {
-                    return Some(way.iter().map(|(view, _)| *view).skip_while(|view| *view != other).collect());
+                    return Some(
+                        way.iter()
+                            .map(|(rank_index, _)| *rank_index)
+                            .skip_while(|rank_index| *rank_index != other)
+                            .collect(),
+                    );
                 }
                 Some(other) if done.insert(other) => {
                     on_way.insert(other);
@@ -74,7 +86,7 @@ fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without
                 }
                 Some(_) => {}
                 None => {
-                    on_way.remove(view);
+                    on_way.remove(rank_index);
                     way.pop();
                 }
             }

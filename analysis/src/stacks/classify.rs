@@ -3,15 +3,18 @@
 use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::{
-    host::Doing,
-    names::{bare, bare_native, contains_any, in_c_library, is_library, named, plain, short, shown},
+    host::ObservedActivity,
+    names::{
+        base_name, contains_any, frame_label, in_c_library, is_library, is_named, strip_variant, unqualified,
+        unqualified_native,
+    },
     patterns,
 };
 use crate::verdict::Activity;
 
 /// What a thread does, by its native and Python stacks. The order of the questions matters: what stands nearer to the
 /// device or the lock comes before what merely surrounds it.
-pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> Doing {
+pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> ObservedActivity {
     classify_without(Activity::Unknown, native, python)
 }
 
@@ -20,7 +23,7 @@ pub(super) fn classify_without(
     excluded: Activity,
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
-) -> Doing {
+) -> ObservedActivity {
     type Question = fn(&Thread<'_>) -> Option<String>;
     const QUESTIONS: &[(Activity, Question)] = &[
         (Activity::Gil, waits_for_gil),
@@ -39,7 +42,7 @@ pub(super) fn classify_without(
     QUESTIONS
         .iter()
         .filter(|(activity, _)| *activity != excluded)
-        .find_map(|(activity, ask)| ask(&thread).map(|witness| Doing { activity: *activity, witness }))
+        .find_map(|(activity, ask)| ask(&thread).map(|witness| ObservedActivity { activity: *activity, witness }))
         .unwrap_or_default()
 }
 
@@ -58,7 +61,7 @@ impl<'a> Thread<'a> {
     fn leaves(&self) -> impl Iterator<Item = &'a str> + use<'a> {
         let frames = self.native.map_or(&[][..], |thread| &thread.frames);
         let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
-        frames.iter().map(|frame| frame.func_name.as_str()).filter(|function| named(function)).take(library.max(3))
+        frames.iter().map(|frame| frame.func_name.as_str()).filter(|function| is_named(function)).take(library.max(3))
     }
 
     fn python(&self) -> &'a [PySpyFrame] {
@@ -71,7 +74,7 @@ impl<'a> Thread<'a> {
 }
 
 fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
-    let named = thread.functions().take(8).find(|function| plain(function) == "take_gil");
+    let named = thread.functions().take(8).find(|function| strip_variant(function) == "take_gil");
     named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
 }
 
@@ -80,10 +83,10 @@ fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
 fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     let frames = &thread.native?.frames;
     let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
-    let insides = rest.iter().take_while(|frame| !named(&frame.func_name)).count();
+    let insides = rest.iter().take_while(|frame| !is_named(&frame.func_name)).count();
     let caller = rest.get(insides)?;
     (library.iter().any(|frame| frame.func_name.contains(patterns::GIL_WAIT_NATIVE))
-        && patterns::TAKES_GIL_NATIVE.contains(&plain(&caller.func_name))
+        && patterns::TAKES_GIL_NATIVE.contains(&strip_variant(&caller.func_name))
         && rest[..insides].iter().all(|frame| frame.module == caller.module))
     .then_some(&caller.func_name)
 }
@@ -94,7 +97,7 @@ pub(super) const STORE_CONNECT: &str = "connect to c10d::TCPStore";
 fn connects_to_store(thread: &Thread<'_>) -> bool {
     let innermost = thread.functions().find(|function| function.contains("c10d::"));
     innermost.is_some_and(|function| contains_any(function, patterns::STORE_CONNECT_NATIVE))
-        && thread.leaves().any(|function| patterns::CONNECT_NATIVE.contains(&plain(function)))
+        && thread.leaves().any(|function| patterns::CONNECT_NATIVE.contains(&strip_variant(function)))
 }
 
 fn initializes(thread: &Thread<'_>) -> Option<String> {
@@ -103,17 +106,21 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
     }
     // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
     let of_torch = |frame: &&PySpyFrame| {
-        frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&bare(&frame.func_name))
+        frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&unqualified(&frame.func_name))
     };
     let native =
         || thread.functions().find(|function| contains_any(function, patterns::INIT_NATIVE)).map(str::to_owned);
-    thread.python().iter().find(of_torch).map(shown).or_else(native)
+    thread.python().iter().find(of_torch).map(frame_label).or_else(native)
 }
 
 fn tears_down(thread: &Thread<'_>) -> Option<String> {
     let native = thread.functions().find(|function| contains_any(function, patterns::TEARDOWN_NATIVE));
     native.map(str::to_owned).or_else(|| {
-        thread.python().iter().find(|frame| patterns::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
+        thread
+            .python()
+            .iter()
+            .find(|frame| patterns::TEARDOWN_PYTHON.contains(&unqualified(&frame.func_name)))
+            .map(frame_label)
     })
 }
 
@@ -130,10 +137,10 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
     all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
         // Without native frames the names of Python's wrappers must do.
         let of_wrapper = |frame: &&PySpyFrame| {
-            patterns::DEVICE_PYTHON.contains(&bare(&frame.func_name))
-                && (frame.file_name.contains("torch/") || short(&frame.file_name).starts_with("cuda."))
+            patterns::DEVICE_PYTHON.contains(&unqualified(&frame.func_name))
+                && (frame.file_name.contains("torch/") || base_name(&frame.file_name).starts_with("cuda."))
         };
-        thread.python().iter().take(4).find(of_wrapper).map(shown)
+        thread.python().iter().take(4).find(of_wrapper).map(frame_label)
     })
 }
 
@@ -151,9 +158,9 @@ fn compiles(thread: &Thread<'_>) -> Option<String> {
     native.map(str::to_owned).or_else(|| {
         let compiler = |frame: &&PySpyFrame| {
             contains_any(&frame.file_name, patterns::COMPILE_PATHS)
-                && !patterns::COMPILE_NOT.contains(&bare(&frame.func_name))
+                && !patterns::COMPILE_NOT.contains(&unqualified(&frame.func_name))
         };
-        thread.python().iter().find(compiler).map(shown)
+        thread.python().iter().find(compiler).map(frame_label)
     })
 }
 
@@ -161,31 +168,31 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     let frames = thread.python();
     let of_loader = |frame: &&PySpyFrame| {
         let file = frame.file_name.to_ascii_lowercase();
-        patterns::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
-            || ["next", "get"].iter().any(|part| bare(&frame.func_name).contains(part))
+        patterns::LOADER_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            || ["next", "get"].iter().any(|part| unqualified(&frame.func_name).contains(part))
                 && contains_any(&file, patterns::LOADER_FILES)
     };
     if let Some(frame) = frames.iter().find(of_loader) {
-        return Some(shown(frame));
+        return Some(frame_label(frame));
     }
-    let native = thread.functions().find(|function| patterns::LOADER_NATIVE.contains(&bare_native(function)));
+    let native = thread.functions().find(|function| patterns::LOADER_NATIVE.contains(&unqualified_native(function)));
     if let Some(function) = native {
         return Some(function.to_owned());
     }
     // A queue is a loader's when one of the frames around it speaks of data.
     let queue = frames.iter().take(5).find(|frame| {
-        patterns::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+        patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
             && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
     })?;
     let hinted = frames
         .iter()
         .filter(|frame| !is_library(&frame.file_name))
-        .any(|frame| speaks_of(&frame.func_name, patterns::LOADER_HINTS));
-    hinted.then(|| shown(queue))
+        .any(|frame| has_word(&frame.func_name, patterns::LOADER_HINTS));
+    hinted.then(|| frame_label(queue))
 }
 
 /// Whether one of the words that a name is made of begins with one of `parts`: `_` and capital letters part words.
-fn speaks_of(name: &str, parts: &[&str]) -> bool {
+fn has_word(name: &str, parts: &[&str]) -> bool {
     let mut before = '_';
     name.char_indices().any(|(index, letter)| {
         let begins = !before.is_alphanumeric() || letter.is_uppercase() && !before.is_uppercase();
@@ -199,10 +206,10 @@ fn speaks_of(name: &str, parts: &[&str]) -> bool {
 pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_child = |frame: &PySpyFrame| {
-        patterns::CHILD_FUNCTIONS.contains(&bare(&frame.func_name))
+        patterns::CHILD_FUNCTIONS.contains(&unqualified(&frame.func_name))
             && contains_any(&frame.file_name, patterns::CHILD_FILES)
     };
-    thread.leaves().any(|function| patterns::CHILD_NATIVE.contains(&plain(function)))
+    thread.leaves().any(|function| patterns::CHILD_NATIVE.contains(&strip_variant(function)))
         || thread.syscall().is_some_and(|number| patterns::CHILD_SYSCALLS.contains(&number))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_child)
 }
@@ -213,7 +220,7 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
         .iter()
         .take_while(|frame| is_library(&frame.file_name))
         .filter(|frame| {
-            patterns::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
+            patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
                 && frame.file_name.contains(patterns::OF_PROCESSES)
                 && contains_any(&frame.file_name, patterns::QUEUE_FILES)
         })
@@ -221,10 +228,11 @@ pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
 }
 
 /// Whether a thread waits for the end of another thread of its process.
-pub(super) fn joins(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
+pub(super) fn joins_thread(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_threading = |frame: &PySpyFrame| {
-        patterns::JOIN_PYTHON.contains(&bare(&frame.func_name)) && frame.file_name.contains(patterns::THREADING_FILE)
+        patterns::JOIN_PYTHON.contains(&unqualified(&frame.func_name))
+            && frame.file_name.contains(patterns::THREADING_FILE)
     };
     thread.functions().any(|function| contains_any(function, patterns::JOIN_NATIVE))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_threading)
@@ -233,14 +241,14 @@ pub(super) fn joins(native: Option<&PstackStacktrace>, python: Option<&PySpyStac
 /// Whether a thread waits for a signal.
 pub(super) fn waits_for_signal(native: Option<&PstackStacktrace>) -> bool {
     let thread = Thread { native, python: None };
-    thread.leaves().any(|function| patterns::SIGNAL_NATIVE.contains(&plain(function)))
+    thread.leaves().any(|function| patterns::SIGNAL_NATIVE.contains(&strip_variant(function)))
         || thread.syscall().is_some_and(|number| patterns::SIGNAL_SYSCALLS.contains(&number))
 }
 
 /// Whether a thread waits for what another machine or process sends.
 pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
     let thread = Thread { native: Some(native), python: None };
-    thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&plain(function)))
+    thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&strip_variant(function)))
 }
 
 /// Whether a thread stands in a queue or pipe of Python's own.
@@ -255,7 +263,7 @@ pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
 }
 
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| patterns::IO_NATIVE.contains(&plain(function)));
+    let leaf = thread.leaves().find(|function| patterns::IO_NATIVE.contains(&strip_variant(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
     // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
     // or what somebody types.
@@ -273,17 +281,17 @@ fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
         return None;
     }
     if let Some(leaf) = leaf {
-        return Some(plain(leaf).to_owned());
+        return Some(strip_variant(leaf).to_owned());
     }
     if thread.syscall().is_some_and(|number| patterns::IO_SYSCALLS.contains(&number)) {
         return Some(thread.leaves().next().unwrap_or("a file system call").to_owned());
     }
-    speaks_of(wchan, patterns::IO_WCHAN).then(|| wchan.to_owned())
+    has_word(wchan, patterns::IO_WCHAN).then(|| wchan.to_owned())
 }
 
 fn sleeps(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| patterns::SLEEP_NATIVE.contains(&plain(function)));
-    leaf.map(|leaf| plain(leaf).to_owned()).or_else(|| {
+    let leaf = thread.leaves().find(|function| patterns::SLEEP_NATIVE.contains(&strip_variant(function)));
+    leaf.map(|leaf| strip_variant(leaf).to_owned()).or_else(|| {
         thread.syscall().filter(|number| patterns::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
     })
 }
@@ -336,7 +344,7 @@ mod tests {
             ("__wait_on_buffer", "wait_on_buffer"),
             ("ll_file_read", "ll_"),
         ] {
-            assert!(speaks_of(name, &[part]), "{name}");
+            assert!(has_word(name, &[part]), "{name}");
         }
         for (name, part) in [
             ("start_thread", "read"),
@@ -346,7 +354,7 @@ mod tests {
             ("metadata", "data"),
             ("", "read"),
         ] {
-            assert!(!speaks_of(name, &[part]), "{name}");
+            assert!(!has_word(name, &[part]), "{name}");
         }
     }
 }

@@ -2,12 +2,12 @@
 
 use xpu_timer_proto::server::Stacktrace;
 
-use super::{names::short, patterns};
+use super::{names::base_name, patterns};
 
 /// Whether a child of the rank is a compiler.
 pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
     dump.children.iter().find_map(|child| {
-        let mut words = child.command.split_whitespace().map(short);
+        let mut words = child.command.split_whitespace().map(base_name);
         let program = words.find(|word| !patterns::INTERPRETERS.contains(word))?;
         let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
         (alive && patterns::COMPILERS.contains(&program)).then(|| program.to_owned())

@@ -4,13 +4,13 @@ use xpu_timer_proto::server::Stacktrace;
 
 use super::{
     classify::classify,
-    names::{named, own_frame, shown},
+    names::{frame_label, is_named, own_frame},
     sample::{Sample, samples},
 };
 use crate::verdict::Activity;
 
 /// More than a thread runs because it is stopped and released for the captures.
-const STOPS_NS: u64 = 5_000_000;
+const MAX_CAPTURE_RUN_NS: u64 = 5_000_000;
 
 /// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -43,7 +43,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
     let (before, after) = (find(first)?, find(last)?);
     // A capture may have to stop it for a moment, which counts as running.
-    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
+    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < MAX_CAPTURE_RUN_NS
         && !after.state.starts_with('R')
         && !after.frames.is_empty()
         && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
@@ -68,10 +68,10 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
             .frames
             .iter()
             .map(|frame| &frame.func_name)
-            .find(|name| named(name))
+            .find(|name| is_named(name))
             .cloned()
             .unwrap_or_default(),
-        place: python.and_then(|thread| own_frame(&thread.frames)).map(shown),
+        place: python.and_then(|thread| own_frame(&thread.frames)).map(frame_label),
         waiting,
     })
 }

@@ -7,11 +7,11 @@ use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PyS
 use super::{
     classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
     host::BUSY_SHARE,
-    location::{own_native_place, program, telling_frame},
+    location::{most_specific_frame, own_native_place, program},
     movement::{MOVING_BYTES_PER_SECOND, bytes_between},
-    names::{is_library, own_frame, shown},
+    names::{frame_label, is_library, own_frame},
     patterns,
-    sample::{Sample, Telling, of_process, samples, telling_threads},
+    sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
 };
 use crate::verdict::Activity;
 
@@ -79,7 +79,7 @@ impl Work {
 
 /// Looks at the work that others do for the main thread `(native, python)` while that waits for them. A process that only runs
 /// beside the rank, as a monitor does, counts only where the main thread waits for child processes.
-pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) -> Work {
+pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<'_>) -> Work {
     let (Some(first), last) = samples(dump) else { return Work::default() };
     let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return Work::default() };
     let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
@@ -126,7 +126,7 @@ fn is_busy(used_ns: u64, between_ns: u64) -> bool {
 
 /// The child process that the main thread waits for; of several the one that was started last.
 fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> Option<StuckHelper> {
-    let (native, python) = telling_threads(last, dump.pid, training);
+    let (native, python) = reporting_threads(last, dump.pid, training);
     if !waits_for_child(native, python) {
         return None;
     }
@@ -186,7 +186,7 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
         let frame = own(&thread.frames[..given])?;
         let before = first.map(|first| first.python.iter().find(|before| before.os_thread_id == thread.os_thread_id));
         let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
-        same.then(|| (thread.thread_name.clone(), format!("stands at {}", shown(&frame))))
+        same.then(|| (thread.thread_name.clone(), format!("stands at {}", frame_label(&frame))))
     })
 }
 
@@ -196,7 +196,7 @@ fn waiting_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String
         let of = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == python.os_thread_id).cloned();
         let native = of(last).filter(waits_for_network)?;
         let same = first.and_then(of).is_none_or(|before| before.context_switches == native.context_switches);
-        let place = own_frame(&python.frames).filter(|_| same).map(shown)?;
+        let place = own_frame(&python.frames).filter(|_| same).map(frame_label)?;
         Some((python.thread_name.clone(), format!("waits for the network at {place}")))
     })
 }
@@ -227,7 +227,7 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
             return None;
         }
         let place = match frames {
-            Some(frames) => telling_frame(frames).map(shown),
+            Some(frames) => most_specific_frame(frames).map(frame_label),
             None if last.python.is_empty() => Some(own_native_place(&thread.frames, program?)?),
             None => return None,
         };

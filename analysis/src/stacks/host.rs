@@ -9,7 +9,7 @@ pub(super) const BUSY_SHARE: f64 = 0.2;
 
 /// What one thread does.
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
-pub(crate) struct Doing {
+pub(crate) struct ObservedActivity {
     /// What it is.
     pub activity: Activity,
     /// The frame or fact that tells it.
@@ -18,7 +18,7 @@ pub(crate) struct Doing {
 
 /// What changed between the two samples of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Default)]
-pub(crate) struct Moved {
+pub(crate) struct Movement {
     /// Processors used, on the average.
     pub cpu_share: f64,
     /// Bytes read and written.
@@ -37,9 +37,9 @@ pub(crate) struct Moved {
     pub library_went_on: bool,
 }
 
-impl Moved {
+impl Movement {
     /// Something makes progress: the process computes, or bytes flow, or the program went on.
-    pub fn any(self) -> bool {
+    pub fn is_progress(self) -> bool {
         self.cpu_share >= BUSY_SHARE || self.io || self.own_frame
     }
 }
@@ -63,13 +63,13 @@ pub(crate) struct Host {
     /// State in the last sample.
     pub state: String,
     /// What the main thread does in the last sample.
-    pub doing: Doing,
+    pub observed: ObservedActivity,
     /// It did the same in the first sample; true when there is no first sample.
     pub same_in_both: bool,
     /// Where the main thread stands.
     pub location: Location,
     /// What moved; absent without two samples.
-    pub moved: Option<Moved>,
+    pub moved: Option<Movement>,
     /// A thread in uninterruptible sleep.
     pub d_sleep: Option<DSleep>,
     /// What the system call of the main thread waits for.
@@ -89,6 +89,6 @@ impl Host {
 
     /// Nothing proves that it makes progress.
     pub fn frozen(&self) -> bool {
-        !self.moved.is_some_and(Moved::any)
+        !self.moved.is_some_and(Movement::is_progress)
     }
 }

@@ -3,15 +3,15 @@
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
 use super::{
-    host::Doing,
-    names::{contains_any, file, in_c_library, is_library, named, own_frame, short},
+    host::ObservedActivity,
+    names::{base_name, contains_any, file, in_c_library, is_library, is_named, own_frame},
     patterns,
 };
 use crate::verdict::{Activity, Location};
 
 /// As [`own_frame`], for a thread that a library may have started: where nothing is the user's, the innermost frame of a package says
 /// more than what the standard library starts threads with.
-pub(super) fn telling_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+pub(super) fn most_specific_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
     let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, patterns::PACKAGE_PATHS);
     let own = frames.iter().any(|frame| !is_library(&frame.file_name));
     frames.iter().find(of_package).filter(|_| !own).or_else(|| own_frame(frames))
@@ -28,7 +28,7 @@ fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
 pub(super) fn locate(
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
-    doing: &Doing,
+    doing: &ObservedActivity,
     program: Option<&str>,
 ) -> Location {
     let own = python.and_then(|thread| own_frame(&thread.frames));
@@ -37,7 +37,7 @@ pub(super) fn locate(
     // Where there is no Python to tell the place in the program, the program's own function does.
     let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
     let told = native.and_then(|thread| {
-        let told = telling_function(&thread.frames, &doing.witness)?;
+        let told = most_specific_function(&thread.frames, &doing.witness)?;
         Some(match own_native(&thread.frames) {
             Some(own) => native_path(&thread.frames, told, own),
             None => told.func_name.clone(),
@@ -88,7 +88,7 @@ pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<
 fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
     frames.iter().find(|frame| {
         frame.module == program
-            && named(&frame.func_name)
+            && is_named(&frame.func_name)
             && !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES)
             && !contains_any(&frame.file_name, patterns::SYSTEM_SOURCES)
     })
@@ -96,15 +96,15 @@ fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a Psta
 
 /// Its line of source, when it is known: ` (loader.cpp:41)`.
 fn source(frame: &PstackFrame) -> String {
-    let line = short(&frame.file_name);
+    let line = base_name(&frame.file_name);
     if line.contains(':') { format!(" ({line})") } else { String::new() }
 }
 
 /// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
 /// the function of the C library that was called, without its insides; else what is called from there, without the
 /// insides of a language's runtime; else whatever is innermost.
-fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
-    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| named(&frame.func_name)).collect();
+fn most_specific_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
+    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| is_named(&frame.func_name)).collect();
     let innermost = frames.first()?;
     let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
     let by_witness = frames[library..].iter().find(|frame| frame.func_name == witness);
@@ -127,7 +127,7 @@ mod tests {
             ..Default::default()
         };
         let frames: Vec<PstackFrame> = stack.iter().map(frame).collect();
-        telling_function(&frames, witness).map_or("nothing", |frame| &frame.func_name).to_owned()
+        most_specific_function(&frames, witness).map_or("nothing", |frame| &frame.func_name).to_owned()
     }
 
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
@@ -143,7 +143,7 @@ mod tests {
         let pool = frame("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py:83");
         let package =
             frame("_write_files", "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/filesystem.py:9");
-        let told = |frames: &[PySpyFrame]| telling_frame(frames).map(|frame| frame.func_name.clone());
+        let told = |frames: &[PySpyFrame]| most_specific_frame(frames).map(|frame| frame.func_name.clone());
         assert_eq!(told(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
         let own = frame("save", "/job/train.py:3");
         assert_eq!(told(&[package, own, pool.clone()]).as_deref(), Some("save"));
@@ -159,7 +159,7 @@ mod tests {
             frame("step", "/job/train.py:88"),
         ];
         let python = PySpyStacktrace { frames, ..Default::default() };
-        let doing = |activity| Doing { activity, witness: String::new() };
+        let doing = |activity| ObservedActivity { activity, witness: String::new() };
         let caller = |activity| locate(None, Some(&python), &doing(activity), None).caller;
         assert_eq!(caller(Activity::DeviceWait).as_deref(), Some("/job/train.py:88 in step"));
         assert_eq!(caller(Activity::Sleep), None);
@@ -192,7 +192,7 @@ mod tests {
         };
         let located = |frames: &[PstackFrame]| {
             let threads = [PstackStacktrace { frames: frames.to_vec(), ..Default::default() }];
-            locate(Some(&threads[0]), None, &Doing::default(), program(&threads)).native.unwrap_or_default()
+            locate(Some(&threads[0]), None, &ObservedActivity::default(), program(&threads)).native.unwrap_or_default()
         };
         let lock = [
             frame("futex_wait", LIBC, "./nptl/futex-internal.h:146"),
@@ -216,7 +216,7 @@ mod tests {
             frame("main", "/job/train", "/job/src/train.cpp:253"),
         ];
         let thread = [PstackStacktrace { frames: loader.to_vec(), ..Default::default() }];
-        let doing = Doing { activity: Activity::DataLoader, witness: "Loader::next_batch".into() };
+        let doing = ObservedActivity { activity: Activity::DataLoader, witness: "Loader::next_batch".into() };
         let native = locate(Some(&thread[0]), None, &doing, program(&thread)).native;
         assert_eq!(
             native.as_deref(),

@@ -3,10 +3,10 @@
 use xpu_timer_proto::server::{AwaitedKind, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    host::Moved,
+    host::Movement,
     names::{file, is_library, own_frame},
     patterns,
-    sample::Telling,
+    sample::ThreadStacks,
 };
 
 /// With less than this share of a processor a process computes nothing.
@@ -14,7 +14,11 @@ pub(super) const IDLE_SHARE: f64 = 0.05;
 /// Less than so many bytes a second is the noise of logs and of watchers' pipes, not progress of input or output.
 pub(super) const MOVING_BYTES_PER_SECOND: f64 = 16_384.0;
 
-pub(super) fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Telling<'_>) -> Option<Moved> {
+pub(super) fn movement(
+    dump: &Stacktrace,
+    before: Option<ThreadStacks<'_>>,
+    after: ThreadStacks<'_>,
+) -> Option<Movement> {
     let first = dump.first_sample.as_ref()?;
     let last = dump.last_sample.as_ref()?;
     let before = before?;
@@ -24,7 +28,7 @@ pub(super) fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Te
     }
     let seconds = between_ns as f64 / 1e9;
     let io_bytes = bytes_between(first, last);
-    Some(Moved {
+    Some(Movement {
         cpu_share: last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64 / between_ns as f64,
         io_bytes,
         io: io_bytes as f64 / seconds >= MOVING_BYTES_PER_SECOND,
@@ -36,7 +40,7 @@ pub(super) fn movement(dump: &Stacktrace, before: Option<Telling<'_>>, after: Te
             .0
             .zip(after.0)
             .is_some_and(|(before, after)| before.context_switches != after.context_switches),
-        ..Moved::default()
+        ..Movement::default()
     })
 }
 
@@ -48,7 +52,7 @@ pub(super) fn bytes_between(first: &ProcessSample, last: &ProcessSample) -> u64 
 
 /// The main thread stands in a read or write of the same socket in both samples, and woke up in between: bytes came or went. The
 /// kernel does not count those of `recv` and `send`.
-pub(super) fn serves_socket((before, _): Telling<'_>, (after, _): Telling<'_>) -> bool {
+pub(super) fn serves_socket((before, _): ThreadStacks<'_>, (after, _): ThreadStacks<'_>) -> bool {
     let socket = |thread: &PstackStacktrace| {
         let awaited = thread.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Socket)?;
         let moves = thread.syscall.is_some_and(|number| patterns::SOCKET_SYSCALLS.contains(&number));
@@ -60,7 +64,7 @@ pub(super) fn serves_socket((before, _): Telling<'_>, (after, _): Telling<'_>) -
 }
 
 /// Whether the innermost Python frames of two samples are of libraries, and at different lines.
-pub(super) fn within_library((_, before): Telling<'_>, (_, after): Telling<'_>) -> bool {
+pub(super) fn within_library((_, before): ThreadStacks<'_>, (_, after): ThreadStacks<'_>) -> bool {
     let leaf = |python: Option<&PySpyStacktrace>| {
         let frame = python?.frames.first().filter(|frame| is_library(&frame.file_name))?;
         Some((frame.func_name.clone(), frame.file_name.clone()))
@@ -69,13 +73,13 @@ pub(super) fn within_library((_, before): Telling<'_>, (_, after): Telling<'_>) 
 }
 
 /// The user's own innermost Python frames in two samples.
-pub(super) fn own_frames<'a>(before: Telling<'a>, after: Telling<'a>) -> Option<[&'a PySpyFrame; 2]> {
-    let own = |(_, python): Telling<'a>| own_frame(&python?.frames);
+pub(super) fn own_frames<'a>(before: ThreadStacks<'a>, after: ThreadStacks<'a>) -> Option<[&'a PySpyFrame; 2]> {
+    let own = |(_, python): ThreadStacks<'a>| own_frame(&python?.frames);
     Some([own(before)?, own(after)?])
 }
 
 /// Whether those are of one function, at whatever lines.
-pub(super) fn in_same_function(before: Telling<'_>, after: Telling<'_>) -> bool {
+pub(super) fn in_same_function(before: ThreadStacks<'_>, after: ThreadStacks<'_>) -> bool {
     own_frames(before, after).is_some_and(|[before, after]| {
         before.func_name == after.func_name && file(before).is_some() && file(before) == file(after)
     })

@@ -4,7 +4,7 @@ use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
 
 use super::patterns;
 
-pub(super) fn named(function: &str) -> bool {
+pub(super) fn is_named(function: &str) -> bool {
     !function.is_empty() && function != "??"
 }
 
@@ -13,18 +13,18 @@ pub(super) fn contains_any(text: &str, parts: &[&str]) -> bool {
 }
 
 /// The last component of a path, which keeps its line number.
-pub(crate) fn short(path: &str) -> &str {
+pub(crate) fn base_name(path: &str) -> &str {
     path.rsplit('/').next().unwrap_or(path)
 }
 
 /// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
-pub(super) fn bare(function: &str) -> &str {
+pub(super) fn unqualified(function: &str) -> &str {
     function.rsplit('.').next().unwrap_or(function)
 }
 
 /// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
 /// `clock_nanosleep`, `read@plt` is `read`.
-pub(super) fn plain(function: &str) -> &str {
+pub(super) fn strip_variant(function: &str) -> &str {
     let name = function.split(['@', '(']).next().unwrap_or(function);
     let name = name.trim_start_matches("__GI_").trim_start_matches('_');
     let name = name.strip_prefix("libc_").unwrap_or(name);
@@ -32,7 +32,7 @@ pub(super) fn plain(function: &str) -> &str {
 }
 
 /// A C++ function without its namespaces, its class, its template arguments and its parameters.
-pub(super) fn bare_native(function: &str) -> &str {
+pub(super) fn unqualified_native(function: &str) -> &str {
     let name = function.rsplit("::").next().unwrap_or(function);
     name.split(['(', '<']).next().unwrap_or(name)
 }
@@ -47,8 +47,8 @@ pub(super) fn file(frame: &PySpyFrame) -> Option<&str> {
 }
 
 /// A Python frame, for a person.
-pub(super) fn shown(frame: &PySpyFrame) -> String {
-    format!("{} ({})", frame.func_name, short(&frame.file_name))
+pub(super) fn frame_label(frame: &PySpyFrame) -> String {
+    format!("{} ({})", frame.func_name, base_name(&frame.file_name))
 }
 
 /// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.

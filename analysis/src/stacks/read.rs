@@ -7,12 +7,12 @@ use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace};
 use super::{
     classify::{classify_without, receives},
     helpers,
-    host::{BUSY_SHARE, DSleep, Doing, Host, Moved},
+    host::{BUSY_SHARE, DSleep, Host, Movement, ObservedActivity},
     location::{locate, program},
     movement::{IDLE_SHARE, in_same_function, movement, serves_socket, within_library},
-    names::shown,
+    names::frame_label,
     patterns::{self, FREEZER_WCHAN},
-    sample::{Sample, Telling, samples, telling_threads},
+    sample::{Sample, ThreadStacks, reporting_threads, samples},
 };
 use crate::verdict::Activity;
 
@@ -27,52 +27,52 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let (first, last) = samples(dump);
     let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
     // A process that vanished or could not be read the second time still has the stacks of the first.
-    let shown = match first {
+    let frame_label = match first {
         Some(first) if !last.has_stacks() => first,
         _ => last,
     };
     // One look tells nothing of what moves: a sample that came too late, on a busy machine, is no proof of standing still.
     let seen_before = first.filter(|first| first.has_stacks() && last.has_stacks());
-    let main = telling_threads(shown, dump.pid, training);
-    let before = seen_before.map(|first| telling_threads(first, dump.pid, training));
+    let main = reporting_threads(frame_label, dump.pid, training);
+    let before = seen_before.map(|first| reporting_threads(first, dump.pid, training));
     let moved = movement(dump, before, main);
     // Who collects garbage computes; one that does not stands in a finalizer, at whatever that does.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
-    let doing = does(main);
+    let observed = does(main);
     let frozen = main.0.is_some_and(|thread| {
         let wakeable = || patterns::WAKEABLE_WCHAN.iter().any(|start| thread.wchan.starts_with(start));
         FREEZER_WCHAN.contains(&thread.wchan.as_str()) || thread.state.starts_with('D') && wakeable()
     });
     let state = match (frozen, last.state, first) {
         (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
-        (_, "", _) => shown.state,
+        (_, "", _) => frame_label.state,
         (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
         (_, state, _) => state,
     };
     let did = before.map(|before| does(before).activity);
-    let same_in_both = did.is_none_or(|did| did == doing.activity);
-    let doing = from_stuck_worker(dump, main, &doing).unwrap_or(doing);
+    let same_in_both = did.is_none_or(|did| did == observed.activity);
+    let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
     // What other threads read and write is nothing to a main thread that slept, or stood in one call, all the time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
-    let in_one_call = matches!(doing.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
-    let stood = |moved: Moved| in_one_call && !moved.main_ran && !state.starts_with('R');
+    let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
+    let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
     // Who sleeps between looks at something may be caught looking, in the same function: that is no progress.
-    let sleeps = doing.activity == Activity::Sleep || did == Some(Activity::Sleep);
+    let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let work =
-        if may_wait_for_helpers(doing.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
+        if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
     // On a busy machine who computes gets little, but wants to run at every look.
     let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
     let flows = before.is_some_and(|before| serves_socket(before, main));
-    let moved = moved.map(|moved| Moved {
+    let moved = moved.map(|moved| Movement {
         io: moved.io && !stood(moved) || flows,
         own_frame: moved.own_frame && !looks,
         helper_busy: work.busy,
         helper_went_on: work.went_on,
         library_went_on: (runnable || moved.cpu_share >= BUSY_SHARE)
-            && !matches!(doing.activity, Activity::DeviceWait | Activity::CommInit)
+            && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
             && before.is_some_and(|before| within_library(before, main)),
         ..moved
     });
@@ -81,17 +81,17 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
         same_in_both,
-        location: locate(main.0, main.1, &doing, program(shown.native)),
+        location: locate(main.0, main.1, &observed, program(frame_label.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
-        doing,
+        observed,
     }
 }
 
 /// A process that is traced in the last sample: a debugger holds it only when it did so in the first one and the main thread did not run
 /// in between. Else it was a stop of the capture itself, which lasts for microseconds and is long enough to be seen on a busy machine.
-fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Moved>) -> &'a str {
+fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Movement>) -> &'a str {
     let ran = moved.is_none_or(|moved| moved.main_ran || moved.cpu_share > 0.0);
     match first {
         Some(first) if !first.state.starts_with('t') && !first.state.is_empty() => first.state,
@@ -102,8 +102,12 @@ fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Mov
 
 /// Who receives from a queue of worker processes that are stuck, or from any pipe of theirs when one of them is dead or when nobody else has the
 /// other end open, waits for a loader.
-fn from_stuck_worker(dump: &Stacktrace, (native, python): Telling<'_>, doing: &Doing) -> Option<Doing> {
-    if !matches!(doing.activity, Activity::Lock | Activity::Unknown) {
+fn from_stuck_worker(
+    dump: &Stacktrace,
+    (native, python): ThreadStacks<'_>,
+    observed: &ObservedActivity,
+) -> Option<ObservedActivity> {
+    if !matches!(observed.activity, Activity::Lock | Activity::Unknown) {
         return None;
     }
     let frame = receives(&python?.frames)?;
@@ -114,7 +118,7 @@ fn from_stuck_worker(dump: &Stacktrace, (native, python): Telling<'_>, doing: &D
     });
     let queue = frame.file_name.contains(patterns::QUEUE_OF_PROCESSES);
     let stuck = helpers::worst_child(dump).is_some_and(|child| child.is_dead() || queue && child.is_stuck());
-    (abandoned || stuck).then(|| Doing { activity: Activity::DataLoader, witness: shown(frame) })
+    (abandoned || stuck).then(|| ObservedActivity { activity: Activity::DataLoader, witness: frame_label(frame) })
 }
 
 /// Whether a main thread that does this may wait for the work of a thread or child process of its own.

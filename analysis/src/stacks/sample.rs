@@ -33,10 +33,10 @@ pub(super) fn of_process(sample: &ProcessSample) -> Sample<'_> {
 }
 
 /// The native and the Python stack of a thread.
-pub(super) type Telling<'a> = (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>);
+pub(super) type ThreadStacks<'a> = (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>);
 
 /// The stacks of the thread that tells what a process does: of the one that trains, else of the main thread.
-pub(super) fn telling_threads(sample: Sample<'_>, pid: i32, training: Option<u32>) -> Telling<'_> {
+pub(super) fn reporting_threads(sample: Sample<'_>, pid: i32, training: Option<u32>) -> ThreadStacks<'_> {
     if let Some(tid) = training {
         let native = sample.native.iter().find(|thread| thread.pid == tid);
         return (native, sample.python.iter().find(|thread| thread.os_thread_id == tid));

@@ -11,9 +11,9 @@ use xpu_timer_proto::{
 };
 
 use super::{
-    classify::{classify, in_queue, joins, waits_for_network, waits_for_signal},
+    classify::{classify, in_queue, joins_thread, waits_for_network, waits_for_signal},
     names::is_library,
-    sample::{Sample, Telling, samples, telling_threads},
+    sample::{Sample, ThreadStacks, reporting_threads, samples},
 };
 use crate::verdict::Activity;
 
@@ -29,7 +29,7 @@ pub(crate) fn training_thread(dump: &Stacktrace, flight: Option<&FlightRecord>) 
         return None;
     }
     let (_, last) = samples(dump);
-    let (native, python) = telling_threads(last, dump.pid, None);
+    let (native, python) = reporting_threads(last, dump.pid, None);
     let main = native.map(|thread| thread.pid).or_else(|| u32::try_from(pid).ok())?;
     // Communicators are often made before the thread is started.
     let launched = |operation: &&Operation| operation.kind() != OpKind::HostCall;
@@ -38,13 +38,13 @@ pub(crate) fn training_thread(dump: &Stacktrace, flight: Option<&FlightRecord>) 
     if newest().any(|launched_by| launched_by == main) {
         return None;
     }
-    let candidate = telling_threads(last, dump.pid, Some(tid));
-    let doing = |(native, python): Telling<'_>| classify(native, python).activity;
+    let candidate = reporting_threads(last, dump.pid, Some(tid));
+    let doing = |(native, python): ThreadStacks<'_>| classify(native, python).activity;
     if !of_the_program(candidate, last) || candidate.1.is_some_and(|thread| in_queue(&thread.frames)) {
         return None;
     }
     let activity = doing((native, python));
-    if joins(native, python) || activity == Activity::Sleep || waits_for_signal(native) {
+    if joins_thread(native, python) || activity == Activity::Sleep || waits_for_signal(native) {
         return Some(tid);
     }
     let waits = activity == Activity::Lock || native.is_some_and(waits_for_network);
@@ -52,7 +52,7 @@ pub(crate) fn training_thread(dump: &Stacktrace, flight: Option<&FlightRecord>) 
 }
 
 /// Whether a thread runs what the program is about: frames of the user's own in Python; where there is no Python, any frames.
-fn of_the_program((native, python): Telling<'_>, sample: Sample<'_>) -> bool {
+fn of_the_program((native, python): ThreadStacks<'_>, sample: Sample<'_>) -> bool {
     match python {
         Some(thread) => thread.frames.iter().any(|frame| !is_library(&frame.file_name)),
         None => sample.python.is_empty() && native.is_some_and(|thread| !thread.frames.is_empty()),

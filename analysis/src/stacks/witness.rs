@@ -2,7 +2,7 @@
 
 use super::{
     classify::{SHARED_LOCK, STORE_CONNECT},
-    names::plain,
+    names::strip_variant,
     patterns,
 };
 
@@ -23,15 +23,15 @@ pub(crate) fn is_store_connect(witness: &str) -> bool {
 
 /// Whether a function of the C library waits for what comes over a socket.
 pub(crate) fn is_network(function: &str) -> bool {
-    patterns::NETWORK_NATIVE.contains(&plain(function))
+    patterns::NETWORK_NATIVE.contains(&strip_variant(function))
 }
 
 /// Whether a function of the C library waits for a signal.
 pub(crate) fn is_signal_wait(function: &str) -> bool {
-    patterns::SIGNAL_NATIVE.contains(&plain(function))
+    patterns::SIGNAL_NATIVE.contains(&strip_variant(function))
 }
 
 /// Whether a function of the C library sleeps for a time.
 pub(crate) fn is_sleep(function: &str) -> bool {
-    patterns::SLEEP_NATIVE.contains(&plain(function))
+    patterns::SLEEP_NATIVE.contains(&strip_variant(function))
 }

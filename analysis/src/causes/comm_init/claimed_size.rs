@@ -13,7 +13,7 @@ use crate::{
 };
 
 /// The number of ranks with which a rank creates the communicator of a suspect, and that of most others, when they differ.
-pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Option<(u32, u32)> {
+pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<(u32, u32)> {
     let events = match suspect {
         Suspect::Host { events, .. } => events.as_slice(),
         Suspect::Complete(event) => std::slice::from_ref(event),
@@ -22,8 +22,9 @@ pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Opt
     events.iter().find_map(|event| {
         let Event::Init { comm } = *event else { return None };
         let comm = &case.comms[comm];
-        let claim = |claimed: u32| comm.members.iter().filter(|member| member.claimed == claimed).count();
-        let own = comm.member(view)?.claimed;
+        let claim =
+            |claimed_size: u32| comm.members.iter().filter(|member| member.claimed_size == claimed_size).count();
+        let own = comm.member(rank_index)?.claimed_size;
         // More ranks have come than this one says, however many say so.
         let too_few = comm.members.len() > own as usize && claim(comm.size) > 0;
         (own > 0 && own != comm.size && (too_few || claim(comm.size) > claim(own))).then_some((own, comm.size))
@@ -33,24 +34,28 @@ pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, view: usize) -> Opt
 /// A rank creates the communicator with another number of ranks than the others.
 pub(super) fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let views: Vec<usize> = match suspect {
-        Suspect::Host { view, .. } => vec![*view],
-        Suspect::Complete(Event::Init { comm }) => case.comms[*comm].members.iter().map(|member| member.view).collect(),
+        Suspect::Host { rank_index, .. } => vec![*rank_index],
+        Suspect::Complete(Event::Init { comm }) => {
+            case.comms[*comm].members.iter().map(|member| member.rank_index).collect()
+        }
         _ => return None,
     };
     let sizes: Vec<(usize, (u32, u32))> =
-        views.into_iter().filter_map(|view| Some((view, other_size(case, suspect, view)?))).collect();
+        views.into_iter().filter_map(|rank_index| Some((rank_index, other_size(case, suspect, rank_index)?))).collect();
     let &(first, (own, right)) = sizes.first()?;
     let event = case.main_event(suspect)?;
-    let culprits: Vec<usize> = sizes.iter().map(|(view, _)| *view).collect();
+    let culprits: Vec<usize> = sizes.iter().map(|(rank_index, _)| *rank_index).collect();
     let who = case.world.ranks(culprits.iter().copied());
     let verb = if who.len() == 1 { "creates" } else { "create" };
-    let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied().filter(|view| !culprits.contains(view)));
+    let inside = case
+        .world
+        .ranks(case.graph.waiters_of(event).iter().copied().filter(|rank_index| !culprits.contains(rank_index)));
     let mut evidence = vec![line(
         format!("{} {verb} a communicator as one of {own} ranks, {} as one of {right}", ranks(&who), ranks(&inside)),
         who.clone(),
     )];
-    for &view in culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     Some(Finding {
         statement: Statement::Sentence(format!(

@@ -41,8 +41,8 @@ fn apart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         .zip(&each)
         .map(|(event, text)| line(text, case.world.ranks(case.graph.waiters_of(*event).iter().copied())))
         .collect();
-    for &view in culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let confidence = if certain { Confidence::Medium } else { Confidence::Low };
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence, evidence })
@@ -58,7 +58,7 @@ fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let of_comm = |event: &&Event| matches!(event, Event::Collective { comm: other, .. } | Event::PointToPoint { comm: other, .. } if *other == comm);
     let used = *events.iter().find(of_comm)?;
     let outside: Vec<usize> =
-        case.comms[comm].members.iter().filter(|member| !member.initializing).map(|member| member.view).collect();
+        case.comms[comm].members.iter().filter(|member| !member.initializing).map(|member| member.rank_index).collect();
     let (culprits, inside) =
         (case.world.ranks(outside.iter().copied()), case.world.ranks(case.graph.waiters_of(event).iter().copied()));
     if culprits.is_empty() {
@@ -76,8 +76,8 @@ fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         line(format!("{} in {what}", ranks(&inside)), inside),
         line(format!("{} in {next}", ranks(&culprits)), culprits),
     ];
-    for &view in outside.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in outside.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let confidence = case.members_confidence(&[event]);
     Some(Finding { culprits: outside, statement: Statement::Sentence(sentence), confidence, evidence })
@@ -100,12 +100,14 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         .views
         .iter()
         .enumerate()
-        .map(|(view, _)| view)
-        .filter(|view| others.contains(view) && !inside.contains(view))
+        .map(|(rank_index, _)| rank_index)
+        .filter(|rank_index| others.contains(rank_index) && !inside.contains(rank_index))
         .collect();
     // Where it is known who is missing in the creation, the rest of those who wait elsewhere wait for its members.
     let missing: Vec<usize> = match event {
-        Event::Init { comm } => late.iter().copied().filter(|view| case.comms[comm].silent.contains(view)).collect(),
+        Event::Init { comm } => {
+            late.iter().copied().filter(|rank_index| case.comms[comm].silent.contains(rank_index)).collect()
+        }
         _ => Vec::new(),
     };
     let late = if missing.is_empty() { late } else { missing };
@@ -137,8 +139,8 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         line(format!("{} in {what}", ranks(&inside)), inside.clone()),
         line(format!("{} in {next}", ranks(&late)), late.clone()),
     ];
-    for &view in culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let confidence = if inside.len() == late.len() { Confidence::Low } else { Confidence::Medium };
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence, evidence })

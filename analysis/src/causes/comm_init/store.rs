@@ -17,11 +17,11 @@ const MOST: usize = 1024;
 
 /// Ranks that cannot connect to the store at which the others are: it has another address for them, or the network does not lead there.
 pub(super) fn explain(case: &Case<'_>) -> Option<Finding> {
-    let creates = |view: &usize| case.does(*view, Activity::CommInit);
+    let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit);
     if case.world.views.len() > MOST || case.world.views.iter().any(|view| view.dead() || view.halted()) {
         return None;
     }
-    let connects = |view: &usize| stacks::is_store_connect(&case.view(*view).host.doing.witness);
+    let connects = |rank_index: &usize| stacks::is_store_connect(&case.view(*rank_index).host.observed.witness);
     let (outside, inside): (Vec<usize>, Vec<usize>) = (0..case.world.views.len()).filter(creates).partition(connects);
     if outside.is_empty() || inside.is_empty() {
         return None;
@@ -39,8 +39,8 @@ pub(super) fn explain(case: &Case<'_>) -> Option<Finding> {
         line(format!("{} in the creation of a communicator", ranks(&others)), others),
         line(format!("{} at the connection to its store", ranks(&who)), who),
     ];
-    for &view in outside.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in outside.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let (confidence, culprits) = match outside.len().cmp(&inside.len()) {
         Ordering::Less => (Confidence::Medium, outside),
