@@ -1,8 +1,10 @@
-//! The causes of a hang, each in a file of its own whose module documentation states its rule as prose.
+//! The causes of a hang. Each cause has its own file, whose module documentation states the rule in
+//! prose.
 //!
-//! To add one: a file with a `RULE`, a line in [`RULES`], a variant of [`Cause`], a row in `docs/verdict.md`, and scenarios in
-//! which it is the cause and in which it is what another cause could be mistaken for. A rule explains a suspect or leaves it
-//! to the next; the first that explains it wins, so the order of the list is part of the rules.
+//! To add a cause, write a file with a `RULE` and add: a line in [`RULES`], a variant of `Cause`, a
+//! row in `docs/verdict.md`, scenarios in which it is the cause, and scenarios in which another
+//! cause looks like it. A rule explains a suspect or leaves it to the next rule. The first rule
+//! that explains a suspect wins, so the order of the list is part of the rules.
 
 mod case;
 mod collective;
@@ -42,7 +44,8 @@ pub(crate) use missing_rank::alone_in;
 pub(crate) use rule::{Finding, Rule, Statement};
 pub(crate) use wording::{Number, line};
 
-/// All rules. What makes a rank unable to run comes before what it was doing, the specific before the general.
+/// All rules. A reason why a rank cannot run comes before what the rank was doing, and a specific
+/// cause before a general one.
 pub(crate) const RULES: &[Rule] = &[
     op_mismatch::RULE,
     dtype_mismatch::RULE,

@@ -1,10 +1,11 @@
-//! Who waits for whom: the wait-for graph over all communicators, and the places where the waiting ends.
+//! The wait-for graph over all communicators, and the places where chains of waiting end.
 //!
-//! A node is the host of a rank (it has not launched something), the device of a rank (it has launched something that has not
-//! begun), or an event: a collective, a point-to-point operation, or the creation of a communicator. Edges go from the one
-//! that waits to what it waits for. Where no edge goes on, there is the suspect. The graph has a number of edges linear in
-//! the number of memberships, because the collectives of one communicator are chained: who waits for number 9 waits for all
-//! that number 8 waits for.
+//! A node is one of three things: the host of a rank (it has not launched something), the device of
+//! a rank (it has launched something that has not begun), or an event (a collective, a
+//! point-to-point operation, or the creation of a communicator). An edge leads from a waiter to
+//! what it waits for. A node without an outgoing edge is a suspect. The number of edges is linear
+//! in the number of memberships, because the collectives of one communicator form a chain: number 9
+//! waits for number 8.
 
 mod builder;
 mod collectives;
@@ -26,24 +27,25 @@ use crate::{matching::Comm, resource_waits::ResourceWait, world::World};
 pub(crate) struct Graph {
     /// All events, ascending.
     pub events: Vec<Event>,
-    /// Ranks that are inside an event, begun on their device; by event.
+    /// The ranks inside each event, as indices: their devices have begun it.
     pub waiters: Vec<Vec<usize>>,
-    /// Where the waiting ends.
+    /// Where chains of waiting end.
     pub suspects: Vec<Suspect>,
-    /// Ranks that wait for what another one holds, where nothing else tells what they wait for.
+    /// Ranks that wait for a resource of another rank, where nothing else shows what they wait for.
     pub resource_waits: Vec<ResourceWait>,
-    /// Ranks for which others wait, and of which it is only assumed that they wait themselves: there is no stack of them.
+    /// Ranks for which others wait, and that are only assumed to wait themselves, because they have
+    /// no stack.
     pub assumed: Vec<usize>,
 }
 
 impl Graph {
-    /// The ranks inside an event.
+    /// The ranks inside an event, as indices.
     pub fn waiters_of(&self, event: Event) -> &[usize] {
         self.events.binary_search(&event).map_or(&[], |index| &self.waiters[index])
     }
 }
 
-/// Builds the graph and follows it to its ends.
+/// Builds the graph and finds its suspects.
 pub(crate) fn build(world: &World<'_>, comms: &[Comm<'_>]) -> Graph {
     let mut builder = Builder::new(world, comms);
     builder.collect_events();

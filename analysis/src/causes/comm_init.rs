@@ -1,10 +1,18 @@
 //! `comm_init`: a communicator is being created, and not all of its ranks take part.
 //!
-//! Ranks are inside the call that creates or splits a communicator (or, by their stacks, in the store behind it); a member has not
-//! made that call, or its call returned without the others, who wait for it there while it uses the communicator already. When all members are inside, nobody is to blame: the network between
-//! them is. When they give different numbers of ranks, those that differ from the most are named; when some create it and the others wait for
-//! those in a collective, the fewer of the two. When some cannot connect to the store at which the others meet, the fewer of the two are looking for
-//! another one. A member that is dead, stopped, in its data loader or in input or output is that first.
+//! Ranks are inside the call that creates or splits a communicator, or, by their stacks, in the
+//! store behind it. A member has not made that call. Or its call returned without the others: they
+//! still wait for it there, and it already uses the communicator.
+//!
+//! - If all members are inside, no rank is to blame: the network between them is.
+//! - If they pass different numbers of ranks, the ranks that differ from the majority are the
+//!   culprits.
+//! - If some create the communicator and the others wait for them in a collective, the smaller
+//!   group is to blame.
+//! - If some cannot connect to the store at which the others meet, the smaller group probably uses
+//!   the wrong address.
+//!
+//! If a member is dead, stopped, in its data loader or in I/O, that cause comes first.
 
 mod claimed_size;
 mod cycle;
@@ -25,7 +33,8 @@ use crate::{
     verdict::{Activity, Cause, Confidence},
 };
 
-/// Of more suspects nobody asks whether all of them are in the creation of a communicator.
+/// With more suspects, the check whether all members create a communicator is skipped, because it
+/// visits all members for each suspect.
 const MOST: usize = 1024;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::CommInit, explain, rule_out: never_ruled_out };
@@ -68,7 +77,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     let event = case.main_event(suspect);
-    // Asked of few only, because each asks about all members.
     let asks = case.does(rank_index, Activity::CommInit) && case.graph.suspects.len() <= MOST;
     if let Some(found) = event.filter(|_| asks).and_then(|event| few_inside(case, event)) {
         return Some(found);
@@ -120,7 +128,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
 }
 
-/// Few ranks wait in a collective for the others, who by their stacks are all in the creation of a communicator, which those few left out.
+/// Few ranks wait in a collective for the others. By their stacks, the others are all in the
+/// creation of a communicator, which the few have left out.
 fn few_inside(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);

@@ -1,11 +1,11 @@
-//! How the process of a rank ended, in words and in kind.
+//! How the process of a rank ended.
 
 use xpu_timer_proto::v1::Presence;
 
 use super::{case::Case, wording::Number};
 use crate::exit::Exit;
 
-/// What became of the process: `is dead (killed by SIGKILL)`.
+/// The end of a process in words: `is dead (killed by SIGKILL)`.
 pub(super) fn describe_end(case: &Case<'_>, rank_index: usize, number: Number) -> String {
     let view = case.view(rank_index);
     let exit = view.evidence.map(|evidence| evidence.exit.as_str()).filter(|exit| !exit.is_empty());
@@ -23,12 +23,12 @@ pub(super) fn describe_end(case: &Case<'_>, rank_index: usize, number: Number) -
     }
 }
 
-/// Whether a dead rank was ended from outside in an orderly way.
+/// Whether an agent ended a dead rank in an orderly way, by SIGTERM.
 pub(crate) fn ended_by_agent(case: &Case<'_>, rank_index: usize) -> bool {
     case.view(rank_index).exit() == Exit::Signal("SIGTERM")
 }
 
-/// Whether a dead rank was ended by a signal, other than that of an agent.
+/// Whether a signal other than SIGTERM ended a dead rank.
 pub(crate) fn ended_by_signal(case: &Case<'_>, rank_index: usize) -> bool {
     matches!(case.view(rank_index).exit(), Exit::Signal(_)) && !ended_by_agent(case, rank_index)
 }

@@ -1,8 +1,9 @@
-//! Who of the ranks that wait for each other in a circle did something else than it had always done.
+//! Finds the ranks of a wait cycle that did something else than they had always done.
 //!
-//! In a circle everybody waits and nobody is behind, so the culprit is told by its past: of all ranks in the circle some left the
-//! pattern of their operations, and the others kept theirs. It is no proof, because a change of plan may have been right and the
-//! others may have missed it; so the confidence is never high.
+//! In a cycle every rank waits and no rank is behind, so only the past shows the culprit: some
+//! ranks left the pattern of their operations, and the others kept theirs. This is no proof,
+//! because the change of plan may be right and the others may have missed it. So the confidence is
+//! never high.
 
 use xpu_timer_proto::v1::Operation;
 
@@ -20,7 +21,7 @@ use crate::{
     world::RankView,
 };
 
-/// Beyond so many ranks in a circle nobody's past is searched.
+/// The past of larger cycles is not searched.
 const MOST: usize = 4096;
 
 /// What the ranks that left their pattern did.
@@ -42,7 +43,7 @@ pub(super) enum Break {
 
 impl Break {
     fn of(view: &RankView<'_>, deviation: &Deviation) -> Self {
-        // A transfer of which nobody has ever heard, and which is still pending, is one too many.
+        // A pending transfer that the rank had never made before is one too many.
         let new = |operation: &Operation| deviation.actual.is(operation) && !made_before(view, operation);
         if deviation.actual.is_p2p() && view.pending().any(new) {
             return Break::NewTransfer;
@@ -57,8 +58,9 @@ impl Break {
     }
 }
 
-/// The ranks of a circle that left their pattern, as views, and how; `None` when none of them did, or most: what most do is the
-/// program, and a past of a few steps shows patterns that are none.
+/// The ranks of a cycle that left their pattern, as indices, with the kind of their break. `None`
+/// if no rank did, or more than half of them: what most ranks do is the program, and a past of a
+/// few steps shows patterns that do not exist.
 fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, Deviation)>)> {
     let Suspect::Cycle(events) = suspect else { return None };
     let mut inside: Vec<usize> = events.iter().flat_map(|event| case.graph.waiters_of(*event).to_vec()).collect();
@@ -72,7 +74,8 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
     if found.len() * 2 > inside.len() {
         return None;
     }
-    // Who did not make a collective is waited for in its communicator; the others went on without it as they may.
+    // The others wait for a rank that left out a collective, in its communicator. Ranks for which
+    // nobody waits went on without it, as they may.
     let missed = |(rank_index, deviation): &(usize, Deviation)| {
         events.iter().any(|event| {
             let of = |comm: usize| case.comms[comm].id == deviation.expected.communicator;
@@ -91,17 +94,17 @@ fn deviants(case: &Case<'_>, suspect: &Suspect) -> Option<(Break, Vec<(usize, De
     Some((first, found))
 }
 
-/// What the past of the ranks in a circle is to a rule.
+/// What the past of the ranks in a cycle means for a rule.
 pub(super) enum PatternCheck {
-    /// The break is of the rule's kind.
+    /// A rank left its pattern in a way that this rule explains.
     Finding(Finding),
-    /// Somebody left the pattern in another way, which is another rule's to explain.
+    /// A rank left its pattern in a way that another rule explains.
     OtherBreak,
-    /// It tells nothing.
+    /// No rank left its pattern, or the past does not show it.
     Kept,
 }
 
-/// Asks the past of the ranks in a circle, for a rule that explains breaks of this kind.
+/// Checks the past of the ranks in a cycle, for a rule that explains these kinds of breaks.
 pub(super) fn check(case: &Case<'_>, suspect: &Suspect, explains: &[Break]) -> PatternCheck {
     let Suspect::Cycle(events) = suspect else { return PatternCheck::Kept };
     match deviants(case, suspect) {
@@ -139,12 +142,12 @@ fn finding(case: &Case<'_>, events: &[Event], kind: Break, found: &[(usize, Devi
             describe(case, *first, deviation.expected)
         ),
     };
-    // Where most of the others wait: where those that left their pattern are was said.
+    // The event in which most of the others wait. The sentence already says where the culprits are.
     let waited: Vec<Event> = events.iter().copied().filter(|event| !case.graph.waiters_of(*event).is_empty()).collect();
     let own = |event: &Event| case.graph.waiters_of(*event).iter().all(|rank_index| culprits.contains(rank_index));
     let most = |event: &&Event| (case.graph.waiters_of(**event).len(), is_transfer_with(case, **event, &culprits));
     let others: Vec<Event> = waited.iter().copied().filter(|event| !own(event)).collect();
-    // Of equals the first.
+    // `max_by_key` returns the last maximum, so the reversed order prefers the first event.
     let main = others.iter().rev().max_by_key(most);
     let waits = main.or(waited.first()).map_or_else(String::new, |event| format!(": {}", waiters_in(case, *event)));
     let mut evidence = Vec::new();

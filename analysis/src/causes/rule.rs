@@ -1,4 +1,4 @@
-//! What a rule is, and what it finds.
+//! The interface of a rule, and the finding that it returns.
 
 use super::{case::Case, wording::Number};
 use crate::{
@@ -6,51 +6,52 @@ use crate::{
     verdict::{Cause, Confidence, EvidenceLine},
 };
 
-/// One cause and how it is recognized.
+/// One cause and how to recognize it.
 pub(crate) struct Rule {
-    /// What it explains.
+    /// The cause that this rule finds.
     pub cause: Cause,
-    /// Explains a suspect, or leaves it to the next rule.
+    /// Explains a suspect, or returns `None` to leave it to the next rule.
     pub explain: fn(&Case<'_>, &Suspect) -> Option<Finding>,
-    /// Why it is not this cause, when the evidence excludes it and somebody could think that it is.
+    /// The reason why it is not this cause, if the evidence excludes the cause and a reader could
+    /// suspect it.
     pub rule_out: fn(&Case<'_>, &[usize]) -> Option<String>,
 }
 
-/// What a rule says of a suspect.
+/// What a rule found about a suspect.
 #[derive(Debug, Clone)]
 pub(crate) struct Finding {
-    /// The suspect's ranks, as views.
+    /// The culprits, as rank indices.
     pub culprits: Vec<usize>,
     /// The sentence, or its part about one rank.
     pub statement: Statement,
-    /// How far it can be trusted.
+    /// How far the finding can be trusted.
     pub confidence: Confidence,
-    /// The facts.
+    /// The facts that support the finding.
     pub evidence: Vec<EvidenceLine>,
 }
 
 /// How a finding becomes a sentence.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Statement {
-    /// What follows after `rank 2`, and what follows after `ranks 2, 5`; who waits where is added.
+    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
     OfRanks {
-        /// Of one rank.
+        /// For one rank.
         one: String,
-        /// Of several of which the same is to be said.
+        /// For several ranks with the same predicate.
         many: String,
     },
-    /// The whole sentence.
+    /// A complete sentence.
     Sentence(String),
 }
 
 impl Statement {
-    /// What is said of a rank, in words that agree with the number of ranks.
+    /// A predicate whose words agree with the number of ranks.
     pub fn of_ranks(text: impl Fn(Number) -> String) -> Self {
         Statement::OfRanks { one: text(Number::One), many: text(Number::Many) }
     }
 }
 
-/// For rules that nobody mistakes for another.
+/// For rules whose cause no reader confuses with another.
 pub(super) fn never_ruled_out(_: &Case<'_>, _: &[usize]) -> Option<String> {
     None
 }

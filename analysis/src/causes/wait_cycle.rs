@@ -5,12 +5,13 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::case::Case;
 use crate::{graph::Event, matching::Member};
 
+/// Cycles of more ranks are not searched.
 const MOST: usize = 4096;
 
-/// Of a longer circle no rank is looked for that all circles go through.
+/// Longer cycles are not searched for a rank through which all cycles pass.
 const MOST_TRIED: usize = 64;
 
-/// The members for whom those inside an event wait.
+/// The members for which the ranks inside an event wait.
 pub(super) fn awaited_members(case: &Case<'_>, event: Event) -> Vec<usize> {
     match event {
         Event::Collective { comm, seq } => {
@@ -22,14 +23,15 @@ pub(super) fn awaited_members(case: &Case<'_>, event: Event) -> Vec<usize> {
     }
 }
 
-/// The only rank that every circle goes through of those in which ranks wait for each other: without it all others would come to an end of
-/// their waiting. `None` where there are several such ranks or none.
+/// The only rank through which every wait cycle passes: without it, all chains of waiting would
+/// end. `None` if there are several such ranks or none.
 pub(super) fn in_all_cycles(case: &Case<'_>, events: &[Event]) -> Option<usize> {
     let known = |event: &Event| !matches!(event, Event::Init { .. } | Event::Split { .. });
     if !events.iter().all(known) {
         return None;
     }
-    // From who waits to the number of an event, and from there to those who are waited for.
+    // From a waiting rank to the index of its event, and from there to the ranks that the event
+    // waits for.
     let mut waits: BTreeMap<usize, Vec<usize>> = BTreeMap::new();
     for (index, event) in events.iter().enumerate() {
         case.graph.waiters_of(*event).iter().for_each(|rank_index| waits.entry(*rank_index).or_default().push(index));
@@ -49,7 +51,8 @@ pub(super) fn in_all_cycles(case: &Case<'_>, events: &[Event]) -> Option<usize> 
     found.next().filter(|_| found.next().is_none())
 }
 
-/// The ranks of some circle in which ranks wait for each other, when one of them is left out; `None` when there is none.
+/// The ranks of some wait cycle that does not pass through `without`. `None` if there is no such
+/// cycle.
 fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without: Option<usize>) -> Option<Vec<usize>> {
     let next = |rank_index: usize| -> Vec<usize> {
         let events = waits.get(&rank_index).filter(|_| Some(rank_index) != without);
@@ -63,7 +66,8 @@ fn cycle_without(waits: &BTreeMap<usize, Vec<usize>>, to: &[Vec<usize>], without
     };
     let mut done: BTreeSet<usize> = BTreeSet::new();
     for &root in waits.keys() {
-        // The way from the root, with what is still to be looked at behind each rank on it.
+        // The path from the root. Each entry holds a rank and its successors that are still to be
+        // visited.
         let mut way: Vec<(usize, Vec<usize>)> = Vec::new();
         let mut on_way: BTreeSet<usize> = BTreeSet::new();
         if done.insert(root) {

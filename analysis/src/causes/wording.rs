@@ -1,13 +1,13 @@
-//! Words that agree in number with the ranks in question, and lines of evidence.
+//! Words that agree in number with their ranks, and lines of evidence.
 
 use crate::verdict::EvidenceLine;
 
-/// A fact about some ranks.
+/// A line of evidence about some ranks.
 pub(crate) fn line(text: impl Into<String>, ranks: Vec<u32>) -> EvidenceLine {
     EvidenceLine { text: text.into(), ranks }
 }
 
-/// Whether one rank is spoken of or several.
+/// Whether a sentence is about one rank or several.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Number {
     One,
@@ -15,12 +15,12 @@ pub(crate) enum Number {
 }
 
 impl Number {
-    /// That of so many ranks.
+    /// The number for this many ranks.
     pub fn of(count: usize) -> Self {
         if count == 1 { Number::One } else { Number::Many }
     }
 
-    /// The word for one or that for several.
+    /// Selects the word for one rank or for several.
     pub fn word(self, one: &'static str, many: &'static str) -> &'static str {
         match self {
             Number::One => one,
@@ -40,7 +40,7 @@ impl Number {
         self.word("its", "their")
     }
 
-    /// What waits, as a verb.
+    /// The verb `to wait`.
     pub fn waits(self) -> &'static str {
         self.word("waits", "wait")
     }

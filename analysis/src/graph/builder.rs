@@ -1,4 +1,4 @@
-//! The graph while it is built.
+//! The graph under construction: nodes, edges and the events that the edges connect.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -24,19 +24,21 @@ pub(super) struct Builder<'w, 'a> {
     pub(super) by_id: HashMap<u64, usize>,
     pub(super) events: Vec<Event>,
     pub(super) waiters: Vec<Vec<usize>>,
-    /// The oldest pending sends and receives of each rank, one for each communicator, peer and direction.
+    /// The oldest pending sends and receives of each rank, one for each communicator, peer and
+    /// direction.
     pub(super) transfers: Vec<BTreeMap<Event, &'a Operation>>,
-    /// Edges by node; see `number`.
+    /// Edges by the number of their node; see `number`.
     pub(super) edges: Vec<Vec<usize>>,
-    /// Communicators that some rank still creates.
+    /// Communicators that some rank is still creating.
     pub(super) creating: Vec<bool>,
-    /// Hosts whose edge to their device is an assumption: their stack does not say that they wait.
+    /// Hosts that are only assumed to wait for their device: their stacks do not show it.
     pub(super) assumed_device_wait: Vec<bool>,
     /// Hosts that are suspected only because their peers wait and they have no record.
     pub(super) guess: Vec<bool>,
-    /// A rank that lives waits for something, so what the dead had not completed is no wait.
+    /// A living rank waits for something. Then pending operations of dead ranks do not count as
+    /// waits.
     pub(super) living_waiter: bool,
-    /// Ranks that wait for what another one holds.
+    /// Ranks that wait for a resource of another rank.
     pub(super) resource_waits: Vec<ResourceWait>,
 }
 
@@ -97,7 +99,7 @@ impl<'w, 'a> Builder<'w, 'a> {
     }
 
     pub(super) fn event(&self, event: Event) -> Node {
-        // Every event was collected before any edge is drawn.
+        // `collect_events` has collected every event before the first edge is added.
         Node::Event(self.events.binary_search(&event).unwrap_or(0))
     }
 
@@ -127,7 +129,8 @@ impl<'w, 'a> Builder<'w, 'a> {
             .pending()
             .find(|operation| is_init(operation) && operation.op() == Op::CommSplit)?;
         let comm = *self.by_id.get(&split.communicator)?;
-        // Where the identity is that of the child, its creation is an event already that waits for the members of the parent.
+        // If the call names the child, the creation of the child is already an event, and waits for
+        // the members of the parent.
         let known = self.world.views[rank_index].flight.into_iter().flat_map(|flight| &flight.communicators);
         let parent = known.into_iter().find(|known| known.id == split.communicator).map(|known| known.parent);
         let made = parent.and_then(|parent| self.by_id.get(&parent)).is_some_and(|parent| !self.creating[*parent]);

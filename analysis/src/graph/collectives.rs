@@ -71,8 +71,8 @@ impl Builder<'_, '_> {
         has_blocker
     }
 
-    /// The first collective waits for members without a record that are certainly not in it. Returns
-    /// whether there are any.
+    /// The first collective waits for members without a record that are certainly not in it.
+    /// Returns whether there are any.
     fn absent_member_edges(&mut self, comm: usize, first: u64) -> bool {
         let comms = self.comms;
         let first = self.event(Event::Collective { comm, seq: first });
@@ -103,8 +103,8 @@ impl Builder<'_, '_> {
     }
 }
 
-/// Whether it is the host itself that has to run what the rank has launched, for it has no device and nothing is under way in its place: a
-/// library of the host runs a collective when somebody waits for it.
+/// Whether the host itself runs what the rank has launched: it has no device, and no collective is
+/// under way. A host library runs a collective only while somebody waits for it.
 fn runs_on_host(view: &RankView<'_>) -> bool {
     let under_way = |operation: &Operation| operation.kind() == OpKind::Collective && operation.started_ns != 0;
     !view.has_device() && !view.pending().any(under_way)

@@ -1,7 +1,7 @@
-//! The strongly connected components of a graph from which no edge leads away.
+//! The strongly connected components of a graph that no edge leaves.
 
-/// Tarjan's algorithm without recursion, from the given roots; only the components without an edge that leaves them.
-/// Components come in the order of their smallest node, which is the order of ranks.
+/// Tarjan's algorithm without recursion, from the given roots. Returns only components that no edge
+/// leaves, ordered by their smallest node, which is the order of ranks.
 pub(super) fn sinks(edges: &[Vec<usize>], roots: std::ops::Range<usize>) -> Vec<Vec<usize>> {
     const NEW: usize = usize::MAX;
     let mut order = vec![NEW; edges.len()];

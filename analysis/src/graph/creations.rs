@@ -92,8 +92,9 @@ impl Builder<'_, '_> {
         }
     }
 
-    /// All ranks of a communicator split it together, so who of them has made fewer splits holds up all children of this one. Only
-    /// a record that is complete tells how many a rank has made, and one that is inside a split of it is there.
+    /// Suspects the ranks that have made fewer splits of the parent than a rank inside the creation
+    /// of `child`: all ranks of a communicator split it together. Only a complete record shows how
+    /// many splits a rank has made, and a rank inside a split of the parent is not late.
     fn late_for_split(&mut self, child: Node, comm: usize, inside: usize) {
         let id = self.comms[comm].id;
         let view = &self.world.views[inside];
@@ -116,8 +117,9 @@ impl Builder<'_, '_> {
     }
 }
 
-/// The splits of a communicator that a rank has made: those that made it a child, and those that made it none. `unknown` are those
-/// whose child is not listed any longer, so that it may be one of this communicator.
+/// The splits of a communicator that a rank has made, with and without a child of its own. If
+/// `unknown`, splits whose child is no longer listed count as well, because they may be of this
+/// communicator.
 fn splits_of<'a>(
     world: &World<'a>,
     parent: u64,

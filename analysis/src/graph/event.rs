@@ -13,27 +13,28 @@ pub(crate) enum Event {
     Split { comm: usize },
 }
 
-/// Where a chain of waiting ends.
+/// The end of a chain of waiting.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Suspect {
     /// A rank has not made the call that others wait for, and nothing shows that it waits itself.
     Host {
-        /// The rank's view.
+        /// Index of the rank.
         rank_index: usize,
-        /// What the others wait in; empty when nobody waits.
+        /// What the others wait in. Empty if nobody waits.
         events: Vec<Event>,
-        /// No record tells that it is absent; it is suspected because nobody else is.
+        /// No record shows that the rank is absent. It is suspected only because no other rank is.
         guess: bool,
     },
-    /// A rank has launched what others wait for (or waits for its own device), and its device has not begun it.
+    /// A rank has launched what others wait for (or waits for its own device), and its device has
+    /// not begun it.
     Device {
-        /// The rank's view.
+        /// Index of the rank.
         rank_index: usize,
         /// What the others wait in.
         events: Vec<Event>,
     },
-    /// All ranks have entered, and it does not complete.
+    /// All ranks have entered the event, and it does not complete.
     Complete(Event),
-    /// Ranks wait for each other in a circle.
+    /// Ranks wait for each other in a cycle.
     Cycle(Vec<Event>),
 }

@@ -1,4 +1,4 @@
-//! Edges of hosts.
+//! Edges of hosts that have not made a call, by their stacks.
 
 use std::collections::BTreeSet;
 
@@ -8,7 +8,7 @@ use super::builder::{Builder, Node};
 use crate::verdict::Activity;
 
 impl Builder<'_, '_> {
-    /// What a host that has not made a call waits for itself, by its stack.
+    /// Adds what each such host waits for itself.
     pub(super) fn hosts(&mut self) {
         let resource_waits = std::mem::take(&mut self.resource_waits);
         for rank_index in 0..self.world.views.len() {
@@ -35,7 +35,7 @@ impl Builder<'_, '_> {
                 continue;
             }
             match activity {
-                // A call of a library on the host that no record tells of, as for a window of MPI.
+                // A call of a host library that no record shows, such as one on an MPI window.
                 Activity::DeviceWait if !device_waits && content.flight.is_some() && !content.has_device() => {}
                 Activity::DeviceWait => self.edge(Node::Host(rank_index), Node::Device(rank_index)),
                 Activity::DataLoader | Activity::Io | Activity::Compile | Activity::Gc => {}

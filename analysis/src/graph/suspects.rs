@@ -1,4 +1,4 @@
-//! Follows the graph to its ends.
+//! Finds the suspects: the places where chains of waiting end.
 
 use std::collections::{BTreeSet, HashMap};
 
@@ -9,18 +9,19 @@ use super::{
 };
 use crate::{resource_waits::ResourceWait, verdict::Activity};
 
-/// So often the ends of waiting are left out to see what is behind them.
+/// How often `suspects` removes ends of the graph to look behind them.
 const MOST_PEELED: usize = 16;
 
 impl Builder<'_, '_> {
-    /// The strongly connected components from which no edge leads away, as suspects.
+    /// The strongly connected components that no edge leaves, as suspects.
     pub(super) fn suspects(&self) -> Vec<Suspect> {
         let found = self.suspects_of(&self.edges);
         let unknown = |suspect: &Suspect| matches!(suspect, Suspect::Complete(event) if self.unknown_creation(*event));
         if found.is_empty() || !found.iter().all(unknown) {
             return found;
         }
-        // A creation of which members are not known ends nothing: what those wait for who are not behind it may be known.
+        // The creation of a communicator with unknown members explains nothing. Ranks that are not
+        // behind it may wait for something that is known.
         let mut left_out = BTreeSet::new();
         let mut ends = found.clone();
         for _ in 0..MOST_PEELED {
@@ -76,7 +77,7 @@ impl Builder<'_, '_> {
             }
         }
         let direct = |node: Node| into.get(&self.number(node)).cloned().unwrap_or_default();
-        // Who holds up a rank holds up what others wait for that rank in.
+        // A rank that holds up another rank also holds up the ranks that wait for that one.
         let events_into = |node: Node| {
             let Node::Host(rank_index) = node else { return direct(node) };
             let events = direct(node);
@@ -116,7 +117,8 @@ impl Builder<'_, '_> {
                 _ => self.cycle(&component, &events_into, &mut suspects),
             }
         }
-        // Who waits for the store, or in the creation of a communicator that no record tells of, waits for some other rank.
+        // A rank in the store, or in the creation of a communicator that no record shows, waits for
+        // some other rank.
         let waits_elsewhere = |suspect: &Suspect| {
             matches!(suspect, Suspect::Host { rank_index, .. } if !self.world.views[*rank_index].halted()
                 && self.world.views[*rank_index].host.observed.activity == Activity::CommInit)
@@ -132,8 +134,9 @@ impl Builder<'_, '_> {
         suspects
     }
 
-    /// Ranks that are in the creation of a communicator while others wait for all of them in that of an earlier one: they have
-    /// left that one without the others, and it is no wonder that nobody comes to theirs.
+    /// The ranks inside the creation of a communicator, if others wait for each of them in the
+    /// creation of an earlier one: they have left that creation without the others, so the others
+    /// cannot come to theirs.
     fn gone_ahead(&self, event: usize, into: &HashMap<usize, Vec<Event>>) -> Vec<Suspect> {
         let creation = |event: &Event| matches!(event, Event::Init { .. } | Event::Split { .. });
         if !creation(&self.events[event]) {
@@ -147,7 +150,7 @@ impl Builder<'_, '_> {
         self.waiters[event].iter().map(suspect).collect::<Option<Vec<_>>>().unwrap_or_default()
     }
 
-    /// The ranks that wait for what a rank holds, and those that wait for what these hold, and so on.
+    /// The ranks that wait for a resource of this rank, directly or through other ranks.
     fn waiters_behind(&self, holder: usize) -> BTreeSet<usize> {
         let mut found = BTreeSet::new();
         let mut wanted = vec![holder];
@@ -161,7 +164,8 @@ impl Builder<'_, '_> {
         found
     }
 
-    /// A circle is real only when every host in it is known to wait. One that was merely assumed to wait is the suspect.
+    /// A cycle is real only if every host in it is known to wait. A host that is only assumed to
+    /// wait is the suspect.
     fn cycle(&self, component: &[usize], events_into: &dyn Fn(Node) -> Vec<Event>, suspects: &mut Vec<Suspect>) {
         let hosts: Vec<usize> = component
             .iter()
@@ -170,7 +174,7 @@ impl Builder<'_, '_> {
                 _ => None,
             })
             .collect();
-        // Who holds what another one waits for, and waits for that one, could have let go of it.
+        // A rank that holds a resource and waits for the rank that needs it could have released it.
         let holds = |rank_index: &usize| {
             let of = |wait: &&ResourceWait| wait.holder == *rank_index && hosts.contains(&wait.waiter);
             self.resource_waits.iter().any(|wait| of(&wait))
@@ -192,7 +196,8 @@ impl Builder<'_, '_> {
         }
         let assumed_device_wait: Vec<usize> =
             hosts.iter().copied().filter(|rank_index| self.assumed_device_wait[*rank_index]).collect();
-        // When no host is known to wait, their stacks tell nothing, and the circle is the better explanation.
+        // If no host is known to wait, the stacks tell nothing, and the cycle is the better
+        // explanation.
         if !assumed_device_wait.is_empty() && assumed_device_wait.len() < hosts.len() || assumed_device_wait.len() == 1
         {
             suspects.extend(assumed_device_wait.into_iter().map(|rank_index| Suspect::Host {
@@ -210,7 +215,8 @@ impl Builder<'_, '_> {
             })
             .collect();
         events.sort_unstable();
-        // Ends that meet and are held up by nothing else: they wait for no rank, but for the data.
+        // The two ends of a transfer match and nothing else holds them up: they wait for the data,
+        // not for a rank.
         if hosts.is_empty() && events.len() == component.len() {
             suspects.extend(events.into_iter().map(Suspect::Complete));
             return;

@@ -10,7 +10,8 @@ use super::{
 };
 use crate::{matching::certainly_absent, world::World};
 
-/// Of a communicator so many members are looked at as senders to one that receives from any rank, which keeps the graph small.
+/// Most members of a communicator to consider as senders to a receive from any rank. It bounds the
+/// size of the graph.
 const MOST_SENDERS: usize = 1024;
 
 impl Builder<'_, '_> {
@@ -49,11 +50,12 @@ impl Builder<'_, '_> {
                     None => self.edge(node, Node::Host(other)),
                     Some(_) if self.world.views[other].halted() => self.edge(node, Node::Host(other)),
                     Some(operation) if operation.started_ns == 0 => self.edge(node, Node::Device(other)),
-                    // Each waits for another message than the one that the other is about.
+                    // The tags differ, so each end waits for another message.
                     Some(_) if !tags_meet(self.world, comms[comm].id, (rank_index, event), (other, counterpart)) => {
                         self.edge(node, Node::Host(other));
                     }
-                    // The two ends meet. What holds them up, if anything does, is what the other end was grouped with.
+                    // The two ends match. If something holds them up, it is another operation of
+                    // the peer's group.
                     Some(_) => {
                         let there = self.event(counterpart);
                         if there != node {
@@ -65,7 +67,8 @@ impl Builder<'_, '_> {
         }
     }
 
-    /// Sends and receives that were launched as one group complete as one: each of them waits for what the others wait for.
+    /// Sends and receives of one group complete together, so each of them waits for what the others
+    /// wait for.
     fn groups(&mut self, transfers: &[(Event, &Operation)]) {
         let mut groups: BTreeMap<u64, Vec<Event>> = BTreeMap::new();
         for (event, operation) in transfers.iter().filter(|(_, operation)| operation.started_ns != 0) {
@@ -82,9 +85,10 @@ impl Builder<'_, '_> {
         }
     }
 
-    /// Whether a peer that has left can be taken to have made its part of a transfer, which then is pending only because of what it
-    /// was grouped with: it has launched as many transfers as the rank that waits, and another peer of the group, which left as well,
-    /// has launched fewer.
+    /// Whether a peer that has left can be assumed to have completed its part of a transfer, so
+    /// that the transfer is pending only because of its group: the peer has launched as many
+    /// transfers as the waiting rank, and another peer of the group, which left as well, has
+    /// launched fewer.
     fn counterpart_completed(&self, comm: usize, rank_index: usize, peer: usize, group: u64) -> bool {
         let launched = |rank_index: usize| self.launched_transfers(comm, rank_index);
         let left = |rank_index: usize| self.world.views[rank_index].presence == Presence::Left;
@@ -100,14 +104,15 @@ impl Builder<'_, '_> {
         })
     }
 
-    /// Sends and receives that a rank has launched on a communicator.
+    /// Number of sends and receives that a rank has launched on a communicator.
     fn launched_transfers(&self, comm: usize, rank_index: usize) -> u64 {
         let communicators = self.world.views[rank_index].flight.into_iter().flat_map(|flight| &flight.communicators);
         let of = |id: u64| communicators.into_iter().find(|communicator| communicator.id == id);
         of(self.comms[comm].id).map_or(0, |communicator| communicator.point_to_point)
     }
 
-    /// Who receives from any rank waits for all that do not send to it: as long as one of them may still come, it is that one's turn.
+    /// A receive from any rank waits for every member that does not send to it, as long as one of
+    /// them may still send.
     fn any_source_receive(&mut self, node: Node, comm: usize, rank_index: usize) {
         let content = &self.comms[comm];
         let Some(own) = content.member(rank_index).map(|member| member.comm_rank) else { return };
@@ -120,8 +125,8 @@ impl Builder<'_, '_> {
     }
 }
 
-/// Whether one of the sends and receives that are pending at both ends of a pair may match, by their tags. Only MPI and gloo have
-/// tags; one that is negative matches all.
+/// Whether one of the pending sends and receives at both ends of a pair can match by tag. Only MPI
+/// and gloo have tags. A negative tag matches any.
 pub(crate) fn tags_meet(world: &World<'_>, comm_id: u64, one: (usize, Event), other: (usize, Event)) -> bool {
     let tags = |(rank_index, event): (usize, Event)| -> Vec<i32> {
         let Event::PointToPoint { peer, recv, .. } = event else { return Vec::new() };

@@ -12,7 +12,8 @@ use crate::{
     verdict::Confidence,
 };
 
-/// The number of ranks with which a rank creates the communicator of a suspect, and that of most others, when they differ.
+/// The number of ranks that a rank passes to the creation of a suspect's communicator, and the
+/// number that most others pass, if the two differ.
 pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, rank_index: usize) -> Option<(u32, u32)> {
     let events = match suspect {
         Suspect::Host { events, .. } => events.as_slice(),
@@ -25,13 +26,13 @@ pub(crate) fn other_size(case: &Case<'_>, suspect: &Suspect, rank_index: usize) 
         let claim =
             |claimed_size: u32| comm.members.iter().filter(|member| member.claimed_size == claimed_size).count();
         let own = comm.member(rank_index)?.claimed_size;
-        // More ranks have come than this one says, however many say so.
+        // More ranks have come than this rank expects, whatever number the majority passes.
         let too_few = comm.members.len() > own as usize && claim(comm.size) > 0;
         (own > 0 && own != comm.size && (too_few || claim(comm.size) > claim(own))).then_some((own, comm.size))
     })
 }
 
-/// A rank creates the communicator with another number of ranks than the others.
+/// Finds ranks that create the communicator with another number of ranks than the others.
 pub(super) fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let views: Vec<usize> = match suspect {
         Suspect::Host { rank_index, .. } => vec![*rank_index],
@@ -69,7 +70,8 @@ pub(super) fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 _ => String::new(),
             },
         )),
-        // It is the majority of those who have come; who says as many as the job has may be right against it.
+        // The majority counts only ranks that have come. A rank that passes the world size may be
+        // right against it.
         confidence: if culprits.len() > inside.len() || own == case.world.size {
             Confidence::Medium
         } else {

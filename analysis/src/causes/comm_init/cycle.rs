@@ -1,4 +1,4 @@
-//! The creation of a communicator in a wait cycle.
+//! Wait cycles that contain the creation of a communicator.
 
 use super::super::{
     case::Case,
@@ -15,7 +15,8 @@ pub(super) fn explain(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     apart(case, events).or_else(|| ahead(case, events)).or_else(|| elsewhere(case, events))
 }
 
-/// Ranks create a communicator of the same size by different unique ids, so that none of them is ever complete.
+/// Ranks create a communicator of the same size with different unique ids, so no such communicator
+/// ever completes.
 fn apart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let size = |event: &Event| match *event {
         Event::Init { comm } => Some(case.comms[comm].size),
@@ -48,8 +49,8 @@ fn apart(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence, evidence })
 }
 
-/// Ranks that use the communicator already wait for those that are still in its creation, who wait for them: the creation of the
-/// former returned without the others.
+/// Ranks that already use the communicator wait for ranks that are still in its creation, and these
+/// wait for them: the creation returned on the former without the latter.
 fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let (event, comm) = events.iter().find_map(|event| match event {
         Event::Init { comm } => Some((*event, *comm)),
@@ -83,7 +84,8 @@ fn ahead(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     Some(Finding { culprits: outside, statement: Statement::Sentence(sentence), confidence, evidence })
 }
 
-/// Some ranks create a communicator, the others are in a collective and wait for them: fewer of them are wrong.
+/// Some ranks create a communicator, and the others are in a collective and wait for them. The
+/// smaller group is to blame.
 fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let creation = |event: &&Event| matches!(event, Event::Init { .. } | Event::Split { .. });
     let event = *events.iter().find(creation)?;
@@ -103,7 +105,8 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
         .map(|(rank_index, _)| rank_index)
         .filter(|rank_index| others.contains(rank_index) && !inside.contains(rank_index))
         .collect();
-    // Where it is known who is missing in the creation, the rest of those who wait elsewhere wait for its members.
+    // If it is known who is missing in the creation, the other ranks in collectives only wait for
+    // its members.
     let missing: Vec<usize> = match event {
         Event::Init { comm } => {
             late.iter().copied().filter(|rank_index| case.comms[comm].silent.contains(rank_index)).collect()

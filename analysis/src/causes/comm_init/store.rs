@@ -13,9 +13,11 @@ use crate::{
     verdict::{Activity, Confidence},
 };
 
+/// Larger jobs are not searched.
 const MOST: usize = 1024;
 
-/// Ranks that cannot connect to the store at which the others are: it has another address for them, or the network does not lead there.
+/// Finds ranks that cannot connect to the store at which the others are: they use another address,
+/// or the network does not lead there.
 pub(super) fn explain(case: &Case<'_>) -> Option<Finding> {
     let creates = |rank_index: &usize| case.does(*rank_index, Activity::CommInit);
     if case.world.views.len() > MOST || case.world.views.iter().any(|view| view.dead() || view.halted()) {
