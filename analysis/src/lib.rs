@@ -1,6 +1,7 @@
 //! Pure logic of xpu_timer: rank sets, prefix trees, labels, collective matching, verdicts.
 //!
-//! The same input gives the same output, byte for byte: no I/O, no clock, no threads.
+//! The same input gives the same output, byte for byte. The crate does no I/O, reads no clock and
+//! starts no threads.
 #![forbid(unsafe_code)]
 
 mod alias;

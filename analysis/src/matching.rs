@@ -1,8 +1,8 @@
-//! Collective matching: for every communicator, who is at which sequence number and in which operation.
+//! Collective matching: for every communicator, the sequence number and the operation of each rank.
 //!
-//! Ranks are compared within one communicator only. A communicator is the same one on all its ranks by its identity; the
-//! members that no flight record tells of are inferred where that can be done without a guess about the layout of the job,
-//! else only counted.
+//! Ranks are compared within one communicator only. A communicator has the same identity on all its
+//! ranks. Members without a flight record are inferred if that needs no guess about the layout of
+//! the job. Otherwise they are only counted.
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
@@ -13,13 +13,13 @@ use crate::world::{World, is_collective, is_init};
 /// One rank in one communicator.
 #[derive(Debug)]
 pub(crate) struct Member<'a> {
-    /// Index of its view.
+    /// Index of the rank.
     pub rank_index: usize,
-    /// Its rank in the communicator; -1 when unknown.
+    /// Its rank in the communicator; -1 if unknown.
     pub comm_rank: i32,
-    /// Number of ranks that it was created with here; 0 when that is not known.
+    /// The number of ranks that this member passed to the creation; 0 if unknown.
     pub claimed_size: u32,
-    /// State as this rank sees it.
+    /// State as this member sees it.
     pub state: CommunicatorState,
     /// Collectives launched on the host.
     pub launched: u64,
@@ -29,7 +29,8 @@ pub(crate) struct Member<'a> {
     pub completed: u64,
     /// Its oldest collective here that has not completed.
     pub oldest: Option<&'a Operation>,
-    /// Sequence number it waits at: that of `oldest`, or by the counters when the operation itself was dropped.
+    /// Sequence number that it waits at: that of `oldest`, or by the counters if the operation
+    /// itself was dropped.
     pub waiting_seq: Option<u64>,
     /// It is inside the call that creates the communicator.
     pub initializing: bool,
@@ -40,31 +41,31 @@ pub(crate) struct Member<'a> {
 pub(crate) struct Comm<'a> {
     /// Identity.
     pub id: u64,
-    /// Number of its ranks; at least the number of its known members.
+    /// Number of its ranks. At least the number of its known members.
     pub size: u32,
-    /// Members with a flight record that tells of it, ascending by view.
+    /// Members with a flight record that contains this communicator, ascending by rank index.
     pub members: Vec<Member<'a>>,
-    /// Views of members without one, as far as they could be inferred.
+    /// Members without such a record, as rank indices, if they could be inferred.
     pub silent: Vec<usize>,
-    /// Members that could not be inferred.
+    /// Number of members that could not be inferred.
     pub unnamed: u32,
-    /// Views of the known members by their rank in it, ascending.
+    /// The known members: rank in the communicator and rank index, ascending.
     by_comm_rank: Vec<(i32, usize)>,
 }
 
 impl Comm<'_> {
-    /// Something is pending on it.
+    /// Whether an operation is pending on it.
     pub fn busy(&self) -> bool {
         self.members.iter().any(|member| member.waiting_seq.is_some() || member.initializing)
     }
 
-    /// The view of the member with this rank in the communicator.
+    /// The index of the member with this rank in the communicator.
     pub fn rank_index_of(&self, comm_rank: i32) -> Option<usize> {
         let index = self.by_comm_rank.binary_search_by_key(&comm_rank, |(comm_rank, _)| *comm_rank).ok()?;
         Some(self.by_comm_rank[index].1)
     }
 
-    /// The member that a view is.
+    /// The member with this rank index.
     pub fn member(&self, rank_index: usize) -> Option<&Member<'_>> {
         self.members
             .binary_search_by_key(&rank_index, |member| member.rank_index)
@@ -84,7 +85,7 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
         comm.size = size_by_majority(&comm.members).max(u32::try_from(comm.members.len()).unwrap_or(u32::MAX));
         comm.by_comm_rank = comm.members.iter().map(|member| (member.comm_rank, member.rank_index)).collect();
         comm.by_comm_rank.sort_unstable();
-        // Of two members that claim the same rank the first counts.
+        // If two members claim the same rank, the first counts.
         comm.by_comm_rank.dedup_by_key(|(comm_rank, _)| *comm_rank);
         if comm.busy() {
             infer_silent(comm, world);
@@ -93,7 +94,7 @@ pub(crate) fn communicators<'a>(world: &World<'a>) -> Vec<Comm<'a>> {
     comms
 }
 
-/// The size that most members give; the largest of several.
+/// The size that most members pass. Of several, the largest.
 fn size_by_majority(members: &[Member<'_>]) -> u32 {
     let mut votes: BTreeMap<u32, usize> = BTreeMap::new();
     members
@@ -105,7 +106,8 @@ fn size_by_majority(members: &[Member<'_>]) -> u32 {
 
 fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_index: usize) {
     let Some(flight) = world.views[rank_index].flight else { return };
-    // The oldest pending and the newest collective of each communicator, and the communicators being created.
+    // The oldest pending and the newest collective of each communicator, and the communicators
+    // being created.
     let mut oldest: HashMap<u64, &Operation> = HashMap::new();
     let mut newest: HashMap<u64, u64> = HashMap::new();
     let mut creating: HashMap<u64, &Operation> = HashMap::new();
@@ -130,7 +132,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
             unnamed: 0,
             by_comm_rank: Vec::new(),
         });
-        // A rank that reports a communicator twice keeps its first entry.
+        // If a rank reports a communicator twice, its first entry counts.
         if comm.members.last().is_none_or(|last| last.rank_index != rank_index) {
             comm.members.push(member);
         }
@@ -141,7 +143,7 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
         let asked = world.views[rank_index].polled_collective(communicator);
         let operation = asked.or(oldest.remove(&id)).filter(|_| !ended);
         let by_counters = || {
-            // Only a record that lost operations leaves the counters as the last witness.
+            // The counters are a fallback only for a record that lost operations.
             let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);
             (lost && !ended && communicator.launched > communicator.completed).then(|| communicator.completed + 1)
         };
@@ -172,7 +174,8 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
             },
         );
     }
-    // Operations whose communicator did not fit the table, and communicators whose creation is all that is known of them.
+    // Operations whose communicator did not fit the table, and communicators known only from their
+    // creation.
     let bare = oldest.into_values().map(|operation| (operation, false));
     let bare: BTreeMap<u64, (&Operation, bool)> = bare
         .chain(creating.into_values().map(|operation| (operation, true)))
@@ -197,8 +200,9 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
     }
 }
 
-/// Finds the members of which no flight record tells. Three ways, each exact or not taken: the communicator is the whole
-/// job; its known members lie on a straight line of ranks; or just as many ranks as are missing have no record at all.
+/// Infers the members without a flight record in one of three ways, each exact: the communicator is
+/// the whole job; its known members lie on a straight line of ranks; or exactly as many ranks as
+/// are missing have no record at all.
 fn infer_silent(comm: &mut Comm<'_>, world: &World<'_>) {
     let missing = (comm.size as usize).saturating_sub(comm.members.len());
     if missing == 0 {
@@ -241,13 +245,15 @@ fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
         .map(|comm_rank| {
             let rank = u32::try_from(at(comm_rank)).ok()?;
             let rank_index = world.views.binary_search_by_key(&rank, |view| view.rank).ok()?;
-            // A rank that tells of other communicators, but not of this one, has not joined it yet: that is a member too.
+            // A rank whose record has other communicators, but not this one, has not joined it yet.
+            // It is a member too.
             (comm.member(rank_index).is_none()).then_some(rank_index)
         })
         .collect()
 }
 
-/// Whether a member without a flight record is certainly not in the operation that its peers wait in.
+/// Whether a member without a flight record is certainly not in the operation that its peers wait
+/// in.
 pub(crate) fn certainly_absent(world: &World<'_>, rank_index: usize) -> bool {
     let view = &world.views[rank_index];
     let whole = |flight: &FlightRecord| flight.health.as_ref().is_none_or(|health| health.overflows == 0);

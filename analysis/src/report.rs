@@ -1,4 +1,4 @@
-//! The parts of a verdict that do not judge: who is where, by equal state.
+//! The parts of a verdict that need no judgement: the state of ranks, communicators and hooks.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -33,7 +33,7 @@ pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
     }
 }
 
-/// `present` and the like.
+/// The name of a presence, such as `present`.
 pub(crate) fn presence_name(presence: Presence) -> &'static str {
     match presence {
         Presence::Present => "present",
@@ -45,8 +45,9 @@ pub(crate) fn presence_name(presence: Presence) -> &'static str {
     }
 }
 
-/// Ranks of a communicator by equal state, those that are behind first: of each rank its number, how many collectives it
-/// has completed, started and launched, and what it waits in.
+/// Groups the ranks of a communicator by equal state, those that are behind first. Each member
+/// comes as its rank, its numbers of completed, started and launched collectives, and the operation
+/// that it waits in.
 pub fn communicator_groups(
     members: impl Iterator<Item = (u32, [u64; 3], Option<OperationState>)>,
 ) -> Vec<CommunicatorGroup> {
@@ -66,7 +67,8 @@ pub fn communicator_groups(
         .collect()
 }
 
-/// Every communicator on which something is pending; the one of the given event first, the others by identity.
+/// Every communicator with a pending operation: the communicator of `first`, then the others by
+/// identity.
 pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<CommunicatorReport> {
     let first = first.map(|event| match event {
         Event::Collective { comm, .. }
@@ -109,7 +111,7 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
     reports.into_iter().map(|(_, report)| report).collect()
 }
 
-/// Adds up what the ranks' flight records say.
+/// Adds up the self-measurements in the ranks' flight records.
 pub(crate) fn hook(world: &World<'_>) -> HookReport {
     let mut report = HookReport::default();
     let (mut launches, mut collectives) = ((0, 0), (0, 0));
@@ -129,7 +131,7 @@ pub(crate) fn hook(world: &World<'_>) -> HookReport {
     report
 }
 
-/// Where every rank stands, the smallest group first.
+/// The state of every rank, the smallest group first.
 pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
     type Key = (&'static str, String, Activity, Option<bool>, Location, Vec<String>);
     let mut groups: BTreeMap<Key, Vec<u32>> = BTreeMap::new();

@@ -1,8 +1,8 @@
 //! `compile`: others wait for a rank that compiles. Not a hang.
 //!
-//! The main thread stands in the frames of a compiler (torch.compile, Triton, a C++ extension, NVRTC), or it waits for a
-//! child process that is one. Compilers take minutes and end by themselves, so the confidence is never high: a compiler can
-//! hang as well.
+//! The main thread is in the frames of a compiler (torch.compile, Triton, a C++ extension, NVRTC),
+//! or it waits for a child process that is a compiler. Compilers take minutes and end by
+//! themselves. A compiler can hang as well, so the confidence is never high.
 
 use super::{
     case::Case,

@@ -1,8 +1,9 @@
 //! `d_state`: others wait for a rank whose main thread sleeps uninterruptibly in the kernel.
 //!
-//! The main thread is in state `D` in both samples, in the same kernel function, and did not run in between. The kernel waits
-//! for a disk, a network file system or a driver; no signal reaches the process, not even SIGKILL. It comes before
-//! `storage_io`, which is the same wait where a signal would end it.
+//! The main thread is in state `D` in both samples, in the same kernel function, and did not run in
+//! between. The kernel waits for a disk, a network file system or a driver. No signal reaches the
+//! process, not even SIGKILL. The rule comes before `storage_io`, which is the same wait where a
+//! signal would end it.
 
 use super::{
     case::Case,

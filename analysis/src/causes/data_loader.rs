@@ -1,11 +1,15 @@
 //! `data_loader`: others wait for a rank whose main thread waits for its next batch.
 //!
-//! The main thread stands in the `__next__` of a loader or in the `get` of a queue that a loader's frames surround, in both
-//! samples. A reader thread or worker process that is stuck in input or output, dead or stopped, makes it certain and is
-//! named; so is the cause behind the cause. A loader in which nothing is known to be stuck may only be slow: medium confidence.
+//! In both samples, the main thread is in the `__next__` of a loader, or in the `get` of a queue
+//! that a loader's frames surround. A reader thread or worker process that is dead, stopped or
+//! stuck in I/O makes the cause certain; the sentence names it as the cause behind the cause. If
+//! nothing in the loader is known to be stuck, the loader may only be slow, and the confidence is
+//! medium.
 //!
-//! A main thread that receives from a queue of Python's multiprocessing counts, whatever the program calls it, when a worker process is stuck.
-//! So does one that receives from any pipe of it when a child process is dead or nobody else has the other end open: nothing comes any more.
+//! A main thread that receives from a queue of Python's multiprocessing counts if a worker process
+//! is stuck, whatever the program calls the queue. A main thread that receives from any pipe of
+//! multiprocessing counts if a child process is dead or no other process has the other end open: no
+//! more data can come.
 
 use super::{
     case::Case,

@@ -1,7 +1,9 @@
 //! `dtype_mismatch`: all ranks have entered the same operation with different element types.
 //!
-//! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
-//! that sends the same bytes as another type differs in both. Who differed in the same way before, and it completed, may do so. The same holds for a send and its receive.
+//! Like `op_mismatch`, with the same operation and different types. It comes before
+//! `size_mismatch`, because a rank that sends the same bytes as another type differs in both. Ranks
+//! that differed in the same way before, in an operation that completed, may do so. The rule also
+//! covers a send and its receive.
 
 use xpu_timer_proto::v1::{DataType, Operation};
 

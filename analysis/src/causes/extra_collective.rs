@@ -1,8 +1,9 @@
-//! `missing_rank`, seen from the other side: a few ranks are in a collective that all others have done without.
+//! `missing_rank`, from the other side: a few ranks are in a collective that no other rank enters.
 //!
-//! The ranks inside are fewer than those that have not entered, and every one of those ended in order (it left with status 0, or it is
-//! shutting down), so they had done all they had to do. The few made a collective too many: an epoch with one batch more, a barrier that
-//! only one rank calls. The confidence is medium, because the others may have ended too early for the same reason.
+//! The ranks inside are fewer than those that have not entered. Each of the latter ended in order
+//! (it left with status 0, or it is shutting down), so they had completed their work. The few made
+//! one collective too many: an epoch with one more batch, or a barrier that only one rank calls.
+//! The confidence is medium, because the others may have ended too early for the same reason.
 
 use xpu_timer_proto::v1::Presence;
 
@@ -18,7 +19,7 @@ use crate::{
     verdict::{Activity, Cause, Confidence},
 };
 
-/// In a communicator of more members nobody asks who ended how, once for each of them.
+/// Larger communicators are not searched, because the search visits all members for each suspect.
 const MOST: usize = 1024;
 
 pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out: never_ruled_out };
@@ -31,7 +32,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if inside.is_empty() || 2 * inside.len() >= members.len() || members.len() > MOST {
         return None;
     }
-    // Both are ascending.
+    // Both lists are ascending.
     let outside = |rank_index: &usize| inside.binary_search(rank_index).is_err();
     let others: Vec<usize> = members.iter().map(|member| member.rank_index).filter(outside).collect();
     let whole = members.len() == case.comms[comm].size as usize;

@@ -1,8 +1,10 @@
-//! `gil_deadlock`: others wait for a rank in which Python's global lock is held by a thread that is blocked in native code.
+//! `gil_deadlock`: others wait for a rank in which a thread holds the GIL and is blocked in native
+//! code.
 //!
-//! The same thread holds the lock in both samples, it stands at the same place and used no processor in between, and at least
-//! one other thread waits for the lock in both. Only this full picture counts: to be seen waiting for the lock once is normal.
-//! What the holder is blocked in, a file or a foreign lock, is part of the sentence: it would do no harm to the others without the lock.
+//! The same thread holds the GIL in both samples, it is at the same place, and it used no processor
+//! in between. At least one other thread waits for the GIL in both samples. Only all of this
+//! together counts: a single wait for the GIL is normal. The sentence includes what blocks the
+//! holder, such as a file or another lock. Without the GIL, that would not harm the other threads.
 
 use super::{
     case::Case,

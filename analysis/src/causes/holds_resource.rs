@@ -1,9 +1,12 @@
-//! `storage_io` and `missing_rank`: a rank holds what another rank waits for outside of all collectives.
+//! `storage_io` and `missing_rank`: a rank holds a resource that another rank waits for outside of
+//! all collectives.
 //!
-//! The main thread of a rank waits for a lock on a file, a pipe or a socket, and the process of one other rank alone has that lock or
-//! the other end. So that rank is followed further. When it is dead, stopped, or stuck by itself, that is the cause. Else it
-//! is named here, with medium confidence: it stands somewhere else, or it is itself in a collective that waits for the rank that it holds up
-//! (it kept a lock, or did not send what was due). A lock is `storage_io`, everything else `missing_rank`.
+//! The main thread of a rank waits for a file lock, a pipe or a socket, and the process of exactly
+//! one other rank has that lock or the other end. The wait-for graph continues at that rank. If
+//! that rank is dead, stopped or stuck by itself, that is the cause. Otherwise this rule names it,
+//! with medium confidence: it is somewhere else, or it is in a collective that waits for the rank
+//! that it holds up (it kept a lock, or did not send what was due). A lock is `storage_io`;
+//! everything else is `missing_rank`.
 
 use xpu_timer_proto::server::AwaitedKind;
 
@@ -55,7 +58,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect, lock: bool) -> Option<Finding> {
     })
 }
 
-/// Whether the rank has not entered the collective either, which says more.
+/// Whether the rank has not entered the collective either. That tells more than the resource.
 fn has_not_entered(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
     match case.comms[comm].member(rank_index) {

@@ -1,11 +1,14 @@
-//! `host_lock`: others wait for a rank whose main thread waits for a lock or a condition, of its own process or shared with others.
+//! `host_lock`: others wait for a rank whose main thread waits for a lock or a condition, of its
+//! own process or shared with others.
 //!
-//! The innermost native functions of the main thread wait for a mutex, a condition, a semaphore or another thread, in both samples;
-//! it is no queue of a data loader, no wait for the device and not Python's global lock. Who holds the lock is not known from
-//! outside, so the confidence is medium; a thread or child process that is stuck in input or output is named beside it.
+//! In both samples, the innermost native functions of the main thread wait for a mutex, a
+//! condition, a semaphore or another thread. It is not a data loader's queue, a wait for the device
+//! or the GIL. The holder of the lock is not visible from outside, so the confidence is medium. The
+//! sentence names a thread or child process that is stuck in I/O.
 //!
-//! A lock, semaphore, condition or barrier of Python's multiprocessing is shared with other processes, which may be ranks. Who waits there
-//! waits for one of them, so it is not named while another rank stands still elsewhere.
+//! Processes share the locks, semaphores, conditions and barriers of Python's multiprocessing, and
+//! these processes may be ranks. A rank in such a lock waits for one of them, so it is not a
+//! culprit while another rank stands still elsewhere.
 
 use super::{
     case::Case,

@@ -1,10 +1,12 @@
-//! `kernel_hang`: something else than a collective does not end on the device of a rank.
+//! `kernel_hang`: an operation other than a collective does not end on the device of a rank.
 //!
-//! The rank has launched the collective that its peers wait in, and its device has not begun it although no other collective
-//! of this rank is under way: what stands before it in its stream does not end. Or its host waits for the device while no collective
-//! of it is pending. The kernel is named when it was recorded; else the last kernel of the stream is. When the host goes on
-//! between the samples, the device may only be slow, and the confidence is low. In a circle of ranks that wait for each other, the one
-//! rank is named whose stream is blocked by nothing that was recorded, with medium confidence.
+//! The rank has launched the collective that its peers wait in. Its device has not begun it,
+//! although no other collective of this rank is under way: an operation before it in its stream
+//! does not end. Or the host waits for the device while none of its collectives is pending. The
+//! sentence names the kernel if it was recorded, else the last kernel of the stream. If the host
+//! goes on between the samples, the device may only be slow, and the confidence is low. In a wait
+//! cycle, the culprit is the one rank whose stream is blocked by nothing that was recorded, with
+//! medium confidence.
 
 use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
@@ -36,7 +38,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let rank = view.rank;
     let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
     let kernel = view.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
-    // The stream of the collective that does not begin, or else the stream that was used last.
+    // The stream of the collective that has not begun, else the stream that was used last.
     let stream = view.flight.and_then(|flight| {
         let of_blocked =
             blocked.and_then(|blocked| flight.streams.iter().find(|stream| stream.handle == blocked.stream));
@@ -101,8 +103,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// Whether the rank may have called its collective without having launched it: the newest that it made stands in a group, and its host stands
-/// still somewhere else, where it would be if the group is not closed yet.
+/// Whether the rank may have called its collective without having launched it: its newest operation
+/// is in a group, and its host stands still elsewhere, as it does while the group is open.
 pub(super) fn in_open_group(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
     let last = view.operations().last();
@@ -111,8 +113,9 @@ pub(super) fn in_open_group(case: &Case<'_>, rank_index: usize) -> bool {
     open && !kernel && view.host.stack && view.host.frozen() && !case.does(rank_index, Activity::DeviceWait)
 }
 
-/// The only rank of a circle that closes it by something which its device has not begun although no collective or transfer is ahead of it
-/// in its stream, when the same transfers and collectives went well before: its stream is blocked by something else.
+/// The only rank that closes a wait cycle with an operation that its device has not begun, although
+/// no collective or transfer is ahead of it in its stream. The same operations completed before, so
+/// something else blocks the stream.
 fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
     let mut inside: Vec<usize> = circle.iter().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
     inside.sort_unstable();

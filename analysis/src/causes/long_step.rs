@@ -1,9 +1,10 @@
-//! `long_step`: others wait for a rank that is busy and moves. Not a hang.
+//! `long_step`: others wait for a rank that is busy and makes progress. Not a hang.
 //!
-//! Between the samples the rank's bytes flow, or its own Python code went on to another line: an evaluation, a checkpoint or a
-//! preprocessing that takes longer than the timeout. A processor that is busy at one and the same line proves nothing, because an
-//! endless loop is busy as well. The same of a device that is far behind its host: something in the streams that are waited for began
-//! or completed between the samples. Never high confidence.
+//! Between the samples the rank read or wrote bytes, or its own Python code reached another line:
+//! an evaluation, a checkpoint or a preprocessing that takes longer than the timeout. A busy
+//! processor at one and the same line proves nothing, because an endless loop is busy as well. The
+//! rule also covers a device that is far behind its host: an operation in the awaited streams began
+//! or completed between the samples. The confidence is never high.
 
 use super::{
     case::Case,
@@ -41,7 +42,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// What stands in the stream is behind, and the stream goes on: it completed something since the first sample.
+/// The device is behind its host, and its stream makes progress: an operation began or completed
+/// since the first sample.
 fn slow_device(case: &Case<'_>, rank_index: usize) -> Option<Finding> {
     let view = case.view(rank_index);
     let read_ns = view.flight?.read_ns;

@@ -1,30 +1,35 @@
 //! `missing_rank`: a rank has not entered the collective that its peers wait in.
 //!
-//! Its sequence number in that communicator is lower than the one that its peers' devices have begun, and nothing shows that it waits
-//! for somebody else; or its number is not known, and everybody else is in. No more specific cause explains what it does.
+//! Its sequence number in that communicator is lower than the one that its peers' devices have
+//! begun, and nothing shows that it waits for another rank. Or its number is not known, and all
+//! other ranks are in the collective. No more specific cause explains what it does.
 //!
-//! The second form is a rank that waits like the others and has one collective fewer: all have launched number N, the others are
-//! inside it, and this rank has completed it. An operation that needs all ranks cannot complete on one alone, so that rank's call
-//! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
-//! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
+//! In the second form, a rank waits like the others and has run one collective fewer. All have
+//! launched number N, the others are inside it, and this rank has completed it. An operation that
+//! needs all ranks cannot complete on one of them, so the call of this rank returned without taking
+//! part. The confidence is high if the clock or the time on the device proves it: the rank
+//! completed before another rank of its node had entered, or in a fraction of the shortest time
+//! that the same operation took before.
 //!
-//! A rank that computes or sleeps at one place, or waits for a child that may be at work, is named with medium confidence: what it does may be
-//! long and end by itself, which two samples cannot tell from an endless loop.
+//! In the third form, a rank in a wait cycle left out a collective that it had always made at this
+//! point.
 //!
-//! A rank that waits for what comes over a socket, or that looks for something again and again, is named with medium confidence: who should
-//! have answered may be to blame. Where another rank stands still, one that only looks for something is not named.
+//! These ranks are named with medium confidence:
 //!
-//! So are the few ranks that have begun a collective of MPI and do not wait for it while most do: the library runs it only in the calls of its
-//! process.
+//! - A rank that computes or sleeps at one place, or waits for a child process that may be at work.
+//!   This may be long and end by itself. Two samples cannot tell it from an endless loop.
+//! - A rank that waits for data from a socket, or polls for something: the process that should have
+//!   answered may be to blame. If another rank stands still, a rank that only polls is not named.
+//! - The few ranks that have begun an MPI collective and do not wait for it while most do: the
+//!   library runs the collective only inside the calls of its process.
+//! - A rank whose record has not been written for a while and ends in a collective that most others
+//!   have completed: its process runs something else.
+//! - A rank that called the collective in a group that it has not closed, because it stands still
+//!   elsewhere.
 //!
-//! So is a rank whose record ends, unwritten for a while, in a collective that most others have completed: its process runs something
-//! else. And one that called the collective in a group which it did not close, because it stands still elsewhere.
-//!
-//! Where no record tells who waits, a rank that stands still elsewhere than most is named, with low confidence; so are the few that are in
-//! a collective while most stand together at one other place.
-//!
-//! The third form is a circle of ranks that wait for each other, in which a rank left out a collective that it had always made at
-//! this point.
+//! If no record shows who waits, a rank that stands still elsewhere than most is named with low
+//! confidence. So are the few ranks in a collective while most ranks are together at one other
+//! place.
 
 use xpu_timer_proto::v1::{OpStatus, Presence};
 
@@ -121,7 +126,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
 }
 
-/// A rank that has called its collective in a group, which it has not closed.
+/// A rank has called its collective in a group that it has not closed.
 fn open_group(case: &Case<'_>, rank_index: usize, events: &[Event]) -> Option<Finding> {
     if !in_open_group(case, rank_index) {
         return None;
@@ -141,8 +146,8 @@ fn open_group(case: &Case<'_>, rank_index: usize, events: &[Event]) -> Option<Fi
     Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-/// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run
-/// something else.
+/// Few ranks are still in a collective that most have completed, by records that have not been
+/// written for a while: their processes run something else.
 fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let (completed_by, inside) = (&collective.completed_by, &collective.inside);
     let silent =
@@ -172,7 +177,8 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     })
 }
 
-/// Few ranks have begun a collective of a library of the host and do not wait for it as the others do: nobody runs it for them.
+/// Few ranks have begun a collective of a host library and do not wait for it as the others do, so
+/// nothing runs it for them.
 fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let waiting = case.graph.waiters_of(collective.event);
     let away: Vec<usize> =
@@ -202,7 +208,7 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
     Some(Finding { culprits: away, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
-/// A rank that stands still elsewhere than most, when no record tells that anybody waits.
+/// A rank stands still elsewhere than most, and no record shows that any rank waits.
 pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Host { rank_index, events, .. } = suspect else { return None };
     let waits = |rank_index: &usize| {
@@ -225,8 +231,9 @@ pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding
     })
 }
 
-/// The few members that are in a collective which most others have not entered, when those stand still together at one place: they
-/// either wait for something that the few have not done, or the few made a call that was not due. A guess.
+/// Few members are in a collective that most others have not entered, and those others stand still
+/// together at one place. Either they wait for something that the few have not done, or the few
+/// made a call that was not due. A guess.
 pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
@@ -260,7 +267,7 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let synchronizing = !collective.operations.is_empty()
         && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
     let (completed_by, inside) = (&collective.completed_by, &collective.inside);
-    // When most ranks have completed it, the rest is what is slow or stalled.
+    // If most ranks have completed the collective, the others are slow or stalled.
     if completed_by.is_empty() || inside.is_empty() || completed_by.len() > inside.len() || !synchronizing {
         return None;
     }
@@ -310,7 +317,7 @@ pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_ind
     let Some(operation) = of(rank_index).filter(|operation| operation.status() == OpStatus::Completed) else {
         return false;
     };
-    // Clocks are those of the node, so they are compared within one node only.
+    // Ranks of a node share its clock, so times are compared within one node only.
     let node = case.view(rank_index).node();
     let before_others = operation.completed_ns != 0
         && node.is_some()
@@ -331,7 +338,8 @@ pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_ind
         })
         .map(|other| other.device_ns);
     let measured: Vec<u64> = measured.collect();
-    // A few are needed before their shortest one says anything. One of 0 was not measured, and then neither may this one be.
+    // The shortest of too few measurements means nothing. A measurement of 0 was not taken, and
+    // then the time of this operation may be missing as well.
     let too_fast =
         measured.len() >= 4 && measured.iter().min().is_some_and(|shortest| operation.device_ns < shortest / 4);
     before_others || too_fast

@@ -1,8 +1,10 @@
 //! `network_stall`: all ranks agree, all have entered, and nothing moves.
 //!
-//! Every member of the communicator has launched the same operation with the same number, size and type; every device has begun it,
-//! and it does not complete. No rank is behind and none differs, so no rank is to blame: the data does not move. The confidence is
-//! high only when the records of all members are there; a rank that completed while others did not makes it medium, and so does an operation whose sizes cannot be compared, as all-to-all.
+//! Every member of the communicator has launched the same operation with the same number, size and
+//! type. Every device has begun it, and it does not complete. No rank is behind and none differs,
+//! so no rank is to blame: the data does not move. The confidence is high only if the records of
+//! all members are there. It is medium if a rank completed while others did not, or if the sizes of
+//! the operation cannot be compared, as in all-to-all.
 
 use xpu_timer_proto::v1::{Op, Operation};
 
@@ -33,7 +35,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
                 |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
             let comparable = collective.operations.iter().all(equal);
             let alone = case.comms[*comm].size < 2;
-            // Some are through and others are not, as when they name different roots, of which these records tell nothing.
+            // Some ranks have completed a reduce and others have not, as happens when they pass
+            // different roots. These records do not contain the root.
             let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
             let roots = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
             let confidence = match () {

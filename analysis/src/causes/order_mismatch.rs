@@ -1,12 +1,21 @@
-//! `order_mismatch`: ranks enter several communicators in different orders, and wait for each other.
+//! `order_mismatch`: ranks enter several communicators in different orders, and wait for each
+//! other.
 //!
-//! Following who waits for whom leads back to where it began, over collectives of at least two communicators: some ranks are in the
-//! first and wait for others, who are in the second and wait for them. The culprits are the ranks that
-//! exchanged two collectives which they had always made the other way round, or made one that they had never made before where another one had
-//! always come: the one that the others are in comes later for them, or never. Where no past tells, the only rank that all circles go
-//! through, else those in the collective that the fewest wait in; when as many wait in each, all are named, with lower confidence. Of several such collectives those are in order that other
-//! ranks have made among themselves, in a communicator of the same size: then only the ranks in the others are named. When that is so
-//! of the only one that the fewest wait in, they did what others did, and the ranks that they wait for are named.
+//! The wait-for graph has a cycle over collectives of at least two communicators: some ranks are in
+//! the first and wait for others, which are in the second and wait for them. The culprits are, in
+//! this order of preference:
+//!
+//! - The ranks that exchanged two collectives which they had always made in the other order, or
+//!   that made a new collective where another one had always come. The collective of the others
+//!   comes later for them, or never.
+//! - The only rank through which all cycles pass.
+//! - The ranks in the collective with the fewest waiters. If all have the same number of waiters,
+//!   all are named, with lower confidence.
+//!
+//! Other ranks may have completed such a collective among themselves, in a communicator of the same
+//! size. Ranks in it are not named while another of these collectives lacks that precedent. If it
+//! is the only collective with the fewest waiters, its ranks did what others did, and the ranks
+//! that they wait for are named.
 
 use super::{
     case::Case,
@@ -77,8 +86,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// The few that wait in a collective did what others have done among themselves: who is not in it, but in another one of the circle, left it
-/// out.
+/// The few ranks in a collective did what others have done among themselves. A member that is in
+/// another collective of the cycle left this one out.
 fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> {
     let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
     let elsewhere = |rank_index: &usize| {
@@ -106,7 +115,8 @@ fn left_out(case: &Case<'_>, waited: &[Event], event: Event) -> Option<Finding> 
     Some(Finding { culprits, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
-/// Whether other ranks have completed this collective of theirs: in a communicator of the same size that shares no rank with this one.
+/// Whether other ranks have completed this collective among themselves: in a communicator of the
+/// same size that shares no rank with this one.
 fn has_precedent(case: &Case<'_>, event: Event) -> bool {
     let Event::Collective { comm, seq } = event else { return false };
     let own = &case.comms[comm];

@@ -1,9 +1,11 @@
-//! `missing_rank`, in a circle: one rank has gone on to another collective than the others, who wait for it in several communicators.
+//! `missing_rank`, in a wait cycle: one rank has gone on to another collective than the others, and
+//! they wait for it in several communicators.
 //!
-//! The ranks wait for each other, every circle of waiting goes through one and the same rank, and through no other, and that rank has not
-//! entered the collectives of at least two communicators that others wait for it in: it left out a step, or ended its epoch early. Had it
-//! exchanged two collectives, it would be missing in one only, and that is `order_mismatch`. The confidence is medium, because the past of
-//! the ranks does not tell what was due.
+//! The ranks wait for each other, and every wait cycle passes through one and the same rank, and
+//! through no other. That rank has not entered the collectives of at least two communicators in
+//! which others wait for it: it left out a step, or ended its epoch early. If it had exchanged two
+//! collectives, it would be missing in only one of them; that is `order_mismatch`. The confidence
+//! is medium, because the past of the ranks does not show what was due.
 
 use super::{
     case::Case,

@@ -1,10 +1,12 @@
-//! `p2p_cycle`: sends and receives wait for each other in a circle.
+//! `p2p_cycle`: sends and receives wait for each other in a cycle.
 //!
-//! Following who waits for whom leads back to where it began, over at least two sends or receives, and every host on the way is
-//! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree on the order. All ranks that
-//! wait in such a send or receive are named, because the fault is in their common plan; unless only some of them made their operations in another order
-//! than ever before, and then it is those. The confidence is high only for a plan that never worked: where they have made the same transfers
-//! before, one of them has left the plan, and the record does not show which.
+//! The wait-for graph has a cycle over at least two sends or receives, and every host in it is
+//! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree
+//! on the order. All ranks that wait in such a send or receive are named, because their common plan
+//! is at fault. If only some of them made their operations in another order than ever before, only
+//! these are named. The confidence is high only for a plan that never worked. If the ranks have
+//! made the same transfers before, one of them has left the plan, and the record does not show
+//! which.
 
 use super::{
     case::Case,
@@ -58,7 +60,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// A circle is certain only when the stacks of its ranks are known, and the plan is at fault only when it never worked.
+/// A cycle is certain only if the stacks of its ranks are known. The plan is at fault only if it
+/// never worked.
 fn plan_confidence(case: &Case<'_>, transfers: &[Event], views: &[usize]) -> Confidence {
     let worked = |event: &Event| match (event, case.operation(*event)) {
         (Event::PointToPoint { rank_index, .. }, Some(operation)) => made_before(case.view(*rank_index), operation),

@@ -1,14 +1,20 @@
 //! `p2p_unmatched`: a receive without its send, or a send without its receive.
 //!
-//! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
-//! nothing else explains it. What the peer itself waits for, such as a child process, is told with it. When the peer waits in a collective for the very rank that waits for it, the two made different
-//! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
-//! one rank of a circle of transfers that is in none of them.
-//! Where groups of transfers meet and do not complete, those are named that have made fewer transfers in as many groups as most members.
-//! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
-//! In a circle, the rank is named that is at an end of all transfers without a counterpart, or that left out a send or receive which it
-//! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart,
-//! as a rank does that receives from itself.
+//! A rank's send or receive has begun on its device, and its peer has no counterpart pending. The
+//! peer waits for nothing, and nothing else explains it. The sentence includes what the peer itself
+//! waits for, such as a child process. Other forms:
+//!
+//! - The peer waits in a collective for the very rank that waits for it: the two made different
+//!   plans. The peer is named, with medium confidence, because the other rank could have made a
+//!   call too many. The same holds for the one rank of a cycle of transfers that is in none of
+//!   them.
+//! - Groups of transfers match and do not complete: the members that have made fewer transfers in
+//!   as many groups as most members are named.
+//! - The tags of two ranks do not match: both are named, or only the rank whose tag has changed.
+//! - In a cycle, the rank is named that is at an end of all transfers without a counterpart, or
+//!   that left out a transfer which it had always made at this point, or that made a new one. If
+//!   the past shows nothing, the rank is named that lacks the only counterpart, such as a rank that
+//!   receives from itself.
 
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
@@ -87,8 +93,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: vec![culprit], statement, confidence, evidence })
 }
 
-/// Members that have made fewer transfers than most others when all of these are in their group of the same number: each of them left out
-/// one in an earlier group, whose place a later one took.
+/// Members that have made fewer transfers than most others, although all are in their group of the
+/// same number. Each of them left out a transfer in an earlier group, and a later transfer took its
+/// place.
 fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, .. } = event else { return None };
     let comm = &case.comms[comm];
@@ -143,7 +150,7 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     })
 }
 
-/// One rank of a circle receives from any rank, and all others wait for it by way of something else.
+/// One rank of a cycle receives from any rank, and all others wait for it in other operations.
 fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = |event: &Event| match *event {
@@ -169,7 +176,7 @@ fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// A send and its receive are there, and their tags differ.
+/// A send and its receive are pending, and their tags differ.
 fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let counterpart = |event: Event| {
@@ -215,7 +222,8 @@ fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
 }
 
-/// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.
+/// A transfer of a cycle whose peer is in no transfer, but in a collective. `None` if there are
+/// several such peers.
 fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     let peer_of = |event: &Event| match *event {
         Event::PointToPoint { comm, peer, .. } => case.comms[comm].rank_index_of(peer),
@@ -228,8 +236,9 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     towards.all(|event| peer_of(event) == peer_of(first)).then_some(*first)
 }
 
-/// The transfers of a circle that have no counterpart, each with the rank that waits in it and the one that it waits for; `None` when
-/// something in it has not begun, and so is behind something else, which may be all that is wrong.
+/// The transfers of a cycle without a counterpart, each with the rank that waits in it and the rank
+/// that it waits for. `None` if an operation of the cycle has not begun: then it is behind another
+/// operation, which may be the only fault.
 fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, usize, usize)>> {
     let begun = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
     let mut open = Vec::new();
@@ -247,7 +256,8 @@ fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, 
     events.iter().all(|event| begun(*event)).then_some(open)
 }
 
-/// Whether the peer of a transfer has made as many counterparts as there are transfers, by records that have everything.
+/// Whether the peer of a transfer has made as many counterparts as there are transfers, by complete
+/// records.
 fn served_by_count(case: &Case<'_>, event: Event, other: usize) -> bool {
     let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return false };
     let Some(own) = case.comms[comm].member(rank_index).map(|member| member.comm_rank) else { return false };
@@ -262,8 +272,9 @@ fn served_by_count(case: &Case<'_>, event: Event, other: usize) -> bool {
     complete && count(other, own, counterpart) >= count(rank_index, peer, op)
 }
 
-/// The one rank that is at an end of all transfers without a counterpart, of which there are several, and for which somebody waits: it made
-/// other ones than its peers. One that only waits itself may have been served in one of them, for several are often waited for together.
+/// The one rank that is at an end of all transfers without a counterpart, if there are several and
+/// a rank waits for it: it made other transfers than its peers. A rank that only waits itself may
+/// have been served in one of them, because several transfers are often awaited together.
 fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = without_counterpart(case, events).filter(|open| open.len() > 1)?;
@@ -275,7 +286,8 @@ fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     open.iter().any(|(_, _, awaited)| *awaited == culprit).then(|| open_ends(case, &open, culprit))
 }
 
-/// The only transfer of a circle that has no counterpart is the fault of the rank that does not make it.
+/// The only transfer of a cycle without a counterpart is the fault of the rank that does not make
+/// the counterpart.
 fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let open = without_counterpart(case, events).filter(|open| open.len() == 1)?;
     let transfers = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. })).count();

@@ -1,15 +1,22 @@
 //! `process_dead`: others wait for a rank whose process is gone.
 //!
-//! The rank's process vanished without a goodbye, said goodbye and left, or is a zombie; and a collective, a point-to-point
-//! operation or the creation of a communicator waits for it, or nobody waits yet and it did not leave in order. Death beats
-//! every other explanation of the same rank. When several ranks are gone, those that were ended from outside by SIGTERM are
-//! not to blame if others ended by themselves: an agent ends the rest of a job that has lost a rank. Nor are those that ended with an
-//! error when another one was killed: they may have noticed that, and the confidence is medium.
+//! The process vanished without a `Goodbye`, left with one, or is a zombie. A collective, a
+//! point-to-point operation or the creation of a communicator waits for the rank; or no rank waits
+//! yet and it did not leave in order. Death comes before every other explanation of the same rank.
 //!
-//! A rank that left in order right after it launched the collective itself is blamed with medium confidence: its watcher ended with
-//! it, so nobody saw whether its call took part. So is one that left with success when those that wait are no majority, or when they wait
-//! in a send or receive, which only two know of: it may be they who made one too many. A rank that completed the collective and was killed while others are still inside it is blamed with medium confidence. One
-//! that ended by itself there did not take part in it; that is `missing_rank`.
+//! If several ranks are gone, those that SIGTERM ended from outside are not to blame if others
+//! ended by themselves: an agent ends the other ranks of a job that has lost one. Ranks that ended
+//! with an error when another one was killed are not to blame either: they may have noticed the
+//! death, and the confidence is medium.
+//!
+//! The confidence is also medium in these cases:
+//!
+//! - The rank left in order right after it launched the collective itself. Its watcher ended with
+//!   it, so nothing shows whether its call took part.
+//! - The rank left with success, and the ranks that wait are no majority or wait in a send or
+//!   receive, which involves only two ranks: they may have made one operation too many.
+//! - The rank completed the collective and was killed while others are still inside. A rank that
+//!   ended by itself there did not take part in the collective; that is `missing_rank`.
 
 use xpu_timer_proto::v1::Presence;
 
@@ -62,7 +69,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             evidence,
         });
     }
-    // Killed after it completed what the others are still in.
+    // The rank was killed after it completed the collective that the others are still in.
     let collective = Collective::of(case, suspect)?;
     let killed = |rank_index: &usize| {
         case.view(*rank_index).presence == Presence::Dead && !missing_rank::proves_skip(case, &collective, *rank_index)
@@ -89,8 +96,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// Whether the rank left with success, and those that wait for it may as well have made an operation too many: as many left with it
-/// as wait in the collective, or it is a transfer between two.
+/// Whether the rank left with success and the ranks that wait for it may have made an operation too
+/// many: as many ranks left with success as wait in the collective, or it is a transfer between two
+/// ranks.
 fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let success = |rank_index: usize| {
         let view = case.view(rank_index);
@@ -103,13 +111,14 @@ fn waiters_may_be_at_fault(case: &Case<'_>, rank_index: usize, event: Option<Eve
     members.filter(|member| success(member.rank_index)).take(inside).count() == inside
 }
 
-/// Whether the process of a rank that has left is still there, in its own end: that is `teardown`.
+/// Whether the process of a rank that has left still exists and is shutting down. That is
+/// `teardown`.
 fn is_in_teardown(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
     view.presence == Presence::Left && view.host.stack && !view.host.gone() && case.does(rank_index, Activity::Teardown)
 }
 
-/// Whether a rank had launched what the others wait in.
+/// Whether a rank had launched the collective that the others wait in.
 fn had_launched(case: &Case<'_>, rank_index: usize, event: Option<Event>) -> bool {
     let Some(Event::Collective { comm, seq }) = event else { return false };
     case.comms[comm].member(rank_index).is_some_and(|member| member.launched >= seq)

@@ -1,8 +1,10 @@
 //! `process_stopped`: others wait for a rank whose process is stopped.
 //!
-//! The state of the process is `T` (a signal such as SIGSTOP or a job control key) or `t` (a debugger holds it) in the last
-//! sample, or it stands in the freezer of its control group (`F`), as in a container that is paused; newer
-//! kernels show that as `D` in a function where a signal would wake it. It runs no code, neither its training loop nor the threads that move its data, so it is to blame wherever it stands.
+//! In the last sample, the state of the process is `T` (a signal such as SIGSTOP, or a job control
+//! key) or `t` (a debugger holds it), or it is in the freezer of its control group (`F`), as in a
+//! paused container. Newer kernels show the freezer as `D` in a function where a signal would wake
+//! the thread. The process runs no code, neither its training loop nor the threads that move its
+//! data, so it is to blame wherever it is.
 
 use super::{
     case::Case,

@@ -1,7 +1,8 @@
 //! `python_gc`: others wait for a rank that collects Python garbage. Not a hang.
 //!
-//! The collector's frames stand on the main thread. A collection over a large heap takes seconds and ends by itself; it is
-//! seen in the last sample or in both. The confidence is never high, because a finalizer inside it can block.
+//! The frames of the garbage collector are on the main thread, in the last sample or in both. A
+//! collection over a large heap takes seconds and ends by itself. The confidence is never high,
+//! because a finalizer inside the collection can block.
 
 use super::{
     case::Case,

@@ -1,8 +1,9 @@
 //! `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
 //!
-//! As `op_mismatch`, with the same operation everywhere and different counts. All-to-all is left out, because its ranks may
-//! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; the one is named
-//! whose size is not what it had always been between these two, and both where the past tells nothing.
+//! Like `op_mismatch`, with the same operation and different counts. All-to-all is left out,
+//! because its ranks may differ. The rule also covers a send and its receive that have both begun
+//! on their devices with different counts: the rank is named whose size has changed from what it
+//! had always been between these two, or both ranks if the past shows nothing.
 
 use xpu_timer_proto::v1::{OpStatus, Operation};
 
@@ -22,7 +23,7 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    // A receive of MPI takes what comes, so its record has no size.
+    // An MPI receive accepts any size up to its buffer's, so its record has no size.
     let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
     if let Some(found) = ends_differ(case, suspect, "sizes", differ, |operation| operation.count) {
         return Some(found);
@@ -37,7 +38,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(finding(case, &collective, dissent, name))
 }
 
-/// A send and a receive that meet, alone or in a circle, and differ in a property of theirs.
+/// A send and a receive that match, alone or in a cycle, and differ in a property.
 pub(super) fn ends_differ(
     case: &Case<'_>,
     suspect: &Suspect,
@@ -68,10 +69,10 @@ fn point_to_point(
     if !differ(mine, theirs) {
         return None;
     }
-    // Both ends are suspects of their own; either gives the same finding.
+    // Both ends are suspects of their own. Either gives the same finding.
     let mut ends = [(case.view(rank_index).rank, mine), (case.view(other).rank, theirs)];
     ends.sort_by_key(|end| end.0);
-    // Whose end is not what it had always been.
+    // Whether an end differs from what it had always been.
     let changed = |rank_index: usize, operation: &Operation| {
         let before: Vec<u64> = case
             .view(rank_index)

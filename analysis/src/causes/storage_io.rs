@@ -1,10 +1,15 @@
-//! `storage_io`: others wait for a rank whose main thread is inside a read, write or sync that does not progress.
+//! `storage_io`: others wait for a rank whose main thread is inside a read, write or sync that does
+//! not progress.
 //!
-//! The innermost native functions, the system call or the kernel function of the main thread move bytes of a file or a pipe,
-//! in both samples, and the bytes that the process has read and written hardly change. When they flow, the storage is slow
-//! and the rank is busy: `long_step`. Sockets are not storage. A lock on a file is, with medium confidence, because whoever holds it
-//! may be to blame. A pipe that a child process has the other end of, or had until it died, is not, nor is a terminal or the standard input, unless another rank
-//! waits for a message.
+//! In both samples, the innermost native functions, the system call or the kernel function of the
+//! main thread move bytes of a file or a pipe, and the number of bytes that the process has read
+//! and written hardly changes. If it changes, the storage is slow and the rank is busy:
+//! `long_step`. A lock on a file counts as storage, with medium confidence, because the holder of
+//! the lock may be to blame. These do not count as storage:
+//!
+//! - A socket.
+//! - A pipe whose other end a child process has, or had until it died.
+//! - A terminal or the standard input, unless another rank waits for a message.
 
 use super::{
     case::Case,
@@ -20,8 +25,8 @@ use crate::{
 pub(super) const RULE: Rule = Rule { cause: Cause::StorageIo, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    // Who reads what its child writes waits for the child, and who reads a terminal for a person: that is told of a rank that is missing in
-    // a collective.
+    // A rank that reads from a pipe of its child waits for the child. A rank that reads from a
+    // terminal waits for a person; if others wait for it in a collective, that is `missing_rank`.
     let asks = |rank_index: usize| {
         case.at_terminal(rank_index) && matches!(case.main_event(suspect), None | Some(Event::Collective { .. }))
     };

@@ -1,10 +1,12 @@
-//! `teardown`: others wait for a rank that tears its communicators or its interpreter down.
+//! `teardown`: others wait for a rank that tears down its communicators or its interpreter.
 //!
-//! The main thread stands in the destruction, abort or finalization of a communicator, in the finalization of Python, or in the
-//! exit handlers. A rank gets there early after an exception of its own, or because its loop was shorter; what it ran into
-//! stands in its log. Where the main threads of those that wait for it stand at the same place, the ranks train in other threads, and that
-//! tells nothing. A rank that is torn down while it waits for the device waits, and is followed further instead. In a circle of ranks
-//! that wait for each other, those that are in the finalization of their library are the ones that gave up early, with medium confidence.
+//! The main thread is in the destruction, abort or finalization of a communicator, in the
+//! finalization of Python, or in the exit handlers. A rank gets there early after an exception of
+//! its own, or because its loop was shorter; its log has the reason. If the main threads of the
+//! ranks that wait for it are at the same place, the ranks train in other threads, and the place
+//! means nothing. A rank that waits for the device during its teardown is a waiter, and the
+//! wait-for graph continues there. In a wait cycle, the ranks in the finalization of their library
+//! gave up early, with medium confidence.
 
 use super::{
     case::Case,
@@ -46,13 +48,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// What tells that a rank ends, unless the place where it stands says it.
+/// The frame that shows the teardown, unless the place of the rank already contains it.
 fn witness_beside(case: &Case<'_>, rank_index: usize) -> String {
     let witness = &case.view(rank_index).host.observed.witness;
     if case.place(rank_index).contains(witness.as_str()) { String::new() } else { format!(", in {witness}") }
 }
 
-/// Ranks that are in the end of their library where the others are in a collective, by the number of both.
+/// Ranks that finalize their library where the others are in a collective with the same number.
 fn ends_instead(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let collective = Collective::of(case, suspect)?;
     let dissent = collective.dissent(case, op_mismatch::key)?;
@@ -73,7 +75,7 @@ fn lower(text: &str) -> String {
     letters.next().map_or_else(String::new, |first| first.to_lowercase().chain(letters).collect())
 }
 
-/// Ranks of a circle whose call is the end of their library, while the others go on.
+/// Ranks of a wait cycle that finalize their library while the others go on.
 fn gave_up(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let finalizes = |event: &&Event| {
         let function = case.operation(**event).map_or("", |operation| operation.function.as_str());
