@@ -1,6 +1,7 @@
-//! Communicators that ranks know by two identities become one: of a grown communicator, its old ranks know their parent, those
-//! that joined know the id, and one rank knows both and says so. What is made of a grown communicator has two identities as well, and
-//! so on; that two of these are one follows from their parents.
+//! Merges the two identities of a communicator that has grown. Its old ranks know the parent, the
+//! joined ranks know the new id, and one rank knows and reports both. A communicator derived from a
+//! grown communicator has two identities as well, and so on; the identities of the parents connect
+//! them.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -9,10 +10,11 @@ use xpu_timer_proto::{
     v1::{Communicator, Evidence, FlightRecord},
 };
 
-/// So many generations are followed; evidence may hold anything, also a communicator that is made of itself.
+/// Maximum number of generations to follow. Evidence may contain anything, even a communicator that
+/// is its own ancestor.
 const GENERATIONS: u32 = 64;
 
-/// The evidence with one identity for each communicator; as it is when no rank speaks of two.
+/// The evidence with one identity for each communicator. Borrowed if no rank reports an alias.
 pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
     let identities = Identities::of(evidence);
     if identities.aliases.is_empty() {
@@ -27,12 +29,12 @@ pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
     Cow::Owned(evidence)
 }
 
-/// What the ranks say of their communicators.
+/// The identities that the ranks report for their communicators.
 #[derive(Default)]
 struct Identities {
-    /// A second identity, and the first.
+    /// From an alias to the identity.
     aliases: HashMap<u64, u64>,
-    /// A child, and what it is made of.
+    /// From a child to its parent.
     parents: HashMap<u64, u64>,
 }
 
@@ -55,13 +57,13 @@ impl Identities {
         identities
     }
 
-    /// The identities that give way to another one.
+    /// From each identity that must be replaced to its replacement.
     fn canonical_ids(&self) -> HashMap<u64, u64> {
         let known = self.aliases.keys().chain(self.parents.keys());
         known.map(|id| (*id, self.canonical(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
     }
 
-    /// The identity that a communicator goes by.
+    /// The identity by which a communicator is known after the merge.
     fn canonical(&self, id: u64, generations: u32) -> u64 {
         let Some(generations) = generations.checked_sub(1) else { return id };
         if let Some(aliases) = self.aliases.get(&id) {
@@ -85,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// A rank and its communicators: each its identity, a second one, and its parent.
+    /// A rank and its communicators, each with identity, alias and parent.
     fn rank(rank: u32, comms: &[(u64, u64, u64)]) -> RankEvidence {
         let comm = |(id, alias, parent): &(u64, u64, u64)| Communicator {
             id: *id,
@@ -102,7 +104,8 @@ mod tests {
         RankEvidence { rank, flight: Some(flight), ..Default::default() }
     }
 
-    /// The identities of each rank's communicators, which its operations must have as well, and their parents.
+    /// The identities of each rank's communicators and their parents after the merge. Asserts that
+    /// the operations have the same identities.
     fn after(ranks: Vec<RankEvidence>) -> Vec<Vec<(u64, u64)>> {
         let evidence = Evidence { ranks, ..Default::default() };
         let resolved = resolved(&evidence);
@@ -124,7 +127,8 @@ mod tests {
 
     #[test]
     fn what_is_made_of_a_grown_communicator_is_one_on_all_ranks() {
-        // Split into two by colours 3 and 4; the first rank, which alone knows both identities, is in the first only.
+        // A split by colors 3 and 4. Only the first rank knows both identities, and it is in the
+        // first child only.
         let (old, new) = (|key| child_id(7, key), |key| child_id(9, key));
         let ranks = vec![
             rank(0, &[(7, 9, 5), (old(3), 0, 7)]),

@@ -1,5 +1,5 @@
-//! From evidence to a verdict: match the collectives, follow who waits for whom, let the rules explain where the waiting ends,
-//! and put the findings into one sentence.
+//! From evidence to a verdict: matches the collectives, builds the wait-for graph, lets the rules
+//! explain the suspects, and combines the findings into one sentence.
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -15,15 +15,15 @@ use crate::{
     world::{RankView, is_collective},
 };
 
-/// So many suspects are spelled out in the sentence; the rest is counted.
+/// Number of suspects that the sentence spells out. The others are counted.
 const MAX_SPELLED: usize = 3;
-/// So many facts are kept; those of the first culprits come first.
+/// Maximum number of facts. The facts about the first culprits come first.
 const MAX_EVIDENCE: usize = 40;
 
 /// Judges one incident: who stopped the job, where, and why.
 ///
-/// Pure and deterministic: the same evidence gives the same verdict, byte for byte. What only the collector knows is left at its
-/// default in [`Verdict::timing`].
+/// Pure and deterministic: the same evidence gives the same verdict, byte for byte.
+/// [`Verdict::timing`] keeps its default, because only the collector knows it.
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
@@ -44,7 +44,7 @@ pub fn judge(evidence: &Evidence) -> Verdict {
     write_verdict(&case, outcome)
 }
 
-/// The verdict before it is written down.
+/// The conclusion, before it becomes a [`Verdict`].
 struct Outcome {
     cause: Cause,
     culprits: Vec<usize>,
@@ -65,7 +65,8 @@ fn not_a_hang(why: String, confidence: Confidence) -> Outcome {
     }
 }
 
-/// Everything that is pending is younger than the time between the samples, so it was not pending all the while.
+/// Every pending operation is younger than the time between the samples, so none was pending all
+/// that time.
 fn all_launched_recently(case: &Case<'_>) -> bool {
     let evidence = case.evidence;
     let limit =
@@ -78,25 +79,26 @@ fn all_launched_recently(case: &Case<'_>) -> bool {
         && !case.world.views.iter().any(|view| view.halted() || view.unseen() || polls_collective(view))
 }
 
-/// Whether a rank asks again and again for the end of a collective, so that its newest question is no measure of its age.
+/// Whether a rank polls for the end of a collective. Then its newest poll does not show the age of
+/// the collective.
 fn polls_collective(view: &RankView<'_>) -> bool {
     let mut communicators = view.flight.into_iter().flat_map(|flight| &flight.communicators);
     communicators.any(|communicator| view.polled_collective(communicator).is_some())
 }
 
-/// The rank that holds what a suspect waits for, in its place.
+/// Replaces a suspect by the rank that holds the resource it waits for.
 fn follow_to_holder(case: &Case<'_>, suspect: Suspect) -> Suspect {
     let Suspect::Host { mut rank_index, events, guess } = suspect else { return suspect };
     let holder = |rank_index: usize| case.graph.resource_waits.iter().find(|wait| wait.waiter == rank_index);
-    // Those that wait for each other in a circle have no end.
+    // The loop is bounded, because ranks that wait for each other in a cycle have no end.
     for _ in 0..case.graph.resource_waits.len() {
         rank_index = holder(rank_index).map_or(rank_index, |wait| wait.holder);
     }
     Suspect::Host { rank_index, events, guess }
 }
 
-/// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
-/// whose stacks tell that they wait.
+/// The suspects of a job in which no rank is known to wait in a collective: a rank that stands
+/// still by itself, or that differs from ranks whose stacks show that they wait.
 fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     let views = &case.world.views;
     let alone = |rank_index: usize| Suspect::Host { rank_index, events: Vec::new(), guess: false };
@@ -132,7 +134,8 @@ fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
         case.stack_waiters = waiting;
         return kernels.into_iter().map(|rank_index| Suspect::Device { rank_index, events: Vec::new() }).collect();
     }
-    // Who waits for a lock that processes share waits for one of them, when there is one that does not.
+    // A rank in a lock shared between processes waits for a rank that is not in it, if there is
+    // one.
     let (waiting, others) = match others.iter().all(|rank_index| case.in_shared_lock(*rank_index)) {
         true => (waiting, others),
         false => {
@@ -144,8 +147,8 @@ fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
         }
     };
     if !waiting.is_empty() && !others.is_empty() && kind != TriggerKind::Manual {
-        // Those that wait for the device in an ordinary step and those that are elsewhere mix in any healthy job, so only what
-        // stands still counts.
+        // In any healthy job, some ranks wait for the device in an ordinary step and others are
+        // elsewhere. So only ranks that stand still count.
         let frozen: Vec<usize> = others.iter().copied().filter(|rank_index| views[*rank_index].host.frozen()).collect();
         case.stack_waiters = waiting;
         return if frozen.is_empty() { others } else { frozen }.into_iter().map(alone).collect();
@@ -159,7 +162,7 @@ fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     if kind == TriggerKind::Manual {
         return Vec::new();
     }
-    // Of ranks that do nothing, none is in the way of the others.
+    // Idle ranks do not hold up others.
     let is_idle = is_idle(case);
     if stuck.is_empty()
         && !is_idle
@@ -174,7 +177,8 @@ fn suspects_without_events(case: &mut Case<'_>) -> Vec<Suspect> {
     stuck.into_iter().map(alone).collect()
 }
 
-/// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not.
+/// Whether a rank left in order, with or without a `Goodbye`. A rank that ended with an error of
+/// its own did not.
 fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
     let view = case.view(rank_index);
     match view.presence {
@@ -184,7 +188,8 @@ fn ended_in_order(case: &Case<'_>, rank_index: usize) -> bool {
     }
 }
 
-/// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
+/// Splits the ranks into those at the place of more than half of all ranks, and the others. `None`
+/// unless all ranks stand still.
 fn split_by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
     let all = 0..case.world.views.len();
     let known = |rank_index: usize| case.view(rank_index).host.stack && case.view(rank_index).host.frozen();
@@ -212,13 +217,14 @@ fn conclude(case: &Case<'_>) -> Outcome {
         }
     }
     let cause = |rule: usize| RULES[rule].cause;
-    // Who waits for a lock that processes share may wait for another rank.
+    // A rank in a lock shared between processes may wait for another rank.
     let locked = |finding: &Finding| finding.culprits.iter().all(|rank_index| case.in_shared_lock(*rank_index));
     let all = findings.len();
     if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !locked(finding)) {
         findings.retain(|(_, _, finding)| finding.culprits.is_empty() || !locked(finding));
     }
-    // Who waits for members of a window, even by asking all the time, is not to blame while one of them is elsewhere.
+    // A rank that waits for members of an MPI window, even by polling, is not to blame while one of
+    // them is elsewhere.
     let accused: BTreeSet<usize> =
         findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
     let in_window = case.ranks_waiting_in_windows(&accused);
@@ -228,7 +234,7 @@ fn conclude(case: &Case<'_>) -> Outcome {
             || finding.culprits.is_empty()
             || !finding.culprits.iter().all(|rank_index| in_window.contains(rank_index))
     });
-    // Who looks again and again for something that has not come may wait for what another one should have done.
+    // A rank that polls may wait for another rank.
     let waits = |rank_index: &usize| case.polls(*rank_index) || case.does(*rank_index, Activity::DeviceWait);
     let polls = |finding: &Finding| finding.culprits.iter().all(waits);
     let others = findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !polls(finding));
@@ -240,7 +246,8 @@ fn conclude(case: &Case<'_>) -> Outcome {
         });
     }
     let mut certain = findings.len() == all;
-    // Who moves is not to blame while somebody else stands still, and the network is not while a rank is.
+    // A rank that makes progress is not to blame while another one stands still, and the network is
+    // not to blame while a rank is.
     let mild = |rule: usize| matches!(cause(rule), Cause::LongStep | Cause::Compile | Cause::PythonGc);
     if findings.iter().any(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty()) {
         findings.retain(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty());
@@ -252,7 +259,8 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if findings.iter().any(|(rule, _, finding)| dead(*rule) && !by_agent(finding)) {
         findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
     }
-    // Who was killed did not notice a death; who ended with an error may have.
+    // A rank that was killed did not react to another death. A rank that ended with an error may
+    // have.
     let killed = |finding: &Finding| finding.culprits.iter().all(|rank_index| ended_by_signal(case, *rank_index));
     if findings.iter().any(|(rule, _, finding)| dead(*rule) && killed(finding)) {
         let before = findings.len();
@@ -274,7 +282,8 @@ fn conclude(case: &Case<'_>) -> Outcome {
     if first.len() < findings.len() {
         confidence = confidence.min(Confidence::Medium);
     }
-    // Many that are somewhere else together while few wait may be waiting for something that those few have not done.
+    // Many ranks together at another place, while few wait, may wait for something that the few
+    // have not done.
     let elsewhere = matches!(cause(primary), Cause::MissingRank | Cause::P2pUnmatched);
     let together =
         culprits.len() > 1 && culprits.iter().all(|rank_index| case.place(*rank_index) == case.place(culprits[0]));
@@ -284,14 +293,14 @@ fn conclude(case: &Case<'_>) -> Outcome {
     {
         confidence = confidence.min(Confidence::Medium);
     }
-    // Ranks that are missing at different places may wait for each other in a way that is not seen.
+    // Ranks that are missing at different places may wait for each other in an unknown way.
     let missing = first.iter().flat_map(|(_, _, finding)| &finding.culprits).map(|rank_index| case.place(*rank_index));
     let apart = cause(primary) == Cause::MissingRank && missing.collect::<BTreeSet<_>>().len() > 1;
     let assumed = case.graph.assumed.iter().any(|rank_index| !culprits.contains(rank_index));
     if apart || assumed || !certain {
         confidence = confidence.min(Confidence::Medium);
     }
-    // Of several ranks of which nothing is known, any one may be the culprit.
+    // Any one of several unknown ranks may be the culprit.
     if guesses > 1 {
         confidence = Confidence::Low;
     }
@@ -320,7 +329,8 @@ fn conclude(case: &Case<'_>) -> Outcome {
     }
 }
 
-/// Most members of a communicator have not entered what few wait in, and stand together at one place.
+/// Most members of a communicator have not entered the collective that few wait in, and are
+/// together at one place.
 fn few_inside_instead(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Finding> {
     let (rule, suspect, _) = findings.first()?;
     let event = case.main_event(suspect)?;
@@ -334,7 +344,8 @@ fn few_inside_instead(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) 
     alone_in(case, event, &outside)
 }
 
-/// Nobody waits for anybody, and all ranks of the job are stuck in the same way: what they wait for is outside of them.
+/// No rank waits for another, and all ranks of the job are stuck in the same way: they wait for
+/// something outside the job.
 fn all_stuck_alike(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> bool {
     let outside = |rule: usize| {
         matches!(RULES[rule].cause, Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
@@ -392,7 +403,7 @@ fn sentence(
     if whole {
         parts.push(spelled(first[0]));
     } else {
-        // Ranks of which the same is to be said are said together.
+        // Ranks with the same statement share one clause.
         let mut said: Vec<(&Statement, Vec<usize>)> = Vec::new();
         for finding in &first {
             match said.iter().position(|(statement, _)| **statement == finding.statement) {
@@ -423,7 +434,7 @@ fn sentence(
     capital(&text)
 }
 
-/// No rule explains it: says what is known.
+/// The outcome if no rule explains the incident: what is known.
 fn unexplained(case: &Case<'_>) -> Outcome {
     let views = &case.world.views;
     let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
@@ -483,7 +494,8 @@ fn unexplained(case: &Case<'_>) -> Outcome {
     unknown(format!("It is not known why the job stopped: {known}."))
 }
 
-/// A job that has worked, and of which no rank does anything now; one that has not begun yet waits for something.
+/// A job that has worked and whose ranks all do nothing now. A job that has not begun yet waits for
+/// something.
 fn is_idle(case: &Case<'_>) -> bool {
     let views = &case.world.views;
     let worked = views.iter().any(|view| view.operations().any(is_collective));
@@ -501,7 +513,7 @@ fn unknown(sentence: String) -> Outcome {
     }
 }
 
-/// Where the ranks stand, when it is the same place for all.
+/// The place of the ranks, if it is the same for all.
 fn same_place(case: &Case<'_>) -> Option<String> {
     let first = case.place(0);
     let same = (1..case.world.views.len()).all(|rank_index| case.place(rank_index) == first);
@@ -548,7 +560,7 @@ fn write_verdict(case: &Case<'_>, outcome: Outcome) -> Verdict {
     }
 }
 
-/// Ranks that are inside something that others are needed for.
+/// Ranks inside an operation that needs others.
 fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
     let pends = |rank_index: usize| {
         case.view(rank_index)
@@ -597,7 +609,7 @@ fn evidence_gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
     lines
 }
 
-/// Somebody asked before the hang timeout ran out, so what is pending may still complete.
+/// A manual dump came before the hang timeout, so pending operations may still complete.
 fn younger_than_timeout(case: &Case<'_>) -> Option<EvidenceLine> {
     let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
     let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);

@@ -1,20 +1,21 @@
-//! Ranks that wait for another rank by something of the machine: a lock on a file that it holds, a pipe or a socket whose other end it has.
+//! Ranks that wait for a resource of another rank: a file lock that it holds, or a pipe or socket
+//! whose other end it has.
 
 use xpu_timer_proto::server::AwaitedKind;
 
 use crate::world::World;
 
-/// A rank whose main thread waits for what the process of another rank holds.
+/// A rank whose main thread waits for a resource that the process of another rank has.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct ResourceWait {
-    /// The rank that waits, as a view.
+    /// Index of the rank that waits.
     pub waiter: usize,
-    /// The rank that holds it.
+    /// Index of the rank that has the resource.
     pub holder: usize,
 }
 
-/// All of them, ascending. Holders are named by their processes, so they are ranks of the same node; a thing that somebody else
-/// holds as well is nobody's alone.
+/// All resource waits, ascending by waiter. A holder is identified by its process, so it is a rank
+/// of the same node. A resource with several holders is left out.
 pub(crate) fn resource_waits(world: &World<'_>) -> Vec<ResourceWait> {
     let by_process: std::collections::HashMap<(Option<&str>, i32), usize> = world
         .views

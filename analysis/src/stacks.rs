@@ -1,5 +1,6 @@
-//! Where a rank stands and what it does, by the words on its stacks, its process state, and what moved between its two
-//! samples. Names of frames come as `proto/server.proto` says; nothing here compares one rank with another.
+//! What a rank does and where, by the names on its stacks, its process state, and what moved
+//! between its two samples. `proto/server.proto` defines the names of frames. This module never
+//! compares one rank with another.
 
 mod classify;
 mod compiler;

@@ -1,4 +1,4 @@
-//! What a thread does, by the words on its stacks.
+//! The activity of a thread, by the names on its stacks.
 
 use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
@@ -12,13 +12,13 @@ use super::{
 };
 use crate::verdict::Activity;
 
-/// What a thread does, by its native and Python stacks. The order of the questions matters: what stands nearer to the
-/// device or the lock comes before what merely surrounds it.
+/// The activity of a thread, by its native and Python stacks. The checks have an order: frames near
+/// the device or the lock come before frames around them.
 pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> ObservedActivity {
     classify_without(Activity::Unknown, native, python)
 }
 
-/// As [`classify`], when the thread is known not to do one of them.
+/// Like [`classify`], for a thread that is known not to have the activity `excluded`.
 pub(super) fn classify_without(
     excluded: Activity,
     native: Option<&PstackStacktrace>,
@@ -56,8 +56,8 @@ impl<'a> Thread<'a> {
         self.native.into_iter().flat_map(|thread| thread.frames.iter().map(|frame| frame.func_name.as_str()))
     }
 
-    /// The innermost native functions: what the thread itself is in, not what called it. Those of the C library all count, which
-    /// are many where its inlined ones are known.
+    /// The innermost native functions: what the thread itself is in, without its callers. All
+    /// frames of the C library count; there are many of them if its inlined functions are known.
     fn leaves(&self) -> impl Iterator<Item = &'a str> + use<'a> {
         let frames = self.native.map_or(&[][..], |thread| &thread.frames);
         let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
@@ -78,8 +78,9 @@ fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
     named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
 }
 
-/// The same in an interpreter that was stripped, which has only its public names: of all that these call, only the wait for the global
-/// lock waits for a condition with a limit and has no public name itself.
+/// The wait for the GIL in a stripped interpreter, which has only its public names. Of everything
+/// that these functions call, only the wait for the GIL waits for a condition with a timeout and
+/// has no public name itself.
 fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     let frames = &thread.native?.frames;
     let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
@@ -91,7 +92,7 @@ fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     .then_some(&caller.func_name)
 }
 
-/// The connection to the store of a job that a rank cannot make, as a witness.
+/// The witness of a failing connection to the store of a job.
 pub(super) const STORE_CONNECT: &str = "connect to c10d::TCPStore";
 
 fn connects_to_store(thread: &Thread<'_>) -> bool {
@@ -104,7 +105,8 @@ fn initializes(thread: &Thread<'_>) -> Option<String> {
     if connects_to_store(thread) {
         return Some(STORE_CONNECT.to_owned());
     }
-    // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
+    // A thread waits for the store in the creation of a group, and in programs that use the store
+    // for something else. The Python frames distinguish the two.
     let of_torch = |frame: &&PySpyFrame| {
         frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&unqualified(&frame.func_name))
     };
@@ -133,9 +135,9 @@ fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
             })
     };
     let all = || thread.functions().filter(waits);
-    // A function of the public interface says more than a closure of its implementation.
+    // A public function is a better witness than a closure of its implementation.
     all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
-        // Without native frames the names of Python's wrappers must do.
+        // Without native frames, the names of Python wrappers are the fallback.
         let of_wrapper = |frame: &&PySpyFrame| {
             patterns::DEVICE_PYTHON.contains(&unqualified(&frame.func_name))
                 && (frame.file_name.contains("torch/") || base_name(&frame.file_name).starts_with("cuda."))
@@ -148,7 +150,7 @@ fn collects(thread: &Thread<'_>) -> Option<String> {
     let named = thread
         .functions()
         .find(|function| patterns::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
-    // An interpreter that was stripped has no names for it, but says so in its memory.
+    // A stripped interpreter has no names for the collector, but a flag in its memory.
     let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("garbage collector");
     named.or_else(said).map(str::to_owned)
 }
@@ -179,7 +181,7 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     if let Some(function) = native {
         return Some(function.to_owned());
     }
-    // A queue is a loader's when one of the frames around it speaks of data.
+    // A queue belongs to a loader if one of the frames around it has a name about data.
     let queue = frames.iter().take(5).find(|frame| {
         patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
             && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
@@ -191,7 +193,8 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     hinted.then(|| frame_label(queue))
 }
 
-/// Whether one of the words that a name is made of begins with one of `parts`: `_` and capital letters part words.
+/// Whether a word in a name begins with one of `parts`. Words are separated by `_` and by capital
+/// letters.
 fn has_word(name: &str, parts: &[&str]) -> bool {
     let mut before = '_';
     name.char_indices().any(|(index, letter)| {
@@ -202,7 +205,7 @@ fn has_word(name: &str, parts: &[&str]) -> bool {
     })
 }
 
-/// Whether a thread waits for a child process to end, or for its output.
+/// Whether a thread waits for the end or for the output of a child process.
 pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_child = |frame: &PySpyFrame| {
@@ -214,7 +217,7 @@ pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_child)
 }
 
-/// The outermost frame in which a thread receives what other processes put into a queue or pipe of Python's multiprocessing.
+/// The outermost frame in which a thread receives from a queue or pipe of Python's multiprocessing.
 pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
     frames
         .iter()
@@ -245,18 +248,18 @@ pub(super) fn waits_for_signal(native: Option<&PstackStacktrace>) -> bool {
         || thread.syscall().is_some_and(|number| patterns::SIGNAL_SYSCALLS.contains(&number))
 }
 
-/// Whether a thread waits for what another machine or process sends.
+/// Whether a thread waits for data from another machine or process.
 pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
     let thread = Thread { native: Some(native), python: None };
     thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&strip_variant(function)))
 }
 
-/// Whether a thread stands in a queue or pipe of Python's own.
+/// Whether a thread is in one of Python's own queues or pipes.
 pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
     frames.iter().take(5).any(|frame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
 }
 
-/// Whether a thread stands in library code of one of these files.
+/// Whether a thread is in library code of one of these files.
 pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
     let mut library = frames.iter().take_while(|frame| is_library(&frame.file_name));
     library.any(|frame| contains_any(&frame.file_name, files))
@@ -265,8 +268,8 @@ pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
     let leaf = thread.leaves().find(|function| patterns::IO_NATIVE.contains(&strip_variant(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
-    // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
-    // or what somebody types.
+    // A socket is not storage: a thread that reads from a socket waits for another process. Data
+    // between processes and keyboard input are not storage either.
     let asks = thread.functions().any(|function| patterns::INPUT_NATIVE.contains(&function));
     let of_events = |function: &str| patterns::EVENT_READS.iter().any(|start| function.starts_with(start));
     if asks
@@ -296,7 +299,7 @@ fn sleeps(thread: &Thread<'_>) -> Option<String> {
     })
 }
 
-/// A lock of Python's multiprocessing, as a witness.
+/// The witness of a lock of Python's multiprocessing.
 pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
 
 fn locks(thread: &Thread<'_>) -> Option<String> {
@@ -308,7 +311,8 @@ fn locks(thread: &Thread<'_>) -> Option<String> {
 }
 
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
-    // The outermost of them is what was called; the others are its insides.
+    // The outermost match is the function that the program called. The inner ones are its
+    // implementation.
     let leaf = thread.leaves().filter(|function| contains_any(function, patterns::LOCK_NATIVE)).last();
     leaf.map(str::to_owned)
         .or_else(|| thread.syscall().filter(|number| *number == patterns::FUTEX_SYSCALL).map(|_| "futex".to_owned()))

@@ -1,10 +1,10 @@
-//! Whether a child process compiles.
+//! Child processes that compile.
 
 use xpu_timer_proto::server::Stacktrace;
 
 use super::{names::base_name, patterns};
 
-/// Whether a child of the rank is a compiler.
+/// The name of a child process that is a compiler, if it is alive.
 pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
     dump.children.iter().find_map(|child| {
         let mut words = child.command.split_whitespace().map(base_name);

@@ -1,4 +1,4 @@
-//! A deadlock on Python's global lock.
+//! A deadlock on the GIL.
 
 use xpu_timer_proto::server::Stacktrace;
 
@@ -9,23 +9,25 @@ use super::{
 };
 use crate::verdict::Activity;
 
-/// More than a thread runs because it is stopped and released for the captures.
+/// A capture may stop and release a thread. A thread that used more processor time than this
+/// between the samples ran by itself.
 const MAX_CAPTURE_RUN_NS: u64 = 5_000_000;
 
-/// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
+/// The holder of the GIL, blocked at the same place in both samples while other threads wait for
+/// the GIL.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct GilHolder {
-    /// Its name.
+    /// Name of the thread.
     pub thread: String,
-    /// The native function that it is blocked in.
+    /// The native function that blocks it.
     pub function: String,
-    /// Where it stands in Python.
+    /// Its place in Python code.
     pub place: Option<String>,
-    /// How many threads wait for the lock.
+    /// Number of threads that wait for the GIL.
     pub waiting: usize,
 }
 
-/// Looks for a deadlock on the global lock.
+/// Finds a deadlock on the GIL.
 pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     let (first, last) = samples(dump);
     let first = first?;
@@ -42,7 +44,7 @@ pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
     }
     let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
     let (before, after) = (find(first)?, find(last)?);
-    // A capture may have to stop it for a moment, which counts as running.
+    // A capture may have stopped the thread for a moment, which counts as running.
     let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < MAX_CAPTURE_RUN_NS
         && !after.state.starts_with('R')
         && !after.frames.is_empty()

@@ -1,4 +1,5 @@
-//! Where a thread stands, for a person: the user's own innermost line, and the native function that tells most.
+//! Where a thread is: the innermost line of the user's own code, and the most specific native
+//! function.
 
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
@@ -9,22 +10,22 @@ use super::{
 };
 use crate::verdict::{Activity, Location};
 
-/// As [`own_frame`], for a thread that a library may have started: where nothing is the user's, the innermost frame of a package says
-/// more than what the standard library starts threads with.
+/// Like [`own_frame`], for a thread that a library may have started: if no frame is the user's own,
+/// the innermost frame of a package says more than the standard library's thread starter.
 pub(super) fn most_specific_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
     let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, patterns::PACKAGE_PATHS);
     let own = frames.iter().any(|frame| !is_library(&frame.file_name));
     frames.iter().find(of_package).filter(|_| !own).or_else(|| own_frame(frames))
 }
 
-/// The innermost frame of the user's own that is in another file than `own`, which it called.
+/// The innermost frame of the user's own code in another file than `own`, which it called.
 fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
     let mut frames = frames.iter().filter(|frame| !is_library(&frame.file_name));
     let other = frames.find(|frame| file(frame).is_some() && file(frame) != file(own))?;
     Some(format!("{} in {}", other.file_name, other.func_name))
 }
 
-/// Where a thread stands that does this, in a process that runs `program`.
+/// The location of a thread with this activity, in a process that runs `program`.
 pub(super) fn locate(
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
@@ -34,39 +35,40 @@ pub(super) fn locate(
     let own = python.and_then(|thread| own_frame(&thread.frames));
     let waits = doing.activity == Activity::DeviceWait;
     let caller = python.zip(own).filter(|_| waits).and_then(|(thread, own)| caller(&thread.frames, own));
-    // Where there is no Python to tell the place in the program, the program's own function does.
+    // Without Python frames, the program's own native function shows the place in the program.
     let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
-    let told = native.and_then(|thread| {
-        let told = most_specific_function(&thread.frames, &doing.witness)?;
+    let native_function = native.and_then(|thread| {
+        let function = most_specific_function(&thread.frames, &doing.witness)?;
         Some(match own_native(&thread.frames) {
-            Some(own) => native_path(&thread.frames, told, own),
-            None => told.func_name.clone(),
+            Some(own) => native_path(&thread.frames, function, own),
+            None => function.func_name.clone(),
         })
     });
     Location {
         python: own.map(|frame| frame.file_name.clone()),
         python_function: own.map(|frame| frame.func_name.clone()),
         caller,
-        native: told.or_else(|| {
+        native: native_function.or_else(|| {
             native.filter(|thread| !thread.wchan.is_empty()).map(|thread| format!("{} (kernel)", thread.wchan))
         }),
     }
 }
 
-/// The function that tells most beside the program's own innermost one, the inner of the two first.
-fn native_path(frames: &[PstackFrame], told: &PstackFrame, own: &PstackFrame) -> String {
+/// Combines the most specific function and the program's own innermost function, the inner of the
+/// two first.
+fn native_path(frames: &[PstackFrame], function: &PstackFrame, own: &PstackFrame) -> String {
     let depth = |wanted: &PstackFrame| frames.iter().position(|frame| std::ptr::eq(frame, wanted));
     let place = format!("{}{}", own.func_name, source(own));
-    if told.func_name == own.func_name {
+    if function.func_name == own.func_name {
         place
-    } else if depth(told) < depth(own) {
-        format!("{}, called from {place}", told.func_name)
+    } else if depth(function) < depth(own) {
+        format!("{}, called from {place}", function.func_name)
     } else {
-        format!("{place}, called from {}{}", told.func_name, source(told))
+        format!("{place}, called from {}{}", function.func_name, source(function))
     }
 }
 
-/// The object that a process runs: the one that holds `main`, which the stack of its main thread tells.
+/// The object that a process runs: the one with `main`, by the stack of its main thread.
 pub(super) fn program(threads: &[PstackStacktrace]) -> Option<&str> {
     let of = |root: &str| {
         let mut frames = threads.iter().flat_map(|thread| &thread.frames);
@@ -75,12 +77,13 @@ pub(super) fn program(threads: &[PstackStacktrace]) -> Option<&str> {
     of("main").or_else(|| of("_start"))
 }
 
-/// The innermost frame of the program itself: in the object that holds `main`, and not what its language brought there.
+/// The innermost frame of the program itself: in the object with `main`, and not of a language
+/// runtime inside it.
 fn own_native_frame<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
     innermost_of(frames, program).filter(|frame| frame.func_name != "_start")
 }
 
-/// Where a thread stands in the program that is this object: `read_shard (loader.cpp:41)`.
+/// The place of a thread in the program that this object contains: `read_shard (loader.cpp:41)`.
 pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<String> {
     innermost_of(frames, program).map(|frame| format!("{}{}", frame.func_name, source(frame)))
 }
@@ -94,15 +97,15 @@ fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a Psta
     })
 }
 
-/// Its line of source, when it is known: ` (loader.cpp:41)`.
+/// The source line of a frame, if known: ` (loader.cpp:41)`.
 fn source(frame: &PstackFrame) -> String {
     let line = base_name(&frame.file_name);
     if line.contains(':') { format!(" ({line})") } else { String::new() }
 }
 
-/// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
-/// the function of the C library that was called, without its insides; else what is called from there, without the
-/// insides of a language's runtime; else whatever is innermost.
+/// The native function that says most about where a thread is. In this order: the function by which
+/// it was classified; the public function of the C library that was called; the caller of the C
+/// library, without the internals of a language runtime; the innermost function.
 fn most_specific_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
     let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| is_named(&frame.func_name)).collect();
     let innermost = frames.first()?;
@@ -120,7 +123,7 @@ fn most_specific_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Optio
 mod tests {
     use super::*;
 
-    fn told(witness: &str, stack: &[(&str, &str)]) -> String {
+    fn most_specific(witness: &str, stack: &[(&str, &str)]) -> String {
         let frame = |(function, module): &(&str, &str)| PstackFrame {
             func_name: (*function).into(),
             module: (*module).into(),
@@ -143,11 +146,11 @@ mod tests {
         let pool = frame("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py:83");
         let package =
             frame("_write_files", "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/filesystem.py:9");
-        let told = |frames: &[PySpyFrame]| most_specific_frame(frames).map(|frame| frame.func_name.clone());
-        assert_eq!(told(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
+        let most_specific = |frames: &[PySpyFrame]| most_specific_frame(frames).map(|frame| frame.func_name.clone());
+        assert_eq!(most_specific(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
         let own = frame("save", "/job/train.py:3");
-        assert_eq!(told(&[package, own, pool.clone()]).as_deref(), Some("save"));
-        assert_eq!(told(&[pool]).as_deref(), Some("_worker"));
+        assert_eq!(most_specific(&[package, own, pool.clone()]).as_deref(), Some("save"));
+        assert_eq!(most_specific(&[pool]).as_deref(), Some("_worker"));
     }
 
     #[test]
@@ -172,14 +175,14 @@ mod tests {
             ("__new_sem_wait_slow64.constprop.0", LIBC),
             ("PyThread_acquire_lock_timed", PYTHON),
         ];
-        assert_eq!(told("", &lock), "PyThread_acquire_lock_timed");
-        assert_eq!(told("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
+        assert_eq!(most_specific("", &lock), "PyThread_acquire_lock_timed");
+        assert_eq!(most_specific("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
         let device = [("ioctl", LIBC), ("??", CUDA), ("cuStreamSynchronize", CUDA), ("cudaStreamSynchronize", CUDA)];
-        assert_eq!(told("cuStreamSynchronize", &device), "cuStreamSynchronize");
+        assert_eq!(most_specific("cuStreamSynchronize", &device), "cuStreamSynchronize");
         let rust = [("syscall", LIBC), ("std::sys::futex_wait", "/app"), ("app::wait", "/app")];
-        assert_eq!(told("", &rust), "app::wait");
-        assert_eq!(told("", &[("syscall", LIBC)]), "syscall");
-        assert_eq!(told("", &[("??", "/app")]), "nothing");
+        assert_eq!(most_specific("", &rust), "app::wait");
+        assert_eq!(most_specific("", &[("syscall", LIBC)]), "syscall");
+        assert_eq!(most_specific("", &[("??", "/app")]), "nothing");
     }
 
     #[test]
@@ -208,7 +211,7 @@ mod tests {
         assert_eq!(located(&lock[5..6]), "__libc_start_main", "nothing of its own");
         assert_eq!(located(&lock[..2]), "pthread_mutex_lock", "a stack that does not reach its root");
 
-        // What tells most may have called the program's own innermost function.
+        // The most specific function may have called the program's own innermost function.
         let loader = [
             frame("read", LIBC, "./io/read.c:26"),
             frame("read_shard", "/job/train", "/job/src/shards.cpp:12"),

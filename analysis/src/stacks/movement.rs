@@ -9,9 +9,10 @@ use super::{
     sample::ThreadStacks,
 };
 
-/// With less than this share of a processor a process computes nothing.
+/// A process with less than this share of a processor computes nothing.
 pub(super) const IDLE_SHARE: f64 = 0.05;
-/// Less than so many bytes a second is the noise of logs and of watchers' pipes, not progress of input or output.
+/// A lower rate, in bytes per second, is the noise of logs and of watchers' pipes, and not progress
+/// of I/O.
 pub(super) const MOVING_BYTES_PER_SECOND: f64 = 16_384.0;
 
 pub(super) fn movement(
@@ -32,7 +33,7 @@ pub(super) fn movement(
         cpu_share: last.cpu_time_ns.saturating_sub(first.cpu_time_ns) as f64 / between_ns as f64,
         io_bytes,
         io: io_bytes as f64 / seconds >= MOVING_BYTES_PER_SECOND,
-        // Frames that could not be read in one of the samples are no proof of a move.
+        // Frames that could not be read in one of the samples prove no move.
         own_frame: own_frames(before, after).is_some_and(|[before, after]| {
             (&before.func_name, &before.file_name) != (&after.func_name, &after.file_name)
         }),
@@ -44,14 +45,15 @@ pub(super) fn movement(
     })
 }
 
-/// Bytes that a process read and wrote between two samples, over TCP connections too. One that could not be read counts as none.
+/// Bytes that a process read and wrote between two samples, including TCP connections. A counter
+/// that could not be read counts as zero.
 pub(super) fn bytes_between(first: &ProcessSample, last: &ProcessSample) -> u64 {
     let grown = |before: u64, after: u64| if before == 0 { 0 } else { after.saturating_sub(before) };
     grown(first.io_bytes, last.io_bytes).saturating_add(grown(first.tcp_bytes, last.tcp_bytes))
 }
 
-/// The main thread stands in a read or write of the same socket in both samples, and woke up in between: bytes came or went. The
-/// kernel does not count those of `recv` and `send`.
+/// Whether the main thread is in a read or write of the same socket in both samples and woke up in
+/// between: bytes came or went. The kernel does not count the bytes of `recv` and `send`.
 pub(super) fn serves_socket((before, _): ThreadStacks<'_>, (after, _): ThreadStacks<'_>) -> bool {
     let socket = |thread: &PstackStacktrace| {
         let awaited = thread.awaited.as_ref().filter(|awaited| awaited.kind() == AwaitedKind::Socket)?;
@@ -63,7 +65,7 @@ pub(super) fn serves_socket((before, _): ThreadStacks<'_>, (after, _): ThreadSta
     })
 }
 
-/// Whether the innermost Python frames of two samples are of libraries, and at different lines.
+/// Whether the innermost Python frames of two samples are in libraries, and at different lines.
 pub(super) fn within_library((_, before): ThreadStacks<'_>, (_, after): ThreadStacks<'_>) -> bool {
     let leaf = |python: Option<&PySpyStacktrace>| {
         let frame = python?.frames.first().filter(|frame| is_library(&frame.file_name))?;
@@ -72,13 +74,13 @@ pub(super) fn within_library((_, before): ThreadStacks<'_>, (_, after): ThreadSt
     leaf(before).zip(leaf(after)).is_some_and(|(before, after)| before != after)
 }
 
-/// The user's own innermost Python frames in two samples.
+/// The innermost Python frames of the user's own code in two samples.
 pub(super) fn own_frames<'a>(before: ThreadStacks<'a>, after: ThreadStacks<'a>) -> Option<[&'a PySpyFrame; 2]> {
     let own = |(_, python): ThreadStacks<'a>| own_frame(&python?.frames);
     Some([own(before)?, own(after)?])
 }
 
-/// Whether those are of one function, at whatever lines.
+/// Whether the user's own frames of two samples are in one function, at any lines.
 pub(super) fn in_same_function(before: ThreadStacks<'_>, after: ThreadStacks<'_>) -> bool {
     own_frames(before, after).is_some_and(|[before, after]| {
         before.func_name == after.func_name && file(before).is_some() && file(before) == file(after)

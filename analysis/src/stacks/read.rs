@@ -1,4 +1,4 @@
-//! Reads a dump.
+//! Combines the samples of a dump into what is known of a process.
 
 use std::collections::HashMap;
 
@@ -16,27 +16,31 @@ use super::{
 };
 use crate::verdict::Activity;
 
-/// The kernel shows a process whose control group is frozen as one that sleeps, so it gets a state of its own here.
+/// The kernel shows a process in a frozen control group as sleeping, so the judge uses a state of
+/// its own.
 const FROZEN: &str = "F (frozen)";
 
-/// What the kernel calls a process that waits.
+/// The kernel's name for the state of a waiting process.
 const SLEEPING: &str = "S (sleeping)";
 
-/// Reads a dump: what its main thread does, or the one that trains in its place.
+/// Reads a dump: the process, and its main thread or the training thread in its place.
 pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     let (first, last) = samples(dump);
     let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
-    // A process that vanished or could not be read the second time still has the stacks of the first.
-    let frame_label = match first {
+    // A process that vanished or could not be read the second time still has the stacks of the
+    // first sample.
+    let readable = match first {
         Some(first) if !last.has_stacks() => first,
         _ => last,
     };
-    // One look tells nothing of what moves: a sample that came too late, on a busy machine, is no proof of standing still.
+    // A single sample says nothing about movement. A sample that came too late, on a busy machine,
+    // does not prove that the process stands still.
     let seen_before = first.filter(|first| first.has_stacks() && last.has_stacks());
-    let main = reporting_threads(frame_label, dump.pid, training);
+    let main = reporting_threads(readable, dump.pid, training);
     let before = seen_before.map(|first| reporting_threads(first, dump.pid, training));
     let moved = movement(dump, before, main);
-    // Who collects garbage computes; one that does not stands in a finalizer, at whatever that does.
+    // A garbage collection computes. A thread in a collection that uses no processor is in a
+    // finalizer.
     let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
     let excluded = if idle { Activity::Gc } else { Activity::Unknown };
     let does = |(native, python)| classify_without(excluded, native, python);
@@ -47,23 +51,26 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     });
     let state = match (frozen, last.state, first) {
         (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
-        (_, "", _) => frame_label.state,
+        (_, "", _) => readable.state,
         (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
         (_, state, _) => state,
     };
     let did = before.map(|before| does(before).activity);
     let same_in_both = did.is_none_or(|did| did == observed.activity);
     let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
-    // What other threads read and write is nothing to a main thread that slept, or stood in one call, all the time.
+    // I/O of other threads is no progress of a main thread that slept, or was in one call, all the
+    // time.
     let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
     let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
     let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
-    // Who sleeps between looks at something may be caught looking, in the same function: that is no progress.
+    // A thread that polls may be in the middle of a poll, in the same function. That is no
+    // progress.
     let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
     let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
     let work =
         if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
-    // On a busy machine who computes gets little, but wants to run at every look.
+    // On a busy machine, a computing thread gets little processor time, but is runnable in every
+    // sample.
     let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
     let flows = before.is_some_and(|before| serves_socket(before, main));
     let moved = moved.map(|moved| Movement {
@@ -81,7 +88,7 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
             || main.1.is_some_and(|thread| !thread.frames.is_empty()),
         state: state.to_owned(),
         same_in_both,
-        location: locate(main.0, main.1, &observed, program(frame_label.native)),
+        location: locate(main.0, main.1, &observed, program(readable.native)),
         moved,
         d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
         awaited: main.0.and_then(|thread| thread.awaited.clone()),
@@ -89,8 +96,9 @@ pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
     }
 }
 
-/// A process that is traced in the last sample: a debugger holds it only when it did so in the first one and the main thread did not run
-/// in between. Else it was a stop of the capture itself, which lasts for microseconds and is long enough to be seen on a busy machine.
+/// The state of a process that is traced in the last sample. A debugger holds it only if it did so
+/// in the first sample as well and the main thread did not run in between. Otherwise the capture
+/// itself stopped it, which takes microseconds and is still visible on a busy machine.
 fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Movement>) -> &'a str {
     let ran = moved.is_none_or(|moved| moved.main_ran || moved.cpu_share > 0.0);
     match first {
@@ -100,8 +108,9 @@ fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Mov
     }
 }
 
-/// Who receives from a queue of worker processes that are stuck, or from any pipe of theirs when one of them is dead or when nobody else has the
-/// other end open, waits for a loader.
+/// A thread waits for a loader if it receives from a queue of worker processes and one of them is
+/// stuck, or from any of their pipes if one of them is dead or no other process has the other end
+/// open.
 fn from_stuck_worker(
     dump: &Stacktrace,
     (native, python): ThreadStacks<'_>,
@@ -121,7 +130,8 @@ fn from_stuck_worker(
     (abandoned || stuck).then(|| ObservedActivity { activity: Activity::DataLoader, witness: frame_label(frame) })
 }
 
-/// Whether a main thread that does this may wait for the work of a thread or child process of its own.
+/// Whether a main thread with this activity may wait for the work of its own threads or child
+/// processes.
 fn may_wait_for_helpers(activity: Activity) -> bool {
     use Activity::{DataLoader, Io, Lock, Sleep, Unknown};
     matches!(activity, DataLoader | Io | Lock | Sleep | Unknown)
@@ -150,7 +160,7 @@ fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {
     if !found.is_empty() {
         return found.into_iter().next();
     }
-    // A process whose threads could not be read at all still tells its state.
+    // The state of a process is known even if its threads could not be read.
     let alone = last.native.is_empty() && first.state.starts_with('D') && last.state.starts_with('D');
     alone.then(|| DSleep { main: true, thread: String::new(), wchan: String::new() })
 }

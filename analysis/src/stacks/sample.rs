@@ -1,4 +1,4 @@
-//! The two samples of a dump, and the stacks of the thread that tells what a process does.
+//! The two samples of a dump, and the stacks of the thread that represents a process.
 
 use xpu_timer_proto::server::{ProcessSample, PstackStacktrace, PySpyStacktrace, Stacktrace};
 
@@ -11,18 +11,18 @@ pub(crate) struct Sample<'a> {
     pub native: &'a [PstackStacktrace],
     /// Python threads.
     pub python: &'a [PySpyStacktrace],
-    /// `S (sleeping)` and the like.
+    /// Process state, such as `S (sleeping)`.
     pub state: &'a str,
 }
 
 impl Sample<'_> {
-    /// False for a process of which nothing but its state could be had.
+    /// False if only the state of the process could be read.
     pub fn has_stacks(&self) -> bool {
         !(self.native.is_empty() && self.python.is_empty())
     }
 }
 
-/// Both samples of a dump: the first one when it was taken, and the last.
+/// Both samples of a dump: the first, if it was taken, and the last.
 pub(crate) fn samples(dump: &Stacktrace) -> (Option<Sample<'_>>, Sample<'_>) {
     let last = Sample { native: &dump.stacktrace, python: &dump.py_stacktrace, state: &dump.process_state };
     (dump.first_sample.as_ref().map(of_process), last)
@@ -32,10 +32,10 @@ pub(super) fn of_process(sample: &ProcessSample) -> Sample<'_> {
     Sample { native: &sample.stacktrace, python: &sample.py_stacktrace, state: &sample.process_state }
 }
 
-/// The native and the Python stack of a thread.
+/// The native and the Python stack of one thread.
 pub(super) type ThreadStacks<'a> = (Option<&'a PstackStacktrace>, Option<&'a PySpyStacktrace>);
 
-/// The stacks of the thread that tells what a process does: of the one that trains, else of the main thread.
+/// The stacks of the thread that represents a process: the training thread, else the main thread.
 pub(super) fn reporting_threads(sample: Sample<'_>, pid: i32, training: Option<u32>) -> ThreadStacks<'_> {
     if let Some(tid) = training {
         let native = sample.native.iter().find(|thread| thread.pid == tid);

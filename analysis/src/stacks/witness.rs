@@ -1,4 +1,4 @@
-//! What the witness of an activity, or a function of the C library, tells beyond the activity.
+//! What the witness of an activity, or a function of the C library, shows beyond the activity.
 
 use super::{
     classify::{SHARED_LOCK, STORE_CONNECT},
@@ -6,7 +6,7 @@ use super::{
     patterns,
 };
 
-/// Whether a witness of [`Activity::Io`] waits for a lock on a file rather than for its bytes.
+/// Whether a witness of [`Activity::Io`] waits for a lock on a file and not for its bytes.
 pub(crate) fn is_file_lock(witness: &str) -> bool {
     patterns::FILE_LOCKS.contains(&witness)
 }
@@ -16,12 +16,12 @@ pub(crate) fn is_shared_lock(witness: &str) -> bool {
     witness == SHARED_LOCK
 }
 
-/// Whether a witness of [`Activity::CommInit`] is a connection to the store that does not come about.
+/// Whether a witness of [`Activity::CommInit`] is a failing connection to the store.
 pub(crate) fn is_store_connect(witness: &str) -> bool {
     witness == STORE_CONNECT
 }
 
-/// Whether a function of the C library waits for what comes over a socket.
+/// Whether a function of the C library waits for data from a socket.
 pub(crate) fn is_network(function: &str) -> bool {
     patterns::NETWORK_NATIVE.contains(&strip_variant(function))
 }
