@@ -6,7 +6,7 @@
 
 use std::collections::{BTreeMap, BTreeSet, HashMap};
 
-use xpu_timer_proto::v1::{CommunicatorState, FlightRecord, Op, Operation, Presence};
+use xpu_timer_proto::v1::{Communicator, CommunicatorState, FlightRecord, Op, Operation, Presence};
 
 use crate::world::{World, is_collective, is_init};
 
@@ -104,25 +104,44 @@ fn size_by_majority(members: &[Member<'_>]) -> u32 {
     votes.into_iter().max_by_key(|(size, votes)| (*votes, *size)).map_or(0, |(size, _)| size)
 }
 
+/// The pending operations of one rank, by communicator.
+#[derive(Default)]
+struct PendingOperations<'a> {
+    /// The oldest pending collective.
+    oldest: HashMap<u64, &'a Operation>,
+    /// The sequence number of the newest pending collective.
+    newest: HashMap<u64, u64>,
+    /// The call that creates the communicator.
+    creating: HashMap<u64, &'a Operation>,
+}
+
+impl<'a> PendingOperations<'a> {
+    fn of(world: &World<'a>, rank_index: usize) -> Self {
+        let mut found = PendingOperations::default();
+        for operation in world.views[rank_index].pending() {
+            if is_collective(operation) {
+                let first = found.oldest.entry(operation.communicator).or_insert(operation);
+                if operation.seq < first.seq {
+                    *first = operation;
+                }
+                let last = found.newest.entry(operation.communicator).or_default();
+                *last = operation.seq.max(*last);
+            } else if is_init(operation) && operation.op() == Op::CommInit && operation.communicator != 0 {
+                found.creating.entry(operation.communicator).or_insert(operation);
+            }
+        }
+        found
+    }
+
+    fn newest(&self, id: u64) -> u64 {
+        self.newest.get(&id).copied().unwrap_or(0)
+    }
+}
+
+/// Adds a rank to all communicators that its record contains.
 fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_index: usize) {
     let Some(flight) = world.views[rank_index].flight else { return };
-    // The oldest pending and the newest collective of each communicator, and the communicators
-    // being created.
-    let mut oldest: HashMap<u64, &Operation> = HashMap::new();
-    let mut newest: HashMap<u64, u64> = HashMap::new();
-    let mut creating: HashMap<u64, &Operation> = HashMap::new();
-    for operation in world.views[rank_index].pending() {
-        if is_collective(operation) {
-            let first = oldest.entry(operation.communicator).or_insert(operation);
-            if operation.seq < first.seq {
-                *first = operation;
-            }
-            let last = newest.entry(operation.communicator).or_default();
-            *last = operation.seq.max(*last);
-        } else if is_init(operation) && operation.op() == Op::CommInit && operation.communicator != 0 {
-            creating.entry(operation.communicator).or_insert(operation);
-        }
-    }
+    let mut pending = PendingOperations::of(world, rank_index);
     let mut add = |id: u64, member: Member<'a>| {
         let comm = comms.entry(id).or_insert_with(|| Comm {
             id,
@@ -138,65 +157,67 @@ fn add_members<'a>(comms: &mut BTreeMap<u64, Comm<'a>>, world: &World<'a>, rank_
         }
     };
     for communicator in flight.communicators.iter().filter(|communicator| communicator.id != 0) {
-        let id = communicator.id;
-        let ended = matches!(communicator.state(), CommunicatorState::Finalized | CommunicatorState::Aborted);
-        let asked = world.views[rank_index].polled_collective(communicator);
-        let operation = asked.or(oldest.remove(&id)).filter(|_| !ended);
-        let by_counters = || {
-            // The counters are a fallback only for a record that lost operations.
-            let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);
-            (lost && !ended && communicator.launched > communicator.completed).then(|| communicator.completed + 1)
-        };
-        let waiting_seq = operation.map(|operation| operation.seq).or_else(by_counters);
-        let started = match operation {
-            Some(operation) if operation.started_ns != 0 => communicator.started.max(operation.seq),
-            Some(operation) => communicator.started.min(operation.seq.saturating_sub(1)),
-            None => communicator.started,
-        };
-        let initializing = communicator.state() == CommunicatorState::Initializing;
-        creating.remove(&id);
-        add(
-            id,
-            Member {
-                rank_index,
-                comm_rank: communicator.rank,
-                claimed_size: communicator.size,
-                state: communicator.state(),
-                launched: communicator.launched.max(newest.get(&id).copied().unwrap_or(0)),
-                started,
-                completed: match operation {
-                    Some(operation) => communicator.completed.min(operation.seq.saturating_sub(1)),
-                    None => communicator.completed,
-                },
-                oldest: operation,
-                waiting_seq,
-                initializing,
-            },
-        );
+        add(communicator.id, recorded_member(world, rank_index, flight, communicator, &mut pending));
     }
     // Operations whose communicator did not fit the table, and communicators known only from their
     // creation.
-    let bare = oldest.into_values().map(|operation| (operation, false));
-    let bare: BTreeMap<u64, (&Operation, bool)> = bare
-        .chain(creating.into_values().map(|operation| (operation, true)))
-        .map(|(operation, initializing)| (operation.communicator, (operation, initializing)))
-        .collect();
-    for (id, (operation, initializing)) in bare {
-        add(
-            id,
-            Member {
-                rank_index,
-                comm_rank: -1,
-                claimed_size: 0,
-                state: CommunicatorState::Unspecified,
-                launched: newest.get(&id).copied().unwrap_or(0),
-                started: if operation.started_ns == 0 { operation.seq.saturating_sub(1) } else { operation.seq },
-                completed: operation.seq.saturating_sub(1),
-                oldest: (!initializing).then_some(operation),
-                waiting_seq: (!initializing).then_some(operation.seq),
-                initializing,
-            },
-        );
+    let collectives = pending.oldest.iter().map(|(id, operation)| (*id, (*operation, false)));
+    let creations = pending.creating.iter().map(|(id, operation)| (*id, (*operation, true)));
+    let unlisted: BTreeMap<u64, (&Operation, bool)> = collectives.chain(creations).collect();
+    for (id, (operation, initializing)) in unlisted {
+        let member = Member {
+            rank_index,
+            comm_rank: -1,
+            claimed_size: 0,
+            state: CommunicatorState::Unspecified,
+            launched: pending.newest(id),
+            started: if operation.started_ns == 0 { operation.seq.saturating_sub(1) } else { operation.seq },
+            completed: operation.seq.saturating_sub(1),
+            oldest: (!initializing).then_some(operation),
+            waiting_seq: (!initializing).then_some(operation.seq),
+            initializing,
+        };
+        add(id, member);
+    }
+}
+
+/// The member of a communicator that the table of its record lists. Takes the operations of that
+/// communicator out of `pending`.
+fn recorded_member<'a>(
+    world: &World<'a>,
+    rank_index: usize,
+    flight: &FlightRecord,
+    communicator: &Communicator,
+    pending: &mut PendingOperations<'a>,
+) -> Member<'a> {
+    let id = communicator.id;
+    pending.creating.remove(&id);
+    let ended = matches!(communicator.state(), CommunicatorState::Finalized | CommunicatorState::Aborted);
+    let polled = world.views[rank_index].polled_collective(communicator);
+    let operation = polled.or(pending.oldest.remove(&id)).filter(|_| !ended);
+    let by_counters = || {
+        // The counters are a fallback only for a record that lost operations.
+        let lost = flight.health.as_ref().is_some_and(|health| health.dropped > 0);
+        (lost && !ended && communicator.launched > communicator.completed).then(|| communicator.completed + 1)
+    };
+    Member {
+        rank_index,
+        comm_rank: communicator.rank,
+        claimed_size: communicator.size,
+        state: communicator.state(),
+        launched: communicator.launched.max(pending.newest(id)),
+        started: match operation {
+            Some(operation) if operation.started_ns != 0 => communicator.started.max(operation.seq),
+            Some(operation) => communicator.started.min(operation.seq.saturating_sub(1)),
+            None => communicator.started,
+        },
+        completed: match operation {
+            Some(operation) => communicator.completed.min(operation.seq.saturating_sub(1)),
+            None => communicator.completed,
+        },
+        oldest: operation,
+        waiting_seq: operation.map(|operation| operation.seq).or_else(by_counters),
+        initializing: communicator.state() == CommunicatorState::Initializing,
     }
 }
 
@@ -256,6 +277,6 @@ fn on_the_line(comm: &Comm<'_>, world: &World<'_>) -> Option<Vec<usize>> {
 /// in.
 pub(crate) fn certainly_absent(world: &World<'_>, rank_index: usize) -> bool {
     let view = &world.views[rank_index];
-    let whole = |flight: &FlightRecord| flight.health.as_ref().is_none_or(|health| health.overflows == 0);
-    view.dead() || view.presence == Presence::Unregistered || view.flight.is_some_and(whole)
+    let complete_table = |flight: &FlightRecord| flight.health.as_ref().is_none_or(|health| health.overflows == 0);
+    view.dead() || view.presence == Presence::Unregistered || view.flight.is_some_and(complete_table)
 }
