@@ -120,13 +120,13 @@ mod tests {
     }
 
     #[test]
-    fn who_joined_is_in_the_communicator_of_those_who_were_there() {
+    fn joined_ranks_share_the_communicator_with_old_ranks() {
         let grown = after(vec![rank(0, &[(7, 9, 0)]), rank(1, &[(7, 0, 0)]), rank(2, &[(9, 0, 0)])]);
         assert_eq!(grown, vec![[(7, 0)]; 3]);
     }
 
     #[test]
-    fn what_is_made_of_a_grown_communicator_is_one_on_all_ranks() {
+    fn children_of_a_grown_communicator_have_one_identity() {
         // A split by colors 3 and 4. Only the first rank knows both identities, and it is in the
         // first child only.
         let (old, new) = (|key| child_id(7, key), |key| child_id(9, key));
@@ -143,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joined_may_be_the_one_that_lets_others_join() {
+    fn a_joined_rank_may_let_others_join() {
         let (old, new) = (child_id(7, 2), child_id(9, 2));
         let ranks = vec![
             rank(0, &[(7, 9, 0), (old, 0, 7)]),
@@ -156,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_in_a_circle_end() {
+    fn identities_in_a_cycle_terminate() {
         let first = after(vec![rank(0, &[(7, 9, 0), (9, 7, 0)]), rank(1, &[(3, 0, 4), (4, 0, 3)])]);
         assert_eq!(first.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
     }

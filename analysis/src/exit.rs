@@ -50,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_words_of_the_collector() {
+    fn the_text_of_the_collector_is_parsed() {
         assert_eq!(Exit::of(""), Exit::Unknown);
         assert_eq!(Exit::of("exit code many"), Exit::Unknown);
         assert_eq!(Exit::of("exit code 3"), Exit::Code(3));
@@ -61,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn success_a_wish_and_an_error_are_three_things() {
+    fn success_request_and_error_are_distinguished() {
         let said = |text: &str| {
             let exit = Exit::of(text);
             (exit.succeeded(), exit.was_told(), exit.failed())

@@ -206,7 +206,7 @@ mod tests {
     }
 
     #[test]
-    fn what_always_came_and_did_not() {
+    fn the_last_break_of_a_pattern_is_found() {
         assert_eq!(letters("SRSRSRSRR"), Some((b'S', b'R', false)));
         assert_eq!(letters("ttdwttdwttdwttdwttw"), Some((b'd', b'w', false)), "left out");
         assert_eq!(letters("ttdwttdwttdwttdwttwd"), Some((b'd', b'w', true)), "changed places");

@@ -461,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_wait_for_the_slow_one_are_not_slow_themselves() {
+    fn peers_of_a_slow_rank_are_not_slow() {
         let job = grid().run(30, |rank, _| if rank == 11 { 150_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [11], "its tensor-parallel peers come late into their data-parallel groups");
         let job = grid().run(30, |rank, _| match rank {
@@ -483,7 +483,7 @@ mod tests {
     }
 
     #[test]
-    fn little_evidence_names_nobody() {
+    fn too_little_evidence_names_no_rank() {
         let job = one_group(4).run(MIN_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [] as [u32; 0]);
         let job = one_group(4).run(30, |rank, _| if rank == 1 { 105_000.0 } else { 100_000.0 });
@@ -500,7 +500,7 @@ mod tests {
     }
 
     #[test]
-    fn a_rank_that_says_nothing_spoils_nothing() {
+    fn a_silent_rank_does_not_disturb_the_comparison() {
         let mut job = one_group(8).run(30, |rank, _| if rank == 6 { 150_000.0 } else { 100_000.0 });
         job.paces.remove(&0);
         assert_eq!(job.slow(), [6]);
@@ -528,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn medians_without_one() {
+    fn median_of_the_others() {
         assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 1.0), Some(5.5));
         assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 2.0), Some(5.0));
         assert_eq!(median_of_others(&[1.0, 2.0], 2.0), Some(1.0));

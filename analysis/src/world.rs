@@ -204,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_job_costs_follows_its_ranks_and_not_the_world_that_is_claimed() {
+    fn the_cost_of_a_job_follows_its_ranks_and_not_the_claimed_world_size() {
         let evidence = |world_size: u32, known: u32| Evidence {
             world_size,
             ranks: (0..known).map(|rank| RankEvidence { rank, ..Default::default() }).collect(),

@@ -133,6 +133,7 @@ const LIMITS: &[Limit] = &[
         applies: assumed_wait,
     },
     Limit {
+        // Scenario: `hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error`.
         name: "overruled",
         reason: "A finding that was overruled may be right after all.",
         confidence: Confidence::Medium,
@@ -199,6 +200,7 @@ impl<'s> Arbitrated<'_, 's> {
     }
 }
 
+/// Scenario: `processes::a_rank_in_a_shared_lock_waits_for_another_rank`.
 fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let is_locked = |index: usize| case.in_shared_lock(index);
     if findings.iter().any(|ruling| ruling.other_culprits(is_locked)) {
@@ -206,6 +208,7 @@ fn shared_lock(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
+/// Scenario: `hosts::a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member`.
 fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let accused: BTreeSet<usize> = findings.iter().flat_map(|ruling| ruling.finding.culprits.iter().copied()).collect();
     let in_window = case.ranks_waiting_in_windows(&accused);
@@ -215,6 +218,7 @@ fn mpi_window(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     });
 }
 
+/// Scenario: `hosts::a_polling_rank_is_not_named_beside_one_that_stands_still`.
 fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let polls = |index: usize| case.polls(index) || case.does(index, Activity::DeviceWait);
     if findings.iter().any(|ruling| ruling.other_culprits(polls)) {
@@ -224,6 +228,7 @@ fn polling(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
+/// Scenario: `hosts::a_progressing_rank_is_not_to_blame_while_another_stands_still`.
 fn progress(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     let accuses = |ruling: &Ruling<'_>| !ruling.finding.culprits.is_empty();
     let progresses = |ruling: &Ruling<'_>| matches!(ruling.cause(), Cause::LongStep | Cause::Compile | Cause::PythonGc);
@@ -234,10 +239,12 @@ fn progress(_: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     }
 }
 
+/// Scenario: `hosts::ranks_that_the_agent_ended_are_not_to_blame`.
 fn ended_by_the_agent(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     keep_deaths(findings, |finding| !finding.culprits.iter().all(|index| ended_by_agent(case, *index)));
 }
 
+/// Scenario: `hosts::a_killed_rank_is_blamed_before_one_that_ended_with_an_error`.
 fn killed(case: &Case<'_>, findings: &mut Vec<Ruling<'_>>) {
     keep_deaths(findings, |finding| finding.culprits.iter().all(|index| ended_by_signal(case, *index)));
 }
@@ -267,6 +274,7 @@ fn few_inside_instead(case: &Case<'_>, findings: &[Ruling<'_>]) -> Option<Findin
     alone_in(case, event, &outside)
 }
 
+/// Scenario: `hosts::different_causes_lower_the_confidence`.
 fn several_causes(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.primary().count() < arbitrated.findings.len()
 }
@@ -284,10 +292,12 @@ fn missing_at_several_places(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.findings[0].cause() == Cause::MissingRank && places.len() > 1
 }
 
+/// Scenario: `hosts::an_assumed_wait_lowers_the_confidence`.
 fn assumed_wait(arbitrated: &Arbitrated<'_, '_>) -> bool {
     arbitrated.case.graph.assumed.iter().any(|index| !arbitrated.culprits.contains(index))
 }
 
+/// Scenario: `hosts::several_lost_ranks_have_low_confidence`.
 fn several_guesses(arbitrated: &Arbitrated<'_, '_>) -> bool {
     let is_guess = |suspect: &&Suspect| matches!(suspect, Suspect::Host { guess: true, .. });
     arbitrated.case.graph.suspects.iter().filter(is_guess).count() > 1

@@ -142,12 +142,14 @@ fn hosts(ranks: Vec<usize>, waiters: Vec<usize>) -> Suspects {
     Suspects { suspects: ranks.into_iter().map(host).collect(), waiters }
 }
 
+/// Scenario: `hosts::a_death_is_reported_before_any_rank_waits`.
 fn halted(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let is_halted = |index: &usize| ranks.case.view(*index).halted() && !ended_in_order(ranks.case, *index);
     let halted: Vec<usize> = ranks.all().filter(is_halted).collect();
     (!halted.is_empty()).then(|| hosts(halted, ranks.waiting.clone()))
 }
 
+/// Scenario: `devices::one_rank_has_not_launched_its_graph`.
 fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let in_graph = |index: &usize| ranks.has_pending(*index, OpKind::GraphLaunch);
     let inside: Vec<usize> = ranks.all().filter(in_graph).collect();
@@ -155,6 +157,7 @@ fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     (!outside.is_empty() && outside.len() < inside.len()).then(|| hosts(outside, inside))
 }
 
+/// Scenario: `devices::a_job_of_one_rank`.
 fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let has_kernel =
         |index: &usize| ranks.has_pending(*index, OpKind::Kernel) || ranks.has_pending(*index, OpKind::GraphLaunch);
@@ -163,6 +166,7 @@ fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     (!suspects.is_empty() && !ranks.manual).then(|| Suspects { suspects, waiters: ranks.waiting.clone() })
 }
 
+/// Scenario: `hosts::a_job_that_computes_nothing_is_judged_by_its_stacks`.
 fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     if ranks.waiting_or_locked.is_empty() || ranks.unlocked.is_empty() || ranks.manual {
         return None;
@@ -173,10 +177,12 @@ fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     Some(hosts(suspects, ranks.waiting_or_locked.clone()))
 }
 
+/// Scenario: `hosts::a_manual_dump_accuses_no_rank_that_only_stands_still`.
 fn manual(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     ranks.manual.then(|| hosts(Vec::new(), Vec::new()))
 }
 
+/// Recorded evidence: `experts-no-id`.
 fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     if !ranks.stuck().is_empty() || is_idle(ranks.case) {
         return None;
@@ -185,6 +191,7 @@ fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     Some(hosts(few, most))
 }
 
+/// Scenario: `hosts::all_ranks_in_their_loaders`.
 fn stuck(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
     let stuck = ranks.stuck();
     let waiters = if stuck.len() == ranks.all().len() { stuck.clone() } else { Vec::new() };

@@ -330,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_public_function_says_more_than_a_closure_of_its_inside() {
+    fn a_public_function_is_preferred_to_its_closures() {
         let names = ["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"];
         let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
         let native = PstackStacktrace { frames, ..Default::default() };
@@ -339,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn names_speak_by_their_words() {
+    fn names_match_by_their_words() {
         for (name, part) in [
             ("next_batch", "batch"),
             ("ShardReader.read_shard", "read"),

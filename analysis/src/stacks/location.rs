@@ -142,7 +142,7 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_of_a_pool_is_told_by_the_package_that_uses_it() {
+    fn a_pool_thread_is_located_by_the_package_that_uses_the_pool() {
         let pool = frame("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py:83");
         let package =
             frame("_write_files", "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/filesystem.py:9");
@@ -154,7 +154,7 @@ mod tests {
     }
 
     #[test]
-    fn who_called_a_wrapper_of_the_device() {
+    fn the_location_includes_the_caller_of_a_device_wrapper() {
         let frames = vec![
             frame("sync", "/job/cuda.py:143"),
             frame("Stream.wait", "/job/cuda.py:90"),
@@ -169,7 +169,7 @@ mod tests {
     }
 
     #[test]
-    fn the_function_that_tells_most() {
+    fn the_most_specific_function() {
         let lock = [
             ("__futex_abstimed_wait_common64", LIBC),
             ("__new_sem_wait_slow64.constprop.0", LIBC),
