@@ -1,6 +1,7 @@
-//! Communicators that ranks know by two identities become one: of a grown communicator, its old ranks know their parent, those
-//! that joined know the id, and one rank knows both and says so. What is made of a grown communicator has two identities as well, and
-//! so on; that two of these are one follows from their parents.
+//! Merges the two identities of a communicator that has grown. Its old ranks know the parent, the
+//! joined ranks know the new id, and one rank knows and reports both. A communicator derived from a
+//! grown communicator has two identities as well, and so on; the identities of the parents connect
+//! them.
 
 use std::{borrow::Cow, collections::HashMap};
 
@@ -9,16 +10,17 @@ use xpu_timer_proto::{
     v1::{Communicator, Evidence, FlightRecord},
 };
 
-/// So many generations are followed; evidence may hold anything, also a communicator that is made of itself.
+/// Maximum number of generations to follow. Evidence may contain anything, even a communicator that
+/// is its own ancestor.
 const GENERATIONS: u32 = 64;
 
-/// The evidence with one identity for each communicator; as it is when no rank speaks of two.
+/// The evidence with one identity for each communicator. Borrowed if no rank reports an alias.
 pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
-    let said = Said::of(evidence);
-    if said.same.is_empty() {
+    let identities = Identities::of(evidence);
+    if identities.aliases.is_empty() {
         return Cow::Borrowed(evidence);
     }
-    let names = said.names();
+    let names = identities.canonical_ids();
     let mut evidence = evidence.clone();
     for rank in &mut evidence.ranks {
         let of_dump = rank.dump.iter_mut().flat_map(|dump| dump.flight_record.iter_mut());
@@ -27,48 +29,48 @@ pub(crate) fn resolved(evidence: &Evidence) -> Cow<'_, Evidence> {
     Cow::Owned(evidence)
 }
 
-/// What the ranks say of their communicators.
+/// The identities that the ranks report for their communicators.
 #[derive(Default)]
-struct Said {
-    /// A second identity, and the first.
-    same: HashMap<u64, u64>,
-    /// A child, and what it is made of.
+struct Identities {
+    /// From an alias to the identity.
+    aliases: HashMap<u64, u64>,
+    /// From a child to its parent.
     parents: HashMap<u64, u64>,
 }
 
-impl Said {
+impl Identities {
     fn of(evidence: &Evidence) -> Self {
         let records = evidence
             .ranks
             .iter()
             .flat_map(|rank| rank.flight.iter().chain(rank.dump.iter().flat_map(|dump| dump.flight_record.iter())));
-        let mut said = Said::default();
+        let mut identities = Identities::default();
         for comm in records.flat_map(|record| &record.communicators) {
             let Communicator { id, alias, parent, .. } = *comm;
             if alias != 0 {
-                said.same.insert(alias, id);
+                identities.aliases.insert(alias, id);
             }
             if parent != 0 {
-                said.parents.insert(id, parent);
+                identities.parents.insert(id, parent);
             }
         }
-        said
+        identities
     }
 
-    /// The identities that give way to another one.
-    fn names(&self) -> HashMap<u64, u64> {
-        let known = self.same.keys().chain(self.parents.keys());
-        known.map(|id| (*id, self.first(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
+    /// From each identity that must be replaced to its replacement.
+    fn canonical_ids(&self) -> HashMap<u64, u64> {
+        let known = self.aliases.keys().chain(self.parents.keys());
+        known.map(|id| (*id, self.canonical(*id, GENERATIONS))).filter(|(id, first)| id != first).collect()
     }
 
-    /// The identity that a communicator goes by.
-    fn first(&self, id: u64, generations: u32) -> u64 {
+    /// The identity by which a communicator is known after the merge.
+    fn canonical(&self, id: u64, generations: u32) -> u64 {
         let Some(generations) = generations.checked_sub(1) else { return id };
-        if let Some(same) = self.same.get(&id) {
-            return self.first(*same, generations);
+        if let Some(aliases) = self.aliases.get(&id) {
+            return self.canonical(*aliases, generations);
         }
         let Some(parent) = self.parents.get(&id) else { return id };
-        child_id(self.first(*parent, generations), key_of_child(*parent, id))
+        child_id(self.canonical(*parent, generations), key_of_child(*parent, id))
     }
 }
 
@@ -85,7 +87,7 @@ mod tests {
 
     use super::*;
 
-    /// A rank and its communicators: each its identity, a second one, and its parent.
+    /// A rank and its communicators, each with identity, alias and parent.
     fn rank(rank: u32, comms: &[(u64, u64, u64)]) -> RankEvidence {
         let comm = |(id, alias, parent): &(u64, u64, u64)| Communicator {
             id: *id,
@@ -102,7 +104,8 @@ mod tests {
         RankEvidence { rank, flight: Some(flight), ..Default::default() }
     }
 
-    /// The identities of each rank's communicators, which its operations must have as well, and their parents.
+    /// The identities of each rank's communicators and their parents after the merge. Asserts that
+    /// the operations have the same identities.
     fn after(ranks: Vec<RankEvidence>) -> Vec<Vec<(u64, u64)>> {
         let evidence = Evidence { ranks, ..Default::default() };
         let resolved = resolved(&evidence);
@@ -117,14 +120,15 @@ mod tests {
     }
 
     #[test]
-    fn who_joined_is_in_the_communicator_of_those_who_were_there() {
+    fn joined_ranks_share_the_communicator_with_old_ranks() {
         let grown = after(vec![rank(0, &[(7, 9, 0)]), rank(1, &[(7, 0, 0)]), rank(2, &[(9, 0, 0)])]);
         assert_eq!(grown, vec![[(7, 0)]; 3]);
     }
 
     #[test]
-    fn what_is_made_of_a_grown_communicator_is_one_on_all_ranks() {
-        // Split into two by colours 3 and 4; the first rank, which alone knows both identities, is in the first only.
+    fn children_of_a_grown_communicator_have_one_identity() {
+        // A split by colors 3 and 4. Only the first rank knows both identities, and it is in the
+        // first child only.
         let (old, new) = (|key| child_id(7, key), |key| child_id(9, key));
         let ranks = vec![
             rank(0, &[(7, 9, 5), (old(3), 0, 7)]),
@@ -139,7 +143,7 @@ mod tests {
     }
 
     #[test]
-    fn who_joined_may_be_the_one_that_lets_others_join() {
+    fn a_joined_rank_may_let_others_join() {
         let (old, new) = (child_id(7, 2), child_id(9, 2));
         let ranks = vec![
             rank(0, &[(7, 9, 0), (old, 0, 7)]),
@@ -152,7 +156,7 @@ mod tests {
     }
 
     #[test]
-    fn identities_in_a_circle_end() {
+    fn identities_in_a_cycle_terminate() {
         let first = after(vec![rank(0, &[(7, 9, 0), (9, 7, 0)]), rank(1, &[(3, 0, 4), (4, 0, 3)])]);
         assert_eq!(first.iter().map(Vec::len).collect::<Vec<_>>(), [2, 2]);
     }

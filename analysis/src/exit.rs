@@ -1,22 +1,22 @@
-//! How a process ended, in the words in which the collector writes it down: `exit code 1`, `killed by SIGSEGV (core dumped)`. The one
-//! place that reads them.
+//! How a process ended, parsed from the text that the collector writes: `exit code 1`, `killed by
+//! SIGSEGV (core dumped)`. No other code parses that text.
 
 /// The end of a process.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Exit<'a> {
-    /// Nobody saw how it ended.
+    /// Unknown.
     Unknown,
-    /// By itself, with this code.
+    /// It exited by itself, with this code.
     Code(i32),
-    /// By this signal: `SIGKILL`, `signal 40`.
+    /// This signal ended it: `SIGKILL`, `signal 40`.
     Signal(&'a str),
 }
 
 impl<'a> Exit<'a> {
-    /// Reads the words; [`Exit::Unknown`] when they say nothing.
+    /// Parses the text. Returns [`Exit::Unknown`] if the text does not say how the process ended.
     #[must_use]
     pub fn of(text: &'a str) -> Self {
-        // What follows says when: `exit code 3, before its first device call`.
+        // The rest says when: `exit code 3, before its first device call`.
         let text = text.split(", ").next().unwrap_or_default();
         if let Some(code) = text.strip_prefix("exit code ") {
             return code.parse().map_or(Exit::Unknown, Exit::Code);
@@ -25,19 +25,20 @@ impl<'a> Exit<'a> {
         signal.map_or(Exit::Unknown, |signal| Exit::Signal(signal.split(" (").next().unwrap_or(signal)))
     }
 
-    /// With success.
+    /// The process exited with success.
     #[must_use]
     pub fn succeeded(self) -> bool {
         self == Exit::Code(0)
     }
 
-    /// Because it was told to: by a signal that asks for the end, or with the code by which a shell says so.
+    /// The process was asked to end: by a signal that asks for it, or with the code by which a
+    /// shell reports such a signal.
     #[must_use]
     pub fn was_told(self) -> bool {
         matches!(self, Exit::Code(143) | Exit::Signal("SIGTERM" | "SIGINT" | "SIGHUP"))
     }
 
-    /// With an error of its own.
+    /// The process exited with an error of its own.
     #[must_use]
     pub fn failed(self) -> bool {
         matches!(self, Exit::Code(_)) && !self.succeeded() && !self.was_told()
@@ -49,7 +50,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_words_of_the_collector() {
+    fn the_text_of_the_collector_is_parsed() {
         assert_eq!(Exit::of(""), Exit::Unknown);
         assert_eq!(Exit::of("exit code many"), Exit::Unknown);
         assert_eq!(Exit::of("exit code 3"), Exit::Code(3));
@@ -60,7 +61,7 @@ mod tests {
     }
 
     #[test]
-    fn success_a_wish_and_an_error_are_three_things() {
+    fn success_request_and_error_are_distinguished() {
         let said = |text: &str| {
             let exit = Exit::of(text);
             (exit.succeeded(), exit.was_told(), exit.failed())

@@ -1,5 +1,5 @@
-//! What the judge reads of a process, from its dump or from the facts that a node read from the dump in its place; and how a node
-//! condenses what it knows of a rank for the cluster collector. Judging condensed evidence gives the same verdict.
+//! The facts that the judge reads about a process, from its dump or from the facts that a node has
+//! condensed the dump to. Judging condensed evidence gives the same verdict.
 
 use std::collections::HashSet;
 
@@ -8,12 +8,13 @@ use xpu_timer_proto::v1::{
 };
 
 use crate::{
-    stacks::{self, DSleep, Doing, GilHolder, Host, Moved, StuckHelper},
+    stacks::{self, DSleep, GilHolder, Host, Movement, ObservedActivity, StuckHelper},
     verdict::{Activity, Location},
 };
 
-/// The evidence of one rank without its dump: the facts that the judge reads from it, the communicators, all operations that are
-/// pending and the newest `operations` of the rest. What only a report shows is left out.
+/// Condenses the evidence of one rank for the cluster collector: the facts of its dump, the
+/// communicators, all pending operations and the newest `operations` of the others. Omits what only
+/// a report shows.
 #[must_use]
 pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     let flight = flight_of(evidence);
@@ -29,12 +30,12 @@ pub fn condense(evidence: &RankEvidence, operations: usize) -> RankEvidence {
     }
 }
 
-/// The flight record of a rank, wherever it stands.
+/// The flight record of a rank, from its own field or from its dump.
 pub(crate) fn flight_of(evidence: &RankEvidence) -> Option<&FlightRecord> {
     evidence.flight.as_ref().or_else(|| evidence.dump.as_ref()?.flight_record.as_ref())
 }
 
-/// The thread that trains, when it is not the main one.
+/// The training thread, if it is not the main thread.
 fn training(evidence: &RankEvidence) -> Option<u32> {
     stacks::training_thread(evidence.dump.as_ref()?, flight_of(evidence))
 }
@@ -44,7 +45,7 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
     let done = (0..flight.operations.len()).rev().filter(|index| !pending(*index));
     let kept: HashSet<usize> = done.take(operations).collect();
     let kept = |index: &usize| pending(*index) || kept.contains(index);
-    // Of the streams the judge looks at those of pending operations, and at the one that was used last.
+    // The judge reads only the streams of pending operations, and the stream that was used last.
     let handles: HashSet<u64> = (0..flight.operations.len())
         .filter(|index| pending(*index))
         .map(|index| flight.operations[index].stream)
@@ -68,21 +69,39 @@ fn condense_flight(flight: &FlightRecord, operations: usize) -> FlightRecord {
 }
 
 fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> HostFacts {
-    let Host { stack, state, doing, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
+    let Host { stack, state, observed, same_in_both, location, moved, d_sleep, awaited } = stacks::read(dump, training);
     HostFacts {
         stack,
         state,
-        activity: activity(doing.activity).into(),
-        witness: doing.witness,
+        activity: activity(observed.activity).into(),
+        witness: observed.witness,
         same_in_both,
         python: location.python,
         python_function: location.python_function,
         native: location.native,
-        moved: moved.map(|moved| {
-            let Moved { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on } =
-                moved;
-            HostMovement { cpu_share, io_bytes, io, own_frame, main_ran, helper_busy, helper_went_on, library_went_on }
-        }),
+        moved:
+            moved.map(|moved| {
+                let Movement {
+                    cpu_share,
+                    io_bytes,
+                    io,
+                    own_frame,
+                    main_ran,
+                    helper_busy,
+                    helper_went_on,
+                    library_went_on,
+                } = moved;
+                HostMovement {
+                    cpu_share,
+                    io_bytes,
+                    io,
+                    own_frame,
+                    main_ran,
+                    helper_busy,
+                    helper_went_on,
+                    library_went_on,
+                }
+            }),
         d_sleep: d_sleep.map(|DSleep { main, thread, wchan }| HostSleep { main, thread, wchan }),
         stuck_helper: stacks::stuck_helper(dump, training).map(|StuckHelper { who, place }| HostHelper { who, place }),
         gil_holder: stacks::gil_holder(dump).map(|GilHolder { thread, function, place, waiting }| HostGilHolder {
@@ -97,7 +116,7 @@ fn read(dump: &xpu_timer_proto::server::Stacktrace, training: Option<u32>) -> Ho
     }
 }
 
-/// What a rank's process does.
+/// The process and the main thread of a rank.
 pub(crate) fn host(evidence: &RankEvidence) -> Host {
     if let Some(dump) = &evidence.dump {
         return stacks::read(dump, training(evidence));
@@ -106,7 +125,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
     Host {
         stack: facts.stack,
         state: facts.state.clone(),
-        doing: Doing { activity: of_message(facts.activity()), witness: facts.witness.clone() },
+        observed: ObservedActivity { activity: of_message(facts.activity()), witness: facts.witness.clone() },
         same_in_both: facts.same_in_both,
         location: Location {
             python: facts.python.clone(),
@@ -115,7 +134,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
             native: facts.native.clone(),
         },
         awaited: facts.awaited.clone(),
-        moved: facts.moved.as_ref().map(|moved| Moved {
+        moved: facts.moved.as_ref().map(|moved| Movement {
             cpu_share: moved.cpu_share,
             io_bytes: moved.io_bytes,
             io: moved.io,
@@ -133,7 +152,7 @@ pub(crate) fn host(evidence: &RankEvidence) -> Host {
     }
 }
 
-/// As [`stacks::stuck_helper`].
+/// See [`stacks::stuck_helper`].
 pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
     match &evidence.dump {
         Some(dump) => stacks::stuck_helper(dump, training(evidence)),
@@ -144,7 +163,7 @@ pub(crate) fn stuck_helper(evidence: &RankEvidence) -> Option<StuckHelper> {
     }
 }
 
-/// As [`stacks::gil_holder`].
+/// See [`stacks::gil_holder`].
 pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
     match &evidence.dump {
         Some(dump) => stacks::gil_holder(dump),
@@ -160,7 +179,7 @@ pub(crate) fn gil_holder(evidence: &RankEvidence) -> Option<GilHolder> {
     }
 }
 
-/// As [`stacks::compiler_child`].
+/// See [`stacks::compiler_child`].
 pub(crate) fn compiler_child(evidence: &RankEvidence) -> Option<String> {
     match &evidence.dump {
         Some(dump) => stacks::compiler_child(dump),

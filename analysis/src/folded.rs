@@ -1,19 +1,20 @@
-//! Words, labels and lines of folded stacks, exactly as `docs` and the reference describe them.
+//! Words, labels and lines of folded stacks, exactly as the docs describe them.
 //!
-//! A word is `func@file`; a label is `word@HAS|LEAK`; a line is the labels from the root, joined by `;`, and ` 1`.
+//! A word is `func@file`. A label is `word@HAS|LEAK`. A line consists of the labels from the root,
+//! joined by `;`, and ` 1`.
 
 use crate::prefix_tree::{NodeId, PrefixTree};
 use crate::rank_set::RankSet;
 use std::fmt::Write as _;
 use xpu_timer_proto::{printable, server::Stacktrace};
 
-/// A word that contains this, and everything leafward of it, is not drawn.
+/// A word that contains this text is not drawn, and neither is anything leafward of it.
 pub const DROPPED_FROM: &str = "lto_priv";
 
-/// What the state of a process is drawn as: `State@` and the state.
+/// The function of the word that shows the state of a process: `State@` and the state.
 pub const STATE: &str = "State";
 
-/// Appends the word of a frame, `func@file`, without the characters that would break a line.
+/// Appends the word of a frame, `func@file`, without characters that would break a line.
 pub fn push_word(out: &mut String, func: &str, file: &str) {
     push_clean(out, func);
     out.push('@');
@@ -21,7 +22,7 @@ pub fn push_word(out: &mut String, func: &str, file: &str) {
 }
 
 fn push_clean(out: &mut String, text: &str) {
-    // Nearly every name is printable ASCII without `;`, which is appended in one piece.
+    // Fast path: nearly every name is printable ASCII without `;`.
     if text.bytes().all(|b| (b' '..0x7f).contains(&b) && b != b';') {
         out.push_str(text);
     } else {
@@ -32,7 +33,8 @@ fn push_clean(out: &mut String, text: &str) {
     }
 }
 
-/// The words of one stack, root first, from its frames as the messages hold them: `(func, file)`, leaf first.
+/// The words of one stack, root first. The frames come as in the messages: `(func, file)`, leaf
+/// first.
 pub fn stack_words<'a>(
     leaf_first: impl DoubleEndedIterator<Item = (&'a str, &'a str)>,
 ) -> impl Iterator<Item = String> {
@@ -46,7 +48,8 @@ pub fn stack_words<'a>(
         .take_while(|word| !word.contains(DROPPED_FROM))
 }
 
-/// Inserts the native stacks of a dump, and the state of its process, as the picture of native stacks shows them.
+/// Inserts the native stacks of a dump and the state of its process, as the flame graph of native
+/// stacks shows them.
 pub fn insert_native(tree: &mut PrefixTree, dump: &Stacktrace, rank: u32) {
     insert(tree, [(STATE, dump.process_state.as_str())].into_iter(), rank);
     for thread in &dump.stacktrace {
@@ -54,7 +57,8 @@ pub fn insert_native(tree: &mut PrefixTree, dump: &Stacktrace, rank: u32) {
     }
 }
 
-/// Inserts the Python stacks of a dump, and the state of its process, as the picture of Python stacks shows them.
+/// Inserts the Python stacks of a dump and the state of its process, as the flame graph of Python
+/// stacks shows them.
 pub fn insert_python(tree: &mut PrefixTree, dump: &Stacktrace, rank: u32) {
     insert(tree, [(STATE, dump.process_state.as_str())].into_iter(), rank);
     for thread in &dump.py_stacktrace {
@@ -73,7 +77,7 @@ pub fn push_label(out: &mut String, word: &str, ranks: &RankSet, world: u32) {
     let _ = write!(out, "{word}@{ranks}|{}", ranks.complement(world));
 }
 
-/// One node as `walk` shows it.
+/// One node, as [`walk`] passes it.
 #[derive(Clone, Copy, Debug)]
 pub struct Step<'a> {
     /// The node.
@@ -82,15 +86,15 @@ pub struct Step<'a> {
     pub label: &'a str,
     /// The labels from the root to it, joined by `;`.
     pub path: &'a str,
-    /// True when the node has no parent.
+    /// True if the node has no parent.
     pub root: bool,
-    /// True when a line ends here.
+    /// True if a line ends here.
     pub end: bool,
 }
 
-/// Shows every node of the tree in the order of drawing, a parent right before its subtree.
+/// Visits every node of the tree in the order of drawing, each parent right before its subtree.
 pub fn walk<E>(tree: &PrefixTree, world: u32, mut visit: impl FnMut(Step<'_>) -> Result<(), E>) -> Result<(), E> {
-    // Length of the path at each of the open nodes; the parent of a node is the last one that stays.
+    // Length of the path at each open node. The last open node is the parent of the next one.
     let mut open: Vec<(NodeId, usize)> = Vec::new();
     let mut path = String::new();
     for id in tree.order().depth_first() {
@@ -110,7 +114,7 @@ pub fn walk<E>(tree: &PrefixTree, world: u32, mut visit: impl FnMut(Step<'_>) ->
     Ok(())
 }
 
-/// The whole folded text: one line per end node.
+/// The complete folded text: one line for each end node.
 pub fn folded(tree: &PrefixTree, world: u32) -> String {
     let mut text = String::new();
     let done: Result<(), std::convert::Infallible> = walk(tree, world, |step| {

@@ -1,9 +1,10 @@
-//! Ranks that stand at one place: STAT's equivalence classes, by the stacks of the main threads, and what sets each apart.
+//! Groups of ranks with equal stacks (STAT's equivalence classes) by their main threads, and what
+//! sets each group apart.
 
 use crate::prefix_tree::{PrefixTree, WordId};
 use crate::rank_set::RankSet;
 
-/// Which of the two pictures.
+/// Which of the two flame graphs.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub enum Mode {
     /// Python threads.
@@ -12,32 +13,32 @@ pub enum Mode {
     Native,
 }
 
-/// Ranks whose main threads have equal stacks: what STAT calls an equivalence class.
+/// Ranks whose main threads have equal stacks. STAT calls this an equivalence class.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Group {
-    /// Its ranks.
+    /// Ranks of the group.
     pub ranks: RankSet,
-    /// Where they stand; none when there is no stack of them.
+    /// Where the ranks are. `None` if they have no stack.
     pub place: Option<Place>,
 }
 
-/// Where a group stands.
+/// Where a group is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Place {
     /// The kind of stack that was compared.
     pub mode: Mode,
-    /// Word of the deepest frame that all ranks of the group share.
+    /// The deepest frame that all ranks of the group share.
     pub deepest: String,
-    /// Word of the first frame, from the root, that no rank outside of the group has at this place; none when others
-    /// come by everywhere, or when there are no others.
+    /// The first frame, from the root, that no rank outside the group has at this place. `None` if
+    /// other ranks pass through every frame, or if there are no other ranks.
     pub own: Option<String>,
 }
 
-/// The stack of a main thread, root first, in the words of the tree of its kind.
+/// The stack of a main thread, root first, as words of the tree of its kind.
 pub type MainStack = (Mode, Box<[WordId]>);
 
-/// The groups of a job, the largest first. Each comes as its ranks and the words of their main threads' stack, root first, as
-/// the trees number them; no two come with the same words.
+/// The groups of a job, the largest first. Each element of `stacks` has the ranks and the stack of
+/// their main threads. No two elements have the same stack.
 pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree, python: &PrefixTree) -> Vec<Group> {
     stacks.sort_by(|(a, _), (b, _)| b.len().cmp(&a.len()).then_with(|| a.first().cmp(&b.first())));
     let alone = stacks.len() == 1;
@@ -53,7 +54,7 @@ pub fn groups(mut stacks: Vec<(RankSet, Option<MainStack>)>, native: &PrefixTree
     stacks.into_iter().map(group).collect()
 }
 
-/// The first word on the way to the leaf at which nobody but these ranks comes by.
+/// The first word on the path to the leaf through which only these ranks pass.
 fn first_own(tree: &PrefixTree, words: &[WordId], ranks: &RankSet) -> Option<String> {
     let mut at = None;
     for &word in words {
@@ -94,7 +95,7 @@ mod tests {
             shown,
             [
                 ("1-3".to_owned(), place("wait", "wait")),
-                // Others come by everywhere.
+                // Other ranks pass through every frame.
                 ("4-5".to_owned(), place("step", "")),
                 ("0".to_owned(), place("load", "load")),
                 ("6".to_owned(), None),

@@ -1,10 +1,12 @@
-//! The pattern that a rank's operations have kept so far, and where it was left.
+//! The pattern of a rank's operations, and the last point where the rank left it.
 //!
-//! Training repeats itself: after the same few operations comes the same next one. When ranks wait for each other in a circle,
-//! their counters agree and their stacks look alike, and what tells the rank that did something else from those that
-//! suffer is its own past. Two ways to ask it: what has always followed the operations just made, and what stood here one step
-//! ago, where a step is the period of the record. The first copes with evaluations now and then, the second with a step
-//! that is itself made of many equal parts, as a pipeline's.
+//! Training repeats itself: the same few operations are followed by the same next one. When ranks
+//! wait for each other in a cycle, their counters agree and their stacks look alike. Only its own
+//! past distinguishes the rank that did something else from the ranks that suffer. There are two
+//! ways to compare with the past: what has always followed the operations just made, and what was
+//! at this point one step ago, where a step is the period of the record. The first copes with
+//! occasional evaluations. The second copes with a step that consists of many equal parts, such as
+//! that of a pipeline.
 
 use std::collections::HashMap;
 
@@ -13,11 +15,12 @@ use xpu_timer_proto::v1::{Op, OpKind, OpStatus, Operation};
 use crate::world::RankView;
 
 /// The longest context, in operations.
-const LONGEST: usize = 16;
-/// So often, at least, the same must have followed before it counts as a rule.
-const OFTEN: u32 = 3;
+const MAX_CONTEXT: usize = 16;
+/// A context must have had the same continuation at least this often before it counts as a rule.
+const MIN_REPEATS: u32 = 3;
 
-/// What one operation is, for its rank: the same one of the next step is equal.
+/// The identity of an operation for its rank: the corresponding operation of the next step is
+/// equal.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) struct Token {
     /// Identity of the communicator.
@@ -33,7 +36,7 @@ impl Token {
         Token { communicator: operation.communicator, op: operation.op(), peer: operation.peer }
     }
 
-    /// Whether an operation is this one.
+    /// Whether an operation has this identity.
     pub fn is(self, operation: &Operation) -> bool {
         self == Token::of(operation)
     }
@@ -47,25 +50,25 @@ impl Token {
 /// How a rank left its pattern.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Deviation {
-    /// What had always come at this point.
+    /// The operation that had always come at this point.
     pub expected: Token,
-    /// What came.
-    pub came: Token,
+    /// The operation that came.
+    pub actual: Token,
     /// How often it had been `expected`.
     pub times: u32,
-    /// What was expected came right after: the two changed places.
+    /// The expected operation came right after: the two changed places.
     pub swapped: bool,
 }
 
 /// What has followed one context so far.
-struct Follower {
+struct Continuation {
     token: Token,
     times: u32,
     always: bool,
 }
 
-/// The last time that a rank did not do what it had always done at this point; `None` when it never did otherwise, or when too
-/// little of its past is recorded.
+/// The last time that a rank did not do what it had always done at this point. `None` if there is
+/// no such time, or if the record of its past is too short.
 pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
     let tokens: Vec<Token> = view
         .operations()
@@ -75,7 +78,7 @@ pub(crate) fn deviation(view: &RankView<'_>) -> Option<Deviation> {
     from_context(&tokens).or_else(|| from_period(&tokens))
 }
 
-/// Whether the rank has made this operation before.
+/// Whether the rank has completed this operation before, with the same tag.
 pub(crate) fn made_before(view: &RankView<'_>, operation: &Operation) -> bool {
     let same = |other: &Operation| {
         other.ticket != operation.ticket && other.tag == operation.tag && Token::of(other) == Token::of(operation)
@@ -83,42 +86,45 @@ pub(crate) fn made_before(view: &RankView<'_>, operation: &Operation) -> bool {
     view.operations().any(|other| other.status() == OpStatus::Completed && same(other))
 }
 
-/// Whether the rank has completed any operation like this.
+/// Whether the rank has completed any operation with this identity.
 pub(crate) fn made_token_before(view: &RankView<'_>, token: Token) -> bool {
     view.operations().any(|other| other.status() == OpStatus::Completed && token.is(other))
 }
 
-/// What was unlike one period ago: of all periods the one that holds longest, and over three of them at least.
+/// The first operation that differs from the one a period before it. Uses the period that holds
+/// longest, and for at least three periods.
 fn from_period(tokens: &[Token]) -> Option<Deviation> {
     let holds = |period: &usize| (*period..tokens.len()).find(|at| tokens[*at] != tokens[at - period]);
     let mut best: Option<(usize, usize)> = None;
-    for period in 1..=tokens.len() / OFTEN as usize {
+    for period in 1..=tokens.len() / MIN_REPEATS as usize {
         // A period that holds to the end leaves nothing to explain.
         let until = holds(&period)?;
-        if until >= OFTEN as usize * period && best.is_none_or(|(longest, _)| until > longest) {
+        if until >= MIN_REPEATS as usize * period && best.is_none_or(|(longest, _)| until > longest) {
             best = Some((until, period));
         }
     }
-    let (at, period) = best.filter(|(at, _)| !comes_again(tokens, *at))?;
+    let (at, period) = best.filter(|(at, _)| !recurs(tokens, *at))?;
     let expected = tokens[at - period];
     Some(Deviation {
         expected,
-        came: tokens[at],
+        actual: tokens[at],
         times: u32::try_from(at / period).unwrap_or(u32::MAX),
         swapped: swapped(tokens, at, expected),
     })
 }
 
-/// Whether what was expected at `index` changed places with what came there, rather than having been left out: it came right after, and what
-/// came then is more like what had followed the two than what follows when one is missing.
+/// Whether the expected operation changed places with the one that came at `index`, as opposed to
+/// being left out: it came right after, and the operations after it match what used to follow the
+/// two better than what follows when one is missing.
 fn swapped(tokens: &[Token], index: usize, expected: Token) -> bool {
     if tokens.get(index + 1) != Some(&expected) {
         return false;
     }
     let alike = |one: &mut dyn Iterator<Item = &Token>, two: &mut dyn Iterator<Item = &Token>| {
-        one.zip(two).take(LONGEST).take_while(|(one, two)| one == two).count()
+        one.zip(two).take(MAX_CONTEXT).take_while(|(one, two)| one == two).count()
     };
-    // Where the two have come in their usual order after most of the same operations, the latest.
+    // The latest place where the two came in their usual order after the longest equal run of
+    // operations.
     let usual = (0..index.saturating_sub(1)).filter(|at| tokens[*at] == expected && tokens[at + 1] == tokens[index]);
     let before = |at: usize| alike(&mut tokens[..at].iter().rev(), &mut tokens[..index].iter().rev());
     let Some(usual) = usual.max_by_key(|at| before(*at)) else { return true };
@@ -128,31 +134,34 @@ fn swapped(tokens: &[Token], index: usize, expected: Token) -> bool {
 }
 
 fn from_context(tokens: &[Token]) -> Option<Deviation> {
-    let mut followers: HashMap<&[Token], Follower> = HashMap::new();
+    let mut continuations: HashMap<&[Token], Continuation> = HashMap::new();
     let mut last: Option<(usize, Deviation)> = None;
     for (index, token) in tokens.iter().enumerate() {
-        let contexts = (1..=LONGEST.min(index)).rev().map(|length| &tokens[index - length..index]);
+        let contexts = (1..=MAX_CONTEXT.min(index)).rev().map(|length| &tokens[index - length..index]);
         // The longest context that has been seen often enough decides.
-        let known = contexts.clone().find_map(|context| followers.get(context).filter(|known| known.times >= OFTEN));
-        // What comes soon after a surprise may be another one for no other reason.
-        let recovered = last.is_none_or(|(before, _)| index > before + LONGEST);
+        let known =
+            contexts.clone().find_map(|context| continuations.get(context).filter(|known| known.times >= MIN_REPEATS));
+        // A surprise soon after another one may only follow from it.
+        let recovered = last.is_none_or(|(before, _)| index > before + MAX_CONTEXT);
         let surprise = known.filter(|known| known.always && known.token != *token && recovered);
-        if let Some(known) = surprise.filter(|_| !comes_again(tokens, index)) {
+        if let Some(known) = surprise.filter(|_| !recurs(tokens, index)) {
             let swapped = swapped(tokens, index, known.token);
-            last = Some((index, Deviation { expected: known.token, came: *token, times: known.times, swapped }));
+            last = Some((index, Deviation { expected: known.token, actual: *token, times: known.times, swapped }));
         }
         for context in contexts {
-            let follower = followers.entry(context).or_insert(Follower { token: *token, times: 0, always: true });
-            follower.times += 1;
-            follower.always &= follower.token == *token;
+            let continuation =
+                continuations.entry(context).or_insert(Continuation { token: *token, times: 0, always: true });
+            continuation.times += 1;
+            continuation.always &= continuation.token == *token;
         }
     }
     last.map(|(_, deviation)| deviation)
 }
 
-/// Whether what came at `index` comes again after the same operations: then it is part of the pattern, seen for the first time.
-fn comes_again(tokens: &[Token], index: usize) -> bool {
-    let start = index.saturating_sub(LONGEST / 4);
+/// Whether the operation at `index` comes again after the same operations. Then it is part of the
+/// pattern, seen for the first time.
+fn recurs(tokens: &[Token], index: usize) -> bool {
+    let start = index.saturating_sub(MAX_CONTEXT / 4);
     let surprise = &tokens[start..=index];
     tokens[index + 1..].windows(surprise.len()).any(|later| later == surprise)
 }
@@ -164,7 +173,8 @@ mod tests {
     use super::*;
     use crate::world::World;
 
-    /// `a` to `z` are collectives of a communicator each, `S` and `R` a send and a receive of one.
+    /// `a` to `z` are collectives of one communicator each; `S` and `R` are a send and a receive on
+    /// one communicator.
     fn of(text: &str) -> Option<Deviation> {
         let operation = |letter: u8| {
             let op = match letter {
@@ -192,11 +202,11 @@ mod tests {
             Op::Recv => b'R',
             _ => token.communicator as u8,
         };
-        of(text).map(|found| (letter(found.expected), letter(found.came), found.swapped))
+        of(text).map(|found| (letter(found.expected), letter(found.actual), found.swapped))
     }
 
     #[test]
-    fn what_always_came_and_did_not() {
+    fn the_last_break_of_a_pattern_is_found() {
         assert_eq!(letters("SRSRSRSRR"), Some((b'S', b'R', false)));
         assert_eq!(letters("ttdwttdwttdwttdwttw"), Some((b'd', b'w', false)), "left out");
         assert_eq!(letters("ttdwttdwttdwttdwttwd"), Some((b'd', b'w', true)), "changed places");

@@ -1,10 +1,9 @@
-//! What the hook says of itself: what it cost the ranks, and what it lost. Not used for the verdict.
+//! What the hooks report about themselves: their cost for the ranks, and their losses. The judge
+//! does not use it.
 
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use xpu_timer_proto::ring::lane::LONG_NS;
-
-use crate::world::World;
 
 /// What the hooks of all ranks say of themselves.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize, JsonSchema)]
@@ -27,28 +26,8 @@ pub struct HookReport {
     pub overflows: u64,
 }
 
-/// Adds up what the ranks' flight records say.
-pub fn of(world: &World<'_>) -> HookReport {
-    let mut report = HookReport::default();
-    let (mut launches, mut collectives) = ((0, 0), (0, 0));
-    for health in world.views.iter().filter_map(|view| view.flight?.health.as_ref()) {
-        report.ranks += 1;
-        launches = (launches.0 + health.launch_samples, launches.1 + health.launch_cost_ns);
-        collectives = (collectives.0 + health.collective_samples, collectives.1 + health.collective_cost_ns);
-        report.long_samples += health.long_samples;
-        report.dropped += health.dropped;
-        report.panics += health.panics;
-        report.overflows += health.overflows;
-    }
-    let mean = |(samples, ns): (u64, u64)| (samples > 0).then(|| (ns as f64 / samples as f64 * 10.0).round() / 10.0);
-    report.launch_ns = mean(launches);
-    report.collective_ns = mean(collectives);
-    report.samples = launches.0 + collectives.0;
-    report
-}
-
 impl HookReport {
-    /// In one line; nothing when no rank says anything.
+    /// The report in one line. `None` if no hook reported anything.
     #[must_use]
     pub fn line(&self) -> Option<String> {
         if self.ranks == 0 {

@@ -1,348 +1,119 @@
-//! From evidence to a verdict: match the collectives, follow who waits for whom, let the rules explain where the waiting ends,
-//! and put the findings into one sentence.
+//! From evidence to a verdict: matches the collectives, builds the wait-for graph, lets the rules
+//! explain the suspects, and combines the findings into one sentence.
 
-use std::collections::{BTreeMap, BTreeSet};
+mod arbitration;
+mod outcome;
+mod sentence;
+mod suspicion;
+mod unexplained;
+mod write;
 
-use xpu_timer_proto::v1::{Evidence, OpKind, Presence, TriggerKind};
+use xpu_timer_proto::v1::{Evidence, TriggerKind};
+
+use arbitration::{Ruling, arbitrate};
+use outcome::{Outcome, not_a_hang};
+use sentence::sentence;
+use unexplained::unexplained;
+use write::MAX_EVIDENCE;
 
 use crate::{
     alias,
-    causes::{Case, Finding, Number, RULES, Rule, Says, alone_in, ended_by_agent, ended_by_signal, line},
+    causes::Case,
     graph::Suspect,
-    hang, hook_report, report,
-    text::{capital, ranks, shape},
-    verdict::{Activity, Cause, Confidence, EvidenceLine, FORMAT, RuledOut, Timing, Verdict},
-    world::{RankView, is_collective},
+    verdict::{Cause, Confidence, Verdict},
+    world::RankView,
 };
-
-/// So many suspects are spelled out in the sentence; the rest is counted.
-const MAX_SPELLED: usize = 3;
-/// So many facts are kept; those of the first culprits come first.
-const MAX_EVIDENCE: usize = 40;
 
 /// Judges one incident: who stopped the job, where, and why.
 ///
-/// Pure and deterministic: the same evidence gives the same verdict, byte for byte. What only the collector knows is left at its
-/// default in [`Verdict::timing`].
+/// Pure and deterministic: the same evidence gives the same verdict, byte for byte.
+/// [`Verdict::timing`] keeps its default, because only the collector knows it.
 #[must_use]
 pub fn judge(evidence: &Evidence) -> Verdict {
     let evidence = alias::resolved(evidence);
     let mut case = Case::of(&evidence);
-    let outcome = if moves_on(&case) {
+    let outcome = if all_launched_recently(&case) {
         not_a_hang("every operation that is pending was launched a moment ago".to_owned(), Confidence::Medium)
     } else {
         if case.graph.events.is_empty() {
-            let mut suspects: Vec<Suspect> =
-                without_events(&mut case).into_iter().map(|suspect| held_by(&case, suspect)).collect();
-            suspects.dedup();
-            case.graph.suspects = suspects;
+            case.graph.suspects = suspicion::suspects(&mut case);
         }
         conclude(&case)
     };
-    finish(&case, outcome)
+    write::write_verdict(&case, outcome)
 }
 
-/// The verdict before it is written down.
-struct Outcome {
-    cause: Cause,
-    culprits: Vec<usize>,
-    confidence: Confidence,
-    sentence: String,
-    evidence: Vec<EvidenceLine>,
-    main: Option<Suspect>,
-}
-
-fn not_a_hang(why: String, confidence: Confidence) -> Outcome {
-    Outcome {
-        cause: Cause::NotAHang,
-        culprits: Vec::new(),
-        confidence,
-        sentence: format!("No hang is visible: {why}."),
-        evidence: Vec::new(),
-        main: None,
-    }
-}
-
-/// Everything that is pending is younger than the time between the samples, so it was not pending all the while.
-fn moves_on(case: &Case<'_>) -> bool {
+/// Every pending operation is younger than the time between the samples, so none was pending all
+/// that time.
+fn all_launched_recently(case: &Case<'_>) -> bool {
     let evidence = case.evidence;
     let limit =
         [evidence.sample_interval_ns, evidence.hang_timeout_ns / 2].into_iter().filter(|limit| *limit > 0).min();
-    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
+    let oldest = case.world.views.iter().map(|view| view.oldest_pending_ns()).max().unwrap_or(0);
     let kind = evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
     matches!(kind, TriggerKind::Manual | TriggerKind::Operation)
         && !case.graph.events.is_empty()
         && limit.is_some_and(|limit| oldest < limit)
-        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || asks_again(view))
+        && !case.world.views.iter().any(|view| view.halted() || view.unseen() || polls_collective(view))
 }
 
-/// Whether a rank asks again and again for the end of a collective, so that its newest question is no measure of its age.
-fn asks_again(view: &RankView<'_>) -> bool {
+/// Whether a rank polls for the end of a collective. Then its newest poll does not show the age of
+/// the collective.
+fn polls_collective(view: &RankView<'_>) -> bool {
     let mut communicators = view.flight.into_iter().flat_map(|flight| &flight.communicators);
-    communicators.any(|communicator| view.asked_again(communicator).is_some())
-}
-
-/// The rank that holds what a suspect waits for, in its place.
-fn held_by(case: &Case<'_>, suspect: Suspect) -> Suspect {
-    let Suspect::Host { mut view, events, guess } = suspect else { return suspect };
-    let holder = |view: usize| case.graph.followers.iter().find(|follower| follower.view == view);
-    // Those that wait for each other in a circle have no end.
-    for _ in 0..case.graph.followers.len() {
-        view = holder(view).map_or(view, |follower| follower.holder);
-    }
-    Suspect::Host { view, events, guess }
-}
-
-/// The suspects of a job in which no rank is seen to wait in a collective: what stands still by itself, or differs from ranks
-/// whose stacks tell that they wait.
-fn without_events(case: &mut Case<'_>) -> Vec<Suspect> {
-    let views = &case.world.views;
-    let alone = |view: usize| Suspect::Host { view, events: Vec::new(), guess: false };
-    let all = || 0..views.len();
-    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
-
-    // A rank that left in order is no suspect while nobody waits for it.
-    let halted: Vec<usize> = all().filter(|view| views[*view].halted() && !in_order(case, *view)).collect();
-    let waits = |view: usize| matches!(views[view].host.doing.activity, Activity::DeviceWait | Activity::CommInit);
-    let (waiting, others): (Vec<usize>, Vec<usize>) =
-        all().filter(|view| views[*view].host.stack && !views[*view].halted()).partition(|view| waits(*view));
-    if !halted.is_empty() {
-        case.stack_waiters = waiting;
-        return halted.into_iter().map(alone).collect();
-    }
-    let pending = |view: usize, kind: OpKind| views[view].pending().any(|operation| operation.kind() == kind);
-    let graphs: Vec<usize> = all().filter(|view| pending(*view, OpKind::GraphLaunch)).collect();
-    let outside: Vec<usize> = others.iter().copied().filter(|view| !pending(*view, OpKind::GraphLaunch)).collect();
-    if !graphs.is_empty() && !outside.is_empty() && outside.len() < graphs.len() {
-        case.stack_waiters = graphs;
-        return outside.into_iter().map(alone).collect();
-    }
-    let kernels: Vec<usize> =
-        all().filter(|view| pending(*view, OpKind::Kernel) || pending(*view, OpKind::GraphLaunch)).collect();
-    if !kernels.is_empty() && kind != TriggerKind::Manual {
-        case.stack_waiters = waiting;
-        return kernels.into_iter().map(|view| Suspect::Device { view, events: Vec::new() }).collect();
-    }
-    // Who waits for a lock that processes share waits for one of them, when there is one that does not.
-    let (waiting, others) = match others.iter().all(|view| case.in_shared_lock(*view)) {
-        true => (waiting, others),
-        false => {
-            let (locked, others): (Vec<usize>, Vec<usize>) =
-                others.into_iter().partition(|view| case.in_shared_lock(*view));
-            let mut waiting = [waiting, locked].concat();
-            waiting.sort_unstable();
-            (waiting, others)
-        }
-    };
-    if !waiting.is_empty() && !others.is_empty() && kind != TriggerKind::Manual {
-        // Those that wait for the device in an ordinary step and those that are elsewhere mix in any healthy job, so only what
-        // stands still counts.
-        let frozen: Vec<usize> = others.iter().copied().filter(|view| views[*view].host.frozen()).collect();
-        case.stack_waiters = waiting;
-        return if frozen.is_empty() { others } else { frozen }.into_iter().map(alone).collect();
-    }
-    let specific = |view: &usize| {
-        !matches!(views[*view].host.doing.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
-            && !waits(*view)
-            && views[*view].host.frozen()
-    };
-    let stuck: Vec<usize> = others.into_iter().filter(specific).collect();
-    if kind == TriggerKind::Manual {
-        return Vec::new();
-    }
-    // Of ranks that do nothing, none is in the way of the others.
-    let idle = idle(case);
-    if stuck.is_empty()
-        && !idle
-        && let Some((most, few)) = by_place(case)
-    {
-        case.stack_waiters = most;
-        return few.into_iter().map(alone).collect();
-    }
-    if stuck.len() == views.len() {
-        case.stack_waiters.clone_from(&stuck);
-    }
-    stuck.into_iter().map(alone).collect()
-}
-
-/// Whether a rank has left in order, with or without a goodbye. One that ended with an error of its own did not.
-fn in_order(case: &Case<'_>, view: usize) -> bool {
-    let content = case.view(view);
-    match content.presence {
-        Presence::Left => !content.exit().failed(),
-        Presence::Dead => content.exit().succeeded(),
-        _ => false,
-    }
-}
-
-/// The ranks that stand at the place where more than half of all ranks stand, and those that stand elsewhere; `None` unless all stand still.
-fn by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
-    let all = 0..case.world.views.len();
-    let known = |view: usize| case.view(view).host.stack && case.view(view).host.frozen();
-    if !all.clone().all(known) {
-        return None;
-    }
-    let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
-    all.for_each(|view| places.entry(case.place(view)).or_default().push(view));
-    let most = places.into_values().find(|views| 2 * views.len() > case.world.views.len())?;
-    let few: Vec<usize> = (0..case.world.views.len()).filter(|view| !most.contains(view)).collect();
-    (!few.is_empty()).then_some((most, few))
+    communicators.any(|communicator| view.polled_collective(communicator).is_some())
 }
 
 /// Lets the rules explain the suspects, and weighs the findings.
 fn conclude(case: &Case<'_>) -> Outcome {
-    let mut findings: Vec<(usize, &Suspect, Finding)> = Vec::new();
-    let unseen = |suspect: &Suspect| matches!(suspect, Suspect::Host { view, guess: true, .. } if case.view(*view).presence == Presence::Unspecified);
-    let guesses =
-        case.graph.suspects.iter().filter(|suspect| matches!(suspect, Suspect::Host { guess: true, .. })).count();
-    // A rank of another node is not accused for being there.
-    for suspect in case.graph.suspects.iter().filter(|suspect| !unseen(suspect)) {
-        let found = RULES.iter().enumerate().find_map(|(index, rule)| Some((index, (rule.explain)(case, suspect)?)));
-        if let Some((rule, finding)) = found {
-            findings.push((rule, suspect, finding));
-        }
-    }
-    let cause = |rule: usize| RULES[rule].cause;
-    // Who waits for a lock that processes share may wait for another rank.
-    let locked = |finding: &Finding| finding.culprits.iter().all(|view| case.in_shared_lock(*view));
-    let all = findings.len();
-    if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !locked(finding)) {
-        findings.retain(|(_, _, finding)| finding.culprits.is_empty() || !locked(finding));
-    }
-    // Who waits for members of a window, even by asking all the time, is not to blame while one of them is elsewhere.
-    let accused: BTreeSet<usize> =
-        findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
-    let in_window = case.wait_in_windows(&accused);
-    findings.retain(|(rule, _, finding)| {
-        let elsewhere = matches!(cause(*rule), Cause::MissingRank | Cause::LongStep);
-        !elsewhere || finding.culprits.is_empty() || !finding.culprits.iter().all(|view| in_window.contains(view))
-    });
-    // Who looks again and again for something that has not come may wait for what another one should have done.
-    let waits = |view: &usize| case.polls(*view) || case.does(*view, Activity::DeviceWait);
-    let polls = |finding: &Finding| finding.culprits.iter().all(waits);
-    let others = findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty() && !polls(finding));
-    if others {
-        findings.retain(|(rule, _, finding)| {
-            !matches!(cause(*rule), Cause::MissingRank | Cause::CommInit)
-                || !polls(finding)
-                || finding.culprits.is_empty()
-        });
-    }
-    let mut certain = findings.len() == all;
-    // Who moves is not to blame while somebody else stands still, and the network is not while a rank is.
-    let mild = |rule: usize| matches!(cause(rule), Cause::LongStep | Cause::Compile | Cause::PythonGc);
-    if findings.iter().any(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty()) {
-        findings.retain(|(rule, _, finding)| !mild(*rule) && !finding.culprits.is_empty());
-    } else if findings.iter().any(|(_, _, finding)| !finding.culprits.is_empty()) {
-        findings.retain(|(_, _, finding)| !finding.culprits.is_empty());
-    }
-    let dead = |rule: usize| cause(rule) == Cause::ProcessDead;
-    let by_agent = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_agent(case, *view));
-    if findings.iter().any(|(rule, _, finding)| dead(*rule) && !by_agent(finding)) {
-        findings.retain(|(rule, _, finding)| !dead(*rule) || !by_agent(finding));
-    }
-    // Who was killed did not notice a death; who ended with an error may have.
-    let killed = |finding: &Finding| finding.culprits.iter().all(|view| ended_by_signal(case, *view));
-    if findings.iter().any(|(rule, _, finding)| dead(*rule) && killed(finding)) {
-        let before = findings.len();
-        findings.retain(|(rule, _, finding)| !dead(*rule) || killed(finding));
-        certain &= findings.len() == before;
-    }
-    findings.sort_by_key(|(rule, ..)| *rule);
-    if let Some(finding) = turned(case, &findings) {
-        findings = vec![(findings[0].0, findings[0].1, finding)];
-    }
-    let Some((primary, ..)) = findings.first() else { return unexplained(case) };
-    let primary = *primary;
-
-    let culprits: BTreeSet<usize> =
-        findings.iter().flat_map(|(_, _, finding)| finding.culprits.iter().copied()).collect();
-    let culprits: Vec<usize> = culprits.into_iter().collect();
-    let first: Vec<&(usize, &Suspect, Finding)> = findings.iter().filter(|(rule, ..)| *rule == primary).collect();
-    let mut confidence = first.iter().map(|(_, _, finding)| finding.confidence).min().unwrap_or(Confidence::Low);
-    if first.len() < findings.len() {
-        confidence = confidence.min(Confidence::Medium);
-    }
-    // Many that are somewhere else together while few wait may be waiting for something that those few have not done.
-    let elsewhere = matches!(cause(primary), Cause::MissingRank | Cause::P2pUnmatched);
-    let together = culprits.len() > 1 && culprits.iter().all(|view| case.place(*view) == case.place(culprits[0]));
-    if elsewhere && together && culprits.len() > waiting(case).iter().filter(|view| !culprits.contains(view)).count() {
-        confidence = confidence.min(Confidence::Medium);
-    }
-    // Ranks that are missing at different places may wait for each other in a way that is not seen.
-    let missing = first.iter().flat_map(|(_, _, finding)| &finding.culprits).map(|view| case.place(*view));
-    let apart = cause(primary) == Cause::MissingRank && missing.collect::<BTreeSet<_>>().len() > 1;
-    let assumed = case.graph.assumed.iter().any(|view| !culprits.contains(view));
-    if apart || assumed || !certain {
-        confidence = confidence.min(Confidence::Medium);
-    }
-    // Of several ranks of which nothing is known, any one may be the culprit.
-    if guesses > 1 {
-        confidence = Confidence::Low;
-    }
-    if all_alike(case, &findings) {
-        return no_rank_differs(case, &findings, primary, confidence);
+    let arbitrated = arbitrate(case);
+    let findings = &arbitrated.findings;
+    let Some(first) = findings.first() else { return unexplained(case) };
+    let confidence = arbitrated.confidence();
+    if all_stuck_alike(case, findings) {
+        return no_rank_differs(case, findings, confidence);
     }
     let weight = |suspect: &Suspect| case.main_event(suspect).map_or(0, |event| case.graph.waiters_of(event).len());
-    let main = first
-        .iter()
-        .map(|(_, suspect, _)| *suspect)
+    let main = arbitrated
+        .primary()
+        .map(|ruling| ruling.suspect)
         .reduce(|best, next| if weight(next) > weight(best) { next } else { best });
-
     let mut evidence = Vec::new();
-    for (_, _, finding) in &findings {
+    for ruling in findings {
         if evidence.len() < MAX_EVIDENCE {
-            evidence.extend(finding.evidence.iter().cloned());
+            evidence.extend(ruling.finding.evidence.iter().cloned());
         }
     }
     Outcome {
-        cause: cause(primary),
+        cause: first.cause(),
         confidence,
-        sentence: sentence(case, &findings, primary, main, &culprits),
+        sentence: sentence(case, findings, first.rule, main, &arbitrated.culprits),
         evidence,
         main: main.cloned(),
-        culprits,
+        culprits: arbitrated.culprits,
     }
 }
 
-/// Most members of a communicator have not entered what few wait in, and stand together at one place.
-fn turned(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> Option<Finding> {
-    let (rule, suspect, _) = findings.first()?;
-    let event = case.main_event(suspect)?;
-    let alike = |(other, suspect, finding): &(usize, &Suspect, Finding)| {
-        other == rule && case.main_event(suspect) == Some(event) && finding.culprits.len() == 1
-    };
-    if RULES[*rule].cause != Cause::MissingRank || !findings.iter().all(alike) {
-        return None;
-    }
-    let outside: Vec<usize> = findings.iter().map(|(_, _, finding)| finding.culprits[0]).collect();
-    alone_in(case, event, &outside)
-}
-
-/// Nobody waits for anybody, and all ranks of the job are stuck in the same way: what they wait for is outside of them.
-fn all_alike(case: &Case<'_>, findings: &[(usize, &Suspect, Finding)]) -> bool {
-    let outside = |rule: usize| {
-        matches!(RULES[rule].cause, Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
+/// No rank waits for another, and all ranks of the job are stuck in the same way: they wait for
+/// something outside the job.
+fn all_stuck_alike(case: &Case<'_>, findings: &[Ruling<'_>]) -> bool {
+    let is_outside = |ruling: &Ruling<'_>| {
+        matches!(ruling.cause(), Cause::DataLoader | Cause::StorageIo | Cause::DState | Cause::HostLock)
     };
     let all = case.world.views.len();
     all > 1
         && case.graph.events.is_empty()
         && findings.len() == all
         && case.stack_waiters.len() == all
-        && findings.iter().all(|(rule, ..)| *rule == findings[0].0 && outside(*rule))
+        && findings.iter().all(|ruling| ruling.rule == findings[0].rule && is_outside(ruling))
 }
 
-fn no_rank_differs(
-    case: &Case<'_>,
-    findings: &[(usize, &Suspect, Finding)],
-    primary: usize,
-    confidence: Confidence,
-) -> Outcome {
+fn no_rank_differs(case: &Case<'_>, findings: &[Ruling<'_>], confidence: Confidence) -> Outcome {
     let all: Vec<usize> = (0..case.world.views.len()).collect();
-    let said = sentence(case, findings, primary, None, &all);
-    let evidence = findings.iter().take(4).flat_map(|(_, _, finding)| finding.evidence.iter().cloned());
+    let said = sentence(case, findings, findings[0].rule, None, &all);
+    let evidence = findings.iter().take(4).flat_map(|ruling| ruling.finding.evidence.iter().cloned());
     Outcome {
-        cause: RULES[primary].cause,
+        cause: findings[0].cause(),
         culprits: Vec::new(),
         confidence,
         sentence: format!(
@@ -352,242 +123,4 @@ fn no_rank_differs(
         evidence: evidence.collect(),
         main: None,
     }
-}
-
-fn sentence(
-    case: &Case<'_>,
-    findings: &[(usize, &Suspect, Finding)],
-    primary: usize,
-    main: Option<&Suspect>,
-    culprits: &[usize],
-) -> String {
-    let mut parts: Vec<String> = Vec::new();
-    let of_ranks = |says: &Says, views: &[usize]| {
-        let who = case.world.ranks(views.iter().copied());
-        match (says, Number::of(who.len())) {
-            (Says::Rank { one, .. }, Number::One) => format!("{} {one}", ranks(&who)),
-            (Says::Rank { many, .. }, Number::Many) => format!("{} {many}", ranks(&who)),
-            (Says::Whole(sentence), _) => sentence.trim_end_matches('.').to_owned(),
-        }
-    };
-    let spelled = |finding: &Finding| of_ranks(&finding.says, &finding.culprits);
-    let first: Vec<&Finding> =
-        findings.iter().filter(|(rule, ..)| *rule == primary).map(|(_, _, finding)| finding).collect();
-    let whole = matches!(first[0].says, Says::Whole(_));
-    if whole {
-        parts.push(spelled(first[0]));
-    } else {
-        // Ranks of which the same is to be said are said together.
-        let mut said: Vec<(&Says, Vec<usize>)> = Vec::new();
-        for finding in &first {
-            match said.iter().position(|(says, _)| **says == finding.says) {
-                Some(index) => said[index].1.extend(&finding.culprits),
-                None if said.len() < MAX_SPELLED => said.push((&finding.says, finding.culprits.clone())),
-                None => {}
-            }
-        }
-        let counted: usize = said.iter().map(|(_, views)| views.len()).sum();
-        for (says, views) in &said {
-            parts.push(of_ranks(says, views));
-        }
-        let all: usize = first.iter().map(|finding| finding.culprits.len()).sum();
-        if counted < all {
-            parts.push(format!("and so do {} more ranks", all - counted));
-        }
-    }
-    let mut text = parts.join("; ");
-    if let Some(main) = main.filter(|_| !whole) {
-        let waits = case.who_waits(main, culprits, &text);
-        text.push_str(&waits);
-    }
-    for (_, _, finding) in findings.iter().filter(|(rule, ..)| *rule != primary).take(MAX_SPELLED) {
-        text.push_str("; also ");
-        text.push_str(&spelled(finding));
-    }
-    text.push('.');
-    capital(&text)
-}
-
-/// No rule explains it: says what is known.
-fn unexplained(case: &Case<'_>) -> Outcome {
-    let views = &case.world.views;
-    let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
-    let dumps = views.iter().filter(|view| view.host.stack).count();
-    let moving = views.iter().filter(|view| view.host.moved.is_some_and(|moved| moved.any())).count();
-    let nothing_pending = case.graph.events.is_empty();
-    if !views.is_empty()
-        && nothing_pending
-        && dumps == views.len()
-        && (kind == TriggerKind::Manual || moving == views.len())
-    {
-        let why = if moving == views.len() {
-            "no operation is pending, and every rank moves".to_owned()
-        } else {
-            "no operation is pending on any rank".to_owned()
-        };
-        let confidence = if moving == views.len() { Confidence::Medium } else { Confidence::Low };
-        return not_a_hang(why, confidence);
-    }
-    let done: Vec<usize> = (0..views.len()).filter(|view| in_order(case, *view)).collect();
-    let comes = |view: &RankView<'_>| !view.halted() && view.host.doing.activity == Activity::CommInit;
-    if !done.is_empty() && nothing_pending && !views.iter().any(|view| view.unseen() || comes(view)) {
-        let left = ranks(&case.world.ranks(done));
-        return not_a_hang(format!("no operation is pending, and {left} left in order"), Confidence::Medium);
-    }
-    if nothing_pending && idle(case) {
-        let stand = match same_place(case) {
-            Some(place) => format!("all {} ranks stand{place}", views.len()),
-            None => "every rank sleeps, or waits for a message, a person or a signal".to_owned(),
-        };
-        return unknown(format!(
-            "No operation is pending, so nothing is stuck on any device: {stand}; the job may just be idle."
-        ));
-    }
-    let known = match (views.len(), nothing_pending) {
-        (0, _) => "nothing is known of any rank".to_owned(),
-        (_, true) if dumps == 0 => "there is no stack of any rank, and no record of a pending operation".to_owned(),
-        (all, true) => match same_place(case) {
-            Some(place) => format!("no operation is pending on any rank, and all {all} ranks stand{place}"),
-            None => format!("no operation is pending on any rank, and {dumps} of {all} ranks have stacks"),
-        },
-        (_, false) => {
-            let unseen = case.world.ranks((0..views.len()).filter(|view| views[*view].unseen()));
-            let whom = match unseen.len() {
-                0 => "no rank is seen to hold it up".to_owned(),
-                _ => format!("the reason lies with {}, of which nothing is known here", ranks(&unseen)),
-            };
-            let busiest = case.graph.events.iter().copied().max_by_key(|event| case.graph.waiters_of(*event).len());
-            let waits = busiest.map_or("operations are pending".to_owned(), |event| {
-                let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
-                let verb = if inside.len() == 1 { "waits" } else { "wait" };
-                format!("{} {verb} in {}", ranks(&inside), case.describe(event))
-            });
-            format!("{waits}, and {whom}")
-        }
-    };
-    unknown(format!("It is not known why the job stopped: {known}."))
-}
-
-/// A job that has worked, and of which no rank does anything now; one that has not begun yet waits for something.
-fn idle(case: &Case<'_>) -> bool {
-    let views = &case.world.views;
-    let worked = views.iter().any(|view| view.operations().any(is_collective));
-    worked && (0..views.len()).all(|view| views[view].host.stack && case.idles(view))
-}
-
-fn unknown(sentence: String) -> Outcome {
-    Outcome {
-        cause: Cause::Unknown,
-        culprits: Vec::new(),
-        confidence: Confidence::Low,
-        sentence,
-        evidence: Vec::new(),
-        main: None,
-    }
-}
-
-/// Where the ranks stand, when it is the same place for all.
-fn same_place(case: &Case<'_>) -> Option<String> {
-    let first = case.place(0);
-    let same = (1..case.world.views.len()).all(|view| case.place(view) == first);
-    (same && !first.is_empty() && case.world.views.len() > 1).then_some(first)
-}
-
-fn finish(case: &Case<'_>, outcome: Outcome) -> Verdict {
-    let evidence = case.evidence;
-    let culprits: BTreeSet<usize> = outcome.culprits.iter().copied().collect();
-    let victims: BTreeSet<usize> = if outcome.cause == Cause::NotAHang { BTreeSet::new() } else { waiting(case) };
-    let victims: Vec<usize> = victims.difference(&culprits).copied().collect();
-    let mut lines = outcome.evidence;
-    lines.truncate(MAX_EVIDENCE);
-    lines.extend(gaps(case));
-    let mut confidence = outcome.confidence;
-    if let Some(cap) = too_young(case) {
-        lines.push(cap);
-        confidence = confidence.min(Confidence::Medium);
-    }
-    let ruled_out = |rule: &Rule| {
-        let reason = (rule.cause != outcome.cause).then(|| (rule.rule_out)(case, &outcome.culprits)).flatten()?;
-        Some(RuledOut { cause: rule.cause, reason })
-    };
-    Verdict {
-        format: FORMAT,
-        incident: evidence.incident.clone(),
-        job: evidence.job.clone(),
-        world_size: case.world.size,
-        attempt: evidence.attempt,
-        trigger: report::trigger(evidence),
-        sentence: outcome.sentence,
-        cause: outcome.cause,
-        confidence,
-        culprits: case.world.ranks(outcome.culprits.iter().copied()),
-        hang: hang::evidence(case, (outcome.cause, confidence), &outcome.culprits, victims.len()),
-        helpers_busy: hang::helpers_busy(case, &outcome.culprits),
-        victims: case.world.ranks(victims),
-        evidence: lines,
-        ruled_out: RULES.iter().filter_map(ruled_out).collect(),
-        communicators: report::communicators(case, outcome.main.as_ref().and_then(|suspect| case.main_event(suspect))),
-        ranks: report::ranks(&case.world),
-        hook: hook_report::of(&case.world),
-        timing: Timing::default(),
-    }
-}
-
-/// Ranks that are inside something that others are needed for.
-fn waiting(case: &Case<'_>) -> BTreeSet<usize> {
-    let pends = |view: usize| {
-        case.view(view).pending().any(|operation| matches!(operation.kind(), OpKind::Collective | OpKind::HostCall))
-            || !case.graph.events.is_empty() && case.does(view, Activity::DeviceWait)
-    };
-    let mut waiting: BTreeSet<usize> = (0..case.world.views.len()).filter(|view| pends(*view)).collect();
-    waiting.extend(case.graph.waiters.iter().flatten());
-    waiting.extend(&case.stack_waiters);
-    waiting.extend(case.graph.followers.iter().map(|follower| follower.view));
-    waiting.retain(|view| !case.view(*view).dead());
-    waiting
-}
-
-/// What is missing in the evidence, and what opened the incident.
-fn gaps(case: &Case<'_>) -> Vec<EvidenceLine> {
-    let of = |keep: &dyn Fn(usize) -> bool| case.world.ranks((0..case.world.views.len()).filter(|view| keep(*view)));
-    let mut lines = Vec::new();
-    let mut add = |text: &str, who: Vec<u32>| {
-        if !who.is_empty() {
-            lines.push(line(format!("{text} {}", ranks(&who)), who));
-        }
-    };
-    add("nothing is known of", of(&|view| case.view(view).unseen()));
-    let known = |view: usize| !case.view(view).unseen() && !case.view(view).dead();
-    add("there is no stack of", of(&|view| known(view) && !case.view(view).host.stack));
-    add("there is no flight record of", of(&|view| known(view) && case.view(view).flight.is_none()));
-    add("the flight record lost operations of", of(&|view| case.view(view).lossy()));
-    let stuck = |view: usize| {
-        let health = case.view(view).flight.and_then(|flight| flight.health.as_ref());
-        health.is_some_and(|health| !health.watcher_inside.is_empty()) && case.view(view).watcher_stale()
-    };
-    add("the watcher is stuck inside a driver call on", of(&stuck));
-    if let Some(trigger) = &case.evidence.trigger
-        && let (Some(operation), Ok(rank)) = (&trigger.operation, u32::try_from(trigger.rank))
-    {
-        let of_comm = match operation.communicator {
-            0 => String::new(),
-            id => format!(", number {} of communicator {}", operation.seq, crate::text::communicator(id)),
-        };
-        lines.push(line(format!("rank {rank} signalled first: {}{of_comm}", shape(operation)), vec![rank]));
-    }
-    lines
-}
-
-/// Somebody asked before the hang timeout ran out, so what is pending may still complete.
-fn too_young(case: &Case<'_>) -> Option<EvidenceLine> {
-    let manual = case.evidence.trigger.as_ref().is_some_and(|trigger| trigger.kind() == TriggerKind::Manual);
-    let oldest = case.world.views.iter().map(|view| view.pending_ns()).max().unwrap_or(0);
-    (manual && oldest > 0 && oldest < case.evidence.hang_timeout_ns).then(|| {
-        let text = format!(
-            "the oldest operation is pending for {} s, less than the hang timeout of {} s",
-            oldest / 1_000_000_000,
-            case.evidence.hang_timeout_ns / 1_000_000_000
-        );
-        line(text, Vec::new())
-    })
 }

@@ -1,6 +1,7 @@
 //! Pure logic of xpu_timer: rank sets, prefix trees, labels, collective matching, verdicts.
 //!
-//! The same input gives the same output, byte for byte: no I/O, no clock, no threads.
+//! The same input gives the same output, byte for byte. The crate does no I/O, reads no clock and
+//! starts no threads.
 #![forbid(unsafe_code)]
 
 mod alias;
@@ -8,7 +9,6 @@ mod causes;
 mod exit;
 mod facts;
 pub mod folded;
-mod followers;
 mod graph;
 pub mod groups;
 mod hang;
@@ -20,6 +20,7 @@ mod matching;
 pub mod prefix_tree;
 pub mod rank_set;
 mod report;
+mod resource_waits;
 #[cfg(test)]
 mod scenarios;
 mod stacks;

@@ -1,22 +1,23 @@
-//! Which thread of a dump is the main thread: one rule for the judge, for the groups of ranks, and for all who show stacks.
+//! Which thread of a dump is the main thread. The judge, the groups of ranks and everything that
+//! shows stacks use this rule.
 
 use xpu_timer_proto::server::{PstackStacktrace, PySpyStacktrace};
 
 /// The name of Python's main thread.
 pub const NAME: &str = "MainThread";
 
-/// Functions at the root of a main thread: those of a Python program, then those by which any program starts. Every other
-/// thread begins in a function of a threading library.
+/// Functions at the root of a main thread: first that of a Python program, then those of any
+/// program. Every other thread starts in a function of a threading library.
 const ROOTS: [&[u8]; 5] = [b"<module>", b"_start", b"__libc_start_main", b"__libc_start_call_main", b"main"];
 
-/// What is known of one thread.
+/// The properties of one thread that identify a main thread.
 #[derive(Clone, Copy, Debug)]
 pub struct Candidate<'a> {
-    /// Kernel thread id; 0 when unknown.
+    /// Kernel thread id; 0 if unknown.
     pub tid: u32,
-    /// Name.
+    /// Name of the thread.
     pub name: &'a [u8],
-    /// Function at the root of its stack; none when it has no stack.
+    /// Function at the root of its stack. `None` without a stack.
     pub root: Option<&'a [u8]>,
 }
 
@@ -34,13 +35,19 @@ impl<'a> From<&'a PySpyStacktrace> for Candidate<'a> {
     }
 }
 
-/// Place of the main thread among the threads of one language; none when it is not among them.
+/// Index of the main thread among the threads of one language. `None` if it is not among them.
 ///
-/// It is the one whose root only a main thread has. Where its stack does not reach that far, it is the thread whose id is
-/// that of the process; where ids are unknown, or of another pid namespace than the process id, the one with the name of
-/// Python's main thread. Where ids are known and none of this tells it, the dump does not hold it, and another one must not
-/// pass for it; else it is the first. Of several that one sign tells, it is the first that has a stack: the main thread of a
-/// process in D state may have none.
+/// The rules, in this order:
+///
+/// - The thread whose root function only a main thread has.
+/// - The thread whose id equals the process id, for a stack that does not reach its root.
+/// - The thread with the name of Python's main thread, if ids are unknown or belong to another pid
+///   namespace than the process id.
+/// - The first thread, unless ids are known. If they are, the dump does not contain the main
+///   thread, and another thread must not replace it.
+///
+/// If a rule fits several threads, the first with a stack counts: the main thread of a process in D
+/// state may have none.
 pub fn of<'a>(threads: impl Iterator<Item = Candidate<'a>> + Clone, pid: i32) -> Option<usize> {
     let pid = u32::try_from(pid).unwrap_or(0);
     let by = |is_main: &dyn Fn(&Candidate<'_>) -> bool| {

@@ -1,7 +1,8 @@
-//! The prefix tree of all stacks of a job: every node is one frame at one place and holds the ranks that stand there.
+//! The prefix tree of all stacks of a job. Every node is one frame at one place and holds the ranks
+//! that pass through it.
 //!
-//! Words are interned and children are found by hash, so inserting a stack costs one look-up a frame, whatever the
-//! number of ranks. The tree knows nothing of labels (`folded.rs`) and nothing of files.
+//! Words are interned and children are found by hash, so inserting a stack costs one lookup for
+//! each frame, whatever the number of ranks. The tree has no labels (see `folded.rs`) and no files.
 
 use crate::rank_set::RankSet;
 use hashbrown::{DefaultHashBuilder, HashMap, HashTable};
@@ -14,7 +15,7 @@ use xpu_timer_proto::v1::{RankRun, StackTree, TreeNode};
 pub struct WordId(u32);
 
 impl WordId {
-    /// Place of the word in the order of first use, from 0.
+    /// Position of the word in the order of first use, from 0.
     pub fn index(self) -> usize {
         self.0 as usize
     }
@@ -30,21 +31,21 @@ impl NodeId {
     }
 }
 
-/// Why a tree that came over the wire is refused.
+/// Why a tree message is invalid.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum TreeError {
-    /// A node names a word that is not in the list.
+    /// A node has a word that is not in the list.
     UnknownWord {
         /// Index of the node.
         node: usize,
-        /// The word it names.
+        /// The index of the word.
         word: u32,
     },
-    /// A node's parent does not stand before it.
+    /// A node's parent does not come before the node.
     ParentAfterChild {
         /// Index of the node.
         node: usize,
-        /// The parent it names.
+        /// The index of the parent.
         parent: u32,
     },
     /// A run of ranks ends before it begins.
@@ -81,7 +82,7 @@ pub struct Words {
 }
 
 impl Words {
-    /// The number of a word, which is stored when it is new.
+    /// The number of a word. Stores the word if it is new.
     pub fn intern(&mut self, word: &str) -> WordId {
         let hash = self.hasher.hash_one(word);
         if let Some(&id) = self.table.find(hash, |&id| &*self.texts[id as usize] == word) {
@@ -103,7 +104,7 @@ impl Words {
         self.texts.len()
     }
 
-    /// True when there is no word.
+    /// True if there are no words.
     pub fn is_empty(&self) -> bool {
         self.texts.is_empty()
     }
@@ -112,13 +113,13 @@ impl Words {
 /// One frame at one place.
 #[derive(Clone, Debug)]
 pub struct Node {
-    /// The caller; none for a root.
+    /// The caller. `None` for a root.
     pub parent: Option<NodeId>,
-    /// What is drawn.
+    /// The word of the frame.
     pub word: WordId,
-    /// The ranks whose stacks come by here.
+    /// The ranks whose stacks pass through this node.
     pub ranks: RankSet,
-    /// True when the stack of at least one rank ends here.
+    /// True if the stack of at least one rank ends here.
     pub end: bool,
 }
 
@@ -151,7 +152,7 @@ impl PrefixTree {
         &mut self.words
     }
 
-    /// The nodes; every parent stands before its children.
+    /// The nodes, every parent before its children.
     pub fn nodes(&self) -> &[Node] {
         &self.nodes
     }
@@ -166,7 +167,8 @@ impl PrefixTree {
         self.words.text(self.node(id).word)
     }
 
-    /// Inserts one stack, root first, of one rank, and returns the node at which it ends. An empty stack is nothing.
+    /// Inserts one stack of one rank, root first, and returns the node at which it ends. Ignores an
+    /// empty stack.
     pub fn insert<'w>(&mut self, stack: impl IntoIterator<Item = &'w str>, rank: u32) -> Option<NodeId> {
         let mut at = None;
         for word in stack {
@@ -178,7 +180,7 @@ impl PrefixTree {
         self.mark_end(at)
     }
 
-    /// Inserts one stack, root first, that all of `ranks` have. An empty stack is nothing.
+    /// Inserts one stack, root first, for all of `ranks`. Ignores an empty stack.
     pub fn insert_set(&mut self, stack: &[WordId], ranks: &RankSet) -> Option<NodeId> {
         let mut at = None;
         for &word in stack {
@@ -196,7 +198,7 @@ impl PrefixTree {
         at
     }
 
-    /// The child of a node (of the roots, with none) that has this word.
+    /// The child of a node with this word. With `None`, the root with this word.
     pub fn child(&self, parent: Option<NodeId>, word: WordId) -> Option<NodeId> {
         self.children.get(&(parent, word)).copied()
     }
@@ -210,12 +212,13 @@ impl PrefixTree {
         })
     }
 
-    /// Adds all stacks of another tree. Merging is commutative as far as anything drawn goes.
+    /// Adds all stacks of another tree. Everything that is drawn is independent of the order of
+    /// merges.
     pub fn merge(&mut self, other: &PrefixTree) {
         let words: Vec<WordId> = other.words.texts.iter().map(|text| self.words.intern(text)).collect();
         let mut ids: Vec<NodeId> = Vec::with_capacity(other.nodes.len());
         for node in &other.nodes {
-            // A parent stands before its children, so its number is known by now.
+            // Parents come before their children, so the id of the parent is known.
             let parent = node.parent.map(|parent| ids[parent.index()]);
             let id = self.child_or_new(parent, words[node.word.0 as usize]);
             let mine = &mut self.nodes[id.index()];
@@ -225,7 +228,7 @@ impl PrefixTree {
         }
     }
 
-    /// Adds all stacks of a tree that came over the wire. A tree that is refused adds nothing.
+    /// Adds all stacks of a tree message. An invalid message adds nothing.
     pub fn merge_message(&mut self, tree: &StackTree) -> Result<(), TreeError> {
         for (node, n) in tree.nodes.iter().enumerate() {
             if n.word as usize >= tree.words.len() {
@@ -253,7 +256,8 @@ impl PrefixTree {
         Ok(())
     }
 
-    /// The tree as a message, in the order of `order`, so that equal trees give equal bytes.
+    /// The tree as a message, in the order of [`PrefixTree::order`], so that equal trees give equal
+    /// bytes.
     pub fn to_message(&self) -> StackTree {
         let mut message = StackTree::default();
         let mut words: HashMap<WordId, u32> = HashMap::new();
@@ -275,7 +279,8 @@ impl PrefixTree {
         message
     }
 
-    /// The order in which the tree is drawn: children by the bytes of their words, whatever the order of insertion.
+    /// The order in which the tree is drawn: children by the bytes of their words, independent of
+    /// the order of insertion.
     pub fn order(&self) -> Order {
         let mut by_text: Vec<u32> = (0..self.words.texts.len() as u32).collect();
         by_text.sort_unstable_by(|&a, &b| self.words.texts[a as usize].cmp(&self.words.texts[b as usize]));
@@ -288,7 +293,8 @@ impl PrefixTree {
             let node = self.node(id);
             (node.parent, place[node.word.0 as usize])
         });
-        // Where the children of each node begin: the roots first (their parent is `None`), then by parent.
+        // The start of each node's children in the list: the roots first (their parent is `None`),
+        // then by parent.
         let mut begin = vec![0u32; self.nodes.len() + 2];
         for node in &self.nodes {
             begin[node.parent.map_or(0, |parent| parent.index() + 1) + 1] += 1;
@@ -300,7 +306,8 @@ impl PrefixTree {
     }
 }
 
-/// The children of every node in the order of drawing. It describes the tree as it was when it was made.
+/// The children of every node in the order of drawing. Describes the tree at the time of its
+/// creation.
 #[derive(Clone, Debug)]
 pub struct Order {
     list: Vec<NodeId>,
@@ -308,13 +315,13 @@ pub struct Order {
 }
 
 impl Order {
-    /// The children of a node, or the roots.
+    /// The children of a node. With `None`, the roots.
     pub fn children(&self, parent: Option<NodeId>) -> &[NodeId] {
         let at = parent.map_or(0, |parent| parent.index() + 1);
         &self.list[self.begin[at] as usize..self.begin[at + 1] as usize]
     }
 
-    /// All nodes, every one right before its subtree. Stacks may be deep, so nothing here recurses.
+    /// All nodes, each right before its subtree. Iterative, because stacks may be deep.
     pub fn depth_first(&self) -> impl Iterator<Item = NodeId> + '_ {
         let mut stack: Vec<NodeId> = self.children(None).iter().rev().copied().collect();
         std::iter::from_fn(move || {

@@ -1,7 +1,8 @@
 //! Sets of ranks as ascending runs.
 //!
-//! A job's ranks mostly agree, so a set is a few runs whatever the size of the job, and ranks mostly arrive in
-//! ascending order, so that adding one is an append. Bitmaps would cost the world size for every tree node.
+//! The ranks of a job mostly agree, so a set has few runs, whatever the size of the job. Ranks
+//! mostly arrive in ascending order, so adding one is an append. A bitmap would need the world size
+//! in memory for every tree node.
 
 use std::fmt;
 
@@ -14,7 +15,7 @@ pub struct Run {
     pub last: u32,
 }
 
-/// A set of ranks. Its runs are ascending, and a gap of at least one rank lies between two of them.
+/// A set of ranks. Its runs are ascending, with a gap of at least one rank between two of them.
 #[derive(Clone, Debug, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct RankSet {
     runs: Vec<Run>,
@@ -35,7 +36,8 @@ impl RankSet {
         set
     }
 
-    /// Adds one rank; says whether it is new. Constant time when no rank of the set is higher.
+    /// Adds one rank and returns whether it is new. Takes constant time if no rank of the set is
+    /// higher.
     pub fn insert(&mut self, rank: u32) -> bool {
         match self.runs.last() {
             Some(run) if rank <= run.last => {
@@ -52,7 +54,8 @@ impl RankSet {
         }
     }
 
-    /// Adds the ranks `first..=last`. Constant time when no rank of the set is higher than `first`.
+    /// Adds the ranks `first..=last`. Takes constant time if no rank of the set is higher than
+    /// `first`.
     ///
     /// An empty run (`first > last`) adds nothing.
     pub fn insert_run(&mut self, first: u32, last: u32) {
@@ -61,7 +64,7 @@ impl RankSet {
         }
         match self.runs.last_mut() {
             Some(run) if first >= run.first => {
-                // `run.last` may be the highest number there is, so the sum must not wrap.
+                // `run.last` may be `u32::MAX`, so the sum must not wrap.
                 if first <= run.last.saturating_add(1) {
                     run.last = run.last.max(last);
                 } else {
@@ -73,7 +76,7 @@ impl RankSet {
         }
     }
 
-    /// `insert_run` for a run that begins before the last one of the set.
+    /// Inserts a run that begins before the last run of the set.
     fn insert_run_within(&mut self, first: u32, last: u32) {
         // Runs in `from..to` touch the new one and become part of it.
         let from = self.runs.partition_point(|run| run.last.saturating_add(1) < first);
@@ -91,7 +94,7 @@ impl RankSet {
             (Some(last), Some(first)) => first.first >= last.first,
             _ => true,
         };
-        // A few runs are put in their places one by one; many are merged in one pass over both sets.
+        // A few runs are inserted one by one. Many are merged in one pass over both sets.
         let few = other.runs.len() * 16 <= self.runs.len();
         if appends || few || other.runs.len() == 1 {
             for run in &other.runs {
@@ -132,13 +135,13 @@ impl RankSet {
         RankSet { runs }
     }
 
-    /// True when the rank is in the set.
+    /// True if the rank is in the set.
     pub fn contains(&self, rank: u32) -> bool {
         let at = self.runs.partition_point(|run| run.last < rank);
         self.runs.get(at).is_some_and(|run| run.first <= rank)
     }
 
-    /// True when every rank of this set is in the other one.
+    /// True if every rank of this set is in the other one.
     pub fn is_subset(&self, other: &RankSet) -> bool {
         self.runs.iter().all(|run| {
             let at = other.runs.partition_point(|o| o.last < run.first);
@@ -146,7 +149,7 @@ impl RankSet {
         })
     }
 
-    /// The ranks that both sets hold.
+    /// The ranks that are in both sets.
     pub fn intersection(&self, other: &RankSet) -> RankSet {
         let mut runs = Vec::new();
         let (mut left, mut right) = (self.runs.iter().peekable(), other.runs.iter().peekable());
@@ -165,7 +168,7 @@ impl RankSet {
         self.runs.iter().map(|run| u64::from(run.last - run.first) + 1).sum()
     }
 
-    /// True when no rank is in the set.
+    /// True if the set is empty.
     pub fn is_empty(&self) -> bool {
         self.runs.is_empty()
     }
@@ -207,7 +210,8 @@ impl Extend<u32> for RankSet {
     }
 }
 
-/// As in a label: runs as `a-b`, single ranks as `a`, joined by `/`; nothing for the empty set.
+/// The format of labels: runs as `a-b`, single ranks as `a`, joined by `/`. The empty set gives an
+/// empty string.
 impl fmt::Display for RankSet {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for (i, run) in self.runs.iter().enumerate() {
@@ -260,7 +264,7 @@ mod tests {
     }
 
     fn model() -> impl Strategy<Value = Vec<u32>> {
-        // A narrow range makes runs touch; the few high ones make gaps.
+        // A narrow range makes runs touch. The few high ranks make gaps.
         prop::collection::vec(prop_oneof![4 => 0u32..40, 1 => 90u32..400], 0..60)
     }
 

@@ -1,4 +1,4 @@
-//! The parts of a verdict that do not judge: who is where, by equal state.
+//! The parts of a verdict that need no judgement: the state of ranks, communicators and hooks.
 
 use std::collections::{BTreeMap, HashMap};
 
@@ -7,6 +7,7 @@ use xpu_timer_proto::v1::{Evidence, Operation, Presence, TriggerKind};
 use crate::{
     causes::Case,
     graph::Event,
+    hook_report::HookReport,
     text::{communicator, operation_state},
     verdict::{Activity, CommunicatorGroup, CommunicatorReport, Location, OperationState, RankGroup, TriggerReport},
     world::World,
@@ -32,7 +33,7 @@ pub(crate) fn trigger(evidence: &Evidence) -> TriggerReport {
     }
 }
 
-/// `present` and the like.
+/// The name of a presence, such as `present`.
 pub(crate) fn presence_name(presence: Presence) -> &'static str {
     match presence {
         Presence::Present => "present",
@@ -44,8 +45,9 @@ pub(crate) fn presence_name(presence: Presence) -> &'static str {
     }
 }
 
-/// Ranks of a communicator by equal state, those that are behind first: of each rank its number, how many collectives it
-/// has completed, started and launched, and what it waits in.
+/// Groups the ranks of a communicator by equal state, those that are behind first. Each member
+/// comes as its rank, its numbers of completed, started and launched collectives, and the operation
+/// that it waits in.
 pub fn communicator_groups(
     members: impl Iterator<Item = (u32, [u64; 3], Option<OperationState>)>,
 ) -> Vec<CommunicatorGroup> {
@@ -65,7 +67,8 @@ pub fn communicator_groups(
         .collect()
 }
 
-/// Every communicator on which something is pending; the one of the given event first, the others by identity.
+/// Every communicator with a pending operation: the communicator of `first`, then the others by
+/// identity.
 pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<CommunicatorReport> {
     let first = first.map(|event| match event {
         Event::Collective { comm, .. }
@@ -75,9 +78,9 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
     });
     // The oldest pending operation of each rank on each communicator.
     let mut pending: HashMap<(usize, u64), &Operation> = HashMap::new();
-    for (view, content) in case.world.views.iter().enumerate() {
-        for operation in content.pending().filter(|operation| operation.communicator != 0) {
-            pending.entry((view, operation.communicator)).or_insert(operation);
+    for (rank_index, view) in case.world.views.iter().enumerate() {
+        for operation in view.pending().filter(|operation| operation.communicator != 0) {
+            pending.entry((rank_index, operation.communicator)).or_insert(operation);
         }
     }
     let mut reports: Vec<(bool, CommunicatorReport)> = case
@@ -85,13 +88,13 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
         .iter()
         .enumerate()
         .filter(|(_, comm)| {
-            comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.view, comm.id)))
+            comm.busy() || comm.members.iter().any(|member| pending.contains_key(&(member.rank_index, comm.id)))
         })
         .map(|(index, comm)| {
             let members = comm.members.iter().map(|member| {
-                let operation = member.oldest.or_else(|| pending.get(&(member.view, comm.id)).copied());
+                let operation = member.oldest.or_else(|| pending.get(&(member.rank_index, comm.id)).copied());
                 let counts = [member.completed, member.started, member.launched];
-                (case.view(member.view).rank, counts, operation.map(operation_state))
+                (case.view(member.rank_index).rank, counts, operation.map(operation_state))
             });
             let groups = communicator_groups(members);
             let report = CommunicatorReport {
@@ -108,7 +111,27 @@ pub(crate) fn communicators(case: &Case<'_>, first: Option<Event>) -> Vec<Commun
     reports.into_iter().map(|(_, report)| report).collect()
 }
 
-/// Where every rank stands, the smallest group first.
+/// Adds up the self-measurements in the ranks' flight records.
+pub(crate) fn hook(world: &World<'_>) -> HookReport {
+    let mut report = HookReport::default();
+    let (mut launches, mut collectives) = ((0, 0), (0, 0));
+    for health in world.views.iter().filter_map(|view| view.flight?.health.as_ref()) {
+        report.ranks += 1;
+        launches = (launches.0 + health.launch_samples, launches.1 + health.launch_cost_ns);
+        collectives = (collectives.0 + health.collective_samples, collectives.1 + health.collective_cost_ns);
+        report.long_samples += health.long_samples;
+        report.dropped += health.dropped;
+        report.panics += health.panics;
+        report.overflows += health.overflows;
+    }
+    let mean = |(samples, ns): (u64, u64)| (samples > 0).then(|| (ns as f64 / samples as f64 * 10.0).round() / 10.0);
+    report.launch_ns = mean(launches);
+    report.collective_ns = mean(collectives);
+    report.samples = launches.0 + collectives.0;
+    report
+}
+
+/// The state of every rank, the smallest group first.
 pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
     type Key = (&'static str, String, Activity, Option<bool>, Location, Vec<String>);
     let mut groups: BTreeMap<Key, Vec<u32>> = BTreeMap::new();
@@ -116,8 +139,8 @@ pub(crate) fn ranks(world: &World<'_>) -> Vec<RankGroup> {
         let key = (
             presence_name(view.presence),
             view.host.state.clone(),
-            view.host.doing.activity,
-            view.host.moved.map(|moved| moved.any()),
+            view.host.observed.activity,
+            view.host.moved.map(|moved| moved.is_progress()),
             view.host.location.clone(),
             view.evidence.map(|evidence| evidence.errors.clone()).unwrap_or_default(),
         );

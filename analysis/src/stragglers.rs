@@ -1,11 +1,14 @@
-//! Which ranks slow a job down that does not hang.
+//! Finds the ranks that slow down a job that does not hang.
 //!
-//! In a collective every rank waits for the one that comes last, so what tells a slow rank is that it waits least. How long a rank
-//! was inside a collective is measured by its own clock alone; what it was inside longer than the quickest rank, it waited. Ranks are
-//! compared within one communicator and over the same sequence numbers. A rank is slow when two things hold: it comes last in one
-//! of its communicators, in most stretches and by a good part of the time; and over all its communicators together it waits less
-//! than the others. The second one clears those who come late only because they waited for somebody elsewhere, such as the
-//! tensor-parallel peers of a slow rank, for whom the data-parallel group waits.
+//! In a collective every rank waits for the last one, so a slow rank is the one that waits least. A
+//! rank's time inside a collective is measured by its own clock alone. Its waiting time is its time
+//! inside minus that of the quickest rank. Ranks are compared within one communicator and over the
+//! same sequence numbers.
+//!
+//! A rank is slow if two conditions hold: it comes last in one of its communicators, in most blocks
+//! and by a good part of the time; and it waits less than the others over all its communicators
+//! together. The second condition clears ranks that come late only because they waited for another
+//! rank, such as the tensor-parallel peers of a slow rank, for which the data-parallel group waits.
 
 use std::{
     collections::{BTreeMap, HashMap},
@@ -16,31 +19,33 @@ use xpu_timer_proto::v1::PaceBlock;
 
 use crate::text;
 
-/// What is kept of a communicator, in blocks.
+/// Number of blocks kept for each communicator.
 pub const KEPT_BLOCKS: usize = 16;
-/// So many blocks that its members share tell something.
-const LEAST_BLOCKS: u32 = 12;
-/// A rank is late in a block when the others wait for it for so much of the time.
+/// Minimum number of blocks that the members of a communicator must share.
+const MIN_BLOCKS: u32 = 12;
+/// A rank is late in a block if the others wait for it for at least this share of the time.
 const MARGIN: f64 = 0.1;
-/// A slow rank is late in so many of the blocks.
-const STEADY: f64 = 0.8;
-/// The mean lateness is so many times its standard error: ranks that are late by chance are late at some times and early at others.
-const CERTAIN: f64 = 5.0;
-/// After which a communicator is forgotten.
+/// A slow rank is late in at least this share of the blocks.
+const MIN_LATE_SHARE: f64 = 0.8;
+/// The mean lateness must be at least this many times its standard error: ranks that are late by
+/// chance are late at some times and early at others.
+const MIN_STANDARD_ERRORS: f64 = 5.0;
+/// A communicator without operations for this long is forgotten.
 pub const SILENCE_NS: u64 = 1800 * 1_000_000_000;
-/// Blocks beyond this level are nobody's: they would last for ages.
-const HIGHEST_LEVEL: u32 = 31;
-/// Members of a communicator that must have a block for it to count: without the slow one nothing can be said.
-const PRESENT: f64 = 0.75;
+/// Blocks above this level are ignored: they would take ages.
+const MAX_LEVEL: u32 = 31;
+/// A block counts if at least this share of the communicator's members has it: without the slow
+/// rank the comparison means nothing.
+const MIN_PRESENT_SHARE: f64 = 0.75;
 
-/// The operations of one rank on one communicator of late.
+/// The recent operations of one rank on one communicator.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Series {
-    /// Ranks of the communicator.
+    /// Number of ranks of the communicator.
     pub size: u32,
     /// At most [`KEPT_BLOCKS`], oldest first.
     pub blocks: Vec<PaceBlock>,
-    /// When the last one came, on the clock of whoever keeps them.
+    /// When the last block came, on the clock of the caller.
     pub heard_ns: u64,
 }
 
@@ -55,16 +60,16 @@ impl Series {
     }
 }
 
-/// All series of one rank, by communicator, sends and receives apart. A list without slack: a rank has a handful, and a cluster
-/// collector a hundred thousand ranks.
+/// All series of one rank, by communicator, with sends and receives separate. A list without spare
+/// capacity: a rank has a handful of series, and a cluster collector has a hundred thousand ranks.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub struct Pace {
-    // Ascending.
+    // Ascending by communicator and kind.
     series: Vec<((u64, bool), Series)>,
 }
 
 impl Pace {
-    /// The series of a communicator; a new one when there is none.
+    /// The series of a communicator. Creates it if there is none.
     pub fn series(&mut self, communicator: u64, point_to_point: bool) -> &mut Series {
         let key = (communicator, point_to_point);
         let place = self.series.binary_search_by_key(&key, |(key, _)| *key).unwrap_or_else(|place| {
@@ -75,17 +80,18 @@ impl Pace {
         &mut self.series[place].1
     }
 
-    /// All of them, with communicator and whether it is of sends and receives.
+    /// All series, each with its communicator and whether it is of sends and receives.
     pub fn iter(&self) -> impl Iterator<Item = (u64, bool, &Series)> {
         self.series.iter().map(|((communicator, point_to_point), series)| (*communicator, *point_to_point, series))
     }
 
-    /// Forgets communicators that were not used for long: they may be gone, and what they showed is of another time.
+    /// Forgets communicators that have not been used for [`SILENCE_NS`]: they may be gone, and
+    /// their data is out of date.
     pub fn forget(&mut self, now_ns: u64) {
         self.series.retain(|(_, series)| now_ns.saturating_sub(series.heard_ns) < SILENCE_NS);
     }
 
-    /// Keeps so many communicators, those that were used last.
+    /// Keeps the `count` most recently used communicators.
     pub fn keep(&mut self, count: usize) {
         while self.series.len() > count {
             let oldest = self.series.iter().enumerate().min_by_key(|(_, (_, series))| series.heard_ns);
@@ -100,15 +106,15 @@ impl Pace {
 pub struct SlowRank {
     /// Rank in the job.
     pub rank: u32,
-    /// Part of the time that it waits for others in its communicators.
+    /// Share of the time that it waits for others, over all its communicators.
     pub waits: f64,
-    /// The same of the others, in the median.
+    /// The median of that share over the other ranks.
     pub others_wait: f64,
-    /// The communicator in which it is latest, and the ranks of that.
+    /// The communicator in which it is latest.
     pub communicator: u64,
-    /// See `communicator`.
+    /// Number of ranks of that communicator.
     pub size: u32,
-    /// Part of the stretches of that communicator in which it came later than the others by a margin.
+    /// Share of that communicator's blocks in which it was late.
     pub late: f64,
 }
 
@@ -128,16 +134,16 @@ impl fmt::Display for SlowRank {
     }
 }
 
-/// What the comparison of the ranks of a job says.
+/// The result of comparing the ranks of a job.
 #[derive(Debug, Clone, Default, PartialEq)]
 pub struct Comparison {
-    /// Part of the time that each rank waits for others; without those that cannot be compared.
+    /// Share of the time that each rank waits for others. Without ranks that cannot be compared.
     pub waits: BTreeMap<u32, f64>,
-    /// The slow ones, the slowest first.
+    /// The slow ranks, the slowest first.
     pub slow: Vec<SlowRank>,
 }
 
-/// One rank in one communicator, over the blocks that were compared.
+/// One rank in one communicator, over the compared blocks.
 #[derive(Debug, Clone, Copy, Default)]
 struct Standing {
     blocks: u32,
@@ -149,7 +155,8 @@ struct Standing {
 }
 
 impl Standing {
-    /// Adds a block: how long this rank waited, how long the others did, and how long the block took.
+    /// Adds a block: how long this rank waited, how long the others waited, and how long the block
+    /// took.
     fn add(&mut self, waited_us: f64, others_us: f64, span_us: f64) {
         let lateness = (others_us - waited_us) / span_us;
         self.blocks += 1;
@@ -160,20 +167,23 @@ impl Standing {
         self.squares += lateness * lateness;
     }
 
-    fn late(&self) -> f64 {
+    fn late_share(&self) -> f64 {
         f64::from(self.late_blocks) / f64::from(self.blocks.max(1))
     }
 
-    fn mean(&self) -> f64 {
+    fn mean_lateness(&self) -> f64 {
         self.lateness / f64::from(self.blocks.max(1))
     }
 
     /// Whether it comes last, and not by chance.
     fn is_last(&self) -> bool {
         let count = f64::from(self.blocks);
-        let variance = (self.squares / count - self.mean().powi(2)).max(0.0);
+        let variance = (self.squares / count - self.mean_lateness().powi(2)).max(0.0);
         let error = (variance / (count - 1.0).max(1.0)).sqrt();
-        self.blocks >= LEAST_BLOCKS && self.late() >= STEADY && self.mean() >= MARGIN && self.mean() >= CERTAIN * error
+        self.blocks >= MIN_BLOCKS
+            && self.late_share() >= MIN_LATE_SHARE
+            && self.mean_lateness() >= MARGIN
+            && self.mean_lateness() >= MIN_STANDARD_ERRORS * error
     }
 }
 
@@ -185,7 +195,8 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
     for (rank, pace) in ranks {
         for (communicator, point_to_point, series) in pace.iter() {
             if point_to_point {
-                // Both ends of a transfer wait for each other; which send belongs to which receive is not known here.
+                // Both ends of a transfer wait for each other. The data does not show which send
+                // belongs to which receive.
                 let (inside, span) = totals(&series.blocks);
                 *waits.entry(rank).or_default() += share(inside, span);
             } else {
@@ -203,7 +214,8 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
             }
             compared.push(*rank);
             *waits.entry(*rank).or_default() += share(standing.waited_us, standing.span_us);
-            let is_later = latest.get(rank).is_none_or(|(_, _, other)| standing.mean() > other.mean());
+            let is_later =
+                latest.get(rank).is_none_or(|(_, _, other)| standing.mean_lateness() > other.mean_lateness());
             if standing.is_last() && is_later {
                 latest.insert(*rank, (*communicator, series.size, standing));
             }
@@ -226,7 +238,7 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
                 others_wait,
                 communicator: *communicator,
                 size: *size,
-                late: standing.late(),
+                late: standing.late_share(),
             })
         })
         .collect();
@@ -234,20 +246,20 @@ pub fn compare<'a>(ranks: impl IntoIterator<Item = (u32, &'a Pace)>) -> Comparis
     Comparison { waits, slow }
 }
 
-/// How each member of a communicator stands over the blocks that they share.
+/// The standing of each member of a communicator over the blocks that they share.
 fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
     let mut standings = vec![Standing::default(); members.len()];
     let levels = members.iter().flat_map(|(_, series)| &series.blocks).map(|block| block.level);
-    let level = levels.filter(|level| *level <= HIGHEST_LEVEL).max().unwrap_or(0);
-    // By index: member, time inside, span.
+    let level = levels.filter(|level| *level <= MAX_LEVEL).max().unwrap_or(0);
+    // By block index: member, time inside and span.
     let mut shared: BTreeMap<u32, Vec<(usize, f64, f64)>> = BTreeMap::new();
     for (member, (_, series)) in members.iter().enumerate() {
-        for (index, inside, span) in coarse(&series.blocks, level) {
+        for (index, inside, span) in merge_blocks(&series.blocks, level) {
             shared.entry(index).or_default().push((member, inside, span));
         }
     }
     for present in shared.values() {
-        if present.len() < 2 || (present.len() as f64) < PRESENT * members.len() as f64 {
+        if present.len() < 2 || (present.len() as f64) < MIN_PRESENT_SHARE * members.len() as f64 {
             continue;
         }
         let quickest = present.iter().map(|(_, inside, _)| *inside).fold(f64::INFINITY, f64::min);
@@ -263,10 +275,12 @@ fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
     standings
 }
 
-/// Blocks of one size, so that they can be compared: index, time inside and span of those that are whole.
-fn coarse(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
+/// Merges blocks to one level, so that they can be compared: index, time inside and span of each
+/// complete block.
+fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
     let mut whole: Vec<(u32, f64, f64)> = Vec::new();
-    // Of the coarse block that is being put together: its index, and how much of it is there, in the finest blocks.
+    // The block that is being merged: its index, its size so far in blocks of level 0, its time
+    // inside and its span.
     let mut open: Option<(u32, u64, f64, f64)> = None;
     for block in blocks.iter().filter(|block| block.level <= level) {
         let Some(index) = block.index.checked_shr(level - block.level) else { continue };
@@ -287,7 +301,7 @@ fn coarse(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
     whole
 }
 
-/// The median of sorted values without one of them, which is `own`.
+/// The median of sorted values without one of them, `own`.
 fn median_of_others(sorted: &[f64], own: f64) -> Option<f64> {
     let count = sorted.len().checked_sub(1).filter(|count| *count > 0)?;
     let place = sorted.partition_point(|value| *value < own);
@@ -308,18 +322,19 @@ fn share(part: f64, whole: f64) -> f64 {
 mod tests {
     use super::*;
 
-    /// Numbers that look random and are the same every time.
+    /// A deterministic pseudorandom generator.
     struct Random(u64);
 
     impl Random {
-        /// Between 0 and 1.
+        /// The next number, between 0 and 1.
         fn next(&mut self) -> f64 {
             self.0 = self.0.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1_442_695_040_888_963_407);
             (self.0 >> 11) as f64 / (1u64 << 53) as f64
         }
     }
 
-    /// A job whose ranks go through groups one after the other in each step, and wait there for the last member.
+    /// A job whose ranks pass through groups one after the other in each step, and wait in each
+    /// group for the last member.
     struct Job {
         /// Identity and members of each communicator, in the order in which a step enters them.
         groups: Vec<(u64, Vec<u32>)>,
@@ -332,7 +347,7 @@ mod tests {
             Job { groups, world, paces: BTreeMap::new() }
         }
 
-        /// Runs so many steps; `work` is what a rank computes in a step, in microseconds.
+        /// Runs steps. `work` is what a rank computes in a step, in microseconds.
         fn run(mut self, steps: u32, mut work: impl FnMut(u32, u32) -> f64) -> Self {
             let mut clocks = vec![0.0f64; self.world as usize];
             let mut ends: HashMap<(u32, u64), f64> = HashMap::new();
@@ -379,7 +394,8 @@ mod tests {
         Job::new(world, vec![(1, (0..world).collect())])
     }
 
-    /// Two nodes of eight: tensor parallelism within the node, data parallelism across, then the world.
+    /// Two nodes of eight ranks: tensor parallelism within the node, data parallelism across nodes,
+    /// then the world.
     fn grid() -> Job {
         let mut groups: Vec<(u64, Vec<u32>)> = vec![(10, (0..8).collect()), (11, (8..16).collect())];
         groups.extend((0..8).map(|local| (20 + u64::from(local), vec![local, local + 8])));
@@ -445,7 +461,7 @@ mod tests {
     }
 
     #[test]
-    fn those_who_wait_for_the_slow_one_are_not_slow_themselves() {
+    fn peers_of_a_slow_rank_are_not_slow() {
         let job = grid().run(30, |rank, _| if rank == 11 { 150_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [11], "its tensor-parallel peers come late into their data-parallel groups");
         let job = grid().run(30, |rank, _| match rank {
@@ -467,8 +483,8 @@ mod tests {
     }
 
     #[test]
-    fn little_evidence_names_nobody() {
-        let job = one_group(4).run(LEAST_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
+    fn too_little_evidence_names_no_rank() {
+        let job = one_group(4).run(MIN_BLOCKS - 1, |rank, _| if rank == 1 { 200_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [] as [u32; 0]);
         let job = one_group(4).run(30, |rank, _| if rank == 1 { 105_000.0 } else { 100_000.0 });
         assert_eq!(job.slow(), [] as [u32; 0], "one twentieth is not worth a person's time");
@@ -478,13 +494,13 @@ mod tests {
     fn blocks_of_different_sizes_are_compared_over_the_same_numbers() {
         let block = |level, index, inside_us| PaceBlock { level, index, inside_us, span_us: 100 << level };
         let fine = [block(0, 7, 9), block(0, 8, 10), block(0, 9, 11), block(1, 5, 50), block(0, 12, 7)];
-        assert_eq!(coarse(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
-        assert_eq!(coarse(&fine, 2), [(2, 71.0, 400.0)]);
-        assert_eq!(coarse(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
+        assert_eq!(merge_blocks(&fine, 1), [(4, 21.0, 200.0), (5, 50.0, 200.0)], "7 and 12 are halves");
+        assert_eq!(merge_blocks(&fine, 2), [(2, 71.0, 400.0)]);
+        assert_eq!(merge_blocks(&[block(3, 1, 5)], 3), [(1, 5.0, 800.0)]);
     }
 
     #[test]
-    fn a_rank_that_says_nothing_spoils_nothing() {
+    fn a_silent_rank_does_not_disturb_the_comparison() {
         let mut job = one_group(8).run(30, |rank, _| if rank == 6 { 150_000.0 } else { 100_000.0 });
         job.paces.remove(&0);
         assert_eq!(job.slow(), [6]);
@@ -499,8 +515,8 @@ mod tests {
 
     #[test]
     fn waiting_in_transfers_counts() {
-        // A pipeline of two stages with two replicas: stage 0 of replica 0 is slow, so stage 1 of it waits in its receive and comes
-        // late into its own data-parallel group.
+        // A pipeline of two stages with two replicas. Stage 0 of replica 0 is slow, so stage 1 of
+        // that replica waits in its receive and comes late into its own data-parallel group.
         let mut job = Job::new(4, vec![(1, vec![0, 2]), (2, vec![1, 3])]).run(30, |rank, _| match rank {
             0 | 1 => 150_000.0,
             _ => 100_000.0,
@@ -512,7 +528,7 @@ mod tests {
     }
 
     #[test]
-    fn medians_without_one() {
+    fn median_of_the_others() {
         assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 1.0), Some(5.5));
         assert_eq!(median_of_others(&[1.0, 2.0, 9.0], 2.0), Some(5.0));
         assert_eq!(median_of_others(&[1.0, 2.0], 2.0), Some(1.0));

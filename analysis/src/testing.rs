@@ -1,5 +1,5 @@
-//! Evidence for tests, built in the words of the field: a job of so many ranks, its communicators, who has entered what, and
-//! on which stack each rank stands.
+//! Evidence for tests: a job with its communicators, the operations that each rank has entered, and
+//! the stack of each rank.
 
 use std::collections::BTreeMap;
 
@@ -17,10 +17,10 @@ use crate::{Verdict, judge};
 pub const SECOND: u64 = 1_000_000_000;
 /// When the flight records were read.
 const NOW: u64 = 1_000 * SECOND;
-/// When the hang began: everything pending was launched then.
+/// When the hang began. All pending operations were launched then.
 const HANG: u64 = NOW - 60 * SECOND;
 
-/// A stack of the main thread, and what moves while it is looked at.
+/// A stack of the main thread, and what moves between the samples.
 #[derive(Debug, Clone)]
 pub struct Stack {
     python: Vec<(&'static str, String)>,
@@ -141,7 +141,7 @@ impl Stack {
     pub fn busy(self, cpu_ns: u64) -> Self {
         self.with(|stack| (stack.cpu_ns, stack.state) = (cpu_ns, "R (running)"))
     }
-    /// Another own frame in the first sample.
+    /// Another frame of the user's own code in the first sample.
     pub fn was_at(self, function: &'static str, file: &str) -> Self {
         self.with(|stack| stack.first_python = Some(vec![(function, file.to_owned())]))
     }
@@ -217,14 +217,14 @@ pub fn python_thread(tid: u32, name: &str, frames: &[(&'static str, String)]) ->
     }
 }
 
-/// A job and all that is known of it.
+/// A job and all its evidence.
 #[derive(Debug, Clone)]
 pub struct Job {
     pub evidence: Evidence,
 }
 
 impl Job {
-    /// A job whose ranks are all there and wait for their devices.
+    /// A job whose ranks are all present and wait for their devices.
     pub fn new(world: u32) -> Self {
         let ranks = (0..world).map(|rank| {
             let info = RankInfo { rank: rank as i32, world_size: world, node: "node-0".into(), ..Default::default() };
@@ -259,7 +259,7 @@ impl Job {
         job
     }
 
-    /// A job whose ranks share one communicator, 0x77, and have done so many all_reduces on it.
+    /// A job whose ranks share one communicator, 0x77, and have completed `done` all_reduces on it.
     pub fn with_world(world: u32, done: u64) -> Self {
         let mut job = Self::new(world);
         job.comm(0x77, &(0..world).collect::<Vec<_>>());
@@ -295,7 +295,7 @@ impl Job {
         communicators.iter_mut().find(|communicator| communicator.id == id).expect("the rank is in the communicator")
     }
 
-    /// An operation with every field set to something usual.
+    /// An operation with a common value in every field.
     pub fn operation(id: u64, seq: u64, op: Op) -> Operation {
         Operation {
             kind: OpKind::Collective.into(),
@@ -318,14 +318,14 @@ impl Job {
         operations.push(operation);
     }
 
-    /// The rank has completed so many more all_reduces.
+    /// The rank completes `count` all_reduces.
     pub fn done(&mut self, id: u64, rank: u32, count: u64) {
         for _ in 0..count {
             self.complete(id, rank, |operation| operation.device_ns = 50_000);
         }
     }
 
-    /// The rank has completed one more collective, changed by `change`.
+    /// The rank completes one collective, modified by `change`.
     pub fn complete(&mut self, id: u64, rank: u32, change: impl FnOnce(&mut Operation)) {
         let counters = self.counters(id, rank);
         counters.launched += 1;
@@ -425,7 +425,7 @@ impl Job {
         });
     }
 
-    /// A further thread in both samples.
+    /// Another thread in both samples.
     pub fn thread(&mut self, rank: u32, native: PstackStacktrace, python: Option<PySpyStacktrace>) {
         let dump = self.rank(rank).dump.as_mut().expect("the rank has a dump");
         let first = dump.first_sample.as_mut().expect("two samples");
@@ -461,7 +461,7 @@ impl Job {
         entry.errors.push("permission denied".into());
     }
 
-    /// Nothing is known of the rank.
+    /// Nothing is known about the rank.
     pub fn lost(&mut self, rank: u32) {
         self.evidence.ranks.retain(|entry| entry.rank != rank);
     }
@@ -470,7 +470,7 @@ impl Job {
         self.evidence.trigger.as_mut().expect("a trigger").kind = kind.into();
     }
 
-    /// The verdict, which must be the same when the nodes condense what they send.
+    /// The verdict. Asserts that it is the same for condensed evidence.
     pub fn judge(&self) -> Verdict {
         let verdict = judge(&self.evidence);
         let ranks = self.evidence.ranks.iter().map(|rank| crate::condense(rank, usize::MAX)).collect();
@@ -478,7 +478,8 @@ impl Job {
         verdict
     }
 
-    /// The same job with its ranks numbered anew: rank `r` becomes `order[r]`. Ranks within communicators stay.
+    /// The same job with new rank numbers: rank `r` becomes `order[r]`. Ranks within communicators
+    /// stay.
     pub fn renumbered(&self, order: &[u32]) -> Job {
         let mut job = self.clone();
         let new: BTreeMap<u32, u32> = order.iter().enumerate().map(|(old, new)| (old as u32, *new)).collect();

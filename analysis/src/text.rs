@@ -1,4 +1,4 @@
-//! Words for people: lists of ranks, names of operations, and `verdict.txt`.
+//! Texts for people: lists of ranks, names of operations, and `verdict.txt`.
 
 use std::fmt::Write as _;
 
@@ -11,12 +11,12 @@ use crate::verdict::{CommunicatorReport, OperationState, Verdict};
 
 /// Width of `verdict.txt`, in columns.
 const WIDTH: usize = 100;
-/// A section of `verdict.txt` is cut after so many points.
+/// Maximum number of lines in a section of `verdict.txt`.
 const MAX_LINES: usize = 30;
-/// A list of ranks in prose is cut after so many runs.
+/// Maximum number of runs in a list of ranks in prose.
 const MAX_RUNS: usize = 12;
 
-/// `0-2, 5`: ascending runs of ranks, cut when there are too many.
+/// Ascending runs of ranks, cut after [`MAX_RUNS`]: `0-2, 5`.
 pub(crate) fn runs(ranks: &[u32]) -> String {
     let mut text = String::new();
     let mut count = 0;
@@ -57,7 +57,7 @@ pub(crate) fn capital(text: &str) -> String {
     letters.next().map_or_else(String::new, |first| first.to_uppercase().chain(letters).collect())
 }
 
-/// `all_reduce` and the like.
+/// The name of an operation, such as `all_reduce`.
 pub(crate) fn op_name(op: Op) -> &'static str {
     match op {
         Op::Unspecified => "operation",
@@ -84,7 +84,7 @@ pub(crate) fn op_name(op: Op) -> &'static str {
     }
 }
 
-/// `float32` and the like; empty when unknown.
+/// The name of an element type, such as `float32`. Empty if unknown.
 pub(crate) fn dtype_name(dtype: DataType) -> &'static str {
     match dtype {
         DataType::Unspecified => "",
@@ -105,12 +105,13 @@ pub(crate) fn dtype_name(dtype: DataType) -> &'static str {
     }
 }
 
-/// A communicator's identity as people see it; as short as the number allows.
+/// The identity of a communicator in hexadecimal, without leading zeros.
 pub fn communicator(id: u64) -> String {
     format!("{id:#x}")
 }
 
-/// The name of a collective: what it is, or the function behind it where that says more, such as `MPI_Finalize`.
+/// The name of a collective: its kind, or the function behind it if that says more, such as
+/// `MPI_Finalize`.
 pub(crate) fn name(operation: &Operation) -> &str {
     match operation.op() {
         Op::Unspecified | Op::Barrier if !operation.function.is_empty() => &operation.function,
@@ -118,7 +119,7 @@ pub(crate) fn name(operation: &Operation) -> &str {
     }
 }
 
-/// `all_reduce of 1024 x float32`.
+/// An operation with its size: `all_reduce of 1024 x float32`.
 pub(crate) fn shape(operation: &Operation) -> String {
     if let Some(Matmul { batch, m, n, k, .. }) = operation.matmul {
         let batch = if batch > 1 { format!("{batch} x ") } else { String::new() };
@@ -134,7 +135,7 @@ pub(crate) fn shape(operation: &Operation) -> String {
     }
 }
 
-/// An operation as it stands in `verdict.json`.
+/// An operation as it appears in `verdict.json`.
 pub fn operation_state(operation: &Operation) -> OperationState {
     OperationState {
         op: match operation.op() {
@@ -153,8 +154,8 @@ pub fn operation_state(operation: &Operation) -> OperationState {
 }
 
 impl Verdict {
-    /// `verdict.txt`: the sentence, then the evidence, who waits where, and what was ruled out; at most 100 columns wide
-    /// unless a single word is longer.
+    /// The content of `verdict.txt`: the sentence, the evidence, who waits where, and what was
+    /// ruled out. Lines have at most 100 columns, unless a single word is longer.
     #[must_use]
     pub fn to_text(&self) -> String {
         let mut text = String::new();
@@ -250,7 +251,7 @@ fn section(text: &mut String, title: &str, lines: impl Iterator<Item = String>) 
     }
 }
 
-/// Adds one paragraph, broken between words; lines after the first begin with `indent`.
+/// Adds one paragraph, broken between words. Lines after the first begin with `indent`.
 fn paragraph(text: &mut String, content: &str, indent: &str) {
     let content = printable::line(content);
     let mut column = 0;

@@ -1,31 +1,36 @@
-//! The ranks of a job as the judge sees them: one view a rank, in ascending order, missing ranks included.
+//! The ranks of a job as the judge sees them: one view for each rank, in ascending order, including
+//! missing ranks.
 
 use xpu_timer_proto::v1::{
     Communicator, Evidence, FlightRecord, Op, OpKind, OpStatus, Operation, Presence, RankEvidence,
 };
 
-use crate::{Exit, facts, stacks::Host};
+use crate::{exit::Exit, facts, stacks::Host};
 
-/// So many absent ranks are named in any job, and in a large one so many for each rank that is there.
+/// Maximum number of absent ranks with an entry of their own: for any job, and for each known rank
+/// of a large job.
 const MAX_ABSENT: u64 = 1 << 14;
 const MAX_ABSENT_PER_RANK: u64 = 64;
 
-/// Whether the ranks that are absent from a world are entries of their own. `WORLD_SIZE` may say anything: what an incident costs follows
-/// the `known` ranks, and of a world far beyond them only its size is kept.
+/// Whether the absent ranks of a world get entries of their own.
+///
+/// `WORLD_SIZE` may contain any number. The cost of an incident follows the `known` ranks. Of a
+/// world far beyond them, only the size is kept.
 #[must_use]
 pub fn names_absent(world_size: u32, known: usize) -> bool {
     let known = u64::try_from(known).unwrap_or(u64::MAX);
     u64::from(world_size).saturating_sub(known) <= MAX_ABSENT.max(known.saturating_mul(MAX_ABSENT_PER_RANK))
 }
 
-/// One rank.
+/// One rank and the evidence about it.
 #[derive(Debug)]
 pub(crate) struct RankView<'a> {
     /// Rank in the job.
     pub rank: u32,
-    /// Whether its process is there. `Unspecified` is a rank that cannot be seen from here, as those of other nodes.
+    /// Whether its process exists. `Unspecified` means that the rank is not visible from here, for
+    /// example because it is on another node.
     pub presence: Presence,
-    /// What was collected of it; absent for a missing rank.
+    /// Everything collected about it. `None` for a missing rank.
     pub evidence: Option<&'a RankEvidence>,
     /// Its flight record.
     pub flight: Option<&'a FlightRecord>,
@@ -58,7 +63,7 @@ impl<'a> RankView<'a> {
         matches!(self.presence, Presence::Dead | Presence::Left) || self.host.gone()
     }
 
-    /// Nothing at all is known of it.
+    /// Nothing at all is known about it.
     pub fn unseen(&self) -> bool {
         matches!(self.presence, Presence::Missing | Presence::Unspecified)
     }
@@ -68,7 +73,7 @@ impl<'a> RankView<'a> {
         Exit::of(self.evidence.map_or("", |evidence| evidence.exit.as_str()))
     }
 
-    /// Its process cannot run, whatever its stacks say.
+    /// Its process cannot run, whatever its stacks show.
     pub fn halted(&self) -> bool {
         self.dead() || self.host.stopped() || self.host.d_sleep.as_ref().is_some_and(|sleep| sleep.main)
     }
@@ -83,18 +88,18 @@ impl<'a> RankView<'a> {
         self.flight.into_iter().flat_map(|flight| flight.operations.iter())
     }
 
-    /// The name of the node, when it is known.
+    /// The name of its node, if known.
     pub fn node(&self) -> Option<&'a str> {
         let node = self.evidence.map(|evidence| evidence.node.as_str()).filter(|node| !node.is_empty());
         node.or_else(|| self.flight?.rank.as_ref().map(|info| info.node.as_str()).filter(|node| !node.is_empty()))
     }
 
-    /// The number of its process, when its record tells it.
+    /// Its process id, if its record contains it.
     pub fn pid(&self) -> Option<i32> {
         Some(self.flight?.rank.as_ref()?.pid)
     }
 
-    /// The watcher has not turned for so long that what the record says of the device is old.
+    /// The watcher has been silent for so long that the device state in the record is stale.
     pub fn watcher_stale(&self) -> bool {
         const STALE_NS: u64 = 2_000_000_000;
         self.flight.is_some_and(|flight| {
@@ -104,27 +109,27 @@ impl<'a> RankView<'a> {
         })
     }
 
-    /// Its record is incomplete by its own account.
+    /// Its record reports losses.
     pub fn lossy(&self) -> bool {
         let health = self.flight.and_then(|flight| flight.health.as_ref());
         health.is_some_and(|health| health.dropped > 0 || health.overflows > 0)
     }
 
-    /// Its record has everything since the beginning: nothing was lost, nothing old has made room, nothing was left out.
-    pub fn complete(&self) -> bool {
+    /// Its record is complete since the beginning: nothing was lost, overwritten or left out.
+    pub fn has_full_history(&self) -> bool {
         let last = self.operations().map(|operation| operation.ticket).max();
         !self.lossy() && last.is_none_or(|last| self.operations().count() as u64 == last.saturating_add(1))
     }
 
-    /// It has used a device, as far as its record tells.
+    /// It has used a device, by its record.
     pub fn has_device(&self) -> bool {
         self.flight.is_some_and(|flight| !flight.streams.is_empty())
             || self.operations().any(|operation| operation.stream != 0)
     }
 
-    /// A collective for whose end the rank asks again and again: each question stands in the record with an end of its own, and the
-    /// communicator has not completed it.
-    pub fn asked_again(&self, communicator: &Communicator) -> Option<&'a Operation> {
+    /// A collective that the rank polls for completion: each poll is an entry of its own in the
+    /// record, with an end of its own, and the communicator has not completed the collective.
+    pub fn polled_collective(&self, communicator: &Communicator) -> Option<&'a Operation> {
         let next = communicator.completed + 1;
         let mut asked = self.operations().filter(move |operation| {
             is_collective(operation) && operation.communicator == communicator.id && operation.seq == next
@@ -134,13 +139,13 @@ impl<'a> RankView<'a> {
     }
 
     /// Age of its oldest pending operation.
-    pub fn pending_ns(&self) -> u64 {
+    pub fn oldest_pending_ns(&self) -> u64 {
         let read_ns = self.flight.map_or(0, |flight| flight.read_ns);
         self.pending().map(|operation| read_ns.saturating_sub(operation.entered_ns)).max().unwrap_or(0)
     }
 }
 
-/// Whether an operation is a collective: it counts in its communicator's sequence.
+/// Whether an operation is a collective, which counts in the sequence of its communicator.
 pub(crate) fn is_collective(operation: &Operation) -> bool {
     operation.kind() == OpKind::Collective && operation.communicator != 0 && !is_p2p(operation)
 }
@@ -150,7 +155,8 @@ pub(crate) fn is_p2p(operation: &Operation) -> bool {
     operation.kind() == OpKind::Collective && matches!(operation.op(), Op::Send | Op::Recv)
 }
 
-/// Whether an operation is a host call that ends only when all ranks of a new communicator have made it.
+/// Whether an operation is a host call that ends only when all ranks of a new communicator have
+/// made it.
 pub(crate) fn is_init(operation: &Operation) -> bool {
     operation.kind() == OpKind::HostCall && matches!(operation.op(), Op::CommInit | Op::CommSplit)
 }
@@ -158,14 +164,15 @@ pub(crate) fn is_init(operation: &Operation) -> bool {
 /// All ranks of a job, ascending.
 #[derive(Debug)]
 pub(crate) struct World<'a> {
-    /// One view a rank.
+    /// One view for each rank. A rank index is an index into this list.
     pub views: Vec<RankView<'a>>,
-    /// Ranks of the job: what the evidence says, or more when a higher rank was seen.
+    /// Number of ranks of the job: from the evidence, or more if a higher rank was seen.
     pub size: u32,
 }
 
 impl<'a> World<'a> {
-    /// Reads the evidence. Entries out of order are sorted; of several entries of one rank the first counts.
+    /// Reads the evidence. Entries out of order are sorted. If a rank has several entries, the
+    /// first counts.
     pub fn of(evidence: &'a Evidence) -> Self {
         let mut views: Vec<RankView> = evidence.ranks.iter().map(RankView::of).collect();
         views.sort_by_key(|view| view.rank);
@@ -183,9 +190,9 @@ impl<'a> World<'a> {
         World { views, size }
     }
 
-    /// The ranks of some views, ascending.
+    /// The ranks behind some rank indices, ascending.
     pub fn ranks(&self, views: impl IntoIterator<Item = usize>) -> Vec<u32> {
-        let mut ranks: Vec<u32> = views.into_iter().map(|view| self.views[view].rank).collect();
+        let mut ranks: Vec<u32> = views.into_iter().map(|rank_index| self.views[rank_index].rank).collect();
         ranks.sort_unstable();
         ranks.dedup();
         ranks
@@ -197,7 +204,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_a_job_costs_follows_its_ranks_and_not_the_world_that_is_claimed() {
+    fn the_cost_of_a_job_follows_its_ranks_and_not_the_claimed_world_size() {
         let evidence = |world_size: u32, known: u32| Evidence {
             world_size,
             ranks: (0..known).map(|rank| RankEvidence { rank, ..Default::default() }).collect(),
@@ -215,7 +222,7 @@ mod tests {
             let world = World::of(&evidence);
             assert_eq!((world.views.len(), world.size), (views, world_size), "{known} ranks of {world_size}");
         }
-        // A rank whose number says nothing of how many there are.
+        // The rank number says nothing about the number of ranks.
         let ranks = vec![RankEvidence { rank: i32::MAX as u32, ..Default::default() }];
         let evidence = Evidence { world_size: 1 << 31, ranks, ..Default::default() };
         assert_eq!(World::of(&evidence).views.len(), 1);

@@ -1,10 +1,11 @@
-//! What the members of one collective say of it: the operation each of them runs, who has completed it, who has not.
+//! What the records of the members show about one collective: the operation that each member runs,
+//! who has completed it and who has not.
 
 use std::collections::{BTreeMap, HashMap};
 
 use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-use super::Case;
+use super::case::Case;
 use crate::{
     graph::{Event, Suspect},
     world::is_collective,
@@ -12,18 +13,18 @@ use crate::{
 
 /// One collective over its members.
 pub(super) struct Collective<'a> {
-    /// The event.
+    /// The event of the collective.
     pub event: Event,
-    /// View and recorded operation of every member whose record has it.
+    /// Rank index and recorded operation of every member whose record has it.
     pub operations: Vec<(usize, &'a Operation)>,
     /// Members that are inside.
     pub inside: Vec<usize>,
     /// Members that have completed it.
-    pub passed: Vec<usize>,
+    pub completed_by: Vec<usize>,
 }
 
 impl<'a> Collective<'a> {
-    /// The collective of a suspect that all have entered.
+    /// The collective of a suspect that all members have entered.
     pub fn of(case: &Case<'a>, suspect: &Suspect) -> Option<Self> {
         let Suspect::Complete(event @ Event::Collective { comm, seq }) = *suspect else { return None };
         let comm = &case.comms[comm];
@@ -34,22 +35,23 @@ impl<'a> Collective<'a> {
                 let at = |operation: &&Operation| {
                     is_collective(operation) && operation.communicator == comm.id && operation.seq == seq
                 };
-                // The newest operations are the likeliest, and stand last.
-                let found = case.view(member.view).flight?.operations.iter().rev().find(at)?;
-                Some((member.view, found))
+                // The search starts with the newest operations, because they are the likeliest.
+                let found = case.view(member.rank_index).flight?.operations.iter().rev().find(at)?;
+                Some((member.rank_index, found))
             })
             .collect();
-        let passed = comm.members.iter().filter(|member| member.completed >= seq).map(|member| member.view).collect();
-        let inside = comm.members.iter().filter(|member| member.completed < seq).map(|member| member.view).collect();
-        Some(Collective { event, operations, inside, passed })
+        let completed_by =
+            comm.members.iter().filter(|member| member.completed >= seq).map(|member| member.rank_index).collect();
+        let inside =
+            comm.members.iter().filter(|member| member.completed < seq).map(|member| member.rank_index).collect();
+        Some(Collective { event, operations, inside, completed_by })
     }
 
-    /// The members by a property of their operation, when they differ in it: first the group that is right, then those that
-    /// are not, and whether that is more than a guess.
+    /// Groups the members by a property of their operation. `None` if all members agree.
     pub fn dissent<Key: Ord + Clone>(&self, case: &Case<'a>, key: impl Fn(&Operation) -> Key) -> Option<Dissent<Key>> {
         let mut groups: BTreeMap<Key, Vec<usize>> = BTreeMap::new();
-        for (view, operation) in &self.operations {
-            groups.entry(key(operation)).or_default().push(*view);
+        for (rank_index, operation) in &self.operations {
+            groups.entry(key(operation)).or_default().push(*rank_index);
         }
         if groups.len() < 2 {
             return None;
@@ -59,7 +61,7 @@ impl<'a> Collective<'a> {
             groups.iter().filter(|(_, views)| views.len() == largest).map(|(key, _)| key).collect();
         let (right, certain) = match leaders[..] {
             [only] => (Some(only.clone()), true),
-            // No majority: the history of the ranks may tell what was due.
+            // Without a majority, the history of the ranks may show which operation was due.
             _ => (self.expected(case, &key).filter(|expected| leaders.contains(&expected)), false),
         };
         let culprits =
@@ -67,7 +69,8 @@ impl<'a> Collective<'a> {
         Some(Dissent { culprits: culprits.collect(), right, groups, certain })
     }
 
-    /// The same, unless these ranks differed in the same way before and it completed: to MPI, an array is as good as its elements.
+    /// Like [`Collective::dissent`], unless these ranks differed in the same way before and the
+    /// operation completed: to MPI, an array equals its elements.
     pub fn new_dissent<Key: Ord + Clone>(
         &self,
         case: &Case<'a>,
@@ -77,30 +80,31 @@ impl<'a> Collective<'a> {
         let comm = &case.comms[comm];
         let dissent = self.dissent(case, &key)?;
         let mut before: HashMap<u64, HashMap<usize, Key>> = HashMap::new();
-        for (view, _) in &self.operations {
-            for operation in case.view(*view).operations().filter(|operation| {
+        for (rank_index, _) in &self.operations {
+            for operation in case.view(*rank_index).operations().filter(|operation| {
                 is_collective(operation)
                     && operation.communicator == comm.id
                     && operation.seq < seq
                     && operation.status() == OpStatus::Completed
             }) {
-                before.entry(operation.seq).or_default().insert(*view, key(operation));
+                before.entry(operation.seq).or_default().insert(*rank_index, key(operation));
             }
         }
         let same = |said: &HashMap<usize, Key>| {
-            dissent.groups.iter().all(|(key, views)| views.iter().all(|view| said.get(view) == Some(key)))
+            dissent.groups.iter().all(|(key, views)| views.iter().all(|rank_index| said.get(rank_index) == Some(key)))
         };
         (!before.values().any(same)).then_some(dissent)
     }
 
-    /// What the ranks' common history says was due: the operations of this communicator repeat with some period, and the one
-    /// a period ago tells. Only a history of at least two whole periods that all ranks share is believed.
+    /// The operation that was due by the common history of the ranks: the operations of this
+    /// communicator repeat with some period. Only a history of at least two full periods that all
+    /// ranks share counts.
     fn expected<Key: Ord + Clone>(&self, case: &Case<'a>, key: &impl Fn(&Operation) -> Key) -> Option<Key> {
         let Event::Collective { comm, seq } = self.event else { return None };
         let id = case.comms[comm].id;
-        let history = |view: usize| -> Option<Vec<Key>> {
+        let history = |rank_index: usize| -> Option<Vec<Key>> {
             let mut known: BTreeMap<u64, Key> = BTreeMap::new();
-            for operation in case.view(view).operations() {
+            for operation in case.view(rank_index).operations() {
                 if is_collective(operation) && operation.communicator == id && operation.seq < seq {
                     known.insert(operation.seq, key(operation));
                 }
@@ -109,31 +113,33 @@ impl<'a> Collective<'a> {
             let keys: Vec<Key> = (1..seq).rev().map_while(|seq| known.get(&seq).cloned()).take(128).collect();
             (!keys.is_empty()).then_some(keys)
         };
-        let histories: Vec<Vec<Key>> = self.operations.iter().filter_map(|(view, _)| history(*view)).collect();
+        let histories: Vec<Vec<Key>> =
+            self.operations.iter().filter_map(|(rank_index, _)| history(*rank_index)).collect();
         let shortest = histories.iter().min_by_key(|history| history.len())?.clone();
         if histories.iter().any(|history| history[..shortest.len()] != shortest[..]) {
             return None;
         }
         let period = (1..=shortest.len() / 2)
             .find(|period| shortest.iter().zip(&shortest[*period..]).all(|(newer, older)| newer == older))?;
-        // The next one is what stood a period before it, and index 0 is the newest.
+        // The next operation equals the one a period ago. Index 0 is the newest.
         shortest.get(period - 1).cloned()
     }
 }
 
 /// How the members of a collective differ.
 pub(super) struct Dissent<Key> {
-    /// Members that are not with the right group; all when no group is known to be right.
+    /// Members outside the right group; all members if no group is known to be right.
     pub culprits: Vec<usize>,
-    /// What the right group does; absent when nothing tells which group is right.
+    /// The property of the right group. `None` if nothing shows which group is right.
     pub right: Option<Key>,
-    /// All groups.
+    /// Members (as rank indices) by property.
     pub groups: BTreeMap<Key, Vec<usize>>,
     /// A majority decided, not the history.
     pub certain: bool,
 }
 
-/// All members give the same number of elements in this operation: everywhere but in all-to-all, whose sums count.
+/// Whether all members pass the same number of elements in this operation. In all-to-all only the
+/// sums have to match.
 pub(super) fn equal_sizes(op: Op) -> bool {
     matches!(
         op,
@@ -141,7 +147,7 @@ pub(super) fn equal_sizes(op: Op) -> bool {
     )
 }
 
-/// An operation that no rank can complete before all others have entered it.
+/// Whether no rank can complete this operation before all others have entered it.
 pub(super) fn synchronizes(op: Op) -> bool {
     matches!(op, Op::AllReduce | Op::AllGather | Op::ReduceScatter | Op::AllToAll | Op::Barrier)
 }

@@ -1,39 +1,47 @@
 //! `compile`: others wait for a rank that compiles. Not a hang.
 //!
-//! The main thread stands in the frames of a compiler (torch.compile, Triton, a C++ extension, NVRTC), or it waits for a
-//! child process that is one. Compilers take minutes and end by themselves, so the confidence is never high: a compiler can
-//! hang as well.
+//! The main thread is in the frames of a compiler (torch.compile, Triton, a C++ extension, NVRTC),
+//! or it waits for a child process that is a compiler. Compilers take minutes and end by
+//! themselves. A compiler can hang as well, so the confidence is never high.
 
-use super::{Case, Cause, Confidence, Finding, Number, Rule, Says, line, never_mistaken};
-use crate::{facts, graph::Suspect, verdict::Activity};
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::{Number, line},
+};
+use crate::{
+    facts,
+    graph::Suspect,
+    verdict::{Activity, Cause, Confidence},
+};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::Compile, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let view = case.host(suspect)?;
-    let content = case.view(view);
-    let child = if case.does(view, Activity::Compile) {
+    let rank_index = case.host_rank(suspect)?;
+    let view = case.view(rank_index);
+    let child = if case.does(rank_index, Activity::Compile) {
         None
     } else {
-        let busy = matches!(content.host.doing.activity, Activity::Unknown | Activity::Lock | Activity::Io);
-        Some(facts::compiler_child(content.evidence?).filter(|_| busy)?)
+        let busy = matches!(view.host.observed.activity, Activity::Unknown | Activity::Lock | Activity::Io);
+        Some(facts::compiler_child(view.evidence?).filter(|_| busy)?)
     };
     let witness = |number: Number| match &child {
-        None => format!("in {}", content.host.doing.witness),
+        None => format!("in {}", view.host.observed.witness),
         Some(compiler) => {
             format!("{} for {} child process {compiler}", number.word("it waits", "they wait"), number.its())
         }
     };
-    let mut evidence = vec![line(format!("rank {}: {}", content.rank, witness(Number::One)), vec![content.rank])];
-    evidence.extend(case.standing(view));
+    let mut evidence = vec![line(format!("rank {}: {}", view.rank, witness(Number::One)), vec![view.rank])];
+    evidence.extend(case.position_lines(rank_index));
     Some(Finding {
-        culprits: vec![view],
-        says: Says::rank(|number| {
+        culprits: vec![rank_index],
+        statement: Statement::of_ranks(|number| {
             format!(
                 "{} ({}){}, which is slow and probably not a hang",
                 number.word("compiles", "compile"),
                 witness(number),
-                case.place(view)
+                case.place(rank_index)
             )
         }),
         confidence: Confidence::Medium,

@@ -1,22 +1,26 @@
 //! `dtype_mismatch`: all ranks have entered the same operation with different element types.
 //!
-//! As `op_mismatch`, with the same operation everywhere and different types. It comes before `size_mismatch`, because a rank
-//! that sends the same bytes as another type differs in both. Who differed in the same way before, and it completed, may do so. The same holds for a send and its receive.
+//! Like `op_mismatch`, with the same operation and different types. It comes before
+//! `size_mismatch`, because a rank that sends the same bytes as another type differs in both. Ranks
+//! that differed in the same way before, in an operation that completed, may do so. The rule also
+//! covers a send and its receive.
+
+use xpu_timer_proto::v1::{DataType, Operation};
 
 use super::{
-    Case, Cause, Finding, Rule,
+    case::Case,
     collective::Collective,
-    never_mistaken,
     op_mismatch::{finding, key},
+    rule::{Finding, Rule, never_ruled_out},
     size_mismatch,
 };
 use crate::{
     graph::Suspect,
     text::{dtype_name, op_name},
+    verdict::Cause,
 };
-use xpu_timer_proto::v1::{DataType, Operation};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::DtypeMismatch, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::DtypeMismatch, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let differ = |one: &Operation, other: &Operation| one.dtype != other.dtype && one.dtype != 0 && other.dtype != 0;

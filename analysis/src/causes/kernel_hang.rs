@@ -1,39 +1,45 @@
-//! `kernel_hang`: something else than a collective does not end on the device of a rank.
+//! `kernel_hang`: an operation other than a collective does not end on the device of a rank.
 //!
-//! The rank has launched the collective that its peers wait in, and its device has not begun it although no other collective
-//! of this rank is under way: what stands before it in its stream does not end. Or its host waits for the device while no collective
-//! of it is pending. The kernel is named when it was recorded; else the last kernel of the stream is. When the host goes on
-//! between the samples, the device may only be slow, and the confidence is low. In a circle of ranks that wait for each other, the one
-//! rank is named whose stream is blocked by nothing that was recorded, with medium confidence.
+//! The rank has launched the collective that its peers wait in. Its device has not begun it,
+//! although no other collective of this rank is under way: an operation before it in its stream
+//! does not end. Or the host waits for the device while none of its collectives is pending. The
+//! sentence names the kernel if it was recorded, else the last kernel of the stream. If the host
+//! goes on between the samples, the device may only be slow, and the confidence is low. In a wait
+//! cycle, the culprit is the one rank whose stream is blocked by nothing that was recorded, with
+//! medium confidence.
 
-use super::{Case, Cause, Confidence, Finding, Rule, Says, line};
+use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
+
+use super::{
+    case::Case,
+    rule::{Finding, Rule, Statement},
+    wording::line,
+};
 use crate::{
     graph::{Event, Suspect},
     history::made_before,
     text::shape,
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpKind, OpStatus, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::KernelHang, explain, rule_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Cycle(circle) = suspect {
-        let view = blocked_in_circle(case, circle)?;
-        let found = explain(case, &Suspect::Device { view, events: circle.clone() })?;
+        let rank_index = blocked_in_circle(case, circle)?;
+        let found = explain(case, &Suspect::Device { rank_index, events: circle.clone() })?;
         return Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found });
     }
-    let Suspect::Device { view, events } = suspect else { return None };
-    if in_open_group(case, *view) {
+    let Suspect::Device { rank_index, events } = suspect else { return None };
+    if in_open_group(case, *rank_index) {
         return None;
     }
-    let content = case.view(*view);
-    let rank = content.rank;
-    let blocked =
-        content.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
-    let kernel = content.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
-    // The stream of the collective that does not begin, or else the stream that was used last.
-    let stream = content.flight.and_then(|flight| {
+    let view = case.view(*rank_index);
+    let rank = view.rank;
+    let blocked = view.pending().find(|operation| operation.kind() == OpKind::Collective && operation.started_ns == 0);
+    let kernel = view.pending().find(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
+    // The stream of the collective that has not begun, else the stream that was used last.
+    let stream = view.flight.and_then(|flight| {
         let of_blocked =
             blocked.and_then(|blocked| flight.streams.iter().find(|stream| stream.handle == blocked.stream));
         of_blocked.or_else(|| flight.streams.iter().max_by_key(|stream| stream.last_launch_ns))
@@ -56,11 +62,11 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             ),
             vec![rank],
         ));
-    } else if case.does(*view, Activity::DeviceWait) {
+    } else if case.does(*rank_index, Activity::DeviceWait) {
         evidence.push(line(
             format!(
                 "rank {rank}: waits for its device in {}, and no collective of it is pending",
-                content.host.doing.witness
+                view.host.observed.witness
             ),
             vec![rank],
         ));
@@ -68,66 +74,72 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(kernel) = kernel {
         evidence.push(line(format!("rank {rank}: {} is pending", shape(kernel)), vec![rank]));
     }
-    evidence.extend(case.main_event(suspect).and_then(|event| case.counters(*view, event)));
-    evidence.extend(case.standing(*view));
-    let confidence = if content.watcher_stale() {
+    evidence.extend(case.main_event(suspect).and_then(|event| case.counters_line(*rank_index, event)));
+    evidence.extend(case.position_lines(*rank_index));
+    let confidence = if view.watcher_stale() {
         evidence
             .push(line(format!("rank {rank}: its watcher has not turned for a while, so this may be old"), vec![rank]));
         Confidence::Low
-    } else if content.host.moved.is_some_and(|moved| moved.own_frame) {
+    } else if view.host.moved.is_some_and(|moved| moved.own_frame) {
         evidence.push(line(format!("rank {rank}: its host goes on, so its device may only be slow"), vec![rank]));
         Confidence::Low
-    } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !content.host.same_in_both {
+    } else if events.is_empty() || blocked.is_none() && kernel.is_none() && !view.host.same_in_both {
         Confidence::Medium
     } else {
         case.members_confidence(events)
     };
     Some(Finding {
-        culprits: vec![*view],
-        says: Says::rank(|number| {
-            format!("{} stuck on {} device: {culprit}{}", number.is(), number.its(), case.stands(*view, number))
+        culprits: vec![*rank_index],
+        statement: Statement::of_ranks(|number| {
+            format!(
+                "{} stuck on {} device: {culprit}{}",
+                number.is(),
+                number.its(),
+                case.stands_clause(*rank_index, number)
+            )
         }),
         confidence,
         evidence,
     })
 }
 
-/// Whether the rank may have called its collective without having launched it: the newest that it made stands in a group, and its host stands
-/// still somewhere else, where it would be if the group is not closed yet.
-pub(super) fn in_open_group(case: &Case<'_>, view: usize) -> bool {
-    let content = case.view(view);
-    let last = content.operations().last();
+/// Whether the rank may have called its collective without having launched it: its newest operation
+/// is in a group, and its host stands still elsewhere, as it does while the group is open.
+pub(super) fn in_open_group(case: &Case<'_>, rank_index: usize) -> bool {
+    let view = case.view(rank_index);
+    let last = view.operations().last();
     let open = last.is_some_and(|last| last.group != 0 && last.started_ns == 0 && last.status() == OpStatus::Pending);
-    let kernel = content.pending().any(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
-    open && !kernel && content.host.stack && content.host.frozen() && !case.does(view, Activity::DeviceWait)
+    let kernel = view.pending().any(|operation| matches!(operation.kind(), OpKind::Kernel | OpKind::GraphLaunch));
+    open && !kernel && view.host.stack && view.host.frozen() && !case.does(rank_index, Activity::DeviceWait)
 }
 
-/// The only rank of a circle that closes it by something which its device has not begun although no collective or transfer is ahead of it
-/// in its stream, when the same transfers and collectives went well before: its stream is blocked by something else.
+/// The only rank that closes a wait cycle with an operation that its device has not begun, although
+/// no collective or transfer is ahead of it in its stream. The same operations completed before, so
+/// something else blocks the stream.
 fn blocked_in_circle(case: &Case<'_>, circle: &[Event]) -> Option<usize> {
     let mut inside: Vec<usize> = circle.iter().flat_map(|event| case.graph.waiters_of(*event)).copied().collect();
     inside.sort_unstable();
     inside.dedup();
     let of_comm = |operation: &&Operation| operation.kind() == OpKind::Collective;
-    let blocked = |view: &usize| {
+    let blocked = |rank_index: &usize| {
         let started: Vec<u64> = case
-            .view(*view)
+            .view(*rank_index)
             .pending()
             .filter(of_comm)
             .filter(|operation| operation.started_ns != 0)
             .map(|operation| operation.stream)
             .collect();
-        case.view(*view)
+        case.view(*rank_index)
             .pending()
             .filter(of_comm)
             .any(|operation| operation.started_ns == 0 && !started.contains(&operation.stream))
     };
-    let worked = |view: usize| {
-        case.view(view).pending().filter(of_comm).all(|operation| made_before(case.view(view), operation))
+    let worked = |rank_index: usize| {
+        case.view(rank_index).pending().filter(of_comm).all(|operation| made_before(case.view(rank_index), operation))
     };
     let mut found = inside.iter().copied().filter(blocked);
-    let view = found.next().filter(|_| found.next().is_none())?;
-    worked(view).then_some(view)
+    let rank_index = found.next().filter(|_| found.next().is_none())?;
+    worked(rank_index).then_some(rank_index)
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {

@@ -1,45 +1,52 @@
 //! `missing_rank`: a rank has not entered the collective that its peers wait in.
 //!
-//! Its sequence number in that communicator is lower than the one that its peers' devices have begun, and nothing shows that it waits
-//! for somebody else; or its number is not known, and everybody else is in. No more specific cause explains what it does.
+//! Its sequence number in that communicator is lower than the one that its peers' devices have
+//! begun, and nothing shows that it waits for another rank. Or its number is not known, and all
+//! other ranks are in the collective. No more specific cause explains what it does.
 //!
-//! The second form is a rank that waits like the others and has one collective fewer: all have launched number N, the others are
-//! inside it, and this rank has completed it. An operation that needs all ranks cannot complete on one alone, so that rank's call
-//! returned without taking part. The confidence is high when the clock or the time on the device proves it: it completed before
-//! another rank of its node had entered, or in a fraction of the shortest time that the same operation took before.
+//! In the second form, a rank waits like the others and has run one collective fewer. All have
+//! launched number N, the others are inside it, and this rank has completed it. An operation that
+//! needs all ranks cannot complete on one of them, so the call of this rank returned without taking
+//! part. The confidence is high if the clock or the time on the device proves it: the rank
+//! completed before another rank of its node had entered, or in a fraction of the shortest time
+//! that the same operation took before.
 //!
-//! A rank that computes or sleeps at one place, or waits for a child that may be at work, is named with medium confidence: what it does may be
-//! long and end by itself, which two samples cannot tell from an endless loop.
+//! In the third form, a rank in a wait cycle left out a collective that it had always made at this
+//! point.
 //!
-//! A rank that waits for what comes over a socket, or that looks for something again and again, is named with medium confidence: who should
-//! have answered may be to blame. Where another rank stands still, one that only looks for something is not named.
+//! These ranks are named with medium confidence:
 //!
-//! So are the few ranks that have begun a collective of MPI and do not wait for it while most do: the library runs it only in the calls of its
-//! process.
+//! - A rank that computes or sleeps at one place, or waits for a child process that may be at work.
+//!   This may be long and end by itself. Two samples cannot tell it from an endless loop.
+//! - A rank that waits for data from a socket, or polls for something: the process that should have
+//!   answered may be to blame. If another rank stands still, a rank that only polls is not named.
+//! - The few ranks that have begun an MPI collective and do not wait for it while most do: the
+//!   library runs the collective only inside the calls of its process.
+//! - A rank whose record has not been written for a while and ends in a collective that most others
+//!   have completed: its process runs something else.
+//! - A rank that called the collective in a group that it has not closed, because it stands still
+//!   elsewhere.
 //!
-//! So is a rank whose record ends, unwritten for a while, in a collective that most others have completed: its process runs something
-//! else. And one that called the collective in a group which it did not close, because it stands still elsewhere.
-//!
-//! Where no record tells who waits, a rank that stands still elsewhere than most is named, with low confidence; so are the few that are in
-//! a collective while most stand together at one other place.
-//!
-//! The third form is a circle of ranks that wait for each other, in which a rank left out a collective that it had always made at
-//! this point.
+//! If no record shows who waits, a rank that stands still elsewhere than most is named with low
+//! confidence. So are the few ranks in a collective while most ranks are together at one other
+//! place.
+
+use xpu_timer_proto::v1::{OpStatus, Presence};
 
 use super::{
-    Case, Cause, Confidence, Finding, Number, Rule, Says,
-    circle::{self, Break, Told},
+    case::Case,
     collective::{Collective, synchronizes},
     kernel_hang::in_open_group,
-    line,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement},
+    wording::{Number, line},
 };
 use crate::{
     graph::{Event, Suspect},
-    stacks::Moved,
+    stacks::Movement,
     text::{capital, ranks},
-    verdict::Activity,
+    verdict::{Activity, Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpStatus, Presence};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::MissingRank, explain, rule_out };
 
@@ -49,46 +56,47 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return found.or_else(|| not_waited_for(case, &collective));
     }
     if matches!(suspect, Suspect::Cycle(_)) {
-        return match circle::ask(case, suspect, &[Break::Collective]) {
-            Told::Finding(found) => Some(found),
-            Told::OtherBreak | Told::Nothing => None,
+        return match pattern_break::check(case, suspect, &[Break::Collective]) {
+            PatternCheck::Finding(found) => Some(found),
+            PatternCheck::OtherBreak | PatternCheck::Kept => None,
         };
     }
-    if let Suspect::Device { view, events } = suspect {
-        return open_group(case, *view, events);
+    if let Suspect::Device { rank_index, events } = suspect {
+        return open_group(case, *rank_index, events);
     }
-    let Suspect::Host { view, events, guess } = suspect else { return None };
+    let Suspect::Host { rank_index, events, guess } = suspect else { return None };
     if events.is_empty() && case.stack_waiters.is_empty() {
         return None;
     }
-    if let Some(found) = apart(case, suspect) {
+    if let Some(found) = stands_apart(case, suspect) {
         return Some(found);
     }
-    let content = case.view(*view);
+    let view = case.view(*rank_index);
     let event = case.main_event(suspect);
-    let known = !case.place(*view).is_empty();
-    let stands = |number: Number| match (content.presence, known) {
+    let known = !case.place(*rank_index).is_empty();
+    let stands = |number: Number| match (view.presence, known) {
         (Presence::Missing, _) => {
             number.word(", and nothing is known of it", ", and nothing is known of them").to_owned()
         }
         (_, false) => {
             number.word(", and where it stands is not known", ", and where they stand is not known").to_owned()
         }
-        (_, true) => case.stands(*view, number),
+        (_, true) => case.stands_clause(*rank_index, number),
     };
     let what = event.map_or("the collective".to_owned(), |event| case.describe(event));
-    let runs = |moved: Moved| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*view, Activity::Running));
-    let busy = content.host.moved.is_some_and(runs) && content.host.doing.activity != Activity::DeviceWait;
+    let runs =
+        |moved: Movement| moved.cpu_share >= 0.8 && (moved.main_ran || case.does(*rank_index, Activity::Running));
+    let busy = view.host.moved.is_some_and(runs) && view.host.observed.activity != Activity::DeviceWait;
     let busy = if busy { ", busy on a processor" } else { "" };
-    let helper = case.helper(*view);
+    let helper = case.helper_fact(*rank_index);
     let launched = match event {
         Some(Event::Collective { comm, seq }) => {
-            case.comms[comm].member(*view).is_some_and(|member| member.launched >= seq)
+            case.comms[comm].member(*rank_index).is_some_and(|member| member.launched >= seq)
         }
         _ => false,
     };
-    let says = Says::rank(|number| {
-        let (has, stands, itself) = (number.has(), stands(number), case.itself(*view, number));
+    let statement = Statement::of_ranks(|number| {
+        let (has, stands, itself) = (number.has(), stands(number), case.own_wait_clause(*rank_index, number));
         if *guess {
             format!("{} probably not in {what}: all others are{stands}", number.is())
         } else if launched {
@@ -99,54 +107,55 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
     });
     let confidence = match event {
-        Some(_) if case.blocked(*view) && !guess => case.members_confidence(events),
+        Some(_) if case.blocked(*rank_index) && !guess => case.members_confidence(events),
         Some(_) => case.host_confidence(suspect),
         None => Confidence::Low,
     };
-    let confidence = if case.does(*view, Activity::DeviceWait) || case.asks_others(*view) {
+    let confidence = if case.does(*rank_index, Activity::DeviceWait) || case.waits_for_peer(*rank_index) {
         confidence.min(Confidence::Medium)
     } else {
         confidence
     };
-    let mut evidence: Vec<_> = event.and_then(|event| case.counters(*view, event)).into_iter().collect();
+    let mut evidence: Vec<_> = event.and_then(|event| case.counters_line(*rank_index, event)).into_iter().collect();
     evidence.extend(helper.map(|(_, fact)| fact));
-    if case.polls(*view) {
-        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", content.rank);
-        evidence.push(line(looks, vec![content.rank]));
+    if case.polls(*rank_index) {
+        let looks = format!("rank {}: sleeps and looks again: what it looks for may be another's to do", view.rank);
+        evidence.push(line(looks, vec![view.rank]));
     }
-    evidence.extend(case.standing(*view));
-    Some(Finding { culprits: vec![*view], says, confidence, evidence })
+    evidence.extend(case.position_lines(*rank_index));
+    Some(Finding { culprits: vec![*rank_index], statement, confidence, evidence })
 }
 
-/// A rank that has called its collective in a group, which it has not closed.
-fn open_group(case: &Case<'_>, view: usize, events: &[Event]) -> Option<Finding> {
-    if !in_open_group(case, view) {
+/// A rank has called its collective in a group that it has not closed.
+fn open_group(case: &Case<'_>, rank_index: usize, events: &[Event]) -> Option<Finding> {
+    if !in_open_group(case, rank_index) {
         return None;
     }
-    let suspect = Suspect::Device { view, events: events.to_vec() };
+    let suspect = Suspect::Device { rank_index, events: events.to_vec() };
     let event = case.main_event(&suspect)?;
-    let says = Says::rank(|number| {
+    let statement = Statement::of_ranks(|number| {
         let (has, it_has) = (number.has(), number.word("it has", "they have"));
         format!(
             "{has} called {} in a group that {it_has} not closed{}",
             case.describe(event),
-            case.stands(view, number)
+            case.stands_clause(rank_index, number)
         )
     });
-    let mut evidence: Vec<_> = case.counters(view, event).into_iter().collect();
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says, confidence: Confidence::Medium, evidence })
+    let mut evidence: Vec<_> = case.counters_line(rank_index, event).into_iter().collect();
+    evidence.extend(case.position_lines(rank_index));
+    Some(Finding { culprits: vec![rank_index], statement, confidence: Confidence::Medium, evidence })
 }
 
-/// Few ranks are still in a collective that most have completed, by records that nobody has written for a while: their processes run
-/// something else.
+/// Few ranks are still in a collective that most have completed, by records that have not been
+/// written for a while: their processes run something else.
 fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
-    let (passed, inside) = (&collective.passed, &collective.inside);
-    let silent = |view: &usize| case.view(*view).watcher_stale() && !case.does(*view, Activity::DeviceWait);
-    if inside.is_empty() || inside.len() >= passed.len() || !inside.iter().all(silent) {
+    let (completed_by, inside) = (&collective.completed_by, &collective.inside);
+    let silent =
+        |rank_index: &usize| case.view(*rank_index).watcher_stale() && !case.does(*rank_index, Activity::DeviceWait);
+    if inside.is_empty() || inside.len() >= completed_by.len() || !inside.iter().all(silent) {
         return None;
     }
-    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(passed.iter().copied()));
+    let (who, others) = (case.world.ranks(inside.iter().copied()), case.world.ranks(completed_by.iter().copied()));
     let what = case.describe(collective.event);
     let place = if inside.len() == 1 { case.place(inside[0]) } else { String::new() };
     let sentence = format!(
@@ -157,18 +166,26 @@ fn fell_silent(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> 
     );
     let mut evidence =
         vec![line(format!("the record of {} ends in {what}, and {} completed that", ranks(&who), ranks(&others)), who)];
-    for &view in inside.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in inside.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
-    Some(Finding { culprits: inside.clone(), says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: inside.clone(),
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
-/// Few ranks have begun a collective of a library of the host and do not wait for it as the others do: nobody runs it for them.
+/// Few ranks have begun a collective of a host library and do not wait for it as the others do, so
+/// nothing runs it for them.
 fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let waiting = case.graph.waiters_of(collective.event);
     let away: Vec<usize> =
-        collective.inside.iter().copied().filter(|view| waiting.binary_search(view).is_err()).collect();
-    let known = |view: &usize| !case.view(*view).has_device() && !case.view(*view).lossy() && !case.view(*view).dead();
+        collective.inside.iter().copied().filter(|rank_index| waiting.binary_search(rank_index).is_err()).collect();
+    let known = |rank_index: &usize| {
+        !case.view(*rank_index).has_device() && !case.view(*rank_index).lossy() && !case.view(*rank_index).dead()
+    };
     if away.is_empty() || away.len() >= waiting.len() || !away.iter().all(known) {
         return None;
     }
@@ -183,37 +200,45 @@ fn not_waited_for(case: &Case<'_>, collective: &Collective<'_>) -> Option<Findin
         if place.is_empty() { "" } else { "; it stands" },
         does_others = if others.len() == 1 { "does" } else { "do" },
     );
-    let mut evidence: Vec<_> = away.iter().take(4).filter_map(|view| case.counters(*view, collective.event)).collect();
-    for &view in away.iter().take(2) {
-        evidence.extend(case.standing(view));
+    let mut evidence: Vec<_> =
+        away.iter().take(4).filter_map(|rank_index| case.counters_line(*rank_index, collective.event)).collect();
+    for &rank_index in away.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
-    Some(Finding { culprits: away, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding { culprits: away, statement: Statement::Sentence(sentence), confidence: Confidence::Medium, evidence })
 }
 
-/// A rank that stands still elsewhere than most, when no record tells that anybody waits.
-pub(super) fn apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    let Suspect::Host { view, events, .. } = suspect else { return None };
-    let waits =
-        |view: &usize| matches!(case.view(*view).host.doing.activity, Activity::DeviceWait | Activity::CommInit);
+/// A rank stands still elsewhere than most, and no record shows that any rank waits.
+pub(super) fn stands_apart(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
+    let Suspect::Host { rank_index, events, .. } = suspect else { return None };
+    let waits = |rank_index: &usize| {
+        matches!(case.view(*rank_index).host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+    };
     let first = *case.stack_waiters.first().filter(|_| events.is_empty())?;
-    if case.stack_waiters.contains(view) || case.stack_waiters.iter().any(waits) {
+    if case.stack_waiters.contains(rank_index) || case.stack_waiters.iter().any(waits) {
         return None;
     }
-    let (rank, most) = (case.view(*view).rank, case.world.ranks(case.stack_waiters.iter().copied()));
+    let (rank, most) = (case.view(*rank_index).rank, case.world.ranks(case.stack_waiters.iter().copied()));
     let sentence =
-        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*view), ranks(&most), case.place(first));
-    let mut evidence = case.standing(*view);
+        format!("Rank {rank} stands{}, while {} stand{}.", case.place(*rank_index), ranks(&most), case.place(first));
+    let mut evidence = case.position_lines(*rank_index);
     evidence.push(line(format!("{} stand{}", ranks(&most), case.place(first)), most));
-    Some(Finding { culprits: vec![*view], says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
+    Some(Finding {
+        culprits: vec![*rank_index],
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Low,
+        evidence,
+    })
 }
 
-/// The few members that are in a collective which most others have not entered, when those stand still together at one place: they
-/// either wait for something that the few have not done, or the few made a call that was not due. A guess.
+/// Few members are in a collective that most others have not entered, and those others stand still
+/// together at one place. Either they wait for something that the few have not done, or the few
+/// made a call that was not due. A guess.
 pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Option<Finding> {
     let Event::Collective { comm, .. } = event else { return None };
     let inside = case.graph.waiters_of(event);
     let place = case.place(*outside.first()?);
-    let together = |view: &usize| case.view(*view).host.frozen() && case.place(*view) == place;
+    let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.place(*rank_index) == place;
     let whole = inside.len() + outside.len() == case.comms[comm].size as usize;
     if outside.len() <= inside.len() || inside.is_empty() || !whole || place.is_empty() || !outside.iter().all(together)
     {
@@ -229,25 +254,30 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     );
     let mut evidence =
         vec![line(format!("{} in {what}", ranks(&few)), few), line(format!("{} stand{place}", ranks(&most)), most)];
-    evidence.extend(case.standing(inside[0]));
-    Some(Finding { culprits: inside.to_vec(), says: Says::Whole(sentence), confidence: Confidence::Low, evidence })
+    evidence.extend(case.position_lines(inside[0]));
+    Some(Finding {
+        culprits: inside.to_vec(),
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Low,
+        evidence,
+    })
 }
 
 fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     let synchronizing = !collective.operations.is_empty()
         && collective.operations.iter().all(|(_, operation)| synchronizes(operation.op()));
-    let (passed, inside) = (&collective.passed, &collective.inside);
-    // When most ranks have completed it, the rest is what is slow or stalled.
-    if passed.is_empty() || inside.is_empty() || passed.len() > inside.len() || !synchronizing {
+    let (completed_by, inside) = (&collective.completed_by, &collective.inside);
+    // If most ranks have completed the collective, the others are slow or stalled.
+    if completed_by.is_empty() || inside.is_empty() || completed_by.len() > inside.len() || !synchronizing {
         return None;
     }
-    let proven = passed.iter().all(|view| shows_skip(case, collective, *view));
+    let proven = completed_by.iter().all(|rank_index| proves_skip(case, collective, *rank_index));
     let what = case.describe(collective.event);
-    let culprits = case.world.ranks(passed.iter().copied());
+    let culprits = case.world.ranks(completed_by.iter().copied());
     let others = case.world.ranks(inside.iter().copied());
     let one = culprits.len() == 1;
-    let place = if one { case.place(passed[0]) } else { String::new() };
-    let gone = passed.iter().all(|view| case.view(*view).dead());
+    let place = if one { case.place(completed_by[0]) } else { String::new() };
+    let gone = completed_by.iter().all(|rank_index| case.view(*rank_index).dead());
     let stands = match (place.is_empty(), gone) {
         (_, true) => "; it has ended since".to_owned(),
         (true, false) => String::new(),
@@ -269,23 +299,26 @@ fn skipped(case: &Case<'_>, collective: &Collective<'_>) -> Option<Finding> {
     if proven {
         evidence.push(line(
             "it completed too early or too fast to have taken part",
-            case.world.ranks(passed.iter().copied()),
+            case.world.ranks(completed_by.iter().copied()),
         ));
     }
-    for &view in passed.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in completed_by.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let confidence = if proven { case.members_confidence(&[collective.event]) } else { Confidence::Medium };
-    Some(Finding { culprits: passed.clone(), says: Says::Whole(sentence), confidence, evidence })
+    Some(Finding { culprits: completed_by.clone(), statement: Statement::Sentence(sentence), confidence, evidence })
 }
 
 /// Whether clocks or device times prove that a rank completed the collective without the others.
-pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usize) -> bool {
-    let of =
-        |view: usize| collective.operations.iter().find(|(other, _)| *other == view).map(|(_, operation)| *operation);
-    let Some(operation) = of(view).filter(|operation| operation.status() == OpStatus::Completed) else { return false };
-    // Clocks are those of the node, so they are compared within one node only.
-    let node = case.view(view).node();
+pub(super) fn proves_skip(case: &Case<'_>, collective: &Collective<'_>, rank_index: usize) -> bool {
+    let of = |rank_index: usize| {
+        collective.operations.iter().find(|(other, _)| *other == rank_index).map(|(_, operation)| *operation)
+    };
+    let Some(operation) = of(rank_index).filter(|operation| operation.status() == OpStatus::Completed) else {
+        return false;
+    };
+    // Ranks of a node share its clock, so times are compared within one node only.
+    let node = case.view(rank_index).node();
     let before_others = operation.completed_ns != 0
         && node.is_some()
         && collective
@@ -295,7 +328,7 @@ pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usi
             .filter_map(|other| of(*other))
             .any(|other| other.entered_ns > operation.completed_ns);
     let measured = case
-        .view(view)
+        .view(rank_index)
         .operations()
         .filter(|other| {
             other.status() == OpStatus::Completed
@@ -305,7 +338,8 @@ pub(super) fn shows_skip(case: &Case<'_>, collective: &Collective<'_>, view: usi
         })
         .map(|other| other.device_ns);
     let measured: Vec<u64> = measured.collect();
-    // A few are needed before their shortest one says anything. One of 0 was not measured, and then neither may this one be.
+    // The shortest of too few measurements means nothing. A measurement of 0 was not taken, and
+    // then the time of this operation may be missing as well.
     let too_fast =
         measured.len() >= 4 && measured.iter().min().is_some_and(|shortest| operation.device_ns < shortest / 4);
     before_others || too_fast

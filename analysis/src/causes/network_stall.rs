@@ -1,19 +1,24 @@
 //! `network_stall`: all ranks agree, all have entered, and nothing moves.
 //!
-//! Every member of the communicator has launched the same operation with the same number, size and type; every device has begun it,
-//! and it does not complete. No rank is behind and none differs, so no rank is to blame: the data does not move. The confidence is
-//! high only when the records of all members are there; a rank that completed while others did not makes it medium, and so does an operation whose sizes cannot be compared, as all-to-all.
+//! Every member of the communicator has launched the same operation with the same number, size and
+//! type. Every device has begun it, and it does not complete. No rank is behind and none differs,
+//! so no rank is to blame: the data does not move. The confidence is high only if the records of
+//! all members are there. It is medium if a rank completed while others did not, or if the sizes of
+//! the operation cannot be compared, as in all-to-all.
+
+use xpu_timer_proto::v1::{Op, Operation};
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, equal_sizes},
-    line,
+    rule::{Finding, Rule, Statement},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{capital, ranks},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::NetworkStall, explain, rule_out };
 
@@ -25,19 +30,20 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         Event::Collective { comm, .. } => {
             let collective = Collective::of(case, suspect)?;
             let unnamed = case.comms[*comm].unnamed;
-            let stale = collective.inside.iter().any(|view| case.view(*view).watcher_stale());
+            let stale = collective.inside.iter().any(|rank_index| case.view(*rank_index).watcher_stale());
             let equal =
                 |(_, operation): &(usize, &Operation)| equal_sizes(operation.op()) || operation.op() == Op::Barrier;
             let comparable = collective.operations.iter().all(equal);
             let alone = case.comms[*comm].size < 2;
-            // Some are through and others are not, as when they name different roots, of which these records tell nothing.
+            // Some ranks have completed a reduce and others have not, as happens when they pass
+            // different roots. These records do not contain the root.
             let rootless = |(_, operation): &(usize, &Operation)| operation.op() == Op::Reduce && operation.peer < 0;
-            let roots = !collective.passed.is_empty() && collective.operations.iter().any(rootless);
+            let roots = !collective.completed_by.is_empty() && collective.operations.iter().any(rootless);
             let confidence = match () {
                 () if unnamed > 0 || alone || roots => Confidence::Low,
                 () if stale
                     || !comparable
-                    || !collective.passed.is_empty()
+                    || !collective.completed_by.is_empty()
                     || collective.operations.len() < case.comms[*comm].members.len() =>
                 {
                     Confidence::Medium
@@ -46,9 +52,9 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             };
             let mut evidence =
                 vec![line(format!("{}: {what} has begun and has not completed", ranks(&waiters)), waiters.clone())];
-            if !collective.passed.is_empty() {
-                let passed = case.world.ranks(collective.passed.iter().copied());
-                evidence.push(line(format!("{}: {what} has completed", ranks(&passed)), passed));
+            if !collective.completed_by.is_empty() {
+                let completed_by = case.world.ranks(collective.completed_by.iter().copied());
+                evidence.push(line(format!("{}: {what} has completed", ranks(&completed_by)), completed_by));
             }
             if unnamed > 0 {
                 evidence.push(line(
@@ -65,7 +71,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
             let verb = if waiters.len() == 1 { "is" } else { "are" };
             Some(Finding {
                 culprits: Vec::new(),
-                says: Says::Whole(format!(
+                statement: Statement::Sentence(format!(
                     "{} {verb} in the same {what}, all have begun it and it does not move: no rank is behind and none differs, so look at the network.",
                     capital(&ranks(&waiters)),
                 )),
@@ -75,7 +81,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         }
         Event::PointToPoint { .. } => Some(Finding {
             culprits: Vec::new(),
-            says: Says::Whole(format!(
+            statement: Statement::Sentence(format!(
                 "{} is in {what}, its peer is in the counterpart, and nothing moves between them: look at the network.",
                 capital(&ranks(&waiters))
             )),
@@ -88,6 +94,6 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
 
 fn rule_out(case: &Case<'_>, culprits: &[usize]) -> Option<String> {
     let culprit = *culprits.first()?;
-    let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { view, events, .. } | Suspect::Device { view, events } if *view == culprit && !events.is_empty()));
+    let behind = case.graph.suspects.iter().any(|suspect| matches!(suspect, Suspect::Host { rank_index, events, .. } | Suspect::Device { rank_index, events } if *rank_index == culprit && !events.is_empty()));
     behind.then(|| format!("rank {} is not in the operation that the others wait in", case.view(culprit).rank))
 }

@@ -1,22 +1,31 @@
-//! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but not the same operation.
+//! `op_mismatch`: all ranks of a communicator have entered the collective with the same number, but
+//! not the same operation.
 //!
-//! Every member has launched number N and its device has begun it, so nobody is behind; the records of at least two members
-//! show different operations, different roots of the same operation, the blocking form of MPI at one and the nonblocking form at the
-//! other (which do not match by the standard), or reductions that compute something else. The culprits are those that differ from the largest group. Without a largest group the operations before it decide, when they repeat and only one group continues them; else
-//! all members are named, with low confidence.
+//! Every member has launched number N and its device has begun it, so no rank is behind. The
+//! records of at least two members differ in one of these ways: they show different operations,
+//! different roots of the same operation, reductions that compute something else, or the blocking
+//! form of an MPI collective at one rank and the nonblocking form at another (which do not match by
+//! the standard).
+//!
+//! The culprits are the ranks that differ from the largest group. If no group is the largest, the
+//! operations before decide, if they repeat and only one group continues them. Otherwise all
+//! members are named, with low confidence.
 
 use std::collections::HashMap;
 
+use xpu_timer_proto::v1::{Op, Operation};
+
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, Dissent},
-    line,
+    rule::{Finding, Rule, Statement},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{name, ranks},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{Op, Operation};
 
 pub(super) const RULE: Rule = Rule { cause: Cause::OpMismatch, explain, rule_out };
 
@@ -37,17 +46,18 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found(dissent));
     }
     let dissent = collective.new_dissent(case, reduction)?;
-    // The library does not compare what they compute: it makes wrong sums of it, and only with other faults a hang.
+    // The library does not compare what reductions compute. A difference makes wrong sums, and a
+    // hang only together with another fault.
     let found = found(dissent);
     Some(Finding { confidence: found.confidence.min(Confidence::Medium), ..found })
 }
 
-/// A collective of MPI with its form: `MPI_Iallreduce` is not `all_reduce`.
+/// The name of an MPI collective with its form: `MPI_Iallreduce` differs from `all_reduce`.
 fn form(operation: &Operation) -> String {
     if operation.function.starts_with("MPI_I") { operation.function.clone() } else { name(operation).to_owned() }
 }
 
-/// A reduction with what it computes: `all_reduce (max)`.
+/// The name of a reduction with what it computes: `all_reduce (max)`.
 fn reduction(operation: &Operation) -> String {
     const COMPUTES: [&str; 5] = ["sum", "product", "max", "min", "average"];
     match operation.op() {
@@ -59,16 +69,16 @@ fn reduction(operation: &Operation) -> String {
     }
 }
 
-/// Whether those that differ from the right group have all given up: they are in the end of their library, which is `teardown`.
+/// Whether all ranks that differ from the right group finalize their library. That is `teardown`.
 pub(super) fn gave_up<Key: Ord + Clone>(collective: &Collective<'_>, dissent: &Dissent<Key>) -> bool {
-    let ends = |view: &usize| {
-        let own = collective.operations.iter().find(|(other, _)| other == view);
+    let ends = |rank_index: &usize| {
+        let own = collective.operations.iter().find(|(other, _)| other == rank_index);
         own.is_some_and(|(_, operation)| operation.function.ends_with("Finalize"))
     };
     dissent.right.is_some() && dissent.culprits.iter().all(ends)
 }
 
-/// The finding on members that differ; shared by the three mismatches.
+/// The finding about members that differ. All three mismatch rules use it.
 pub(super) fn finding<Key: Ord + Clone>(
     case: &Case<'_>,
     collective: &Collective<'_>,
@@ -106,8 +116,8 @@ pub(super) fn finding<Key: Ord + Clone>(
     if right.is_some() && !dissent.certain {
         evidence.push(line("no group is the larger one; the operations before decide which one was due", Vec::new()));
     }
-    for &view in dissent.culprits.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in dissent.culprits.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
     let size = match collective.event {
         Event::Collective { comm, .. } => case.comms[comm].size as usize,
@@ -117,15 +127,16 @@ pub(super) fn finding<Key: Ord + Clone>(
     let confidence = match (right.is_some(), dissent.certain) {
         (false, _) => Confidence::Low,
         (true, false) => Confidence::Medium,
-        // The largest group is no majority, or it is one only of those that came.
+        // The largest group is no majority of the communicator, or only a majority of the ranks
+        // that came.
         (true, true) if !majority => Confidence::Medium,
         (true, true) => case.members_confidence(&[collective.event]),
     };
-    Finding { culprits: dissent.culprits, says: Says::Whole(sentence), confidence, evidence }
+    Finding { culprits: dissent.culprits, statement: Statement::Sentence(sentence), confidence, evidence }
 }
 
 fn rule_out(case: &Case<'_>, _: &[usize]) -> Option<String> {
-    // By what each rank waits in; `oldest` is that operation.
+    // By the collective that a rank waits in, which is `oldest`.
     let mut waits: HashMap<(u64, u64), (String, i32)> = HashMap::new();
     for comm in &case.comms {
         for operation in comm.members.iter().filter_map(|member| member.oldest) {

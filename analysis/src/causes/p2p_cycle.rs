@@ -1,29 +1,33 @@
-//! `p2p_cycle`: sends and receives wait for each other in a circle.
+//! `p2p_cycle`: sends and receives wait for each other in a cycle.
 //!
-//! Following who waits for whom leads back to where it began, over at least two sends or receives, and every host on the way is
-//! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree on the order. All ranks that
-//! wait in such a send or receive are named, because the fault is in their common plan; unless only some of them made their operations in another order
-//! than ever before, and then it is those. The confidence is high only for a plan that never worked: where they have made the same transfers
-//! before, one of them has left the plan, and the record does not show which.
+//! The wait-for graph has a cycle over at least two sends or receives, and every host in it is
+//! known to wait: two ranks that both send before they receive, or a pipeline whose stages disagree
+//! on the order. All ranks that wait in such a send or receive are named, because their common plan
+//! is at fault. If only some of them made their operations in another order than ever before, only
+//! these are named. The confidence is high only for a plan that never worked. If the ranks have
+//! made the same transfers before, one of them has left the plan, and the record does not show
+//! which.
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
-    circle::{self, Break, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     history::made_before,
     text::{capital, ranks},
+    verdict::{Cause, Confidence},
 };
 
-pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pCycle, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    match circle::ask(case, suspect, &[Break::TransferOrder]) {
-        Told::Finding(found) => return Some(found),
-        Told::OtherBreak => return None,
-        Told::Nothing => {}
+    match pattern_break::check(case, suspect, &[Break::TransferOrder]) {
+        PatternCheck::Finding(found) => return Some(found),
+        PatternCheck::OtherBreak => return None,
+        PatternCheck::Kept => {}
     }
     let Suspect::Cycle(events) = suspect else { return None };
     let transfers: Vec<Event> =
@@ -45,7 +49,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let evidence = evidence.collect();
     let first = case.describe(transfers[0]);
     Some(Finding {
-        says: Says::Whole(format!(
+        statement: Statement::Sentence(format!(
             "{} wait for each other in a circle of sends and receives: {} is in {first}, and so on round.",
             capital(&ranks(&who)),
             ranks(&case.world.ranks(case.graph.waiters_of(transfers[0]).iter().copied())),
@@ -56,12 +60,13 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     })
 }
 
-/// A circle is certain only when the stacks of its ranks are known, and the plan is at fault only when it never worked.
+/// A cycle is certain only if the stacks of its ranks are known. The plan is at fault only if it
+/// never worked.
 fn plan_confidence(case: &Case<'_>, transfers: &[Event], views: &[usize]) -> Confidence {
     let worked = |event: &Event| match (event, case.operation(*event)) {
-        (Event::PointToPoint { view, .. }, Some(operation)) => made_before(case.view(*view), operation),
+        (Event::PointToPoint { rank_index, .. }, Some(operation)) => made_before(case.view(*rank_index), operation),
         _ => false,
     };
-    let stacks = views.iter().all(|view| case.view(*view).host.stack);
+    let stacks = views.iter().all(|rank_index| case.view(*rank_index).host.stack);
     if stacks && !transfers.iter().any(worked) { Confidence::High } else { Confidence::Medium }
 }

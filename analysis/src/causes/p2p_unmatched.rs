@@ -1,28 +1,37 @@
 //! `p2p_unmatched`: a receive without its send, or a send without its receive.
 //!
-//! A rank's send or receive has begun on its device, and its peer has no counterpart pending; the peer waits for nothing and
-//! nothing else explains it. What the peer itself waits for, such as a child process, is told with it. When the peer waits in a collective for the very rank that waits for it, the two made different
-//! plans: the one that the other waits for is named, with medium confidence, because the other could have made a call too many. So is the
-//! one rank of a circle of transfers that is in none of them.
-//! Where groups of transfers meet and do not complete, those are named that have made fewer transfers in as many groups as most members.
-//! Two ranks whose tags do not match are both named, or the one whose tag is not what it had always been.
-//! In a circle, the rank is named that is at an end of all transfers without a counterpart, or that left out a send or receive which it
-//! had always made at this point, or made one that it had never made; where no past tells, the one that lacks the only counterpart,
-//! as a rank does that receives from itself.
+//! A rank's send or receive has begun on its device, and its peer has no counterpart pending. The
+//! peer waits for nothing, and nothing else explains it. The sentence includes what the peer itself
+//! waits for, such as a child process. Other forms:
+//!
+//! - The peer waits in a collective for the very rank that waits for it: the two made different
+//!   plans. The peer is named, with medium confidence, because the other rank could have made a
+//!   call too many. The same holds for the one rank of a cycle of transfers that is in none of
+//!   them.
+//! - Groups of transfers match and do not complete: the members that have made fewer transfers in
+//!   as many groups as most members are named.
+//! - The tags of two ranks do not match: both are named, or only the rank whose tag has changed.
+//! - In a cycle, the rank is named that is at an end of all transfers without a counterpart, or
+//!   that left out a transfer which it had always made at this point, or that made a new one. If
+//!   the past shows nothing, the rank is named that lacks the only counterpart, such as a rank that
+//!   receives from itself.
+
+use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
 use super::{
-    Case, Cause, Confidence, Finding, Number, Rule, Says,
-    circle::{self, Break, Told},
-    line, never_mistaken,
+    case::Case,
+    pattern_break::{self, Break, PatternCheck},
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::{Number, line},
 };
 use crate::{
     graph::{Event, Suspect, tags_meet},
     text::{capital, communicator, ranks},
+    verdict::{Cause, Confidence},
     world::is_p2p,
 };
-use xpu_timer_proto::v1::{Op, OpStatus, Operation};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::P2pUnmatched, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Suspect::Complete(event) = suspect {
@@ -31,10 +40,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     if let Some(found) = at_all_open_ends(case, suspect) {
         return Some(found);
     }
-    match circle::ask(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
-        Told::Finding(found) => return Some(found),
-        Told::OtherBreak => return None,
-        Told::Nothing => {}
+    match pattern_break::check(case, suspect, &[Break::Transfer, Break::NewTransfer]) {
+        PatternCheck::Finding(found) => return Some(found),
+        PatternCheck::OtherBreak => return None,
+        PatternCheck::Kept => {}
     }
     if let Some(found) = from_anybody(case, suspect).or_else(|| other_tags(case, suspect)) {
         return Some(found);
@@ -50,10 +59,10 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         },
         _ => return None,
     };
-    let Event::PointToPoint { comm, view: waiter, peer, recv } = event else { return None };
+    let Event::PointToPoint { comm, rank_index: waiter, peer, recv } = event else { return None };
     let culprit = match suspect {
-        Suspect::Host { view, .. } => *view,
-        _ => case.comms[comm].view_of(peer)?,
+        Suspect::Host { rank_index, .. } => *rank_index,
+        _ => case.comms[comm].rank_index_of(peer)?,
     };
     let waiting = case.view(waiter).rank;
     let missing = |number: Number| match recv {
@@ -69,49 +78,57 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         format!("rank {waiting}: {} has begun and rank {rank} has no counterpart pending", case.describe(event)),
         vec![waiting],
     )];
-    evidence.extend(case.helper(culprit).map(|(_, fact)| fact));
-    evidence.extend(case.standing(culprit));
-    let stands = |number: Number| case.stands(culprit, number) + &case.itself(culprit, number);
-    let says = match suspect {
-        Suspect::Host { .. } => Says::rank(|number| missing(number) + &stands(number)),
-        _ => Says::Whole(format!(
+    evidence.extend(case.helper_fact(culprit).map(|(_, fact)| fact));
+    evidence.extend(case.position_lines(culprit));
+    let stands = |number: Number| case.stands_clause(culprit, number) + &case.own_wait_clause(culprit, number);
+    let statement = match suspect {
+        Suspect::Host { .. } => Statement::of_ranks(|number| missing(number) + &stands(number)),
+        _ => Statement::Sentence(format!(
             "Rank {rank} {}, which waits in {}, and waits itself for rank {waiting}{}.",
             missing(Number::One),
             case.describe(event),
             stands(Number::One)
         )),
     };
-    Some(Finding { culprits: vec![culprit], says, confidence, evidence })
+    Some(Finding { culprits: vec![culprit], statement, confidence, evidence })
 }
 
-/// Members that have made fewer transfers than most others when all of these are in their group of the same number: each of them left out
-/// one in an earlier group, whose place a later one took.
+/// Members that have made fewer transfers than most others, although all are in their group of the
+/// same number. Each of them left out a transfer in an earlier group, and a later transfer took its
+/// place.
 fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     let Event::PointToPoint { comm, .. } = event else { return None };
     let comm = &case.comms[comm];
-    let group = |view: usize| {
+    let group = |rank_index: usize| {
         let of_comm = |operation: &&Operation| is_p2p(operation) && operation.communicator == comm.id;
-        case.view(view).pending().filter(of_comm).map(|operation| operation.group).max().filter(|group| *group != 0)
+        case.view(rank_index)
+            .pending()
+            .filter(of_comm)
+            .map(|operation| operation.group)
+            .max()
+            .filter(|group| *group != 0)
     };
-    let newest = comm.members.iter().filter_map(|member| group(member.view)).max()?;
-    let made = |view: usize| {
-        let known = case.view(view).flight.into_iter().flat_map(|flight| &flight.communicators);
+    let newest = comm.members.iter().filter_map(|member| group(member.rank_index)).max()?;
+    let made = |rank_index: usize| {
+        let known = case.view(rank_index).flight.into_iter().flat_map(|flight| &flight.communicators);
         known.into_iter().find(|known| known.id == comm.id).map_or(0, |known| known.point_to_point)
     };
     let there: Vec<(usize, u64)> = comm
         .members
         .iter()
-        .filter(|member| group(member.view) == Some(newest))
-        .map(|member| (member.view, made(member.view)))
+        .filter(|member| group(member.rank_index) == Some(newest))
+        .map(|member| (member.rank_index, made(member.rank_index)))
         .collect();
     let most = there.iter().map(|(_, made)| *made).max()?;
-    let fewer: Vec<usize> = there.iter().filter(|(_, made)| *made < most).map(|(view, _)| *view).collect();
+    let fewer: Vec<usize> = there.iter().filter(|(_, made)| *made < most).map(|(rank_index, _)| *rank_index).collect();
     if fewer.is_empty() || 2 * fewer.len() >= there.len() {
         return None;
     }
-    let number = there.iter().find(|(view, _)| fewer.contains(view)).map_or(0, |(_, made)| *made);
+    let number = there.iter().find(|(rank_index, _)| fewer.contains(rank_index)).map_or(0, |(_, made)| *made);
     let who = case.world.ranks(fewer.iter().copied());
-    let others = case.world.ranks(there.iter().map(|(view, _)| *view).filter(|view| !fewer.contains(view)));
+    let others = case
+        .world
+        .ranks(there.iter().map(|(rank_index, _)| *rank_index).filter(|rank_index| !fewer.contains(rank_index)));
     let have = if who.len() == 1 { "has" } else { "have" };
     let sentence = format!(
         "{} {have} left out a send or receive of a group on communicator {} ({} ranks): {number} made in {newest} groups, {most} by {}.",
@@ -122,83 +139,94 @@ fn fewer_in_groups(case: &Case<'_>, event: Event) -> Option<Finding> {
     );
     let mut evidence =
         vec![line(format!("{} {have} made {number} sends and receives, {} {most}", ranks(&who), ranks(&others)), who)];
-    for &view in fewer.iter().take(2) {
-        evidence.extend(case.standing(view));
+    for &rank_index in fewer.iter().take(2) {
+        evidence.extend(case.position_lines(rank_index));
     }
-    Some(Finding { culprits: fewer, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: fewer,
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
-/// One rank of a circle receives from any rank, and all others wait for it by way of something else.
+/// One rank of a cycle receives from any rank, and all others wait for it in other operations.
 fn from_anybody(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = |event: &Event| match *event {
-        Event::PointToPoint { view, peer, recv: true, .. } if peer < 0 => Some((view, *event)),
+        Event::PointToPoint { rank_index, peer, recv: true, .. } if peer < 0 => Some((rank_index, *event)),
         _ => None,
     };
     let mut open = events.iter().filter_map(open);
-    let (view, event) = open.next().filter(|_| open.next().is_none())?;
-    let rank = case.view(view).rank;
+    let (rank_index, event) = open.next().filter(|_| open.next().is_none())?;
+    let rank = case.view(rank_index).rank;
     let sentence = format!(
         "Rank {rank} waits in {} and nobody sends to it, because all others wait for it{}.",
         case.describe(event),
-        case.stands(view, Number::One)
+        case.stands_clause(rank_index, Number::One)
     );
     let mut evidence =
         vec![line(format!("rank {rank}: {} has begun and no rank sends to it", case.describe(event)), vec![rank])];
-    evidence.extend(case.standing(view));
-    Some(Finding { culprits: vec![view], says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    evidence.extend(case.position_lines(rank_index));
+    Some(Finding {
+        culprits: vec![rank_index],
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }
 
-/// A send and its receive are there, and their tags differ.
+/// A send and its receive are pending, and their tags differ.
 fn other_tags(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let counterpart = |event: Event| {
-        let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
-        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
-        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
-        let apart =
-            events.contains(&there) && !tags_meet(&case.world, case.comms[comm].id, (view, event), (other, there));
-        apart.then_some((event, view, there, other))
+        let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return None };
+        let (own, other) = (case.comms[comm].member(rank_index)?.comm_rank, case.comms[comm].rank_index_of(peer)?);
+        let there = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
+        let apart = events.contains(&there)
+            && !tags_meet(&case.world, case.comms[comm].id, (rank_index, event), (other, there));
+        apart.then_some((event, rank_index, there, other))
     };
-    let (event, view, there, other) = events.iter().find_map(|event| counterpart(*event))?;
-    let changed = |view: usize, event: Event| {
+    let (event, rank_index, there, other) = events.iter().find_map(|event| counterpart(*event))?;
+    let changed = |rank_index: usize, event: Event| {
         let operation = case.operation(event)?;
         let alike = |past: &&Operation| {
             past.status() == OpStatus::Completed
                 && (past.communicator, past.op, past.peer) == (operation.communicator, operation.op, operation.peer)
         };
-        let mut past = case.view(view).operations().filter(alike).peekable();
+        let mut past = case.view(rank_index).operations().filter(alike).peekable();
         past.peek()?;
         let first = past.next()?.tag;
         Some(first != operation.tag && past.all(|past| past.tag == first))
     };
-    let blamed = match (changed(view, event) == Some(true), changed(other, there) == Some(true)) {
-        (true, false) => vec![view],
+    let blamed = match (changed(rank_index, event) == Some(true), changed(other, there) == Some(true)) {
+        (true, false) => vec![rank_index],
         (false, true) => vec![other],
-        _ => vec![view, other],
+        _ => vec![rank_index, other],
     };
-    let with_tag = |view: usize, event: Event| {
+    let with_tag = |rank_index: usize, event: Event| {
         let tag = case.operation(event).and_then(|operation| operation.tag).unwrap_or(-1);
-        format!("rank {} is in {} with tag {tag}", case.view(view).rank, case.describe(event))
+        format!("rank {} is in {} with tag {tag}", case.view(rank_index).rank, case.describe(event))
     };
-    let (one, two) = (with_tag(view, event), with_tag(other, there));
+    let (one, two) = (with_tag(rank_index, event), with_tag(other, there));
     let new = match blamed[..] {
         [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
         _ => String::new(),
     };
     let mut evidence =
-        vec![line(one.clone(), vec![case.view(view).rank]), line(two.clone(), vec![case.view(other).rank])];
-    for &view in &blamed {
-        evidence.extend(case.standing(view));
+        vec![line(one.clone(), vec![case.view(rank_index).rank]), line(two.clone(), vec![case.view(other).rank])];
+    for &rank_index in &blamed {
+        evidence.extend(case.position_lines(rank_index));
     }
-    let says = Says::Whole(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
-    Some(Finding { culprits: blamed, says, confidence: Confidence::Medium, evidence })
+    let statement = Statement::Sentence(format!("{} and {two}: the tags do not match{new}.", capital(&one)));
+    Some(Finding { culprits: blamed, statement, confidence: Confidence::Medium, evidence })
 }
 
-/// A transfer of a circle whose peer is in none itself, but in a collective; `None` when the peers are several.
+/// A transfer of a cycle whose peer is in no transfer, but in a collective. `None` if there are
+/// several such peers.
 fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     let peer_of = |event: &Event| match *event {
-        Event::PointToPoint { comm, peer, .. } => case.comms[comm].view_of(peer),
+        Event::PointToPoint { comm, peer, .. } => case.comms[comm].rank_index_of(peer),
         _ => None,
     };
     let transfers = || events.iter().filter(|event| matches!(event, Event::PointToPoint { .. }));
@@ -208,52 +236,58 @@ fn elsewhere(case: &Case<'_>, events: &[Event]) -> Option<Event> {
     towards.all(|event| peer_of(event) == peer_of(first)).then_some(*first)
 }
 
-/// The transfers of a circle that have no counterpart, each with the rank that waits in it and the one that it waits for; `None` when
-/// something in it has not begun, and so is behind something else, which may be all that is wrong.
+/// The transfers of a cycle without a counterpart, each with the rank that waits in it and the rank
+/// that it waits for. `None` if an operation of the cycle has not begun: then it is behind another
+/// operation, which may be the only fault.
 fn without_counterpart(case: &Case<'_>, events: &[Event]) -> Option<Vec<(Event, usize, usize)>> {
     let begun = |event: Event| case.operation(event).is_none_or(|operation| operation.started_ns != 0);
     let mut open = Vec::new();
     for &event in events {
-        let Event::PointToPoint { comm, view, peer, recv } = event else { continue };
-        let (own, other) = (case.comms[comm].member(view)?.comm_rank, case.comms[comm].view_of(peer)?);
-        let there = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+        let Event::PointToPoint { comm, rank_index, peer, recv } = event else { continue };
+        let (own, other) = (case.comms[comm].member(rank_index)?.comm_rank, case.comms[comm].rank_index_of(peer)?);
+        let there = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
         match case.graph.events.binary_search(&there) {
             Ok(_) if !begun(there) => return None,
             Ok(_) => {}
             Err(_) if served_by_count(case, event, other) => {}
-            Err(_) => open.push((event, view, other)),
+            Err(_) => open.push((event, rank_index, other)),
         }
     }
     events.iter().all(|event| begun(*event)).then_some(open)
 }
 
-/// Whether the peer of a transfer has made as many counterparts as there are transfers, by records that have everything.
+/// Whether the peer of a transfer has made as many counterparts as there are transfers, by complete
+/// records.
 fn served_by_count(case: &Case<'_>, event: Event, other: usize) -> bool {
-    let Event::PointToPoint { comm, view, peer, recv } = event else { return false };
-    let Some(own) = case.comms[comm].member(view).map(|member| member.comm_rank) else { return false };
-    let count = |view: usize, peer: i32, op: Op| {
+    let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return false };
+    let Some(own) = case.comms[comm].member(rank_index).map(|member| member.comm_rank) else { return false };
+    let count = |rank_index: usize, peer: i32, op: Op| {
         let alike = |operation: &&Operation| {
             operation.communicator == case.comms[comm].id && operation.op() == op && operation.peer == peer
         };
-        case.view(view).operations().filter(|operation| is_p2p(operation)).filter(alike).count()
+        case.view(rank_index).operations().filter(|operation| is_p2p(operation)).filter(alike).count()
     };
     let (op, counterpart) = if recv { (Op::Recv, Op::Send) } else { (Op::Send, Op::Recv) };
-    let complete = case.view(view).complete() && case.view(other).complete();
-    complete && count(other, own, counterpart) >= count(view, peer, op)
+    let complete = case.view(rank_index).has_full_history() && case.view(other).has_full_history();
+    complete && count(other, own, counterpart) >= count(rank_index, peer, op)
 }
 
-/// The one rank that is at an end of all transfers without a counterpart, of which there are several, and for which somebody waits: it made
-/// other ones than its peers. One that only waits itself may have been served in one of them, for several are often waited for together.
+/// The one rank that is at an end of all transfers without a counterpart, if there are several and
+/// a rank waits for it: it made other transfers than its peers. A rank that only waits itself may
+/// have been served in one of them, because several transfers are often awaited together.
 fn at_all_open_ends(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let Suspect::Cycle(events) = suspect else { return None };
     let open = without_counterpart(case, events).filter(|open| open.len() > 1)?;
     let (_, one, two) = *open.first()?;
-    let mut common = [one, two].into_iter().filter(|view| open.iter().all(|(_, one, two)| one == view || two == view));
+    let mut common = [one, two]
+        .into_iter()
+        .filter(|rank_index| open.iter().all(|(_, one, two)| one == rank_index || two == rank_index));
     let culprit = common.next().filter(|_| common.next().is_none())?;
     open.iter().any(|(_, _, awaited)| *awaited == culprit).then(|| open_ends(case, &open, culprit))
 }
 
-/// The only transfer of a circle that has no counterpart is the fault of the rank that does not make it.
+/// The only transfer of a cycle without a counterpart is the fault of the rank that does not make
+/// the counterpart.
 fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
     let open = without_counterpart(case, events).filter(|open| open.len() == 1)?;
     let transfers = events.iter().filter(|event| matches!(event, Event::PointToPoint { .. })).count();
@@ -263,8 +297,8 @@ fn only_open_end(case: &Case<'_>, events: &[Event]) -> Option<Finding> {
 
 fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) -> Finding {
     let rank = case.view(culprit).rank;
-    let each = |(event, view, _): &(Event, usize, usize)| {
-        format!("rank {} in {}", case.view(*view).rank, case.describe(*event))
+    let each = |(event, rank_index, _): &(Event, usize, usize)| {
+        format!("rank {} in {}", case.view(*rank_index).rank, case.describe(*event))
     };
     let without: Vec<String> = open.iter().take(2).map(each).collect();
     let mut evidence: Vec<_> = open
@@ -272,14 +306,14 @@ fn open_ends(case: &Case<'_>, open: &[(Event, usize, usize)], culprit: usize) ->
         .take(4)
         .map(|open| line(format!("{} has begun and has no counterpart", each(open)), vec![case.view(open.1).rank]))
         .collect();
-    evidence.extend(case.standing(culprit));
+    evidence.extend(case.position_lines(culprit));
     let have = if open.len() == 1 { "has" } else { "have" };
     Finding {
         culprits: vec![culprit],
-        says: Says::Whole(format!(
+        statement: Statement::Sentence(format!(
             "Rank {rank} does not send and receive as its peers do: {} {have} no counterpart{}.",
             without.join(" and "),
-            case.stands(culprit, Number::One)
+            case.stands_clause(culprit, Number::One)
         )),
         confidence: Confidence::Medium,
         evidence,

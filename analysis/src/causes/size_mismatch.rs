@@ -1,25 +1,29 @@
 //! `size_mismatch`: all ranks have entered the same operation with different numbers of elements.
 //!
-//! As `op_mismatch`, with the same operation everywhere and different counts. All-to-all is left out, because its ranks may
-//! rightly differ. A send and its receive that have both begun on their devices with different counts are one as well; the one is named
-//! whose size is not what it had always been between these two, and both where the past tells nothing.
+//! Like `op_mismatch`, with the same operation and different counts. All-to-all is left out,
+//! because its ranks may differ. The rule also covers a send and its receive that have both begun
+//! on their devices with different counts: the rank is named whose size has changed from what it
+//! had always been between these two, or both ranks if the past shows nothing.
+
+use xpu_timer_proto::v1::{OpStatus, Operation};
 
 use super::{
-    Case, Cause, Confidence, Finding, Rule, Says,
+    case::Case,
     collective::{Collective, equal_sizes},
-    line, never_mistaken,
     op_mismatch::finding,
+    rule::{Finding, Rule, Statement, never_ruled_out},
+    wording::line,
 };
 use crate::{
     graph::{Event, Suspect},
     text::{ranks, shape},
+    verdict::{Cause, Confidence},
 };
-use xpu_timer_proto::v1::{OpStatus, Operation};
 
-pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_mistaken };
+pub(super) const RULE: Rule = Rule { cause: Cause::SizeMismatch, explain, rule_out: never_ruled_out };
 
 fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
-    // A receive of MPI takes what comes, so its record has no size.
+    // An MPI receive accepts any size up to its buffer's, so its record has no size.
     let differ = |one: &Operation, other: &Operation| one.count != other.count && one.count != 0 && other.count != 0;
     if let Some(found) = ends_differ(case, suspect, "sizes", differ, |operation| operation.count) {
         return Some(found);
@@ -34,7 +38,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     Some(finding(case, &collective, dissent, name))
 }
 
-/// A send and a receive that meet, alone or in a circle, and differ in a property of theirs.
+/// A send and a receive that match, alone or in a cycle, and differ in a property.
 pub(super) fn ends_differ(
     case: &Case<'_>,
     suspect: &Suspect,
@@ -57,21 +61,21 @@ fn point_to_point(
     differ: &impl Fn(&Operation, &Operation) -> bool,
     key: &impl Fn(&Operation) -> u64,
 ) -> Option<Finding> {
-    let Event::PointToPoint { comm, view, peer, recv } = event else { return None };
-    let own = case.comms[comm].member(view)?.comm_rank;
-    let other = case.comms[comm].view_of(peer)?;
-    let counterpart = Event::PointToPoint { comm, view: other, peer: own, recv: !recv };
+    let Event::PointToPoint { comm, rank_index, peer, recv } = event else { return None };
+    let own = case.comms[comm].member(rank_index)?.comm_rank;
+    let other = case.comms[comm].rank_index_of(peer)?;
+    let counterpart = Event::PointToPoint { comm, rank_index: other, peer: own, recv: !recv };
     let (mine, theirs) = (case.operation(event)?, case.operation(counterpart)?);
     if !differ(mine, theirs) {
         return None;
     }
-    // Both ends are suspects of their own; either gives the same finding.
-    let mut ends = [(case.view(view).rank, mine), (case.view(other).rank, theirs)];
+    // Both ends are suspects of their own. Either gives the same finding.
+    let mut ends = [(case.view(rank_index).rank, mine), (case.view(other).rank, theirs)];
     ends.sort_by_key(|end| end.0);
-    // Whose end is not what it had always been.
-    let changed = |view: usize, operation: &Operation| {
+    // Whether an end differs from what it had always been.
+    let changed = |rank_index: usize, operation: &Operation| {
         let before: Vec<u64> = case
-            .view(view)
+            .view(rank_index)
             .operations()
             .filter(|past| {
                 past.status() == OpStatus::Completed
@@ -81,12 +85,12 @@ fn point_to_point(
             .collect();
         !before.is_empty() && before.iter().all(|past| *past == before[0] && *past != key(operation))
     };
-    let blamed = match (changed(view, mine), changed(other, theirs)) {
-        (true, false) => vec![view],
+    let blamed = match (changed(rank_index, mine), changed(other, theirs)) {
+        (true, false) => vec![rank_index],
         (false, true) => vec![other],
-        _ => vec![view, other],
+        _ => vec![rank_index, other],
     };
-    let both = case.world.ranks([view, other]);
+    let both = case.world.ranks([rank_index, other]);
     let new = match blamed[..] {
         [one] => format!("; that of rank {} is not what it had always been", case.view(one).rank),
         _ => String::new(),
@@ -99,8 +103,13 @@ fn point_to_point(
         shape(ends[1].1)
     );
     let mut evidence = vec![line(format!("{} have both begun, and their {what} differ", ranks(&both)), both)];
-    for &view in &blamed {
-        evidence.extend(case.standing(view));
+    for &rank_index in &blamed {
+        evidence.extend(case.position_lines(rank_index));
     }
-    Some(Finding { culprits: blamed, says: Says::Whole(sentence), confidence: Confidence::Medium, evidence })
+    Some(Finding {
+        culprits: blamed,
+        statement: Statement::Sentence(sentence),
+        confidence: Confidence::Medium,
+        evidence,
+    })
 }

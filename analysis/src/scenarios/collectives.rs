@@ -1,4 +1,5 @@
-//! All ranks have entered: they differ, one of them skipped, or nothing moves. And communicators that are being created.
+//! All ranks have entered a collective: they differ, one of them skipped it, or nothing moves. Also
+//! communicators that are being created.
 
 use super::expect;
 use crate::{
@@ -77,7 +78,7 @@ fn sizes_of_all_to_all_may_differ() {
 }
 
 #[test]
-fn of_two_ranks_the_one_that_breaks_the_pattern_is_named() {
+fn the_rank_of_a_pair_that_breaks_its_pattern_is_named() {
     // Both ranks alternate all_reduce and all_gather; rank 1 runs all_reduce out of turn.
     for odd in [0, 1] {
         let mut job = Job::new(2);
@@ -97,7 +98,7 @@ fn of_two_ranks_the_one_that_breaks_the_pattern_is_named() {
 }
 
 #[test]
-fn of_two_ranks_without_a_pattern_both_are_named() {
+fn both_ranks_of_a_pair_without_a_pattern_are_named() {
     let mut job = Job::with_world(2, 0);
     job.enter(0x77, 0, Op::AllGather);
     job.enter(0x77, 1, Op::AllReduce);
@@ -128,7 +129,7 @@ fn a_skipped_collective_is_missing_although_it_was_launched() {
         expect(&verdict, Cause::MissingRank, &[odd], Confidence::High);
         assert!(verdict.sentence.contains("skipped all_reduce 31"), "{}", verdict.sentence);
     }
-    // Without the proof of the clock it may be a network that stopped in the middle.
+    // Without proof by the clock, the network may have stopped in the middle.
     expect(&skip(2, 40_000).judge(), Cause::MissingRank, &[2], Confidence::Medium);
 }
 
@@ -149,7 +150,7 @@ fn a_rank_that_skipped_and_ended_skipped() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::High);
     assert!(verdict.sentence.contains("ended since"), "{}", verdict.sentence);
-    // Without proof, an orderly end is a skip as well, and a kill is a death.
+    // Without proof, a rank that ended in order also skipped, and a killed rank is dead.
     let mut job = skip(2, 40_000);
     job.rank(2).presence = Presence::Left.into();
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
@@ -164,7 +165,7 @@ fn the_clock_of_the_node_proves_a_skip() {
     let completed_ns = job.flight(2).operations.last().unwrap().completed_ns;
     job.flight(0).operations.last_mut().unwrap().entered_ns = completed_ns + 1;
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::High);
-    // Clocks of two nodes do not compare.
+    // Clocks of two nodes cannot be compared.
     job.rank(0).node = "node-1".into();
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
 }
@@ -277,7 +278,7 @@ fn a_communicator_that_one_rank_creates_with_another_size() {
     let verdict = job.judge();
     expect(&verdict, Cause::CommInit, &[1], Confidence::High);
     assert!(verdict.sentence.contains("one of 5 ranks, ranks 0, 2-3 as one of 4"), "{}", verdict.sentence);
-    // Most leave one out.
+    // Most ranks leave a split out.
     let mut job = Job::new(4);
     for rank in 0..4 {
         job.creates(0x99, if rank == 0 { 4 } else { 3 }, rank, rank as i32);
@@ -286,7 +287,7 @@ fn a_communicator_that_one_rank_creates_with_another_size() {
     expect(&verdict, Cause::CommInit, &[1, 2, 3], Confidence::Medium);
 }
 
-/// A rank is in the split of the communicator of all, or has left it.
+/// A rank is in a split of the world communicator, or has completed it.
 fn splits(job: &mut Job, rank: u32, child: u64, status: OpStatus) {
     job.creates(child, 0, rank, -1);
     let flight = job.flight(rank);
@@ -309,16 +310,16 @@ fn a_rank_that_does_not_split_holds_up_all_children() {
         job.judge()
     };
     expect(&judge(&|_| {}), Cause::CommInit, &[1], Confidence::Medium);
-    // It waits in the parent for those who wait for it.
+    // It waits in the parent for the ranks that wait for it.
     let elsewhere = judge(&|job| {
         job.enter(0x77, 1, Op::AllReduce);
         job.stands(1, Stack::device_wait());
     });
     assert_eq!((elsewhere.cause, &elsewhere.culprits[..]), (Cause::CommInit, &[1][..]), "{}", elsewhere.to_text());
-    // It has made splits that its record does not have any more.
+    // Its record no longer contains all of its splits.
     let short = judge(&|job| drop(job.flight(1).operations.remove(0)));
     assert!(short.cause != Cause::CommInit || short.culprits != [1], "{}", short.to_text());
-    // It is inside a split of the same communicator, and made fewer before.
+    // It is inside a split of the same communicator and has made fewer before.
     let inside = judge(&|job| {
         splits(job, 1, 0x95, OpStatus::Pending);
         for rank in [0, 2, 3] {
@@ -351,7 +352,7 @@ fn a_reduction_that_computes_something_else() {
     let verdict = job.judge();
     expect(&verdict, Cause::OpMismatch, &[3], Confidence::Medium);
     assert!(verdict.sentence.contains("rank 3 runs all_reduce (max)"), "{}", verdict.sentence);
-    // The same difference did not hinder an earlier one.
+    // An earlier collective completed with the same difference.
     let mut job = all_enter(4, 3, Op::AllReduce, |operation| operation.reduce_op = 2);
     let completed = job.flight(3).operations.iter_mut().rev().nth(1).expect("the one before");
     completed.reduce_op = 2;
@@ -360,7 +361,7 @@ fn a_reduction_that_computes_something_else() {
 }
 
 #[test]
-fn who_differed_in_the_same_way_before_and_it_completed_may_do_so() {
+fn a_difference_that_completed_before_is_not_a_mismatch() {
     let array = |operation: &mut Operation| (operation.count, operation.dtype) = (4096, 0);
     for cause in [Cause::DtypeMismatch, Cause::SizeMismatch] {
         let mut job = all_enter(4, 1, Op::AllReduce, |operation| {
@@ -385,14 +386,14 @@ fn a_nonblocking_form_does_not_match_a_blocking_one() {
     assert!(verdict.sentence.contains("rank 0 runs MPI_Iallreduce"), "{}", verdict.sentence);
     let verdict = all_enter(4, 0, Op::Barrier, nonblocking("MPI_Ibarrier")).judge();
     expect(&verdict, Cause::OpMismatch, &[0], Confidence::High);
-    // A library that let them match before.
+    // A library that matched them before.
     let mut job = all_enter(4, 0, Op::AllReduce, nonblocking("MPI_Iallreduce"));
     job.flight(0).operations.iter_mut().for_each(|operation| operation.function = "MPI_Iallreduce".into());
     assert_ne!(job.judge().cause, Cause::OpMismatch);
 }
 
 #[test]
-fn who_is_in_the_end_of_its_library_where_the_others_reduce_gave_up() {
+fn a_rank_that_finalizes_where_others_reduce_gave_up() {
     let end = |operation: &mut Operation| {
         operation.op = Op::Barrier.into();
         operation.function = "MPI_Finalize".into();

@@ -1,4 +1,4 @@
-//! The device of a rank is the reason, or the watcher that tells of it cannot be believed.
+//! The device of a rank is the reason, or the watcher that reports on it is stale.
 
 use super::expect;
 use crate::{
@@ -157,7 +157,7 @@ fn a_group_that_is_not_closed_is_no_stuck_device() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("in a group that it has not closed"), "{}", verdict.sentence);
-    // Who waits for the device has closed it.
+    // A rank that waits for the device has closed its group.
     job.stands(2, Stack::device_wait());
     assert_eq!(job.judge().cause, Cause::KernelHang);
 }

@@ -1,4 +1,5 @@
-//! Chains over several communicators: tensor, pipeline and data parallel groups, sends and receives, and circles.
+//! Chains over several communicators: tensor, pipeline and data parallel groups, sends and
+//! receives, and cycles.
 
 use super::expect;
 use crate::{
@@ -9,8 +10,8 @@ use xpu_timer_proto::v1::{Op, Operation};
 
 const PIPELINE: u64 = 0x300;
 
-/// Eight ranks: tensor groups of two (0x100 + i), data groups of two (0x200 + i), pipeline groups of two (0x300 + i).
-/// Rank = 4 * stage + 2 * replica + shard.
+/// Eight ranks: tensor groups of two (0x100 + i), data groups of two (0x200 + i), pipeline groups
+/// of two (0x300 + i). Rank = 4 * stage + 2 * replica + shard.
 fn three_dimensions() -> Job {
     let mut job = Job::new(8);
     for index in 0..4u32 {
@@ -52,12 +53,13 @@ fn the_culprit_stands_three_groups_away_from_most_victims() {
         (1, Stack::pause(), Cause::MissingRank, Confidence::High),
     ] {
         let mut job = three_dimensions();
-        // Rank 1 is stuck; rank 0 waits for it in their tensor group; the second stage of this replica waits for both.
+        // Rank 1 is stuck. Rank 0 waits for it in their tensor group. The second stage of this
+        // replica waits for both.
         job.enter(tensor(0), 0, Op::AllReduce);
         for rank in [4, 5] {
             job.transfer(pipeline(rank), rank, Op::Recv, 0);
         }
-        // The other replica is through and waits for the gradients of this one.
+        // The other replica has completed its step and waits for the gradients of this one.
         for rank in [2, 3, 6, 7] {
             job.enter(data(rank), rank, Op::AllReduce);
         }
@@ -94,7 +96,8 @@ fn a_chain_ends_at_a_stall_of_one_group() {
 
 #[test]
 fn a_victim_whose_collective_waits_behind_another_of_its_own_is_no_culprit() {
-    // Rank 0 has launched its data collective too, behind the tensor one that waits for rank 1.
+    // Rank 0 has also launched its data collective, behind the tensor collective that waits for
+    // rank 1.
     let mut job = three_dimensions();
     job.enter(tensor(0), 0, Op::AllReduce);
     job.queue(data(0), 0, Op::AllReduce);
@@ -121,7 +124,8 @@ fn numbers_of_different_communicators_are_not_compared() {
 
 #[test]
 fn a_rank_with_an_unknown_stack_is_followed_to_the_one_it_waits_for() {
-    // Rank 0 polls in its own code for a collective that rank 1 holds up; the stack does not say that it waits.
+    // Rank 0 polls in its own code for a collective that rank 1 holds up. Its stack does not show
+    // that it waits.
     let mut job = three_dimensions();
     job.enter(tensor(0), 0, Op::AllReduce);
     job.stands(0, Stack::new(&[("poll_work", "/job/train.py:7")], &["clock_nanosleep"]));
@@ -135,7 +139,8 @@ fn a_rank_that_sleeps_while_its_own_collective_waits_for_a_victim_is_the_culprit
     let mut job = Job::new(3);
     job.comm(0x1, &[0, 1, 2]);
     job.comm(0x2, &[1, 2]);
-    // Rank 2 launched 0x2 asynchronously and then fell asleep; rank 1 waits for it in 0x1 before it gets to 0x2.
+    // Rank 2 launched 0x2 asynchronously and then fell asleep. Rank 1 waits for it in 0x1 before it
+    // gets to 0x2.
     job.enter(0x1, 0, Op::AllReduce);
     job.enter(0x1, 1, Op::AllReduce);
     job.enter(0x2, 2, Op::AllReduce);
@@ -205,7 +210,7 @@ fn a_receive_whose_sender_waits_in_a_collective_for_it() {
         job.judge()
     };
     expect(&judge(2), Cause::P2pUnmatched, &[0], Confidence::Medium);
-    // With a past to compare with it is the rank that has never received before.
+    // With a past to compare, the rank is named that has never received before.
     expect(&judge(5), Cause::P2pUnmatched, &[1], Confidence::Medium);
 }
 
@@ -217,7 +222,7 @@ fn two_ranks_that_both_send_first() {
     job.transfer(PIPELINE, 2, Op::Send, 1);
     let verdict = job.judge();
     expect(&verdict, Cause::P2pCycle, &[1, 2], Confidence::High);
-    // With the receives launched behind the sends it is the same circle.
+    // With the receives launched behind the sends, it is the same cycle.
     for (rank, peer) in [(1, 2), (2, 1)] {
         job.push(rank, Operation { peer, ..Job::operation(PIPELINE, 2, Op::Recv) });
     }
@@ -237,7 +242,8 @@ fn a_matched_pair_that_does_not_move() {
 
 #[test]
 fn lost_members_of_a_strided_group_are_found() {
-    // Data groups of ranks 0, 4, 8, 12 and so on: rank 8 is lost, and all others of its group wait.
+    // One data group consists of ranks 0, 4, 8 and 12. Rank 8 is lost, and all others of its group
+    // wait.
     let mut job = Job::new(16);
     for group in 0..4u32 {
         let ranks: Vec<u32> = (0..4).map(|index| group + 4 * index).collect();
@@ -251,8 +257,9 @@ fn lost_members_of_a_strided_group_are_found() {
     expect(&job.judge(), Cause::MissingRank, &[8], Confidence::Medium);
 }
 
-/// Two nodes of two ranks: a group of each node, a group of each place, and one of all. A rank has left out a step in each, so it is in the
-/// sum of all at the end of the epoch while the others are in the step before.
+/// Two nodes of two ranks: a group for each node, a group for each local rank, and the world. One
+/// rank has left out a step in each group, so it is in the all_reduce of the world at the end of
+/// the epoch while the others are in the step before.
 #[test]
 fn a_rank_that_left_out_a_step_is_out_of_step_in_every_communicator() {
     for culprit in 0..4 {
@@ -281,7 +288,7 @@ fn a_rank_that_left_out_a_step_is_out_of_step_in_every_communicator() {
 }
 
 #[test]
-fn two_ranks_out_of_step_with_each_other_are_not_told_apart_by_it() {
+fn two_ranks_out_of_step_with_each_other_are_both_named() {
     let mut job = Job::new(2);
     for id in [0x1, 0x2] {
         job.comm(id, &[0, 1]);

@@ -1,4 +1,5 @@
-//! Sends and receives that are launched as one group, as in a ring or in an all-to-all, and devices that are behind in one stream.
+//! Sends and receives launched as one group, as in a ring or in an all-to-all, and devices that are
+//! behind in one stream.
 
 use super::expect;
 use crate::{
@@ -23,7 +24,7 @@ fn group(job: &mut Job, rank: u32, number: u64, transfers: &[(Op, i32)]) {
     }
 }
 
-/// What a rank of a ring sends to the next one and receives from the one before, in one group.
+/// A hop of a ring in one group: a send to the next rank and a receive from the previous one.
 fn hop(rank: i32, world: i32) -> [(Op, i32); 2] {
     [(Op::Send, (rank + 1) % world), (Op::Recv, (rank + world - 1) % world)]
 }
@@ -61,7 +62,7 @@ fn an_exchange_of_all_with_all_that_lacks_one_receive() {
 }
 
 #[test]
-fn of_two_that_have_left_the_one_that_made_fewer_transfers() {
+fn the_rank_with_fewer_transfers_is_named_if_two_have_left() {
     let mut job = together(4);
     group(&mut job, 0, 9, &hop(0, 4));
     for (rank, transfers) in [(0, 8), (1, 8), (2, 8), (3, 6)] {
@@ -77,7 +78,8 @@ fn of_two_that_have_left_the_one_that_made_fewer_transfers() {
 
 #[test]
 fn a_circle_that_is_closed_by_a_stream_which_nothing_recorded_blocks() {
-    // Rank 0 has launched its send behind a kernel that does not end, and has begun to receive on another stream.
+    // Rank 0 has launched its send behind a kernel that does not end, and has begun to receive on
+    // another stream.
     let judge = |worked: bool| {
         let mut job = together(2);
         if worked {
@@ -114,8 +116,9 @@ fn few_in_a_collective_while_most_stand_together_elsewhere() {
 }
 
 #[test]
-fn behind_a_creation_whose_members_are_not_known_the_one_that_stays_away_is_found() {
-    // Tensor groups of three and pairs over them: rank 4 leaves its group of three out, so rank 5 never comes to the pair of rank 2.
+fn an_absent_rank_is_found_behind_a_creation_with_unknown_members() {
+    // Tensor groups of three and pairs over them. Rank 4 leaves out its group of three, so rank 5
+    // never comes to the pair of rank 2.
     let mut job = Job::new(6);
     job.comm(0x1, &[0, 1, 2, 3, 4, 5]);
     job.comm(0x2, &[0, 1, 2]);
@@ -175,22 +178,22 @@ fn a_rank_that_looks_for_another_store_than_the_others() {
         verdict.sentence
     );
     assert_eq!(verdict.victims, [0, 1, 3]);
-    // Most can not: it is not where it should be.
+    // Most ranks cannot connect, so the store is not where it should be.
     expect(&creating(8, &[2, 3, 4, 5, 6, 7]).judge(), Cause::CommInit, &[0, 1], Confidence::Low);
     expect(&creating(4, &[2, 3]).judge(), Cause::CommInit, &[2, 3], Confidence::Low);
-    // A wait for an answer of the store is no attempt to connect.
+    // A wait for an answer of the store is not a failing connection.
     let mut job = creating(4, &[]);
     job.stands(2, at(&["recv", "c10d::TCPStore::TCPStore"]));
     assert!(!job.judge().sentence.contains("cannot connect"));
-    // Who is dead is that first.
+    // The death of a rank comes first.
     let mut job = creating(4, &[2]);
     job.rank(1).presence = Presence::Dead.into();
     assert_ne!(job.judge().culprits, [2]);
 }
 
 #[test]
-fn of_two_collectives_the_one_is_in_order_that_other_ranks_have_made_among_themselves() {
-    // Halves are {0, 2} and {1, 3}; rank 2 takes its pair {2, 3} instead.
+fn a_collective_that_other_ranks_completed_among_themselves_is_in_order() {
+    // The halves are {0, 2} and {1, 3}. Rank 2 enters its pair {2, 3} instead.
     let mut job = Job::with_world(4, 28);
     for (id, ranks) in [(0x02, [0, 2]), (0x13, [1, 3]), (0x01, [0, 1]), (0x23, [2, 3])] {
         job.comm(id, &ranks);

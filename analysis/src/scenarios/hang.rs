@@ -1,4 +1,4 @@
-//! What shows that a job hangs: `XPU_TIMER_HANG_KILL` ends ranks on nothing else.
+//! The evidence that a job hangs. `XPU_TIMER_HANG_KILL` ends ranks only on such evidence.
 
 use crate::{
     Cause, HangEvidence,
@@ -49,7 +49,7 @@ fn a_job_that_waits_for_work_is_no_hang() {
 }
 
 #[test]
-fn ranks_that_wait_for_one_that_goes_on_do_not_hang() {
+fn ranks_that_wait_for_a_progressing_rank_do_not_hang() {
     let loads = Stack::checkpoint().moving_bytes(1 << 30);
     assert_eq!(hang(&waits_for(loads)), HangEvidence::None);
     let evaluates = Stack::sleep().busy(5 * SECOND).was_at("evaluate", "/job/train.py:98");
@@ -103,7 +103,8 @@ fn pool() -> Stack {
     )
 }
 
-/// A worker process of rank 2 that used so much of a processor and moved so many bytes in the five seconds between the samples.
+/// A worker process of rank 2 with this processor time and these bytes in the five seconds between
+/// the samples.
 fn worker(job: &mut Job, cpu_ns: u64, bytes: u64) {
     job.child(2, "python3 train.py", if cpu_ns > 0 { "R (running)" } else { "S (sleeping)" });
     let dump = job.rank(2).dump.as_mut().expect("a dump");
@@ -126,7 +127,7 @@ fn ranks_that_wait_for_one_whose_workers_go_on_do_not_hang() {
     assert_eq!((loops.hang, loops.helpers_busy), (HangEvidence::PendingOperation, true), "it may be an endless loop");
     let idle = with(pool(), 0, 40);
     assert_eq!((idle.hang, idle.helpers_busy), (HangEvidence::PendingOperation, false));
-    // What runs beside a rank that waits for a lock of its own is nothing to that rank.
+    // A child process does not matter to a rank that waits for a lock of its own.
     let beside = with(Stack::lock(), 5 * SECOND, 1 << 20);
     assert_eq!((beside.hang, beside.helpers_busy), (HangEvidence::PendingOperation, false));
 }
@@ -151,7 +152,7 @@ fn ranks_that_wait_for_one_whose_thread_goes_on_do_not_hang() {
 }
 
 #[test]
-fn ranks_that_wait_for_one_that_receives_over_a_socket_do_not_hang() {
+fn ranks_that_wait_for_a_rank_receiving_from_a_socket_do_not_hang() {
     let with = |switches: u64| {
         let receives = Stack::new(&[("download", "/job/data.py:7"), ("main", "/job/train.py:133")], &["recv"]);
         let mut job = waits_for(receives.with(|stack| (stack.syscall, stack.switches) = (Some(45), switches)));
@@ -166,7 +167,7 @@ fn ranks_that_wait_for_one_that_receives_over_a_socket_do_not_hang() {
 }
 
 #[test]
-fn ranks_that_wait_for_one_that_receives_with_a_timeout_do_not_hang() {
+fn ranks_that_wait_for_a_rank_receiving_with_a_timeout_do_not_hang() {
     let with = |bytes: u64| {
         let receives = Stack::new(&[("download", "/job/data.py:7"), ("main", "/job/train.py:133")], &["poll"]);
         hang(&waits_for(receives.with(|stack| stack.switches = 12).receives(bytes)))
@@ -176,7 +177,7 @@ fn ranks_that_wait_for_one_that_receives_with_a_timeout_do_not_hang() {
 }
 
 #[test]
-fn ranks_that_wait_for_one_that_uses_its_device_do_not_hang() {
+fn ranks_that_wait_for_a_rank_using_its_device_do_not_hang() {
     let mut job = waits_for(Stack::sleep());
     let read_ns = job.flight(2).read_ns;
     job.flight(2).last_launch_ns = read_ns - 29 * SECOND;

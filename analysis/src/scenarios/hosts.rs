@@ -1,4 +1,5 @@
-//! The host of a rank is the reason: it is dead, stopped, in its loader, in input or output, in a lock, or just elsewhere.
+//! The host of a rank is the reason: it is dead, stopped, in its loader, in I/O, in a lock, or just
+//! elsewhere.
 
 use super::expect;
 use crate::{
@@ -10,7 +11,7 @@ use xpu_timer_proto::{
     v1::{Op, OpKind, Operation, Presence, TriggerKind},
 };
 
-/// Four ranks of which all but one wait in all_reduce 31.
+/// Four ranks, three of which wait in all_reduce 31.
 pub(super) fn behind(culprit: u32, stack: Stack) -> Job {
     let mut job = Job::with_world(4, 30);
     for rank in (0..4).filter(|rank| *rank != culprit) {
@@ -24,7 +25,7 @@ fn sentence(verdict: &Verdict) -> &str {
     &verdict.sentence
 }
 
-/// A sample that came too late, on a busy machine: the state of the process and no stack.
+/// A sample that came too late, on a busy machine: the state of the process without stacks.
 fn too_late(sample: &mut ProcessSample) {
     let (state, captured_unix_ns) = (sample.process_state.clone(), sample.captured_unix_ns);
     let errors = vec!["no answer within 3.6 s: the machine is busy".into()];
@@ -56,14 +57,16 @@ fn a_sample_that_came_too_late_is_no_proof_of_standing_still() {
             }
             assert!(verdict.confidence != Confidence::High, "{what}");
             if late.len() == 2 {
-                // The flight records still say for whom the others wait; nothing says what it does.
+                // The flight records still show for whom the others wait. Nothing shows what that
+                // rank does.
                 assert!(matches!(verdict.cause, Cause::MissingRank | Cause::Unknown), "{what}");
             }
         }
     }
 }
 
-/// All stacks are there but those of one rank, which is where the others are: its absence accuses nobody.
+/// All stacks are there except those of one rank, which is where the others are. A missing stack
+/// accuses nobody.
 #[test]
 fn a_rank_without_a_dump_is_no_culprit_for_that() {
     let mut job = Job::with_world(4, 30);
@@ -80,7 +83,7 @@ fn a_rank_without_a_dump_is_no_culprit_for_that() {
 }
 
 #[test]
-fn a_rank_in_its_loader_is_named_with_its_place_and_who_waits_where() {
+fn a_rank_in_its_loader_is_named_with_its_place_and_its_waiters() {
     let verdict = behind(2, Stack::loader()).judge();
     expect(&verdict, Cause::DataLoader, &[2], Confidence::Medium);
     assert_eq!(verdict.victims, [0, 1, 3]);
@@ -132,18 +135,18 @@ fn a_dead_worker_process_is_named() {
 }
 
 #[test]
-fn a_write_that_does_not_progress_is_storage_and_one_that_does_is_a_long_step() {
+fn a_stuck_write_is_storage_and_a_progressing_write_is_a_long_step() {
     expect(&behind(3, Stack::checkpoint()).judge(), Cause::StorageIo, &[3], Confidence::High);
     let slow = behind(3, Stack::checkpoint().moving_bytes(500 << 20)).judge();
     expect(&slow, Cause::LongStep, &[3], Confidence::Medium);
 }
 
 #[test]
-fn what_another_thread_writes_is_no_progress_of_a_main_thread_that_stands() {
+fn io_of_other_threads_is_no_progress_of_the_main_thread() {
     let stuck = behind(3, Stack::checkpoint().bytes_beside(500 << 20)).judge();
     expect(&stuck, Cause::StorageIo, &[3], Confidence::High);
     assert_eq!(behind(3, Stack::sleep().bytes_beside(500 << 20)).judge().cause, Cause::MissingRank);
-    // It may wait for that thread, or be about to come out of the call.
+    // It may wait for that thread, or be about to leave the call.
     expect(&behind(3, Stack::lock().bytes_beside(500 << 20)).judge(), Cause::LongStep, &[3], Confidence::Medium);
     let runs = Stack::checkpoint().bytes_beside(500 << 20).state("R (running)", "");
     expect(&behind(3, runs).judge(), Cause::LongStep, &[3], Confidence::Medium);
@@ -178,7 +181,7 @@ fn a_rank_killed_inside_the_collective_is_dead() {
 }
 
 #[test]
-fn of_several_dead_ranks_those_that_the_agent_ended_are_not_to_blame() {
+fn ranks_that_the_agent_ended_are_not_to_blame() {
     let mut job = behind(2, Stack::loader());
     job.dies(2, "exit code 1");
     job.dies(3, "killed by SIGTERM");
@@ -186,7 +189,7 @@ fn of_several_dead_ranks_those_that_the_agent_ended_are_not_to_blame() {
 }
 
 #[test]
-fn a_death_for_which_nobody_waits_yet_is_told() {
+fn a_death_is_reported_before_any_rank_waits() {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Death);
     job.dies(2, "killed by SIGSEGV");
@@ -242,7 +245,7 @@ fn uninterruptible_sleep_counts_when_it_lasts() {
     expect(&verdict, Cause::DState, &[2], Confidence::High);
     assert!(sentence(&verdict).contains("nfs_wait_bit"), "{}", sentence(&verdict));
 
-    // In D both times, but it ran in between: slow storage, not a sleep that lasts.
+    // In D in both samples, but it ran in between: slow storage, not a permanent sleep.
     let mut job = behind(2, Stack::checkpoint().state("D (disk sleep)", "folio_wait_bit").moving_bytes(1 << 30));
     job.rank(2).dump.as_mut().unwrap().stacktrace[0].context_switches += 7;
     expect(&job.judge(), Cause::LongStep, &[2], Confidence::Medium);
@@ -253,7 +256,7 @@ fn a_lock_is_a_lock_with_medium_confidence() {
     expect(&behind(2, Stack::lock()).judge(), Cause::HostLock, &[2], Confidence::Medium);
 }
 
-/// A rank whose main thread waits for the global lock that a native thread holds.
+/// A rank whose main thread waits for the GIL, which a native thread holds.
 fn gil(holder_runs: bool) -> Job {
     let mut job = behind(
         2,
@@ -270,7 +273,7 @@ fn gil(holder_runs: bool) -> Job {
 }
 
 #[test]
-fn a_holder_of_the_global_lock_that_is_blocked_is_a_deadlock_and_one_that_runs_is_not() {
+fn a_blocked_gil_holder_is_a_deadlock_and_a_running_one_is_not() {
     let verdict = gil(false).judge();
     expect(&verdict, Cause::GilDeadlock, &[2], Confidence::High);
     assert!(sentence(&verdict).contains("thread plugin holds it"), "{}", sentence(&verdict));
@@ -312,7 +315,7 @@ fn compiling_and_collecting_are_no_hangs() {
     let gc = Stack::new(&[("step", "/job/train.py:5")], &["visit_decref", "subtract_refs", "gc_collect_main"])
         .busy(5 * SECOND);
     expect(&behind(1, gc).judge(), Cause::PythonGc, &[1], Confidence::Medium);
-    // A stripped interpreter tells it by its memory alone.
+    // In a stripped interpreter, only a flag in memory shows the collection.
     let mut job = behind(1, Stack::new(&[("step", "/job/train.py:5")], &["?"]).busy(5 * SECOND));
     let dump = job.rank(1).dump.as_mut().expect("the rank has a dump");
     dump.py_stacktrace[0].collects_garbage = true;
@@ -353,17 +356,17 @@ fn an_evaluation_that_goes_on_is_a_long_step_and_an_endless_loop_is_not() {
 }
 
 #[test]
-fn what_may_end_by_itself_is_never_certain() {
+fn an_activity_that_may_end_by_itself_is_never_certain() {
     let medium = |stack: Stack, cause: Cause| expect(&behind(2, stack).judge(), cause, &[2], Confidence::Medium);
     medium(Stack::sleep(), Cause::MissingRank);
     medium(Stack::loader(), Cause::DataLoader);
-    // On a machine with much else to do a rank that computes gets little of a processor.
+    // On a busy machine, a computing rank gets little processor time.
     let computes = || Stack::new(&[("evaluate", "/job/train.py:99")], &["rangeiter_next"]);
     medium(computes().busy(SECOND / 10).state("R (running)", ""), Cause::MissingRank);
     medium(computes().with(|stack| stack.switches = 40), Cause::MissingRank);
     medium(Stack::checkpoint().with(|stack| stack.switches = 3), Cause::StorageIo);
     expect(&behind(2, Stack::pause()).judge(), Cause::MissingRank, &[2], Confidence::High);
-    // What other threads do is nothing to one that waits for a signal.
+    // Other threads do not matter to a main thread that waits for a signal.
     let others = Stack::pause().busy(5 * SECOND).state("S (sleeping)", "");
     expect(&behind(2, others).judge(), Cause::MissingRank, &[2], Confidence::High);
     let mut job = behind(2, Stack::pause());
@@ -396,7 +399,7 @@ fn two_culprits_are_both_named() {
 }
 
 #[test]
-fn who_moves_is_not_to_blame_while_another_stands_still() {
+fn a_progressing_rank_is_not_to_blame_while_another_stands_still() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.enter(0x77, 1, Op::AllReduce);
@@ -415,7 +418,7 @@ fn without_a_dump_the_culprit_is_known_and_the_confidence_is_lower() {
 }
 
 #[test]
-fn a_rank_of_which_nothing_is_known_is_suspected() {
+fn an_unknown_rank_is_suspected() {
     let mut job = behind(2, Stack::loader());
     job.lost(2);
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
@@ -503,7 +506,7 @@ fn the_one_rank_that_goes_on_when_all_others_are_done() {
     let verdict = job.judge();
     expect(&verdict, Cause::MissingRank, &[1], Confidence::Medium);
     assert!(sentence(&verdict).contains("made a collective too many"), "{}", sentence(&verdict));
-    // An error is another thing, and so is one that left before the others.
+    // An error is different, and so is a rank that left before the others.
     job.rank(2).exit = "exit code 1".into();
     assert_eq!(job.judge().cause, Cause::ProcessDead);
     let mut job = behind(2, Stack::sleep());
@@ -524,7 +527,7 @@ fn ranks_of_other_nodes_are_not_accused() {
     let verdict = job.judge();
     expect(&verdict, Cause::Unknown, &[], Confidence::Low);
     assert!(sentence(&verdict).contains("the reason lies with ranks 4-7"), "{}", sentence(&verdict));
-    // A culprit that can be seen is named all the same.
+    // A visible culprit is named nevertheless.
     job.flight(2).operations.pop();
     job.flight(2).communicators[0].launched = 30;
     job.flight(2).communicators[0].started = 30;
@@ -533,7 +536,7 @@ fn ranks_of_other_nodes_are_not_accused() {
 }
 
 #[test]
-fn of_several_lost_ranks_none_is_sure() {
+fn several_lost_ranks_have_low_confidence() {
     let mut job = Job::with_world(8, 30);
     for rank in 0..8 {
         job.enter(0x77, rank, Op::AllReduce);
@@ -599,7 +602,7 @@ fn main_threads_that_wait_for_those_that_train_tell_nothing() {
 }
 
 #[test]
-fn what_a_dead_rank_left_behind_is_no_wait() {
+fn pending_operations_of_a_dead_rank_are_not_waits() {
     let mut job = Job::with_world(4, 30);
     for rank in [0, 2, 3] {
         job.done(0x77, rank, 1);
@@ -621,7 +624,7 @@ fn a_rank_that_ended_with_an_error_before_there_was_a_communicator_is_dead() {
     job.rank(0).dump = None;
     job.rank(0).presence = Presence::Left.into();
     job.trigger(TriggerKind::Idle);
-    // How it ended is not known, and it is awaited all the same.
+    // It is not known how it ended, and the others wait for it nevertheless.
     assert_ne!(job.judge().cause, Cause::NotAHang);
     job.rank(0).exit = "exit code 1".into();
     let verdict = job.judge();
@@ -656,7 +659,7 @@ fn a_rank_that_waits_for_the_store_waits_for_another_rank() {
     (counters.launched, counters.started) = (30, 30);
     job.stands(3, store.clone());
     expect(&job.judge(), Cause::StorageIo, &[2], Confidence::High);
-    // When nobody else is behind, it is this one.
+    // If no other rank is behind, this one is named.
     expect(&behind(3, store).judge(), Cause::MissingRank, &[3], Confidence::High);
 }
 
@@ -675,7 +678,7 @@ fn a_stop_of_the_capture_is_no_debugger() {
     assert_eq!(traced("t (tracing stop)", 1), Cause::MissingRank);
 }
 
-/// A job in which rank 1 is in this call, which waits for something.
+/// A job in which rank 1 is in this call, which waits for an object.
 fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, &str, bool)]) -> Verdict {
     let mut job = Job::with_world(4, 9);
     for rank in [0, 2, 3] {
@@ -693,7 +696,7 @@ fn awaits(native: &'static str, kind: AwaitedKind, name: &str, holders: &[(i32, 
 }
 
 #[test]
-fn what_a_system_call_waits_for_is_told() {
+fn the_sentence_names_what_a_system_call_waits_for() {
     let verdict = awaits("flock", AwaitedKind::Lock, "/data/cache.lock", &[(77, "python3", false)]);
     expect(&verdict, Cause::StorageIo, &[1], Confidence::Medium);
     let told = "waits for the lock on cache.lock, held by process 77 (python3), in flock";
@@ -710,7 +713,7 @@ fn what_a_system_call_waits_for_is_told() {
 }
 
 #[test]
-fn who_reads_the_output_of_a_child_is_not_stuck_in_storage() {
+fn a_read_of_a_child_process_is_not_storage() {
     let verdict = awaits("read", AwaitedKind::Pipe, "", &[(4242, "sh", true)]);
     expect(&verdict, Cause::MissingRank, &[1], Confidence::High);
     let told = "a pipe whose other end its child process 4242 (sh) has open";
@@ -739,7 +742,7 @@ fn a_process_that_has_said_goodbye_and_still_ends_is_in_its_teardown() {
 }
 
 #[test]
-fn who_looks_for_something_is_not_named_beside_who_stands_still() {
+fn a_polling_rank_is_not_named_beside_one_that_stands_still() {
     let polling = Stack::sleep().with(|stack| stack.switches = 50);
     let mut job = behind(2, polling.clone());
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
@@ -759,7 +762,7 @@ fn who_looks_for_something_is_not_named_beside_who_stands_still() {
 }
 
 #[test]
-fn who_ended_with_an_error_may_have_noticed_that_another_one_was_killed() {
+fn a_killed_rank_is_blamed_before_one_that_ended_with_an_error() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.enter(0x77, 1, Op::AllReduce);
@@ -769,7 +772,7 @@ fn who_ended_with_an_error_may_have_noticed_that_another_one_was_killed() {
 }
 
 #[test]
-fn a_rank_that_is_only_assumed_to_wait_makes_no_other_one_sure() {
+fn an_assumed_wait_lowers_the_confidence() {
     let mut job = Job::with_world(4, 30);
     job.comm(0x88, &[1, 2]);
     for rank in [0, 3] {
@@ -804,12 +807,12 @@ fn words_agree_with_the_number_of_ranks() {
 }
 
 #[test]
-fn who_sleeps_between_looks_is_not_busy_when_it_is_seen_looking() {
-    // The first sample found it at another line of the same function, asking whether a file is there.
+fn a_polling_rank_caught_in_a_poll_is_not_busy() {
+    // In the first sample it was at another line of the same function and polled for a file.
     let looks = Stack::sleep().was_at("evaluate", "/job/train.py:98").with(|stack| stack.switches += 100);
     let verdict = behind(2, looks.clone()).judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
-    // In another function, or with a processor of its own, it goes on.
+    // In another function, or with processor time of its own, it makes progress.
     let elsewhere = Stack::sleep().was_at("load", "/job/train.py:98");
     expect(&behind(2, elsewhere).judge(), Cause::LongStep, &[2], Confidence::Medium);
     let computes = looks.busy(SECOND);
@@ -817,7 +820,7 @@ fn who_sleeps_between_looks_is_not_busy_when_it_is_seen_looking() {
 }
 
 #[test]
-fn who_waits_in_a_window_is_not_to_blame_for_one_that_sleeps() {
+fn a_rank_in_an_mpi_window_is_not_to_blame_for_a_sleeping_member() {
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.comm(0x99, &[0, 1, 2, 3]);
@@ -825,13 +828,36 @@ fn who_waits_in_a_window_is_not_to_blame_for_one_that_sleeps() {
         let call = Job::operation(0x99, 1, Op::Unspecified);
         job.push(rank, Operation { kind: OpKind::HostCall.into(), function: function.into(), ..call });
     }
-    // Of rank 2, which sleeps, no record tells that it waits. Rank 3 asks often.
+    // No record shows that rank 2, which sleeps, waits. Rank 3 polls often.
     job.stands(1, Stack::sleep());
     job.stands(2, Stack::sleep());
     job.stands(3, Stack::sleep().busy(SECOND));
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
-    // In a window without rank 2 nobody waits for it.
+    // Nobody waits for rank 2 in a window without it.
     job.comm(0x98, &[1]);
     job.flight(1).operations.last_mut().expect("it was pushed").communicator = 0x98;
     expect(&job.judge(), Cause::MissingRank, &[1, 2], Confidence::Medium);
+}
+
+#[test]
+fn a_manual_dump_accuses_no_rank_that_only_stands_still() {
+    let mut job = Job::new(1);
+    job.stands(0, Stack::checkpoint());
+    job.trigger(TriggerKind::Idle);
+    assert_eq!(job.judge().culprits, [0]);
+    job.trigger(TriggerKind::Manual);
+    assert_eq!(job.judge().culprits, [] as [u32; 0]);
+}
+
+#[test]
+fn different_causes_lower_the_confidence() {
+    let mut job = Job::with_world(4, 30);
+    for rank in 0..2 {
+        job.enter(0x77, rank, Op::AllReduce);
+    }
+    job.stands(3, Stack::sleep().state("T (stopped)", ""));
+    job.stands(2, Stack::sleep().state("T (stopped)", ""));
+    expect(&job.judge(), Cause::ProcessStopped, &[2, 3], Confidence::High);
+    job.stands(2, Stack::checkpoint());
+    expect(&job.judge(), Cause::ProcessStopped, &[2, 3], Confidence::Medium);
 }

@@ -1,4 +1,4 @@
-//! Jobs that do nothing: notebooks, servers of parameters, programs that sleep until somebody needs them.
+//! Idle jobs: notebooks, parameter servers, programs that sleep until they are needed.
 
 use super::expect;
 use crate::{
@@ -42,7 +42,7 @@ fn a_server_is_not_in_the_way_of_those_that_sleep() {
 }
 
 #[test]
-fn a_person_who_types_nothing_is_no_storage() {
+fn a_wait_for_keyboard_input_is_not_storage() {
     let prompt = || Stack::new(&[("main", "/job/notebook.py:3")], &["__GI___libc_read"]);
     let mut job = idle(|rank| if rank == 0 { prompt() } else { Stack::sleep() });
     job.rank(0).dump.as_mut().expect("a dump").stacktrace[0].awaited =
@@ -51,7 +51,7 @@ fn a_person_who_types_nothing_is_no_storage() {
 }
 
 #[test]
-fn one_that_stands_still_elsewhere_is_told_all_the_same() {
+fn a_rank_that_stands_still_elsewhere_is_named_in_an_idle_job() {
     let verdict = idle(|rank| if rank == 2 { Stack::checkpoint() } else { Stack::sleep() }).judge();
     expect(&verdict, Cause::StorageIo, &[2], Confidence::Medium);
 }

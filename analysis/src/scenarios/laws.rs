@@ -1,4 +1,5 @@
-//! What must hold for every verdict: the same for renumbered ranks and reordered arrival, no panic on any input.
+//! Laws for every verdict: it does not depend on rank numbers or on the order of arrival, no input
+//! causes a panic, and the work is linear.
 
 use std::time::Duration;
 
@@ -25,7 +26,7 @@ fn stacks() -> Vec<Stack> {
     ]
 }
 
-/// Jobs of eight ranks with a world communicator and two halves, of which some ranks are somewhere else.
+/// Jobs of eight ranks with a world communicator and two halves, in which some ranks are elsewhere.
 fn any_job() -> impl Strategy<Value = Job> {
     (vec(0..7u8, 8), vec(0..7usize, 8)).prop_map(|(does, stands)| {
         let mut job = Job::with_world(8, 6);
@@ -185,14 +186,15 @@ fn with_one_dump_in_eight_missing_there_is_no_confident_mistake() {
     }
 }
 
-/// Processor time of this thread, which grows only while it runs: a busy machine does not change how much work there is.
+/// Processor time of this thread. It grows only while the thread runs, so a busy machine does not
+/// change it.
 fn worked() -> Duration {
     let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
     Duration::try_from(time).unwrap()
 }
 
-/// Judges a job of 1,024 ranks and one of 16 times as many, and returns the verdict on the latter. Quadratic work takes 256
-/// times as long.
+/// Judges a job of 1,024 ranks and one of 16 times as many, and returns the verdict on the latter.
+/// Quadratic work would take 256 times as long.
 fn in_linear_time(job: impl Fn(u32) -> Job) -> Verdict {
     const FEW: u32 = 1024;
     let timed = |job: Job| {
@@ -214,7 +216,7 @@ fn a_big_job_is_judged_in_linear_time() {
     assert_eq!(verdict.victims.len(), 16_383);
 }
 
-/// Tensor groups of 8 and data groups over the rest. A rank far from most is in its loader.
+/// Tensor groups of 8 and data groups over them. A rank with a high number is in its loader.
 fn tensor_and_data_groups(world: u32) -> Job {
     let mut job = Job::new(world);
     let mut members: std::collections::BTreeMap<u64, Vec<u32>> = std::collections::BTreeMap::new();
@@ -256,13 +258,13 @@ fn tensor_and_data_groups(world: u32) -> Job {
 }
 
 #[test]
-fn a_job_of_which_half_is_to_blame_is_judged_in_linear_time() {
+fn judging_takes_linear_time_with_half_of_the_ranks_as_culprits() {
     let verdict = in_linear_time(half_outside);
     assert_eq!((verdict.cause, verdict.culprits.len(), verdict.victims.len()), (Cause::MissingRank, 8192, 8192));
     assert!(verdict.to_text().len() < 20_000, "{}", verdict.to_text().len());
 }
 
-/// Every second rank is in a collective, the others sleep.
+/// Every second rank is in a collective, and the others sleep.
 fn half_outside(world: u32) -> Job {
     let mut job = Job::with_world(4, 1);
     job.enter(0x77, 0, Op::AllReduce);

@@ -1,4 +1,5 @@
-//! Other processes hold a rank up: its workers, its children, and those with which it shares a lock.
+//! Other processes hold a rank up: its workers, its children, and processes that share a lock with
+//! it.
 
 use super::{expect, hosts::behind};
 use crate::{
@@ -10,7 +11,7 @@ use xpu_timer_proto::{
     v1::{Op, TriggerKind},
 };
 
-/// Receives from a queue of worker processes, in functions whose names tell nothing of data.
+/// Receives from a queue of worker processes, in functions whose names do not mention data.
 fn receives() -> Stack {
     let frames = [
         ("Connection._recv", "/usr/lib/python3.11/multiprocessing/connection.py:378"),
@@ -21,7 +22,7 @@ fn receives() -> Stack {
     Stack::new(&frames, &["read", "os_read"]).with(|stack| stack.syscall = Some(0))
 }
 
-/// Waits in a barrier, or for a semaphore, of Python's multiprocessing.
+/// Waits for a barrier or semaphore of Python's multiprocessing.
 fn shared_lock() -> Stack {
     let frames = [
         ("Condition.wait", "/usr/lib/python3.11/multiprocessing/synchronize.py:261"),
@@ -31,7 +32,7 @@ fn shared_lock() -> Stack {
     Stack::new(&frames, &["__futex_abstimed_wait_common64", "sem_wait"])
 }
 
-/// The pipe that a rank reads has no other end but in these processes.
+/// The rank reads from a pipe whose other end only these processes have.
 fn reads_pipe_of(job: &mut Job, rank: u32, holders: &[(i32, bool)]) {
     job.flight(rank).rank.as_mut().expect("it is known").pid = 1000 + rank as i32;
     let holder = |(pid, child): &(i32, bool)| Holder { pid: *pid, name: "python3".into(), child: *child };
@@ -48,20 +49,20 @@ fn a_queue_whose_worker_is_dead_is_a_loader_whatever_the_program_calls_it() {
     expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
     let told = "waits for its data loader at train.py:66 in step (C function read), whose child process 4242 (python train.py) is dead";
     assert!(verdict.sentence.contains(told), "{}", verdict.sentence);
-    // Somebody has asked already how it ended.
+    // A parent has already collected its exit status.
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(1002, false)]);
     let verdict = job.judge();
     expect(&verdict, Cause::DataLoader, &[2], Confidence::High);
     assert!(verdict.sentence.contains(", by a pipe whose other end only it has open"), "{}", verdict.sentence);
-    // A worker that lives may be at work.
+    // A living worker may be at work.
     let mut job = behind(2, receives());
     reads_pipe_of(&mut job, 2, &[(4242, true)]);
     assert_eq!(job.judge().cause, Cause::MissingRank);
 }
 
 #[test]
-fn a_dead_worker_is_told_before_one_that_waits_for_its_orders() {
+fn a_dead_worker_is_named_before_an_idle_worker() {
     let mut job = behind(2, receives());
     job.child(2, "python train.py", "S (sleeping)");
     let orders = receives();
@@ -95,12 +96,12 @@ fn a_pipe_whose_writer_is_dead_is_no_storage() {
 }
 
 #[test]
-fn who_asks_for_input_that_is_no_terminal_is_not_in_storage() {
+fn a_wait_for_input_from_a_pipe_is_not_storage() {
     let asks = Stack::new(&[("main", "/job/train.py:3")], &["read", "_Py_read", "PyFile_GetLine"]);
     let mut job = behind(1, asks.with(|stack| stack.syscall = Some(0)));
     reads_pipe_of(&mut job, 1, &[]);
     expect(&job.judge(), Cause::MissingRank, &[1], Confidence::High);
-    // Whatever reads it, and whoever feeds it.
+    // Independent of the reader and of the writer.
     let mut job = behind(1, Stack::new(&[("main", "/job/train.py:3")], &["read"]));
     reads_pipe_of(&mut job, 1, &[(77, false)]);
     let thread = &mut job.rank(1).dump.as_mut().expect("a dump").stacktrace[0];
@@ -113,7 +114,7 @@ fn who_asks_for_input_that_is_no_terminal_is_not_in_storage() {
 }
 
 #[test]
-fn who_waits_for_an_event_is_not_in_storage() {
+fn a_wait_for_an_event_is_not_storage() {
     let events = |native: &'static str, wchan| {
         Stack::new(&[("main", "/job/train.py:3")], &["read", native])
             .with(|stack| stack.syscall = Some(0))
@@ -125,7 +126,7 @@ fn who_waits_for_an_event_is_not_in_storage() {
 }
 
 #[test]
-fn the_child_that_a_rank_waits_for_is_told_of_a_send_as_well() {
+fn the_sentence_about_a_missing_send_names_the_awaited_child() {
     let mut job = Job::new(2);
     job.comm(0x77, &[0, 1]);
     job.transfer(0x77, 1, Op::Recv, 0);
@@ -144,24 +145,24 @@ fn the_child_that_a_rank_waits_for_is_told_of_a_send_as_well() {
 }
 
 #[test]
-fn who_waits_for_a_lock_that_processes_share_waits_for_another_rank() {
+fn a_rank_in_a_shared_lock_waits_for_another_rank() {
     let verdict = behind(1, shared_lock()).judge();
     expect(&verdict, Cause::HostLock, &[1], Confidence::Medium);
     assert!(verdict.sentence.contains("waits for a lock that processes share"), "{}", verdict.sentence);
-    // Rank 2 should come to the barrier as well.
+    // Rank 2 is also expected at the barrier.
     let mut job = Job::with_world(4, 30);
     job.enter(0x77, 0, Op::AllReduce);
     job.enter(0x77, 3, Op::AllReduce);
     job.stands(1, shared_lock());
     job.stands(2, Stack::pause());
     expect(&job.judge(), Cause::MissingRank, &[2], Confidence::Medium);
-    // Its own worker keeps it waiting.
+    // Its own worker holds it up.
     job.child(1, "python train.py", "T (stopped)");
     expect(&job.judge(), Cause::HostLock, &[1, 2], Confidence::Medium);
 }
 
 #[test]
-fn of_ranks_without_collectives_those_in_a_shared_barrier_wait() {
+fn ranks_in_a_shared_barrier_wait_in_a_job_without_collectives() {
     let mut job = Job::with_world(4, 30);
     job.trigger(TriggerKind::Idle);
     (0..4).for_each(|rank| job.stands(rank, shared_lock()));

@@ -1,4 +1,4 @@
-//! The thread that trains is not the main one.
+//! The training thread is not the main thread.
 
 use super::{expect, hosts::behind};
 use crate::{
@@ -7,10 +7,11 @@ use crate::{
 };
 use xpu_timer_proto::v1::{Op, OpKind};
 
-/// The thread that trains.
+/// The training thread.
 const TRAINER: u32 = 7002;
 
-/// Four ranks that train in a thread each, of which the third is behind; its main thread and the thread that trains stand so.
+/// Four ranks that each train in a thread. The third is behind; these are the stacks of its main
+/// thread and its training thread.
 fn behind_in_thread(main: Stack, trains: Stack) -> Job {
     let mut job = behind(2, main);
     launched_by(&mut job, TRAINER);
@@ -71,7 +72,7 @@ fn the_thread_that_trains_is_judged_where_the_main_one_only_waits_for_it() {
         expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
         assert!(verdict.sentence.contains("train.py:55 in update"), "{}", verdict.sentence);
     }
-    // The main thread has made the communicator.
+    // The main thread has created the communicator.
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     let made = &mut job.flight(2).operations[29];
     (made.tid, made.kind) = (1002, OpKind::HostCall.into());
@@ -96,30 +97,30 @@ fn a_thread_that_trains_and_waits_for_its_device_is_no_suspect() {
 
 #[test]
 fn a_main_thread_that_does_something_itself_is_judged() {
-    // It gives the orders, and the other thread waits for them.
+    // The main thread gives the tasks, and the other thread waits for them.
     let verdict = behind_in_thread(Stack::sleep(), Stack::loader()).judge();
     expect(&verdict, Cause::MissingRank, &[2], Confidence::Medium);
     assert!(verdict.sentence.contains("train.py:99 in evaluate"), "{}", verdict.sentence);
     // Each of the two may wait for the other.
     let verdict = behind_in_thread(Stack::lock(), Stack::lock()).judge();
     expect(&verdict, Cause::HostLock, &[2], Confidence::Medium);
-    // It launches as well.
+    // The main thread launches as well.
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     job.flight(2).operations.last_mut().expect("operations").tid = 1002;
     assert_ne!(job.judge().cause, Cause::StorageIo);
-    // A thread of a library, as that of automatic differentiation.
+    // A thread of a library, such as that of automatic differentiation.
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     let dump = job.rank(2).dump.as_mut().expect("a dump");
     dump.py_stacktrace.retain(|thread| thread.os_thread_id != TRAINER);
     assert_ne!(job.judge().cause, Cause::StorageIo);
-    // Ids of another namespace.
+    // Ids of another pid namespace.
     let mut job = behind_in_thread(joins(), Stack::checkpoint());
     job.flight(2).rank.as_mut().expect("it is known").pid = 12;
     assert_ne!(job.judge().cause, Cause::StorageIo);
 }
 
 #[test]
-fn what_moves_is_asked_of_the_thread_that_trains() {
+fn movement_is_that_of_the_training_thread() {
     let trains = Stack::sleep().busy(5 * SECOND).was_at("evaluate", "/job/eval.py:12");
     let verdict = behind_in_thread(joins(), trains).judge();
     expect(&verdict, Cause::LongStep, &[2], Confidence::Medium);

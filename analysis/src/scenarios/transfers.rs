@@ -1,4 +1,4 @@
-//! Circles of sends and receives, and what the past of the ranks in them tells.
+//! Cycles of sends and receives, and what the past of their ranks shows.
 
 use super::expect;
 use crate::{
@@ -7,7 +7,7 @@ use crate::{
 };
 use xpu_timer_proto::v1::{DataType, Op, OpKind, OpStatus, Operation};
 
-/// A transfer that completed long ago.
+/// Transfers that completed long ago.
 fn past(job: &mut Job, rank: u32, op: Op, peer: i32, count: u64) {
     let operation = Job::operation(0x77, 1, op);
     job.push(rank, Operation { peer, count, started_ns: 1, status: OpStatus::Completed.into(), ..operation });
@@ -21,7 +21,7 @@ fn together(world: u32) -> Job {
 }
 
 #[test]
-fn a_circle_that_never_worked_is_the_fault_of_the_plan_and_one_that_did_is_uncertain() {
+fn a_transfer_cycle_that_never_worked_has_high_confidence() {
     let mut job = together(2);
     job.transfer(0x77, 0, Op::Send, 1);
     job.transfer(0x77, 1, Op::Send, 0);
@@ -46,7 +46,7 @@ fn the_one_rank_that_is_in_no_transfer_of_the_circle() {
 }
 
 #[test]
-fn who_left_a_collective_out_is_waited_for_in_its_communicator() {
+fn a_rank_that_left_out_a_collective_is_awaited_in_its_communicator() {
     let mut job = Job::new(4);
     job.comm(0x10, &[0, 1]);
     job.comm(0x11, &[2, 3]);
@@ -59,7 +59,7 @@ fn who_left_a_collective_out_is_waited_for_in_its_communicator() {
             job.done(0x20 + u64::from(rank % 2), rank, 1);
         }
     }
-    // Rank 3 makes no all_reduce with rank 2, and the last one of the job comes for it and for rank 1.
+    // Rank 3 leaves out its all_reduce with rank 2. It and rank 1 enter the last one of the job.
     (0..2).for_each(|rank| job.done(0x10, rank, 1));
     for rank in [1, 3] {
         job.done(0x21, rank, 1);
@@ -73,14 +73,14 @@ fn who_left_a_collective_out_is_waited_for_in_its_communicator() {
 }
 
 #[test]
-fn who_waits_in_what_others_have_done_is_a_victim() {
+fn a_rank_in_a_collective_with_a_precedent_is_a_victim() {
     let mut job = Job::new(8);
     job.comm(0x77, &(0..8).collect::<Vec<_>>());
     for pair in 0..4 {
         job.comm(0x10 + u64::from(pair), &[pair, pair + 4]);
         [pair, pair + 4].iter().for_each(|rank| job.done(0x10 + u64::from(pair), *rank, 9));
     }
-    // Rank 6 has left one all_reduce with rank 2 out, so rank 2 is alone in the last one.
+    // Rank 6 has left out one all_reduce with rank 2, so rank 2 is alone in the last one.
     (0..8).filter(|rank| rank % 4 != 2).for_each(|rank| job.done(0x10 + u64::from(rank % 4), rank, 1));
     (0..8).filter(|rank| *rank != 2).for_each(|rank| job.enter(0x77, rank, Op::AllReduce));
     job.enter(0x12, 2, Op::AllReduce);
@@ -90,7 +90,7 @@ fn who_waits_in_what_others_have_done_is_a_victim() {
 }
 
 #[test]
-fn who_receives_from_itself_gets_nothing() {
+fn a_rank_that_receives_from_itself_is_named() {
     let mut job = together(4);
     [0, 1, 3].iter().for_each(|rank| job.enter(0x77, *rank, Op::AllReduce));
     job.transfer(0x77, 2, Op::Recv, 2);
@@ -121,7 +121,7 @@ fn the_size_that_is_new_is_the_wrong_one() {
 
 #[test]
 fn a_receive_from_any_rank_waits_for_those_that_may_still_send() {
-    // The master takes results as they come; rank 2 computes none.
+    // The master receives results from any rank. Rank 2 computes none.
     let mut job = together(4);
     job.transfer(0x77, 0, Op::Recv, -1);
     for rank in [1, 3] {
@@ -130,7 +130,7 @@ fn a_receive_from_any_rank_waits_for_those_that_may_still_send() {
     job.stands(2, Stack::sleep());
     let verdict = job.judge();
     assert_eq!((verdict.cause, &verdict.culprits[..]), (Cause::P2pUnmatched, &[2][..]), "{}", verdict.to_text());
-    // All others wait for the one that receives what nobody sends.
+    // All others wait for the rank that receives what nobody sends.
     let mut job = together(3);
     job.transfer(0x77, 1, Op::Recv, -1);
     for rank in [0, 2] {
@@ -142,7 +142,7 @@ fn a_receive_from_any_rank_waits_for_those_that_may_still_send() {
 }
 
 #[test]
-fn who_ends_its_library_while_others_go_on_gave_up() {
+fn a_rank_that_finalizes_while_others_go_on_gave_up() {
     let mut job = together(3);
     job.comm(0x88, &[0, 1, 2]);
     job.enter(0x88, 0, Op::AllReduce);
@@ -178,7 +178,7 @@ fn tags_that_do_not_match() {
     assert!(verdict.sentence.contains("with tag 8: the tags do not match"), "{}", verdict.sentence);
     expect(&tagged(Some(7), &[7], 8), Cause::P2pUnmatched, &[1], Confidence::Medium);
     expect(&tagged(Some(8), &[7], 8), Cause::P2pUnmatched, &[0], Confidence::Medium);
-    // One of several matches, or any does: the data does not move.
+    // One of several tags matches, or any tag does: the data does not move.
     assert_eq!(tagged(None, &[7, 8], 8).cause, Cause::NetworkStall);
     assert_eq!(tagged(None, &[7], -1).cause, Cause::NetworkStall);
 }
@@ -202,7 +202,7 @@ fn ends_of_a_pair_that_differ_in_their_type_or_their_size() {
 }
 
 #[test]
-fn who_left_a_send_out_of_a_group_is_told_by_the_number_of_its_transfers() {
+fn a_send_left_out_of_a_group_shows_in_the_number_of_transfers() {
     let mut job = Job::with_world(4, 10);
     for rank in 0..4 {
         // Rank 3 is still in the group before, for the send that rank 2 left out.

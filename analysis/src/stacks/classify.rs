@@ -1,22 +1,29 @@
-//! What a thread does, by the words on its stacks.
+//! The activity of a thread, by the names on its stacks.
 
 use xpu_timer_proto::server::{PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
-use super::{Doing, contains_any, in_c_library, location::is_library, named, short, words};
+use super::{
+    host::ObservedActivity,
+    names::{
+        base_name, contains_any, frame_label, in_c_library, is_library, is_named, strip_variant, unqualified,
+        unqualified_native,
+    },
+    patterns,
+};
 use crate::verdict::Activity;
 
-/// What a thread does, by its native and Python stacks. The order of the questions matters: what stands nearer to the
-/// device or the lock comes before what merely surrounds it.
-pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> Doing {
+/// The activity of a thread, by its native and Python stacks. The checks have an order: frames near
+/// the device or the lock come before frames around them.
+pub(super) fn classify(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> ObservedActivity {
     classify_without(Activity::Unknown, native, python)
 }
 
-/// As [`classify`], when the thread is known not to do one of them.
+/// Like [`classify`], for a thread that is known not to have the activity `excluded`.
 pub(super) fn classify_without(
     excluded: Activity,
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
-) -> Doing {
+) -> ObservedActivity {
     type Question = fn(&Thread<'_>) -> Option<String>;
     const QUESTIONS: &[(Activity, Question)] = &[
         (Activity::Gil, waits_for_gil),
@@ -35,7 +42,7 @@ pub(super) fn classify_without(
     QUESTIONS
         .iter()
         .filter(|(activity, _)| *activity != excluded)
-        .find_map(|(activity, ask)| ask(&thread).map(|witness| Doing { activity: *activity, witness }))
+        .find_map(|(activity, ask)| ask(&thread).map(|witness| ObservedActivity { activity: *activity, witness }))
         .unwrap_or_default()
 }
 
@@ -49,12 +56,12 @@ impl<'a> Thread<'a> {
         self.native.into_iter().flat_map(|thread| thread.frames.iter().map(|frame| frame.func_name.as_str()))
     }
 
-    /// The innermost native functions: what the thread itself is in, not what called it. Those of the C library all count, which
-    /// are many where its inlined ones are known.
+    /// The innermost native functions: what the thread itself is in, without its callers. All
+    /// frames of the C library count; there are many of them if its inlined functions are known.
     fn leaves(&self) -> impl Iterator<Item = &'a str> + use<'a> {
         let frames = self.native.map_or(&[][..], |thread| &thread.frames);
         let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
-        frames.iter().map(|frame| frame.func_name.as_str()).filter(|function| named(function)).take(library.max(3))
+        frames.iter().map(|frame| frame.func_name.as_str()).filter(|function| is_named(function)).take(library.max(3))
     }
 
     fn python(&self) -> &'a [PySpyFrame] {
@@ -66,93 +73,96 @@ impl<'a> Thread<'a> {
     }
 }
 
-/// A Python frame, for a person.
-pub(super) fn shown(frame: &PySpyFrame) -> String {
-    format!("{} ({})", frame.func_name, short(&frame.file_name))
-}
-
 fn waits_for_gil(thread: &Thread<'_>) -> Option<String> {
-    let named = thread.functions().take(8).find(|function| plain(function) == "take_gil");
+    let named = thread.functions().take(8).find(|function| strip_variant(function) == "take_gil");
     named.or_else(|| takes_gil_unnamed(thread)).map(str::to_owned)
 }
 
-/// The same in an interpreter that was stripped, which has only its public names: of all that these call, only the wait for the global
-/// lock waits for a condition with a limit and has no public name itself.
+/// The wait for the GIL in a stripped interpreter, which has only its public names. Of everything
+/// that these functions call, only the wait for the GIL waits for a condition with a timeout and
+/// has no public name itself.
 fn takes_gil_unnamed<'a>(thread: &Thread<'a>) -> Option<&'a str> {
     let frames = &thread.native?.frames;
     let (library, rest) = frames.split_at(frames.iter().take_while(|frame| in_c_library(frame)).count());
-    let insides = rest.iter().take_while(|frame| !named(&frame.func_name)).count();
+    let insides = rest.iter().take_while(|frame| !is_named(&frame.func_name)).count();
     let caller = rest.get(insides)?;
-    (library.iter().any(|frame| frame.func_name.contains(words::GIL_WAIT_NATIVE))
-        && words::TAKES_GIL_NATIVE.contains(&plain(&caller.func_name))
+    (library.iter().any(|frame| frame.func_name.contains(patterns::GIL_WAIT_NATIVE))
+        && patterns::TAKES_GIL_NATIVE.contains(&strip_variant(&caller.func_name))
         && rest[..insides].iter().all(|frame| frame.module == caller.module))
     .then_some(&caller.func_name)
 }
 
-/// The connection to the store of a job that a rank cannot make, as a witness.
+/// The witness of a failing connection to the store of a job.
 pub(super) const STORE_CONNECT: &str = "connect to c10d::TCPStore";
 
 fn connects_to_store(thread: &Thread<'_>) -> bool {
     let innermost = thread.functions().find(|function| function.contains("c10d::"));
-    innermost.is_some_and(|function| contains_any(function, words::STORE_CONNECT_NATIVE))
-        && thread.leaves().any(|function| words::CONNECT_NATIVE.contains(&plain(function)))
+    innermost.is_some_and(|function| contains_any(function, patterns::STORE_CONNECT_NATIVE))
+        && thread.leaves().any(|function| patterns::CONNECT_NATIVE.contains(&strip_variant(function)))
 }
 
 fn initializes(thread: &Thread<'_>) -> Option<String> {
     if connects_to_store(thread) {
         return Some(STORE_CONNECT.to_owned());
     }
-    // The store is waited for in the creation of a group, and by programs that use it for something else: Python tells which.
+    // A thread waits for the store in the creation of a group, and in programs that use the store
+    // for something else. The Python frames distinguish the two.
     let of_torch = |frame: &&PySpyFrame| {
-        frame.file_name.contains("torch/distributed") && words::INIT_PYTHON.contains(&bare(&frame.func_name))
+        frame.file_name.contains("torch/distributed") && patterns::INIT_PYTHON.contains(&unqualified(&frame.func_name))
     };
-    let native = || thread.functions().find(|function| contains_any(function, words::INIT_NATIVE)).map(str::to_owned);
-    thread.python().iter().find(of_torch).map(shown).or_else(native)
+    let native =
+        || thread.functions().find(|function| contains_any(function, patterns::INIT_NATIVE)).map(str::to_owned);
+    thread.python().iter().find(of_torch).map(frame_label).or_else(native)
 }
 
 fn tears_down(thread: &Thread<'_>) -> Option<String> {
-    let native = thread.functions().find(|function| contains_any(function, words::TEARDOWN_NATIVE));
+    let native = thread.functions().find(|function| contains_any(function, patterns::TEARDOWN_NATIVE));
     native.map(str::to_owned).or_else(|| {
-        thread.python().iter().find(|frame| words::TEARDOWN_PYTHON.contains(&bare(&frame.func_name))).map(shown)
+        thread
+            .python()
+            .iter()
+            .find(|frame| patterns::TEARDOWN_PYTHON.contains(&unqualified(&frame.func_name)))
+            .map(frame_label)
     })
 }
 
 fn waits_for_device(thread: &Thread<'_>) -> Option<String> {
     let waits = |function: &&str| {
         let lower = function.to_ascii_lowercase();
-        contains_any(&lower, words::DEVICE_NATIVE)
-            || words::COLLECTIVE_PREFIXES
-                .iter()
-                .any(|prefix| lower.strip_prefix(prefix).is_some() && !contains_any(function, words::TEARDOWN_NATIVE))
+        contains_any(&lower, patterns::DEVICE_NATIVE)
+            || patterns::COLLECTIVE_PREFIXES.iter().any(|prefix| {
+                lower.strip_prefix(prefix).is_some() && !contains_any(function, patterns::TEARDOWN_NATIVE)
+            })
     };
     let all = || thread.functions().filter(waits);
-    // A function of the public interface says more than a closure of its implementation.
+    // A public function is a better witness than a closure of its implementation.
     all().find(|function| !function.contains('{')).or_else(|| all().next()).map(str::to_owned).or_else(|| {
-        // Without native frames the names of Python's wrappers must do.
+        // Without native frames, the names of Python wrappers are the fallback.
         let of_wrapper = |frame: &&PySpyFrame| {
-            words::DEVICE_PYTHON.contains(&bare(&frame.func_name))
-                && (frame.file_name.contains("torch/") || short(&frame.file_name).starts_with("cuda."))
+            patterns::DEVICE_PYTHON.contains(&unqualified(&frame.func_name))
+                && (frame.file_name.contains("torch/") || base_name(&frame.file_name).starts_with("cuda."))
         };
-        thread.python().iter().take(4).find(of_wrapper).map(shown)
+        thread.python().iter().take(4).find(of_wrapper).map(frame_label)
     })
 }
 
 fn collects(thread: &Thread<'_>) -> Option<String> {
-    let named =
-        thread.functions().find(|function| words::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
-    // An interpreter that was stripped has no names for it, but says so in its memory.
+    let named = thread
+        .functions()
+        .find(|function| patterns::GC_NATIVE.contains(&function.split('.').next().unwrap_or(function)));
+    // A stripped interpreter has no names for the collector, but a flag in its memory.
     let said = || thread.python.is_some_and(|thread| thread.collects_garbage).then_some("garbage collector");
     named.or_else(said).map(str::to_owned)
 }
 
 fn compiles(thread: &Thread<'_>) -> Option<String> {
-    let native = thread.functions().find(|function| contains_any(function, words::COMPILE_NATIVE));
+    let native = thread.functions().find(|function| contains_any(function, patterns::COMPILE_NATIVE));
     native.map(str::to_owned).or_else(|| {
         let compiler = |frame: &&PySpyFrame| {
-            contains_any(&frame.file_name, words::COMPILE_PATHS)
-                && !words::COMPILE_NOT.contains(&bare(&frame.func_name))
+            contains_any(&frame.file_name, patterns::COMPILE_PATHS)
+                && !patterns::COMPILE_NOT.contains(&unqualified(&frame.func_name))
         };
-        thread.python().iter().find(compiler).map(shown)
+        thread.python().iter().find(compiler).map(frame_label)
     })
 }
 
@@ -160,31 +170,32 @@ fn loads_data(thread: &Thread<'_>) -> Option<String> {
     let frames = thread.python();
     let of_loader = |frame: &&PySpyFrame| {
         let file = frame.file_name.to_ascii_lowercase();
-        words::LOADER_FUNCTIONS.contains(&bare(&frame.func_name))
-            || ["next", "get"].iter().any(|part| bare(&frame.func_name).contains(part))
-                && contains_any(&file, words::LOADER_FILES)
+        patterns::LOADER_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            || ["next", "get"].iter().any(|part| unqualified(&frame.func_name).contains(part))
+                && contains_any(&file, patterns::LOADER_FILES)
     };
     if let Some(frame) = frames.iter().find(of_loader) {
-        return Some(shown(frame));
+        return Some(frame_label(frame));
     }
-    let native = thread.functions().find(|function| words::LOADER_NATIVE.contains(&bare_native(function)));
+    let native = thread.functions().find(|function| patterns::LOADER_NATIVE.contains(&unqualified_native(function)));
     if let Some(function) = native {
         return Some(function.to_owned());
     }
-    // A queue is a loader's when one of the frames around it speaks of data.
+    // A queue belongs to a loader if one of the frames around it has a name about data.
     let queue = frames.iter().take(5).find(|frame| {
-        words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
-            && words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
+        patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            && patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file))
     })?;
     let hinted = frames
         .iter()
         .filter(|frame| !is_library(&frame.file_name))
-        .any(|frame| speaks_of(&frame.func_name, words::LOADER_HINTS));
-    hinted.then(|| shown(queue))
+        .any(|frame| has_word(&frame.func_name, patterns::LOADER_HINTS));
+    hinted.then(|| frame_label(queue))
 }
 
-/// Whether one of the words that a name is made of begins with one of `parts`: `_` and capital letters part words.
-fn speaks_of(name: &str, parts: &[&str]) -> bool {
+/// Whether a word in a name begins with one of `parts`. Words are separated by `_` and by capital
+/// letters.
+fn has_word(name: &str, parts: &[&str]) -> bool {
     let mut before = '_';
     name.char_indices().any(|(index, letter)| {
         let begins = !before.is_alphanumeric() || letter.is_uppercase() && !before.is_uppercase();
@@ -194,71 +205,73 @@ fn speaks_of(name: &str, parts: &[&str]) -> bool {
     })
 }
 
-/// Whether a thread waits for a child process to end, or for its output.
+/// Whether a thread waits for the end or for the output of a child process.
 pub(super) fn waits_for_child(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_child = |frame: &PySpyFrame| {
-        words::CHILD_FUNCTIONS.contains(&bare(&frame.func_name)) && contains_any(&frame.file_name, words::CHILD_FILES)
+        patterns::CHILD_FUNCTIONS.contains(&unqualified(&frame.func_name))
+            && contains_any(&frame.file_name, patterns::CHILD_FILES)
     };
-    thread.leaves().any(|function| words::CHILD_NATIVE.contains(&plain(function)))
-        || thread.syscall().is_some_and(|number| words::CHILD_SYSCALLS.contains(&number))
+    thread.leaves().any(|function| patterns::CHILD_NATIVE.contains(&strip_variant(function)))
+        || thread.syscall().is_some_and(|number| patterns::CHILD_SYSCALLS.contains(&number))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_child)
 }
 
-/// The outermost frame in which a thread receives what other processes put into a queue or pipe of Python's multiprocessing.
+/// The outermost frame in which a thread receives from a queue or pipe of Python's multiprocessing.
 pub(super) fn receives(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
     frames
         .iter()
         .take_while(|frame| is_library(&frame.file_name))
         .filter(|frame| {
-            words::QUEUE_FUNCTIONS.contains(&bare(&frame.func_name))
-                && frame.file_name.contains(words::OF_PROCESSES)
-                && contains_any(&frame.file_name, words::QUEUE_FILES)
+            patterns::QUEUE_FUNCTIONS.contains(&unqualified(&frame.func_name))
+                && frame.file_name.contains(patterns::OF_PROCESSES)
+                && contains_any(&frame.file_name, patterns::QUEUE_FILES)
         })
         .last()
 }
 
 /// Whether a thread waits for the end of another thread of its process.
-pub(super) fn joins(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
+pub(super) fn joins_thread(native: Option<&PstackStacktrace>, python: Option<&PySpyStacktrace>) -> bool {
     let thread = Thread { native, python };
     let of_threading = |frame: &PySpyFrame| {
-        words::JOIN_PYTHON.contains(&bare(&frame.func_name)) && frame.file_name.contains(words::THREADING_FILE)
+        patterns::JOIN_PYTHON.contains(&unqualified(&frame.func_name))
+            && frame.file_name.contains(patterns::THREADING_FILE)
     };
-    thread.functions().any(|function| contains_any(function, words::JOIN_NATIVE))
+    thread.functions().any(|function| contains_any(function, patterns::JOIN_NATIVE))
         || thread.python().iter().take_while(|frame| is_library(&frame.file_name)).any(of_threading)
 }
 
 /// Whether a thread waits for a signal.
 pub(super) fn waits_for_signal(native: Option<&PstackStacktrace>) -> bool {
     let thread = Thread { native, python: None };
-    thread.leaves().any(|function| words::SIGNAL_NATIVE.contains(&plain(function)))
-        || thread.syscall().is_some_and(|number| words::SIGNAL_SYSCALLS.contains(&number))
+    thread.leaves().any(|function| patterns::SIGNAL_NATIVE.contains(&strip_variant(function)))
+        || thread.syscall().is_some_and(|number| patterns::SIGNAL_SYSCALLS.contains(&number))
 }
 
-/// Whether a thread waits for what another machine or process sends.
+/// Whether a thread waits for data from another machine or process.
 pub(super) fn waits_for_network(native: &PstackStacktrace) -> bool {
     let thread = Thread { native: Some(native), python: None };
-    thread.leaves().any(|function| words::NETWORK_NATIVE.contains(&plain(function)))
+    thread.leaves().any(|function| patterns::NETWORK_NATIVE.contains(&strip_variant(function)))
 }
 
-/// Whether a thread stands in a queue or pipe of Python's own.
+/// Whether a thread is in one of Python's own queues or pipes.
 pub(super) fn in_queue(frames: &[PySpyFrame]) -> bool {
-    frames.iter().take(5).any(|frame| words::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
+    frames.iter().take(5).any(|frame| patterns::QUEUE_FILES.iter().any(|file| frame.file_name.contains(file)))
 }
 
-/// Whether a thread stands in library code of one of these files.
+/// Whether a thread is in library code of one of these files.
 pub(super) fn in_files(frames: &[PySpyFrame], files: &[&str]) -> bool {
     let mut library = frames.iter().take_while(|frame| is_library(&frame.file_name));
     library.any(|frame| contains_any(&frame.file_name, files))
 }
 
 fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| words::IO_NATIVE.contains(&plain(function)));
+    let leaf = thread.leaves().find(|function| patterns::IO_NATIVE.contains(&strip_variant(function)));
     let wchan = thread.native.map_or("", |thread| thread.wchan.as_str());
-    // A socket is not storage: a thread that reads one waits for another process. Nor is what processes send each other,
-    // or what somebody types.
-    let asks = thread.functions().any(|function| words::INPUT_NATIVE.contains(&function));
-    let of_events = |function: &str| words::EVENT_READS.iter().any(|start| function.starts_with(start));
+    // A socket is not storage: a thread that reads from a socket waits for another process. Data
+    // between processes and keyboard input are not storage either.
+    let asks = thread.functions().any(|function| patterns::INPUT_NATIVE.contains(&function));
+    let of_events = |function: &str| patterns::EVENT_READS.iter().any(|start| function.starts_with(start));
     if asks
         || of_events(wchan)
         || thread.leaves().any(of_events)
@@ -271,62 +284,43 @@ fn reads_or_writes(thread: &Thread<'_>) -> Option<String> {
         return None;
     }
     if let Some(leaf) = leaf {
-        return Some(plain(leaf).to_owned());
+        return Some(strip_variant(leaf).to_owned());
     }
-    if thread.syscall().is_some_and(|number| words::IO_SYSCALLS.contains(&number)) {
+    if thread.syscall().is_some_and(|number| patterns::IO_SYSCALLS.contains(&number)) {
         return Some(thread.leaves().next().unwrap_or("a file system call").to_owned());
     }
-    speaks_of(wchan, words::IO_WCHAN).then(|| wchan.to_owned())
+    has_word(wchan, patterns::IO_WCHAN).then(|| wchan.to_owned())
 }
 
 fn sleeps(thread: &Thread<'_>) -> Option<String> {
-    let leaf = thread.leaves().find(|function| words::SLEEP_NATIVE.contains(&plain(function)));
-    leaf.map(|leaf| plain(leaf).to_owned()).or_else(|| {
-        thread.syscall().filter(|number| words::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
+    let leaf = thread.leaves().find(|function| patterns::SLEEP_NATIVE.contains(&strip_variant(function)));
+    leaf.map(|leaf| strip_variant(leaf).to_owned()).or_else(|| {
+        thread.syscall().filter(|number| patterns::SLEEP_SYSCALLS.contains(number)).map(|_| "sleep".to_owned())
     })
 }
 
-/// A lock of Python's multiprocessing, as a witness.
+/// The witness of a lock of Python's multiprocessing.
 pub(super) const SHARED_LOCK: &str = "SemLock.acquire";
 
 fn locks(thread: &Thread<'_>) -> Option<String> {
     let lock = own_lock(thread)?;
     let mut native = thread.native.into_iter().flat_map(|thread| &thread.frames);
-    let shared = native.any(|frame| frame.module.contains(words::SHARED_LOCK_MODULE))
-        || thread.python().first().is_some_and(|frame| frame.file_name.contains(words::SHARED_LOCK_FILE));
+    let shared = native.any(|frame| frame.module.contains(patterns::SHARED_LOCK_MODULE))
+        || thread.python().first().is_some_and(|frame| frame.file_name.contains(patterns::SHARED_LOCK_FILE));
     Some(if shared { SHARED_LOCK.to_owned() } else { lock })
 }
 
 fn own_lock(thread: &Thread<'_>) -> Option<String> {
-    // The outermost of them is what was called; the others are its insides.
-    let leaf = thread.leaves().filter(|function| contains_any(function, words::LOCK_NATIVE)).last();
+    // The outermost match is the function that the program called. The inner ones are its
+    // implementation.
+    let leaf = thread.leaves().filter(|function| contains_any(function, patterns::LOCK_NATIVE)).last();
     leaf.map(str::to_owned)
-        .or_else(|| thread.syscall().filter(|number| *number == words::FUTEX_SYSCALL).map(|_| "futex".to_owned()))
+        .or_else(|| thread.syscall().filter(|number| *number == patterns::FUTEX_SYSCALL).map(|_| "futex".to_owned()))
 }
 
 fn runs(thread: &Thread<'_>) -> Option<String> {
     let native = thread.native?;
     (native.state.starts_with('R') || native.syscall == Some(-1)).then(|| native.state.clone())
-}
-
-/// A Python function without the class or function around it: `__next__` of `DataLoader.__next__`.
-fn bare(function: &str) -> &str {
-    function.rsplit('.').next().unwrap_or(function)
-}
-
-/// A function of the C library without the marks of its variants: `__libc_read` is `read`, `__GI___clock_nanosleep` is
-/// `clock_nanosleep`, `read@plt` is `read`.
-pub(super) fn plain(function: &str) -> &str {
-    let name = function.split(['@', '(']).next().unwrap_or(function);
-    let name = name.trim_start_matches("__GI_").trim_start_matches('_');
-    let name = name.strip_prefix("libc_").unwrap_or(name);
-    name.strip_suffix("_nocancel").unwrap_or(name)
-}
-
-/// A C++ function without its namespaces, its class, its template arguments and its parameters.
-fn bare_native(function: &str) -> &str {
-    let name = function.rsplit("::").next().unwrap_or(function);
-    name.split(['(', '<']).next().unwrap_or(name)
 }
 
 #[cfg(test)]
@@ -336,7 +330,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_public_function_says_more_than_a_closure_of_its_inside() {
+    fn a_public_function_is_preferred_to_its_closures() {
         let names = ["{closure#0}<sim::cuStreamSynchronize>", "sim::wait", "cuStreamSynchronize"];
         let frames = names.iter().map(|name| PstackFrame { func_name: (*name).into(), ..Default::default() }).collect();
         let native = PstackStacktrace { frames, ..Default::default() };
@@ -345,7 +339,7 @@ mod tests {
     }
 
     #[test]
-    fn names_speak_by_their_words() {
+    fn names_match_by_their_words() {
         for (name, part) in [
             ("next_batch", "batch"),
             ("ShardReader.read_shard", "read"),
@@ -354,7 +348,7 @@ mod tests {
             ("__wait_on_buffer", "wait_on_buffer"),
             ("ll_file_read", "ll_"),
         ] {
-            assert!(speaks_of(name, &[part]), "{name}");
+            assert!(has_word(name, &[part]), "{name}");
         }
         for (name, part) in [
             ("start_thread", "read"),
@@ -364,7 +358,7 @@ mod tests {
             ("metadata", "data"),
             ("", "read"),
         ] {
-            assert!(!speaks_of(name, &[part]), "{name}");
+            assert!(!has_word(name, &[part]), "{name}");
         }
     }
 }

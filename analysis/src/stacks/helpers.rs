@@ -1,28 +1,28 @@
-//! What else is stuck in a rank beside its main thread: threads and child processes that it depends on, and Python's global lock.
+//! Threads and child processes that the main thread of a rank depends on: which of them is stuck,
+//! and which of them works.
 
 use std::collections::HashMap;
 
 use xpu_timer_proto::server::{ChildProcess, ProcessSample, PstackStacktrace, PySpyFrame, PySpyStacktrace, Stacktrace};
 
 use super::{
-    BUSY_SHARE, MOVING_BYTES_PER_SECOND, Sample, bytes_between,
-    classify::{classify, in_files, in_queue, shown, waits_for_child, waits_for_network},
-    location::{is_library, own_frame, own_native_place, program, telling_frame},
-    named, of_process, samples, short,
-    training::{Telling, telling_threads},
-    words,
+    classify::{classify, in_files, in_queue, waits_for_child, waits_for_network},
+    host::BUSY_SHARE,
+    location::{most_specific_frame, own_native_place, program},
+    movement::{MOVING_BYTES_PER_SECOND, bytes_between},
+    names::{frame_label, is_library, own_frame},
+    patterns,
+    sample::{Sample, ThreadStacks, of_process, reporting_threads, samples},
 };
 use crate::verdict::Activity;
 
-/// More than a thread runs because it is stopped and released for the captures.
-const STOPS_NS: u64 = 5_000_000;
-
-/// What is said of a helper that cannot go on.
+/// The states of a helper that cannot go on. They begin [`StuckHelper::place`].
 const DEAD: &str = "is dead";
 const STOPPED: &str = "is stopped";
 const INSIDE: &str = "is inside";
 
-/// A thread of a rank, or of one of its children, that is stuck in the same input or output in both samples.
+/// A thread of a rank, or of one of its child processes, that is stuck in the same I/O in both
+/// samples.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct StuckHelper {
     /// `thread shard-reader-0` or `child process 4242`.
@@ -37,14 +37,15 @@ impl StuckHelper {
         self.place == DEAD
     }
 
-    /// Whether it cannot go on by itself: dead, stopped, or inside input or output. One that stands somewhere may be at work.
+    /// Whether it cannot go on by itself: dead, stopped, or inside I/O. A helper in other code may
+    /// be at work.
     pub fn is_stuck(&self) -> bool {
         [DEAD, STOPPED, INSIDE].iter().any(|words| self.place.starts_with(words))
     }
 }
 
-/// Looks for a helper of the main thread that is stuck: a reader thread or a worker process in input or output, or a
-/// worker that is dead or stopped; else for a child that it may wait for.
+/// Finds a stuck helper of the main thread: a child process that is dead, stopped or in I/O; else a
+/// thread in I/O; else the child process that the main thread waits for; else a busy child process.
 pub(crate) fn stuck_helper(dump: &Stacktrace, training: Option<u32>) -> Option<StuckHelper> {
     let (first, last) = samples(dump);
     let main = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
@@ -64,12 +65,12 @@ fn busy_child(child: &ChildProcess) -> Option<StuckHelper> {
     busy.then(|| StuckHelper { who: child_name(child), place: "is busy on a processor".to_owned() })
 }
 
-/// What threads and child processes that the main thread may wait for did between the samples.
+/// What the threads and child processes that the main thread may wait for did between the samples.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub(super) struct Work {
     /// One of them used a processor. That may be an endless loop.
     pub busy: bool,
-    /// One of them went on: bytes flowed, or it was busy and reached another line.
+    /// One of them made progress: bytes flowed, or it was busy and reached another line.
     pub went_on: bool,
 }
 
@@ -79,28 +80,30 @@ impl Work {
     }
 }
 
-/// Looks at the work that others do for the main thread `(native, python)` while that waits for them. A process that only runs
-/// beside the rank, as a monitor does, counts only where the main thread waits for child processes.
-pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): Telling<'_>) -> Work {
+/// Summarizes the work of the helpers while the main thread `(native, python)` waits for them. A
+/// child process counts only if the main thread waits for child processes: others may only run
+/// beside the rank, such as a monitor.
+pub(super) fn work(dump: &Stacktrace, main: u32, (native, python): ThreadStacks<'_>) -> Work {
     let (Some(first), last) = samples(dump) else { return Work::default() };
     let (Some(begin), Some(end)) = (&dump.first_sample, &dump.last_sample) else { return Work::default() };
     let between_ns = end.captured_unix_ns.saturating_sub(begin.captured_unix_ns);
     let threads = last.native.iter().filter(|thread| thread.pid != main).map(|after| {
         let of = |sample: Sample<'_>| sample.python.iter().find(|thread| thread.os_thread_id == after.pid).cloned();
-        // Threads of libraries may poll by nature, so it has to be the program's own.
+        // Library threads may poll by nature, so only the program's own threads count.
         let (line_before, line_after) = (of(first), of(last));
         let is_own = line_after.is_some() || last.python.is_empty();
         let Some(before) = first.native.iter().find(|before| before.pid == after.pid).filter(|_| is_own) else {
             return Work::default();
         };
-        // On a busy machine who computes gets little, but wants to run at every look.
+        // On a busy machine, a computing thread gets little processor time, but is runnable in
+        // every sample.
         let runnable = before.state.starts_with('R') && after.state.starts_with('R');
         let busy = runnable || is_busy(after.cpu_time_ns.saturating_sub(before.cpu_time_ns), between_ns);
         let moved = line_before.zip(line_after).is_some_and(|(before, after)| before.frames != after.frames);
         Work { busy, went_on: busy && moved }
     });
     let awaits_children = waits_for_child(native, python)
-        || python.is_some_and(|thread| in_files(&thread.frames, words::WORKER_FILES))
+        || python.is_some_and(|thread| in_files(&thread.frames, patterns::WORKER_FILES))
         || native
             .and_then(|thread| thread.awaited.as_ref())
             .is_some_and(|awaited| awaited.holders.iter().any(|holder| holder.child));
@@ -118,7 +121,7 @@ fn child_work(child: &ChildProcess) -> Work {
     let frames = |sample: &ProcessSample| {
         sample.py_stacktrace.iter().map(|thread| (thread.os_thread_id, thread.frames.clone())).collect::<Vec<_>>()
     };
-    // A worker that computes hands over little, but it does.
+    // A worker that computes hands over few bytes, but more than none.
     Work { busy, went_on: flows || busy && (bytes > 0 || frames(first) != frames(last)) }
 }
 
@@ -126,9 +129,9 @@ fn is_busy(used_ns: u64, between_ns: u64) -> bool {
     between_ns > 0 && used_ns as f64 >= BUSY_SHARE * between_ns as f64
 }
 
-/// The child process that the main thread waits for; of several the one that was started last.
+/// The child process that the main thread waits for. Of several, the one that was started last.
 fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> Option<StuckHelper> {
-    let (native, python) = telling_threads(last, dump.pid, training);
+    let (native, python) = reporting_threads(last, dump.pid, training);
     if !waits_for_child(native, python) {
         return None;
     }
@@ -136,16 +139,17 @@ fn awaited_child(dump: &Stacktrace, last: Sample<'_>, training: Option<u32>) -> 
     Some(StuckHelper { who: child_name(child), place: "has not ended".to_owned() })
 }
 
-/// The child process that is stuck: one that is dead before the others, because it explains what those wait for.
+/// A stuck child process. A dead one comes first, because it explains what the others wait for.
 pub(super) fn worst_child(dump: &Stacktrace) -> Option<StuckHelper> {
     let stuck: Vec<StuckHelper> = dump.children.iter().filter_map(stuck_child).collect();
     let dead = stuck.iter().position(StuckHelper::is_dead).unwrap_or(0);
     stuck.into_iter().nth(dead)
 }
 
-/// A child that Python's multiprocessing has forked has the command line of its parent, which tells nothing.
+/// The name of a child process. A child forked by Python's multiprocessing has the command line of
+/// its parent, which says nothing.
 fn child_name(child: &ChildProcess) -> String {
-    /// Of long command lines so much is shown.
+    /// Maximum length of a command line, in characters.
     const SHOWN: usize = 60;
     let command: String = child.command.chars().take(SHOWN).collect();
     let rest = if child.command.chars().nth(SHOWN).is_some() { "…" } else { "" };
@@ -166,7 +170,7 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     if last.process_state.starts_with(['Z', 'X', 'x']) {
         return Some(StuckHelper { who, place: DEAD.to_owned() });
     }
-    // A tracer that is seen but once is the capture itself.
+    // A tracer in only one sample is the capture itself.
     let traced = child.samples.iter().all(|sample| sample.process_state.starts_with('t')) && child.samples.len() > 1;
     if last.process_state.starts_with('T') || traced {
         return Some(StuckHelper { who, place: STOPPED.to_owned() });
@@ -179,7 +183,8 @@ fn stuck_child(child: &ChildProcess) -> Option<StuckHelper> {
     Some(StuckHelper { who, place })
 }
 
-/// A thread of a worker that stands in the user's own code, within what the worker was given to do, at the same line in both samples.
+/// A thread of a worker that stands in the user's own code, inside the worker's task, at the same
+/// line in both samples.
 fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
     const WORKERS: &str = "/multiprocessing/";
     last.python.iter().filter(|thread| thread.os_thread_id != 0).find_map(|thread| {
@@ -188,22 +193,23 @@ fn standing_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(Strin
         let frame = own(&thread.frames[..given])?;
         let before = first.map(|first| first.python.iter().find(|before| before.os_thread_id == thread.os_thread_id));
         let same = before.is_none_or(|before| before.and_then(|before| own(&before.frames)).as_ref() == Some(&frame));
-        same.then(|| (thread.thread_name.clone(), format!("stands at {}", shown(&frame))))
+        same.then(|| (thread.thread_name.clone(), format!("stands at {}", frame_label(&frame))))
     })
 }
 
-/// A thread of a worker in whose own code it waits for another machine; not for its batches or its orders, which come through queues.
+/// A thread of a worker that waits for another machine in the user's own code. Batches and tasks
+/// come through queues and do not count.
 fn waiting_thread(first: Option<Sample<'_>>, last: Sample<'_>) -> Option<(String, String)> {
     last.python.iter().filter(|thread| thread.os_thread_id != 0 && !in_queue(&thread.frames)).find_map(|python| {
         let of = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == python.os_thread_id).cloned();
         let native = of(last).filter(waits_for_network)?;
         let same = first.and_then(of).is_none_or(|before| before.context_switches == native.context_switches);
-        let place = own_frame(&python.frames).filter(|_| same).map(shown)?;
+        let place = own_frame(&python.frames).filter(|_| same).map(frame_label)?;
         Some((python.thread_name.clone(), format!("waits for the network at {place}")))
     })
 }
 
-/// A thread other than `not` that does input or output, in both samples without having run in between.
+/// A thread other than `not` that is in I/O in both samples and did not run in between.
 fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option<(String, String)> {
     let python: HashMap<u32, &PySpyStacktrace> = last
         .python
@@ -222,93 +228,20 @@ fn stuck_thread(first: Option<Sample<'_>>, last: Sample<'_>, not: u32) -> Option
         if doing.activity != Activity::Io || !same {
             return None;
         }
-        // Threads of libraries (watchers, network threads) read sockets and pipes by nature, so it has to be the program's own.
-        // What comes through a queue are its orders, or what it hands on: it waits for those who put it there.
+        // Library threads (watchers, network threads) read sockets and pipes by nature, so only the
+        // program's own threads count. A thread in a queue waits for its tasks or hands over its
+        // results, so it waits for others.
         let frames = python.get(&thread.pid).map(|thread| &thread.frames).filter(|frames| !frames.is_empty());
         if frames.is_some_and(|frames| in_queue(frames)) {
             return None;
         }
         let place = match frames {
-            Some(frames) => telling_frame(frames).map(shown),
+            Some(frames) => most_specific_frame(frames).map(frame_label),
             None if last.python.is_empty() => Some(own_native_place(&thread.frames, program?)?),
             None => return None,
         };
         let place = place.map_or(String::new(), |place| format!(" at {place}"));
         let name = python.get(&thread.pid).map(|thread| thread.thread_name.clone()).filter(|name| !name.is_empty());
         Some((name.unwrap_or_else(|| thread.thread_name.clone()), format!("{INSIDE} {}{place}", doing.witness)))
-    })
-}
-
-/// The holder of Python's global lock, when it is blocked at the same place in both samples while others wait for the lock.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub(crate) struct GilHolder {
-    /// Its name.
-    pub thread: String,
-    /// The native function that it is blocked in.
-    pub function: String,
-    /// Where it stands in Python.
-    pub place: Option<String>,
-    /// How many threads wait for the lock.
-    pub waiting: usize,
-}
-
-/// Looks for a deadlock on the global lock.
-pub(crate) fn gil_holder(dump: &Stacktrace) -> Option<GilHolder> {
-    let (first, last) = samples(dump);
-    let first = first?;
-    let holder = |sample: Sample<'_>| {
-        sample
-            .python
-            .iter()
-            .find(|thread| thread.owns_gil && thread.os_thread_id != 0)
-            .map(|thread| thread.os_thread_id)
-    };
-    let tid = holder(last)?;
-    if holder(first)? != tid {
-        return None;
-    }
-    let find = |sample: Sample<'_>| sample.native.iter().find(|thread| thread.pid == tid).cloned();
-    let (before, after) = (find(first)?, find(last)?);
-    // A capture may have to stop it for a moment, which counts as running.
-    let blocked = after.cpu_time_ns.saturating_sub(before.cpu_time_ns) < STOPS_NS
-        && !after.state.starts_with('R')
-        && !after.frames.is_empty()
-        && after.frames.iter().map(|frame| frame.pc).eq(before.frames.iter().map(|frame| frame.pc));
-    let waiting = last
-        .native
-        .iter()
-        .filter(|thread| classify(Some(thread), None).activity == Activity::Gil)
-        .filter(|thread| {
-            first
-                .native
-                .iter()
-                .any(|before| before.pid == thread.pid && classify(Some(before), None).activity == Activity::Gil)
-        })
-        .count();
-    if !blocked || waiting == 0 {
-        return None;
-    }
-    let python = last.python.iter().find(|thread| thread.os_thread_id == tid);
-    Some(GilHolder {
-        thread: python.map(|thread| thread.thread_name.clone()).unwrap_or_else(|| after.thread_name.clone()),
-        function: after
-            .frames
-            .iter()
-            .map(|frame| &frame.func_name)
-            .find(|name| named(name))
-            .cloned()
-            .unwrap_or_default(),
-        place: python.and_then(|thread| own_frame(&thread.frames)).map(shown),
-        waiting,
-    })
-}
-
-/// Whether a child of the rank is a compiler.
-pub(crate) fn compiler_child(dump: &Stacktrace) -> Option<String> {
-    dump.children.iter().find_map(|child| {
-        let mut words = child.command.split_whitespace().map(short);
-        let program = words.find(|word| !words::INTERPRETERS.contains(word))?;
-        let alive = child.samples.last().is_none_or(|sample| !sample.process_state.starts_with(['Z', 'X', 'x']));
-        (alive && words::COMPILERS.contains(&program)).then(|| program.to_owned())
     })
 }

@@ -1,85 +1,74 @@
-//! Where a thread stands, for a person: the user's own innermost line, and the native function that tells most.
+//! Where a thread is: the innermost line of the user's own code, and the most specific native
+//! function.
 
 use xpu_timer_proto::server::{PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace};
 
-use super::{Doing, contains_any, in_c_library, named, short, words};
+use super::{
+    host::ObservedActivity,
+    names::{base_name, contains_any, file, in_c_library, is_library, is_named, own_frame},
+    patterns,
+};
 use crate::verdict::{Activity, Location};
 
-/// The user's own innermost frame; when all frames belong to libraries, the outermost one that is a script's.
-pub(super) fn own_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
-    frames
-        .iter()
-        .find(|frame| !is_library(&frame.file_name))
-        .or_else(|| frames.iter().rev().find(|frame| !contains_any(&frame.file_name, words::STARTERS)))
-}
-
-/// As [`own_frame`], for a thread that a library may have started: where nothing is the user's, the innermost frame of a package says
-/// more than what the standard library starts threads with.
-pub(super) fn telling_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
-    let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, words::PACKAGE_PATHS);
+/// Like [`own_frame`], for a thread that a library may have started: if no frame is the user's own,
+/// the innermost frame of a package says more than the standard library's thread starter.
+pub(super) fn most_specific_frame(frames: &[PySpyFrame]) -> Option<&PySpyFrame> {
+    let of_package = |frame: &&PySpyFrame| contains_any(&frame.file_name, patterns::PACKAGE_PATHS);
     let own = frames.iter().any(|frame| !is_library(&frame.file_name));
     frames.iter().find(of_package).filter(|_| !own).or_else(|| own_frame(frames))
 }
 
-pub(super) fn is_library(path: &str) -> bool {
-    path.starts_with('<') || contains_any(path, words::LIBRARY_PATHS)
-}
-
-/// The file of a frame, whose place is `path:line`.
-pub(super) fn file(frame: &PySpyFrame) -> Option<&str> {
-    frame.file_name.rsplit_once(':').map(|(file, _)| file)
-}
-
-/// The innermost frame of the user's own that is in another file than `own`, which it called.
+/// The innermost frame of the user's own code in another file than `own`, which it called.
 fn caller(frames: &[PySpyFrame], own: &PySpyFrame) -> Option<String> {
     let mut frames = frames.iter().filter(|frame| !is_library(&frame.file_name));
     let other = frames.find(|frame| file(frame).is_some() && file(frame) != file(own))?;
     Some(format!("{} in {}", other.file_name, other.func_name))
 }
 
-/// Where a thread stands that does this, in a process that runs `program`.
+/// The location of a thread with this activity, in a process that runs `program`.
 pub(super) fn locate(
     native: Option<&PstackStacktrace>,
     python: Option<&PySpyStacktrace>,
-    doing: &Doing,
+    doing: &ObservedActivity,
     program: Option<&str>,
 ) -> Location {
     let own = python.and_then(|thread| own_frame(&thread.frames));
     let waits = doing.activity == Activity::DeviceWait;
     let caller = python.zip(own).filter(|_| waits).and_then(|(thread, own)| caller(&thread.frames, own));
-    // Where there is no Python to tell the place in the program, the program's own function does.
+    // Without Python frames, the program's own native function shows the place in the program.
     let own_native = |frames| program.filter(|_| own.is_none()).and_then(|program| own_native_frame(frames, program));
-    let told = native.and_then(|thread| {
-        let told = telling_function(&thread.frames, &doing.witness)?;
+    let native_function = native.and_then(|thread| {
+        let function = most_specific_function(&thread.frames, &doing.witness)?;
         Some(match own_native(&thread.frames) {
-            Some(own) => native_path(&thread.frames, told, own),
-            None => told.func_name.clone(),
+            Some(own) => native_path(&thread.frames, function, own),
+            None => function.func_name.clone(),
         })
     });
     Location {
         python: own.map(|frame| frame.file_name.clone()),
         python_function: own.map(|frame| frame.func_name.clone()),
         caller,
-        native: told.or_else(|| {
+        native: native_function.or_else(|| {
             native.filter(|thread| !thread.wchan.is_empty()).map(|thread| format!("{} (kernel)", thread.wchan))
         }),
     }
 }
 
-/// The function that tells most beside the program's own innermost one, the inner of the two first.
-fn native_path(frames: &[PstackFrame], told: &PstackFrame, own: &PstackFrame) -> String {
+/// Combines the most specific function and the program's own innermost function, the inner of the
+/// two first.
+fn native_path(frames: &[PstackFrame], function: &PstackFrame, own: &PstackFrame) -> String {
     let depth = |wanted: &PstackFrame| frames.iter().position(|frame| std::ptr::eq(frame, wanted));
     let place = format!("{}{}", own.func_name, source(own));
-    if told.func_name == own.func_name {
+    if function.func_name == own.func_name {
         place
-    } else if depth(told) < depth(own) {
-        format!("{}, called from {place}", told.func_name)
+    } else if depth(function) < depth(own) {
+        format!("{}, called from {place}", function.func_name)
     } else {
-        format!("{place}, called from {}{}", told.func_name, source(told))
+        format!("{place}, called from {}{}", function.func_name, source(function))
     }
 }
 
-/// The object that a process runs: the one that holds `main`, which the stack of its main thread tells.
+/// The object that a process runs: the one with `main`, by the stack of its main thread.
 pub(super) fn program(threads: &[PstackStacktrace]) -> Option<&str> {
     let of = |root: &str| {
         let mut frames = threads.iter().flat_map(|thread| &thread.frames);
@@ -88,12 +77,13 @@ pub(super) fn program(threads: &[PstackStacktrace]) -> Option<&str> {
     of("main").or_else(|| of("_start"))
 }
 
-/// The innermost frame of the program itself: in the object that holds `main`, and not what its language brought there.
+/// The innermost frame of the program itself: in the object with `main`, and not of a language
+/// runtime inside it.
 fn own_native_frame<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
     innermost_of(frames, program).filter(|frame| frame.func_name != "_start")
 }
 
-/// Where a thread stands in the program that is this object: `read_shard (loader.cpp:41)`.
+/// The place of a thread in the program that this object contains: `read_shard (loader.cpp:41)`.
 pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<String> {
     innermost_of(frames, program).map(|frame| format!("{}{}", frame.func_name, source(frame)))
 }
@@ -101,23 +91,23 @@ pub(super) fn own_native_place(frames: &[PstackFrame], program: &str) -> Option<
 fn innermost_of<'a>(frames: &'a [PstackFrame], program: &str) -> Option<&'a PstackFrame> {
     frames.iter().find(|frame| {
         frame.module == program
-            && named(&frame.func_name)
-            && !contains_any(&frame.func_name, words::RUNTIME_INSIDES)
-            && !contains_any(&frame.file_name, words::SYSTEM_SOURCES)
+            && is_named(&frame.func_name)
+            && !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES)
+            && !contains_any(&frame.file_name, patterns::SYSTEM_SOURCES)
     })
 }
 
-/// Its line of source, when it is known: ` (loader.cpp:41)`.
+/// The source line of a frame, if known: ` (loader.cpp:41)`.
 fn source(frame: &PstackFrame) -> String {
-    let line = short(&frame.file_name);
+    let line = base_name(&frame.file_name);
     if line.contains(':') { format!(" ({line})") } else { String::new() }
 }
 
-/// The native function that tells a person most of where a thread stands: the one that its classification rests on; else
-/// the function of the C library that was called, without its insides; else what is called from there, without the
-/// insides of a language's runtime; else whatever is innermost.
-fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
-    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| named(&frame.func_name)).collect();
+/// The native function that says most about where a thread is. In this order: the function by which
+/// it was classified; the public function of the C library that was called; the caller of the C
+/// library, without the internals of a language runtime; the innermost function.
+fn most_specific_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a PstackFrame> {
+    let frames: Vec<&PstackFrame> = frames.iter().filter(|frame| is_named(&frame.func_name)).collect();
     let innermost = frames.first()?;
     let library = frames.iter().take_while(|frame| in_c_library(frame)).count();
     let by_witness = frames[library..].iter().find(|frame| frame.func_name == witness);
@@ -125,7 +115,7 @@ fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a 
         !frame.func_name.starts_with('_') && !frame.func_name.contains('.') && frame.func_name != "syscall"
     };
     let entry = frames[..library].iter().rfind(public).copied();
-    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, words::RUNTIME_INSIDES));
+    let caller = frames[library..].iter().find(|frame| !contains_any(&frame.func_name, patterns::RUNTIME_INSIDES));
     Some(by_witness.copied().or(entry).or(caller.copied()).unwrap_or(innermost))
 }
 
@@ -133,14 +123,14 @@ fn telling_function<'a>(frames: &'a [PstackFrame], witness: &str) -> Option<&'a 
 mod tests {
     use super::*;
 
-    fn told(witness: &str, stack: &[(&str, &str)]) -> String {
+    fn most_specific(witness: &str, stack: &[(&str, &str)]) -> String {
         let frame = |(function, module): &(&str, &str)| PstackFrame {
             func_name: (*function).into(),
             module: (*module).into(),
             ..Default::default()
         };
         let frames: Vec<PstackFrame> = stack.iter().map(frame).collect();
-        telling_function(&frames, witness).map_or("nothing", |frame| &frame.func_name).to_owned()
+        most_specific_function(&frames, witness).map_or("nothing", |frame| &frame.func_name).to_owned()
     }
 
     const LIBC: &str = "/usr/lib/x86_64-linux-gnu/libc.so.6";
@@ -152,19 +142,19 @@ mod tests {
     }
 
     #[test]
-    fn a_thread_of_a_pool_is_told_by_the_package_that_uses_it() {
+    fn a_pool_thread_is_located_by_the_package_that_uses_the_pool() {
         let pool = frame("_worker", "/usr/lib/python3.11/concurrent/futures/thread.py:83");
         let package =
             frame("_write_files", "/venv/lib/python3.11/site-packages/torch/distributed/checkpoint/filesystem.py:9");
-        let told = |frames: &[PySpyFrame]| telling_frame(frames).map(|frame| frame.func_name.clone());
-        assert_eq!(told(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
+        let most_specific = |frames: &[PySpyFrame]| most_specific_frame(frames).map(|frame| frame.func_name.clone());
+        assert_eq!(most_specific(&[package.clone(), pool.clone()]).as_deref(), Some("_write_files"));
         let own = frame("save", "/job/train.py:3");
-        assert_eq!(told(&[package, own, pool.clone()]).as_deref(), Some("save"));
-        assert_eq!(told(&[pool]).as_deref(), Some("_worker"));
+        assert_eq!(most_specific(&[package, own, pool.clone()]).as_deref(), Some("save"));
+        assert_eq!(most_specific(&[pool]).as_deref(), Some("_worker"));
     }
 
     #[test]
-    fn who_called_a_wrapper_of_the_device() {
+    fn the_location_includes_the_caller_of_a_device_wrapper() {
         let frames = vec![
             frame("sync", "/job/cuda.py:143"),
             frame("Stream.wait", "/job/cuda.py:90"),
@@ -172,27 +162,27 @@ mod tests {
             frame("step", "/job/train.py:88"),
         ];
         let python = PySpyStacktrace { frames, ..Default::default() };
-        let doing = |activity| Doing { activity, witness: String::new() };
+        let doing = |activity| ObservedActivity { activity, witness: String::new() };
         let caller = |activity| locate(None, Some(&python), &doing(activity), None).caller;
         assert_eq!(caller(Activity::DeviceWait).as_deref(), Some("/job/train.py:88 in step"));
         assert_eq!(caller(Activity::Sleep), None);
     }
 
     #[test]
-    fn the_function_that_tells_most() {
+    fn the_most_specific_function() {
         let lock = [
             ("__futex_abstimed_wait_common64", LIBC),
             ("__new_sem_wait_slow64.constprop.0", LIBC),
             ("PyThread_acquire_lock_timed", PYTHON),
         ];
-        assert_eq!(told("", &lock), "PyThread_acquire_lock_timed");
-        assert_eq!(told("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
+        assert_eq!(most_specific("", &lock), "PyThread_acquire_lock_timed");
+        assert_eq!(most_specific("", &[("__GI___libc_read", LIBC), ("read", LIBC), ("_Py_read", PYTHON)]), "read");
         let device = [("ioctl", LIBC), ("??", CUDA), ("cuStreamSynchronize", CUDA), ("cudaStreamSynchronize", CUDA)];
-        assert_eq!(told("cuStreamSynchronize", &device), "cuStreamSynchronize");
+        assert_eq!(most_specific("cuStreamSynchronize", &device), "cuStreamSynchronize");
         let rust = [("syscall", LIBC), ("std::sys::futex_wait", "/app"), ("app::wait", "/app")];
-        assert_eq!(told("", &rust), "app::wait");
-        assert_eq!(told("", &[("syscall", LIBC)]), "syscall");
-        assert_eq!(told("", &[("??", "/app")]), "nothing");
+        assert_eq!(most_specific("", &rust), "app::wait");
+        assert_eq!(most_specific("", &[("syscall", LIBC)]), "syscall");
+        assert_eq!(most_specific("", &[("??", "/app")]), "nothing");
     }
 
     #[test]
@@ -205,7 +195,7 @@ mod tests {
         };
         let located = |frames: &[PstackFrame]| {
             let threads = [PstackStacktrace { frames: frames.to_vec(), ..Default::default() }];
-            locate(Some(&threads[0]), None, &Doing::default(), program(&threads)).native.unwrap_or_default()
+            locate(Some(&threads[0]), None, &ObservedActivity::default(), program(&threads)).native.unwrap_or_default()
         };
         let lock = [
             frame("futex_wait", LIBC, "./nptl/futex-internal.h:146"),
@@ -221,7 +211,7 @@ mod tests {
         assert_eq!(located(&lock[5..6]), "__libc_start_main", "nothing of its own");
         assert_eq!(located(&lock[..2]), "pthread_mutex_lock", "a stack that does not reach its root");
 
-        // What tells most may have called the program's own innermost function.
+        // The most specific function may have called the program's own innermost function.
         let loader = [
             frame("read", LIBC, "./io/read.c:26"),
             frame("read_shard", "/job/train", "/job/src/shards.cpp:12"),
@@ -229,7 +219,7 @@ mod tests {
             frame("main", "/job/train", "/job/src/train.cpp:253"),
         ];
         let thread = [PstackStacktrace { frames: loader.to_vec(), ..Default::default() }];
-        let doing = Doing { activity: Activity::DataLoader, witness: "Loader::next_batch".into() };
+        let doing = ObservedActivity { activity: Activity::DataLoader, witness: "Loader::next_batch".into() };
         let native = locate(Some(&thread[0]), None, &doing, program(&thread)).native;
         assert_eq!(
             native.as_deref(),

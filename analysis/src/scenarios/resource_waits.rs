@@ -1,4 +1,4 @@
-//! Ranks that wait for what another rank holds: a lock on a file, a pipe, a socket.
+//! Ranks that wait for a resource of another rank: a file lock, a pipe, a socket.
 
 use super::expect;
 use crate::{
@@ -10,7 +10,7 @@ use xpu_timer_proto::{
     v1::{Op, TriggerKind},
 };
 
-/// Of eight ranks these have not entered the collective that the others wait in.
+/// Eight ranks. `ranks` have not entered the collective that the others wait in.
 fn outside(ranks: &[u32]) -> Job {
     let mut job = Job::with_world(8, 9);
     for rank in 0..8 {
@@ -22,7 +22,7 @@ fn outside(ranks: &[u32]) -> Job {
     job
 }
 
-/// The rank stands in this call, which waits for what these processes hold.
+/// The rank is in this call, which waits for a resource of these processes.
 fn awaits(job: &mut Job, rank: u32, native: &'static str, kind: AwaitedKind, holders: &[i32]) {
     job.stands(rank, Stack::new(&[("fetch_index", "/job/train.py:7")], &[native]));
     let holder = |pid: &i32| Holder { pid: *pid, name: "python3".into(), child: false };
@@ -44,7 +44,7 @@ fn the_holder_of_what_others_wait_for_is_followed() {
         expect(&verdict, Cause::StorageIo, &[2], Confidence::High);
         assert!(verdict.victims.contains(&5), "{}", verdict.to_text());
         assert!(verdict.sentence.contains("rank 5 waits for"), "{}", verdict.sentence);
-        // The follower of a follower.
+        // A chain of two resource waits.
         let mut job = outside(&[2, 5, 6]);
         awaits(&mut job, 5, native, kind, &[1002]);
         awaits(&mut job, 6, native, kind, &[1005]);
@@ -54,7 +54,7 @@ fn the_holder_of_what_others_wait_for_is_followed() {
 }
 
 #[test]
-fn who_keeps_something_in_a_collective_that_waits_for_the_rank_that_wants_it() {
+fn a_holder_in_a_collective_with_the_waiter_is_named() {
     let mut job = outside(&[5]);
     awaits(&mut job, 5, "flock", AwaitedKind::Lock, &[1000]);
     let verdict = job.judge();
@@ -69,7 +69,7 @@ fn who_keeps_something_in_a_collective_that_waits_for_the_rank_that_wants_it() {
 }
 
 #[test]
-fn what_somebody_else_holds_as_well_is_followed_nowhere() {
+fn a_resource_with_several_holders_is_not_followed() {
     let mut job = outside(&[5]);
     awaits(&mut job, 5, "read", AwaitedKind::Pipe, &[1000, 4242]);
     assert_eq!(job.judge().culprits, [5]);

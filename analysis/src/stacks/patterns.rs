@@ -1,4 +1,5 @@
-//! The words by which a stack tells what its thread does. Tables only; how they are asked stands in the parent module.
+//! The function names, paths, system calls and kernel functions that identify an activity. Tables
+//! only; `classify.rs` and its siblings match them.
 
 /// Native functions in which a thread creates a communicator or waits for its store.
 pub(super) const INIT_NATIVE: &[&str] = &[
@@ -11,13 +12,13 @@ pub(super) const INIT_NATIVE: &[&str] = &[
     "c10d::FileStore",
     "c10d::PrefixStore",
 ];
-/// Where torch makes a connection to the store of a job, as far as names of it are known; in its constructor it also waits there for the other ranks, by functions of
-/// other names.
+/// Functions in which torch connects to the store of a job. The constructor of the store also waits
+/// for the other ranks, in functions with other names.
 pub(super) const STORE_CONNECT_NATIVE: &[&str] =
     &["c10d::TCPStore::TCPStore", "c10d::detail::Socket::connect", "SocketConnectOp", "TCPClient::connect"];
-/// Functions of the C library in which it waits for that connection, or before it tries again.
+/// Functions of the C library in which a thread waits for that connection, or before a retry.
 pub(super) const CONNECT_NATIVE: &[&str] = &["connect", "poll", "nanosleep", "clock_nanosleep"];
-/// Python functions that do, inside `torch/distributed`.
+/// Python functions that create a communicator, inside `torch/distributed`.
 pub(super) const INIT_PYTHON: &[&str] = &[
     "init_process_group",
     "_store_based_barrier",
@@ -27,7 +28,8 @@ pub(super) const INIT_PYTHON: &[&str] = &[
     "_new_process_group_helper",
 ];
 
-/// What an interpreter waits with for its global lock, and its public functions that do.
+/// The function in which an interpreter waits for the GIL, and the public functions that take the
+/// GIL.
 pub(super) const GIL_WAIT_NATIVE: &str = "pthread_cond_timedwait";
 pub(super) const TAKES_GIL_NATIVE: &[&str] = &[
     "PyEval_EvalFrameDefault",
@@ -42,13 +44,14 @@ pub(super) const TAKES_GIL_NATIVE: &[&str] = &[
 /// Parts of the paths of the C library and its companions.
 pub(super) const C_LIBRARY: &[&str] =
     &["/libc.so", "/libc-2", "/libpthread", "/ld-linux", "/librt", "/ld-musl", "[vdso]"];
-/// Parts of the paths of source that comes with the system: headers, and where distributions and Rust build their libraries.
+/// Parts of the paths of system sources: headers, and where distributions and Rust build their
+/// libraries.
 pub(super) const SYSTEM_SOURCES: &[&str] =
     &["/usr/include/", "/usr/lib/", "/rustc/", "./nptl/", "./misc/", "/sysdeps/"];
-/// Parts of functions that belong to the runtime of a language rather than to anybody's program.
+/// Parts of functions that belong to the runtime of a language and not to a program.
 pub(super) const RUNTIME_INSIDES: &[&str] = &["std::", "core::", "__gthread", "parking_lot"];
 
-/// Native functions in which communicators, or the process, end.
+/// Native functions that end communicators or the process.
 pub(super) const TEARDOWN_NATIVE: &[&str] = &[
     "CommDestroy",
     "CommAbort",
@@ -58,10 +61,10 @@ pub(super) const TEARDOWN_NATIVE: &[&str] = &[
     "__cxa_finalize",
     "wait_for_thread_shutdown",
 ];
-/// Python functions in which they end.
+/// Python functions that end communicators or the process.
 pub(super) const TEARDOWN_PYTHON: &[&str] = &["destroy_process_group", "_python_exit", "_exit_function"];
 
-/// Parts of native functions, in lower case, that wait for the device or are a collective of a library.
+/// Parts of native functions, in lower case, that wait for the device or belong to a collective.
 pub(super) const DEVICE_NATIVE: &[&str] = &[
     "streamsynchronize",
     "devicesynchronize",
@@ -82,9 +85,10 @@ pub(super) const DEVICE_NATIVE: &[&str] = &[
     "c10d::reducer",
     "c10d::work",
 ];
-/// Beginnings of the C functions of the collective libraries.
+/// Prefixes of the C functions of collective libraries.
 pub(super) const COLLECTIVE_PREFIXES: &[&str] = &["nccl", "pnccl", "mccl", "pmccl", "hccl", "cncl", "mpi_", "pmpi_"];
-/// Python functions that wait for the device or in a collective; only inside `torch/` or a module called `cuda`.
+/// Python functions that wait for the device or in a collective. They count only inside `torch/` or
+/// a module called `cuda`.
 pub(super) const DEVICE_PYTHON: &[&str] =
     &["synchronize", "barrier", "all_reduce", "all_gather", "reduce_scatter", "broadcast", "monitored_barrier"];
 
@@ -102,7 +106,7 @@ pub(super) const GC_NATIVE: &[&str] = &[
     "PyGC_Collect",
 ];
 
-/// Parts of the path of a Python frame that compiles.
+/// Parts of the paths of Python frames that compile.
 pub(super) const COMPILE_PATHS: &[&str] = &[
     "/torch/_inductor/",
     "/torch/_dynamo/convert_frame",
@@ -113,11 +117,11 @@ pub(super) const COMPILE_PATHS: &[&str] = &[
     "/triton/runtime/build",
     "/torch/_functorch/aot_autograd",
 ];
-/// Functions in those files that also run a compiled graph, so that they prove nothing.
+/// Functions in those files that also run a compiled graph and therefore prove nothing.
 pub(super) const COMPILE_NOT: &[&str] = &["runner", "call", "run", "__call__"];
 /// Native functions of compilers inside the process.
 pub(super) const COMPILE_NATIVE: &[&str] = &["nvrtcCompileProgram", "nvPTXCompilerCompile", "llvm::", "mlir::"];
-/// Programs that compile.
+/// Names of compiler programs.
 pub(super) const COMPILERS: &[&str] = &[
     "nvcc", "cicc", "ptxas", "cc1plus", "cc1", "ninja", "g++", "gcc", "c++", "cc", "clang", "clang++", "ld", "hipcc",
     "mxcc",
@@ -126,7 +130,7 @@ pub(super) const COMPILERS: &[&str] = &[
 pub(super) const INTERPRETERS: &[&str] =
     &["sh", "bash", "dash", "env", "python", "python3", "perl", "ccache", "sccache"];
 
-/// Functions of a data loader, whatever its file.
+/// Functions of a data loader, in any file.
 pub(super) const LOADER_FUNCTIONS: &[&str] = &[
     "__next__",
     "_next_data",
@@ -142,21 +146,22 @@ pub(super) const LOADER_FUNCTIONS: &[&str] = &[
 /// Native functions of a data loader, without their class.
 pub(super) const LOADER_NATIVE: &[&str] =
     &["next_batch", "get_batch", "load_batch", "fetch_batch", "read_batch", "nextBatch", "getBatch", "loadBatch"];
-/// Parts of a file name, in lower case, that belong to a data loader.
+/// Parts of the file names of data loaders, in lower case.
 pub(super) const LOADER_FILES: &[&str] = &["dataloader", "data_loader", "/utils/data/"];
-/// Beginnings of words in the name of a function that make a queue the queue of a loader.
+/// Prefixes of words in a function name that mark a queue as the queue of a loader.
 pub(super) const LOADER_HINTS: &[&str] =
     &["next", "load", "data", "batch", "fetch", "sample", "shard", "prefetch", "read"];
-/// The part of their paths that tells those of several processes, and the one of them that is a queue.
+/// Part of the paths of queues between processes, and the file of their queue class.
 pub(super) const OF_PROCESSES: &str = "/multiprocessing/";
 pub(super) const QUEUE_OF_PROCESSES: &str = "/multiprocessing/queues.py";
-/// Files of the standard library whose functions below are waits for another thread or process.
+/// Files of the standard library whose [`QUEUE_FUNCTIONS`] wait for another thread or process.
 pub(super) const QUEUE_FILES: &[&str] = &["/queue.py", "/multiprocessing/queues.py", "/multiprocessing/connection.py"];
 /// Functions in those files.
 pub(super) const QUEUE_FUNCTIONS: &[&str] =
     &["get", "recv", "recv_bytes", "_recv", "_recv_bytes", "poll", "_poll", "wait"];
 
-/// Files of libraries in which a thread waits for the work of child processes: pools and futures, the standard library's and others'.
+/// Files of libraries in which a thread waits for the work of child processes: pools and futures,
+/// of the standard library and of others.
 pub(super) const WORKER_FILES: &[&str] = &[
     "/multiprocess",
     "/concurrent/futures/",
@@ -169,15 +174,16 @@ pub(super) const WORKER_FILES: &[&str] = &[
     "/torch/utils/data/",
 ];
 
-/// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg, recvmsg.
+/// System calls of x86-64 that move bytes of a socket: read, write, sendto, recvfrom, sendmsg,
+/// recvmsg.
 pub(super) const SOCKET_SYSCALLS: &[i64] = &[0, 1, 44, 45, 46, 47];
 
-/// System calls of x86-64 that move bytes of a file, or wait until it is safe on its disk.
+/// System calls of x86-64 that move bytes of a file, or wait until they are on disk.
 pub(super) const IO_SYSCALLS: &[i64] = &[
     0, 1, 2, 4, 5, 6, 8, 17, 18, 19, 20, 26, 40, 72, 73, 74, 75, 76, 77, 82, 83, 84, 87, 162, 187, 217, 257, 277, 285,
     295, 296, 306, 326, 328,
 ];
-/// Their functions in the C library.
+/// The C library functions of these system calls.
 pub(super) const IO_NATIVE: &[&str] = &[
     "read",
     "write",
@@ -215,13 +221,15 @@ pub(super) const IO_NATIVE: &[&str] = &[
     "fcntl",
     "fcntl64",
 ];
-/// Functions of the interpreter in which `input()` reads what is no terminal: a person, or another program, is waited for.
+/// Functions of the interpreter in which `input()` reads from something other than a terminal. The
+/// thread waits for a person or another program.
 pub(super) const INPUT_NATIVE: &[&str] = &["PyFile_GetLine"];
-/// Beginnings of functions, of the C library and of the kernel, that read what only tells of events.
+/// Prefixes of functions, of the C library and of the kernel, that read events and not data.
 pub(super) const EVENT_READS: &[&str] = &["eventfd_", "inotify_read", "signalfd_", "timerfd_"];
-/// Those that wait for a lock on a file.
+/// Functions that wait for a lock on a file.
 pub(super) const FILE_LOCKS: &[&str] = &["flock", "lockf", "fcntl", "fcntl64"];
-/// Beginnings of words, or of several joined by `_`, in the name of a kernel function in which a thread waits for a file, a pipe or a disk.
+/// Prefixes of words, or of several words joined by `_`, in the names of kernel functions that wait
+/// for a file, a pipe or a disk.
 pub(super) const IO_WCHAN: &[&str] = &[
     "pipe_read",
     "pipe_write",
@@ -245,10 +253,11 @@ pub(super) const IO_WCHAN: &[&str] = &[
     "submit_bio_wait",
 ];
 
-/// The file of Python's multiprocessing whose locks, conditions and barriers processes share, and the part of the path of the module behind it.
+/// The file of Python's multiprocessing with the locks, conditions and barriers that processes
+/// share, and part of the path of its native module.
 pub(super) const SHARED_LOCK_FILE: &str = "/multiprocessing/synchronize.py";
 pub(super) const SHARED_LOCK_MODULE: &str = "/_multiprocessing.";
-/// Files in which a program of Python waits for a child process, with the functions that do.
+/// Files in which a Python program waits for a child process, and the functions that wait.
 pub(super) const CHILD_FILES: &[&str] = &["/subprocess.py", "/multiprocessing/popen_fork.py"];
 pub(super) const CHILD_FUNCTIONS: &[&str] = &["communicate", "_communicate", "wait", "_wait", "run", "poll"];
 
@@ -256,26 +265,29 @@ pub(super) const CHILD_FUNCTIONS: &[&str] = &["communicate", "_communicate", "wa
 pub(super) const SIGNAL_NATIVE: &[&str] =
     &["pause", "sigsuspend", "sigwait", "sigwaitinfo", "sigtimedwait", "sigtimedwait64"];
 pub(super) const SIGNAL_SYSCALLS: &[i64] = &[34, 128, 130];
-/// Functions in which a main thread waits for the end of another thread: of the C library and of the interpreter, then of Python's `threading`.
+/// Functions in which a main thread waits for the end of another thread: of the C library and the
+/// interpreter, then of Python's `threading`.
 pub(super) const JOIN_NATIVE: &[&str] =
     &["pthread_join", "pthread_clockjoin", "pthread_timedjoin", "wait_for_thread_shutdown"];
 pub(super) const JOIN_PYTHON: &[&str] = &["join", "_wait_for_tstate_lock", "_shutdown"];
 pub(super) const THREADING_FILE: &str = "/threading.py";
 
-/// Functions of the C library that wait for what comes over a socket.
+/// Functions of the C library that wait for data from a socket.
 pub(super) const NETWORK_NATIVE: &[&str] =
     &["recv", "recvfrom", "recvmsg", "connect", "accept", "accept4", "poll", "ppoll", "select", "epoll_wait"];
 
-/// Functions of the C library that wait for a child process to end, and their system calls of x86-64.
+/// Functions of the C library that wait for the end of a child process, and their system calls of
+/// x86-64.
 pub(super) const CHILD_NATIVE: &[&str] = &["wait", "wait3", "wait4", "waitpid", "waitid"];
 pub(super) const CHILD_SYSCALLS: &[i64] = &[61, 247];
 
-/// Kernel functions in which a process stands whose control group is frozen, of the freezers of version 1 and 2. Newer kernels have that of
-/// version 2 inlined into `get_signal`, in which otherwise only a process stands that is stopped, as its state says.
+/// Kernel functions of processes in a frozen control group, for the freezers of versions 1 and 2.
+/// Newer kernels inline the freezer of version 2 into `get_signal`. Otherwise only a stopped
+/// process is in `get_signal`, and its state shows that.
 pub const FREEZER_WCHAN: &[&str] = &["__refrigerator", "do_freezer_trap", "get_signal"];
 
-/// Beginnings of kernel functions in which a thread sleeps so that a signal wakes it. One that is in state `D` there is frozen: that is how kernels
-/// since 6.1 show the freezer of version 1.
+/// Prefixes of kernel functions in which a thread sleeps and a signal wakes it. A thread in state
+/// `D` in one of them is frozen: kernels since 6.1 show the freezer of version 1 like this.
 pub(super) const WAKEABLE_WCHAN: &[&str] = &[
     "futex_",
     "hrtimer_nanosleep",
@@ -311,7 +323,7 @@ pub(super) const LOCK_NATIVE: &[&str] = &[
 /// `futex` of x86-64.
 pub(super) const FUTEX_SYSCALL: i64 = 202;
 
-/// Beginnings and parts of the paths of frames that are not the user's own.
+/// Prefixes and parts of the paths of frames that are not the user's own.
 pub(super) const LIBRARY_PATHS: &[&str] = &[
     "site-packages/",
     "dist-packages/",
@@ -323,8 +335,8 @@ pub(super) const LIBRARY_PATHS: &[&str] = &[
     "<frozen",
     "<string>",
 ];
-/// Parts of the paths of packages, which are libraries and not the standard one.
+/// Parts of the paths of packages: libraries outside the standard library.
 pub(super) const PACKAGE_PATHS: &[&str] = &["site-packages/", "dist-packages/"];
-/// Files of the standard library that stand around a script: what starts it, or starts its thread.
+/// Files of the standard library that start a script or a thread.
 pub(super) const STARTERS: &[&str] =
     &["runpy.py", "threading.py", "importlib", "<frozen", "<string>", "multiprocessing/"];

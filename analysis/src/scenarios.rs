@@ -1,8 +1,8 @@
-//! Hangs as evidence, and the verdicts that are right for them: one file for each family of causes, and what must hold for all.
+//! Hangs as evidence, each with the right verdict: one file for each family of causes, and one for
+//! the laws that hold for all verdicts.
 
 mod collectives;
 mod devices;
-mod followers;
 mod graphs;
 mod groups;
 mod hang;
@@ -10,12 +10,13 @@ mod hosts;
 mod idle;
 mod laws;
 mod processes;
+mod resource_waits;
 mod threads;
 mod transfers;
 
 use crate::{Cause, Confidence, Verdict};
 
-/// Checks the core of a verdict; on a difference the whole text is shown.
+/// Checks the core of a verdict. A failure shows the full text.
 #[track_caller]
 fn expect(verdict: &Verdict, cause: Cause, culprits: &[u32], confidence: Confidence) {
     let text = verdict.to_text();

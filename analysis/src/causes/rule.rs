@@ -1,0 +1,57 @@
+//! The interface of a rule, and the finding that it returns.
+
+use super::{case::Case, wording::Number};
+use crate::{
+    graph::Suspect,
+    verdict::{Cause, Confidence, EvidenceLine},
+};
+
+/// One cause and how to recognize it.
+pub(crate) struct Rule {
+    /// The cause that this rule finds.
+    pub cause: Cause,
+    /// Explains a suspect, or returns `None` to leave it to the next rule.
+    pub explain: fn(&Case<'_>, &Suspect) -> Option<Finding>,
+    /// The reason why it is not this cause, if the evidence excludes the cause and a reader could
+    /// suspect it.
+    pub rule_out: fn(&Case<'_>, &[usize]) -> Option<String>,
+}
+
+/// What a rule found about a suspect.
+#[derive(Debug, Clone)]
+pub(crate) struct Finding {
+    /// The culprits, as rank indices.
+    pub culprits: Vec<usize>,
+    /// The sentence, or its part about one rank.
+    pub statement: Statement,
+    /// How far the finding can be trusted.
+    pub confidence: Confidence,
+    /// The facts that support the finding.
+    pub evidence: Vec<EvidenceLine>,
+}
+
+/// How a finding becomes a sentence.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Statement {
+    /// The predicate after `rank 2` or `ranks 2, 5`. The judge adds who waits where.
+    OfRanks {
+        /// For one rank.
+        one: String,
+        /// For several ranks with the same predicate.
+        many: String,
+    },
+    /// A complete sentence.
+    Sentence(String),
+}
+
+impl Statement {
+    /// A predicate whose words agree with the number of ranks.
+    pub fn of_ranks(text: impl Fn(Number) -> String) -> Self {
+        Statement::OfRanks { one: text(Number::One), many: text(Number::Many) }
+    }
+}
+
+/// For rules whose cause no reader confuses with another.
+pub(super) fn never_ruled_out(_: &Case<'_>, _: &[usize]) -> Option<String> {
+    None
+}

@@ -1,0 +1,242 @@
+//! The suspects of a job in which no rank is known to wait in a collective: a rank that stands still
+//! by itself, or that differs from ranks whose stacks show that they wait.
+//!
+//! An ordered table of rules: the first rule that applies names the suspects.
+
+use std::collections::BTreeMap;
+
+use xpu_timer_proto::v1::{OpKind, TriggerKind};
+
+use super::outcome::{ended_in_order, is_idle};
+use crate::{causes::Case, graph::Suspect, verdict::Activity};
+
+/// One rule of the table.
+struct Suspicion {
+    /// Name of the rule.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    name: &'static str,
+    /// Why the rule holds.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for readers and tests"))]
+    reason: &'static str,
+    /// The suspects, if the rule applies.
+    find: fn(&Ranks<'_, '_>) -> Option<Suspects>,
+}
+
+/// What a rule found.
+struct Suspects {
+    suspects: Vec<Suspect>,
+    /// Ranks that wait for the suspects, by their stacks.
+    waiters: Vec<usize>,
+}
+
+/// The ranks of a job, as the rules sort them. All lists hold rank indices, ascending.
+struct Ranks<'c, 'a> {
+    case: &'c Case<'a>,
+    /// The incident is a manual dump.
+    manual: bool,
+    /// Ranks with a stack that wait for their device or in the creation of a communicator.
+    waiting: Vec<usize>,
+    /// The other ranks with a stack.
+    others: Vec<usize>,
+    /// `waiting`, and the ranks in a lock shared between processes. A rank in such a lock waits for
+    /// a rank that is not in it, if there is one.
+    waiting_or_locked: Vec<usize>,
+    /// The other ranks with a stack.
+    unlocked: Vec<usize>,
+}
+
+const SUSPICIONS: &[Suspicion] = &[
+    Suspicion {
+        name: "halted",
+        reason: "A rank that cannot run comes first. A rank that left in order is no suspect while nobody waits for it.",
+        find: halted,
+    },
+    Suspicion {
+        name: "outside_graph",
+        reason: "Most ranks have launched a graph, which may contain collectives that the others have not launched.",
+        find: outside_graph,
+    },
+    Suspicion {
+        name: "pending_kernel",
+        reason: "A kernel or graph has been pending since before the incident was opened.",
+        find: pending_kernel,
+    },
+    Suspicion {
+        name: "not_waiting",
+        reason: "In any healthy job some ranks wait for the device and others are elsewhere, so only ranks that stand still \
+                 count, if there are any.",
+        find: not_waiting,
+    },
+    Suspicion {
+        name: "manual",
+        reason: "A manual dump may be of a healthy job, so a rank that only stands still is no suspect.",
+        find: manual,
+    },
+    Suspicion {
+        name: "minority_place",
+        reason: "No rank is stuck in a known way, and a few stand still elsewhere than most. Idle ranks do not hold up others.",
+        find: minority_place,
+    },
+    Suspicion { name: "stuck", reason: "A rank that is stuck in a known way needs no waiter.", find: stuck },
+];
+
+/// Finds the suspects, and sets the ranks of `case` that wait for them.
+pub(super) fn suspects(case: &mut Case<'_>) -> Vec<Suspect> {
+    let found = {
+        let ranks = Ranks::of(case);
+        SUSPICIONS.iter().find_map(|suspicion| (suspicion.find)(&ranks))
+    };
+    let Some(Suspects { suspects, waiters }) = found else { return Vec::new() };
+    case.stack_waiters = waiters;
+    let mut suspects: Vec<Suspect> = suspects.into_iter().map(|suspect| follow_to_holder(case, suspect)).collect();
+    suspects.dedup();
+    suspects
+}
+
+impl<'c, 'a> Ranks<'c, 'a> {
+    fn of(case: &'c Case<'a>) -> Self {
+        let kind = case.evidence.trigger.as_ref().map_or(TriggerKind::Unspecified, |trigger| trigger.kind());
+        let known = |index: &usize| case.view(*index).host.stack && !case.view(*index).halted();
+        let (waiting, others): (Vec<usize>, Vec<usize>) =
+            (0..case.world.views.len()).filter(known).partition(|index| waits(case, *index));
+        let is_locked = |index: &usize| case.in_shared_lock(*index);
+        let (waiting_or_locked, unlocked) = if others.iter().all(is_locked) {
+            (waiting.clone(), others.clone())
+        } else {
+            let (locked, unlocked): (Vec<usize>, Vec<usize>) = others.iter().copied().partition(is_locked);
+            let mut waiting = [waiting.clone(), locked].concat();
+            waiting.sort_unstable();
+            (waiting, unlocked)
+        };
+        Ranks { case, manual: kind == TriggerKind::Manual, waiting, others, waiting_or_locked, unlocked }
+    }
+
+    fn all(&self) -> std::ops::Range<usize> {
+        0..self.case.world.views.len()
+    }
+
+    fn has_pending(&self, index: usize, kind: OpKind) -> bool {
+        self.case.view(index).pending().any(|operation| operation.kind() == kind)
+    }
+
+    /// Ranks that are stuck in a known way.
+    fn stuck(&self) -> Vec<usize> {
+        let specific = |index: &usize| {
+            let host = &self.case.view(*index).host;
+            !matches!(host.observed.activity, Activity::Unknown | Activity::Running | Activity::Sleep)
+                && !waits(self.case, *index)
+                && host.frozen()
+        };
+        self.unlocked.iter().copied().filter(specific).collect()
+    }
+}
+
+/// Whether a rank waits for its device or in the creation of a communicator, by its stack.
+fn waits(case: &Case<'_>, index: usize) -> bool {
+    matches!(case.view(index).host.observed.activity, Activity::DeviceWait | Activity::CommInit)
+}
+
+/// Suspects the hosts of these ranks.
+fn hosts(ranks: Vec<usize>, waiters: Vec<usize>) -> Suspects {
+    let host = |rank_index| Suspect::Host { rank_index, events: Vec::new(), guess: false };
+    Suspects { suspects: ranks.into_iter().map(host).collect(), waiters }
+}
+
+/// Scenario: `hosts::a_death_is_reported_before_any_rank_waits`.
+fn halted(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let is_halted = |index: &usize| ranks.case.view(*index).halted() && !ended_in_order(ranks.case, *index);
+    let halted: Vec<usize> = ranks.all().filter(is_halted).collect();
+    (!halted.is_empty()).then(|| hosts(halted, ranks.waiting.clone()))
+}
+
+/// Scenario: `devices::one_rank_has_not_launched_its_graph`.
+fn outside_graph(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let in_graph = |index: &usize| ranks.has_pending(*index, OpKind::GraphLaunch);
+    let inside: Vec<usize> = ranks.all().filter(in_graph).collect();
+    let outside: Vec<usize> = ranks.others.iter().copied().filter(|index| !in_graph(index)).collect();
+    (!outside.is_empty() && outside.len() < inside.len()).then(|| hosts(outside, inside))
+}
+
+/// Scenario: `devices::a_job_of_one_rank`.
+fn pending_kernel(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let has_kernel =
+        |index: &usize| ranks.has_pending(*index, OpKind::Kernel) || ranks.has_pending(*index, OpKind::GraphLaunch);
+    let device = |rank_index| Suspect::Device { rank_index, events: Vec::new() };
+    let suspects: Vec<Suspect> = ranks.all().filter(has_kernel).map(device).collect();
+    (!suspects.is_empty() && !ranks.manual).then(|| Suspects { suspects, waiters: ranks.waiting.clone() })
+}
+
+/// Scenario: `hosts::a_job_that_computes_nothing_is_judged_by_its_stacks`.
+fn not_waiting(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    if ranks.waiting_or_locked.is_empty() || ranks.unlocked.is_empty() || ranks.manual {
+        return None;
+    }
+    let is_frozen = |index: &usize| ranks.case.view(*index).host.frozen();
+    let frozen: Vec<usize> = ranks.unlocked.iter().copied().filter(is_frozen).collect();
+    let suspects = if frozen.is_empty() { ranks.unlocked.clone() } else { frozen };
+    Some(hosts(suspects, ranks.waiting_or_locked.clone()))
+}
+
+/// Scenario: `hosts::a_manual_dump_accuses_no_rank_that_only_stands_still`.
+fn manual(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    ranks.manual.then(|| hosts(Vec::new(), Vec::new()))
+}
+
+/// Recorded evidence: `experts-no-id`.
+fn minority_place(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    if !ranks.stuck().is_empty() || is_idle(ranks.case) {
+        return None;
+    }
+    let (most, few) = split_by_place(ranks.case)?;
+    Some(hosts(few, most))
+}
+
+/// Scenario: `hosts::all_ranks_in_their_loaders`.
+fn stuck(ranks: &Ranks<'_, '_>) -> Option<Suspects> {
+    let stuck = ranks.stuck();
+    let waiters = if stuck.len() == ranks.all().len() { stuck.clone() } else { Vec::new() };
+    Some(hosts(stuck, waiters))
+}
+
+/// Splits the ranks into those at the place of more than half of all ranks, and the others. `None`
+/// unless all ranks stand still.
+fn split_by_place(case: &Case<'_>) -> Option<(Vec<usize>, Vec<usize>)> {
+    let all = 0..case.world.views.len();
+    let known = |rank_index: usize| case.view(rank_index).host.stack && case.view(rank_index).host.frozen();
+    if !all.clone().all(known) {
+        return None;
+    }
+    let mut places: BTreeMap<String, Vec<usize>> = BTreeMap::new();
+    all.for_each(|rank_index| places.entry(case.place(rank_index)).or_default().push(rank_index));
+    let most = places.into_values().find(|ranks| 2 * ranks.len() > case.world.views.len())?;
+    let few: Vec<usize> = (0..case.world.views.len()).filter(|rank_index| !most.contains(rank_index)).collect();
+    (!few.is_empty()).then_some((most, few))
+}
+
+/// Replaces a suspect by the rank that holds the resource it waits for.
+fn follow_to_holder(case: &Case<'_>, suspect: Suspect) -> Suspect {
+    let Suspect::Host { mut rank_index, events, guess } = suspect else { return suspect };
+    let holder = |rank_index: usize| case.graph.resource_waits.iter().find(|wait| wait.waiter == rank_index);
+    // The loop is bounded, because ranks that wait for each other in a cycle have no end.
+    for _ in 0..case.graph.resource_waits.len() {
+        rank_index = holder(rank_index).map_or(rank_index, |wait| wait.holder);
+    }
+    Suspect::Host { rank_index, events, guess }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn assert_table(rules: &[(&str, &str)]) {
+        let names: std::collections::BTreeSet<&str> = rules.iter().map(|(name, _)| *name).collect();
+        assert_eq!(names.len(), rules.len(), "{rules:?}");
+        assert!(rules.iter().all(|(_, reason)| reason.ends_with('.')), "{rules:?}");
+    }
+
+    #[test]
+    fn every_rule_has_a_name_of_its_own_and_a_reason() {
+        let rules: Vec<_> = SUSPICIONS.iter().map(|rule| (rule.name, rule.reason)).collect();
+        assert_table(&rules);
+    }
+}

@@ -1,0 +1,166 @@
+//! Combines the samples of a dump into what is known of a process.
+
+use std::collections::HashMap;
+
+use xpu_timer_proto::server::{AwaitedKind, PstackStacktrace, Stacktrace};
+
+use super::{
+    classify::{classify_without, receives},
+    helpers,
+    host::{BUSY_SHARE, DSleep, Host, Movement, ObservedActivity},
+    location::{locate, program},
+    movement::{IDLE_SHARE, in_same_function, movement, serves_socket, within_library},
+    names::frame_label,
+    patterns::{self, FREEZER_WCHAN},
+    sample::{Sample, ThreadStacks, reporting_threads, samples},
+};
+use crate::verdict::Activity;
+
+/// The kernel shows a process in a frozen control group as sleeping, so the judge uses a state of
+/// its own.
+const FROZEN: &str = "F (frozen)";
+
+/// The kernel's name for the state of a waiting process.
+const SLEEPING: &str = "S (sleeping)";
+
+/// Reads a dump: the process, and its main thread or the training thread in its place.
+pub(crate) fn read(dump: &Stacktrace, training: Option<u32>) -> Host {
+    let (first, last) = samples(dump);
+    let pid = training.unwrap_or(u32::try_from(dump.pid).unwrap_or(0));
+    // A process that vanished or could not be read the second time still has the stacks of the
+    // first sample.
+    let readable = match first {
+        Some(first) if !last.has_stacks() => first,
+        _ => last,
+    };
+    // A single sample says nothing about movement. A sample that came too late, on a busy machine,
+    // does not prove that the process stands still.
+    let seen_before = first.filter(|first| first.has_stacks() && last.has_stacks());
+    let main = reporting_threads(readable, dump.pid, training);
+    let before = seen_before.map(|first| reporting_threads(first, dump.pid, training));
+    let moved = movement(dump, before, main);
+    // A garbage collection computes. A thread in a collection that uses no processor is in a
+    // finalizer.
+    let idle = moved.is_some_and(|moved| moved.cpu_share < IDLE_SHARE);
+    let excluded = if idle { Activity::Gc } else { Activity::Unknown };
+    let does = |(native, python)| classify_without(excluded, native, python);
+    let observed = does(main);
+    let frozen = main.0.is_some_and(|thread| {
+        let wakeable = || patterns::WAKEABLE_WCHAN.iter().any(|start| thread.wchan.starts_with(start));
+        FREEZER_WCHAN.contains(&thread.wchan.as_str()) || thread.state.starts_with('D') && wakeable()
+    });
+    let state = match (frozen, last.state, first) {
+        (true, state, _) if !state.starts_with(['T', 't']) => FROZEN,
+        (_, "", _) => readable.state,
+        (_, state, first) if state.starts_with('t') => traced_state(state, first, moved),
+        (_, state, _) => state,
+    };
+    let did = before.map(|before| does(before).activity);
+    let same_in_both = did.is_none_or(|did| did == observed.activity);
+    let observed = from_stuck_worker(dump, main, &observed).unwrap_or(observed);
+    // I/O of other threads is no progress of a main thread that slept, or was in one call, all the
+    // time.
+    let seen_twice = main.0.is_some() && before.is_some_and(|before| before.0.is_some());
+    let in_one_call = matches!(observed.activity, Activity::Sleep | Activity::Io) && same_in_both && seen_twice;
+    let stood = |moved: Movement| in_one_call && !moved.main_ran && !state.starts_with('R');
+    // A thread that polls may be in the middle of a poll, in the same function. That is no
+    // progress.
+    let sleeps = observed.activity == Activity::Sleep || did == Some(Activity::Sleep);
+    let looks = idle && sleeps && before.is_some_and(|before| in_same_function(before, main));
+    let work =
+        if may_wait_for_helpers(observed.activity) { helpers::work(dump, pid, main) } else { helpers::Work::default() };
+    // On a busy machine, a computing thread gets little processor time, but is runnable in every
+    // sample.
+    let runnable = first.is_some_and(|first| first.state.starts_with('R') && last.state.starts_with('R'));
+    let flows = before.is_some_and(|before| serves_socket(before, main));
+    let moved = moved.map(|moved| Movement {
+        io: moved.io && !stood(moved) || flows,
+        own_frame: moved.own_frame && !looks,
+        helper_busy: work.busy,
+        helper_went_on: work.went_on,
+        library_went_on: (runnable || moved.cpu_share >= BUSY_SHARE)
+            && !matches!(observed.activity, Activity::DeviceWait | Activity::CommInit)
+            && before.is_some_and(|before| within_library(before, main)),
+        ..moved
+    });
+    Host {
+        stack: main.0.is_some_and(|thread| !thread.frames.is_empty())
+            || main.1.is_some_and(|thread| !thread.frames.is_empty()),
+        state: state.to_owned(),
+        same_in_both,
+        location: locate(main.0, main.1, &observed, program(readable.native)),
+        moved,
+        d_sleep: first.and_then(|first| d_sleep(first, last, pid)),
+        awaited: main.0.and_then(|thread| thread.awaited.clone()),
+        observed,
+    }
+}
+
+/// The state of a process that is traced in the last sample. A debugger holds it only if it did so
+/// in the first sample as well and the main thread did not run in between. Otherwise the capture
+/// itself stopped it, which takes microseconds and is still visible on a busy machine.
+fn traced_state<'a>(state: &'a str, first: Option<Sample<'a>>, moved: Option<Movement>) -> &'a str {
+    let ran = moved.is_none_or(|moved| moved.main_ran || moved.cpu_share > 0.0);
+    match first {
+        Some(first) if !first.state.starts_with('t') && !first.state.is_empty() => first.state,
+        Some(_) if !ran => state,
+        _ => SLEEPING,
+    }
+}
+
+/// A thread waits for a loader if it receives from a queue of worker processes and one of them is
+/// stuck, or from any of their pipes if one of them is dead or no other process has the other end
+/// open.
+fn from_stuck_worker(
+    dump: &Stacktrace,
+    (native, python): ThreadStacks<'_>,
+    observed: &ObservedActivity,
+) -> Option<ObservedActivity> {
+    if !matches!(observed.activity, Activity::Lock | Activity::Unknown) {
+        return None;
+    }
+    let frame = receives(&python?.frames)?;
+    let abandoned = native.and_then(|thread| thread.awaited.as_ref()).is_some_and(|awaited| {
+        awaited.kind() == AwaitedKind::Pipe
+            && !awaited.holders.is_empty()
+            && awaited.holders.iter().all(|holder| holder.pid == dump.pid)
+    });
+    let queue = frame.file_name.contains(patterns::QUEUE_OF_PROCESSES);
+    let stuck = helpers::worst_child(dump).is_some_and(|child| child.is_dead() || queue && child.is_stuck());
+    (abandoned || stuck).then(|| ObservedActivity { activity: Activity::DataLoader, witness: frame_label(frame) })
+}
+
+/// Whether a main thread with this activity may wait for the work of its own threads or child
+/// processes.
+fn may_wait_for_helpers(activity: Activity) -> bool {
+    use Activity::{DataLoader, Io, Lock, Sleep, Unknown};
+    matches!(activity, DataLoader | Io | Lock | Sleep | Unknown)
+}
+
+fn d_sleep(first: Sample<'_>, last: Sample<'_>, pid: u32) -> Option<DSleep> {
+    let before: HashMap<u32, &PstackStacktrace> = first.native.iter().map(|thread| (thread.pid, thread)).collect();
+    let mut found: Vec<DSleep> = last
+        .native
+        .iter()
+        .filter(|thread| thread.state.starts_with('D'))
+        .filter(|thread| {
+            before.get(&thread.pid).is_some_and(|before| {
+                before.state.starts_with('D')
+                    && before.wchan == thread.wchan
+                    && before.context_switches == thread.context_switches
+            })
+        })
+        .map(|thread| DSleep {
+            main: thread.pid == pid,
+            thread: thread.thread_name.clone(),
+            wchan: thread.wchan.clone(),
+        })
+        .collect();
+    found.sort_by_key(|thread| !thread.main);
+    if !found.is_empty() {
+        return found.into_iter().next();
+    }
+    // The state of a process is known even if its threads could not be read.
+    let alone = last.native.is_empty() && first.state.starts_with('D') && last.state.starts_with('D');
+    alone.then(|| DSleep { main: true, thread: String::new(), wchan: String::new() })
+}
