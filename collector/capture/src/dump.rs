@@ -1,10 +1,11 @@
 //! The command `xpu_timer_dump`: the stacks of running processes as text, JSON or `.stacktrace` files. It needs no collector.
 
 mod files;
-mod find;
-mod helper;
 mod json;
+mod ptrace_child;
+mod ranked;
 mod text;
+mod view;
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -17,7 +18,9 @@ use anyhow::{Result, bail};
 use clap::{ArgGroup, Parser};
 use xpu_timer_proto::printable::{self, Lines};
 
-use crate::{Capturer, Options, Stacks};
+use crate::{capturer::Capturer, options::Options, stacks::Stacks};
+
+use view::View;
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
@@ -72,14 +75,6 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| "not a number of seconds".to_string())
 }
 
-/// Which stacks are shown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum View {
-    Native,
-    Python,
-    Merged,
-}
-
 /// Runs the command.
 ///
 /// # Errors
@@ -90,12 +85,12 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
     if arguments.force_ptrace
-        && let Some(code) = helper::run()?
+        && let Some(code) = ptrace_child::run()?
     {
         return Ok(code);
     }
     let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { find::ranked() } else { Vec::new() };
+    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked::ranked() } else { Vec::new() };
     for rank in &arguments.rank {
         let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
         let before = pids.len();

@@ -2,8 +2,6 @@
 
 use std::{io, path::PathBuf};
 
-use crate::permission;
-
 /// Why something could not be captured.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {
@@ -29,12 +27,14 @@ pub enum Error {
         source: io::Error,
     },
     /// The caller may not look into this process.
-    #[error("no permission to look into process {pid} of uid {uid}: {}", permission::missing(*pid, *uid))]
+    #[error("no permission to look into process {pid} of uid {uid}: {remedy}")]
     Permission {
         /// Process id.
         pid: i32,
         /// Owner of the process.
         uid: u32,
+        /// What is missing, and how to get it.
+        remedy: String,
     },
     /// Another program traces the thread.
     #[error("thread {tid} is already traced by process {tracer} ({name})")]
@@ -86,4 +86,29 @@ pub enum Error {
         /// Why.
         reason: String,
     },
+}
+
+impl Error {
+    /// Whether the process or thread has ended.
+    pub(crate) fn is_gone(&self) -> bool {
+        match self {
+            Error::Gone(_) => true,
+            Error::Procfs { source, .. } | Error::Memory { source, .. } => {
+                source.kind() == io::ErrorKind::NotFound || source.raw_os_error() == Some(libc::ESRCH)
+            }
+            // ECHILD: there is no such thread to wait for, although it was traced before.
+            Error::Ptrace { source, .. } => matches!(source.raw_os_error(), Some(libc::ESRCH | libc::ECHILD)),
+            _ => false,
+        }
+    }
+
+    /// Whether the kernel refused for lack of permission.
+    pub(crate) fn is_denied(&self) -> bool {
+        match self {
+            Error::Procfs { source, .. } | Error::Ptrace { source, .. } | Error::Memory { source, .. } => {
+                source.kind() == io::ErrorKind::PermissionDenied
+            }
+            _ => false,
+        }
+    }
 }

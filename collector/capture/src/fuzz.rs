@@ -8,9 +8,8 @@ use std::{
 use gimli::UnwindContext;
 
 use crate::{
-    image::{Bytes, Image},
-    perf_map::PerfMap,
-    symbolize,
+    objects::{bytes::Bytes, image::Image, perf_map::PerfMap},
+    symbols::symbolizer,
 };
 
 /// Enough for what a small object holds; one that makes the search for lines run for longer is stopped there.
@@ -33,9 +32,9 @@ pub fn object(bytes: &[u8]) {
             assert!(function.contains(address), "{address:#x} is not in {function:x?}");
         }
     }
-    let names = symbolize::names_of(&image, &addresses);
+    let names = symbolizer::names_of(&image, &addresses);
     assert_eq!(names.len(), addresses.len());
-    for (address, _) in symbolize::lines_of(&image, &addresses, Instant::now() + LINES) {
+    for (address, _) in symbolizer::lines_of(&image, &addresses, Instant::now() + LINES) {
         assert!(addresses.binary_search(&address).is_ok(), "nobody asked for {address:#x}");
     }
 }

@@ -4,7 +4,23 @@ use std::sync::Arc;
 
 use xpu_timer_proto::server::{ProcessSample, PstackFrame};
 
-use crate::ProcessCapture;
+/// The stacks of one process, or the reason why there are none.
+#[derive(Debug, Clone, Default)]
+pub struct ProcessCapture {
+    /// Process id.
+    pub pid: i32,
+    /// Process id of its parent; 0 when unknown.
+    pub parent_pid: i32,
+    /// argv joined by spaces, else the name that the kernel knows, in brackets.
+    pub command: String,
+    /// The stacks, the state, and what could not be had.
+    pub sample: ProcessSample,
+    /// For each thread in `sample.py_stacktrace` and each of its frames: whether C code entered the interpreter with it. It
+    /// is what [`merge`] needs to put Python frames in their places in the native stack.
+    pub python_entries: Vec<Vec<bool>>,
+    /// All descendants, flattened, parents before their children. Empty unless asked for.
+    pub children: Vec<ProcessCapture>,
+}
 
 /// A captured process whose native frames are numbers of places.
 #[derive(Debug, Clone, Default)]

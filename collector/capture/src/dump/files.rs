@@ -14,8 +14,9 @@ use xpu_timer_proto::{
     server::{ChildProcess, Stacktrace},
 };
 
-use super::find;
-use crate::ProcessCapture;
+use crate::stacks::ProcessCapture;
+
+use super::ranked;
 
 /// Where the files go, and how they are numbered.
 pub(super) struct Files {
@@ -29,7 +30,7 @@ impl Files {
     /// places in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
-        let ranks: Vec<Option<find::Ranked>> = pids.iter().map(|pid| find::rank_of(*pid)).collect();
+        let ranks: Vec<Option<ranked::Ranked>> = pids.iter().map(|pid| ranked::rank_of(*pid)).collect();
         let largest = ranks
             .iter()
             .flatten()

@@ -12,11 +12,12 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use super::View;
 use crate::{
-    Function, Place, Stacks,
     merge::{fit, is_loop_name},
+    stacks::{Function, Place, Stacks},
 };
+
+use super::view::View;
 
 /// Writes one process and its descendants; `pretty` for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {

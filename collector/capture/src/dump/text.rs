@@ -10,11 +10,12 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use super::View;
 use crate::{
-    ProcessCapture,
     merge::{Frame, merge},
+    stacks::ProcessCapture,
 };
+
+use super::view::View;
 
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[31m";

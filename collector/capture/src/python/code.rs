@@ -7,12 +7,15 @@ use std::{
 
 use xpu_timer_proto::server::PySpyFrame;
 
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{Snapshot, Torn},
+};
+
 use super::{
+    builtins::{Characters, characters, string},
     frames::RawFrame,
-    layout::Layout,
     lines,
-    memory::{Snapshot, Torn},
-    objects::{self, characters, string},
 };
 
 /// Bytes of a line table at most; nobody writes a function that long.
@@ -91,7 +94,7 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
             bodies.extend(length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(LONGEST_TABLE))));
         } else {
             let found = characters(memory, layout, object);
-            bodies.extend(found.map(|found: objects::Characters| (found.address, found.length * found.width)));
+            bodies.extend(found.map(|found: Characters| (found.address, found.length * found.width)));
         }
     }
     memory.fetch(bodies.into_iter());

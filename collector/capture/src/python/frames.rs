@@ -1,10 +1,11 @@
 //! The chain of frames of a thread.
 
-use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
-    threads::Thread,
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{Snapshot, Torn},
 };
+
+use super::threads::Thread;
 
 /// Frames of one thread; a chain that is longer runs in a circle.
 const MOST_FRAMES: usize = 200_000;

@@ -3,10 +3,13 @@
 
 use std::collections::HashMap;
 
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{Snapshot, Torn},
+};
+
 use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
-    objects::{attributes, item, number, pairs, string},
+    builtins::{attributes, item, number, pairs, string},
     threads::Interpreter,
 };
 

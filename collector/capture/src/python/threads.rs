@@ -6,11 +6,12 @@
 //! Up to 3.11 the state of a thread that is about to be started carries the ids of the one that starts it. That one has an older
 //! state in the same interpreter, so it is the older one that is believed.
 
-use crate::memory;
-
-use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
+use crate::{
+    cpython::layout::Layout,
+    memory::{
+        remote,
+        snapshot::{Snapshot, Torn},
+    },
 };
 
 /// Interpreters and threads at most; more are a list that runs in a circle.
@@ -58,7 +59,7 @@ pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Ve
 
 fn word(tid: i32, what: &'static str, address: u64) -> Result<u64, Torn> {
     let mut bytes = [0; 8];
-    match memory::read(tid, address, &mut bytes) {
+    match remote::read(tid, address, &mut bytes) {
         Ok(8) => Ok(u64::from_le_bytes(bytes)),
         _ => Err(Torn { what, address }),
     }
@@ -91,7 +92,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
     let mut bytes = vec![0; layout.thread_size as usize];
     let mut address = word(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
     while address != 0 {
-        if !matches!(memory::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
+        if !matches!(remote::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
             return Err(Torn { what: THREAD, address });
         }
         let field = |offset: u64| {
@@ -122,23 +123,10 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
 /// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
 fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     let mut bytes = [0; 4];
-    match memory::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
+    match remote::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
         Ok(4) => i32::from_le_bytes(bytes),
         _ => 0,
     }
-}
-
-/// Whether the garbage collector of a thread's interpreter runs: in the thread that holds the lock, or that lets go of it in a finalizer.
-pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &Thread) -> bool {
-    const COLLECTOR: &str = "the garbage collector";
-    let collector = match (layout.runtime_gc, layout.interpreter_gc) {
-        (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
-        (None, Some(offset)) => memory
-            .word(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
-            .map(|interpreter| interpreter.wrapping_add(offset)),
-        (None, None) => return false,
-    };
-    collector.and_then(|collector| memory.half(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
 }
 
 /// Whether a thread holds the lock of its interpreter.

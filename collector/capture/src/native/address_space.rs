@@ -1,0 +1,158 @@
+//! The mappings of one process and the objects behind them.
+
+use std::{
+    cell::{OnceCell, RefCell},
+    collections::HashMap,
+    ops::Range,
+    rc::Rc,
+    sync::Arc,
+};
+
+use crate::{
+    error::Error,
+    kernel::{mappings::Mappings, procfs::Mapping},
+    memory::remote,
+    objects::{image::Image, image_cache::Images, perf_map::PerfMap},
+};
+
+use super::{
+    frame::RawFrame,
+    prologue::{self, FrameLayout},
+};
+
+/// `None` for anonymous memory and for files that cannot be had.
+type Object = Option<Rc<Located>>;
+
+/// The mappings of one process, at the time of the capture.
+pub(crate) struct AddressSpace<'a> {
+    images: &'a Images,
+    pid: i32,
+    /// A live thread; the leader may have ended.
+    tid: i32,
+    mappings: Mappings,
+    /// By the start of the mapping.
+    located: RefCell<HashMap<u64, Object>>,
+    /// The one asked for last: callers often lie in the object of their callees.
+    last: RefCell<Option<(Rc<Mapping>, Object)>>,
+    perf_map: OnceCell<PerfMap>,
+    /// Of the frames that were asked for.
+    layouts: RefCell<HashMap<RawFrame, Option<FrameLayout>>>,
+}
+
+/// An object, and where it is mapped.
+pub(crate) struct Located {
+    pub image: Arc<Image>,
+    /// Address in the process less address in the file.
+    pub bias: u64,
+}
+
+impl<'a> AddressSpace<'a> {
+    /// Of a process, by one of its live threads.
+    pub fn open(images: &'a Images, pid: i32, tid: i32) -> Result<Self, Error> {
+        let mappings = Mappings::open(pid, tid)?;
+        Ok(AddressSpace {
+            images,
+            pid,
+            tid,
+            mappings,
+            located: RefCell::default(),
+            last: RefCell::default(),
+            perf_map: OnceCell::new(),
+            layouts: RefCell::default(),
+        })
+    }
+
+    /// The mapping that holds an address.
+    pub fn mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+        self.mappings.at(address)
+    }
+
+    /// The mapping that holds an address, when it has been asked for before: while a thread is stopped nobody is asked.
+    pub fn known_mapping(&self, address: u64) -> Option<Rc<Mapping>> {
+        self.mappings.known(address)
+    }
+
+    pub fn is_executable(&self, address: u64) -> bool {
+        self.mapping(address).is_some_and(|mapping| mapping.executable)
+    }
+
+    /// The object that holds an address; `None` for anonymous memory and for files that cannot be had.
+    pub fn located(&self, address: u64) -> Object {
+        if let Some((mapping, located)) = &*self.last.borrow()
+            && mapping.start <= address
+            && address < mapping.end
+        {
+            return located.clone();
+        }
+        let mapping = self.mapping(address)?;
+        let known = self.located.borrow().get(&mapping.start).cloned();
+        let located = known.unwrap_or_else(|| {
+            let located = self.locate(&mapping).map(Rc::new);
+            self.located.borrow_mut().insert(mapping.start, located.clone());
+            located
+        });
+        *self.last.borrow_mut() = Some((mapping, located.clone()));
+        located
+    }
+
+    fn locate(&self, mapping: &Mapping) -> Option<Located> {
+        let image = self.images.get(self.pid, self.tid, mapping, || self.first(mapping))?;
+        let bias = image.bias(mapping)?;
+        Some(Located { image, bias })
+    }
+
+    /// The mapping of the first byte of the file that a mapping is of, the nearest one below it.
+    fn first(&self, mapping: &Mapping) -> Option<Rc<Mapping>> {
+        let below = self.mappings.all().iter().rev().filter(|other| other.start <= mapping.start);
+        let same =
+            |other: &&Rc<Mapping>| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
+        below.into_iter().find(same).cloned()
+    }
+
+    /// Code from the memory of the process. Code in a file that cannot be had is left alone: its file system may not answer.
+    pub fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
+        let mapping = self.mapping(address).filter(|mapping| mapping.executable && mapping.readable)?;
+        if !mapping.is_memory() {
+            self.located(address)?;
+        }
+        let length = length.min(usize::try_from(mapping.end - address).unwrap_or(length));
+        remote::read_exact(self.tid, address, length).ok()
+    }
+
+    /// Where the function that a frame is in keeps its frame, by its code.
+    pub fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
+        if let Some(known) = self.layouts.borrow().get(&frame) {
+            return *known;
+        }
+        let layout = self.function(frame.lookup()).and_then(|function| {
+            let length = (function.end - function.start).min(prologue::LONGEST) as usize;
+            let code = self.instructions(function.start, length)?;
+            prologue::layout(&code, function.start, frame.pc, frame.exact)
+        });
+        self.layouts.borrow_mut().insert(frame, layout);
+        layout
+    }
+
+    /// Where the function that holds an address begins and ends.
+    fn function(&self, address: u64) -> Option<Range<u64>> {
+        let Some(located) = self.located(address) else { return self.perf_map().function(address) };
+        let within = address.wrapping_sub(located.bias);
+        let found = located.image.function(within).or_else(|| located.image.symbol(within))?;
+        Some(found.start.wrapping_add(located.bias)..found.end.wrapping_add(located.bias))
+    }
+
+    /// What the process tells of the code that it made at run time; read when it is first asked for.
+    pub fn perf_map(&self) -> &PerfMap {
+        self.perf_map.get_or_init(|| self.images.perf_map(self.pid).unwrap_or_default())
+    }
+
+    /// The mappings of code that lies in files, ascending.
+    pub fn code(&self) -> Vec<Rc<Mapping>> {
+        self.mappings.code()
+    }
+
+    /// The lowest of them, which mostly is of the program itself.
+    pub fn first_code(&self) -> Option<Rc<Mapping>> {
+        self.mappings.next_code(0)
+    }
+}

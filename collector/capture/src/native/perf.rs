@@ -1,0 +1,333 @@
+//! Samples of threads that run: `perf_event_open` on a thread's software task clock, with its user registers and its stack.
+//!
+//! The kernel's timer interrupt takes the sample on the CPU that runs the thread. The thread gets no signal and no stop, and a
+//! system call that it is in returns what it would have returned. Each event takes one sample and then disables itself.
+
+use std::{
+    fs, io,
+    os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd},
+    sync::atomic::{AtomicU64, Ordering, fence},
+};
+
+use memmap2::{MmapOptions, MmapRaw};
+
+use crate::memory::region::Region;
+
+use super::registers::Registers;
+
+/// CPU time of the thread after which a sample is taken. The kernel permits no less than 10 us.
+const PERIOD_NS: u64 = 20_000;
+/// Bytes of the user stack in one sample. A record holds less than 64 KB.
+pub(crate) const STACK_BYTES: usize = 65_528;
+/// Pages of a ring: one record of the longest kind. Users without privileges may lock few pages, so fewer are tried too.
+const RING_PAGES: [usize; 3] = [16, 8, 4];
+const PAGE: usize = 4096;
+
+const TYPE_SOFTWARE: u32 = 1;
+const SW_TASK_CLOCK: u64 = 1;
+const SAMPLE_REGS_USER: u64 = 1 << 12;
+const SAMPLE_STACK_USER: u64 = 1 << 13;
+const DISABLED: u64 = 1;
+const EXCLUDE_KERNEL: u64 = 1 << 5;
+const EXCLUDE_HV: u64 = 1 << 6;
+const FLAG_FD_CLOEXEC: libc::c_ulong = 8;
+/// `_IO('$', 2)`: enables the event until it has taken this many samples.
+const IOC_REFRESH: libc::c_ulong = 0x2402;
+const RECORD_SAMPLE: u32 = 9;
+/// Of `misc` in a record's header: which mode the CPU was in.
+const MODE_MASK: u16 = 7;
+const MODE_KERNEL: u16 = 1;
+/// `PERF_REG_X86_*`: ax, bx, cx, dx, si, di, bp, sp, ip (bits 0 to 8) and r8 to r15 (bits 16 to 23).
+const REGISTERS: u64 = 0x00ff_01ff;
+const REGISTER_COUNT: usize = REGISTERS.count_ones() as usize;
+/// Where in the ring's first page the kernel writes its position, and where it reads ours.
+const HEAD: usize = 1024;
+const TAIL: usize = 1032;
+
+/// `struct perf_event_attr`, third version.
+#[repr(C)]
+#[derive(Default)]
+struct Attributes {
+    kind: u32,
+    size: u32,
+    config: u64,
+    sample_period: u64,
+    sample_type: u64,
+    read_format: u64,
+    flags: u64,
+    wakeup_events: u32,
+    breakpoint_type: u32,
+    breakpoint_address: u64,
+    breakpoint_length: u64,
+    branch_sample_type: u64,
+    sample_regs_user: u64,
+    sample_stack_user: u32,
+    clock: i32,
+}
+
+/// When a thread is sampled.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Reach {
+    /// While its own code runs.
+    User,
+    /// Also while it is inside a system call, for which a privilege is needed.
+    Kernel,
+}
+
+/// One thread, sampled when it next runs.
+pub(crate) struct Event {
+    descriptor: OwnedFd,
+    ring: MmapRaw,
+}
+
+/// What a thread was doing at one moment while it ran.
+pub(crate) struct Sample {
+    pub registers: Registers,
+    /// From its stack pointer upwards.
+    pub stack: Region,
+    /// Whether it was inside a system call.
+    pub in_kernel: bool,
+}
+
+impl Event {
+    /// Prepares to sample a thread. The error is that of the kernel.
+    pub fn open(tid: i32, reach: Reach) -> io::Result<Self> {
+        let descriptor = open(tid, reach)?;
+        let mut last = io::Error::from_raw_os_error(libc::ENOMEM);
+        for pages in RING_PAGES {
+            match MmapOptions::new().len((1 + pages) * PAGE).map_raw(&descriptor) {
+                Ok(ring) => return Ok(Event { descriptor, ring }),
+                Err(error) => last = error,
+            }
+        }
+        Err(last)
+    }
+
+    /// Asks for one sample. What was sampled earlier is forgotten.
+    #[allow(unsafe_code)]
+    pub fn arm(&self) -> io::Result<()> {
+        self.position(TAIL).store(self.position(HEAD).load(Ordering::Acquire), Ordering::Release);
+        // SAFETY: the request takes a number and touches no memory of this process.
+        let result = unsafe { libc::ioctl(self.descriptor.as_raw_fd(), IOC_REFRESH, 1) };
+        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
+    }
+
+    /// The sample, once it has been taken. One that tells nothing is asked for again.
+    pub fn take(&self) -> Option<Sample> {
+        let (mut tail, head) =
+            (self.position(TAIL).load(Ordering::Relaxed), self.position(HEAD).load(Ordering::Acquire));
+        fence(Ordering::Acquire);
+        let first = tail;
+        let mut found = None;
+        while found.is_none() && tail < head {
+            let header = self.bytes(tail, 8);
+            let (kind, misc, length) = parse_header(&header)?;
+            if kind == RECORD_SAMPLE {
+                found = parse_sample(&self.bytes(tail + 8, length.saturating_sub(8)), misc & MODE_MASK == MODE_KERNEL);
+            }
+            // A length of nothing would keep us here.
+            tail += length.max(8) as u64;
+        }
+        self.position(TAIL).store(tail, Ordering::Release);
+        if found.is_none() && tail > first {
+            // It fails when the thread has ended, which shows elsewhere.
+            let _ = self.arm();
+        }
+        found
+    }
+
+    #[allow(unsafe_code)]
+    fn position(&self, offset: usize) -> &AtomicU64 {
+        // SAFETY: both offsets lie within the first page of the ring and are multiples of 8; the mapping lives as long as
+        // `self`, and the kernel accesses these words atomically.
+        unsafe { AtomicU64::from_ptr(self.ring.as_mut_ptr().add(offset).cast()) }
+    }
+
+    /// A piece of the ring's data, which may continue at its beginning.
+    #[allow(unsafe_code)]
+    fn bytes(&self, position: u64, length: usize) -> Vec<u8> {
+        let room = self.ring.len() - PAGE;
+        let start = position as usize % room;
+        let length = length.min(room);
+        let first = length.min(room - start);
+        let mut bytes = vec![0; length];
+        // SAFETY: `start + first` and `length - first` are at most `room`, the bytes behind the first page. The kernel writes
+        // nothing between the tail and the head.
+        unsafe {
+            let data = self.ring.as_ptr().add(PAGE);
+            std::ptr::copy_nonoverlapping(data.add(start), bytes.as_mut_ptr(), first);
+            std::ptr::copy_nonoverlapping(data, bytes.as_mut_ptr().add(first), length - first);
+        }
+        bytes
+    }
+}
+
+impl AsFd for Event {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.descriptor.as_fd()
+    }
+}
+
+#[allow(unsafe_code)]
+fn open(tid: i32, reach: Reach) -> io::Result<OwnedFd> {
+    let attributes = Attributes {
+        kind: TYPE_SOFTWARE,
+        size: size_of::<Attributes>() as u32,
+        config: SW_TASK_CLOCK,
+        sample_period: PERIOD_NS,
+        sample_type: SAMPLE_REGS_USER | SAMPLE_STACK_USER,
+        flags: DISABLED | EXCLUDE_HV | if reach == Reach::User { EXCLUDE_KERNEL } else { 0 },
+        wakeup_events: 1,
+        sample_regs_user: REGISTERS,
+        sample_stack_user: STACK_BYTES as u32,
+        ..Attributes::default()
+    };
+    // SAFETY: the kernel reads `attributes`, which has the size that it names. -1: on any CPU, and in no group.
+    let result =
+        unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, tid, -1, -1, FLAG_FD_CLOEXEC) };
+    if result < 0 {
+        return Err(io::Error::last_os_error());
+    }
+    // SAFETY: the kernel has just opened it for us.
+    Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
+}
+
+/// Whether the kernel refused for want of permission.
+pub(crate) fn is_forbidden(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM))
+}
+
+/// Whether descriptors or locked memory ran out, which may pass.
+pub(crate) fn is_shortage(error: &io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM | libc::ENOSPC | libc::EAGAIN | libc::EINTR)
+    )
+}
+
+/// Why running threads cannot be sampled, and what to do about it.
+pub(crate) fn explain(error: &io::Error) -> String {
+    const GRANT: &str = "grant CAP_PERFMON (docker run --cap-add PERFMON; in Kubernetes securityContext.capabilities.add: \
+                         [PERFMON])";
+    let paranoid = fs::read_to_string("/proc/sys/kernel/perf_event_paranoid").unwrap_or_default();
+    let remedy = match (error.raw_os_error(), paranoid.trim().parse::<i32>()) {
+        (Some(libc::EACCES | libc::EPERM), Ok(level)) if level > 2 => {
+            format!("; /proc/sys/kernel/perf_event_paranoid is {level}: set it to 2, or {GRANT}")
+        }
+        (Some(libc::EACCES | libc::EPERM), _) => {
+            format!("; a seccomp filter or a security module forbids it: allow perf_event_open, or {GRANT}")
+        }
+        (Some(libc::ENOSYS), _) => "; this kernel or its seccomp filter has no such call".into(),
+        (Some(libc::EMFILE), _) => "; this process may open no more files: raise its limit (ulimit -n)".into(),
+        (Some(libc::ENOMEM), _) => "; raise /proc/sys/kernel/perf_event_mlock_kb".into(),
+        _ => String::new(),
+    };
+    format!("perf_event_open: {error}{remedy}")
+}
+
+fn number(bytes: &[u8], at: usize) -> Option<u64> {
+    Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
+}
+
+/// Kind, `misc` and length of a record.
+fn parse_header(header: &[u8]) -> Option<(u32, u16, usize)> {
+    let header = number(header, 0)?;
+    Some((header as u32, (header >> 32) as u16, (header >> 48) as usize))
+}
+
+/// What follows the header: the ABI, the registers, and the stack with the number of its bytes that were copied.
+fn parse_sample(record: &[u8], in_kernel: bool) -> Option<Sample> {
+    // 0: no user registers, as of a thread that is past its end.
+    if number(record, 0)? == 0 {
+        return None;
+    }
+    let mut values = [0; REGISTER_COUNT];
+    for (index, value) in values.iter_mut().enumerate() {
+        *value = number(record, 8 + 8 * index)?;
+    }
+    let registers = Registers::from_sample(&values);
+    let room_at = 8 + 8 * REGISTER_COUNT;
+    let room = usize::try_from(number(record, room_at)?).ok()?;
+    let bytes = record.get(room_at + 8..(room_at + 8).checked_add(room)?)?;
+    let copied = if room == 0 { 0 } else { usize::try_from(number(record, room_at + 8 + room)?).ok()? };
+    let bytes = bytes.get(..copied)?.to_vec();
+    // A system call leaves the address behind it in rcx. In other places of the kernel, such as on the way into a signal
+    // handler, the registers may be changing just then.
+    let [_, _, rcx, ..] = values;
+    if in_kernel && rcx != registers.pc() {
+        return None;
+    }
+    Some(Sample { stack: Region { start: registers.sp(), bytes }, registers, in_kernel })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn record(rcx: u64, room: u64, copied: u64) -> Vec<u8> {
+        let mut words = vec![2];
+        words.extend((0..REGISTER_COUNT as u64).map(|index| match index {
+            2 => rcx,
+            7 => 0x7000,
+            8 => 0x1234,
+            _ => index,
+        }));
+        words.push(room);
+        words.extend(std::iter::repeat_n(7, room as usize / 8));
+        words.push(copied);
+        words.iter().flat_map(|word| word.to_le_bytes()).collect()
+    }
+
+    #[test]
+    fn records() {
+        let sample = parse_sample(&record(0, 16, 8), false).unwrap();
+        assert_eq!((sample.registers.pc(), sample.registers.sp()), (0x1234, 0x7000));
+        assert_eq!((sample.stack.start, sample.stack.bytes.len()), (0x7000, 8));
+        assert!(parse_sample(&record(0, 16, 24), false).is_none(), "more was copied than there was room for");
+        assert!(parse_sample(&record(0, 16, 8)[..100], false).is_none(), "it is cut");
+        assert!(parse_sample(&record(0x1234, 16, 8), true).is_some(), "inside a system call");
+        assert!(parse_sample(&record(0x1233, 16, 8), true).is_none(), "elsewhere in the kernel");
+        assert_eq!(parse_header(&(9u64 | 2 << 32 | 40 << 48).to_le_bytes()), Some((9, 2, 40)));
+    }
+
+    #[test]
+    #[allow(unsafe_code)]
+    fn a_thread_that_runs() {
+        let (sender, receiver) = std::sync::mpsc::channel();
+        let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
+        let until = stop.clone();
+        let thread = std::thread::spawn(move || {
+            // SAFETY: it takes nothing and returns a number.
+            sender.send((unsafe { libc::syscall(libc::SYS_gettid) } as i32, &raw const sender as u64)).unwrap();
+            while !until.load(Ordering::Relaxed) {
+                std::hint::spin_loop();
+            }
+        });
+        let (tid, near) = receiver.recv().unwrap();
+        let event = match Event::open(tid, Reach::User) {
+            Ok(event) => event,
+            Err(error) => {
+                stop.store(true, Ordering::Relaxed);
+                eprintln!("SKIPPED: {}", explain(&error));
+                return thread.join().unwrap();
+            }
+        };
+        let start = std::time::Instant::now();
+        // The second and third of them wrap around the end of the ring.
+        for _ in 0..3 {
+            event.arm().unwrap();
+            let sample = loop {
+                assert!(start.elapsed().as_secs() < 30);
+                if let Some(sample) = event.take() {
+                    break sample;
+                }
+                std::thread::yield_now();
+            };
+            assert!(sample.registers.sp().abs_diff(near) < 1 << 16, "{:#x} {near:#x}", sample.registers.sp());
+            assert!(!sample.stack.bytes.is_empty());
+            assert!(event.take().is_none(), "one at a time");
+        }
+        stop.store(true, Ordering::Relaxed);
+        thread.join().unwrap();
+    }
+}

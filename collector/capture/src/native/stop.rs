@@ -1,0 +1,189 @@
+//! The stacks of threads that are stopped for it, one by one or all at once.
+
+use std::time::{Duration, Instant};
+
+use gimli::UnwindContext;
+use xpu_timer_proto::server::CaptureMethod;
+
+use crate::{
+    error::Error,
+    kernel::procfs::{self, Syscall},
+    memory::region::Region,
+};
+
+use super::{
+    address_space::AddressSpace,
+    frame::RawFrame,
+    ptrace::{self, Hurry, Stop},
+    registers::Registers,
+    stack_copy::{Room, copy, room_for},
+    stack_memory::Memory,
+    thread::Thread,
+    unwind::{End, unwind},
+};
+
+/// How long one thread may take to come to a stop.
+const STOP_PATIENCE: Duration = Duration::from_millis(250);
+/// System calls that a stop cuts short once a part is done: they return less than they were asked for, and programs that never meet a
+/// signal do not expect that.
+const CUT_SHORT: [i64; 12] = [
+    libc::SYS_write,
+    libc::SYS_writev,
+    libc::SYS_pwrite64,
+    libc::SYS_pwritev,
+    libc::SYS_pwritev2,
+    libc::SYS_sendto,
+    libc::SYS_sendmsg,
+    libc::SYS_sendmmsg,
+    libc::SYS_sendfile,
+    libc::SYS_splice,
+    libc::SYS_vmsplice,
+    libc::SYS_copy_file_range,
+];
+
+impl Thread {
+    /// Stops the thread and takes its stack, and does something else while it is stopped. When it has to be stopped again
+    /// because too little was copied, the last time counts. On failure what was known before stays, with the reason.
+    pub fn stop(
+        &mut self,
+        pid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+        deadline: Instant,
+        also: &mut dyn FnMut(),
+    ) -> Result<(), Error> {
+        if !self.may_be_stopped(pid)? {
+            return Ok(());
+        }
+        let tid = self.tid;
+        let mut longest = Duration::ZERO;
+        let taken = copy(self.stack_length, space, context, |limit, wanted| {
+            let room = Room::new(limit, wanted);
+            let hurry = Hurry::new();
+            // Anew each time: in between, files may have been opened that took long.
+            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE), &hurry)?;
+            let registers = stop.registers()?;
+            let regions = room.fill(tid, registers.sp(), space, wanted);
+            also();
+            longest = longest.max(stop.release());
+            Ok((registers, regions?))
+        });
+        self.stopped = self.stopped.max(longest);
+        self.take(pid, taken)
+    }
+
+    /// Whether a thread may be asked to stop: one that sleeps uninterruptibly would not answer, and one that sends would notice. It
+    /// may have fallen into such a sleep since it was looked at. An error means that it has ended.
+    fn may_be_stopped(&mut self, pid: i32) -> Result<bool, Error> {
+        let status = procfs::status(pid, self.tid)?;
+        let reason = match status.letter() {
+            b'D' => "the thread sleeps uninterruptibly and cannot be stopped",
+            b'S' if sends(pid, self.tid) => "the thread waits in a system call that a stop would cut short",
+            _ => return Ok(true),
+        };
+        self.status = status;
+        self.note(reason);
+        Ok(false)
+    }
+
+    /// Takes what came of a stop. An error means that the thread has ended.
+    fn take(&mut self, pid: i32, taken: Result<(Vec<RawFrame>, End), Error>) -> Result<(), Error> {
+        match taken {
+            Ok((frames, end)) => {
+                self.frames = frames;
+                self.method = CaptureMethod::Ptrace;
+                self.incomplete = end.describe();
+                let switches = procfs::status(pid, self.tid).map(|status| status.switches);
+                self.status.switches = switches.unwrap_or(self.status.switches);
+                Ok(())
+            }
+            Err(error) if error.is_gone() => Err(error),
+            Err(error) => {
+                self.note(&error.to_string());
+                Ok(())
+            }
+        }
+    }
+}
+
+/// Whether a thread waits in one of [`CUT_SHORT`].
+fn sends(pid: i32, tid: i32) -> bool {
+    let blocked = procfs::syscall(pid, tid);
+    matches!(blocked, Ok(Syscall::Blocked { number, .. }) if CUT_SHORT.contains(&number))
+}
+
+/// Stops all these threads at once and takes their stacks, which is over sooner than with one after the other but holds each of
+/// them longer. Says which have ended.
+pub(crate) fn stop_together(
+    pid: i32,
+    threads: Vec<&mut Thread>,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+    deadline: Instant,
+) -> Vec<i32> {
+    struct Held<'a> {
+        thread: &'a mut Thread,
+        room: Room,
+        copied: Option<Result<(Registers, Vec<Region>), Error>>,
+        stop: Option<Stop>,
+    }
+    let patience = deadline.min(Instant::now() + STOP_PATIENCE);
+    let mut gone = Vec::new();
+    let mut all = Vec::with_capacity(threads.len());
+    let mut stops = Vec::with_capacity(threads.len());
+    for thread in threads {
+        let seized = match thread.may_be_stopped(pid) {
+            Ok(true) => Stop::seize(pid, thread.tid),
+            Ok(false) => continue,
+            Err(error) => Err(error),
+        };
+        match seized {
+            Ok(stop) => {
+                let room = Room::new(room_for(thread.stack_length), &[]);
+                all.push(Held { thread, room, copied: None, stop: None });
+                stops.push(Some(stop));
+            }
+            Err(error) => {
+                let tid = thread.tid;
+                gone.extend(thread.take(pid, Err(error)).is_err().then_some(tid));
+            }
+        }
+    }
+    // Nothing has been stopped so far, and all the room that is needed has been made.
+    let hurry = Hurry::new();
+    for (held, slot) in all.iter_mut().zip(&mut stops) {
+        if let Some(Err(error)) = slot.as_mut().map(|stop| stop.request(pid)) {
+            *slot = None;
+            held.copied = Some(Err(error));
+        }
+    }
+    ptrace::each_stopped(&mut stops, patience, &hurry, |place, stop| {
+        let held = &mut all[place];
+        let room = std::mem::take(&mut held.room);
+        let copied = stop
+            .registers()
+            .and_then(|registers| Ok((registers, room.fill(held.thread.tid, registers.sp(), space, &[])?)));
+        held.copied = Some(copied);
+        held.stop = Some(stop);
+    });
+    // Not one by one above: those that go on would take the CPU from those that are still to stop.
+    for held in &mut all {
+        held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
+    }
+    drop(hurry);
+    for (Held { thread, copied, .. }, stop) in all.into_iter().zip(stops) {
+        let tid = thread.tid;
+        let taken = copied.unwrap_or_else(|| {
+            let waited_us = STOP_PATIENCE.as_micros() as u64;
+            Err(if stop.is_some() { Error::NoStop { tid, waited_us } } else { Error::Gone(tid) })
+        });
+        let unwound = taken.map(|(registers, regions)| unwind(registers, &Memory::of_copies(regions), space, context));
+        let ended = match unwound {
+            // More was needed than was copied.
+            Ok((_, End::Memory(_))) => thread.stop(pid, space, context, deadline, &mut || {}),
+            unwound => thread.take(pid, unwound),
+        };
+        gone.extend(ended.is_err().then_some(tid));
+    }
+    gone
+}

@@ -1,0 +1,66 @@
+//! The places in the code of one process at which its frames are. A thousand frames are at a few dozen places, so whatever is
+//! known of a place is kept once.
+
+use std::{collections::HashMap, sync::Arc};
+
+use crate::{
+    native::{address_space::AddressSpace, frame::RawFrame},
+    objects::image::Image,
+};
+
+/// The module of code that is in no file, but was made by the process itself.
+pub(crate) const RUN_TIME: &str = "[jit]";
+
+/// Where frames are, and the object that the code there belongs to.
+pub(crate) struct RawPlace {
+    pub frame: RawFrame,
+    pub image: Option<Arc<Image>>,
+    pub bias: u64,
+    /// Path of the mapping when there is no image for it, or [`RUN_TIME`].
+    pub path: String,
+    /// The name of a function that was made at run time, as its process tells it.
+    pub name: Option<Arc<str>>,
+}
+
+impl RawPlace {
+    /// The address that the object's own tables use.
+    pub fn address(&self) -> u64 {
+        self.frame.lookup().wrapping_sub(self.bias)
+    }
+}
+
+/// Distinct places, each with a number.
+#[derive(Default)]
+pub(crate) struct Places {
+    pub list: Vec<RawPlace>,
+    numbers: HashMap<RawFrame, u32>,
+}
+
+impl Places {
+    /// The numbers of the places of a stack.
+    pub fn of(&mut self, frames: &[RawFrame], space: Option<&AddressSpace<'_>>) -> Vec<u32> {
+        frames.iter().map(|frame| self.number(*frame, space)).collect()
+    }
+
+    fn number(&mut self, frame: RawFrame, space: Option<&AddressSpace<'_>>) -> u32 {
+        if let Some(number) = self.numbers.get(&frame) {
+            return *number;
+        }
+        let located = space.and_then(|space| space.located(frame.lookup()));
+        let mapping = space.filter(|_| located.is_none()).and_then(|space| space.mapping(frame.lookup()));
+        let made = mapping.as_ref().is_some_and(|mapping| mapping.executable && mapping.is_memory());
+        let path =
+            if made { RUN_TIME.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
+        let name = space.filter(|_| made).and_then(|space| space.perf_map().find(frame.lookup()));
+        let number = self.list.len() as u32;
+        self.list.push(RawPlace {
+            frame,
+            image: located.as_ref().map(|located| Arc::clone(&located.image)),
+            bias: located.map_or(0, |located| located.bias),
+            path,
+            name: name.map(Into::into),
+        });
+        self.numbers.insert(frame, number);
+        number
+    }
+}

@@ -1,0 +1,242 @@
+//! One short-lived OS thread for each process that is captured.
+//!
+//! Some files of `/proc` wait for a lock of the process they describe, and no timeout reaches there. So every process has a
+//! thread of its own, and one that the kernel holds beyond the deadline is left behind: it ends when the kernel lets it. The
+//! end of the thread also frees whatever it may still trace.
+//!
+//! A thread may also be late because the machine is busy. That says nothing of the process, so it gets more time.
+
+use std::{
+    collections::VecDeque,
+    fs,
+    panic::{AssertUnwindSafe, catch_unwind},
+    sync::{Arc, OnceLock, mpsc},
+    time::{Duration, Instant},
+};
+
+use crate::{
+    kernel::procfs::{self, state_text},
+    native::ptrace,
+    objects::image_cache::Images,
+    options::extension,
+};
+
+use super::{
+    capture::{capture, unix_ns},
+    job::Job,
+    raw::RawProcess,
+};
+
+/// Threads at work at the same time, at most. Each holds copies of its process's memory.
+const PARALLEL: usize = 16;
+/// Threads at work for each CPU: one may wait for the kernel while another computes.
+const PER_CPU: usize = 2;
+/// A thread that has not answered for this long no longer counts as at work, so that stuck ones do not keep others waiting.
+const SLOW: Duration = Duration::from_millis(500);
+
+/// Between two looks at the threads that are late.
+const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+/// A thread at work.
+struct Worker {
+    index: usize,
+    since: Instant,
+    /// Its id, once it has run at all.
+    tid: Arc<OnceLock<i32>>,
+}
+
+/// What the scheduler tells of a thread.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Look {
+    state: char,
+    /// Nanoseconds at work and waiting for a processor, and how often it began to run.
+    schedstat: String,
+}
+
+impl Worker {
+    /// `None` when it has not begun, or has ended.
+    fn look(&self) -> Option<Look> {
+        let tid = *self.tid.get()?;
+        let file = |name: &str| fs::read_to_string(format!("/proc/self/task/{tid}/{name}")).ok();
+        let state = file("stat")?.rsplit_once(") ")?.1.chars().next()?;
+        Some(Look { state, schedstat: file("schedstat").unwrap_or_default() })
+    }
+
+    /// Why it has not answered, in words for whoever asks about its process.
+    fn excuse(&self) -> String {
+        let numbers = self.look().map(|look| look.schedstat);
+        let mut numbers =
+            numbers.iter().flat_map(|text| text.split(' ')).map(|number| number.parse::<u64>().unwrap_or(0));
+        let (worked, waited) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
+        format!(
+            "no answer within {:.1} s: the machine is busy (the capture had a processor for {} ms and waited for one for {} ms)",
+            self.since.elapsed().as_secs_f64(),
+            worked / 1_000_000,
+            waited / 1_000_000
+        )
+    }
+}
+
+/// Whether the kernel holds a thread: it neither ran nor wants to. A thread that has not begun waits for a processor.
+fn is_held(before: Option<&Look>, after: Option<&Look>) -> bool {
+    after.is_some_and(|after| after.state != 'R' && before == Some(after))
+}
+
+/// What is known of each process, in the same order. Those that are late on a busy machine are waited for until `deadline` is over by
+/// the [`extension`] of `patience`.
+pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, patience: Duration) -> Vec<RawProcess> {
+    let last = deadline + extension(patience);
+    let mut limit = deadline;
+    // What the late threads did at the last look.
+    let mut looks: Vec<(usize, Option<Look>)> = Vec::new();
+    let pids: Vec<i32> = jobs.iter().map(|job| job.pid).collect();
+    let mut answers: Vec<Option<RawProcess>> = pids.iter().map(|_| None).collect();
+    let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
+    let mut started: Vec<Worker> = Vec::new();
+    let (sender, receiver) = mpsc::channel();
+    let parallel = std::thread::available_parallelism().map_or(PARALLEL, |cpus| (cpus.get() * PER_CPU).min(PARALLEL));
+    loop {
+        started.retain(|worker| answers[worker.index].is_none());
+        let busy = started.iter().filter(|worker| worker.since.elapsed() < SLOW).count();
+        for _ in busy..parallel {
+            let Some((index, mut job)) = waiting.pop_front() else { break };
+            let pid = job.pid;
+            job.deadline = job.deadline.max(limit);
+            match spawn(index, job, images, &sender) {
+                Ok(worker) => started.push(worker),
+                Err(error) => answers[index] = Some(silent(pid, &format!("no thread to capture it with: {error}"))),
+            }
+        }
+        let now = Instant::now();
+        if answers.iter().all(Option::is_some) || now >= last {
+            break;
+        }
+        if now >= limit {
+            let seen: Vec<(usize, Option<Look>)> = started.iter().map(|worker| (worker.index, worker.look())).collect();
+            let before = |index: usize| looks.iter().find(|(other, _)| *other == index);
+            // What was not looked at before is looked at once more.
+            let held = |(index, look): &(usize, Option<Look>)| {
+                before(*index).is_some_and(|(_, before)| is_held(before.as_ref(), look.as_ref()))
+            };
+            if seen.iter().all(held) && waiting.is_empty() {
+                break;
+            }
+            looks = seen;
+            limit = (now + BETWEEN_LOOKS).min(last);
+        }
+        let patience = limit.saturating_duration_since(now);
+        let patience = if waiting.is_empty() { patience } else { patience.min(SLOW) };
+        if let Ok((index, answer)) = receiver.recv_timeout(patience) {
+            let index: usize = index;
+            answers[index] = Some(answer);
+        }
+    }
+    let late = |index: usize, pid: i32| {
+        let worker = started.iter().find(|worker| worker.index == index);
+        let before = looks.iter().find(|(other, _)| *other == index).and_then(|(_, look)| look.as_ref());
+        match worker {
+            Some(worker) if is_held(before, worker.look().as_ref()) => {
+                silent(pid, "no answer by the deadline: the kernel holds a lock of this process")
+            }
+            Some(worker) => silent(pid, &worker.excuse()),
+            None => silent(pid, "not looked at: the machine is busy, and the captures of others took all the time"),
+        }
+    };
+    let answers = answers.into_iter().zip(pids).enumerate();
+    answers.map(|(index, (answer, pid))| answer.unwrap_or_else(|| late(index, pid))).collect()
+}
+
+fn spawn(
+    index: usize,
+    job: Job,
+    images: &Arc<Images>,
+    sender: &mpsc::Sender<(usize, RawProcess)>,
+) -> std::io::Result<Worker> {
+    let sender = sender.clone();
+    let images = Arc::clone(images);
+    let tid = Arc::new(OnceLock::new());
+    let own_tid = Arc::clone(&tid);
+    let work = move || {
+        let _ = own_tid.set(nix::unistd::gettid().as_raw());
+        ptrace::sleep_exactly();
+        let pid = job.pid;
+        let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
+        let answer = answer.unwrap_or_else(|_| silent(pid, "a defect of the capture itself, see the log"));
+        // Nobody listens after the deadline.
+        let _ = sender.send((index, answer));
+    };
+    std::thread::Builder::new().name("xpu_capture".into()).spawn(work)?;
+    Ok(Worker { index, since: Instant::now(), tid })
+}
+
+/// The entry of a process that nothing but its state is known of.
+fn silent(pid: i32, reason: &str) -> RawProcess {
+    let mut process = RawProcess { pid, ..RawProcess::default() };
+    // This file is made without any lock of the process.
+    match procfs::stat(pid) {
+        Ok(stat) => {
+            process.parent_pid = stat.parent;
+            process.command = format!("[{}]", stat.name);
+            process.sample.process_state = state_text(stat.state);
+            process.sample.cpu_time_ns = procfs::ticks_to_ns(stat.cpu_ticks);
+        }
+        Err(_) => process.sample.process_state = state_text('X'),
+    }
+    process.sample.errors.push(reason.to_string());
+    process.sample.captured_unix_ns = unix_ns();
+    process
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::options::Options;
+
+    #[test]
+    fn who_runs_or_has_not_begun_is_not_held() {
+        let look = |state, schedstat: &str| Look { state, schedstat: schedstat.into() };
+        let asleep = look('D', "5 6 7");
+        assert!(is_held(Some(&asleep), Some(&asleep)));
+        assert!(!is_held(Some(&look('D', "5 6 6")), Some(&asleep)), "it ran in between");
+        assert!(!is_held(Some(&look('R', "5 6 7")), Some(&look('R', "5 6 7"))), "it waits for a processor");
+        assert!(!is_held(None, Some(&asleep)), "only one look");
+        assert!(!is_held(None, None), "it has not begun");
+    }
+
+    #[test]
+    fn what_a_thread_does_is_seen() {
+        let worker = |tid: i32| Worker { index: 0, since: Instant::now(), tid: Arc::new(OnceLock::from(tid)) };
+        assert_eq!(worker(nix::unistd::gettid().as_raw()).look().unwrap().state, 'R');
+        let (sender, receiver) = mpsc::channel();
+        let (_keep, until) = mpsc::channel::<()>();
+        std::thread::spawn(move || {
+            let _ = sender.send(nix::unistd::gettid().as_raw());
+            let _ = until.recv();
+        });
+        let sleeper = worker(receiver.recv().unwrap());
+        while sleeper.look().unwrap().state != 'S' {
+            std::thread::yield_now();
+        }
+        let look = sleeper.look();
+        assert!(is_held(look.as_ref(), sleeper.look().as_ref()));
+        assert!(sleeper.excuse().contains("the machine is busy"), "{}", sleeper.excuse());
+    }
+
+    /// A deadline that nobody can keep stands for a machine that gives the capture no processor.
+    #[test]
+    fn who_is_late_and_not_held_gets_more_time() {
+        let pid = std::process::id() as i32;
+        let images = Arc::<Images>::default();
+        let options = Options { deadline: Duration::from_secs(5), ..Options::default() };
+        let deadline = Instant::now();
+        let jobs =
+            (0..40).map(|_| Job { pid, options: options.clone(), deadline, connections: Arc::default() }).collect();
+        let answers = run(jobs, &images, deadline, options.deadline);
+        for answer in &answers {
+            assert!(!answer.sample.stacktrace.is_empty(), "{:?}", answer.sample.errors);
+        }
+        // And no more than that.
+        let jobs = vec![Job { pid, options: options.clone(), deadline, connections: Arc::default() }];
+        let answers = run(jobs, &images, deadline, Duration::ZERO);
+        assert!(answers[0].sample.errors.iter().any(|error| error.contains("the machine is busy")));
+    }
+}

@@ -1,0 +1,94 @@
+//! Whether the Python and the native stack of a thread were taken at the same moment.
+
+use std::collections::HashMap;
+
+use crate::native::{address_space::AddressSpace, frame::RawFrame, thread::Thread};
+
+use super::reader::{Python, PythonThread};
+
+/// Bytes of a function that may be the interpreter's loop, which is greater than almost all others.
+const LOOP_BYTES: u64 = 8 << 10;
+
+/// Whether the Python and the native stack of a thread fit together.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Agreement {
+    Yes,
+    No,
+    /// It cannot be told.
+    Unknown,
+    /// The thread was about to announce a frame.
+    Between,
+}
+
+/// Whether the stack of a thread fits to its native frames, which were taken at the same time.
+pub(crate) fn agreement(
+    python: &Python,
+    thread: &PythonThread,
+    native: &Thread,
+    space: &AddressSpace<'_>,
+) -> Agreement {
+    let runtime = &python.place.runtime;
+    let within = |frame: &RawFrame| address(python, frame, space);
+    if native.frames.first().and_then(within).is_some_and(|address| runtime.is_announcing(address)) {
+        return Agreement::Between;
+    }
+    if !native.incomplete.is_empty() || !runtime.knows_eval() {
+        return Agreement::Unknown;
+    }
+    let run = native.frames.iter().filter_map(within).filter(|address| runtime.is_eval(*address)).count();
+    if run == thread.stack.entered() { Agreement::Yes } else { Agreement::No }
+}
+
+/// The address of a frame in the file of the interpreter, when it belongs to it.
+fn address(python: &Python, frame: &RawFrame, space: &AddressSpace<'_>) -> Option<u64> {
+    let located = space.located(frame.lookup())?;
+    (located.image.id == python.place.located.image.id).then(|| frame.lookup().wrapping_sub(located.bias))
+}
+
+/// Compilers put parts of the loop elsewhere, whose names distributions strip. When there is exactly one function without a
+/// name whose frames make the two stacks of all these threads agree, it is such a part.
+pub(crate) fn find_unnamed<'a>(
+    python: &Python,
+    stacks: impl Iterator<Item = (&'a PythonThread, &'a [RawFrame])>,
+    space: &AddressSpace<'_>,
+) {
+    let runtime = &python.place.runtime;
+    if runtime.has_unnamed() || !runtime.knows_eval() {
+        return;
+    }
+    let image = &*python.place.located.image;
+    let stacks: Vec<(&PythonThread, Vec<u64>)> = stacks
+        .map(|(thread, native)| {
+            let addresses = native.iter().filter_map(|frame| address(python, frame, space));
+            (thread, addresses.collect())
+        })
+        .collect();
+    let lacking: Vec<Option<usize>> = stacks
+        .iter()
+        .map(|(thread, addresses)| {
+            let run = addresses.iter().filter(|address| runtime.is_eval(**address)).count();
+            thread.stack.entered().checked_sub(run)
+        })
+        .collect();
+    // Mostly nothing is lacking, and looking functions up takes longer than counting.
+    if lacking.iter().all(|lack| *lack == Some(0)) {
+        return;
+    }
+    let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
+    for (index, (_, addresses)) in stacks.iter().enumerate() {
+        for address in addresses.iter().filter(|address| !runtime.is_eval(**address)) {
+            if let Some(function) = image.function(*address).filter(|range| range.end - range.start >= LOOP_BYTES) {
+                *counts.entry((function.start, function.end)).or_default().entry(index).or_default() += 1;
+            }
+        }
+    }
+    let fits = |counts: &HashMap<usize, usize>| {
+        lacking.iter().enumerate().all(|(index, lack)| *lack == Some(counts.get(&index).copied().unwrap_or(0)))
+    };
+    let mut found = counts.iter().filter(|(_, counts)| fits(counts)).map(|((start, end), _)| *start..*end);
+    if let (Some(part), None) = (found.next(), found.next())
+        && image.symbol(part.start).is_none()
+    {
+        runtime.set_unnamed(part);
+    }
+}

@@ -1,0 +1,263 @@
+//! Strings, numbers and dictionaries of the interpreter.
+
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{Snapshot, Torn},
+};
+
+/// Characters of a string at most; longer ones are cut.
+const LONGEST: u64 = 1 << 16;
+/// Entries of a dictionary at most.
+const MOST_ENTRIES: u64 = 1 << 20;
+/// Attributes may lie in the object itself.
+const INLINE_VALUES: u64 = 1 << 2;
+/// The dictionary of attributes is known to the interpreter, not to the type.
+const MANAGED_DICT: u64 = 1 << 4;
+/// Before the object.
+const MANAGED_DICT_AT: u64 = 3 * 8;
+/// Bits of one digit of a number.
+const DIGIT_BITS: u32 = 30;
+
+/// What stands for a string object that is not whole.
+const STRING: &str = "a string";
+
+/// Where the characters of a string are, and how many bytes each has.
+pub(super) struct Characters {
+    pub address: u64,
+    pub length: u64,
+    pub width: u64,
+}
+
+/// Finds the characters of a string.
+pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<Characters, Torn> {
+    let torn = Torn { what: STRING, address: string };
+    let length = memory.word(STRING, string.wrapping_add(layout.unicode_length))?;
+    let state = memory.half(STRING, string.wrapping_add(layout.unicode_state))?;
+    let bit = |bit: u64| state >> bit & 1 != 0;
+    let width = u64::from(state >> layout.unicode_kind_bit & 7);
+    // The kinds are named by their width; 0 is a string of the oldest kind whose characters nobody has asked for yet.
+    if !matches!(width, 1 | 2 | 4) || length > i64::MAX.cast_unsigned() {
+        return Err(torn);
+    }
+    let address = if !bit(layout.unicode_compact_bit) {
+        memory.word(STRING, string.wrapping_add(layout.unicode_data_pointer))?
+    } else if bit(layout.unicode_ascii_bit) {
+        string.wrapping_add(layout.unicode_ascii_data)
+    } else {
+        string.wrapping_add(layout.unicode_compact_data)
+    };
+    Ok(Characters { address, length: length.min(LONGEST), width })
+}
+
+/// The text of a string. Halves of surrogate pairs, which Python strings may hold, become the replacement character.
+pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<String, Torn> {
+    let Characters { address, length, width } = characters(memory, layout, string)?;
+    let bytes = memory.bytes(STRING, address, (length * width) as usize)?;
+    let character = |code: u32| char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER);
+    Ok(match width {
+        1 => bytes.iter().map(|byte| char::from(*byte)).collect(),
+        2 => bytes.chunks_exact(2).map(|unit| character(u16::from_le_bytes([unit[0], unit[1]]).into())).collect(),
+        _ => bytes
+            .chunks_exact(4)
+            .map(|unit| character(u32::from_le_bytes([unit[0], unit[1], unit[2], unit[3]])))
+            .collect(),
+    })
+}
+
+/// Whether a string is this ASCII text.
+fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> bool {
+    let Ok(found) = characters(memory, layout, string) else { return false };
+    let mut bytes = [0; 32];
+    let Some(bytes) = bytes.get_mut(..text.len()) else { return false };
+    found.width == 1
+        && found.length == text.len() as u64
+        && memory.copy(found.address, bytes)
+        && bytes == text.as_bytes()
+}
+
+/// A number from 0 on that fits into eight bytes.
+pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
+    const NUMBER: &str = "a number";
+    let tag = memory.word(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
+    // Until 3.11 the number of digits, negative for a negative number; then the sign in the lowest bits, 0 for positive.
+    let digits = if layout.minor >= 12 {
+        match tag & 3 {
+            0 => tag >> 3,
+            1 => 0,
+            _ => return None,
+        }
+    } else {
+        tag
+    };
+    if digits > 3 {
+        return None;
+    }
+    let mut value = 0u64;
+    for index in (0..digits).rev() {
+        let digit = memory.half(NUMBER, number.wrapping_add(layout.long_digits + index * 4)).ok()?;
+        value = value.checked_mul(1 << DIGIT_BITS)?.checked_add(digit.into())?;
+    }
+    Some(value)
+}
+
+/// The keys of a dictionary, and where their values are.
+struct Entries {
+    first: u64,
+    count: u64,
+    /// Bytes of an entry, and where in it key and value are.
+    size: u64,
+    key: u64,
+    value: u64,
+    /// The values when they are not beside the keys.
+    values: Option<u64>,
+}
+
+impl Entries {
+    fn of_keys(memory: &mut Snapshot, layout: &Layout, keys: u64, values: Option<u64>) -> Result<Self, Torn> {
+        const KEYS: &str = "the keys of a dictionary";
+        let torn = Torn { what: KEYS, address: keys };
+        let count = memory.word(KEYS, keys.wrapping_add(layout.keys_entries))?;
+        let at = keys.wrapping_add(layout.keys_size);
+        let (table, strings) = match layout.keys_kind {
+            Some(kind) => {
+                let table = 1u64.checked_shl(memory.byte(KEYS, at)?.into()).ok_or(torn)?;
+                (table, memory.byte(KEYS, keys.wrapping_add(kind))? != 0)
+            }
+            None => {
+                let size = memory.word(KEYS, at)?;
+                let index = match size {
+                    0..=0xff => 1,
+                    0x100..=0xffff => 2,
+                    0x1_0000..=0xffff_ffff => 4,
+                    _ => 8,
+                };
+                (size.checked_mul(index).ok_or(torn)?, false)
+            }
+        };
+        if count > MOST_ENTRIES {
+            return Err(torn);
+        }
+        let first = keys.wrapping_add(layout.keys_indices).wrapping_add(table);
+        // An entry begins with the hash of its key, unless the keys are strings, which know it themselves.
+        let (size, key) = if strings { (16, 0) } else { (24, 8) };
+        Ok(Entries { first, count, size, key, value: key + 8, values })
+    }
+
+    fn of_dict(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Self, Torn> {
+        const DICT: &str = "a dictionary";
+        let keys = memory.word(DICT, dict.wrapping_add(layout.dict_keys))?;
+        let values = memory.word(DICT, dict.wrapping_add(layout.dict_values))?;
+        let values = (values != 0).then(|| values.wrapping_add(layout.values_data));
+        Self::of_keys(memory, layout, keys, values)
+    }
+
+    /// Key and value of an entry; `None` for one that has been removed.
+    fn get(&self, memory: &mut Snapshot, index: u64) -> Option<(u64, u64)> {
+        const ENTRY: &str = "an entry of a dictionary";
+        let entry = self.first.wrapping_add(index * self.size);
+        let key = memory.word(ENTRY, entry.wrapping_add(self.key)).ok()?;
+        let value = match self.values {
+            Some(values) => memory.word(ENTRY, values.wrapping_add(index * 8)),
+            None => memory.word(ENTRY, entry.wrapping_add(self.value)),
+        };
+        value.ok().filter(|value| key != 0 && *value != 0).map(|value| (key, value))
+    }
+}
+
+/// All pairs of a dictionary, as they are found while it may change.
+pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, Torn> {
+    pairs_of_small(memory, layout, dict, MOST_ENTRIES)
+}
+
+/// The same; of a dictionary that has more entries than `most` none is read.
+pub(super) fn pairs_of_small(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    dict: u64,
+    most: u64,
+) -> Result<Vec<(u64, u64)>, Torn> {
+    let entries = Entries::of_dict(memory, layout, dict)?;
+    if entries.count > most {
+        return Ok(Vec::new());
+    }
+    Ok((0..entries.count).filter_map(|index| entries.get(memory, index)).collect())
+}
+
+/// What a dictionary has for a key that is ASCII text.
+pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, Torn> {
+    /// Keys whose memory is copied at once.
+    const AT_ONCE: usize = 64;
+    let pairs = pairs(memory, layout, dict)?;
+    for some in pairs.chunks(AT_ONCE) {
+        memory.fetch(some.iter().map(|(key, _)| (*key, layout.unicode_compact_data)));
+        if let Some((_, value)) = some.iter().find(|(found, _)| is_text(memory, layout, *found, key)) {
+            return Ok(Some(*value));
+        }
+    }
+    Ok(None)
+}
+
+/// The values of the first `most` attributes that an object itself has.
+pub(super) fn attribute_values(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    object: u64,
+    most: u64,
+) -> Result<Vec<u64>, Torn> {
+    let entries = attribute_entries(memory, layout, object)?;
+    Ok((0..entries.count.min(most)).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
+}
+
+/// The attributes of these names that an object itself has.
+pub(super) fn attributes<const N: usize>(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    object: u64,
+    names: [&str; N],
+) -> Result<[Option<u64>; N], Torn> {
+    let entries = attribute_entries(memory, layout, object)?;
+    let mut found = [None; N];
+    for index in 0..entries.count {
+        let Some((key, value)) = entries.get(memory, index) else { continue };
+        if let Some(place) = names.iter().position(|name| is_text(memory, layout, key, name)) {
+            found[place] = Some(value);
+        }
+    }
+    Ok(found)
+}
+
+fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, Torn> {
+    const OBJECT: &str = "an object";
+    const TYPE: &str = "a type";
+    let class = memory.word(OBJECT, object.wrapping_add(layout.object_type))?;
+    let flags = memory.word(TYPE, class.wrapping_add(layout.type_flags))?;
+    let Some(cached_keys) = layout.type_cached_keys.filter(|_| flags & MANAGED_DICT != 0) else {
+        let offset = memory.word(TYPE, class.wrapping_add(layout.type_dict_offset))?.cast_signed();
+        if offset <= 0 {
+            return Err(Torn { what: "the attributes of an object", address: object });
+        }
+        let dict = memory.word(OBJECT, object.wrapping_add_signed(offset))?;
+        return Entries::of_dict(memory, layout, dict);
+    };
+    let managed = memory.word(OBJECT, object.wrapping_sub(MANAGED_DICT_AT))?;
+    let values = match layout.minor {
+        // The values have a pointer of their own, before that of the dictionary.
+        ..=11 => memory.word(OBJECT, object.wrapping_sub(MANAGED_DICT_AT + 8))?,
+        // One pointer for both, odd when it is that of the values.
+        12 => {
+            if managed & 1 == 1 {
+                managed.wrapping_add(1)
+            } else {
+                0
+            }
+        }
+        // Behind the head of the object, unless a dictionary has taken them over.
+        13.. if flags & INLINE_VALUES != 0 && managed == 0 => object.wrapping_add(layout.object_size),
+        13.. => 0,
+    };
+    if values == 0 {
+        return Entries::of_dict(memory, layout, managed);
+    }
+    let keys = memory.word(TYPE, class.wrapping_add(cached_keys))?;
+    Entries::of_keys(memory, layout, keys, Some(values.wrapping_add(layout.values_data)))
+}

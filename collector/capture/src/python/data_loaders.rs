@@ -1,0 +1,245 @@
+//! What an interpreter counts by itself: its collections of garbage. What PyTorch's data loaders count: the batches that they
+//! have yielded. Both are numbers in the memory of the process: to read them runs nothing in it and stops nothing.
+//!
+//! Nobody says where the iterators of data loaders are. They are searched from the frames of all threads: the variables there,
+//! what a suspended generator holds, and, a few steps far, what objects, dictionaries and lists hold. All is read while the
+//! program runs, so a step counts only when it leads to a living object of a class that has a name.
+
+use std::collections::{HashMap, HashSet};
+
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{Snapshot, Torn},
+};
+
+use super::{
+    builtins::{attribute_values, attributes, number, pairs_of_small},
+    frames,
+    threads::Interpreter,
+};
+
+/// How the name of the class ends that PyTorch's iterators, and those derived from them elsewhere, have as a base.
+const ITERATOR: &[u8] = b"BaseDataLoaderIter";
+/// Their count of batches, and the random number that tells one from another at the same address.
+const YIELDED: &str = "_num_yielded";
+const SEED: &str = "_base_seed";
+/// Objects looked at in one search, and steps from a frame.
+const MOST_OBJECTS: usize = 4000;
+const STEPS: usize = 6;
+/// Variables of one frame that are looked at.
+const VARIABLES: u64 = 192;
+/// Words behind the head of such an iterator that may lead to another one: it has some numbers as well.
+const WRAPPER_WORDS: u64 = 3;
+/// A list or dictionary that holds more than this is a model or a data set, and is not looked into; of an object's attributes so
+/// many are.
+const MOST_HELD: u64 = 96;
+/// Classes that are remembered, classes from one to the last of its bases, and bytes of a name.
+const MOST_CLASSES: usize = 1 << 14;
+const MOST_BASES: usize = 16;
+const NAME: usize = 48;
+/// Below are no objects but numbers and marks.
+const LOWEST: u64 = 1 << 16;
+
+/// The iterators of a process's data loaders, as far as they have been found, and what they have yielded.
+#[derive(Debug, Default)]
+pub(super) struct Loaders {
+    /// Each by its address, as it was last seen.
+    known: HashMap<u64, Count>,
+    /// Whether one has ever been found.
+    found: bool,
+    yielded: u64,
+    classes: Classes,
+}
+
+/// What an iterator says of itself.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Count {
+    yielded: u64,
+    seed: Option<u64>,
+}
+
+/// Kinds of classes by their addresses.
+type Classes = HashMap<u64, Kind>;
+
+/// What there is to do with an object of a class.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    Iterator,
+    Generator,
+    List,
+    Tuple,
+    Dict,
+    /// One of the iterators written in C that have others within them.
+    Wrapper,
+    /// Its attributes may lead on.
+    Object,
+    Other,
+}
+
+impl Loaders {
+    /// Batches yielded by all iterators that were seen; `None` when there has been none.
+    pub fn yielded(&self) -> Option<u64> {
+        self.found.then_some(self.yielded)
+    }
+
+    /// Looks at the iterators that are known. What is freed or has become something else is forgotten.
+    pub fn look(&mut self, tid: i32, layout: &Layout) {
+        let memory = &mut Snapshot::new(tid);
+        let (classes, yielded) = (&mut self.classes, &mut self.yielded);
+        self.known.retain(|address, last| {
+            let count = (kind(memory, layout, classes, *address) == Some(Kind::Iterator))
+                .then(|| count(memory, layout, *address))
+                .flatten();
+            let Some(count) = count else { return false };
+            // An iterator that begins anew, for the next epoch, begins at 0; and a new one may lie where an old one lay.
+            let before = if count.seed == last.seed { last.yielded } else { 0 };
+            *yielded += count.yielded.checked_sub(before).unwrap_or(count.yielded);
+            *last = count;
+            true
+        });
+    }
+
+    /// Searches for iterators that are not known.
+    pub fn search(&mut self, tid: i32, layout: &Layout, interpreters: &[Interpreter]) {
+        let memory = &mut Snapshot::new(tid);
+        let threads = interpreters.iter().flat_map(|interpreter| &interpreter.threads);
+        frames::fetch(memory, layout, threads.clone());
+        let mut level: Vec<u64> = Vec::new();
+        for thread in threads {
+            let chain = frames::chain(memory, layout, thread);
+            for frame in chain.frames.iter().rev() {
+                variables(memory, layout, frame.address, &mut level);
+            }
+        }
+        let mut seen: HashSet<u64> = HashSet::new();
+        for _ in 0..STEPS {
+            level.retain(|object| seen.len() < MOST_OBJECTS && *object >= LOWEST && seen.insert(*object));
+            memory.fetch(level.iter().map(|object| (*object, layout.object_size)));
+            let mut next = Vec::new();
+            for object in level {
+                match kind(memory, layout, &mut self.classes, object) {
+                    Some(Kind::Iterator) if !self.known.contains_key(&object) => {
+                        if let Some(count) = count(memory, layout, object) {
+                            self.known.insert(object, count);
+                            self.yielded += count.yielded;
+                            self.found = true;
+                        }
+                    }
+                    Some(kind) => held(memory, layout, kind, object, &mut next),
+                    None => {}
+                }
+            }
+            level = next;
+        }
+    }
+}
+
+fn count(memory: &mut Snapshot, layout: &Layout, iterator: u64) -> Option<Count> {
+    let [yielded, seed] = attributes(memory, layout, iterator, [YIELDED, SEED]).ok()?;
+    let seed = seed.and_then(|seed| number(memory, layout, seed));
+    Some(Count { yielded: number(memory, layout, yielded?)?, seed })
+}
+
+/// What the variables of a frame refer to. From 3.14 on the lowest bits of a reference say who owns it.
+fn variables(memory: &mut Snapshot, layout: &Layout, frame: u64, found: &mut Vec<u64>) {
+    let words = match layout.code_bytes {
+        Some(_) => VARIABLES,
+        // Up to 3.10 a frame is an object that knows how many it has.
+        None => memory.word("a frame", frame.wrapping_add(layout.bytes_length)).unwrap_or(0).min(VARIABLES),
+    };
+    for index in 0..words {
+        // The memory behind the last frame may end before its variables could.
+        let Ok(word) = memory.word("a frame", frame.wrapping_add(layout.frame_locals + index * 8)) else { return };
+        found.push(word & !7);
+    }
+}
+
+/// What an object leads to.
+fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: &mut Vec<u64>) {
+    const LIST: &str = "a list";
+    match kind {
+        Kind::List | Kind::Tuple => {
+            let first = match kind {
+                Kind::List => memory.word(LIST, object.wrapping_add(layout.list_items)).unwrap_or(0),
+                _ => object.wrapping_add(layout.tuple_items),
+            };
+            let length = memory.word(LIST, object.wrapping_add(layout.bytes_length)).unwrap_or(0);
+            if length <= MOST_HELD {
+                found.extend((0..length).map_while(|index| memory.word(LIST, first.wrapping_add(index * 8)).ok()));
+            }
+        }
+        Kind::Wrapper => {
+            let words = (0..WRAPPER_WORDS).map(|index| object.wrapping_add(layout.object_size + index * 8));
+            found.extend(words.filter_map(|address| memory.word("an iterator", address).ok()));
+        }
+        Kind::Dict => {
+            let pairs = pairs_of_small(memory, layout, object, MOST_HELD).unwrap_or_default();
+            found.extend(pairs.into_iter().map(|(_, value)| value));
+        }
+        Kind::Object => {
+            found.extend(attribute_values(memory, layout, object, MOST_HELD).unwrap_or_default());
+        }
+        Kind::Generator => {
+            let frame = object.wrapping_add(layout.generator_frame);
+            let frame = if layout.code_bytes.is_some() { Ok(frame) } else { memory.word("a generator", frame) };
+            if let Ok(frame) = frame {
+                variables(memory, layout, frame, found);
+            }
+        }
+        Kind::Iterator | Kind::Other => {}
+    }
+}
+
+/// The kind of an object; `None` when there is no living one at the address.
+fn kind(memory: &mut Snapshot, layout: &Layout, classes: &mut Classes, object: u64) -> Option<Kind> {
+    // Python clears the count of references to an object that it frees, and little else.
+    let alive = memory.half("an object", object).ok()? != 0;
+    let class = memory.word("an object", object.wrapping_add(layout.object_type)).ok()?;
+    if !alive || class < LOWEST || class % 8 != 0 {
+        return None;
+    }
+    if let Some(kind) = classes.get(&class) {
+        return Some(*kind);
+    }
+    let kind = kind_of_class(memory, layout, class).ok()?;
+    if classes.len() >= MOST_CLASSES {
+        classes.clear();
+    }
+    classes.insert(class, kind);
+    Some(kind)
+}
+
+fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<Kind, Torn> {
+    const CLASS: &str = "a class";
+    let mut found = Kind::Object;
+    let mut one = class;
+    for _ in 0..MOST_BASES {
+        if one == 0 {
+            return Ok(found);
+        }
+        let name = memory.word(CLASS, one.wrapping_add(layout.type_name))?;
+        let mut text = Vec::with_capacity(NAME);
+        while text.len() < NAME {
+            match memory.byte(CLASS, name.wrapping_add(text.len() as u64))? {
+                0 => break,
+                byte => text.push(byte),
+            }
+        }
+        match &text[..] {
+            name if name.ends_with(ITERATOR) => return Ok(Kind::Iterator),
+            b"generator" => return Ok(Kind::Generator),
+            b"list" => return Ok(Kind::List),
+            b"tuple" => return Ok(Kind::Tuple),
+            b"dict" => return Ok(Kind::Dict),
+            b"enumerate" | b"zip" | b"map" | b"filter" | b"itertools.islice" | b"itertools.chain" => {
+                return Ok(Kind::Wrapper);
+            }
+            // What a model or a program consists of leads to everything.
+            b"Module" | b"TensorBase" | b"Tensor" | b"Optimizer" | b"Dataset" | b"module" | b"type" | b"function"
+            | b"code" | b"method" => found = Kind::Other,
+            _ => {}
+        }
+        one = memory.word(CLASS, one.wrapping_add(layout.type_base))?;
+    }
+    Err(Torn { what: "the bases of a class", address: class })
+}

@@ -1,0 +1,204 @@
+//! The interpreter of one process: its threads and their Python stacks.
+
+use std::{collections::HashMap, time::Instant};
+
+use xpu_timer_proto::server::PySpyStacktrace;
+
+use crate::{
+    kernel::procfs,
+    memory::snapshot::{Snapshot, Torn},
+    native::{address_space::AddressSpace, frame::RawFrame},
+};
+
+use super::{
+    code::{self, Codes},
+    frames::{self, Chain},
+    gc,
+    locate::{self, Place},
+    names,
+    stack::Stack,
+    threads::{self, Thread},
+};
+
+/// The interpreter of one process.
+pub(crate) struct Python {
+    /// A live thread.
+    pub(super) live: i32,
+    pub(super) place: Place,
+}
+
+/// The Python side of one kernel thread. It may run code of more than one interpreter, one called from the other.
+pub(crate) struct PythonThread {
+    /// The kernel's id, as this process sees it; 0 when it is not known.
+    pub tid: i32,
+    /// With the lock of its interpreter, the innermost interpreter first.
+    states: Vec<(u64, Thread)>,
+    name: String,
+    pub stack: Stack,
+    /// Whether the stack is known to be what it was at one moment.
+    pub right: bool,
+}
+
+impl Python {
+    /// Finds the interpreter; `None` when the process runs no Python.
+    pub fn find<'a>(
+        live: i32,
+        space: &AddressSpace<'_>,
+        seen: impl Iterator<Item = &'a RawFrame>,
+    ) -> Result<Option<Self>, String> {
+        Ok(locate::find(live, space, seen)?.map(|place| Python { live, place }))
+    }
+
+    /// The threads that the interpreters know. `outer` tells the id of a thread for its id in the PID namespace of the process.
+    pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+        let layout = &self.place.layout;
+        let interpreters =
+            threads::interpreters(self.live, layout, self.place.address).map_err(|torn| torn.to_string())?;
+        if interpreters.is_empty() {
+            return Err("its interpreter has not been started yet, or has ended".into());
+        }
+        let mut found: Vec<PythonThread> = Vec::new();
+        let mut places = HashMap::new();
+        for interpreter in &interpreters {
+            let mut names = names::names(self.live, layout, interpreter);
+            for thread in &interpreter.threads {
+                let name = names.remove(&thread.pthread).unwrap_or_default();
+                let state = (interpreter.gil, *thread);
+                if let Some(known) = places.get(&thread.pthread) {
+                    let known: &mut PythonThread = &mut found[*known];
+                    known.states.push(state);
+                    // The interpreter that the thread was started in knows it best.
+                    if !name.is_empty() {
+                        known.name = name;
+                    }
+                    continue;
+                }
+                places.insert(thread.pthread, found.len());
+                found.push(PythonThread {
+                    tid: outer(thread.tid).unwrap_or(0),
+                    states: vec![state],
+                    name,
+                    stack: Stack::default(),
+                    right: false,
+                });
+            }
+        }
+        Ok(found)
+    }
+
+    /// Whether the interpreter is on its way out: threads that want its lock then never get it.
+    pub fn is_ending(&self) -> bool {
+        let at = self.place.address.wrapping_add(self.place.layout.runtime_finalizing);
+        Snapshot::new(self.live).word("_PyRuntime", at).is_ok_and(|thread| thread != 0)
+    }
+
+    /// Reads the stacks of all threads as they are.
+    pub fn read(&self, threads: &mut [PythonThread]) {
+        let layout = &self.place.layout;
+        let mut memory = Snapshot::new(self.live);
+        frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
+        let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
+        let all: Vec<frames::RawFrame> = chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        code::fetch(&mut memory, layout, &all);
+        let mut codes = Codes::default();
+        for (thread, chains) in threads.iter_mut().zip(chains) {
+            thread.stack = self.spell(&mut memory, &mut codes, thread, &chains);
+        }
+    }
+
+    pub(super) fn chains(&self, memory: &mut Snapshot, thread: &PythonThread) -> Vec<Chain> {
+        thread.states().map(|state| frames::chain(memory, &self.place.layout, state)).collect()
+    }
+
+    pub(super) fn spell(
+        &self,
+        memory: &mut Snapshot,
+        codes: &mut Codes,
+        thread: &PythonThread,
+        chains: &[Chain],
+    ) -> Stack {
+        let layout = &self.place.layout;
+        let mut stack = Stack::default();
+        let mut problem: Option<Torn> = None;
+        for chain in chains {
+            let first = stack.frames.len();
+            // From the root to the leaf, so that the mark of an entry moves on from a frame that is not shown to the one that
+            // it called.
+            let mut entry = false;
+            for frame in chain.frames.iter().rev() {
+                entry |= frame.entry;
+                match codes.get(memory, layout, frame.code) {
+                    Ok(code) => {
+                        let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
+                        stack.frames.push(shown);
+                        stack.raw.push(*frame);
+                        stack.entries.push(std::mem::take(&mut entry));
+                    }
+                    Err(torn) => problem = problem.or(Some(torn)),
+                }
+            }
+            stack.frames[first..].reverse();
+            stack.raw[first..].reverse();
+            stack.entries[first..].reverse();
+            problem = problem.or(chain.problem);
+        }
+        let now = Instant::now();
+        for (gil, state) in &thread.states {
+            // Asked of those that do not hold it as well, so that a copy has the memory of all that may.
+            let collects = gc::collects(memory, layout, self.place.address, state);
+            if stack.holds.is_none() && threads::holds(memory, layout, *gil, state) {
+                (stack.holds, stack.collects) = (Some((*gil, now)), collects);
+            }
+        }
+        stack.problem = problem.map(|torn| torn.to_string());
+        stack
+    }
+}
+
+/// The threads of a process by their ids in its PID namespace.
+pub(crate) fn namespaced(pid: i32) -> HashMap<i32, i32> {
+    let tids = procfs::threads(pid).unwrap_or_default();
+    tids.into_iter().filter_map(|tid| Some((procfs::status(pid, tid).ok()?.namespaced_tid, tid))).collect()
+}
+
+impl PythonThread {
+    pub(super) fn states(&self) -> impl Iterator<Item = &Thread> + Clone {
+        self.states.iter().map(|(_, state)| state)
+    }
+
+    /// Why its stack may not be right, or not whole.
+    pub fn doubt(&self) -> Option<String> {
+        const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
+        let moved = || self.stack.moved.then(|| MOVED.into());
+        let ran = || (!self.right).then(|| "read while the thread ran, so it may be wrong".into());
+        self.stack.problem.clone().or_else(moved).or_else(ran)
+    }
+
+    /// What is told of it, and the marks of its frames.
+    pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
+        let trace = PySpyStacktrace {
+            incomplete: self.doubt().unwrap_or_default(),
+            pid: pid as u32,
+            thread_id: self.states.first().map_or(0, |(_, state)| state.pthread),
+            thread_name: self.name,
+            os_thread_id: u32::try_from(self.tid).unwrap_or(0),
+            active,
+            owns_gil: self.stack.holds.is_some(),
+            collects_garbage: self.stack.holds.is_some() && self.stack.collects,
+            frames: self.stack.frames,
+        };
+        (trace, self.stack.entries)
+    }
+}
+
+/// A lock has one holder: when it went from one thread to another during the capture, the later one counts.
+pub(crate) fn one_holder(threads: &mut [PythonThread]) {
+    let mut last: HashMap<u64, Instant> = HashMap::new();
+    for (gil, at) in threads.iter().filter_map(|thread| thread.stack.holds) {
+        let latest = last.entry(gil).or_insert(at);
+        *latest = at.max(*latest);
+    }
+    for thread in threads {
+        thread.stack.holds = thread.stack.holds.filter(|(gil, at)| last.get(gil) == Some(at));
+    }
+}

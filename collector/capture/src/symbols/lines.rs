@@ -1,0 +1,265 @@
+//! Source lines and inlined functions, by addr2line from the DWARF of an object or of its separate debug file.
+//!
+//! It is shown only the units that hold wanted addresses ([`Units`]). What these refer to, entries of other units and the files
+//! of split builds, turns out when it looks; then it looks again with that added.
+
+use std::{
+    collections::HashMap,
+    time::{Duration, Instant},
+};
+
+use addr2line::{Context, LookupContinuation, LookupResult};
+use gimli::{Dwarf, DwarfSections, EndianSlice, LittleEndian, Section, SectionId};
+use object::{Object, ObjectSection, read::elf::ElfFile64};
+
+use crate::objects::{
+    bytes::{Budget, Bytes, Elf, SectionBytes, Slice},
+    debug_file,
+    image::Image,
+};
+
+use super::{
+    bounds, names,
+    split_dwarf::{Elsewhere, SplitFiles},
+    units::Units,
+};
+
+/// Bytes that are inflated in a second, at least.
+const INFLATED_PER_SECOND: u64 = 200 << 20;
+/// Of one object and its supplementary file, no more is unpacked, however much time there is.
+const MAX_UNPACKED: u64 = 1 << 30;
+/// How often addresses are looked up again because something was lacking. Link-time optimization makes units that refer to
+/// many others.
+const ROUNDS: usize = 32;
+/// A greater supplementary file is not used: all of its units would be read.
+const MAX_SUPPLEMENTARY: usize = 16 << 20;
+/// The sections that lines and names of functions are in.
+const SECTIONS: [SectionId; 10] = [
+    SectionId::DebugAbbrev,
+    SectionId::DebugAddr,
+    SectionId::DebugAranges,
+    SectionId::DebugInfo,
+    SectionId::DebugLine,
+    SectionId::DebugLineStr,
+    SectionId::DebugRanges,
+    SectionId::DebugRngLists,
+    SectionId::DebugStr,
+    SectionId::DebugStrOffsets,
+];
+
+/// One function at an address, and the line it is at.
+#[derive(Debug, Clone, Default, PartialEq, Eq)]
+pub(super) struct Source {
+    pub function: Option<String>,
+    /// `path:line`.
+    pub line: Option<String>,
+}
+
+/// What came of looking for lines in one object.
+pub(super) enum Lookup {
+    /// The object has none.
+    Absent,
+    /// For each address that was looked for in time.
+    Found(Vec<(u64, Vec<Source>)>),
+}
+
+/// Looks for the lines of the addresses, which are sorted, until the deadline.
+pub(super) fn find<'a>(
+    image: &'a Image,
+    debug: impl FnOnce() -> Option<&'a Bytes>,
+    addresses: &[u64],
+    deadline: Instant,
+) -> Lookup {
+    let own = image.elf().filter(has_lines);
+    let elf = own.or_else(|| ElfFile64::<object::LittleEndian>::parse(&**debug()?).ok().filter(has_lines));
+    let Some(elf) = elf else { return Lookup::Absent };
+    if time_to_inflate(&elf) > deadline.saturating_duration_since(Instant::now()) {
+        return Lookup::Found(Vec::new());
+    }
+    let budget = Budget::new(MAX_UNPACKED);
+    let sections = sections(&elf, &budget);
+    let supplementary = debug_file::supplementary(&image.root, &elf).and_then(|bytes| {
+        let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
+        let sections = self::sections(&elf, &budget);
+        let dwarf = borrow(&sections, &bytes);
+        let is_bounded = dwarf.debug_info.reader().len() <= MAX_SUPPLEMENTARY && all_open(&dwarf);
+        drop(dwarf);
+        is_bounded.then_some((bytes, sections))
+    });
+    let mut search = Search {
+        sections: &sections,
+        file: elf.data(),
+        supplementary: supplementary.as_ref().map(|(bytes, sections)| (&**bytes, sections)),
+        split: SplitFiles::new(image, deadline),
+        deadline,
+        found: Vec::with_capacity(addresses.len()),
+    };
+    search.run(addresses);
+    Lookup::Found(search.found)
+}
+
+/// Whether all units have the bounds of what is read of them at once, which is all that is read of supplementary ones.
+fn all_open(dwarf: &Dwarf<Slice<'_>>) -> bool {
+    let mut headers = dwarf.units();
+    while let Ok(Some(header)) = headers.next() {
+        if bounds::open(dwarf, header).is_none() {
+            return false;
+        }
+    }
+    true
+}
+
+fn has_lines(elf: &Elf<'_>) -> bool {
+    elf.section_by_name(".debug_info").is_some_and(|section| section.size() != 0)
+}
+
+fn time_to_inflate(elf: &Elf<'_>) -> Duration {
+    let places = SECTIONS.iter().filter_map(|id| elf.section_by_name(id.name())?.compressed_file_range().ok());
+    let packed = places.filter(|place| place.format != object::CompressionFormat::None);
+    let inflated = packed.fold(0u64, |sum, place| sum.saturating_add(place.uncompressed_size));
+    Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND)
+}
+
+fn sections(elf: &Elf<'_>, budget: &Budget) -> DwarfSections<SectionBytes> {
+    let section = |id: SectionId| {
+        let wanted = SECTIONS.contains(&id).then(|| SectionBytes::of(elf, id.name(), budget));
+        Ok::<_, std::convert::Infallible>(wanted.flatten().unwrap_or_default())
+    };
+    let Ok(sections) = DwarfSections::load(section);
+    sections
+}
+
+fn borrow<'a>(sections: &'a DwarfSections<SectionBytes>, file: &'a [u8]) -> Dwarf<Slice<'a>> {
+    sections.borrow(|section| EndianSlice::new(section.in_file(file), LittleEndian))
+}
+
+/// The search in one object.
+struct Search<'a> {
+    sections: &'a DwarfSections<SectionBytes>,
+    file: &'a [u8],
+    /// What dwz has moved from several debug files into one.
+    supplementary: Option<(&'a [u8], &'a DwarfSections<SectionBytes>)>,
+    split: SplitFiles<'a>,
+    deadline: Instant,
+    found: Vec<(u64, Vec<Source>)>,
+}
+
+/// What has to be there for an address to be looked up.
+enum Lacking {
+    /// The unit that has this entry.
+    Unit(usize),
+    /// A unit in another file.
+    File(Elsewhere),
+    /// The tables are damaged.
+    Nothing,
+}
+
+impl Search<'_> {
+    fn run(&mut self, addresses: &[u64]) {
+        let whole = borrow(self.sections, self.file);
+        let mut units = Units::new(&whole);
+        let holders = units.show_holders(addresses, self.deadline);
+        let in_time = Instant::now() < self.deadline;
+        let mut weights: HashMap<usize, usize> = HashMap::new();
+        for holder in holders.iter().flatten() {
+            *weights.entry(*holder).or_default() += 1;
+        }
+        // The unit with the most addresses first, for when the time is short.
+        let mut left: Vec<(std::cmp::Reverse<usize>, usize, u64)> = Vec::with_capacity(addresses.len());
+        for (address, holder) in addresses.iter().zip(holders) {
+            match holder {
+                Some(holder) => left.push((std::cmp::Reverse(weights[&holder]), holder, *address)),
+                // Without a unit it is known to have no line.
+                None if in_time => self.found.push((*address, Vec::new())),
+                None => {}
+            }
+        }
+        left.sort_unstable();
+        let mut left: Vec<u64> = left.into_iter().map(|(_, _, address)| address).collect();
+        for round in 1.. {
+            if left.is_empty() || Instant::now() >= self.deadline {
+                return;
+            }
+            let Ok(section) = units.section() else { return };
+            let lacking = self.look(&section, &mut left, round == ROUNDS);
+            for lacking in lacking {
+                match lacking {
+                    Lacking::Unit(entry) => drop(units.show_entry(entry, self.deadline)),
+                    Lacking::File(unit) => self.split.find(&unit),
+                    Lacking::Nothing => {}
+                }
+            }
+        }
+    }
+
+    /// Looks up all that is left, and says what was lacking; what remains is `left`. The last time what is lacking is done
+    /// without.
+    fn look(&mut self, section: &[u8], left: &mut Vec<u64>, last: bool) -> Vec<Lacking> {
+        let mut dwarf = borrow(self.sections, self.file);
+        dwarf.debug_info = gimli::DebugInfo::new(section, LittleEndian);
+        // The units tell what they hold, and nobody else has to be asked.
+        dwarf.debug_aranges = gimli::DebugAranges::new(&[], LittleEndian);
+        if let Some((file, sections)) = self.supplementary {
+            dwarf.set_sup(borrow(sections, file));
+        }
+        let mut all_lacking = Vec::new();
+        let context = Context::from_dwarf(dwarf);
+        left.retain(|address| {
+            if Instant::now() >= self.deadline {
+                return true;
+            }
+            let sources = match &context {
+                Ok(context) => match functions(context, *address, &self.split) {
+                    Err(lacking) if last || matches!(lacking, Lacking::Nothing) => line_only(context, *address),
+                    Err(lacking) => {
+                        all_lacking.push(lacking);
+                        return true;
+                    }
+                    Ok(sources) => sources,
+                },
+                Err(_) => Vec::new(),
+            };
+            self.found.push((*address, sources));
+            false
+        });
+        all_lacking
+    }
+}
+
+/// The functions at an address, those that were inlined first.
+fn functions<'a>(
+    context: &'a Context<Slice<'a>>,
+    address: u64,
+    split: &'a SplitFiles<'_>,
+) -> Result<Vec<Source>, Lacking> {
+    let lacking = |error| match error {
+        gimli::Error::NoEntryAtGivenOffset(entry) => Lacking::Unit(entry as usize),
+        _ => Lacking::Nothing,
+    };
+    let mut result = context.find_frames(address);
+    let mut frames = loop {
+        match result {
+            LookupResult::Output(frames) => break frames.map_err(lacking)?,
+            LookupResult::Load { load, continuation } => match split.get(&load) {
+                Some(dwarf) => result = continuation.resume(dwarf),
+                None => return Err(Lacking::File(Elsewhere::of(&load))),
+            },
+        }
+    };
+    let mut sources = Vec::new();
+    while let Some(frame) = frames.next().map_err(lacking)? {
+        let name = frame.function.map(|function| names::demangle(function.name.slice()));
+        sources.push(Source { function: name, line: frame.location.and_then(line) });
+    }
+    Ok(sources)
+}
+
+fn line_only(context: &Context<Slice<'_>>, address: u64) -> Vec<Source> {
+    let location = context.find_location(address).ok().flatten();
+    location.map(|location| Source { function: None, line: line(location) }).into_iter().collect()
+}
+
+/// `path:line`; line 0 is how a compiler says that there is none.
+fn line(location: addr2line::Location<'_>) -> Option<String> {
+    Some(format!("{}:{}", location.file?, location.line.filter(|line| *line != 0)?))
+}

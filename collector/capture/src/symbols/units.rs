@@ -1,0 +1,170 @@
+//! Which compilation units hold the wanted addresses, and a `.debug_info` in which nothing but these is to be seen: addr2line
+//! reads the beginning of every unit that it is shown, which takes tens of milliseconds for a large library.
+
+use std::{
+    collections::{BTreeMap, BTreeSet, HashSet},
+    io,
+    ops::Range,
+    time::Instant,
+};
+
+use gimli::{DebugInfoOffset, Dwarf, Section};
+use memmap2::{Mmap, MmapOptions};
+
+use crate::objects::bytes::Slice;
+
+use super::bounds;
+
+/// Bytes of the header of a type unit in the 64-bit format of DWARF 5. No gap that holds more is shorter than a few of these.
+const HIDDEN_HEADER: usize = 40;
+/// Bytes of the length with which such a header begins, and which it does not count.
+const HIDDEN_LENGTH: usize = 12;
+
+/// The units that are shown, by where they begin.
+pub(super) struct Units<'a> {
+    dwarf: &'a Dwarf<Slice<'a>>,
+    shown: BTreeMap<usize, Range<usize>>,
+    /// Where each unit lies. Finding out takes a while, so it is done only when it is needed.
+    all: Option<Vec<Range<usize>>>,
+}
+
+impl<'a> Units<'a> {
+    /// None yet.
+    pub fn new(dwarf: &'a Dwarf<Slice<'a>>) -> Self {
+        Units { dwarf, shown: BTreeMap::new(), all: None }
+    }
+
+    /// Shows the units that hold the addresses, which are sorted. For each address it tells where its unit begins, as far as
+    /// there is one and it was found by the deadline.
+    pub fn show_holders(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
+        let mut holders = vec![None; addresses.len()];
+        let listed = self.by_index(addresses, &mut holders);
+        // Some compilers write no index; then each unit tells what it holds.
+        let mut headers = self.dwarf.units();
+        while holders.contains(&None)
+            && let Ok(Some(header)) = headers.next()
+        {
+            let Some(offset) = header.debug_info_offset().filter(|offset| !listed.contains(offset)) else { continue };
+            if Instant::now() >= deadline {
+                break;
+            }
+            let Some(unit) = bounds::open(self.dwarf, header) else { continue };
+            let Ok(mut ranges) = self.dwarf.unit_ranges(&unit) else { continue };
+            while let Ok(Some(range)) = ranges.next() {
+                for at in within(addresses, range) {
+                    holders[at].get_or_insert(offset.0);
+                }
+            }
+        }
+        let wanted: BTreeSet<usize> = holders.iter().flatten().copied().collect();
+        for holder in wanted {
+            self.show(holder, deadline);
+        }
+        holders
+    }
+
+    /// Asks `.debug_aranges`. All units that it knows come back.
+    fn by_index(&self, addresses: &[u64], holders: &mut [Option<usize>]) -> HashSet<DebugInfoOffset> {
+        let mut listed = HashSet::new();
+        let mut headers = self.dwarf.debug_aranges.headers();
+        while let Ok(Some(header)) = headers.next() {
+            let offset = header.debug_info_offset();
+            listed.insert(offset);
+            let mut entries = header.entries();
+            while let Ok(Some(entry)) = entries.next() {
+                for at in within(addresses, entry.range()) {
+                    holders[at].get_or_insert(offset.0);
+                }
+            }
+        }
+        listed
+    }
+
+    fn show(&mut self, start: usize, deadline: Instant) -> bool {
+        let Ok(header) = self.dwarf.unit_header(DebugInfoOffset(start)) else { return false };
+        let end = start.saturating_add(header.length_including_self()).min(self.dwarf.debug_info.reader().len());
+        bounds::hold(self.dwarf, header, deadline) && self.shown.insert(start, start..end).is_none()
+    }
+
+    /// Shows the unit that an entry of `.debug_info` belongs to; false when it was to be seen already.
+    pub fn show_entry(&mut self, entry: usize, deadline: Instant) -> bool {
+        let dwarf = self.dwarf;
+        let all = self.all.get_or_insert_with(|| {
+            let mut all = Vec::new();
+            let mut headers = dwarf.units();
+            while let Ok(Some(header)) = headers.next() {
+                let start = header.debug_info_offset().map_or(0, |offset| offset.0);
+                all.push(start..start + header.length_including_self());
+            }
+            all
+        });
+        let after = all.partition_point(|unit| unit.start <= entry);
+        let Some(unit) = after.checked_sub(1).map(|before| all[before].clone()) else { return false };
+        unit.contains(&entry) && !self.shown.contains_key(&unit.start) && self.show(unit.start, deadline)
+    }
+
+    /// The section with these units alone.
+    pub fn section(&self) -> io::Result<Mmap> {
+        let section = self.dwarf.debug_info.reader().slice();
+        let length = self.shown.last_key_value().map_or(0, |(_, unit)| unit.end);
+        // Nearly all of it is never touched, and then costs no memory.
+        let mut copy = MmapOptions::new().len(length.max(1)).no_reserve_swap().map_anon()?;
+        let mut end = 0;
+        for unit in self.shown.values() {
+            let gap = end..unit.start.max(end);
+            if gap.len() < HIDDEN_HEADER {
+                copy[gap.clone()].copy_from_slice(&section[gap]);
+            } else {
+                hide(&mut copy[gap]);
+            }
+            copy[unit.clone()].copy_from_slice(&section[unit.clone()]);
+            end = unit.end;
+        }
+        copy.make_read_only()
+    }
+}
+
+/// Makes one type unit of a piece of the section: addr2line passes over these. All that follows keeps its place, and so
+/// references to it stay right.
+fn hide(gap: &mut [u8]) {
+    let length = (gap.len() - HIDDEN_LENGTH) as u64;
+    gap[..4].copy_from_slice(&u32::MAX.to_le_bytes());
+    gap[4..12].copy_from_slice(&length.to_le_bytes());
+    gap[12..14].copy_from_slice(&5u16.to_le_bytes());
+    gap[14] = gimli::DW_UT_type.0;
+    gap[15] = 8;
+}
+
+/// The indices of the sorted addresses within a range.
+fn within(addresses: &[u64], range: gimli::Range) -> Range<usize> {
+    let from = addresses.partition_point(|address| *address < range.begin);
+    let length = addresses[from..].iter().take_while(|address| **address < range.end).count();
+    from..from + length
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_hidden_piece_is_one_type_unit() {
+        for length in [HIDDEN_HEADER, 1000, 70_000] {
+            let mut section = vec![0; length];
+            hide(&mut section);
+            let section = gimli::DebugInfo::new(&section, gimli::LittleEndian);
+            let mut units = section.units();
+            let header = units.next().unwrap().unwrap();
+            assert!(matches!(header.type_(), gimli::UnitType::Type { .. }));
+            assert_eq!(header.length_including_self(), length);
+            assert!(units.next().unwrap().is_none());
+        }
+    }
+
+    #[test]
+    fn addresses_within_a_range() {
+        let range = |begin, end| gimli::Range { begin, end };
+        assert_eq!(within(&[1, 5, 9], range(5, 9)), 1..2);
+        assert_eq!(within(&[1, 5, 9], range(0, 10)), 0..3);
+        assert_eq!(within(&[1, 5, 9], range(6, 9)), 2..2);
+    }
+}
