@@ -1,4 +1,4 @@
-//! The captures of one node, with the caches that they share.
+//! Captures of the processes of one node, with the caches that all captures share.
 
 use std::{collections::HashSet, sync::Arc, time::Instant};
 
@@ -11,8 +11,8 @@ use crate::{
     symbols::symbolizer::Symbolizer,
 };
 
-/// Captures the processes of one node. It keeps what is expensive to find out - unwind tables, names, source lines,
-/// where interpreters lie within their objects - from one capture to the next.
+/// Captures the processes of one node. It keeps what is expensive to find (unwind rows, names,
+/// source lines, the addresses of interpreters within their objects) from one capture to the next.
 pub struct Capturer {
     images: Arc<Images>,
     symbolizer: Symbolizer,
@@ -25,44 +25,46 @@ impl Default for Capturer {
 }
 
 impl Capturer {
-    /// A capturer with empty caches.
+    /// Creates a capturer with empty caches.
     #[must_use]
     pub fn new() -> Self {
         Capturer { images: Arc::default(), symbolizer: Symbolizer::default() }
     }
 
-    /// One entry for each pid, in the order given. A process that cannot be captured is an entry whose sample says why in
-    /// `errors`. It returns by the deadline even when the kernel does not answer for one of them. Processes that are late because the
-    /// machine is busy are waited for a while longer.
+    /// Captures each pid and returns one entry for each, in the given order. For a process that
+    /// cannot be captured, the `errors` of its sample hold the reason. The call returns by the
+    /// deadline even when the kernel does not answer for a process. It waits longer, up to
+    /// [`Options::longest`], for processes that are late because the machine is busy.
     pub fn capture(&mut self, pids: &[i32], options: &Options) -> Vec<ProcessCapture> {
         let mut captured = Vec::with_capacity(pids.len());
         self.capture_each(pids, options, |process| captured.push(process.into()));
         captured
     }
 
-    /// Like [`Capturer::capture`], with one entry after the other handed to `each`, and with what many frames have in common
-    /// told once.
+    /// Like [`Capturer::capture`], but passes one entry after the other to `each`, and keeps what
+    /// many frames have in common only once.
     pub fn capture_each(&mut self, pids: &[i32], options: &Options, mut each: impl FnMut(Stacks)) {
         let deadline = Instant::now() + options.deadline;
-        let asked: HashSet<i32> = pids.iter().copied().collect();
+        let requested: HashSet<i32> = pids.iter().copied().collect();
         let mut jobs: Vec<Job> = Vec::new();
         let connections = Arc::default();
         let mut descendants = Vec::new();
         for pid in pids {
-            let below = if options.children { children::descendants(*pid, &asked) } else { Vec::new() };
-            descendants.push(below.len());
-            for pid in std::iter::once(*pid).chain(below) {
+            let descendant_count = if options.children { children::descendants(*pid, &requested) } else { Vec::new() };
+            descendants.push(descendant_count.len());
+            for pid in std::iter::once(*pid).chain(descendant_count) {
                 jobs.push(Job { pid, options: options.clone(), deadline, connections: Arc::clone(&connections) });
             }
         }
-        let raw = worker::run(jobs, &self.images, deadline, options.deadline);
-        // Stacks that came late are nothing without names.
+        let raw_processes = worker::run(jobs, &self.images, deadline, options.deadline);
+        // Stacks that arrived late are of no use without names.
         let deadline = deadline.max(Instant::now() + options.deadline / 4);
-        self.symbolizer.prepare(&raw, options.lines_budget, deadline);
-        let mut raw = raw.into_iter();
-        for below in descendants {
-            let mut process = self.symbolizer.finish(raw.next().expect("one answer for each job"));
-            process.children = raw.by_ref().take(below).map(|child| self.symbolizer.finish(child)).collect();
+        self.symbolizer.prepare(&raw_processes, options.lines_budget, deadline);
+        let mut raw_processes = raw_processes.into_iter();
+        for descendant_count in descendants {
+            let mut process = self.symbolizer.finish(raw_processes.next().expect("one answer for each job"));
+            process.children =
+                raw_processes.by_ref().take(descendant_count).map(|child| self.symbolizer.finish(child)).collect();
             each(process);
         }
         self.symbolizer.trim();

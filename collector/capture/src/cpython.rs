@@ -1,4 +1,5 @@
-//! What differs from one CPython to another: the offsets of its structures, and where an object holds them.
+//! The differences between CPython versions and builds: the offsets of their structures, and where
+//! an object has its interpreter.
 
 pub(crate) mod layout;
 mod layouts;

@@ -1,19 +1,22 @@
-//! Native and Python stacks of other processes, without stopping them and without sending them anything: no system call of
-//! theirs returns anything else for it.
+//! Native and Python stacks of other processes. A capture does not stop a process and sends it
+//! nothing, so none of its system calls returns a different result because of the capture.
 //!
-//! The ways to a thread's stack, in this order:
-//! 1. A thread that sleeps is read as it sleeps: stack pointer and program counter from `/proc`, its stack with
-//!    `process_vm_readv`, and unchanged scheduling counts as the proof that it did not run meanwhile.
-//! 2. A thread that runs is sampled by the kernel's timer interrupt: `perf_event_open` on its task clock, with its registers and
-//!    up to 65,528 bytes of its stack, inside system calls too where that is permitted. Meanwhile it is looked at as in 1
-//!    again and again, should it fall asleep. Its Python stack is read before and after the sample, and what both looks
-//!    have in common is shown.
-//! 3. Where the kernel forbids samples, where a thread is busy inside a system call that may not be sampled, or where it gets no
-//!    CPU, it is shown as running, with its Python stack as far as two looks agree, and with the reason.
+//! The stack of a thread is taken in one of these ways, in this order:
+//! 1. A sleeping thread is read while it sleeps: the stack pointer and the program counter come
+//!    from `/proc`, and the stack is copied with `process_vm_readv`. Unchanged scheduling counts
+//!    prove that the thread did not run in the meantime.
+//! 2. The kernel's timer interrupt samples a running thread: `perf_event_open` on its task clock
+//!    copies its registers and up to 65,528 bytes of its stack, inside system calls too where that
+//!    is permitted. Until the sample arrives, the thread is polled in case it falls asleep and can
+//!    be read as in 1. Its Python stack is read before and after the sample, and the frames that
+//!    both reads agree on are reported.
+//! 3. If the kernel forbids sampling, if a thread is busy inside a system call that may not be
+//!    sampled, or if it gets no CPU, the thread is reported as running. The report has the Python
+//!    frames that two reads agree on, and the reason.
 //!
-//! Only [`Options::force_ptrace`], which people have to ask for, stops threads, for as long as it takes to copy registers and
-//! stack. That may end system calls of the target early, with EINTR or a short count. Unwinding and symbolizing happen on
-//! the copies.
+//! Only [`Options::force_ptrace`], which the user must request, stops threads, for as long as it
+//! takes to copy registers and stack. A stop may end a system call of the target early, with EINTR
+//! or a short count. Unwinding and symbolizing work on the copies.
 #![deny(unsafe_code)]
 
 mod capturer;

@@ -1,4 +1,4 @@
-//! The memory of other processes, copied.
+//! Copies of the memory of other processes.
 
 pub(crate) mod region;
 pub(crate) mod remote;

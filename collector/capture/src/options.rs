@@ -1,30 +1,33 @@
-//! What a capture takes, and how long it may take.
+//! Options of a capture, and its time limits.
 
 use std::time::Duration;
 
-/// More time for threads that are not held by the kernel: so many times the deadline, and no more than this.
-const MORE_TIMES: u32 = 2;
-const MOST_MORE: Duration = Duration::from_secs(5);
+/// Extra time for threads that the kernel does not hold: this many times the deadline, but at most
+/// `MAX_EXTENSION`.
+const EXTENSION_FACTOR: u32 = 2;
+const MAX_EXTENSION: Duration = Duration::from_secs(5);
 
 /// What to capture, and how long it may take.
 #[derive(Debug, Clone)]
 pub struct Options {
-    /// For the whole capture, all processes together. On a busy machine it may take longer, up to [`Options::longest`].
+    /// Time limit of the whole capture, for all processes together. On a busy machine the capture
+    /// may take longer, up to [`Options::longest`].
     pub deadline: Duration,
     /// Also capture all descendants of the given processes.
     pub children: bool,
-    /// Take native stacks.
+    /// Capture native stacks.
     pub native: bool,
-    /// Take Python stacks.
+    /// Capture Python stacks.
     pub python: bool,
-    /// How long the search for source lines may take in all. Names are always looked up.
+    /// Total time limit of the search for source lines. Names are always looked up.
     pub lines_budget: Duration,
     /// Stop every thread while its stack is copied. This may cut short system calls of the target.
     pub force_ptrace: bool,
 }
 
 impl Options {
-    /// The time after which there is an answer, however busy the machine is, as long as it answers at all.
+    /// The time after which the capture returns, however busy the machine is, as long as the
+    /// machine makes progress at all.
     #[must_use]
     pub fn longest(&self) -> Duration {
         self.deadline + extension(self.deadline) + self.deadline / 4
@@ -46,5 +49,5 @@ impl Default for Options {
 
 /// The time that a capture may take beyond its deadline when the machine is busy.
 pub(crate) fn extension(deadline: Duration) -> Duration {
-    (deadline * MORE_TIMES).min(MOST_MORE)
+    (deadline * EXTENSION_FACTOR).min(MAX_EXTENSION)
 }

@@ -1,4 +1,5 @@
-//! The CPython in an object: the address of its runtime structure, and the code of its evaluation loop.
+//! The CPython in an object: the address of its runtime structure, and the code of its evaluation
+//! loop.
 
 use std::{
     ops::Range,
@@ -16,52 +17,56 @@ use crate::memory::{remote, snapshot::Snapshot};
 
 use super::{layout::Layout, version};
 
-/// The function that runs Python code. Compilers split it into parts, such as `_PyEval_EvalFrameDefault.cold`.
-pub(crate) const EVAL: &str = "_PyEval_EvalFrameDefault";
-/// What a part of that function is called whose name has been stripped.
-const EVAL_UNNAMED: &str = "_PyEval_EvalFrameDefault.cold";
-const RUNTIME: &[u8] = b"_PyRuntime";
-/// Bytes of a section that are searched for the version.
-const SEARCHED: usize = 4 << 20;
-/// Bytes at the start of the loop within which a thread is about to announce a frame.
-const ANNOUNCEMENT: u64 = 0x200;
+/// The function that runs Python code. Compilers split it into parts, such as
+/// `_PyEval_EvalFrameDefault.cold`.
+const EVAL_LOOP: &str = "_PyEval_EvalFrameDefault";
+/// Name for a part of that function whose own name was stripped.
+const UNNAMED_PART: &str = "_PyEval_EvalFrameDefault.cold";
+const RUNTIME_SYMBOL: &[u8] = b"_PyRuntime";
+/// Bytes of a section to search for the version.
+const MAX_SEARCHED_BYTES: usize = 4 << 20;
+/// Bytes at the start of the loop. A thread that executes one of them is about to publish a new
+/// frame.
+const PUBLISHING_BYTES: u64 = 0x200;
 
-/// An object that holds an interpreter.
+/// The interpreter in an object.
 pub(crate) struct Runtime {
     /// Address of `_PyRuntime` in the file.
     pub address: u64,
-    /// Which version, once a process has told.
+    /// The layout of its version, once a process has revealed the version.
     layout: OnceLock<Arc<Layout>>,
-    /// Code of the interpreter's loop, by addresses in the file.
-    eval: Vec<Range<u64>>,
-    /// A part of it without a name, once stacks have told which it is.
-    unnamed: RwLock<Option<Range<u64>>>,
+    /// Code of the interpreter's loop, as addresses in the file.
+    eval_loop: Vec<Range<u64>>,
+    /// A part of the loop without a name, once stacks have revealed it.
+    unnamed_part: RwLock<Option<Range<u64>>>,
 }
 
 impl Runtime {
-    /// The interpreter of an object. `None` when it holds none.
-    pub fn of(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
-        let mut runtime = exported(elf, RUNTIME);
-        let mut eval = Vec::new();
-        // An interpreter that is linked into a program need not export anything.
+    /// Finds the interpreter of an object. `None` if it has none.
+    pub fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
+        let mut runtime = exported_symbol(elf, RUNTIME_SYMBOL);
+        let mut eval_loop = Vec::new();
+        // A program that an interpreter is linked into need not export anything.
         if runtime.is_some() || file_name(path).starts_with("python") || !is_shared(elf) {
-            scan(elf, elf.elf_symbol_table(), &mut runtime, &mut eval);
+            scan_symbols(elf, elf.elf_symbol_table(), &mut runtime, &mut eval_loop);
         }
         if runtime.is_none() {
-            // From 3.11 on the structure has a section of its own, so that tools find it in stripped programs.
+            // From 3.11 on, the structure has a section of its own, so that tools find it in
+            // stripped programs.
             runtime = elf.section_by_name(".PyRuntime").map(|section| section.address());
         }
         let address = runtime?;
-        scan(elf, elf.elf_dynamic_symbol_table(), &mut runtime, &mut eval);
-        eval.sort_by_key(|range| range.start);
-        eval.dedup();
-        Some(Runtime { address, layout: OnceLock::new(), eval, unnamed: RwLock::default() })
+        scan_symbols(elf, elf.elf_dynamic_symbol_table(), &mut runtime, &mut eval_loop);
+        eval_loop.sort_by_key(|range| range.start);
+        eval_loop.dedup();
+        Some(Runtime { address, layout: OnceLock::new(), eval_loop, unnamed_part: RwLock::default() })
     }
 
-    /// The layout of the version that a process runs; `runtime` is the address of `_PyRuntime` in it.
+    /// The layout of the version that a process runs. `tid` is a thread of the process; `bias` is
+    /// the object's address in the process less its address in the file.
     pub fn layout<'a>(
         &self,
-        live: i32,
+        tid: i32,
         elf: impl FnOnce() -> Option<ElfFile64<'a, LittleEndian>>,
         path: &str,
         bias: u64,
@@ -70,10 +75,10 @@ impl Runtime {
             return Ok(Arc::clone(layout));
         }
         let runtime = self.address.wrapping_add(bias);
-        let mut memory = Snapshot::new(live);
-        let minor = match version::told_version(&mut memory, runtime) {
+        let mut memory = Snapshot::new(tid);
+        let minor = match version::debug_offsets_version(&mut memory, runtime) {
             Some(minor) => Some(minor),
-            None => elf().and_then(|elf| minor_version(live, &elf, path, bias)),
+            None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
         };
         let Some(minor) = minor else { return Err("which version of CPython it is cannot be told".into()) };
         let layout = Arc::new(version::layout_of(minor, &mut memory, runtime)?);
@@ -81,38 +86,42 @@ impl Runtime {
     }
 
     /// Whether an address in the file belongs to the interpreter's loop.
-    pub fn is_eval(&self, address: u64) -> bool {
-        self.eval.iter().any(|range| range.contains(&address)) || self.is_unnamed(address)
+    pub fn is_eval_loop(&self, address: u64) -> bool {
+        self.eval_loop.iter().any(|range| range.contains(&address)) || self.is_unnamed_part(address)
     }
 
-    fn is_unnamed(&self, address: u64) -> bool {
-        self.unnamed.read().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|part| part.contains(&address))
+    fn is_unnamed_part(&self, address: u64) -> bool {
+        self.unnamed_part
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+            .is_some_and(|part| part.contains(&address))
     }
 
-    /// The name of a function that no symbol table names.
+    /// The name of a function that has no name in any symbol table.
     pub fn name(&self, address: u64) -> Option<&'static str> {
-        self.is_unnamed(address).then_some(EVAL_UNNAMED)
+        self.is_unnamed_part(address).then_some(UNNAMED_PART)
     }
 
-    /// Whether the loop can be told apart from other code at all.
-    pub fn knows_eval(&self) -> bool {
-        !self.eval.is_empty()
+    /// Whether the code of the loop is known.
+    pub fn has_eval_loop(&self) -> bool {
+        !self.eval_loop.is_empty()
     }
 
-    /// Whether a part of the loop has been found by its stacks.
-    pub fn has_unnamed(&self) -> bool {
-        self.unnamed.read().unwrap_or_else(PoisonError::into_inner).is_some()
+    /// Whether a part of the loop was found through stacks.
+    pub fn has_unnamed_part(&self) -> bool {
+        self.unnamed_part.read().unwrap_or_else(PoisonError::into_inner).is_some()
     }
 
-    /// Makes a function part of the loop.
-    pub fn set_unnamed(&self, part: Range<u64>) {
-        *self.unnamed.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
+    /// Adds a function to the loop.
+    pub fn set_unnamed_part(&self, part: Range<u64>) {
+        *self.unnamed_part.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
     }
 
-    /// Whether an address in the file is where a frame is being announced: what the thread's state says then is about to
-    /// change, in more than one step.
-    pub fn is_announcing(&self, address: u64) -> bool {
-        self.eval.iter().any(|range| range.contains(&address) && address - range.start < ANNOUNCEMENT)
+    /// Whether the code at an address in the file publishes a frame. There, the state of the thread
+    /// is about to change in more than one step.
+    pub fn is_publishing_frame(&self, address: u64) -> bool {
+        self.eval_loop.iter().any(|range| range.contains(&address) && address - range.start < PUBLISHING_BYTES)
     }
 }
 
@@ -121,13 +130,14 @@ pub(crate) fn file_name(path: &str) -> &str {
 }
 
 fn is_shared(elf: &ElfFile64<'_, LittleEndian>) -> bool {
-    // A library has a name that others link against; a program, also a position-independent one, has none.
+    // A library has a name that others link against. A program has none, even a
+    // position-independent one.
     let table = elf.elf_dynamic_table();
     table.is_ok_and(|table| table.iter().any(|entry| entry.tag == object::elf::DT_SONAME))
 }
 
-/// An exported symbol, by the hash table that the loader uses.
-fn exported(elf: &ElfFile64<'_, LittleEndian>, name: &[u8]) -> Option<u64> {
+/// The address of an exported symbol, found through the hash table that the loader uses.
+fn exported_symbol(elf: &ElfFile64<'_, LittleEndian>, name: &[u8]) -> Option<u64> {
     let (endian, data) = (elf.endian(), elf.data());
     let symbols = elf.elf_dynamic_symbol_table();
     if let Ok(Some((table, _))) = elf.elf_section_table().gnu_hash(endian, data) {
@@ -142,11 +152,11 @@ fn exported(elf: &ElfFile64<'_, LittleEndian>, name: &[u8]) -> Option<u64> {
     found.map(|symbol| symbol.st_value(endian))
 }
 
-fn scan<'a, Header>(
+fn scan_symbols<'a, Header>(
     elf: &ElfFile64<'_, LittleEndian>,
     table: &SymbolTable<'a, Header>,
     runtime: &mut Option<u64>,
-    eval: &mut Vec<Range<u64>>,
+    eval_loop: &mut Vec<Range<u64>>,
 ) where
     Header: FileHeader<Endian = LittleEndian, Sym = Sym64<LittleEndian>>,
 {
@@ -157,20 +167,20 @@ fn scan<'a, Header>(
             continue;
         }
         let name = table.symbol_name(endian, symbol).unwrap_or_default();
-        if name == RUNTIME {
+        if name == RUNTIME_SYMBOL {
             runtime.get_or_insert(start);
-        } else if size > 0 && name.starts_with(EVAL.as_bytes()) {
-            eval.push(start..start.saturating_add(size));
+        } else if size > 0 && name.starts_with(EVAL_LOOP.as_bytes()) {
+            eval_loop.push(start..start.saturating_add(size));
         }
     }
 }
 
 /// The minor version of a CPython up to 3.12.
-fn minor_version(live: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: u64) -> Option<u8> {
-    // From 3.11 on a constant.
-    if let Some(address) = exported(elf, b"Py_Version") {
+fn minor_version(tid: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: u64) -> Option<u8> {
+    // A constant from 3.11 on.
+    if let Some(address) = exported_symbol(elf, b"Py_Version") {
         let mut bytes = [0; 4];
-        if matches!(remote::read(live, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
+        if matches!(remote::read(tid, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
             return Some(bytes[2]);
         }
     }
@@ -179,17 +189,17 @@ fn minor_version(live: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias:
     if let Some(minor) = named.and_then(leading_number) {
         return Some(minor);
     }
-    // sys.version is put together in a variable of the program.
+    // The interpreter builds sys.version in a variable of the program.
     elf.sections().filter(|section| section.kind() == object::SectionKind::UninitializedData).find_map(|section| {
         let size = section.elf_section_header().sh_size(elf.endian());
-        let mut bytes = vec![0; usize::try_from(size).unwrap_or(SEARCHED).min(SEARCHED)];
-        let read = remote::read(live, section.address().wrapping_add(bias), &mut bytes).ok()?;
-        version_in(bytes.get(..read)?)
+        let mut bytes = vec![0; usize::try_from(size).unwrap_or(MAX_SEARCHED_BYTES).min(MAX_SEARCHED_BYTES)];
+        let read = remote::read(tid, section.address().wrapping_add(bias), &mut bytes).ok()?;
+        parse_version(bytes.get(..read)?)
     })
 }
 
-/// The minor version in `3.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]`.
-fn version_in(bytes: &[u8]) -> Option<u8> {
+/// Parses the minor version of `3.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]`.
+fn parse_version(bytes: &[u8]) -> Option<u8> {
     const LONGEST: usize = 256;
     let starts = bytes.windows(2).enumerate().filter(|(_, two)| *two == b"3.").map(|(at, _)| at);
     starts.filter(|at| *at == 0 || bytes[at - 1] == 0).find_map(|at| {
@@ -213,10 +223,10 @@ mod tests {
     #[test]
     fn versions_in_memory() {
         let text = b"\x00\x003.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]\0more";
-        assert_eq!(version_in(text), Some(9));
-        assert_eq!(version_in(b"\x003.10.0rc1+ (tags/v3.10, x) \n[Clang 14]\0"), Some(10));
-        assert_eq!(version_in(b"\x003.14159 and (so) [on]\0"), None, "no patch level");
-        assert_eq!(version_in(b"a3.9.1 (x) [GCC]\0"), None, "within another text");
+        assert_eq!(parse_version(text), Some(9));
+        assert_eq!(parse_version(b"\x003.10.0rc1+ (tags/v3.10, x) \n[Clang 14]\0"), Some(10));
+        assert_eq!(parse_version(b"\x003.14159 and (so) [on]\0"), None, "no patch level");
+        assert_eq!(parse_version(b"a3.9.1 (x) [GCC]\0"), None, "within another text");
         assert_eq!(leading_number("9.so.1.0"), Some(9));
         assert_eq!(leading_number("x"), None);
     }

@@ -13,7 +13,7 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    merge::{fit, is_loop_name},
+    merge::{check_match, is_loop_name},
     stacks::{Function, Place, Stacks},
 };
 
@@ -207,7 +207,7 @@ fn pythons(process: &Stacks, view: View) -> Vec<Python<'_>> {
     let unmerged = |thread: &PySpyStacktrace, entries: &[bool]| {
         let frames = process.frames.get(*natives.get(&thread.os_thread_id)?)?;
         let loops = frames.iter().filter(|number| is_loop.get(**number as usize) == Some(&true)).count();
-        fit(loops, entries).err().map(|mismatch| mismatch.to_string())
+        check_match(loops, entries).err().map(|mismatch| mismatch.to_string())
     };
     let threads = sample.py_stacktrace.iter().zip(&process.python_entries);
     threads

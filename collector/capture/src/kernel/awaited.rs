@@ -1,5 +1,6 @@
-//! What the system call of a blocked thread waits for: a file, the other end of a pipe or a socket, the holder of a lock. Only the
-//! kernel's tables in `/proc` are read; the file itself, which may be on a file system that does not answer, is never touched.
+//! Finds what the system call of a blocked thread waits for: a file, the other end of a pipe or a
+//! socket, the holder of a lock. It reads only the kernel's tables in `/proc`. It never touches the
+//! file itself, because the file may be on a file system that does not answer.
 
 use std::{
     collections::HashSet,
@@ -12,48 +13,49 @@ use xpu_timer_proto::server::{Awaited, AwaitedKind, Holder};
 
 use super::{
     children::descendants_until,
-    descriptors::{MOST_FILES, SOCKET, inode_of},
+    descriptors::{MAX_FILES, SOCKET, inode_of},
     procfs::{self, Syscall},
 };
 
-/// So long the tables are searched: the stacks of the process, which are there already, must not be late for it.
-const PATIENCE: Duration = Duration::from_millis(100);
-/// So many holders are named.
-const MOST_HOLDERS: usize = 4;
-/// So many processes are looked at for the other end of a pipe.
-const MOST_PROCESSES: usize = 512;
-/// How the file of a descriptor was opened.
+/// Time limit of the search. The stacks of the process are already captured and must not be late
+/// because of it.
+const TIMEOUT: Duration = Duration::from_millis(100);
+/// Maximum number of holders in the result.
+const MAX_HOLDERS: usize = 4;
+/// Maximum number of processes that are searched for the other end of a pipe.
+const MAX_PROCESSES: usize = 512;
+/// Access mode in the `flags` of a descriptor.
 const ACCESS_MODE: u32 = 0o3;
 const READ_ONLY: u32 = 0;
 const WRITE_ONLY: u32 = 1;
 const READ_WRITE: u32 = 2;
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Does {
-    Reads,
-    Writes,
-    Locks,
-    Connects,
+enum Operation {
+    Read,
+    Write,
+    Lock,
+    Connect,
 }
 
-/// What a thread that is asleep in a system call waits for; `None` when the call is about no one descriptor. Who holds it, and the
-/// peer, are left out when they are not found in time.
+/// What a thread waits for that sleeps in a system call. `None` if the call is not about exactly
+/// one descriptor. The holders and the peer are missing if they are not found in time.
 pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited> {
-    let deadline = deadline.min(Instant::now() + PATIENCE);
+    let deadline = deadline.min(Instant::now() + TIMEOUT);
     let Ok(Syscall::Blocked { number, arguments: Some(arguments), .. }) = procfs::syscall(pid, tid) else {
         return None;
     };
-    let does = what(number, arguments[1])?;
+    let operation = operation_of(number, arguments[1])?;
     let descriptor = i32::try_from(arguments[0]).ok()?;
-    // The link is made of names that the kernel holds, so reading it asks no file system.
+    // The kernel holds the names that the link is made of, so reading it involves no file system.
     let link = fs::read_link(format!("/proc/{pid}/fd/{descriptor}")).ok()?;
     let link = link.to_string_lossy();
     if let Some(inode) = inode_of(&link, SOCKET) {
-        let name = peer(pid, inode, deadline).unwrap_or_default();
+        let name = tcp_peer(pid, inode, deadline).unwrap_or_default();
         return Some(Awaited { kind: AwaitedKind::Socket.into(), name, ..Awaited::default() });
     }
-    if does == Does::Locks {
-        let position = place_of_descriptor(pid, descriptor)?;
+    if operation == Operation::Lock {
+        let position = lock_table_id(pid, descriptor)?;
         return Some(Awaited {
             kind: AwaitedKind::Lock.into(),
             name: link.into_owned(),
@@ -61,9 +63,10 @@ pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited
         });
     }
     if inode_of(&link, "pipe:[").is_some() {
-        let holders = other_end(pid, &link, does, deadline);
-        // Who reads the standard input waits for a person, or for what is fed to it in place of one.
-        let stdin = descriptor == libc::STDIN_FILENO && does == Does::Reads;
+        let holders = pipe_peers(pid, &link, operation, deadline);
+        // A thread that reads its standard input waits for a person, or for a program that replaces
+        // one.
+        let stdin = descriptor == libc::STDIN_FILENO && operation == Operation::Read;
         let (kind, name) = if stdin { (AwaitedKind::File, "/dev/stdin") } else { (AwaitedKind::Pipe, "") };
         return Some(Awaited { kind: kind.into(), name: name.into(), holders });
     }
@@ -74,54 +77,57 @@ pub(crate) fn of_thread(pid: i32, tid: i32, deadline: Instant) -> Option<Awaited
     })
 }
 
-fn what(number: i64, second: u64) -> Option<Does> {
+fn operation_of(number: i64, second: u64) -> Option<Operation> {
     match number {
         libc::SYS_read | libc::SYS_readv | libc::SYS_pread64 | libc::SYS_recvfrom | libc::SYS_recvmsg => {
-            Some(Does::Reads)
+            Some(Operation::Read)
         }
         libc::SYS_write | libc::SYS_writev | libc::SYS_pwrite64 | libc::SYS_sendto | libc::SYS_sendmsg => {
-            Some(Does::Writes)
+            Some(Operation::Write)
         }
-        libc::SYS_fsync | libc::SYS_fdatasync => Some(Does::Writes),
-        libc::SYS_connect | libc::SYS_accept | libc::SYS_accept4 => Some(Does::Connects),
-        libc::SYS_flock => Some(Does::Locks),
+        libc::SYS_fsync | libc::SYS_fdatasync => Some(Operation::Write),
+        libc::SYS_connect | libc::SYS_accept | libc::SYS_accept4 => Some(Operation::Connect),
+        libc::SYS_flock => Some(Operation::Lock),
         libc::SYS_fcntl => {
             let command = i32::try_from(second).unwrap_or(0);
-            matches!(command, libc::F_SETLKW | libc::F_OFD_SETLKW).then_some(Does::Locks)
+            matches!(command, libc::F_SETLKW | libc::F_OFD_SETLKW).then_some(Operation::Lock)
         }
         _ => None,
     }
 }
 
-/// Of the relatives of a process, through whom a pipe is passed on, those that have its other end open. The process itself is told
-/// only when all of them could be looked at and none has that end: then it waits for what only it could do.
-fn other_end(pid: i32, link: &str, does: Does, deadline: Instant) -> Vec<Holder> {
-    let wanted = if does == Does::Reads { WRITE_ONLY } else { READ_ONLY };
-    let (below, mut all) = descendants_until(pid, &HashSet::new(), Some(deadline));
-    // A parent in another namespace has the number 0.
+/// Finds the processes that have the other end of a pipe open. It searches only relatives of the
+/// process, because a pipe is inherited. The process itself is the result only if all relatives
+/// could be searched and none has that end: then the process waits for something that only it can
+/// do.
+fn pipe_peers(pid: i32, link: &str, operation: Operation, deadline: Instant) -> Vec<Holder> {
+    let wanted = if operation == Operation::Read { WRITE_ONLY } else { READ_ONLY };
+    let (descendants, mut complete) = descendants_until(pid, &HashSet::new(), Some(deadline));
+    // The pid of a parent in another namespace is 0.
     let parent = procfs::stat(pid).map(|stat| stat.parent).ok().filter(|parent| *parent > 0);
-    let beside = parent.map(|parent| descendants_until(parent, &HashSet::from([pid]), Some(deadline)));
-    let (beside, all_beside) = beside.unwrap_or_default();
-    all &= all_beside;
+    let siblings = parent.map(|parent| descendants_until(parent, &HashSet::from([pid]), Some(deadline)));
+    let (siblings, all_siblings) = siblings.unwrap_or_default();
+    complete &= all_siblings;
     let mut holders = Vec::new();
-    for (count, other) in below.iter().copied().chain(parent).chain(beside).enumerate() {
-        if count == MOST_PROCESSES || holders.len() == MOST_HOLDERS || Instant::now() >= deadline {
-            all = false;
+    for (count, other) in descendants.iter().copied().chain(parent).chain(siblings).enumerate() {
+        if count == MAX_PROCESSES || holders.len() == MAX_HOLDERS || Instant::now() >= deadline {
+            complete = false;
             break;
         }
         match has_open(other, link, wanted, deadline) {
-            Some(true) => holders.push(holder(other, &below)),
+            Some(true) => holders.push(holder(other, &descendants)),
             Some(false) => {}
-            None => all = false,
+            None => complete = false,
         }
     }
-    if holders.is_empty() && all && has_open(pid, link, wanted, deadline) == Some(true) {
-        holders.push(holder(pid, &below));
+    if holders.is_empty() && complete && has_open(pid, link, wanted, deadline) == Some(true) {
+        holders.push(holder(pid, &descendants));
     }
     holders
 }
 
-/// Whether a process has this file open for `wanted`; `None` when not all of its files could be looked at.
+/// Whether a process has this file open with the `wanted` access. `None` if not all of its
+/// descriptors could be checked.
 fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool> {
     let entries = match fs::read_dir(format!("/proc/{pid}/fd")) {
         Ok(entries) => entries,
@@ -129,7 +135,7 @@ fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool
         Err(_) => return None,
     };
     for (count, entry) in entries.flatten().enumerate() {
-        if count == MOST_FILES || Instant::now() >= deadline {
+        if count == MAX_FILES || Instant::now() >= deadline {
             return None;
         }
         if fs::read_link(entry.path()).is_ok_and(|found| found.as_os_str() == link)
@@ -143,7 +149,7 @@ fn has_open(pid: i32, link: &str, wanted: u32, deadline: Instant) -> Option<bool
     Some(false)
 }
 
-/// A line of `/proc/PID/fdinfo/N`.
+/// The value of one line of `/proc/PID/fdinfo/N`.
 fn fdinfo(pid: i32, descriptor: i32, key: &str) -> Option<String> {
     let text = fs::read_to_string(format!("/proc/{pid}/fdinfo/{descriptor}")).ok()?;
     text.lines().find_map(|line| line.strip_prefix(key)).map(|value| value.trim().to_owned())
@@ -153,8 +159,9 @@ fn flags(pid: i32, descriptor: i32) -> Option<u32> {
     u32::from_str_radix(&fdinfo(pid, descriptor, "flags:")?, 8).ok()
 }
 
-/// Device and inode of an open file, as `/proc/locks` writes them. The inode stands in `fdinfo`; the device in the mount that it names.
-fn place_of_descriptor(pid: i32, descriptor: i32) -> Option<String> {
+/// Device and inode of an open file, in the format of `/proc/locks`. `fdinfo` has the inode and the
+/// mount; the mount has the device.
+fn lock_table_id(pid: i32, descriptor: i32) -> Option<String> {
     let inode = fdinfo(pid, descriptor, "ino:")?;
     let mount = fdinfo(pid, descriptor, "mnt_id:")?;
     let mounts = fs::read_to_string(format!("/proc/{pid}/mountinfo")).ok()?;
@@ -168,15 +175,15 @@ fn place_of_descriptor(pid: i32, descriptor: i32) -> Option<String> {
     Some(format!("{major:02x}:{minor:02x}:{inode}"))
 }
 
-/// Who holds the lock on a file.
+/// The processes that hold the lock on a file.
 fn lock_holders(pid: i32, place: &str, deadline: Instant) -> Vec<Holder> {
     let text = fs::read_to_string("/proc/locks").unwrap_or_default();
-    let (below, _) = descendants_until(pid, &HashSet::new(), Some(deadline));
-    parse_holders(&text, place).into_iter().take(MOST_HOLDERS).map(|pid| holder(pid, &below)).collect()
+    let (descendants, _) = descendants_until(pid, &HashSet::new(), Some(deadline));
+    parse_holders(&text, place).into_iter().take(MAX_HOLDERS).map(|pid| holder(pid, &descendants)).collect()
 }
 
-/// The processes that hold a lock on this file, not those that wait for one, whose lines have an arrow. A lock of an open file has no
-/// process (-1).
+/// The processes that hold a lock on this file. Lines with an arrow are processes that wait for it.
+/// A lock of an open file description has no process (-1).
 fn parse_holders(locks: &str, place: &str) -> Vec<i32> {
     let mut found: Vec<i32> = locks
         .lines()
@@ -191,23 +198,23 @@ fn parse_holders(locks: &str, place: &str) -> Vec<i32> {
     found
 }
 
-fn holder(pid: i32, below: &[i32]) -> Holder {
+fn holder(pid: i32, descendants: &[i32]) -> Holder {
     let name = fs::read_to_string(format!("/proc/{pid}/comm")).unwrap_or_default();
-    Holder { pid, name: name.trim_end().to_owned(), child: below.contains(&pid) }
+    Holder { pid, name: name.trim_end().to_owned(), child: descendants.contains(&pid) }
 }
 
-/// The address at the other end of a TCP socket, as the network namespace of its process lists it.
-fn peer(pid: i32, inode: u64, deadline: Instant) -> Option<String> {
-    /// Bytes of a table that are read at once; a busy node has a hundred thousand sockets.
-    const AT_ONCE: usize = 1 << 16;
+/// The address of the other end of a TCP socket, from the table of the process's network namespace.
+fn tcp_peer(pid: i32, inode: u64, deadline: Instant) -> Option<String> {
+    /// Bytes of the table per read. A busy node has a hundred thousand sockets.
+    const BUFFER_BYTES: usize = 1 << 16;
     ["tcp", "tcp6"].iter().find_map(|table| {
         let table = fs::File::open(format!("/proc/{pid}/net/{table}")).ok()?;
-        let lines = BufReader::with_capacity(AT_ONCE, table).lines().map_while(Result::ok);
-        parse_peer(lines.take_while(|_| Instant::now() < deadline), inode)
+        let lines = BufReader::with_capacity(BUFFER_BYTES, table).lines().map_while(Result::ok);
+        parse_tcp_peer(lines.take_while(|_| Instant::now() < deadline), inode)
     })
 }
 
-fn parse_peer(table: impl Iterator<Item = String>, inode: u64) -> Option<String> {
+fn parse_tcp_peer(table: impl Iterator<Item = String>, inode: u64) -> Option<String> {
     let inode = inode.to_string();
     table.skip(1).find_map(|line| {
         let fields: Vec<&str> = line.split_whitespace().collect();
@@ -215,13 +222,14 @@ fn parse_peer(table: impl Iterator<Item = String>, inode: u64) -> Option<String>
             return None;
         }
         let (local, remote) = (address(fields[1])?, address(fields[2])?);
-        // A socket that listens has no peer.
+        // A listening socket has no peer.
         const LISTENS: &str = "0A";
         Some(if fields[3] == LISTENS { format!("anybody who connects to {local}") } else { remote })
     })
 }
 
-/// `0100007F:1F90` is 127.0.0.1:8080: words of four bytes in the order of this machine.
+/// Parses `0100007F:1F90`, which is 127.0.0.1:8080: words of four bytes in the byte order of this
+/// machine.
 fn address(text: &str) -> Option<String> {
     let (host, port) = text.split_once(':')?;
     let port = u16::from_str_radix(port, 16).ok()?;
@@ -249,19 +257,20 @@ mod tests {
 
     use super::*;
 
-    /// Runs something that blocks for ever in a thread and waits until the kernel tells what it waits for.
+    /// Runs something that blocks forever in a thread, and waits until the kernel reports what it
+    /// waits for.
     fn awaited(block: impl FnOnce() + Send + 'static) -> Awaited {
-        awaited_if(|_| true, block)
+        awaited_when(|_| true, block)
     }
 
-    /// The same, until it is this.
-    fn awaited_if(is: impl Fn(&Awaited) -> bool, block: impl FnOnce() + Send + 'static) -> Awaited {
-        let (tell, told) = std::sync::mpsc::channel();
+    /// Like [`awaited`], but waits until the result satisfies `accept`.
+    fn awaited_when(accept: impl Fn(&Awaited) -> bool, block: impl FnOnce() + Send + 'static) -> Awaited {
+        let (sender, receiver) = std::sync::mpsc::channel();
         std::thread::spawn(move || {
-            tell.send(nix::unistd::gettid().as_raw()).expect("the test listens");
+            sender.send(nix::unistd::gettid().as_raw()).expect("the test listens");
             block();
         });
-        let tid = told.recv().expect("the thread has begun");
+        let tid = receiver.recv().expect("the thread has begun");
         let start = Instant::now();
         loop {
             let own = std::process::id().cast_signed();
@@ -269,7 +278,7 @@ mod tests {
                 assert!(late.holders.is_empty() || late.kind() == AwaitedKind::Lock, "there was no time to look");
             }
             let found = of_thread(own, tid, Instant::now() + Duration::from_secs(60));
-            if let Some(awaited) = found.filter(&is) {
+            if let Some(awaited) = found.filter(&accept) {
                 return awaited;
             }
             assert!(start.elapsed() < Duration::from_secs(20), "the thread blocks in no known call");
@@ -297,10 +306,11 @@ mod tests {
     #[test]
     fn a_pipe_that_nobody_else_has_open() {
         let (mut output, input) = std::io::pipe().expect("a pipe");
-        // Children of other tests have it open for a moment, before they become another program.
+        // Children of other tests have the pipe open for a moment, until they execute another
+        // program.
         let own = std::process::id().cast_signed();
         let alone = move |found: &Awaited| found.holders.iter().map(|holder| holder.pid).eq([own]);
-        let found = awaited_if(alone, move || drop(output.read(&mut [0])));
+        let found = awaited_when(alone, move || drop(output.read(&mut [0])));
         drop(input);
         assert_eq!(found.kind(), AwaitedKind::Pipe);
     }
@@ -323,7 +333,7 @@ mod tests {
         let held = fs::File::open(&path).expect("the file");
         held.lock().expect("nobody else has it");
         let own = std::process::id().cast_signed();
-        assert!(place_of_descriptor(own, held.as_raw_fd()).is_some());
+        assert!(lock_table_id(own, held.as_raw_fd()).is_some());
         let wanted = path.clone();
         let found = awaited(move || fs::File::open(wanted).expect("the file").lock().expect("it is free at last"));
         drop(held);

@@ -1,5 +1,5 @@
-//! The mappings of a process, asked for one by one: a rank maps thousands of them, and its stacks touch a few dozen. Kernels
-//! before 6.11 cannot be asked so and are made to list them all.
+//! The mappings of a process, queried one by one: a rank maps thousands of files, and its stacks
+//! touch a few dozen. Kernels before 6.11 have no such query, so all mappings are listed there.
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -20,8 +20,8 @@ const VMA_READABLE: u64 = 0x01;
 const VMA_EXECUTABLE: u64 = 0x04;
 const COVERING_OR_NEXT_VMA: u64 = 0x10;
 const FILE_BACKED_VMA: u64 = 0x20;
-/// The longest path that the kernel prints, with its end.
-const LONGEST_NAME: usize = 4096;
+/// The longest path that the kernel prints, with its terminator.
+const MAX_NAME_BYTES: usize = 4096;
 
 /// `struct procmap_query`.
 #[repr(C)]
@@ -49,62 +49,62 @@ pub(crate) struct Mappings {
     pid: i32,
     tid: i32,
     maps: File,
-    /// Those that were asked for, ascending.
-    asked: RefCell<Vec<Rc<Mapping>>>,
-    /// All of them, ascending, once that was needed.
+    /// Mappings that were queried, ascending.
+    queried: RefCell<Vec<Rc<Mapping>>>,
+    /// All mappings, ascending, once they were listed.
     all: OnceCell<Vec<Rc<Mapping>>>,
 }
 
-/// What the kernel says to a question.
-enum Answer {
+/// Result of a query to the kernel.
+enum QueryResult {
     Mapping(Mapping),
     /// There is no such mapping.
     None,
-    /// It cannot be asked.
-    Unknown,
+    /// The kernel has no such query.
+    Unsupported,
 }
 
 impl Mappings {
-    /// Of a process, by one of its live threads.
+    /// Opens the mappings of a process through one of its live threads.
     pub fn open(pid: i32, tid: i32) -> Result<Self, Error> {
         let path = PathBuf::from(format!("/proc/{pid}/task/{tid}/maps"));
         let maps = File::open(&path).map_err(|source| Error::Procfs { path, source })?;
-        Ok(Mappings { pid, tid, maps, asked: RefCell::default(), all: OnceCell::new() })
+        Ok(Mappings { pid, tid, maps, queried: RefCell::default(), all: OnceCell::new() })
     }
 
-    /// The mapping that holds an address.
+    /// The mapping that contains an address.
     pub fn at(&self, address: u64) -> Option<Rc<Mapping>> {
         let known = self.known(address);
         if known.is_some() || self.all.get().is_some() {
             return known;
         }
-        match self.ask(address, 0) {
-            Answer::Mapping(mapping) => {
+        match self.query(address, 0) {
+            QueryResult::Mapping(mapping) => {
                 let mapping = Rc::new(mapping);
-                let mut asked = self.asked.borrow_mut();
-                let place = asked.partition_point(|other| other.start <= mapping.start);
-                asked.insert(place, Rc::clone(&mapping));
+                let mut queried = self.queried.borrow_mut();
+                let place = queried.partition_point(|other| other.start <= mapping.start);
+                queried.insert(place, Rc::clone(&mapping));
                 Some(mapping)
             }
-            Answer::None => None,
-            Answer::Unknown => covering(self.all(), address).cloned(),
+            QueryResult::None => None,
+            QueryResult::Unsupported => covering(self.all(), address).cloned(),
         }
     }
 
-    /// The mapping that holds an address, as far as that can be told without asking the kernel.
+    /// The mapping that contains an address, if it is known without a query to the kernel.
     pub fn known(&self, address: u64) -> Option<Rc<Mapping>> {
         match self.all.get() {
             Some(all) => covering(all, address).cloned(),
-            None => covering(&self.asked.borrow(), address).cloned(),
+            None => covering(&self.queried.borrow(), address).cloned(),
         }
     }
 
-    /// The first mapping from an address on of code that lies in a file.
-    pub fn next_code(&self, address: u64) -> Option<Rc<Mapping>> {
-        match self.ask(address, COVERING_OR_NEXT_VMA | FILE_BACKED_VMA | VMA_EXECUTABLE) {
-            Answer::Mapping(mapping) => Some(Rc::new(mapping)),
-            Answer::None => None,
-            Answer::Unknown => {
+    /// The first executable mapping of a file that contains `address` or lies above it.
+    pub fn next_executable(&self, address: u64) -> Option<Rc<Mapping>> {
+        match self.query(address, COVERING_OR_NEXT_VMA | FILE_BACKED_VMA | VMA_EXECUTABLE) {
+            QueryResult::Mapping(mapping) => Some(Rc::new(mapping)),
+            QueryResult::None => None,
+            QueryResult::Unsupported => {
                 let is_next =
                     |mapping: &&Rc<Mapping>| mapping.end > address && mapping.executable && mapping.inode != 0;
                 self.all().iter().find(is_next).cloned()
@@ -112,14 +112,15 @@ impl Mappings {
         }
     }
 
-    /// The mappings of code that lies in files, ascending.
-    pub fn code(&self) -> Vec<Rc<Mapping>> {
-        let first = self.next_code(0);
-        // A process that maps and unmaps all the time must not keep us here.
-        std::iter::successors(first, |last| self.next_code(last.end).filter(|next| next.end > last.end)).collect()
+    /// The executable mappings of files, ascending.
+    pub fn executables(&self) -> Vec<Rc<Mapping>> {
+        let first = self.next_executable(0);
+        // The loop must end even if a process maps and unmaps all the time.
+        std::iter::successors(first, |last| self.next_executable(last.end).filter(|next| next.end > last.end)).collect()
     }
 
-    /// All mappings, ascending. This is slow: milliseconds for a process that has loaded many libraries.
+    /// All mappings, ascending. This is slow: it takes milliseconds for a process that has loaded
+    /// many libraries.
     pub fn all(&self) -> &[Rc<Mapping>] {
         self.all.get_or_init(|| {
             let mut all = procfs::maps(self.pid, self.tid).unwrap_or_default();
@@ -129,33 +130,34 @@ impl Mappings {
     }
 
     #[allow(unsafe_code)]
-    fn ask(&self, address: u64, flags: u64) -> Answer {
+    fn query(&self, address: u64, flags: u64) -> QueryResult {
         if self.all.get().is_some() {
-            return Answer::Unknown;
+            return QueryResult::Unsupported;
         }
-        let mut name = [0u8; LONGEST_NAME];
+        let mut name = [0u8; MAX_NAME_BYTES];
         let mut query = Query {
             size: size_of::<Query>() as u64,
             flags,
             address,
-            name_size: LONGEST_NAME as u32,
+            name_size: MAX_NAME_BYTES as u32,
             name_address: name.as_mut_ptr() as u64,
             ..Query::default()
         };
-        // SAFETY: the kernel reads and writes `query`, which has the size that it names, and writes at most `name_size` bytes
-        // to `name`. A file that knows no such request fails with ENOTTY.
+        // SAFETY: the kernel reads and writes `query`, whose size is in its first field, and writes
+        // at most `name_size` bytes to `name`. Both live until the call returns. A file that does
+        // not support the request fails with ENOTTY.
         let result = unsafe { libc::ioctl(self.maps.as_raw_fd(), PROCMAP_QUERY as _, &raw mut query) };
         if result != 0 {
             let error = io::Error::last_os_error();
-            // ENOENT: nothing there. ESRCH: the process has no memory any more.
+            // ENOENT: nothing is mapped there. ESRCH: the process no longer has an address space.
             return match error.raw_os_error() {
-                Some(libc::ENOENT | libc::ESRCH) => Answer::None,
-                _ => Answer::Unknown,
+                Some(libc::ENOENT | libc::ESRCH) => QueryResult::None,
+                _ => QueryResult::Unsupported,
             };
         }
-        // The size includes the end of the text, and is 0 without one.
-        let name = &name[..(query.name_size as usize).saturating_sub(1).min(LONGEST_NAME)];
-        Answer::Mapping(Mapping {
+        // The size includes the terminator, and is 0 without a name.
+        let name = &name[..(query.name_size as usize).saturating_sub(1).min(MAX_NAME_BYTES)];
+        QueryResult::Mapping(Mapping {
             start: query.start,
             end: query.end,
             offset: query.offset,
@@ -184,16 +186,18 @@ mod tests {
         listed.all();
         let local = 0;
         for address in [one_by_one_or_all_at_once as *const () as u64, &raw const local as u64] {
-            let (asked, listed) = (one_by_one.at(address).unwrap(), listed.at(address).unwrap());
-            assert!(asked.start <= address && address < asked.end);
-            assert_eq!((&asked.path, asked.offset, asked.inode), (&listed.path, listed.offset, listed.inode));
+            let (queried, listed) = (one_by_one.at(address).unwrap(), listed.at(address).unwrap());
+            assert!(queried.start <= address && address < queried.end);
+            assert_eq!((&queried.path, queried.offset, queried.inode), (&listed.path, listed.offset, listed.inode));
             assert_eq!(
-                (asked.executable, asked.readable, asked.device),
+                (queried.executable, queried.readable, queried.device),
                 (listed.executable, listed.readable, listed.device)
             );
         }
         assert!(one_by_one.at(8).is_none() && listed.at(8).is_none());
-        let paths = |mappings: &Mappings| mappings.code().iter().map(|code| code.path.clone()).collect::<Vec<_>>();
+        let paths = |mappings: &Mappings| {
+            mappings.executables().iter().map(|executables| executables.path.clone()).collect::<Vec<_>>()
+        };
         assert_eq!(paths(&one_by_one), paths(&listed));
         assert!(paths(&listed).iter().any(|path| path.contains("libc")));
     }

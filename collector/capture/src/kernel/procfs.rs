@@ -1,4 +1,5 @@
-//! The files of `/proc` that describe processes and threads, parsed. Everything here reads, nothing stops.
+//! Parsers of the files of `/proc` that describe processes and threads. They only read and stop
+//! nothing.
 
 use std::{
     fs::{self, File},
@@ -19,7 +20,8 @@ pub(crate) struct Mapping {
     pub offset: u64,
     pub executable: bool,
     pub readable: bool,
-    /// Major and minor number of the file system's device; the major one is 0 when no disk of this machine is behind it.
+    /// Major and minor number of the file system's device. The major number is 0 if no disk of this
+    /// machine is behind the file system.
     pub device: (u32, u32),
     pub inode: u64,
     /// As the kernel prints it: a path, `[stack]`, or empty.
@@ -27,24 +29,24 @@ pub(crate) struct Mapping {
 }
 
 impl Mapping {
-    /// Whether no file that outlives the process is behind it.
+    /// Whether the mapping has no file that outlives the process.
     pub fn is_memory(&self) -> bool {
         const KINDS: [&str; 6] = ["[heap]", "[stack", "[anon", "/memfd:", "/dev/zero", "/SYSV"];
         self.path.is_empty() || KINDS.iter().any(|kind| self.path.starts_with(kind))
     }
 }
 
-/// What `/proc/PID/task/TID/status` tells.
+/// Fields of `/proc/PID/task/TID/status`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Status {
     pub name: String,
-    /// `S (sleeping)`.
+    /// State as the kernel prints it, such as `S (sleeping)`.
     pub state: String,
     pub tracer: i32,
     pub uid: u32,
     /// The thread id in the innermost PID namespace.
     pub namespaced_tid: i32,
-    /// Voluntary and involuntary switches together.
+    /// Sum of voluntary and involuntary context switches.
     pub switches: u64,
 }
 
@@ -54,7 +56,7 @@ impl Status {
     }
 }
 
-/// `S (sleeping)` for `S`.
+/// The state text of `/proc/PID/status` for a state letter: `S (sleeping)` for `S`.
 pub(crate) fn state_text(letter: char) -> String {
     let word = match letter {
         'R' => "running",
@@ -71,23 +73,23 @@ pub(crate) fn state_text(letter: char) -> String {
     format!("{letter} ({word})")
 }
 
-/// What `/proc/PID/task/TID/syscall` tells.
+/// Contents of `/proc/PID/task/TID/syscall`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Syscall {
-    /// On a CPU, or waiting for one.
+    /// The thread is on a CPU or waits for one.
     Running,
-    /// Asleep; number -1 when it is not in a system call (a page fault, a stop).
+    /// The thread sleeps. The number is -1 if it is not in a system call (a page fault, a stop).
     Blocked { number: i64, arguments: Option<[u64; 6]>, sp: u64, pc: u64 },
 }
 
-/// What `/proc/PID/stat` tells.
+/// Fields of `/proc/PID/stat`.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(crate) struct Stat {
     pub name: String,
     pub state: char,
     pub parent: i32,
     pub cpu_ticks: u64,
-    /// Ticks after boot; together with the pid it names a process for good.
+    /// Ticks after boot. Together with the pid, it identifies a process uniquely.
     pub start_time: u64,
 }
 
@@ -98,13 +100,14 @@ fn read(path: PathBuf) -> Result<String, Error> {
     }
 }
 
-/// Longest file that is read in one go: room for the status of a thread in deeply nested namespaces.
-const ONE_READ: usize = 8 << 10;
+/// Buffer size: room for the status of a thread in deeply nested namespaces.
+const READ_BYTES: usize = 8 << 10;
 
-/// Reads one of the files of a thread, which the kernel makes whole for one read; anything longer is cut.
+/// Reads one of the files of a thread in a single read, which the kernel fills consistently. A
+/// longer file is cut.
 fn read_task<T>(pid: i32, tid: i32, file: &str, parse: impl FnOnce(&str) -> T) -> Result<T, Error> {
     let path = task(pid, tid, file);
-    let mut buffer = [0; ONE_READ];
+    let mut buffer = [0; READ_BYTES];
     match File::open(&path).and_then(|mut file| file.read(&mut buffer)) {
         Ok(length) => Ok(parse(&String::from_utf8_lossy(&buffer[..length]))),
         Err(source) => Err(Error::Procfs { path, source }),
@@ -131,7 +134,7 @@ pub(crate) fn status(pid: i32, tid: i32) -> Result<Status, Error> {
 fn parse_status(text: &str) -> Status {
     let mut status = Status::default();
     for line in text.lines() {
-        // There are some sixty lines, and this is read of every thread.
+        // The file has some sixty lines and is read for every thread, so skip most of them early.
         if !line.starts_with(['N', 'S', 'T', 'U', 'v', 'n']) {
             continue;
         }
@@ -182,13 +185,14 @@ fn parse_syscall(text: &str) -> Option<Syscall> {
     }
 }
 
-/// Kernel function that the thread sleeps in; empty when it runs or the kernel does not tell.
+/// The kernel function that the thread sleeps in. Empty if the thread runs or the kernel hides it.
 pub(crate) fn wchan(pid: i32, tid: i32) -> String {
     let name = |text: &str| if text == "0" { String::new() } else { text.trim().to_string() };
     read_task(pid, tid, "wchan", name).unwrap_or_default()
 }
 
-/// Names of the kernel functions on the thread's kernel stack, leaf first; empty without the privilege to read them.
+/// Names of the kernel functions on the thread's kernel stack, leaf first. Empty without the
+/// privilege to read them.
 pub(crate) fn kernel_stack(pid: i32, tid: i32) -> Vec<String> {
     read_task(pid, tid, "stack", parse_kernel_stack).unwrap_or_default()
 }
@@ -200,28 +204,30 @@ fn parse_kernel_stack(text: &str) -> Vec<String> {
         .collect()
 }
 
-/// What `/proc/PID/task/TID/schedstat` tells. It stays open, so that asking again is cheap.
+/// Contents of `/proc/PID/task/TID/schedstat`. The file stays open, so that reading it again is
+/// cheap.
 pub(crate) struct Schedule {
     file: Option<File>,
     /// Time on a CPU.
     pub cpu_ns: u64,
-    /// How often it was put on a CPU; 0 when the kernel does not count.
+    /// How often the thread was put on a CPU; 0 if the kernel does not count this.
     pub runs: u64,
 }
 
 impl Schedule {
-    /// Of one thread.
+    /// Reads the schedule of one thread.
     pub fn of(pid: i32, tid: i32) -> Self {
         let file = File::open(task(pid, tid, "schedstat")).ok();
         let (cpu_ns, runs) = file.as_ref().and_then(read_schedule).unwrap_or_else(|| {
-            // A kernel that does not count this counts ticks.
+            // A kernel without this file still counts ticks.
             let stat = read_task(pid, tid, "stat", parse_stat).ok().flatten();
             (stat.map_or(0, |stat| ticks_to_ns(stat.cpu_ticks)), 0)
         });
         Schedule { file, cpu_ns, runs }
     }
 
-    /// Whether it has not been put on a CPU since; `None` when that cannot be told.
+    /// Whether the thread has not been put on a CPU since. `None` if the kernel does not count
+    /// this.
     pub fn is_unchanged(&self) -> Option<bool> {
         let now = self.file.as_ref().and_then(read_schedule);
         now.filter(|_| self.runs > 0).map(|(_, runs)| runs == self.runs)
@@ -242,7 +248,7 @@ pub(crate) fn stat(pid: i32) -> Result<Stat, Error> {
 }
 
 fn parse_stat(text: &str) -> Option<Stat> {
-    // The name may hold spaces and brackets itself, so the last bracket ends it.
+    // The name may contain spaces and parentheses, so the last parenthesis ends it.
     let (head, tail) = text.rsplit_once(')')?;
     let name = head.split_once('(')?.1.to_string();
     let fields: Vec<&str> = tail.split_whitespace().collect();
@@ -261,7 +267,7 @@ pub(crate) fn ticks_to_ns(ticks: u64) -> u64 {
     ticks * 1_000_000_000 / per_second.max(1) as u64
 }
 
-/// Bytes that read and write calls moved; 0 when it cannot be read.
+/// Bytes that read and write calls moved; 0 if unreadable.
 pub(crate) fn io_bytes(pid: i32) -> u64 {
     let text = read(PathBuf::from(format!("/proc/{pid}/io"))).unwrap_or_default();
     let of = |name: &str| {
@@ -270,7 +276,8 @@ pub(crate) fn io_bytes(pid: i32) -> u64 {
     of("rchar:") + of("wchar:")
 }
 
-/// argv without its secrets, joined by spaces, at most 4,096 bytes; the kernel's name in brackets for a process without one.
+/// argv without its secrets, joined by spaces, at most 4,096 bytes. For a process without argv, the
+/// kernel's name for it in brackets.
 pub(crate) fn command(pid: i32) -> String {
     let bytes = fs::read(format!("/proc/{pid}/cmdline")).unwrap_or_default();
     let mut command = secrets::cmdline(&bytes).trim().to_string();
@@ -283,35 +290,36 @@ pub(crate) fn command(pid: i32) -> String {
     command
 }
 
-/// The process that a thread belongs to.
-pub(crate) fn process_of(tid: i32) -> Option<i32> {
+/// The pid of the process that a thread belongs to.
+pub(crate) fn pid_of_thread(tid: i32) -> Option<i32> {
     let text = read(PathBuf::from(format!("/proc/{tid}/status"))).ok()?;
     text.lines().find_map(|line| line.strip_prefix("Tgid:"))?.trim().parse().ok()
 }
 
-/// What a process may do: its effective uid and capabilities.
+/// The effective uid and the effective capabilities of a process.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-pub(crate) struct Effective {
+pub(crate) struct EffectiveCredentials {
     pub uid: u32,
     pub capabilities: u64,
 }
 
-pub(crate) fn effective(pid: i32) -> Result<Effective, Error> {
+pub(crate) fn effective_credentials(pid: i32) -> Result<EffectiveCredentials, Error> {
     let text = read(PathBuf::from(format!("/proc/{pid}/status")))?;
     let field = |name: &str| text.lines().find_map(|line| line.strip_prefix(name)).unwrap_or_default();
     let uid = field("Uid:").split_whitespace().nth(1).and_then(|uid| uid.parse().ok()).unwrap_or(0);
     let capabilities = u64::from_str_radix(field("CapEff:").trim(), 16).unwrap_or(0);
-    Ok(Effective { uid, capabilities })
+    Ok(EffectiveCredentials { uid, capabilities })
 }
 
-/// Type of the file system with this device number, as far as the process sees it. This asks no file system.
-pub(crate) fn file_system(pid: i32, device: (u32, u32)) -> Option<String> {
+/// Type of the file system with this device number, as the process sees it. This involves no file
+/// system.
+pub(crate) fn file_system_type(pid: i32, device: (u32, u32)) -> Option<String> {
     let text = read(PathBuf::from(format!("/proc/{pid}/mountinfo"))).ok()?;
     text.lines().find_map(|line| parse_mount(line, device)).map(str::to_string)
 }
 
 fn parse_mount(line: &str, device: (u32, u32)) -> Option<&str> {
-    // Optional fields stand between the mount point and the dash.
+    // Optional fields are between the mount point and the dash.
     let (mount, system) = line.split_once(" - ")?;
     let (major, minor) = mount.split(' ').nth(2)?.split_once(':')?;
     let same = (major.parse(), minor.parse()) == (Ok(device.0), Ok(device.1));
@@ -397,25 +405,25 @@ mod tests {
         let pid = std::process::id() as i32;
         let status = status(pid, pid).unwrap();
         assert!(status.switches > 0 && status.namespaced_tid == pid);
-        assert_eq!(process_of(nix::unistd::gettid().as_raw()), Some(pid));
-        assert_eq!(effective(pid).unwrap().uid, nix::unistd::geteuid().as_raw());
+        assert_eq!(pid_of_thread(nix::unistd::gettid().as_raw()), Some(pid));
+        assert_eq!(effective_credentials(pid).unwrap().uid, nix::unistd::geteuid().as_raw());
         assert!(maps(pid, pid).unwrap().iter().any(|mapping| mapping.path == "[vdso]"));
         assert!(threads(pid).unwrap().contains(&pid));
         assert!(stat(i32::MAX).unwrap_err().is_gone());
     }
 
     #[test]
-    fn a_thread_that_runs_is_seen_to() {
+    fn schedule_shows_that_a_thread_ran() {
         let (pid, tid) = (std::process::id() as i32, nix::unistd::gettid().as_raw());
         let (wake, sleep) = std::sync::mpsc::channel::<()>();
-        let (tell, told) = std::sync::mpsc::channel();
+        let (sender, receiver) = std::sync::mpsc::channel();
         let sleeper = std::thread::spawn(move || {
-            tell.send(nix::unistd::gettid().as_raw()).unwrap();
+            sender.send(nix::unistd::gettid().as_raw()).unwrap();
             while sleep.recv().is_ok() {
-                tell.send(0).unwrap();
+                sender.send(0).unwrap();
             }
         });
-        let sleeper_tid = told.recv().unwrap();
+        let sleeper_tid = receiver.recv().unwrap();
         let asleep = || matches!(syscall(pid, sleeper_tid), Ok(Syscall::Blocked { .. }));
         while !asleep() {
             std::thread::yield_now();
@@ -427,7 +435,7 @@ mod tests {
         }
         assert_eq!(schedule.is_unchanged(), Some(true));
         wake.send(()).unwrap();
-        told.recv().unwrap();
+        receiver.recv().unwrap();
         assert_eq!(schedule.is_unchanged(), Some(false), "it has run, whatever it does now");
         assert!(Schedule::of(pid, tid).cpu_ns > 0);
         drop(wake);

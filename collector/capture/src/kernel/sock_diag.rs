@@ -1,4 +1,4 @@
-//! Questions to the kernel about TCP sockets of this network namespace, over netlink; see sock_diag(7).
+//! Queries the kernel about TCP sockets of this network namespace, over netlink; see sock_diag(7).
 
 use std::{io, time::Instant};
 
@@ -10,23 +10,23 @@ pub use netlink_packet_sock_diag::{
 };
 use netlink_sys::{Socket, SocketAddr, protocols::NETLINK_SOCK_DIAG};
 
-/// Bytes that the kernel is asked for at once.
-const AT_ONCE: usize = 1 << 16;
+/// Buffer size of one read.
+const BUFFER_BYTES: usize = 1 << 16;
 
-/// How many sockets are asked about.
+/// How many sockets to query.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Scope {
-    /// The one with the addresses of the request, whatever its state.
+    /// The socket with the addresses of the request, in any state.
     One,
-    /// All that the request selects.
+    /// All sockets that the request selects.
     All,
 }
 
-/// Gives each socket that the kernel reports to `each`.
+/// Passes each socket that the kernel reports to `each`.
 ///
-/// # Errors
-/// When the kernel does not answer over netlink, has no such socket, or the deadline passes. Some sockets may have been given before.
-pub fn ask(
+/// # Errors The kernel does not answer over netlink, has no such socket, or the deadline passes.
+/// `each` may have received some sockets before the error.
+pub fn query(
     request: InetRequest,
     scope: Scope,
     deadline: Instant,
@@ -36,10 +36,11 @@ pub fn ask(
     socket.bind_auto()?;
     socket.connect(&SocketAddr::new(0, 0))?;
     socket.send(&message(request, scope), 0)?;
-    let mut buffer = Vec::with_capacity(AT_ONCE);
+    let mut buffer = Vec::with_capacity(BUFFER_BYTES);
     while Instant::now() < deadline {
         buffer.clear();
-        // The kernel makes each part of its answer while the socket is written to or read, so that there is nothing to wait for.
+        // The kernel produces each part of its answer during a send or a receive on the socket, so
+        // there is nothing to wait for.
         let received = socket.recv(&mut buffer, libc::MSG_DONTWAIT)?;
         let mut rest = &buffer[..received.min(buffer.len())];
         while !rest.is_empty() {
@@ -55,7 +56,7 @@ pub fn ask(
                 NetlinkPayload::Error(error) => return Err(error.to_io()),
                 other => return Err(io::Error::other(format!("{other:?}"))),
             }
-            // Messages begin at multiples of four bytes.
+            // Messages are aligned to four bytes.
             let length = (message.header.length as usize).next_multiple_of(4);
             rest = rest.get(length.max(1)..).unwrap_or_default();
         }

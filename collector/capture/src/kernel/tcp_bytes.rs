@@ -1,5 +1,6 @@
-//! Bytes that a process moved over its TCP connections. `/proc/PID/io` counts `read` and `write`, but not `recv` and `send`, which most
-//! programs use. The kernel reports the bytes of each connection.
+//! Bytes that a process moved over its TCP connections. `/proc/PID/io` counts `read` and `write`,
+//! but not `recv` and `send`, which most programs use. The kernel reports the bytes of each
+//! connection.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -9,46 +10,50 @@ use std::{
 };
 
 use super::{
-    descriptors::{MOST_FILES, SOCKET, inode_of},
+    descriptors::{MAX_FILES, SOCKET, inode_of},
     sock_diag::{
         self, AF_INET, AF_INET6, ExtensionFlags, IPPROTO_TCP, InetRequest, InetResponseHeader, Nla, Scope, SocketId,
         StateFlags,
     },
 };
 
-/// Longest time to read the connections of a family: a busy node has a hundred thousand.
-const PATIENCE: Duration = Duration::from_millis(200);
-/// Where `tcpi_bytes_acked` and, behind it, `tcpi_bytes_received` are in `struct tcp_info` of linux/tcp.h (since Linux 4.1).
+/// Time limit to read the connections of one address family: a busy node has a hundred thousand.
+const TIMEOUT: Duration = Duration::from_millis(200);
+/// Offset of `tcpi_bytes_acked` in `struct tcp_info` of linux/tcp.h (since Linux 4.1).
+/// `tcpi_bytes_received` follows it.
 const BYTES_ACKED: usize = 120;
 
-/// All TCP connections of the collector's network namespace, read once for all processes of a capture.
+/// All TCP connections of the collector's network namespace, read once for all processes of a
+/// capture.
 #[derive(Default)]
-pub(crate) struct Connections {
-    // Bytes by the inode of the socket; `None` when not all connections could be read.
+pub(crate) struct TcpConnections {
+    // Bytes by the inode of the socket. `None` if not all connections could be read.
     bytes: OnceLock<Option<HashMap<u32, u64>>>,
 }
 
-impl Connections {
-    /// Bytes that a process has read from and written to the connections that it has open. Bytes that the kernel has received and the
-    /// process has not read do not count: a peer may send to a process that stands still. `None` when the process is in another
-    /// network namespace, or when not all connections could be read: a part of the sum would look like progress in the next sample.
+impl TcpConnections {
+    /// Bytes that a process has read from and written to its open connections. Bytes that the
+    /// kernel has received but the process has not read do not count, because a peer may send to a
+    /// process that makes no progress. `None` if the process is in another network namespace, or if
+    /// not all connections could be read: a partial sum would look like progress in the next
+    /// sample.
     pub fn bytes_of(&self, pid: i32, deadline: Instant) -> Option<u64> {
         let namespace = |process: &str| fs::read_link(format!("/proc/{process}/ns/net")).ok();
         if namespace("self")? != namespace(&pid.to_string())? {
             return None;
         }
-        let inodes = inodes(pid);
-        if inodes.is_empty() {
+        let socket_inodes = socket_inodes(pid);
+        if socket_inodes.is_empty() {
             return Some(0);
         }
         let bytes = self.bytes.get_or_init(|| read(deadline).ok()).as_ref()?;
-        Some(inodes.iter().filter_map(|inode| bytes.get(inode)).sum())
+        Some(socket_inodes.iter().filter_map(|inode| bytes.get(inode)).sum())
     }
 }
 
-/// Numbers of the sockets that a process has open.
-fn inodes(pid: i32) -> HashSet<u32> {
-    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().take(MOST_FILES);
+/// Inodes of the sockets that a process has open.
+fn socket_inodes(pid: i32) -> HashSet<u32> {
+    let entries = fs::read_dir(format!("/proc/{pid}/fd")).into_iter().flatten().flatten().take(MAX_FILES);
     let socket = |entry: fs::DirEntry| inode_of(fs::read_link(entry.path()).ok()?.to_str()?, SOCKET)?.try_into().ok();
     entries.filter_map(socket).collect()
 }
@@ -62,7 +67,7 @@ fn read(deadline: Instant) -> io::Result<HashMap<u32, u64>> {
 }
 
 fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> io::Result<()> {
-    let deadline = deadline.min(Instant::now() + PATIENCE);
+    let deadline = deadline.min(Instant::now() + TIMEOUT);
     let request = InetRequest {
         family,
         protocol: IPPROTO_TCP,
@@ -70,14 +75,15 @@ fn read_family(family: u8, deadline: Instant, bytes: &mut HashMap<u32, u64>) -> 
         states: StateFlags::ESTABLISHED | StateFlags::CLOSE_WAIT | StateFlags::FIN_WAIT1 | StateFlags::FIN_WAIT2,
         socket_id: if family == AF_INET { SocketId::new_v4() } else { SocketId::new_v6() },
     };
-    sock_diag::ask(request, Scope::All, deadline, |response| {
-        let moved = response.nlas.iter().map(|attribute| moved(&response.header, attribute)).sum();
-        bytes.insert(response.header.inode, moved);
+    sock_diag::query(request, Scope::All, deadline, |response| {
+        let bytes_moved = response.nlas.iter().map(|attribute| bytes_moved(&response.header, attribute)).sum();
+        bytes.insert(response.header.inode, bytes_moved);
     })
 }
 
-/// Bytes that the process has written, acknowledged or still queued, and those that it has read of the ones received.
-fn moved(connection: &InetResponseHeader, attribute: &Nla) -> u64 {
+/// Bytes that the process has written, acknowledged or still queued, and the received bytes that it
+/// has read.
+fn bytes_moved(connection: &InetResponseHeader, attribute: &Nla) -> u64 {
     let Nla::TcpInfo(info) = attribute else { return 0 };
     let word = |at: usize| Some(u64::from_ne_bytes(info.get(at..at + 8)?.try_into().ok()?));
     let Some((acked, received)) = word(BYTES_ACKED).zip(word(BYTES_ACKED + 8)) else { return 0 };
@@ -105,7 +111,7 @@ mod tests {
             let mut client = TcpStream::connect(server.local_addr().expect("an address")).expect("it connects");
             let (mut held, _) = server.accept().expect("it accepts");
             let look = || {
-                Connections::default()
+                TcpConnections::default()
                     .bytes_of(own, Instant::now() + Duration::from_secs(60))
                     .expect("the kernel reports them")
             };
@@ -115,10 +121,10 @@ mod tests {
             let written = look() - before;
             held.read_exact(&mut [0; SENT as usize]).expect("all of them");
             let read = look() - before;
-            // Other tests of this process have connections, too, with less traffic.
+            // Other tests of this process have connections too, with less traffic.
             assert!((SENT..2 * SENT).contains(&written), "{written} bytes when all were written and none was read");
             assert!(read >= 2 * SENT, "{read} bytes when all were read");
         }
-        assert_eq!(Connections::default().bytes_of(1 << 22, Instant::now()), None, "no such process");
+        assert_eq!(TcpConnections::default().bytes_of(1 << 22, Instant::now()), None, "no such process");
     }
 }

@@ -1,13 +1,13 @@
-//! A copied piece of another process's memory.
+//! A copied range of another process's memory.
 
 use crate::{error::Error, kernel::procfs::Mapping};
 
 use super::remote::read;
 
-/// Below the stack pointer a function may use this much without moving it.
+/// Bytes below the stack pointer that a function may use without moving the stack pointer.
 pub(crate) const RED_ZONE: u64 = 128;
 
-/// A copy of a piece of the target's memory.
+/// A copy of a range of the target's memory.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Region {
     pub start: u64,
@@ -15,21 +15,23 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    /// Copies as many bytes as there are in `room`, or until the mapped memory ends.
-    pub fn read_into(tid: i32, start: u64, mut room: Vec<u8>) -> Result<Self, Error> {
-        let read = read(tid, start, &mut room)?;
-        room.truncate(read);
-        Ok(Region { start, bytes: room })
+    /// Copies as many bytes as `buffer` has, or fewer if the mapped memory ends before.
+    pub fn read_into(tid: i32, start: u64, mut buffer: Vec<u8>) -> Result<Self, Error> {
+        let read = read(tid, start, &mut buffer)?;
+        buffer.truncate(read);
+        Ok(Region { start, bytes: buffer })
     }
 
-    /// A stack from `sp` upwards, with what a function may use below it without moving it, within its mapping if that is known.
-    pub fn read_stack(tid: i32, sp: u64, mapping: Option<&Mapping>, mut room: Vec<u8>) -> Result<Self, Error> {
+    /// Copies a stack from `sp` upwards, including the red zone below `sp`. The copy stays within
+    /// the mapping of the stack, if that is known.
+    pub fn read_stack(tid: i32, sp: u64, mapping: Option<&Mapping>, mut buffer: Vec<u8>) -> Result<Self, Error> {
         let start = sp.saturating_sub(RED_ZONE);
-        let Some(mapping) = mapping else { return Region::read_into(tid, start, room) };
-        // The main thread's stack may have grown since its mapping was looked up; then the read ends where it has to.
+        let Some(mapping) = mapping else { return Region::read_into(tid, start, buffer) };
+        // The main thread's stack may have grown since its mapping was looked up. Then the kernel
+        // ends the read.
         let start = start.max(mapping.start);
-        room.truncate(usize::try_from(mapping.end.saturating_sub(start)).unwrap_or(usize::MAX));
-        Region::read_into(tid, start, room)
+        buffer.truncate(usize::try_from(mapping.end.saturating_sub(start)).unwrap_or(usize::MAX));
+        Region::read_into(tid, start, buffer)
     }
 
     pub fn end(&self) -> u64 {

@@ -1,4 +1,4 @@
-//! Copying the memory of another process.
+//! Copies memory of another process.
 
 use std::{
     fs::File,
@@ -14,13 +14,13 @@ use nix::{
 
 use crate::error::Error;
 
-/// Copies memory of a process; `tid` may be any of its live threads. Fewer bytes than asked for come back when the rest is
-/// not mapped.
+/// Copies memory of a process. `tid` may be any of its live threads. Returns the number of copied
+/// bytes, which is less than requested if the rest is not mapped.
 pub(crate) fn read(tid: i32, address: u64, bytes: &mut [u8]) -> Result<usize, Error> {
     let remote = [RemoteIoVec { base: address as usize, len: bytes.len() }];
     match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(bytes)], &remote) {
         Ok(read) => Ok(read),
-        // Seccomp filters of containers forbid the call more often than the file.
+        // Seccomp filters of containers forbid the system call more often than the file.
         Err(Errno::ENOSYS | Errno::EPERM) => {
             let read = File::open(format!("/proc/{tid}/mem")).and_then(|file| file.read_at(bytes, address));
             read.map_err(|source| Error::Memory { pid: tid, address, source })

@@ -1,7 +1,8 @@
-//! The pages of a process that the reader of its interpreter has looked at, each of them copied once.
+//! Copied pages of a process. The reader of its interpreter copies each page only once.
 //!
-//! The interpreter is read by following pointers, tens of thousands of them in a rank with deep stacks. Pages make that few
-//! system calls, and they are what can be fetched at once during a stop, when it is known which ones matter.
+//! The reader follows pointers, tens of thousands of them in a rank with deep stacks. Copying whole
+//! pages needs few system calls. When the pages are known in advance, all of them can be copied at
+//! once during a stop.
 
 use std::{
     collections::HashMap,
@@ -19,21 +20,22 @@ use super::remote;
 
 pub(crate) const PAGE: u64 = 4096;
 const PAGE_BYTES: usize = PAGE as usize;
-/// Pages kept at most: 128 MB. A stack of 100,000 frames needs about half of that on the CPythons with the largest frames.
-const MOST_PAGES: usize = 32 << 10;
-/// Pieces that the kernel takes in one call.
-const BATCH: usize = 1024;
-/// Bytes of room for pages that turn out to be wanted during a stop.
-const SPARE: usize = 64;
+/// Maximum number of pages: 128 MB. A stack of 100,000 frames needs about half of that on the
+/// CPython versions with the largest frames.
+const MAX_PAGES: usize = 32 << 10;
+/// Number of ranges that the kernel accepts in one call.
+const BATCH_PAGES: usize = 1024;
+/// Number of spare pages in the buffer, for pages that turn out to be needed during a stop.
+const SPARE_PAGES: usize = 64;
 
-/// Something that could not be read or followed.
+/// A structure that could not be read or followed.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Torn {
+pub(crate) struct ReadError {
     pub what: &'static str,
     pub address: u64,
 }
 
-impl std::fmt::Display for Torn {
+impl std::fmt::Display for ReadError {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         write!(f, "{} at {:#x} cannot be read", self.what, self.address)
     }
@@ -41,62 +43,73 @@ impl std::fmt::Display for Torn {
 
 /// Copied pages of one process.
 pub(crate) struct Snapshot {
-    /// Any live thread of it.
+    /// Any live thread of the process.
     tid: i32,
-    /// Where in `bytes` a page lies.
-    known: HashMap<u64, usize, BuildHasherDefault<PageHasher>>,
+    /// Offset in `bytes` of each page, by its address.
+    offsets: HashMap<u64, usize, BuildHasherDefault<PageHasher>>,
     bytes: Vec<u8>,
     last: (u64, usize),
     /// How many more pages may be fetched one by one.
     fetches: usize,
-    /// Pages that were asked for when no more could be fetched.
-    missed: Vec<u64>,
-    /// The pages that there was room made for, and how many more may be fetched after them.
+    /// Pages that were requested when no more could be fetched.
+    missing: Vec<u64>,
+    /// The pages that the buffer was prepared for, and how many more may be fetched after them.
     prepared: (Vec<u64>, usize),
     filled: bool,
 }
 
 impl Snapshot {
-    /// Nothing yet; pages are copied when they are first looked at.
+    /// Creates an empty snapshot. Pages are copied when they are first read.
     pub fn new(tid: i32) -> Self {
         Snapshot {
             tid,
-            known: HashMap::default(),
+            offsets: HashMap::default(),
             bytes: Vec::new(),
             last: (u64::MAX, 0),
-            fetches: MOST_PAGES,
-            missed: Vec::new(),
-            prepared: (Vec::new(), MOST_PAGES),
+            fetches: MAX_PAGES,
+            missing: Vec::new(),
+            prepared: (Vec::new(), MAX_PAGES),
             filled: false,
         }
     }
 
-    /// Room for pages that are known to be wanted and some more, made before a stop so that during it there is nothing to do
-    /// but to copy. [`Snapshot::fill`] copies them; after that `fetches` more can be fetched one by one.
-    pub fn with_room(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
-        pages.truncate(MOST_PAGES);
-        let mut bytes = vec![0; (pages.len() + SPARE) * PAGE_BYTES];
-        // Fresh memory costs a fault a page when it is first written, which would be during the stop.
+    /// Prepares the buffer for these pages and some more. This happens before a stop, so that
+    /// copying is all that is left to do during the stop. [`Snapshot::fill`] copies the pages;
+    /// after that, `fetches` more can be fetched one by one.
+    pub fn with_buffer(tid: i32, mut pages: Vec<u64>, fetches: usize) -> Self {
+        pages.truncate(MAX_PAGES);
+        let mut bytes = vec![0; (pages.len() + SPARE_PAGES) * PAGE_BYTES];
+        // The first write to fresh memory costs a page fault, which would otherwise happen during
+        // the stop.
         for page in bytes.chunks_mut(PAGE_BYTES) {
             page[0] = std::hint::black_box(1);
         }
-        let known = HashMap::with_capacity_and_hasher(pages.len() + SPARE, BuildHasherDefault::default());
+        let offsets = HashMap::with_capacity_and_hasher(pages.len() + SPARE_PAGES, BuildHasherDefault::default());
         let prepared = (pages, fetches);
-        let mut room =
-            Snapshot { tid, known, bytes, last: (u64::MAX, 0), fetches, missed: Vec::new(), prepared, filled: false };
-        room.reset();
-        room
+        let mut prepared_snapshot = Snapshot {
+            tid,
+            offsets,
+            bytes,
+            last: (u64::MAX, 0),
+            fetches,
+            missing: Vec::new(),
+            prepared,
+            filled: false,
+        };
+        prepared_snapshot.reset();
+        prepared_snapshot
     }
 
-    /// Copies the pages that there is room for, with as few system calls as possible, and forgets those that cannot be read.
-    /// Whatever was fetched after an earlier time is of that time, so it is forgotten as well.
+    /// Copies the prepared pages with as few system calls as possible, and forgets those that
+    /// cannot be read. It also forgets pages that were fetched after an earlier call, because they
+    /// are from that earlier moment.
     pub fn fill(&mut self) {
         if std::mem::replace(&mut self.filled, true) {
             self.reset();
         }
-        let known = &mut self.known;
+        let offsets = &mut self.offsets;
         copy(self.tid, &self.prepared.0, &mut self.bytes, |page| {
-            known.remove(&page);
+            offsets.remove(&page);
         });
     }
 
@@ -105,60 +118,61 @@ impl Snapshot {
         let (pages, fetches) = &self.prepared;
         self.fetches = *fetches;
         self.bytes.truncate(pages.len() * PAGE_BYTES);
-        self.known.clear();
-        self.known.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
+        self.offsets.clear();
+        self.offsets.extend(pages.iter().enumerate().map(|(index, page)| (*page, index * PAGE_BYTES)));
     }
 
-    /// Nothing is read from the process from now on.
+    /// Stops reading from the process.
     pub fn freeze(&mut self) {
         self.fetches = 0;
     }
 
-    /// Pages that were wanted after the last one that could be fetched.
-    pub fn missed(&self) -> &[u64] {
-        &self.missed
+    /// Pages that were requested when no more could be fetched.
+    pub fn missing(&self) -> &[u64] {
+        &self.missing
     }
 
     /// Addresses of all pages, ascending.
     pub fn pages(&self) -> Vec<u64> {
-        let mut pages: Vec<u64> = self.known.keys().copied().collect();
+        let mut pages: Vec<u64> = self.offsets.keys().copied().collect();
         pages.sort_unstable();
         pages
     }
 
-    /// Copies all pages of these pieces of memory that are not there yet at once. What cannot be read is left out.
-    pub fn fetch(&mut self, pieces: impl Iterator<Item = (u64, u64)>) {
+    /// Copies all pages of these ranges (start, length) at once, except those that are present
+    /// already. Unreadable pages are left out.
+    pub fn fetch(&mut self, ranges: impl Iterator<Item = (u64, u64)>) {
         if self.fetches == 0 {
             return;
         }
         let mut wanted = Vec::new();
-        for (start, length) in pieces {
+        for (start, length) in ranges {
             let (first, end) = (start / PAGE, start.saturating_add(length).div_ceil(PAGE));
-            let pages = (first..end).map(|number| number * PAGE).take(MOST_PAGES.saturating_sub(wanted.len()));
-            wanted.extend(pages.filter(|page| !self.known.contains_key(page)));
+            let pages = (first..end).map(|number| number * PAGE).take(MAX_PAGES.saturating_sub(wanted.len()));
+            wanted.extend(pages.filter(|page| !self.offsets.contains_key(page)));
         }
         wanted.sort_unstable();
         wanted.dedup();
-        wanted.truncate(self.fetches.min(MOST_PAGES.saturating_sub(self.known.len())));
+        wanted.truncate(self.fetches.min(MAX_PAGES.saturating_sub(self.offsets.len())));
         if wanted.is_empty() {
             return;
         }
         self.fetches -= wanted.len();
         let from = self.bytes.len();
         self.bytes.resize(from + wanted.len() * PAGE_BYTES, 0);
-        self.known.extend(wanted.iter().enumerate().map(|(index, page)| (*page, from + index * PAGE_BYTES)));
-        let known = &mut self.known;
+        self.offsets.extend(wanted.iter().enumerate().map(|(index, page)| (*page, from + index * PAGE_BYTES)));
+        let offsets = &mut self.offsets;
         copy(self.tid, &wanted, &mut self.bytes[from..], |page| {
-            known.remove(&page);
+            offsets.remove(&page);
         });
     }
 
-    /// Where a page lies in `bytes`.
+    /// Offset in `bytes` of a page.
     fn page(&mut self, page: u64) -> Option<usize> {
         if self.last.0 == page {
             return Some(self.last.1);
         }
-        let at = match self.known.get(&page) {
+        let at = match self.offsets.get(&page) {
             Some(at) => *at,
             None => self.fetch_one(page)?,
         };
@@ -167,9 +181,9 @@ impl Snapshot {
     }
 
     fn fetch_one(&mut self, page: u64) -> Option<usize> {
-        if self.fetches == 0 || self.known.len() >= MOST_PAGES {
-            if self.missed.len() < MOST_PAGES {
-                self.missed.push(page);
+        if self.fetches == 0 || self.offsets.len() >= MAX_PAGES {
+            if self.missing.len() < MAX_PAGES {
+                self.missing.push(page);
             }
             return None;
         }
@@ -178,7 +192,7 @@ impl Snapshot {
         self.bytes.resize(at + PAGE_BYTES, 0);
         match remote::read(self.tid, page, &mut self.bytes[at..]) {
             Ok(PAGE_BYTES) => {
-                self.known.insert(page, at);
+                self.offsets.insert(page, at);
                 Some(at)
             }
             _ => {
@@ -188,7 +202,7 @@ impl Snapshot {
         }
     }
 
-    /// Fills `bytes` with what lies at `address`; false when not all of it can be read.
+    /// Fills `bytes` with the memory at `address`. Returns false if not all of it can be read.
     pub fn copy(&mut self, address: u64, bytes: &mut [u8]) -> bool {
         let mut done = 0;
         while done < bytes.len() {
@@ -202,42 +216,43 @@ impl Snapshot {
         true
     }
 
-    /// A piece of memory.
-    pub fn bytes(&mut self, what: &'static str, address: u64, length: usize) -> Result<Vec<u8>, Torn> {
+    /// Reads `length` bytes.
+    pub fn bytes(&mut self, what: &'static str, address: u64, length: usize) -> Result<Vec<u8>, ReadError> {
         let mut bytes = vec![0; length];
-        if self.copy(address, &mut bytes) { Ok(bytes) } else { Err(Torn { what, address }) }
+        if self.copy(address, &mut bytes) { Ok(bytes) } else { Err(ReadError { what, address }) }
     }
 
-    /// The pointer or number of eight bytes at an address.
-    pub fn word(&mut self, what: &'static str, address: u64) -> Result<u64, Torn> {
+    /// Reads a pointer or a number of eight bytes.
+    pub fn read_u64(&mut self, what: &'static str, address: u64) -> Result<u64, ReadError> {
         let mut bytes = [0; 8];
-        if self.copy(address, &mut bytes) { Ok(u64::from_le_bytes(bytes)) } else { Err(Torn { what, address }) }
+        if self.copy(address, &mut bytes) { Ok(u64::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
     }
 
-    /// The number of four bytes at an address.
-    pub fn half(&mut self, what: &'static str, address: u64) -> Result<u32, Torn> {
+    /// Reads a number of four bytes.
+    pub fn read_u32(&mut self, what: &'static str, address: u64) -> Result<u32, ReadError> {
         let mut bytes = [0; 4];
-        if self.copy(address, &mut bytes) { Ok(u32::from_le_bytes(bytes)) } else { Err(Torn { what, address }) }
+        if self.copy(address, &mut bytes) { Ok(u32::from_le_bytes(bytes)) } else { Err(ReadError { what, address }) }
     }
 
-    /// The byte at an address.
-    pub fn byte(&mut self, what: &'static str, address: u64) -> Result<u8, Torn> {
+    /// Reads one byte.
+    pub fn read_u8(&mut self, what: &'static str, address: u64) -> Result<u8, ReadError> {
         let mut bytes = [0];
-        if self.copy(address, &mut bytes) { Ok(bytes[0]) } else { Err(Torn { what, address }) }
+        if self.copy(address, &mut bytes) { Ok(bytes[0]) } else { Err(ReadError { what, address }) }
     }
 }
 
-/// Copies pages next to each other into `bytes`, and tells which ones cannot be read.
+/// Copies pages into `bytes`, one after the other, and passes the unreadable ones to `unreadable`.
 fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u64)) {
     let mut done = 0;
     while done < pages.len() {
-        let batch = &pages[done..pages.len().min(done + BATCH)];
+        let batch = &pages[done..pages.len().min(done + BATCH_PAGES)];
         let remote: Vec<RemoteIoVec> =
             batch.iter().map(|page| RemoteIoVec { base: *page as usize, len: PAGE_BYTES }).collect();
         let local = &mut bytes[done * PAGE_BYTES..(done + batch.len()) * PAGE_BYTES];
         let whole = match process_vm_readv(Pid::from_raw(tid), &mut [IoSliceMut::new(local)], &remote) {
             Ok(read) => read / PAGE_BYTES,
-            // Seccomp filters of containers forbid the call; then each page is read from the file that stands for the memory.
+            // Seccomp filters of containers forbid the call. Then read each page from
+            // `/proc/TID/mem`.
             Err(Errno::ENOSYS | Errno::EPERM) => {
                 usize::from(remote::read(tid, batch[0], &mut local[..PAGE_BYTES]).is_ok_and(|read| read == PAGE_BYTES))
             }
@@ -252,7 +267,7 @@ fn copy(tid: i32, pages: &[u64], bytes: &mut [u8], mut unreadable: impl FnMut(u6
     }
 }
 
-/// Spreads page addresses; there is nothing to defend against.
+/// Hashes page addresses. It need not resist attacks.
 #[derive(Default)]
 pub(crate) struct PageHasher(u64);
 
@@ -268,7 +283,7 @@ impl Hasher for PageHasher {
     }
 
     fn write_u64(&mut self, number: u64) {
-        // The table takes its bits from both ends, so the product is folded.
+        // The table takes bits from both ends of the hash, so fold the product.
         let product = u128::from(self.0 ^ number) * 0x9e37_79b9_7f4a_7c15_u128;
         self.0 = product as u64 ^ (product >> 64) as u64;
     }
@@ -283,7 +298,7 @@ mod tests {
     }
 
     #[test]
-    fn pages_keep_what_was_read() {
+    fn a_page_is_copied_once() {
         let mut text: Vec<u8> = (0..20_000).map(|index| index as u8).collect();
         let before = text.clone();
         let address = text.as_ptr() as u64;
@@ -292,35 +307,35 @@ mod tests {
         assert!((5..=6).contains(&snapshot.pages().len()), "one for each page: {}", snapshot.pages().len());
         text.fill(7);
         assert_eq!(snapshot.bytes("text", address + 5000, 10).unwrap(), before[5000..5010], "copied once");
-        assert_eq!(snapshot.word("text", 16), Err(Torn { what: "text", address: 16 }));
-        assert!(snapshot.missed().is_empty());
+        assert_eq!(snapshot.read_u64("text", 16), Err(ReadError { what: "text", address: 16 }));
+        assert!(snapshot.missing().is_empty());
     }
 
     #[test]
-    fn room_is_filled_at_once_and_then_frozen() {
+    fn fills_prepared_pages_and_freezes() {
         let text = vec![1u8; 4 * PAGE_BYTES];
         let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
         let pages = [0, page, page + PAGE];
-        let mut snapshot = Snapshot::with_room(own(), pages.to_vec(), 1);
+        let mut snapshot = Snapshot::with_buffer(own(), pages.to_vec(), 1);
         snapshot.fill();
         assert_eq!(snapshot.pages(), [page, page + PAGE], "what cannot be read is left out");
-        assert_eq!(snapshot.byte("text", page + 2 * PAGE), Ok(1), "one may be fetched");
+        assert_eq!(snapshot.read_u8("text", page + 2 * PAGE), Ok(1), "one may be fetched");
         snapshot.freeze();
-        assert!(snapshot.word("another page", page + 3 * PAGE).is_err());
-        assert_eq!(snapshot.missed(), [page + 3 * PAGE]);
-        assert_eq!(snapshot.half("text", page + 10), Ok(0x0101_0101));
+        assert!(snapshot.read_u64("another page", page + 3 * PAGE).is_err());
+        assert_eq!(snapshot.missing(), [page + 3 * PAGE]);
+        assert_eq!(snapshot.read_u32("text", page + 10), Ok(0x0101_0101));
     }
 
     #[test]
-    fn nothing_of_an_earlier_time_is_left_when_it_is_filled_again() {
+    fn refilling_drops_all_earlier_pages() {
         let mut text = vec![1u8; 3 * PAGE_BYTES];
         let page = (text.as_ptr() as u64 + PAGE - 1) & !(PAGE - 1);
-        let mut snapshot = Snapshot::with_room(own(), vec![page], 1);
+        let mut snapshot = Snapshot::with_buffer(own(), vec![page], 1);
         snapshot.fill();
-        assert_eq!((snapshot.byte("text", page), snapshot.byte("text", page + PAGE)), (Ok(1), Ok(1)));
+        assert_eq!((snapshot.read_u8("text", page), snapshot.read_u8("text", page + PAGE)), (Ok(1), Ok(1)));
         std::hint::black_box(&mut text).fill(2);
         snapshot.fill();
-        assert_eq!((snapshot.byte("text", page), snapshot.byte("text", page + PAGE)), (Ok(2), Ok(2)));
+        assert_eq!((snapshot.read_u8("text", page), snapshot.read_u8("text", page + PAGE)), (Ok(2), Ok(2)));
     }
 
     #[test]

@@ -147,12 +147,12 @@ impl<'a> AddressSpace<'a> {
     }
 
     /// The mappings of code that lies in files, ascending.
-    pub fn code(&self) -> Vec<Rc<Mapping>> {
-        self.mappings.code()
+    pub fn executables(&self) -> Vec<Rc<Mapping>> {
+        self.mappings.executables()
     }
 
     /// The lowest of them, which mostly is of the program itself.
-    pub fn first_code(&self) -> Option<Rc<Mapping>> {
-        self.mappings.next_code(0)
+    pub fn first_executable(&self) -> Option<Rc<Mapping>> {
+        self.mappings.next_executable(0)
     }
 }

@@ -206,7 +206,7 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
     {
         if status.tracer != 0 {
             // The kernel names the thread that traces, and a person wants to know the program.
-            let tracer = procfs::process_of(status.tracer).unwrap_or(status.tracer);
+            let tracer = procfs::pid_of_thread(status.tracer).unwrap_or(status.tracer);
             let name = procfs::stat(tracer).map(|stat| stat.name).unwrap_or_default();
             return Error::Traced { tid, tracer, name };
         }

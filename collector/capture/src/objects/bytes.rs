@@ -33,25 +33,26 @@ impl Deref for Bytes {
 
 impl Bytes {
     /// Maps a whole file.
-    pub fn of_file(file: &File) -> std::io::Result<Self> {
+    pub fn from_file(file: &File) -> std::io::Result<Self> {
         MappedFile::new(file).map(Bytes::File)
     }
 
-    /// Whether a page of the file was gone when it was looked at.
-    pub fn is_harmed(&self) -> bool {
-        matches!(self, Bytes::File(map) if map.is_harmed())
+    /// Whether a page of the file was missing when it was read.
+    pub fn has_missing_pages(&self) -> bool {
+        matches!(self, Bytes::File(map) if map.has_missing_pages())
     }
 }
 
-/// The bytes of a section that only debuggers need, which may be compressed.
+/// The bytes of a debug section, which may be compressed.
 pub(crate) enum SectionBytes {
-    /// Where they lie in the file.
-    Within(Range<usize>),
-    Unpacked(Vec<u8>),
+    /// The range of the section in the file.
+    InFile(Range<usize>),
+    Decompressed(Vec<u8>),
 }
 
-/// Bytes that may yet be unpacked for one purpose. What a header declares is compared with it before anything is unpacked, and no more than
-/// what was declared is ever taken.
+/// Number of bytes that may still be decompressed for one purpose. The size that a header declares
+/// is compared with it before anything is decompressed, and the result is never longer than
+/// declared.
 pub(crate) struct Budget(Cell<u64>);
 
 impl Budget {
@@ -66,31 +67,31 @@ impl Budget {
 }
 
 impl SectionBytes {
-    /// `None` when there is no such section, when it would be greater than what is left of the budget once it is unpacked, and when it is
-    /// shorter than its header declares.
+    /// The bytes of a section. `None` if there is no such section, if its decompressed size exceeds
+    /// the rest of the budget, or if it is shorter than its header declares.
     pub fn of(elf: &Elf<'_>, name: &str, budget: &Budget) -> Option<Self> {
         let section = elf.section_by_name(name).filter(|section| section.size() > 0)?;
         let place = section.compressed_file_range().ok()?;
         if place.format == object::CompressionFormat::None {
             let start = usize::try_from(place.offset).ok()?;
             let end = start.checked_add(usize::try_from(place.compressed_size).ok()?)?;
-            return (end <= elf.data().len()).then_some(SectionBytes::Within(start..end));
+            return (end <= elf.data().len()).then_some(SectionBytes::InFile(start..end));
         }
         budget.take(place.uncompressed_size)?;
-        Some(SectionBytes::Unpacked(section.uncompressed_data().ok()?.into_owned()))
+        Some(SectionBytes::Decompressed(section.uncompressed_data().ok()?.into_owned()))
     }
 
-    /// `file` is what the section was found in.
+    /// The bytes of the section. `file` is the file that the section was found in.
     pub fn in_file<'a>(&'a self, file: &'a [u8]) -> &'a [u8] {
         match self {
-            SectionBytes::Within(range) => &file[range.clone()],
-            SectionBytes::Unpacked(bytes) => bytes,
+            SectionBytes::InFile(range) => &file[range.clone()],
+            SectionBytes::Decompressed(bytes) => bytes,
         }
     }
 }
 
 impl Default for SectionBytes {
     fn default() -> Self {
-        SectionBytes::Within(0..0)
+        SectionBytes::InFile(0..0)
     }
 }

@@ -1,5 +1,5 @@
-//! Symbols and line tables that are not in the object itself: in a separate file, found by build id or by the object's
-//! `.gnu_debuglink`, or packed into its `.gnu_debugdata`.
+//! Symbols and line tables outside the object: in a separate file, found by build id or by the
+//! object's `.gnu_debuglink`, or compressed in its `.gnu_debugdata`.
 
 use std::{
     io::Read,
@@ -13,15 +13,16 @@ use super::{
     target_files,
 };
 
-/// Packed symbols never come near this; a section that holds more is not used.
-const MAX_UNPACKED: u64 = 64 << 20;
-/// What the unpacking itself may need; `xz -9` asks for 64 MiB.
+/// Compressed symbols never come near this size. A section that exceeds it is not used.
+const MAX_DECOMPRESSED: u64 = 64 << 20;
+/// Memory limit of the decompressor; `xz -9` needs 64 MiB.
 const MAX_DICTIONARY_KIB: u32 = 128 << 10;
-/// The checksum of a greater file is not computed: it may be of terabytes without a byte on the disk.
-const MAX_CHECKED: usize = 4 << 30;
+/// The checksum of a larger file is not computed. A sparse file may have terabytes without any data
+/// on the disk.
+const MAX_CHECKSUMMED: usize = 4 << 30;
 
-/// The separate debug file of an object. The places of the target's own root come before ours, and a file that belongs to
-/// another build is not taken.
+/// Finds the separate debug file of an object. Paths in the target's own root are searched before
+/// ours. A file that belongs to another build is rejected.
 pub(crate) fn debug_file(elf: Option<&Elf<'_>>, object: &str, build_id: Option<&[u8]>, root: &Path) -> Option<Bytes> {
     let link = elf.and_then(|elf| {
         let (name, checksum) = elf.gnu_debuglink().ok().flatten()?;
@@ -33,10 +34,11 @@ pub(crate) fn debug_file(elf: Option<&Elf<'_>>, object: &str, build_id: Option<&
     let checksum = link.as_ref().map(|(_, checksum)| *checksum);
     for root in [root, Path::new("/")] {
         for path in &paths {
-            let Some(bytes) = target_files::open_within(root, path).and_then(|file| Bytes::of_file(&file).ok()) else {
+            let Some(bytes) = target_files::open_within(root, path).and_then(|file| Bytes::from_file(&file).ok())
+            else {
                 continue;
             };
-            if belongs(&bytes, build_id, checksum) {
+            if is_same_build(&bytes, build_id, checksum) {
                 return Some(bytes);
             }
             tracing::debug!("{} is not of the same build as {}", path.display(), object);
@@ -45,17 +47,19 @@ pub(crate) fn debug_file(elf: Option<&Elf<'_>>, object: &str, build_id: Option<&
     None
 }
 
-/// What dwz has moved from several debug files into one that they share, as Debian's and Fedora's packages have it.
+/// Finds the supplementary file: dwz moves what several debug files have in common into it, for
+/// example in the packages of Debian and Fedora.
 pub(crate) fn supplementary(root: &Path, elf: &Elf<'_>) -> Option<Bytes> {
     let (path, build_id) = elf.gnu_debugaltlink().ok().flatten()?;
     let path = Path::new(std::str::from_utf8(path).ok()?);
-    // A relative path begins at the debug file, which may have been reached by a link; the build id finds it as well.
+    // A relative path starts at the debug file, which may have been reached through a link. The
+    // build id finds the supplementary file too.
     let paths = path.is_absolute().then(|| path.to_path_buf()).into_iter().chain(path_by_build_id(build_id));
     for path in paths {
         let roots = [root, Path::new("/")].into_iter();
         let mut files = roots.filter_map(|root| target_files::open_within(root, &path));
-        let found =
-            files.find_map(|file| Bytes::of_file(&file).ok().filter(|bytes| belongs(bytes, Some(build_id), None)));
+        let found = files
+            .find_map(|file| Bytes::from_file(&file).ok().filter(|bytes| is_same_build(bytes, Some(build_id), None)));
         if found.is_some() {
             return found;
         }
@@ -72,7 +76,7 @@ fn path_by_build_id(build_id: &[u8]) -> Option<PathBuf> {
 
 /// The three places that gdb documents for the file that a link names.
 fn paths_by_link(object: &str, name: &str) -> Vec<PathBuf> {
-    // A link is a bare file name; anything else would lead out of these folders.
+    // A link is a bare file name. Anything else would lead out of these folders.
     if name.is_empty() || name.contains('/') || name == ".." {
         return Vec::new();
     }
@@ -80,25 +84,26 @@ fn paths_by_link(object: &str, name: &str) -> Vec<PathBuf> {
     let Some(folder) = object.parent().filter(|folder| folder.is_absolute()) else { return Vec::new() };
     let global = Path::new("/usr/lib/debug").join(folder.strip_prefix("/").unwrap_or(folder));
     let paths = [folder.join(name), folder.join(".debug").join(name), global.join(name)];
-    // An object may name itself when its debug file has the same name and lies elsewhere.
+    // An object may name itself if its debug file has the same name in another folder.
     paths.into_iter().filter(|path| path != object).collect()
 }
 
-/// Whether a debug file was made with an object. The build ids decide; the checksum of the whole file, which may be of
-/// gigabytes, is only for objects without one.
-fn belongs(bytes: &Bytes, build_id: Option<&[u8]>, checksum: Option<u32>) -> bool {
+/// Whether a debug file belongs to an object. The build ids decide. The checksum, which covers the
+/// whole file and possibly gigabytes, is used only for objects without a build id.
+fn is_same_build(bytes: &Bytes, build_id: Option<&[u8]>, checksum: Option<u32>) -> bool {
     let Ok(elf) = ElfFile64::<object::LittleEndian>::parse(&**bytes) else { return false };
     match (build_id, elf.build_id().ok().flatten()) {
         (Some(wanted), Some(found)) => wanted == found,
-        _ => bytes.len() <= MAX_CHECKED && checksum == Some(crc32fast::hash(bytes)),
+        _ => bytes.len() <= MAX_CHECKSUMMED && checksum == Some(crc32fast::hash(bytes)),
     }
 }
 
-/// The symbols that Fedora and its kin pack into the stripped object: an ELF file within it, with a `.symtab` and no more.
+/// The symbols that Fedora and related distributions embed in a stripped object: a compressed ELF
+/// file that has only a `.symtab`.
 pub(crate) fn mini_debug_info(elf: &Elf<'_>) -> Option<Bytes> {
-    let packed = SectionBytes::of(elf, ".gnu_debugdata", &Budget::new(MAX_UNPACKED))?;
-    match unpack(packed.in_file(elf.data())) {
-        Ok(unpacked) => Some(Bytes::Memory(unpacked)),
+    let compressed = SectionBytes::of(elf, ".gnu_debugdata", &Budget::new(MAX_DECOMPRESSED))?;
+    match decompress(compressed.in_file(elf.data())) {
+        Ok(decompressed) => Some(Bytes::Memory(decompressed)),
         Err(error) => {
             tracing::debug!(".gnu_debugdata cannot be unpacked: {error}");
             None
@@ -106,28 +111,29 @@ pub(crate) fn mini_debug_info(elf: &Elf<'_>) -> Option<Bytes> {
     }
 }
 
-/// What was packed by `xz`. More than [`MAX_UNPACKED`] is an error: half a symbol table is none.
-fn unpack(packed: &[u8]) -> std::io::Result<Vec<u8>> {
-    let mut unpacked = Vec::new();
-    lzma_rust2::XzReader::new_mem_limit(packed, true, MAX_DICTIONARY_KIB)
-        .take(MAX_UNPACKED + 1)
-        .read_to_end(&mut unpacked)?;
-    if unpacked.len() as u64 > MAX_UNPACKED {
-        return Err(std::io::Error::other(format!("it holds more than {MAX_UNPACKED} bytes")));
+/// Decompresses the output of `xz`. More than [`MAX_DECOMPRESSED`] bytes are an error, because half a
+/// symbol table is of no use.
+fn decompress(compressed: &[u8]) -> std::io::Result<Vec<u8>> {
+    let mut decompressed = Vec::new();
+    lzma_rust2::XzReader::new_mem_limit(compressed, true, MAX_DICTIONARY_KIB)
+        .take(MAX_DECOMPRESSED + 1)
+        .read_to_end(&mut decompressed)?;
+    if decompressed.len() as u64 > MAX_DECOMPRESSED {
+        return Err(std::io::Error::other(format!("it holds more than {MAX_DECOMPRESSED} bytes")));
     }
-    Ok(unpacked)
+    Ok(decompressed)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
 
-    /// An ELF object with one section, compressed as `kind` says (`ELFCOMPRESS_ZLIB` 1, `ELFCOMPRESS_ZSTD` 2), with the size that its header
-    /// declares.
-    fn object_with(name: &str, packed: Option<(u32, u64)>, bytes: &[u8]) -> Vec<u8> {
+    /// An ELF object with one section. `compressed` is the compression (`ELFCOMPRESS_ZLIB` 1,
+    /// `ELFCOMPRESS_ZSTD` 2) and the size that the section's header declares.
+    fn object_with(name: &str, compressed: Option<(u32, u64)>, bytes: &[u8]) -> Vec<u8> {
         let names = [b"\0", name.as_bytes(), b"\0"].concat();
         let mut content = Vec::new();
-        if let Some((kind, declared)) = packed {
+        if let Some((kind, declared)) = compressed {
             content.extend(kind.to_le_bytes());
             content.extend([0; 4]);
             content.extend(declared.to_le_bytes());
@@ -150,7 +156,7 @@ mod tests {
             }
         };
         section(0, 0, 0, 0, 0);
-        section(1, 1, if packed.is_some() { 0x800 } else { 0 }, 64 + names.len(), content.len());
+        section(1, 1, if compressed.is_some() { 0x800 } else { 0 }, 64 + names.len(), content.len());
         section(0, 3, 0, 64, names.len());
         file
     }
@@ -161,68 +167,69 @@ mod tests {
     }
 
     fn zlib(bytes: &[u8]) -> Vec<u8> {
-        let mut packed = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
-        std::io::Write::write_all(&mut packed, bytes).unwrap();
-        packed.finish().unwrap()
+        let mut compressed = flate2::write::ZlibEncoder::new(Vec::new(), flate2::Compression::best());
+        std::io::Write::write_all(&mut compressed, bytes).unwrap();
+        compressed.finish().unwrap()
     }
 
-    /// A frame of zstandard that says nothing of its size, of blocks that repeat one byte.
+    /// A zstandard frame without a declared size, made of blocks that repeat one byte.
     fn zstd(bytes: u64) -> Vec<u8> {
-        let mut packed = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 0x58];
+        let mut compressed = vec![0x28, 0xb5, 0x2f, 0xfd, 0x00, 0x58];
         let blocks = bytes / (128 << 10);
         for block in 1..=blocks {
             let header = (128u32 << 10) << 3 | 1 << 1 | u32::from(block == blocks);
-            packed.extend_from_slice(&header.to_le_bytes()[..3]);
-            packed.push(7);
+            compressed.extend_from_slice(&header.to_le_bytes()[..3]);
+            compressed.push(7);
         }
-        packed
+        compressed
     }
 
     #[test]
-    fn a_section_is_unpacked_within_its_bound_and_its_word() {
+    fn section_decompression_respects_budget_and_declared_size() {
         let name = ".debug_info";
         let (zeros, good) = (vec![0; 1 << 20], 1 << 20);
-        let of = |kind: u32, declared: u64, packed: &[u8], budget: u64| {
-            section(&object_with(name, Some((kind, declared)), packed), name, budget).map(|bytes| bytes.len() as u64)
+        let of = |kind: u32, declared: u64, compressed: &[u8], budget: u64| {
+            section(&object_with(name, Some((kind, declared)), compressed), name, budget)
+                .map(|bytes| bytes.len() as u64)
         };
         let (zlib, zstd) = (zlib(&zeros), zstd(good));
         assert!(zlib.len() < 2000 && zstd.len() < 200);
-        for (kind, packed) in [(1, &zlib), (2, &zstd)] {
-            assert_eq!(of(kind, good, packed, good), Some(good), "{kind}");
-            assert_eq!(of(kind, good, packed, good - 1), None, "{kind}: beyond the bound");
+        for (kind, compressed) in [(1, &zlib), (2, &zstd)] {
+            assert_eq!(of(kind, good, compressed, good), Some(good), "{kind}");
+            assert_eq!(of(kind, good, compressed, good - 1), None, "{kind}: beyond the bound");
             assert!(
-                of(kind, 100, packed, u64::MAX).is_none_or(|bytes| bytes == 100),
+                of(kind, 100, compressed, u64::MAX).is_none_or(|bytes| bytes == 100),
                 "{kind}: no more than was declared"
             );
-            assert_eq!(of(kind, good + 1, packed, u64::MAX), None, "{kind}: less comes out than was declared");
-            assert_eq!(of(kind, u64::MAX, packed, u64::MAX), None, "{kind}: no memory is had for such a word");
-            assert_eq!(of(kind, u64::MAX, packed, good), None, "{kind}");
+            assert_eq!(of(kind, good + 1, compressed, u64::MAX), None, "{kind}: less comes out than was declared");
+            assert_eq!(of(kind, u64::MAX, compressed, u64::MAX), None, "{kind}: no memory is had for such a word");
+            assert_eq!(of(kind, u64::MAX, compressed, good), None, "{kind}");
         }
         assert_eq!(of(3, good, &zlib, good), None, "of an unknown kind");
-        // The bound is one for all sections of a search.
+        // All sections of a search share one budget.
         let file = object_with(name, Some((1, good)), &zlib);
         let elf = ElfFile64::<object::LittleEndian>::parse(&*file).unwrap();
         let budget = Budget::new(2 * good + 1);
-        let unpacked = (0..3).filter(|_| SectionBytes::of(&elf, name, &budget).is_some()).count();
-        assert_eq!(unpacked, 2);
-        // What is not packed costs nothing.
+        let decompressed = (0..3).filter(|_| SectionBytes::of(&elf, name, &budget).is_some()).count();
+        assert_eq!(decompressed, 2);
+        // An uncompressed section uses no budget.
         assert_eq!(section(&object_with(name, None, b"plain"), name, 0).as_deref(), Some(&b"plain"[..]));
     }
 
     #[test]
-    fn packed_symbols_are_unpacked_within_a_bound() {
+    fn xz_decompression_is_bounded() {
         let xz = |bytes: u64| {
             let options = lzma_rust2::XzOptions::with_preset(0);
             let mut writer = lzma_rust2::XzWriter::new(Vec::new(), options).unwrap();
             std::io::copy(&mut std::io::repeat(0).take(bytes), &mut writer).unwrap();
             writer.finish().unwrap()
         };
-        let (small, bomb) = (xz(1 << 20), xz(MAX_UNPACKED + 1));
+        let (small, bomb) = (xz(1 << 20), xz(MAX_DECOMPRESSED + 1));
         assert!(bomb.len() < 100_000, "{}", bomb.len());
-        assert_eq!(unpack(&small).unwrap().len(), 1 << 20);
-        assert!(unpack(&bomb).unwrap_err().to_string().contains("more than"));
-        assert!(unpack(&[small.as_slice(), &bomb].concat()).is_err(), "in several streams");
-        // The section may be packed itself, and then both bounds hold.
+        assert_eq!(decompress(&small).unwrap().len(), 1 << 20);
+        assert!(decompress(&bomb).unwrap_err().to_string().contains("more than"));
+        assert!(decompress(&[small.as_slice(), &bomb].concat()).is_err(), "in several streams");
+        // The section itself may be compressed. Then both limits apply.
         let name = ".gnu_debugdata";
         let symbols = |file: Vec<u8>| {
             let elf = ElfFile64::<object::LittleEndian>::parse(&*file).unwrap();

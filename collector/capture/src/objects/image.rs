@@ -1,4 +1,4 @@
-//! One ELF object that processes have mapped, and its unwind tables.
+//! One ELF object that processes have mapped, with its unwind tables.
 
 use std::{
     collections::HashMap,
@@ -28,10 +28,11 @@ use super::{
     debug_file, target_files,
 };
 
-/// Larger tables that only debuggers need are not unpacked: whole libraries have other rules.
-const MAX_DEBUG_FRAMES: u64 = 64 << 20;
-/// Rows kept of one object. Deep stacks and many ranks come by the same few hundred addresses.
-const KEPT_ROWS: usize = 8192;
+/// A larger table is not decompressed. Whole libraries have other unwind rules.
+const MAX_DEBUG_FRAME_BYTES: u64 = 64 << 20;
+/// Maximum number of cached rows of one object. Deep stacks and many ranks pass the same few
+/// hundred addresses.
+const MAX_CACHED_ROWS: usize = 8192;
 
 #[derive(Debug, Clone, Copy)]
 struct Load {
@@ -47,7 +48,7 @@ struct Section {
     address: u64,
 }
 
-/// `.debug_frame`, and the separate debug file if that is where it is.
+/// `.debug_frame`, and the separate debug file if the section is there.
 struct DebugFrames {
     file: Option<Bytes>,
     section: SectionBytes,
@@ -55,11 +56,12 @@ struct DebugFrames {
 
 /// One ELF object with its unwind tables.
 pub(crate) struct Image {
-    /// Names the object within this process.
+    /// Identifies the object within this process.
     pub id: u64,
-    /// As the target calls it.
+    /// Path of the object as the target sees it.
     pub path: String,
-    /// Root folder of a process that sees it under that path, for files that belong to it.
+    /// Root folder of a process that sees the object under this path. Files that belong to the
+    /// object are searched there.
     pub root: PathBuf,
     pub bytes: Bytes,
     pub build_id: Option<Vec<u8>>,
@@ -67,63 +69,65 @@ pub(crate) struct Image {
     eh_frame: Option<Section>,
     eh_frame_hdr: Option<Section>,
     debug_frame: OnceLock<Option<DebugFrames>>,
-    /// Its file system may not answer.
+    /// Whether its file system may not answer.
     remote: bool,
     text: u64,
     got: u64,
-    /// When it was asked for last, by the clock of [`super::image_cache::Images`].
-    pub used: AtomicU64,
-    rows: RwLock<HashMap<u64, Option<Arc<Row>>>>,
-    /// Its file was seen to have changed.
+    /// Time of the last use, by the clock of [`super::image_cache::Images`].
+    pub last_used: AtomicU64,
+    rows: RwLock<HashMap<u64, Option<Arc<UnwindRow>>>>,
+    /// Whether its file is known to have changed.
     stale: AtomicBool,
-    /// The interpreter in it, if there is one, once it was searched for.
+    /// The interpreter in the object, if any, once it was searched for.
     python: OnceLock<Option<Arc<Runtime>>>,
 }
 
-/// The rules that recover the caller at one address.
-pub(crate) struct Row {
+/// The rules that recover the caller's registers at one address.
+pub(crate) struct UnwindRow {
     pub cfa: CfaRule<usize>,
-    /// By DWARF number.
+    /// By DWARF register number.
     pub registers: Vec<(usize, RegisterRule<usize>)>,
-    /// Whether it is the frame of a signal handler.
+    /// Whether the frame is that of a signal handler.
     pub signal: bool,
     pub section: RuleSection,
 }
 
-impl Row {
+impl UnwindRow {
     fn new(row: &UnwindTableRow<usize>, signal: bool, section: RuleSection) -> Self {
         let registers = row.registers().map(|(register, rule)| (usize::from(register.0), rule.clone())).collect();
-        Row { cfa: row.cfa().clone(), registers, signal, section }
+        UnwindRow { cfa: row.cfa().clone(), registers, signal, section }
     }
 }
 
 impl Image {
-    pub fn of_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
+    pub fn from_file(file: &File, path: &str, root: PathBuf, remote: bool) -> Result<Self, Error> {
         let failed = |error: std::io::Error| Error::Image { path: path.into(), reason: error.to_string() };
-        let mut image = Self::parse(Bytes::of_file(file).map_err(failed)?, path, root)?;
+        let mut image = Self::parse(Bytes::from_file(file).map_err(failed)?, path, root)?;
         image.remote = remote;
         if remote {
-            // The pages come now, where somebody waits with patience, and an error is an error.
+            // Load the pages now, where a timeout applies and where an error is reported as an
+            // error.
             image.populate().map_err(failed)?;
         }
         Ok(image)
     }
 
-    /// Whether its file was written to since it was opened, so that what was read of it may be of no one file.
+    /// Whether the file was modified since it was opened. Then the bytes read so far may be a
+    /// mixture of two versions.
     pub fn has_changed(&self) -> bool {
         let Bytes::File(map) = &self.bytes else { return false };
         let path = self.path.strip_suffix(" (deleted)").unwrap_or(&self.path);
-        // Of a file system that may not answer nobody asks.
+        // Do not query a file system that may not answer.
         let file = if self.remote { None } else { target_files::open_within(&self.root, Path::new(path)) };
         let now = file.and_then(|file| file.metadata().ok());
-        let changed = now.map_or(map.is_harmed(), |now| map.has_changed(&now));
+        let changed = now.map_or(map.has_missing_pages(), |now| map.has_changed(&now));
         self.stale.fetch_or(changed, Ordering::Relaxed);
         changed
     }
 
-    /// Whether it is known not to be what its file holds.
+    /// Whether the image is known to differ from its file.
     pub fn is_stale(&self) -> bool {
-        self.bytes.is_harmed() || self.stale.load(Ordering::Relaxed)
+        self.bytes.has_missing_pages() || self.stale.load(Ordering::Relaxed)
     }
 
     /// Reads the tables that names and unwinding need.
@@ -158,7 +162,7 @@ impl Image {
             let section = elf.section_by_name(name)?;
             let (offset, size) = section.file_range()?;
             let range = usize::try_from(offset).ok()?..usize::try_from(offset.checked_add(size)?).ok()?;
-            // Compilers never compress these.
+            // Compilers never compress these sections.
             let plain = section.compressed_file_range().ok()?.format == object::CompressionFormat::None;
             (range.end <= bytes.len() && plain).then_some(Section { range, address: section.address() })
         };
@@ -176,7 +180,7 @@ impl Image {
             remote: false,
             text: address(".text"),
             got: address(".got"),
-            used: AtomicU64::new(0),
+            last_used: AtomicU64::new(0),
             rows: RwLock::default(),
             stale: AtomicBool::new(false),
             python: OnceLock::new(),
@@ -184,8 +188,9 @@ impl Image {
         })
     }
 
-    /// Difference between addresses in the process and in the file, for one mapping of the object. Segments need not start
-    /// at a page, and two may share one, so it is the segment whose first page the mapping starts with that counts.
+    /// Difference between an address in the process and the address in the file, for one mapping of
+    /// the object. Segments need not start at a page, and two segments may share one. So the
+    /// segment whose first page is the mapping's first page decides.
     pub fn bias(&self, mapping: &Mapping) -> Option<u64> {
         let first_page = |load: &&Load| load.offset & !0xfff == mapping.offset;
         let within = |load: &&Load| {
@@ -201,14 +206,15 @@ impl Image {
         &self.bytes[section.range.clone()]
     }
 
-    /// `.debug_frame`: the rules that only debuggers need, for code without others. It is searched for at the first such code.
+    /// `.debug_frame`: rules that only debuggers need, for code without other rules. It is loaded
+    /// when such code is first seen.
     fn debug_frame(&self) -> Option<&[u8]> {
-        let of = |elf: &Elf<'_>| SectionBytes::of(elf, ".debug_frame", &Budget::new(MAX_DEBUG_FRAMES));
+        let of = |elf: &Elf<'_>| SectionBytes::of(elf, ".debug_frame", &Budget::new(MAX_DEBUG_FRAME_BYTES));
         let frames = self.debug_frame.get_or_init(|| {
             if let Some(section) = self.elf().as_ref().and_then(of) {
                 return Some(DebugFrames { file: None, section });
             }
-            // The folders that a debug file may lie in are on the same file system as the object.
+            // The folders that may contain a debug file are on the object's file system.
             let file = if self.remote { None } else { self.debug_file() }?;
             let section = ElfFile64::<object::LittleEndian>::parse(&*file).ok().as_ref().and_then(of)?;
             Some(DebugFrames { file: Some(file), section })
@@ -217,26 +223,26 @@ impl Image {
         Some(section.in_file(file.as_ref().unwrap_or(&self.bytes)))
     }
 
-    /// The rules for the function at `address`; `None` when no table covers it.
-    pub fn row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Arc<Row>> {
+    /// The unwind rules at `address`. `None` if no table covers it.
+    pub fn row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Arc<UnwindRow>> {
         if let Some(known) = self.rows.read().unwrap_or_else(PoisonError::into_inner).get(&address) {
             return known.clone();
         }
         let found = self.find_row(address, context).map(Arc::new);
-        if self.bytes.is_harmed() {
-            // Zeros are no rules.
+        if self.bytes.has_missing_pages() {
+            // Rows decoded from zeros are meaningless.
             return None;
         }
         let mut rows = self.rows.write().unwrap_or_else(PoisonError::into_inner);
-        if rows.len() >= KEPT_ROWS {
+        if rows.len() >= MAX_CACHED_ROWS {
             rows.clear();
         }
         rows.insert(address, found.clone());
         found
     }
 
-    /// Where the function that holds an address begins and ends, as the unwind tables have it. Compilers may split what is one
-    /// function in the source into several of these.
+    /// Range of the function that contains an address, from the unwind tables. Compilers may split
+    /// one function of the source into several such ranges.
     pub fn function(&self, address: u64) -> Option<Range<u64>> {
         let bases = self.bases();
         let eh_frame = EhFrame::new(self.slice(self.eh_frame.as_ref()?), LittleEndian);
@@ -248,7 +254,7 @@ impl Image {
         Some(fde.initial_address()..fde.end_address())
     }
 
-    /// Where the function that holds an address begins and ends, as a symbol has it.
+    /// Range of the function that contains an address, from the symbol tables.
     pub fn symbol(&self, address: u64) -> Option<Range<u64>> {
         use object::{Object, ObjectSymbol};
         let elf = self.elf()?;
@@ -259,17 +265,17 @@ impl Image {
         })
     }
 
-    /// Rows that are kept.
+    /// Number of cached rows.
     pub fn row_count(&self) -> usize {
         self.rows.read().unwrap_or_else(PoisonError::into_inner).len()
     }
 
-    /// Forgets all rows.
+    /// Clears the cache of rows.
     pub fn forget_rows(&self) {
         *self.rows.write().unwrap_or_else(PoisonError::into_inner) = HashMap::new();
     }
 
-    /// Bytes that are a copy of its own; those of a mapped file belong to the system's cache.
+    /// Bytes of the object's own copy. The pages of a mapped file belong to the system's cache.
     pub fn copied_bytes(&self) -> usize {
         match &self.bytes {
             Bytes::File(_) => 0,
@@ -277,7 +283,7 @@ impl Image {
         }
     }
 
-    fn find_row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<Row> {
+    fn find_row(&self, address: u64, context: &mut UnwindContext<usize>) -> Option<UnwindRow> {
         let bases = self.bases();
         if let Some(section) = &self.eh_frame {
             let eh_frame = EhFrame::new(self.slice(section), LittleEndian);
@@ -288,14 +294,14 @@ impl Image {
             if let Ok(fde) = fde {
                 let signal = fde.is_signal_trampoline();
                 let row = fde.unwind_info_for_address(&eh_frame, &bases, context, address).ok()?;
-                return Some(Row::new(row, signal, RuleSection::EhFrame));
+                return Some(UnwindRow::new(row, signal, RuleSection::EhFrame));
             }
         }
         let debug_frame = DebugFrame::new(self.debug_frame()?, LittleEndian);
         let fde = debug_frame.fde_for_address(&bases, address, DebugFrame::cie_from_offset).ok()?;
         let signal = fde.is_signal_trampoline();
         let row = fde.unwind_info_for_address(&debug_frame, &bases, context, address).ok()?;
-        Some(Row::new(row, signal, RuleSection::DebugFrame))
+        Some(UnwindRow::new(row, signal, RuleSection::DebugFrame))
     }
 
     fn eh_frame_table<'a>(
@@ -332,7 +338,7 @@ impl Image {
             .set_got(self.got)
     }
 
-    /// The bytes of an expression that stands in a rule.
+    /// The bytes of an expression in a rule.
     pub fn expression(
         &self,
         expression: &gimli::UnwindExpression<usize>,
@@ -346,14 +352,14 @@ impl Image {
         }
     }
 
-    /// The separate debug file of the object. `None` when it has none.
+    /// The separate debug file of the object. `None` if it has none.
     pub fn debug_file(&self) -> Option<Bytes> {
         debug_file::debug_file(self.elf().as_ref(), &self.path, self.build_id.as_deref(), &self.root)
     }
 
-    /// The CPython in the object. `None` when it holds none.
+    /// The CPython in the object. `None` if it has none.
     pub fn python(&self) -> Option<Arc<Runtime>> {
-        self.python.get_or_init(|| Runtime::of(&self.elf()?, &self.path).map(Arc::new)).clone()
+        self.python.get_or_init(|| Runtime::find(&self.elf()?, &self.path).map(Arc::new)).clone()
     }
 
     /// The CPython in the object, if [`Image::python`] has found one.
@@ -361,13 +367,14 @@ impl Image {
         self.python.get()?.as_deref()
     }
 
-    /// Parsed again at each use: it costs a few microseconds and borrows nothing.
+    /// Parses the headers. Each call parses anew, which takes a few microseconds and borrows
+    /// nothing.
     pub fn elf(&self) -> Option<Elf<'_>> {
         ElfFile64::<object::LittleEndian>::parse(&*self.bytes).ok()
     }
 }
 
-/// Which table a row came from.
+/// The table that a row came from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RuleSection {
     EhFrame,

@@ -1,6 +1,8 @@
-//! The objects that processes of this node have mapped: each is opened and parsed once, however many ranks map it.
+//! The objects that processes of this node have mapped. Each is opened and parsed once, however
+//! many ranks map it.
 //!
-//! An object is known by device, inode, size and time of its file, or by what its memory holds when the file cannot be had.
+//! The key of an object is the device, inode, size and time of its file, or a hash of its memory if
+//! the file is not available.
 
 use std::{
     collections::HashMap,
@@ -25,12 +27,12 @@ use super::{
     target_files::{self, FileSystems, Source},
 };
 
-/// Images kept from one capture to the next.
-const KEPT: usize = 1024;
-/// Bytes kept of objects that are copies and not mapped files.
-const KEPT_BYTES: usize = 64 << 20;
-/// Unwind rows kept of all images together, of some 200 bytes each.
-const KEPT_ROWS: usize = 1 << 16;
+/// Maximum number of images that stay cached between captures.
+const MAX_IMAGES: usize = 1024;
+/// Maximum number of cached bytes of objects that are copies instead of mapped files.
+const MAX_COPIED_BYTES: usize = 64 << 20;
+/// Maximum number of cached unwind rows of all images together, of some 200 bytes each.
+const MAX_CACHED_ROWS: usize = 1 << 16;
 
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 enum Key {
@@ -39,7 +41,7 @@ enum Key {
 }
 
 impl Key {
-    fn of_file(metadata: &Metadata) -> Self {
+    fn from_file(metadata: &Metadata) -> Self {
         Key::File {
             device: metadata.dev(),
             inode: metadata.ino(),
@@ -58,13 +60,15 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// What a process tells of the code that it made at run time; `None` when its `/tmp` does not answer.
+    /// The names of the code that a process generated at run time. `None` if its `/tmp` does not
+    /// answer.
     pub fn perf_map(&self, pid: i32) -> Option<PerfMap> {
-        self.file_systems.ask((0, 0), Source::Temporary(pid), move || PerfMap::of(pid))
+        self.file_systems.run_with_timeout((0, 0), Source::Temporary(pid), move || PerfMap::of(pid))
     }
 
-    /// The object behind a mapping of a process; `first` finds the mapping of the object's first byte. Nothing is opened with a
-    /// lock held, because a process in trouble can make that wait.
+    /// The object behind a mapping of a process. `first` finds the mapping of the object's first
+    /// byte. Nothing is opened while a lock is held, because a broken file system can block the
+    /// open.
     pub fn get(
         &self,
         pid: i32,
@@ -75,63 +79,69 @@ impl Images {
         if mapping.path == "[vdso]" {
             let bytes = remote::read_exact(tid, mapping.start, (mapping.end - mapping.start) as usize).ok()?;
             let key = Key::Memory { hash: hash(&bytes), size: bytes.len() };
-            return self.known_or(key, || Some(Image::parse(Bytes::Memory(bytes), "[vdso]", PathBuf::from("/"))));
+            return self.get_or_parse(key, || Some(Image::parse(Bytes::Memory(bytes), "[vdso]", PathBuf::from("/"))));
         }
         if !mapping.path.starts_with('/') {
             return None;
         }
         let remote = self.file_systems.is_remote(pid, mapping.device);
-        let wanted = mapping.clone();
-        let found = self.ask(remote, mapping.device, Source::File, move || find(pid, &wanted));
-        let (same, others) = match found {
-            Some(Found::Same(file, key)) => (Some((file, key)), Vec::new()),
-            Some(Found::Perhaps(files)) => (None, files),
+        let mapping_copy = mapping.clone();
+        let found = self.run_with_timeout(remote, mapping.device, Source::File, move || find_file(pid, &mapping_copy));
+        let (exact, candidates) = match found {
+            Some(FileMatch::Exact(file, key)) => (Some((file, key)), Vec::new()),
+            Some(FileMatch::Candidates(files)) => (None, files),
             None => (None, Vec::new()),
         };
         let path = mapping.path.clone();
         let root = PathBuf::from(format!("/proc/{pid}/root"));
-        let from_file = same.and_then(|(file, key)| {
+        let from_file = exact.and_then(|(file, key)| {
             let (path, root) = (path.clone(), root.clone());
-            self.known_or(key, || {
-                self.ask(remote, mapping.device, Source::File, move || Image::of_file(&file, &path, root, remote))
+            self.get_or_parse(key, || {
+                self.run_with_timeout(remote, mapping.device, Source::File, move || {
+                    Image::from_file(&file, &path, root, remote)
+                })
             })
         });
         from_file.or_else(|| {
             let start = first()?.start;
-            let headers = self.ask(remote, mapping.device, Source::Memory, move || Headers::read(tid, start))??;
+            let headers =
+                self.run_with_timeout(remote, mapping.device, Source::Memory, move || Headers::read(tid, start))??;
             let key = hash(&(&headers.bytes, &path, mapping.device, mapping.inode));
             let key = Key::Memory { hash: key, size: headers.bytes.len() };
-            self.known_or(key, || {
-                let made = self.ask(remote, mapping.device, Source::Memory, move || headers.object());
-                let made = Image::parse(Bytes::Memory(made?), &path, root.clone());
-                // A file with the same build id has more than what is in memory.
-                let id = made.as_ref().ok().and_then(|made| made.build_id.clone());
+            self.get_or_parse(key, || {
+                let rebuilt = self.run_with_timeout(remote, mapping.device, Source::Memory, move || headers.rebuild());
+                let rebuilt = Image::parse(Bytes::Memory(rebuilt?), &path, root.clone());
+                // A file with the same build id has more than the memory has.
+                let id = rebuilt.as_ref().ok().and_then(|rebuilt| rebuilt.build_id.clone());
                 let file = id.and_then(|id| {
                     let search = move || {
-                        let files =
-                            others.iter().filter_map(|file| Image::of_file(file, &path, root.clone(), remote).ok());
+                        let files = candidates
+                            .iter()
+                            .filter_map(|file| Image::from_file(file, &path, root.clone(), remote).ok());
                         files.into_iter().find(|image| image.build_id.as_ref() == Some(&id))
                     };
-                    self.ask(remote, mapping.device, Source::File, search)?
+                    self.run_with_timeout(remote, mapping.device, Source::File, search)?
                 });
-                Some(file.map_or(made, Ok))
+                Some(file.map_or(rebuilt, Ok))
             })
         })
     }
 
-    /// Does what may wait for a file system; `None` when that has not answered in time.
-    fn ask<T: Send + 'static>(
+    /// Does work that may wait for a file system. `None` if the file system does not answer in
+    /// time.
+    fn run_with_timeout<T: Send + 'static>(
         &self,
         remote: bool,
         device: (u32, u32),
         source: Source,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
-        if remote { self.file_systems.ask(device, source, work) } else { Some(work()) }
+        if remote { self.file_systems.run_with_timeout(device, source, work) } else { Some(work()) }
     }
 
-    /// The image of that key; else what `parse` makes of it, which is remembered unless it is `None`.
-    fn known_or(&self, key: Key, parse: impl FnOnce() -> Option<Result<Image, Error>>) -> Option<Arc<Image>> {
+    /// The cached image of a key, or the result of `parse`. The result is cached unless it is
+    /// `None`.
+    fn get_or_parse(&self, key: Key, parse: impl FnOnce() -> Option<Result<Image, Error>>) -> Option<Arc<Image>> {
         let now = self.clock.fetch_add(1, Ordering::Relaxed);
         let is_stale = |image: &Option<Arc<Image>>| image.as_ref().is_some_and(|image| image.is_stale());
         let known = self.lock().get(&key).cloned();
@@ -139,31 +149,33 @@ impl Images {
             Some(image) if !is_stale(&image) => image,
             _ => {
                 let image = parse()?.inspect_err(|error| tracing::debug!("{error}")).ok().map(Arc::new);
-                // Two ranks may have parsed it at the same time; all keep the one that came first.
+                // Two ranks may have parsed the image at the same time. All use the one that came
+                // first.
                 let mut known = self.lock();
                 known.retain(|other, image| *other != key || !is_stale(image));
                 known.entry(key).or_insert(image).clone()
             }
         }?;
-        image.used.store(now, Ordering::Relaxed);
+        image.last_used.store(now, Ordering::Relaxed);
         Some(image)
     }
 
-    /// Forgets what has not been used for longest.
+    /// Drops the images that were not used for the longest time.
     pub fn trim(&self) {
         let mut known = self.lock();
         let sum = |of: fn(&Image) -> usize| known.values().flatten().map(|image| of(image)).sum::<usize>();
-        if sum(Image::row_count) > KEPT_ROWS {
-            // They are quickly found again.
+        if sum(Image::row_count) > MAX_CACHED_ROWS {
+            // Rows are quickly decoded again.
             known.values().flatten().for_each(|image| image.forget_rows());
         }
-        if known.len() <= KEPT && sum(Image::copied_bytes) <= KEPT_BYTES {
+        if known.len() <= MAX_IMAGES && sum(Image::copied_bytes) <= MAX_COPIED_BYTES {
             return;
         }
-        let mut used: Vec<u64> = known.values().flatten().map(|image| image.used.load(Ordering::Relaxed)).collect();
-        used.sort_unstable();
-        let limit = used.get(used.len() / 2).copied().unwrap_or(0);
-        known.retain(|_, image| image.as_ref().is_some_and(|image| image.used.load(Ordering::Relaxed) >= limit));
+        let mut last_used: Vec<u64> =
+            known.values().flatten().map(|image| image.last_used.load(Ordering::Relaxed)).collect();
+        last_used.sort_unstable();
+        let limit = last_used.get(last_used.len() / 2).copied().unwrap_or(0);
+        known.retain(|_, image| image.as_ref().is_some_and(|image| image.last_used.load(Ordering::Relaxed) >= limit));
     }
 
     fn lock(&self) -> MutexGuard<'_, HashMap<Key, Option<Arc<Image>>>> {
@@ -171,37 +183,38 @@ impl Images {
     }
 }
 
-/// The file behind a mapping, as far as it can be told.
-enum Found {
-    /// It is this one.
-    Same(File, Key),
-    /// Files at the same path, here or there, with another inode: layered file systems are not of one mind about inodes, and
-    /// what was installed anew may be the same build.
-    Perhaps(Vec<File>),
+/// The file behind a mapping, as far as it can be identified.
+enum FileMatch {
+    /// This is the mapped file.
+    Exact(File, Key),
+    /// Files at the same path, in the target's root or ours, with another inode. Layered file
+    /// systems report different inodes for one file, and a reinstalled file may be the same build.
+    Candidates(Vec<File>),
 }
 
-/// Opens exactly the file that is mapped, also when its path now names another one, or lies in another mount namespace.
-fn find(pid: i32, mapping: &Mapping) -> Found {
+/// Opens exactly the file that is mapped, even if its path now names another file or is in another
+/// mount namespace.
+fn find_file(pid: i32, mapping: &Mapping) -> FileMatch {
     let exact = File::open(format!("/proc/{pid}/map_files/{:x}-{:x}", mapping.start, mapping.end));
     if let Some((file, metadata)) = exact.ok().and_then(with_metadata) {
-        return Found::Same(file, Key::of_file(&metadata));
+        return FileMatch::Exact(file, Key::from_file(&metadata));
     }
-    // Without the privilege for that, the path is all there is, and the inode says whether it is still the same file. The
-    // inode of a deleted file may have been given to another one.
+    // Without the privilege for `map_files`, only the path is left. The inode shows whether it is
+    // still the same file. The inode of a deleted file may have been reused.
     let (path, deleted) = match mapping.path.strip_suffix(" (deleted)") {
         Some(path) => (path, true),
         None => (mapping.path.as_str(), false),
     };
-    let mut others = Vec::new();
+    let mut candidates = Vec::new();
     for root in [Path::new(&format!("/proc/{pid}/root")), Path::new("/")] {
         let opened = target_files::open_within(root, Path::new(path)).and_then(with_metadata);
         let Some((file, metadata)) = opened else { continue };
         if !deleted && metadata.ino() == mapping.inode {
-            return Found::Same(file, Key::of_file(&metadata));
+            return FileMatch::Exact(file, Key::from_file(&metadata));
         }
-        others.push(file);
+        candidates.push(file);
     }
-    Found::Perhaps(others)
+    FileMatch::Candidates(candidates)
 }
 
 fn with_metadata(file: File) -> Option<(File, Metadata)> {

@@ -1,11 +1,14 @@
-//! Files that are read through a mapping, and that may change meanwhile.
+//! Files that are read through a mapping and may change at the same time.
 //!
-//! Whoever truncates a file takes its pages away below every mapping of it: `cp` over a library that is in use does so, and so does a network
-//! file system that has lost the file (`ESTALE`). Reading such a page raises SIGBUS, which would end the collector. Here it costs what the
-//! page held: a handler puts a page of zeros in its place, and the map remembers it ([`MappedFile::has_changed`]).
+//! Truncating a file removes its pages from every mapping of it. `cp` over a library in use
+//! truncates it, and a network file system that has lost the file (`ESTALE`) has the same effect.
+//! Reading such a page raises SIGBUS, which would end the collector. Instead, a handler replaces
+//! the page with zeros and marks the mapping ([`MappedFile::has_changed`]), so only the contents of
+//! the page are lost.
 //!
-//! Mapping is kept because only few pages of a library of some hundred megabytes are ever looked at, and which ones is known to the parsers
-//! of `object` and `gimli` alone. Processes that are not ours get no handler: hook and launcher read files with `pread`.
+//! Mapping is worth this, because only a few pages of a library of some hundred megabytes are ever
+//! read, and only the parsers of `object` and `gimli` know which ones. Other processes get no such
+//! handler: hook and launcher read files with `pread`.
 #![allow(unsafe_code)]
 
 use std::{
@@ -22,21 +25,22 @@ use std::{
 
 use memmap2::Mmap;
 
-/// Maps at the same time, at most; more than all images that are kept, their debug files and those at work.
+/// Maximum number of mappings at the same time: more than all cached images, their debug files, and
+/// the images in use.
 const SLOTS: usize = 4096;
-/// In a slot whose end is not written yet. No map begins in the first page.
+/// Start of a slot whose end is not written yet. No mapping begins in the first page.
 const RESERVED: usize = 1;
 
-/// One map, for the handler. `start` is 0 when the slot is free.
+/// One mapping, for the handler. `start` is 0 if the slot is free.
 struct Slot {
     start: AtomicUsize,
     end: AtomicUsize,
-    harmed: AtomicBool,
+    damaged: AtomicBool,
 }
 
 static MAPS: [Slot; SLOTS] =
-    [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), harmed: AtomicBool::new(false) } }; SLOTS];
-/// Slots from here on have never been used.
+    [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), damaged: AtomicBool::new(false) } }; SLOTS];
+/// Slots from this index on were never used.
 static USED: AtomicUsize = AtomicUsize::new(0);
 static PAGE: AtomicUsize = AtomicUsize::new(4096);
 
@@ -47,7 +51,8 @@ pub(crate) struct MappedFile {
     version: Version,
 }
 
-/// Which file it is, and what changes when it is written to. A descriptor of each file would be too many to keep.
+/// Identifies a file and its contents. Keeping a descriptor of each file open would need too many
+/// descriptors.
 #[derive(Clone, Copy)]
 struct Version {
     file: (u64, u64),
@@ -65,11 +70,12 @@ impl MappedFile {
     /// Maps a whole file.
     pub fn new(file: &File) -> io::Result<Self> {
         static HANDLER: Once = Once::new();
-        HANDLER.call_once(install);
+        HANDLER.call_once(install_handler);
         let version = Version::of(&file.metadata()?);
-        let slot = reserve().ok_or_else(|| io::Error::other("too many files are mapped"))?;
-        // SAFETY: the map is private and only read. The file may be written to or cut short meanwhile: a page that is gone becomes one of
-        // zeros, by the handler, and whatever is read then goes to parsers of bytes that nobody vouches for.
+        let slot = reserve_slot().ok_or_else(|| io::Error::other("too many files are mapped"))?;
+        // SAFETY: the mapping is private and only read. If the file is modified or truncated, the
+        // handler replaces missing pages with zeros, and every reader is a parser that accepts
+        // arbitrary bytes.
         let map = match unsafe { Mmap::map(file) } {
             Ok(map) => map,
             Err(error) => {
@@ -79,28 +85,29 @@ impl MappedFile {
         };
         let start = map.as_ptr() as usize;
         let page = PAGE.load(Ordering::Relaxed);
-        slot.harmed.store(false, Ordering::Relaxed);
+        slot.damaged.store(false, Ordering::Relaxed);
         slot.end.store(start + map.len().next_multiple_of(page), Ordering::Relaxed);
         slot.start.store(start, Ordering::Release);
         Ok(MappedFile { map, slot, version })
     }
 
-    /// Whether a page was gone when it was looked at.
-    pub fn is_harmed(&self) -> bool {
-        self.slot.harmed.load(Ordering::Acquire)
+    /// Whether a page was missing when it was read.
+    pub fn has_missing_pages(&self) -> bool {
+        self.slot.damaged.load(Ordering::Acquire)
     }
 
-    /// Whether what was read may be of no one file: it was written to since it was mapped, or a page of it was gone. `now` is of the file
-    /// that has its path today; another file there, as a package manager leaves it, is no change of this one.
+    /// Whether the bytes read so far may be a mixture: the file was modified since it was mapped,
+    /// or a page of it was missing. `now` describes the file that has its path today. If that is
+    /// another file, as a package manager leaves it, the mapped file has not changed.
     pub fn has_changed(&self, now: &Metadata) -> bool {
         let now = Version::of(now);
-        self.is_harmed() || (now.file == self.version.file && now.content != self.version.content)
+        self.has_missing_pages() || (now.file == self.version.file && now.content != self.version.content)
     }
 
-    /// Has the pages of a range read now, where an error is an error.
+    /// Reads the pages of a range now, where a failure is reported as an error.
     pub fn populate(&self, start: usize, size: usize) -> io::Result<()> {
         match self.map.advise_range(memmap2::Advice::PopulateRead, start, size) {
-            // Linux before 5.14 cannot do it, and then the pages come when they are used.
+            // Linux before 5.14 has no such request. Then the pages are read on first use.
             Err(error) if error.raw_os_error() == Some(libc::EINVAL) => Ok(()),
             result => result,
         }
@@ -117,66 +124,73 @@ impl Deref for MappedFile {
 
 impl Drop for MappedFile {
     fn drop(&mut self) {
-        // The map itself goes after this, and nobody reads it any more.
+        // The mapping itself is removed after this, and nobody reads it any more.
         self.slot.start.store(0, Ordering::Release);
     }
 }
 
-fn reserve() -> Option<&'static Slot> {
+fn reserve_slot() -> Option<&'static Slot> {
     let free = |slot: &Slot| slot.start.compare_exchange(0, RESERVED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
     let index = MAPS.iter().position(free)?;
     USED.fetch_max(index + 1, Ordering::Release);
     Some(&MAPS[index])
 }
 
-/// What was done at a SIGBUS before: the runtime's handler, as a rule. It is written once, before the handler can run.
-struct Before(std::cell::UnsafeCell<libc::sigaction>);
+/// The previous action for SIGBUS, usually the handler of Rust's runtime. It is written once,
+/// before the handler can run.
+struct PreviousAction(std::cell::UnsafeCell<libc::sigaction>);
 
-// SAFETY: it is written once, within `HANDLER`, before any map is there, and only read afterwards.
-unsafe impl Sync for Before {}
+// SAFETY: the value is written once, inside `HANDLER.call_once`, before any mapping exists, and
+// only read afterwards.
+unsafe impl Sync for PreviousAction {}
 
 // SAFETY: zeros are a valid `sigaction`: the default action, no flags, an empty set.
-static BEFORE: Before = Before(std::cell::UnsafeCell::new(unsafe { std::mem::zeroed() }));
+static PREVIOUS_ACTION: PreviousAction = PreviousAction(std::cell::UnsafeCell::new(unsafe { std::mem::zeroed() }));
 
-fn install() {
-    // SAFETY: both structures are valid; the handler is one of `SA_SIGINFO` and calls only what is safe in a handler.
+fn install_handler() {
+    // SAFETY: both structures are valid. The handler has the signature that `SA_SIGINFO` requires
+    // and calls only async-signal-safe functions.
     unsafe {
         PAGE.store(usize::try_from(libc::sysconf(libc::_SC_PAGESIZE)).unwrap_or(4096), Ordering::Relaxed);
         let mut action: libc::sigaction = std::mem::zeroed();
-        action.sa_sigaction = on_bus_error as *const () as usize;
+        action.sa_sigaction = handle_bus_error as *const () as usize;
         action.sa_flags = libc::SA_SIGINFO | libc::SA_ONSTACK;
         libc::sigemptyset(&mut action.sa_mask);
-        libc::sigaction(libc::SIGBUS, &action, BEFORE.0.get());
+        libc::sigaction(libc::SIGBUS, &action, PREVIOUS_ACTION.0.get());
     }
 }
 
-extern "C" fn on_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
-    // SAFETY: the kernel passes a valid `siginfo_t`; of a SIGBUS of the kernel's own (a positive code) it has the address.
+extern "C" fn handle_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, _: *mut libc::c_void) {
+    // SAFETY: the kernel passes a valid `siginfo_t`. A SIGBUS that the kernel raised (a positive
+    // code) has an address.
     let address = unsafe { if (*info).si_code > 0 { (*info).si_addr() as usize } else { 0 } };
     let used = USED.load(Ordering::Acquire).min(SLOTS);
-    let within = |slot: &&Slot| {
+    let contains_address = |slot: &&Slot| {
         let start = slot.start.load(Ordering::Acquire);
         start > RESERVED && (start..slot.end.load(Ordering::Relaxed)).contains(&address)
     };
-    if let Some(slot) = MAPS[..used].iter().find(within) {
+    if let Some(slot) = MAPS[..used].iter().find(contains_address) {
         let page = PAGE.load(Ordering::Relaxed);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
-        // SAFETY: the page lies within a map of ours, which is there as long as its slot is taken, and is replaced with one that may be read as
-        // the one before. `mmap` is a plain system call; errno is put back.
+        // SAFETY: the page is within one of our mappings, which exists as long as its slot is
+        // taken. The new page is readable like the old one. `mmap` is a plain system call, and
+        // errno is restored.
         unsafe {
             let errno = *libc::__errno_location();
             let zeros = libc::mmap((address & !(page - 1)) as *mut _, page, libc::PROT_READ, flags, -1, 0);
             *libc::__errno_location() = errno;
             if zeros != libc::MAP_FAILED {
-                slot.harmed.store(true, Ordering::Release);
+                slot.damaged.store(true, Ordering::Release);
                 return;
             }
         }
     }
-    // Not ours: what was there before this has it. The fault comes again by itself when the handler returns; a signal that was sent does not.
-    // SAFETY: `BEFORE` is not written any more; `sigaction` and `raise` are safe in a handler.
+    // The address is not in one of our mappings, so restore the previous action. A fault happens
+    // again when the handler returns; a signal that was sent must be raised again.
+    // SAFETY: the previous action is not written any more; `sigaction` and `raise` are
+    // async-signal-safe.
     unsafe {
-        libc::sigaction(libc::SIGBUS, BEFORE.0.get(), ptr::null_mut());
+        libc::sigaction(libc::SIGBUS, PREVIOUS_ACTION.0.get(), ptr::null_mut());
         if address == 0 {
             libc::raise(signal);
         }
@@ -211,10 +225,10 @@ mod tests {
         assert!(changed(&map, &file), "before anything of it is looked at");
         let ones: usize = map.iter().map(|byte| usize::from(*byte)).sum();
         assert_eq!(ones, 5000);
-        assert!(map.is_harmed());
+        assert!(map.has_missing_pages());
         assert_eq!(other.iter().map(|byte| usize::from(*byte)).sum::<usize>(), BYTES);
-        assert!(!other.is_harmed());
-        // A file that is whole again does not make the map whole.
+        assert!(!other.has_missing_pages());
+        // The mapping stays damaged although the file is complete again.
         file.set_len(BYTES as u64).unwrap();
         assert!(changed(&map, &file));
         drop(map);
@@ -228,7 +242,7 @@ mod tests {
         let before = file.metadata().unwrap().modified().unwrap();
         file.write_all_at(&[2; 100], 0).unwrap();
         file.set_modified(before + std::time::Duration::from_nanos(1)).unwrap();
-        assert!(changed(&map, &file) && !map.is_harmed());
+        assert!(changed(&map, &file) && !map.has_missing_pages());
         assert!(!changed(&map, &file_of_ones()), "another file");
     }
 
@@ -236,8 +250,8 @@ mod tests {
     fn many_threads_read_while_the_file_comes_and_goes() {
         let file = file_of_ones();
         let stop = AtomicBool::new(false);
-        let harmed = AtomicUsize::new(0);
-        let begun = std::time::Instant::now();
+        let damaged = AtomicUsize::new(0);
+        let started = std::time::Instant::now();
         std::thread::scope(|scope| {
             scope.spawn(|| {
                 while !stop.load(Ordering::Relaxed) {
@@ -249,14 +263,14 @@ mod tests {
                 .map(|_| {
                     scope.spawn(|| {
                         let mut rounds = 0;
-                        // On a busy machine the writer may stand still for all of the rounds.
-                        let is_early = || harmed.load(Ordering::Relaxed) == 0 && begun.elapsed().as_secs() < 60;
+                        // On a busy machine, the writer may not run during all of the rounds.
+                        let is_early = || damaged.load(Ordering::Relaxed) == 0 && started.elapsed().as_secs() < 60;
                         while rounds < 200 || is_early() {
                             rounds += 1;
                             // An empty file cannot be mapped.
                             let Ok(map) = MappedFile::new(&file) else { continue };
                             assert!(map.iter().all(|byte| *byte <= 1));
-                            harmed.fetch_add(usize::from(map.is_harmed()), Ordering::Relaxed);
+                            damaged.fetch_add(usize::from(map.has_missing_pages()), Ordering::Relaxed);
                         }
                     })
                 })
@@ -264,11 +278,11 @@ mod tests {
             let ended: Vec<_> = readers.into_iter().map(|reader| reader.join()).collect();
             stop.store(true, Ordering::Relaxed);
             assert!(ended.iter().all(Result::is_ok));
-            assert!(harmed.load(Ordering::Relaxed) > 0);
+            assert!(damaged.load(Ordering::Relaxed) > 0);
         });
     }
 
-    /// What is not in a map of ours is not hidden.
+    /// A SIGBUS outside our mappings is not suppressed.
     #[test]
     fn another_bus_error_still_ends_the_process() {
         use std::os::unix::process::ExitStatusExt;
@@ -276,7 +290,7 @@ mod tests {
         if std::env::var_os(INNER).is_some() {
             let file = file_of_ones();
             let _guarded = MappedFile::new(&file).unwrap();
-            // SAFETY: the map is only read, which is meant to fail.
+            // SAFETY: the mapping is only read. The read is meant to fail.
             let bare = unsafe { Mmap::map(&file) }.unwrap();
             file.set_len(0).unwrap();
             std::process::exit(i32::from(std::hint::black_box(bare[BYTES - 1])));

@@ -1,5 +1,6 @@
-//! Names of code that a process made at run time, from the map that it may have written for `perf`: `/tmp/perf-PID.map`, a line
-//! of start, size and name for each function. CPython (`-X perf`), Java agents, V8 and LLVM write one when asked to.
+//! Names of code that a process generated at run time, from `/tmp/perf-PID.map`, a file for `perf`
+//! with a line of start, size and name for each function. CPython (`-X perf`), Java agents, V8 and
+//! LLVM write it on request.
 
 use std::{
     io::Read,
@@ -12,30 +13,31 @@ use crate::kernel::procfs;
 
 use super::target_files;
 
-/// Lines beyond this are not read.
+/// The rest of a longer file is not read.
 const MAX_BYTES: u64 = 32 << 20;
 
 /// The map of one process.
 #[derive(Default)]
 pub(crate) struct PerfMap {
     text: String,
-    /// Addresses of a function, and where its name stands in the text.
+    /// Addresses of each function, and the range of its name in `text`.
     functions: Vec<(Range<u64>, Range<usize>)>,
 }
 
 impl PerfMap {
-    /// The map that a process has written; empty without one.
+    /// Reads the map that a process has written; empty if there is none.
     pub fn of(pid: i32) -> Self {
         Self::read(pid).unwrap_or_default()
     }
 
     fn read(pid: i32) -> Option<Self> {
         let status = procfs::status(pid, pid).ok()?;
-        // It lies where the process sees /tmp, under the pid by which the process knows itself.
+        // The process writes to the `/tmp` of its own mount namespace, under its pid in its own PID
+        // namespace.
         let root = PathBuf::from(format!("/proc/{pid}/root"));
         let path = format!("/tmp/perf-{}.map", status.namespaced_tid);
         let file = target_files::open_within(&root, Path::new(&path))?;
-        // Everybody can write to /tmp, and another user's file is none of this process.
+        // Everybody can write to /tmp. Ignore a file of another user.
         if file.metadata().ok()?.uid() != status.uid {
             return None;
         }
@@ -47,17 +49,17 @@ impl PerfMap {
     pub(crate) fn parse(text: String) -> Self {
         let mut functions = Vec::new();
         let mut begin = 0;
-        for line in text.split_inclusive('\n') {
-            let end = begin + line.len();
+        for entry in text.split_inclusive('\n') {
+            let end = begin + entry.len();
             let function = || {
-                // A line without its end is still being written.
-                let line = line.strip_suffix('\n')?;
-                let line = line.strip_suffix('\r').unwrap_or(line);
-                let mut fields = line.splitn(3, ' ');
+                // A line without a line feed is still being written.
+                let entry = entry.strip_suffix('\n')?;
+                let entry = entry.strip_suffix('\r').unwrap_or(entry);
+                let mut fields = entry.splitn(3, ' ');
                 let mut number = || u64::from_str_radix(fields.next()?.trim_start_matches("0x"), 16).ok();
                 let (start, size) = (number()?, number()?);
                 let name = fields.next().filter(|name| !name.is_empty())?;
-                let end = begin + line.len();
+                let end = begin + entry.len();
                 Some((start..start.checked_add(size)?, end - name.len()..end))
             };
             functions.extend(function());
@@ -66,24 +68,25 @@ impl PerfMap {
         PerfMap { text, functions }
     }
 
-    /// Where each function begins, and its name.
+    /// The start and the name of each function.
     #[cfg(feature = "fuzz")]
     pub fn functions(&self) -> impl Iterator<Item = (u64, &str)> {
         self.functions.iter().map(|(addresses, name)| (addresses.start, &self.text[name.clone()]))
     }
 
-    /// The function at an address. Memory is used again, and then the line that was written last counts.
+    /// The name of the function at an address. Memory may be reused, so the last line for an
+    /// address counts.
     pub fn find(&self, address: u64) -> Option<&str> {
-        let (_, name) = self.line(address)?;
+        let (_, name) = self.entry(address)?;
         self.text.get(name.clone())
     }
 
-    /// Where that function begins and ends.
+    /// The range of the function at an address.
     pub fn function(&self, address: u64) -> Option<Range<u64>> {
-        self.line(address).map(|(addresses, _)| addresses.clone())
+        self.entry(address).map(|(addresses, _)| addresses.clone())
     }
 
-    fn line(&self, address: u64) -> Option<&(Range<u64>, Range<usize>)> {
+    fn entry(&self, address: u64) -> Option<&(Range<u64>, Range<usize>)> {
         self.functions.iter().rev().find(|(addresses, _)| addresses.contains(&address))
     }
 }
@@ -93,7 +96,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_last_line_counts_and_a_torn_one_does_not() {
+    fn last_line_wins_and_incomplete_line_is_ignored() {
         let text = "7f00 10 first of two\n0x7f10 0x10 second\r\n7f00 8 again\nnonsense\n7f20 zz x\n\n7f30 10 \n\
             7f50 10 \r\n7f40 10 tor";
         let map = PerfMap::parse(text.into());
@@ -106,7 +109,7 @@ mod tests {
     }
 
     #[test]
-    fn the_map_of_a_process_is_its_own() {
+    fn reads_the_map_of_this_process() {
         let pid = std::process::id() as i32;
         let path = format!("/tmp/perf-{pid}.map");
         std::fs::write(&path, "1000 10 made at run time\n").unwrap();

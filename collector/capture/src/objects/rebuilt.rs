@@ -1,7 +1,9 @@
-//! An ELF object put together from the memory of a process that has it mapped, for when its file cannot be had.
+//! Rebuilds an ELF object from the memory of a process that has it mapped, for objects whose file
+//! is not available.
 //!
-//! A loaded object still has what the loader and the unwinder need: program headers, build id, dynamic symbols, unwind
-//! tables. A small ELF file is made of these, so that nothing else has to know where it came from.
+//! A loaded object still has what the loader and the unwinder need: program headers, build id,
+//! dynamic symbols, unwind tables. The result is a small ELF file of these, so that no other code
+//! has to know its origin.
 
 use gimli::{BaseAddresses, EhFrameHdr, Pointer};
 use object::{
@@ -16,32 +18,34 @@ use object::{
 
 use crate::memory::remote;
 
-/// More than the tables of the largest libraries known; what claims more is not taken for one.
+/// More than the tables of the largest known libraries. A larger size is taken for garbage.
 const MAX_TABLE: u64 = 256 << 20;
-/// Bytes in which program headers end. They follow the ELF header in every object that a linker made.
-const HEADERS: usize = 4096;
-/// Symbols with the same hash are a handful; memory that is no hash table could lead on for long.
+/// Bytes that contain the program headers. In every object that a linker made, they follow the ELF
+/// header.
+const MAX_HEADER_BYTES: usize = 4096;
+/// Only a handful of symbols have equal hashes. Memory that is not a hash table could form a very
+/// long chain.
 const LONGEST_CHAIN: u64 = 1 << 16;
-const FILE_HEADER: usize = 64;
-const PROGRAM_HEADER: usize = 56;
-const SECTION_HEADER: usize = 64;
-const SYMBOL: u64 = 24;
+const FILE_HEADER_BYTES: usize = 64;
+const PROGRAM_HEADER_BYTES: usize = 56;
+const SECTION_HEADER_BYTES: usize = 64;
+const SYMBOL_BYTES: u64 = 24;
 
 const LE: LittleEndian = LittleEndian;
 
-/// The ELF header and program headers of a loaded object.
+/// The ELF header and the program headers of a loaded object.
 pub(crate) struct Headers {
     tid: i32,
     /// Address in the process less address in the file.
     bias: u64,
-    /// Addresses of the object, as the file counts them.
+    /// Addresses of the object, as addresses in the file.
     extent: std::ops::Range<u64>,
-    programs: Vec<ProgramHeader64<LittleEndian>>,
-    /// The bytes of both.
+    program_headers: Vec<ProgramHeader64<LittleEndian>>,
+    /// The bytes of the ELF header and the program headers.
     pub bytes: Vec<u8>,
 }
 
-/// A section of the file that is made.
+/// A section of the rebuilt file.
 struct Section {
     name: &'static [u8],
     kind: u32,
@@ -53,44 +57,47 @@ struct Section {
 }
 
 impl Headers {
-    /// The headers of the object whose first byte is mapped at `start`.
+    /// Reads the headers of the object whose first byte is mapped at `start`.
     pub fn read(tid: i32, start: u64) -> Option<Self> {
-        let mut bytes = vec![0; HEADERS];
+        let mut bytes = vec![0; MAX_HEADER_BYTES];
         let read = remote::read(tid, start, &mut bytes).ok()?;
         bytes.truncate(read);
         let header = FileHeader64::<LittleEndian>::parse(&*bytes).ok()?;
-        let programs = header.program_headers(LE, &*bytes).ok()?.to_vec();
-        // They lie within the bytes, as parsing them has shown.
-        let end = header.e_phoff(LE) as usize + programs.len() * PROGRAM_HEADER;
+        let program_headers = header.program_headers(LE, &*bytes).ok()?.to_vec();
+        // The parser has checked that they are within the bytes.
+        let end = header.e_phoff(LE) as usize + program_headers.len() * PROGRAM_HEADER_BYTES;
         bytes.truncate(end);
-        let loads = || programs.iter().filter(|program| program.p_type(LE) == PT_LOAD);
+        let loads = || program_headers.iter().filter(|program| program.p_type(LE) == PT_LOAD);
         let first = loads().find(|load| load.p_offset(LE) == 0)?;
         let end = loads().map(|load| load.p_vaddr(LE).saturating_add(load.p_memsz(LE))).max()?;
         let extent = first.p_vaddr(LE)..end;
-        Some(Headers { tid, bias: start.wrapping_sub(first.p_vaddr(LE)), extent, programs, bytes })
+        Some(Headers { tid, bias: start.wrapping_sub(first.p_vaddr(LE)), extent, program_headers, bytes })
     }
 
-    /// An ELF file with the tables that are in memory.
-    pub fn object(&self) -> Vec<u8> {
+    /// Builds an ELF file with the tables that are in memory.
+    pub fn rebuild(&self) -> Vec<u8> {
         let mut sections = vec![Section::new(b"", 0, 0, Vec::new())];
-        for note in self.of_kind(PT_NOTE) {
+        for note in self.program_headers_of(PT_NOTE) {
             let bytes = self.copy(note.p_vaddr(LE), note.p_memsz(LE));
             sections.extend(bytes.map(|bytes| Section::new(b".note", SHT_NOTE.0, note.p_vaddr(LE), bytes)));
         }
         sections.extend(self.unwind_tables().into_iter().flatten());
         if let Some((symbols, strings)) = self.dynamic_symbols() {
             let link = sections.len() as u32 + 1;
-            sections.push(Section { link, entry_size: SYMBOL, ..symbols });
+            sections.push(Section { link, entry_size: SYMBOL_BYTES, ..symbols });
             sections.push(strings);
         }
         self.assemble(sections)
     }
 
-    fn of_kind(&self, kind: object::elf::ProgramType) -> impl Iterator<Item = &ProgramHeader64<LittleEndian>> {
-        self.programs.iter().filter(move |program| program.p_type(LE) == kind)
+    fn program_headers_of(
+        &self,
+        kind: object::elf::ProgramType,
+    ) -> impl Iterator<Item = &ProgramHeader64<LittleEndian>> {
+        self.program_headers.iter().filter(move |program| program.p_type(LE) == kind)
     }
 
-    /// Bytes at an address of the file.
+    /// Copies bytes at an address of the file.
     fn copy(&self, address: u64, size: u64) -> Option<Vec<u8>> {
         if size > MAX_TABLE || !self.extent.contains(&address) || address.checked_add(size)? > self.extent.end {
             return None;
@@ -98,9 +105,9 @@ impl Headers {
         remote::read_exact(self.tid, address.wrapping_add(self.bias), usize::try_from(size).ok()?).ok()
     }
 
-    /// `.eh_frame_hdr`, and `.eh_frame` as far as its table leads.
+    /// `.eh_frame_hdr`, and `.eh_frame` up to the last entry of its table.
     fn unwind_tables(&self) -> Option<[Section; 2]> {
-        let program = self.of_kind(PT_GNU_EH_FRAME).next()?;
+        let program = self.program_headers_of(PT_GNU_EH_FRAME).next()?;
         let (address, size) = (program.p_vaddr(LE), program.p_memsz(LE));
         let header = self.copy(address, size)?;
         let bases = BaseAddresses::default().set_eh_frame_hdr(address);
@@ -113,7 +120,7 @@ impl Headers {
         while let Ok(Some((_, entry))) = rows.next() {
             last = last.max(direct(entry)?);
         }
-        // What is left of the last entry, and the zero that ends the table.
+        // The rest of the last entry, and the zero that ends the section.
         let length = u32::from_le_bytes(self.copy(last, 4)?.try_into().ok()?);
         let size = last.checked_sub(start)?.checked_add(4 + u64::from(length))?;
         let mut frames = self.copy(start, size)?;
@@ -126,13 +133,13 @@ impl Headers {
 
     /// `.dynsym` and `.dynstr`.
     fn dynamic_symbols(&self) -> Option<(Section, Section)> {
-        let program = self.of_kind(PT_DYNAMIC).next()?;
+        let program = self.program_headers_of(PT_DYNAMIC).next()?;
         let bytes = self.copy(program.p_vaddr(LE), program.p_memsz(LE))?;
         let (entries, _) = pod::slice_from_bytes::<Dyn64<LittleEndian>>(&bytes, bytes.len() / 16).ok()?;
         let value = |tag: object::elf::DynamicTag| {
             entries.iter().find(|entry| entry.d_tag.get(LE) == tag).map(|entry| entry.d_val.get(LE))
         };
-        // glibc turns these addresses into those of the process when it loads the object, musl leaves them as they are.
+        // glibc relocates these addresses when it loads the object; musl does not.
         let address = |tag| {
             let value = value(tag)?;
             let moved = value.wrapping_sub(self.bias);
@@ -140,18 +147,20 @@ impl Headers {
         };
         let (symbols, strings) = (address(DT_SYMTAB)?, address(DT_STRTAB)?);
         let count = match (address(DT_HASH), address(DT_GNU_HASH)) {
-            (Some(hash), _) => u64::from(self.number(hash.wrapping_add(4))?),
-            (None, Some(hash)) => self.symbols_of_gnu_hash(hash)?,
+            (Some(hash), _) => u64::from(self.read_u32(hash.wrapping_add(4))?),
+            (None, Some(hash)) => self.count_gnu_hash_symbols(hash)?,
             (None, None) => return None,
         };
-        let symbols = Section::new(b".dynsym", SHT_DYNSYM.0, symbols, self.copy(symbols, count.checked_mul(SYMBOL)?)?);
+        let symbols =
+            Section::new(b".dynsym", SHT_DYNSYM.0, symbols, self.copy(symbols, count.checked_mul(SYMBOL_BYTES)?)?);
         let strings = Section::new(b".dynstr", SHT_STRTAB.0, strings, self.copy(strings, value(DT_STRSZ)?)?);
         Some((symbols, strings))
     }
 
-    /// The number of symbols is nowhere but in the hash table: one more than the last one of the last chain.
-    fn symbols_of_gnu_hash(&self, hash: u64) -> Option<u64> {
-        let [buckets, first, bloom_words] = [0, 4, 8].map(|offset| self.number(hash.wrapping_add(offset)));
+    /// The number of symbols is only in the hash table: one more than the last symbol of the last
+    /// chain.
+    fn count_gnu_hash_symbols(&self, hash: u64) -> Option<u64> {
+        let [buckets, first, bloom_words] = [0, 4, 8].map(|offset| self.read_u32(hash.wrapping_add(offset)));
         let (buckets, first, bloom_words) = (u64::from(buckets?), u64::from(first?), u64::from(bloom_words?));
         let table = hash.wrapping_add(16 + bloom_words * 8);
         let chains = table.wrapping_add(buckets * 4);
@@ -162,7 +171,7 @@ impl Headers {
             return Some(first);
         }
         let longest = symbol + LONGEST_CHAIN;
-        while self.number(chains.wrapping_add((symbol - first) * 4))? & 1 == 0 {
+        while self.read_u32(chains.wrapping_add((symbol - first) * 4))? & 1 == 0 {
             symbol += 1;
             if symbol == longest {
                 return None;
@@ -171,11 +180,11 @@ impl Headers {
         Some(symbol + 1)
     }
 
-    fn number(&self, address: u64) -> Option<u32> {
+    fn read_u32(&self, address: u64) -> Option<u32> {
         Some(u32::from_le_bytes(self.copy(address, 4)?.try_into().ok()?))
     }
 
-    /// Headers, contents, names, section headers, in this order.
+    /// Writes headers, contents, names and section headers, in this order.
     fn assemble(&self, mut sections: Vec<Section>) -> Vec<u8> {
         let names_index = sections.len();
         let mut names = Vec::new();
@@ -188,12 +197,12 @@ impl Headers {
         }
         sections[names_index].bytes = names;
         let mut file = self.bytes.clone();
-        let mut headers = Vec::with_capacity(sections.len() * SECTION_HEADER);
+        let mut headers = Vec::with_capacity(sections.len() * SECTION_HEADER_BYTES);
         for (section, name) in sections.iter().zip(name_offsets) {
             file.resize(file.len().next_multiple_of(8), 0);
             headers.extend(name.to_le_bytes());
             headers.extend(section.kind.to_le_bytes());
-            // The flags, which nobody asks for, and the place.
+            // The flags, which nobody reads; the address; the offset; the size.
             for value in [0, section.address, file.len() as u64, section.bytes.len() as u64] {
                 headers.extend(value.to_le_bytes());
             }
@@ -206,10 +215,10 @@ impl Headers {
         }
         file.resize(file.len().next_multiple_of(8), 0);
         // e_shoff; then e_shentsize, e_shnum and e_shstrndx.
-        let place = file.len() as u64;
-        file[40..48].copy_from_slice(&place.to_le_bytes());
-        for (index, value) in [SECTION_HEADER, sections.len(), names_index].into_iter().enumerate() {
-            let at = FILE_HEADER - 6 + 2 * index;
+        let section_headers_offset = file.len() as u64;
+        file[40..48].copy_from_slice(&section_headers_offset.to_le_bytes());
+        for (index, value) in [SECTION_HEADER_BYTES, sections.len(), names_index].into_iter().enumerate() {
+            let at = FILE_HEADER_BYTES - 6 + 2 * index;
             file[at..at + 2].copy_from_slice(&(value as u16).to_le_bytes());
         }
         file.extend(headers);
@@ -230,9 +239,9 @@ mod tests {
     use super::*;
     use crate::kernel::procfs;
 
-    /// What memory tells of the objects of this very process is what their files tell.
+    /// The objects of this process, rebuilt from memory, have the tables of their files.
     #[test]
-    fn the_objects_of_this_process() {
+    fn rebuilt_objects_match_their_files() {
         let pid = std::process::id() as i32;
         let mappings = procfs::maps(pid, pid).unwrap();
         let firsts = mappings.iter().filter(|mapping| mapping.offset == 0 && mapping.path.starts_with('/'));
@@ -240,43 +249,43 @@ mod tests {
         for first in firsts {
             let Some(headers) = Headers::read(pid, first.start) else { continue };
             let file = std::fs::read(&first.path).unwrap();
-            // Other tests map whole files, which are not loaded by that.
+            // Other tests map whole files, which does not load them as objects.
             if (first.end - first.start) as usize >= file.len() {
                 continue;
             }
             let file = ElfFile64::<LittleEndian>::parse(&*file).unwrap();
-            let made = headers.object();
-            let made = ElfFile64::<LittleEndian>::parse(&*made).unwrap();
-            assert_eq!(made.build_id().unwrap(), file.build_id().unwrap(), "{}", first.path);
+            let rebuilt = headers.rebuild();
+            let rebuilt = ElfFile64::<LittleEndian>::parse(&*rebuilt).unwrap();
+            assert_eq!(rebuilt.build_id().unwrap(), file.build_id().unwrap(), "{}", first.path);
             for name in [".eh_frame_hdr", ".dynstr"] {
                 let bytes = |elf: &ElfFile64<'_, LittleEndian>| {
                     let section = elf.section_by_name(name).unwrap_or_else(|| panic!("{name} of {}", first.path));
                     (section.address(), section.data().unwrap().to_vec())
                 };
-                assert!(bytes(&made) == bytes(&file), "{name} of {}", first.path);
+                assert!(bytes(&rebuilt) == bytes(&file), "{name} of {}", first.path);
             }
             let unwind =
                 |elf: &ElfFile64<'_, LittleEndian>| elf.section_by_name(".eh_frame").unwrap().data().unwrap().to_vec();
-            let (made_unwind, file_unwind) = (unwind(&made), unwind(&file));
-            assert!(file_unwind.starts_with(&made_unwind[..made_unwind.len() - 4]), "{}", first.path);
+            let (rebuilt_unwind, file_unwind) = (unwind(&rebuilt), unwind(&file));
+            assert!(file_unwind.starts_with(&rebuilt_unwind[..rebuilt_unwind.len() - 4]), "{}", first.path);
             let defined = |elf: &ElfFile64<'_, LittleEndian>| {
                 let symbols = elf.dynamic_symbols().filter(|symbol| symbol.address() != 0);
                 symbols.map(|symbol| (symbol.address(), symbol.name().unwrap().to_string())).collect::<Vec<_>>()
             };
-            assert_eq!(defined(&made), defined(&file), "{}", first.path);
+            assert_eq!(defined(&rebuilt), defined(&file), "{}", first.path);
             compared += 1;
         }
         assert!(compared >= 3, "this program, libc and the loader");
     }
 
     #[test]
-    fn what_is_no_object_is_refused() {
+    fn rejects_memory_that_is_not_an_object() {
         let pid = std::process::id() as i32;
         let text = vec![b'x'; 8192];
         assert!(Headers::read(pid, text.as_ptr() as u64).is_none());
         assert!(Headers::read(pid, 8).is_none());
-        // An ELF header whose program headers lie elsewhere.
-        let mut header = std::fs::read("/proc/self/exe").unwrap()[..FILE_HEADER].to_vec();
+        // An ELF header whose program headers are elsewhere.
+        let mut header = std::fs::read("/proc/self/exe").unwrap()[..FILE_HEADER_BYTES].to_vec();
         header[32..40].copy_from_slice(&u64::MAX.to_le_bytes());
         header.resize(8192, 0);
         assert!(Headers::read(pid, header.as_ptr() as u64).is_none());

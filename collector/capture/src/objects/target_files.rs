@@ -1,5 +1,6 @@
-//! Files that a target sees, opened without trusting it: its links do not lead into our file system, what is no regular file is
-//! not waited for, and a file system that does not answer costs a limited time.
+//! Opens files that a target sees without trusting the target: links do not lead into our file
+//! system, only regular files are opened, and a file system that does not answer costs a limited
+//! time.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -17,92 +18,99 @@ use nix::{
 
 use crate::kernel::procfs;
 
-/// How long a file system may take for one object. A network file system that works answers within milliseconds.
-const PATIENCE: Duration = Duration::from_millis(500);
-/// File systems without a disk of their own that nevertheless never wait for another machine or program.
-const LOCAL: [&str; 8] = ["tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "overlay", "btrfs", "zfs", "bcachefs"];
+/// Time limit for one request to a file system. A working network file system answers within
+/// milliseconds.
+const TIMEOUT: Duration = Duration::from_millis(500);
+/// File systems without a disk of their own that still never wait for another machine or program.
+const LOCAL_TYPES: [&str; 8] = ["tmpfs", "ramfs", "devtmpfs", "hugetlbfs", "overlay", "btrfs", "zfs", "bcachefs"];
 
-/// What is asked for a file's bytes.
+/// The source of a file's bytes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(crate) enum Source {
     /// The file system.
     File,
-    /// The memory of a process that has mapped it: a page that is not there yet is read from the file system.
+    /// The memory of a process that has mapped the file. A page that is not in memory yet is read
+    /// from the file system.
     Memory,
-    /// The file system that a process has at `/tmp`. Its device is not known, so the process is told by its id.
+    /// The file system at `/tmp` of the process with this pid, because its device is not known.
     Temporary(i32),
 }
 
 type Device = (u32, u32);
 
-/// Which file systems may not answer, and which of them do not. A hung network file system is a frequent reason of a hang, so
-/// a capture must not wait for the same one.
+/// Which file systems may not answer, and which do not answer now. A hung network file system often
+/// is the reason for a hang, so a capture must not wait for it too.
 #[derive(Default)]
 pub(crate) struct FileSystems {
-    /// Whether it is one that is waited for with patience only.
+    /// Whether requests to the file system need a timeout.
     remote: Mutex<HashMap<Device, bool>>,
-    /// Those that somebody still waits for.
-    silent: Mutex<HashSet<(Device, Source)>>,
+    /// The file systems with a request that is still waiting.
+    unresponsive: Mutex<HashSet<(Device, Source)>>,
 }
 
 impl FileSystems {
-    /// Whether the file system of a device may wait for something outside this machine's kernel.
+    /// Whether requests to the file system of a device may wait for something outside this
+    /// machine's kernel.
     pub fn is_remote(&self, pid: i32, device: Device) -> bool {
         if device.0 != 0 {
             return false;
         }
         let known = self.remote.lock().unwrap_or_else(PoisonError::into_inner).get(&device).copied();
         known.unwrap_or_else(|| {
-            let kind = procfs::file_system(pid, device);
-            // What is in no list of mounts is the kernel's own, such as that of memfd_create, or of an unknown kind.
-            let remote = kind.is_none_or(|kind| !LOCAL.contains(&kind.as_str()));
+            let kind = procfs::file_system_type(pid, device);
+            // A device that is in no list of mounts is internal to the kernel, such as that of
+            // memfd_create, or of an unknown kind.
+            let remote = kind.is_none_or(|kind| !LOCAL_TYPES.contains(&kind.as_str()));
             self.remote.lock().unwrap_or_else(PoisonError::into_inner).insert(device, remote);
             remote
         })
     }
 
-    /// Does what may wait for a remote file system, on a thread that is left behind when that takes too long. `None` then,
-    /// and at once while it still waits.
-    pub fn ask<T: Send + 'static>(
+    /// Does work that may wait for a remote file system, on a thread that is abandoned after a
+    /// timeout. Returns `None` after the timeout, and immediately while an earlier request still
+    /// waits.
+    pub fn run_with_timeout<T: Send + 'static>(
         self: &Arc<Self>,
         device: Device,
         source: Source,
         work: impl FnOnce() -> T + Send + 'static,
     ) -> Option<T> {
         let place = (device, source);
-        if self.silent().contains(&place) {
+        if self.unresponsive().contains(&place) {
             return None;
         }
         let (sender, receiver) = mpsc::sync_channel(1);
         let systems = Arc::clone(self);
         let worker = move || {
             let result = work();
-            // Under the lock, so that who gives up sees either the answer or its absence.
-            let mut silent = systems.silent();
-            silent.remove(&place);
-            // Nobody listens when it has come too late.
+            // Holding the lock ensures that a caller that gives up sees either the answer or its
+            // absence.
+            let mut unresponsive = systems.unresponsive();
+            unresponsive.remove(&place);
+            // Nobody receives an answer that is too late.
             let _ = sender.try_send(result);
         };
         std::thread::Builder::new().name("xpu_files".into()).spawn(worker).ok()?;
-        receiver.recv_timeout(PATIENCE).ok().or_else(|| {
-            let mut silent = self.silent();
+        receiver.recv_timeout(TIMEOUT).ok().or_else(|| {
+            let mut unresponsive = self.unresponsive();
             let answer = receiver.try_recv();
             if matches!(answer, Err(mpsc::TryRecvError::Empty)) {
-                silent.insert(place);
+                unresponsive.insert(place);
                 tracing::warn!("file system {}:{} does not answer ({source:?})", device.0, device.1);
             }
             answer.ok()
         })
     }
 
-    fn silent(&self) -> std::sync::MutexGuard<'_, HashSet<(Device, Source)>> {
-        self.silent.lock().unwrap_or_else(PoisonError::into_inner)
+    fn unresponsive(&self) -> std::sync::MutexGuard<'_, HashSet<(Device, Source)>> {
+        self.unresponsive.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// Opens a regular file by its path within a root folder, which may be another process's `/proc/PID/root`.
+/// Opens a regular file by its path within a root folder, which may be another process's
+/// `/proc/PID/root`.
 pub(crate) fn open_within(root: &Path, path: &Path) -> Option<File> {
-    // Opening a pipe would wait for its other end.
+    // Without O_NONBLOCK, opening a FIFO would wait for its other end.
     let flags = OFlag::O_RDONLY | OFlag::O_NONBLOCK | OFlag::O_CLOEXEC | OFlag::O_NOCTTY;
     let inside = path.strip_prefix("/").unwrap_or(path);
     let folder =
@@ -110,7 +118,7 @@ pub(crate) fn open_within(root: &Path, path: &Path) -> Option<File> {
     let how = OpenHow::new().flags(flags).resolve(ResolveFlag::RESOLVE_IN_ROOT | ResolveFlag::RESOLVE_NO_MAGICLINKS);
     let file = match openat2(folder.as_fd(), inside, how) {
         Ok(descriptor) => File::from(descriptor),
-        // Linux before 5.6, and containers whose seccomp filter is as old.
+        // Linux before 5.6, and containers whose seccomp filter is that old.
         Err(Errno::ENOSYS | Errno::EPERM) => {
             OpenOptions::new().read(true).custom_flags(flags.bits()).open(root.join(inside)).ok()?
         }
@@ -144,19 +152,19 @@ mod tests {
     }
 
     #[test]
-    fn a_file_system_that_does_not_answer_is_asked_once() {
+    fn an_unresponsive_file_system_is_queried_once() {
         let systems = Arc::new(FileSystems::default());
         let device = (0, 7);
-        assert_eq!(systems.ask(device, Source::File, || 1), Some(1));
+        assert_eq!(systems.run_with_timeout(device, Source::File, || 1), Some(1));
         let (release, wait) = mpsc::channel::<()>();
-        assert_eq!(systems.ask(device, Source::File, move || wait.recv().is_ok()), None);
-        assert_eq!(systems.ask(device, Source::File, || panic!("it is not asked again")), None::<()>);
-        assert_eq!(systems.ask(device, Source::Memory, || 2), Some(2), "that is another matter");
-        assert_eq!(systems.ask((0, 8), Source::File, || 3), Some(3), "that one is well");
+        assert_eq!(systems.run_with_timeout(device, Source::File, move || wait.recv().is_ok()), None);
+        assert_eq!(systems.run_with_timeout(device, Source::File, || panic!("it is not asked again")), None::<()>);
+        assert_eq!(systems.run_with_timeout(device, Source::Memory, || 2), Some(2), "that is another matter");
+        assert_eq!(systems.run_with_timeout((0, 8), Source::File, || 3), Some(3), "that one is well");
         release.send(()).unwrap();
-        // As soon as it has answered it is asked again.
+        // The file system is queried again as soon as it has answered.
         let start = std::time::Instant::now();
-        while systems.ask(device, Source::File, || 4) != Some(4) {
+        while systems.run_with_timeout(device, Source::File, || 4) != Some(4) {
             assert!(start.elapsed() < Duration::from_secs(30));
             std::thread::yield_now();
         }
@@ -176,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_is_not_waited_for() {
+    fn opening_a_fifo_does_not_block() {
         let root = tempfile::tempdir().unwrap();
         nix::unistd::mkfifo(&root.path().join("pipe"), nix::sys::stat::Mode::S_IRWXU).unwrap();
         assert!(open_within(root.path(), Path::new("/pipe")).is_none());

@@ -17,7 +17,7 @@ use crate::{
     kernel::{
         awaited, permission,
         procfs::{self, Status, state_text},
-        tcp_bytes::Connections,
+        tcp_bytes::TcpConnections,
     },
     native::{
         address_space::AddressSpace,
@@ -72,7 +72,7 @@ struct Capture<'a> {
     options: &'a Options,
     deadline: Instant,
     images: &'a Images,
-    connections: &'a Connections,
+    connections: &'a TcpConnections,
     process: &'a mut RawProcess,
     context: Box<UnwindContext<usize>>,
 }

@@ -29,13 +29,13 @@ pub(crate) fn agreement(
 ) -> Agreement {
     let runtime = &python.place.runtime;
     let within = |frame: &RawFrame| address(python, frame, space);
-    if native.frames.first().and_then(within).is_some_and(|address| runtime.is_announcing(address)) {
+    if native.frames.first().and_then(within).is_some_and(|address| runtime.is_publishing_frame(address)) {
         return Agreement::Between;
     }
-    if !native.incomplete.is_empty() || !runtime.knows_eval() {
+    if !native.incomplete.is_empty() || !runtime.has_eval_loop() {
         return Agreement::Unknown;
     }
-    let run = native.frames.iter().filter_map(within).filter(|address| runtime.is_eval(*address)).count();
+    let run = native.frames.iter().filter_map(within).filter(|address| runtime.is_eval_loop(*address)).count();
     if run == thread.stack.entered() { Agreement::Yes } else { Agreement::No }
 }
 
@@ -53,7 +53,7 @@ pub(crate) fn find_unnamed<'a>(
     space: &AddressSpace<'_>,
 ) {
     let runtime = &python.place.runtime;
-    if runtime.has_unnamed() || !runtime.knows_eval() {
+    if runtime.has_unnamed_part() || !runtime.has_eval_loop() {
         return;
     }
     let image = &*python.place.located.image;
@@ -66,7 +66,7 @@ pub(crate) fn find_unnamed<'a>(
     let lacking: Vec<Option<usize>> = stacks
         .iter()
         .map(|(thread, addresses)| {
-            let run = addresses.iter().filter(|address| runtime.is_eval(**address)).count();
+            let run = addresses.iter().filter(|address| runtime.is_eval_loop(**address)).count();
             thread.stack.entered().checked_sub(run)
         })
         .collect();
@@ -76,7 +76,7 @@ pub(crate) fn find_unnamed<'a>(
     }
     let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
     for (index, (_, addresses)) in stacks.iter().enumerate() {
-        for address in addresses.iter().filter(|address| !runtime.is_eval(**address)) {
+        for address in addresses.iter().filter(|address| !runtime.is_eval_loop(**address)) {
             if let Some(function) = image.function(*address).filter(|range| range.end - range.start >= LOOP_BYTES) {
                 *counts.entry((function.start, function.end)).or_default().entry(index).or_default() += 1;
             }
@@ -89,6 +89,6 @@ pub(crate) fn find_unnamed<'a>(
     if let (Some(part), None) = (found.next(), found.next())
         && image.symbol(part.start).is_none()
     {
-        runtime.set_unnamed(part);
+        runtime.set_unnamed_part(part);
     }
 }

@@ -2,7 +2,7 @@
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 /// Characters of a string at most; longer ones are cut.
@@ -29,18 +29,18 @@ pub(super) struct Characters {
 }
 
 /// Finds the characters of a string.
-pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<Characters, Torn> {
-    let torn = Torn { what: STRING, address: string };
-    let length = memory.word(STRING, string.wrapping_add(layout.unicode_length))?;
-    let state = memory.half(STRING, string.wrapping_add(layout.unicode_state))?;
+pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<Characters, ReadError> {
+    let error = ReadError { what: STRING, address: string };
+    let length = memory.read_u64(STRING, string.wrapping_add(layout.unicode_length))?;
+    let state = memory.read_u32(STRING, string.wrapping_add(layout.unicode_state))?;
     let bit = |bit: u64| state >> bit & 1 != 0;
     let width = u64::from(state >> layout.unicode_kind_bit & 7);
     // The kinds are named by their width; 0 is a string of the oldest kind whose characters nobody has asked for yet.
     if !matches!(width, 1 | 2 | 4) || length > i64::MAX.cast_unsigned() {
-        return Err(torn);
+        return Err(error);
     }
     let address = if !bit(layout.unicode_compact_bit) {
-        memory.word(STRING, string.wrapping_add(layout.unicode_data_pointer))?
+        memory.read_u64(STRING, string.wrapping_add(layout.unicode_data_pointer))?
     } else if bit(layout.unicode_ascii_bit) {
         string.wrapping_add(layout.unicode_ascii_data)
     } else {
@@ -50,7 +50,7 @@ pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) ->
 }
 
 /// The text of a string. Halves of surrogate pairs, which Python strings may hold, become the replacement character.
-pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<String, Torn> {
+pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<String, ReadError> {
     let Characters { address, length, width } = characters(memory, layout, string)?;
     let bytes = memory.bytes(STRING, address, (length * width) as usize)?;
     let character = |code: u32| char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER);
@@ -78,7 +78,7 @@ fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> b
 /// A number from 0 on that fits into eight bytes.
 pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
     const NUMBER: &str = "a number";
-    let tag = memory.word(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
+    let tag = memory.read_u64(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
     // Until 3.11 the number of digits, negative for a negative number; then the sign in the lowest bits, 0 for positive.
     let digits = if layout.minor >= 12 {
         match tag & 3 {
@@ -94,7 +94,7 @@ pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Opt
     }
     let mut value = 0u64;
     for index in (0..digits).rev() {
-        let digit = memory.half(NUMBER, number.wrapping_add(layout.long_digits + index * 4)).ok()?;
+        let digit = memory.read_u32(NUMBER, number.wrapping_add(layout.long_digits + index * 4)).ok()?;
         value = value.checked_mul(1 << DIGIT_BITS)?.checked_add(digit.into())?;
     }
     Some(value)
@@ -113,29 +113,29 @@ struct Entries {
 }
 
 impl Entries {
-    fn of_keys(memory: &mut Snapshot, layout: &Layout, keys: u64, values: Option<u64>) -> Result<Self, Torn> {
+    fn of_keys(memory: &mut Snapshot, layout: &Layout, keys: u64, values: Option<u64>) -> Result<Self, ReadError> {
         const KEYS: &str = "the keys of a dictionary";
-        let torn = Torn { what: KEYS, address: keys };
-        let count = memory.word(KEYS, keys.wrapping_add(layout.keys_entries))?;
+        let error = ReadError { what: KEYS, address: keys };
+        let count = memory.read_u64(KEYS, keys.wrapping_add(layout.keys_entries))?;
         let at = keys.wrapping_add(layout.keys_size);
         let (table, strings) = match layout.keys_kind {
             Some(kind) => {
-                let table = 1u64.checked_shl(memory.byte(KEYS, at)?.into()).ok_or(torn)?;
-                (table, memory.byte(KEYS, keys.wrapping_add(kind))? != 0)
+                let table = 1u64.checked_shl(memory.read_u8(KEYS, at)?.into()).ok_or(error)?;
+                (table, memory.read_u8(KEYS, keys.wrapping_add(kind))? != 0)
             }
             None => {
-                let size = memory.word(KEYS, at)?;
+                let size = memory.read_u64(KEYS, at)?;
                 let index = match size {
                     0..=0xff => 1,
                     0x100..=0xffff => 2,
                     0x1_0000..=0xffff_ffff => 4,
                     _ => 8,
                 };
-                (size.checked_mul(index).ok_or(torn)?, false)
+                (size.checked_mul(index).ok_or(error)?, false)
             }
         };
         if count > MOST_ENTRIES {
-            return Err(torn);
+            return Err(error);
         }
         let first = keys.wrapping_add(layout.keys_indices).wrapping_add(table);
         // An entry begins with the hash of its key, unless the keys are strings, which know it themselves.
@@ -143,10 +143,10 @@ impl Entries {
         Ok(Entries { first, count, size, key, value: key + 8, values })
     }
 
-    fn of_dict(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Self, Torn> {
+    fn of_dict(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Self, ReadError> {
         const DICT: &str = "a dictionary";
-        let keys = memory.word(DICT, dict.wrapping_add(layout.dict_keys))?;
-        let values = memory.word(DICT, dict.wrapping_add(layout.dict_values))?;
+        let keys = memory.read_u64(DICT, dict.wrapping_add(layout.dict_keys))?;
+        let values = memory.read_u64(DICT, dict.wrapping_add(layout.dict_values))?;
         let values = (values != 0).then(|| values.wrapping_add(layout.values_data));
         Self::of_keys(memory, layout, keys, values)
     }
@@ -155,17 +155,17 @@ impl Entries {
     fn get(&self, memory: &mut Snapshot, index: u64) -> Option<(u64, u64)> {
         const ENTRY: &str = "an entry of a dictionary";
         let entry = self.first.wrapping_add(index * self.size);
-        let key = memory.word(ENTRY, entry.wrapping_add(self.key)).ok()?;
+        let key = memory.read_u64(ENTRY, entry.wrapping_add(self.key)).ok()?;
         let value = match self.values {
-            Some(values) => memory.word(ENTRY, values.wrapping_add(index * 8)),
-            None => memory.word(ENTRY, entry.wrapping_add(self.value)),
+            Some(values) => memory.read_u64(ENTRY, values.wrapping_add(index * 8)),
+            None => memory.read_u64(ENTRY, entry.wrapping_add(self.value)),
         };
         value.ok().filter(|value| key != 0 && *value != 0).map(|value| (key, value))
     }
 }
 
 /// All pairs of a dictionary, as they are found while it may change.
-pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, Torn> {
+pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, ReadError> {
     pairs_of_small(memory, layout, dict, MOST_ENTRIES)
 }
 
@@ -175,7 +175,7 @@ pub(super) fn pairs_of_small(
     layout: &Layout,
     dict: u64,
     most: u64,
-) -> Result<Vec<(u64, u64)>, Torn> {
+) -> Result<Vec<(u64, u64)>, ReadError> {
     let entries = Entries::of_dict(memory, layout, dict)?;
     if entries.count > most {
         return Ok(Vec::new());
@@ -184,7 +184,7 @@ pub(super) fn pairs_of_small(
 }
 
 /// What a dictionary has for a key that is ASCII text.
-pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, Torn> {
+pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
     /// Keys whose memory is copied at once.
     const AT_ONCE: usize = 64;
     let pairs = pairs(memory, layout, dict)?;
@@ -203,7 +203,7 @@ pub(super) fn attribute_values(
     layout: &Layout,
     object: u64,
     most: u64,
-) -> Result<Vec<u64>, Torn> {
+) -> Result<Vec<u64>, ReadError> {
     let entries = attribute_entries(memory, layout, object)?;
     Ok((0..entries.count.min(most)).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
 }
@@ -214,7 +214,7 @@ pub(super) fn attributes<const N: usize>(
     layout: &Layout,
     object: u64,
     names: [&str; N],
-) -> Result<[Option<u64>; N], Torn> {
+) -> Result<[Option<u64>; N], ReadError> {
     let entries = attribute_entries(memory, layout, object)?;
     let mut found = [None; N];
     for index in 0..entries.count {
@@ -226,23 +226,23 @@ pub(super) fn attributes<const N: usize>(
     Ok(found)
 }
 
-fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, Torn> {
+fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, ReadError> {
     const OBJECT: &str = "an object";
     const TYPE: &str = "a type";
-    let class = memory.word(OBJECT, object.wrapping_add(layout.object_type))?;
-    let flags = memory.word(TYPE, class.wrapping_add(layout.type_flags))?;
+    let class = memory.read_u64(OBJECT, object.wrapping_add(layout.object_type))?;
+    let flags = memory.read_u64(TYPE, class.wrapping_add(layout.type_flags))?;
     let Some(cached_keys) = layout.type_cached_keys.filter(|_| flags & MANAGED_DICT != 0) else {
-        let offset = memory.word(TYPE, class.wrapping_add(layout.type_dict_offset))?.cast_signed();
+        let offset = memory.read_u64(TYPE, class.wrapping_add(layout.type_dict_offset))?.cast_signed();
         if offset <= 0 {
-            return Err(Torn { what: "the attributes of an object", address: object });
+            return Err(ReadError { what: "the attributes of an object", address: object });
         }
-        let dict = memory.word(OBJECT, object.wrapping_add_signed(offset))?;
+        let dict = memory.read_u64(OBJECT, object.wrapping_add_signed(offset))?;
         return Entries::of_dict(memory, layout, dict);
     };
-    let managed = memory.word(OBJECT, object.wrapping_sub(MANAGED_DICT_AT))?;
+    let managed = memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_AT))?;
     let values = match layout.minor {
         // The values have a pointer of their own, before that of the dictionary.
-        ..=11 => memory.word(OBJECT, object.wrapping_sub(MANAGED_DICT_AT + 8))?,
+        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_AT + 8))?,
         // One pointer for both, odd when it is that of the values.
         12 => {
             if managed & 1 == 1 {
@@ -258,6 +258,6 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
     if values == 0 {
         return Entries::of_dict(memory, layout, managed);
     }
-    let keys = memory.word(TYPE, class.wrapping_add(cached_keys))?;
+    let keys = memory.read_u64(TYPE, class.wrapping_add(cached_keys))?;
     Entries::of_keys(memory, layout, keys, Some(values.wrapping_add(layout.values_data)))
 }

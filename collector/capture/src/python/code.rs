@@ -9,7 +9,7 @@ use xpu_timer_proto::server::PySpyFrame;
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 use super::{
@@ -36,14 +36,14 @@ pub(super) struct Code {
 /// frames keep their code alive, and what is read here never changes.
 #[derive(Default)]
 pub(super) struct Codes {
-    known: HashMap<u64, Result<Arc<Code>, Torn>>,
+    known: HashMap<u64, Result<Arc<Code>, ReadError>>,
     /// Types that are called `code`. There is one, but nobody says where.
     types: HashSet<u64>,
 }
 
 impl Codes {
     /// The code object at an address.
-    pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, Torn> {
+    pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, ReadError> {
         if let Some(known) = self.known.get(&address) {
             return known.clone();
         }
@@ -52,20 +52,20 @@ impl Codes {
         code
     }
 
-    fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, Torn> {
-        let class = memory.word(CODE, address.wrapping_add(layout.object_type))?;
+    fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
+        let class = memory.read_u64(CODE, address.wrapping_add(layout.object_type))?;
         if !self.types.contains(&class) {
             // The name of a type is a C string, the first field after the head of the object and its size.
-            let name = memory.word(CODE, class.wrapping_add(layout.object_size + 8))?;
+            let name = memory.read_u64(CODE, class.wrapping_add(layout.object_size + 8))?;
             if memory.bytes(CODE, name, 5)? != b"code\0" {
-                return Err(Torn { what: CODE, address });
+                return Err(ReadError { what: CODE, address });
             }
             self.types.insert(class);
         }
-        let mut field = |offset: u64| memory.word(CODE, address.wrapping_add(offset));
+        let mut field = |offset: u64| memory.read_u64(CODE, address.wrapping_add(offset));
         let (name, file, table) = (field(layout.code_name)?, field(layout.code_filename)?, field(layout.code_lines)?);
-        let first_line = memory.half(CODE, address.wrapping_add(layout.code_first_line))?.cast_signed();
-        let length = memory.word(CODE, table.wrapping_add(layout.bytes_length))?.min(LONGEST_TABLE);
+        let first_line = memory.read_u32(CODE, address.wrapping_add(layout.code_first_line))?.cast_signed();
+        let length = memory.read_u64(CODE, table.wrapping_add(layout.bytes_length))?.min(LONGEST_TABLE);
         Ok(Code {
             name: string(memory, layout, name)?,
             file: string(memory, layout, file)?,
@@ -82,7 +82,7 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
     let mut heads = Vec::with_capacity(codes.len() * 3);
     for code in &codes {
         for field in [layout.code_name, layout.code_filename, layout.code_lines] {
-            heads.extend(memory.word(CODE, code.wrapping_add(field)).map(|object| (object, field)));
+            heads.extend(memory.read_u64(CODE, code.wrapping_add(field)).map(|object| (object, field)));
         }
     }
     let head = layout.unicode_compact_data;
@@ -90,7 +90,7 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
     let mut bodies = Vec::with_capacity(heads.len());
     for (object, field) in heads {
         if field == layout.code_lines {
-            let length = memory.word(CODE, object.wrapping_add(layout.bytes_length));
+            let length = memory.read_u64(CODE, object.wrapping_add(layout.bytes_length));
             bodies.extend(length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(LONGEST_TABLE))));
         } else {
             let found = characters(memory, layout, object);

@@ -27,7 +27,7 @@ impl Counting {
 
     /// Collections of garbage, and batches that data loaders have yielded when there are any; `None` when the interpreter cannot
     /// be read any more. Loaders that are not known yet are found by a search.
-    pub fn look(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
+    pub fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
         let interpreters = threads::interpreters(self.live, &self.layout, self.runtime).ok()?;
         let collections = gc::collections(self.live, &self.layout, self.runtime, &interpreters)?;
         self.loaders.look(self.live, &self.layout);

@@ -9,7 +9,7 @@ use std::collections::{HashMap, HashSet};
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 use super::{
@@ -145,11 +145,11 @@ fn variables(memory: &mut Snapshot, layout: &Layout, frame: u64, found: &mut Vec
     let words = match layout.code_bytes {
         Some(_) => VARIABLES,
         // Up to 3.10 a frame is an object that knows how many it has.
-        None => memory.word("a frame", frame.wrapping_add(layout.bytes_length)).unwrap_or(0).min(VARIABLES),
+        None => memory.read_u64("a frame", frame.wrapping_add(layout.bytes_length)).unwrap_or(0).min(VARIABLES),
     };
     for index in 0..words {
         // The memory behind the last frame may end before its variables could.
-        let Ok(word) = memory.word("a frame", frame.wrapping_add(layout.frame_locals + index * 8)) else { return };
+        let Ok(word) = memory.read_u64("a frame", frame.wrapping_add(layout.frame_locals + index * 8)) else { return };
         found.push(word & !7);
     }
 }
@@ -160,17 +160,17 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
     match kind {
         Kind::List | Kind::Tuple => {
             let first = match kind {
-                Kind::List => memory.word(LIST, object.wrapping_add(layout.list_items)).unwrap_or(0),
+                Kind::List => memory.read_u64(LIST, object.wrapping_add(layout.list_items)).unwrap_or(0),
                 _ => object.wrapping_add(layout.tuple_items),
             };
-            let length = memory.word(LIST, object.wrapping_add(layout.bytes_length)).unwrap_or(0);
+            let length = memory.read_u64(LIST, object.wrapping_add(layout.bytes_length)).unwrap_or(0);
             if length <= MOST_HELD {
-                found.extend((0..length).map_while(|index| memory.word(LIST, first.wrapping_add(index * 8)).ok()));
+                found.extend((0..length).map_while(|index| memory.read_u64(LIST, first.wrapping_add(index * 8)).ok()));
             }
         }
         Kind::Wrapper => {
             let words = (0..WRAPPER_WORDS).map(|index| object.wrapping_add(layout.object_size + index * 8));
-            found.extend(words.filter_map(|address| memory.word("an iterator", address).ok()));
+            found.extend(words.filter_map(|address| memory.read_u64("an iterator", address).ok()));
         }
         Kind::Dict => {
             let pairs = pairs_of_small(memory, layout, object, MOST_HELD).unwrap_or_default();
@@ -181,7 +181,7 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
         }
         Kind::Generator => {
             let frame = object.wrapping_add(layout.generator_frame);
-            let frame = if layout.code_bytes.is_some() { Ok(frame) } else { memory.word("a generator", frame) };
+            let frame = if layout.code_bytes.is_some() { Ok(frame) } else { memory.read_u64("a generator", frame) };
             if let Ok(frame) = frame {
                 variables(memory, layout, frame, found);
             }
@@ -193,8 +193,8 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
 /// The kind of an object; `None` when there is no living one at the address.
 fn kind(memory: &mut Snapshot, layout: &Layout, classes: &mut Classes, object: u64) -> Option<Kind> {
     // Python clears the count of references to an object that it frees, and little else.
-    let alive = memory.half("an object", object).ok()? != 0;
-    let class = memory.word("an object", object.wrapping_add(layout.object_type)).ok()?;
+    let alive = memory.read_u32("an object", object).ok()? != 0;
+    let class = memory.read_u64("an object", object.wrapping_add(layout.object_type)).ok()?;
     if !alive || class < LOWEST || class % 8 != 0 {
         return None;
     }
@@ -209,7 +209,7 @@ fn kind(memory: &mut Snapshot, layout: &Layout, classes: &mut Classes, object: u
     Some(kind)
 }
 
-fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<Kind, Torn> {
+fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<Kind, ReadError> {
     const CLASS: &str = "a class";
     let mut found = Kind::Object;
     let mut one = class;
@@ -217,10 +217,10 @@ fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<K
         if one == 0 {
             return Ok(found);
         }
-        let name = memory.word(CLASS, one.wrapping_add(layout.type_name))?;
+        let name = memory.read_u64(CLASS, one.wrapping_add(layout.type_name))?;
         let mut text = Vec::with_capacity(NAME);
         while text.len() < NAME {
-            match memory.byte(CLASS, name.wrapping_add(text.len() as u64))? {
+            match memory.read_u8(CLASS, name.wrapping_add(text.len() as u64))? {
                 0 => break,
                 byte => text.push(byte),
             }
@@ -239,7 +239,7 @@ fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<K
             | b"code" | b"method" => found = Kind::Other,
             _ => {}
         }
-        one = memory.word(CLASS, one.wrapping_add(layout.type_base))?;
+        one = memory.read_u64(CLASS, one.wrapping_add(layout.type_base))?;
     }
-    Err(Torn { what: "the bases of a class", address: class })
+    Err(ReadError { what: "the bases of a class", address: class })
 }

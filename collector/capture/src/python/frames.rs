@@ -2,7 +2,7 @@
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 use super::threads::Thread;
@@ -32,7 +32,7 @@ pub(super) struct RawFrame {
 pub(super) struct Chain {
     pub frames: Vec<RawFrame>,
     /// Why there may be more.
-    pub problem: Option<Torn>,
+    pub problem: Option<ReadError>,
 }
 
 /// Copies what the chains of these threads will need, as far as that can be told in advance.
@@ -41,12 +41,12 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
     if let Some(offset) = layout.cframe_frame {
         let cframes: Vec<u64> = threads
             .clone()
-            .filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame)).ok())
+            .filter_map(|thread| memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame)).ok())
             .collect();
         memory.fetch(cframes.into_iter().map(|cframe| (cframe.wrapping_add(offset), 8)));
     }
     let Some(chunk_at) = layout.thread_chunk else { return };
-    let first = threads.filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(chunk_at)).ok());
+    let first = threads.filter_map(|thread| memory.read_u64(THREAD, thread.address.wrapping_add(chunk_at)).ok());
     let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
     // A chunk begins with a pointer to the one before it and with its size. They are followed for all threads at once.
     for _ in 0..CHUNKS {
@@ -54,9 +54,9 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
         let mut before = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
         for chunk in chunks {
-            let size = memory.word(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
+            let size = memory.read_u64(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
             pieces.push((chunk, size.min(CHUNK_BYTES)));
-            before.extend(memory.word(THREAD, chunk).ok().filter(|before| *before != 0));
+            before.extend(memory.read_u64(THREAD, chunk).ok().filter(|before| *before != 0));
         }
         memory.fetch(pieces.into_iter());
         chunks = before;
@@ -79,10 +79,15 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> 
     chain
 }
 
-fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut Vec<RawFrame>) -> Result<(), Torn> {
-    let top = memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
+fn follow(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    thread: &Thread,
+    frames: &mut Vec<RawFrame>,
+) -> Result<(), ReadError> {
+    let top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
     let mut frame = match layout.cframe_frame {
-        Some(offset) => memory.word(THREAD, top.wrapping_add(offset))?,
+        Some(offset) => memory.read_u64(THREAD, top.wrapping_add(offset))?,
         None => top,
     };
     let mut bytes = vec![0; layout.frame_size as usize];
@@ -91,9 +96,9 @@ fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut 
             return Ok(());
         }
         if !memory.copy(frame, &mut bytes) {
-            return Err(Torn { what: FRAME, address: frame });
+            return Err(ReadError { what: FRAME, address: frame });
         }
-        let word = |offset: u64| number(&bytes, offset, 8);
+        let read_u64 = |offset: u64| number(&bytes, offset, 8);
         if is_from_c(layout, &bytes) {
             // From 3.12 on C code that enters the interpreter leaves a frame of its own below.
             if let Some(called) = frames.last_mut() {
@@ -107,11 +112,11 @@ fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut 
             // Up to 3.10 it is a number of four bytes, then a pointer. The lowest bits of a reference say who owns it.
             let width = if layout.code_bytes.is_some() { 8 } else { 4 };
             let instruction = number(&bytes, layout.frame_instruction, width);
-            frames.push(RawFrame { address: frame, code: word(layout.frame_code) & !7, instruction, entry });
+            frames.push(RawFrame { address: frame, code: read_u64(layout.frame_code) & !7, instruction, entry });
         }
-        frame = word(layout.frame_previous);
+        frame = read_u64(layout.frame_previous);
     }
-    Err(Torn { what: "the end of a chain of frames", address: frame })
+    Err(ReadError { what: "the end of a chain of frames", address: frame })
 }
 
 /// Whether it is not a frame of Python code but one that C code keeps on its stack.

@@ -2,7 +2,7 @@
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 use super::threads::{Interpreter, Thread};
@@ -21,12 +21,12 @@ pub(super) fn collections(tid: i32, layout: &Layout, runtime: u64, interpreters:
 }
 
 /// The sum over the three generations.
-fn of_collector(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Result<u64, Torn> {
+fn of_collector(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Result<u64, ReadError> {
     const STATISTICS: &str = "the statistics of the garbage collector";
     let first = collector.wrapping_add(layout.gc_generations);
     let buffers = match (layout.gc_young_items, layout.gc_old, layout.gc_old_size, layout.gc_old_items) {
         (Some(young_items), Some(old), Some(old_size), Some(old_items)) => {
-            let first = memory.word(STATISTICS, first)?;
+            let first = memory.read_u64(STATISTICS, first)?;
             [(first, young_items), (first + old, old_items), (first + old + old_size, old_items)]
         }
         _ => [0, 1, 2].map(|generation| (first + generation * layout.gc_generation_size, 1)),
@@ -36,7 +36,7 @@ fn of_collector(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Resul
         let mut newest = 0;
         for item in 0..items {
             let at = buffer.wrapping_add(item * layout.gc_generation_size + layout.gc_collections);
-            newest = newest.max(memory.word(STATISTICS, at)?);
+            newest = newest.max(memory.read_u64(STATISTICS, at)?);
         }
         sum = sum.saturating_add(newest);
     }
@@ -49,9 +49,9 @@ pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thr
     let collector = match (layout.runtime_gc, layout.interpreter_gc) {
         (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
         (None, Some(offset)) => memory
-            .word(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
+            .read_u64(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
             .map(|interpreter| interpreter.wrapping_add(offset)),
         (None, None) => return false,
     };
-    collector.and_then(|collector| memory.half(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
+    collector.and_then(|collector| memory.read_u32(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
 }

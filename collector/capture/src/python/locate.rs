@@ -38,9 +38,9 @@ pub(super) fn find<'a>(
     let mut known = Vec::new();
     let mut idle: Option<Place> = None;
     // One after the other, because each costs more than the one before, and the first ones mostly know.
-    let executable = space.first_code().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
+    let executable = space.first_executable().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
     let libraries = std::iter::once_with(|| {
-        let code = space.code();
+        let code = space.executables();
         let named = code.iter().filter(|mapping| mapping.path == exe || is_library(&mapping.path));
         named.inspect(|mapping| claims |= is_library(&mapping.path)).map(|mapping| mapping.start).collect::<Vec<_>>()
     });
@@ -54,7 +54,7 @@ pub(super) fn find<'a>(
         if let Some(runtime) = located.image.python() {
             let address = runtime.address.wrapping_add(located.bias);
             let layout = runtime.layout(live, || located.image.elf(), &located.image.path, located.bias)?;
-            let started = Snapshot::new(live).word("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
+            let started = Snapshot::new(live).read_u64("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
             let place = Place { located, runtime, layout, address };
             if started != Ok(0) {
                 return Ok(Some(place));

@@ -5,7 +5,7 @@ use std::collections::HashMap;
 
 use crate::{
     cpython::layout::Layout,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
 };
 
 use super::{
@@ -33,8 +33,8 @@ fn read(
     layout: &Layout,
     interpreter: &Interpreter,
     names: &mut HashMap<u64, String>,
-) -> Result<bool, Torn> {
-    let modules = memory.word("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
+) -> Result<bool, ReadError> {
+    let modules = memory.read_u64("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
     let Some(threading) = item(memory, layout, modules, "threading")? else { return Ok(true) };
     let [active] = attributes(memory, layout, threading, ["_active"])?;
     let Some(active) = active else { return Ok(true) };

@@ -6,7 +6,7 @@ use xpu_timer_proto::server::PySpyStacktrace;
 
 use crate::{
     kernel::procfs,
-    memory::snapshot::{Snapshot, Torn},
+    memory::snapshot::{ReadError, Snapshot},
     native::{address_space::AddressSpace, frame::RawFrame},
 };
 
@@ -53,7 +53,7 @@ impl Python {
     pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
         let layout = &self.place.layout;
         let interpreters =
-            threads::interpreters(self.live, layout, self.place.address).map_err(|torn| torn.to_string())?;
+            threads::interpreters(self.live, layout, self.place.address).map_err(|error| error.to_string())?;
         if interpreters.is_empty() {
             return Err("its interpreter has not been started yet, or has ended".into());
         }
@@ -89,7 +89,7 @@ impl Python {
     /// Whether the interpreter is on its way out: threads that want its lock then never get it.
     pub fn is_ending(&self) -> bool {
         let at = self.place.address.wrapping_add(self.place.layout.runtime_finalizing);
-        Snapshot::new(self.live).word("_PyRuntime", at).is_ok_and(|thread| thread != 0)
+        Snapshot::new(self.live).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
     /// Reads the stacks of all threads as they are.
@@ -119,7 +119,7 @@ impl Python {
     ) -> Stack {
         let layout = &self.place.layout;
         let mut stack = Stack::default();
-        let mut problem: Option<Torn> = None;
+        let mut problem: Option<ReadError> = None;
         for chain in chains {
             let first = stack.frames.len();
             // From the root to the leaf, so that the mark of an entry moves on from a frame that is not shown to the one that
@@ -134,7 +134,7 @@ impl Python {
                         stack.raw.push(*frame);
                         stack.entries.push(std::mem::take(&mut entry));
                     }
-                    Err(torn) => problem = problem.or(Some(torn)),
+                    Err(error) => problem = problem.or(Some(error)),
                 }
             }
             stack.frames[first..].reverse();
@@ -150,7 +150,7 @@ impl Python {
                 (stack.holds, stack.collects) = (Some((*gil, now)), collects);
             }
         }
-        stack.problem = problem.map(|torn| torn.to_string());
+        stack.problem = problem.map(|error| error.to_string());
         stack
     }
 }

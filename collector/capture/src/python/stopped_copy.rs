@@ -27,7 +27,7 @@ pub(crate) struct StoppedCopy<'a> {
 
 impl<'a> StoppedCopy<'a> {
     /// Makes ready for copying, during a stop, what the stack of a thread consists of.
-    pub fn prepare(python: &'a Python, thread: &'a PythonThread, missed: &[u64]) -> Self {
+    pub fn prepare(python: &'a Python, thread: &'a PythonThread, missing: &[u64]) -> Self {
         let layout = &python.place.layout;
         // As long as it runs, it mostly goes through the same memory.
         let mut memory = Snapshot::new(python.live);
@@ -37,8 +37,8 @@ impl<'a> StoppedCopy<'a> {
         code::fetch(&mut memory, layout, &all);
         python.spell(&mut memory, &mut Codes::default(), thread, &chains);
         let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
-        pages.extend(missed);
-        let memory = Snapshot::with_room(python.live, pages.into_iter().collect(), FETCHES);
+        pages.extend(missing);
+        let memory = Snapshot::with_buffer(python.live, pages.into_iter().collect(), FETCHES);
         StoppedCopy { python, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
     }
 
@@ -68,16 +68,16 @@ impl<'a> StoppedCopy<'a> {
             None => self.python.chains(&mut self.memory, self.thread),
         };
         let stack = self.python.spell(&mut self.memory, &mut Codes::default(), self.thread, &chains);
-        Some((stack, self.memory.missed().to_vec()))
+        Some((stack, self.memory.missing().to_vec()))
     }
 }
 
-/// Reads the stack of a thread that may run meanwhile, as nearly at one moment as that can be. `missed` are pages that an
+/// Reads the stack of a thread that may run meanwhile, as nearly at one moment as that can be. `missing` are pages that an
 /// earlier look lacked; it is set to what this one lacked.
-pub(crate) fn glance(python: &Python, thread: &PythonThread, missed: &mut Vec<u64>) -> Stack {
-    let mut copy = StoppedCopy::prepare(python, thread, missed);
+pub(crate) fn glance(python: &Python, thread: &PythonThread, missing: &mut Vec<u64>) -> Stack {
+    let mut copy = StoppedCopy::prepare(python, thread, missing);
     copy.take();
     let Some((stack, lacking)) = copy.finish() else { return Stack::default() };
-    *missed = lacking;
+    *missing = lacking;
     stack
 }

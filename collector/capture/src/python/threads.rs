@@ -10,7 +10,7 @@ use crate::{
     cpython::layout::Layout,
     memory::{
         remote,
-        snapshot::{Snapshot, Torn},
+        snapshot::{ReadError, Snapshot},
     },
 };
 
@@ -41,8 +41,8 @@ pub(super) struct Thread {
 }
 
 /// All interpreters, the newest first, as `runtime` knows them.
-pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
-    let mut last = Torn { what: "the list of interpreters", address: runtime };
+pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, ReadError> {
+    let mut last = ReadError { what: "the list of interpreters", address: runtime };
     for _ in 0..ATTEMPTS {
         match read(tid, layout, runtime) {
             // What glibc knows of a thread that has ended may already be told of another one. One that is still listed has
@@ -51,49 +51,49 @@ pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Ve
                 return Ok(found);
             }
             Ok(_) => {}
-            Err(torn) => last = torn,
+            Err(error) => last = error,
         }
     }
     Err(last)
 }
 
-fn word(tid: i32, what: &'static str, address: u64) -> Result<u64, Torn> {
+fn read_u64(tid: i32, what: &'static str, address: u64) -> Result<u64, ReadError> {
     let mut bytes = [0; 8];
     match remote::read(tid, address, &mut bytes) {
         Ok(8) => Ok(u64::from_le_bytes(bytes)),
-        _ => Err(Torn { what, address }),
+        _ => Err(ReadError { what, address }),
     }
 }
 
-fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
+fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, ReadError> {
     const INTERPRETER: &str = "an interpreter";
     let mut found = Vec::new();
-    let mut address = word(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
+    let mut address = read_u64(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
     while address != 0 {
         if found.len() >= MOST {
-            return Err(Torn { what: "the end of the list of interpreters", address });
+            return Err(ReadError { what: "the end of the list of interpreters", address });
         }
         let gil = match (layout.runtime_gil, layout.interpreter_gil) {
             (Some(offset), _) => runtime.wrapping_add(offset),
-            (None, Some(offset)) => word(tid, INTERPRETER, address.wrapping_add(offset))?,
+            (None, Some(offset)) => read_u64(tid, INTERPRETER, address.wrapping_add(offset))?,
             (None, None) => 0,
         };
         found.push(Interpreter { address, gil, threads: threads(tid, layout, address)? });
-        address = word(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
+        address = read_u64(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
     }
     Ok(found)
 }
 
-fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, Torn> {
+fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, ReadError> {
     const THREAD: &str = "the state of a thread";
     const LIST: &str = "the list of threads";
     let mut found = Vec::new();
     let (mut before, mut seen) = (0, 0);
     let mut bytes = vec![0; layout.thread_size as usize];
-    let mut address = word(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
+    let mut address = read_u64(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
     while address != 0 {
         if !matches!(remote::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
-            return Err(Torn { what: THREAD, address });
+            return Err(ReadError { what: THREAD, address });
         }
         let field = |offset: u64| {
             let bytes = bytes.get(offset as usize..offset as usize + 8);
@@ -102,7 +102,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
         let neighbours = field(layout.thread_previous) == before && field(layout.thread_interpreter) == interpreter;
         seen += 1;
         if !neighbours || seen > MOST {
-            return Err(Torn { what: LIST, address });
+            return Err(ReadError { what: LIST, address });
         }
         let pthread = field(layout.thread_id);
         let kernel = match layout.thread_native_id {
@@ -133,6 +133,6 @@ fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
 pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
     const GIL: &str = "the lock of an interpreter";
     gil != 0
-        && memory.half(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
-        && memory.word(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
+        && memory.read_u32(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
+        && memory.read_u64(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
 }

@@ -27,7 +27,7 @@ use super::{
 /// Bytes that are inflated in a second, at least.
 const INFLATED_PER_SECOND: u64 = 200 << 20;
 /// Of one object and its supplementary file, no more is unpacked, however much time there is.
-const MAX_UNPACKED: u64 = 1 << 30;
+const MAX_DECOMPRESSED: u64 = 1 << 30;
 /// How often addresses are looked up again because something was lacking. Link-time optimization makes units that refer to
 /// many others.
 const ROUNDS: usize = 32;
@@ -76,7 +76,7 @@ pub(super) fn find<'a>(
     if time_to_inflate(&elf) > deadline.saturating_duration_since(Instant::now()) {
         return Lookup::Found(Vec::new());
     }
-    let budget = Budget::new(MAX_UNPACKED);
+    let budget = Budget::new(MAX_DECOMPRESSED);
     let sections = sections(&elf, &budget);
     let supplementary = debug_file::supplementary(&image.root, &elf).and_then(|bytes| {
         let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
@@ -115,8 +115,8 @@ fn has_lines(elf: &Elf<'_>) -> bool {
 
 fn time_to_inflate(elf: &Elf<'_>) -> Duration {
     let places = SECTIONS.iter().filter_map(|id| elf.section_by_name(id.name())?.compressed_file_range().ok());
-    let packed = places.filter(|place| place.format != object::CompressionFormat::None);
-    let inflated = packed.fold(0u64, |sum, place| sum.saturating_add(place.uncompressed_size));
+    let compressed = places.filter(|place| place.format != object::CompressionFormat::None);
+    let inflated = compressed.fold(0u64, |sum, place| sum.saturating_add(place.uncompressed_size));
     Duration::from_micros(inflated.saturating_mul(1_000_000) / INFLATED_PER_SECOND)
 }
 

@@ -52,9 +52,10 @@ pub(super) fn find(image: &Image, debug: Option<&Bytes>, addresses: &[u64]) -> V
     let elf = image.elf();
     // What a stripped object has packed into itself is of use only when there is nothing better.
     let has_symbols = |elf: &Elf<'_>| !elf.elf_symbol_table().is_empty();
-    let packed = if debug.iter().chain(&elf).any(has_symbols) { None } else { elf.as_ref().and_then(mini_debug_info) };
-    let packed = packed.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
-    for elf in debug.iter().chain(&packed) {
+    let compressed =
+        if debug.iter().chain(&elf).any(has_symbols) { None } else { elf.as_ref().and_then(mini_debug_info) };
+    let compressed = compressed.as_ref().and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
+    for elf in debug.iter().chain(&compressed) {
         scan(elf.endian(), elf.elf_symbol_table(), addresses, &mut hits);
     }
     if let Some(elf) = &elf {

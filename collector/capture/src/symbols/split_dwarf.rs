@@ -21,7 +21,7 @@ use crate::objects::{
 use super::bounds;
 
 /// Of all files of one object, no more is unpacked.
-const MAX_UNPACKED: u64 = 256 << 20;
+const MAX_DECOMPRESSED: u64 = 256 << 20;
 
 /// A unit that is in another file.
 pub(super) struct Elsewhere {
@@ -52,7 +52,7 @@ impl<'a> SplitFiles<'a> {
     /// None yet.
     pub fn new(image: &'a Image, deadline: Instant) -> Self {
         let (units, bounded) = (HashMap::new(), RefCell::default());
-        SplitFiles { image, budget: Budget::new(MAX_UNPACKED), package: None, units, bounded, deadline }
+        SplitFiles { image, budget: Budget::new(MAX_DECOMPRESSED), package: None, units, bounded, deadline }
     }
 
     /// Looks for the file of a unit.
@@ -78,7 +78,7 @@ impl<'a> SplitFiles<'a> {
     /// The DWARF of a unit. `None` when it has not been looked for, and `Some(None)` when it was not found.
     pub fn get<'b>(&'b self, load: &SplitDwarfLoad<Slice<'b>>) -> Option<Option<Arc<Dwarf<Slice<'b>>>>> {
         let unit = self.units.get(&load.dwo_id)?;
-        let packed = || {
+        let compressed = || {
             let (bytes, sections) = self.package.as_ref()?;
             let empty = EndianSlice::new(&[], LittleEndian);
             let package = sections.borrow(|section| slice(section, bytes), empty).ok()?;
@@ -90,7 +90,7 @@ impl<'a> SplitFiles<'a> {
             dwarf.make_dwo(&load.parent);
             Some(dwarf)
         };
-        let found = single().or_else(packed).filter(|dwarf| {
+        let found = single().or_else(compressed).filter(|dwarf| {
             *self.bounded.borrow_mut().entry(load.dwo_id).or_insert_with(|| all_hold(dwarf, self.deadline))
         });
         Some(found.map(Arc::new))
@@ -99,7 +99,7 @@ impl<'a> SplitFiles<'a> {
     fn open(&self, path: &Path) -> Option<Bytes> {
         let roots = [self.image.root.as_path(), Path::new("/")];
         let mut files = roots.into_iter().filter_map(|root| target_files::open_within(root, path));
-        if path.is_absolute() { files.find_map(|file| Bytes::of_file(&file).ok()) } else { None }
+        if path.is_absolute() { files.find_map(|file| Bytes::from_file(&file).ok()) } else { None }
     }
 }
 

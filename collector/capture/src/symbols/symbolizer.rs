@@ -13,7 +13,7 @@ use std::{
 
 use crate::{
     objects::{bytes::Bytes, image::Image},
-    pool::{self, Crew},
+    pool::{self, PoolConfig},
     process::{places::RawPlace, raw::RawProcess},
     stacks::{Function, Place, Stacks},
 };
@@ -69,7 +69,7 @@ impl Object {
 
     fn has_changed(&self) -> bool {
         let debug = self.debug.get().and_then(Option::as_ref);
-        self.image.has_changed() || debug.is_some_and(Bytes::is_harmed)
+        self.image.has_changed() || debug.is_some_and(Bytes::has_missing_pages)
     }
 }
 
@@ -127,7 +127,7 @@ impl Symbolizer {
         let known = &mut self.objects;
         let started = pool::run(
             jobs.clone(),
-            &crew(),
+            &pool_config(),
             deadline,
             |object| {
                 // A file that changes below a parser may make it see what cannot be.
@@ -150,7 +150,7 @@ impl Symbolizer {
         let known = &mut self.objects;
         let started = pool::run(
             objects,
-            &crew(),
+            &pool_config(),
             lines_deadline + GRACE,
             move |object| {
                 let lines = || lines::find(&object.image, || object.debug(), &object.lines, lines_deadline);
@@ -255,8 +255,8 @@ pub(crate) fn lines_of(image: &Image, addresses: &[u64], deadline: Instant) -> V
     }
 }
 
-fn crew() -> Crew {
-    Crew { name: "xpu_symbols", parallel: pool::cpus().min(PARALLEL), jobs_per_thread: usize::MAX }
+fn pool_config() -> PoolConfig {
+    PoolConfig { name: "xpu_symbols", parallel: pool::cpus().min(PARALLEL), jobs_per_thread: usize::MAX }
 }
 
 fn functions(sources: Vec<Source>) -> Arc<[Function]> {
