@@ -1,12 +1,15 @@
-//! Python stacks, read from the interpreter's own structures without its help and without stopping anything.
+//! Python stacks, read from the interpreter's own structures without its help and without stopping
+//! anything.
 //!
-//! The frames of a thread change only while that thread runs, and keep their code alive. So the frames of a thread that slept all
-//! the time are right as they are, whatever the others do meanwhile. The frames of a thread that ran are read before and after
-//! its native stack is sampled: what both looks have in common, from the root on, is shown, and a frame that differs is not. No
-//! two threads ever need to stand still together: a stack consists of nothing that threads share.
+//! The frames of a thread change only while that thread runs, and they keep their code alive. So
+//! the frames of a thread that slept all the time are correct, whatever other threads do. The
+//! frames of a thread that ran are read before and after its native stack is sampled. The result
+//! has only the frames, from the root on, that both reads agree on. A stack contains nothing that
+//! threads share, so two threads never need to be stopped together.
 //!
-//! A thread may be caught in the middle of announcing a frame. It shows: the frames that C code entered are then not as many as
-//! the frames of the interpreter's loop on its native stack. It is looked at again.
+//! A thread may be caught while it publishes a frame. Then the number of frames that C code entered
+//! differs from the number of frames of the interpreter's loop on its native stack, and the thread
+//! is read again.
 
 pub(crate) mod agreement;
 mod builtins;

@@ -1,4 +1,5 @@
-//! The dump as JSON: the field names of the `.stacktrace` schema. It is written as it is made, without a copy of it all.
+//! The dump as JSON, with the field names of the `.stacktrace` schema. It is serialized directly,
+//! without a copy of the whole dump.
 
 use std::{
     collections::HashMap,
@@ -19,7 +20,7 @@ use crate::{
 
 use super::view::View;
 
-/// Writes one process and its descendants; `pretty` for a person.
+/// Writes one process and its descendants. `pretty` is for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
     let process = Process::new(process, view)?;
     let out = printable::Json(out);
@@ -70,7 +71,7 @@ impl<'a> Process<'a> {
     }
 }
 
-/// The native threads. A place is at once many frames, so it is spelt out once.
+/// The native threads. A place may expand to several frames, so each place is serialized once.
 struct Threads<'a> {
     process: &'a Stacks,
     places: Vec<Vec<Box<RawValue>>>,
@@ -102,7 +103,7 @@ impl Serialize for Frames<'_> {
     }
 }
 
-/// A list whose entries are made one by one.
+/// A list whose entries are converted one by one.
 struct List<'a, T, U>(&'a [T], fn(&'a T) -> U);
 
 impl<T, U: Serialize> Serialize for List<'_, T, U> {
@@ -166,7 +167,7 @@ fn native<'a>(thread: &'a PstackStacktrace, frames: Frames<'a>) -> Native<'a> {
     }
 }
 
-/// How the stack was taken, in a word.
+/// Name of the method that captured the stack.
 pub(super) fn method(thread: &PstackStacktrace) -> &'static str {
     match thread.capture() {
         CaptureMethod::ZeroStop => "zero_stop",
@@ -186,7 +187,7 @@ struct Python<'a> {
     owns_gil: bool,
     /// Why the frames may be wrong.
     incomplete: &'a str,
-    /// Why they do not fit to those of the native stack, so that the two cannot be merged.
+    /// Why the frames do not match those of the native stack, so that the two cannot be merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     unmerged: Option<String>,
     frames: List<'a, PySpyFrame, PythonFrame<'a>>,

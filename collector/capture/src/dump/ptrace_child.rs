@@ -1,8 +1,10 @@
-//! The process that stops threads, for `--force-ptrace`: a child of the command, which does all its work.
+//! The process that stops threads, for `--force-ptrace`: a child of the command that does all its
+//! work.
 //!
-//! Whatever happens to the command or to the child, no thread of the target stays stopped. The kernel releases what a process
-//! traced when that process dies. The child dies with the command. It is in a session of its own, so that no key and no hangup
-//! of a terminal stops it. And when it is frozen while it holds a thread, a timer kills it (`ptrace.rs`).
+//! Whatever happens to the command or the child, no thread of the target stays stopped. When a
+//! process dies, the kernel releases the threads that it traced. The child dies with the command.
+//! It is in a session of its own, so that no key and no hangup of a terminal stops it. If it is
+//! frozen while it holds a thread, a timer kills it (`native/hold_watchdog.rs`).
 
 use std::process::ExitCode;
 
@@ -18,11 +20,12 @@ use nix::{
 
 use crate::native::ptrace;
 
-/// Goes on as the child, where this returns `None`. The command waits for it and ends as it does.
+/// Returns `None` in the child, which continues. The command waits for the child and ends with its
+/// exit code.
 #[allow(unsafe_code)]
 pub(super) fn run() -> Result<Option<ExitCode>> {
     let command = getpid();
-    // SAFETY: the command has started no thread yet, so the child has all that its parent had.
+    // SAFETY: the command has started no thread yet, so the child has a copy of all its state.
     match unsafe { fork() }.context("no process can be started that stops threads")? {
         ForkResult::Child => {
             prctl::set_pdeathsig(Signal::SIGKILL).context("prctl")?;

@@ -1,4 +1,4 @@
-//! The processes of this node that a launcher gave a rank.
+//! The processes of this node to which a launcher gave a rank.
 
 use std::fs;
 
@@ -13,7 +13,8 @@ pub(super) struct Ranked {
     pub world_size: u32,
 }
 
-/// All processes with a rank, ascending by rank; of a family that inherited it, the eldest.
+/// All processes with a rank, ascending by rank. If children inherited the rank, only the topmost
+/// process counts.
 pub(super) fn ranked() -> Vec<Ranked> {
     let entries = fs::read_dir("/proc").into_iter().flatten().flatten();
     let pids = entries.filter_map(|entry| entry.file_name().to_str()?.parse().ok());

@@ -1,4 +1,5 @@
-//! The dump as text for a person: one block a thread, equal threads folded into one block.
+//! The dump as text for a person: one block for each thread. Threads with equal stacks share one
+//! block.
 
 use std::{
     collections::HashMap,
@@ -24,13 +25,13 @@ const YELLOW: &str = "\x1b[33m";
 const DIM: &str = "\x1b[2m";
 const RESET: &str = "\x1b[0m";
 
-/// Thread ids named in a folded block.
+/// Number of thread ids that a shared block names.
 const NAMED: usize = 8;
-/// Frames of a run that is looked for in recursion, at most.
+/// Maximum number of frames of a repeated run.
 const LONGEST_RUN: usize = 64;
-/// How often a run has to come to be shown once.
+/// Minimum number of repetitions for a run to be folded.
 const FEWEST_TIMES: usize = 3;
-/// Lines that this has to save.
+/// Minimum number of lines that folding must save.
 const FEWEST_HIDDEN: usize = 4;
 
 /// Writes one process and its descendants.
@@ -84,7 +85,7 @@ fn print_process(
     for (index, thread) in sample.py_stacktrace.iter().enumerate() {
         python.insert(thread.os_thread_id, index);
     }
-    // Blocks that read the same, with the threads they stand for, in the order of their first threads.
+    // Distinct blocks with the titles of their threads, in the order of their first threads.
     let mut blocks: Vec<(Vec<String>, Vec<String>)> = Vec::new();
     let mut places: HashMap<Vec<String>, usize> = HashMap::new();
     let mut shown = vec![false; sample.py_stacktrace.len()];
@@ -110,7 +111,7 @@ fn print_process(
         }
         let entries = index.and_then(|index| process.python_entries.get(index)).map_or(&[][..], Vec::as_slice);
         let body = body(thread, trace, entries, view, paint);
-        // The holder of the lock and whatever runs is never one of many.
+        // The holder of the GIL and running threads always have a block of their own.
         let foldable = !thread.state.starts_with('R') && trace.is_none_or(|trace| !trace.owns_gil);
         add(title(thread, trace, paint), body, foldable);
     }
@@ -224,7 +225,8 @@ fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
     Some(format!("    {}", paint.with(RED, format!("Python stack: {}", line(&trace.incomplete)))))
 }
 
-/// Recursion makes stacks of a hundred times the same frames: such a run is shown once, with how often it comes.
+/// Folds recursion, which repeats the same frames hundreds of times: a repeated run is printed
+/// once, with the number of repetitions.
 fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
     let mut numbers: HashMap<&str, usize> = HashMap::new();
     let mut ids = Vec::with_capacity(lines.len());
@@ -236,11 +238,11 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
     let mut at = 0;
     while at < lines.len() {
         let rest = &ids[at..];
-        // How often the run of that length comes at this place, one after the other.
+        // How often the run of this length repeats at this position.
         let times = |length: usize| rest.chunks_exact(length).take_while(|chunk| *chunk == &rest[..length]).count();
         let longest = LONGEST_RUN.min(rest.len() / FEWEST_TIMES);
         let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= FEWEST_TIMES);
-        // The one that hides most; of equals the shortest.
+        // The run that hides the most lines; among equals, the shortest.
         let best = runs.max_by_key(|(length, times)| (length * (times - 1), std::cmp::Reverse(*length)));
         let (length, times) = best.filter(|(length, times)| length * (times - 1) >= FEWEST_HIDDEN).unwrap_or((1, 1));
         folded.extend_from_slice(&lines[at..at + length]);
@@ -257,7 +259,8 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
 fn native_line(frame: &PstackFrame, paint: Paint) -> String {
     let inlined = if frame.inlined { " [inlined]" } else { "" };
     let file = frame.module.rsplit('/').next().unwrap_or_default();
-    // Where there is no line, the name of the object says enough, and with its address whoever has its symbols finds out.
+    // Without a line, the name of the object is enough. Its address lets people with the symbols
+    // find the function.
     let (name, place) = match (frame.func_name.as_str(), frame.file_name == frame.module) {
         ("??", true) if frame.module_address != 0 => (&*format!("?? {file}+{:#x}", frame.module_address), ""),
         ("??", _) => (&*format!("?? {:#x}", frame.pc), frame.file_name.as_str()),
@@ -268,7 +271,7 @@ fn native_line(frame: &PstackFrame, paint: Paint) -> String {
     line.trim_end().to_string()
 }
 
-/// Marked, because what people look for first is their own code.
+/// Marked, because people look for their own code first.
 fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
     format!("  {} {} {}", paint.with(CYAN, ">"), paint.with(CYAN, line(&frame.func_name)), line(&frame.file_name))
 }

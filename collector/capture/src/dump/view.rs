@@ -1,6 +1,6 @@
-//! The choice of stacks.
+//! The choice between native, Python and merged stacks.
 
-/// Which stacks are shown.
+/// Which stacks to print.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum View {
     Native,

@@ -1,4 +1,4 @@
-//! The mappings of one process and the objects behind them.
+//! The mappings of one process, and the objects behind them.
 
 use std::{
     cell::{OnceCell, RefCell},
@@ -20,26 +20,26 @@ use super::{
     prologue::{self, FrameLayout},
 };
 
-/// `None` for anonymous memory and for files that cannot be had.
+/// `None` for anonymous memory and for files that are not available.
 type Object = Option<Rc<Located>>;
 
-/// The mappings of one process, at the time of the capture.
+/// The mappings of one process at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
     images: &'a Images,
     pid: i32,
-    /// A live thread; the leader may have ended.
+    /// A live thread. The main thread may have ended.
     tid: i32,
     mappings: Mappings,
-    /// By the start of the mapping.
+    /// Objects by the start of their mapping.
     located: RefCell<HashMap<u64, Object>>,
-    /// The one asked for last: callers often lie in the object of their callees.
+    /// The last result: a caller is often in the object of its callee.
     last: RefCell<Option<(Rc<Mapping>, Object)>>,
     perf_map: OnceCell<PerfMap>,
-    /// Of the frames that were asked for.
+    /// Frame layouts that were computed.
     layouts: RefCell<HashMap<RawFrame, Option<FrameLayout>>>,
 }
 
-/// An object, and where it is mapped.
+/// An object and where it is mapped.
 pub(crate) struct Located {
     pub image: Arc<Image>,
     /// Address in the process less address in the file.
@@ -47,7 +47,7 @@ pub(crate) struct Located {
 }
 
 impl<'a> AddressSpace<'a> {
-    /// Of a process, by one of its live threads.
+    /// Opens the address space of a process through one of its live threads.
     pub fn open(images: &'a Images, pid: i32, tid: i32) -> Result<Self, Error> {
         let mappings = Mappings::open(pid, tid)?;
         Ok(AddressSpace {
@@ -62,12 +62,13 @@ impl<'a> AddressSpace<'a> {
         })
     }
 
-    /// The mapping that holds an address.
+    /// The mapping that contains an address.
     pub fn mapping(&self, address: u64) -> Option<Rc<Mapping>> {
         self.mappings.at(address)
     }
 
-    /// The mapping that holds an address, when it has been asked for before: while a thread is stopped nobody is asked.
+    /// The mapping that contains an address, if it was looked up before. While a thread is stopped,
+    /// no mapping is looked up.
     pub fn known_mapping(&self, address: u64) -> Option<Rc<Mapping>> {
         self.mappings.known(address)
     }
@@ -76,7 +77,8 @@ impl<'a> AddressSpace<'a> {
         self.mapping(address).is_some_and(|mapping| mapping.executable)
     }
 
-    /// The object that holds an address; `None` for anonymous memory and for files that cannot be had.
+    /// The object that contains an address. `None` for anonymous memory and for files that are not
+    /// available.
     pub fn located(&self, address: u64) -> Object {
         if let Some((mapping, located)) = &*self.last.borrow()
             && mapping.start <= address
@@ -101,7 +103,7 @@ impl<'a> AddressSpace<'a> {
         Some(Located { image, bias })
     }
 
-    /// The mapping of the first byte of the file that a mapping is of, the nearest one below it.
+    /// The nearest mapping at or below a mapping that has the first byte of the same file.
     fn first(&self, mapping: &Mapping) -> Option<Rc<Mapping>> {
         let below = self.mappings.all().iter().rev().filter(|other| other.start <= mapping.start);
         let same =
@@ -109,7 +111,8 @@ impl<'a> AddressSpace<'a> {
         below.into_iter().find(same).cloned()
     }
 
-    /// Code from the memory of the process. Code in a file that cannot be had is left alone: its file system may not answer.
+    /// Reads code from the memory of the process. Code of a file that is not available is not read,
+    /// because its file system may not answer.
     pub fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
         let mapping = self.mapping(address).filter(|mapping| mapping.executable && mapping.readable)?;
         if !mapping.is_memory() {
@@ -119,7 +122,7 @@ impl<'a> AddressSpace<'a> {
         remote::read_exact(self.tid, address, length).ok()
     }
 
-    /// Where the function that a frame is in keeps its frame, by its code.
+    /// The layout of a frame, computed from the code of its function.
     pub fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
         if let Some(known) = self.layouts.borrow().get(&frame) {
             return *known;
@@ -133,7 +136,7 @@ impl<'a> AddressSpace<'a> {
         layout
     }
 
-    /// Where the function that holds an address begins and ends.
+    /// The range of the function that contains an address.
     fn function(&self, address: u64) -> Option<Range<u64>> {
         let Some(located) = self.located(address) else { return self.perf_map().function(address) };
         let within = address.wrapping_sub(located.bias);
@@ -141,17 +144,17 @@ impl<'a> AddressSpace<'a> {
         Some(found.start.wrapping_add(located.bias)..found.end.wrapping_add(located.bias))
     }
 
-    /// What the process tells of the code that it made at run time; read when it is first asked for.
+    /// Names of the code that the process generated at run time. They are read on first use.
     pub fn perf_map(&self) -> &PerfMap {
         self.perf_map.get_or_init(|| self.images.perf_map(self.pid).unwrap_or_default())
     }
 
-    /// The mappings of code that lies in files, ascending.
+    /// The executable mappings of files, ascending.
     pub fn executables(&self) -> Vec<Rc<Mapping>> {
         self.mappings.executables()
     }
 
-    /// The lowest of them, which mostly is of the program itself.
+    /// The lowest executable mapping of a file. Usually it belongs to the program itself.
     pub fn first_executable(&self) -> Option<Rc<Mapping>> {
         self.mappings.next_executable(0)
     }

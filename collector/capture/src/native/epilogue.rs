@@ -1,27 +1,29 @@
-//! How a function leaves, read from its code: the way to the caller where no table tells it.
+//! Finds the caller by reading the code that the function runs before it returns, where no table
+//! has unwind rules.
 //!
-//! When the instructions that come next do nothing but compute, put back registers and return, they say exactly where the caller is.
-//! Trampolines, thunks, the `main` that some compilers make and functions around one system call, as Go has them, are such code.
-//! Anything else is not guessed.
+//! If the next instructions only compute, restore registers and return, they determine the caller
+//! exactly. Examples are trampolines, thunks, the `main` of some compilers, and functions around a
+//! single system call, as in Go. For any other code there is no result, because it would be a
+//! guess.
 
 use super::registers::{FRAME_POINTER, PC, Registers, STACK_POINTER};
 
-/// Bytes of code that are looked at.
+/// Maximum number of bytes of code to read.
 pub(crate) const LENGTH: usize = 64;
-/// Bytes before a return address that a call may take.
+/// Maximum length of a call instruction before a return address.
 pub(crate) const CALL: usize = 7;
 
-/// DWARF numbers of the registers, in the processor's own order.
+/// DWARF numbers of the registers, in the order of the processor's encoding.
 const NUMBERS: [usize; 16] = [0, 2, 1, 3, 7, 6, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15];
 
-/// The registers of the caller, when the code that comes next just leaves.
+/// The registers of the caller, if the next instructions only leave the function.
 pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Option<u64>) -> Option<Registers> {
     let mut caller = registers.preserved();
     let mut sp = registers.sp();
     let mut rest = code;
     loop {
         rest = match rest {
-            // ret, also with the prefix that branch predictors once needed
+            // ret, with or without the prefix that older branch predictors needed
             [0xc3, ..] | [0xf3, 0xc3, ..] => {
                 caller.set(PC, read(sp)?);
                 caller.set(STACK_POINTER, sp.checked_add(8)?);
@@ -61,8 +63,9 @@ pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Op
     }
 }
 
-/// The length of an instruction that only computes: it leaves the stack pointer and the frame pointer alone, and goes on at the
-/// next one, or may do so. Whichever way a branch goes, the function leaves with the same stack.
+/// The length of an instruction that only computes: it changes neither the stack pointer nor the
+/// frame pointer, and may continue at the next instruction. Both directions of a branch leave the
+/// function with the same stack.
 fn plain(code: &[u8]) -> Option<usize> {
     let (rex, start) = match *code.first()? {
         rex @ 0x40..=0x4f => (rex, 1),
@@ -70,7 +73,8 @@ fn plain(code: &[u8]) -> Option<usize> {
     };
     let (opcode, operand) = (*code.get(start)?, code.get(start + 1).copied());
     let wide = rex & 8 != 0;
-    // The bytes of an operand in memory, and the register that is named instead, if it is one.
+    // The number of bytes after the opcode up to the end of the operand, and the register if the
+    // operand is a register instead of memory.
     let operand = || -> Option<(usize, Option<u8>)> {
         let operand = operand?;
         let (mode, base) = (operand >> 6, operand & 7);
@@ -87,7 +91,7 @@ fn plain(code: &[u8]) -> Option<usize> {
     let middle = || Some(code.get(start + 1)? >> 3 & 7);
     let kept = |register: Option<u8>| register.is_none_or(|register| !matches!(register, 4 | 5));
     let length = match opcode {
-        // nop; the branches that are short
+        // nop; short branches
         0x90 => 0,
         0x70..=0x7f => 1,
         // mov $imm, register
@@ -100,12 +104,12 @@ fn plain(code: &[u8]) -> Option<usize> {
         }
         // add, or, and, sub, xor, mov: register into operand
         0x01 | 0x09 | 0x21 | 0x29 | 0x31 | 0x89 => operand().filter(|(_, register)| kept(*register))?.0,
-        // the same the other way round; lea, movslq
+        // the same instructions with the operands exchanged; lea, movslq
         0x03 | 0x0b | 0x23 | 0x2b | 0x33 | 0x8b | 0x8d | 0x63 if kept(Some(middle()? | (rex & 4) << 1)) => operand()?.0,
-        // cmp and test change nothing
+        // cmp and test write no register
         0x39 | 0x3b | 0x85 => operand()?.0,
         0x3d => 4,
-        // those with a number: all but adc and sbb, which nobody leaves with
+        // instructions with an immediate, except adc and sbb, which no epilogue uses
         0x81 | 0x83 if !matches!(middle()?, 2 | 3) => {
             let (length, register) = operand()?;
             let number = if opcode == 0x81 { 4 } else { 1 };
@@ -125,7 +129,8 @@ fn plain(code: &[u8]) -> Option<usize> {
 
 /// Whether the bytes before a return address end with a call.
 pub(crate) fn ends_with_call(code: &[u8]) -> bool {
-    // ModR/M of `call *operand` has a 2 in the middle; the operand decides about the length.
+    // The middle bits of the ModR/M byte of `call *operand` are 2. The operand determines the
+    // length.
     let indirect = |length: usize, mode: u8, has_index: bool| {
         let Some([0xff, operand, ..]) = code.len().checked_sub(length).map(|start| &code[start..]) else {
             return false;
@@ -157,7 +162,7 @@ mod tests {
         registers
     }
 
-    /// Each word of memory holds its own address, negated.
+    /// Each word of memory holds its own address, inverted.
     fn read(address: u64) -> Option<u64> {
         Some(!address)
     }
@@ -166,7 +171,8 @@ mod tests {
     fn instructions_that_only_compute() {
         for code in [
             &[0x90][..],
-            // add %r8,%rax; mov %eax,0x28(%rsp); mov (%rip+…),%rcx; cmp $-4095,%rax; jbe; neg %rax; mov $-1,%rax; xor %ebx,%ebx
+            // add %r8,%rax; mov %eax,0x28(%rsp); mov (%rip+…),%rcx; cmp $-4095,%rax; jbe; neg %rax;
+            // mov $-1,%rax; xor %ebx,%ebx
             &[0x4c, 0x01, 0xc0],
             &[0x89, 0x44, 0x24, 0x28],
             &[0x48, 0x8b, 0x0d, 1, 2, 3, 4],
@@ -215,7 +221,7 @@ mod tests {
         ] {
             let caller = leave(code, &at(0x1000), read).unwrap_or_else(|| panic!("{code:x?}"));
             assert_eq!((caller.pc(), caller.sp()), (!sp, sp + 8), "{code:x?}");
-            // What a call may change is not known any more.
+            // A register that a call may change is unknown in the caller.
             assert!(caller.get(0).is_none(), "{code:x?}");
         }
         let caller = leave(&[0x5b, 0x41, 0x5c, 0x5d, 0xc3], &at(0x1000), read).expect("pops and a return");

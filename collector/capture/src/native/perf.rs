@@ -1,7 +1,9 @@
-//! Samples of threads that run: `perf_event_open` on a thread's software task clock, with its user registers and its stack.
+//! Samples of running threads: `perf_event_open` on a thread's software task clock, with its user
+//! registers and its stack.
 //!
-//! The kernel's timer interrupt takes the sample on the CPU that runs the thread. The thread gets no signal and no stop, and a
-//! system call that it is in returns what it would have returned. Each event takes one sample and then disables itself.
+//! The kernel's timer interrupt takes the sample on the CPU that runs the thread. The thread gets
+//! no signal and does not stop, and its current system call returns the result that it would have
+//! returned anyway. Each event takes one sample and then disables itself.
 
 use std::{
     fs, io,
@@ -15,11 +17,12 @@ use crate::memory::region::Region;
 
 use super::registers::Registers;
 
-/// CPU time of the thread after which a sample is taken. The kernel permits no less than 10 us.
+/// CPU time of the thread until the sample. The kernel's minimum is 10 us.
 const PERIOD_NS: u64 = 20_000;
-/// Bytes of the user stack in one sample. A record holds less than 64 KB.
+/// Bytes of the user stack in one sample. A record is shorter than 64 KB.
 pub(crate) const STACK_BYTES: usize = 65_528;
-/// Pages of a ring: one record of the longest kind. Users without privileges may lock few pages, so fewer are tried too.
+/// Sizes of a ring to try, in pages. The first fits one record of the maximum length. Unprivileged
+/// users may lock only few pages, so smaller sizes are tried too.
 const RING_PAGES: [usize; 3] = [16, 8, 4];
 const PAGE: usize = 4096;
 
@@ -34,13 +37,14 @@ const FLAG_FD_CLOEXEC: libc::c_ulong = 8;
 /// `_IO('$', 2)`: enables the event until it has taken this many samples.
 const IOC_REFRESH: libc::c_ulong = 0x2402;
 const RECORD_SAMPLE: u32 = 9;
-/// Of `misc` in a record's header: which mode the CPU was in.
+/// The CPU mode in the `misc` field of a record's header.
 const MODE_MASK: u16 = 7;
 const MODE_KERNEL: u16 = 1;
-/// `PERF_REG_X86_*`: ax, bx, cx, dx, si, di, bp, sp, ip (bits 0 to 8) and r8 to r15 (bits 16 to 23).
+/// `PERF_REG_X86_*`: ax, bx, cx, dx, si, di, bp, sp, ip (bits 0 to 8) and r8 to r15 (bits 16 to
+/// 23).
 const REGISTERS: u64 = 0x00ff_01ff;
 const REGISTER_COUNT: usize = REGISTERS.count_ones() as usize;
-/// Where in the ring's first page the kernel writes its position, and where it reads ours.
+/// Offsets in the ring's first page: where the kernel writes its position, and where it reads ours.
 const HEAD: usize = 1024;
 const TAIL: usize = 1032;
 
@@ -65,27 +69,27 @@ struct Attributes {
     clock: i32,
 }
 
-/// When a thread is sampled.
+/// When a thread may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Reach {
     /// While its own code runs.
     User,
-    /// Also while it is inside a system call, for which a privilege is needed.
+    /// Also inside a system call. This needs a privilege.
     Kernel,
 }
 
-/// One thread, sampled when it next runs.
+/// An event that samples one thread when the thread next runs.
 pub(crate) struct Event {
     descriptor: OwnedFd,
     ring: MmapRaw,
 }
 
-/// What a thread was doing at one moment while it ran.
+/// The state of a running thread at one moment.
 pub(crate) struct Sample {
     pub registers: Registers,
-    /// From its stack pointer upwards.
+    /// The stack from the stack pointer upwards.
     pub stack: Region,
-    /// Whether it was inside a system call.
+    /// Whether the thread was inside a system call.
     pub in_kernel: bool,
 }
 
@@ -103,16 +107,16 @@ impl Event {
         Err(last)
     }
 
-    /// Asks for one sample. What was sampled earlier is forgotten.
+    /// Requests one sample. Earlier samples are discarded.
     #[allow(unsafe_code)]
     pub fn arm(&self) -> io::Result<()> {
         self.position(TAIL).store(self.position(HEAD).load(Ordering::Acquire), Ordering::Release);
-        // SAFETY: the request takes a number and touches no memory of this process.
+        // SAFETY: the request takes a number and accesses no memory of this process.
         let result = unsafe { libc::ioctl(self.descriptor.as_raw_fd(), IOC_REFRESH, 1) };
         if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
     }
 
-    /// The sample, once it has been taken. One that tells nothing is asked for again.
+    /// The sample, once it was taken. An unusable sample is requested again.
     pub fn take(&self) -> Option<Sample> {
         let (mut tail, head) =
             (self.position(TAIL).load(Ordering::Relaxed), self.position(HEAD).load(Ordering::Acquire));
@@ -125,12 +129,12 @@ impl Event {
             if kind == RECORD_SAMPLE {
                 found = parse_sample(&self.bytes(tail + 8, length.saturating_sub(8)), misc & MODE_MASK == MODE_KERNEL);
             }
-            // A length of nothing would keep us here.
+            // A length of 0 must not lead to an endless loop.
             tail += length.max(8) as u64;
         }
         self.position(TAIL).store(tail, Ordering::Release);
         if found.is_none() && tail > first {
-            // It fails when the thread has ended, which shows elsewhere.
+            // This fails if the thread has ended, which the caller notices elsewhere.
             let _ = self.arm();
         }
         found
@@ -138,12 +142,12 @@ impl Event {
 
     #[allow(unsafe_code)]
     fn position(&self, offset: usize) -> &AtomicU64 {
-        // SAFETY: both offsets lie within the first page of the ring and are multiples of 8; the mapping lives as long as
-        // `self`, and the kernel accesses these words atomically.
+        // SAFETY: both offsets are within the first page of the ring and multiples of 8. The
+        // mapping lives as long as `self`, and the kernel accesses these words atomically.
         unsafe { AtomicU64::from_ptr(self.ring.as_mut_ptr().add(offset).cast()) }
     }
 
-    /// A piece of the ring's data, which may continue at its beginning.
+    /// Copies bytes of the ring's data, which may wrap around to its start.
     #[allow(unsafe_code)]
     fn bytes(&self, position: u64, length: usize) -> Vec<u8> {
         let room = self.ring.len() - PAGE;
@@ -151,8 +155,8 @@ impl Event {
         let length = length.min(room);
         let first = length.min(room - start);
         let mut bytes = vec![0; length];
-        // SAFETY: `start + first` and `length - first` are at most `room`, the bytes behind the first page. The kernel writes
-        // nothing between the tail and the head.
+        // SAFETY: `start + first` and `length - first` are at most `room`, the number of bytes
+        // after the first page. The kernel does not write between the tail and the head.
         unsafe {
             let data = self.ring.as_ptr().add(PAGE);
             std::ptr::copy_nonoverlapping(data.add(start), bytes.as_mut_ptr(), first);
@@ -182,22 +186,23 @@ fn open(tid: i32, reach: Reach) -> io::Result<OwnedFd> {
         sample_stack_user: STACK_BYTES as u32,
         ..Attributes::default()
     };
-    // SAFETY: the kernel reads `attributes`, which has the size that it names. -1: on any CPU, and in no group.
+    // SAFETY: the kernel reads `attributes`, whose size is in its `size` field. -1: on any CPU, and
+    // in no group.
     let result =
         unsafe { libc::syscall(libc::SYS_perf_event_open, &raw const attributes, tid, -1, -1, FLAG_FD_CLOEXEC) };
     if result < 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: the kernel has just opened it for us.
+    // SAFETY: the kernel has just opened this descriptor for us.
     Ok(unsafe { OwnedFd::from_raw_fd(result as i32) })
 }
 
-/// Whether the kernel refused for want of permission.
+/// Whether the kernel refused for lack of permission.
 pub(crate) fn is_forbidden(error: &io::Error) -> bool {
     matches!(error.raw_os_error(), Some(libc::EACCES | libc::EPERM))
 }
 
-/// Whether descriptors or locked memory ran out, which may pass.
+/// Whether descriptors or locked memory ran out, which may be temporary.
 pub(crate) fn is_shortage(error: &io::Error) -> bool {
     matches!(
         error.raw_os_error(),
@@ -205,7 +210,7 @@ pub(crate) fn is_shortage(error: &io::Error) -> bool {
     )
 }
 
-/// Why running threads cannot be sampled, and what to do about it.
+/// Explains why running threads cannot be sampled, and what to do about it.
 pub(crate) fn explain(error: &io::Error) -> String {
     const GRANT: &str = "grant CAP_PERFMON (docker run --cap-add PERFMON; in Kubernetes securityContext.capabilities.add: \
                          [PERFMON])";
@@ -235,9 +240,10 @@ fn parse_header(header: &[u8]) -> Option<(u32, u16, usize)> {
     Some((header as u32, (header >> 32) as u16, (header >> 48) as usize))
 }
 
-/// What follows the header: the ABI, the registers, and the stack with the number of its bytes that were copied.
+/// Parses what follows the header: the ABI, the registers, the stack, and how many bytes of the
+/// stack were copied.
 fn parse_sample(record: &[u8], in_kernel: bool) -> Option<Sample> {
-    // 0: no user registers, as of a thread that is past its end.
+    // 0: no user registers, for example because the thread is exiting.
     if number(record, 0)? == 0 {
         return None;
     }
@@ -251,8 +257,8 @@ fn parse_sample(record: &[u8], in_kernel: bool) -> Option<Sample> {
     let bytes = record.get(room_at + 8..(room_at + 8).checked_add(room)?)?;
     let copied = if room == 0 { 0 } else { usize::try_from(number(record, room_at + 8 + room)?).ok()? };
     let bytes = bytes.get(..copied)?.to_vec();
-    // A system call leaves the address behind it in rcx. In other places of the kernel, such as on the way into a signal
-    // handler, the registers may be changing just then.
+    // A system call saves its return address in rcx. Elsewhere in the kernel, for example on entry
+    // to a signal handler, the registers may be in the middle of a change.
     let [_, _, rcx, ..] = values;
     if in_kernel && rcx != registers.pc() {
         return None;
@@ -297,7 +303,7 @@ mod tests {
         let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
         let until = stop.clone();
         let thread = std::thread::spawn(move || {
-            // SAFETY: it takes nothing and returns a number.
+            // SAFETY: gettid takes no arguments and returns a number.
             sender.send((unsafe { libc::syscall(libc::SYS_gettid) } as i32, &raw const sender as u64)).unwrap();
             while !until.load(Ordering::Relaxed) {
                 std::hint::spin_loop();
@@ -313,7 +319,7 @@ mod tests {
             }
         };
         let start = std::time::Instant::now();
-        // The second and third of them wrap around the end of the ring.
+        // The second and the third sample wrap around the end of the ring.
         for _ in 0..3 {
             event.arm().unwrap();
             let sample = loop {

@@ -1,41 +1,44 @@
-//! Where a function keeps its frame, by its code: the distance from the stack pointer to its caller's frame at one place.
+//! Computes the layout of a function's frame from its code: the distance from the stack pointer to
+//! the caller's frame at one instruction.
 //!
-//! A system call tells the stack pointer of a sleeping thread but not its frame pointer, and functions that are built with a
-//! frame pointer need it. Compilers move the stack pointer by fixed amounts, so the code before a place tells the distance.
-//! Where it does not (`alloca`, a stack that is aligned at run time), there is no answer rather than a guess.
+//! For a sleeping thread, the kernel reveals the stack pointer but not the frame pointer, which is
+//! needed to unwind functions that are compiled with one. Compilers move the stack pointer by
+//! constant amounts, so the code before an instruction determines the distance. Where it does not
+//! (`alloca`, a stack that is aligned at run time), there is no result instead of a guess.
 
 use std::{collections::HashMap, ops::Range};
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
-/// Bytes of a function that are looked through at most, and instructions.
+/// Maximum number of bytes and of instructions of a function to analyze.
 pub(crate) const LONGEST: u64 = 256 << 10;
 const MOST_INSTRUCTIONS: usize = 100_000;
 
-/// The frame of a function at one place. All distances are from the CFA, the stack pointer before the call.
+/// The frame of a function at one instruction. All distances are relative to the CFA, the stack
+/// pointer before the call.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct FrameLayout {
-    /// The stack pointer, below the CFA.
+    /// The stack pointer, which is below the CFA.
     pub sp: i64,
     pub fp: FramePointer,
-    /// Where the caller's frame pointer is kept.
+    /// Where the caller's frame pointer is saved.
     pub saved_fp: Option<i64>,
 }
 
-/// What the frame pointer holds.
+/// Value of the frame pointer.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum FramePointer {
-    /// What it held in the caller.
+    /// The caller's value.
     Callers,
-    /// An address at this distance.
+    /// The address at this distance.
     At(i64),
     Unknown,
 }
 
 const ENTRY: FrameLayout = FrameLayout { sp: -8, fp: FramePointer::Callers, saved_fp: None };
 
-/// The frame at `pc`, where the next instruction runs (`exact`) or a call returns to. `code` is that of the whole function,
-/// which begins at `start`.
+/// The frame at `pc`, which is the next instruction (`exact`) or a return address. `code` is the
+/// code of the whole function, which starts at `start`.
 pub(crate) fn layout(code: &[u8], start: u64, pc: u64, exact: bool) -> Option<FrameLayout> {
     let mut walk = Walk {
         code,
@@ -50,8 +53,8 @@ pub(crate) fn layout(code: &[u8], start: u64, pc: u64, exact: bool) -> Option<Fr
     };
     walk.from(start, Some(ENTRY));
     while walk.found.is_none() && !walk.conflict {
-        // Jump tables and handlers of exceptions lead to code that nothing else leads to. The stack is there as it is where
-        // the function calls others, if it is the same at all these places.
+        // Only jump tables or exception handlers lead to the remaining code. Assume that its frame
+        // is like that at the function's calls, if it is equal at all of them.
         let &[body] = walk.bodies.as_slice() else { return None };
         let next = std::mem::take(&mut walk.ends).into_iter().find(|end| !walk.seen.contains_key(end));
         walk.from(next?, Some(body));
@@ -64,19 +67,19 @@ struct Walk<'a> {
     range: Range<u64>,
     pc: u64,
     exact: bool,
-    /// The layout before each instruction; `None` where it cannot be told.
+    /// The layout before each instruction; `None` where it is unknown.
     seen: HashMap<u64, Option<FrameLayout>>,
-    /// The distinct layouts at calls and at jumps to nobody knows where.
+    /// The distinct layouts at calls and at indirect jumps.
     bodies: Vec<FrameLayout>,
-    /// What follows instructions that do not go on to the next one.
+    /// Addresses after instructions that do not continue at the next one.
     ends: Vec<u64>,
     found: Option<Option<FrameLayout>>,
-    /// One place is reached with two layouts.
+    /// One instruction is reached with two layouts.
     conflict: bool,
 }
 
 impl Walk<'_> {
-    /// Follows the code from an address on, and all its branches within the function.
+    /// Follows the code from an address on, with all its branches within the function.
     fn from(&mut self, address: u64, layout: Option<FrameLayout>) {
         let mut open = vec![(address, layout)];
         while let Some((mut address, mut layout)) = open.pop() {
@@ -125,7 +128,7 @@ impl Walk<'_> {
     }
 }
 
-/// The layout after an instruction; `None` when the stack pointer cannot be told any more.
+/// The layout after an instruction. `None` if the stack pointer becomes unknown.
 fn step(before: FrameLayout, instruction: &Instruction) -> Option<FrameLayout> {
     use FramePointer::{At, Callers, Unknown};
     const SP: Register = Register::RSP;
@@ -135,7 +138,7 @@ fn step(before: FrameLayout, instruction: &Instruction) -> Option<FrameLayout> {
         OpKind::Immediate8to64 | OpKind::Immediate32to64 => Some(instruction.immediate(1).cast_signed()),
         _ => None,
     };
-    // The address that `lea` computes from one of the two pointers.
+    // The address that `lea` computes from the stack pointer or the frame pointer.
     let address = || {
         let base = match (instruction.memory_base(), instruction.memory_index()) {
             (SP, Register::None) => before.sp,
@@ -188,7 +191,7 @@ fn step(before: FrameLayout, instruction: &Instruction) -> Option<FrameLayout> {
         Mnemonic::Sub if first == SP => after.sp -= number()?,
         Mnemonic::Xchg | Mnemonic::Xadd if first == SP || second == SP => return None,
         _ if first == SP => return None,
-        // What a call takes from the stack is what it has put there.
+        // A call pushes and pops the same amount.
         _ if matches!(instruction.flow_control(), FlowControl::Call | FlowControl::IndirectCall) => {}
         _ => {
             if first == FP || (instruction.mnemonic() == Mnemonic::Xchg && second == FP) {
@@ -215,7 +218,8 @@ mod tests {
 
     #[test]
     fn a_frame_pointer_and_locals() {
-        // push %rbp; mov %rsp,%rbp; push %rbx; sub $0x18,%rsp; call; add $0x18,%rsp; pop %rbx; pop %rbp; ret
+        // push %rbp; mov %rsp,%rbp; push %rbx; sub $0x18,%rsp; call; add $0x18,%rsp; pop %rbx; pop
+        // %rbp; ret
         let code = [
             0x55, 0x48, 0x89, 0xe5, 0x53, 0x48, 0x83, 0xec, 0x18, 0xe8, 0, 0, 0, 0, 0x48, 0x83, 0xc4, 0x18, 0x5b, 0x5d,
             0xc3,
@@ -231,7 +235,8 @@ mod tests {
 
     #[test]
     fn leave_and_both_branches() {
-        // push %rbp; mov %rsp,%rbp; sub $0x100,%rsp; je 1f; leave; ret; 1: call; lea -8(%rbp),%rsp; ret
+        // push %rbp; mov %rsp,%rbp; sub $0x100,%rsp; je 1f; leave; ret; 1: call; lea -8(%rbp),%rsp;
+        // ret
         let code = [
             0x55, 0x48, 0x89, 0xe5, 0x48, 0x81, 0xec, 0, 1, 0, 0, 0x74, 2, 0xc9, 0xc3, 0xe8, 0, 0, 0, 0, 0x48, 0x8d,
             0x65, 0xf8, 0xc3,

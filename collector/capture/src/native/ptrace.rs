@@ -1,9 +1,10 @@
-//! Stopping a thread for as long as it takes to copy its registers and its stack, and never longer.
+//! Stops a thread for exactly as long as it takes to copy its registers and its stack.
 //!
-//! SEIZE and INTERRUPT send no signal, but a stop may cut short a system call of the thread, so threads are stopped only when
-//! that is asked for. A stopped thread is released by `Drop`. The calls of one [`Stop`] must come from one OS thread; the
-//! kernel releases what that thread still holds when it ends. So it does when this process is killed, but not when it is
-//! frozen: a process that may be killed has itself killed then, see [`die_rather_than_hold`].
+//! SEIZE and INTERRUPT send no signal, but a stop may cut short a system call of the thread, so
+//! threads are stopped only on request. `Drop` releases a stopped thread. All calls of one [`Stop`]
+//! must come from one OS thread. The kernel releases the stopped threads when that OS thread ends,
+//! also if this process is killed, but not while this process is frozen. For that case, an
+//! expendable process has itself killed; see [`die_rather_than_hold`].
 
 use std::{
     io,
@@ -20,46 +21,52 @@ use crate::{
 
 use super::registers::Registers;
 
-/// How long an answer from another CPU takes at most, mostly.
+/// Usual maximum time until a thread on another CPU has stopped.
 const SPIN: Duration = Duration::from_micros(20);
-/// After that, how long the CPU is left to whoever has to answer. When it is taken back too soon again and again, nobody gets on.
+/// How long to leave the CPU to the threads that must stop after that. If it is taken back too soon
+/// again and again, no thread makes progress.
 const PAUSE: Duration = Duration::from_micros(30);
-/// Who has not answered for so long may never do so, and is looked at.
+/// A thread that has not stopped after this time may never stop, so its state is checked.
 const LONG: Duration = Duration::from_millis(1);
 
-/// How long a thread that was never asked to stop is waited for so that it can be released.
+/// How long to wait for a thread to stop that was seized but not stopped, so that it can be
+/// released.
 const LAST_WAIT: Duration = Duration::from_millis(2);
 
-/// For how long a thread is held at most by a process that may be killed. It is longer than the patience with which a thread is
-/// waited for.
+/// Maximum time for which an expendable process holds a thread. It is longer than the time limit
+/// for a thread to stop.
 const LONGEST_HOLD: Duration = Duration::from_millis(400);
 
 static EXPENDABLE: AtomicBool = AtomicBool::new(false);
 
-/// From now on this process is killed by the kernel when it holds a thread for longer than [`LONGEST_HOLD`], whatever keeps it
-/// from letting go: a SIGSTOP, a debugger, a freezer, a busy machine.
+/// From now on, the kernel kills this process if it holds a thread for longer than
+/// [`LONGEST_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
+/// machine.
 pub(crate) fn die_rather_than_hold() {
     EXPENDABLE.store(true, Ordering::Relaxed);
 }
 
-/// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that are stopped or frozen.
+/// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that
+/// are stopped or frozen.
 ///
-/// The kernel's own calls: glibc 2.34 has given its functions a version that older systems do not have.
+/// It uses system calls directly, because the functions of glibc 2.34 have a symbol version that
+/// older systems lack.
 struct Watchdog(libc::c_int);
 
 impl Watchdog {
-    /// `None` in a process that may not be killed. An error means that no thread may be stopped.
+    /// `None` in a process that may not be killed. After an error, no thread may be stopped.
     #[allow(unsafe_code)]
     fn new() -> io::Result<Option<Self>> {
         if !EXPENDABLE.load(Ordering::Relaxed) {
             return Ok(None);
         }
-        // SAFETY: sigevent is plain data for which zeroes are valid.
+        // SAFETY: sigevent is plain data, and zeros are valid for it.
         let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
         event.sigev_notify = libc::SIGEV_SIGNAL;
         event.sigev_signo = libc::SIGKILL;
         let mut timer: libc::c_int = 0;
-        // SAFETY: `event` is valid for reading and has the kernel's layout, and `timer`, an int to the kernel, is valid for writing.
+        // SAFETY: `event` is valid for reading and has the kernel's layout. `timer`, an int for the
+        // kernel, is valid for writing.
         let result =
             unsafe { libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
         if result == 0 { Ok(Some(Watchdog(timer))) } else { Err(io::Error::last_os_error()) }
@@ -70,7 +77,7 @@ impl Watchdog {
         let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
         let after = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_HOLD.as_nanos() as i64 };
         let once = libc::itimerspec { it_interval: never, it_value: after };
-        // SAFETY: the timer exists until this is dropped, and `once` is valid for reading.
+        // SAFETY: the timer exists until `self` is dropped, and `once` is valid for reading.
         let result = unsafe {
             libc::syscall(libc::SYS_timer_settime, self.0, 0, &raw const once, std::ptr::null_mut::<libc::itimerspec>())
         };
@@ -81,25 +88,27 @@ impl Watchdog {
 impl Drop for Watchdog {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // SAFETY: the timer was created with this and is used by nobody else.
+        // SAFETY: `new` created the timer, and nobody else uses it.
         unsafe { libc::syscall(libc::SYS_timer_delete, self.0) };
     }
 }
 
-/// A thread that is stopped, until this is dropped.
+/// A thread that stays stopped until this is dropped.
 pub(crate) struct Stop {
     tid: i32,
     /// Dropped after the thread has been released.
     watchdog: Option<Watchdog>,
-    /// When it was asked to stop.
+    /// When the stop was requested.
     since: Option<Instant>,
     stopped: bool,
-    /// The signal that it was about to be told of; it gets it when it goes on.
+    /// The signal that was about to be delivered to the thread. The thread gets it when it
+    /// continues.
     signal: i32,
 }
 
 impl Stop {
-    /// Stops one thread. A thread that sleeps uninterruptibly would never answer, so the caller must not ask for one.
+    /// Stops one thread. The caller must not stop a thread in uninterruptible sleep, which would
+    /// never respond.
     pub fn new(pid: i32, tid: i32, deadline: Instant, _hurry: &Hurry) -> Result<Self, Error> {
         let mut stop = Self::seize(pid, tid)?;
         stop.request(pid)?;
@@ -107,7 +116,7 @@ impl Stop {
         Ok(stop)
     }
 
-    /// Makes ready for stopping one thread, which runs on.
+    /// Prepares to stop one thread, which continues to run.
     pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
         let watchdog = Watchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
@@ -115,7 +124,7 @@ impl Stop {
         Ok(Stop { tid, watchdog, since: None, stopped: false, signal: 0 })
     }
 
-    /// Asks the thread to stop, without waiting until it has.
+    /// Requests the stop without waiting for it.
     pub fn request(&mut self, pid: i32) -> Result<(), Error> {
         if let Some(watchdog) = &self.watchdog {
             watchdog.start().map_err(|source| Error::Ptrace { tid: self.tid, source })?;
@@ -146,8 +155,8 @@ impl Stop {
             if Instant::now() >= deadline {
                 return Err(Error::NoStop { tid: self.tid, waited_us: asked.elapsed().as_micros() as u64 });
             }
-            // A thread on another CPU answers within microseconds. One on this CPU needs this CPU, and nobody else gets it
-            // from a thread in a hurry that does not sleep.
+            // A thread on another CPU stops within microseconds. A thread on this CPU needs this
+            // CPU, which a thread with raised priority yields only by sleeping.
             let waited = asked.elapsed();
             if waited < SPIN {
                 std::hint::spin_loop();
@@ -171,7 +180,7 @@ impl Stop {
         Ok(Registers::from_ptrace(&registers))
     }
 
-    /// Lets the thread go on, and says for how long it was stopped at most.
+    /// Lets the thread continue, and returns an upper bound of the time for which it was stopped.
     pub fn release(self) -> Duration {
         let since = self.since;
         drop(self);
@@ -181,14 +190,16 @@ impl Stop {
 
 impl Drop for Stop {
     fn drop(&mut self) {
-        // After a request the watchdog runs. Before it, the thread is about to be asked just to be released.
+        // After a request, the watchdog is already running. Without a request, the thread is
+        // stopped now only so that it can be released.
         if self.since.is_none()
             && let Some(watchdog) = &self.watchdog
         {
-            // Without it, the thread is released by the end of this one.
+            // If this fails, the end of this OS thread still releases the thread.
             let _ = watchdog.start();
         }
-        // Only a stopped thread can be detached from. One that has not answered yet is released by the end of this thread.
+        // Only a stopped thread can be detached. The end of this OS thread releases a thread that
+        // has not stopped yet.
         if self.since.is_none() && nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).is_ok() {
             let asked = Instant::now();
             while matches!(self.has_stopped(), Ok(false)) && asked.elapsed() < LAST_WAIT {
@@ -205,7 +216,7 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
         && let Ok(status) = procfs::status(pid, tid)
     {
         if status.tracer != 0 {
-            // The kernel names the thread that traces, and a person wants to know the program.
+            // The kernel names the tracing thread, but a person wants the name of the program.
             let tracer = procfs::pid_of_thread(status.tracer).unwrap_or(status.tracer);
             let name = procfs::stat(tracer).map(|stat| stat.name).unwrap_or_default();
             return Error::Traced { tid, tracer, name };
@@ -218,25 +229,27 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
     Error::Ptrace { tid, source }
 }
 
-/// While it lives, this OS thread goes before all others: whoever takes the CPU from it while it holds a thread makes that one
-/// stand still too. So nothing may be done meanwhile that could take long, and waiting is sleeping.
+/// Raises the priority of this OS thread until dropped. Whatever takes the CPU from this thread
+/// while it holds another thread also extends that thread's stop. So nothing slow may happen under
+/// the raised priority, and every wait must sleep.
 pub(crate) struct Hurry {
     before: Option<Priority>,
 }
 
-/// What is changed for a while.
+/// The original value of what was changed.
 enum Priority {
     Policy(i32, libc::sched_param),
     Niceness(i32),
 }
 
 impl Hurry {
-    /// Without the privilege for it all stays as it is.
+    /// Without the privilege to change it, the priority stays as it is.
     #[allow(unsafe_code)]
     pub fn new() -> Self {
         let first = libc::sched_param { sched_priority: 1 };
         let mut usual = libc::sched_param { sched_priority: 0 };
-        // SAFETY: the parameters are valid for reading and writing; 0 stands for the calling thread, also below.
+        // SAFETY: the parameters are valid for reading and writing. 0 is the calling thread, also
+        // below.
         unsafe {
             let policy = libc::sched_getscheduler(0);
             if libc::sched_getparam(0, &raw mut usual) == 0
@@ -245,8 +258,8 @@ impl Hurry {
                 return Hurry { before: Some(Priority::Policy(policy, usual)) };
             }
         }
-        // Control groups may forbid the above to everybody.
-        // SAFETY: these take and return numbers.
+        // A control group may forbid the policy to everybody.
+        // SAFETY: these calls take and return numbers.
         let (niceness, changed) = unsafe {
             let niceness = libc::getpriority(libc::PRIO_PROCESS, 0);
             (niceness, libc::setpriority(libc::PRIO_PROCESS, 0, -20) == 0)
@@ -258,7 +271,7 @@ impl Hurry {
 impl Drop for Hurry {
     #[allow(unsafe_code)]
     fn drop(&mut self) {
-        // Going back is always allowed.
+        // Restoring the priority is always permitted.
         match &self.before {
             // SAFETY: as above.
             Some(Priority::Policy(policy, usual)) => unsafe {
@@ -273,8 +286,9 @@ impl Drop for Hurry {
     }
 }
 
-/// Waits for threads that were asked to stop, and hands each over as soon as it has, with its place in the list. Those that have
-/// ended are taken from the list too; what is left has not stopped by the deadline.
+/// Waits for threads whose stop was requested, and passes each to `each` with its index as soon as
+/// it has stopped. Stopped and ended threads are taken out of the list. The rest has not stopped by
+/// the deadline.
 pub(crate) fn each_stopped(
     stops: &mut [Option<Stop>],
     deadline: Instant,
@@ -283,7 +297,7 @@ pub(crate) fn each_stopped(
 ) {
     let mut last = Instant::now();
     while stops.iter().any(Option::is_some) && Instant::now() < deadline {
-        // One question for all of them, instead of one for each.
+        // One system call for all threads, instead of one for each.
         match wait_stopped(libc::P_ALL, 0) {
             Ok(Some(stopped)) => {
                 let is_it = |stop: &Option<Stop>| stop.as_ref().is_some_and(|stop| stop.tid == stopped.tid);
@@ -296,7 +310,7 @@ pub(crate) fn each_stopped(
                 last = Instant::now();
             }
             Ok(None) if last.elapsed() < LONG => std::thread::sleep(PAUSE),
-            // The end of a thread is not told, so it is asked for.
+            // The kernel does not report the end of a thread here, so check each thread.
             _ => {
                 for (place, slot) in stops.iter_mut().enumerate() {
                     let answer = slot.as_mut().map_or(Ok(false), Stop::has_stopped);
@@ -313,24 +327,24 @@ pub(crate) fn each_stopped(
     }
 }
 
-/// Makes this OS thread's sleeps end when they are to, and not the usual 50 us later.
+/// Makes sleeps of this OS thread end on time instead of the usual 50 us later.
 pub(crate) fn sleep_exactly() {
-    // It is only about time, so it may fail.
+    // This only affects timing, so it may fail.
     let _ = nix::sys::prctl::set_timerslack(1);
 }
 
 /// A thread that has stopped.
 struct Stopped {
     tid: i32,
-    /// The signal it is to get afterwards, or 0.
+    /// The signal to deliver afterwards, or 0.
     signal: i32,
 }
 
-/// A thread that has stopped, of all that this OS thread traces or of one. Never waits, and never takes the exit status of a
-/// process away from its parent, which may be this one.
+/// A thread that has stopped: the given one, or any that this OS thread traces. This never waits,
+/// and never takes the exit status of a process from its parent, which may be this process.
 #[allow(unsafe_code)]
 fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<Stopped>> {
-    // SAFETY: siginfo_t is plain data for which zeroes are valid.
+    // SAFETY: siginfo_t is plain data, and zeros are valid for it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
     // SAFETY: `info` is valid for writing, and the flags are those of waitid.
@@ -338,19 +352,21 @@ fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<Stopped>> {
     if result != 0 {
         return Err(io::Error::last_os_error());
     }
-    // SAFETY: waitid has filled in the fields of a child event, or left the zeroes.
+    // SAFETY: waitid has filled in the fields of a child event, or left the zeros.
     let (tid, status) = unsafe { (info.si_pid(), info.si_status()) };
     if tid == 0 {
         return Ok(None);
     }
-    // An event (the interrupt, a group stop) has its number above the signal and delivers nothing.
+    // An event (the interrupt, a group stop) has its number above the signal, and no signal is
+    // delivered.
     let event = status >> 8;
     Ok(Some(Stopped { tid, signal: if event == 0 { status & 0xff } else { 0 } }))
 }
 
 #[allow(unsafe_code)]
 fn detach(tid: i32, signal: i32) {
-    // SAFETY: PTRACE_DETACH takes a thread id and a signal number and touches no memory of this process.
+    // SAFETY: PTRACE_DETACH takes a thread id and a signal number and accesses no memory of this
+    // process.
     let result = unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal as usize) };
     if result != 0 {
         tracing::debug!("thread {tid} was not released: {}", io::Error::last_os_error());
@@ -364,7 +380,7 @@ mod tests {
     #[test]
     #[allow(unsafe_code)]
     fn a_hurry_ends() {
-        // SAFETY: it takes and returns a number.
+        // SAFETY: the call takes and returns a number.
         let policy = || unsafe { libc::sched_getscheduler(0) };
         let before = policy();
         let hurry = Hurry::new();

@@ -1,14 +1,14 @@
-//! The registers of one frame, by their DWARF numbers. x86-64; another architecture is another table here.
+//! The registers of one frame, by their DWARF numbers. The tables here are for x86-64.
 
 use crate::kernel::procfs::Syscall;
 
-/// DWARF number of the register with the answer of a system call.
+/// DWARF number of the register with the result of a system call.
 pub(crate) const ANSWER: usize = 0;
 /// DWARF number of the frame pointer.
 pub(crate) const FRAME_POINTER: usize = 6;
 /// DWARF number of the stack pointer.
 pub(crate) const STACK_POINTER: usize = 7;
-/// DWARF number of the return address, where this frame's program counter is kept.
+/// DWARF number of the return address. It holds the program counter of the frame.
 pub(crate) const PC: usize = 16;
 const COUNT: usize = 17;
 
@@ -16,15 +16,16 @@ const NAMES: [&str; COUNT] = [
     "rax", "rdx", "rcx", "rbx", "rsi", "rdi", "rbp", "rsp", "r8", "r9", "r10", "r11", "r12", "r13", "r14", "r15", "rip",
 ];
 
-/// rbx, rbp, r12 to r15: a function without a rule for them left them as they were.
+/// rbx, rbp, r12 to r15: a function without a rule for them has left them unchanged.
 const CALLEE_SAVED: [usize; 6] = [3, FRAME_POINTER, 12, 13, 14, 15];
 
-/// Register values of one frame; `None` where the value is not known.
+/// Register values of one frame; `None` where the value is unknown.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub(crate) struct Registers([Option<u64>; COUNT]);
 
 impl Registers {
-    /// What the kernel tells of a sleeping thread without stopping it. A system call leaves its arguments in place.
+    /// The registers of a sleeping thread that the kernel reveals without a stop. A system call
+    /// leaves its arguments in their registers.
     pub fn from_syscall(syscall: &Syscall) -> Option<Self> {
         let Syscall::Blocked { arguments, sp, pc, .. } = *syscall else { return None };
         let mut registers = Registers::default();
@@ -48,8 +49,8 @@ impl Registers {
         Registers(all.map(Some))
     }
 
-    /// All registers of a sampled thread, in the order in which the kernel numbers them for samples: ax, bx, cx, dx, si, di, bp,
-    /// sp, ip, r8 to r15.
+    /// All registers of a sampled thread. `values` is in the kernel's order for samples: ax, bx,
+    /// cx, dx, si, di, bp, sp, ip, r8 to r15.
     pub fn from_sample(values: &[u64; COUNT]) -> Self {
         const NUMBERS: [usize; COUNT] =
             [0, 3, 2, 1, 4, 5, FRAME_POINTER, STACK_POINTER, PC, 8, 9, 10, 11, 12, 13, 14, 15];
@@ -60,7 +61,7 @@ impl Registers {
         registers
     }
 
-    /// What a caller still has of these registers when its callee has no rule for them.
+    /// The registers that the caller still has if its callee has no rules for them.
     pub fn preserved(&self) -> Self {
         let mut kept = Registers::default();
         for register in CALLEE_SAVED {
@@ -78,7 +79,7 @@ impl Registers {
     }
 
     pub fn put(&mut self, register: usize, value: Option<u64>) {
-        // Vector registers have rules too and never take part in finding a frame.
+        // Vector registers have rules too, but no frame depends on them.
         if let Some(slot) = self.0.get_mut(register) {
             *slot = value;
         }
@@ -93,7 +94,7 @@ impl Registers {
     }
 }
 
-/// Its name in the manual of the processor.
+/// The name of a register in the processor's manual.
 pub(crate) fn name(register: usize) -> &'static str {
     NAMES.get(register).copied().unwrap_or("a vector register")
 }

@@ -1,4 +1,4 @@
-//! Copies of a stack that are taken while its thread stands still, and unwound afterwards.
+//! Copies of a stack that are taken while its thread does not run, and unwound afterwards.
 
 use gimli::UnwindContext;
 
@@ -12,26 +12,27 @@ use super::{
     unwind::{End, unwind},
 };
 
-/// Bytes of a stack that are copied at first during a stop. Most stacks use a few KB.
+/// Bytes of a stack to copy first. Most stacks use a few KB.
 const FIRST_COPY: usize = 16 << 10;
-/// Bytes by which a stack may have grown since it was looked at.
+/// Bytes by which a stack may have grown since its length was measured.
 const GROWTH: usize = 512;
-/// How many times as much is copied when that was not enough.
+/// Factor by which the next copy is larger if one was too small.
 const WIDER: usize = 8;
-/// Bytes of a stack that are copied at most.
+/// Maximum number of bytes to copy of a stack.
 const LONGEST_COPY: usize = 64 << 20;
-/// Bytes copied around an address that lies elsewhere.
+/// Bytes to copy at an address outside the stack.
 const PIECE: usize = 64 << 10;
-/// How often a copy is widened.
+/// Maximum number of repetitions with a larger copy.
 const WIDENINGS: usize = 6;
-/// Bytes to copy of a stack that took `length` when it was last unwound; 0 when that is not known.
+/// Number of bytes to copy of a stack whose length was `length` when it was last unwound; 0 if
+/// unknown.
 pub(super) fn room_for(length: usize) -> usize {
-    // It may have grown a little since.
+    // The stack may have grown a little since.
     if length == 0 { FIRST_COPY } else { length + length / 8 + GROWTH }
 }
 
-/// Copies while a thread stands still and unwinds, and copies again more widely while that is what the unwinding lacks. `length`
-/// is what the stack is expected to take.
+/// Copies while a thread does not run and unwinds the copy. As long as the copy lacks memory that
+/// the unwinding needs, a larger copy is taken. `length` is the expected length of the stack.
 pub(super) fn copy<E>(
     length: usize,
     space: &AddressSpace<'_>,
@@ -64,7 +65,8 @@ pub(super) fn copy<E>(
     }
 }
 
-/// Room for copies, made before a stop so that during it there is nothing to do but to copy.
+/// Buffers for copies. They are allocated before a stop, so that copying is all that is left to do
+/// during the stop.
 #[derive(Default)]
 pub(super) struct Room {
     stack: Vec<u8>,
@@ -74,7 +76,8 @@ pub(super) struct Room {
 
 impl Room {
     pub fn new(limit: usize, wanted: &[u64]) -> Self {
-        // Fresh memory costs a fault a page when it is first written, which would be during the stop.
+        // The first write to fresh memory costs a page fault, which would otherwise happen during
+        // the stop.
         Room {
             stack: vec![1; limit],
             pieces: wanted.iter().map(|_| vec![1; PIECE]).collect(),
@@ -82,7 +85,7 @@ impl Room {
         }
     }
 
-    /// Copies the stack from `sp` upwards, and a piece from each wanted address on.
+    /// Copies the stack from `sp` upwards, and a range at each wanted address.
     pub fn fill(self, tid: i32, sp: u64, space: &AddressSpace<'_>, wanted: &[u64]) -> Result<Vec<Region>, Error> {
         let mut regions = self.regions;
         regions.push(Region::read_stack(tid, sp, space.known_mapping(sp).as_deref(), self.stack)?);

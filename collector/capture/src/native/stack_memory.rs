@@ -1,4 +1,5 @@
-//! The memory that the unwinding of one thread reads: copies that exist already, or copies made as it goes.
+//! The memory that the unwinding of one thread reads: either existing copies, or copies that are
+//! made on demand.
 
 use std::cell::{Cell, RefCell};
 
@@ -6,32 +7,33 @@ use crate::{error::Error, memory::region::Region};
 
 use super::address_space::AddressSpace;
 
-/// Bytes copied at first where something turns out to be needed; pieces that prove too short grow by as much as they have.
+/// Bytes of the first copy at an address. A copy that is too short is doubled.
 const PIECE: usize = 16 << 10;
-/// Bytes copied for one thread at most.
+/// Maximum number of bytes to copy for one thread.
 const LIMIT: usize = 64 << 20;
 
-/// What the unwinding of one thread looks at: its stack, and whatever else it turns out to need.
+/// The memory that the unwinding of one thread reads: its stack, and whatever else it needs.
 pub(crate) struct Memory<'a> {
     regions: RefCell<Vec<Region>>,
-    /// Where more is to be had; `None` for a thread that stood still only while what is here was copied.
+    /// Where to copy more from. `None` for a thread that did not run only while the existing copies
+    /// were taken.
     more: Option<(i32, &'a AddressSpace<'a>)>,
-    /// End of the highest number in the stack that was asked for.
+    /// End of the highest number that was read from the stack.
     highest: Cell<u64>,
 }
 
 impl<'a> Memory<'a> {
-    /// Memory of a thread that sleeps, copied as it is looked at.
+    /// The memory of a sleeping thread, copied on demand.
     pub fn of_sleeper(tid: i32, space: &'a AddressSpace<'a>) -> Self {
         Memory { regions: RefCell::default(), more: Some((tid, space)), highest: Cell::new(0) }
     }
 
-    /// These pieces and nothing else.
+    /// Only these copies.
     pub fn of_copies(regions: Vec<Region>) -> Self {
         Memory { regions: RefCell::new(regions), more: None, highest: Cell::new(0) }
     }
 
-    /// An unsigned number of `size` bytes, at most 8.
+    /// Reads an unsigned number of `size` bytes, at most 8.
     pub fn number(&self, address: u64, size: usize) -> Option<u64> {
         let known = self.copied(address, size);
         known.or_else(|| self.fetch(address).and_then(|()| self.copied(address, size)))
@@ -56,7 +58,7 @@ impl<'a> Memory<'a> {
         if regions.iter().map(|region| region.bytes.len()).sum::<usize>() >= LIMIT {
             return None;
         }
-        // Most of the time it is the stack that goes on.
+        // Usually the next bytes of the stack are needed.
         let near = |region: &&mut Region| {
             region.start <= address && address < region.end() + region.bytes.len() as u64 && region.end() < mapping.end
         };
@@ -73,14 +75,14 @@ impl<'a> Memory<'a> {
         Some(())
     }
 
-    /// Bytes of the stack that were looked at, from its start up to the last of them.
+    /// Number of bytes from the start of the stack to the end of the highest number that was read.
     pub fn stack_length(&self) -> usize {
         let regions = self.regions.borrow();
         let length = |stack: &Region| usize::try_from(self.highest.get().saturating_sub(stack.start)).unwrap_or(0);
         regions.first().map_or(0, |stack| length(stack).min(stack.bytes.len()))
     }
 
-    /// Copies the stack of a thread from `sp` upwards, as far as most stacks go.
+    /// Copies the stack of a thread from `sp` upwards, as many bytes as most stacks have.
     pub fn fetch_stack(&self, sp: u64) -> Result<(), Error> {
         let Some((tid, space)) = self.more else { return Ok(()) };
         let mapping = space.mapping(sp);

@@ -1,4 +1,4 @@
-//! The stacks of threads that are stopped for it, one by one or all at once.
+//! Stops threads, one by one or all at once, and takes their stacks.
 
 use std::time::{Duration, Instant};
 
@@ -22,10 +22,10 @@ use super::{
     unwind::{End, unwind},
 };
 
-/// How long one thread may take to come to a stop.
+/// Time limit for one thread to stop.
 const STOP_PATIENCE: Duration = Duration::from_millis(250);
-/// System calls that a stop cuts short once a part is done: they return less than they were asked for, and programs that never meet a
-/// signal do not expect that.
+/// System calls that a stop cuts short after a part is done. They return less than requested, which
+/// programs without signal handlers do not expect.
 const CUT_SHORT: [i64; 12] = [
     libc::SYS_write,
     libc::SYS_writev,
@@ -42,8 +42,9 @@ const CUT_SHORT: [i64; 12] = [
 ];
 
 impl Thread {
-    /// Stops the thread and takes its stack, and does something else while it is stopped. When it has to be stopped again
-    /// because too little was copied, the last time counts. On failure what was known before stays, with the reason.
+    /// Stops the thread, takes its stack and runs `also` during the stop. If the copy is too small,
+    /// the thread is stopped again; the last time counts. On failure, the previous state remains,
+    /// with the reason.
     pub fn stop(
         &mut self,
         pid: i32,
@@ -60,7 +61,7 @@ impl Thread {
         let taken = copy(self.stack_length, space, context, |limit, wanted| {
             let room = Room::new(limit, wanted);
             let hurry = Hurry::new();
-            // Anew each time: in between, files may have been opened that took long.
+            // A new time limit each time, because opening files in between may have taken long.
             let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE), &hurry)?;
             let registers = stop.registers()?;
             let regions = room.fill(tid, registers.sp(), space, wanted);
@@ -72,8 +73,9 @@ impl Thread {
         self.take(pid, taken)
     }
 
-    /// Whether a thread may be asked to stop: one that sleeps uninterruptibly would not answer, and one that sends would notice. It
-    /// may have fallen into such a sleep since it was looked at. An error means that it has ended.
+    /// Whether the thread may be stopped. A thread in uninterruptible sleep would not respond, and
+    /// a thread in a send would notice. It may have entered such a state since it was read. An
+    /// error means that it has ended.
     fn may_be_stopped(&mut self, pid: i32) -> Result<bool, Error> {
         let status = procfs::status(pid, self.tid)?;
         let reason = match status.letter() {
@@ -86,7 +88,7 @@ impl Thread {
         Ok(false)
     }
 
-    /// Takes what came of a stop. An error means that the thread has ended.
+    /// Stores the result of a stop. An error means that the thread has ended.
     fn take(&mut self, pid: i32, taken: Result<(Vec<RawFrame>, End), Error>) -> Result<(), Error> {
         match taken {
             Ok((frames, end)) => {
@@ -112,8 +114,8 @@ fn sends(pid: i32, tid: i32) -> bool {
     matches!(blocked, Ok(Syscall::Blocked { number, .. }) if CUT_SHORT.contains(&number))
 }
 
-/// Stops all these threads at once and takes their stacks, which is over sooner than with one after the other but holds each of
-/// them longer. Says which have ended.
+/// Stops all these threads at once and takes their stacks. This takes less time in total than one
+/// after the other, but holds each thread longer. Returns the threads that have ended.
 pub(crate) fn stop_together(
     pid: i32,
     threads: Vec<&mut Thread>,
@@ -149,7 +151,7 @@ pub(crate) fn stop_together(
             }
         }
     }
-    // Nothing has been stopped so far, and all the room that is needed has been made.
+    // No thread is stopped yet, and all buffers are allocated.
     let hurry = Hurry::new();
     for (held, slot) in all.iter_mut().zip(&mut stops) {
         if let Some(Err(error)) = slot.as_mut().map(|stop| stop.request(pid)) {
@@ -166,7 +168,8 @@ pub(crate) fn stop_together(
         held.copied = Some(copied);
         held.stop = Some(stop);
     });
-    // Not one by one above: those that go on would take the CPU from those that are still to stop.
+    // Not one by one in the loop above: threads that continue would take the CPU from those that
+    // must still stop.
     for held in &mut all {
         held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
     }
@@ -179,7 +182,7 @@ pub(crate) fn stop_together(
         });
         let unwound = taken.map(|(registers, regions)| unwind(registers, &Memory::of_copies(regions), space, context));
         let ended = match unwound {
-            // More was needed than was copied.
+            // The unwinding needs more than was copied.
             Ok((_, End::Memory(_))) => thread.stop(pid, space, context, deadline, &mut || {}),
             unwound => thread.take(pid, unwound),
         };

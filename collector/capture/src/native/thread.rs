@@ -1,5 +1,5 @@
-//! The native stack of one thread: as it sleeps, from a sample that the kernel took while it ran, or, only when that is asked for,
-//! with a short stop.
+//! The native stack of one thread: read while it sleeps, sampled by the kernel while it runs, or,
+//! only on request, copied during a short stop.
 
 use std::time::Duration;
 
@@ -24,9 +24,9 @@ use super::{
     unwind::{End, unwind},
 };
 
-/// How often a thread that turns out to have moved is looked at again.
+/// How often to read a thread that runs in between.
 const LOOKS: usize = 3;
-/// System calls that wait for what their names say: the kernel's stack tells nothing more of them.
+/// System calls whose name already explains the wait, so the kernel stack adds nothing.
 const PLAIN_WAITS: [i64; 14] = [
     libc::SYS_futex,
     libc::SYS_poll,
@@ -44,7 +44,7 @@ const PLAIN_WAITS: [i64; 14] = [
     libc::SYS_waitid,
 ];
 
-/// One thread as it was found.
+/// The captured state of one thread.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Thread {
     pub tid: i32,
@@ -55,26 +55,26 @@ pub(crate) struct Thread {
     pub syscall: Option<i64>,
     pub method: CaptureMethod,
     pub frames: Vec<RawFrame>,
-    /// Bytes of its stack that this took; 0 when it is not known.
+    /// Length of its stack in bytes; 0 if unknown.
     pub(super) stack_length: usize,
-    /// Why `frames` is not whole.
+    /// Why `frames` is incomplete; empty for a complete stack.
     pub incomplete: String,
-    /// For how long it was stopped, the longest time when it was more than once.
+    /// How long it was stopped: the longest time if it was stopped more than once.
     pub stopped: Duration,
 }
 
-/// What came of a look at a thread.
+/// Result of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Look {
-    /// Its stack is whole, or as whole as it gets.
+    /// The stack is complete, or as complete as possible.
     Done,
-    /// It runs.
+    /// The thread runs.
     Runs,
-    /// It slept, but not all the time.
+    /// The thread slept, but ran in between.
     Moved,
 }
 
-/// Why nothing came of a look.
+/// Why a read failed.
 enum Missed {
     Runs,
     Moved,
@@ -88,7 +88,7 @@ impl From<Error> for Missed {
 }
 
 impl Thread {
-    /// Reads what `/proc` says of a thread.
+    /// Reads the state of a thread from `/proc`, without its stack.
     pub fn describe(pid: i32, tid: i32) -> Result<Self, Error> {
         let mut thread = Thread { tid, status: procfs::status(pid, tid)?, ..Thread::default() };
         thread.method = CaptureMethod::KernelOnly;
@@ -97,7 +97,7 @@ impl Thread {
         Ok(thread)
     }
 
-    /// Where in the kernel the thread is.
+    /// Reads where in the kernel the thread is.
     fn look_into_kernel(&mut self, pid: i32) {
         self.wchan = procfs::wchan(pid, self.tid);
         let is_plain = self.syscall.is_some_and(|number| PLAIN_WAITS.contains(&number));
@@ -106,7 +106,7 @@ impl Thread {
         }
     }
 
-    /// Describes a thread, and takes its stack when it sleeps. `None` when it has ended.
+    /// Reads the state of a thread, and its stack if it sleeps. `None` if it has ended.
     pub fn look(
         pid: i32,
         tid: i32,
@@ -137,7 +137,8 @@ impl Thread {
         Some((thread, look))
     }
 
-    /// Takes the stack of a thread that sleeps for long: its memory is copied as the unwinding comes to it.
+    /// Reads the stack of a thread that sleeps for long: memory is copied on demand during the
+    /// unwinding.
     fn look_once(
         &mut self,
         pid: i32,
@@ -162,8 +163,9 @@ impl Thread {
         Ok(Look::Done)
     }
 
-    /// Takes the stack of a thread that may sleep for a short time only: its memory is copied at once and unwound afterwards. Does
-    /// something else while it sleeps, again when too little was copied; the last time counts.
+    /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
+    /// and unwound afterwards. Runs `also` while the thread sleeps, and again if the copy was too
+    /// small; the last time counts.
     pub fn catch(
         &mut self,
         pid: i32,
@@ -196,7 +198,8 @@ impl Thread {
                 Ok(Look::Done)
             }
             (Err(Missed::Failed(error)), _) => {
-                // The memory of a thread that has ended is gone, and its last state tells why.
+                // The memory of an ended thread is gone, and its last state shows that it has
+                // ended.
                 self.status = procfs::status(pid, tid)?;
                 if self.has_ended() { Ok(Look::Done) } else { Err(error) }
             }
@@ -220,7 +223,7 @@ impl Thread {
         self.incomplete = end.describe();
     }
 
-    /// Takes what the kernel sampled while the thread ran.
+    /// Stores a sample that the kernel took while the thread ran.
     pub fn sampled(&mut self, pid: i32, sample: Sample, space: &AddressSpace<'_>, context: &mut UnwindContext<usize>) {
         let (start, length) = (sample.stack.start, sample.stack.bytes.len());
         let stack = space.mapping(start);
@@ -234,7 +237,7 @@ impl Thread {
             }
             end => end.describe(),
         };
-        // Which call it is in, the kernel does not say of a thread that runs.
+        // For a running thread, the kernel does not report which system call it is in.
         self.syscall = if sample.in_kernel { None } else { Some(-1) };
         self.cpu_time_ns = Schedule::of(pid, self.tid).cpu_ns;
         if let Ok(status) = procfs::status(pid, self.tid) {
@@ -245,7 +248,7 @@ impl Thread {
         self.kernel_stack.clear();
     }
 
-    /// Adds to the reasons why the stack is not whole.
+    /// Adds a reason why the stack is incomplete.
     pub fn note(&mut self, reason: &str) {
         if !self.incomplete.is_empty() {
             self.incomplete.push_str("; ");
@@ -254,17 +257,17 @@ impl Thread {
     }
 }
 
-/// What a look at a sleeping thread gives.
+/// The stack of a sleeping thread.
 struct Sleeper {
     frames: Vec<RawFrame>,
     end: End,
     /// Number of the system call.
     syscall: i64,
-    /// Bytes of stack that this took.
+    /// Length of the stack in bytes.
     stack_length: usize,
 }
 
-/// Unwinds a thread as it sleeps, on memory that is copied as the unwinding comes to it. `None` when it does not sleep.
+/// Unwinds a sleeping thread; memory is copied on demand. `None` if it does not sleep.
 fn asleep(
     pid: i32,
     tid: i32,
@@ -280,8 +283,9 @@ fn asleep(
     Ok(Some(Sleeper { frames, end, syscall: number, stack_length: memory.stack_length() }))
 }
 
-/// Whether a thread has not run since its schedule was read. Being put on a CPU is counted before it happens, so an unchanged
-/// count proves it. The switches in the status are counted when a thread leaves a CPU, and need the state besides.
+/// Whether a thread has not run since its schedule was read. The kernel counts a run before it
+/// starts, so an unchanged count is proof. Without that count, the context switches in the status
+/// are used. They are counted when a thread leaves a CPU, so the state must be checked too.
 fn slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
     schedule.is_unchanged().unwrap_or_else(|| {
         procfs::status(pid, tid)

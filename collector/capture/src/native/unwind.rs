@@ -1,6 +1,7 @@
-//! From registers and copied memory to program counters. It follows the call frame information with all registers, through
-//! signal frames and expressions, and falls back to what the code itself does and to frame pointers where there is none. It
-//! touches no process but for such code.
+//! Computes the program counters of a stack from registers and copied memory. It follows the call
+//! frame information with all registers, through signal frames and expressions. Where there is
+//! none, it falls back to reading the code and to frame pointers. It reads from the process only
+//! such code.
 
 use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, UnwindExpression, Value};
 
@@ -15,30 +16,31 @@ use super::{
     stack_memory::Memory,
 };
 
-/// Frames of one thread; a stack that is deeper ends there and says so.
+/// Maximum number of frames of one thread. The unwinding of a deeper stack ends there, with
+/// [`End::Limit`].
 pub(crate) const MAX_FRAMES: usize = 100_000;
 
 /// Why unwinding ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum End {
-    /// At the root: nothing called this.
+    /// At the root frame, which has no caller.
     Root,
-    /// The copy does not hold this address.
+    /// The copies do not contain this address.
     Memory(u64),
-    /// A register is needed that nobody told.
+    /// An unknown register is needed.
     Register(usize),
-    /// No rules for this address, and the frame pointer leads nowhere.
+    /// This address has no rules, and the frame pointer leads nowhere.
     NoRules(u64),
     /// The rules for this address cannot be followed.
     BadRules(u64),
-    /// The caller would lie below its callee.
+    /// The caller would be below its callee.
     Backwards(u64),
     /// More than [`MAX_FRAMES`].
     Limit,
 }
 
 impl End {
-    /// What to tell a person; empty for a whole stack.
+    /// The reason as text for a person; empty for a complete stack.
     pub fn describe(&self) -> String {
         match self {
             End::Root => String::new(),
@@ -79,8 +81,8 @@ pub(crate) fn unwind(
         if signal && let Some(frame) = frames.last_mut() {
             frame.signal = true;
         }
-        // A handler on a stack of its own may lie anywhere, everything else lies above its callee; only a leaf may have
-        // taken its return address off the stack, as vfork does.
+        // A handler on an alternate stack may be anywhere; any other caller is above its callee.
+        // Only a leaf may have popped its own return address, as vfork does.
         let above = caller.sp() > registers.sp() || (frame.exact && caller.sp() == registers.sp());
         if !signal && !above {
             return (frames, End::Backwards(frame.pc));
@@ -132,7 +134,8 @@ fn step_by_rules(
         },
     };
     let mut caller = registers.preserved();
-    // The definition of the CFA: the stack pointer of the caller before its call. A signal frame overrides it below.
+    // By definition, the CFA is the caller's stack pointer before the call. A signal frame
+    // overrides it below.
     caller.set(STACK_POINTER, cfa);
     let mut return_address = None;
     for (register, rule) in &row.registers {
@@ -154,13 +157,13 @@ fn step_by_rules(
         match value {
             Ok(value) if register == PC => return_address = Some(value),
             Ok(value) => caller.put(register, value),
-            // A register other than the return address may turn out never to be needed.
+            // A register other than the return address may never be needed.
             Err(end) if register == PC => return Some(Err(end)),
             Err(_) => caller.put(register, None),
         }
     }
     match return_address {
-        // An undefined return address is how the functions at the root of a thread say so.
+        // The root function of a thread has an undefined return address.
         Some(None) => Some(Err(End::Root)),
         None => Some(Err(End::BadRules(frame.pc))),
         Some(Some(pc)) => {
@@ -170,7 +173,8 @@ fn step_by_rules(
     }
 }
 
-/// Code without call frame information: made at run time, or assembly. The chain of frame pointers may lead on.
+/// Steps through code without call frame information: generated at run time, or assembly. The chain
+/// of frame pointers may continue.
 fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
     if is_newborn(frame, registers, space) {
         return Err(End::Root);
@@ -186,7 +190,7 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
         return Ok((caller, false));
     }
     if frame.exact && !space.is_executable(frame.pc) {
-        // A call of a bad pointer has pushed its return address and nothing else.
+        // A call through a bad pointer has pushed only its return address.
         let pc = memory.number(sp, 8).ok_or(End::Memory(sp))?;
         if space.is_executable(pc) {
             caller.set(PC, pc);
@@ -219,8 +223,8 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     Ok((caller, false))
 }
 
-/// Where the frame of a function lies, by its code, for a sleeping thread whose frame pointer nobody tells; with the CFA. What
-/// lies where the return address has to be must have been put there by a call.
+/// The layout of a frame, from its code, and the CFA. For sleeping threads, whose frame pointer is
+/// unknown. The word at the place of the return address must be an address after a call.
 fn layout_by_code(
     frame: RawFrame,
     registers: &Registers,
@@ -234,10 +238,12 @@ fn layout_by_code(
     (space.is_executable(pc) && epilogue::ends_with_call(&before)).then_some((layout, cfa))
 }
 
-/// Whether the thread has not run yet: it stands behind the system call that made it, which answers 0 to the new thread. C libraries
-/// have no rules there, because what the registers say of frames is said of the thread that called clone.
+/// Whether the thread has not run yet: it is after the system call that created it, which returns 0
+/// to the new thread. C libraries have no rules there, because the registers describe the frames of
+/// the thread that called clone.
 fn is_newborn(frame: RawFrame, registers: &Registers, space: &AddressSpace<'_>) -> bool {
-    /// `syscall`, and what glibc and musl do next: `test rax, rax` and `test eax, eax`.
+    /// `syscall`, followed by the next instruction of glibc and musl: `test rax, rax` or `test eax,
+    /// eax`.
     const CLONED: [&[u8]; 2] = [&[0x0f, 0x05, 0x48, 0x85, 0xc0], &[0x0f, 0x05, 0x85, 0xc0]];
     if !frame.exact || registers.get(registers::ANSWER) != Some(0) {
         return false;

@@ -1,7 +1,8 @@
-//! One process: its state, its threads and its interpreter.
+//! Captures one process: its state, its threads and its interpreter.
 //!
-//! Threads that sleep are read as they sleep. Threads that run are sampled by the kernel (`running.rs`). Where that is not
-//! permitted they are shown as running, with what memory tells. Threads are stopped only with [`Options::force_ptrace`].
+//! Sleeping threads are read while they sleep. The kernel samples running threads (`running.rs`).
+//! Where sampling is forbidden, a thread is reported as running, with the Python frames that memory
+//! has. Threads are stopped only with [`Options::force_ptrace`].
 
 use std::{
     cell::OnceCell,
@@ -35,7 +36,7 @@ use crate::{
 
 use super::{job::Job, places::Places, raw::RawProcess, running::Running};
 
-/// How often a thread is stopped until its Python and its native stack agree.
+/// How often to stop a thread until its Python stack and its native stack agree.
 const ATTEMPTS: usize = 4;
 
 pub(crate) fn unix_ns() -> u64 {
@@ -89,8 +90,9 @@ impl Capture<'_> {
         sample.tcp_bytes = self.connections.bytes_of(pid, self.deadline).unwrap_or(0);
         self.process.command = procfs::command(pid);
         let tids = procfs::threads(pid)?;
-        // The address space of a leader that has ended is to be had from the threads that live on.
-        // Threads may end meanwhile, so the leader is the one to ask when it lives, whatever the order of the ids is.
+        // If the main thread has ended, the address space is available through the living threads.
+        // Threads may end at any time, so prefer the main thread if it lives, whatever the order of
+        // the ids.
         let lives = |tid: &i32| procfs::status(pid, *tid).is_ok_and(|status| !matches!(status.letter(), b'Z' | b'X'));
         let leader_first = std::iter::once(pid).chain(tids.iter().copied().filter(|tid| *tid != pid));
         let Some(live) = leader_first.into_iter().find(lives) else {
@@ -129,7 +131,7 @@ impl Capture<'_> {
             self.running(&mut threads, &moving, &space, python.as_ref(), others);
         }
         if threads.is_empty() {
-            // Even the leader has gone meanwhile.
+            // Even the main thread has ended during the capture.
             return Err(Error::Gone(pid));
         }
         if let (Some(python), Some(python_threads), false) = (&python, &python_threads, moving.is_empty()) {
@@ -140,7 +142,8 @@ impl Capture<'_> {
         Ok(())
     }
 
-    /// Takes the stacks of all threads that sleep. Says which do not, or which are to be stopped all the same.
+    /// Reads the stacks of all sleeping threads. Also returns the threads that run, or that are to
+    /// be stopped anyway.
     fn look(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
         let mut threads = Vec::with_capacity(tids.len());
         let mut moving = Vec::new();
@@ -166,7 +169,7 @@ impl Capture<'_> {
             let Some(python) = found else { return Ok(None) };
             let outer: HashMap<i32, i32> =
                 threads.iter().map(|thread| (thread.status.namespaced_tid, thread.tid)).collect();
-            // Those that have been started meanwhile are looked up only when there are any.
+            // Threads that were started during the capture are looked up only if there are any.
             let late = OnceCell::new();
             let known = python.threads(|tid| {
                 let late = || late.get_or_init(|| reader::namespaced(self.pid));
@@ -188,8 +191,8 @@ impl Capture<'_> {
         self.process.sample.errors.push(Error::Python { pid: self.pid, reason }.to_string());
     }
 
-    /// Reads the Python stacks as they are. Those of threads that have slept since they were last looked at are right; the
-    /// others are added to the ones that move.
+    /// Reads the current Python stacks. Stacks of threads that have slept since they were last read
+    /// are correct. The other threads are added to `moving`.
     fn sleeping(
         &mut self,
         python: &Python,
@@ -204,7 +207,7 @@ impl Capture<'_> {
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
         for thread in python_threads.iter_mut().filter(|thread| thread.tid != 0) {
             let Some(place) = places.get(&thread.tid) else {
-                // It has been started since the threads were listed.
+                // The thread was started after the list of threads was read.
                 if let Ok(described) = Thread::describe(pid, thread.tid) {
                     places.insert(thread.tid, threads.len());
                     threads.push(described);
@@ -224,15 +227,15 @@ impl Capture<'_> {
                 moving.push(thread.tid);
             }
         }
-        // A thread that the interpreter still lists but that does not exist has just ended. When no ids can be told at all,
-        // everything is shown as it seemed to be.
+        // A thread that the interpreter lists but that does not exist has just ended. If no ids are
+        // known at all, keep everything as it was read.
         if python_threads.iter().any(|thread| thread.tid != 0) {
             python_threads.retain(|thread| thread.tid != 0);
         }
         find_unnamed(python, python_threads, threads, space);
     }
 
-    /// Takes the stacks of threads that run, or that wake and sleep again and again.
+    /// Takes the stacks of threads that run, or that repeatedly wake and sleep.
     fn running(
         &mut self,
         threads: &mut Vec<Thread>,
@@ -258,7 +261,8 @@ impl Capture<'_> {
         }
     }
 
-    /// Stops these threads, one after the other, and takes their stacks, of Python too where that is not known to be right.
+    /// Stops these threads, one after the other, and takes their stacks, including the Python stack
+    /// where that is not known to be correct.
     fn stop(
         &mut self,
         threads: &mut Vec<Thread>,
@@ -274,7 +278,7 @@ impl Capture<'_> {
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
         let mut together = HashSet::new();
         if self.options.force_ptrace {
-            // Those that need nothing besides their native stacks.
+            // Threads that need only their native stacks.
             let alone = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.right);
             together = stops.iter().copied().filter(alone).collect();
             let threads = threads.iter_mut().filter(|thread| together.contains(&thread.tid)).collect();
@@ -304,7 +308,8 @@ impl Capture<'_> {
         thread.stop(self.pid, space, &mut self.context, self.deadline, also)
     }
 
-    /// Stops a thread until its Python stack is whole and agrees with its native one, or it turns out that it never will.
+    /// Stops a thread until its Python stack is complete and agrees with its native stack, or until
+    /// it is clear that they never agree.
     fn stop_python(
         &mut self,
         native: &mut Thread,
@@ -313,7 +318,8 @@ impl Capture<'_> {
         thread: &mut PythonThread,
     ) -> Result<(), Error> {
         if thread.right {
-            // It still stands where its Python stack was read when it has been switched away from only for the stop.
+            // If the thread was switched away from only for the stop, it still is where its Python
+            // stack was read.
             let mut switches = native.status.switches;
             let (pid, tid, limit) = (self.pid, native.tid, switches + 1);
             let exact = !self.options.force_ptrace;
@@ -341,7 +347,8 @@ impl Capture<'_> {
             thread.stack = stack;
             missed = lacking;
             let agreement = agreement::agreement(python, thread, native, space);
-            // The two never agree where the loop's code is not known or stacks are switched in C, so both are shown then.
+            // The stacks never agree if the code of the loop is unknown or C code switches stacks.
+            // Then both are reported.
             thread.right = whole && agreement != Agreement::Between;
             if thread.right && agreement != Agreement::No {
                 break;
@@ -350,8 +357,9 @@ impl Capture<'_> {
         Ok(())
     }
 
-    /// Takes both stacks of a thread that cannot be stopped as it sleeps; whether it slept. A thread that waits for a lock of
-    /// the kernel's does so uninterruptibly, and soon does something else.
+    /// Reads both stacks of a thread that cannot be stopped because it sleeps. Returns whether it
+    /// slept. A thread that waits for a kernel lock sleeps uninterruptibly, but usually not for
+    /// long.
     fn asleep_again(
         &mut self,
         native: &mut Thread,
@@ -377,7 +385,7 @@ impl Capture<'_> {
         python_threads.retain(alive);
         reader::one_holder(&mut python_threads);
         for thread in python_threads {
-            // That inner frames of a running thread move is no fault.
+            // Changing inner frames of a running thread are not an error.
             if let Some(doubt) = thread.doubt().filter(|_| !thread.stack.moved) {
                 self.python_error(format!("thread {}: {doubt}", thread.tid));
             }
@@ -419,12 +427,12 @@ impl Capture<'_> {
     }
 }
 
-/// What is known of threads without their stacks.
+/// The state of threads without their stacks.
 fn describe(pid: i32, tids: &[i32]) -> Vec<Thread> {
     tids.iter().filter_map(|tid| Thread::describe(pid, *tid).ok()).collect()
 }
 
-/// Looks for a part of the interpreter's loop that has no name, in the stacks that are whole.
+/// Searches the complete stacks for a part of the interpreter's loop without a name.
 fn find_unnamed(python: &Python, python_threads: &[PythonThread], threads: &[Thread], space: &AddressSpace<'_>) {
     let natives: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
     let both = python_threads.iter().filter(|thread| thread.right && thread.stack.problem.is_none());
@@ -433,8 +441,8 @@ fn find_unnamed(python: &Python, python_threads: &[PythonThread], threads: &[Thr
     agreement::find_unnamed(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
 }
 
-/// Whether a thread has slept from one moment to another. One that was woken and runs has not been switched away from yet, so
-/// the count alone is no proof.
+/// Whether a thread has slept between two reads of its status. A thread that was woken and still
+/// runs was not switched away from yet, so an equal count alone is no proof.
 fn slept(before: &Status, after: &Status) -> bool {
     before.switches == after.switches && before.letter() != b'R' && after.letter() != b'R'
 }

@@ -1,4 +1,4 @@
-//! The order to capture one process.
+//! The request to capture one process.
 
 use std::{sync::Arc, time::Instant};
 

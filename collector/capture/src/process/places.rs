@@ -1,5 +1,5 @@
-//! The places in the code of one process at which its frames are. A thousand frames are at a few dozen places, so whatever is
-//! known of a place is kept once.
+//! The places in the code of one process that its frames are at. A thousand frames share a few
+//! dozen places, so the information about a place is kept once.
 
 use std::{collections::HashMap, sync::Arc};
 
@@ -8,28 +8,28 @@ use crate::{
     objects::image::Image,
 };
 
-/// The module of code that is in no file, but was made by the process itself.
+/// The module of code that is in no file, because the process generated it at run time.
 pub(crate) const RUN_TIME: &str = "[jit]";
 
-/// Where frames are, and the object that the code there belongs to.
+/// A place that frames are at, and the object that contains it.
 pub(crate) struct RawPlace {
     pub frame: RawFrame,
     pub image: Option<Arc<Image>>,
     pub bias: u64,
-    /// Path of the mapping when there is no image for it, or [`RUN_TIME`].
+    /// Path of the mapping if there is no image for it, or [`JIT_MODULE`].
     pub path: String,
-    /// The name of a function that was made at run time, as its process tells it.
+    /// The name of a function that was generated at run time, from the process's perf map.
     pub name: Option<Arc<str>>,
 }
 
 impl RawPlace {
-    /// The address that the object's own tables use.
+    /// The address in terms of the object's own tables.
     pub fn address(&self) -> u64 {
         self.frame.lookup().wrapping_sub(self.bias)
     }
 }
 
-/// Distinct places, each with a number.
+/// Distinct places, each with an index.
 #[derive(Default)]
 pub(crate) struct Places {
     pub list: Vec<RawPlace>,
@@ -37,7 +37,7 @@ pub(crate) struct Places {
 }
 
 impl Places {
-    /// The numbers of the places of a stack.
+    /// The indices of the places of a stack.
     pub fn of(&mut self, frames: &[RawFrame], space: Option<&AddressSpace<'_>>) -> Vec<u32> {
         frames.iter().map(|frame| self.number(*frame, space)).collect()
     }

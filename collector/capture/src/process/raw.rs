@@ -1,10 +1,10 @@
-//! A captured process before its native frames have names.
+//! A captured process before its native frames are symbolized.
 
 use xpu_timer_proto::server::ProcessSample;
 
 use super::places::RawPlace;
 
-/// A process whose native frames have no names yet.
+/// A process whose native frames are not symbolized yet.
 #[derive(Default)]
 pub(crate) struct RawProcess {
     pub pid: i32,
@@ -14,6 +14,6 @@ pub(crate) struct RawProcess {
     pub python_entries: Vec<Vec<bool>>,
     /// The places that the frames are at.
     pub places: Vec<RawPlace>,
-    /// Frames of the threads in `sample.stacktrace`, in the same order, by the numbers of their places.
+    /// Frames of the threads in `sample.stacktrace`, in the same order, as indices into `places`.
     pub frames: Vec<Vec<u32>>,
 }

@@ -1,8 +1,10 @@
-//! Threads that run, and threads that wake and sleep again and again: their stacks without a stop.
+//! Takes the stacks of threads that run, and of threads that repeatedly wake and sleep, without a
+//! stop.
 //!
-//! The kernel samples a thread while it runs (see [`crate::native::perf`]), and between two looks for the sample the thread is read as a
-//! sleeper, should it sleep just then. Several threads wait for their samples at the same time. A thread that yields neither in
-//! its time is shown as running, with its Python stack as far as two looks agree, and with the reason.
+//! The kernel samples a thread while it runs (`native/perf.rs`). Between two polls for the sample,
+//! the thread is read as a sleeping thread in case it sleeps. Several threads wait for their
+//! samples at the same time. If a thread yields no stack in its time, it is reported as running,
+//! with the Python frames that two reads agree on, and with the reason.
 
 use std::{
     collections::HashMap,
@@ -29,51 +31,54 @@ use crate::{
     },
 };
 
-/// Events that are open at the same time, of one process. Each locks 68 KB of memory.
+/// Maximum number of open events of one process. Each locks 68 KB of memory.
 const AT_ONCE: usize = 8;
-/// Time between two looks at threads that have not been sampled yet.
+/// Time between two polls of threads that are not sampled yet.
 const PAUSE: Duration = Duration::from_millis(1);
-/// How long a thread may take. A machine that is busy lets it wait that long for a CPU.
+/// Time limit for one thread. On a busy machine, a thread may wait that long for a CPU.
 const PATIENCE: Duration = Duration::from_millis(250);
-/// The same for threads that may not be sampled.
+/// Time limit for one thread if threads may not be sampled.
 const SHORT_PATIENCE: Duration = Duration::from_millis(4);
-/// A thread that used the CPU for so long without a sample was inside the kernel, where it may not be sampled.
+/// A thread that used the CPU for this long without a sample was inside the kernel, where it may
+/// not be sampled.
 const BUSY: Duration = Duration::from_millis(5);
-/// Looks after which a thread is sampled inside system calls too: it seems not to leave them.
+/// After this number of polls without a sample, a thread seems to stay in a system call, and is
+/// sampled inside system calls too.
 const USER_LOOKS: usize = 2;
-/// Looks after which that is believed: this process may have been away for as long.
+/// Minimum number of polls before [`BUSY`] counts, because this process itself may have had no CPU
+/// for that long.
 const BUSY_LOOKS: usize = 5;
-/// How often a thread is sampled until its Python stack agrees with its native one.
+/// How often to sample a thread until its Python stack agrees with its native stack.
 const ATTEMPTS: usize = 4;
 
-/// What the captures of running threads of one process have in common.
+/// State that is shared by the running threads of one process.
 pub(crate) struct Running<'a> {
     pub pid: i32,
     pub space: &'a AddressSpace<'a>,
     pub python: Option<&'a Python>,
     pub context: &'a mut UnwindContext<usize>,
     pub deadline: Instant,
-    /// Why no thread of this process may be sampled.
+    /// Why the threads of this process cannot be sampled.
     pub refusal: Option<String>,
-    /// Threads may be sampled inside system calls too, as far as that is known.
+    /// Whether threads may be sampled inside system calls too, as far as known.
     pub kernel: bool,
 }
 
-/// One of the threads.
+/// The state of one thread.
 struct Watch<'t> {
     native: &'t mut Thread,
     python: Option<&'t mut PythonThread>,
     event: Option<Event>,
     reach: Reach,
     since: Instant,
-    /// CPU time of the thread at that time.
+    /// CPU time of the thread at `since`.
     cpu_ns: u64,
-    /// Its Python stack before the sample, and the best that was found so far.
+    /// Its Python stack before the sample, and the best one so far.
     before: Option<Stack>,
     best: Option<Stack>,
     missed: Vec<u64>,
     attempts: usize,
-    /// Times that it was looked at and no sample was there.
+    /// Number of polls without a sample.
     looks: usize,
     started: bool,
     done: bool,
@@ -81,7 +86,7 @@ struct Watch<'t> {
 }
 
 impl Running<'_> {
-    /// Takes the stacks of the threads with these ids. Says which have ended.
+    /// Takes the stacks of the threads with these ids. Returns the ids of those that have ended.
     pub fn take(&mut self, tids: &[i32], threads: &mut [Thread], python_threads: &mut [PythonThread]) -> Vec<i32> {
         let mut python_of: HashMap<i32, &mut PythonThread> =
             python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
@@ -117,7 +122,7 @@ impl Running<'_> {
         watch.done |= !self.sample_soon(watch);
     }
 
-    /// Takes the samples that are there, and now and then looks at the threads that have none.
+    /// Takes the available samples. With `also_asleep`, also reads the threads that have none.
     fn look(&mut self, watches: &mut [Watch<'_>], also_asleep: bool) {
         let mut events = watches.iter().filter(|watch| watch.event.is_some()).count();
         for watch in watches.iter_mut().filter(|watch| watch.is_active()) {
@@ -126,7 +131,8 @@ impl Running<'_> {
             if also_asleep && !watch.done {
                 self.step(watch, Self::catch);
                 self.widen(watch);
-                // While others hold descriptors and memory, what was lacking may still come back.
+                // If other events of this process are open, their descriptors and memory may become
+                // available later.
                 if !watch.done && events == 0 {
                     watch.done |= !self.sample_soon(watch);
                 }
@@ -136,7 +142,7 @@ impl Running<'_> {
         }
     }
 
-    /// Does something that may find the stack of a thread, or its end.
+    /// Tries something that may complete the thread or find that it has ended.
     fn step(&mut self, watch: &mut Watch<'_>, look: impl FnOnce(&mut Self, &mut Watch<'_>) -> Result<bool, Error>) {
         if watch.done {
             return;
@@ -152,12 +158,12 @@ impl Running<'_> {
             }
         }
         if watch.done {
-            // The descriptor and the memory of its ring are for the others.
+            // The descriptor and the memory of the ring become available to other threads.
             watch.event = None;
         }
     }
 
-    /// Takes both stacks of a thread, if it sleeps just now. Whether that is all.
+    /// Reads both stacks of a thread if it sleeps now. Returns whether the thread is complete.
     fn catch(&mut self, watch: &mut Watch<'_>) -> Result<bool, Error> {
         let (pid, space) = (self.pid, self.space);
         if procfs::status(pid, watch.native.tid)?.letter() == b'R' {
@@ -177,7 +183,7 @@ impl Running<'_> {
         Ok(thread.right || watch.attempts >= ATTEMPTS)
     }
 
-    /// Has a thread sampled when it next runs. False when there is nothing to wait for: it has ended.
+    /// Requests a sample for when the thread next runs. Returns false if the thread has ended.
     fn sample_soon(&mut self, watch: &mut Watch<'_>) -> bool {
         if watch.done || self.refusal.is_some() || watch.event.is_some() {
             return true;
@@ -188,14 +194,14 @@ impl Running<'_> {
         match Event::open(watch.native.tid, watch.reach).and_then(|event| event.arm().map(|()| event)) {
             Ok(event) => watch.event = Some(event),
             Err(error) if error.raw_os_error() == Some(libc::ESRCH) => watch.gone = true,
-            // Threads before it in the list, or other processes, give theirs back soon.
+            // Earlier threads of the list, or other processes, will soon release theirs.
             Err(error) if perf::is_shortage(&error) && watch.since.elapsed() < PATIENCE / 2 => {}
             Err(error) => self.refusal = Some(perf::explain(&error)),
         }
         !watch.gone
     }
 
-    /// Samples a thread inside system calls too, once it seems not to leave them.
+    /// Samples a thread inside system calls too, once it seems to stay in one.
     fn widen(&mut self, watch: &mut Watch<'_>) {
         let stays = watch.looks >= USER_LOOKS && watch.reach == Reach::User && watch.attempts == 0;
         if watch.done || !self.kernel || !stays || watch.event.is_none() {
@@ -207,7 +213,7 @@ impl Running<'_> {
         }
     }
 
-    /// Takes both stacks of a thread that has been sampled. Whether that is all.
+    /// Takes both stacks of a thread that was sampled. Returns whether the thread is complete.
     fn take_sample(&mut self, watch: &mut Watch<'_>) -> bool {
         let Some(sample) = watch.event.as_ref().and_then(Event::take) else { return false };
         let after =
@@ -223,7 +229,8 @@ impl Running<'_> {
             thread.stack = stack;
             let agreement = agreement(python, thread, watch.native, self.space);
             thread.right = still && agreement != Agreement::Between;
-            // The two never agree where the loop's code is not known or stacks are switched in C, so both are shown then.
+            // The stacks never agree if the code of the loop is unknown or C code switches stacks.
+            // Then both are reported.
             if thread.right && agreement != Agreement::No {
                 return true;
             }
@@ -237,11 +244,11 @@ impl Running<'_> {
         }
         let thread = watch.python.as_deref().expect("it has a Python side");
         watch.before = Some(glance(python, thread, &mut watch.missed));
-        // It cannot be sampled again when it has ended.
+        // This fails if the thread has ended.
         watch.event.as_ref().is_none_or(|event| event.arm().is_err())
     }
 
-    /// Ends the wait for a thread that has had its time.
+    /// Stops waiting for a thread whose time is over.
     fn give_up(&mut self, watch: &mut Watch<'_>) {
         let waited = watch.since.elapsed();
         let used = Schedule::of(self.pid, watch.native.tid).cpu_ns.saturating_sub(watch.cpu_ns);
@@ -255,7 +262,7 @@ impl Running<'_> {
         watch.done = true;
         watch.event = None;
         if watch.attempts > 0 {
-            // It was sampled, and only its Python stack could be better.
+            // The thread was sampled; only its Python stack could be better.
             return watch.settle();
         }
         let reason = match (&self.refusal, watch.reach) {
@@ -304,7 +311,7 @@ impl<'t> Watch<'t> {
         self.started && !self.done
     }
 
-    /// Keeps the Python stack that was just found when it is better than those before.
+    /// Keeps the Python stack that was just read if it is better than the earlier ones.
     fn keep_best(&mut self) {
         let Some(thread) = self.python.as_deref_mut() else { return };
         let value = |stack: &Stack| (!stack.moved, stack.length());
@@ -313,7 +320,8 @@ impl<'t> Watch<'t> {
         }
     }
 
-    /// Shows the best of what was found of its Python stack. Nothing is shown of a stack that no two looks agreed on.
+    /// Reports the best Python stack. If no two reads agreed on any frames, the stack is reported
+    /// as unknown.
     fn settle(&mut self) {
         let Some(thread) = self.python.as_deref_mut() else { return };
         thread.stack = self.best.take().unwrap_or_else(|| Stack::unknown("it changed too fast to be read"));
@@ -321,10 +329,10 @@ impl<'t> Watch<'t> {
     }
 }
 
-/// Waits until one of the threads has been sampled, but not for long.
+/// Waits until one of the threads is sampled, at most for [`POLL_INTERVAL`].
 fn wait(watches: &[Watch<'_>]) {
     let events = watches.iter().filter(|watch| watch.is_active()).filter_map(|watch| watch.event.as_ref());
     let mut descriptors: Vec<PollFd<'_>> = events.map(|event| PollFd::new(event.as_fd(), PollFlags::POLLIN)).collect();
-    // It may be interrupted; then the loop around it looks a little earlier.
+    // A signal may interrupt the wait. Then the caller polls a little earlier.
     let _ = nix::poll::poll(&mut descriptors, PollTimeout::from(PAUSE.as_millis() as u16));
 }

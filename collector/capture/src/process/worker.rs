@@ -1,10 +1,12 @@
-//! One short-lived OS thread for each process that is captured.
+//! One short-lived OS thread for each captured process.
 //!
-//! Some files of `/proc` wait for a lock of the process they describe, and no timeout reaches there. So every process has a
-//! thread of its own, and one that the kernel holds beyond the deadline is left behind: it ends when the kernel lets it. The
-//! end of the thread also frees whatever it may still trace.
+//! Some files of `/proc` wait for a lock of the process that they describe, and no timeout helps
+//! there. So every process has a thread of its own. A thread that the kernel blocks beyond the
+//! deadline is abandoned: it ends when the kernel lets it. Its end also releases every thread that
+//! it still traces.
 //!
-//! A thread may also be late because the machine is busy. That says nothing of the process, so it gets more time.
+//! A thread may also be late because the machine is busy. This is no property of the captured
+//! process, so the thread gets more time.
 
 use std::{
     collections::VecDeque,
@@ -27,33 +29,35 @@ use super::{
     raw::RawProcess,
 };
 
-/// Threads at work at the same time, at most. Each holds copies of its process's memory.
+/// Maximum number of threads that work at the same time. Each holds copies of its process's memory.
 const PARALLEL: usize = 16;
-/// Threads at work for each CPU: one may wait for the kernel while another computes.
+/// Threads that work at the same time for each CPU: one may wait for the kernel while another
+/// computes.
 const PER_CPU: usize = 2;
-/// A thread that has not answered for this long no longer counts as at work, so that stuck ones do not keep others waiting.
+/// A thread that has not answered for this long no longer counts as busy, so that stuck threads do
+/// not delay other processes.
 const SLOW: Duration = Duration::from_millis(500);
 
-/// Between two looks at the threads that are late.
+/// Time between two checks of late threads.
 const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
-/// A thread at work.
+/// A thread that works on a job.
 struct Worker {
     index: usize,
     since: Instant,
-    /// Its id, once it has run at all.
+    /// Its thread id, once it has started to run.
     tid: Arc<OnceLock<i32>>,
 }
 
-/// What the scheduler tells of a thread.
+/// The scheduler's state of a thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct Look {
     state: char,
-    /// Nanoseconds at work and waiting for a processor, and how often it began to run.
+    /// Nanoseconds on a CPU, nanoseconds waiting for one, and how often it was put on one.
     schedstat: String,
 }
 
 impl Worker {
-    /// `None` when it has not begun, or has ended.
+    /// Reads the state. `None` if the thread has not started or has ended.
     fn look(&self) -> Option<Look> {
         let tid = *self.tid.get()?;
         let file = |name: &str| fs::read_to_string(format!("/proc/self/task/{tid}/{name}")).ok();
@@ -61,7 +65,7 @@ impl Worker {
         Some(Look { state, schedstat: file("schedstat").unwrap_or_default() })
     }
 
-    /// Why it has not answered, in words for whoever asks about its process.
+    /// Why the thread has not answered, as text for the report of its process.
     fn excuse(&self) -> String {
         let numbers = self.look().map(|look| look.schedstat);
         let mut numbers =
@@ -76,17 +80,18 @@ impl Worker {
     }
 }
 
-/// Whether the kernel holds a thread: it neither ran nor wants to. A thread that has not begun waits for a processor.
+/// Whether the kernel blocks a thread: it neither ran nor is runnable. A thread that has not
+/// started waits for a CPU.
 fn is_held(before: Option<&Look>, after: Option<&Look>) -> bool {
     after.is_some_and(|after| after.state != 'R' && before == Some(after))
 }
 
-/// What is known of each process, in the same order. Those that are late on a busy machine are waited for until `deadline` is over by
-/// the [`extension`] of `patience`.
+/// Captures each process and returns the results in the same order. If the machine is busy, late
+/// threads get more time, up to the [`extension`] of `time_limit` beyond the deadline.
 pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, patience: Duration) -> Vec<RawProcess> {
     let last = deadline + extension(patience);
     let mut limit = deadline;
-    // What the late threads did at the last look.
+    // The states of the late threads at the last check.
     let mut looks: Vec<(usize, Option<Look>)> = Vec::new();
     let pids: Vec<i32> = jobs.iter().map(|job| job.pid).collect();
     let mut answers: Vec<Option<RawProcess>> = pids.iter().map(|_| None).collect();
@@ -113,7 +118,7 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, patie
         if now >= limit {
             let seen: Vec<(usize, Option<Look>)> = started.iter().map(|worker| (worker.index, worker.look())).collect();
             let before = |index: usize| looks.iter().find(|(other, _)| *other == index);
-            // What was not looked at before is looked at once more.
+            // A thread without an earlier check is checked once more.
             let held = |(index, look): &(usize, Option<Look>)| {
                 before(*index).is_some_and(|(_, before)| is_held(before.as_ref(), look.as_ref()))
             };
@@ -161,17 +166,17 @@ fn spawn(
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
         let answer = answer.unwrap_or_else(|_| silent(pid, "a defect of the capture itself, see the log"));
-        // Nobody listens after the deadline.
+        // After the deadline nobody receives the answer.
         let _ = sender.send((index, answer));
     };
     std::thread::Builder::new().name("xpu_capture".into()).spawn(work)?;
     Ok(Worker { index, since: Instant::now(), tid })
 }
 
-/// The entry of a process that nothing but its state is known of.
+/// The result for a process of which only the state is known.
 fn silent(pid: i32, reason: &str) -> RawProcess {
     let mut process = RawProcess { pid, ..RawProcess::default() };
-    // This file is made without any lock of the process.
+    // Reading this file takes no lock of the process.
     match procfs::stat(pid) {
         Ok(stat) => {
             process.parent_pid = stat.parent;
@@ -221,7 +226,7 @@ mod tests {
         assert!(sleeper.excuse().contains("the machine is busy"), "{}", sleeper.excuse());
     }
 
-    /// A deadline that nobody can keep stands for a machine that gives the capture no processor.
+    /// A deadline in the past has the effect of a machine on which the capture gets no CPU.
     #[test]
     fn who_is_late_and_not_held_gets_more_time() {
         let pid = std::process::id() as i32;
@@ -234,7 +239,7 @@ mod tests {
         for answer in &answers {
             assert!(!answer.sample.stacktrace.is_empty(), "{:?}", answer.sample.errors);
         }
-        // And no more than that.
+        // The extension is limited.
         let jobs = vec![Job { pid, options: options.clone(), deadline, connections: Arc::default() }];
         let answers = run(jobs, &images, deadline, Duration::ZERO);
         assert!(answers[0].sample.errors.iter().any(|error| error.contains("the machine is busy")));

@@ -1,4 +1,4 @@
-//! Whether the Python and the native stack of a thread were taken at the same moment.
+//! Checks whether the Python and the native stack of a thread were taken at the same moment.
 
 use std::collections::HashMap;
 
@@ -6,21 +6,22 @@ use crate::native::{address_space::AddressSpace, frame::RawFrame, thread::Thread
 
 use super::reader::{Python, PythonThread};
 
-/// Bytes of a function that may be the interpreter's loop, which is greater than almost all others.
+/// Minimum size in bytes of a part of the interpreter's loop. The loop is larger than almost all
+/// other functions.
 const LOOP_BYTES: u64 = 8 << 10;
 
-/// Whether the Python and the native stack of a thread fit together.
+/// Whether the Python and the native stack of a thread match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Agreement {
     Yes,
     No,
-    /// It cannot be told.
+    /// Unknown, because the native stack is incomplete or the code of the loop is unknown.
     Unknown,
-    /// The thread was about to announce a frame.
+    /// The thread was about to publish a frame.
     Between,
 }
 
-/// Whether the stack of a thread fits to its native frames, which were taken at the same time.
+/// Compares the Python stack of a thread with its native frames, which were taken at the same time.
 pub(crate) fn agreement(
     python: &Python,
     thread: &PythonThread,
@@ -39,14 +40,15 @@ pub(crate) fn agreement(
     if run == thread.stack.entered() { Agreement::Yes } else { Agreement::No }
 }
 
-/// The address of a frame in the file of the interpreter, when it belongs to it.
+/// The address of a frame in the file of the interpreter. `None` for a frame of another object.
 fn address(python: &Python, frame: &RawFrame, space: &AddressSpace<'_>) -> Option<u64> {
     let located = space.located(frame.lookup())?;
     (located.image.id == python.place.located.image.id).then(|| frame.lookup().wrapping_sub(located.bias))
 }
 
-/// Compilers put parts of the loop elsewhere, whose names distributions strip. When there is exactly one function without a
-/// name whose frames make the two stacks of all these threads agree, it is such a part.
+/// Finds a part of the loop without a name. Compilers move parts of the loop elsewhere, and
+/// distributions strip their names. If exactly one unnamed function, counted as part of the loop,
+/// makes the two stacks of all these threads match, it is such a part.
 pub(crate) fn find_unnamed<'a>(
     python: &Python,
     stacks: impl Iterator<Item = (&'a PythonThread, &'a [RawFrame])>,
@@ -70,7 +72,7 @@ pub(crate) fn find_unnamed<'a>(
             thread.stack.entered().checked_sub(run)
         })
         .collect();
-    // Mostly nothing is lacking, and looking functions up takes longer than counting.
+    // Usually nothing is missing, and looking up functions takes longer than counting.
     if lacking.iter().all(|lack| *lack == Some(0)) {
         return;
     }

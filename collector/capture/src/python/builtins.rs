@@ -1,27 +1,27 @@
-//! Strings, numbers and dictionaries of the interpreter.
+//! Strings, integers and dictionaries of the interpreter, and attributes of objects.
 
 use crate::{
     cpython::layout::Layout,
     memory::snapshot::{ReadError, Snapshot},
 };
 
-/// Characters of a string at most; longer ones are cut.
+/// Maximum number of characters of a string. Longer strings are cut.
 const LONGEST: u64 = 1 << 16;
-/// Entries of a dictionary at most.
+/// Maximum number of entries of a dictionary.
 const MOST_ENTRIES: u64 = 1 << 20;
-/// Attributes may lie in the object itself.
+/// Type flag: attributes may be stored in the object itself.
 const INLINE_VALUES: u64 = 1 << 2;
-/// The dictionary of attributes is known to the interpreter, not to the type.
+/// Type flag: the interpreter manages the dictionary of attributes.
 const MANAGED_DICT: u64 = 1 << 4;
-/// Before the object.
+/// Offset of the pointer to a managed dictionary, before the object.
 const MANAGED_DICT_AT: u64 = 3 * 8;
-/// Bits of one digit of a number.
+/// Bits of one digit of an integer.
 const DIGIT_BITS: u32 = 30;
 
-/// What stands for a string object that is not whole.
+/// Name of a string object in errors.
 const STRING: &str = "a string";
 
-/// Where the characters of a string are, and how many bytes each has.
+/// The characters of a string: their address, their number, and the bytes of each.
 pub(super) struct Characters {
     pub address: u64,
     pub length: u64,
@@ -35,7 +35,8 @@ pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) ->
     let state = memory.read_u32(STRING, string.wrapping_add(layout.unicode_state))?;
     let bit = |bit: u64| state >> bit & 1 != 0;
     let width = u64::from(state >> layout.unicode_kind_bit & 7);
-    // The kinds are named by their width; 0 is a string of the oldest kind whose characters nobody has asked for yet.
+    // The kind is the width. 0 is a string in the legacy format whose characters are not computed
+    // yet.
     if !matches!(width, 1 | 2 | 4) || length > i64::MAX.cast_unsigned() {
         return Err(error);
     }
@@ -49,7 +50,8 @@ pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) ->
     Ok(Characters { address, length: length.min(LONGEST), width })
 }
 
-/// The text of a string. Halves of surrogate pairs, which Python strings may hold, become the replacement character.
+/// The text of a string. Python strings may contain surrogates, which become the replacement
+/// character.
 pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<String, ReadError> {
     let Characters { address, length, width } = characters(memory, layout, string)?;
     let bytes = memory.bytes(STRING, address, (length * width) as usize)?;
@@ -64,7 +66,7 @@ pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Res
     })
 }
 
-/// Whether a string is this ASCII text.
+/// Whether a string equals this ASCII text.
 fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> bool {
     let Ok(found) = characters(memory, layout, string) else { return false };
     let mut bytes = [0; 32];
@@ -75,11 +77,12 @@ fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> b
         && bytes == text.as_bytes()
 }
 
-/// A number from 0 on that fits into eight bytes.
+/// A non-negative integer that fits into eight bytes.
 pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
     const NUMBER: &str = "a number";
     let tag = memory.read_u64(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
-    // Until 3.11 the number of digits, negative for a negative number; then the sign in the lowest bits, 0 for positive.
+    // Up to 3.11 the number of digits, negative for a negative integer. Later the lowest bits are
+    // the sign, 0 for positive.
     let digits = if layout.minor >= 12 {
         match tag & 3 {
             0 => tag >> 3,
@@ -100,15 +103,15 @@ pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Opt
     Some(value)
 }
 
-/// The keys of a dictionary, and where their values are.
+/// The entries of a dictionary.
 struct Entries {
     first: u64,
     count: u64,
-    /// Bytes of an entry, and where in it key and value are.
+    /// Bytes of an entry, and the offsets of key and value in it.
     size: u64,
     key: u64,
     value: u64,
-    /// The values when they are not beside the keys.
+    /// Address of the values if they are not in the entries.
     values: Option<u64>,
 }
 
@@ -138,7 +141,8 @@ impl Entries {
             return Err(error);
         }
         let first = keys.wrapping_add(layout.keys_indices).wrapping_add(table);
-        // An entry begins with the hash of its key, unless the keys are strings, which know it themselves.
+        // An entry starts with the hash of its key, unless all keys are strings, which have their
+        // own hash.
         let (size, key) = if strings { (16, 0) } else { (24, 8) };
         Ok(Entries { first, count, size, key, value: key + 8, values })
     }
@@ -151,7 +155,7 @@ impl Entries {
         Self::of_keys(memory, layout, keys, values)
     }
 
-    /// Key and value of an entry; `None` for one that has been removed.
+    /// Key and value of an entry; `None` for a removed entry.
     fn get(&self, memory: &mut Snapshot, index: u64) -> Option<(u64, u64)> {
         const ENTRY: &str = "an entry of a dictionary";
         let entry = self.first.wrapping_add(index * self.size);
@@ -164,12 +168,12 @@ impl Entries {
     }
 }
 
-/// All pairs of a dictionary, as they are found while it may change.
+/// All pairs of a dictionary. It may change during the read.
 pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, ReadError> {
     pairs_of_small(memory, layout, dict, MOST_ENTRIES)
 }
 
-/// The same; of a dictionary that has more entries than `most` none is read.
+/// All pairs of a dictionary, or none if it has more than `most` entries.
 pub(super) fn pairs_of_small(
     memory: &mut Snapshot,
     layout: &Layout,
@@ -183,9 +187,9 @@ pub(super) fn pairs_of_small(
     Ok((0..entries.count).filter_map(|index| entries.get(memory, index)).collect())
 }
 
-/// What a dictionary has for a key that is ASCII text.
+/// The value of a dictionary for a key that is ASCII text.
 pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
-    /// Keys whose memory is copied at once.
+    /// Number of keys whose memory is copied at once.
     const AT_ONCE: usize = 64;
     let pairs = pairs(memory, layout, dict)?;
     for some in pairs.chunks(AT_ONCE) {
@@ -197,7 +201,7 @@ pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str)
     Ok(None)
 }
 
-/// The values of the first `most` attributes that an object itself has.
+/// The values of the first `most` attributes of an object, without those of its class.
 pub(super) fn attribute_values(
     memory: &mut Snapshot,
     layout: &Layout,
@@ -208,7 +212,7 @@ pub(super) fn attribute_values(
     Ok((0..entries.count.min(most)).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
 }
 
-/// The attributes of these names that an object itself has.
+/// The values of the attributes with these names of an object, without those of its class.
 pub(super) fn attributes<const N: usize>(
     memory: &mut Snapshot,
     layout: &Layout,
@@ -243,7 +247,7 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
     let values = match layout.minor {
         // The values have a pointer of their own, before that of the dictionary.
         ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_AT + 8))?,
-        // One pointer for both, odd when it is that of the values.
+        // One pointer for both, odd if it points to the values.
         12 => {
             if managed & 1 == 1 {
                 managed.wrapping_add(1)
@@ -251,7 +255,7 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
                 0
             }
         }
-        // Behind the head of the object, unless a dictionary has taken them over.
+        // After the object's header, unless a dictionary has taken over the values.
         13.. if flags & INLINE_VALUES != 0 && managed == 0 => object.wrapping_add(layout.object_size),
         13.. => 0,
     };

@@ -18,13 +18,14 @@ use super::{
     lines,
 };
 
-/// Bytes of a line table at most; nobody writes a function that long.
+/// Maximum number of bytes of a line table, more than any real function has.
 const LONGEST_TABLE: u64 = 1 << 22;
 const CODE: &str = "a code object";
-/// The code with which 3.12 and 3.13 clean up after `__init__` has this name and this file, and no lines.
+/// The name and the file of the code with which 3.12 and 3.13 clean up after `__init__`. It has no
+/// lines.
 const PSEUDO: &str = "__init__";
 
-/// What is shown of one code object.
+/// The fields of one code object that frames need.
 pub(super) struct Code {
     name: String,
     file: String,
@@ -32,12 +33,12 @@ pub(super) struct Code {
     lines: Vec<u8>,
 }
 
-/// The code objects seen so far. What is kept here is right for a thread when it was read while that thread did not run: its
-/// frames keep their code alive, and what is read here never changes.
+/// The code objects read so far. An entry is correct for a thread that did not run during the read:
+/// its frames keep their code alive, and the fields read here never change.
 #[derive(Default)]
 pub(super) struct Codes {
     known: HashMap<u64, Result<Arc<Code>, ReadError>>,
-    /// Types that are called `code`. There is one, but nobody says where.
+    /// Types with the name `code`. There is only one, but its address is not known in advance.
     types: HashSet<u64>,
 }
 
@@ -55,7 +56,8 @@ impl Codes {
     fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
         let class = memory.read_u64(CODE, address.wrapping_add(layout.object_type))?;
         if !self.types.contains(&class) {
-            // The name of a type is a C string, the first field after the head of the object and its size.
+            // The name of a type is a C string. It is the first field after the object's header and
+            // size.
             let name = memory.read_u64(CODE, class.wrapping_add(layout.object_size + 8))?;
             if memory.bytes(CODE, name, 5)? != b"code\0" {
                 return Err(ReadError { what: CODE, address });
@@ -75,7 +77,7 @@ impl Codes {
     }
 }
 
-/// Copies everything that the code objects of these frames will be asked for, with few system calls.
+/// Copies everything that the code objects of these frames need, with few system calls.
 pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame]) {
     let codes: HashSet<u64> = frames.iter().map(|frame| frame.code).collect();
     memory.fetch(codes.iter().map(|code| (*code, layout.code_bytes.unwrap_or(layout.code_lines) + 8)));
@@ -101,11 +103,11 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
 }
 
 impl Code {
-    /// The frame that runs this code; `None` for one that stands in no file.
+    /// The frame that runs this code. `None` for code that is in no file.
     pub fn frame(&self, layout: &Layout, address: u64, instruction: u64) -> Option<PySpyFrame> {
         let offset = match layout.code_bytes {
             Some(bytes) => instruction.wrapping_sub(address.wrapping_add(bytes)).cast_signed(),
-            // The number of the last instruction, which 3.10 counts in units of two bytes.
+            // The index of the last instruction, which 3.10 counts in units of two bytes.
             None => i64::from(instruction as i32) * if layout.minor >= 10 { 2 } else { 1 },
         };
         let line = lines::line(layout.minor, &self.lines, self.first_line, offset);

@@ -1,4 +1,4 @@
-//! What the interpreter of one process counts.
+//! Counts of the interpreter of one process.
 
 use std::sync::Arc;
 
@@ -6,7 +6,7 @@ use crate::cpython::layout::Layout;
 
 use super::{data_loaders::Loaders, gc, reader::Python, threads};
 
-/// What the interpreter of one process counts.
+/// Reads the counts of one interpreter again and again.
 pub(crate) struct Counting {
     live: i32,
     runtime: u64,
@@ -15,7 +15,7 @@ pub(crate) struct Counting {
 }
 
 impl Counting {
-    /// What is needed to follow what it counts, from one look to the next.
+    /// Prepares to read the counts of an interpreter.
     pub fn new(python: Python) -> Self {
         Counting {
             live: python.live,
@@ -25,8 +25,9 @@ impl Counting {
         }
     }
 
-    /// Collections of garbage, and batches that data loaders have yielded when there are any; `None` when the interpreter cannot
-    /// be read any more. Loaders that are not known yet are found by a search.
+    /// The number of garbage collections, and the number of batches that data loaders have yielded,
+    /// if there are any. `None` if the interpreter is no longer readable. Unknown data loaders are
+    /// found only by a search.
     pub fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
         let interpreters = threads::interpreters(self.live, &self.layout, self.runtime).ok()?;
         let collections = gc::collections(self.live, &self.layout, self.runtime, &interpreters)?;

@@ -1,9 +1,10 @@
-//! What an interpreter counts by itself: its collections of garbage. What PyTorch's data loaders count: the batches that they
-//! have yielded. Both are numbers in the memory of the process: to read them runs nothing in it and stops nothing.
+//! Counts the batches that PyTorch's data loaders have yielded. The counts are numbers in the
+//! memory of the process, so reading them runs nothing in it and stops nothing.
 //!
-//! Nobody says where the iterators of data loaders are. They are searched from the frames of all threads: the variables there,
-//! what a suspended generator holds, and, a few steps far, what objects, dictionaries and lists hold. All is read while the
-//! program runs, so a step counts only when it leads to a living object of a class that has a name.
+//! No list of the iterators of data loaders exists. A search starts from the frames of all threads:
+//! from their variables, through suspended generators, and a few steps through objects,
+//! dictionaries and lists. The program runs during the search, so a step counts only if it leads to
+//! a living object of a class with a name.
 
 use std::collections::{HashMap, HashSet};
 
@@ -18,40 +19,42 @@ use super::{
     threads::Interpreter,
 };
 
-/// How the name of the class ends that PyTorch's iterators, and those derived from them elsewhere, have as a base.
+/// End of the class name of a base of PyTorch's iterators and of those derived from them elsewhere.
 const ITERATOR: &[u8] = b"BaseDataLoaderIter";
-/// Their count of batches, and the random number that tells one from another at the same address.
+/// The attribute with the number of batches, and the one with a random number that distinguishes
+/// iterators at the same address.
 const YIELDED: &str = "_num_yielded";
 const SEED: &str = "_base_seed";
-/// Objects looked at in one search, and steps from a frame.
+/// Maximum number of objects in one search, and of steps from a frame.
 const MOST_OBJECTS: usize = 4000;
 const STEPS: usize = 6;
-/// Variables of one frame that are looked at.
+/// Maximum number of variables of one frame to follow.
 const VARIABLES: u64 = 192;
-/// Words behind the head of such an iterator that may lead to another one: it has some numbers as well.
+/// Number of words after the header of a wrapper that may refer to another iterator. Some of them
+/// are numbers.
 const WRAPPER_WORDS: u64 = 3;
-/// A list or dictionary that holds more than this is a model or a data set, and is not looked into; of an object's attributes so
-/// many are.
+/// A list or dictionary with more entries is a model or a data set and is not followed. It is also
+/// the maximum number of attributes of an object to follow.
 const MOST_HELD: u64 = 96;
-/// Classes that are remembered, classes from one to the last of its bases, and bytes of a name.
+/// Maximum number of cached classes, of classes in a chain of bases, and of bytes of a name.
 const MOST_CLASSES: usize = 1 << 14;
 const MOST_BASES: usize = 16;
 const NAME: usize = 48;
-/// Below are no objects but numbers and marks.
+/// Lower addresses are numbers and marks instead of objects.
 const LOWEST: u64 = 1 << 16;
 
-/// The iterators of a process's data loaders, as far as they have been found, and what they have yielded.
+/// The iterators of a process's data loaders that were found, and the number of their batches.
 #[derive(Debug, Default)]
 pub(super) struct Loaders {
-    /// Each by its address, as it was last seen.
+    /// Last count of each iterator, by its address.
     known: HashMap<u64, Count>,
-    /// Whether one has ever been found.
+    /// Whether an iterator was ever found.
     found: bool,
     yielded: u64,
     classes: Classes,
 }
 
-/// What an iterator says of itself.
+/// The fields of an iterator.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Count {
     yielded: u64,
@@ -61,7 +64,7 @@ struct Count {
 /// Kinds of classes by their addresses.
 type Classes = HashMap<u64, Kind>;
 
-/// What there is to do with an object of a class.
+/// How to follow an object of a class.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Kind {
     Iterator,
@@ -69,20 +72,20 @@ enum Kind {
     List,
     Tuple,
     Dict,
-    /// One of the iterators written in C that have others within them.
+    /// An iterator written in C that contains other iterators.
     Wrapper,
-    /// Its attributes may lead on.
+    /// An object whose attributes may lead to an iterator.
     Object,
     Other,
 }
 
 impl Loaders {
-    /// Batches yielded by all iterators that were seen; `None` when there has been none.
+    /// The number of batches of all iterators that were found. `None` if there was none.
     pub fn yielded(&self) -> Option<u64> {
         self.found.then_some(self.yielded)
     }
 
-    /// Looks at the iterators that are known. What is freed or has become something else is forgotten.
+    /// Reads the known iterators. Forgets those that were freed or have become something else.
     pub fn look(&mut self, tid: i32, layout: &Layout) {
         let memory = &mut Snapshot::new(tid);
         let (classes, yielded) = (&mut self.classes, &mut self.yielded);
@@ -91,7 +94,8 @@ impl Loaders {
                 .then(|| count(memory, layout, *address))
                 .flatten();
             let Some(count) = count else { return false };
-            // An iterator that begins anew, for the next epoch, begins at 0; and a new one may lie where an old one lay.
+            // For the next epoch, an iterator starts again at 0. A new iterator may have the
+            // address of an old one.
             let before = if count.seed == last.seed { last.yielded } else { 0 };
             *yielded += count.yielded.checked_sub(before).unwrap_or(count.yielded);
             *last = count;
@@ -99,7 +103,7 @@ impl Loaders {
         });
     }
 
-    /// Searches for iterators that are not known.
+    /// Searches for unknown iterators.
     pub fn search(&mut self, tid: i32, layout: &Layout, interpreters: &[Interpreter]) {
         let memory = &mut Snapshot::new(tid);
         let threads = interpreters.iter().flat_map(|interpreter| &interpreter.threads);
@@ -140,21 +144,22 @@ fn count(memory: &mut Snapshot, layout: &Layout, iterator: u64) -> Option<Count>
     Some(Count { yielded: number(memory, layout, yielded?)?, seed })
 }
 
-/// What the variables of a frame refer to. From 3.14 on the lowest bits of a reference say who owns it.
+/// The objects that the variables of a frame refer to. From 3.14 on, the lowest bits of a reference
+/// encode its ownership.
 fn variables(memory: &mut Snapshot, layout: &Layout, frame: u64, found: &mut Vec<u64>) {
     let words = match layout.code_bytes {
         Some(_) => VARIABLES,
-        // Up to 3.10 a frame is an object that knows how many it has.
+        // Up to 3.10 a frame is an object that has the number of its variables.
         None => memory.read_u64("a frame", frame.wrapping_add(layout.bytes_length)).unwrap_or(0).min(VARIABLES),
     };
     for index in 0..words {
-        // The memory behind the last frame may end before its variables could.
+        // The memory after the last frame may end before the maximum number of variables.
         let Ok(word) = memory.read_u64("a frame", frame.wrapping_add(layout.frame_locals + index * 8)) else { return };
         found.push(word & !7);
     }
 }
 
-/// What an object leads to.
+/// The objects that an object refers to.
 fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: &mut Vec<u64>) {
     const LIST: &str = "a list";
     match kind {
@@ -190,9 +195,9 @@ fn held(memory: &mut Snapshot, layout: &Layout, kind: Kind, object: u64, found: 
     }
 }
 
-/// The kind of an object; `None` when there is no living one at the address.
+/// The kind of an object. `None` if there is no living object at the address.
 fn kind(memory: &mut Snapshot, layout: &Layout, classes: &mut Classes, object: u64) -> Option<Kind> {
-    // Python clears the count of references to an object that it frees, and little else.
+    // Python clears the reference count of an object that it frees, and little else.
     let alive = memory.read_u32("an object", object).ok()? != 0;
     let class = memory.read_u64("an object", object.wrapping_add(layout.object_type)).ok()?;
     if !alive || class < LOWEST || class % 8 != 0 {
@@ -234,7 +239,7 @@ fn kind_of_class(memory: &mut Snapshot, layout: &Layout, class: u64) -> Result<K
             b"enumerate" | b"zip" | b"map" | b"filter" | b"itertools.islice" | b"itertools.chain" => {
                 return Ok(Kind::Wrapper);
             }
-            // What a model or a program consists of leads to everything.
+            // The parts of a model or a program refer to almost everything.
             b"Module" | b"TensorBase" | b"Tensor" | b"Optimizer" | b"Dataset" | b"module" | b"type" | b"function"
             | b"code" | b"method" => found = Kind::Other,
             _ => {}

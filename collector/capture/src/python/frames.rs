@@ -7,23 +7,24 @@ use crate::{
 
 use super::threads::Thread;
 
-/// Frames of one thread; a chain that is longer runs in a circle.
+/// Maximum number of frames of one thread. A longer chain has a cycle.
 const MOST_FRAMES: usize = 200_000;
-/// Pieces of memory for frames of one thread that are copied in advance, and bytes of each.
+/// Maximum number of chunks (memory for frames) of one thread to copy in advance, and of bytes of
+/// each.
 const CHUNKS: usize = 4096;
 const CHUNK_BYTES: u64 = 1 << 20;
 
 const THREAD: &str = "the state of a thread";
 const FRAME: &str = "a frame";
 
-/// A frame whose code has not been looked at.
+/// A frame whose code is not read yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct RawFrame {
     pub address: u64,
     pub code: u64,
-    /// The last instruction, as the frame has it.
+    /// The last instruction, as stored in the frame.
     pub instruction: u64,
-    /// Whether C code entered the interpreter with it.
+    /// Whether C code entered the interpreter with this frame.
     pub entry: bool,
 }
 
@@ -31,11 +32,11 @@ pub(super) struct RawFrame {
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
     pub frames: Vec<RawFrame>,
-    /// Why there may be more.
+    /// Why the chain may be longer.
     pub problem: Option<ReadError>,
 }
 
-/// Copies what the chains of these threads will need, as far as that can be told in advance.
+/// Copies what the chains of these threads need, as far as that is known in advance.
 pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl Iterator<Item = &'a Thread> + Clone) {
     memory.fetch(threads.clone().map(|thread| (thread.address, layout.thread_size)));
     if let Some(offset) = layout.cframe_frame {
@@ -48,7 +49,8 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
     let Some(chunk_at) = layout.thread_chunk else { return };
     let first = threads.filter_map(|thread| memory.read_u64(THREAD, thread.address.wrapping_add(chunk_at)).ok());
     let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
-    // A chunk begins with a pointer to the one before it and with its size. They are followed for all threads at once.
+    // A chunk starts with a pointer to the previous chunk and its size. The chunks of all threads
+    // are followed at once.
     for _ in 0..CHUNKS {
         memory.fetch(chunks.iter().map(|chunk| (*chunk, 16)));
         let mut before = Vec::new();
@@ -70,7 +72,7 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
 pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> Chain {
     let mut chain = Chain::default();
     chain.problem = follow(memory, layout, thread, &mut chain.frames).err();
-    // Whatever was entered last was entered from C.
+    // C code entered the root frame.
     if layout.minor >= 12
         && let Some(root) = chain.frames.last_mut()
     {
@@ -100,7 +102,7 @@ fn follow(
         }
         let read_u64 = |offset: u64| number(&bytes, offset, 8);
         if is_from_c(layout, &bytes) {
-            // From 3.12 on C code that enters the interpreter leaves a frame of its own below.
+            // From 3.12 on, C code that enters the interpreter leaves a frame of its own below.
             if let Some(called) = frames.last_mut() {
                 called.entry = true;
             }
@@ -109,7 +111,8 @@ fn follow(
                 (Some(offset), _) => number(&bytes, offset, 1) != 0,
                 (None, minor) => minor < 12,
             };
-            // Up to 3.10 it is a number of four bytes, then a pointer. The lowest bits of a reference say who owns it.
+            // Up to 3.10 a number of four bytes, later a pointer. The lowest bits of a reference
+            // encode its ownership.
             let width = if layout.code_bytes.is_some() { 8 } else { 4 };
             let instruction = number(&bytes, layout.frame_instruction, width);
             frames.push(RawFrame { address: frame, code: read_u64(layout.frame_code) & !7, instruction, entry });
@@ -119,9 +122,10 @@ fn follow(
     Err(ReadError { what: "the end of a chain of frames", address: frame })
 }
 
-/// Whether it is not a frame of Python code but one that C code keeps on its stack.
+/// Whether a frame belongs to C code, which keeps it on its stack, instead of Python code.
 fn is_from_c(layout: &Layout, frame: &[u8]) -> bool {
-    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`; behind it come others that run no code.
+    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`. Owners with higher
+    /// numbers run no Python code either.
     const FIRST: u64 = 3;
     match layout.frame_owner {
         Some(offset) => number(frame, offset, 1) >= FIRST,

@@ -1,4 +1,4 @@
-//! The garbage collector of an interpreter: what it counts, and whether it runs.
+//! The garbage collector of an interpreter: its statistics, and whether it runs.
 
 use crate::{
     cpython::layout::Layout,
@@ -7,7 +7,7 @@ use crate::{
 
 use super::threads::{Interpreter, Thread};
 
-/// Collections of garbage since the interpreters began; `None` when they cannot be read.
+/// Garbage collections since the interpreters started. `None` if unreadable.
 pub(super) fn collections(tid: i32, layout: &Layout, runtime: u64, interpreters: &[Interpreter]) -> Option<u64> {
     let memory = &mut Snapshot::new(tid);
     match (layout.runtime_gc, layout.interpreter_gc) {
@@ -43,7 +43,8 @@ fn of_collector(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Resul
     Ok(sum)
 }
 
-/// Whether the garbage collector of a thread's interpreter runs: in the thread that holds the lock, or that lets go of it in a finalizer.
+/// Whether the garbage collector of a thread's interpreter is running. It runs in the thread that
+/// holds the GIL, or in one that has released the GIL in a finalizer.
 pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &Thread) -> bool {
     const COLLECTOR: &str = "the garbage collector";
     let collector = match (layout.runtime_gc, layout.interpreter_gc) {

@@ -1,5 +1,5 @@
-//! Where the interpreter of a process is, and which one it is. What is found out about an object counts for all processes of
-//! the node that have it mapped.
+//! Finds the interpreter of a process and its version. What is found out about an object applies to
+//! all processes of the node that have it mapped.
 
 use std::{rc::Rc, sync::Arc};
 
@@ -24,8 +24,9 @@ pub(super) struct Place {
     pub address: u64,
 }
 
-/// Finds the interpreter; `None` when the process runs no Python. The objects that its stacks go through are looked at too:
-/// when it runs Python code, the interpreter is one of them, whatever its name.
+/// Finds the interpreter. `None` if the process runs no Python. The search includes the objects on
+/// the native stacks: if the process runs Python code, the interpreter is one of them, whatever its
+/// name.
 pub(super) fn find<'a>(
     live: i32,
     space: &AddressSpace<'_>,
@@ -37,7 +38,8 @@ pub(super) fn find<'a>(
     let mut claims = file_name(&exe).starts_with("python");
     let mut known = Vec::new();
     let mut idle: Option<Place> = None;
-    // One after the other, because each costs more than the one before, and the first ones mostly know.
+    // The candidates are evaluated lazily: each kind costs more than the one before, and the first
+    // one usually suffices.
     let executable = space.first_executable().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
     let libraries = std::iter::once_with(|| {
         let code = space.executables();
@@ -59,7 +61,7 @@ pub(super) fn find<'a>(
             if started != Ok(0) {
                 return Ok(Some(place));
             }
-            // A program may carry an interpreter and use that of a library.
+            // A program may contain an interpreter and use that of a library.
             idle.get_or_insert(place);
         }
     }

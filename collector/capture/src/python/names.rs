@@ -1,5 +1,6 @@
-//! Names of threads, from `threading._active`. They are read while the program runs, so a name counts only when the thread
-//! object agrees that it is that thread; one that cannot be read costs nothing but itself.
+//! Names of threads, from `threading._active`. The program runs during the read, so a name counts
+//! only if the thread object has the id of the thread. If a name cannot be read, only this name is
+//! lost.
 
 use std::collections::HashMap;
 
@@ -13,10 +14,10 @@ use super::{
     threads::Interpreter,
 };
 
-/// How often the dictionaries are read when they seem to change meanwhile.
+/// How often to read the dictionaries if they seem to change during the read.
 const ATTEMPTS: usize = 3;
 
-/// Names by what `pthread_self` returns in the thread.
+/// Names by the result of `pthread_self` in the thread.
 pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> HashMap<u64, String> {
     let mut names = HashMap::new();
     for _ in 0..ATTEMPTS {
@@ -27,7 +28,7 @@ pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> Has
     names
 }
 
-/// Whether all threads that are there agree.
+/// Returns whether all entries are consistent.
 fn read(
     memory: &mut Snapshot,
     layout: &Layout,

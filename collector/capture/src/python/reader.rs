@@ -1,4 +1,4 @@
-//! The interpreter of one process: its threads and their Python stacks.
+//! Reads the threads of an interpreter and their Python stacks.
 
 use std::{collections::HashMap, time::Instant};
 
@@ -22,25 +22,26 @@ use super::{
 
 /// The interpreter of one process.
 pub(crate) struct Python {
-    /// A live thread.
+    /// A live thread of the process.
     pub(super) live: i32,
     pub(super) place: Place,
 }
 
-/// The Python side of one kernel thread. It may run code of more than one interpreter, one called from the other.
+/// The Python side of one kernel thread. It may run code of several interpreters, where one calls
+/// the other.
 pub(crate) struct PythonThread {
-    /// The kernel's id, as this process sees it; 0 when it is not known.
+    /// The kernel's id, as this process sees it; 0 if unknown.
     pub tid: i32,
-    /// With the lock of its interpreter, the innermost interpreter first.
+    /// The GIL and the state of each interpreter that the thread runs, innermost interpreter first.
     states: Vec<(u64, Thread)>,
     name: String,
     pub stack: Stack,
-    /// Whether the stack is known to be what it was at one moment.
+    /// Whether the stack is known to have existed at one moment.
     pub right: bool,
 }
 
 impl Python {
-    /// Finds the interpreter; `None` when the process runs no Python.
+    /// Finds the interpreter. `None` if the process runs no Python.
     pub fn find<'a>(
         live: i32,
         space: &AddressSpace<'_>,
@@ -49,7 +50,8 @@ impl Python {
         Ok(locate::find(live, space, seen)?.map(|place| Python { live, place }))
     }
 
-    /// The threads that the interpreters know. `outer` tells the id of a thread for its id in the PID namespace of the process.
+    /// The threads of all interpreters of the process. `outer` maps a thread id in the PID
+    /// namespace of the process to the id in ours.
     pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
         let layout = &self.place.layout;
         let interpreters =
@@ -67,7 +69,7 @@ impl Python {
                 if let Some(known) = places.get(&thread.pthread) {
                     let known: &mut PythonThread = &mut found[*known];
                     known.states.push(state);
-                    // The interpreter that the thread was started in knows it best.
+                    // The interpreter that the thread was started in has the best name.
                     if !name.is_empty() {
                         known.name = name;
                     }
@@ -86,13 +88,13 @@ impl Python {
         Ok(found)
     }
 
-    /// Whether the interpreter is on its way out: threads that want its lock then never get it.
+    /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
     pub fn is_ending(&self) -> bool {
         let at = self.place.address.wrapping_add(self.place.layout.runtime_finalizing);
         Snapshot::new(self.live).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
-    /// Reads the stacks of all threads as they are.
+    /// Reads the current stacks of all threads.
     pub fn read(&self, threads: &mut [PythonThread]) {
         let layout = &self.place.layout;
         let mut memory = Snapshot::new(self.live);
@@ -122,8 +124,8 @@ impl Python {
         let mut problem: Option<ReadError> = None;
         for chain in chains {
             let first = stack.frames.len();
-            // From the root to the leaf, so that the mark of an entry moves on from a frame that is not shown to the one that
-            // it called.
+            // From the root to the leaf, so that the mark of an entry moves from a hidden frame to
+            // the frame that it called.
             let mut entry = false;
             for frame in chain.frames.iter().rev() {
                 entry |= frame.entry;
@@ -144,7 +146,8 @@ impl Python {
         }
         let now = Instant::now();
         for (gil, state) in &thread.states {
-            // Asked of those that do not hold it as well, so that a copy has the memory of all that may.
+            // Also read for threads that do not hold the GIL, so that a copy has the memory of
+            // every possible holder.
             let collects = gc::collects(memory, layout, self.place.address, state);
             if stack.holds.is_none() && threads::holds(memory, layout, *gil, state) {
                 (stack.holds, stack.collects) = (Some((*gil, now)), collects);
@@ -166,7 +169,7 @@ impl PythonThread {
         self.states.iter().map(|(_, state)| state)
     }
 
-    /// Why its stack may not be right, or not whole.
+    /// Why the stack may be wrong or incomplete.
     pub fn doubt(&self) -> Option<String> {
         const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
         let moved = || self.stack.moved.then(|| MOVED.into());
@@ -174,7 +177,8 @@ impl PythonThread {
         self.stack.problem.clone().or_else(moved).or_else(ran)
     }
 
-    /// What is told of it, and the marks of its frames.
+    /// The message for the thread, and for each of its frames whether C code entered the
+    /// interpreter with it.
     pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
         let trace = PySpyStacktrace {
             incomplete: self.doubt().unwrap_or_default(),
@@ -191,7 +195,8 @@ impl PythonThread {
     }
 }
 
-/// A lock has one holder: when it went from one thread to another during the capture, the later one counts.
+/// Keeps only the last holder of each GIL. The GIL may have moved from one thread to another during
+/// the capture.
 pub(crate) fn one_holder(threads: &mut [PythonThread]) {
     let mut last: HashMap<u64, Instant> = HashMap::new();
     for (gil, at) in threads.iter().filter_map(|thread| thread.stack.holds) {

@@ -10,17 +10,17 @@ use super::frames::RawFrame;
 #[derive(Default)]
 pub(crate) struct Stack {
     pub(super) frames: Vec<PySpyFrame>,
-    /// The same frames as they were read.
+    /// The same frames as they were read from memory.
     pub(super) raw: Vec<RawFrame>,
     /// For each frame, whether C code entered the interpreter with it.
     pub(super) entries: Vec<bool>,
-    /// The lock that it holds, and since when that is known.
+    /// The GIL that the thread holds, and when this was read.
     pub(super) holds: Option<(u64, Instant)>,
-    /// Garbage was collected at that moment.
+    /// Whether the garbage collector was running at that time.
     pub(super) collects: bool,
-    /// Why it is not whole.
+    /// Why the stack is incomplete.
     pub problem: Option<String>,
-    /// Inner frames are left out because they changed while they were read.
+    /// Whether inner frames are missing because they changed during the read.
     pub moved: bool,
 }
 
@@ -29,13 +29,14 @@ impl Stack {
         self.entries.iter().filter(|entry| **entry).count()
     }
 
-    /// No frames, for this reason.
+    /// An empty stack, for this reason.
     pub fn unknown(reason: &str) -> Self {
         Stack { problem: Some(reason.into()), ..Stack::default() }
     }
 
-    /// What two looks at a running thread have in common: the frames from the root on, up to the first one that was called from
-    /// another place or is another frame. `None` when one of them does not reach the root.
+    /// The frames that two reads of a running thread agree on: from the root on, up to the first
+    /// frame that differs or has a different current instruction. `None` if one of the reads does
+    /// not reach the root.
     pub fn common(before: &Stack, mut after: Stack) -> Option<Stack> {
         if before.problem.is_some() || after.problem.is_some() {
             return None;
@@ -46,7 +47,7 @@ impl Stack {
                 break;
             }
             kept += 1;
-            // What it calls now is not what it called then.
+            // The frame now makes another call than before.
             if before.instruction != after.instruction {
                 break;
             }
@@ -63,7 +64,7 @@ impl Stack {
         Some(after)
     }
 
-    /// Frames that are shown.
+    /// Number of reported frames.
     pub fn length(&self) -> usize {
         self.frames.len()
     }

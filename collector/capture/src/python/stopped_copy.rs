@@ -1,4 +1,4 @@
-//! The memory that the Python stack of one thread consists of, copied at one moment.
+//! A copy of the memory that the Python stack of one thread consists of, taken at one moment.
 
 use std::collections::BTreeSet;
 
@@ -11,11 +11,12 @@ use super::{
     stack::Stack,
 };
 
-/// Frames that are followed during a stop; deeper chains are followed afterwards, when everything they need was copied.
+/// Maximum number of frames of a chain to follow during a stop. A deeper chain is followed
+/// afterwards in the copied memory.
 const SHALLOW: usize = 300;
-/// Pages that are fetched one by one during a stop, at most.
+/// Maximum number of pages to fetch one by one during a stop.
 const FETCHES: usize = 48;
-/// Memory of one thread, copied during a stop.
+/// The memory of one thread's stack, copied during a stop.
 pub(crate) struct StoppedCopy<'a> {
     python: &'a Python,
     thread: &'a PythonThread,
@@ -26,10 +27,11 @@ pub(crate) struct StoppedCopy<'a> {
 }
 
 impl<'a> StoppedCopy<'a> {
-    /// Makes ready for copying, during a stop, what the stack of a thread consists of.
+    /// Reads the current stack of a thread to learn which pages to copy during the stop. `missing`
+    /// are pages that an earlier copy lacked.
     pub fn prepare(python: &'a Python, thread: &'a PythonThread, missing: &[u64]) -> Self {
         let layout = &python.place.layout;
-        // As long as it runs, it mostly goes through the same memory.
+        // A running thread mostly keeps using the same memory.
         let mut memory = Snapshot::new(python.live);
         frames::fetch(&mut memory, layout, thread.states());
         let chains = python.chains(&mut memory, thread);
@@ -42,13 +44,14 @@ impl<'a> StoppedCopy<'a> {
         StoppedCopy { python, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
     }
 
-    /// To be called while the thread is stopped, again when it is stopped again.
+    /// Copies the pages. Call this while the thread is stopped, and again whenever it is stopped
+    /// again.
     pub fn take(&mut self) {
         self.memory.fill();
         self.taken = true;
         self.chains = None;
         if self.shallow {
-            // Pages that it had not touched before are found out by following the pointers.
+            // Following the pointers fetches pages that the stack did not use before.
             let chains = self.python.chains(&mut self.memory, self.thread);
             for chain in &chains {
                 code::fetch(&mut self.memory, &self.python.place.layout, &chain.frames);
@@ -57,7 +60,8 @@ impl<'a> StoppedCopy<'a> {
         }
     }
 
-    /// The stack, once the thread runs again, and the pages that were lacking; `None` when it was not stopped.
+    /// The stack, and the pages that the copy lacked. Call this when the thread runs again. `None`
+    /// if it was never stopped.
     pub fn finish(mut self) -> Option<(Stack, Vec<u64>)> {
         if !self.taken {
             return None;
@@ -72,8 +76,8 @@ impl<'a> StoppedCopy<'a> {
     }
 }
 
-/// Reads the stack of a thread that may run meanwhile, as nearly at one moment as that can be. `missing` are pages that an
-/// earlier look lacked; it is set to what this one lacked.
+/// Reads the stack of a thread that may run during the read, in as short a time as possible.
+/// `missing` are pages that an earlier read lacked; it is set to those that this one lacks.
 pub(crate) fn glance(python: &Python, thread: &PythonThread, missing: &mut Vec<u64>) -> Stack {
     let mut copy = StoppedCopy::prepare(python, thread, missing);
     copy.take();

@@ -1,10 +1,11 @@
-//! Interpreters and their threads.
+//! Interpreters and the states of their threads.
 //!
-//! Threads come and go while the lists are read. Each is doubly linked and new threads are put in front, so a list in which
-//! every thread agrees with its neighbours misses none that lived all the time; it may still hold one that has just ended.
+//! Threads start and end during the read. The lists are doubly linked, and new threads are inserted
+//! at the front. So a list in which every thread agrees with its neighbours contains all threads
+//! that lived all the time. It may also contain one that has just ended.
 //!
-//! Up to 3.11 the state of a thread that is about to be started carries the ids of the one that starts it. That one has an older
-//! state in the same interpreter, so it is the older one that is believed.
+//! Up to 3.11, the state of a thread that is about to start has the ids of the thread that starts
+//! it. The latter has an older state in the same interpreter, so the older state counts.
 
 use crate::{
     cpython::layout::Layout,
@@ -14,39 +15,39 @@ use crate::{
     },
 };
 
-/// Interpreters and threads at most; more are a list that runs in a circle.
+/// Maximum number of interpreters and of threads. A longer list has a cycle.
 const MOST: usize = 1 << 16;
-/// How often a list is read again when it changes meanwhile.
+/// How often to read a list that changes during the read.
 const ATTEMPTS: usize = 50;
-/// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
+/// Offset of the kernel's thread id in what `pthread_self` points to, for glibc on x86-64.
 const TID_IN_PTHREAD: u64 = 0x2d0;
 
 /// One interpreter of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Interpreter {
     pub address: u64,
-    /// Its lock; 0 when there is none yet.
+    /// Address of its GIL; 0 if it has none yet.
     pub gil: u64,
     pub threads: Vec<Thread>,
 }
 
-/// What an interpreter keeps for one thread.
+/// The state of one thread in an interpreter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Thread {
     pub address: u64,
-    /// What `pthread_self` returns in it.
+    /// The result of `pthread_self` in the thread.
     pub pthread: u64,
-    /// The kernel's thread id in the PID namespace of the process; 0 when it cannot be told.
+    /// The kernel's thread id in the PID namespace of the process; 0 if unknown.
     pub tid: i32,
 }
 
-/// All interpreters, the newest first, as `runtime` knows them.
+/// All interpreters in the list of `runtime`, newest first.
 pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, ReadError> {
     let mut last = ReadError { what: "the list of interpreters", address: runtime };
     for _ in 0..ATTEMPTS {
         match read(tid, layout, runtime) {
-            // What glibc knows of a thread that has ended may already be told of another one. One that is still listed has
-            // not ended.
+            // glibc may reuse the memory of an ended thread for another one. The second read shows
+            // that the listed threads have not ended.
             Ok(found) if layout.thread_native_id.is_some() || read(tid, layout, runtime).as_ref() == Ok(&found) => {
                 return Ok(found);
             }
@@ -109,7 +110,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, R
             Some(offset) => field(offset) as i32,
             None => tid_of_pthread(tid, pthread),
         };
-        // A state that has not been given a thread yet.
+        // The state may not belong to a thread yet.
         if pthread != 0 {
             found.retain(|newer: &Thread| newer.pthread != pthread);
             found.push(Thread { address, pthread, tid: kernel });
@@ -120,7 +121,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, R
     Ok(found)
 }
 
-/// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
+/// Up to 3.10, the interpreter has no kernel thread ids, but glibc has them.
 fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     let mut bytes = [0; 4];
     match remote::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
@@ -129,7 +130,7 @@ fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     }
 }
 
-/// Whether a thread holds the lock of its interpreter.
+/// Whether a thread holds the GIL of its interpreter.
 pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
     const GIL: &str = "the lock of an interpreter";
     gil != 0

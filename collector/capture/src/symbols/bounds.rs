@@ -1,8 +1,9 @@
-//! What addr2line and gimli would make of a unit of DWARF, before they make it.
+//! Checks how much memory addr2line and gimli would use for a DWARF unit before they read it.
 //!
-//! A unit of some kilobytes can stand for any amount of memory: each of its functions may refer to one long list of ranges, each of
-//! its files to one long folder. A line program has a row for each of its bytes, and nested entries are followed by
-//! recursion. A unit beyond these bounds is not shown, so its addresses have names and no lines.
+//! A unit of some kilobytes can expand to any amount of memory: each of its functions may refer to
+//! one long list of ranges, and each of its files to one long folder. A line program has a row for
+//! each of its bytes, and nested entries are read recursively. A unit that exceeds these bounds is
+//! hidden, so its addresses have names but no lines.
 
 use std::{collections::HashMap, time::Instant};
 
@@ -10,22 +11,24 @@ use gimli::{AttributeValue, Dwarf, RangeListsOffset, Reader, Section, Unit, Unit
 
 use crate::objects::bytes::Slice;
 
-/// Bytes of the table of abbreviations of one unit; each of them costs twenty of memory.
+/// Maximum bytes of the abbreviation table of one unit. Each byte costs twenty bytes of memory.
 const MAX_ABBREVIATIONS: usize = 1 << 20;
-/// Bytes of one line program; a row takes 24 bytes of memory.
+/// Maximum bytes of one line program. A row takes 24 bytes of memory.
 const MAX_LINES: usize = 16 << 20;
-/// Bytes of its header, which lists files; a file takes 150 bytes of memory, and at least one here.
+/// Maximum bytes of the line program's header, which lists files. A file takes at least one byte
+/// here and 150 bytes of memory.
 const MAX_FILES: usize = 2 << 20;
-/// Bytes of the paths of all its files.
+/// Maximum bytes of the paths of all files of a unit.
 const MAX_PATHS: usize = 32 << 20;
-/// Levels of entries within each other. Compilers come to some dozens.
+/// Maximum nesting of entries. Compilers produce some dozens of levels.
 const MAX_DEPTH: isize = 256;
-/// Ranges of all functions of a unit, each time that one refers to them.
+/// Maximum number of ranges of all functions of a unit. A list counts each time that a function
+/// refers to it.
 const MAX_RANGES: usize = 2 << 20;
-/// The clock is read after so many entries.
+/// Number of entries between two reads of the clock.
 const ENTRIES_A_LOOK: usize = 4096;
 
-/// A unit as gimli opens it, when what it reads at once has its bounds.
+/// Opens a unit with gimli if the parts that gimli reads immediately are within bounds.
 pub(super) fn open<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>) -> Option<Unit<Slice<'a>>> {
     let abbreviations = *dwarf.debug_abbrev.reader();
     if !is_short(abbreviations, header.debug_abbrev_offset().0) {
@@ -45,12 +48,12 @@ pub(super) fn open<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>) 
     has_short_paths(dwarf, &unit).then_some(unit)
 }
 
-/// Whether all of a unit has its bounds, as far as that is known by the deadline.
+/// Whether all of a unit is known to be within bounds before the deadline.
 pub(super) fn hold<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>, deadline: Instant) -> bool {
     open(dwarf, header).is_some_and(|unit| entries_hold(dwarf, &unit, deadline) == Some(true))
 }
 
-/// Whether a table of abbreviations ends in time.
+/// Whether an abbreviation table ends within its maximum size.
 fn is_short(mut table: Slice<'_>, offset: usize) -> bool {
     let mut skim = || -> gimli::Result<bool> {
         table.skip(offset)?;
@@ -73,7 +76,7 @@ fn is_short(mut table: Slice<'_>, offset: usize) -> bool {
     skim().unwrap_or(false)
 }
 
-/// Whether a line program and its header are no longer than they may be. One that is not there is short.
+/// Whether a line program and its header are within bounds. A missing one is.
 fn has_short_lines(mut lines: Slice<'_>, offset: usize) -> bool {
     let mut read = || -> gimli::Result<bool> {
         lines.skip(offset)?;
@@ -102,7 +105,8 @@ fn has_short_paths<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>) -> bool
     })
 }
 
-/// `None` when the tables are damaged; what is in them then does not matter, because nobody gets further.
+/// `None` if the tables are damaged. Then their contents do not matter, because no reader gets
+/// beyond the damage.
 fn entries_hold<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, deadline: Instant) -> Option<bool> {
     let mut entries = unit.entries_raw(None).ok()?;
     let mut left = MAX_RANGES;
@@ -136,7 +140,7 @@ fn entries_hold<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, deadline: 
     Some(true)
 }
 
-/// How long a list is, up to one more than `most`.
+/// The length of a list of ranges, counted up to `limit` + 1.
 fn ranges<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, offset: RangeListsOffset, most: usize) -> usize {
     let Ok(mut ranges) = dwarf.raw_ranges(unit, offset) else { return 0 };
     let mut count = 0;

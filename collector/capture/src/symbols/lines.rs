@@ -1,7 +1,9 @@
-//! Source lines and inlined functions, by addr2line from the DWARF of an object or of its separate debug file.
+//! Source lines and inlined functions, found by addr2line in the DWARF of an object or of its
+//! separate debug file.
 //!
-//! It is shown only the units that hold wanted addresses ([`Units`]). What these refer to, entries of other units and the files
-//! of split builds, turns out when it looks; then it looks again with that added.
+//! addr2line sees only the units that contain wanted addresses ([`Units`]). The lookup may need
+//! more: entries of other units, or files of split builds. Then the lookup is repeated with these
+//! added.
 
 use std::{
     collections::HashMap,
@@ -24,16 +26,17 @@ use super::{
     units::Units,
 };
 
-/// Bytes that are inflated in a second, at least.
+/// Minimum decompression speed, in bytes per second.
 const INFLATED_PER_SECOND: u64 = 200 << 20;
-/// Of one object and its supplementary file, no more is unpacked, however much time there is.
+/// Maximum number of bytes to decompress for one object and its supplementary file, however much
+/// time is left.
 const MAX_DECOMPRESSED: u64 = 1 << 30;
-/// How often addresses are looked up again because something was lacking. Link-time optimization makes units that refer to
-/// many others.
+/// Maximum number of lookups, each with more units. Link-time optimization creates units that refer
+/// to many others.
 const ROUNDS: usize = 32;
-/// A greater supplementary file is not used: all of its units would be read.
+/// A larger supplementary file is not used, because all of its units would be read.
 const MAX_SUPPLEMENTARY: usize = 16 << 20;
-/// The sections that lines and names of functions are in.
+/// The sections with lines and function names.
 const SECTIONS: [SectionId; 10] = [
     SectionId::DebugAbbrev,
     SectionId::DebugAddr,
@@ -47,7 +50,7 @@ const SECTIONS: [SectionId; 10] = [
     SectionId::DebugStrOffsets,
 ];
 
-/// One function at an address, and the line it is at.
+/// One function at an address, and its line.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
 pub(super) struct Source {
     pub function: Option<String>,
@@ -55,15 +58,15 @@ pub(super) struct Source {
     pub line: Option<String>,
 }
 
-/// What came of looking for lines in one object.
+/// Result of the search for lines in one object.
 pub(super) enum Lookup {
-    /// The object has none.
+    /// The object has no lines.
     Absent,
-    /// For each address that was looked for in time.
+    /// The functions at each address that was looked up in time.
     Found(Vec<(u64, Vec<Source>)>),
 }
 
-/// Looks for the lines of the addresses, which are sorted, until the deadline.
+/// Finds the lines of the sorted addresses until the deadline.
 pub(super) fn find<'a>(
     image: &'a Image,
     debug: impl FnOnce() -> Option<&'a Bytes>,
@@ -98,7 +101,8 @@ pub(super) fn find<'a>(
     Lookup::Found(search.found)
 }
 
-/// Whether all units have the bounds of what is read of them at once, which is all that is read of supplementary ones.
+/// Whether the parts of all units that are read immediately are within bounds. Nothing else is read
+/// of a supplementary file.
 fn all_open(dwarf: &Dwarf<Slice<'_>>) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
@@ -137,20 +141,20 @@ fn borrow<'a>(sections: &'a DwarfSections<SectionBytes>, file: &'a [u8]) -> Dwar
 struct Search<'a> {
     sections: &'a DwarfSections<SectionBytes>,
     file: &'a [u8],
-    /// What dwz has moved from several debug files into one.
+    /// The supplementary file, which has what dwz has moved out of several debug files.
     supplementary: Option<(&'a [u8], &'a DwarfSections<SectionBytes>)>,
     split: SplitFiles<'a>,
     deadline: Instant,
     found: Vec<(u64, Vec<Source>)>,
 }
 
-/// What has to be there for an address to be looked up.
+/// What the lookup of an address lacks.
 enum Lacking {
-    /// The unit that has this entry.
+    /// The unit that contains this entry.
     Unit(usize),
     /// A unit in another file.
     File(Elsewhere),
-    /// The tables are damaged.
+    /// Nothing, because the tables are damaged.
     Nothing,
 }
 
@@ -164,12 +168,12 @@ impl Search<'_> {
         for holder in holders.iter().flatten() {
             *weights.entry(*holder).or_default() += 1;
         }
-        // The unit with the most addresses first, for when the time is short.
+        // Start with the unit that has the most addresses, in case the time is short.
         let mut left: Vec<(std::cmp::Reverse<usize>, usize, u64)> = Vec::with_capacity(addresses.len());
         for (address, holder) in addresses.iter().zip(holders) {
             match holder {
                 Some(holder) => left.push((std::cmp::Reverse(weights[&holder]), holder, *address)),
-                // Without a unit it is known to have no line.
+                // An address without a unit has no line.
                 None if in_time => self.found.push((*address, Vec::new())),
                 None => {}
             }
@@ -192,12 +196,12 @@ impl Search<'_> {
         }
     }
 
-    /// Looks up all that is left, and says what was lacking; what remains is `left`. The last time what is lacking is done
-    /// without.
+    /// Looks up all addresses in `left`, and returns what is lacking. `left` keeps the addresses
+    /// that lack something. In the last round, they get a result without it.
     fn look(&mut self, section: &[u8], left: &mut Vec<u64>, last: bool) -> Vec<Lacking> {
         let mut dwarf = borrow(self.sections, self.file);
         dwarf.debug_info = gimli::DebugInfo::new(section, LittleEndian);
-        // The units tell what they hold, and nobody else has to be asked.
+        // With an empty index, addr2line takes the ranges from the units themselves.
         dwarf.debug_aranges = gimli::DebugAranges::new(&[], LittleEndian);
         if let Some((file, sections)) = self.supplementary {
             dwarf.set_sup(borrow(sections, file));
@@ -226,7 +230,7 @@ impl Search<'_> {
     }
 }
 
-/// The functions at an address, those that were inlined first.
+/// The functions at an address, inlined functions first.
 fn functions<'a>(
     context: &'a Context<Slice<'a>>,
     address: u64,
@@ -259,7 +263,7 @@ fn line_only(context: &Context<Slice<'_>>, address: u64) -> Vec<Source> {
     location.map(|location| Source { function: None, line: line(location) }).into_iter().collect()
 }
 
-/// `path:line`; line 0 is how a compiler says that there is none.
+/// `path:line`. Compilers use line 0 for code without a line.
 fn line(location: addr2line::Location<'_>) -> Option<String> {
     Some(format!("{}:{}", location.file?, location.line.filter(|line| *line != 0)?))
 }

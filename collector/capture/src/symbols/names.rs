@@ -1,5 +1,5 @@
-//! Function names from symbol tables: one pass over all symbols against the sorted addresses that are wanted, and only what
-//! was found is demangled.
+//! Function names from symbol tables. One pass over all symbols finds all sorted addresses, and
+//! only the names that are found are demangled.
 
 use std::{fmt, sync::Arc};
 
@@ -22,16 +22,17 @@ struct Hit<'a> {
     name: &'a [u8],
 }
 
-/// Which of several symbols that hold an address is shown; the greater one wins.
+/// Order of the symbols that contain one address; the greatest is used.
 #[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Rank {
-    /// A symbol whose size says that it holds the address, before one that merely lies before it.
+    /// A symbol whose size includes the address, before one without a size that only starts below
+    /// it.
     sized: bool,
     /// The closest start.
     start: u64,
     function: bool,
     exported: bool,
-    /// `poll` before `__poll`: the public name, which often is the weak one.
+    /// `poll` before `__poll`: the public name, which often is the weak symbol.
     underscores: std::cmp::Reverse<usize>,
     global: bool,
 }
@@ -42,7 +43,7 @@ impl Rank {
     }
 }
 
-/// Names of the functions that hold the addresses, which are sorted.
+/// Names of the functions that contain the sorted addresses.
 pub(super) fn find(image: &Image, debug: Option<&Bytes>, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
     let mut hits = vec![Hit::default(); addresses.len()];
     if addresses.is_empty() {
@@ -50,7 +51,8 @@ pub(super) fn find(image: &Image, debug: Option<&Bytes>, addresses: &[u64]) -> V
     }
     let debug = debug.and_then(|bytes| ElfFile64::<object::LittleEndian>::parse(&**bytes).ok());
     let elf = image.elf();
-    // What a stripped object has packed into itself is of use only when there is nothing better.
+    // Symbols that are compressed inside a stripped object are used only if there are no better
+    // ones.
     let has_symbols = |elf: &Elf<'_>| !elf.elf_symbol_table().is_empty();
     let compressed =
         if debug.iter().chain(&elf).any(has_symbols) { None } else { elf.as_ref().and_then(mini_debug_info) };
@@ -84,7 +86,7 @@ fn scan<'a, Header>(
             continue;
         }
         let size = symbol.st_size(endian);
-        // A symbol without a size reaches as far as the next one; the rank sorts that out.
+        // A symbol without a size extends to the next symbol. The rank decides.
         let end = if size == 0 { u64::MAX } else { start.saturating_add(size) };
         if end <= *first {
             continue;
@@ -102,12 +104,12 @@ fn scan<'a, Header>(
                 underscores: std::cmp::Reverse(0),
                 global: symbol.st_bind() == STB_GLOBAL,
             };
-            // Most symbols lose already here, before their names are looked at.
+            // Most symbols lose here, before their names are read.
             if !hit.name.is_empty() && rank.without_name() < hit.rank.without_name() {
                 continue;
             }
             let name = table.symbol_name(endian, symbol).unwrap_or_default();
-            // Some linkers write the version of a symbol into its name.
+            // Some linkers append the version of a symbol to its name.
             let name = name.split(|byte| *byte == b'@').next().unwrap_or_default();
             if name.is_empty() || name.starts_with(b"$") || table.shndx(endian, SymbolIndex(index)) == Some(0) {
                 continue;
@@ -120,11 +122,11 @@ fn scan<'a, Header>(
     }
 }
 
-/// Bytes of a name, mangled or not. A mangled name of some hundred bytes may stand for one that fills any memory, because it refers to
-/// parts of itself.
+/// Maximum number of bytes of a name, mangled or not. A mangled name of some hundred bytes may
+/// expand without limit, because it refers to parts of itself.
 const MAX_NAME: usize = 64 << 10;
 
-/// Takes a name as it is made, and no more of it than [`MAX_NAME`].
+/// Receives a name piece by piece, and keeps at most [`MAX_NAME`] bytes.
 #[derive(Default)]
 struct Bounded {
     name: String,
@@ -145,10 +147,11 @@ impl cpp_demangle::DemangleWrite for Bounded {
     }
 }
 
-/// C++ and Rust names as they stand in the source, without parameters; anything else as it is. None is longer than [`MAX_NAME`].
+/// Demangles C++ and Rust names, without parameters. Other names are unchanged. The result has at
+/// most [`MAX_NAME`] bytes.
 pub(super) fn demangle(name: &[u8]) -> String {
     let text = String::from_utf8_lossy(&name[..name.len().min(MAX_NAME)]);
-    // Rust's older mangling looks like C++ with a hash at the end, so it is tried first.
+    // Rust's legacy mangling looks like C++ with a hash at the end, so it is tried first.
     if let Ok(rust) = rustc_demangle::try_demangle(&text) {
         return format!("{rust:#}");
     }

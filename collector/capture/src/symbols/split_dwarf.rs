@@ -1,4 +1,5 @@
-//! What builds with `-gsplit-dwarf` leave in other files: a `.dwo` file for each unit, or one `.dwp` package beside the object.
+//! DWARF in separate files, from builds with `-gsplit-dwarf`: a `.dwo` file for each unit, or one
+//! `.dwp` package beside the object.
 
 use std::{
     cell::RefCell,
@@ -20,13 +21,13 @@ use crate::objects::{
 
 use super::bounds;
 
-/// Of all files of one object, no more is unpacked.
+/// Maximum number of bytes to decompress for all files of one object.
 const MAX_DECOMPRESSED: u64 = 256 << 20;
 
-/// A unit that is in another file.
+/// A unit in another file.
 pub(super) struct Elsewhere {
     id: DwoId,
-    /// Where it was when it was compiled.
+    /// Its path at compile time.
     path: PathBuf,
 }
 
@@ -37,25 +38,25 @@ impl Elsewhere {
     }
 }
 
-/// The files of one object that have been looked for.
+/// The files of one object that were searched for.
 pub(super) struct SplitFiles<'a> {
     image: &'a Image,
     budget: Budget,
     package: Option<(Bytes, DwarfPackageSections<SectionBytes>)>,
     units: HashMap<DwoId, Option<(Bytes, DwarfSections<SectionBytes>)>>,
-    /// Whether a unit has its bounds.
+    /// Whether each unit is within bounds.
     bounded: RefCell<HashMap<DwoId, bool>>,
     deadline: Instant,
 }
 
 impl<'a> SplitFiles<'a> {
-    /// None yet.
+    /// Creates an empty set of files.
     pub fn new(image: &'a Image, deadline: Instant) -> Self {
         let (units, bounded) = (HashMap::new(), RefCell::default());
         SplitFiles { image, budget: Budget::new(MAX_DECOMPRESSED), package: None, units, bounded, deadline }
     }
 
-    /// Looks for the file of a unit.
+    /// Searches for the file of a unit.
     pub fn find(&mut self, unit: &Elsewhere) {
         if self.units.is_empty() {
             self.package = self.open(&PathBuf::from(format!("{}.dwp", self.image.path))).and_then(|bytes| {
@@ -75,7 +76,8 @@ impl<'a> SplitFiles<'a> {
         self.units.insert(unit.id, found);
     }
 
-    /// The DWARF of a unit. `None` when it has not been looked for, and `Some(None)` when it was not found.
+    /// The DWARF of a unit. `None` if it was not searched for, and `Some(None)` if it was not
+    /// found.
     pub fn get<'b>(&'b self, load: &SplitDwarfLoad<Slice<'b>>) -> Option<Option<Arc<Dwarf<Slice<'b>>>>> {
         let unit = self.units.get(&load.dwo_id)?;
         let compressed = || {
@@ -103,7 +105,7 @@ impl<'a> SplitFiles<'a> {
     }
 }
 
-/// Whether all units, which for most files is one, have their bounds.
+/// Whether all units of a file are within bounds. Most files have only one.
 fn all_hold(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
@@ -114,7 +116,7 @@ fn all_hold(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
     true
 }
 
-/// Only the sections whose names end in `.dwo`.
+/// Reads only sections whose names end in `.dwo`.
 fn section(elf: &Elf<'_>, id: SectionId, budget: &Budget) -> gimli::Result<SectionBytes> {
     Ok(id.dwo_name().and_then(|name| SectionBytes::of(elf, name, budget)).unwrap_or_default())
 }
@@ -123,7 +125,7 @@ fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {
     EndianSlice::new(section.in_file(bytes), LittleEndian)
 }
 
-/// Whether it is the file of this very build of the unit.
+/// Whether a file belongs to this build of the unit.
 fn is_of(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
     let dwarf = sections.borrow(|section| slice(section, bytes));
     let mut units = dwarf.units();

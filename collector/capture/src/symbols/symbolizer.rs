@@ -1,8 +1,9 @@
-//! Names and source lines of native frames. Nothing is stopped any more when this runs.
+//! Finds names and source lines of native frames. No thread is stopped any more when this runs.
 //!
-//! Names come first and for all frames: one pass over the symbol tables of each object finds all addresses that were seen in
-//! it. Source lines and inlined functions come second, as far as the time goes. Both are kept for the next capture. The objects
-//! are worked on in parallel, and one whose file system hangs costs its own names only.
+//! Names come first, for all frames: one pass over the symbol tables of each object finds all
+//! addresses in it. Source lines and inlined functions come second, as far as the time permits.
+//! Both are cached for the next capture. Objects are processed in parallel, and an object whose
+//! file system hangs loses only its own names.
 
 use std::{
     collections::{BTreeSet, HashMap, HashSet},
@@ -23,40 +24,41 @@ use super::{
     names,
 };
 
-/// Objects at work at the same time, at most.
+/// Maximum number of objects to process at the same time.
 const PARALLEL: usize = 8;
-/// Addresses whose names and lines are kept, of all objects together: about 16 MB.
+/// Maximum number of addresses in the cache, of all objects together: about 16 MB.
 const KEPT: usize = 1 << 16;
-/// Objects that are remembered to have changed; images of changed files are not used again, so that forgetting one costs a remark.
+/// Maximum number of objects remembered as changed. Images of changed files are not used again, so
+/// forgetting one only loses a message.
 const KEPT_CHANGED: usize = 1024;
-/// What was not used in so many captures goes first.
+/// Objects that were not used in this number of captures are evicted first.
 const RECENT: u64 = 16;
-/// How much later than the deadline for lines an object may answer that was at work when it passed.
+/// Extra time after the deadline for lines, for objects that are being processed at the deadline.
 const GRACE: Duration = Duration::from_millis(100);
 
-/// Names and lines known so far.
+/// Cache of names and lines.
 #[derive(Default)]
 pub(crate) struct Symbolizer {
     objects: HashMap<u64, Known>,
-    /// Objects whose files were written to while their names were looked for.
+    /// Objects whose files were modified during the search for names.
     changed: HashSet<u64>,
     captures: u64,
 }
 
-/// What is known of one object.
+/// Cached names and lines of one object.
 #[derive(Default)]
 struct Known {
     names: HashMap<u64, Option<Arc<str>>>,
     sources: HashMap<u64, Arc<[Function]>>,
-    /// It has no line tables.
+    /// Whether the object has no line tables.
     without_lines: bool,
     used: u64,
 }
 
-/// An object, and the addresses in it that nothing is known of yet.
+/// An object, and its addresses that are not in the cache.
 struct Object {
     image: Arc<Image>,
-    /// Opened at most once, for names and for lines.
+    /// Opened at most once, for names and lines.
     debug: OnceLock<Option<Bytes>>,
     names: Vec<u64>,
     lines: Vec<u64>,
@@ -74,14 +76,15 @@ impl Object {
 }
 
 impl Symbolizer {
-    /// Finds the names of all frames of all processes, and the source lines of as many of them as possible.
+    /// Finds the names of all frames of all processes, and the source lines of as many as possible.
     pub fn prepare(&mut self, processes: &[RawProcess], lines_budget: Duration, deadline: Instant) {
         self.captures += 1;
         let mut objects = self.missing(processes);
         self.find_names(&objects, deadline);
         self.forget_changed(&objects);
         objects.retain(|object| !object.lines.is_empty());
-        // The object with the most addresses first: when the time is short, it goes where it explains most.
+        // Start with the object that has the most addresses: if the time is short, it explains the
+        // most.
         objects.sort_by_key(|object| (std::cmp::Reverse(object.lines.len()), object.image.id));
         if !lines_budget.is_zero() {
             self.find_lines(objects.clone(), deadline.min(Instant::now() + lines_budget));
@@ -89,7 +92,8 @@ impl Symbolizer {
         }
     }
 
-    /// A name of a file that is another one by now is no name. It stays unknown: the next capture opens the file anew.
+    /// Drops the names of modified files. They stay unknown until the next capture opens the file
+    /// again.
     fn forget_changed(&mut self, objects: &[Arc<Object>]) {
         for object in objects.iter().filter(|object| object.has_changed()) {
             let known = self.objects.entry(object.image.id).or_default();
@@ -130,7 +134,7 @@ impl Symbolizer {
             &pool_config(),
             deadline,
             |object| {
-                // A file that changes below a parser may make it see what cannot be.
+                // A parser may panic if the file changes while it is read.
                 let names = || names::find(&object.image, object.debug(), &object.names);
                 catch_unwind(AssertUnwindSafe(names)).unwrap_or_else(|_| vec![None; object.names.len()])
             },
@@ -171,7 +175,7 @@ impl Symbolizer {
         }
     }
 
-    /// Gives the places of one process what was found.
+    /// Symbolizes the places of one process.
     pub fn finish(&self, process: RawProcess) -> Stacks {
         let RawProcess { pid, parent_pid, command, mut sample, python_entries, places, frames } = process;
         sample.errors.extend(self.lost(&places));
@@ -180,7 +184,8 @@ impl Symbolizer {
         Stacks { pid, parent_pid, command, sample, python_entries, places, frames, children: Vec::new() }
     }
 
-    /// What is said of objects whose functions have no names because their files changed or could not be read.
+    /// Messages about objects whose functions have no names because their files changed or could
+    /// not be read.
     fn lost(&self, places: &[RawPlace]) -> BTreeSet<String> {
         let of = |place: &RawPlace| match &place.image {
             Some(image) if self.changed.contains(&image.id) => {
@@ -207,7 +212,8 @@ impl Symbolizer {
         let module = module.strip_suffix(" (deleted)").unwrap_or(module);
         let mut functions = sources.to_vec();
         match (functions.last_mut(), name) {
-            // The symbol table names the function whose code this is; only what was inlined into it has no symbol.
+            // The symbol table names the function that contains the code. Functions inlined into it
+            // have no symbol.
             (Some(outermost), Some(name)) => outermost.name = name,
             (Some(_), None) => {}
             (None, name) => functions.push(Function { name: name.unwrap_or_else(|| "??".into()), line: None }),
@@ -220,7 +226,7 @@ impl Symbolizer {
         }
     }
 
-    /// Forgets what has not been used for long.
+    /// Evicts objects that were not used for a long time.
     pub fn trim(&mut self) {
         if self.changed.len() > KEPT_CHANGED {
             self.changed.clear();
@@ -240,13 +246,13 @@ impl Symbolizer {
     }
 }
 
-/// Names of the functions of one object, without anything kept.
+/// Names of the functions of one object, without a cache.
 #[cfg(feature = "fuzz")]
 pub(crate) fn names_of(image: &Image, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
     names::find(image, None, addresses)
 }
 
-/// How many functions there are at each address of one object, without anything kept.
+/// The number of functions at each address of one object, without a cache.
 #[cfg(feature = "fuzz")]
 pub(crate) fn lines_of(image: &Image, addresses: &[u64], deadline: Instant) -> Vec<(u64, usize)> {
     match lines::find(image, || None, addresses, deadline) {

@@ -1,5 +1,6 @@
-//! Which compilation units hold the wanted addresses, and a `.debug_info` in which nothing but these is to be seen: addr2line
-//! reads the beginning of every unit that it is shown, which takes tens of milliseconds for a large library.
+//! Finds the compilation units that contain the wanted addresses, and builds a `.debug_info` in
+//! which only these are visible. addr2line reads the start of every visible unit, which takes tens
+//! of milliseconds for a large library.
 
 use std::{
     collections::{BTreeMap, BTreeSet, HashSet},
@@ -15,31 +16,31 @@ use crate::objects::bytes::Slice;
 
 use super::bounds;
 
-/// Bytes of the header of a type unit in the 64-bit format of DWARF 5. No gap that holds more is shorter than a few of these.
+/// Bytes of the header of a type unit in the 64-bit format of DWARF 5. A shorter gap is not hidden.
 const HIDDEN_HEADER: usize = 40;
-/// Bytes of the length with which such a header begins, and which it does not count.
+/// Bytes of the length field of such a header, which the length does not include.
 const HIDDEN_LENGTH: usize = 12;
 
-/// The units that are shown, by where they begin.
+/// The visible units, by their start.
 pub(super) struct Units<'a> {
     dwarf: &'a Dwarf<Slice<'a>>,
     shown: BTreeMap<usize, Range<usize>>,
-    /// Where each unit lies. Finding out takes a while, so it is done only when it is needed.
+    /// The ranges of all units. Finding them takes a while, so this happens only on demand.
     all: Option<Vec<Range<usize>>>,
 }
 
 impl<'a> Units<'a> {
-    /// None yet.
+    /// Creates a set without visible units.
     pub fn new(dwarf: &'a Dwarf<Slice<'a>>) -> Self {
         Units { dwarf, shown: BTreeMap::new(), all: None }
     }
 
-    /// Shows the units that hold the addresses, which are sorted. For each address it tells where its unit begins, as far as
-    /// there is one and it was found by the deadline.
+    /// Makes the units visible that contain the sorted addresses. Returns the start of the unit of
+    /// each address, if there is one and it was found before the deadline.
     pub fn show_holders(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
         let mut holders = vec![None; addresses.len()];
         let listed = self.by_index(addresses, &mut holders);
-        // Some compilers write no index; then each unit tells what it holds.
+        // Some compilers write no index. Then read the ranges of each unit.
         let mut headers = self.dwarf.units();
         while holders.contains(&None)
             && let Ok(Some(header)) = headers.next()
@@ -63,7 +64,7 @@ impl<'a> Units<'a> {
         holders
     }
 
-    /// Asks `.debug_aranges`. All units that it knows come back.
+    /// Looks the addresses up in `.debug_aranges`. Returns all units in it.
     fn by_index(&self, addresses: &[u64], holders: &mut [Option<usize>]) -> HashSet<DebugInfoOffset> {
         let mut listed = HashSet::new();
         let mut headers = self.dwarf.debug_aranges.headers();
@@ -86,7 +87,8 @@ impl<'a> Units<'a> {
         bounds::hold(self.dwarf, header, deadline) && self.shown.insert(start, start..end).is_none()
     }
 
-    /// Shows the unit that an entry of `.debug_info` belongs to; false when it was to be seen already.
+    /// Makes the unit visible that contains an entry of `.debug_info`. Returns false if it already
+    /// was.
     pub fn show_entry(&mut self, entry: usize, deadline: Instant) -> bool {
         let dwarf = self.dwarf;
         let all = self.all.get_or_insert_with(|| {
@@ -103,11 +105,11 @@ impl<'a> Units<'a> {
         unit.contains(&entry) && !self.shown.contains_key(&unit.start) && self.show(unit.start, deadline)
     }
 
-    /// The section with these units alone.
+    /// Builds the section, with only these units visible.
     pub fn section(&self) -> io::Result<Mmap> {
         let section = self.dwarf.debug_info.reader().slice();
         let length = self.shown.last_key_value().map_or(0, |(_, unit)| unit.end);
-        // Nearly all of it is never touched, and then costs no memory.
+        // Most pages of the copy are never touched and cost no memory.
         let mut copy = MmapOptions::new().len(length.max(1)).no_reserve_swap().map_anon()?;
         let mut end = 0;
         for unit in self.shown.values() {
@@ -124,8 +126,8 @@ impl<'a> Units<'a> {
     }
 }
 
-/// Makes one type unit of a piece of the section: addr2line passes over these. All that follows keeps its place, and so
-/// references to it stay right.
+/// Turns a range of the section into one type unit, which addr2line skips. Everything after it
+/// keeps its offset, so references to it stay valid.
 fn hide(gap: &mut [u8]) {
     let length = (gap.len() - HIDDEN_LENGTH) as u64;
     gap[..4].copy_from_slice(&u32::MAX.to_le_bytes());
