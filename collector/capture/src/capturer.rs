@@ -62,9 +62,9 @@ impl Capturer {
         self.symbolizer.prepare(&raw_processes, options.lines_budget, deadline);
         let mut raw_processes = raw_processes.into_iter();
         for descendant_count in descendants {
-            let mut process = self.symbolizer.finish(raw_processes.next().expect("one answer for each job"));
+            let mut process = self.symbolizer.symbolize(raw_processes.next().expect("one answer for each job"));
             process.children =
-                raw_processes.by_ref().take(descendant_count).map(|child| self.symbolizer.finish(child)).collect();
+                raw_processes.by_ref().take(descendant_count).map(|child| self.symbolizer.symbolize(child)).collect();
             each(process);
         }
         self.symbolizer.trim();

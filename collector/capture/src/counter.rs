@@ -13,7 +13,7 @@ use crate::{
     native::address_space::AddressSpace,
     objects::image_cache::Images,
     pool::{self, PoolConfig},
-    python::{counting::Counting, reader::Python},
+    python::{counting::CountReader, reader::PythonReader},
 };
 
 const POOL: PoolConfig = PoolConfig { name: "xpu_count", parallel: 1, jobs_per_thread: usize::MAX };
@@ -45,7 +45,7 @@ pub struct Counter {
 struct Process {
     /// Start time of the process. It distinguishes the process from a later one with the same pid.
     started: u64,
-    python: Option<Counting>,
+    python: Option<CountReader>,
     /// When to search for an interpreter again, and the delay that led to this time.
     next_search: Option<(Instant, Duration)>,
 }
@@ -87,7 +87,7 @@ impl Process {
             let delay = self.next_search.map_or(SEARCH_DELAY, |(_, before)| (before * 2).min(MAX_SEARCH_DELAY));
             self.next_search = Some((now + delay, delay));
             let space = AddressSpace::open(images, pid, pid).ok()?;
-            self.python = Python::find(pid, &space, std::iter::empty()).ok()?.map(Counting::new);
+            self.python = PythonReader::find(pid, &space, std::iter::empty()).ok()?.map(CountReader::new);
         }
         let counts = self.python.as_mut()?.read(search);
         if counts.is_none() {

@@ -3,9 +3,11 @@
 pub(crate) mod address_space;
 mod epilogue;
 pub(crate) mod frame;
+pub(crate) mod hold_watchdog;
 pub(crate) mod perf;
+pub(crate) mod priority;
 mod prologue;
-pub(crate) mod ptrace;
+mod ptrace;
 mod registers;
 mod stack_copy;
 mod stack_memory;

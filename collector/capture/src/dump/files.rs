@@ -30,7 +30,7 @@ impl Files {
     /// rank (of two jobs), the files are numbered by their position in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
-        let ranks: Vec<Option<ranked::Ranked>> = pids.iter().map(|pid| ranked::rank_of(*pid)).collect();
+        let ranks: Vec<Option<ranked::RankedProcess>> = pids.iter().map(|pid| ranked::rank_of(*pid)).collect();
         let largest = ranks
             .iter()
             .flatten()

@@ -18,7 +18,7 @@ use nix::{
     unistd::{ForkResult, fork, getpid, getppid, setsid},
 };
 
-use crate::native::ptrace;
+use crate::native::hold_watchdog;
 
 /// Returns `None` in the child, which continues. The command waits for the child and ends with its
 /// exit code.
@@ -33,7 +33,7 @@ pub(super) fn run() -> Result<Option<ExitCode>> {
                 bail!("the command has ended");
             }
             setsid().context("setsid")?;
-            ptrace::die_rather_than_hold();
+            hold_watchdog::enable();
             Ok(None)
         }
         ForkResult::Parent { child } => {

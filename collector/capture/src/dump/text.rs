@@ -26,13 +26,13 @@ const DIM: &str = "\x1b[2m";
 const RESET: &str = "\x1b[0m";
 
 /// Number of thread ids that a shared block names.
-const NAMED: usize = 8;
+const MAX_NAMED: usize = 8;
 /// Maximum number of frames of a repeated run.
-const LONGEST_RUN: usize = 64;
+const MAX_RUN: usize = 64;
 /// Minimum number of repetitions for a run to be folded.
-const FEWEST_TIMES: usize = 3;
+const MIN_REPETITIONS: usize = 3;
 /// Minimum number of lines that folding must save.
-const FEWEST_HIDDEN: usize = 4;
+const MIN_SAVED_LINES: usize = 4;
 
 /// Writes one process and its descendants.
 pub(super) fn print(out: &mut impl Write, process: &ProcessCapture, view: View, colour: bool) -> io::Result<()> {
@@ -130,11 +130,11 @@ fn print_process(
                     "{}",
                     paint.with(BOLD, format!("{} with the same stack", count(titles.len(), "thread")))
                 )?;
-                for title in titles.iter().take(NAMED) {
+                for title in titles.iter().take(MAX_NAMED) {
                     writeln!(out, "  {title}")?;
                 }
-                if titles.len() > NAMED {
-                    writeln!(out, "  and {} more", titles.len() - NAMED)?;
+                if titles.len() > MAX_NAMED {
+                    writeln!(out, "  and {} more", titles.len() - MAX_NAMED)?;
                 }
             }
         }
@@ -240,11 +240,11 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
         let rest = &ids[at..];
         // How often the run of this length repeats at this position.
         let times = |length: usize| rest.chunks_exact(length).take_while(|chunk| *chunk == &rest[..length]).count();
-        let longest = LONGEST_RUN.min(rest.len() / FEWEST_TIMES);
-        let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= FEWEST_TIMES);
+        let longest = MAX_RUN.min(rest.len() / MIN_REPETITIONS);
+        let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= MIN_REPETITIONS);
         // The run that hides the most lines; among equals, the shortest.
         let best = runs.max_by_key(|(length, times)| (length * (times - 1), std::cmp::Reverse(*length)));
-        let (length, times) = best.filter(|(length, times)| length * (times - 1) >= FEWEST_HIDDEN).unwrap_or((1, 1));
+        let (length, times) = best.filter(|(length, times)| length * (times - 1) >= MIN_SAVED_LINES).unwrap_or((1, 1));
         folded.extend_from_slice(&lines[at..at + length]);
         if times > 1 {
             let what = if length == 1 { "frame".into() } else { format!("{length} frames") };

@@ -21,7 +21,7 @@ use super::{
 };
 
 /// `None` for anonymous memory and for files that are not available.
-type Object = Option<Rc<Located>>;
+type Object = Option<Rc<MappedObject>>;
 
 /// The mappings of one process at the time of the capture.
 pub(crate) struct AddressSpace<'a> {
@@ -31,16 +31,16 @@ pub(crate) struct AddressSpace<'a> {
     tid: i32,
     mappings: Mappings,
     /// Objects by the start of their mapping.
-    located: RefCell<HashMap<u64, Object>>,
+    objects: RefCell<HashMap<u64, Object>>,
     /// The last result: a caller is often in the object of its callee.
-    last: RefCell<Option<(Rc<Mapping>, Object)>>,
+    last_lookup: RefCell<Option<(Rc<Mapping>, Object)>>,
     perf_map: OnceCell<PerfMap>,
     /// Frame layouts that were computed.
-    layouts: RefCell<HashMap<RawFrame, Option<FrameLayout>>>,
+    frame_layouts: RefCell<HashMap<RawFrame, Option<FrameLayout>>>,
 }
 
 /// An object and where it is mapped.
-pub(crate) struct Located {
+pub(crate) struct MappedObject {
     pub image: Arc<Image>,
     /// Address in the process less address in the file.
     pub bias: u64,
@@ -55,10 +55,10 @@ impl<'a> AddressSpace<'a> {
             pid,
             tid,
             mappings,
-            located: RefCell::default(),
-            last: RefCell::default(),
+            objects: RefCell::default(),
+            last_lookup: RefCell::default(),
             perf_map: OnceCell::new(),
-            layouts: RefCell::default(),
+            frame_layouts: RefCell::default(),
         })
     }
 
@@ -79,32 +79,32 @@ impl<'a> AddressSpace<'a> {
 
     /// The object that contains an address. `None` for anonymous memory and for files that are not
     /// available.
-    pub fn located(&self, address: u64) -> Object {
-        if let Some((mapping, located)) = &*self.last.borrow()
+    pub fn object_at(&self, address: u64) -> Object {
+        if let Some((mapping, object)) = &*self.last_lookup.borrow()
             && mapping.start <= address
             && address < mapping.end
         {
-            return located.clone();
+            return object.clone();
         }
         let mapping = self.mapping(address)?;
-        let known = self.located.borrow().get(&mapping.start).cloned();
-        let located = known.unwrap_or_else(|| {
-            let located = self.locate(&mapping).map(Rc::new);
-            self.located.borrow_mut().insert(mapping.start, located.clone());
-            located
+        let known = self.objects.borrow().get(&mapping.start).cloned();
+        let object = known.unwrap_or_else(|| {
+            let object = self.locate(&mapping).map(Rc::new);
+            self.objects.borrow_mut().insert(mapping.start, object.clone());
+            object
         });
-        *self.last.borrow_mut() = Some((mapping, located.clone()));
-        located
+        *self.last_lookup.borrow_mut() = Some((mapping, object.clone()));
+        object
     }
 
-    fn locate(&self, mapping: &Mapping) -> Option<Located> {
-        let image = self.images.get(self.pid, self.tid, mapping, || self.first(mapping))?;
+    fn locate(&self, mapping: &Mapping) -> Option<MappedObject> {
+        let image = self.images.get(self.pid, self.tid, mapping, || self.first_of_file(mapping))?;
         let bias = image.bias(mapping)?;
-        Some(Located { image, bias })
+        Some(MappedObject { image, bias })
     }
 
     /// The nearest mapping at or below a mapping that has the first byte of the same file.
-    fn first(&self, mapping: &Mapping) -> Option<Rc<Mapping>> {
+    fn first_of_file(&self, mapping: &Mapping) -> Option<Rc<Mapping>> {
         let below = self.mappings.all().iter().rev().filter(|other| other.start <= mapping.start);
         let same =
             |other: &&Rc<Mapping>| (other.device, other.inode) == (mapping.device, mapping.inode) && other.offset == 0;
@@ -116,7 +116,7 @@ impl<'a> AddressSpace<'a> {
     pub fn instructions(&self, address: u64, length: usize) -> Option<Vec<u8>> {
         let mapping = self.mapping(address).filter(|mapping| mapping.executable && mapping.readable)?;
         if !mapping.is_memory() {
-            self.located(address)?;
+            self.object_at(address)?;
         }
         let length = length.min(usize::try_from(mapping.end - address).unwrap_or(length));
         remote::read_exact(self.tid, address, length).ok()
@@ -124,24 +124,24 @@ impl<'a> AddressSpace<'a> {
 
     /// The layout of a frame, computed from the code of its function.
     pub fn frame_layout(&self, frame: RawFrame) -> Option<FrameLayout> {
-        if let Some(known) = self.layouts.borrow().get(&frame) {
+        if let Some(known) = self.frame_layouts.borrow().get(&frame) {
             return *known;
         }
         let layout = self.function(frame.lookup()).and_then(|function| {
-            let length = (function.end - function.start).min(prologue::LONGEST) as usize;
+            let length = (function.end - function.start).min(prologue::MAX_CODE_BYTES) as usize;
             let code = self.instructions(function.start, length)?;
             prologue::layout(&code, function.start, frame.pc, frame.exact)
         });
-        self.layouts.borrow_mut().insert(frame, layout);
+        self.frame_layouts.borrow_mut().insert(frame, layout);
         layout
     }
 
     /// The range of the function that contains an address.
     fn function(&self, address: u64) -> Option<Range<u64>> {
-        let Some(located) = self.located(address) else { return self.perf_map().function(address) };
-        let within = address.wrapping_sub(located.bias);
-        let found = located.image.function(within).or_else(|| located.image.symbol(within))?;
-        Some(found.start.wrapping_add(located.bias)..found.end.wrapping_add(located.bias))
+        let Some(object) = self.object_at(address) else { return self.perf_map().function(address) };
+        let within = address.wrapping_sub(object.bias);
+        let found = object.image.function(within).or_else(|| object.image.symbol(within))?;
+        Some(found.start.wrapping_add(object.bias)..found.end.wrapping_add(object.bias))
     }
 
     /// Names of the code that the process generated at run time. They are read on first use.

@@ -9,15 +9,19 @@
 use super::registers::{FRAME_POINTER, PC, Registers, STACK_POINTER};
 
 /// Maximum number of bytes of code to read.
-pub(crate) const LENGTH: usize = 64;
+pub(crate) const MAX_CODE_BYTES: usize = 64;
 /// Maximum length of a call instruction before a return address.
-pub(crate) const CALL: usize = 7;
+pub(crate) const MAX_CALL_BYTES: usize = 7;
 
 /// DWARF numbers of the registers, in the order of the processor's encoding.
 const NUMBERS: [usize; 16] = [0, 2, 1, 3, 7, 6, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15];
 
 /// The registers of the caller, if the next instructions only leave the function.
-pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Option<u64>) -> Option<Registers> {
+pub(crate) fn caller_registers(
+    code: &[u8],
+    registers: &Registers,
+    read: impl Fn(u64) -> Option<u64>,
+) -> Option<Registers> {
     let mut caller = registers.preserved();
     let mut sp = registers.sp();
     let mut rest = code;
@@ -58,7 +62,7 @@ pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Op
             }
             // vzeroupper
             [0xc5, 0xf8, 0x77, rest @ ..] => rest,
-            other => &other[plain(other)?..],
+            other => &other[computation_length(other)?..],
         };
     }
 }
@@ -66,7 +70,7 @@ pub(crate) fn leave(code: &[u8], registers: &Registers, read: impl Fn(u64) -> Op
 /// The length of an instruction that only computes: it changes neither the stack pointer nor the
 /// frame pointer, and may continue at the next instruction. Both directions of a branch leave the
 /// function with the same stack.
-fn plain(code: &[u8]) -> Option<usize> {
+fn computation_length(code: &[u8]) -> Option<usize> {
     let (rex, start) = match *code.first()? {
         rex @ 0x40..=0x4f => (rex, 1),
         _ => (0, 0),
@@ -88,14 +92,14 @@ fn plain(code: &[u8]) -> Option<usize> {
         };
         Some((1 + index + displacement, (mode == 3).then_some(base | (rex & 1) << 3)))
     };
-    let middle = || Some(code.get(start + 1)? >> 3 & 7);
-    let kept = |register: Option<u8>| register.is_none_or(|register| !matches!(register, 4 | 5));
+    let modrm_middle = || Some(code.get(start + 1)? >> 3 & 7);
+    let is_allowed = |register: Option<u8>| register.is_none_or(|register| !matches!(register, 4 | 5));
     let length = match opcode {
         // nop; short branches
         0x90 => 0,
         0x70..=0x7f => 1,
         // mov $imm, register
-        0xb8..=0xbf if kept(Some((opcode & 7) | (rex & 1) << 3)) => {
+        0xb8..=0xbf if is_allowed(Some((opcode & 7) | (rex & 1) << 3)) => {
             if wide {
                 8
             } else {
@@ -103,24 +107,26 @@ fn plain(code: &[u8]) -> Option<usize> {
             }
         }
         // add, or, and, sub, xor, mov: register into operand
-        0x01 | 0x09 | 0x21 | 0x29 | 0x31 | 0x89 => operand().filter(|(_, register)| kept(*register))?.0,
+        0x01 | 0x09 | 0x21 | 0x29 | 0x31 | 0x89 => operand().filter(|(_, register)| is_allowed(*register))?.0,
         // the same instructions with the operands exchanged; lea, movslq
-        0x03 | 0x0b | 0x23 | 0x2b | 0x33 | 0x8b | 0x8d | 0x63 if kept(Some(middle()? | (rex & 4) << 1)) => operand()?.0,
+        0x03 | 0x0b | 0x23 | 0x2b | 0x33 | 0x8b | 0x8d | 0x63 if is_allowed(Some(modrm_middle()? | (rex & 4) << 1)) => {
+            operand()?.0
+        }
         // cmp and test write no register
         0x39 | 0x3b | 0x85 => operand()?.0,
         0x3d => 4,
         // instructions with an immediate, except adc and sbb, which no epilogue uses
-        0x81 | 0x83 if !matches!(middle()?, 2 | 3) => {
+        0x81 | 0x83 if !matches!(modrm_middle()?, 2 | 3) => {
             let (length, register) = operand()?;
             let number = if opcode == 0x81 { 4 } else { 1 };
-            if middle()? != 7 && !kept(register) {
+            if modrm_middle()? != 7 && !is_allowed(register) {
                 return None;
             }
             length + number
         }
-        0xc7 if middle()? == 0 => operand().filter(|(_, register)| kept(*register))?.0 + 4,
+        0xc7 if modrm_middle()? == 0 => operand().filter(|(_, register)| is_allowed(*register))?.0 + 4,
         // not, neg
-        0xf7 if matches!(middle()?, 2 | 3) => operand().filter(|(_, register)| kept(*register))?.0,
+        0xf7 if matches!(modrm_middle()?, 2 | 3) => operand().filter(|(_, register)| is_allowed(*register))?.0,
         _ => return None,
     };
     let length = start + 1 + length;
@@ -188,8 +194,12 @@ mod tests {
             &[0x8b, 0x04, 0x25, 1, 2, 3, 4],
         ] {
             let followed = [code, &[0xc3]].concat();
-            assert_eq!(plain(&followed), Some(code.len()), "{code:x?}");
-            assert_eq!(plain(&code[..code.len() - 1]).filter(|length| *length >= code.len()), None, "{code:x?} cut");
+            assert_eq!(computation_length(&followed), Some(code.len()), "{code:x?}");
+            assert_eq!(
+                computation_length(&code[..code.len() - 1]).filter(|length| *length >= code.len()),
+                None,
+                "{code:x?} cut"
+            );
         }
         // push; call; jmp; mov %rsp,%rbp; mov $1,%ebp; sub $8,%rsp; lea 8(%rsp),%rsp; xchg
         for code in [
@@ -202,15 +212,15 @@ mod tests {
             &[0x48, 0x8d, 0x64, 0x24, 0x08],
             &[0x48, 0x94],
         ] {
-            assert_eq!(plain(code), None, "{code:x?}");
+            assert_eq!(computation_length(code), None, "{code:x?}");
         }
         // r12 and r13 share their lower bits with the stack pointer and the frame pointer.
-        assert_eq!(plain(&[0x41, 0xbd, 1, 0, 0, 0]), Some(6));
-        assert_eq!(plain(&[0x49, 0x89, 0xc4]), Some(3));
+        assert_eq!(computation_length(&[0x41, 0xbd, 1, 0, 0, 0]), Some(6));
+        assert_eq!(computation_length(&[0x49, 0x89, 0xc4]), Some(3));
     }
 
     #[test]
-    fn code_that_leaves() {
+    fn code_that_leaves_the_function() {
         for (code, sp) in [
             (&[0xc3][..], 0x1000),
             (&[0x48, 0x83, 0xc4, 0x08, 0xc3], 0x1008),
@@ -219,12 +229,12 @@ mod tests {
             (&[0x31, 0xc0, 0x5b, 0x41, 0x5c, 0x5d, 0xc3], 0x1018),
             (&[0xc9, 0xc3], 0x2008),
         ] {
-            let caller = leave(code, &at(0x1000), read).unwrap_or_else(|| panic!("{code:x?}"));
+            let caller = caller_registers(code, &at(0x1000), read).unwrap_or_else(|| panic!("{code:x?}"));
             assert_eq!((caller.pc(), caller.sp()), (!sp, sp + 8), "{code:x?}");
             // A register that a call may change is unknown in the caller.
             assert!(caller.get(0).is_none(), "{code:x?}");
         }
-        let caller = leave(&[0x5b, 0x41, 0x5c, 0x5d, 0xc3], &at(0x1000), read).expect("pops and a return");
+        let caller = caller_registers(&[0x5b, 0x41, 0x5c, 0x5d, 0xc3], &at(0x1000), read).expect("pops and a return");
         assert_eq!(
             [3, 12, FRAME_POINTER].map(|number| caller.get(number)),
             [0x1000, 0x1008, 0x1010].map(|at| Some(!at))
@@ -243,10 +253,10 @@ mod tests {
             &[0xcc],
         ];
         for code in codes {
-            assert_eq!(leave(code, &at(0x1000), read), None, "{code:x?}");
+            assert_eq!(caller_registers(code, &at(0x1000), read), None, "{code:x?}");
         }
-        assert_eq!(leave(&[0xc3], &at(0x1000), |_| None), None, "memory that was not copied");
-        assert_eq!(leave(&[0x5d, 0xc3], &at(u64::MAX - 3), read), None);
+        assert_eq!(caller_registers(&[0xc3], &at(0x1000), |_| None), None, "memory that was not copied");
+        assert_eq!(caller_registers(&[0x5d, 0xc3], &at(u64::MAX - 3), read), None);
     }
 
     #[test]

@@ -71,7 +71,7 @@ struct Attributes {
 
 /// When a thread may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Reach {
+pub(crate) enum SampleMode {
     /// While its own code runs.
     User,
     /// Also inside a system call. This needs a privilege.
@@ -95,8 +95,8 @@ pub(crate) struct Sample {
 
 impl Event {
     /// Prepares to sample a thread. The error is that of the kernel.
-    pub fn open(tid: i32, reach: Reach) -> io::Result<Self> {
-        let descriptor = open(tid, reach)?;
+    pub fn open(tid: i32, mode: SampleMode) -> io::Result<Self> {
+        let descriptor = open(tid, mode)?;
         let mut last = io::Error::from_raw_os_error(libc::ENOMEM);
         for pages in RING_PAGES {
             match MmapOptions::new().len((1 + pages) * PAGE).map_raw(&descriptor) {
@@ -150,12 +150,12 @@ impl Event {
     /// Copies bytes of the ring's data, which may wrap around to its start.
     #[allow(unsafe_code)]
     fn bytes(&self, position: u64, length: usize) -> Vec<u8> {
-        let room = self.ring.len() - PAGE;
-        let start = position as usize % room;
-        let length = length.min(room);
-        let first = length.min(room - start);
+        let capacity = self.ring.len() - PAGE;
+        let start = position as usize % capacity;
+        let length = length.min(capacity);
+        let first = length.min(capacity - start);
         let mut bytes = vec![0; length];
-        // SAFETY: `start + first` and `length - first` are at most `room`, the number of bytes
+        // SAFETY: `start + first` and `length - first` are at most `capacity`, the number of bytes
         // after the first page. The kernel does not write between the tail and the head.
         unsafe {
             let data = self.ring.as_ptr().add(PAGE);
@@ -173,14 +173,14 @@ impl AsFd for Event {
 }
 
 #[allow(unsafe_code)]
-fn open(tid: i32, reach: Reach) -> io::Result<OwnedFd> {
+fn open(tid: i32, mode: SampleMode) -> io::Result<OwnedFd> {
     let attributes = Attributes {
         kind: TYPE_SOFTWARE,
         size: size_of::<Attributes>() as u32,
         config: SW_TASK_CLOCK,
         sample_period: PERIOD_NS,
         sample_type: SAMPLE_REGS_USER | SAMPLE_STACK_USER,
-        flags: DISABLED | EXCLUDE_HV | if reach == Reach::User { EXCLUDE_KERNEL } else { 0 },
+        flags: DISABLED | EXCLUDE_HV | if mode == SampleMode::User { EXCLUDE_KERNEL } else { 0 },
         wakeup_events: 1,
         sample_regs_user: REGISTERS,
         sample_stack_user: STACK_BYTES as u32,
@@ -230,13 +230,13 @@ pub(crate) fn explain(error: &io::Error) -> String {
     format!("perf_event_open: {error}{remedy}")
 }
 
-fn number(bytes: &[u8], at: usize) -> Option<u64> {
+fn read_u64(bytes: &[u8], at: usize) -> Option<u64> {
     Some(u64::from_le_bytes(bytes.get(at..at.checked_add(8)?)?.try_into().ok()?))
 }
 
 /// Kind, `misc` and length of a record.
 fn parse_header(header: &[u8]) -> Option<(u32, u16, usize)> {
-    let header = number(header, 0)?;
+    let header = read_u64(header, 0)?;
     Some((header as u32, (header >> 32) as u16, (header >> 48) as usize))
 }
 
@@ -244,18 +244,18 @@ fn parse_header(header: &[u8]) -> Option<(u32, u16, usize)> {
 /// stack were copied.
 fn parse_sample(record: &[u8], in_kernel: bool) -> Option<Sample> {
     // 0: no user registers, for example because the thread is exiting.
-    if number(record, 0)? == 0 {
+    if read_u64(record, 0)? == 0 {
         return None;
     }
     let mut values = [0; REGISTER_COUNT];
     for (index, value) in values.iter_mut().enumerate() {
-        *value = number(record, 8 + 8 * index)?;
+        *value = read_u64(record, 8 + 8 * index)?;
     }
     let registers = Registers::from_sample(&values);
-    let room_at = 8 + 8 * REGISTER_COUNT;
-    let room = usize::try_from(number(record, room_at)?).ok()?;
-    let bytes = record.get(room_at + 8..(room_at + 8).checked_add(room)?)?;
-    let copied = if room == 0 { 0 } else { usize::try_from(number(record, room_at + 8 + room)?).ok()? };
+    let capacity_at = 8 + 8 * REGISTER_COUNT;
+    let capacity = usize::try_from(read_u64(record, capacity_at)?).ok()?;
+    let bytes = record.get(capacity_at + 8..(capacity_at + 8).checked_add(capacity)?)?;
+    let copied = if capacity == 0 { 0 } else { usize::try_from(read_u64(record, capacity_at + 8 + capacity)?).ok()? };
     let bytes = bytes.get(..copied)?.to_vec();
     // A system call saves its return address in rcx. Elsewhere in the kernel, for example on entry
     // to a signal handler, the registers may be in the middle of a change.
@@ -270,7 +270,7 @@ fn parse_sample(record: &[u8], in_kernel: bool) -> Option<Sample> {
 mod tests {
     use super::*;
 
-    fn record(rcx: u64, room: u64, copied: u64) -> Vec<u8> {
+    fn record(rcx: u64, capacity: u64, copied: u64) -> Vec<u8> {
         let mut words = vec![2];
         words.extend((0..REGISTER_COUNT as u64).map(|index| match index {
             2 => rcx,
@@ -278,8 +278,8 @@ mod tests {
             8 => 0x1234,
             _ => index,
         }));
-        words.push(room);
-        words.extend(std::iter::repeat_n(7, room as usize / 8));
+        words.push(capacity);
+        words.extend(std::iter::repeat_n(7, capacity as usize / 8));
         words.push(copied);
         words.iter().flat_map(|word| word.to_le_bytes()).collect()
     }
@@ -298,7 +298,7 @@ mod tests {
 
     #[test]
     #[allow(unsafe_code)]
-    fn a_thread_that_runs() {
+    fn samples_a_running_thread() {
         let (sender, receiver) = std::sync::mpsc::channel();
         let stop = std::sync::Arc::new(std::sync::atomic::AtomicBool::new(false));
         let until = stop.clone();
@@ -310,7 +310,7 @@ mod tests {
             }
         });
         let (tid, near) = receiver.recv().unwrap();
-        let event = match Event::open(tid, Reach::User) {
+        let event = match Event::open(tid, SampleMode::User) {
             Ok(event) => event,
             Err(error) => {
                 stop.store(true, Ordering::Relaxed);

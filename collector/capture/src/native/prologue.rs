@@ -11,8 +11,8 @@ use std::{collections::HashMap, ops::Range};
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind, Register};
 
 /// Maximum number of bytes and of instructions of a function to analyze.
-pub(crate) const LONGEST: u64 = 256 << 10;
-const MOST_INSTRUCTIONS: usize = 100_000;
+pub(crate) const MAX_CODE_BYTES: u64 = 256 << 10;
+const MAX_INSTRUCTIONS: usize = 100_000;
 
 /// The frame of a function at one instruction. All distances are relative to the CFA, the stack
 /// pointer before the call.
@@ -46,18 +46,18 @@ pub(crate) fn layout(code: &[u8], start: u64, pc: u64, exact: bool) -> Option<Fr
         pc,
         exact,
         seen: HashMap::new(),
-        bodies: Vec::new(),
-        ends: Vec::new(),
+        call_layouts: Vec::new(),
+        continuations: Vec::new(),
         found: None,
         conflict: false,
     };
-    walk.from(start, Some(ENTRY));
+    walk.follow(start, Some(ENTRY));
     while walk.found.is_none() && !walk.conflict {
         // Only jump tables or exception handlers lead to the remaining code. Assume that its frame
         // is like that at the function's calls, if it is equal at all of them.
-        let &[body] = walk.bodies.as_slice() else { return None };
-        let next = std::mem::take(&mut walk.ends).into_iter().find(|end| !walk.seen.contains_key(end));
-        walk.from(next?, Some(body));
+        let &[body] = walk.call_layouts.as_slice() else { return None };
+        let next = std::mem::take(&mut walk.continuations).into_iter().find(|end| !walk.seen.contains_key(end));
+        walk.follow(next?, Some(body));
     }
     walk.found.filter(|_| !walk.conflict).flatten()
 }
@@ -70,9 +70,9 @@ struct Walk<'a> {
     /// The layout before each instruction; `None` where it is unknown.
     seen: HashMap<u64, Option<FrameLayout>>,
     /// The distinct layouts at calls and at indirect jumps.
-    bodies: Vec<FrameLayout>,
+    call_layouts: Vec<FrameLayout>,
     /// Addresses after instructions that do not continue at the next one.
-    ends: Vec<u64>,
+    continuations: Vec<u64>,
     found: Option<Option<FrameLayout>>,
     /// One instruction is reached with two layouts.
     conflict: bool,
@@ -80,7 +80,7 @@ struct Walk<'a> {
 
 impl Walk<'_> {
     /// Follows the code from an address on, with all its branches within the function.
-    fn from(&mut self, address: u64, layout: Option<FrameLayout>) {
+    fn follow(&mut self, address: u64, layout: Option<FrameLayout>) {
         let mut open = vec![(address, layout)];
         while let Some((mut address, mut layout)) = open.pop() {
             loop {
@@ -88,7 +88,7 @@ impl Walk<'_> {
                     self.conflict |= known.map(|known| known.sp) != layout.map(|layout| layout.sp);
                     break;
                 }
-                if !self.range.contains(&address) || self.seen.len() >= MOST_INSTRUCTIONS {
+                if !self.range.contains(&address) || self.seen.len() >= MAX_INSTRUCTIONS {
                     break;
                 }
                 self.seen.insert(address, layout);
@@ -106,18 +106,18 @@ impl Walk<'_> {
                 }
                 layout = layout.and_then(|layout| step(layout, &instruction));
                 let body = is_call || flow == FlowControl::IndirectBranch;
-                if let Some(layout) = layout.filter(|layout| body && !self.bodies.contains(layout)) {
-                    self.bodies.push(layout);
+                if let Some(layout) = layout.filter(|layout| body && !self.call_layouts.contains(layout)) {
+                    self.call_layouts.push(layout);
                 }
                 match flow {
                     FlowControl::ConditionalBranch => open.push((instruction.near_branch_target(), layout)),
                     FlowControl::UnconditionalBranch => {
                         open.push((instruction.near_branch_target(), layout));
-                        self.ends.push(next);
+                        self.continuations.push(next);
                         break;
                     }
                     FlowControl::Return | FlowControl::IndirectBranch | FlowControl::Exception => {
-                        self.ends.push(next);
+                        self.continuations.push(next);
                         break;
                     }
                     _ => {}
@@ -247,7 +247,7 @@ mod tests {
     }
 
     #[test]
-    fn what_cannot_be_told() {
+    fn unknown_layouts() {
         // push %rbp; mov %rsp,%rbp; sub %rax,%rsp; call
         let alloca = [0x55, 0x48, 0x89, 0xe5, 0x48, 0x29, 0xc4, 0xe8, 0, 0, 0, 0];
         assert_eq!(exact(&alloca, 7), None);

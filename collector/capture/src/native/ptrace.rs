@@ -4,11 +4,10 @@
 //! threads are stopped only on request. `Drop` releases a stopped thread. All calls of one [`Stop`]
 //! must come from one OS thread. The kernel releases the stopped threads when that OS thread ends,
 //! also if this process is killed, but not while this process is frozen. For that case, an
-//! expendable process has itself killed; see [`die_rather_than_hold`].
+//! expendable process has itself killed (`hold_watchdog.rs`).
 
 use std::{
     io,
-    sync::atomic::{AtomicBool, Ordering},
     time::{Duration, Instant},
 };
 
@@ -19,79 +18,19 @@ use crate::{
     kernel::{permission, procfs},
 };
 
-use super::registers::Registers;
+use super::{hold_watchdog::Watchdog, priority::RaisedPriority, registers::Registers};
 
 /// Usual maximum time until a thread on another CPU has stopped.
-const SPIN: Duration = Duration::from_micros(20);
+const SPIN_TIME: Duration = Duration::from_micros(20);
 /// How long to leave the CPU to the threads that must stop after that. If it is taken back too soon
 /// again and again, no thread makes progress.
-const PAUSE: Duration = Duration::from_micros(30);
+const SLEEP_TIME: Duration = Duration::from_micros(30);
 /// A thread that has not stopped after this time may never stop, so its state is checked.
-const LONG: Duration = Duration::from_millis(1);
+const CHECK_AFTER: Duration = Duration::from_millis(1);
 
 /// How long to wait for a thread to stop that was seized but not stopped, so that it can be
 /// released.
-const LAST_WAIT: Duration = Duration::from_millis(2);
-
-/// Maximum time for which an expendable process holds a thread. It is longer than the time limit
-/// for a thread to stop.
-const LONGEST_HOLD: Duration = Duration::from_millis(400);
-
-static EXPENDABLE: AtomicBool = AtomicBool::new(false);
-
-/// From now on, the kernel kills this process if it holds a thread for longer than
-/// [`LONGEST_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
-/// machine.
-pub(crate) fn die_rather_than_hold() {
-    EXPENDABLE.store(true, Ordering::Relaxed);
-}
-
-/// A timer that kills this process unless it is dropped in time. SIGKILL also ends processes that
-/// are stopped or frozen.
-///
-/// It uses system calls directly, because the functions of glibc 2.34 have a symbol version that
-/// older systems lack.
-struct Watchdog(libc::c_int);
-
-impl Watchdog {
-    /// `None` in a process that may not be killed. After an error, no thread may be stopped.
-    #[allow(unsafe_code)]
-    fn new() -> io::Result<Option<Self>> {
-        if !EXPENDABLE.load(Ordering::Relaxed) {
-            return Ok(None);
-        }
-        // SAFETY: sigevent is plain data, and zeros are valid for it.
-        let mut event: libc::sigevent = unsafe { std::mem::zeroed() };
-        event.sigev_notify = libc::SIGEV_SIGNAL;
-        event.sigev_signo = libc::SIGKILL;
-        let mut timer: libc::c_int = 0;
-        // SAFETY: `event` is valid for reading and has the kernel's layout. `timer`, an int for the
-        // kernel, is valid for writing.
-        let result =
-            unsafe { libc::syscall(libc::SYS_timer_create, libc::CLOCK_MONOTONIC, &raw mut event, &raw mut timer) };
-        if result == 0 { Ok(Some(Watchdog(timer))) } else { Err(io::Error::last_os_error()) }
-    }
-
-    #[allow(unsafe_code)]
-    fn start(&self) -> io::Result<()> {
-        let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        let after = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_HOLD.as_nanos() as i64 };
-        let once = libc::itimerspec { it_interval: never, it_value: after };
-        // SAFETY: the timer exists until `self` is dropped, and `once` is valid for reading.
-        let result = unsafe {
-            libc::syscall(libc::SYS_timer_settime, self.0, 0, &raw const once, std::ptr::null_mut::<libc::itimerspec>())
-        };
-        if result == 0 { Ok(()) } else { Err(io::Error::last_os_error()) }
-    }
-}
-
-impl Drop for Watchdog {
-    #[allow(unsafe_code)]
-    fn drop(&mut self) {
-        // SAFETY: `new` created the timer, and nobody else uses it.
-        unsafe { libc::syscall(libc::SYS_timer_delete, self.0) };
-    }
-}
+const RELEASE_WAIT: Duration = Duration::from_millis(2);
 
 /// A thread that stays stopped until this is dropped.
 pub(crate) struct Stop {
@@ -109,7 +48,7 @@ pub(crate) struct Stop {
 impl Stop {
     /// Stops one thread. The caller must not stop a thread in uninterruptible sleep, which would
     /// never respond.
-    pub fn new(pid: i32, tid: i32, deadline: Instant, _hurry: &Hurry) -> Result<Self, Error> {
+    pub fn new(pid: i32, tid: i32, deadline: Instant, _priority: &RaisedPriority) -> Result<Self, Error> {
         let mut stop = Self::seize(pid, tid)?;
         stop.request(pid)?;
         stop.wait(pid, deadline)?;
@@ -120,7 +59,7 @@ impl Stop {
     pub fn seize(pid: i32, tid: i32) -> Result<Self, Error> {
         let watchdog = Watchdog::new().map_err(|source| Error::Ptrace { tid, source })?;
         nix::sys::ptrace::seize(Pid::from_raw(tid), nix::sys::ptrace::Options::empty())
-            .map_err(|errno| explain(pid, tid, errno.into()))?;
+            .map_err(|errno| ptrace_error(pid, tid, errno.into()))?;
         Ok(Stop { tid, watchdog, since: None, stopped: false, signal: 0 })
     }
 
@@ -130,7 +69,7 @@ impl Stop {
             watchdog.start().map_err(|source| Error::Ptrace { tid: self.tid, source })?;
         }
         self.since = Some(Instant::now());
-        nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).map_err(|errno| explain(pid, self.tid, errno.into()))
+        nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).map_err(|errno| ptrace_error(pid, self.tid, errno.into()))
     }
 
     /// Whether the thread has stopped by now.
@@ -143,7 +82,7 @@ impl Stop {
         Ok(self.stopped)
     }
 
-    fn take(&mut self, stopped: &Stopped) {
+    fn take(&mut self, stopped: &StoppedThread) {
         self.stopped = true;
         self.signal = stopped.signal;
     }
@@ -158,18 +97,18 @@ impl Stop {
             // A thread on another CPU stops within microseconds. A thread on this CPU needs this
             // CPU, which a thread with raised priority yields only by sleeping.
             let waited = asked.elapsed();
-            if waited < SPIN {
+            if waited < SPIN_TIME {
                 std::hint::spin_loop();
                 continue;
             }
-            if waited >= LONG {
+            if waited >= CHECK_AFTER {
                 match procfs::status(pid, self.tid).map_or(b'X', |status| status.letter()) {
                     b'Z' | b'X' => return Err(Error::Gone(self.tid)),
                     b'D' => return Err(Error::NoStop { tid: self.tid, waited_us: waited.as_micros() as u64 }),
                     _ => {}
                 }
             }
-            std::thread::sleep(PAUSE);
+            std::thread::sleep(SLEEP_TIME);
         }
         Ok(())
     }
@@ -202,7 +141,7 @@ impl Drop for Stop {
         // has not stopped yet.
         if self.since.is_none() && nix::sys::ptrace::interrupt(Pid::from_raw(self.tid)).is_ok() {
             let asked = Instant::now();
-            while matches!(self.has_stopped(), Ok(false)) && asked.elapsed() < LAST_WAIT {
+            while matches!(self.has_stopped(), Ok(false)) && asked.elapsed() < RELEASE_WAIT {
                 std::thread::yield_now();
             }
         }
@@ -211,7 +150,7 @@ impl Drop for Stop {
     }
 }
 
-fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
+fn ptrace_error(pid: i32, tid: i32, source: io::Error) -> Error {
     if source.raw_os_error() == Some(libc::EPERM)
         && let Ok(status) = procfs::status(pid, tid)
     {
@@ -229,70 +168,13 @@ fn explain(pid: i32, tid: i32, source: io::Error) -> Error {
     Error::Ptrace { tid, source }
 }
 
-/// Raises the priority of this OS thread until dropped. Whatever takes the CPU from this thread
-/// while it holds another thread also extends that thread's stop. So nothing slow may happen under
-/// the raised priority, and every wait must sleep.
-pub(crate) struct Hurry {
-    before: Option<Priority>,
-}
-
-/// The original value of what was changed.
-enum Priority {
-    Policy(i32, libc::sched_param),
-    Niceness(i32),
-}
-
-impl Hurry {
-    /// Without the privilege to change it, the priority stays as it is.
-    #[allow(unsafe_code)]
-    pub fn new() -> Self {
-        let first = libc::sched_param { sched_priority: 1 };
-        let mut usual = libc::sched_param { sched_priority: 0 };
-        // SAFETY: the parameters are valid for reading and writing. 0 is the calling thread, also
-        // below.
-        unsafe {
-            let policy = libc::sched_getscheduler(0);
-            if libc::sched_getparam(0, &raw mut usual) == 0
-                && libc::sched_setscheduler(0, libc::SCHED_FIFO, &raw const first) == 0
-            {
-                return Hurry { before: Some(Priority::Policy(policy, usual)) };
-            }
-        }
-        // A control group may forbid the policy to everybody.
-        // SAFETY: these calls take and return numbers.
-        let (niceness, changed) = unsafe {
-            let niceness = libc::getpriority(libc::PRIO_PROCESS, 0);
-            (niceness, libc::setpriority(libc::PRIO_PROCESS, 0, -20) == 0)
-        };
-        Hurry { before: changed.then_some(Priority::Niceness(niceness)) }
-    }
-}
-
-impl Drop for Hurry {
-    #[allow(unsafe_code)]
-    fn drop(&mut self) {
-        // Restoring the priority is always permitted.
-        match &self.before {
-            // SAFETY: as above.
-            Some(Priority::Policy(policy, usual)) => unsafe {
-                libc::sched_setscheduler(0, *policy, usual);
-            },
-            // SAFETY: as above.
-            Some(Priority::Niceness(niceness)) => unsafe {
-                libc::setpriority(libc::PRIO_PROCESS, 0, *niceness);
-            },
-            None => {}
-        }
-    }
-}
-
 /// Waits for threads whose stop was requested, and passes each to `each` with its index as soon as
 /// it has stopped. Stopped and ended threads are taken out of the list. The rest has not stopped by
 /// the deadline.
 pub(crate) fn each_stopped(
     stops: &mut [Option<Stop>],
     deadline: Instant,
-    _hurry: &Hurry,
+    _priority: &RaisedPriority,
     mut each: impl FnMut(usize, Stop),
 ) {
     let mut last = Instant::now();
@@ -309,7 +191,7 @@ pub(crate) fn each_stopped(
                 }
                 last = Instant::now();
             }
-            Ok(None) if last.elapsed() < LONG => std::thread::sleep(PAUSE),
+            Ok(None) if last.elapsed() < CHECK_AFTER => std::thread::sleep(SLEEP_TIME),
             // The kernel does not report the end of a thread here, so check each thread.
             _ => {
                 for (place, slot) in stops.iter_mut().enumerate() {
@@ -321,20 +203,14 @@ pub(crate) fn each_stopped(
                         each(place, stop);
                     }
                 }
-                std::thread::sleep(PAUSE);
+                std::thread::sleep(SLEEP_TIME);
             }
         }
     }
 }
 
-/// Makes sleeps of this OS thread end on time instead of the usual 50 us later.
-pub(crate) fn sleep_exactly() {
-    // This only affects timing, so it may fail.
-    let _ = nix::sys::prctl::set_timerslack(1);
-}
-
 /// A thread that has stopped.
-struct Stopped {
+struct StoppedThread {
     tid: i32,
     /// The signal to deliver afterwards, or 0.
     signal: i32,
@@ -343,7 +219,7 @@ struct Stopped {
 /// A thread that has stopped: the given one, or any that this OS thread traces. This never waits,
 /// and never takes the exit status of a process from its parent, which may be this process.
 #[allow(unsafe_code)]
-fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<Stopped>> {
+fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<StoppedThread>> {
     // SAFETY: siginfo_t is plain data, and zeros are valid for it.
     let mut info: libc::siginfo_t = unsafe { std::mem::zeroed() };
     let flags = libc::WSTOPPED | libc::WNOHANG | libc::__WALL | libc::__WNOTHREAD;
@@ -360,7 +236,7 @@ fn wait_stopped(kind: libc::idtype_t, tid: i32) -> io::Result<Option<Stopped>> {
     // An event (the interrupt, a group stop) has its number above the signal, and no signal is
     // delivered.
     let event = status >> 8;
-    Ok(Some(Stopped { tid, signal: if event == 0 { status & 0xff } else { 0 } }))
+    Ok(Some(StoppedThread { tid, signal: if event == 0 { status & 0xff } else { 0 } }))
 }
 
 #[allow(unsafe_code)]
@@ -370,24 +246,5 @@ fn detach(tid: i32, signal: i32) {
     let result = unsafe { libc::ptrace(libc::PTRACE_DETACH, tid, 0usize, signal as usize) };
     if result != 0 {
         tracing::debug!("thread {tid} was not released: {}", io::Error::last_os_error());
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    #[allow(unsafe_code)]
-    fn a_hurry_ends() {
-        // SAFETY: the call takes and returns a number.
-        let policy = || unsafe { libc::sched_getscheduler(0) };
-        let before = policy();
-        let hurry = Hurry::new();
-        if nix::unistd::geteuid().is_root() {
-            assert!(hurry.before.is_some(), "root may");
-        }
-        drop(hurry);
-        assert_eq!(policy(), before);
     }
 }

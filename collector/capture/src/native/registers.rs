@@ -3,7 +3,7 @@
 use crate::kernel::procfs::Syscall;
 
 /// DWARF number of the register with the result of a system call.
-pub(crate) const ANSWER: usize = 0;
+pub(crate) const SYSCALL_RESULT: usize = 0;
 /// DWARF number of the frame pointer.
 pub(crate) const FRAME_POINTER: usize = 6;
 /// DWARF number of the stack pointer.
@@ -75,10 +75,10 @@ impl Registers {
     }
 
     pub fn set(&mut self, register: usize, value: u64) {
-        self.put(register, Some(value));
+        self.set_optional(register, Some(value));
     }
 
-    pub fn put(&mut self, register: usize, value: Option<u64>) {
+    pub fn set_optional(&mut self, register: usize, value: Option<u64>) {
         // Vector registers have rules too, but no frame depends on them.
         if let Some(slot) = self.0.get_mut(register) {
             *slot = value;

@@ -15,45 +15,45 @@ use super::{
 /// Bytes of a stack to copy first. Most stacks use a few KB.
 const FIRST_COPY: usize = 16 << 10;
 /// Bytes by which a stack may have grown since its length was measured.
-const GROWTH: usize = 512;
+const GROWTH_ALLOWANCE: usize = 512;
 /// Factor by which the next copy is larger if one was too small.
-const WIDER: usize = 8;
+const GROWTH_FACTOR: usize = 8;
 /// Maximum number of bytes to copy of a stack.
-const LONGEST_COPY: usize = 64 << 20;
+const MAX_COPY: usize = 64 << 20;
 /// Bytes to copy at an address outside the stack.
-const PIECE: usize = 64 << 10;
+const RANGE_BYTES: usize = 64 << 10;
 /// Maximum number of repetitions with a larger copy.
-const WIDENINGS: usize = 6;
+const MAX_REPETITIONS: usize = 6;
 /// Number of bytes to copy of a stack whose length was `length` when it was last unwound; 0 if
 /// unknown.
-pub(super) fn room_for(length: usize) -> usize {
+pub(super) fn initial_copy_length(length: usize) -> usize {
     // The stack may have grown a little since.
-    if length == 0 { FIRST_COPY } else { length + length / 8 + GROWTH }
+    if length == 0 { FIRST_COPY } else { length + length / 8 + GROWTH_ALLOWANCE }
 }
 
 /// Copies while a thread does not run and unwinds the copy. As long as the copy lacks memory that
 /// the unwinding needs, a larger copy is taken. `length` is the expected length of the stack.
-pub(super) fn copy<E>(
+pub(super) fn copy_and_unwind<E>(
     length: usize,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
     mut copied: impl FnMut(usize, &[u64]) -> Result<(Registers, Vec<Region>), E>,
 ) -> Result<(Vec<RawFrame>, End), E> {
-    let mut limit = room_for(length);
+    let mut limit = initial_copy_length(length);
     let mut wanted = Vec::new();
     let mut attempt = 0;
     loop {
         let (registers, regions) = copied(limit, &wanted)?;
-        let memory = Memory::of_copies(regions);
+        let memory = Memory::from_copies(regions);
         let (frames, end) = unwind(registers, &memory, space, context);
         attempt += 1;
         if let End::Memory(address) = end
-            && attempt <= WIDENINGS
+            && attempt <= MAX_REPETITIONS
             && let Some(mapping) = space.mapping(address)
             && mapping.readable
         {
-            if mapping.start <= registers.sp() && registers.sp() < mapping.end && limit < LONGEST_COPY {
-                limit = LONGEST_COPY.min(limit * WIDER);
+            if mapping.start <= registers.sp() && registers.sp() < mapping.end && limit < MAX_COPY {
+                limit = MAX_COPY.min(limit * GROWTH_FACTOR);
                 continue;
             }
             if !wanted.contains(&address) {
@@ -68,19 +68,19 @@ pub(super) fn copy<E>(
 /// Buffers for copies. They are allocated before a stop, so that copying is all that is left to do
 /// during the stop.
 #[derive(Default)]
-pub(super) struct Room {
+pub(super) struct CopyBuffers {
     stack: Vec<u8>,
     pieces: Vec<Vec<u8>>,
     regions: Vec<Region>,
 }
 
-impl Room {
+impl CopyBuffers {
     pub fn new(limit: usize, wanted: &[u64]) -> Self {
         // The first write to fresh memory costs a page fault, which would otherwise happen during
         // the stop.
-        Room {
+        CopyBuffers {
             stack: vec![1; limit],
-            pieces: wanted.iter().map(|_| vec![1; PIECE]).collect(),
+            pieces: wanted.iter().map(|_| vec![1; RANGE_BYTES]).collect(),
             regions: Vec::with_capacity(1 + wanted.len()),
         }
     }
@@ -89,8 +89,8 @@ impl Room {
     pub fn fill(self, tid: i32, sp: u64, space: &AddressSpace<'_>, wanted: &[u64]) -> Result<Vec<Region>, Error> {
         let mut regions = self.regions;
         regions.push(Region::read_stack(tid, sp, space.known_mapping(sp).as_deref(), self.stack)?);
-        for (address, room) in wanted.iter().zip(self.pieces) {
-            regions.push(Region::read_into(tid, address & !0xfff, room)?);
+        for (address, buffer) in wanted.iter().zip(self.pieces) {
+            regions.push(Region::read_into(tid, address & !0xfff, buffer)?);
         }
         Ok(regions)
     }

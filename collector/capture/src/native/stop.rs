@@ -14,19 +14,20 @@ use crate::{
 use super::{
     address_space::AddressSpace,
     frame::RawFrame,
-    ptrace::{self, Hurry, Stop},
+    priority::RaisedPriority,
+    ptrace::{self, Stop},
     registers::Registers,
-    stack_copy::{Room, copy, room_for},
+    stack_copy::{CopyBuffers, copy_and_unwind, initial_copy_length},
     stack_memory::Memory,
     thread::Thread,
     unwind::{End, unwind},
 };
 
 /// Time limit for one thread to stop.
-const STOP_PATIENCE: Duration = Duration::from_millis(250);
+const STOP_TIMEOUT: Duration = Duration::from_millis(250);
 /// System calls that a stop cuts short after a part is done. They return less than requested, which
 /// programs without signal handlers do not expect.
-const CUT_SHORT: [i64; 12] = [
+const INTERRUPTED_CALLS: [i64; 12] = [
     libc::SYS_write,
     libc::SYS_writev,
     libc::SYS_pwrite64,
@@ -42,7 +43,7 @@ const CUT_SHORT: [i64; 12] = [
 ];
 
 impl Thread {
-    /// Stops the thread, takes its stack and runs `also` during the stop. If the copy is too small,
+    /// Stops the thread, takes its stack and runs `during` during the stop. If the copy is too small,
     /// the thread is stopped again; the last time counts. On failure, the previous state remains,
     /// with the reason.
     pub fn stop(
@@ -51,21 +52,21 @@ impl Thread {
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
         deadline: Instant,
-        also: &mut dyn FnMut(),
+        during: &mut dyn FnMut(),
     ) -> Result<(), Error> {
         if !self.may_be_stopped(pid)? {
             return Ok(());
         }
         let tid = self.tid;
         let mut longest = Duration::ZERO;
-        let taken = copy(self.stack_length, space, context, |limit, wanted| {
-            let room = Room::new(limit, wanted);
-            let hurry = Hurry::new();
+        let taken = copy_and_unwind(self.stack_length, space, context, |limit, wanted| {
+            let buffers = CopyBuffers::new(limit, wanted);
+            let priority = RaisedPriority::new();
             // A new time limit each time, because opening files in between may have taken long.
-            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_PATIENCE), &hurry)?;
+            let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_TIMEOUT), &priority)?;
             let registers = stop.registers()?;
-            let regions = room.fill(tid, registers.sp(), space, wanted);
-            also();
+            let regions = buffers.fill(tid, registers.sp(), space, wanted);
+            during();
             longest = longest.max(stop.release());
             Ok((registers, regions?))
         });
@@ -80,11 +81,13 @@ impl Thread {
         let status = procfs::status(pid, self.tid)?;
         let reason = match status.letter() {
             b'D' => "the thread sleeps uninterruptibly and cannot be stopped",
-            b'S' if sends(pid, self.tid) => "the thread waits in a system call that a stop would cut short",
+            b'S' if is_in_interrupted_call(pid, self.tid) => {
+                "the thread waits in a system call that a stop would cut short"
+            }
             _ => return Ok(true),
         };
         self.status = status;
-        self.note(reason);
+        self.add_reason(reason);
         Ok(false)
     }
 
@@ -101,35 +104,35 @@ impl Thread {
             }
             Err(error) if error.is_gone() => Err(error),
             Err(error) => {
-                self.note(&error.to_string());
+                self.add_reason(&error.to_string());
                 Ok(())
             }
         }
     }
 }
 
-/// Whether a thread waits in one of [`CUT_SHORT`].
-fn sends(pid: i32, tid: i32) -> bool {
+/// Whether a thread waits in one of [`INTERRUPTED_CALLS`].
+fn is_in_interrupted_call(pid: i32, tid: i32) -> bool {
     let blocked = procfs::syscall(pid, tid);
-    matches!(blocked, Ok(Syscall::Blocked { number, .. }) if CUT_SHORT.contains(&number))
+    matches!(blocked, Ok(Syscall::Blocked { number, .. }) if INTERRUPTED_CALLS.contains(&number))
 }
 
 /// Stops all these threads at once and takes their stacks. This takes less time in total than one
 /// after the other, but holds each thread longer. Returns the threads that have ended.
-pub(crate) fn stop_together(
+pub(crate) fn stop_all(
     pid: i32,
     threads: Vec<&mut Thread>,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
     deadline: Instant,
 ) -> Vec<i32> {
-    struct Held<'a> {
+    struct StoppingThread<'a> {
         thread: &'a mut Thread,
-        room: Room,
+        buffers: CopyBuffers,
         copied: Option<Result<(Registers, Vec<Region>), Error>>,
         stop: Option<Stop>,
     }
-    let patience = deadline.min(Instant::now() + STOP_PATIENCE);
+    let patience = deadline.min(Instant::now() + STOP_TIMEOUT);
     let mut gone = Vec::new();
     let mut all = Vec::with_capacity(threads.len());
     let mut stops = Vec::with_capacity(threads.len());
@@ -141,8 +144,8 @@ pub(crate) fn stop_together(
         };
         match seized {
             Ok(stop) => {
-                let room = Room::new(room_for(thread.stack_length), &[]);
-                all.push(Held { thread, room, copied: None, stop: None });
+                let buffers = CopyBuffers::new(initial_copy_length(thread.stack_length), &[]);
+                all.push(StoppingThread { thread, buffers, copied: None, stop: None });
                 stops.push(Some(stop));
             }
             Err(error) => {
@@ -152,35 +155,36 @@ pub(crate) fn stop_together(
         }
     }
     // No thread is stopped yet, and all buffers are allocated.
-    let hurry = Hurry::new();
-    for (held, slot) in all.iter_mut().zip(&mut stops) {
+    let priority = RaisedPriority::new();
+    for (stopping, slot) in all.iter_mut().zip(&mut stops) {
         if let Some(Err(error)) = slot.as_mut().map(|stop| stop.request(pid)) {
             *slot = None;
-            held.copied = Some(Err(error));
+            stopping.copied = Some(Err(error));
         }
     }
-    ptrace::each_stopped(&mut stops, patience, &hurry, |place, stop| {
-        let held = &mut all[place];
-        let room = std::mem::take(&mut held.room);
+    ptrace::each_stopped(&mut stops, patience, &priority, |place, stop| {
+        let stopping = &mut all[place];
+        let buffers = std::mem::take(&mut stopping.buffers);
         let copied = stop
             .registers()
-            .and_then(|registers| Ok((registers, room.fill(held.thread.tid, registers.sp(), space, &[])?)));
-        held.copied = Some(copied);
-        held.stop = Some(stop);
+            .and_then(|registers| Ok((registers, buffers.fill(stopping.thread.tid, registers.sp(), space, &[])?)));
+        stopping.copied = Some(copied);
+        stopping.stop = Some(stop);
     });
     // Not one by one in the loop above: threads that continue would take the CPU from those that
     // must still stop.
-    for held in &mut all {
-        held.thread.stopped = held.stop.take().map_or(Duration::ZERO, Stop::release);
+    for stopping in &mut all {
+        stopping.thread.stopped = stopping.stop.take().map_or(Duration::ZERO, Stop::release);
     }
-    drop(hurry);
-    for (Held { thread, copied, .. }, stop) in all.into_iter().zip(stops) {
+    drop(priority);
+    for (StoppingThread { thread, copied, .. }, stop) in all.into_iter().zip(stops) {
         let tid = thread.tid;
         let taken = copied.unwrap_or_else(|| {
-            let waited_us = STOP_PATIENCE.as_micros() as u64;
+            let waited_us = STOP_TIMEOUT.as_micros() as u64;
             Err(if stop.is_some() { Error::NoStop { tid, waited_us } } else { Error::Gone(tid) })
         });
-        let unwound = taken.map(|(registers, regions)| unwind(registers, &Memory::of_copies(regions), space, context));
+        let unwound =
+            taken.map(|(registers, regions)| unwind(registers, &Memory::from_copies(regions), space, context));
         let ended = match unwound {
             // The unwinding needs more than was copied.
             Ok((_, End::Memory(_))) => thread.stop(pid, space, context, deadline, &mut || {}),

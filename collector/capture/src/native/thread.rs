@@ -19,15 +19,15 @@ use super::{
     frame::RawFrame,
     perf::Sample,
     registers::Registers,
-    stack_copy::{Room, copy},
+    stack_copy::{CopyBuffers, copy_and_unwind},
     stack_memory::Memory,
     unwind::{End, unwind},
 };
 
 /// How often to read a thread that runs in between.
-const LOOKS: usize = 3;
+const MAX_READS: usize = 3;
 /// System calls whose name already explains the wait, so the kernel stack adds nothing.
-const PLAIN_WAITS: [i64; 14] = [
+const SELF_EXPLANATORY_WAITS: [i64; 14] = [
     libc::SYS_futex,
     libc::SYS_poll,
     libc::SYS_ppoll,
@@ -65,25 +65,25 @@ pub(crate) struct Thread {
 
 /// Result of a read.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Look {
+pub(crate) enum ReadResult {
     /// The stack is complete, or as complete as possible.
     Done,
     /// The thread runs.
-    Runs,
+    Running,
     /// The thread slept, but ran in between.
-    Moved,
+    RanBetween,
 }
 
 /// Why a read failed.
-enum Missed {
-    Runs,
-    Moved,
+enum ReadFailure {
+    Running,
+    RanBetween,
     Failed(Error),
 }
 
-impl From<Error> for Missed {
+impl From<Error> for ReadFailure {
     fn from(error: Error) -> Self {
-        Missed::Failed(error)
+        ReadFailure::Failed(error)
     }
 }
 
@@ -93,36 +93,36 @@ impl Thread {
         let mut thread = Thread { tid, status: procfs::status(pid, tid)?, ..Thread::default() };
         thread.method = CaptureMethod::KernelOnly;
         thread.cpu_time_ns = Schedule::of(pid, tid).cpu_ns;
-        thread.look_into_kernel(pid);
+        thread.read_kernel_state(pid);
         Ok(thread)
     }
 
     /// Reads where in the kernel the thread is.
-    fn look_into_kernel(&mut self, pid: i32) {
+    fn read_kernel_state(&mut self, pid: i32) {
         self.wchan = procfs::wchan(pid, self.tid);
-        let is_plain = self.syscall.is_some_and(|number| PLAIN_WAITS.contains(&number));
+        let is_plain = self.syscall.is_some_and(|number| SELF_EXPLANATORY_WAITS.contains(&number));
         if self.status.letter() != b'S' || !is_plain {
             self.kernel_stack = procfs::kernel_stack(pid, self.tid);
         }
     }
 
     /// Reads the state of a thread, and its stack if it sleeps. `None` if it has ended.
-    pub fn look(
+    pub fn read(
         pid: i32,
         tid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
-    ) -> Option<(Self, Look)> {
+    ) -> Option<(Self, ReadResult)> {
         let mut thread = Thread { tid, method: CaptureMethod::KernelOnly, ..Thread::default() };
-        let mut look = thread.look_once(pid, space, context);
-        for _ in 1..LOOKS {
-            if !matches!(look, Ok(Look::Moved)) {
+        let mut read = thread.read_long_sleep(pid, space, context);
+        for _ in 1..MAX_READS {
+            if !matches!(read, Ok(ReadResult::RanBetween)) {
                 break;
             }
-            look = thread.catch(pid, space, context, &mut || {});
+            read = thread.read_short_sleep(pid, space, context, &mut || {});
         }
-        let look = match look {
-            Ok(look) => look,
+        let read = match read {
+            Ok(read) => read,
             Err(error) if error.is_gone() => return None,
             Err(error) => {
                 thread.incomplete = if error.is_denied() {
@@ -130,62 +130,63 @@ impl Thread {
                 } else {
                     error.to_string()
                 };
-                Look::Done
+                ReadResult::Done
             }
         };
-        thread.look_into_kernel(pid);
-        Some((thread, look))
+        thread.read_kernel_state(pid);
+        Some((thread, read))
     }
 
     /// Reads the stack of a thread that sleeps for long: memory is copied on demand during the
     /// unwinding.
-    fn look_once(
+    fn read_long_sleep(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
-    ) -> Result<Look, Error> {
+    ) -> Result<ReadResult, Error> {
         let tid = self.tid;
         let schedule = Schedule::of(pid, tid);
         self.cpu_time_ns = schedule.cpu_ns;
         self.status = procfs::status(pid, tid)?;
         if self.has_ended() {
-            return Ok(Look::Done);
+            return Ok(ReadResult::Done);
         }
-        let Some(Sleeper { frames, end, syscall, stack_length }) = asleep(pid, tid, space, context)? else {
-            return Ok(Look::Runs);
+        let Some(SleepingStack { frames, end, syscall, stack_length }) = unwind_sleeping(pid, tid, space, context)?
+        else {
+            return Ok(ReadResult::Running);
         };
         self.stack_length = stack_length;
-        if !slept(pid, tid, &schedule, &self.status) {
-            return Ok(Look::Moved);
+        if !has_slept(pid, tid, &schedule, &self.status) {
+            return Ok(ReadResult::RanBetween);
         }
-        self.found_asleep(frames, end, syscall);
-        Ok(Look::Done)
+        self.store_sleeping(frames, end, syscall);
+        Ok(ReadResult::Done)
     }
 
     /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
-    /// and unwound afterwards. Runs `also` while the thread sleeps, and again if the copy was too
+    /// and unwound afterwards. Runs `during` while the thread sleeps, and again if the copy was too
     /// small; the last time counts.
-    pub fn catch(
+    pub fn read_short_sleep(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
-        also: &mut dyn FnMut(),
-    ) -> Result<Look, Error> {
+        during: &mut dyn FnMut(),
+    ) -> Result<ReadResult, Error> {
         let tid = self.tid;
         let mut seen = None;
-        let taken = copy(self.stack_length, space, context, |limit, wanted| {
-            let room = Room::new(limit, wanted);
+        let taken = copy_and_unwind(self.stack_length, space, context, |limit, wanted| {
+            let buffers = CopyBuffers::new(limit, wanted);
             let schedule = Schedule::of(pid, tid);
             let status = procfs::status(pid, tid)?;
             let syscall = procfs::syscall(pid, tid)?;
-            let Syscall::Blocked { number, .. } = syscall else { return Err(Missed::Runs) };
-            let registers = Registers::from_syscall(&syscall).ok_or(Missed::Runs)?;
-            let regions = room.fill(tid, registers.sp(), space, wanted)?;
-            also();
-            if !slept(pid, tid, &schedule, &status) {
-                return Err(Missed::Moved);
+            let Syscall::Blocked { number, .. } = syscall else { return Err(ReadFailure::Running) };
+            let registers = Registers::from_syscall(&syscall).ok_or(ReadFailure::Running)?;
+            let regions = buffers.fill(tid, registers.sp(), space, wanted)?;
+            during();
+            if !has_slept(pid, tid, &schedule, &status) {
+                return Err(ReadFailure::RanBetween);
             }
             seen = Some((schedule.cpu_ns, status, number));
             Ok((registers, regions))
@@ -194,17 +195,17 @@ impl Thread {
             (Ok((frames, end)), Some((cpu_ns, status, number))) => {
                 self.cpu_time_ns = cpu_ns;
                 self.status = status;
-                self.found_asleep(frames, end, number);
-                Ok(Look::Done)
+                self.store_sleeping(frames, end, number);
+                Ok(ReadResult::Done)
             }
-            (Err(Missed::Failed(error)), _) => {
+            (Err(ReadFailure::Failed(error)), _) => {
                 // The memory of an ended thread is gone, and its last state shows that it has
                 // ended.
                 self.status = procfs::status(pid, tid)?;
-                if self.has_ended() { Ok(Look::Done) } else { Err(error) }
+                if self.has_ended() { Ok(ReadResult::Done) } else { Err(error) }
             }
-            (Err(Missed::Runs), _) => Ok(Look::Runs),
-            (Err(Missed::Moved), _) | (Ok(_), None) => Ok(Look::Moved),
+            (Err(ReadFailure::Running), _) => Ok(ReadResult::Running),
+            (Err(ReadFailure::RanBetween), _) | (Ok(_), None) => Ok(ReadResult::RanBetween),
         }
     }
 
@@ -216,7 +217,7 @@ impl Thread {
         ended
     }
 
-    fn found_asleep(&mut self, frames: Vec<RawFrame>, end: End, syscall: i64) {
+    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: i64) {
         self.frames = frames;
         self.syscall = Some(syscall);
         self.method = CaptureMethod::ZeroStop;
@@ -224,10 +225,16 @@ impl Thread {
     }
 
     /// Stores a sample that the kernel took while the thread ran.
-    pub fn sampled(&mut self, pid: i32, sample: Sample, space: &AddressSpace<'_>, context: &mut UnwindContext<usize>) {
+    pub fn store_sample(
+        &mut self,
+        pid: i32,
+        sample: Sample,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) {
         let (start, length) = (sample.stack.start, sample.stack.bytes.len());
         let stack = space.mapping(start);
-        let memory = Memory::of_copies(vec![sample.stack]);
+        let memory = Memory::from_copies(vec![sample.stack]);
         let (frames, end) = unwind(sample.registers, &memory, space, context);
         self.frames = frames;
         self.method = CaptureMethod::PerfSample;
@@ -249,7 +256,7 @@ impl Thread {
     }
 
     /// Adds a reason why the stack is incomplete.
-    pub fn note(&mut self, reason: &str) {
+    pub fn add_reason(&mut self, reason: &str) {
         if !self.incomplete.is_empty() {
             self.incomplete.push_str("; ");
         }
@@ -258,7 +265,7 @@ impl Thread {
 }
 
 /// The stack of a sleeping thread.
-struct Sleeper {
+struct SleepingStack {
     frames: Vec<RawFrame>,
     end: End,
     /// Number of the system call.
@@ -268,25 +275,25 @@ struct Sleeper {
 }
 
 /// Unwinds a sleeping thread; memory is copied on demand. `None` if it does not sleep.
-fn asleep(
+fn unwind_sleeping(
     pid: i32,
     tid: i32,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
-) -> Result<Option<Sleeper>, Error> {
+) -> Result<Option<SleepingStack>, Error> {
     let syscall = procfs::syscall(pid, tid)?;
     let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
     let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
-    let memory = Memory::of_sleeper(tid, space);
+    let memory = Memory::on_demand(tid, space);
     memory.fetch_stack(registers.sp())?;
     let (frames, end) = unwind(registers, &memory, space, context);
-    Ok(Some(Sleeper { frames, end, syscall: number, stack_length: memory.stack_length() }))
+    Ok(Some(SleepingStack { frames, end, syscall: number, stack_length: memory.stack_length() }))
 }
 
 /// Whether a thread has not run since its schedule was read. The kernel counts a run before it
 /// starts, so an unchanged count is proof. Without that count, the context switches in the status
 /// are used. They are counted when a thread leaves a CPU, so the state must be checked too.
-fn slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
+fn has_slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
     schedule.is_unchanged().unwrap_or_else(|| {
         procfs::status(pid, tid)
             .is_ok_and(|after| after.switches == before.switches && before.letter() != b'R' && after.letter() != b'R')

@@ -8,7 +8,7 @@ use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, Un
 use crate::objects::image::RuleSection;
 
 use super::{
-    address_space::{AddressSpace, Located},
+    address_space::{AddressSpace, MappedObject},
     epilogue,
     frame::RawFrame,
     prologue::{FrameLayout, FramePointer},
@@ -69,8 +69,8 @@ pub(crate) fn unwind(
         if frames.len() >= MAX_FRAMES {
             return (frames, End::Limit);
         }
-        let step = match space.located(frame.lookup()) {
-            Some(located) => step_by_rules(frame, &located, registers, memory, space, context),
+        let step = match space.object_at(frame.lookup()) {
+            Some(object) => step_by_rules(frame, &object, registers, memory, space, context),
             None => None,
         };
         let step = step.unwrap_or_else(|| step_without_rules(frame, &registers, memory, space));
@@ -99,14 +99,14 @@ type Step = Result<(Registers, bool), End>;
 
 fn step_by_rules(
     frame: RawFrame,
-    located: &Located,
+    object: &MappedObject,
     mut registers: Registers,
     memory: &Memory<'_>,
     space: &AddressSpace<'_>,
     context: &mut UnwindContext<usize>,
 ) -> Option<Step> {
-    let address = frame.lookup().wrapping_sub(located.bias);
-    let row = located.image.row(address, context)?;
+    let address = frame.lookup().wrapping_sub(object.bias);
+    let row = object.image.row(address, context)?;
     let (signal, section) = (row.signal, row.section);
     if let CfaRule::RegisterAndOffset { register, offset } = &row.cfa
         && usize::from(register.0) == FRAME_POINTER
@@ -118,7 +118,7 @@ fn step_by_rules(
     }
     let registers = &registers;
     let evaluate = |expression: &UnwindExpression<usize>, initial: Option<u64>| {
-        evaluate(expression, section, initial, located, registers, memory, frame.pc)
+        evaluate(expression, section, initial, object, registers, memory, frame.pc)
     };
     let cfa = match &row.cfa {
         CfaRule::RegisterAndOffset { register, offset } => {
@@ -140,7 +140,7 @@ fn step_by_rules(
     let mut return_address = None;
     for (register, rule) in &row.registers {
         let register = *register;
-        let read = |address: u64| memory.number(address, 8).ok_or(End::Memory(address));
+        let read = |address: u64| memory.read_number(address, 8).ok_or(End::Memory(address));
         let value = match rule {
             RegisterRule::Undefined => Ok(None),
             RegisterRule::SameValue => Ok(registers.get(register)),
@@ -156,10 +156,10 @@ fn step_by_rules(
         };
         match value {
             Ok(value) if register == PC => return_address = Some(value),
-            Ok(value) => caller.put(register, value),
+            Ok(value) => caller.set_optional(register, value),
             // A register other than the return address may never be needed.
             Err(end) if register == PC => return Some(Err(end)),
-            Err(_) => caller.put(register, None),
+            Err(_) => caller.set_optional(register, None),
         }
     }
     match return_address {
@@ -176,22 +176,23 @@ fn step_by_rules(
 /// Steps through code without call frame information: generated at run time, or assembly. The chain
 /// of frame pointers may continue.
 fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
-    if is_newborn(frame, registers, space) {
+    if is_new_thread(frame, registers, space) {
         return Err(End::Root);
     }
     let mut caller = registers.preserved();
     let sp = registers.sp();
-    if let Some(code) = space.instructions(frame.pc, epilogue::LENGTH)
-        && let Some(caller) = epilogue::leave(&code, registers, |address| memory.number(address, 8))
+    if let Some(code) = space.instructions(frame.pc, epilogue::MAX_CODE_BYTES)
+        && let Some(caller) = epilogue::caller_registers(&code, registers, |address| memory.read_number(address, 8))
         && space.is_executable(caller.pc())
-        && let Some(before) = space.instructions(caller.pc().wrapping_sub(epilogue::CALL as u64), epilogue::CALL)
+        && let Some(before) =
+            space.instructions(caller.pc().wrapping_sub(epilogue::MAX_CALL_BYTES as u64), epilogue::MAX_CALL_BYTES)
         && epilogue::ends_with_call(&before)
     {
         return Ok((caller, false));
     }
     if frame.exact && !space.is_executable(frame.pc) {
         // A call through a bad pointer has pushed only its return address.
-        let pc = memory.number(sp, 8).ok_or(End::Memory(sp))?;
+        let pc = memory.read_number(sp, 8).ok_or(End::Memory(sp))?;
         if space.is_executable(pc) {
             caller.set(PC, pc);
             caller.set(STACK_POINTER, sp.wrapping_add(8));
@@ -201,8 +202,11 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
     }
     let Some(fp) = registers.get(FRAME_POINTER) else {
         let (layout, cfa) = layout_by_code(frame, registers, memory, space).ok_or(End::Register(FRAME_POINTER))?;
-        caller.put(FRAME_POINTER, layout.saved_fp.and_then(|at| memory.number(cfa.wrapping_add_signed(at), 8)));
-        caller.put(PC, memory.number(cfa.wrapping_sub(8), 8));
+        caller.set_optional(
+            FRAME_POINTER,
+            layout.saved_fp.and_then(|at| memory.read_number(cfa.wrapping_add_signed(at), 8)),
+        );
+        caller.set_optional(PC, memory.read_number(cfa.wrapping_sub(8), 8));
         caller.set(STACK_POINTER, cfa);
         return Ok((caller, false));
     };
@@ -213,11 +217,11 @@ fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_
         return Err(End::NoRules(frame.pc));
     }
     let above = fp.wrapping_add(8);
-    let pc = memory.number(above, 8).ok_or(End::Memory(above))?;
+    let pc = memory.read_number(above, 8).ok_or(End::Memory(above))?;
     if pc != 0 && !space.is_executable(pc) {
         return Err(End::NoRules(frame.pc));
     }
-    caller.put(FRAME_POINTER, memory.number(fp, 8));
+    caller.set_optional(FRAME_POINTER, memory.read_number(fp, 8));
     caller.set(PC, pc);
     caller.set(STACK_POINTER, fp.wrapping_add(16));
     Ok((caller, false))
@@ -233,23 +237,23 @@ fn layout_by_code(
 ) -> Option<(FrameLayout, u64)> {
     let layout = space.frame_layout(frame)?;
     let cfa = registers.get(STACK_POINTER)?.wrapping_sub(layout.sp.cast_unsigned());
-    let pc = memory.number(cfa.wrapping_sub(8), 8)?;
-    let before = space.instructions(pc.wrapping_sub(epilogue::CALL as u64), epilogue::CALL)?;
+    let pc = memory.read_number(cfa.wrapping_sub(8), 8)?;
+    let before = space.instructions(pc.wrapping_sub(epilogue::MAX_CALL_BYTES as u64), epilogue::MAX_CALL_BYTES)?;
     (space.is_executable(pc) && epilogue::ends_with_call(&before)).then_some((layout, cfa))
 }
 
 /// Whether the thread has not run yet: it is after the system call that created it, which returns 0
 /// to the new thread. C libraries have no rules there, because the registers describe the frames of
 /// the thread that called clone.
-fn is_newborn(frame: RawFrame, registers: &Registers, space: &AddressSpace<'_>) -> bool {
+fn is_new_thread(frame: RawFrame, registers: &Registers, space: &AddressSpace<'_>) -> bool {
     /// `syscall`, followed by the next instruction of glibc and musl: `test rax, rax` or `test eax,
     /// eax`.
-    const CLONED: [&[u8]; 2] = [&[0x0f, 0x05, 0x48, 0x85, 0xc0], &[0x0f, 0x05, 0x85, 0xc0]];
-    if !frame.exact || registers.get(registers::ANSWER) != Some(0) {
+    const AFTER_CLONE: [&[u8]; 2] = [&[0x0f, 0x05, 0x48, 0x85, 0xc0], &[0x0f, 0x05, 0x85, 0xc0]];
+    if !frame.exact || registers.get(registers::SYSCALL_RESULT) != Some(0) {
         return false;
     }
     let Some(code) = space.instructions(frame.pc.wrapping_sub(2), 5) else { return false };
-    CLONED.iter().any(|cloned| code.starts_with(cloned))
+    AFTER_CLONE.iter().any(|cloned| code.starts_with(cloned))
 }
 
 /// Evaluates a DWARF expression of a rule.
@@ -257,14 +261,14 @@ fn evaluate(
     expression: &UnwindExpression<usize>,
     section: RuleSection,
     initial: Option<u64>,
-    located: &Located,
+    object: &MappedObject,
     registers: &Registers,
     memory: &Memory<'_>,
     pc: u64,
 ) -> Result<u64, End> {
     let bad = End::BadRules(pc);
     let encoding = gimli::Encoding { address_size: 8, format: gimli::Format::Dwarf32, version: 4 };
-    let expression = located.image.expression(expression, section).ok_or(bad)?;
+    let expression = object.image.expression(expression, section).ok_or(bad)?;
     let mut evaluation = expression.evaluation(encoding);
     evaluation.set_max_iterations(10_000);
     if let Some(initial) = initial {
@@ -275,7 +279,7 @@ fn evaluate(
         state = match state {
             EvaluationResult::Complete => break,
             EvaluationResult::RequiresMemory { address, size, .. } => {
-                let value = memory.number(address, usize::from(size)).ok_or(End::Memory(address))?;
+                let value = memory.read_number(address, usize::from(size)).ok_or(End::Memory(address))?;
                 evaluation.resume_with_memory(Value::Generic(value)).map_err(|_| bad)?
             }
             EvaluationResult::RequiresRegister { register, .. } => {
@@ -284,7 +288,7 @@ fn evaluate(
                 evaluation.resume_with_register(Value::Generic(value)).map_err(|_| bad)?
             }
             EvaluationResult::RequiresRelocatedAddress(address) => {
-                evaluation.resume_with_relocated_address(address.wrapping_add(located.bias)).map_err(|_| bad)?
+                evaluation.resume_with_relocated_address(address.wrapping_add(object.bias)).map_err(|_| bad)?
             }
             _ => return Err(bad),
         };

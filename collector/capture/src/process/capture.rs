@@ -22,19 +22,19 @@ use crate::{
     },
     native::{
         address_space::AddressSpace,
-        stop::stop_together,
-        thread::{Look, Thread},
+        stop::stop_all,
+        thread::{ReadResult, Thread},
     },
     objects::image_cache::Images,
     options::Options,
     python::{
         agreement::{self, Agreement},
-        reader::{self, Python, PythonThread},
+        reader::{self, PythonReader, PythonThread},
         stopped_copy::StoppedCopy,
     },
 };
 
-use super::{job::Job, places::Places, raw::RawProcess, running::Running};
+use super::{job::Job, places::Places, raw::RawProcess, running::RunningThreads};
 
 /// How often to stop a thread until its Python stack and its native stack agree.
 const ATTEMPTS: usize = 4;
@@ -118,7 +118,7 @@ impl Capture<'_> {
             }
         };
         let (mut threads, mut moving) =
-            if self.options.native { self.look(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
+            if self.options.native { self.read(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
         let python = if self.options.python { self.python(live, &space, &threads) } else { None };
         let (python, mut python_threads) = python.unzip();
         if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
@@ -135,7 +135,7 @@ impl Capture<'_> {
             return Err(Error::Gone(pid));
         }
         if let (Some(python), Some(python_threads), false) = (&python, &python_threads, moving.is_empty()) {
-            find_unnamed(python, python_threads, &threads, &space);
+            find_unnamed_part(python, python_threads, &threads, &space);
         }
         self.keep_python(&threads, python_threads.unwrap_or_default());
         self.keep(threads, Some(&space));
@@ -144,13 +144,13 @@ impl Capture<'_> {
 
     /// Reads the stacks of all sleeping threads. Also returns the threads that run, or that are to
     /// be stopped anyway.
-    fn look(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
+    fn read(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
         let mut threads = Vec::with_capacity(tids.len());
         let mut moving = Vec::new();
         for tid in tids {
-            let Some((thread, look)) = Thread::look(self.pid, *tid, space, &mut self.context) else { continue };
+            let Some((thread, read)) = Thread::read(self.pid, *tid, space, &mut self.context) else { continue };
             let alive = !matches!(thread.status.letter(), b'Z' | b'X');
-            if look != Look::Done || (self.options.force_ptrace && alive) {
+            if read != ReadResult::Done || (self.options.force_ptrace && alive) {
                 moving.push(*tid);
             }
             threads.push(thread);
@@ -164,19 +164,20 @@ impl Capture<'_> {
         live: i32,
         space: &AddressSpace<'_>,
         threads: &[Thread],
-    ) -> Option<(Python, Vec<PythonThread>)> {
-        let found = Python::find(live, space, threads.iter().flat_map(|thread| &thread.frames)).and_then(|found| {
-            let Some(python) = found else { return Ok(None) };
-            let outer: HashMap<i32, i32> =
-                threads.iter().map(|thread| (thread.status.namespaced_tid, thread.tid)).collect();
-            // Threads that were started during the capture are looked up only if there are any.
-            let late = OnceCell::new();
-            let known = python.threads(|tid| {
-                let late = || late.get_or_init(|| reader::namespaced(self.pid));
-                outer.get(&tid).or_else(|| late().get(&tid)).copied()
-            })?;
-            Ok(Some((python, known)))
-        });
+    ) -> Option<(PythonReader, Vec<PythonThread>)> {
+        let found =
+            PythonReader::find(live, space, threads.iter().flat_map(|thread| &thread.frames)).and_then(|found| {
+                let Some(python) = found else { return Ok(None) };
+                let outer: HashMap<i32, i32> =
+                    threads.iter().map(|thread| (thread.status.namespaced_tid, thread.tid)).collect();
+                // Threads that were started during the capture are looked up only if there are any.
+                let late = OnceCell::new();
+                let known = python.threads(|tid| {
+                    let late = || late.get_or_init(|| reader::tids_by_namespaced_tid(self.pid));
+                    outer.get(&tid).or_else(|| late().get(&tid)).copied()
+                })?;
+                Ok(Some((python, known)))
+            });
         let found = found.unwrap_or_else(|reason| {
             self.python_error(reason);
             None
@@ -195,7 +196,7 @@ impl Capture<'_> {
     /// are correct. The other threads are added to `moving`.
     fn sleeping(
         &mut self,
-        python: &Python,
+        python: &PythonReader,
         python_threads: &mut Vec<PythonThread>,
         threads: &mut Vec<Thread>,
         space: &AddressSpace<'_>,
@@ -219,11 +220,11 @@ impl Capture<'_> {
             };
             let before = &threads[*place].status;
             match procfs::status(pid, thread.tid) {
-                Ok(after) => thread.right = slept(before, &after),
+                Ok(after) => thread.is_consistent = slept(before, &after),
                 Err(error) if error.is_gone() => thread.tid = 0,
                 Err(_) => {}
             }
-            if !thread.right && thread.tid != 0 && !moving.contains(&thread.tid) {
+            if !thread.is_consistent && thread.tid != 0 && !moving.contains(&thread.tid) {
                 moving.push(thread.tid);
             }
         }
@@ -232,7 +233,7 @@ impl Capture<'_> {
         if python_threads.iter().any(|thread| thread.tid != 0) {
             python_threads.retain(|thread| thread.tid != 0);
         }
-        find_unnamed(python, python_threads, threads, space);
+        find_unnamed_part(python, python_threads, threads, space);
     }
 
     /// Takes the stacks of threads that run, or that repeatedly wake and sleep.
@@ -241,17 +242,17 @@ impl Capture<'_> {
         threads: &mut Vec<Thread>,
         moving: &[i32],
         space: &AddressSpace<'_>,
-        python: Option<&Python>,
+        python: Option<&PythonReader>,
         python_threads: &mut [PythonThread],
     ) {
-        let mut running = Running {
+        let mut running = RunningThreads {
             pid: self.pid,
             space,
             python,
             context: &mut self.context,
             deadline: self.deadline,
             refusal: None,
-            kernel: true,
+            may_sample_kernel: true,
         };
         let gone = running.take(moving, threads, python_threads);
         let refusal = running.refusal;
@@ -268,7 +269,7 @@ impl Capture<'_> {
         threads: &mut Vec<Thread>,
         stops: &[i32],
         space: &AddressSpace<'_>,
-        python: Option<&Python>,
+        python: Option<&PythonReader>,
         python_threads: &mut [PythonThread],
     ) {
         let mut python_of: HashMap<i32, &mut PythonThread> =
@@ -279,10 +280,10 @@ impl Capture<'_> {
         let mut together = HashSet::new();
         if self.options.force_ptrace {
             // Threads that need only their native stacks.
-            let alone = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.right);
+            let alone = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.is_consistent);
             together = stops.iter().copied().filter(alone).collect();
             let threads = threads.iter_mut().filter(|thread| together.contains(&thread.tid)).collect();
-            gone = stop_together(self.pid, threads, space, &mut self.context, self.deadline);
+            gone = stop_all(self.pid, threads, space, &mut self.context, self.deadline);
         }
         for tid in stops.iter().filter(|tid| !together.contains(tid)) {
             let Some(place) = places.get(tid) else { continue };
@@ -300,12 +301,17 @@ impl Capture<'_> {
         self.process.sample.longest_stop_ns = self.process.sample.longest_stop_ns.max(longest);
     }
 
-    fn stop_one(&mut self, thread: &mut Thread, space: &AddressSpace<'_>, also: &mut dyn FnMut()) -> Result<(), Error> {
+    fn stop_one(
+        &mut self,
+        thread: &mut Thread,
+        space: &AddressSpace<'_>,
+        during: &mut dyn FnMut(),
+    ) -> Result<(), Error> {
         if Instant::now() >= self.deadline {
             thread.incomplete = "not stopped: the deadline passed".into();
             return Ok(());
         }
-        thread.stop(self.pid, space, &mut self.context, self.deadline, also)
+        thread.stop(self.pid, space, &mut self.context, self.deadline, during)
     }
 
     /// Stops a thread until its Python stack is complete and agrees with its native stack, or until
@@ -314,21 +320,21 @@ impl Capture<'_> {
         &mut self,
         native: &mut Thread,
         space: &AddressSpace<'_>,
-        python: &Python,
+        python: &PythonReader,
         thread: &mut PythonThread,
     ) -> Result<(), Error> {
-        if thread.right {
+        if thread.is_consistent {
             // If the thread was switched away from only for the stop, it still is where its Python
             // stack was read.
             let mut switches = native.status.switches;
             let (pid, tid, limit) = (self.pid, native.tid, switches + 1);
             let exact = !self.options.force_ptrace;
-            let mut also = || {
+            let mut during = || {
                 if exact {
                     switches = procfs::status(pid, tid).map_or(u64::MAX, |status| status.switches);
                 }
             };
-            self.stop_one(native, space, &mut also)?;
+            self.stop_one(native, space, &mut during)?;
             if switches <= limit {
                 return Ok(());
             }
@@ -337,7 +343,7 @@ impl Capture<'_> {
         for _ in 0..ATTEMPTS {
             let mut copy = StoppedCopy::prepare(python, thread, &missed);
             self.stop_one(native, space, &mut || copy.take())?;
-            let Some((stack, lacking)) = copy.finish() else {
+            let Some((stack, missing_pages)) = copy.finish() else {
                 if self.asleep_again(native, space, python, thread)? {
                     break;
                 }
@@ -345,12 +351,12 @@ impl Capture<'_> {
             };
             let whole = stack.problem.is_none();
             thread.stack = stack;
-            missed = lacking;
+            missed = missing_pages;
             let agreement = agreement::agreement(python, thread, native, space);
             // The stacks never agree if the code of the loop is unknown or C code switches stacks.
             // Then both are reported.
-            thread.right = whole && agreement != Agreement::Between;
-            if thread.right && agreement != Agreement::No {
+            thread.is_consistent = whole && agreement != Agreement::Between;
+            if thread.is_consistent && agreement != Agreement::No {
                 break;
             }
         }
@@ -364,29 +370,29 @@ impl Capture<'_> {
         &mut self,
         native: &mut Thread,
         space: &AddressSpace<'_>,
-        python: &Python,
+        python: &PythonReader,
         thread: &mut PythonThread,
     ) -> Result<bool, Error> {
         let gone = || Error::Gone(native.tid);
-        let (now, look) = Thread::look(self.pid, native.tid, space, &mut self.context).ok_or_else(gone)?;
+        let (now, read) = Thread::read(self.pid, native.tid, space, &mut self.context).ok_or_else(gone)?;
         python.read(std::slice::from_mut(thread));
         let after = procfs::status(self.pid, native.tid)?;
-        thread.right = matches!(look, Look::Done) && slept(&now.status, &after);
-        if thread.right {
+        thread.is_consistent = matches!(read, ReadResult::Done) && slept(&now.status, &after);
+        if thread.is_consistent {
             let stopped = native.stopped;
             *native = now;
             native.stopped = stopped;
         }
-        Ok(thread.right)
+        Ok(thread.is_consistent)
     }
 
     fn keep_python(&mut self, threads: &[Thread], mut python_threads: Vec<PythonThread>) {
         let alive = |thread: &PythonThread| thread.tid == 0 || threads.iter().any(|native| native.tid == thread.tid);
         python_threads.retain(alive);
-        reader::one_holder(&mut python_threads);
+        reader::keep_last_holder(&mut python_threads);
         for thread in python_threads {
             // Changing inner frames of a running thread are not an error.
-            if let Some(doubt) = thread.doubt().filter(|_| !thread.stack.moved) {
+            if let Some(doubt) = thread.doubt().filter(|_| !thread.stack.is_cut) {
                 self.python_error(format!("thread {}: {doubt}", thread.tid));
             }
             let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);
@@ -433,12 +439,17 @@ fn describe(pid: i32, tids: &[i32]) -> Vec<Thread> {
 }
 
 /// Searches the complete stacks for a part of the interpreter's loop without a name.
-fn find_unnamed(python: &Python, python_threads: &[PythonThread], threads: &[Thread], space: &AddressSpace<'_>) {
+fn find_unnamed_part(
+    python: &PythonReader,
+    python_threads: &[PythonThread],
+    threads: &[Thread],
+    space: &AddressSpace<'_>,
+) {
     let natives: HashMap<i32, &Thread> = threads.iter().map(|thread| (thread.tid, thread)).collect();
-    let both = python_threads.iter().filter(|thread| thread.right && thread.stack.problem.is_none());
+    let both = python_threads.iter().filter(|thread| thread.is_consistent && thread.stack.problem.is_none());
     let both = both.filter_map(|thread| Some((thread, *natives.get(&thread.tid)?)));
     let whole = both.filter(|(_, native)| native.incomplete.is_empty() && !native.frames.is_empty());
-    agreement::find_unnamed(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
+    agreement::find_unnamed_part(python, whole.map(|(thread, native)| (thread, &*native.frames)), space);
 }
 
 /// Whether a thread has slept between two reads of its status. A thread that was woken and still

@@ -9,7 +9,7 @@ use crate::{
 };
 
 /// The module of code that is in no file, because the process generated it at run time.
-pub(crate) const RUN_TIME: &str = "[jit]";
+pub(crate) const JIT_MODULE: &str = "[jit]";
 
 /// A place that frames are at, and the object that contains it.
 pub(crate) struct RawPlace {
@@ -46,17 +46,17 @@ impl Places {
         if let Some(number) = self.numbers.get(&frame) {
             return *number;
         }
-        let located = space.and_then(|space| space.located(frame.lookup()));
-        let mapping = space.filter(|_| located.is_none()).and_then(|space| space.mapping(frame.lookup()));
+        let object = space.and_then(|space| space.object_at(frame.lookup()));
+        let mapping = space.filter(|_| object.is_none()).and_then(|space| space.mapping(frame.lookup()));
         let made = mapping.as_ref().is_some_and(|mapping| mapping.executable && mapping.is_memory());
         let path =
-            if made { RUN_TIME.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
+            if made { JIT_MODULE.into() } else { mapping.map_or_else(String::new, |mapping| mapping.path.clone()) };
         let name = space.filter(|_| made).and_then(|space| space.perf_map().find(frame.lookup()));
         let number = self.list.len() as u32;
         self.list.push(RawPlace {
             frame,
-            image: located.as_ref().map(|located| Arc::clone(&located.image)),
-            bias: located.map_or(0, |located| located.bias),
+            image: object.as_ref().map(|object| Arc::clone(&object.image)),
+            bias: object.map_or(0, |object| object.bias),
             path,
             name: name.map(Into::into),
         });

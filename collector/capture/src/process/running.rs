@@ -20,56 +20,56 @@ use crate::{
     kernel::procfs::{self, Schedule},
     native::{
         address_space::AddressSpace,
-        perf::{self, Event, Reach},
-        thread::{Look, Thread},
+        perf::{self, Event, SampleMode},
+        thread::{ReadResult, Thread},
     },
     python::{
         agreement::{Agreement, agreement},
-        reader::{Python, PythonThread},
+        reader::{PythonReader, PythonThread},
         stack::Stack,
-        stopped_copy::{StoppedCopy, glance},
+        stopped_copy::{StoppedCopy, read_running},
     },
 };
 
 /// Maximum number of open events of one process. Each locks 68 KB of memory.
-const AT_ONCE: usize = 8;
+const MAX_EVENTS: usize = 8;
 /// Time between two polls of threads that are not sampled yet.
-const PAUSE: Duration = Duration::from_millis(1);
+const POLL_INTERVAL: Duration = Duration::from_millis(1);
 /// Time limit for one thread. On a busy machine, a thread may wait that long for a CPU.
-const PATIENCE: Duration = Duration::from_millis(250);
+const TIMEOUT: Duration = Duration::from_millis(250);
 /// Time limit for one thread if threads may not be sampled.
-const SHORT_PATIENCE: Duration = Duration::from_millis(4);
+const SHORT_TIMEOUT: Duration = Duration::from_millis(4);
 /// A thread that used the CPU for this long without a sample was inside the kernel, where it may
 /// not be sampled.
 const BUSY: Duration = Duration::from_millis(5);
 /// After this number of polls without a sample, a thread seems to stay in a system call, and is
 /// sampled inside system calls too.
-const USER_LOOKS: usize = 2;
+const USER_POLLS: usize = 2;
 /// Minimum number of polls before [`BUSY`] counts, because this process itself may have had no CPU
 /// for that long.
-const BUSY_LOOKS: usize = 5;
+const BUSY_POLLS: usize = 5;
 /// How often to sample a thread until its Python stack agrees with its native stack.
 const ATTEMPTS: usize = 4;
 
 /// State that is shared by the running threads of one process.
-pub(crate) struct Running<'a> {
+pub(crate) struct RunningThreads<'a> {
     pub pid: i32,
     pub space: &'a AddressSpace<'a>,
-    pub python: Option<&'a Python>,
+    pub python: Option<&'a PythonReader>,
     pub context: &'a mut UnwindContext<usize>,
     pub deadline: Instant,
     /// Why the threads of this process cannot be sampled.
     pub refusal: Option<String>,
     /// Whether threads may be sampled inside system calls too, as far as known.
-    pub kernel: bool,
+    pub may_sample_kernel: bool,
 }
 
 /// The state of one thread.
-struct Watch<'t> {
+struct WatchedThread<'t> {
     native: &'t mut Thread,
     python: Option<&'t mut PythonThread>,
     event: Option<Event>,
-    reach: Reach,
+    mode: SampleMode,
     since: Instant,
     /// CPU time of the thread at `since`.
     cpu_ns: u64,
@@ -79,228 +79,235 @@ struct Watch<'t> {
     missed: Vec<u64>,
     attempts: usize,
     /// Number of polls without a sample.
-    looks: usize,
+    polls: usize,
     started: bool,
     done: bool,
     gone: bool,
 }
 
-impl Running<'_> {
+impl RunningThreads<'_> {
     /// Takes the stacks of the threads with these ids. Returns the ids of those that have ended.
     pub fn take(&mut self, tids: &[i32], threads: &mut [Thread], python_threads: &mut [PythonThread]) -> Vec<i32> {
         let mut python_of: HashMap<i32, &mut PythonThread> =
             python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
-        let mut watches: Vec<Watch<'_>> = threads
+        let mut watched_threads: Vec<WatchedThread<'_>> = threads
             .iter_mut()
             .filter(|thread| tids.contains(&thread.tid))
-            .map(|native| Watch::new(python_of.remove(&native.tid), native))
+            .map(|native| WatchedThread::new(python_of.remove(&native.tid), native))
             .collect();
-        let mut looked = Instant::now();
+        let mut last_poll = Instant::now();
         loop {
-            let active = watches.iter().filter(|watch| watch.is_active()).count();
-            let next = watches.iter_mut().filter(|watch| !watch.started).take(AT_ONCE.saturating_sub(active));
-            next.for_each(|watch| self.start(watch));
-            if watches.iter().all(|watch| watch.done) {
+            let active = watched_threads.iter().filter(|watched| watched.is_active()).count();
+            let next =
+                watched_threads.iter_mut().filter(|watched| !watched.started).take(MAX_EVENTS.saturating_sub(active));
+            next.for_each(|watched| self.start(watched));
+            if watched_threads.iter().all(|watched| watched.done) {
                 break;
             }
-            if watches.iter().any(Watch::is_active) {
-                wait(&watches);
+            if watched_threads.iter().any(WatchedThread::is_active) {
+                wait(&watched_threads);
             }
-            let look = looked.elapsed() >= PAUSE;
-            self.look(&mut watches, look);
-            if look {
-                looked = Instant::now();
+            let poll = last_poll.elapsed() >= POLL_INTERVAL;
+            self.poll(&mut watched_threads, poll);
+            if poll {
+                last_poll = Instant::now();
             }
         }
-        watches.iter().filter(|watch| watch.gone).map(|watch| watch.native.tid).collect()
+        watched_threads.iter().filter(|watched| watched.gone).map(|watched| watched.native.tid).collect()
     }
 
-    fn start(&mut self, watch: &mut Watch<'_>) {
-        (watch.started, watch.since) = (true, Instant::now());
-        watch.cpu_ns = Schedule::of(self.pid, watch.native.tid).cpu_ns;
-        self.step(watch, Self::catch);
-        watch.done |= !self.sample_soon(watch);
+    fn start(&mut self, watched: &mut WatchedThread<'_>) {
+        (watched.started, watched.since) = (true, Instant::now());
+        watched.cpu_ns = Schedule::of(self.pid, watched.native.tid).cpu_ns;
+        self.advance(watched, Self::read_if_asleep);
+        watched.done |= !self.request_sample(watched);
     }
 
     /// Takes the available samples. With `also_asleep`, also reads the threads that have none.
-    fn look(&mut self, watches: &mut [Watch<'_>], also_asleep: bool) {
-        let mut events = watches.iter().filter(|watch| watch.event.is_some()).count();
-        for watch in watches.iter_mut().filter(|watch| watch.is_active()) {
-            events -= usize::from(watch.event.is_some());
-            self.step(watch, |running, watch| Ok(running.take_sample(watch)));
-            if also_asleep && !watch.done {
-                self.step(watch, Self::catch);
-                self.widen(watch);
+    fn poll(&mut self, watched_threads: &mut [WatchedThread<'_>], also_asleep: bool) {
+        let mut events = watched_threads.iter().filter(|watched| watched.event.is_some()).count();
+        for watched in watched_threads.iter_mut().filter(|watched| watched.is_active()) {
+            events -= usize::from(watched.event.is_some());
+            self.advance(watched, |running, watched| Ok(running.take_sample(watched)));
+            if also_asleep && !watched.done {
+                self.advance(watched, Self::read_if_asleep);
+                self.sample_in_kernel(watched);
                 // If other events of this process are open, their descriptors and memory may become
                 // available later.
-                if !watch.done && events == 0 {
-                    watch.done |= !self.sample_soon(watch);
+                if !watched.done && events == 0 {
+                    watched.done |= !self.request_sample(watched);
                 }
-                self.give_up(watch);
+                self.give_up(watched);
             }
-            events += usize::from(watch.event.is_some());
+            events += usize::from(watched.event.is_some());
         }
     }
 
     /// Tries something that may complete the thread or find that it has ended.
-    fn step(&mut self, watch: &mut Watch<'_>, look: impl FnOnce(&mut Self, &mut Watch<'_>) -> Result<bool, Error>) {
-        if watch.done {
+    fn advance(
+        &mut self,
+        watched: &mut WatchedThread<'_>,
+        poll: impl FnOnce(&mut Self, &mut WatchedThread<'_>) -> Result<bool, Error>,
+    ) {
+        if watched.done {
             return;
         }
-        match look(self, watch) {
-            Ok(done) => watch.done = done,
+        match poll(self, watched) {
+            Ok(done) => watched.done = done,
             Err(error) => {
-                watch.done = true;
-                watch.gone = error.is_gone();
-                if !watch.gone {
-                    watch.native.note(&error.to_string());
+                watched.done = true;
+                watched.gone = error.is_gone();
+                if !watched.gone {
+                    watched.native.add_reason(&error.to_string());
                 }
             }
         }
-        if watch.done {
+        if watched.done {
             // The descriptor and the memory of the ring become available to other threads.
-            watch.event = None;
+            watched.event = None;
         }
     }
 
     /// Reads both stacks of a thread if it sleeps now. Returns whether the thread is complete.
-    fn catch(&mut self, watch: &mut Watch<'_>) -> Result<bool, Error> {
+    fn read_if_asleep(&mut self, watched: &mut WatchedThread<'_>) -> Result<bool, Error> {
         let (pid, space) = (self.pid, self.space);
-        if procfs::status(pid, watch.native.tid)?.letter() == b'R' {
+        if procfs::status(pid, watched.native.tid)?.letter() == b'R' {
             return Ok(false);
         }
-        let Some((python, thread)) = self.python.zip(watch.python.as_deref_mut()) else {
-            return Ok(watch.native.catch(pid, space, self.context, &mut || {})? == Look::Done);
+        let Some((python, thread)) = self.python.zip(watched.python.as_deref_mut()) else {
+            return Ok(watched.native.read_short_sleep(pid, space, self.context, &mut || {})? == ReadResult::Done);
         };
-        let mut copy = StoppedCopy::prepare(python, thread, &watch.missed);
-        let look = watch.native.catch(pid, space, self.context, &mut || copy.take())?;
-        let (Look::Done, Some((stack, lacking))) = (look, copy.finish()) else { return Ok(false) };
-        watch.missed = lacking;
-        watch.attempts += 1;
+        let mut copy = StoppedCopy::prepare(python, thread, &watched.missed);
+        let result = watched.native.read_short_sleep(pid, space, self.context, &mut || copy.take())?;
+        let (ReadResult::Done, Some((stack, missing_pages))) = (result, copy.finish()) else { return Ok(false) };
+        watched.missed = missing_pages;
+        watched.attempts += 1;
         let whole = stack.problem.is_none();
         thread.stack = stack;
-        thread.right = whole && agreement(python, thread, watch.native, space) != Agreement::Between;
-        Ok(thread.right || watch.attempts >= ATTEMPTS)
+        thread.is_consistent = whole && agreement(python, thread, watched.native, space) != Agreement::Between;
+        Ok(thread.is_consistent || watched.attempts >= ATTEMPTS)
     }
 
     /// Requests a sample for when the thread next runs. Returns false if the thread has ended.
-    fn sample_soon(&mut self, watch: &mut Watch<'_>) -> bool {
-        if watch.done || self.refusal.is_some() || watch.event.is_some() {
+    fn request_sample(&mut self, watched: &mut WatchedThread<'_>) -> bool {
+        if watched.done || self.refusal.is_some() || watched.event.is_some() {
             return true;
         }
-        if let Some((python, thread)) = self.python.zip(watch.python.as_deref()) {
-            watch.before = Some(glance(python, thread, &mut watch.missed));
+        if let Some((python, thread)) = self.python.zip(watched.python.as_deref()) {
+            watched.before = Some(read_running(python, thread, &mut watched.missed));
         }
-        match Event::open(watch.native.tid, watch.reach).and_then(|event| event.arm().map(|()| event)) {
-            Ok(event) => watch.event = Some(event),
-            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => watch.gone = true,
+        match Event::open(watched.native.tid, watched.mode).and_then(|event| event.arm().map(|()| event)) {
+            Ok(event) => watched.event = Some(event),
+            Err(error) if error.raw_os_error() == Some(libc::ESRCH) => watched.gone = true,
             // Earlier threads of the list, or other processes, will soon release theirs.
-            Err(error) if perf::is_shortage(&error) && watch.since.elapsed() < PATIENCE / 2 => {}
+            Err(error) if perf::is_shortage(&error) && watched.since.elapsed() < TIMEOUT / 2 => {}
             Err(error) => self.refusal = Some(perf::explain(&error)),
         }
-        !watch.gone
+        !watched.gone
     }
 
     /// Samples a thread inside system calls too, once it seems to stay in one.
-    fn widen(&mut self, watch: &mut Watch<'_>) {
-        let stays = watch.looks >= USER_LOOKS && watch.reach == Reach::User && watch.attempts == 0;
-        if watch.done || !self.kernel || !stays || watch.event.is_none() {
+    fn sample_in_kernel(&mut self, watched: &mut WatchedThread<'_>) {
+        let stays = watched.polls >= USER_POLLS && watched.mode == SampleMode::User && watched.attempts == 0;
+        if watched.done || !self.may_sample_kernel || !stays || watched.event.is_none() {
             return;
         }
-        match Event::open(watch.native.tid, Reach::Kernel).and_then(|event| event.arm().map(|()| event)) {
-            Ok(event) => (watch.event, watch.reach) = (Some(event), Reach::Kernel),
-            Err(error) => self.kernel &= !perf::is_forbidden(&error),
+        match Event::open(watched.native.tid, SampleMode::Kernel).and_then(|event| event.arm().map(|()| event)) {
+            Ok(event) => (watched.event, watched.mode) = (Some(event), SampleMode::Kernel),
+            Err(error) => self.may_sample_kernel &= !perf::is_forbidden(&error),
         }
     }
 
     /// Takes both stacks of a thread that was sampled. Returns whether the thread is complete.
-    fn take_sample(&mut self, watch: &mut Watch<'_>) -> bool {
-        let Some(sample) = watch.event.as_ref().and_then(Event::take) else { return false };
-        let after =
-            self.python.zip(watch.python.as_deref()).map(|(python, thread)| glance(python, thread, &mut watch.missed));
-        watch.native.sampled(self.pid, sample, self.space, self.context);
-        let Some(((python, thread), after)) = self.python.zip(watch.python.as_deref_mut()).zip(after) else {
+    fn take_sample(&mut self, watched: &mut WatchedThread<'_>) -> bool {
+        let Some(sample) = watched.event.as_ref().and_then(Event::take) else { return false };
+        let after = self
+            .python
+            .zip(watched.python.as_deref())
+            .map(|(python, thread)| read_running(python, thread, &mut watched.missed));
+        watched.native.store_sample(self.pid, sample, self.space, self.context);
+        let Some(((python, thread), after)) = self.python.zip(watched.python.as_deref_mut()).zip(after) else {
             return true;
         };
-        watch.attempts += 1;
-        let common = watch.before.take().and_then(|before| Stack::common(&before, after));
-        if let Some(stack) = common {
-            let still = !stack.moved;
+        watched.attempts += 1;
+        let common_frames = watched.before.take().and_then(|before| Stack::common_frames(&before, after));
+        if let Some(stack) = common_frames {
+            let still = !stack.is_cut;
             thread.stack = stack;
-            let agreement = agreement(python, thread, watch.native, self.space);
-            thread.right = still && agreement != Agreement::Between;
+            let agreement = agreement(python, thread, watched.native, self.space);
+            thread.is_consistent = still && agreement != Agreement::Between;
             // The stacks never agree if the code of the loop is unknown or C code switches stacks.
             // Then both are reported.
-            if thread.right && agreement != Agreement::No {
+            if thread.is_consistent && agreement != Agreement::No {
                 return true;
             }
             if agreement != Agreement::Between {
-                watch.keep_best();
+                watched.keep_best();
             }
         }
-        if watch.attempts >= ATTEMPTS {
-            watch.settle();
+        if watched.attempts >= ATTEMPTS {
+            watched.report_best();
             return true;
         }
-        let thread = watch.python.as_deref().expect("it has a Python side");
-        watch.before = Some(glance(python, thread, &mut watch.missed));
+        let thread = watched.python.as_deref().expect("it has a Python side");
+        watched.before = Some(read_running(python, thread, &mut watched.missed));
         // This fails if the thread has ended.
-        watch.event.as_ref().is_none_or(|event| event.arm().is_err())
+        watched.event.as_ref().is_none_or(|event| event.arm().is_err())
     }
 
     /// Stops waiting for a thread whose time is over.
-    fn give_up(&mut self, watch: &mut Watch<'_>) {
-        let waited = watch.since.elapsed();
-        let used = Schedule::of(self.pid, watch.native.tid).cpu_ns.saturating_sub(watch.cpu_ns);
-        watch.looks += 1;
-        let busy = watch.looks >= BUSY_LOOKS && u128::from(used) >= BUSY.as_nanos();
-        let patience = if self.refusal.is_some() { SHORT_PATIENCE } else { PATIENCE };
+    fn give_up(&mut self, watched: &mut WatchedThread<'_>) {
+        let waited = watched.since.elapsed();
+        let used = Schedule::of(self.pid, watched.native.tid).cpu_ns.saturating_sub(watched.cpu_ns);
+        watched.polls += 1;
+        let busy = watched.polls >= BUSY_POLLS && u128::from(used) >= BUSY.as_nanos();
+        let timeout = if self.refusal.is_some() { SHORT_TIMEOUT } else { TIMEOUT };
         let late = Instant::now() >= self.deadline;
-        if watch.done || !(busy || late || waited >= patience) {
+        if watched.done || !(busy || late || waited >= timeout) {
             return;
         }
-        watch.done = true;
-        watch.event = None;
-        if watch.attempts > 0 {
+        watched.done = true;
+        watched.event = None;
+        if watched.attempts > 0 {
             // The thread was sampled; only its Python stack could be better.
-            return watch.settle();
+            return watched.report_best();
         }
-        let reason = match (&self.refusal, watch.reach) {
+        let reason = match (&self.refusal, watched.mode) {
             _ if late => "the deadline passed before the thread was sampled".into(),
             (Some(_), _) => "the thread runs and may not be sampled".into(),
-            (None, Reach::User) if busy => {
+            (None, SampleMode::User) if busy => {
                 "the thread is busy inside a system call, where a user without CAP_PERFMON may sample \
                                             it only if /proc/sys/kernel/perf_event_paranoid is below 2"
                     .into()
             }
-            (None, Reach::Kernel) if busy => "the thread is busy inside the kernel".into(),
+            (None, SampleMode::Kernel) if busy => "the thread is busy inside the kernel".into(),
             _ if used == 0 => format!("the thread got no CPU for {} ms", waited.as_millis()),
             _ => format!("the thread ran for {} us in {} ms and was not sampled", used / 1000, waited.as_millis()),
         };
-        watch.native.note(&reason);
-        if let Some((python, thread)) = self.python.zip(watch.python.as_deref_mut()) {
-            let before = glance(python, thread, &mut watch.missed);
-            let after = glance(python, thread, &mut watch.missed);
-            watch.best = Stack::common(&before, after);
-            watch.settle();
+        watched.native.add_reason(&reason);
+        if let Some((python, thread)) = self.python.zip(watched.python.as_deref_mut()) {
+            let before = read_running(python, thread, &mut watched.missed);
+            let after = read_running(python, thread, &mut watched.missed);
+            watched.best = Stack::common_frames(&before, after);
+            watched.report_best();
         }
     }
 }
 
-impl<'t> Watch<'t> {
+impl<'t> WatchedThread<'t> {
     fn new(python: Option<&'t mut PythonThread>, native: &'t mut Thread) -> Self {
-        Watch {
+        WatchedThread {
             native,
             python,
             event: None,
-            reach: Reach::User,
+            mode: SampleMode::User,
             since: Instant::now(),
             cpu_ns: 0,
             before: None,
             best: None,
             missed: Vec::new(),
             attempts: 0,
-            looks: 0,
+            polls: 0,
             started: false,
             done: false,
             gone: false,
@@ -314,7 +321,7 @@ impl<'t> Watch<'t> {
     /// Keeps the Python stack that was just read if it is better than the earlier ones.
     fn keep_best(&mut self) {
         let Some(thread) = self.python.as_deref_mut() else { return };
-        let value = |stack: &Stack| (!stack.moved, stack.length());
+        let value = |stack: &Stack| (!stack.is_cut, stack.frame_count());
         if self.best.as_ref().is_none_or(|best| value(best) <= value(&thread.stack)) {
             self.best = Some(std::mem::take(&mut thread.stack));
         }
@@ -322,17 +329,18 @@ impl<'t> Watch<'t> {
 
     /// Reports the best Python stack. If no two reads agreed on any frames, the stack is reported
     /// as unknown.
-    fn settle(&mut self) {
+    fn report_best(&mut self) {
         let Some(thread) = self.python.as_deref_mut() else { return };
         thread.stack = self.best.take().unwrap_or_else(|| Stack::unknown("it changed too fast to be read"));
-        thread.right = thread.stack.problem.is_none() && !thread.stack.moved;
+        thread.is_consistent = thread.stack.problem.is_none() && !thread.stack.is_cut;
     }
 }
 
 /// Waits until one of the threads is sampled, at most for [`POLL_INTERVAL`].
-fn wait(watches: &[Watch<'_>]) {
-    let events = watches.iter().filter(|watch| watch.is_active()).filter_map(|watch| watch.event.as_ref());
+fn wait(watched_threads: &[WatchedThread<'_>]) {
+    let events =
+        watched_threads.iter().filter(|watched| watched.is_active()).filter_map(|watched| watched.event.as_ref());
     let mut descriptors: Vec<PollFd<'_>> = events.map(|event| PollFd::new(event.as_fd(), PollFlags::POLLIN)).collect();
     // A signal may interrupt the wait. Then the caller polls a little earlier.
-    let _ = nix::poll::poll(&mut descriptors, PollTimeout::from(PAUSE.as_millis() as u16));
+    let _ = nix::poll::poll(&mut descriptors, PollTimeout::from(POLL_INTERVAL.as_millis() as u16));
 }

@@ -18,7 +18,7 @@ use std::{
 
 use crate::{
     kernel::procfs::{self, state_text},
-    native::ptrace,
+    native::priority,
     objects::image_cache::Images,
     options::extension,
 };
@@ -30,16 +30,16 @@ use super::{
 };
 
 /// Maximum number of threads that work at the same time. Each holds copies of its process's memory.
-const PARALLEL: usize = 16;
+const MAX_THREADS: usize = 16;
 /// Threads that work at the same time for each CPU: one may wait for the kernel while another
 /// computes.
-const PER_CPU: usize = 2;
+const THREADS_PER_CPU: usize = 2;
 /// A thread that has not answered for this long no longer counts as busy, so that stuck threads do
 /// not delay other processes.
-const SLOW: Duration = Duration::from_millis(500);
+const STUCK_AFTER: Duration = Duration::from_millis(500);
 
 /// Time between two checks of late threads.
-const BETWEEN_LOOKS: Duration = Duration::from_millis(50);
+const CHECK_INTERVAL: Duration = Duration::from_millis(50);
 /// A thread that works on a job.
 struct Worker {
     index: usize,
@@ -50,7 +50,7 @@ struct Worker {
 
 /// The scheduler's state of a thread.
 #[derive(Debug, Clone, PartialEq, Eq)]
-struct Look {
+struct SchedulerState {
     state: char,
     /// Nanoseconds on a CPU, nanoseconds waiting for one, and how often it was put on one.
     schedstat: String,
@@ -58,16 +58,16 @@ struct Look {
 
 impl Worker {
     /// Reads the state. `None` if the thread has not started or has ended.
-    fn look(&self) -> Option<Look> {
+    fn scheduler_state(&self) -> Option<SchedulerState> {
         let tid = *self.tid.get()?;
         let file = |name: &str| fs::read_to_string(format!("/proc/self/task/{tid}/{name}")).ok();
         let state = file("stat")?.rsplit_once(") ")?.1.chars().next()?;
-        Some(Look { state, schedstat: file("schedstat").unwrap_or_default() })
+        Some(SchedulerState { state, schedstat: file("schedstat").unwrap_or_default() })
     }
 
     /// Why the thread has not answered, as text for the report of its process.
-    fn excuse(&self) -> String {
-        let numbers = self.look().map(|look| look.schedstat);
+    fn explain_delay(&self) -> String {
+        let numbers = self.scheduler_state().map(|scheduler_state| scheduler_state.schedstat);
         let mut numbers =
             numbers.iter().flat_map(|text| text.split(' ')).map(|number| number.parse::<u64>().unwrap_or(0));
         let (worked, waited) = (numbers.next().unwrap_or(0), numbers.next().unwrap_or(0));
@@ -82,33 +82,34 @@ impl Worker {
 
 /// Whether the kernel blocks a thread: it neither ran nor is runnable. A thread that has not
 /// started waits for a CPU.
-fn is_held(before: Option<&Look>, after: Option<&Look>) -> bool {
+fn is_blocked_by_kernel(before: Option<&SchedulerState>, after: Option<&SchedulerState>) -> bool {
     after.is_some_and(|after| after.state != 'R' && before == Some(after))
 }
 
 /// Captures each process and returns the results in the same order. If the machine is busy, late
 /// threads get more time, up to the [`extension`] of `time_limit` beyond the deadline.
-pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, patience: Duration) -> Vec<RawProcess> {
-    let last = deadline + extension(patience);
+pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, time_limit: Duration) -> Vec<RawProcess> {
+    let last = deadline + extension(time_limit);
     let mut limit = deadline;
     // The states of the late threads at the last check.
-    let mut looks: Vec<(usize, Option<Look>)> = Vec::new();
+    let mut last_states: Vec<(usize, Option<SchedulerState>)> = Vec::new();
     let pids: Vec<i32> = jobs.iter().map(|job| job.pid).collect();
     let mut answers: Vec<Option<RawProcess>> = pids.iter().map(|_| None).collect();
     let mut waiting: VecDeque<(usize, Job)> = jobs.into_iter().enumerate().collect();
     let mut started: Vec<Worker> = Vec::new();
     let (sender, receiver) = mpsc::channel();
-    let parallel = std::thread::available_parallelism().map_or(PARALLEL, |cpus| (cpus.get() * PER_CPU).min(PARALLEL));
+    let parallel = std::thread::available_parallelism()
+        .map_or(MAX_THREADS, |cpus| (cpus.get() * THREADS_PER_CPU).min(MAX_THREADS));
     loop {
         started.retain(|worker| answers[worker.index].is_none());
-        let busy = started.iter().filter(|worker| worker.since.elapsed() < SLOW).count();
+        let busy = started.iter().filter(|worker| worker.since.elapsed() < STUCK_AFTER).count();
         for _ in busy..parallel {
             let Some((index, mut job)) = waiting.pop_front() else { break };
             let pid = job.pid;
             job.deadline = job.deadline.max(limit);
             match spawn(index, job, images, &sender) {
                 Ok(worker) => started.push(worker),
-                Err(error) => answers[index] = Some(silent(pid, &format!("no thread to capture it with: {error}"))),
+                Err(error) => answers[index] = Some(unanswered(pid, &format!("no thread to capture it with: {error}"))),
             }
         }
         let now = Instant::now();
@@ -116,34 +117,39 @@ pub(crate) fn run(jobs: Vec<Job>, images: &Arc<Images>, deadline: Instant, patie
             break;
         }
         if now >= limit {
-            let seen: Vec<(usize, Option<Look>)> = started.iter().map(|worker| (worker.index, worker.look())).collect();
-            let before = |index: usize| looks.iter().find(|(other, _)| *other == index);
+            let seen: Vec<(usize, Option<SchedulerState>)> =
+                started.iter().map(|worker| (worker.index, worker.scheduler_state())).collect();
+            let before = |index: usize| last_states.iter().find(|(other, _)| *other == index);
             // A thread without an earlier check is checked once more.
-            let held = |(index, look): &(usize, Option<Look>)| {
-                before(*index).is_some_and(|(_, before)| is_held(before.as_ref(), look.as_ref()))
+            let blocked = |(index, scheduler_state): &(usize, Option<SchedulerState>)| {
+                before(*index)
+                    .is_some_and(|(_, before)| is_blocked_by_kernel(before.as_ref(), scheduler_state.as_ref()))
             };
-            if seen.iter().all(held) && waiting.is_empty() {
+            if seen.iter().all(blocked) && waiting.is_empty() {
                 break;
             }
-            looks = seen;
-            limit = (now + BETWEEN_LOOKS).min(last);
+            last_states = seen;
+            limit = (now + CHECK_INTERVAL).min(last);
         }
-        let patience = limit.saturating_duration_since(now);
-        let patience = if waiting.is_empty() { patience } else { patience.min(SLOW) };
-        if let Ok((index, answer)) = receiver.recv_timeout(patience) {
+        let time_limit = limit.saturating_duration_since(now);
+        let time_limit = if waiting.is_empty() { time_limit } else { time_limit.min(STUCK_AFTER) };
+        if let Ok((index, answer)) = receiver.recv_timeout(time_limit) {
             let index: usize = index;
             answers[index] = Some(answer);
         }
     }
     let late = |index: usize, pid: i32| {
         let worker = started.iter().find(|worker| worker.index == index);
-        let before = looks.iter().find(|(other, _)| *other == index).and_then(|(_, look)| look.as_ref());
+        let before = last_states
+            .iter()
+            .find(|(other, _)| *other == index)
+            .and_then(|(_, scheduler_state)| scheduler_state.as_ref());
         match worker {
-            Some(worker) if is_held(before, worker.look().as_ref()) => {
-                silent(pid, "no answer by the deadline: the kernel holds a lock of this process")
+            Some(worker) if is_blocked_by_kernel(before, worker.scheduler_state().as_ref()) => {
+                unanswered(pid, "no answer by the deadline: the kernel holds a lock of this process")
             }
-            Some(worker) => silent(pid, &worker.excuse()),
-            None => silent(pid, "not looked at: the machine is busy, and the captures of others took all the time"),
+            Some(worker) => unanswered(pid, &worker.explain_delay()),
+            None => unanswered(pid, "not looked at: the machine is busy, and the captures of others took all the time"),
         }
     };
     let answers = answers.into_iter().zip(pids).enumerate();
@@ -162,10 +168,10 @@ fn spawn(
     let own_tid = Arc::clone(&tid);
     let work = move || {
         let _ = own_tid.set(nix::unistd::gettid().as_raw());
-        ptrace::sleep_exactly();
+        priority::use_precise_sleep();
         let pid = job.pid;
         let answer = catch_unwind(AssertUnwindSafe(|| capture(job, &images)));
-        let answer = answer.unwrap_or_else(|_| silent(pid, "a defect of the capture itself, see the log"));
+        let answer = answer.unwrap_or_else(|_| unanswered(pid, "a defect of the capture itself, see the log"));
         // After the deadline nobody receives the answer.
         let _ = sender.send((index, answer));
     };
@@ -174,7 +180,7 @@ fn spawn(
 }
 
 /// The result for a process of which only the state is known.
-fn silent(pid: i32, reason: &str) -> RawProcess {
+fn unanswered(pid: i32, reason: &str) -> RawProcess {
     let mut process = RawProcess { pid, ..RawProcess::default() };
     // Reading this file takes no lock of the process.
     match procfs::stat(pid) {
@@ -197,20 +203,23 @@ mod tests {
     use crate::options::Options;
 
     #[test]
-    fn who_runs_or_has_not_begun_is_not_held() {
-        let look = |state, schedstat: &str| Look { state, schedstat: schedstat.into() };
-        let asleep = look('D', "5 6 7");
-        assert!(is_held(Some(&asleep), Some(&asleep)));
-        assert!(!is_held(Some(&look('D', "5 6 6")), Some(&asleep)), "it ran in between");
-        assert!(!is_held(Some(&look('R', "5 6 7")), Some(&look('R', "5 6 7"))), "it waits for a processor");
-        assert!(!is_held(None, Some(&asleep)), "only one look");
-        assert!(!is_held(None, None), "it has not begun");
+    fn runnable_or_unstarted_threads_are_not_blocked() {
+        let scheduler_state = |state, schedstat: &str| SchedulerState { state, schedstat: schedstat.into() };
+        let asleep = scheduler_state('D', "5 6 7");
+        assert!(is_blocked_by_kernel(Some(&asleep), Some(&asleep)));
+        assert!(!is_blocked_by_kernel(Some(&scheduler_state('D', "5 6 6")), Some(&asleep)), "it ran in between");
+        assert!(
+            !is_blocked_by_kernel(Some(&scheduler_state('R', "5 6 7")), Some(&scheduler_state('R', "5 6 7"))),
+            "it waits for a processor"
+        );
+        assert!(!is_blocked_by_kernel(None, Some(&asleep)), "only one look");
+        assert!(!is_blocked_by_kernel(None, None), "it has not begun");
     }
 
     #[test]
-    fn what_a_thread_does_is_seen() {
+    fn reads_the_scheduler_state_of_a_thread() {
         let worker = |tid: i32| Worker { index: 0, since: Instant::now(), tid: Arc::new(OnceLock::from(tid)) };
-        assert_eq!(worker(nix::unistd::gettid().as_raw()).look().unwrap().state, 'R');
+        assert_eq!(worker(nix::unistd::gettid().as_raw()).scheduler_state().unwrap().state, 'R');
         let (sender, receiver) = mpsc::channel();
         let (_keep, until) = mpsc::channel::<()>();
         std::thread::spawn(move || {
@@ -218,17 +227,17 @@ mod tests {
             let _ = until.recv();
         });
         let sleeper = worker(receiver.recv().unwrap());
-        while sleeper.look().unwrap().state != 'S' {
+        while sleeper.scheduler_state().unwrap().state != 'S' {
             std::thread::yield_now();
         }
-        let look = sleeper.look();
-        assert!(is_held(look.as_ref(), sleeper.look().as_ref()));
-        assert!(sleeper.excuse().contains("the machine is busy"), "{}", sleeper.excuse());
+        let scheduler_state = sleeper.scheduler_state();
+        assert!(is_blocked_by_kernel(scheduler_state.as_ref(), sleeper.scheduler_state().as_ref()));
+        assert!(sleeper.explain_delay().contains("the machine is busy"), "{}", sleeper.explain_delay());
     }
 
     /// A deadline in the past has the effect of a machine on which the capture gets no CPU.
     #[test]
-    fn who_is_late_and_not_held_gets_more_time() {
+    fn late_threads_get_more_time_unless_blocked() {
         let pid = std::process::id() as i32;
         let images = Arc::<Images>::default();
         let options = Options { deadline: Duration::from_secs(5), ..Options::default() };

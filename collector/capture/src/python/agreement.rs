@@ -4,7 +4,7 @@ use std::collections::HashMap;
 
 use crate::native::{address_space::AddressSpace, frame::RawFrame, thread::Thread};
 
-use super::reader::{Python, PythonThread};
+use super::reader::{PythonReader, PythonThread};
 
 /// Minimum size in bytes of a part of the interpreter's loop. The loop is larger than almost all
 /// other functions.
@@ -23,12 +23,12 @@ pub(crate) enum Agreement {
 
 /// Compares the Python stack of a thread with its native frames, which were taken at the same time.
 pub(crate) fn agreement(
-    python: &Python,
+    python: &PythonReader,
     thread: &PythonThread,
     native: &Thread,
     space: &AddressSpace<'_>,
 ) -> Agreement {
-    let runtime = &python.place.runtime;
+    let runtime = &python.location.runtime;
     let within = |frame: &RawFrame| address(python, frame, space);
     if native.frames.first().and_then(within).is_some_and(|address| runtime.is_publishing_frame(address)) {
         return Agreement::Between;
@@ -41,31 +41,31 @@ pub(crate) fn agreement(
 }
 
 /// The address of a frame in the file of the interpreter. `None` for a frame of another object.
-fn address(python: &Python, frame: &RawFrame, space: &AddressSpace<'_>) -> Option<u64> {
-    let located = space.located(frame.lookup())?;
-    (located.image.id == python.place.located.image.id).then(|| frame.lookup().wrapping_sub(located.bias))
+fn address(python: &PythonReader, frame: &RawFrame, space: &AddressSpace<'_>) -> Option<u64> {
+    let object = space.object_at(frame.lookup())?;
+    (object.image.id == python.location.object.image.id).then(|| frame.lookup().wrapping_sub(object.bias))
 }
 
 /// Finds a part of the loop without a name. Compilers move parts of the loop elsewhere, and
 /// distributions strip their names. If exactly one unnamed function, counted as part of the loop,
 /// makes the two stacks of all these threads match, it is such a part.
-pub(crate) fn find_unnamed<'a>(
-    python: &Python,
+pub(crate) fn find_unnamed_part<'a>(
+    python: &PythonReader,
     stacks: impl Iterator<Item = (&'a PythonThread, &'a [RawFrame])>,
     space: &AddressSpace<'_>,
 ) {
-    let runtime = &python.place.runtime;
+    let runtime = &python.location.runtime;
     if runtime.has_unnamed_part() || !runtime.has_eval_loop() {
         return;
     }
-    let image = &*python.place.located.image;
+    let image = &*python.location.object.image;
     let stacks: Vec<(&PythonThread, Vec<u64>)> = stacks
         .map(|(thread, native)| {
             let addresses = native.iter().filter_map(|frame| address(python, frame, space));
             (thread, addresses.collect())
         })
         .collect();
-    let lacking: Vec<Option<usize>> = stacks
+    let missing_frames: Vec<Option<usize>> = stacks
         .iter()
         .map(|(thread, addresses)| {
             let run = addresses.iter().filter(|address| runtime.is_eval_loop(**address)).count();
@@ -73,7 +73,7 @@ pub(crate) fn find_unnamed<'a>(
         })
         .collect();
     // Usually nothing is missing, and looking up functions takes longer than counting.
-    if lacking.iter().all(|lack| *lack == Some(0)) {
+    if missing_frames.iter().all(|missing| *missing == Some(0)) {
         return;
     }
     let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
@@ -85,7 +85,10 @@ pub(crate) fn find_unnamed<'a>(
         }
     }
     let fits = |counts: &HashMap<usize, usize>| {
-        lacking.iter().enumerate().all(|(index, lack)| *lack == Some(counts.get(&index).copied().unwrap_or(0)))
+        missing_frames
+            .iter()
+            .enumerate()
+            .all(|(index, missing)| *missing == Some(counts.get(&index).copied().unwrap_or(0)))
     };
     let mut found = counts.iter().filter(|(_, counts)| fits(counts)).map(|((start, end), _)| *start..*end);
     if let (Some(part), None) = (found.next(), found.next())

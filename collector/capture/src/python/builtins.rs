@@ -6,15 +6,15 @@ use crate::{
 };
 
 /// Maximum number of characters of a string. Longer strings are cut.
-const LONGEST: u64 = 1 << 16;
+const MAX_CHARACTERS: u64 = 1 << 16;
 /// Maximum number of entries of a dictionary.
-const MOST_ENTRIES: u64 = 1 << 20;
+const MAX_ENTRIES: u64 = 1 << 20;
 /// Type flag: attributes may be stored in the object itself.
 const INLINE_VALUES: u64 = 1 << 2;
 /// Type flag: the interpreter manages the dictionary of attributes.
 const MANAGED_DICT: u64 = 1 << 4;
 /// Offset of the pointer to a managed dictionary, before the object.
-const MANAGED_DICT_AT: u64 = 3 * 8;
+const MANAGED_DICT_OFFSET: u64 = 3 * 8;
 /// Bits of one digit of an integer.
 const DIGIT_BITS: u32 = 30;
 
@@ -47,7 +47,7 @@ pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) ->
     } else {
         string.wrapping_add(layout.unicode_compact_data)
     };
-    Ok(Characters { address, length: length.min(LONGEST), width })
+    Ok(Characters { address, length: length.min(MAX_CHARACTERS), width })
 }
 
 /// The text of a string. Python strings may contain surrogates, which become the replacement
@@ -78,7 +78,7 @@ fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> b
 }
 
 /// A non-negative integer that fits into eight bytes.
-pub(super) fn number(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
+pub(super) fn read_integer(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
     const NUMBER: &str = "a number";
     let tag = memory.read_u64(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
     // Up to 3.11 the number of digits, negative for a negative integer. Later the lowest bits are
@@ -137,7 +137,7 @@ impl Entries {
                 (size.checked_mul(index).ok_or(error)?, false)
             }
         };
-        if count > MOST_ENTRIES {
+        if count > MAX_ENTRIES {
             return Err(error);
         }
         let first = keys.wrapping_add(layout.keys_indices).wrapping_add(table);
@@ -170,11 +170,11 @@ impl Entries {
 
 /// All pairs of a dictionary. It may change during the read.
 pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, ReadError> {
-    pairs_of_small(memory, layout, dict, MOST_ENTRIES)
+    pairs_up_to(memory, layout, dict, MAX_ENTRIES)
 }
 
 /// All pairs of a dictionary, or none if it has more than `most` entries.
-pub(super) fn pairs_of_small(
+pub(super) fn pairs_up_to(
     memory: &mut Snapshot,
     layout: &Layout,
     dict: u64,
@@ -190,9 +190,9 @@ pub(super) fn pairs_of_small(
 /// The value of a dictionary for a key that is ASCII text.
 pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
     /// Number of keys whose memory is copied at once.
-    const AT_ONCE: usize = 64;
+    const BATCH_KEYS: usize = 64;
     let pairs = pairs(memory, layout, dict)?;
-    for some in pairs.chunks(AT_ONCE) {
+    for some in pairs.chunks(BATCH_KEYS) {
         memory.fetch(some.iter().map(|(key, _)| (*key, layout.unicode_compact_data)));
         if let Some((_, value)) = some.iter().find(|(found, _)| is_text(memory, layout, *found, key)) {
             return Ok(Some(*value));
@@ -223,8 +223,8 @@ pub(super) fn attributes<const N: usize>(
     let mut found = [None; N];
     for index in 0..entries.count {
         let Some((key, value)) = entries.get(memory, index) else { continue };
-        if let Some(place) = names.iter().position(|name| is_text(memory, layout, key, name)) {
-            found[place] = Some(value);
+        if let Some(position) = names.iter().position(|name| is_text(memory, layout, key, name)) {
+            found[position] = Some(value);
         }
     }
     Ok(found)
@@ -243,10 +243,10 @@ fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Res
         let dict = memory.read_u64(OBJECT, object.wrapping_add_signed(offset))?;
         return Entries::of_dict(memory, layout, dict);
     };
-    let managed = memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_AT))?;
+    let managed = memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET))?;
     let values = match layout.minor {
         // The values have a pointer of their own, before that of the dictionary.
-        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_AT + 8))?,
+        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET + 8))?,
         // One pointer for both, odd if it points to the values.
         12 => {
             if managed & 1 == 1 {

@@ -14,16 +14,16 @@ use crate::{
 
 use super::{
     builtins::{Characters, characters, string},
-    frames::RawFrame,
+    frames::InterpreterFrame,
     lines,
 };
 
 /// Maximum number of bytes of a line table, more than any real function has.
-const LONGEST_TABLE: u64 = 1 << 22;
+const MAX_LINE_TABLE_BYTES: u64 = 1 << 22;
 const CODE: &str = "a code object";
 /// The name and the file of the code with which 3.12 and 3.13 clean up after `__init__`. It has no
 /// lines.
-const PSEUDO: &str = "__init__";
+const CLEANUP_NAME: &str = "__init__";
 
 /// The fields of one code object that frames need.
 pub(super) struct Code {
@@ -36,13 +36,13 @@ pub(super) struct Code {
 /// The code objects read so far. An entry is correct for a thread that did not run during the read:
 /// its frames keep their code alive, and the fields read here never change.
 #[derive(Default)]
-pub(super) struct Codes {
+pub(super) struct CodeCache {
     known: HashMap<u64, Result<Arc<Code>, ReadError>>,
     /// Types with the name `code`. There is only one, but its address is not known in advance.
     types: HashSet<u64>,
 }
 
-impl Codes {
+impl CodeCache {
     /// The code object at an address.
     pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, ReadError> {
         if let Some(known) = self.known.get(&address) {
@@ -67,7 +67,7 @@ impl Codes {
         let mut field = |offset: u64| memory.read_u64(CODE, address.wrapping_add(offset));
         let (name, file, table) = (field(layout.code_name)?, field(layout.code_filename)?, field(layout.code_lines)?);
         let first_line = memory.read_u32(CODE, address.wrapping_add(layout.code_first_line))?.cast_signed();
-        let length = memory.read_u64(CODE, table.wrapping_add(layout.bytes_length))?.min(LONGEST_TABLE);
+        let length = memory.read_u64(CODE, table.wrapping_add(layout.bytes_length))?.min(MAX_LINE_TABLE_BYTES);
         Ok(Code {
             name: string(memory, layout, name)?,
             file: string(memory, layout, file)?,
@@ -78,7 +78,7 @@ impl Codes {
 }
 
 /// Copies everything that the code objects of these frames need, with few system calls.
-pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame]) {
+pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[InterpreterFrame]) {
     let codes: HashSet<u64> = frames.iter().map(|frame| frame.code).collect();
     memory.fetch(codes.iter().map(|code| (*code, layout.code_bytes.unwrap_or(layout.code_lines) + 8)));
     let mut heads = Vec::with_capacity(codes.len() * 3);
@@ -93,7 +93,9 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
     for (object, field) in heads {
         if field == layout.code_lines {
             let length = memory.read_u64(CODE, object.wrapping_add(layout.bytes_length));
-            bodies.extend(length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(LONGEST_TABLE))));
+            bodies.extend(
+                length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(MAX_LINE_TABLE_BYTES))),
+            );
         } else {
             let found = characters(memory, layout, object);
             bodies.extend(found.map(|found: Characters| (found.address, found.length * found.width)));
@@ -111,7 +113,7 @@ impl Code {
             None => i64::from(instruction as i32) * if layout.minor >= 10 { 2 } else { 1 },
         };
         let line = lines::line(layout.minor, &self.lines, self.first_line, offset);
-        if self.name == PSEUDO && self.file == PSEUDO && line == 0 {
+        if self.name == CLEANUP_NAME && self.file == CLEANUP_NAME && line == 0 {
             return None;
         }
         Some(PySpyFrame {

@@ -4,24 +4,24 @@ use std::sync::Arc;
 
 use crate::cpython::layout::Layout;
 
-use super::{data_loaders::Loaders, gc, reader::Python, threads};
+use super::{data_loaders::DataLoaders, gc, reader::PythonReader, threads};
 
 /// Reads the counts of one interpreter again and again.
-pub(crate) struct Counting {
+pub(crate) struct CountReader {
     live: i32,
     runtime: u64,
     layout: Arc<Layout>,
-    loaders: Loaders,
+    loaders: DataLoaders,
 }
 
-impl Counting {
+impl CountReader {
     /// Prepares to read the counts of an interpreter.
-    pub fn new(python: Python) -> Self {
-        Counting {
+    pub fn new(python: PythonReader) -> Self {
+        CountReader {
             live: python.live,
-            runtime: python.place.address,
-            layout: python.place.layout,
-            loaders: Loaders::default(),
+            runtime: python.location.address,
+            layout: python.location.layout,
+            loaders: DataLoaders::default(),
         }
     }
 
@@ -31,7 +31,7 @@ impl Counting {
     pub fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
         let interpreters = threads::interpreters(self.live, &self.layout, self.runtime).ok()?;
         let collections = gc::collections(self.live, &self.layout, self.runtime, &interpreters)?;
-        self.loaders.look(self.live, &self.layout);
+        self.loaders.update(self.live, &self.layout);
         if search {
             self.loaders.search(self.live, &self.layout, &interpreters);
         }

@@ -5,21 +5,21 @@ use crate::{
     memory::snapshot::{ReadError, Snapshot},
 };
 
-use super::threads::Thread;
+use super::threads::ThreadState;
 
 /// Maximum number of frames of one thread. A longer chain has a cycle.
-const MOST_FRAMES: usize = 200_000;
+const MAX_FRAMES: usize = 200_000;
 /// Maximum number of chunks (memory for frames) of one thread to copy in advance, and of bytes of
 /// each.
-const CHUNKS: usize = 4096;
-const CHUNK_BYTES: u64 = 1 << 20;
+const MAX_CHUNKS: usize = 4096;
+const MAX_CHUNK_BYTES: u64 = 1 << 20;
 
 const THREAD: &str = "the state of a thread";
 const FRAME: &str = "a frame";
 
 /// A frame whose code is not read yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RawFrame {
+pub(super) struct InterpreterFrame {
     pub address: u64,
     pub code: u64,
     /// The last instruction, as stored in the frame.
@@ -31,13 +31,17 @@ pub(super) struct RawFrame {
 /// The frames of a thread, leaf first, as far as they can be followed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
-    pub frames: Vec<RawFrame>,
+    pub frames: Vec<InterpreterFrame>,
     /// Why the chain may be longer.
     pub problem: Option<ReadError>,
 }
 
 /// Copies what the chains of these threads need, as far as that is known in advance.
-pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl Iterator<Item = &'a Thread> + Clone) {
+pub(super) fn fetch<'a>(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    threads: impl Iterator<Item = &'a ThreadState> + Clone,
+) {
     memory.fetch(threads.clone().map(|thread| (thread.address, layout.thread_size)));
     if let Some(offset) = layout.cframe_frame {
         let cframes: Vec<u64> = threads
@@ -51,13 +55,13 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
     let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
     // A chunk starts with a pointer to the previous chunk and its size. The chunks of all threads
     // are followed at once.
-    for _ in 0..CHUNKS {
+    for _ in 0..MAX_CHUNKS {
         memory.fetch(chunks.iter().map(|chunk| (*chunk, 16)));
         let mut before = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
         for chunk in chunks {
             let size = memory.read_u64(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
-            pieces.push((chunk, size.min(CHUNK_BYTES)));
+            pieces.push((chunk, size.min(MAX_CHUNK_BYTES)));
             before.extend(memory.read_u64(THREAD, chunk).ok().filter(|before| *before != 0));
         }
         memory.fetch(pieces.into_iter());
@@ -69,7 +73,7 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
 }
 
 /// Follows the chain of one thread.
-pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> Chain {
+pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Chain {
     let mut chain = Chain::default();
     chain.problem = follow(memory, layout, thread, &mut chain.frames).err();
     // C code entered the root frame.
@@ -84,8 +88,8 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> 
 fn follow(
     memory: &mut Snapshot,
     layout: &Layout,
-    thread: &Thread,
-    frames: &mut Vec<RawFrame>,
+    thread: &ThreadState,
+    frames: &mut Vec<InterpreterFrame>,
 ) -> Result<(), ReadError> {
     let top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
     let mut frame = match layout.cframe_frame {
@@ -93,7 +97,7 @@ fn follow(
         None => top,
     };
     let mut bytes = vec![0; layout.frame_size as usize];
-    for _ in 0..MOST_FRAMES {
+    for _ in 0..MAX_FRAMES {
         if frame == 0 {
             return Ok(());
         }
@@ -115,7 +119,12 @@ fn follow(
             // encode its ownership.
             let width = if layout.code_bytes.is_some() { 8 } else { 4 };
             let instruction = number(&bytes, layout.frame_instruction, width);
-            frames.push(RawFrame { address: frame, code: read_u64(layout.frame_code) & !7, instruction, entry });
+            frames.push(InterpreterFrame {
+                address: frame,
+                code: read_u64(layout.frame_code) & !7,
+                instruction,
+                entry,
+            });
         }
         frame = read_u64(layout.frame_previous);
     }

@@ -5,10 +5,10 @@ use crate::{
     memory::snapshot::{ReadError, Snapshot},
 };
 
-use super::threads::{Interpreter, Thread};
+use super::threads::{InterpreterState, ThreadState};
 
 /// Garbage collections since the interpreters started. `None` if unreadable.
-pub(super) fn collections(tid: i32, layout: &Layout, runtime: u64, interpreters: &[Interpreter]) -> Option<u64> {
+pub(super) fn collections(tid: i32, layout: &Layout, runtime: u64, interpreters: &[InterpreterState]) -> Option<u64> {
     let memory = &mut Snapshot::new(tid);
     match (layout.runtime_gc, layout.interpreter_gc) {
         (Some(offset), _) => of_collector(memory, layout, runtime.wrapping_add(offset)).ok(),
@@ -45,7 +45,7 @@ fn of_collector(memory: &mut Snapshot, layout: &Layout, collector: u64) -> Resul
 
 /// Whether the garbage collector of a thread's interpreter is running. It runs in the thread that
 /// holds the GIL, or in one that has released the GIL in a finalizer.
-pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &Thread) -> bool {
+pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &ThreadState) -> bool {
     const COLLECTOR: &str = "the garbage collector";
     let collector = match (layout.runtime_gc, layout.interpreter_gc) {
         (Some(offset), _) => Ok(runtime.wrapping_add(offset)),

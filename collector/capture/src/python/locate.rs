@@ -10,14 +10,14 @@ use crate::{
     },
     memory::snapshot::Snapshot,
     native::{
-        address_space::{AddressSpace, Located},
+        address_space::{AddressSpace, MappedObject},
         frame::RawFrame,
     },
 };
 
 /// The interpreter of one process.
-pub(super) struct Place {
-    pub located: Rc<Located>,
+pub(super) struct InterpreterLocation {
+    pub object: Rc<MappedObject>,
     pub runtime: Arc<Runtime>,
     pub layout: Arc<Layout>,
     /// Address of `_PyRuntime` in the process.
@@ -31,13 +31,13 @@ pub(super) fn find<'a>(
     live: i32,
     space: &AddressSpace<'_>,
     seen: impl Iterator<Item = &'a RawFrame>,
-) -> Result<Option<Place>, String> {
+) -> Result<Option<InterpreterLocation>, String> {
     let exe = std::fs::read_link(format!("/proc/{live}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
     let mut claims = file_name(&exe).starts_with("python");
     let mut known = Vec::new();
-    let mut idle: Option<Place> = None;
+    let mut idle: Option<InterpreterLocation> = None;
     // The candidates are evaluated lazily: each kind costs more than the one before, and the first
     // one usually suffices.
     let executable = space.first_executable().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
@@ -48,21 +48,21 @@ pub(super) fn find<'a>(
     });
     let addresses = executable.into_iter().chain(seen.map(RawFrame::lookup)).chain(libraries.flatten());
     for address in addresses {
-        let Some(located) = space.located(address) else { continue };
-        if known.contains(&located.image.id) {
+        let Some(object) = space.object_at(address) else { continue };
+        if known.contains(&object.image.id) {
             continue;
         }
-        known.push(located.image.id);
-        if let Some(runtime) = located.image.python() {
-            let address = runtime.address.wrapping_add(located.bias);
-            let layout = runtime.layout(live, || located.image.elf(), &located.image.path, located.bias)?;
+        known.push(object.image.id);
+        if let Some(runtime) = object.image.python() {
+            let address = runtime.address.wrapping_add(object.bias);
+            let layout = runtime.layout(live, || object.image.elf(), &object.image.path, object.bias)?;
             let started = Snapshot::new(live).read_u64("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
-            let place = Place { located, runtime, layout, address };
+            let location = InterpreterLocation { object, runtime, layout, address };
             if started != Ok(0) {
-                return Ok(Some(place));
+                return Ok(Some(location));
             }
             // A program may contain an interpreter and use that of a library.
-            idle.get_or_insert(place);
+            idle.get_or_insert(location);
         }
     }
     if idle.is_some() {

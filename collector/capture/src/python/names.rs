@@ -10,15 +10,15 @@ use crate::{
 };
 
 use super::{
-    builtins::{attributes, item, number, pairs, string},
-    threads::Interpreter,
+    builtins::{attributes, item, pairs, read_integer, string},
+    threads::InterpreterState,
 };
 
 /// How often to read the dictionaries if they seem to change during the read.
 const ATTEMPTS: usize = 3;
 
 /// Names by the result of `pthread_self` in the thread.
-pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> HashMap<u64, String> {
+pub(super) fn names(tid: i32, layout: &Layout, interpreter: &InterpreterState) -> HashMap<u64, String> {
     let mut names = HashMap::new();
     for _ in 0..ATTEMPTS {
         if read(&mut Snapshot::new(tid), layout, interpreter, &mut names) == Ok(true) {
@@ -32,7 +32,7 @@ pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> Has
 fn read(
     memory: &mut Snapshot,
     layout: &Layout,
-    interpreter: &Interpreter,
+    interpreter: &InterpreterState,
     names: &mut HashMap<u64, String>,
 ) -> Result<bool, ReadError> {
     let modules = memory.read_u64("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
@@ -52,9 +52,9 @@ fn read(
 }
 
 fn entry(memory: &mut Snapshot, layout: &Layout, key: u64, thread: u64) -> Option<(u64, String)> {
-    let pthread = number(memory, layout, key)?;
+    let pthread = read_integer(memory, layout, key)?;
     let [name, ident] = attributes(memory, layout, thread, ["_name", "_ident"]).ok()?;
-    let agrees = number(memory, layout, ident?)? == pthread;
+    let agrees = read_integer(memory, layout, ident?)? == pthread;
     let name = string(memory, layout, name?).ok()?;
     agrees.then_some((pthread, name))
 }

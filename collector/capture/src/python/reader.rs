@@ -11,20 +11,20 @@ use crate::{
 };
 
 use super::{
-    code::{self, Codes},
+    code::{self, CodeCache},
     frames::{self, Chain},
     gc,
-    locate::{self, Place},
+    locate::{self, InterpreterLocation},
     names,
     stack::Stack,
-    threads::{self, Thread},
+    threads::{self, ThreadState},
 };
 
 /// The interpreter of one process.
-pub(crate) struct Python {
+pub(crate) struct PythonReader {
     /// A live thread of the process.
     pub(super) live: i32,
-    pub(super) place: Place,
+    pub(super) location: InterpreterLocation,
 }
 
 /// The Python side of one kernel thread. It may run code of several interpreters, where one calls
@@ -33,29 +33,29 @@ pub(crate) struct PythonThread {
     /// The kernel's id, as this process sees it; 0 if unknown.
     pub tid: i32,
     /// The GIL and the state of each interpreter that the thread runs, innermost interpreter first.
-    states: Vec<(u64, Thread)>,
+    states: Vec<(u64, ThreadState)>,
     name: String,
     pub stack: Stack,
     /// Whether the stack is known to have existed at one moment.
-    pub right: bool,
+    pub is_consistent: bool,
 }
 
-impl Python {
+impl PythonReader {
     /// Finds the interpreter. `None` if the process runs no Python.
     pub fn find<'a>(
         live: i32,
         space: &AddressSpace<'_>,
         seen: impl Iterator<Item = &'a RawFrame>,
     ) -> Result<Option<Self>, String> {
-        Ok(locate::find(live, space, seen)?.map(|place| Python { live, place }))
+        Ok(locate::find(live, space, seen)?.map(|location| PythonReader { live, location }))
     }
 
     /// The threads of all interpreters of the process. `outer` maps a thread id in the PID
     /// namespace of the process to the id in ours.
     pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
-        let layout = &self.place.layout;
+        let layout = &self.location.layout;
         let interpreters =
-            threads::interpreters(self.live, layout, self.place.address).map_err(|error| error.to_string())?;
+            threads::interpreters(self.live, layout, self.location.address).map_err(|error| error.to_string())?;
         if interpreters.is_empty() {
             return Err("its interpreter has not been started yet, or has ended".into());
         }
@@ -81,7 +81,7 @@ impl Python {
                     states: vec![state],
                     name,
                     stack: Stack::default(),
-                    right: false,
+                    is_consistent: false,
                 });
             }
         }
@@ -90,36 +90,37 @@ impl Python {
 
     /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
     pub fn is_ending(&self) -> bool {
-        let at = self.place.address.wrapping_add(self.place.layout.runtime_finalizing);
+        let at = self.location.address.wrapping_add(self.location.layout.runtime_finalizing);
         Snapshot::new(self.live).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
     /// Reads the current stacks of all threads.
     pub fn read(&self, threads: &mut [PythonThread]) {
-        let layout = &self.place.layout;
+        let layout = &self.location.layout;
         let mut memory = Snapshot::new(self.live);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
         let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
-        let all: Vec<frames::RawFrame> = chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        let all: Vec<frames::InterpreterFrame> =
+            chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
         code::fetch(&mut memory, layout, &all);
-        let mut codes = Codes::default();
+        let mut codes = CodeCache::default();
         for (thread, chains) in threads.iter_mut().zip(chains) {
-            thread.stack = self.spell(&mut memory, &mut codes, thread, &chains);
+            thread.stack = self.build_stack(&mut memory, &mut codes, thread, &chains);
         }
     }
 
     pub(super) fn chains(&self, memory: &mut Snapshot, thread: &PythonThread) -> Vec<Chain> {
-        thread.states().map(|state| frames::chain(memory, &self.place.layout, state)).collect()
+        thread.states().map(|state| frames::chain(memory, &self.location.layout, state)).collect()
     }
 
-    pub(super) fn spell(
+    pub(super) fn build_stack(
         &self,
         memory: &mut Snapshot,
-        codes: &mut Codes,
+        codes: &mut CodeCache,
         thread: &PythonThread,
         chains: &[Chain],
     ) -> Stack {
-        let layout = &self.place.layout;
+        let layout = &self.location.layout;
         let mut stack = Stack::default();
         let mut problem: Option<ReadError> = None;
         for chain in chains {
@@ -133,14 +134,14 @@ impl Python {
                     Ok(code) => {
                         let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
                         stack.frames.push(shown);
-                        stack.raw.push(*frame);
+                        stack.raw_frames.push(*frame);
                         stack.entries.push(std::mem::take(&mut entry));
                     }
                     Err(error) => problem = problem.or(Some(error)),
                 }
             }
             stack.frames[first..].reverse();
-            stack.raw[first..].reverse();
+            stack.raw_frames[first..].reverse();
             stack.entries[first..].reverse();
             problem = problem.or(chain.problem);
         }
@@ -148,9 +149,9 @@ impl Python {
         for (gil, state) in &thread.states {
             // Also read for threads that do not hold the GIL, so that a copy has the memory of
             // every possible holder.
-            let collects = gc::collects(memory, layout, self.place.address, state);
-            if stack.holds.is_none() && threads::holds(memory, layout, *gil, state) {
-                (stack.holds, stack.collects) = (Some((*gil, now)), collects);
+            let collects = gc::collects(memory, layout, self.location.address, state);
+            if stack.held_gil.is_none() && threads::holds(memory, layout, *gil, state) {
+                (stack.held_gil, stack.collects) = (Some((*gil, now)), collects);
             }
         }
         stack.problem = problem.map(|error| error.to_string());
@@ -159,22 +160,22 @@ impl Python {
 }
 
 /// The threads of a process by their ids in its PID namespace.
-pub(crate) fn namespaced(pid: i32) -> HashMap<i32, i32> {
+pub(crate) fn tids_by_namespaced_tid(pid: i32) -> HashMap<i32, i32> {
     let tids = procfs::threads(pid).unwrap_or_default();
     tids.into_iter().filter_map(|tid| Some((procfs::status(pid, tid).ok()?.namespaced_tid, tid))).collect()
 }
 
 impl PythonThread {
-    pub(super) fn states(&self) -> impl Iterator<Item = &Thread> + Clone {
+    pub(super) fn states(&self) -> impl Iterator<Item = &ThreadState> + Clone {
         self.states.iter().map(|(_, state)| state)
     }
 
     /// Why the stack may be wrong or incomplete.
     pub fn doubt(&self) -> Option<String> {
         const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
-        let moved = || self.stack.moved.then(|| MOVED.into());
-        let ran = || (!self.right).then(|| "read while the thread ran, so it may be wrong".into());
-        self.stack.problem.clone().or_else(moved).or_else(ran)
+        let is_cut = || self.stack.is_cut.then(|| MOVED.into());
+        let ran = || (!self.is_consistent).then(|| "read while the thread ran, so it may be wrong".into());
+        self.stack.problem.clone().or_else(is_cut).or_else(ran)
     }
 
     /// The message for the thread, and for each of its frames whether C code entered the
@@ -187,8 +188,8 @@ impl PythonThread {
             thread_name: self.name,
             os_thread_id: u32::try_from(self.tid).unwrap_or(0),
             active,
-            owns_gil: self.stack.holds.is_some(),
-            collects_garbage: self.stack.holds.is_some() && self.stack.collects,
+            owns_gil: self.stack.held_gil.is_some(),
+            collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
             frames: self.stack.frames,
         };
         (trace, self.stack.entries)
@@ -197,13 +198,13 @@ impl PythonThread {
 
 /// Keeps only the last holder of each GIL. The GIL may have moved from one thread to another during
 /// the capture.
-pub(crate) fn one_holder(threads: &mut [PythonThread]) {
+pub(crate) fn keep_last_holder(threads: &mut [PythonThread]) {
     let mut last: HashMap<u64, Instant> = HashMap::new();
-    for (gil, at) in threads.iter().filter_map(|thread| thread.stack.holds) {
+    for (gil, at) in threads.iter().filter_map(|thread| thread.stack.held_gil) {
         let latest = last.entry(gil).or_insert(at);
         *latest = at.max(*latest);
     }
     for thread in threads {
-        thread.stack.holds = thread.stack.holds.filter(|(gil, at)| last.get(gil) == Some(at));
+        thread.stack.held_gil = thread.stack.held_gil.filter(|(gil, at)| last.get(gil) == Some(at));
     }
 }

@@ -5,9 +5,9 @@ use std::collections::BTreeSet;
 use crate::memory::snapshot::Snapshot;
 
 use super::{
-    code::{self, Codes},
-    frames::{self, Chain, RawFrame},
-    reader::{Python, PythonThread},
+    code::{self, CodeCache},
+    frames::{self, Chain, InterpreterFrame},
+    reader::{PythonReader, PythonThread},
     stack::Stack,
 };
 
@@ -18,7 +18,7 @@ const SHALLOW: usize = 300;
 const FETCHES: usize = 48;
 /// The memory of one thread's stack, copied during a stop.
 pub(crate) struct StoppedCopy<'a> {
-    python: &'a Python,
+    python: &'a PythonReader,
     thread: &'a PythonThread,
     shallow: bool,
     memory: Snapshot,
@@ -29,15 +29,15 @@ pub(crate) struct StoppedCopy<'a> {
 impl<'a> StoppedCopy<'a> {
     /// Reads the current stack of a thread to learn which pages to copy during the stop. `missing`
     /// are pages that an earlier copy lacked.
-    pub fn prepare(python: &'a Python, thread: &'a PythonThread, missing: &[u64]) -> Self {
-        let layout = &python.place.layout;
+    pub fn prepare(python: &'a PythonReader, thread: &'a PythonThread, missing: &[u64]) -> Self {
+        let layout = &python.location.layout;
         // A running thread mostly keeps using the same memory.
         let mut memory = Snapshot::new(python.live);
         frames::fetch(&mut memory, layout, thread.states());
         let chains = python.chains(&mut memory, thread);
-        let all: Vec<RawFrame> = chains.iter().flat_map(|chain| &chain.frames).copied().collect();
+        let all: Vec<InterpreterFrame> = chains.iter().flat_map(|chain| &chain.frames).copied().collect();
         code::fetch(&mut memory, layout, &all);
-        python.spell(&mut memory, &mut Codes::default(), thread, &chains);
+        python.build_stack(&mut memory, &mut CodeCache::default(), thread, &chains);
         let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
         pages.extend(missing);
         let memory = Snapshot::with_buffer(python.live, pages.into_iter().collect(), FETCHES);
@@ -54,7 +54,7 @@ impl<'a> StoppedCopy<'a> {
             // Following the pointers fetches pages that the stack did not use before.
             let chains = self.python.chains(&mut self.memory, self.thread);
             for chain in &chains {
-                code::fetch(&mut self.memory, &self.python.place.layout, &chain.frames);
+                code::fetch(&mut self.memory, &self.python.location.layout, &chain.frames);
             }
             self.chains = Some(chains);
         }
@@ -71,17 +71,17 @@ impl<'a> StoppedCopy<'a> {
             Some(chains) => chains,
             None => self.python.chains(&mut self.memory, self.thread),
         };
-        let stack = self.python.spell(&mut self.memory, &mut Codes::default(), self.thread, &chains);
+        let stack = self.python.build_stack(&mut self.memory, &mut CodeCache::default(), self.thread, &chains);
         Some((stack, self.memory.missing().to_vec()))
     }
 }
 
 /// Reads the stack of a thread that may run during the read, in as short a time as possible.
 /// `missing` are pages that an earlier read lacked; it is set to those that this one lacks.
-pub(crate) fn glance(python: &Python, thread: &PythonThread, missing: &mut Vec<u64>) -> Stack {
+pub(crate) fn read_running(python: &PythonReader, thread: &PythonThread, missing: &mut Vec<u64>) -> Stack {
     let mut copy = StoppedCopy::prepare(python, thread, missing);
     copy.take();
-    let Some((stack, lacking)) = copy.finish() else { return Stack::default() };
-    *missing = lacking;
+    let Some((stack, missing_pages)) = copy.finish() else { return Stack::default() };
+    *missing = missing_pages;
     stack
 }

@@ -16,7 +16,7 @@ use crate::{
 };
 
 /// Maximum number of interpreters and of threads. A longer list has a cycle.
-const MOST: usize = 1 << 16;
+const MAX_ENTRIES: usize = 1 << 16;
 /// How often to read a list that changes during the read.
 const ATTEMPTS: usize = 50;
 /// Offset of the kernel's thread id in what `pthread_self` points to, for glibc on x86-64.
@@ -24,16 +24,16 @@ const TID_IN_PTHREAD: u64 = 0x2d0;
 
 /// One interpreter of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Interpreter {
+pub(super) struct InterpreterState {
     pub address: u64,
     /// Address of its GIL; 0 if it has none yet.
     pub gil: u64,
-    pub threads: Vec<Thread>,
+    pub threads: Vec<ThreadState>,
 }
 
 /// The state of one thread in an interpreter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Thread {
+pub(super) struct ThreadState {
     pub address: u64,
     /// The result of `pthread_self` in the thread.
     pub pthread: u64,
@@ -42,7 +42,7 @@ pub(super) struct Thread {
 }
 
 /// All interpreters in the list of `runtime`, newest first.
-pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, ReadError> {
+pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<InterpreterState>, ReadError> {
     let mut last = ReadError { what: "the list of interpreters", address: runtime };
     for _ in 0..ATTEMPTS {
         match read(tid, layout, runtime) {
@@ -66,12 +66,12 @@ fn read_u64(tid: i32, what: &'static str, address: u64) -> Result<u64, ReadError
     }
 }
 
-fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, ReadError> {
+fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<InterpreterState>, ReadError> {
     const INTERPRETER: &str = "an interpreter";
     let mut found = Vec::new();
     let mut address = read_u64(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
     while address != 0 {
-        if found.len() >= MOST {
+        if found.len() >= MAX_ENTRIES {
             return Err(ReadError { what: "the end of the list of interpreters", address });
         }
         let gil = match (layout.runtime_gil, layout.interpreter_gil) {
@@ -79,13 +79,13 @@ fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Rea
             (None, Some(offset)) => read_u64(tid, INTERPRETER, address.wrapping_add(offset))?,
             (None, None) => 0,
         };
-        found.push(Interpreter { address, gil, threads: threads(tid, layout, address)? });
+        found.push(InterpreterState { address, gil, threads: threads(tid, layout, address)? });
         address = read_u64(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
     }
     Ok(found)
 }
 
-fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, ReadError> {
+fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<ThreadState>, ReadError> {
     const THREAD: &str = "the state of a thread";
     const LIST: &str = "the list of threads";
     let mut found = Vec::new();
@@ -102,7 +102,7 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, R
         };
         let neighbours = field(layout.thread_previous) == before && field(layout.thread_interpreter) == interpreter;
         seen += 1;
-        if !neighbours || seen > MOST {
+        if !neighbours || seen > MAX_ENTRIES {
             return Err(ReadError { what: LIST, address });
         }
         let pthread = field(layout.thread_id);
@@ -112,8 +112,8 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, R
         };
         // The state may not belong to a thread yet.
         if pthread != 0 {
-            found.retain(|newer: &Thread| newer.pthread != pthread);
-            found.push(Thread { address, pthread, tid: kernel });
+            found.retain(|newer: &ThreadState| newer.pthread != pthread);
+            found.push(ThreadState { address, pthread, tid: kernel });
         }
         before = address;
         address = field(layout.thread_next);
@@ -131,7 +131,7 @@ fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
 }
 
 /// Whether a thread holds the GIL of its interpreter.
-pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
+pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &ThreadState) -> bool {
     const GIL: &str = "the lock of an interpreter";
     gil != 0
         && memory.read_u32(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)

@@ -26,12 +26,12 @@ const MAX_DEPTH: isize = 256;
 /// refers to it.
 const MAX_RANGES: usize = 2 << 20;
 /// Number of entries between two reads of the clock.
-const ENTRIES_A_LOOK: usize = 4096;
+const ENTRIES_PER_CLOCK_READ: usize = 4096;
 
 /// Opens a unit with gimli if the parts that gimli reads immediately are within bounds.
 pub(super) fn open<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>) -> Option<Unit<Slice<'a>>> {
     let abbreviations = *dwarf.debug_abbrev.reader();
-    if !is_short(abbreviations, header.debug_abbrev_offset().0) {
+    if !has_short_abbreviations(abbreviations, header.debug_abbrev_offset().0) {
         return None;
     }
     let abbreviations = dwarf.abbreviations(&header).ok()?;
@@ -49,12 +49,12 @@ pub(super) fn open<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>) 
 }
 
 /// Whether all of a unit is known to be within bounds before the deadline.
-pub(super) fn hold<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>, deadline: Instant) -> bool {
-    open(dwarf, header).is_some_and(|unit| entries_hold(dwarf, &unit, deadline) == Some(true))
+pub(super) fn is_bounded<'a>(dwarf: &Dwarf<Slice<'a>>, header: UnitHeader<Slice<'a>>, deadline: Instant) -> bool {
+    open(dwarf, header).is_some_and(|unit| entries_are_bounded(dwarf, &unit, deadline) == Some(true))
 }
 
 /// Whether an abbreviation table ends within its maximum size.
-fn is_short(mut table: Slice<'_>, offset: usize) -> bool {
+fn has_short_abbreviations(mut table: Slice<'_>, offset: usize) -> bool {
     let mut skim = || -> gimli::Result<bool> {
         table.skip(offset)?;
         table.truncate(table.len().min(MAX_ABBREVIATIONS))?;
@@ -107,14 +107,16 @@ fn has_short_paths<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>) -> bool
 
 /// `None` if the tables are damaged. Then their contents do not matter, because no reader gets
 /// beyond the damage.
-fn entries_hold<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, deadline: Instant) -> Option<bool> {
+fn entries_are_bounded<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, deadline: Instant) -> Option<bool> {
     let mut entries = unit.entries_raw(None).ok()?;
     let mut left = MAX_RANGES;
     let mut known: HashMap<RangeListsOffset, usize> = HashMap::new();
     let mut passed = 0usize;
     while !entries.is_empty() {
         passed += 1;
-        if entries.next_depth() > MAX_DEPTH || passed.is_multiple_of(ENTRIES_A_LOOK) && Instant::now() >= deadline {
+        if entries.next_depth() > MAX_DEPTH
+            || passed.is_multiple_of(ENTRIES_PER_CLOCK_READ) && Instant::now() >= deadline
+        {
             return Some(false);
         }
         let Some(abbreviation) = entries.read_abbreviation().ok()? else { continue };
@@ -141,10 +143,10 @@ fn entries_hold<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, deadline: 
 }
 
 /// The length of a list of ranges, counted up to `limit` + 1.
-fn ranges<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, offset: RangeListsOffset, most: usize) -> usize {
+fn ranges<'a>(dwarf: &Dwarf<Slice<'a>>, unit: &Unit<Slice<'a>>, offset: RangeListsOffset, limit: usize) -> usize {
     let Ok(mut ranges) = dwarf.raw_ranges(unit, offset) else { return 0 };
     let mut count = 0;
-    while count <= most && matches!(ranges.next(), Ok(Some(_))) {
+    while count <= limit && matches!(ranges.next(), Ok(Some(_))) {
         count += 1;
     }
     count

@@ -22,7 +22,7 @@ use crate::objects::{
 
 use super::{
     bounds, names,
-    split_dwarf::{Elsewhere, SplitFiles},
+    split_dwarf::{ExternalUnit, SplitFiles},
     units::Units,
 };
 
@@ -33,7 +33,7 @@ const INFLATED_PER_SECOND: u64 = 200 << 20;
 const MAX_DECOMPRESSED: u64 = 1 << 30;
 /// Maximum number of lookups, each with more units. Link-time optimization creates units that refer
 /// to many others.
-const ROUNDS: usize = 32;
+const MAX_ROUNDS: usize = 32;
 /// A larger supplementary file is not used, because all of its units would be read.
 const MAX_SUPPLEMENTARY: usize = 16 << 20;
 /// The sections with lines and function names.
@@ -85,7 +85,7 @@ pub(super) fn find<'a>(
         let elf = ElfFile64::<object::LittleEndian>::parse(&*bytes).ok()?;
         let sections = self::sections(&elf, &budget);
         let dwarf = borrow(&sections, &bytes);
-        let is_bounded = dwarf.debug_info.reader().len() <= MAX_SUPPLEMENTARY && all_open(&dwarf);
+        let is_bounded = dwarf.debug_info.reader().len() <= MAX_SUPPLEMENTARY && all_can_be_opened(&dwarf);
         drop(dwarf);
         is_bounded.then_some((bytes, sections))
     });
@@ -103,7 +103,7 @@ pub(super) fn find<'a>(
 
 /// Whether the parts of all units that are read immediately are within bounds. Nothing else is read
 /// of a supplementary file.
-fn all_open(dwarf: &Dwarf<Slice<'_>>) -> bool {
+fn all_can_be_opened(dwarf: &Dwarf<Slice<'_>>) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
         if bounds::open(dwarf, header).is_none() {
@@ -149,11 +149,11 @@ struct Search<'a> {
 }
 
 /// What the lookup of an address lacks.
-enum Lacking {
+enum Missing {
     /// The unit that contains this entry.
     Unit(usize),
     /// A unit in another file.
-    File(Elsewhere),
+    File(ExternalUnit),
     /// Nothing, because the tables are damaged.
     Nothing,
 }
@@ -162,43 +162,43 @@ impl Search<'_> {
     fn run(&mut self, addresses: &[u64]) {
         let whole = borrow(self.sections, self.file);
         let mut units = Units::new(&whole);
-        let holders = units.show_holders(addresses, self.deadline);
+        let unit_starts = units.show_containing_units(addresses, self.deadline);
         let in_time = Instant::now() < self.deadline;
         let mut weights: HashMap<usize, usize> = HashMap::new();
-        for holder in holders.iter().flatten() {
-            *weights.entry(*holder).or_default() += 1;
+        for unit_start in unit_starts.iter().flatten() {
+            *weights.entry(*unit_start).or_default() += 1;
         }
         // Start with the unit that has the most addresses, in case the time is short.
-        let mut left: Vec<(std::cmp::Reverse<usize>, usize, u64)> = Vec::with_capacity(addresses.len());
-        for (address, holder) in addresses.iter().zip(holders) {
-            match holder {
-                Some(holder) => left.push((std::cmp::Reverse(weights[&holder]), holder, *address)),
+        let mut remaining: Vec<(std::cmp::Reverse<usize>, usize, u64)> = Vec::with_capacity(addresses.len());
+        for (address, unit_start) in addresses.iter().zip(unit_starts) {
+            match unit_start {
+                Some(unit_start) => remaining.push((std::cmp::Reverse(weights[&unit_start]), unit_start, *address)),
                 // An address without a unit has no line.
                 None if in_time => self.found.push((*address, Vec::new())),
                 None => {}
             }
         }
-        left.sort_unstable();
-        let mut left: Vec<u64> = left.into_iter().map(|(_, _, address)| address).collect();
+        remaining.sort_unstable();
+        let mut remaining: Vec<u64> = remaining.into_iter().map(|(_, _, address)| address).collect();
         for round in 1.. {
-            if left.is_empty() || Instant::now() >= self.deadline {
+            if remaining.is_empty() || Instant::now() >= self.deadline {
                 return;
             }
             let Ok(section) = units.section() else { return };
-            let lacking = self.look(&section, &mut left, round == ROUNDS);
-            for lacking in lacking {
-                match lacking {
-                    Lacking::Unit(entry) => drop(units.show_entry(entry, self.deadline)),
-                    Lacking::File(unit) => self.split.find(&unit),
-                    Lacking::Nothing => {}
+            let missing = self.look_up(&section, &mut remaining, round == MAX_ROUNDS);
+            for missing in missing {
+                match missing {
+                    Missing::Unit(entry) => drop(units.show_entry(entry, self.deadline)),
+                    Missing::File(unit) => self.split.find(&unit),
+                    Missing::Nothing => {}
                 }
             }
         }
     }
 
-    /// Looks up all addresses in `left`, and returns what is lacking. `left` keeps the addresses
+    /// Looks up all addresses in `remaining`, and returns what is lacking. `remaining` keeps the addresses
     /// that lack something. In the last round, they get a result without it.
-    fn look(&mut self, section: &[u8], left: &mut Vec<u64>, last: bool) -> Vec<Lacking> {
+    fn look_up(&mut self, section: &[u8], remaining: &mut Vec<u64>, last: bool) -> Vec<Missing> {
         let mut dwarf = borrow(self.sections, self.file);
         dwarf.debug_info = gimli::DebugInfo::new(section, LittleEndian);
         // With an empty index, addr2line takes the ranges from the units themselves.
@@ -206,17 +206,17 @@ impl Search<'_> {
         if let Some((file, sections)) = self.supplementary {
             dwarf.set_sup(borrow(sections, file));
         }
-        let mut all_lacking = Vec::new();
+        let mut all_missing = Vec::new();
         let context = Context::from_dwarf(dwarf);
-        left.retain(|address| {
+        remaining.retain(|address| {
             if Instant::now() >= self.deadline {
                 return true;
             }
             let sources = match &context {
                 Ok(context) => match functions(context, *address, &self.split) {
-                    Err(lacking) if last || matches!(lacking, Lacking::Nothing) => line_only(context, *address),
-                    Err(lacking) => {
-                        all_lacking.push(lacking);
+                    Err(missing) if last || matches!(missing, Missing::Nothing) => line_only(context, *address),
+                    Err(missing) => {
+                        all_missing.push(missing);
                         return true;
                     }
                     Ok(sources) => sources,
@@ -226,7 +226,7 @@ impl Search<'_> {
             self.found.push((*address, sources));
             false
         });
-        all_lacking
+        all_missing
     }
 }
 
@@ -235,23 +235,23 @@ fn functions<'a>(
     context: &'a Context<Slice<'a>>,
     address: u64,
     split: &'a SplitFiles<'_>,
-) -> Result<Vec<Source>, Lacking> {
-    let lacking = |error| match error {
-        gimli::Error::NoEntryAtGivenOffset(entry) => Lacking::Unit(entry as usize),
-        _ => Lacking::Nothing,
+) -> Result<Vec<Source>, Missing> {
+    let missing = |error| match error {
+        gimli::Error::NoEntryAtGivenOffset(entry) => Missing::Unit(entry as usize),
+        _ => Missing::Nothing,
     };
     let mut result = context.find_frames(address);
     let mut frames = loop {
         match result {
-            LookupResult::Output(frames) => break frames.map_err(lacking)?,
+            LookupResult::Output(frames) => break frames.map_err(missing)?,
             LookupResult::Load { load, continuation } => match split.get(&load) {
                 Some(dwarf) => result = continuation.resume(dwarf),
-                None => return Err(Lacking::File(Elsewhere::of(&load))),
+                None => return Err(Missing::File(ExternalUnit::of(&load))),
             },
         }
     };
     let mut sources = Vec::new();
-    while let Some(frame) = frames.next().map_err(lacking)? {
+    while let Some(frame) = frames.next().map_err(missing)? {
         let name = frame.function.map(|function| names::demangle(function.name.slice()));
         sources.push(Source { function: name, line: frame.location.and_then(line) });
     }

@@ -17,7 +17,7 @@ use crate::objects::{
 
 /// The best symbol for one address so far.
 #[derive(Clone, Copy, Default)]
-struct Hit<'a> {
+struct BestSymbol<'a> {
     rank: Rank,
     name: &'a [u8],
 }
@@ -45,7 +45,7 @@ impl Rank {
 
 /// Names of the functions that contain the sorted addresses.
 pub(super) fn find(image: &Image, debug: Option<&Bytes>, addresses: &[u64]) -> Vec<Option<Arc<str>>> {
-    let mut hits = vec![Hit::default(); addresses.len()];
+    let mut hits = vec![BestSymbol::default(); addresses.len()];
     if addresses.is_empty() {
         return Vec::new();
     }
@@ -71,7 +71,7 @@ fn scan<'a, Header>(
     endian: object::LittleEndian,
     table: &SymbolTable<'a, Header>,
     addresses: &[u64],
-    hits: &mut [Hit<'a>],
+    hits: &mut [BestSymbol<'a>],
 ) where
     Header: FileHeader<Endian = object::LittleEndian, Sym = Sym64<object::LittleEndian>>,
 {
@@ -116,7 +116,7 @@ fn scan<'a, Header>(
             }
             rank.underscores = std::cmp::Reverse(name.iter().take_while(|byte| **byte == b'_').count());
             if hit.name.is_empty() || rank > hit.rank {
-                *hit = Hit { rank, name };
+                *hit = BestSymbol { rank, name };
             }
         }
     }
@@ -128,12 +128,12 @@ const MAX_NAME: usize = 64 << 10;
 
 /// Receives a name piece by piece, and keeps at most [`MAX_NAME`] bytes.
 #[derive(Default)]
-struct Bounded {
+struct BoundedName {
     name: String,
     is_cut: bool,
 }
 
-impl cpp_demangle::DemangleWrite for Bounded {
+impl cpp_demangle::DemangleWrite for BoundedName {
     fn write_string(&mut self, text: &str) -> fmt::Result {
         let room = MAX_NAME.saturating_sub(self.name.len());
         if text.len() > room {
@@ -159,7 +159,7 @@ pub(super) fn demangle(name: &[u8]) -> String {
         && let Ok(symbol) = cpp_demangle::Symbol::new(text.as_bytes())
     {
         let options = cpp_demangle::DemangleOptions::new().no_params().no_return_type();
-        let mut name = Bounded::default();
+        let mut name = BoundedName::default();
         if symbol.structured_demangle(&mut name, &options).is_ok() || name.is_cut {
             return name.name;
         }

@@ -25,16 +25,16 @@ use super::bounds;
 const MAX_DECOMPRESSED: u64 = 256 << 20;
 
 /// A unit in another file.
-pub(super) struct Elsewhere {
+pub(super) struct ExternalUnit {
     id: DwoId,
     /// Its path at compile time.
     path: PathBuf,
 }
 
-impl Elsewhere {
+impl ExternalUnit {
     pub fn of(load: &SplitDwarfLoad<Slice<'_>>) -> Self {
         let text = |part: Option<Slice<'_>>| part.map_or_else(String::new, |part| part.to_string_lossy().into_owned());
-        Elsewhere { id: load.dwo_id, path: Path::new(&text(load.comp_dir)).join(text(load.path)) }
+        ExternalUnit { id: load.dwo_id, path: Path::new(&text(load.comp_dir)).join(text(load.path)) }
     }
 }
 
@@ -57,7 +57,7 @@ impl<'a> SplitFiles<'a> {
     }
 
     /// Searches for the file of a unit.
-    pub fn find(&mut self, unit: &Elsewhere) {
+    pub fn find(&mut self, unit: &ExternalUnit) {
         if self.units.is_empty() {
             self.package = self.open(&PathBuf::from(format!("{}.dwp", self.image.path))).and_then(|bytes| {
                 let elf = ElfFile64::parse(&*bytes).ok()?;
@@ -70,7 +70,7 @@ impl<'a> SplitFiles<'a> {
             let bytes = self.open(path)?;
             let elf = ElfFile64::parse(&*bytes).ok()?;
             let sections = DwarfSections::load(|id| section(&elf, id, &self.budget)).ok()?;
-            is_of(&bytes, &sections, unit.id).then_some((bytes, sections))
+            is_unit_file(&bytes, &sections, unit.id).then_some((bytes, sections))
         };
         let found = file(&unit.path).or_else(|| file(&own_folder()?));
         self.units.insert(unit.id, found);
@@ -93,7 +93,7 @@ impl<'a> SplitFiles<'a> {
             Some(dwarf)
         };
         let found = single().or_else(compressed).filter(|dwarf| {
-            *self.bounded.borrow_mut().entry(load.dwo_id).or_insert_with(|| all_hold(dwarf, self.deadline))
+            *self.bounded.borrow_mut().entry(load.dwo_id).or_insert_with(|| all_are_bounded(dwarf, self.deadline))
         });
         Some(found.map(Arc::new))
     }
@@ -106,10 +106,10 @@ impl<'a> SplitFiles<'a> {
 }
 
 /// Whether all units of a file are within bounds. Most files have only one.
-fn all_hold(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
+fn all_are_bounded(dwarf: &Dwarf<Slice<'_>>, deadline: Instant) -> bool {
     let mut headers = dwarf.units();
     while let Ok(Some(header)) = headers.next() {
-        if !bounds::hold(dwarf, header, deadline) {
+        if !bounds::is_bounded(dwarf, header, deadline) {
             return false;
         }
     }
@@ -126,7 +126,7 @@ fn slice<'b>(section: &'b SectionBytes, bytes: &'b Bytes) -> Slice<'b> {
 }
 
 /// Whether a file belongs to this build of the unit.
-fn is_of(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
+fn is_unit_file(bytes: &Bytes, sections: &DwarfSections<SectionBytes>, id: DwoId) -> bool {
     let dwarf = sections.borrow(|section| slice(section, bytes));
     let mut units = dwarf.units();
     let unit = units.next().ok().flatten().and_then(|header| bounds::open(&dwarf, header));

@@ -25,21 +25,21 @@ use super::{
 };
 
 /// Maximum number of objects to process at the same time.
-const PARALLEL: usize = 8;
+const MAX_PARALLEL: usize = 8;
 /// Maximum number of addresses in the cache, of all objects together: about 16 MB.
-const KEPT: usize = 1 << 16;
+const MAX_CACHED_ADDRESSES: usize = 1 << 16;
 /// Maximum number of objects remembered as changed. Images of changed files are not used again, so
 /// forgetting one only loses a message.
-const KEPT_CHANGED: usize = 1024;
+const MAX_CHANGED: usize = 1024;
 /// Objects that were not used in this number of captures are evicted first.
-const RECENT: u64 = 16;
+const RECENT_CAPTURES: u64 = 16;
 /// Extra time after the deadline for lines, for objects that are being processed at the deadline.
-const GRACE: Duration = Duration::from_millis(100);
+const LINES_GRACE: Duration = Duration::from_millis(100);
 
 /// Cache of names and lines.
 #[derive(Default)]
 pub(crate) struct Symbolizer {
-    objects: HashMap<u64, Known>,
+    objects: HashMap<u64, CachedObject>,
     /// Objects whose files were modified during the search for names.
     changed: HashSet<u64>,
     captures: u64,
@@ -47,7 +47,7 @@ pub(crate) struct Symbolizer {
 
 /// Cached names and lines of one object.
 #[derive(Default)]
-struct Known {
+struct CachedObject {
     names: HashMap<u64, Option<Arc<str>>>,
     sources: HashMap<u64, Arc<[Function]>>,
     /// Whether the object has no line tables.
@@ -97,7 +97,7 @@ impl Symbolizer {
     fn forget_changed(&mut self, objects: &[Arc<Object>]) {
         for object in objects.iter().filter(|object| object.has_changed()) {
             let known = self.objects.entry(object.image.id).or_default();
-            *known = Known { without_lines: true, used: known.used, ..Known::default() };
+            *known = CachedObject { without_lines: true, used: known.used, ..CachedObject::default() };
             known.names.extend(object.names.iter().map(|address| (*address, None)));
             self.changed.insert(object.image.id);
         }
@@ -155,7 +155,7 @@ impl Symbolizer {
         let started = pool::run(
             objects,
             &pool_config(),
-            lines_deadline + GRACE,
+            lines_deadline + LINES_GRACE,
             move |object| {
                 let lines = || lines::find(&object.image, || object.debug(), &object.lines, lines_deadline);
                 catch_unwind(AssertUnwindSafe(lines)).unwrap_or(Lookup::Absent)
@@ -176,9 +176,9 @@ impl Symbolizer {
     }
 
     /// Symbolizes the places of one process.
-    pub fn finish(&self, process: RawProcess) -> Stacks {
+    pub fn symbolize(&self, process: RawProcess) -> Stacks {
         let RawProcess { pid, parent_pid, command, mut sample, python_entries, places, frames } = process;
-        sample.errors.extend(self.lost(&places));
+        sample.errors.extend(self.missing_name_errors(&places));
         let mut modules = HashMap::new();
         let places = places.iter().map(|place| self.place(place, &mut modules)).collect();
         Stacks { pid, parent_pid, command, sample, python_entries, places, frames, children: Vec::new() }
@@ -186,7 +186,7 @@ impl Symbolizer {
 
     /// Messages about objects whose functions have no names because their files changed or could
     /// not be read.
-    fn lost(&self, places: &[RawPlace]) -> BTreeSet<String> {
+    fn missing_name_errors(&self, places: &[RawPlace]) -> BTreeSet<String> {
         let of = |place: &RawPlace| match &place.image {
             Some(image) if self.changed.contains(&image.id) => {
                 Some(format!("{} was written to while it was read: its functions have no names", image.path))
@@ -228,19 +228,20 @@ impl Symbolizer {
 
     /// Evicts objects that were not used for a long time.
     pub fn trim(&mut self) {
-        if self.changed.len() > KEPT_CHANGED {
+        if self.changed.len() > MAX_CHANGED {
             self.changed.clear();
         }
-        let kept = |objects: &HashMap<u64, Known>| -> usize { objects.values().map(|known| known.names.len()).sum() };
-        if kept(&self.objects) <= KEPT {
+        let kept =
+            |objects: &HashMap<u64, CachedObject>| -> usize { objects.values().map(|known| known.names.len()).sum() };
+        if kept(&self.objects) <= MAX_CACHED_ADDRESSES {
             return;
         }
         let captures = self.captures;
-        self.objects.retain(|_, known| known.used + RECENT >= captures);
-        if kept(&self.objects) > KEPT {
+        self.objects.retain(|_, known| known.used + RECENT_CAPTURES >= captures);
+        if kept(&self.objects) > MAX_CACHED_ADDRESSES {
             self.objects.retain(|_, known| known.used == captures);
         }
-        if kept(&self.objects) > KEPT {
+        if kept(&self.objects) > MAX_CACHED_ADDRESSES {
             self.objects.clear();
         }
     }
@@ -262,7 +263,7 @@ pub(crate) fn lines_of(image: &Image, addresses: &[u64], deadline: Instant) -> V
 }
 
 fn pool_config() -> PoolConfig {
-    PoolConfig { name: "xpu_symbols", parallel: pool::cpus().min(PARALLEL), jobs_per_thread: usize::MAX }
+    PoolConfig { name: "xpu_symbols", parallel: pool::cpus().min(MAX_PARALLEL), jobs_per_thread: usize::MAX }
 }
 
 fn functions(sources: Vec<Source>) -> Arc<[Function]> {

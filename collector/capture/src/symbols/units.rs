@@ -17,9 +17,9 @@ use crate::objects::bytes::Slice;
 use super::bounds;
 
 /// Bytes of the header of a type unit in the 64-bit format of DWARF 5. A shorter gap is not hidden.
-const HIDDEN_HEADER: usize = 40;
+const TYPE_UNIT_HEADER_BYTES: usize = 40;
 /// Bytes of the length field of such a header, which the length does not include.
-const HIDDEN_LENGTH: usize = 12;
+const TYPE_UNIT_LENGTH_BYTES: usize = 12;
 
 /// The visible units, by their start.
 pub(super) struct Units<'a> {
@@ -37,12 +37,12 @@ impl<'a> Units<'a> {
 
     /// Makes the units visible that contain the sorted addresses. Returns the start of the unit of
     /// each address, if there is one and it was found before the deadline.
-    pub fn show_holders(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
-        let mut holders = vec![None; addresses.len()];
-        let listed = self.by_index(addresses, &mut holders);
+    pub fn show_containing_units(&mut self, addresses: &[u64], deadline: Instant) -> Vec<Option<usize>> {
+        let mut unit_starts = vec![None; addresses.len()];
+        let listed = self.find_in_aranges(addresses, &mut unit_starts);
         // Some compilers write no index. Then read the ranges of each unit.
         let mut headers = self.dwarf.units();
-        while holders.contains(&None)
+        while unit_starts.contains(&None)
             && let Ok(Some(header)) = headers.next()
         {
             let Some(offset) = header.debug_info_offset().filter(|offset| !listed.contains(offset)) else { continue };
@@ -52,20 +52,20 @@ impl<'a> Units<'a> {
             let Some(unit) = bounds::open(self.dwarf, header) else { continue };
             let Ok(mut ranges) = self.dwarf.unit_ranges(&unit) else { continue };
             while let Ok(Some(range)) = ranges.next() {
-                for at in within(addresses, range) {
-                    holders[at].get_or_insert(offset.0);
+                for at in indices_within(addresses, range) {
+                    unit_starts[at].get_or_insert(offset.0);
                 }
             }
         }
-        let wanted: BTreeSet<usize> = holders.iter().flatten().copied().collect();
+        let wanted: BTreeSet<usize> = unit_starts.iter().flatten().copied().collect();
         for holder in wanted {
             self.show(holder, deadline);
         }
-        holders
+        unit_starts
     }
 
     /// Looks the addresses up in `.debug_aranges`. Returns all units in it.
-    fn by_index(&self, addresses: &[u64], holders: &mut [Option<usize>]) -> HashSet<DebugInfoOffset> {
+    fn find_in_aranges(&self, addresses: &[u64], unit_starts: &mut [Option<usize>]) -> HashSet<DebugInfoOffset> {
         let mut listed = HashSet::new();
         let mut headers = self.dwarf.debug_aranges.headers();
         while let Ok(Some(header)) = headers.next() {
@@ -73,8 +73,8 @@ impl<'a> Units<'a> {
             listed.insert(offset);
             let mut entries = header.entries();
             while let Ok(Some(entry)) = entries.next() {
-                for at in within(addresses, entry.range()) {
-                    holders[at].get_or_insert(offset.0);
+                for at in indices_within(addresses, entry.range()) {
+                    unit_starts[at].get_or_insert(offset.0);
                 }
             }
         }
@@ -84,7 +84,7 @@ impl<'a> Units<'a> {
     fn show(&mut self, start: usize, deadline: Instant) -> bool {
         let Ok(header) = self.dwarf.unit_header(DebugInfoOffset(start)) else { return false };
         let end = start.saturating_add(header.length_including_self()).min(self.dwarf.debug_info.reader().len());
-        bounds::hold(self.dwarf, header, deadline) && self.shown.insert(start, start..end).is_none()
+        bounds::is_bounded(self.dwarf, header, deadline) && self.shown.insert(start, start..end).is_none()
     }
 
     /// Makes the unit visible that contains an entry of `.debug_info`. Returns false if it already
@@ -114,7 +114,7 @@ impl<'a> Units<'a> {
         let mut end = 0;
         for unit in self.shown.values() {
             let gap = end..unit.start.max(end);
-            if gap.len() < HIDDEN_HEADER {
+            if gap.len() < TYPE_UNIT_HEADER_BYTES {
                 copy[gap.clone()].copy_from_slice(&section[gap]);
             } else {
                 hide(&mut copy[gap]);
@@ -129,7 +129,7 @@ impl<'a> Units<'a> {
 /// Turns a range of the section into one type unit, which addr2line skips. Everything after it
 /// keeps its offset, so references to it stay valid.
 fn hide(gap: &mut [u8]) {
-    let length = (gap.len() - HIDDEN_LENGTH) as u64;
+    let length = (gap.len() - TYPE_UNIT_LENGTH_BYTES) as u64;
     gap[..4].copy_from_slice(&u32::MAX.to_le_bytes());
     gap[4..12].copy_from_slice(&length.to_le_bytes());
     gap[12..14].copy_from_slice(&5u16.to_le_bytes());
@@ -138,7 +138,7 @@ fn hide(gap: &mut [u8]) {
 }
 
 /// The indices of the sorted addresses within a range.
-fn within(addresses: &[u64], range: gimli::Range) -> Range<usize> {
+fn indices_within(addresses: &[u64], range: gimli::Range) -> Range<usize> {
     let from = addresses.partition_point(|address| *address < range.begin);
     let length = addresses[from..].iter().take_while(|address| **address < range.end).count();
     from..from + length
@@ -150,7 +150,7 @@ mod tests {
 
     #[test]
     fn a_hidden_piece_is_one_type_unit() {
-        for length in [HIDDEN_HEADER, 1000, 70_000] {
+        for length in [TYPE_UNIT_HEADER_BYTES, 1000, 70_000] {
             let mut section = vec![0; length];
             hide(&mut section);
             let section = gimli::DebugInfo::new(&section, gimli::LittleEndian);
@@ -165,8 +165,8 @@ mod tests {
     #[test]
     fn addresses_within_a_range() {
         let range = |begin, end| gimli::Range { begin, end };
-        assert_eq!(within(&[1, 5, 9], range(5, 9)), 1..2);
-        assert_eq!(within(&[1, 5, 9], range(0, 10)), 0..3);
-        assert_eq!(within(&[1, 5, 9], range(6, 9)), 2..2);
+        assert_eq!(indices_within(&[1, 5, 9], range(5, 9)), 1..2);
+        assert_eq!(indices_within(&[1, 5, 9], range(0, 10)), 0..3);
+        assert_eq!(indices_within(&[1, 5, 9], range(6, 9)), 2..2);
     }
 }
