@@ -90,24 +90,7 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     {
         return Ok(code);
     }
-    let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked::ranked() } else { Vec::new() };
-    for rank in &arguments.rank {
-        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
-        let before = pids.len();
-        pids.extend(found);
-        if pids.len() == before {
-            bail!("no process on this node has RANK={rank} in its environment");
-        }
-    }
-    if arguments.all {
-        pids.extend(ranked.iter().map(|process| process.pid));
-    }
-    let mut seen = std::collections::HashSet::new();
-    pids.retain(|pid| seen.insert(*pid));
-    if pids.is_empty() {
-        bail!("no process on this node has a RANK in its environment");
-    }
+    let pids = selected_pids(arguments)?;
     let view = match (arguments.native, arguments.python) {
         (true, _) => View::Native,
         (_, true) => View::Python,
@@ -170,6 +153,29 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         written => written?,
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// The processes that the command line selects, each once.
+fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
+    let mut pids = arguments.pid.clone();
+    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked::ranked() } else { Vec::new() };
+    for rank in &arguments.rank {
+        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
+        let before = pids.len();
+        pids.extend(found);
+        if pids.len() == before {
+            bail!("no process on this node has RANK={rank} in its environment");
+        }
+    }
+    if arguments.all {
+        pids.extend(ranked.iter().map(|process| process.pid));
+    }
+    let mut seen = std::collections::HashSet::new();
+    pids.retain(|pid| seen.insert(*pid));
+    if pids.is_empty() {
+        bail!("no process on this node has a RANK in its environment");
+    }
+    Ok(pids)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

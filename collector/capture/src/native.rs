@@ -1,4 +1,5 @@
-//! Native stacks: sleeping threads are read, running threads are sampled, and only `--force-ptrace` stops any.
+//! Native stacks: sleeping threads are read, running threads are sampled, and only `--force-ptrace`
+//! stops threads.
 
 pub(crate) mod address_space;
 mod epilogue;

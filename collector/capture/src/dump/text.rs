@@ -87,16 +87,16 @@ fn print_process(
     }
     // Distinct blocks with the titles of their threads, in the order of their first threads.
     let mut blocks: Vec<(Vec<String>, Vec<String>)> = Vec::new();
-    let mut places: HashMap<Vec<String>, usize> = HashMap::new();
+    let mut block_indices: HashMap<Vec<String>, usize> = HashMap::new();
     let mut shown = vec![false; sample.py_stacktrace.len()];
     let mut add = |title: String, body: Vec<String>, foldable: bool| {
-        if foldable && let Some(place) = places.get(&body) {
-            let titles: &mut Vec<String> = &mut blocks[*place].1;
+        if foldable && let Some(index) = block_indices.get(&body) {
+            let titles: &mut Vec<String> = &mut blocks[*index].1;
             titles.push(title);
             return;
         }
         if foldable {
-            places.insert(body.clone(), blocks.len());
+            block_indices.insert(body.clone(), blocks.len());
         }
         blocks.push((body, vec![title]));
     };
@@ -120,7 +120,12 @@ fn print_process(
         let body = trace.frames.iter().map(|frame| python_line(frame, paint)).collect();
         add(format!("{title}{}", gil(trace, paint)), body, false);
     }
-    for (body, titles) in &blocks {
+    write_blocks(out, &blocks, paint)
+}
+
+/// Writes blocks, each with the titles of its threads.
+fn write_blocks(out: &mut impl Write, blocks: &[(Vec<String>, Vec<String>)], paint: Paint) -> io::Result<()> {
+    for (body, titles) in blocks {
         writeln!(out)?;
         match titles.as_slice() {
             [title] => writeln!(out, "{}", paint.with(BOLD, title))?,

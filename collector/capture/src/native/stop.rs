@@ -43,16 +43,16 @@ const INTERRUPTED_CALLS: [i64; 12] = [
 ];
 
 impl Thread {
-    /// Stops the thread, takes its stack and runs `during` during the stop. If the copy is too small,
-    /// the thread is stopped again; the last time counts. On failure, the previous state remains,
-    /// with the reason.
+    /// Stops the thread, takes its stack and runs `action` during the stop. If the copy is too
+    /// small, the thread is stopped again; the last time counts. On failure, the previous state
+    /// remains, with the reason.
     pub fn stop(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
         deadline: Instant,
-        during: &mut dyn FnMut(),
+        action: &mut dyn FnMut(),
     ) -> Result<(), Error> {
         if !self.may_be_stopped(pid)? {
             return Ok(());
@@ -66,7 +66,7 @@ impl Thread {
             let stop = Stop::new(pid, tid, deadline.min(Instant::now() + STOP_TIMEOUT), &priority)?;
             let registers = stop.registers()?;
             let regions = buffers.fill(tid, registers.sp(), space, wanted);
-            during();
+            action();
             longest = longest.max(stop.release());
             Ok((registers, regions?))
         });

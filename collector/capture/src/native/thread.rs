@@ -165,14 +165,14 @@ impl Thread {
     }
 
     /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
-    /// and unwound afterwards. Runs `during` while the thread sleeps, and again if the copy was too
+    /// and unwound afterwards. Runs `action` while the thread sleeps, and again if the copy was too
     /// small; the last time counts.
     pub fn read_short_sleep(
         &mut self,
         pid: i32,
         space: &AddressSpace<'_>,
         context: &mut UnwindContext<usize>,
-        during: &mut dyn FnMut(),
+        action: &mut dyn FnMut(),
     ) -> Result<ReadResult, Error> {
         let tid = self.tid;
         let mut seen = None;
@@ -184,7 +184,7 @@ impl Thread {
             let Syscall::Blocked { number, .. } = syscall else { return Err(ReadFailure::Running) };
             let registers = Registers::from_syscall(&syscall).ok_or(ReadFailure::Running)?;
             let regions = buffers.fill(tid, registers.sp(), space, wanted)?;
-            during();
+            action();
             if !has_slept(pid, tid, &schedule, &status) {
                 return Err(ReadFailure::RanBetween);
             }

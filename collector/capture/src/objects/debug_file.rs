@@ -111,8 +111,8 @@ pub(crate) fn mini_debug_info(elf: &Elf<'_>) -> Option<Bytes> {
     }
 }
 
-/// Decompresses the output of `xz`. More than [`MAX_DECOMPRESSED`] bytes are an error, because half a
-/// symbol table is of no use.
+/// Decompresses the output of `xz`. More than [`MAX_DECOMPRESSED`] bytes are an error, because half
+/// a symbol table is of no use.
 fn decompress(compressed: &[u8]) -> std::io::Result<Vec<u8>> {
     let mut decompressed = Vec::new();
     lzma_rust2::XzReader::new_mem_limit(compressed, true, MAX_DICTIONARY_KIB)

@@ -95,16 +95,16 @@ impl Capture<'_> {
         // the ids.
         let lives = |tid: &i32| procfs::status(pid, *tid).is_ok_and(|status| !matches!(status.letter(), b'Z' | b'X'));
         let leader_first = std::iter::once(pid).chain(tids.iter().copied().filter(|tid| *tid != pid));
-        let Some(live) = leader_first.into_iter().find(lives) else {
+        let Some(live_tid) = leader_first.into_iter().find(lives) else {
             let threads = describe(pid, &tids);
             if threads.is_empty() {
                 return Err(Error::Gone(pid));
             }
             self.process.sample.errors.push(format!("process {pid} has ended: {}", state_text(stat.state)));
-            self.keep(threads, None);
+            self.store(threads, None);
             return Ok(());
         };
-        let space = match AddressSpace::open(self.images, pid, live) {
+        let space = match AddressSpace::open(self.images, pid, live_tid) {
             Ok(space) => space,
             Err(error) => {
                 let mut threads = describe(pid, &tids);
@@ -113,22 +113,22 @@ impl Capture<'_> {
                 for thread in &mut threads {
                     thread.incomplete = error.to_string();
                 }
-                self.keep(threads, None);
+                self.store(threads, None);
                 return Err(error);
             }
         };
         let (mut threads, mut moving) =
             if self.options.native { self.read(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
-        let python = if self.options.python { self.python(live, &space, &threads) } else { None };
+        let python = if self.options.python { self.python(live_tid, &space, &threads) } else { None };
         let (python, mut python_threads) = python.unzip();
         if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
             self.sleeping(python, python_threads, &mut threads, &space, &mut moving);
         }
-        let others = python_threads.as_deref_mut().unwrap_or_default();
+        let python_threads_mut = python_threads.as_deref_mut().unwrap_or_default();
         if self.options.force_ptrace {
-            self.stop(&mut threads, &moving, &space, python.as_ref(), others);
+            self.stop(&mut threads, &moving, &space, python.as_ref(), python_threads_mut);
         } else if !moving.is_empty() {
-            self.running(&mut threads, &moving, &space, python.as_ref(), others);
+            self.running(&mut threads, &moving, &space, python.as_ref(), python_threads_mut);
         }
         if threads.is_empty() {
             // Even the main thread has ended during the capture.
@@ -137,8 +137,8 @@ impl Capture<'_> {
         if let (Some(python), Some(python_threads), false) = (&python, &python_threads, moving.is_empty()) {
             find_unnamed_part(python, python_threads, &threads, &space);
         }
-        self.keep_python(&threads, python_threads.unwrap_or_default());
-        self.keep(threads, Some(&space));
+        self.store_python(&threads, python_threads.unwrap_or_default());
+        self.store(threads, Some(&space));
         Ok(())
     }
 
@@ -161,20 +161,20 @@ impl Capture<'_> {
     /// Finds the interpreter and its threads.
     fn python(
         &mut self,
-        live: i32,
+        live_tid: i32,
         space: &AddressSpace<'_>,
         threads: &[Thread],
     ) -> Option<(PythonReader, Vec<PythonThread>)> {
         let found =
-            PythonReader::find(live, space, threads.iter().flat_map(|thread| &thread.frames)).and_then(|found| {
+            PythonReader::find(live_tid, space, threads.iter().flat_map(|thread| &thread.frames)).and_then(|found| {
                 let Some(python) = found else { return Ok(None) };
-                let outer: HashMap<i32, i32> =
+                let tids: HashMap<i32, i32> =
                     threads.iter().map(|thread| (thread.status.namespaced_tid, thread.tid)).collect();
                 // Threads that were started during the capture are looked up only if there are any.
-                let late = OnceCell::new();
+                let late_threads = OnceCell::new();
                 let known = python.threads(|tid| {
-                    let late = || late.get_or_init(|| reader::tids_by_namespaced_tid(self.pid));
-                    outer.get(&tid).or_else(|| late().get(&tid)).copied()
+                    let late_threads = || late_threads.get_or_init(|| reader::tids_by_namespaced_tid(self.pid));
+                    tids.get(&tid).or_else(|| late_threads().get(&tid)).copied()
                 })?;
                 Ok(Some((python, known)))
             });
@@ -182,7 +182,7 @@ impl Capture<'_> {
             self.python_error(reason);
             None
         });
-        if found.as_ref().is_some_and(|(python, _)| python.is_ending()) {
+        if found.as_ref().is_some_and(|(python, _)| python.is_finalizing()) {
             self.python_error("its interpreter is shutting down".into());
         }
         found
@@ -204,13 +204,13 @@ impl Capture<'_> {
     ) {
         let pid = self.pid;
         python.read(python_threads);
-        let mut places: HashMap<i32, usize> =
+        let mut indices: HashMap<i32, usize> =
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
         for thread in python_threads.iter_mut().filter(|thread| thread.tid != 0) {
-            let Some(place) = places.get(&thread.tid) else {
+            let Some(index) = indices.get(&thread.tid) else {
                 // The thread was started after the list of threads was read.
                 if let Ok(described) = Thread::describe(pid, thread.tid) {
-                    places.insert(thread.tid, threads.len());
+                    indices.insert(thread.tid, threads.len());
                     threads.push(described);
                     moving.push(thread.tid);
                 } else {
@@ -218,7 +218,7 @@ impl Capture<'_> {
                 }
                 continue;
             };
-            let before = &threads[*place].status;
+            let before = &threads[*index].status;
             match procfs::status(pid, thread.tid) {
                 Ok(after) => thread.is_consistent = slept(before, &after),
                 Err(error) if error.is_gone() => thread.tid = 0,
@@ -275,21 +275,21 @@ impl Capture<'_> {
         let mut python_of: HashMap<i32, &mut PythonThread> =
             python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
         let mut gone = Vec::new();
-        let places: HashMap<i32, usize> =
+        let indices: HashMap<i32, usize> =
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
-        let mut together = HashSet::new();
+        let mut stopped_together = HashSet::new();
         if self.options.force_ptrace {
             // Threads that need only their native stacks.
-            let alone = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.is_consistent);
-            together = stops.iter().copied().filter(alone).collect();
-            let threads = threads.iter_mut().filter(|thread| together.contains(&thread.tid)).collect();
+            let needs_only_native = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.is_consistent);
+            stopped_together = stops.iter().copied().filter(needs_only_native).collect();
+            let threads = threads.iter_mut().filter(|thread| stopped_together.contains(&thread.tid)).collect();
             gone = stop_all(self.pid, threads, space, &mut self.context, self.deadline);
         }
-        for tid in stops.iter().filter(|tid| !together.contains(tid)) {
-            let Some(place) = places.get(tid) else { continue };
-            let native = &mut threads[*place];
+        for tid in stops.iter().filter(|tid| !stopped_together.contains(tid)) {
+            let Some(index) = indices.get(tid) else { continue };
+            let native = &mut threads[*index];
             let taken = match python.zip(python_of.get_mut(tid)) {
-                Some((python, thread)) => self.stop_python(native, space, python, thread),
+                Some((python, thread)) => self.stop_with_python(native, space, python, thread),
                 None => self.stop_one(native, space, &mut || {}),
             };
             if taken.is_err() {
@@ -305,18 +305,18 @@ impl Capture<'_> {
         &mut self,
         thread: &mut Thread,
         space: &AddressSpace<'_>,
-        during: &mut dyn FnMut(),
+        action: &mut dyn FnMut(),
     ) -> Result<(), Error> {
         if Instant::now() >= self.deadline {
             thread.incomplete = "not stopped: the deadline passed".into();
             return Ok(());
         }
-        thread.stop(self.pid, space, &mut self.context, self.deadline, during)
+        thread.stop(self.pid, space, &mut self.context, self.deadline, action)
     }
 
     /// Stops a thread until its Python stack is complete and agrees with its native stack, or until
     /// it is clear that they never agree.
-    fn stop_python(
+    fn stop_with_python(
         &mut self,
         native: &mut Thread,
         space: &AddressSpace<'_>,
@@ -329,12 +329,12 @@ impl Capture<'_> {
             let mut switches = native.status.switches;
             let (pid, tid, limit) = (self.pid, native.tid, switches + 1);
             let exact = !self.options.force_ptrace;
-            let mut during = || {
+            let mut action = || {
                 if exact {
                     switches = procfs::status(pid, tid).map_or(u64::MAX, |status| status.switches);
                 }
             };
-            self.stop_one(native, space, &mut during)?;
+            self.stop_one(native, space, &mut action)?;
             if switches <= limit {
                 return Ok(());
             }
@@ -344,7 +344,7 @@ impl Capture<'_> {
             let mut copy = StoppedCopy::prepare(python, thread, &missed);
             self.stop_one(native, space, &mut || copy.take())?;
             let Some((stack, missing_pages)) = copy.finish() else {
-                if self.asleep_again(native, space, python, thread)? {
+                if self.read_both_asleep(native, space, python, thread)? {
                     break;
                 }
                 continue;
@@ -366,7 +366,7 @@ impl Capture<'_> {
     /// Reads both stacks of a thread that cannot be stopped because it sleeps. Returns whether it
     /// slept. A thread that waits for a kernel lock sleeps uninterruptibly, but usually not for
     /// long.
-    fn asleep_again(
+    fn read_both_asleep(
         &mut self,
         native: &mut Thread,
         space: &AddressSpace<'_>,
@@ -386,14 +386,14 @@ impl Capture<'_> {
         Ok(thread.is_consistent)
     }
 
-    fn keep_python(&mut self, threads: &[Thread], mut python_threads: Vec<PythonThread>) {
+    fn store_python(&mut self, threads: &[Thread], mut python_threads: Vec<PythonThread>) {
         let alive = |thread: &PythonThread| thread.tid == 0 || threads.iter().any(|native| native.tid == thread.tid);
         python_threads.retain(alive);
         reader::keep_last_holder(&mut python_threads);
         for thread in python_threads {
             // Changing inner frames of a running thread are not an error.
-            if let Some(doubt) = thread.doubt().filter(|_| !thread.stack.is_cut) {
-                self.python_error(format!("thread {}: {doubt}", thread.tid));
+            if let Some(incomplete_reason) = thread.incomplete_reason().filter(|_| !thread.stack.is_cut) {
+                self.python_error(format!("thread {}: {incomplete_reason}", thread.tid));
             }
             let status = threads.iter().find(|native| native.tid == thread.tid).map(|native| &native.status);
             let (trace, entries) = thread.finish(self.pid, status.is_some_and(|status| status.letter() == b'R'));
@@ -402,7 +402,7 @@ impl Capture<'_> {
         }
     }
 
-    fn keep(&mut self, threads: Vec<Thread>, space: Option<&AddressSpace<'_>>) {
+    fn store(&mut self, threads: Vec<Thread>, space: Option<&AddressSpace<'_>>) {
         if let Some(leader) = threads.iter().find(|thread| thread.tid == self.pid) {
             self.process.sample.process_state.clone_from(&leader.status.state);
         }

@@ -8,7 +8,7 @@ use super::{data_loaders::DataLoaders, gc, reader::PythonReader, threads};
 
 /// Reads the counts of one interpreter again and again.
 pub(crate) struct CountReader {
-    live: i32,
+    live_tid: i32,
     runtime: u64,
     layout: Arc<Layout>,
     loaders: DataLoaders,
@@ -18,7 +18,7 @@ impl CountReader {
     /// Prepares to read the counts of an interpreter.
     pub fn new(python: PythonReader) -> Self {
         CountReader {
-            live: python.live,
+            live_tid: python.live_tid,
             runtime: python.location.address,
             layout: python.location.layout,
             loaders: DataLoaders::default(),
@@ -29,11 +29,11 @@ impl CountReader {
     /// if there are any. `None` if the interpreter is no longer readable. Unknown data loaders are
     /// found only by a search.
     pub fn read(&mut self, search: bool) -> Option<(u64, Option<u64>)> {
-        let interpreters = threads::interpreters(self.live, &self.layout, self.runtime).ok()?;
-        let collections = gc::collections(self.live, &self.layout, self.runtime, &interpreters)?;
-        self.loaders.update(self.live, &self.layout);
+        let interpreters = threads::interpreters(self.live_tid, &self.layout, self.runtime).ok()?;
+        let collections = gc::collections(self.live_tid, &self.layout, self.runtime, &interpreters)?;
+        self.loaders.update(self.live_tid, &self.layout);
         if search {
-            self.loaders.search(self.live, &self.layout, &interpreters);
+            self.loaders.search(self.live_tid, &self.layout, &interpreters);
         }
         Some((collections, self.loaders.yielded()))
     }

@@ -28,11 +28,11 @@ pub(super) struct InterpreterLocation {
 /// the native stacks: if the process runs Python code, the interpreter is one of them, whatever its
 /// name.
 pub(super) fn find<'a>(
-    live: i32,
+    live_tid: i32,
     space: &AddressSpace<'_>,
     seen: impl Iterator<Item = &'a RawFrame>,
 ) -> Result<Option<InterpreterLocation>, String> {
-    let exe = std::fs::read_link(format!("/proc/{live}/exe")).unwrap_or_default();
+    let exe = std::fs::read_link(format!("/proc/{live_tid}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
     let mut claims = file_name(&exe).starts_with("python");
@@ -55,8 +55,9 @@ pub(super) fn find<'a>(
         known.push(object.image.id);
         if let Some(runtime) = object.image.python() {
             let address = runtime.address.wrapping_add(object.bias);
-            let layout = runtime.layout(live, || object.image.elf(), &object.image.path, object.bias)?;
-            let started = Snapshot::new(live).read_u64("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
+            let layout = runtime.layout(live_tid, || object.image.elf(), &object.image.path, object.bias)?;
+            let started =
+                Snapshot::new(live_tid).read_u64("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
             let location = InterpreterLocation { object, runtime, layout, address };
             if started != Ok(0) {
                 return Ok(Some(location));

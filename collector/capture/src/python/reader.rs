@@ -23,7 +23,7 @@ use super::{
 /// The interpreter of one process.
 pub(crate) struct PythonReader {
     /// A live thread of the process.
-    pub(super) live: i32,
+    pub(super) live_tid: i32,
     pub(super) location: InterpreterLocation,
 }
 
@@ -43,30 +43,30 @@ pub(crate) struct PythonThread {
 impl PythonReader {
     /// Finds the interpreter. `None` if the process runs no Python.
     pub fn find<'a>(
-        live: i32,
+        live_tid: i32,
         space: &AddressSpace<'_>,
         seen: impl Iterator<Item = &'a RawFrame>,
     ) -> Result<Option<Self>, String> {
-        Ok(locate::find(live, space, seen)?.map(|location| PythonReader { live, location }))
+        Ok(locate::find(live_tid, space, seen)?.map(|location| PythonReader { live_tid, location }))
     }
 
-    /// The threads of all interpreters of the process. `outer` maps a thread id in the PID
+    /// The threads of all interpreters of the process. `map_tid` maps a thread id in the PID
     /// namespace of the process to the id in ours.
-    pub fn threads(&self, outer: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
         let layout = &self.location.layout;
         let interpreters =
-            threads::interpreters(self.live, layout, self.location.address).map_err(|error| error.to_string())?;
+            threads::interpreters(self.live_tid, layout, self.location.address).map_err(|error| error.to_string())?;
         if interpreters.is_empty() {
             return Err("its interpreter has not been started yet, or has ended".into());
         }
         let mut found: Vec<PythonThread> = Vec::new();
-        let mut places = HashMap::new();
+        let mut thread_indices = HashMap::new();
         for interpreter in &interpreters {
-            let mut names = names::names(self.live, layout, interpreter);
+            let mut names = names::names(self.live_tid, layout, interpreter);
             for thread in &interpreter.threads {
                 let name = names.remove(&thread.pthread).unwrap_or_default();
                 let state = (interpreter.gil, *thread);
-                if let Some(known) = places.get(&thread.pthread) {
+                if let Some(known) = thread_indices.get(&thread.pthread) {
                     let known: &mut PythonThread = &mut found[*known];
                     known.states.push(state);
                     // The interpreter that the thread was started in has the best name.
@@ -75,9 +75,9 @@ impl PythonReader {
                     }
                     continue;
                 }
-                places.insert(thread.pthread, found.len());
+                thread_indices.insert(thread.pthread, found.len());
                 found.push(PythonThread {
-                    tid: outer(thread.tid).unwrap_or(0),
+                    tid: map_tid(thread.tid).unwrap_or(0),
                     states: vec![state],
                     name,
                     stack: Stack::default(),
@@ -89,15 +89,15 @@ impl PythonReader {
     }
 
     /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
-    pub fn is_ending(&self) -> bool {
+    pub fn is_finalizing(&self) -> bool {
         let at = self.location.address.wrapping_add(self.location.layout.runtime_finalizing);
-        Snapshot::new(self.live).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
+        Snapshot::new(self.live_tid).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
     }
 
     /// Reads the current stacks of all threads.
     pub fn read(&self, threads: &mut [PythonThread]) {
         let layout = &self.location.layout;
-        let mut memory = Snapshot::new(self.live);
+        let mut memory = Snapshot::new(self.live_tid);
         frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
         let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
         let all: Vec<frames::InterpreterFrame> =
@@ -171,7 +171,7 @@ impl PythonThread {
     }
 
     /// Why the stack may be wrong or incomplete.
-    pub fn doubt(&self) -> Option<String> {
+    pub fn incomplete_reason(&self) -> Option<String> {
         const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
         let is_cut = || self.stack.is_cut.then(|| MOVED.into());
         let ran = || (!self.is_consistent).then(|| "read while the thread ran, so it may be wrong".into());
@@ -182,7 +182,7 @@ impl PythonThread {
     /// interpreter with it.
     pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
         let trace = PySpyStacktrace {
-            incomplete: self.doubt().unwrap_or_default(),
+            incomplete: self.incomplete_reason().unwrap_or_default(),
             pid: pid as u32,
             thread_id: self.states.first().map_or(0, |(_, state)| state.pthread),
             thread_name: self.name,

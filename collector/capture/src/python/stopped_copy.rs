@@ -32,7 +32,7 @@ impl<'a> StoppedCopy<'a> {
     pub fn prepare(python: &'a PythonReader, thread: &'a PythonThread, missing: &[u64]) -> Self {
         let layout = &python.location.layout;
         // A running thread mostly keeps using the same memory.
-        let mut memory = Snapshot::new(python.live);
+        let mut memory = Snapshot::new(python.live_tid);
         frames::fetch(&mut memory, layout, thread.states());
         let chains = python.chains(&mut memory, thread);
         let all: Vec<InterpreterFrame> = chains.iter().flat_map(|chain| &chain.frames).copied().collect();
@@ -40,7 +40,7 @@ impl<'a> StoppedCopy<'a> {
         python.build_stack(&mut memory, &mut CodeCache::default(), thread, &chains);
         let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
         pages.extend(missing);
-        let memory = Snapshot::with_buffer(python.live, pages.into_iter().collect(), FETCHES);
+        let memory = Snapshot::with_buffer(python.live_tid, pages.into_iter().collect(), FETCHES);
         StoppedCopy { python, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
     }
 

@@ -196,8 +196,8 @@ impl Search<'_> {
         }
     }
 
-    /// Looks up all addresses in `remaining`, and returns what is lacking. `remaining` keeps the addresses
-    /// that lack something. In the last round, they get a result without it.
+    /// Looks up all addresses in `remaining`, and returns what is lacking. `remaining` keeps the
+    /// addresses that lack something. In the last round, they get a result without it.
     fn look_up(&mut self, section: &[u8], remaining: &mut Vec<u64>, last: bool) -> Vec<Missing> {
         let mut dwarf = borrow(self.sections, self.file);
         dwarf.debug_info = gimli::DebugInfo::new(section, LittleEndian);
