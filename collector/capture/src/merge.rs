@@ -115,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn stacks_that_do_not_fit_are_not_merged() {
+    fn mismatching_stacks_are_not_merged() {
         let one = native(&["poll", "_PyEval_EvalFrameDefault", "main"]);
         let fails =
             |native: &[PstackFrame], names: &[&str], entries: &[bool]| merge(native, &python(names), entries).err();

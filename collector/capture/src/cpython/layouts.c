@@ -1,5 +1,6 @@
-// Prints where the structures of one CPython keep the fields that the reader follows, as Rust. It is compiled against the
-// headers of each version, with Py_BUILD_CORE, by the test that compares its output with layouts.rs.
+// Prints the offsets of one CPython as Rust: where its structures have the fields that the reader
+// follows. The test that compares the output with layouts.rs compiles this against the headers of
+// each version, with Py_BUILD_CORE.
 #define Py_BUILD_CORE 1
 #include <Python.h>
 #include <stddef.h>
@@ -31,7 +32,7 @@
 #define SOME_NUMBER(name, value) printf("    " name ": Some(%zu),\n", (size_t)(value))
 
 #if PY_VERSION_HEX < 0x030b0000
-// Objects/dict-common.h, which is not installed; the same in 3.8, 3.9 and 3.10.
+// From Objects/dict-common.h, which is not installed. It is identical in 3.8, 3.9 and 3.10.
 struct _dictkeysobject {
     Py_ssize_t dk_refcnt;
     Py_ssize_t dk_size;

@@ -221,7 +221,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn versions_in_memory() {
+    fn parses_versions() {
         let text = b"\x00\x003.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]\0more";
         assert_eq!(parse_version(text), Some(9));
         assert_eq!(parse_version(b"\x003.10.0rc1+ (tags/v3.10, x) \n[Clang 14]\0"), Some(10));

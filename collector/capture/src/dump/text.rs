@@ -299,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn recursion_is_shown_once() {
+    fn folds_recursion() {
         assert_eq!(fold_text("a b b b b b c"), "a b ... the frame above 4 more times c");
         assert_eq!(fold_text("x a b a b a b a y"), "x a b ... the 2 frames above 2 more times a y");
         assert_eq!(fold_text("a a a b a b c"), "a a a b a b c", "too little to be worth it");
@@ -309,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn places_of_native_frames() {
+    fn formats_native_frames() {
         let paint = Paint { colour: false };
         let mut frame = PstackFrame {
             func_name: "poll".into(),

@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_child_at_the_other_end_of_a_pipe() {
+    fn finds_the_child_at_the_other_end_of_a_pipe() {
         let mut child = std::process::Command::new("sleep")
             .arg("1000")
             .stdout(std::process::Stdio::piped())
@@ -304,7 +304,7 @@ mod tests {
     }
 
     #[test]
-    fn a_pipe_that_nobody_else_has_open() {
+    fn process_alone_holds_both_ends_of_a_pipe() {
         let (mut output, input) = std::io::pipe().expect("a pipe");
         // Children of other tests have the pipe open for a moment, until they execute another
         // program.
@@ -316,7 +316,7 @@ mod tests {
     }
 
     #[test]
-    fn the_peer_of_a_socket() {
+    fn finds_the_peer_of_a_socket() {
         let server = TcpListener::bind("127.0.0.1:0").expect("a port");
         let address = server.local_addr().expect("an address");
         let mut client = TcpStream::connect(address).expect("it connects");
@@ -327,7 +327,7 @@ mod tests {
     }
 
     #[test]
-    fn the_holder_of_a_lock() {
+    fn finds_the_holder_of_a_lock() {
         let file = tempfile::NamedTempFile::new().expect("a file");
         let path = file.path().to_owned();
         let held = fs::File::open(&path).expect("the file");
@@ -342,7 +342,7 @@ mod tests {
     }
 
     #[test]
-    fn lines_of_the_kernels_tables() {
+    fn parses_the_kernels_tables() {
         let locks = "1: FLOCK  ADVISORY  WRITE 77 fe:00:123 0 EOF\n1: -> FLOCK  ADVISORY  WRITE 78 fe:00:123 0 EOF\n\
                      2: POSIX  ADVISORY  READ  79 fe:00:124 0 EOF\n3: OFDLCK ADVISORY  WRITE -1 fe:00:123 0 EOF\n";
         assert_eq!(parse_holders(locks, "fe:00:123"), [77]);

@@ -180,12 +180,12 @@ mod tests {
     use super::*;
 
     #[test]
-    fn one_by_one_or_all_at_once() {
+    fn queries_agree_with_the_list() {
         let pid = std::process::id() as i32;
         let (one_by_one, listed) = (Mappings::open(pid, pid).unwrap(), Mappings::open(pid, pid).unwrap());
         listed.all();
         let local = 0;
-        for address in [one_by_one_or_all_at_once as *const () as u64, &raw const local as u64] {
+        for address in [queries_agree_with_the_list as *const () as u64, &raw const local as u64] {
             let (queried, listed) = (one_by_one.at(address).unwrap(), listed.at(address).unwrap());
             assert!(queried.start <= address && address < queried.end);
             assert_eq!((&queried.path, queried.offset, queried.inode), (&listed.path, listed.offset, listed.inode));

@@ -362,7 +362,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn syscall_lines() {
+    fn parses_syscall_lines() {
         assert_eq!(parse_syscall("running\n"), Some(Syscall::Running));
         let blocked = parse_syscall("-1 0x7ffe 0x401000\n");
         assert_eq!(blocked, Some(Syscall::Blocked { number: -1, arguments: None, sp: 0x7ffe, pc: 0x401000 }));
@@ -385,7 +385,7 @@ mod tests {
     }
 
     #[test]
-    fn mounts() {
+    fn parses_mounts() {
         let line = "36 35 0:42 /a /mnt/b rw,noatime master:1 shared:2 - nfs4 host:/a rw,vers=4.2";
         assert_eq!(parse_mount(line, (0, 42)), Some("nfs4"));
         assert_eq!(parse_mount(line, (0, 4)), None);
@@ -394,14 +394,14 @@ mod tests {
     }
 
     #[test]
-    fn names_with_brackets() {
+    fn parses_names_with_parentheses() {
         let text = format!("12 (a) b) S 7 {}", (3..52).map(|n| n.to_string()).collect::<Vec<_>>().join(" "));
         let stat = parse_stat(&text).unwrap();
         assert_eq!((stat.name.as_str(), stat.state, stat.parent), ("a) b", 'S', 7));
     }
 
     #[test]
-    fn own_process() {
+    fn reads_this_process() {
         let pid = std::process::id() as i32;
         let status = status(pid, pid).unwrap();
         assert!(status.switches > 0 && status.namespaced_tid == pid);
@@ -443,7 +443,7 @@ mod tests {
     }
 
     #[test]
-    fn kernel_stacks() {
+    fn parses_kernel_stacks() {
         let text = "[<0>] futex_wait_queue+0x60/0x90\n[<0>] do_futex+0x1/0x2\n";
         assert_eq!(parse_kernel_stack(text), ["futex_wait_queue", "do_futex"]);
     }

@@ -14,7 +14,7 @@ pub(crate) const MAX_CODE_BYTES: usize = 64;
 pub(crate) const MAX_CALL_BYTES: usize = 7;
 
 /// DWARF numbers of the registers, in the order of the processor's encoding.
-const NUMBERS: [usize; 16] = [0, 2, 1, 3, 7, 6, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15];
+const DWARF_NUMBERS: [usize; 16] = [0, 2, 1, 3, 7, 6, 4, 5, 8, 9, 10, 11, 12, 13, 14, 15];
 
 /// The registers of the caller, if the next instructions only leave the function.
 pub(crate) fn caller_registers(
@@ -44,12 +44,12 @@ pub(crate) fn caller_registers(
             }
             // pop of any register but the stack pointer
             [0x41, opcode @ 0x58..=0x5f, rest @ ..] => {
-                caller.set(NUMBERS[usize::from(opcode - 0x58) + 8], read(sp)?);
+                caller.set(DWARF_NUMBERS[usize::from(opcode - 0x58) + 8], read(sp)?);
                 sp = sp.checked_add(8)?;
                 rest
             }
             [opcode @ (0x58..=0x5b | 0x5d..=0x5f), rest @ ..] => {
-                caller.set(NUMBERS[usize::from(opcode - 0x58)], read(sp)?);
+                caller.set(DWARF_NUMBERS[usize::from(opcode - 0x58)], read(sp)?);
                 sp = sp.checked_add(8)?;
                 rest
             }
@@ -174,11 +174,11 @@ mod tests {
     }
 
     #[test]
-    fn instructions_that_only_compute() {
+    fn lengths_of_instructions_that_only_compute() {
         for code in [
             &[0x90][..],
-            // add %r8,%rax; mov %eax,0x28(%rsp); mov (%rip+…),%rcx; cmp $-4095,%rax; jbe; neg %rax;
-            // mov $-1,%rax; xor %ebx,%ebx
+            // add %r8,%rax; mov %eax,0x28(%rsp); mov (%rip+…),%rcx; cmp $-4095,%rax; jbe;
+            // neg %rax; mov $-1,%rax; xor %ebx,%ebx
             &[0x4c, 0x01, 0xc0],
             &[0x89, 0x44, 0x24, 0x28],
             &[0x48, 0x8b, 0x0d, 1, 2, 3, 4],
@@ -242,7 +242,7 @@ mod tests {
     }
 
     #[test]
-    fn code_that_does_anything_else() {
+    fn other_code_has_no_result() {
         let codes: [&[u8]; 7] = [
             &[],
             &[0x5c, 0xc3],
@@ -260,7 +260,7 @@ mod tests {
     }
 
     #[test]
-    fn calls() {
+    fn recognizes_calls() {
         let calls: [&[u8]; 8] = [
             &[0xe8, 1, 2, 3, 4],
             &[0xff, 0xd0],

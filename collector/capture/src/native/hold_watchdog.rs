@@ -8,12 +8,12 @@ use std::{
 
 /// Maximum time for which an expendable process holds a thread. It is longer than the time limit
 /// for a thread to stop.
-const LONGEST_HOLD: Duration = Duration::from_millis(400);
+const MAX_HOLD: Duration = Duration::from_millis(400);
 
 static EXPENDABLE: AtomicBool = AtomicBool::new(false);
 
 /// From now on, the kernel kills this process if it holds a thread for longer than
-/// [`LONGEST_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
+/// [`MAX_HOLD`], whatever prevents the release: a SIGSTOP, a debugger, a freezer, a busy
 /// machine.
 pub(crate) fn enable() {
     EXPENDABLE.store(true, Ordering::Relaxed);
@@ -48,7 +48,7 @@ impl Watchdog {
     #[allow(unsafe_code)]
     pub fn start(&self) -> io::Result<()> {
         let never = libc::timespec { tv_sec: 0, tv_nsec: 0 };
-        let after = libc::timespec { tv_sec: 0, tv_nsec: LONGEST_HOLD.as_nanos() as i64 };
+        let after = libc::timespec { tv_sec: 0, tv_nsec: MAX_HOLD.as_nanos() as i64 };
         let once = libc::itimerspec { it_interval: never, it_value: after };
         // SAFETY: the timer exists until `self` is dropped, and `once` is valid for reading.
         let result = unsafe {

@@ -285,7 +285,7 @@ mod tests {
     }
 
     #[test]
-    fn records() {
+    fn parses_records() {
         let sample = parse_sample(&record(0, 16, 8), false).unwrap();
         assert_eq!((sample.registers.pc(), sample.registers.sp()), (0x1234, 0x7000));
         assert_eq!((sample.stack.start, sample.stack.bytes.len()), (0x7000, 8));

@@ -217,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_frame_pointer_and_locals() {
+    fn function_with_frame_pointer_and_locals() {
         // push %rbp; mov %rsp,%rbp; push %rbx; sub $0x18,%rsp; call; add $0x18,%rsp; pop %rbx; pop
         // %rbp; ret
         let code = [
@@ -234,7 +234,7 @@ mod tests {
     }
 
     #[test]
-    fn leave_and_both_branches() {
+    fn leave_instruction_and_both_branches() {
         // push %rbp; mov %rsp,%rbp; sub $0x100,%rsp; je 1f; leave; ret; 1: call; lea -8(%rbp),%rsp;
         // ret
         let code = [

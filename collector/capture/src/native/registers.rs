@@ -52,10 +52,10 @@ impl Registers {
     /// All registers of a sampled thread. `values` is in the kernel's order for samples: ax, bx,
     /// cx, dx, si, di, bp, sp, ip, r8 to r15.
     pub fn from_sample(values: &[u64; COUNT]) -> Self {
-        const NUMBERS: [usize; COUNT] =
+        const DWARF_NUMBERS: [usize; COUNT] =
             [0, 3, 2, 1, 4, 5, FRAME_POINTER, STACK_POINTER, PC, 8, 9, 10, 11, 12, 13, 14, 15];
         let mut registers = Registers::default();
-        for (number, value) in NUMBERS.into_iter().zip(values) {
+        for (number, value) in DWARF_NUMBERS.into_iter().zip(values) {
             registers.set(number, *value);
         }
         registers

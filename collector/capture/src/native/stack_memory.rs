@@ -99,7 +99,7 @@ mod tests {
     use crate::{memory::region::RED_ZONE, objects::image_cache::Images};
 
     #[test]
-    fn memory_of_a_sleeper_is_copied_when_it_is_looked_at() {
+    fn memory_of_a_sleeping_thread_is_copied_on_demand() {
         let numbers: Vec<u64> = (0..1 << 16).collect();
         let pid = std::process::id() as i32;
         let images = Images::default();
@@ -116,7 +116,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_lie_within_one_region() {
+    fn a_number_is_read_from_one_region_only() {
         let memory = Memory::from_copies(vec![Region { start: 100, bytes: vec![1, 0, 0, 0, 0, 0, 0, 0, 2] }]);
         assert_eq!(memory.read_number(100, 8), Some(1));
         assert_eq!(memory.read_number(108, 1), Some(2));

@@ -243,7 +243,7 @@ mod tests {
     }
 
     #[test]
-    fn places_of_a_debug_file() {
+    fn paths_of_a_debug_file() {
         let by_id = path_by_build_id(&[0xab, 0xcd, 0x01]).unwrap();
         assert_eq!(by_id, Path::new("/usr/lib/debug/.build-id/ab/cd01.debug"));
         assert_eq!(path_by_build_id(&[0xab]), None);

@@ -27,7 +27,7 @@ use memmap2::Mmap;
 
 /// Maximum number of mappings at the same time: more than all cached images, their debug files, and
 /// the images in use.
-const SLOTS: usize = 4096;
+const MAX_MAPPINGS: usize = 4096;
 /// Start of a slot whose end is not written yet. No mapping begins in the first page.
 const RESERVED: usize = 1;
 
@@ -38,10 +38,11 @@ struct Slot {
     damaged: AtomicBool,
 }
 
-static MAPS: [Slot; SLOTS] =
-    [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), damaged: AtomicBool::new(false) } }; SLOTS];
+static SLOTS: [Slot; MAX_MAPPINGS] =
+    [const { Slot { start: AtomicUsize::new(0), end: AtomicUsize::new(0), damaged: AtomicBool::new(false) } };
+        MAX_MAPPINGS];
 /// Slots from this index on were never used.
-static USED: AtomicUsize = AtomicUsize::new(0);
+static USED_SLOTS: AtomicUsize = AtomicUsize::new(0);
 static PAGE: AtomicUsize = AtomicUsize::new(4096);
 
 /// A file that is mapped for reading.
@@ -131,9 +132,9 @@ impl Drop for MappedFile {
 
 fn reserve_slot() -> Option<&'static Slot> {
     let free = |slot: &Slot| slot.start.compare_exchange(0, RESERVED, Ordering::AcqRel, Ordering::Relaxed).is_ok();
-    let index = MAPS.iter().position(free)?;
-    USED.fetch_max(index + 1, Ordering::Release);
-    Some(&MAPS[index])
+    let index = SLOTS.iter().position(free)?;
+    USED_SLOTS.fetch_max(index + 1, Ordering::Release);
+    Some(&SLOTS[index])
 }
 
 /// The previous action for SIGBUS, usually the handler of Rust's runtime. It is written once,
@@ -164,12 +165,12 @@ extern "C" fn handle_bus_error(signal: libc::c_int, info: *mut libc::siginfo_t, 
     // SAFETY: the kernel passes a valid `siginfo_t`. A SIGBUS that the kernel raised (a positive
     // code) has an address.
     let address = unsafe { if (*info).si_code > 0 { (*info).si_addr() as usize } else { 0 } };
-    let used = USED.load(Ordering::Acquire).min(SLOTS);
+    let used = USED_SLOTS.load(Ordering::Acquire).min(MAX_MAPPINGS);
     let contains_address = |slot: &&Slot| {
         let start = slot.start.load(Ordering::Acquire);
         start > RESERVED && (start..slot.end.load(Ordering::Relaxed)).contains(&address)
     };
-    if let Some(slot) = MAPS[..used].iter().find(contains_address) {
+    if let Some(slot) = SLOTS[..used].iter().find(contains_address) {
         let page = PAGE.load(Ordering::Relaxed);
         let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
         // SAFETY: the page is within one of our mappings, which exists as long as its slot is
@@ -216,7 +217,7 @@ mod tests {
     }
 
     #[test]
-    fn a_page_that_is_gone_reads_as_zeros_and_is_remembered() {
+    fn missing_page_reads_as_zeros_and_marks_the_mapping() {
         let file = file_of_ones();
         let other = MappedFile::new(&file_of_ones()).unwrap();
         let map = MappedFile::new(&file).unwrap();
@@ -236,7 +237,7 @@ mod tests {
     }
 
     #[test]
-    fn a_file_that_is_written_in_place_has_changed() {
+    fn file_written_in_place_has_changed() {
         let file = file_of_ones();
         let map = MappedFile::new(&file).unwrap();
         let before = file.metadata().unwrap().modified().unwrap();
@@ -247,7 +248,7 @@ mod tests {
     }
 
     #[test]
-    fn many_threads_read_while_the_file_comes_and_goes() {
+    fn threads_read_while_the_file_is_truncated_and_restored() {
         let file = file_of_ones();
         let stop = AtomicBool::new(false);
         let damaged = AtomicUsize::new(0);

@@ -25,7 +25,7 @@ const MAX_TABLE: u64 = 256 << 20;
 const MAX_HEADER_BYTES: usize = 4096;
 /// Only a handful of symbols have equal hashes. Memory that is not a hash table could form a very
 /// long chain.
-const LONGEST_CHAIN: u64 = 1 << 16;
+const MAX_CHAIN: u64 = 1 << 16;
 const FILE_HEADER_BYTES: usize = 64;
 const PROGRAM_HEADER_BYTES: usize = 56;
 const SECTION_HEADER_BYTES: usize = 64;
@@ -170,7 +170,7 @@ impl Headers {
         if symbol < first {
             return Some(first);
         }
-        let longest = symbol + LONGEST_CHAIN;
+        let longest = symbol + MAX_CHAIN;
         while self.read_u32(chains.wrapping_add((symbol - first) * 4))? & 1 == 0 {
             symbol += 1;
             if symbol == longest {

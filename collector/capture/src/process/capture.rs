@@ -118,17 +118,17 @@ impl Capture<'_> {
             }
         };
         let (mut threads, mut moving) =
-            if self.options.native { self.read(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
-        let python = if self.options.python { self.python(live_tid, &space, &threads) } else { None };
+            if self.options.native { self.read_threads(&tids, &space) } else { (describe(pid, &tids), Vec::new()) };
+        let python = if self.options.python { self.find_python(live_tid, &space, &threads) } else { None };
         let (python, mut python_threads) = python.unzip();
         if let (Some(python), Some(python_threads)) = (&python, &mut python_threads) {
-            self.sleeping(python, python_threads, &mut threads, &space, &mut moving);
+            self.read_sleeping_python(python, python_threads, &mut threads, &space, &mut moving);
         }
         let python_threads_mut = python_threads.as_deref_mut().unwrap_or_default();
         if self.options.force_ptrace {
             self.stop(&mut threads, &moving, &space, python.as_ref(), python_threads_mut);
         } else if !moving.is_empty() {
-            self.running(&mut threads, &moving, &space, python.as_ref(), python_threads_mut);
+            self.take_running(&mut threads, &moving, &space, python.as_ref(), python_threads_mut);
         }
         if threads.is_empty() {
             // Even the main thread has ended during the capture.
@@ -144,7 +144,7 @@ impl Capture<'_> {
 
     /// Reads the stacks of all sleeping threads. Also returns the threads that run, or that are to
     /// be stopped anyway.
-    fn read(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
+    fn read_threads(&mut self, tids: &[i32], space: &AddressSpace<'_>) -> (Vec<Thread>, Vec<i32>) {
         let mut threads = Vec::with_capacity(tids.len());
         let mut moving = Vec::new();
         for tid in tids {
@@ -159,7 +159,7 @@ impl Capture<'_> {
     }
 
     /// Finds the interpreter and its threads.
-    fn python(
+    fn find_python(
         &mut self,
         live_tid: i32,
         space: &AddressSpace<'_>,
@@ -194,7 +194,7 @@ impl Capture<'_> {
 
     /// Reads the current Python stacks. Stacks of threads that have slept since they were last read
     /// are correct. The other threads are added to `moving`.
-    fn sleeping(
+    fn read_sleeping_python(
         &mut self,
         python: &PythonReader,
         python_threads: &mut Vec<PythonThread>,
@@ -237,7 +237,7 @@ impl Capture<'_> {
     }
 
     /// Takes the stacks of threads that run, or that repeatedly wake and sleep.
-    fn running(
+    fn take_running(
         &mut self,
         threads: &mut Vec<Thread>,
         moving: &[i32],

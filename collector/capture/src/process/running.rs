@@ -41,11 +41,11 @@ const TIMEOUT: Duration = Duration::from_millis(250);
 const SHORT_TIMEOUT: Duration = Duration::from_millis(4);
 /// A thread that used the CPU for this long without a sample was inside the kernel, where it may
 /// not be sampled.
-const BUSY: Duration = Duration::from_millis(5);
+const BUSY_CPU_TIME: Duration = Duration::from_millis(5);
 /// After this number of polls without a sample, a thread seems to stay in a system call, and is
 /// sampled inside system calls too.
 const USER_POLLS: usize = 2;
-/// Minimum number of polls before [`BUSY`] counts, because this process itself may have had no CPU
+/// Minimum number of polls before [`BUSY_CPU_TIME`] counts, because this process itself may have had no CPU
 /// for that long.
 const BUSY_POLLS: usize = 5;
 /// How often to sample a thread until its Python stack agrees with its native stack.
@@ -260,7 +260,7 @@ impl RunningThreads<'_> {
         let waited = watched.since.elapsed();
         let used = Schedule::of(self.pid, watched.native.tid).cpu_ns.saturating_sub(watched.cpu_ns);
         watched.polls += 1;
-        let busy = watched.polls >= BUSY_POLLS && u128::from(used) >= BUSY.as_nanos();
+        let busy = watched.polls >= BUSY_POLLS && u128::from(used) >= BUSY_CPU_TIME.as_nanos();
         let timeout = if self.refusal.is_some() { SHORT_TIMEOUT } else { TIMEOUT };
         let late = Instant::now() >= self.deadline;
         if watched.done || !(busy || late || waited >= timeout) {

@@ -8,7 +8,7 @@ use super::reader::{PythonReader, PythonThread};
 
 /// Minimum size in bytes of a part of the interpreter's loop. The loop is larger than almost all
 /// other functions.
-const LOOP_BYTES: u64 = 8 << 10;
+const MIN_LOOP_BYTES: u64 = 8 << 10;
 
 /// Whether the Python and the native stack of a thread match.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -79,7 +79,7 @@ pub(crate) fn find_unnamed_part<'a>(
     let mut counts: HashMap<(u64, u64), HashMap<usize, usize>> = HashMap::new();
     for (index, (_, addresses)) in stacks.iter().enumerate() {
         for address in addresses.iter().filter(|address| !runtime.is_eval_loop(**address)) {
-            if let Some(function) = image.function(*address).filter(|range| range.end - range.start >= LOOP_BYTES) {
+            if let Some(function) = image.function(*address).filter(|range| range.end - range.start >= MIN_LOOP_BYTES) {
                 *counts.entry((function.start, function.end)).or_default().entry(index).or_default() += 1;
             }
         }

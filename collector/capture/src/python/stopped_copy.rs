@@ -13,14 +13,14 @@ use super::{
 
 /// Maximum number of frames of a chain to follow during a stop. A deeper chain is followed
 /// afterwards in the copied memory.
-const SHALLOW: usize = 300;
+const MAX_FRAMES_DURING_STOP: usize = 300;
 /// Maximum number of pages to fetch one by one during a stop.
-const FETCHES: usize = 48;
+const MAX_FETCHES: usize = 48;
 /// The memory of one thread's stack, copied during a stop.
 pub(crate) struct StoppedCopy<'a> {
     python: &'a PythonReader,
     thread: &'a PythonThread,
-    shallow: bool,
+    follow_during_stop: bool,
     memory: Snapshot,
     taken: bool,
     chains: Option<Vec<Chain>>,
@@ -40,8 +40,15 @@ impl<'a> StoppedCopy<'a> {
         python.build_stack(&mut memory, &mut CodeCache::default(), thread, &chains);
         let mut pages: BTreeSet<u64> = memory.pages().into_iter().collect();
         pages.extend(missing);
-        let memory = Snapshot::with_buffer(python.live_tid, pages.into_iter().collect(), FETCHES);
-        StoppedCopy { python, thread, shallow: all.len() <= SHALLOW, memory, taken: false, chains: None }
+        let memory = Snapshot::with_buffer(python.live_tid, pages.into_iter().collect(), MAX_FETCHES);
+        StoppedCopy {
+            python,
+            thread,
+            follow_during_stop: all.len() <= MAX_FRAMES_DURING_STOP,
+            memory,
+            taken: false,
+            chains: None,
+        }
     }
 
     /// Copies the pages. Call this while the thread is stopped, and again whenever it is stopped
@@ -50,7 +57,7 @@ impl<'a> StoppedCopy<'a> {
         self.memory.fill();
         self.taken = true;
         self.chains = None;
-        if self.shallow {
+        if self.follow_during_stop {
             // Following the pointers fetches pages that the stack did not use before.
             let chains = self.python.chains(&mut self.memory, self.thread);
             for chain in &chains {

@@ -172,7 +172,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn demangles_what_is_mangled() {
+    fn demangles_mangled_names_only() {
         assert_eq!(demangle(b"poll"), "poll");
         assert_eq!(demangle(b"_ZN3foo3barEiPKc"), "foo::bar");
         assert_eq!(demangle(b"_ZN4core3fmt5Write9write_fmt17h0123456789abcdefE"), "core::fmt::Write::write_fmt");
@@ -181,7 +181,7 @@ mod tests {
     }
 
     #[test]
-    fn a_name_that_doubles_with_every_part_is_cut() {
+    fn exponentially_growing_name_is_cut() {
         // f<a<int, int>, a<T1, T1>, a<T2, T2>, …>
         let digit = |number: usize| char::from_digit(number as u32, 36).unwrap().to_ascii_uppercase();
         let parts =
@@ -195,7 +195,7 @@ mod tests {
     }
 
     #[test]
-    fn the_public_name_of_a_function_wins() {
+    fn public_name_of_a_function_wins() {
         let rank = |sized, start, exported, underscores, global| Rank {
             sized,
             start,

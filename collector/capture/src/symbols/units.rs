@@ -149,7 +149,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_hidden_piece_is_one_type_unit() {
+    fn hidden_range_is_one_type_unit() {
         for length in [TYPE_UNIT_HEADER_BYTES, 1000, 70_000] {
             let mut section = vec![0; length];
             hide(&mut section);
@@ -163,7 +163,7 @@ mod tests {
     }
 
     #[test]
-    fn addresses_within_a_range() {
+    fn indices_of_addresses_within_a_range() {
         let range = |begin, end| gimli::Range { begin, end };
         assert_eq!(indices_within(&[1, 5, 9], range(5, 9)), 1..2);
         assert_eq!(indices_within(&[1, 5, 9], range(0, 10)), 0..3);
