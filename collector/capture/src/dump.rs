@@ -1,10 +1,12 @@
-//! The command `xpu_timer_dump`: the stacks of running processes as text, JSON or `.stacktrace` files. It needs no collector.
+//! The command `xpu_timer_dump`: prints or writes the stacks of running processes as text, JSON or
+//! `.stacktrace` files. It needs no collector.
 
 mod files;
-mod find;
-mod helper;
 mod json;
+mod ptrace_child;
+mod ranked;
 mod text;
+mod view;
 
 use std::{
     io::{self, IsTerminal, Write},
@@ -17,11 +19,14 @@ use anyhow::{Result, bail};
 use clap::{ArgGroup, Parser};
 use xpu_timer_proto::printable::{self, Lines};
 
-use crate::{Capturer, Options, Stacks};
+use crate::{capturer::Capturer, options::Options, stacks::Stacks};
+
+use view::View;
 
 /// Prints the stacks of running processes: all threads, Python merged over C, with source lines.
 ///
-/// No thread is stopped: those that sleep are read as they sleep, those that run are sampled by the kernel. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
+/// No thread is stopped: those that sleep are read as they sleep, those that run are sampled by the
+/// kernel. Exit status: 0 when every process was captured, 1 when one could not be, 2 for a wrong
 /// command line.
 #[derive(Debug, Clone, Parser)]
 #[command(name = "xpu_timer_dump", version)]
@@ -57,12 +62,12 @@ pub struct Arguments {
     /// Seconds the whole dump may take; on a busy machine it waits up to three times as long
     #[arg(long, value_name = "SECONDS", default_value = "5", value_parser = seconds)]
     pub timeout: Duration,
-    /// Seconds that source lines of C frames are searched for; names are always found. Compressed line tables that take longer
-    /// to unpack are left out
+    /// Seconds that source lines of C frames are searched for; names are always found. Compressed
+    /// line tables that take longer to unpack are left out
     #[arg(long, value_name = "SECONDS", default_value = "0.02", value_parser = seconds)]
     pub lines: Duration,
-    /// Stop every thread while its stack is copied. This may cut short system calls of the process: they return EINTR, or have
-    /// sent less than they were asked to. Nothing else stops a thread
+    /// Stop every thread while its stack is copied. This may cut short system calls of the process:
+    /// they return EINTR, or have sent less than they were asked to. Nothing else stops a thread
     #[arg(long)]
     pub force_ptrace: bool,
 }
@@ -72,46 +77,20 @@ fn seconds(text: &str) -> Result<Duration, String> {
     Duration::try_from_secs_f64(seconds).map_err(|_| "not a number of seconds".to_string())
 }
 
-/// Which stacks are shown.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum View {
-    Native,
-    Python,
-    Merged,
-}
-
 /// Runs the command.
 ///
-/// # Errors
-/// When no process was found, or the result cannot be written.
+/// # Errors No process was found, or the result cannot be written.
 pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let logs = tracing_subscriber::EnvFilter::try_from_default_env().unwrap_or_else(|_| "off".into());
-    // Fails when a test has set one up already.
+    // This fails if a test has installed a subscriber already.
     let _ =
         tracing_subscriber::fmt().with_env_filter(logs).with_ansi(false).with_writer(|| Lines(io::stderr())).try_init();
     if arguments.force_ptrace
-        && let Some(code) = helper::run()?
+        && let Some(code) = ptrace_child::run()?
     {
         return Ok(code);
     }
-    let mut pids = arguments.pid.clone();
-    let ranked = if arguments.all || !arguments.rank.is_empty() { find::ranked() } else { Vec::new() };
-    for rank in &arguments.rank {
-        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
-        let before = pids.len();
-        pids.extend(found);
-        if pids.len() == before {
-            bail!("no process on this node has RANK={rank} in its environment");
-        }
-    }
-    if arguments.all {
-        pids.extend(ranked.iter().map(|process| process.pid));
-    }
-    let mut seen = std::collections::HashSet::new();
-    pids.retain(|pid| seen.insert(*pid));
-    if pids.is_empty() {
-        bail!("no process on this node has a RANK in its environment");
-    }
+    let pids = selected_pids(arguments)?;
     let view = match (arguments.native, arguments.python) {
         (true, _) => View::Native,
         (_, true) => View::Python,
@@ -120,14 +99,15 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
     let options = Options {
         deadline: arguments.timeout,
         children: arguments.children,
-        // The state of a thread and its name come with its native stack, so only the text without them leaves it out.
+        // The state of a thread and its name come with its native stack, so it is always captured.
         native: true,
         python: view != View::Native,
         lines_budget: if view == View::Python { Duration::ZERO } else { arguments.lines },
         force_ptrace: arguments.force_ptrace,
     };
     let mut failed = false;
-    // The end of this process frees its caches at once; to take them apart one by one would keep the user waiting.
+    // Do not drop the caches one by one while the user waits. The end of this process frees them at
+    // once.
     let mut capturer = std::mem::ManuallyDrop::new(Capturer::new());
     let mut capture = |each: &mut dyn FnMut(Stacks) -> Result<()>| {
         let mut result = Ok(());
@@ -168,11 +148,34 @@ pub fn run(arguments: &Arguments) -> Result<ExitCode> {
         })
     };
     match written.and_then(|()| Ok(out.flush()?)) {
-        // `| head` has seen enough.
+        // The reader of the pipe, such as `head`, has ended.
         Err(error) if is_broken_pipe(&error) => {}
         written => written?,
     }
     Ok(if failed { ExitCode::FAILURE } else { ExitCode::SUCCESS })
+}
+
+/// The processes that the command line selects, each once.
+fn selected_pids(arguments: &Arguments) -> Result<Vec<i32>> {
+    let mut pids = arguments.pid.clone();
+    let ranked = if arguments.all || !arguments.rank.is_empty() { ranked::ranked() } else { Vec::new() };
+    for rank in &arguments.rank {
+        let found = ranked.iter().filter(|process| process.rank == *rank).map(|process| process.pid);
+        let before = pids.len();
+        pids.extend(found);
+        if pids.len() == before {
+            bail!("no process on this node has RANK={rank} in its environment");
+        }
+    }
+    if arguments.all {
+        pids.extend(ranked.iter().map(|process| process.pid));
+    }
+    let mut seen = std::collections::HashSet::new();
+    pids.retain(|pid| seen.insert(*pid));
+    if pids.is_empty() {
+        bail!("no process on this node has a RANK in its environment");
+    }
+    Ok(pids)
 }
 
 fn is_broken_pipe(error: &anyhow::Error) -> bool {

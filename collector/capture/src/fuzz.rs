@@ -1,4 +1,5 @@
-//! What the parsers of objects and of perf maps must hold for any bytes. Each function panics when it does not hold; `tests/fuzz` drives them.
+//! Properties of the parsers of objects and perf maps that must hold for any bytes. Each function
+//! panics when a property does not hold. `tests/fuzz` drives them.
 
 use std::{
     path::PathBuf,
@@ -8,19 +9,19 @@ use std::{
 use gimli::UnwindContext;
 
 use crate::{
-    image::{Bytes, Image},
-    perf_map::PerfMap,
-    symbolize,
+    objects::{bytes::Bytes, image::Image, perf_map::PerfMap},
+    symbols::symbolizer,
 };
 
-/// Enough for what a small object holds; one that makes the search for lines run for longer is stopped there.
+/// Long enough for a small object. The search for lines stops after this time.
 const LINES: Duration = Duration::from_secs(1);
-/// Addresses that are looked up.
+/// Number of addresses to look up.
 const ADDRESSES: usize = 64;
 
-/// An object that a process has mapped: its unwind rules, its names, its lines, packed and unpacked.
+/// An object that a process has mapped: its unwind rules, its names and its lines, compressed or
+/// not.
 pub fn object(bytes: &[u8]) {
-    // Nothing of this machine lies below that root.
+    // That root contains no file of this machine.
     let parse = || Image::parse(Bytes::Memory(bytes.to_vec()), "/fuzz/object", PathBuf::from("/proc/self/fdinfo"));
     let Ok(image) = parse() else { return };
     let addresses = addresses(&image);
@@ -33,14 +34,14 @@ pub fn object(bytes: &[u8]) {
             assert!(function.contains(address), "{address:#x} is not in {function:x?}");
         }
     }
-    let names = symbolize::names_of(&image, &addresses);
+    let names = symbolizer::names_of(&image, &addresses);
     assert_eq!(names.len(), addresses.len());
-    for (address, _) in symbolize::lines_of(&image, &addresses, Instant::now() + LINES) {
+    for (address, _) in symbolizer::lines_of(&image, &addresses, Instant::now() + LINES) {
         assert!(addresses.binary_search(&address).is_ok(), "nobody asked for {address:#x}");
     }
 }
 
-/// Where its symbols begin, and what lies around them; sorted.
+/// Sorted addresses: the starts of the image's symbols, and addresses near them.
 fn addresses(image: &Image) -> Vec<u64> {
     use object::{Object as _, ObjectSymbol as _};
     let mut addresses = vec![0, 1, 0x1000, u64::MAX];
@@ -54,14 +55,14 @@ fn addresses(image: &Image) -> Vec<u64> {
     addresses
 }
 
-/// A perf map: a line is a function or nothing, and a name is never more than what stands in its line.
+/// A perf map: a line is a function or nothing, and a name never extends beyond its line.
 pub fn perf_map(bytes: &[u8]) {
     let text = String::from_utf8_lossy(bytes).into_owned();
     let map = PerfMap::parse(text.clone());
     for (start, name) in map.functions() {
         assert!(!name.is_empty() && !name.contains('\n'), "{name:?}");
         assert!(text.lines().any(|line| line.ends_with(name)), "{name:?} stands in no line");
-        // A later line may have it by now.
+        // A later line may cover this address.
         let _ = map.find(start);
     }
     assert_eq!(map.find(u64::MAX), None, "no range holds the last address");

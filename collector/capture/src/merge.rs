@@ -1,18 +1,19 @@
-//! One stack of Python and C frames: each native frame of the interpreter's loop is replaced by the Python frames that it ran.
+//! One stack of Python and C frames: each native frame of the interpreter's loop is replaced by the
+//! Python frames that it ran.
 
 use xpu_timer_proto::server::{PstackFrame, PySpyFrame};
 
 /// A frame of a merged stack.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub enum Frame<'a> {
-    /// C, C++, Rust and so on.
+    /// A frame of C, C++, Rust and so on.
     Native(&'a PstackFrame),
-    /// Python.
+    /// A Python frame.
     Python(&'a PySpyFrame),
 }
 
-/// Two stacks of one thread that do not fit together. It is so where the interpreter's loop has no name, where stacks are switched
-/// in C, as greenlets do it, and where one of the stacks is not whole.
+/// The two stacks of a thread do not match. This happens if the interpreter's loop has no name, if
+/// C code switches stacks, as greenlets do, or if one of the stacks is incomplete.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, thiserror::Error)]
 #[error("the native stack has {loops} frames of the interpreter's loop, and C code entered Python {entries} times")]
 pub struct Mismatch {
@@ -22,28 +23,27 @@ pub struct Mismatch {
     pub entries: usize,
 }
 
-/// Whether a native stack with so many frames of the interpreter's loop fits to a Python stack.
+/// Checks that a native stack with this many frames of the interpreter's loop matches a Python
+/// stack.
 ///
-/// # Errors
-/// When it does not.
-pub fn fit(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
+/// # Errors The two do not match.
+pub fn check_match(loops: usize, entries: &[bool]) -> Result<(), Mismatch> {
     let entered = entries.iter().filter(|entry| **entry).count();
-    // The root of a whole stack is entered from C.
+    // C code enters the root frame of a complete stack.
     let whole = entries.last().is_none_or(|entry| *entry);
     if loops == entered && whole { Ok(()) } else { Err(Mismatch { loops, entries: entered }) }
 }
 
-/// Merges the two stacks of one thread, both leaf first. `entries` tells for each Python frame whether C code entered the
-/// interpreter with it.
+/// Merges the two stacks of one thread, both leaf first. `entries` holds, for each Python frame,
+/// whether C code entered the interpreter with it.
 ///
-/// # Errors
-/// When the two do not fit together.
+/// # Errors The two stacks do not match.
 pub fn merge<'a>(
     native: &'a [PstackFrame],
     python: &'a [PySpyFrame],
     entries: &[bool],
 ) -> Result<Vec<Frame<'a>>, Mismatch> {
-    fit(native.iter().filter(|frame| is_eval_loop(frame)).count(), entries)?;
+    check_match(native.iter().filter(|frame| is_eval_loop(frame)).count(), entries)?;
     let mut merged = Vec::with_capacity(native.len() + python.len());
     let mut rest = python.iter().zip(entries);
     for frame in native {
@@ -61,7 +61,7 @@ pub fn merge<'a>(
     Ok(merged)
 }
 
-/// Whether the name of a function that was not inlined is that of the interpreter's loop.
+/// Whether this is the name of the interpreter's loop, for a function that was not inlined.
 pub(crate) fn is_loop_name(name: &str) -> bool {
     name.starts_with("_PyEval_EvalFrameDefault")
 }
@@ -71,7 +71,8 @@ fn is_eval_loop(frame: &PstackFrame) -> bool {
     !frame.inlined && is_loop_name(&frame.func_name)
 }
 
-/// Interpreters that clang has built from 3.14 on have a function for each instruction, the last of which stands above the loop.
+/// From 3.14 on, interpreters built with clang have a function for each instruction. The last one
+/// that ran is above the loop on the stack.
 fn is_instruction(frame: &PstackFrame) -> bool {
     frame.func_name.starts_with("_TAIL_CALL_")
 }
@@ -114,7 +115,7 @@ mod tests {
     }
 
     #[test]
-    fn stacks_that_do_not_fit_are_not_merged() {
+    fn mismatching_stacks_are_not_merged() {
         let one = native(&["poll", "_PyEval_EvalFrameDefault", "main"]);
         let fails =
             |native: &[PstackFrame], names: &[&str], entries: &[bool]| merge(native, &python(names), entries).err();

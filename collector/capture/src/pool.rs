@@ -1,7 +1,8 @@
-//! Work that the kernel may hold: on threads of its own, which are left behind when they do not answer in time.
+//! Threads for work that the kernel may block. A thread that does not answer in time is abandoned.
 //!
-//! Some files of `/proc` wait for a lock of the process they describe, and a page of a mapped file may lie on a file system
-//! that hangs. No timeout reaches there. A thread that is left behind ends when the kernel lets it.
+//! Some files of `/proc` wait for a lock of the process that they describe, and a page of a mapped
+//! file may be on a file system that hangs. No timeout helps there. An abandoned thread ends when
+//! the kernel lets it.
 
 use std::{
     collections::VecDeque,
@@ -9,33 +10,36 @@ use std::{
     time::{Duration, Instant},
 };
 
-/// A thread that has been at one job for this long no longer counts as at work, so that stuck ones do not keep others waiting.
-const SLOW: Duration = Duration::from_millis(500);
+/// A thread that has spent this long on one job no longer counts as busy, so that stuck threads do
+/// not delay other jobs.
+const STUCK_AFTER: Duration = Duration::from_millis(500);
 
-/// How the work is shared out.
-pub(crate) struct Crew {
+/// How jobs are distributed over threads.
+pub(crate) struct PoolConfig {
     /// Name of the threads.
     pub name: &'static str,
-    /// Threads at work at the same time.
+    /// Number of threads that work at the same time.
     pub parallel: usize,
-    /// Jobs that one thread does, one after the other, before it ends.
+    /// Number of jobs that one thread does before it ends.
     pub jobs_per_thread: usize,
 }
 
 type Queue<J> = Arc<Mutex<VecDeque<(usize, J)>>>;
 
-enum News<A> {
-    /// A thread, by its number, has begun another job or has no more to do.
-    Begun(usize),
+enum Message<A> {
+    /// The thread with this index has started another job.
+    Started(usize),
     Ended(usize),
-    Answer(usize, A),
+    Done(usize, A),
 }
 
-/// Does the jobs and hands over each answer, with the place of its job in the list, as it comes. It returns by the deadline;
-/// jobs without an answer by then get none. An error means that no thread could be started.
+/// Runs the jobs and passes each result to `answer`, with the index of its job, as it arrives. The
+/// call returns by the deadline. Jobs that are not done by then have no result.
+///
+/// # Errors No thread could be started.
 pub(crate) fn run<J: Send + 'static, A: Send + 'static>(
     jobs: Vec<J>,
-    crew: &Crew,
+    config: &PoolConfig,
     deadline: Instant,
     work: impl Fn(J) -> A + Clone + Send + 'static,
     mut answer: impl FnMut(usize, A),
@@ -43,28 +47,28 @@ pub(crate) fn run<J: Send + 'static, A: Send + 'static>(
     let mut left = jobs.len();
     let queue: Queue<J> = Arc::new(Mutex::new(jobs.into_iter().enumerate().collect()));
     let (sender, receiver) = mpsc::channel();
-    // For each thread, since when it has been at its job; `None` once it has ended.
+    // For each thread, when it started its current job; `None` once the thread has ended.
     let mut threads: Vec<Option<Instant>> = Vec::new();
     while left > 0 {
-        let busy = threads.iter().flatten().filter(|since| since.elapsed() < SLOW).count();
+        let busy = threads.iter().flatten().filter(|since| since.elapsed() < STUCK_AFTER).count();
         let waiting = lock(&queue).len();
-        for _ in 0..waiting.div_ceil(crew.jobs_per_thread).min(crew.parallel.saturating_sub(busy)) {
+        for _ in 0..waiting.div_ceil(config.jobs_per_thread).min(config.parallel.saturating_sub(busy)) {
             let (number, queue, sender, work) = (threads.len(), Arc::clone(&queue), sender.clone(), work.clone());
-            let jobs = crew.jobs_per_thread;
-            let started = std::thread::Builder::new().name(crew.name.into()).spawn(move || {
+            let jobs = config.jobs_per_thread;
+            let started = std::thread::Builder::new().name(config.name.into()).spawn(move || {
                 for done in 0..jobs {
                     let Some((index, job)) = lock(&queue).pop_front() else { break };
-                    // Nobody listens after the deadline.
+                    // After the deadline nobody receives the messages.
                     if done > 0 {
-                        let _ = sender.send(News::Begun(number));
+                        let _ = sender.send(Message::Started(number));
                     }
-                    let _ = sender.send(News::Answer(index, work(job)));
+                    let _ = sender.send(Message::Done(index, work(job)));
                 }
-                let _ = sender.send(News::Ended(number));
+                let _ = sender.send(Message::Ended(number));
             });
             match started {
                 Ok(_) => threads.push(Some(Instant::now())),
-                // Those that run do the rest.
+                // The running threads do the remaining jobs.
                 Err(_) if busy > 0 || threads.iter().any(Option::is_some) => break,
                 Err(error) => return Err(error),
             }
@@ -73,11 +77,11 @@ pub(crate) fn run<J: Send + 'static, A: Send + 'static>(
         if now >= deadline {
             break;
         }
-        let patience = (deadline - now).min(SLOW);
+        let patience = (deadline - now).min(STUCK_AFTER);
         match receiver.recv_timeout(patience) {
-            Ok(News::Begun(number)) => threads[number] = Some(Instant::now()),
-            Ok(News::Ended(number)) => threads[number] = None,
-            Ok(News::Answer(index, found)) => {
+            Ok(Message::Started(number)) => threads[number] = Some(Instant::now()),
+            Ok(Message::Ended(number)) => threads[number] = None,
+            Ok(Message::Done(index, found)) => {
                 left -= 1;
                 answer(index, found);
             }
@@ -91,9 +95,9 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Threads that it is worth to have at work for something that computes.
+/// A sensible number of threads for work that computes.
 pub(crate) fn cpus() -> usize {
-    // It reads the limits of control groups, file by file.
+    // The standard library reads the limits of control groups, file by file.
     static CPUS: OnceLock<usize> = OnceLock::new();
     *CPUS.get_or_init(|| std::thread::available_parallelism().map_or(1, std::num::NonZero::get))
 }
@@ -102,17 +106,17 @@ pub(crate) fn cpus() -> usize {
 mod tests {
     use super::*;
 
-    const CREW: Crew = Crew { name: "test", parallel: 2, jobs_per_thread: usize::MAX };
+    const CONFIG: PoolConfig = PoolConfig { name: "test", parallel: 2, jobs_per_thread: usize::MAX };
 
     #[test]
     fn every_job_is_answered_once() {
         for jobs_per_thread in [1, 3, usize::MAX] {
             let mut answers = vec![0; 100];
-            let crew = Crew { jobs_per_thread, ..CREW };
+            let config = PoolConfig { jobs_per_thread, ..CONFIG };
             let deadline = Instant::now() + Duration::from_secs(60);
             run(
                 (0..100).collect(),
-                &crew,
+                &config,
                 deadline,
                 |job: usize| job * 2,
                 |index, answer| {
@@ -126,15 +130,15 @@ mod tests {
     }
 
     #[test]
-    fn stuck_jobs_do_not_keep_the_others_waiting() {
+    fn stuck_jobs_do_not_delay_others() {
         let (release, wait) = mpsc::channel::<()>();
         let wait = Arc::new(Mutex::new(wait));
         let mut answered = Vec::new();
         let deadline = Instant::now() + Duration::from_secs(5);
-        // More jobs are stuck than threads work at a time.
+        // More jobs are stuck than there are threads.
         run(
             (0..10).collect(),
-            &CREW,
+            &CONFIG,
             deadline,
             move |job: usize| {
                 if job < 3 {

@@ -1,29 +1,49 @@
-//! The stacks of one process with what many frames have in common kept once, and the long form that is written to files.
+//! The result of a capture: a compact form that keeps what many frames have in common once, and the
+//! expanded form that is written to files.
 
 use std::sync::Arc;
 
 use xpu_timer_proto::server::{ProcessSample, PstackFrame};
 
-use crate::ProcessCapture;
+/// The stacks of one process, or the reason why there are none.
+#[derive(Debug, Clone, Default)]
+pub struct ProcessCapture {
+    /// Process id.
+    pub pid: i32,
+    /// Process id of its parent; 0 if unknown.
+    pub parent_pid: i32,
+    /// argv joined by spaces. For a process without argv, the kernel's name for it in brackets.
+    pub command: String,
+    /// The stacks, the state of the process, and the errors of the capture.
+    pub sample: ProcessSample,
+    /// For each thread in `sample.py_stacktrace` and each of its frames: whether C code entered the
+    /// interpreter with this frame. [`merge`](crate::merge) needs it to insert Python frames into
+    /// the native stack.
+    pub python_entries: Vec<Vec<bool>>,
+    /// All descendants, flattened, parents before their children. Empty unless `Options::children`
+    /// is set.
+    pub children: Vec<ProcessCapture>,
+}
 
-/// A captured process whose native frames are numbers of places.
+/// A captured process whose native frames are indices into a list of places.
 #[derive(Debug, Clone, Default)]
 pub struct Stacks {
     /// Process id.
     pub pid: i32,
-    /// Process id of its parent; 0 when unknown.
+    /// Process id of its parent; 0 if unknown.
     pub parent_pid: i32,
-    /// argv joined by spaces, else the name that the kernel knows, in brackets.
+    /// argv joined by spaces. For a process without argv, the kernel's name for it in brackets.
     pub command: String,
-    /// As in [`ProcessCapture`], but its native threads have no frames.
+    /// As in [`ProcessCapture`], except that its native threads have no frames.
     pub sample: ProcessSample,
     /// As in [`ProcessCapture`].
     pub python_entries: Vec<Vec<bool>>,
-    /// The places that `frames` names.
+    /// The places that `frames` refers to.
     pub places: Vec<Place>,
-    /// For each thread in `sample.stacktrace` the places of its frames, leaf first.
+    /// For each thread in `sample.stacktrace`, the indices of its frames' places, leaf first.
     pub frames: Vec<Vec<u32>>,
-    /// All descendants, flattened, parents before their children. Empty unless asked for.
+    /// All descendants, flattened, parents before their children. Empty unless `Options::children`
+    /// is set.
     pub children: Vec<Stacks>,
 }
 
@@ -32,25 +52,27 @@ pub struct Stacks {
 pub struct Place {
     /// Program counter in the process.
     pub pc: u64,
-    /// Path of the object that it lies in; `[jit]` for code that was made at run time, empty when nothing is mapped there.
+    /// Path of the object that contains the place; `[jit]` for code generated at run time; empty if
+    /// nothing is mapped there.
     pub module: Arc<str>,
-    /// The program counter by the addresses of the object; 0 without one.
+    /// Program counter as an address of the object; 0 without an object.
     pub module_address: u64,
-    /// The functions that a frame there stands for: those that were inlined, leaf first, and the one they were inlined into.
+    /// The functions that a frame at this place stands for: the inlined ones, leaf first, then the
+    /// function that they were inlined into.
     pub functions: Vec<Function>,
 }
 
 /// A function at a place.
 #[derive(Debug, Clone)]
 pub struct Function {
-    /// Its name, or `??`.
+    /// Name of the function, or `??`.
     pub name: Arc<str>,
-    /// `path:line`, if that is known.
+    /// `path:line`, if known.
     pub line: Option<Arc<str>>,
 }
 
 impl Place {
-    /// `path:line` of one of the functions, else the object.
+    /// `path:line` of one of the functions, or the object's path if the line is unknown.
     #[must_use]
     pub fn file_name<'a>(&'a self, function: &'a Function) -> &'a str {
         match &function.line {
@@ -60,15 +82,16 @@ impl Place {
         }
     }
 
-    /// The functions, with whether they were inlined.
+    /// The functions, each with whether it was inlined.
     pub fn functions(&self) -> impl Iterator<Item = (&Function, bool)> {
         let outermost = self.functions.len().saturating_sub(1);
         self.functions.iter().enumerate().map(move |(index, function)| (function, index < outermost))
     }
 
-    /// The frames that one frame here stands for, each with its `origin` less the number that it begins with.
-    fn spell_out(&self) -> Vec<PstackFrame> {
-        let spell = |(function, inlined): (&Function, bool)| {
+    /// Expands one frame at this place. The `origin` of each result lacks the frame number at its
+    /// start.
+    fn expand(&self) -> Vec<PstackFrame> {
+        let expand = |(function, inlined): (&Function, bool)| {
             let name = &function.name;
             let place = match &function.line {
                 Some(line) => format!(" at {line}"),
@@ -89,16 +112,16 @@ impl Place {
                 inlined,
             }
         };
-        self.functions().map(spell).collect()
+        self.functions().map(expand).collect()
     }
 }
 
 impl From<Stacks> for ProcessCapture {
-    /// Spells every frame out.
+    /// Expands every frame.
     fn from(stacks: Stacks) -> Self {
         let Stacks { pid, parent_pid, command, mut sample, python_entries, places, frames, children } = stacks;
-        // A thousand frames are at a few dozen places.
-        let places: Vec<Vec<PstackFrame>> = places.iter().map(Place::spell_out).collect();
+        // A thousand frames share a few dozen places.
+        let places: Vec<Vec<PstackFrame>> = places.iter().map(Place::expand).collect();
         for (thread, frames) in sample.stacktrace.iter_mut().zip(frames) {
             for frame in frames.iter().filter_map(|number| places.get(*number as usize)).flatten() {
                 let origin = format!("#{:<3} {}", thread.frames.len(), frame.origin);

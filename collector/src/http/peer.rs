@@ -97,7 +97,7 @@ fn by_netlink(local: SocketAddr, remote: SocketAddr) -> Option<Entry> {
     };
     let mut found = None;
     let each = |response: &InetResponse| found = entry(&response.header, local, remote);
-    sock_diag::ask(request, Scope::One, Instant::now() + PATIENCE, each).ok()?;
+    sock_diag::query(request, Scope::One, Instant::now() + PATIENCE, each).ok()?;
     found
 }
 

@@ -62,7 +62,7 @@ fn run(questions: &mpsc::Receiver<Question>, told: &Told) {
     let mut counter = Counter::default();
     while let Ok(Question { ranks, search }) = questions.recv() {
         let pids: Vec<i32> = ranks.iter().map(|(_, pid)| *pid).collect();
-        let counts = counter.look(&pids, search, DEADLINE);
+        let counts = counter.read(&pids, search, DEADLINE);
         let known = ranks.iter().zip(counts).filter_map(|((rank, _), counts)| Some((*rank, counts?)));
         *lock(told) = known.collect();
     }

@@ -1,4 +1,4 @@
-//! `.stacktrace` files, as the viewer reads them.
+//! `.stacktrace` files in the format that the viewer reads.
 
 use std::{
     collections::HashSet,
@@ -14,10 +14,11 @@ use xpu_timer_proto::{
     server::{ChildProcess, Stacktrace},
 };
 
-use super::find;
-use crate::ProcessCapture;
+use crate::stacks::ProcessCapture;
 
-/// Where the files go, and how they are numbered.
+use super::ranked;
+
+/// The output folder, and the numbers of the files.
 pub(super) struct Files {
     folder: PathBuf,
     ranks: Vec<u32>,
@@ -25,11 +26,11 @@ pub(super) struct Files {
 }
 
 impl Files {
-    /// One file for each process. When not all of them have ranks, or two have the same (of two jobs), they are numbered by their
-    /// places in the list.
+    /// One file for each process, numbered by rank. If a process has no rank, or two have the same
+    /// rank (of two jobs), the files are numbered by their position in the list.
     pub fn new(folder: &Path, pids: &[i32]) -> Result<Self> {
         fs::create_dir_all(folder).with_context(|| format!("no folder {} can be made", folder.display()))?;
-        let ranks: Vec<Option<find::Ranked>> = pids.iter().map(|pid| find::rank_of(*pid)).collect();
+        let ranks: Vec<Option<ranked::RankedProcess>> = pids.iter().map(|pid| ranked::rank_of(*pid)).collect();
         let largest = ranks
             .iter()
             .flatten()
@@ -42,17 +43,18 @@ impl Files {
         Ok(Files { folder: folder.into(), ranks, world: largest.max(pids.len() as u32) })
     }
 
-    /// Writes the file of the process at that place in the list.
+    /// Writes the file of the process at this position in the list.
     pub fn write(&self, index: usize, process: ProcessCapture) -> Result<PathBuf> {
         let rank = self.ranks[index];
         let path = self.folder.join(format!("{rank:05}-{:05}.stacktrace", self.world));
         let unique = SystemTime::now().duration_since(UNIX_EPOCH).map_or(0, |since| since.as_nanos());
         let temporary = self.folder.join(format!(".{rank:05}.{}.{unique}", std::process::id()));
-        // The folder may be one that everybody may write to: what lies there under this name is neither followed nor used.
+        // Everybody may be allowed to write to the folder, so an existing file or link of this name
+        // is neither followed nor used.
         let file = fs::File::create_new(&temporary);
         let written = file.and_then(|mut file| file.write_all(&message(process, rank).encode_to_vec()));
         if let Err(error) = written.and_then(|()| fs::rename(&temporary, &path)) {
-            // It may not even be there.
+            // The file may not even exist.
             let _ = fs::remove_file(&temporary);
             return Err(error).with_context(|| format!("{} cannot be written", path.display()));
         }

@@ -1,4 +1,5 @@
-//! The dump as JSON: the field names of the `.stacktrace` schema. It is written as it is made, without a copy of it all.
+//! The dump as JSON, with the field names of the `.stacktrace` schema. It is serialized directly,
+//! without a copy of the whole dump.
 
 use std::{
     collections::HashMap,
@@ -12,13 +13,14 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use super::View;
 use crate::{
-    Function, Place, Stacks,
-    merge::{fit, is_loop_name},
+    merge::{check_match, is_loop_name},
+    stacks::{Function, Place, Stacks},
 };
 
-/// Writes one process and its descendants; `pretty` for a person.
+use super::view::View;
+
+/// Writes one process and its descendants. `pretty` is for a person.
 pub(super) fn write(out: &mut impl Write, process: &Stacks, view: View, pretty: bool) -> io::Result<()> {
     let process = Process::new(process, view)?;
     let out = printable::Json(out);
@@ -69,7 +71,7 @@ impl<'a> Process<'a> {
     }
 }
 
-/// The native threads. A place is at once many frames, so it is spelt out once.
+/// The native threads. A place may expand to several frames, so each place is serialized once.
 struct Threads<'a> {
     process: &'a Stacks,
     places: Vec<Vec<Box<RawValue>>>,
@@ -101,7 +103,7 @@ impl Serialize for Frames<'_> {
     }
 }
 
-/// A list whose entries are made one by one.
+/// A list whose entries are converted one by one.
 struct List<'a, T, U>(&'a [T], fn(&'a T) -> U);
 
 impl<T, U: Serialize> Serialize for List<'_, T, U> {
@@ -165,7 +167,7 @@ fn native<'a>(thread: &'a PstackStacktrace, frames: Frames<'a>) -> Native<'a> {
     }
 }
 
-/// How the stack was taken, in a word.
+/// Name of the method that captured the stack.
 pub(super) fn method(thread: &PstackStacktrace) -> &'static str {
     match thread.capture() {
         CaptureMethod::ZeroStop => "zero_stop",
@@ -185,7 +187,7 @@ struct Python<'a> {
     owns_gil: bool,
     /// Why the frames may be wrong.
     incomplete: &'a str,
-    /// Why they do not fit to those of the native stack, so that the two cannot be merged.
+    /// Why the frames do not match those of the native stack, so that the two cannot be merged.
     #[serde(skip_serializing_if = "Option::is_none")]
     unmerged: Option<String>,
     frames: List<'a, PySpyFrame, PythonFrame<'a>>,
@@ -206,7 +208,7 @@ fn pythons(process: &Stacks, view: View) -> Vec<Python<'_>> {
     let unmerged = |thread: &PySpyStacktrace, entries: &[bool]| {
         let frames = process.frames.get(*natives.get(&thread.os_thread_id)?)?;
         let loops = frames.iter().filter(|number| is_loop.get(**number as usize) == Some(&true)).count();
-        fit(loops, entries).err().map(|mismatch| mismatch.to_string())
+        check_match(loops, entries).err().map(|mismatch| mismatch.to_string())
     };
     let threads = sample.py_stacktrace.iter().zip(&process.python_entries);
     threads

@@ -1,4 +1,5 @@
-//! The dump as text for a person: one block a thread, equal threads folded into one block.
+//! The dump as text for a person: one block for each thread. Threads with equal stacks share one
+//! block.
 
 use std::{
     collections::HashMap,
@@ -10,11 +11,12 @@ use xpu_timer_proto::{
     server::{CaptureMethod, PstackFrame, PstackStacktrace, PySpyFrame, PySpyStacktrace},
 };
 
-use super::View;
 use crate::{
-    ProcessCapture,
     merge::{Frame, merge},
+    stacks::ProcessCapture,
 };
+
+use super::view::View;
 
 const BOLD: &str = "\x1b[1m";
 const RED: &str = "\x1b[31m";
@@ -23,14 +25,14 @@ const YELLOW: &str = "\x1b[33m";
 const DIM: &str = "\x1b[2m";
 const RESET: &str = "\x1b[0m";
 
-/// Thread ids named in a folded block.
-const NAMED: usize = 8;
-/// Frames of a run that is looked for in recursion, at most.
-const LONGEST_RUN: usize = 64;
-/// How often a run has to come to be shown once.
-const FEWEST_TIMES: usize = 3;
-/// Lines that this has to save.
-const FEWEST_HIDDEN: usize = 4;
+/// Number of thread ids that a shared block names.
+const MAX_NAMED: usize = 8;
+/// Maximum number of frames of a repeated run.
+const MAX_RUN: usize = 64;
+/// Minimum number of repetitions for a run to be folded.
+const MIN_REPETITIONS: usize = 3;
+/// Minimum number of lines that folding must save.
+const MIN_SAVED_LINES: usize = 4;
 
 /// Writes one process and its descendants.
 pub(super) fn print(out: &mut impl Write, process: &ProcessCapture, view: View, colour: bool) -> io::Result<()> {
@@ -83,18 +85,18 @@ fn print_process(
     for (index, thread) in sample.py_stacktrace.iter().enumerate() {
         python.insert(thread.os_thread_id, index);
     }
-    // Blocks that read the same, with the threads they stand for, in the order of their first threads.
+    // Distinct blocks with the titles of their threads, in the order of their first threads.
     let mut blocks: Vec<(Vec<String>, Vec<String>)> = Vec::new();
-    let mut places: HashMap<Vec<String>, usize> = HashMap::new();
+    let mut block_indices: HashMap<Vec<String>, usize> = HashMap::new();
     let mut shown = vec![false; sample.py_stacktrace.len()];
     let mut add = |title: String, body: Vec<String>, foldable: bool| {
-        if foldable && let Some(place) = places.get(&body) {
-            let titles: &mut Vec<String> = &mut blocks[*place].1;
+        if foldable && let Some(index) = block_indices.get(&body) {
+            let titles: &mut Vec<String> = &mut blocks[*index].1;
             titles.push(title);
             return;
         }
         if foldable {
-            places.insert(body.clone(), blocks.len());
+            block_indices.insert(body.clone(), blocks.len());
         }
         blocks.push((body, vec![title]));
     };
@@ -109,7 +111,7 @@ fn print_process(
         }
         let entries = index.and_then(|index| process.python_entries.get(index)).map_or(&[][..], Vec::as_slice);
         let body = body(thread, trace, entries, view, paint);
-        // The holder of the lock and whatever runs is never one of many.
+        // The holder of the GIL and running threads always have a block of their own.
         let foldable = !thread.state.starts_with('R') && trace.is_none_or(|trace| !trace.owns_gil);
         add(title(thread, trace, paint), body, foldable);
     }
@@ -118,7 +120,12 @@ fn print_process(
         let body = trace.frames.iter().map(|frame| python_line(frame, paint)).collect();
         add(format!("{title}{}", gil(trace, paint)), body, false);
     }
-    for (body, titles) in &blocks {
+    write_blocks(out, &blocks, paint)
+}
+
+/// Writes blocks, each with the titles of its threads.
+fn write_blocks(out: &mut impl Write, blocks: &[(Vec<String>, Vec<String>)], paint: Paint) -> io::Result<()> {
+    for (body, titles) in blocks {
         writeln!(out)?;
         match titles.as_slice() {
             [title] => writeln!(out, "{}", paint.with(BOLD, title))?,
@@ -128,11 +135,11 @@ fn print_process(
                     "{}",
                     paint.with(BOLD, format!("{} with the same stack", count(titles.len(), "thread")))
                 )?;
-                for title in titles.iter().take(NAMED) {
+                for title in titles.iter().take(MAX_NAMED) {
                     writeln!(out, "  {title}")?;
                 }
-                if titles.len() > NAMED {
-                    writeln!(out, "  and {} more", titles.len() - NAMED)?;
+                if titles.len() > MAX_NAMED {
+                    writeln!(out, "  and {} more", titles.len() - MAX_NAMED)?;
                 }
             }
         }
@@ -223,7 +230,8 @@ fn doubt(trace: Option<&PySpyStacktrace>, paint: Paint) -> Option<String> {
     Some(format!("    {}", paint.with(RED, format!("Python stack: {}", line(&trace.incomplete)))))
 }
 
-/// Recursion makes stacks of a hundred times the same frames: such a run is shown once, with how often it comes.
+/// Folds recursion, which repeats the same frames hundreds of times: a repeated run is printed
+/// once, with the number of repetitions.
 fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
     let mut numbers: HashMap<&str, usize> = HashMap::new();
     let mut ids = Vec::with_capacity(lines.len());
@@ -235,13 +243,13 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
     let mut at = 0;
     while at < lines.len() {
         let rest = &ids[at..];
-        // How often the run of that length comes at this place, one after the other.
+        // How often the run of this length repeats at this position.
         let times = |length: usize| rest.chunks_exact(length).take_while(|chunk| *chunk == &rest[..length]).count();
-        let longest = LONGEST_RUN.min(rest.len() / FEWEST_TIMES);
-        let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= FEWEST_TIMES);
-        // The one that hides most; of equals the shortest.
+        let longest = MAX_RUN.min(rest.len() / MIN_REPETITIONS);
+        let runs = (1..=longest).map(|length| (length, times(length))).filter(|(_, times)| *times >= MIN_REPETITIONS);
+        // The run that hides the most lines; among equals, the shortest.
         let best = runs.max_by_key(|(length, times)| (length * (times - 1), std::cmp::Reverse(*length)));
-        let (length, times) = best.filter(|(length, times)| length * (times - 1) >= FEWEST_HIDDEN).unwrap_or((1, 1));
+        let (length, times) = best.filter(|(length, times)| length * (times - 1) >= MIN_SAVED_LINES).unwrap_or((1, 1));
         folded.extend_from_slice(&lines[at..at + length]);
         if times > 1 {
             let what = if length == 1 { "frame".into() } else { format!("{length} frames") };
@@ -256,7 +264,8 @@ fn fold(lines: Vec<String>, paint: Paint) -> Vec<String> {
 fn native_line(frame: &PstackFrame, paint: Paint) -> String {
     let inlined = if frame.inlined { " [inlined]" } else { "" };
     let file = frame.module.rsplit('/').next().unwrap_or_default();
-    // Where there is no line, the name of the object says enough, and with its address whoever has its symbols finds out.
+    // Without a line, the name of the object is enough. Its address lets people with the symbols
+    // find the function.
     let (name, place) = match (frame.func_name.as_str(), frame.file_name == frame.module) {
         ("??", true) if frame.module_address != 0 => (&*format!("?? {file}+{:#x}", frame.module_address), ""),
         ("??", _) => (&*format!("?? {:#x}", frame.pc), frame.file_name.as_str()),
@@ -267,7 +276,7 @@ fn native_line(frame: &PstackFrame, paint: Paint) -> String {
     line.trim_end().to_string()
 }
 
-/// Marked, because what people look for first is their own code.
+/// Marked, because people look for their own code first.
 fn python_line(frame: &PySpyFrame, paint: Paint) -> String {
     format!("  {} {} {}", paint.with(CYAN, ">"), paint.with(CYAN, line(&frame.func_name)), line(&frame.file_name))
 }
@@ -290,7 +299,7 @@ mod tests {
     }
 
     #[test]
-    fn recursion_is_shown_once() {
+    fn folds_recursion() {
         assert_eq!(fold_text("a b b b b b c"), "a b ... the frame above 4 more times c");
         assert_eq!(fold_text("x a b a b a b a y"), "x a b ... the 2 frames above 2 more times a y");
         assert_eq!(fold_text("a a a b a b c"), "a a a b a b c", "too little to be worth it");
@@ -300,7 +309,7 @@ mod tests {
     }
 
     #[test]
-    fn places_of_native_frames() {
+    fn formats_native_frames() {
         let paint = Paint { colour: false };
         let mut frame = PstackFrame {
             func_name: "poll".into(),

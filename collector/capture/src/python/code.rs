@@ -7,21 +7,25 @@ use std::{
 
 use xpu_timer_proto::server::PySpyFrame;
 
-use super::{
-    frames::RawFrame,
-    layout::Layout,
-    lines,
-    memory::{Snapshot, Torn},
-    objects::{self, characters, string},
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{ReadError, Snapshot},
 };
 
-/// Bytes of a line table at most; nobody writes a function that long.
-const LONGEST_TABLE: u64 = 1 << 22;
-const CODE: &str = "a code object";
-/// The code with which 3.12 and 3.13 clean up after `__init__` has this name and this file, and no lines.
-const PSEUDO: &str = "__init__";
+use super::{
+    builtins::{Characters, characters, string},
+    frames::InterpreterFrame,
+    lines,
+};
 
-/// What is shown of one code object.
+/// Maximum number of bytes of a line table, more than any real function has.
+const MAX_LINE_TABLE_BYTES: u64 = 1 << 22;
+const CODE: &str = "a code object";
+/// The name and the file of the code with which 3.12 and 3.13 clean up after `__init__`. It has no
+/// lines.
+const CLEANUP_NAME: &str = "__init__";
+
+/// The fields of one code object that frames need.
 pub(super) struct Code {
     name: String,
     file: String,
@@ -29,18 +33,18 @@ pub(super) struct Code {
     lines: Vec<u8>,
 }
 
-/// The code objects seen so far. What is kept here is right for a thread when it was read while that thread did not run: its
-/// frames keep their code alive, and what is read here never changes.
+/// The code objects read so far. An entry is correct for a thread that did not run during the read:
+/// its frames keep their code alive, and the fields read here never change.
 #[derive(Default)]
-pub(super) struct Codes {
-    known: HashMap<u64, Result<Arc<Code>, Torn>>,
-    /// Types that are called `code`. There is one, but nobody says where.
+pub(super) struct CodeCache {
+    known: HashMap<u64, Result<Arc<Code>, ReadError>>,
+    /// Types with the name `code`. There is only one, but its address is not known in advance.
     types: HashSet<u64>,
 }
 
-impl Codes {
+impl CodeCache {
     /// The code object at an address.
-    pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, Torn> {
+    pub fn get(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Arc<Code>, ReadError> {
         if let Some(known) = self.known.get(&address) {
             return known.clone();
         }
@@ -49,20 +53,21 @@ impl Codes {
         code
     }
 
-    fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, Torn> {
-        let class = memory.word(CODE, address.wrapping_add(layout.object_type))?;
+    fn read(&mut self, memory: &mut Snapshot, layout: &Layout, address: u64) -> Result<Code, ReadError> {
+        let class = memory.read_u64(CODE, address.wrapping_add(layout.object_type))?;
         if !self.types.contains(&class) {
-            // The name of a type is a C string, the first field after the head of the object and its size.
-            let name = memory.word(CODE, class.wrapping_add(layout.object_size + 8))?;
+            // The name of a type is a C string. It is the first field after the object's header and
+            // size.
+            let name = memory.read_u64(CODE, class.wrapping_add(layout.object_size + 8))?;
             if memory.bytes(CODE, name, 5)? != b"code\0" {
-                return Err(Torn { what: CODE, address });
+                return Err(ReadError { what: CODE, address });
             }
             self.types.insert(class);
         }
-        let mut field = |offset: u64| memory.word(CODE, address.wrapping_add(offset));
+        let mut field = |offset: u64| memory.read_u64(CODE, address.wrapping_add(offset));
         let (name, file, table) = (field(layout.code_name)?, field(layout.code_filename)?, field(layout.code_lines)?);
-        let first_line = memory.half(CODE, address.wrapping_add(layout.code_first_line))?.cast_signed();
-        let length = memory.word(CODE, table.wrapping_add(layout.bytes_length))?.min(LONGEST_TABLE);
+        let first_line = memory.read_u32(CODE, address.wrapping_add(layout.code_first_line))?.cast_signed();
+        let length = memory.read_u64(CODE, table.wrapping_add(layout.bytes_length))?.min(MAX_LINE_TABLE_BYTES);
         Ok(Code {
             name: string(memory, layout, name)?,
             file: string(memory, layout, file)?,
@@ -72,14 +77,14 @@ impl Codes {
     }
 }
 
-/// Copies everything that the code objects of these frames will be asked for, with few system calls.
-pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame]) {
+/// Copies everything that the code objects of these frames need, with few system calls.
+pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[InterpreterFrame]) {
     let codes: HashSet<u64> = frames.iter().map(|frame| frame.code).collect();
     memory.fetch(codes.iter().map(|code| (*code, layout.code_bytes.unwrap_or(layout.code_lines) + 8)));
     let mut heads = Vec::with_capacity(codes.len() * 3);
     for code in &codes {
         for field in [layout.code_name, layout.code_filename, layout.code_lines] {
-            heads.extend(memory.word(CODE, code.wrapping_add(field)).map(|object| (object, field)));
+            heads.extend(memory.read_u64(CODE, code.wrapping_add(field)).map(|object| (object, field)));
         }
     }
     let head = layout.unicode_compact_data;
@@ -87,26 +92,28 @@ pub(super) fn fetch(memory: &mut Snapshot, layout: &Layout, frames: &[RawFrame])
     let mut bodies = Vec::with_capacity(heads.len());
     for (object, field) in heads {
         if field == layout.code_lines {
-            let length = memory.word(CODE, object.wrapping_add(layout.bytes_length));
-            bodies.extend(length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(LONGEST_TABLE))));
+            let length = memory.read_u64(CODE, object.wrapping_add(layout.bytes_length));
+            bodies.extend(
+                length.map(|length| (object.wrapping_add(layout.bytes_data), length.min(MAX_LINE_TABLE_BYTES))),
+            );
         } else {
             let found = characters(memory, layout, object);
-            bodies.extend(found.map(|found: objects::Characters| (found.address, found.length * found.width)));
+            bodies.extend(found.map(|found: Characters| (found.address, found.length * found.width)));
         }
     }
     memory.fetch(bodies.into_iter());
 }
 
 impl Code {
-    /// The frame that runs this code; `None` for one that stands in no file.
+    /// The frame that runs this code. `None` for code that is in no file.
     pub fn frame(&self, layout: &Layout, address: u64, instruction: u64) -> Option<PySpyFrame> {
         let offset = match layout.code_bytes {
             Some(bytes) => instruction.wrapping_sub(address.wrapping_add(bytes)).cast_signed(),
-            // The number of the last instruction, which 3.10 counts in units of two bytes.
+            // The index of the last instruction, which 3.10 counts in units of two bytes.
             None => i64::from(instruction as i32) * if layout.minor >= 10 { 2 } else { 1 },
         };
         let line = lines::line(layout.minor, &self.lines, self.first_line, offset);
-        if self.name == PSEUDO && self.file == PSEUDO && line == 0 {
+        if self.name == CLEANUP_NAME && self.file == CLEANUP_NAME && line == 0 {
             return None;
         }
         Some(PySpyFrame {

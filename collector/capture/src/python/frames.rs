@@ -1,61 +1,68 @@
 //! The chain of frames of a thread.
 
-use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
-    threads::Thread,
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{ReadError, Snapshot},
 };
 
-/// Frames of one thread; a chain that is longer runs in a circle.
-const MOST_FRAMES: usize = 200_000;
-/// Pieces of memory for frames of one thread that are copied in advance, and bytes of each.
-const CHUNKS: usize = 4096;
-const CHUNK_BYTES: u64 = 1 << 20;
+use super::threads::ThreadState;
+
+/// Maximum number of frames of one thread. A longer chain has a cycle.
+const MAX_FRAMES: usize = 200_000;
+/// Maximum number of chunks (memory for frames) of one thread to copy in advance, and of bytes of
+/// each.
+const MAX_CHUNKS: usize = 4096;
+const MAX_CHUNK_BYTES: u64 = 1 << 20;
 
 const THREAD: &str = "the state of a thread";
 const FRAME: &str = "a frame";
 
-/// A frame whose code has not been looked at.
+/// A frame whose code is not read yet.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct RawFrame {
+pub(super) struct InterpreterFrame {
     pub address: u64,
     pub code: u64,
-    /// The last instruction, as the frame has it.
+    /// The last instruction, as stored in the frame.
     pub instruction: u64,
-    /// Whether C code entered the interpreter with it.
+    /// Whether C code entered the interpreter with this frame.
     pub entry: bool,
 }
 
 /// The frames of a thread, leaf first, as far as they can be followed.
 #[derive(Debug, Clone, Default)]
 pub(super) struct Chain {
-    pub frames: Vec<RawFrame>,
-    /// Why there may be more.
-    pub problem: Option<Torn>,
+    pub frames: Vec<InterpreterFrame>,
+    /// Why the chain may be longer.
+    pub problem: Option<ReadError>,
 }
 
-/// Copies what the chains of these threads will need, as far as that can be told in advance.
-pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl Iterator<Item = &'a Thread> + Clone) {
+/// Copies what the chains of these threads need, as far as that is known in advance.
+pub(super) fn fetch<'a>(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    threads: impl Iterator<Item = &'a ThreadState> + Clone,
+) {
     memory.fetch(threads.clone().map(|thread| (thread.address, layout.thread_size)));
     if let Some(offset) = layout.cframe_frame {
         let cframes: Vec<u64> = threads
             .clone()
-            .filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame)).ok())
+            .filter_map(|thread| memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame)).ok())
             .collect();
         memory.fetch(cframes.into_iter().map(|cframe| (cframe.wrapping_add(offset), 8)));
     }
     let Some(chunk_at) = layout.thread_chunk else { return };
-    let first = threads.filter_map(|thread| memory.word(THREAD, thread.address.wrapping_add(chunk_at)).ok());
+    let first = threads.filter_map(|thread| memory.read_u64(THREAD, thread.address.wrapping_add(chunk_at)).ok());
     let mut chunks: Vec<u64> = first.filter(|chunk| *chunk != 0).collect();
-    // A chunk begins with a pointer to the one before it and with its size. They are followed for all threads at once.
-    for _ in 0..CHUNKS {
+    // A chunk starts with a pointer to the previous chunk and its size. The chunks of all threads
+    // are followed at once.
+    for _ in 0..MAX_CHUNKS {
         memory.fetch(chunks.iter().map(|chunk| (*chunk, 16)));
         let mut before = Vec::new();
         let mut pieces = Vec::with_capacity(chunks.len());
         for chunk in chunks {
-            let size = memory.word(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
-            pieces.push((chunk, size.min(CHUNK_BYTES)));
-            before.extend(memory.word(THREAD, chunk).ok().filter(|before| *before != 0));
+            let size = memory.read_u64(THREAD, chunk.wrapping_add(8)).unwrap_or(0);
+            pieces.push((chunk, size.min(MAX_CHUNK_BYTES)));
+            before.extend(memory.read_u64(THREAD, chunk).ok().filter(|before| *before != 0));
         }
         memory.fetch(pieces.into_iter());
         chunks = before;
@@ -66,10 +73,10 @@ pub(super) fn fetch<'a>(memory: &mut Snapshot, layout: &Layout, threads: impl It
 }
 
 /// Follows the chain of one thread.
-pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> Chain {
+pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &ThreadState) -> Chain {
     let mut chain = Chain::default();
     chain.problem = follow(memory, layout, thread, &mut chain.frames).err();
-    // Whatever was entered last was entered from C.
+    // C code entered the root frame.
     if layout.minor >= 12
         && let Some(root) = chain.frames.last_mut()
     {
@@ -78,23 +85,28 @@ pub(super) fn chain(memory: &mut Snapshot, layout: &Layout, thread: &Thread) -> 
     chain
 }
 
-fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut Vec<RawFrame>) -> Result<(), Torn> {
-    let top = memory.word(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
+fn follow(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    thread: &ThreadState,
+    frames: &mut Vec<InterpreterFrame>,
+) -> Result<(), ReadError> {
+    let top = memory.read_u64(THREAD, thread.address.wrapping_add(layout.thread_frame))?;
     let mut frame = match layout.cframe_frame {
-        Some(offset) => memory.word(THREAD, top.wrapping_add(offset))?,
+        Some(offset) => memory.read_u64(THREAD, top.wrapping_add(offset))?,
         None => top,
     };
     let mut bytes = vec![0; layout.frame_size as usize];
-    for _ in 0..MOST_FRAMES {
+    for _ in 0..MAX_FRAMES {
         if frame == 0 {
             return Ok(());
         }
         if !memory.copy(frame, &mut bytes) {
-            return Err(Torn { what: FRAME, address: frame });
+            return Err(ReadError { what: FRAME, address: frame });
         }
-        let word = |offset: u64| number(&bytes, offset, 8);
+        let read_u64 = |offset: u64| number(&bytes, offset, 8);
         if is_from_c(layout, &bytes) {
-            // From 3.12 on C code that enters the interpreter leaves a frame of its own below.
+            // From 3.12 on, C code that enters the interpreter leaves a frame of its own below.
             if let Some(called) = frames.last_mut() {
                 called.entry = true;
             }
@@ -103,19 +115,26 @@ fn follow(memory: &mut Snapshot, layout: &Layout, thread: &Thread, frames: &mut 
                 (Some(offset), _) => number(&bytes, offset, 1) != 0,
                 (None, minor) => minor < 12,
             };
-            // Up to 3.10 it is a number of four bytes, then a pointer. The lowest bits of a reference say who owns it.
+            // Up to 3.10 a number of four bytes, later a pointer. The lowest bits of a reference
+            // encode its ownership.
             let width = if layout.code_bytes.is_some() { 8 } else { 4 };
             let instruction = number(&bytes, layout.frame_instruction, width);
-            frames.push(RawFrame { address: frame, code: word(layout.frame_code) & !7, instruction, entry });
+            frames.push(InterpreterFrame {
+                address: frame,
+                code: read_u64(layout.frame_code) & !7,
+                instruction,
+                entry,
+            });
         }
-        frame = word(layout.frame_previous);
+        frame = read_u64(layout.frame_previous);
     }
-    Err(Torn { what: "the end of a chain of frames", address: frame })
+    Err(ReadError { what: "the end of a chain of frames", address: frame })
 }
 
-/// Whether it is not a frame of Python code but one that C code keeps on its stack.
+/// Whether a frame belongs to C code, which keeps it on its stack, instead of Python code.
 fn is_from_c(layout: &Layout, frame: &[u8]) -> bool {
-    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`; behind it come others that run no code.
+    /// `FRAME_OWNED_BY_CSTACK`, from 3.14 on `FRAME_OWNED_BY_INTERPRETER`. Owners with higher
+    /// numbers run no Python code either.
     const FIRST: u64 = 3;
     match layout.frame_owner {
         Some(offset) => number(frame, offset, 1) >= FIRST,

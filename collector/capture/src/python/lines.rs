@@ -1,6 +1,6 @@
-//! Source lines of instructions, from the three kinds of tables that CPython has had since 3.8.
+//! Source lines of instructions, from the three formats of tables that CPython has used since 3.8.
 
-/// The line of the instruction at `offset` bytes, of a code object that begins at `first_line`.
+/// The line of the instruction at `offset` bytes, in a code object that starts at `first_line`.
 pub(super) fn line(minor: u8, table: &[u8], first_line: i32, offset: i64) -> i32 {
     match minor {
         ..=9 => pairs(table, first_line, offset, false),
@@ -9,8 +9,8 @@ pub(super) fn line(minor: u8, table: &[u8], first_line: i32, offset: i64) -> i32
     }
 }
 
-/// Pairs of distances: so many bytes further, so many lines further. Until 3.9 the lines change before the bytes that are
-/// given, in 3.10 they are the lines of these bytes, and -128 stands for code that has no line.
+/// Parses pairs of increments, of the offset in bytes and of the line. Up to 3.9, the line changes
+/// before the bytes; in 3.10, the line is that of the bytes, and -128 marks code without a line.
 fn pairs(table: &[u8], first_line: i32, offset: i64, lines_first: bool) -> i32 {
     let mut line = first_line;
     let mut end = 0;
@@ -37,8 +37,8 @@ fn pairs(table: &[u8], first_line: i32, offset: i64, lines_first: bool) -> i32 {
     line
 }
 
-/// Entries of one byte, `1cccclll`, which say the kind of the entry and how many code units it is for, with what the kind
-/// needs behind it.
+/// Parses entries whose first byte is `1cccclll`: the kind of the entry, and the number of code
+/// units that it covers. The fields of the kind follow.
 fn locations(table: &[u8], first_line: i32, offset: i64) -> i32 {
     const NONE: u8 = 15;
     const LONG: u8 = 14;
@@ -77,7 +77,8 @@ fn locations(table: &[u8], first_line: i32, offset: i64) -> i32 {
     line
 }
 
-/// Six bits a byte, the lowest first; the seventh says that more follow.
+/// Parses a varint: six bits in each byte, lowest first. The seventh bit is set if more bytes
+/// follow.
 fn unsigned(bytes: &mut impl Iterator<Item = u8>) -> u32 {
     let mut number = 0u32;
     let mut shift = 0;
@@ -91,7 +92,7 @@ fn unsigned(bytes: &mut impl Iterator<Item = u8>) -> u32 {
     number
 }
 
-/// The lowest bit is the sign.
+/// Parses a signed varint, whose lowest bit is the sign.
 fn signed(bytes: &mut impl Iterator<Item = u8>) -> i32 {
     let number = unsigned(bytes);
     let magnitude = (number >> 1).cast_signed();
@@ -114,7 +115,7 @@ mod tests {
 
     #[test]
     fn tables_of_3_10() {
-        // The same source: compile(...).co_linetable
+        // The same source with compile(...).co_linetable
         let table = [4, 0, 4, 1, 8, 3];
         let lines: Vec<i32> = [0, 2, 4, 6, 8, 10].map(|offset| line(10, &table, 1, offset)).to_vec();
         assert_eq!(lines, [1, 1, 2, 2, 5, 5]);
@@ -140,8 +141,8 @@ mod tests {
 
     #[test]
     fn locations_of_3_11() {
-        // A long entry of 2 bytes without lines, one line further without columns for 4 bytes, a short one of 2 bytes, two
-        // lines further with columns, and back by one line.
+        // A long entry of 2 bytes without a line change; one line further without columns for 4
+        // bytes; a short entry of 2 bytes; two lines further with columns; one line back.
         let table = [0xf0, 0, 1, 0, 0, 0xe9, 2, 0x80, 0, 0xe0, 0, 0, 0xe8, 3];
         let lines: Vec<i32> = [-2, 0, 2, 4, 6, 8, 10].map(|offset| line(11, &table, 7, offset)).to_vec();
         assert_eq!(lines, [7, 7, 8, 8, 8, 10, 9]);

@@ -1,100 +1,69 @@
-//! Where the interpreter of a process is, and which one it is. What is found out about an object counts for all processes of
-//! the node that have it mapped.
+//! Finds the interpreter of a process and its version. What is found out about an object applies to
+//! all processes of the node that have it mapped.
 
-use std::{
-    ops::Range,
-    path::Path,
-    rc::Rc,
-    sync::{Arc, OnceLock, PoisonError, RwLock},
-};
-
-use object::{
-    Object, ObjectSection,
-    elf::{SHN_UNDEF, Sym64},
-    read::elf::{FileHeader, SectionHeader, Sym, SymbolTable},
-};
+use std::{rc::Rc, sync::Arc};
 
 use crate::{
-    address_space::{AddressSpace, Located},
-    image::{Elf, Image},
-    memory,
-    unwind::RawFrame,
+    cpython::{
+        layout::Layout,
+        runtime::{Runtime, file_name},
+    },
+    memory::snapshot::Snapshot,
+    native::{
+        address_space::{AddressSpace, MappedObject},
+        frame::RawFrame,
+    },
 };
-
-use super::{
-    layout::{self, Layout},
-    memory::Snapshot,
-};
-
-/// The function that runs Python code. Compilers split it into parts, such as `_PyEval_EvalFrameDefault.cold`.
-pub(crate) const EVAL: &str = "_PyEval_EvalFrameDefault";
-/// What a part of that function is called whose name has been stripped.
-const EVAL_UNNAMED: &str = "_PyEval_EvalFrameDefault.cold";
-const RUNTIME: &[u8] = b"_PyRuntime";
-/// Bytes of a section that are searched for the version.
-const SEARCHED: usize = 4 << 20;
-/// Bytes at the start of the loop within which a thread is about to announce a frame.
-const ANNOUNCEMENT: u64 = 0x200;
-
-/// An object that holds an interpreter.
-pub(crate) struct Runtime {
-    /// Address of `_PyRuntime` in the file.
-    address: u64,
-    /// Which version, once a process has told.
-    layout: OnceLock<Arc<Layout>>,
-    /// Code of the interpreter's loop, by addresses in the file.
-    eval: Vec<Range<u64>>,
-    /// A part of it without a name, once stacks have told which it is.
-    unnamed: RwLock<Option<Range<u64>>>,
-}
 
 /// The interpreter of one process.
-pub(super) struct Place {
-    pub located: Rc<Located>,
+pub(super) struct InterpreterLocation {
+    pub object: Rc<MappedObject>,
     pub runtime: Arc<Runtime>,
     pub layout: Arc<Layout>,
     /// Address of `_PyRuntime` in the process.
     pub address: u64,
 }
 
-/// Finds the interpreter; `None` when the process runs no Python. The objects that its stacks go through are looked at too:
-/// when it runs Python code, the interpreter is one of them, whatever its name.
+/// Finds the interpreter. `None` if the process runs no Python. The search includes the objects on
+/// the native stacks: if the process runs Python code, the interpreter is one of them, whatever its
+/// name.
 pub(super) fn find<'a>(
-    live: i32,
+    live_tid: i32,
     space: &AddressSpace<'_>,
     seen: impl Iterator<Item = &'a RawFrame>,
-) -> Result<Option<Place>, String> {
-    let exe = std::fs::read_link(format!("/proc/{live}/exe")).unwrap_or_default();
+) -> Result<Option<InterpreterLocation>, String> {
+    let exe = std::fs::read_link(format!("/proc/{live_tid}/exe")).unwrap_or_default();
     let exe = exe.to_string_lossy();
     let is_library = |path: &str| file_name(path).starts_with("libpython") && file_name(path).contains(".so");
     let mut claims = file_name(&exe).starts_with("python");
     let mut known = Vec::new();
-    let mut idle: Option<Place> = None;
-    // One after the other, because each costs more than the one before, and the first ones mostly know.
-    let executable = space.first_code().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
+    let mut idle: Option<InterpreterLocation> = None;
+    // The candidates are evaluated lazily: each kind costs more than the one before, and the first
+    // one usually suffices.
+    let executable = space.first_executable().filter(|mapping| mapping.path == exe).map(|mapping| mapping.start);
     let libraries = std::iter::once_with(|| {
-        let code = space.code();
+        let code = space.executables();
         let named = code.iter().filter(|mapping| mapping.path == exe || is_library(&mapping.path));
         named.inspect(|mapping| claims |= is_library(&mapping.path)).map(|mapping| mapping.start).collect::<Vec<_>>()
     });
     let addresses = executable.into_iter().chain(seen.map(RawFrame::lookup)).chain(libraries.flatten());
     for address in addresses {
-        let Some(located) = space.located(address) else { continue };
-        if known.contains(&located.image.id) {
+        let Some(object) = space.object_at(address) else { continue };
+        if known.contains(&object.image.id) {
             continue;
         }
-        known.push(located.image.id);
-        let found = located.image.python.get_or_init(|| Runtime::of(&located.image).map(Arc::new)).clone();
-        if let Some(runtime) = found {
-            let address = runtime.address.wrapping_add(located.bias);
-            let layout = runtime.layout(live, &located, address)?;
-            let started = Snapshot::new(live).word("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
-            let place = Place { located, runtime, layout, address };
+        known.push(object.image.id);
+        if let Some(runtime) = object.image.python() {
+            let address = runtime.address.wrapping_add(object.bias);
+            let layout = runtime.layout(live_tid, || object.image.elf(), &object.image.path, object.bias)?;
+            let started =
+                Snapshot::new(live_tid).read_u64("_PyRuntime", address.wrapping_add(layout.runtime_interpreters));
+            let location = InterpreterLocation { object, runtime, layout, address };
             if started != Ok(0) {
-                return Ok(Some(place));
+                return Ok(Some(location));
             }
-            // A program may carry an interpreter and use that of a library.
-            idle.get_or_insert(place);
+            // A program may contain an interpreter and use that of a library.
+            idle.get_or_insert(location);
         }
     }
     if idle.is_some() {
@@ -104,182 +73,4 @@ pub(super) fn find<'a>(
         return Err("no CPython from 3.8 on: nothing in it is called _PyRuntime".into());
     }
     Ok(None)
-}
-
-fn file_name(path: &str) -> &str {
-    Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or_default()
-}
-
-impl Runtime {
-    fn of(image: &Image) -> Option<Self> {
-        let elf = image.elf()?;
-        let mut runtime = exported(&elf, RUNTIME);
-        let mut eval = Vec::new();
-        // An interpreter that is linked into a program need not export anything.
-        if runtime.is_some() || file_name(&image.path).starts_with("python") || !is_shared(&elf) {
-            scan(&elf, elf.elf_symbol_table(), &mut runtime, &mut eval);
-        }
-        if runtime.is_none() {
-            // From 3.11 on the structure has a section of its own, so that tools find it in stripped programs.
-            runtime = elf.section_by_name(".PyRuntime").map(|section| section.address());
-        }
-        let address = runtime?;
-        scan(&elf, elf.elf_dynamic_symbol_table(), &mut runtime, &mut eval);
-        eval.sort_by_key(|range| range.start);
-        eval.dedup();
-        Some(Runtime { address, layout: OnceLock::new(), eval, unnamed: RwLock::default() })
-    }
-
-    /// The layout of the version that a process runs; `runtime` is the address of `_PyRuntime` in it.
-    fn layout(&self, live: i32, located: &Located, runtime: u64) -> Result<Arc<Layout>, String> {
-        if let Some(layout) = self.layout.get() {
-            return Ok(Arc::clone(layout));
-        }
-        let mut memory = Snapshot::new(live);
-        let minor = match layout::told_version(&mut memory, runtime) {
-            Some(version) => Some(version),
-            None => version(live, located),
-        };
-        let Some(minor) = minor else { return Err("which version of CPython it is cannot be told".into()) };
-        let layout = Arc::new(layout::of(minor, &mut memory, runtime)?);
-        Ok(Arc::clone(self.layout.get_or_init(|| layout)))
-    }
-
-    /// Whether an address in the file belongs to the interpreter's loop.
-    pub fn is_eval(&self, address: u64) -> bool {
-        self.eval.iter().any(|range| range.contains(&address)) || self.is_unnamed(address)
-    }
-
-    fn is_unnamed(&self, address: u64) -> bool {
-        self.unnamed.read().unwrap_or_else(PoisonError::into_inner).as_ref().is_some_and(|part| part.contains(&address))
-    }
-
-    /// The name of a function that no symbol table names.
-    pub fn name(&self, address: u64) -> Option<&'static str> {
-        self.is_unnamed(address).then_some(EVAL_UNNAMED)
-    }
-
-    /// Whether the loop can be told apart from other code at all.
-    pub fn knows_eval(&self) -> bool {
-        !self.eval.is_empty()
-    }
-
-    /// Whether a part of the loop has been found by its stacks.
-    pub fn has_unnamed(&self) -> bool {
-        self.unnamed.read().unwrap_or_else(PoisonError::into_inner).is_some()
-    }
-
-    /// Makes a function part of the loop.
-    pub fn set_unnamed(&self, part: Range<u64>) {
-        *self.unnamed.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
-    }
-
-    /// Whether an address in the file is where a frame is being announced: what the thread's state says then is about to
-    /// change, in more than one step.
-    pub fn is_announcing(&self, address: u64) -> bool {
-        self.eval.iter().any(|range| range.contains(&address) && address - range.start < ANNOUNCEMENT)
-    }
-}
-
-fn is_shared(elf: &Elf<'_>) -> bool {
-    // A library has a name that others link against; a program, also a position-independent one, has none.
-    let table = elf.elf_dynamic_table();
-    table.is_ok_and(|table| table.iter().any(|entry| entry.tag == object::elf::DT_SONAME))
-}
-
-/// An exported symbol, by the hash table that the loader uses.
-fn exported(elf: &Elf<'_>, name: &[u8]) -> Option<u64> {
-    let (endian, data) = (elf.endian(), elf.data());
-    let symbols = elf.elf_dynamic_symbol_table();
-    if let Ok(Some((table, _))) = elf.elf_section_table().gnu_hash(endian, data) {
-        let hash = object::elf::gnu_hash(name);
-        let versions = Default::default();
-        let (_, symbol) = table.find(endian, name, hash, None, symbols, &versions)?;
-        return (symbol.st_shndx(endian) != SHN_UNDEF).then(|| symbol.st_value(endian));
-    }
-    let found = symbols.iter().find(|symbol| {
-        symbol.st_shndx(endian) != SHN_UNDEF && symbols.symbol_name(endian, symbol).is_ok_and(|found| found == name)
-    });
-    found.map(|symbol| symbol.st_value(endian))
-}
-
-fn scan<'a, Header>(
-    elf: &Elf<'_>,
-    table: &SymbolTable<'a, Header>,
-    runtime: &mut Option<u64>,
-    eval: &mut Vec<Range<u64>>,
-) where
-    Header: FileHeader<Endian = object::LittleEndian, Sym = Sym64<object::LittleEndian>>,
-{
-    let endian = elf.endian();
-    for symbol in table.iter() {
-        let (start, size) = (symbol.st_value(endian), symbol.st_size(endian));
-        if symbol.st_shndx(endian) == SHN_UNDEF || start == 0 {
-            continue;
-        }
-        let name = table.symbol_name(endian, symbol).unwrap_or_default();
-        if name == RUNTIME {
-            runtime.get_or_insert(start);
-        } else if size > 0 && name.starts_with(EVAL.as_bytes()) {
-            eval.push(start..start.saturating_add(size));
-        }
-    }
-}
-
-/// The minor version of a CPython up to 3.12.
-fn version(live: i32, located: &Located) -> Option<u8> {
-    let elf = located.image.elf()?;
-    // From 3.11 on a constant.
-    if let Some(address) = exported(&elf, b"Py_Version") {
-        let mut bytes = [0; 4];
-        if matches!(memory::read(live, address.wrapping_add(located.bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
-            return Some(bytes[2]);
-        }
-    }
-    let path = file_name(&located.image.path);
-    let named = path.strip_prefix("libpython3.").or_else(|| path.strip_prefix("python3."));
-    if let Some(minor) = named.and_then(leading_number) {
-        return Some(minor);
-    }
-    // sys.version is put together in a variable of the program.
-    elf.sections().filter(|section| section.kind() == object::SectionKind::UninitializedData).find_map(|section| {
-        let size = section.elf_section_header().sh_size(elf.endian());
-        let mut bytes = vec![0; usize::try_from(size).unwrap_or(SEARCHED).min(SEARCHED)];
-        let read = memory::read(live, section.address().wrapping_add(located.bias), &mut bytes).ok()?;
-        version_in(bytes.get(..read)?)
-    })
-}
-
-/// The minor version in `3.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]`.
-fn version_in(bytes: &[u8]) -> Option<u8> {
-    const LONGEST: usize = 256;
-    let starts = bytes.windows(2).enumerate().filter(|(_, two)| *two == b"3.").map(|(at, _)| at);
-    starts.filter(|at| *at == 0 || bytes[at - 1] == 0).find_map(|at| {
-        let text = bytes[at + 2..].split(|byte| *byte == 0).next()?;
-        let text = std::str::from_utf8(&text[..text.len().min(LONGEST)]).ok()?;
-        let minor = leading_number(text)?;
-        let patch = text.trim_start_matches(|c: char| c.is_ascii_digit()).strip_prefix('.')?;
-        (patch.starts_with(|c: char| c.is_ascii_digit()) && text.contains(" (") && text.contains('[')).then_some(minor)
-    })
-}
-
-fn leading_number(text: &str) -> Option<u8> {
-    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
-    text[..end].parse().ok()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn versions_in_memory() {
-        let text = b"\x00\x003.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]\0more";
-        assert_eq!(version_in(text), Some(9));
-        assert_eq!(version_in(b"\x003.10.0rc1+ (tags/v3.10, x) \n[Clang 14]\0"), Some(10));
-        assert_eq!(version_in(b"\x003.14159 and (so) [on]\0"), None, "no patch level");
-        assert_eq!(version_in(b"a3.9.1 (x) [GCC]\0"), None, "within another text");
-        assert_eq!(leading_number("9.so.1.0"), Some(9));
-        assert_eq!(leading_number("x"), None);
-    }
 }

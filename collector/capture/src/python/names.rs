@@ -1,20 +1,24 @@
-//! Names of threads, from `threading._active`. They are read while the program runs, so a name counts only when the thread
-//! object agrees that it is that thread; one that cannot be read costs nothing but itself.
+//! Names of threads, from `threading._active`. The program runs during the read, so a name counts
+//! only if the thread object has the id of the thread. If a name cannot be read, only this name is
+//! lost.
 
 use std::collections::HashMap;
 
-use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
-    objects::{attributes, item, number, pairs, string},
-    threads::Interpreter,
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{ReadError, Snapshot},
 };
 
-/// How often the dictionaries are read when they seem to change meanwhile.
+use super::{
+    builtins::{attributes, item, pairs, read_integer, string},
+    threads::InterpreterState,
+};
+
+/// How often to read the dictionaries if they seem to change during the read.
 const ATTEMPTS: usize = 3;
 
-/// Names by what `pthread_self` returns in the thread.
-pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> HashMap<u64, String> {
+/// Names by the result of `pthread_self` in the thread.
+pub(super) fn names(tid: i32, layout: &Layout, interpreter: &InterpreterState) -> HashMap<u64, String> {
     let mut names = HashMap::new();
     for _ in 0..ATTEMPTS {
         if read(&mut Snapshot::new(tid), layout, interpreter, &mut names) == Ok(true) {
@@ -24,14 +28,14 @@ pub(super) fn names(tid: i32, layout: &Layout, interpreter: &Interpreter) -> Has
     names
 }
 
-/// Whether all threads that are there agree.
+/// Returns whether all entries are consistent.
 fn read(
     memory: &mut Snapshot,
     layout: &Layout,
-    interpreter: &Interpreter,
+    interpreter: &InterpreterState,
     names: &mut HashMap<u64, String>,
-) -> Result<bool, Torn> {
-    let modules = memory.word("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
+) -> Result<bool, ReadError> {
+    let modules = memory.read_u64("sys.modules", interpreter.address.wrapping_add(layout.interpreter_modules))?;
     let Some(threading) = item(memory, layout, modules, "threading")? else { return Ok(true) };
     let [active] = attributes(memory, layout, threading, ["_active"])?;
     let Some(active) = active else { return Ok(true) };
@@ -48,9 +52,9 @@ fn read(
 }
 
 fn entry(memory: &mut Snapshot, layout: &Layout, key: u64, thread: u64) -> Option<(u64, String)> {
-    let pthread = number(memory, layout, key)?;
+    let pthread = read_integer(memory, layout, key)?;
     let [name, ident] = attributes(memory, layout, thread, ["_name", "_ident"]).ok()?;
-    let agrees = number(memory, layout, ident?)? == pthread;
+    let agrees = read_integer(memory, layout, ident?)? == pthread;
     let name = string(memory, layout, name?).ok()?;
     agrees.then_some((pthread, name))
 }

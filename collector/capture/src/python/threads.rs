@@ -1,98 +1,100 @@
-//! Interpreters and their threads.
+//! Interpreters and the states of their threads.
 //!
-//! Threads come and go while the lists are read. Each is doubly linked and new threads are put in front, so a list in which
-//! every thread agrees with its neighbours misses none that lived all the time; it may still hold one that has just ended.
+//! Threads start and end during the read. The lists are doubly linked, and new threads are inserted
+//! at the front. So a list in which every thread agrees with its neighbours contains all threads
+//! that lived all the time. It may also contain one that has just ended.
 //!
-//! Up to 3.11 the state of a thread that is about to be started carries the ids of the one that starts it. That one has an older
-//! state in the same interpreter, so it is the older one that is believed.
+//! Up to 3.11, the state of a thread that is about to start has the ids of the thread that starts
+//! it. The latter has an older state in the same interpreter, so the older state counts.
 
-use crate::memory;
-
-use super::{
-    layout::Layout,
-    memory::{Snapshot, Torn},
+use crate::{
+    cpython::layout::Layout,
+    memory::{
+        remote,
+        snapshot::{ReadError, Snapshot},
+    },
 };
 
-/// Interpreters and threads at most; more are a list that runs in a circle.
-const MOST: usize = 1 << 16;
-/// How often a list is read again when it changes meanwhile.
+/// Maximum number of interpreters and of threads. A longer list has a cycle.
+const MAX_ENTRIES: usize = 1 << 16;
+/// How often to read a list that changes during the read.
 const ATTEMPTS: usize = 50;
-/// Where glibc on x86-64 keeps the kernel's thread id within what `pthread_self` points to.
+/// Offset of the kernel's thread id in what `pthread_self` points to, for glibc on x86-64.
 const TID_IN_PTHREAD: u64 = 0x2d0;
 
 /// One interpreter of a process.
 #[derive(Debug, Clone, PartialEq, Eq)]
-pub(super) struct Interpreter {
+pub(super) struct InterpreterState {
     pub address: u64,
-    /// Its lock; 0 when there is none yet.
+    /// Address of its GIL; 0 if it has none yet.
     pub gil: u64,
-    pub threads: Vec<Thread>,
+    pub threads: Vec<ThreadState>,
 }
 
-/// What an interpreter keeps for one thread.
+/// The state of one thread in an interpreter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) struct Thread {
+pub(super) struct ThreadState {
     pub address: u64,
-    /// What `pthread_self` returns in it.
+    /// The result of `pthread_self` in the thread.
     pub pthread: u64,
-    /// The kernel's thread id in the PID namespace of the process; 0 when it cannot be told.
+    /// The kernel's thread id in the PID namespace of the process; 0 if unknown.
     pub tid: i32,
 }
 
-/// All interpreters, the newest first, as `runtime` knows them.
-pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
-    let mut last = Torn { what: "the list of interpreters", address: runtime };
+/// All interpreters in the list of `runtime`, newest first.
+pub(super) fn interpreters(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<InterpreterState>, ReadError> {
+    let mut last = ReadError { what: "the list of interpreters", address: runtime };
     for _ in 0..ATTEMPTS {
         match read(tid, layout, runtime) {
-            // What glibc knows of a thread that has ended may already be told of another one. One that is still listed has
-            // not ended.
+            // glibc may reuse the memory of an ended thread for another one. The second read shows
+            // that the listed threads have not ended.
             Ok(found) if layout.thread_native_id.is_some() || read(tid, layout, runtime).as_ref() == Ok(&found) => {
                 return Ok(found);
             }
             Ok(_) => {}
-            Err(torn) => last = torn,
+            Err(error) => last = error,
         }
     }
     Err(last)
 }
 
-fn word(tid: i32, what: &'static str, address: u64) -> Result<u64, Torn> {
+fn read_u64(tid: i32, what: &'static str, address: u64) -> Result<u64, ReadError> {
     let mut bytes = [0; 8];
-    match memory::read(tid, address, &mut bytes) {
+    match remote::read(tid, address, &mut bytes) {
         Ok(8) => Ok(u64::from_le_bytes(bytes)),
-        _ => Err(Torn { what, address }),
+        _ => Err(ReadError { what, address }),
     }
 }
 
-fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<Interpreter>, Torn> {
+fn read(tid: i32, layout: &Layout, runtime: u64) -> Result<Vec<InterpreterState>, ReadError> {
     const INTERPRETER: &str = "an interpreter";
     let mut found = Vec::new();
-    let mut address = word(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
+    let mut address = read_u64(tid, INTERPRETER, runtime.wrapping_add(layout.runtime_interpreters))?;
     while address != 0 {
-        if found.len() >= MOST {
-            return Err(Torn { what: "the end of the list of interpreters", address });
+        if found.len() >= MAX_ENTRIES {
+            return Err(ReadError { what: "the end of the list of interpreters", address });
         }
         let gil = match (layout.runtime_gil, layout.interpreter_gil) {
             (Some(offset), _) => runtime.wrapping_add(offset),
-            (None, Some(offset)) => word(tid, INTERPRETER, address.wrapping_add(offset))?,
+            (None, Some(offset)) => read_u64(tid, INTERPRETER, address.wrapping_add(offset))?,
             (None, None) => 0,
         };
-        found.push(Interpreter { address, gil, threads: threads(tid, layout, address)? });
-        address = word(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
+        found.push(InterpreterState { address, gil, threads: threads(tid, layout, address)? });
+        address = read_u64(tid, INTERPRETER, address.wrapping_add(layout.interpreter_next))?;
     }
     Ok(found)
 }
 
-fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, Torn> {
+fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<ThreadState>, ReadError> {
     const THREAD: &str = "the state of a thread";
     const LIST: &str = "the list of threads";
     let mut found = Vec::new();
     let (mut before, mut seen) = (0, 0);
     let mut bytes = vec![0; layout.thread_size as usize];
-    let mut address = word(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
+    let mut address = read_u64(tid, LIST, interpreter.wrapping_add(layout.interpreter_threads))?;
     while address != 0 {
-        if !matches!(memory::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
-            return Err(Torn { what: THREAD, address });
+        if !matches!(remote::read(tid, address, &mut bytes), Ok(read) if read == bytes.len()) {
+            return Err(ReadError { what: THREAD, address });
         }
         let field = |offset: u64| {
             let bytes = bytes.get(offset as usize..offset as usize + 8);
@@ -100,18 +102,18 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
         };
         let neighbours = field(layout.thread_previous) == before && field(layout.thread_interpreter) == interpreter;
         seen += 1;
-        if !neighbours || seen > MOST {
-            return Err(Torn { what: LIST, address });
+        if !neighbours || seen > MAX_ENTRIES {
+            return Err(ReadError { what: LIST, address });
         }
         let pthread = field(layout.thread_id);
         let kernel = match layout.thread_native_id {
             Some(offset) => field(offset) as i32,
             None => tid_of_pthread(tid, pthread),
         };
-        // A state that has not been given a thread yet.
+        // The state may not belong to a thread yet.
         if pthread != 0 {
-            found.retain(|newer: &Thread| newer.pthread != pthread);
-            found.push(Thread { address, pthread, tid: kernel });
+            found.retain(|newer: &ThreadState| newer.pthread != pthread);
+            found.push(ThreadState { address, pthread, tid: kernel });
         }
         before = address;
         address = field(layout.thread_next);
@@ -119,32 +121,19 @@ fn threads(tid: i32, layout: &Layout, interpreter: u64) -> Result<Vec<Thread>, T
     Ok(found)
 }
 
-/// Up to 3.10 the interpreter does not know kernel thread ids, but glibc does.
+/// Up to 3.10, the interpreter has no kernel thread ids, but glibc has them.
 fn tid_of_pthread(tid: i32, pthread: u64) -> i32 {
     let mut bytes = [0; 4];
-    match memory::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
+    match remote::read(tid, pthread.wrapping_add(TID_IN_PTHREAD), &mut bytes) {
         Ok(4) => i32::from_le_bytes(bytes),
         _ => 0,
     }
 }
 
-/// Whether the garbage collector of a thread's interpreter runs: in the thread that holds the lock, or that lets go of it in a finalizer.
-pub(super) fn collects(memory: &mut Snapshot, layout: &Layout, runtime: u64, thread: &Thread) -> bool {
-    const COLLECTOR: &str = "the garbage collector";
-    let collector = match (layout.runtime_gc, layout.interpreter_gc) {
-        (Some(offset), _) => Ok(runtime.wrapping_add(offset)),
-        (None, Some(offset)) => memory
-            .word(COLLECTOR, thread.address.wrapping_add(layout.thread_interpreter))
-            .map(|interpreter| interpreter.wrapping_add(offset)),
-        (None, None) => return false,
-    };
-    collector.and_then(|collector| memory.half(COLLECTOR, collector.wrapping_add(layout.gc_collecting))) == Ok(1)
-}
-
-/// Whether a thread holds the lock of its interpreter.
-pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &Thread) -> bool {
+/// Whether a thread holds the GIL of its interpreter.
+pub(super) fn holds(memory: &mut Snapshot, layout: &Layout, gil: u64, thread: &ThreadState) -> bool {
     const GIL: &str = "the lock of an interpreter";
     gil != 0
-        && memory.half(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
-        && memory.word(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
+        && memory.read_u32(GIL, gil.wrapping_add(layout.gil_locked)) == Ok(1)
+        && memory.read_u64(GIL, gil.wrapping_add(layout.gil_holder)) == Ok(thread.address)
 }

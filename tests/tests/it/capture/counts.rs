@@ -84,7 +84,7 @@ fn collections_and_batches_are_counted_in_every_python() {
     for python in pythons::all() {
         let mut counter = Counter::default();
         let mut look = |pid: i32| {
-            let counts = counter.look(&[pid], true, PATIENCE);
+            let counts = counter.read(&[pid], true, PATIENCE);
             let [Some(counts)] = counts[..] else { panic!("CPython 3.{}: {counts:?}", python.minor) };
             counts
         };
@@ -124,6 +124,6 @@ fn collections_and_batches_are_counted_in_every_python() {
 fn processes_without_an_interpreter_or_without_end_are_no_count() {
     let mut counter = Counter::default();
     let own = std::process::id() as i32;
-    assert_eq!(counter.look(&[own, i32::MAX], true, Duration::from_secs(10)), [None, None]);
-    assert_eq!(counter.look(&[], true, Duration::ZERO), []);
+    assert_eq!(counter.read(&[own, i32::MAX], true, Duration::from_secs(10)), [None, None]);
+    assert_eq!(counter.read(&[], true, Duration::ZERO), []);
 }

@@ -9,7 +9,7 @@ use super::pythons::{FORKY, HOST};
 const HEAD: &str = "\
 //! Printed by `layouts.c` for each CPython; `cargo xtask bless` writes it anew.
 
-use super::layout::{Layout, Told};
+use super::layout::{DebugOffsets, Layout};
 
 ";
 
@@ -49,7 +49,7 @@ fn printed(source: &str, version: &str) -> Result<String, String> {
 
 #[test]
 fn layouts_are_those_of_the_headers() {
-    let folder = tree().join("collector/capture/src/python");
+    let folder = tree().join("collector/capture/src/cpython");
     let source = fs::read_to_string(folder.join("layouts.c")).expect("the program that prints them");
     let table = folder.join("layouts.rs");
     let old = fs::read_to_string(&table).expect("the table");

@@ -1,0 +1,233 @@
+//! The CPython in an object: the address of its runtime structure, and the code of its evaluation
+//! loop.
+
+use std::{
+    ops::Range,
+    path::Path,
+    sync::{Arc, OnceLock, PoisonError, RwLock},
+};
+
+use object::{
+    LittleEndian, Object, ObjectSection,
+    elf::{SHN_UNDEF, Sym64},
+    read::elf::{ElfFile64, FileHeader, SectionHeader, Sym, SymbolTable},
+};
+
+use crate::memory::{remote, snapshot::Snapshot};
+
+use super::{layout::Layout, version};
+
+/// The function that runs Python code. Compilers split it into parts, such as
+/// `_PyEval_EvalFrameDefault.cold`.
+const EVAL_LOOP: &str = "_PyEval_EvalFrameDefault";
+/// Name for a part of that function whose own name was stripped.
+const UNNAMED_PART: &str = "_PyEval_EvalFrameDefault.cold";
+const RUNTIME_SYMBOL: &[u8] = b"_PyRuntime";
+/// Bytes of a section to search for the version.
+const MAX_SEARCHED_BYTES: usize = 4 << 20;
+/// Bytes at the start of the loop. A thread that executes one of them is about to publish a new
+/// frame.
+const PUBLISHING_BYTES: u64 = 0x200;
+
+/// The interpreter in an object.
+pub(crate) struct Runtime {
+    /// Address of `_PyRuntime` in the file.
+    pub address: u64,
+    /// The layout of its version, once a process has revealed the version.
+    layout: OnceLock<Arc<Layout>>,
+    /// Code of the interpreter's loop, as addresses in the file.
+    eval_loop: Vec<Range<u64>>,
+    /// A part of the loop without a name, once stacks have revealed it.
+    unnamed_part: RwLock<Option<Range<u64>>>,
+}
+
+impl Runtime {
+    /// Finds the interpreter of an object. `None` if it has none.
+    pub fn find(elf: &ElfFile64<'_, LittleEndian>, path: &str) -> Option<Self> {
+        let mut runtime = exported_symbol(elf, RUNTIME_SYMBOL);
+        let mut eval_loop = Vec::new();
+        // A program that an interpreter is linked into need not export anything.
+        if runtime.is_some() || file_name(path).starts_with("python") || !is_shared(elf) {
+            scan_symbols(elf, elf.elf_symbol_table(), &mut runtime, &mut eval_loop);
+        }
+        if runtime.is_none() {
+            // From 3.11 on, the structure has a section of its own, so that tools find it in
+            // stripped programs.
+            runtime = elf.section_by_name(".PyRuntime").map(|section| section.address());
+        }
+        let address = runtime?;
+        scan_symbols(elf, elf.elf_dynamic_symbol_table(), &mut runtime, &mut eval_loop);
+        eval_loop.sort_by_key(|range| range.start);
+        eval_loop.dedup();
+        Some(Runtime { address, layout: OnceLock::new(), eval_loop, unnamed_part: RwLock::default() })
+    }
+
+    /// The layout of the version that a process runs. `tid` is a thread of the process; `bias` is
+    /// the object's address in the process less its address in the file.
+    pub fn layout<'a>(
+        &self,
+        tid: i32,
+        elf: impl FnOnce() -> Option<ElfFile64<'a, LittleEndian>>,
+        path: &str,
+        bias: u64,
+    ) -> Result<Arc<Layout>, String> {
+        if let Some(layout) = self.layout.get() {
+            return Ok(Arc::clone(layout));
+        }
+        let runtime = self.address.wrapping_add(bias);
+        let mut memory = Snapshot::new(tid);
+        let minor = match version::debug_offsets_version(&mut memory, runtime) {
+            Some(minor) => Some(minor),
+            None => elf().and_then(|elf| minor_version(tid, &elf, path, bias)),
+        };
+        let Some(minor) = minor else { return Err("which version of CPython it is cannot be told".into()) };
+        let layout = Arc::new(version::layout_of(minor, &mut memory, runtime)?);
+        Ok(Arc::clone(self.layout.get_or_init(|| layout)))
+    }
+
+    /// Whether an address in the file belongs to the interpreter's loop.
+    pub fn is_eval_loop(&self, address: u64) -> bool {
+        self.eval_loop.iter().any(|range| range.contains(&address)) || self.is_unnamed_part(address)
+    }
+
+    fn is_unnamed_part(&self, address: u64) -> bool {
+        self.unnamed_part
+            .read()
+            .unwrap_or_else(PoisonError::into_inner)
+            .as_ref()
+            .is_some_and(|part| part.contains(&address))
+    }
+
+    /// The name of a function that has no name in any symbol table.
+    pub fn name(&self, address: u64) -> Option<&'static str> {
+        self.is_unnamed_part(address).then_some(UNNAMED_PART)
+    }
+
+    /// Whether the code of the loop is known.
+    pub fn has_eval_loop(&self) -> bool {
+        !self.eval_loop.is_empty()
+    }
+
+    /// Whether a part of the loop was found through stacks.
+    pub fn has_unnamed_part(&self) -> bool {
+        self.unnamed_part.read().unwrap_or_else(PoisonError::into_inner).is_some()
+    }
+
+    /// Adds a function to the loop.
+    pub fn set_unnamed_part(&self, part: Range<u64>) {
+        *self.unnamed_part.write().unwrap_or_else(PoisonError::into_inner) = Some(part);
+    }
+
+    /// Whether the code at an address in the file publishes a frame. There, the state of the thread
+    /// is about to change in more than one step.
+    pub fn is_publishing_frame(&self, address: u64) -> bool {
+        self.eval_loop.iter().any(|range| range.contains(&address) && address - range.start < PUBLISHING_BYTES)
+    }
+}
+
+pub(crate) fn file_name(path: &str) -> &str {
+    Path::new(path).file_name().and_then(|name| name.to_str()).unwrap_or_default()
+}
+
+fn is_shared(elf: &ElfFile64<'_, LittleEndian>) -> bool {
+    // A library has a name that others link against. A program has none, even a
+    // position-independent one.
+    let table = elf.elf_dynamic_table();
+    table.is_ok_and(|table| table.iter().any(|entry| entry.tag == object::elf::DT_SONAME))
+}
+
+/// The address of an exported symbol, found through the hash table that the loader uses.
+fn exported_symbol(elf: &ElfFile64<'_, LittleEndian>, name: &[u8]) -> Option<u64> {
+    let (endian, data) = (elf.endian(), elf.data());
+    let symbols = elf.elf_dynamic_symbol_table();
+    if let Ok(Some((table, _))) = elf.elf_section_table().gnu_hash(endian, data) {
+        let hash = object::elf::gnu_hash(name);
+        let versions = Default::default();
+        let (_, symbol) = table.find(endian, name, hash, None, symbols, &versions)?;
+        return (symbol.st_shndx(endian) != SHN_UNDEF).then(|| symbol.st_value(endian));
+    }
+    let found = symbols.iter().find(|symbol| {
+        symbol.st_shndx(endian) != SHN_UNDEF && symbols.symbol_name(endian, symbol).is_ok_and(|found| found == name)
+    });
+    found.map(|symbol| symbol.st_value(endian))
+}
+
+fn scan_symbols<'a, Header>(
+    elf: &ElfFile64<'_, LittleEndian>,
+    table: &SymbolTable<'a, Header>,
+    runtime: &mut Option<u64>,
+    eval_loop: &mut Vec<Range<u64>>,
+) where
+    Header: FileHeader<Endian = LittleEndian, Sym = Sym64<LittleEndian>>,
+{
+    let endian = elf.endian();
+    for symbol in table.iter() {
+        let (start, size) = (symbol.st_value(endian), symbol.st_size(endian));
+        if symbol.st_shndx(endian) == SHN_UNDEF || start == 0 {
+            continue;
+        }
+        let name = table.symbol_name(endian, symbol).unwrap_or_default();
+        if name == RUNTIME_SYMBOL {
+            runtime.get_or_insert(start);
+        } else if size > 0 && name.starts_with(EVAL_LOOP.as_bytes()) {
+            eval_loop.push(start..start.saturating_add(size));
+        }
+    }
+}
+
+/// The minor version of a CPython up to 3.12.
+fn minor_version(tid: i32, elf: &ElfFile64<'_, LittleEndian>, path: &str, bias: u64) -> Option<u8> {
+    // A constant from 3.11 on.
+    if let Some(address) = exported_symbol(elf, b"Py_Version") {
+        let mut bytes = [0; 4];
+        if matches!(remote::read(tid, address.wrapping_add(bias), &mut bytes), Ok(4)) && bytes[3] == 3 {
+            return Some(bytes[2]);
+        }
+    }
+    let name = file_name(path);
+    let named = name.strip_prefix("libpython3.").or_else(|| name.strip_prefix("python3."));
+    if let Some(minor) = named.and_then(leading_number) {
+        return Some(minor);
+    }
+    // The interpreter builds sys.version in a variable of the program.
+    elf.sections().filter(|section| section.kind() == object::SectionKind::UninitializedData).find_map(|section| {
+        let size = section.elf_section_header().sh_size(elf.endian());
+        let mut bytes = vec![0; usize::try_from(size).unwrap_or(MAX_SEARCHED_BYTES).min(MAX_SEARCHED_BYTES)];
+        let read = remote::read(tid, section.address().wrapping_add(bias), &mut bytes).ok()?;
+        parse_version(bytes.get(..read)?)
+    })
+}
+
+/// Parses the minor version of `3.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]`.
+fn parse_version(bytes: &[u8]) -> Option<u8> {
+    const LONGEST: usize = 256;
+    let starts = bytes.windows(2).enumerate().filter(|(_, two)| *two == b"3.").map(|(at, _)| at);
+    starts.filter(|at| *at == 0 || bytes[at - 1] == 0).find_map(|at| {
+        let text = bytes[at + 2..].split(|byte| *byte == 0).next()?;
+        let text = std::str::from_utf8(&text[..text.len().min(LONGEST)]).ok()?;
+        let minor = leading_number(text)?;
+        let patch = text.trim_start_matches(|c: char| c.is_ascii_digit()).strip_prefix('.')?;
+        (patch.starts_with(|c: char| c.is_ascii_digit()) && text.contains(" (") && text.contains('[')).then_some(minor)
+    })
+}
+
+fn leading_number(text: &str) -> Option<u8> {
+    let end = text.find(|c: char| !c.is_ascii_digit()).unwrap_or(text.len());
+    text[..end].parse().ok()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn parses_versions() {
+        let text = b"\x00\x003.9.18 (main, Oct  1 2023, 12:00:00) \n[GCC 12.2.0]\0more";
+        assert_eq!(parse_version(text), Some(9));
+        assert_eq!(parse_version(b"\x003.10.0rc1+ (tags/v3.10, x) \n[Clang 14]\0"), Some(10));
+        assert_eq!(parse_version(b"\x003.14159 and (so) [on]\0"), None, "no patch level");
+        assert_eq!(parse_version(b"a3.9.1 (x) [GCC]\0"), None, "within another text");
+        assert_eq!(leading_number("9.so.1.0"), Some(9));
+        assert_eq!(leading_number("x"), None);
+    }
+}

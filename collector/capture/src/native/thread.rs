@@ -1,0 +1,301 @@
+//! The native stack of one thread: read while it sleeps, sampled by the kernel while it runs, or,
+//! only on request, copied during a short stop.
+
+use std::time::Duration;
+
+use gimli::UnwindContext;
+use xpu_timer_proto::server::CaptureMethod;
+
+use crate::{
+    error::Error,
+    kernel::{
+        permission,
+        procfs::{self, Schedule, Status, Syscall, state_text},
+    },
+};
+
+use super::{
+    address_space::AddressSpace,
+    frame::RawFrame,
+    perf::Sample,
+    registers::Registers,
+    stack_copy::{CopyBuffers, copy_and_unwind},
+    stack_memory::Memory,
+    unwind::{End, unwind},
+};
+
+/// How often to read a thread that runs in between.
+const MAX_READS: usize = 3;
+/// System calls whose name already explains the wait, so the kernel stack adds nothing.
+const SELF_EXPLANATORY_WAITS: [i64; 14] = [
+    libc::SYS_futex,
+    libc::SYS_poll,
+    libc::SYS_ppoll,
+    libc::SYS_select,
+    libc::SYS_pselect6,
+    libc::SYS_epoll_wait,
+    libc::SYS_epoll_pwait,
+    libc::SYS_nanosleep,
+    libc::SYS_clock_nanosleep,
+    libc::SYS_pause,
+    libc::SYS_rt_sigtimedwait,
+    libc::SYS_rt_sigsuspend,
+    libc::SYS_wait4,
+    libc::SYS_waitid,
+];
+
+/// The captured state of one thread.
+#[derive(Debug, Clone, Default)]
+pub(crate) struct Thread {
+    pub tid: i32,
+    pub status: Status,
+    pub wchan: String,
+    pub kernel_stack: Vec<String>,
+    pub cpu_time_ns: u64,
+    pub syscall: Option<i64>,
+    pub method: CaptureMethod,
+    pub frames: Vec<RawFrame>,
+    /// Length of its stack in bytes; 0 if unknown.
+    pub(super) stack_length: usize,
+    /// Why `frames` is incomplete; empty for a complete stack.
+    pub incomplete: String,
+    /// How long it was stopped: the longest time if it was stopped more than once.
+    pub stopped: Duration,
+}
+
+/// Result of a read.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ReadResult {
+    /// The stack is complete, or as complete as possible.
+    Done,
+    /// The thread runs.
+    Running,
+    /// The thread slept, but ran in between.
+    RanBetween,
+}
+
+/// Why a read failed.
+enum ReadFailure {
+    Running,
+    RanBetween,
+    Failed(Error),
+}
+
+impl From<Error> for ReadFailure {
+    fn from(error: Error) -> Self {
+        ReadFailure::Failed(error)
+    }
+}
+
+impl Thread {
+    /// Reads the state of a thread from `/proc`, without its stack.
+    pub fn describe(pid: i32, tid: i32) -> Result<Self, Error> {
+        let mut thread = Thread { tid, status: procfs::status(pid, tid)?, ..Thread::default() };
+        thread.method = CaptureMethod::KernelOnly;
+        thread.cpu_time_ns = Schedule::of(pid, tid).cpu_ns;
+        thread.read_kernel_state(pid);
+        Ok(thread)
+    }
+
+    /// Reads where in the kernel the thread is.
+    fn read_kernel_state(&mut self, pid: i32) {
+        self.wchan = procfs::wchan(pid, self.tid);
+        let is_plain = self.syscall.is_some_and(|number| SELF_EXPLANATORY_WAITS.contains(&number));
+        if self.status.letter() != b'S' || !is_plain {
+            self.kernel_stack = procfs::kernel_stack(pid, self.tid);
+        }
+    }
+
+    /// Reads the state of a thread, and its stack if it sleeps. `None` if it has ended.
+    pub fn read(
+        pid: i32,
+        tid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) -> Option<(Self, ReadResult)> {
+        let mut thread = Thread { tid, method: CaptureMethod::KernelOnly, ..Thread::default() };
+        let mut read = thread.read_long_sleep(pid, space, context);
+        for _ in 1..MAX_READS {
+            if !matches!(read, Ok(ReadResult::RanBetween)) {
+                break;
+            }
+            read = thread.read_short_sleep(pid, space, context, &mut || {});
+        }
+        let read = match read {
+            Ok(read) => read,
+            Err(error) if error.is_gone() => return None,
+            Err(error) => {
+                thread.incomplete = if error.is_denied() {
+                    permission::denied(pid, thread.status.uid).to_string()
+                } else {
+                    error.to_string()
+                };
+                ReadResult::Done
+            }
+        };
+        thread.read_kernel_state(pid);
+        Some((thread, read))
+    }
+
+    /// Reads the stack of a thread that sleeps for long: memory is copied on demand during the
+    /// unwinding.
+    fn read_long_sleep(
+        &mut self,
+        pid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) -> Result<ReadResult, Error> {
+        let tid = self.tid;
+        let schedule = Schedule::of(pid, tid);
+        self.cpu_time_ns = schedule.cpu_ns;
+        self.status = procfs::status(pid, tid)?;
+        if self.has_ended() {
+            return Ok(ReadResult::Done);
+        }
+        let Some(SleepingStack { frames, end, syscall, stack_length }) = unwind_sleeping(pid, tid, space, context)?
+        else {
+            return Ok(ReadResult::Running);
+        };
+        self.stack_length = stack_length;
+        if !has_slept(pid, tid, &schedule, &self.status) {
+            return Ok(ReadResult::RanBetween);
+        }
+        self.store_sleeping(frames, end, syscall);
+        Ok(ReadResult::Done)
+    }
+
+    /// Reads the stack of a thread that may sleep for a short time only: memory is copied at once
+    /// and unwound afterwards. Runs `action` while the thread sleeps, and again if the copy was too
+    /// small; the last time counts.
+    pub fn read_short_sleep(
+        &mut self,
+        pid: i32,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+        action: &mut dyn FnMut(),
+    ) -> Result<ReadResult, Error> {
+        let tid = self.tid;
+        let mut seen = None;
+        let taken = copy_and_unwind(self.stack_length, space, context, |limit, wanted| {
+            let buffers = CopyBuffers::new(limit, wanted);
+            let schedule = Schedule::of(pid, tid);
+            let status = procfs::status(pid, tid)?;
+            let syscall = procfs::syscall(pid, tid)?;
+            let Syscall::Blocked { number, .. } = syscall else { return Err(ReadFailure::Running) };
+            let registers = Registers::from_syscall(&syscall).ok_or(ReadFailure::Running)?;
+            let regions = buffers.fill(tid, registers.sp(), space, wanted)?;
+            action();
+            if !has_slept(pid, tid, &schedule, &status) {
+                return Err(ReadFailure::RanBetween);
+            }
+            seen = Some((schedule.cpu_ns, status, number));
+            Ok((registers, regions))
+        });
+        match (taken, seen) {
+            (Ok((frames, end)), Some((cpu_ns, status, number))) => {
+                self.cpu_time_ns = cpu_ns;
+                self.status = status;
+                self.store_sleeping(frames, end, number);
+                Ok(ReadResult::Done)
+            }
+            (Err(ReadFailure::Failed(error)), _) => {
+                // The memory of an ended thread is gone, and its last state shows that it has
+                // ended.
+                self.status = procfs::status(pid, tid)?;
+                if self.has_ended() { Ok(ReadResult::Done) } else { Err(error) }
+            }
+            (Err(ReadFailure::Running), _) => Ok(ReadResult::Running),
+            (Err(ReadFailure::RanBetween), _) | (Ok(_), None) => Ok(ReadResult::RanBetween),
+        }
+    }
+
+    fn has_ended(&mut self) -> bool {
+        let ended = matches!(self.status.letter(), b'Z' | b'X');
+        if ended {
+            self.incomplete = format!("the thread has ended: {}", self.status.state);
+        }
+        ended
+    }
+
+    fn store_sleeping(&mut self, frames: Vec<RawFrame>, end: End, syscall: i64) {
+        self.frames = frames;
+        self.syscall = Some(syscall);
+        self.method = CaptureMethod::ZeroStop;
+        self.incomplete = end.describe();
+    }
+
+    /// Stores a sample that the kernel took while the thread ran.
+    pub fn store_sample(
+        &mut self,
+        pid: i32,
+        sample: Sample,
+        space: &AddressSpace<'_>,
+        context: &mut UnwindContext<usize>,
+    ) {
+        let (start, length) = (sample.stack.start, sample.stack.bytes.len());
+        let stack = space.mapping(start);
+        let memory = Memory::from_copies(vec![sample.stack]);
+        let (frames, end) = unwind(sample.registers, &memory, space, context);
+        self.frames = frames;
+        self.method = CaptureMethod::PerfSample;
+        self.incomplete = match end {
+            End::Memory(address) if stack.is_some_and(|stack| start < address && address < stack.end) => {
+                format!("the stack is deeper than the {length} bytes that a sample holds")
+            }
+            end => end.describe(),
+        };
+        // For a running thread, the kernel does not report which system call it is in.
+        self.syscall = if sample.in_kernel { None } else { Some(-1) };
+        self.cpu_time_ns = Schedule::of(pid, self.tid).cpu_ns;
+        if let Ok(status) = procfs::status(pid, self.tid) {
+            self.status = status;
+        }
+        self.status.state = state_text('R');
+        self.wchan.clear();
+        self.kernel_stack.clear();
+    }
+
+    /// Adds a reason why the stack is incomplete.
+    pub fn add_reason(&mut self, reason: &str) {
+        if !self.incomplete.is_empty() {
+            self.incomplete.push_str("; ");
+        }
+        self.incomplete.push_str(reason);
+    }
+}
+
+/// The stack of a sleeping thread.
+struct SleepingStack {
+    frames: Vec<RawFrame>,
+    end: End,
+    /// Number of the system call.
+    syscall: i64,
+    /// Length of the stack in bytes.
+    stack_length: usize,
+}
+
+/// Unwinds a sleeping thread; memory is copied on demand. `None` if it does not sleep.
+fn unwind_sleeping(
+    pid: i32,
+    tid: i32,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+) -> Result<Option<SleepingStack>, Error> {
+    let syscall = procfs::syscall(pid, tid)?;
+    let Syscall::Blocked { number, .. } = syscall else { return Ok(None) };
+    let Some(registers) = Registers::from_syscall(&syscall) else { return Ok(None) };
+    let memory = Memory::on_demand(tid, space);
+    memory.fetch_stack(registers.sp())?;
+    let (frames, end) = unwind(registers, &memory, space, context);
+    Ok(Some(SleepingStack { frames, end, syscall: number, stack_length: memory.stack_length() }))
+}
+
+/// Whether a thread has not run since its schedule was read. The kernel counts a run before it
+/// starts, so an unchanged count is proof. Without that count, the context switches in the status
+/// are used. They are counted when a thread leaves a CPU, so the state must be checked too.
+fn has_slept(pid: i32, tid: i32, schedule: &Schedule, before: &Status) -> bool {
+    schedule.is_unchanged().unwrap_or_else(|| {
+        procfs::status(pid, tid)
+            .is_ok_and(|after| after.switches == before.switches && before.letter() != b'R' && after.letter() != b'R')
+    })
+}

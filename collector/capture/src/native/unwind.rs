@@ -1,0 +1,304 @@
+//! Computes the program counters of a stack from registers and copied memory. It follows the call
+//! frame information with all registers, through signal frames and expressions. Where there is
+//! none, it falls back to reading the code and to frame pointers. It reads from the process only
+//! such code.
+
+use gimli::{CfaRule, EvaluationResult, Location, RegisterRule, UnwindContext, UnwindExpression, Value};
+
+use crate::objects::image::RuleSection;
+
+use super::{
+    address_space::{AddressSpace, MappedObject},
+    epilogue,
+    frame::RawFrame,
+    prologue::{FrameLayout, FramePointer},
+    registers::{self, FRAME_POINTER, PC, Registers, STACK_POINTER},
+    stack_memory::Memory,
+};
+
+/// Maximum number of frames of one thread. The unwinding of a deeper stack ends there, with
+/// [`End::Limit`].
+pub(crate) const MAX_FRAMES: usize = 100_000;
+
+/// Why unwinding ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum End {
+    /// At the root frame, which has no caller.
+    Root,
+    /// The copies do not contain this address.
+    Memory(u64),
+    /// An unknown register is needed.
+    Register(usize),
+    /// This address has no rules, and the frame pointer leads nowhere.
+    NoRules(u64),
+    /// The rules for this address cannot be followed.
+    BadRules(u64),
+    /// The caller would be below its callee.
+    Backwards(u64),
+    /// More than [`MAX_FRAMES`].
+    Limit,
+}
+
+impl End {
+    /// The reason as text for a person; empty for a complete stack.
+    pub fn describe(&self) -> String {
+        match self {
+            End::Root => String::new(),
+            End::Memory(address) => format!("memory at {address:#x} could not be read"),
+            End::Register(register) => format!("register {} is not known", registers::name(*register)),
+            End::NoRules(pc) => format!("no unwind information for {pc:#x}"),
+            End::BadRules(pc) => format!("unwind information for {pc:#x} cannot be followed"),
+            End::Backwards(pc) => format!("the stack runs backwards at {pc:#x}"),
+            End::Limit => format!("more than {MAX_FRAMES} frames"),
+        }
+    }
+}
+
+/// Unwinds one thread.
+pub(crate) fn unwind(
+    mut registers: Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+) -> (Vec<RawFrame>, End) {
+    let mut frames = Vec::new();
+    let mut exact = true;
+    loop {
+        let frame = RawFrame { pc: registers.pc(), exact, signal: false };
+        frames.push(frame);
+        if frames.len() >= MAX_FRAMES {
+            return (frames, End::Limit);
+        }
+        let step = match space.object_at(frame.lookup()) {
+            Some(object) => step_by_rules(frame, &object, registers, memory, space, context),
+            None => None,
+        };
+        let step = step.unwrap_or_else(|| step_without_rules(frame, &registers, memory, space));
+        let (caller, signal) = match step {
+            Ok(step) => step,
+            Err(end) => return (frames, end),
+        };
+        if signal && let Some(frame) = frames.last_mut() {
+            frame.signal = true;
+        }
+        // A handler on an alternate stack may be anywhere; any other caller is above its callee.
+        // Only a leaf may have popped its own return address, as vfork does.
+        let above = caller.sp() > registers.sp() || (frame.exact && caller.sp() == registers.sp());
+        if !signal && !above {
+            return (frames, End::Backwards(frame.pc));
+        }
+        if caller.pc() == 0 {
+            return (frames, End::Root);
+        }
+        registers = caller;
+        exact = signal;
+    }
+}
+
+type Step = Result<(Registers, bool), End>;
+
+fn step_by_rules(
+    frame: RawFrame,
+    object: &MappedObject,
+    mut registers: Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+    context: &mut UnwindContext<usize>,
+) -> Option<Step> {
+    let address = frame.lookup().wrapping_sub(object.bias);
+    let row = object.image.row(address, context)?;
+    let (signal, section) = (row.signal, row.section);
+    if let CfaRule::RegisterAndOffset { register, offset } = &row.cfa
+        && usize::from(register.0) == FRAME_POINTER
+        && registers.get(FRAME_POINTER).is_none()
+        && let Some((layout, cfa)) = layout_by_code(frame, &registers, memory, space)
+        && layout.fp == FramePointer::At(-offset)
+    {
+        registers.set(FRAME_POINTER, cfa.wrapping_add_signed(-offset));
+    }
+    let registers = &registers;
+    let evaluate = |expression: &UnwindExpression<usize>, initial: Option<u64>| {
+        evaluate(expression, section, initial, object, registers, memory, frame.pc)
+    };
+    let cfa = match &row.cfa {
+        CfaRule::RegisterAndOffset { register, offset } => {
+            let register = usize::from(register.0);
+            match registers.get(register) {
+                Some(value) => value.wrapping_add_signed(*offset),
+                None => return Some(Err(End::Register(register))),
+            }
+        }
+        CfaRule::Expression(expression) => match evaluate(expression, None) {
+            Ok(value) => value,
+            Err(end) => return Some(Err(end)),
+        },
+    };
+    let mut caller = registers.preserved();
+    // By definition, the CFA is the caller's stack pointer before the call. A signal frame
+    // overrides it below.
+    caller.set(STACK_POINTER, cfa);
+    let mut return_address = None;
+    for (register, rule) in &row.registers {
+        let register = *register;
+        let read = |address: u64| memory.read_number(address, 8).ok_or(End::Memory(address));
+        let value = match rule {
+            RegisterRule::Undefined => Ok(None),
+            RegisterRule::SameValue => Ok(registers.get(register)),
+            RegisterRule::Offset(offset) => read(cfa.wrapping_add_signed(*offset)).map(Some),
+            RegisterRule::ValOffset(offset) => Ok(Some(cfa.wrapping_add_signed(*offset))),
+            RegisterRule::Register(other) => Ok(registers.get(usize::from(other.0))),
+            RegisterRule::Expression(expression) => {
+                evaluate(expression, Some(cfa)).and_then(|address| read(address).map(Some))
+            }
+            RegisterRule::ValExpression(expression) => evaluate(expression, Some(cfa)).map(Some),
+            RegisterRule::Constant(value) => Ok(Some(*value)),
+            _ => Err(End::BadRules(frame.pc)),
+        };
+        match value {
+            Ok(value) if register == PC => return_address = Some(value),
+            Ok(value) => caller.set_optional(register, value),
+            // A register other than the return address may never be needed.
+            Err(end) if register == PC => return Some(Err(end)),
+            Err(_) => caller.set_optional(register, None),
+        }
+    }
+    match return_address {
+        // The root function of a thread has an undefined return address.
+        Some(None) => Some(Err(End::Root)),
+        None => Some(Err(End::BadRules(frame.pc))),
+        Some(Some(pc)) => {
+            caller.set(PC, pc);
+            Some(Ok((caller, signal)))
+        }
+    }
+}
+
+/// Steps through code without call frame information: generated at run time, or assembly. The chain
+/// of frame pointers may continue.
+fn step_without_rules(frame: RawFrame, registers: &Registers, memory: &Memory<'_>, space: &AddressSpace<'_>) -> Step {
+    if is_new_thread(frame, registers, space) {
+        return Err(End::Root);
+    }
+    let mut caller = registers.preserved();
+    let sp = registers.sp();
+    if let Some(code) = space.instructions(frame.pc, epilogue::MAX_CODE_BYTES)
+        && let Some(caller) = epilogue::caller_registers(&code, registers, |address| memory.read_number(address, 8))
+        && space.is_executable(caller.pc())
+        && let Some(before) =
+            space.instructions(caller.pc().wrapping_sub(epilogue::MAX_CALL_BYTES as u64), epilogue::MAX_CALL_BYTES)
+        && epilogue::ends_with_call(&before)
+    {
+        return Ok((caller, false));
+    }
+    if frame.exact && !space.is_executable(frame.pc) {
+        // A call through a bad pointer has pushed only its return address.
+        let pc = memory.read_number(sp, 8).ok_or(End::Memory(sp))?;
+        if space.is_executable(pc) {
+            caller.set(PC, pc);
+            caller.set(STACK_POINTER, sp.wrapping_add(8));
+            return Ok((caller, false));
+        }
+        return Err(End::NoRules(frame.pc));
+    }
+    let Some(fp) = registers.get(FRAME_POINTER) else {
+        let (layout, cfa) = layout_by_code(frame, registers, memory, space).ok_or(End::Register(FRAME_POINTER))?;
+        caller.set_optional(
+            FRAME_POINTER,
+            layout.saved_fp.and_then(|at| memory.read_number(cfa.wrapping_add_signed(at), 8)),
+        );
+        caller.set_optional(PC, memory.read_number(cfa.wrapping_sub(8), 8));
+        caller.set(STACK_POINTER, cfa);
+        return Ok((caller, false));
+    };
+    if fp == 0 {
+        return Err(End::Root);
+    }
+    if fp < sp || !fp.is_multiple_of(8) {
+        return Err(End::NoRules(frame.pc));
+    }
+    let above = fp.wrapping_add(8);
+    let pc = memory.read_number(above, 8).ok_or(End::Memory(above))?;
+    if pc != 0 && !space.is_executable(pc) {
+        return Err(End::NoRules(frame.pc));
+    }
+    caller.set_optional(FRAME_POINTER, memory.read_number(fp, 8));
+    caller.set(PC, pc);
+    caller.set(STACK_POINTER, fp.wrapping_add(16));
+    Ok((caller, false))
+}
+
+/// The layout of a frame, from its code, and the CFA. For sleeping threads, whose frame pointer is
+/// unknown. The word at the place of the return address must be an address after a call.
+fn layout_by_code(
+    frame: RawFrame,
+    registers: &Registers,
+    memory: &Memory<'_>,
+    space: &AddressSpace<'_>,
+) -> Option<(FrameLayout, u64)> {
+    let layout = space.frame_layout(frame)?;
+    let cfa = registers.get(STACK_POINTER)?.wrapping_sub(layout.sp.cast_unsigned());
+    let pc = memory.read_number(cfa.wrapping_sub(8), 8)?;
+    let before = space.instructions(pc.wrapping_sub(epilogue::MAX_CALL_BYTES as u64), epilogue::MAX_CALL_BYTES)?;
+    (space.is_executable(pc) && epilogue::ends_with_call(&before)).then_some((layout, cfa))
+}
+
+/// Whether the thread has not run yet: it is after the system call that created it, which returns 0
+/// to the new thread. C libraries have no rules there, because the registers describe the frames of
+/// the thread that called clone.
+fn is_new_thread(frame: RawFrame, registers: &Registers, space: &AddressSpace<'_>) -> bool {
+    /// `syscall`, followed by the next instruction of glibc and musl: `test rax, rax` or `test eax,
+    /// eax`.
+    const AFTER_CLONE: [&[u8]; 2] = [&[0x0f, 0x05, 0x48, 0x85, 0xc0], &[0x0f, 0x05, 0x85, 0xc0]];
+    if !frame.exact || registers.get(registers::SYSCALL_RESULT) != Some(0) {
+        return false;
+    }
+    let Some(code) = space.instructions(frame.pc.wrapping_sub(2), 5) else { return false };
+    AFTER_CLONE.iter().any(|cloned| code.starts_with(cloned))
+}
+
+/// Evaluates a DWARF expression of a rule.
+fn evaluate(
+    expression: &UnwindExpression<usize>,
+    section: RuleSection,
+    initial: Option<u64>,
+    object: &MappedObject,
+    registers: &Registers,
+    memory: &Memory<'_>,
+    pc: u64,
+) -> Result<u64, End> {
+    let bad = End::BadRules(pc);
+    let encoding = gimli::Encoding { address_size: 8, format: gimli::Format::Dwarf32, version: 4 };
+    let expression = object.image.expression(expression, section).ok_or(bad)?;
+    let mut evaluation = expression.evaluation(encoding);
+    evaluation.set_max_iterations(10_000);
+    if let Some(initial) = initial {
+        evaluation.set_initial_value(initial);
+    }
+    let mut state = evaluation.evaluate().map_err(|_| bad)?;
+    loop {
+        state = match state {
+            EvaluationResult::Complete => break,
+            EvaluationResult::RequiresMemory { address, size, .. } => {
+                let value = memory.read_number(address, usize::from(size)).ok_or(End::Memory(address))?;
+                evaluation.resume_with_memory(Value::Generic(value)).map_err(|_| bad)?
+            }
+            EvaluationResult::RequiresRegister { register, .. } => {
+                let register = usize::from(register.0);
+                let value = registers.get(register).ok_or(End::Register(register))?;
+                evaluation.resume_with_register(Value::Generic(value)).map_err(|_| bad)?
+            }
+            EvaluationResult::RequiresRelocatedAddress(address) => {
+                evaluation.resume_with_relocated_address(address.wrapping_add(object.bias)).map_err(|_| bad)?
+            }
+            _ => return Err(bad),
+        };
+    }
+    match evaluation.as_result() {
+        [piece] => match piece.location {
+            Location::Address { address } => Ok(address),
+            Location::Value { value: Value::Generic(value) } => Ok(value),
+            _ => Err(bad),
+        },
+        _ => Err(bad),
+    }
+}

@@ -1,0 +1,267 @@
+//! Strings, integers and dictionaries of the interpreter, and attributes of objects.
+
+use crate::{
+    cpython::layout::Layout,
+    memory::snapshot::{ReadError, Snapshot},
+};
+
+/// Maximum number of characters of a string. Longer strings are cut.
+const MAX_CHARACTERS: u64 = 1 << 16;
+/// Maximum number of entries of a dictionary.
+const MAX_ENTRIES: u64 = 1 << 20;
+/// Type flag: attributes may be stored in the object itself.
+const INLINE_VALUES: u64 = 1 << 2;
+/// Type flag: the interpreter manages the dictionary of attributes.
+const MANAGED_DICT: u64 = 1 << 4;
+/// Offset of the pointer to a managed dictionary, before the object.
+const MANAGED_DICT_OFFSET: u64 = 3 * 8;
+/// Bits of one digit of an integer.
+const DIGIT_BITS: u32 = 30;
+
+/// Name of a string object in errors.
+const STRING: &str = "a string";
+
+/// The characters of a string: their address, their number, and the bytes of each.
+pub(super) struct Characters {
+    pub address: u64,
+    pub length: u64,
+    pub width: u64,
+}
+
+/// Finds the characters of a string.
+pub(super) fn characters(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<Characters, ReadError> {
+    let error = ReadError { what: STRING, address: string };
+    let length = memory.read_u64(STRING, string.wrapping_add(layout.unicode_length))?;
+    let state = memory.read_u32(STRING, string.wrapping_add(layout.unicode_state))?;
+    let bit = |bit: u64| state >> bit & 1 != 0;
+    let width = u64::from(state >> layout.unicode_kind_bit & 7);
+    // The kind is the width. 0 is a string in the legacy format whose characters are not computed
+    // yet.
+    if !matches!(width, 1 | 2 | 4) || length > i64::MAX.cast_unsigned() {
+        return Err(error);
+    }
+    let address = if !bit(layout.unicode_compact_bit) {
+        memory.read_u64(STRING, string.wrapping_add(layout.unicode_data_pointer))?
+    } else if bit(layout.unicode_ascii_bit) {
+        string.wrapping_add(layout.unicode_ascii_data)
+    } else {
+        string.wrapping_add(layout.unicode_compact_data)
+    };
+    Ok(Characters { address, length: length.min(MAX_CHARACTERS), width })
+}
+
+/// The text of a string. Python strings may contain surrogates, which become the replacement
+/// character.
+pub(super) fn string(memory: &mut Snapshot, layout: &Layout, string: u64) -> Result<String, ReadError> {
+    let Characters { address, length, width } = characters(memory, layout, string)?;
+    let bytes = memory.bytes(STRING, address, (length * width) as usize)?;
+    let character = |code: u32| char::from_u32(code).unwrap_or(char::REPLACEMENT_CHARACTER);
+    Ok(match width {
+        1 => bytes.iter().map(|byte| char::from(*byte)).collect(),
+        2 => bytes.chunks_exact(2).map(|unit| character(u16::from_le_bytes([unit[0], unit[1]]).into())).collect(),
+        _ => bytes
+            .chunks_exact(4)
+            .map(|unit| character(u32::from_le_bytes([unit[0], unit[1], unit[2], unit[3]])))
+            .collect(),
+    })
+}
+
+/// Whether a string equals this ASCII text.
+fn is_text(memory: &mut Snapshot, layout: &Layout, string: u64, text: &str) -> bool {
+    let Ok(found) = characters(memory, layout, string) else { return false };
+    let mut bytes = [0; 32];
+    let Some(bytes) = bytes.get_mut(..text.len()) else { return false };
+    found.width == 1
+        && found.length == text.len() as u64
+        && memory.copy(found.address, bytes)
+        && bytes == text.as_bytes()
+}
+
+/// A non-negative integer that fits into eight bytes.
+pub(super) fn read_integer(memory: &mut Snapshot, layout: &Layout, number: u64) -> Option<u64> {
+    const NUMBER: &str = "a number";
+    let tag = memory.read_u64(NUMBER, number.wrapping_add(layout.long_tag)).ok()?;
+    // Up to 3.11 the number of digits, negative for a negative integer. Later the lowest bits are
+    // the sign, 0 for positive.
+    let digits = if layout.minor >= 12 {
+        match tag & 3 {
+            0 => tag >> 3,
+            1 => 0,
+            _ => return None,
+        }
+    } else {
+        tag
+    };
+    if digits > 3 {
+        return None;
+    }
+    let mut value = 0u64;
+    for index in (0..digits).rev() {
+        let digit = memory.read_u32(NUMBER, number.wrapping_add(layout.long_digits + index * 4)).ok()?;
+        value = value.checked_mul(1 << DIGIT_BITS)?.checked_add(digit.into())?;
+    }
+    Some(value)
+}
+
+/// The entries of a dictionary.
+struct Entries {
+    first: u64,
+    count: u64,
+    /// Bytes of an entry, and the offsets of key and value in it.
+    size: u64,
+    key: u64,
+    value: u64,
+    /// Address of the values if they are not in the entries.
+    values: Option<u64>,
+}
+
+impl Entries {
+    fn of_keys(memory: &mut Snapshot, layout: &Layout, keys: u64, values: Option<u64>) -> Result<Self, ReadError> {
+        const KEYS: &str = "the keys of a dictionary";
+        let error = ReadError { what: KEYS, address: keys };
+        let count = memory.read_u64(KEYS, keys.wrapping_add(layout.keys_entries))?;
+        let at = keys.wrapping_add(layout.keys_size);
+        let (table, strings) = match layout.keys_kind {
+            Some(kind) => {
+                let table = 1u64.checked_shl(memory.read_u8(KEYS, at)?.into()).ok_or(error)?;
+                (table, memory.read_u8(KEYS, keys.wrapping_add(kind))? != 0)
+            }
+            None => {
+                let size = memory.read_u64(KEYS, at)?;
+                let index = match size {
+                    0..=0xff => 1,
+                    0x100..=0xffff => 2,
+                    0x1_0000..=0xffff_ffff => 4,
+                    _ => 8,
+                };
+                (size.checked_mul(index).ok_or(error)?, false)
+            }
+        };
+        if count > MAX_ENTRIES {
+            return Err(error);
+        }
+        let first = keys.wrapping_add(layout.keys_indices).wrapping_add(table);
+        // An entry starts with the hash of its key, unless all keys are strings, which have their
+        // own hash.
+        let (size, key) = if strings { (16, 0) } else { (24, 8) };
+        Ok(Entries { first, count, size, key, value: key + 8, values })
+    }
+
+    fn of_dict(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Self, ReadError> {
+        const DICT: &str = "a dictionary";
+        let keys = memory.read_u64(DICT, dict.wrapping_add(layout.dict_keys))?;
+        let values = memory.read_u64(DICT, dict.wrapping_add(layout.dict_values))?;
+        let values = (values != 0).then(|| values.wrapping_add(layout.values_data));
+        Self::of_keys(memory, layout, keys, values)
+    }
+
+    /// Key and value of an entry; `None` for a removed entry.
+    fn get(&self, memory: &mut Snapshot, index: u64) -> Option<(u64, u64)> {
+        const ENTRY: &str = "an entry of a dictionary";
+        let entry = self.first.wrapping_add(index * self.size);
+        let key = memory.read_u64(ENTRY, entry.wrapping_add(self.key)).ok()?;
+        let value = match self.values {
+            Some(values) => memory.read_u64(ENTRY, values.wrapping_add(index * 8)),
+            None => memory.read_u64(ENTRY, entry.wrapping_add(self.value)),
+        };
+        value.ok().filter(|value| key != 0 && *value != 0).map(|value| (key, value))
+    }
+}
+
+/// All pairs of a dictionary. It may change during the read.
+pub(super) fn pairs(memory: &mut Snapshot, layout: &Layout, dict: u64) -> Result<Vec<(u64, u64)>, ReadError> {
+    pairs_up_to(memory, layout, dict, MAX_ENTRIES)
+}
+
+/// All pairs of a dictionary, or none if it has more than `most` entries.
+pub(super) fn pairs_up_to(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    dict: u64,
+    most: u64,
+) -> Result<Vec<(u64, u64)>, ReadError> {
+    let entries = Entries::of_dict(memory, layout, dict)?;
+    if entries.count > most {
+        return Ok(Vec::new());
+    }
+    Ok((0..entries.count).filter_map(|index| entries.get(memory, index)).collect())
+}
+
+/// The value of a dictionary for a key that is ASCII text.
+pub(super) fn item(memory: &mut Snapshot, layout: &Layout, dict: u64, key: &str) -> Result<Option<u64>, ReadError> {
+    /// Number of keys whose memory is copied at once.
+    const BATCH_KEYS: usize = 64;
+    let pairs = pairs(memory, layout, dict)?;
+    for some in pairs.chunks(BATCH_KEYS) {
+        memory.fetch(some.iter().map(|(key, _)| (*key, layout.unicode_compact_data)));
+        if let Some((_, value)) = some.iter().find(|(found, _)| is_text(memory, layout, *found, key)) {
+            return Ok(Some(*value));
+        }
+    }
+    Ok(None)
+}
+
+/// The values of the first `most` attributes of an object, without those of its class.
+pub(super) fn attribute_values(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    object: u64,
+    most: u64,
+) -> Result<Vec<u64>, ReadError> {
+    let entries = attribute_entries(memory, layout, object)?;
+    Ok((0..entries.count.min(most)).filter_map(|index| Some(entries.get(memory, index)?.1)).collect())
+}
+
+/// The values of the attributes with these names of an object, without those of its class.
+pub(super) fn attributes<const N: usize>(
+    memory: &mut Snapshot,
+    layout: &Layout,
+    object: u64,
+    names: [&str; N],
+) -> Result<[Option<u64>; N], ReadError> {
+    let entries = attribute_entries(memory, layout, object)?;
+    let mut found = [None; N];
+    for index in 0..entries.count {
+        let Some((key, value)) = entries.get(memory, index) else { continue };
+        if let Some(position) = names.iter().position(|name| is_text(memory, layout, key, name)) {
+            found[position] = Some(value);
+        }
+    }
+    Ok(found)
+}
+
+fn attribute_entries(memory: &mut Snapshot, layout: &Layout, object: u64) -> Result<Entries, ReadError> {
+    const OBJECT: &str = "an object";
+    const TYPE: &str = "a type";
+    let class = memory.read_u64(OBJECT, object.wrapping_add(layout.object_type))?;
+    let flags = memory.read_u64(TYPE, class.wrapping_add(layout.type_flags))?;
+    let Some(cached_keys) = layout.type_cached_keys.filter(|_| flags & MANAGED_DICT != 0) else {
+        let offset = memory.read_u64(TYPE, class.wrapping_add(layout.type_dict_offset))?.cast_signed();
+        if offset <= 0 {
+            return Err(ReadError { what: "the attributes of an object", address: object });
+        }
+        let dict = memory.read_u64(OBJECT, object.wrapping_add_signed(offset))?;
+        return Entries::of_dict(memory, layout, dict);
+    };
+    let managed = memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET))?;
+    let values = match layout.minor {
+        // The values have a pointer of their own, before that of the dictionary.
+        ..=11 => memory.read_u64(OBJECT, object.wrapping_sub(MANAGED_DICT_OFFSET + 8))?,
+        // One pointer for both, odd if it points to the values.
+        12 => {
+            if managed & 1 == 1 {
+                managed.wrapping_add(1)
+            } else {
+                0
+            }
+        }
+        // After the object's header, unless a dictionary has taken over the values.
+        13.. if flags & INLINE_VALUES != 0 && managed == 0 => object.wrapping_add(layout.object_size),
+        13.. => 0,
+    };
+    if values == 0 {
+        return Entries::of_dict(memory, layout, managed);
+    }
+    let keys = memory.read_u64(TYPE, class.wrapping_add(cached_keys))?;
+    Entries::of_keys(memory, layout, keys, Some(values.wrapping_add(layout.values_data)))
+}

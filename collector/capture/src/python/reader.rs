@@ -1,0 +1,210 @@
+//! Reads the threads of an interpreter and their Python stacks.
+
+use std::{collections::HashMap, time::Instant};
+
+use xpu_timer_proto::server::PySpyStacktrace;
+
+use crate::{
+    kernel::procfs,
+    memory::snapshot::{ReadError, Snapshot},
+    native::{address_space::AddressSpace, frame::RawFrame},
+};
+
+use super::{
+    code::{self, CodeCache},
+    frames::{self, Chain},
+    gc,
+    locate::{self, InterpreterLocation},
+    names,
+    stack::Stack,
+    threads::{self, ThreadState},
+};
+
+/// The interpreter of one process.
+pub(crate) struct PythonReader {
+    /// A live thread of the process.
+    pub(super) live_tid: i32,
+    pub(super) location: InterpreterLocation,
+}
+
+/// The Python side of one kernel thread. It may run code of several interpreters, where one calls
+/// the other.
+pub(crate) struct PythonThread {
+    /// The kernel's id, as this process sees it; 0 if unknown.
+    pub tid: i32,
+    /// The GIL and the state of each interpreter that the thread runs, innermost interpreter first.
+    states: Vec<(u64, ThreadState)>,
+    name: String,
+    pub stack: Stack,
+    /// Whether the stack is known to have existed at one moment.
+    pub is_consistent: bool,
+}
+
+impl PythonReader {
+    /// Finds the interpreter. `None` if the process runs no Python.
+    pub fn find<'a>(
+        live_tid: i32,
+        space: &AddressSpace<'_>,
+        seen: impl Iterator<Item = &'a RawFrame>,
+    ) -> Result<Option<Self>, String> {
+        Ok(locate::find(live_tid, space, seen)?.map(|location| PythonReader { live_tid, location }))
+    }
+
+    /// The threads of all interpreters of the process. `map_tid` maps a thread id in the PID
+    /// namespace of the process to the id in ours.
+    pub fn threads(&self, map_tid: impl Fn(i32) -> Option<i32>) -> Result<Vec<PythonThread>, String> {
+        let layout = &self.location.layout;
+        let interpreters =
+            threads::interpreters(self.live_tid, layout, self.location.address).map_err(|error| error.to_string())?;
+        if interpreters.is_empty() {
+            return Err("its interpreter has not been started yet, or has ended".into());
+        }
+        let mut found: Vec<PythonThread> = Vec::new();
+        let mut thread_indices = HashMap::new();
+        for interpreter in &interpreters {
+            let mut names = names::names(self.live_tid, layout, interpreter);
+            for thread in &interpreter.threads {
+                let name = names.remove(&thread.pthread).unwrap_or_default();
+                let state = (interpreter.gil, *thread);
+                if let Some(known) = thread_indices.get(&thread.pthread) {
+                    let known: &mut PythonThread = &mut found[*known];
+                    known.states.push(state);
+                    // The interpreter that the thread was started in has the best name.
+                    if !name.is_empty() {
+                        known.name = name;
+                    }
+                    continue;
+                }
+                thread_indices.insert(thread.pthread, found.len());
+                found.push(PythonThread {
+                    tid: map_tid(thread.tid).unwrap_or(0),
+                    states: vec![state],
+                    name,
+                    stack: Stack::default(),
+                    is_consistent: false,
+                });
+            }
+        }
+        Ok(found)
+    }
+
+    /// Whether the interpreter is shutting down. Threads that wait for the GIL then never get it.
+    pub fn is_finalizing(&self) -> bool {
+        let at = self.location.address.wrapping_add(self.location.layout.runtime_finalizing);
+        Snapshot::new(self.live_tid).read_u64("_PyRuntime", at).is_ok_and(|thread| thread != 0)
+    }
+
+    /// Reads the current stacks of all threads.
+    pub fn read(&self, threads: &mut [PythonThread]) {
+        let layout = &self.location.layout;
+        let mut memory = Snapshot::new(self.live_tid);
+        frames::fetch(&mut memory, layout, threads.iter().flat_map(PythonThread::states));
+        let chains: Vec<Vec<Chain>> = threads.iter().map(|thread| self.chains(&mut memory, thread)).collect();
+        let all: Vec<frames::InterpreterFrame> =
+            chains.iter().flatten().flat_map(|chain| &chain.frames).copied().collect();
+        code::fetch(&mut memory, layout, &all);
+        let mut codes = CodeCache::default();
+        for (thread, chains) in threads.iter_mut().zip(chains) {
+            thread.stack = self.build_stack(&mut memory, &mut codes, thread, &chains);
+        }
+    }
+
+    pub(super) fn chains(&self, memory: &mut Snapshot, thread: &PythonThread) -> Vec<Chain> {
+        thread.states().map(|state| frames::chain(memory, &self.location.layout, state)).collect()
+    }
+
+    pub(super) fn build_stack(
+        &self,
+        memory: &mut Snapshot,
+        codes: &mut CodeCache,
+        thread: &PythonThread,
+        chains: &[Chain],
+    ) -> Stack {
+        let layout = &self.location.layout;
+        let mut stack = Stack::default();
+        let mut problem: Option<ReadError> = None;
+        for chain in chains {
+            let first = stack.frames.len();
+            // From the root to the leaf, so that the mark of an entry moves from a hidden frame to
+            // the frame that it called.
+            let mut entry = false;
+            for frame in chain.frames.iter().rev() {
+                entry |= frame.entry;
+                match codes.get(memory, layout, frame.code) {
+                    Ok(code) => {
+                        let Some(shown) = code.frame(layout, frame.code, frame.instruction) else { continue };
+                        stack.frames.push(shown);
+                        stack.raw_frames.push(*frame);
+                        stack.entries.push(std::mem::take(&mut entry));
+                    }
+                    Err(error) => problem = problem.or(Some(error)),
+                }
+            }
+            stack.frames[first..].reverse();
+            stack.raw_frames[first..].reverse();
+            stack.entries[first..].reverse();
+            problem = problem.or(chain.problem);
+        }
+        let now = Instant::now();
+        for (gil, state) in &thread.states {
+            // Also read for threads that do not hold the GIL, so that a copy has the memory of
+            // every possible holder.
+            let collects = gc::collects(memory, layout, self.location.address, state);
+            if stack.held_gil.is_none() && threads::holds(memory, layout, *gil, state) {
+                (stack.held_gil, stack.collects) = (Some((*gil, now)), collects);
+            }
+        }
+        stack.problem = problem.map(|error| error.to_string());
+        stack
+    }
+}
+
+/// The threads of a process by their ids in its PID namespace.
+pub(crate) fn tids_by_namespaced_tid(pid: i32) -> HashMap<i32, i32> {
+    let tids = procfs::threads(pid).unwrap_or_default();
+    tids.into_iter().filter_map(|tid| Some((procfs::status(pid, tid).ok()?.namespaced_tid, tid))).collect()
+}
+
+impl PythonThread {
+    pub(super) fn states(&self) -> impl Iterator<Item = &ThreadState> + Clone {
+        self.states.iter().map(|(_, state)| state)
+    }
+
+    /// Why the stack may be wrong or incomplete.
+    pub fn incomplete_reason(&self) -> Option<String> {
+        const MOVED: &str = "the inner frames changed while they were read; only the outer ones are shown";
+        let is_cut = || self.stack.is_cut.then(|| MOVED.into());
+        let ran = || (!self.is_consistent).then(|| "read while the thread ran, so it may be wrong".into());
+        self.stack.problem.clone().or_else(is_cut).or_else(ran)
+    }
+
+    /// The message for the thread, and for each of its frames whether C code entered the
+    /// interpreter with it.
+    pub fn finish(self, pid: i32, active: bool) -> (PySpyStacktrace, Vec<bool>) {
+        let trace = PySpyStacktrace {
+            incomplete: self.incomplete_reason().unwrap_or_default(),
+            pid: pid as u32,
+            thread_id: self.states.first().map_or(0, |(_, state)| state.pthread),
+            thread_name: self.name,
+            os_thread_id: u32::try_from(self.tid).unwrap_or(0),
+            active,
+            owns_gil: self.stack.held_gil.is_some(),
+            collects_garbage: self.stack.held_gil.is_some() && self.stack.collects,
+            frames: self.stack.frames,
+        };
+        (trace, self.stack.entries)
+    }
+}
+
+/// Keeps only the last holder of each GIL. The GIL may have moved from one thread to another during
+/// the capture.
+pub(crate) fn keep_last_holder(threads: &mut [PythonThread]) {
+    let mut last: HashMap<u64, Instant> = HashMap::new();
+    for (gil, at) in threads.iter().filter_map(|thread| thread.stack.held_gil) {
+        let latest = last.entry(gil).or_insert(at);
+        *latest = at.max(*latest);
+    }
+    for thread in threads {
+        thread.stack.held_gil = thread.stack.held_gil.filter(|(gil, at)| last.get(gil) == Some(at));
+    }
+}
