@@ -2,6 +2,7 @@
 //! folders, child processes that are killed on drop, and waits with a deadline.
 #![deny(unsafe_code)]
 
+mod archive;
 mod artifacts;
 mod commands;
 mod distribution;
@@ -16,6 +17,7 @@ mod set_up;
 mod tools;
 mod torch;
 
+pub use archive::{read_archive, write_archive};
 pub use artifacts::{Artifacts, INSTALLED, PACKAGES, artifacts};
 pub use distribution::{copy_stripped, write_wheel};
 pub use fake_collector::{Ears, FakeCollector, RECONNECT};

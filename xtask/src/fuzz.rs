@@ -3,11 +3,13 @@
 //! The coverage counters are LLVM's own, which `rustc` passes on. libFuzzer comes from crates.io as
 //! source.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::{env, fs};
 
 use anyhow::{Context, Result, ensure};
+use xpu_timer_tests::{read_archive, write_archive};
 
 use crate::shell::{self, cargo, need};
 
@@ -121,7 +123,7 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
     let count = |folder: &Path| fs::read_dir(folder).map_or(0, Iterator::count);
     let before = count(&corpus);
     // New inputs go to the first folder; the others are read.
-    command.arg(&corpus).arg(kept(name));
+    command.arg(&corpus).arg(unpacked(name)?);
     if ["decode", "folder"].contains(&name) {
         command.arg(xpu_timer_tests::tree().join("tests/fixtures/rank6/in"));
     }
@@ -133,7 +135,7 @@ fn fuzz(built: &Path, name: &str, seconds: u32) -> Result<()> {
 /// Rebuilds the kept corpus: the fewest small inputs that cover the same code as the corpus and the
 /// last runs. The fixtures contain inputs of the size of a real dump.
 fn keep(built: &Path, name: &str) -> Result<()> {
-    let (work, kept) = (work(name)?, kept(name));
+    let work = work(name)?;
     let chosen = work.join("chosen");
     empty(&chosen)?;
     let mut command = program(built, name, &work);
@@ -142,13 +144,25 @@ fn keep(built: &Path, name: &str) -> Result<()> {
     command
         .args(["-merge=1", "-set_cover_merge=1", "-use_counters=0", "-verbosity=0"])
         .arg(format!("-max_len={longest}"));
-    shell::run(command.arg(&chosen).arg(&kept).arg(work.join("corpus")))?;
-    empty(&kept)?;
+    shell::run(command.arg(&chosen).arg(unpacked(name)?).arg(work.join("corpus")))?;
+    let mut files = BTreeMap::new();
     for entry in fs::read_dir(&chosen).context("target/fuzz")? {
         let entry = entry.context("target/fuzz")?;
-        fs::copy(entry.path(), kept.join(entry.file_name())).with_context(|| kept.display().to_string())?;
+        let bytes = fs::read(entry.path()).with_context(|| entry.path().display().to_string())?;
+        files.insert(entry.file_name().to_string_lossy().into_owned(), bytes);
     }
-    Ok(())
+    write_archive(&kept(name), &files)
+}
+
+/// Unpacks the kept corpus of a target.
+fn unpacked(name: &str) -> Result<PathBuf> {
+    let folder = work(name)?.join("kept");
+    empty(&folder)?;
+    for (file, bytes) in read_archive(&kept(name))? {
+        let path = folder.join(file);
+        fs::write(&path, bytes).with_context(|| path.display().to_string())?;
+    }
+    Ok(folder)
 }
 
 fn program(built: &Path, name: &str, work: &Path) -> Command {
@@ -166,7 +180,7 @@ fn empty(folder: &Path) -> Result<()> {
 }
 
 fn kept(name: &str) -> PathBuf {
-    xpu_timer_tests::tree().join("tests/fuzz/corpus").join(name)
+    xpu_timer_tests::tree().join("tests/fuzz/corpus").join(format!("{name}.zip"))
 }
 
 fn work(name: &str) -> Result<PathBuf> {

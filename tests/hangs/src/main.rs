@@ -14,6 +14,8 @@ use std::{io::Write, path::PathBuf, process::ExitCode};
 use clap::Parser;
 use xpu_timer_analysis::judge;
 
+use crate::scenario::Scenario;
+
 /// Every way in which a job can hang, as real processes on the simulated device
 #[derive(Parser)]
 #[command(name = "xpu_timer_hangs")]
@@ -84,9 +86,12 @@ fn work(command: Command) -> anyhow::Result<bool> {
             Ok(score::report(&results, &output))
         }
         Command::Record { filter, output } => {
-            for scenario in corpus::matching(filter.as_deref())?.iter().filter(|scenario| scenario.hangs()) {
-                record::write(scenario, &folder::incident(&output, scenario))?;
-            }
+            let hangs = corpus::matching(filter.as_deref())?.into_iter().filter(Scenario::hangs);
+            let incident = |scenario: Scenario| {
+                let folder = folder::incident(&output, &scenario);
+                (scenario, folder)
+            };
+            record::write(&hangs.map(incident).collect::<Vec<_>>())?;
             Ok(true)
         }
         Command::Judge { folder, json } => {

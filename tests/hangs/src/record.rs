@@ -1,49 +1,46 @@
 //! The evidence of every scenario as a small file, so that the judge can be tested without
 //! processes.
 //!
-//! A file contains the condensed evidence, compressed: host facts in place of stacks, and the
-//! newest operations of each flight record.
+//! A file contains the condensed evidence: host facts in place of stacks, and the newest operations
+//! of each flight record. All files are in one archive.
 
-use std::{
-    fs::{self, File},
-    io::Write,
-    path::{Path, PathBuf},
-};
+use std::{collections::BTreeMap, path::PathBuf};
 
-use anyhow::{Context, Result};
-use flate2::{Compression, write::GzEncoder};
+use anyhow::Result;
 use xpu_timer_analysis::condense;
 use xpu_timer_proto::Message;
-use xpu_timer_tests::tree;
+use xpu_timer_tests::{read_archive, tree, write_archive};
 
 use crate::{folder, scenario::Scenario};
 
 /// Number of completed operations of each rank that are kept.
 const OPERATIONS: usize = 96;
 
-/// The file with the recorded evidence of a scenario.
-pub fn path(scenario: &Scenario) -> PathBuf {
-    tree().join("tests/hangs/recorded").join(format!("{}.pb.gz", scenario.name))
+/// The archive with the recorded evidence of all scenarios, one file each.
+fn archive() -> PathBuf {
+    tree().join("tests/hangs/recorded.zip")
 }
 
-/// Records the evidence of an incident folder for a scenario.
-pub fn write(scenario: &Scenario, incident: &Path) -> Result<()> {
-    let mut evidence = folder::evidence(incident)?;
-    evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
-    let path = path(scenario);
-    fs::create_dir_all(path.parent().context("a folder")?)?;
-    let mut file =
-        GzEncoder::new(File::create(&path).with_context(|| path.display().to_string())?, Compression::best());
-    file.write_all(&evidence.encode_to_vec()).with_context(|| path.display().to_string())?;
-    file.finish().with_context(|| path.display().to_string())?;
-    Ok(())
+/// The name of a scenario's file in the archive.
+fn name(scenario: &Scenario) -> String {
+    format!("{}.pb", scenario.name)
+}
+
+/// Records the evidence of incident folders for their scenarios. Other scenarios keep theirs.
+pub fn write(incidents: &[(Scenario, PathBuf)]) -> Result<()> {
+    let mut files = if archive().exists() { read_archive(&archive())? } else { BTreeMap::new() };
+    for (scenario, incident) in incidents {
+        let mut evidence = folder::evidence(incident)?;
+        evidence.ranks = evidence.ranks.iter().map(|rank| condense(rank, OPERATIONS)).collect();
+        files.insert(name(scenario), evidence.encode_to_vec());
+    }
+    write_archive(&archive(), &files)
 }
 
 #[cfg(test)]
 mod tests {
-    use std::{collections::BTreeSet, io::Read};
+    use std::collections::BTreeSet;
 
-    use flate2::read::GzDecoder;
     use xpu_timer_analysis::{Cause, HangEvidence, judge};
     use xpu_timer_proto::v1::Evidence;
 
@@ -56,23 +53,19 @@ mod tests {
     /// Number of variants of each recorded job.
     const VARIANTS: u64 = 24;
 
-    /// The recorded evidence of a scenario.
-    fn read(scenario: &Scenario) -> Result<Evidence> {
-        let path = path(scenario);
-        let mut bytes = Vec::new();
-        let file = File::open(&path).with_context(|| path.display().to_string())?;
-        GzDecoder::new(file).read_to_end(&mut bytes).with_context(|| path.display().to_string())?;
-        Evidence::decode(&bytes[..]).with_context(|| path.display().to_string())
-    }
-
     fn recorded() -> Vec<(Scenario, Evidence)> {
         let hangs = corpus::matching(None).expect("scenarios").into_iter();
         let hangs: Vec<Scenario> = hangs.filter(|scenario| matches!(scenario.truth, Truth::Hang { .. })).collect();
         assert!(hangs.len() >= 60, "the corpus has at least 60 hangs");
+        let files = read_archive(&archive()).expect("the recorded evidence");
+        let evidence = |scenario: &Scenario| {
+            let bytes = files.get(&name(scenario)).expect("every hang of the corpus has recorded evidence");
+            Evidence::decode(&bytes[..]).expect("recorded evidence")
+        };
         hangs
             .into_iter()
             .map(|scenario| {
-                let evidence = read(&scenario).expect("every hang of the corpus has recorded evidence");
+                let evidence = evidence(&scenario);
                 (scenario, evidence)
             })
             .collect()
