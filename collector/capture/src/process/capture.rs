@@ -262,8 +262,8 @@ impl Capture<'_> {
         }
     }
 
-    /// Stops these threads, one after the other, and takes their stacks, including the Python stack
-    /// where that is not known to be correct.
+    /// Stops these threads and takes their stacks: those that need only their native stacks all at
+    /// once, the others one after the other with their Python stacks.
     fn stop(
         &mut self,
         threads: &mut Vec<Thread>,
@@ -274,17 +274,12 @@ impl Capture<'_> {
     ) {
         let mut python_of: HashMap<i32, &mut PythonThread> =
             python_threads.iter_mut().map(|thread| (thread.tid, thread)).collect();
-        let mut gone = Vec::new();
         let indices: HashMap<i32, usize> =
             threads.iter().enumerate().map(|(index, thread)| (thread.tid, index)).collect();
-        let mut stopped_together = HashSet::new();
-        if self.options.force_ptrace {
-            // Threads that need only their native stacks.
-            let needs_only_native = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.is_consistent);
-            stopped_together = stops.iter().copied().filter(needs_only_native).collect();
-            let threads = threads.iter_mut().filter(|thread| stopped_together.contains(&thread.tid)).collect();
-            gone = stop_all(self.pid, threads, space, &mut self.context, self.deadline);
-        }
+        let needs_only_native = |tid: &i32| python_of.get(tid).is_none_or(|thread| thread.is_consistent);
+        let stopped_together: HashSet<i32> = stops.iter().copied().filter(needs_only_native).collect();
+        let native_only = threads.iter_mut().filter(|thread| stopped_together.contains(&thread.tid)).collect();
+        let mut gone = stop_all(self.pid, native_only, space, &mut self.context, self.deadline);
         for tid in stops.iter().filter(|tid| !stopped_together.contains(tid)) {
             let Some(index) = indices.get(tid) else { continue };
             let native = &mut threads[*index];
@@ -323,22 +318,6 @@ impl Capture<'_> {
         python: &PythonReader,
         thread: &mut PythonThread,
     ) -> Result<(), Error> {
-        if thread.is_consistent {
-            // If the thread was switched away from only for the stop, it still is where its Python
-            // stack was read.
-            let mut switches = native.status.switches;
-            let (pid, tid, limit) = (self.pid, native.tid, switches + 1);
-            let exact = !self.options.force_ptrace;
-            let mut action = || {
-                if exact {
-                    switches = procfs::status(pid, tid).map_or(u64::MAX, |status| status.switches);
-                }
-            };
-            self.stop_one(native, space, &mut action)?;
-            if switches <= limit {
-                return Ok(());
-            }
-        }
         let mut missed = Vec::new();
         for _ in 0..ATTEMPTS {
             let mut copy = StoppedCopy::prepare(python, thread, &missed);

@@ -45,8 +45,8 @@ const BUSY_CPU_TIME: Duration = Duration::from_millis(5);
 /// After this number of polls without a sample, a thread seems to stay in a system call, and is
 /// sampled inside system calls too.
 const USER_POLLS: usize = 2;
-/// Minimum number of polls before [`BUSY_CPU_TIME`] counts, because this process itself may have had no CPU
-/// for that long.
+/// Minimum number of polls before [`BUSY_CPU_TIME`] counts, because this process itself may have
+/// had no CPU for that long.
 const BUSY_POLLS: usize = 5;
 /// How often to sample a thread until its Python stack agrees with its native stack.
 const ATTEMPTS: usize = 4;
