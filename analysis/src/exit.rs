@@ -34,14 +34,14 @@ impl<'a> Exit<'a> {
     /// The process was asked to end: by a signal that asks for it, or with the code by which a
     /// shell reports such a signal.
     #[must_use]
-    pub fn was_told(self) -> bool {
+    pub fn was_requested(self) -> bool {
         matches!(self, Exit::Code(143) | Exit::Signal("SIGTERM" | "SIGINT" | "SIGHUP"))
     }
 
     /// The process exited with an error of its own.
     #[must_use]
     pub fn failed(self) -> bool {
-        matches!(self, Exit::Code(_)) && !self.succeeded() && !self.was_told()
+        matches!(self, Exit::Code(_)) && !self.succeeded() && !self.was_requested()
     }
 }
 
@@ -64,7 +64,7 @@ mod tests {
     fn success_request_and_error_are_distinguished() {
         let said = |text: &str| {
             let exit = Exit::of(text);
-            (exit.succeeded(), exit.was_told(), exit.failed())
+            (exit.succeeded(), exit.was_requested(), exit.failed())
         };
         assert_eq!(said("exit code 0"), (true, false, false));
         assert_eq!(said("exit code 143"), (false, true, false));

@@ -278,7 +278,7 @@ fn standings(members: &[(u32, &Series)]) -> Vec<Standing> {
 /// Merges blocks to one level, so that they can be compared: index, time inside and span of each
 /// complete block.
 fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
-    let mut whole: Vec<(u32, f64, f64)> = Vec::new();
+    let mut merged: Vec<(u32, f64, f64)> = Vec::new();
     // The block that is being merged: its index, its size so far in blocks of level 0, its time
     // inside and its span.
     let mut open: Option<(u32, u64, f64, f64)> = None;
@@ -294,11 +294,11 @@ fn merge_blocks(blocks: &[PaceBlock], level: u32) -> Vec<(u32, f64, f64)> {
         if let Some((index, part, inside, span)) = open
             && part == 1 << level
         {
-            whole.push((index, inside, span));
+            merged.push((index, inside, span));
             open = None;
         }
     }
-    whole
+    merged
 }
 
 /// The median of sorted values without one of them, `own`.
@@ -314,8 +314,8 @@ fn totals(blocks: &[PaceBlock]) -> (f64, f64) {
     (sum(|block| block.inside_us), sum(|block| block.span_us))
 }
 
-fn share(part: f64, whole: f64) -> f64 {
-    if whole > 0.0 { part / whole } else { 0.0 }
+fn share(part: f64, total: f64) -> f64 {
+    if total > 0.0 { part / total } else { 0.0 }
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
-//! The verdict: what is written to `verdict.json`, and the types that its schema is generated from.
+//! The verdict: the content of `verdict.json`, and the types that its schema is generated from.
 //!
-//! Every field is explained for people in `docs/verdict.md`. The judge fills everything but [`Timing`], which the
-//! collector owns, because this crate reads no clock.
+//! `docs/verdict.md` explains every field. The judge fills everything except [`Timing`], which the
+//! collector owns, because this crate reads no clock. The doc comments of the types are the
+//! descriptions in the schema.
 
 use std::fmt;
 

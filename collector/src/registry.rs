@@ -225,8 +225,8 @@ impl Rank {
     pub fn ended_in_order(&self) -> bool {
         let exit = Exit::of(self.exit.as_deref().unwrap_or_default());
         match self.presence {
-            Presence::Left => exit == Exit::Unknown || exit.succeeded() || exit.was_told(),
-            Presence::Dead => exit.was_told(),
+            Presence::Left => exit == Exit::Unknown || exit.succeeded() || exit.was_requested(),
+            Presence::Dead => exit.was_requested(),
             Presence::Present | Presence::Detached => false,
         }
     }

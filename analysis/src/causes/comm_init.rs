@@ -44,27 +44,7 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
         return Some(found);
     }
     if let Suspect::Complete(event @ (Event::Init { .. } | Event::Split { .. })) = suspect {
-        let inside = case.world.ranks(case.graph.waiters_of(*event).iter().copied());
-        let unnamed = match *event {
-            Event::Init { comm } | Event::Split { comm } => case.comms[comm].unnamed,
-            _ => 0,
-        };
-        let rest = if unnamed > 0 {
-            format!("; {unnamed} of its members are not known")
-        } else {
-            " and it does not end: look at the network between them".to_owned()
-        };
-        let what = case.describe(*event);
-        return Some(Finding {
-            culprits: Vec::new(),
-            statement: Statement::Sentence(format!(
-                "{} {} in {what}{rest}.",
-                capital(&ranks(&inside)),
-                if inside.len() == 1 { "is" } else { "are" }
-            )),
-            confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
-            evidence: vec![line(format!("{} in {what}", ranks(&inside)), inside)],
-        });
+        return Some(all_inside(case, *event));
     }
     if let Suspect::Cycle(events) = suspect {
         return cycle::explain(case, events);
@@ -126,6 +106,31 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     let mut evidence: Vec<_> = event.map(inside).into_iter().collect();
     evidence.extend(case.position_lines(rank_index));
     Some(Finding { culprits: vec![rank_index], statement, confidence, evidence })
+}
+
+/// All known members are inside the creation or the split.
+fn all_inside(case: &Case<'_>, event: Event) -> Finding {
+    let inside = case.world.ranks(case.graph.waiters_of(event).iter().copied());
+    let unnamed = match event {
+        Event::Init { comm } | Event::Split { comm } => case.comms[comm].unnamed,
+        _ => 0,
+    };
+    let rest = if unnamed > 0 {
+        format!("; {unnamed} of its members are not known")
+    } else {
+        " and it does not end: look at the network between them".to_owned()
+    };
+    let what = case.describe(event);
+    Finding {
+        culprits: Vec::new(),
+        statement: Statement::Sentence(format!(
+            "{} {} in {what}{rest}.",
+            capital(&ranks(&inside)),
+            if inside.len() == 1 { "is" } else { "are" }
+        )),
+        confidence: if unnamed > 0 { Confidence::Low } else { Confidence::Medium },
+        evidence: vec![line(format!("{} in {what}", ranks(&inside)), inside)],
+    }
 }
 
 /// Few ranks wait in a collective for the others. By their stacks, the others are all in the

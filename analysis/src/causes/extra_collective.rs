@@ -35,8 +35,8 @@ fn explain(case: &Case<'_>, suspect: &Suspect) -> Option<Finding> {
     // Both lists are ascending.
     let outside = |rank_index: &usize| inside.binary_search(rank_index).is_err();
     let others: Vec<usize> = members.iter().map(|member| member.rank_index).filter(outside).collect();
-    let whole = members.len() == case.comms[comm].size as usize;
-    if !whole || !others.iter().all(|rank_index| ended(case, *rank_index)) {
+    let all_known = members.len() == case.comms[comm].size as usize;
+    if !all_known || !others.iter().all(|rank_index| ended(case, *rank_index)) {
         return None;
     }
     let what = case.describe(event);

@@ -239,8 +239,12 @@ pub(crate) fn alone_in(case: &Case<'_>, event: Event, outside: &[usize]) -> Opti
     let inside = case.graph.waiters_of(event);
     let place = case.place(*outside.first()?);
     let together = |rank_index: &usize| case.view(*rank_index).host.frozen() && case.place(*rank_index) == place;
-    let whole = inside.len() + outside.len() == case.comms[comm].size as usize;
-    if outside.len() <= inside.len() || inside.is_empty() || !whole || place.is_empty() || !outside.iter().all(together)
+    let all_known = inside.len() + outside.len() == case.comms[comm].size as usize;
+    if outside.len() <= inside.len()
+        || inside.is_empty()
+        || !all_known
+        || place.is_empty()
+        || !outside.iter().all(together)
     {
         return None;
     }

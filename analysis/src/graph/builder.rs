@@ -13,8 +13,11 @@ use crate::{
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Node {
+    /// The host of the rank with this index.
     Host(usize),
+    /// The device of the rank with this index.
     Device(usize),
+    /// The event with this index.
     Event(usize),
 }
 

@@ -1,7 +1,7 @@
 //! Weighs the findings of the rules against each other.
 //!
-//! Two ordered tables: [`ARBITRATIONS`] drops findings that others overrule, and [`LIMITS`] lowers the
-//! confidence of what remains.
+//! Two ordered tables: [`ARBITRATIONS`] drops findings that others overrule, and [`LIMITS`] lowers
+//! the confidence of what remains.
 
 use std::collections::BTreeSet;
 

@@ -1,4 +1,5 @@
-//! The conclusion of the judge before it becomes a verdict, and the questions that several steps ask.
+//! The conclusion of the judge before it becomes a verdict, and the facts that several steps of the
+//! judge need.
 
 use std::collections::BTreeSet;
 

@@ -10,8 +10,8 @@ use crate::{
 /// Number of suspects that the sentence spells out. The others are counted.
 const MAX_SPELLED: usize = 3;
 
-/// The sentence of a verdict. `primary` is the index of the first finding's rule, `main` the suspect
-/// with the most waiters among its findings.
+/// The sentence of a verdict. `primary` is the index of the first finding's rule, `main` the
+/// suspect with the most waiters among its findings.
 pub(super) fn sentence(
     case: &Case<'_>,
     findings: &[Ruling<'_>],

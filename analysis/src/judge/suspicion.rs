@@ -1,5 +1,5 @@
-//! The suspects of a job in which no rank is known to wait in a collective: a rank that stands still
-//! by itself, or that differs from ranks whose stacks show that they wait.
+//! The suspects of a job in which no rank is known to wait in a collective: a rank that stands
+//! still by itself, or that differs from ranks whose stacks show that they wait.
 //!
 //! An ordered table of rules: the first rule that applies names the suspects.
 
