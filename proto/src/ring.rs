@@ -6,7 +6,7 @@
 //! after reading the rest drops the entry. Words that are filled in later (returned, started, completed, status) only ever
 //! go from 0 to their value.
 //!
-//! This module must not know how the words got there: the writer is `hook/src/recorder.rs`.
+//! This module must not know how the words got there: the writer is `hook/src/runtime/recorder/`.
 
 pub mod lane;
 

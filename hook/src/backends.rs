@@ -1,0 +1,12 @@
+//! The libraries whose calls are recorded: tables of hooked functions, and what a call of each means.
+
+#[allow(unsafe_code)]
+pub(crate) mod blas;
+pub(crate) mod bracket;
+pub(crate) mod cuda;
+#[allow(unsafe_code)]
+pub(crate) mod gloo;
+pub(crate) mod host_call;
+pub(crate) mod mpi;
+pub(crate) mod nccl;
+pub(crate) mod request_table;

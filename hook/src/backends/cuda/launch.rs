@@ -1,0 +1,114 @@
+//! Kernel and graph launches, counted exactly once whatever layers see them.
+//!
+//! The driver layer counts, because every launch passes it and it knows the kernel. The runtime layer counts what the driver
+//! layer did not see. A launch inside a collective is that collective, and only its stream is noted.
+
+use std::{ffi::c_int, sync::atomic::Ordering};
+
+use xpu_timer_proto::{
+    ring::header,
+    v1::{Op, OpKind},
+};
+
+use crate::{
+    backends::{
+        bracket::{self, Open},
+        cuda::graphs,
+    },
+    interpose::hooked::After,
+    runtime::{
+        lifecycle::config::Bracket,
+        os::{
+            clock,
+            thread_state::{self, IN_BLAS, IN_COLLECTIVES, ThreadState},
+        },
+        recorder::{Begin, Recorder},
+    },
+};
+
+/// What is launched.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum What {
+    /// A kernel, by its handle.
+    Kernel(usize),
+    /// An instantiated graph.
+    Graph(usize),
+}
+
+/// A launch on the driver layer. One function for all wrappers, with everything else inlined into it: of a wrapper's size there
+/// are dozens.
+#[inline(never)]
+pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<Open> {
+    let thread = thread_state::current();
+    thread.seen_by_driver.set(true);
+    if inside & IN_COLLECTIVES != 0 {
+        recorder.on_stream(thread, stream, kernel(what), clock::coarse_now_ns());
+        bracket::runs(recorder, stream, kernel(what));
+        return None;
+    }
+    count(recorder, thread, inside, what, stream)
+}
+
+/// A launch on the runtime layer.
+#[inline]
+pub fn by_runtime(what: What, stream: usize) -> ByRuntime {
+    thread_state::with(|thread| thread.seen_by_driver.set(false));
+    ByRuntime { what, stream }
+}
+
+/// A runtime launch whose driver launch may or may not be seen.
+pub struct ByRuntime {
+    what: What,
+    stream: usize,
+}
+
+impl After for ByRuntime {
+    #[inline]
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if result == 0 && !thread_state::with(|thread| thread.seen_by_driver.get()) {
+            // The host stub is not a function of the driver: it has no name to ask for, so its handle is not kept.
+            let now = clock::coarse_now_ns();
+            let thread = thread_state::current();
+            let counter = if matches!(self.what, What::Kernel(_)) { header::KERNELS } else { header::GRAPHS };
+            recorder.launched(thread, counter, now);
+            recorder.on_stream(thread, self.stream, 0, now);
+        }
+    }
+}
+
+fn kernel(what: What) -> u64 {
+    match what {
+        What::Kernel(function) => function as u64,
+        What::Graph(_) => 0,
+    }
+}
+
+#[inline(always)]
+fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: What, stream: usize) -> Option<Open> {
+    let now = clock::coarse_now_ns();
+    recorder.on_stream(thread, stream, kernel(what), now);
+    let mode = recorder.bracket.load(Ordering::Relaxed);
+    match what {
+        What::Kernel(function) => {
+            recorder.launched(thread, header::KERNELS, now);
+            // The kernels of a matrix product are timed as one operation, the product.
+            if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
+                return None;
+            }
+            bracketed(recorder, stream, Begin { function: function as u64, ..Begin::new(OpKind::Kernel, Op::Kernel) })
+        }
+        What::Graph(exec) => {
+            recorder.launched(thread, header::GRAPHS, now);
+            graphs::launch(recorder, exec, stream)
+        }
+    }
+}
+
+/// A captured launch is not one: it has no slot, and the graph that it becomes part of has.
+#[inline(never)]
+fn bracketed(recorder: &'static Recorder, stream: usize, what: Begin) -> Option<Open> {
+    if bracket::is_captured(stream) {
+        return None;
+    }
+    bracket::open(recorder, &Begin { stream, ..what })
+}

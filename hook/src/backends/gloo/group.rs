@@ -1,0 +1,150 @@
+//! Process groups of gloo: their creation, which blocks until all members have met in the store, and an identity for each.
+//!
+//! The identity is the key under which the group's members find each other in the store, without the part that names the member:
+//! torch puts the group's name, or its number, in front of it. It is equal on all members and differs between groups.
+
+use std::{
+    cell::Cell,
+    ffi::{CStr, c_char, c_int},
+};
+
+use xpu_timer_proto::v1::{CommunicatorState, Op, OpKind, OpStatus};
+
+use crate::{
+    interpose::hooked::After,
+    runtime::{
+        abi::Word,
+        os::clock,
+        recorder::{
+            self, Begin, Recorder,
+            communicator_id::{hash, local_id},
+            communicators::NewComm,
+            host_operations::{be_patient, close, named, open},
+        },
+    },
+};
+
+/// The group that a thread is creating.
+#[derive(Clone, Copy)]
+struct InWork {
+    rank: i32,
+    size: u32,
+    /// Its entry and its operation, once its identity is known.
+    comm: Option<usize>,
+    slot: Option<usize>,
+}
+
+thread_local! {
+    static IN_WORK: Cell<Option<InWork>> = const { Cell::new(None) };
+}
+
+/// The index of a group's entry and its identity. One that was created unseen has an identity of its own process only.
+pub fn known(recorder: &'static Recorder, group: Word) -> Option<(usize, u64)> {
+    let index = recorder.comms.find(group).or_else(|| adopt(recorder, group, -1, 0))?;
+    Some((index, recorder.comm_id(index)))
+}
+
+fn adopt(recorder: &'static Recorder, group: Word, rank: i32, size: u32) -> Option<usize> {
+    let created_ns = clock::now_ns();
+    let new = NewComm { id: local_id(), size, rank, device: -1, parent: 0, created_ns };
+    let index = recorder.create_comm(&new)?;
+    ready(recorder, index, group);
+    Some(index)
+}
+
+fn ready(recorder: &'static Recorder, index: usize, group: Word) {
+    recorder.set_comm_handle(index, group);
+    recorder.set_comm_state(index, CommunicatorState::Ready);
+}
+
+/// The constructor of a group.
+pub struct Creating {
+    recorder: &'static Recorder,
+    group: Word,
+    rank: i32,
+    size: u32,
+}
+
+/// Before a constructor.
+pub fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word) -> Creating {
+    let (rank, size) = (rank as i32, size as u32);
+    IN_WORK.set(Some(InWork { rank, size, comm: None, slot: None }));
+    Creating { recorder, group, rank, size }
+}
+
+impl Creating {
+    fn end(&self, made: bool) {
+        let Some(in_work) = IN_WORK.take() else { return };
+        let recorder = self.recorder;
+        if let Some(slot) = in_work.slot {
+            close(recorder, slot, if made { OpStatus::Completed } else { OpStatus::Failed }, 0);
+        }
+        match in_work.comm {
+            Some(index) if made => {
+                forget(recorder, self.group);
+                ready(recorder, index, self.group);
+            }
+            Some(index) => {
+                recorder.set_comm_state(index, CommunicatorState::Failed);
+                recorder.retire_comm(index);
+            }
+            None if made => {
+                forget(recorder, self.group);
+                adopt(recorder, self.group, self.rank, self.size);
+            }
+            None => {}
+        }
+    }
+}
+
+/// A group that was at the same address before is gone.
+fn forget(recorder: &'static Recorder, group: Word) {
+    if let Some(old) = recorder.comms.find(group) {
+        recorder.set_comm_state(old, CommunicatorState::Finalized);
+        recorder.retire_comm(old);
+    }
+}
+
+impl After for Creating {
+    fn after(self, _: &'static Recorder, _: c_int) {
+        self.end(true);
+    }
+}
+
+impl Drop for Creating {
+    fn drop(&mut self) {
+        // The constructor threw. In a forked child the ring is the parent's.
+        if recorder::running().is_some_and(|now| std::ptr::eq(now, self.recorder)) {
+            self.end(false);
+        }
+    }
+}
+
+/// Whether the calling thread is creating a group whose identity is not known yet.
+pub fn wants_key() -> bool {
+    IN_WORK.get().is_some_and(|in_work| in_work.comm.is_none())
+}
+
+/// A key was set in a store while a group is created: the first one tells who the group is.
+pub fn key_set(recorder: &'static Recorder, key: Word) {
+    let Some(in_work) = IN_WORK.get().filter(|_| key != 0) else { return };
+    // SAFETY: a std::string of either ABI of libstdc++ begins with a pointer to its terminated characters.
+    let key = unsafe { CStr::from_ptr(*(key as *const *const c_char)) }.to_bytes();
+    let common = key.iter().rposition(|byte| *byte == b'/').map_or(&key[..0], |slash| &key[..slash]);
+    let id = if common.is_empty() { local_id() } else { hash(&[b"gloo", common]) };
+    let comm = recorder.create_comm(&NewComm {
+        id,
+        size: in_work.size,
+        rank: in_work.rank,
+        device: -1,
+        parent: 0,
+        created_ns: clock::now_ns(),
+    });
+    let name = named(recorder, "c10d::ProcessGroupGloo");
+    let what = Begin { kind: OpKind::HostCall, op: Op::CommInit, comm, communicator: id, ..name };
+    let slot = open(recorder, &what);
+    if let Some(slot) = slot.filter(|_| comm == Some(0)) {
+        be_patient(recorder, slot);
+    }
+    IN_WORK.set(Some(InWork { comm, slot, ..in_work }));
+}

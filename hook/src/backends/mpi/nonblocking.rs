@@ -1,0 +1,71 @@
+//! Nonblocking and persistent operations.
+
+use xpu_timer_proto::v1::Op;
+
+use crate::{
+    backends::mpi::{
+        communicator::known,
+        operations::{NOBODY, Size, both_ways, described, operation},
+        request::{Posted, posted, posted_both},
+    },
+    runtime::{
+        abi::Word,
+        recorder::{Begin, Recorder},
+    },
+};
+
+pub fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
+    let what = operation(recorder, op, comm, root, size);
+    posted(what.map(|what| Begin { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
+}
+
+/// The function that starts such a collective. The standard does not let it match a blocking one, so the record tells them apart.
+fn nonblocking(op: Op) -> &'static str {
+    match op {
+        Op::Barrier => "MPI_Ibarrier",
+        Op::Broadcast => "MPI_Ibcast",
+        Op::Reduce => "MPI_Ireduce",
+        Op::AllReduce => "MPI_Iallreduce",
+        Op::AllGather => "MPI_Iallgather",
+        Op::Gather => "MPI_Igather",
+        Op::Scatter => "MPI_Iscatter",
+        Op::AllToAll => "MPI_Ialltoall",
+        Op::ReduceScatter => "MPI_Ireduce_scatter",
+        _ => "a nonblocking collective",
+    }
+}
+
+pub fn exchange_posted(
+    recorder: &'static Recorder,
+    comm: Word,
+    ends: [(Word, Word); 2],
+    sends: Size,
+    request: Word,
+) -> Posted {
+    posted_both(both_ways(recorder, comm, ends, sends), request)
+}
+
+/// Before a call that only prepares a collective.
+pub(super) fn prepared(
+    recorder: &'static Recorder,
+    op: Op,
+    comm: Word,
+    root: Word,
+    size: Size,
+    request: Word,
+) -> Posted {
+    posted(known(recorder, comm).map(|comm| described(op, comm, root, size)), request, true)
+}
+
+/// The same of one for which there is no [`Op`].
+pub(super) fn prepared_named(
+    recorder: &'static Recorder,
+    name: &'static str,
+    comm: Word,
+    size: Size,
+    request: Word,
+) -> Posted {
+    let what = known(recorder, comm)
+        .map(|comm| Begin { function: recorder.name_key(name), ..described(Op::Unspecified, comm, NOBODY, size) });
+    posted(what, request, true)
+}

@@ -1,0 +1,121 @@
+//! Duplicates of communicators whose request is not done.
+
+use std::sync::{
+    Mutex,
+    atomic::{AtomicUsize, Ordering},
+};
+
+use crate::{
+    backends::mpi::{communicator::ready, library::library},
+    runtime::{abi::Word, recorder::Recorder},
+};
+
+/// A communicator whose request is not done.
+#[derive(Clone, Copy)]
+pub struct Pending {
+    pub request: u64,
+    /// Where the library writes its handle.
+    pub place: Word,
+    pub index: usize,
+    pub id: u64,
+}
+
+/// So many are remembered; further ones get an identity of their own when they are used.
+pub const MOST: usize = 64;
+
+pub static PENDING: Mutex<Vec<Pending>> = Mutex::new(Vec::new());
+
+/// How many there are, so that who waits for something else takes no lock.
+pub static COUNT: AtomicUsize = AtomicUsize::new(0);
+
+impl Pending {
+    /// Whether the entry is still its own: it is somebody else's when the table was made anew in a forked child.
+    fn is_its_own(&self, recorder: &'static Recorder) -> bool {
+        recorder.comm_id(self.index) == self.id
+    }
+
+    /// The call that is returning has made the communicator.
+    pub fn is_there(&self, recorder: &'static Recorder) {
+        let Some(library) = library().filter(|_| self.is_its_own(recorder)) else { return };
+        // SAFETY: the host's place for the communicator, which has to stay until the request is done, and that is now.
+        match unsafe { library.abi.handle_at(self.place, 0) } {
+            handle if handle == 0 || handle == library.abi.comm_null => recorder.retire_comm(self.index),
+            handle => ready(recorder, self.index, handle as usize),
+        }
+    }
+}
+
+/// Takes out what is pending.
+fn take(which: impl FnMut(&Pending) -> bool) -> Option<Pending> {
+    let mut pending = PENDING.try_lock().ok()?;
+    let at = pending.iter().position(which)?;
+    let one = pending.swap_remove(at);
+    COUNT.store(pending.len(), Ordering::Relaxed);
+    Some(one)
+}
+
+/// The library has given this handle to a new request. The one that had it before was done without a word of it here: nobody knows
+/// whether the place for its communicator is still there.
+#[inline]
+pub fn is_used_again(recorder: &'static Recorder, request: u64) {
+    if COUNT.load(Ordering::Relaxed) != 0
+        && let Some(one) = take(|one| one.request == request)
+        && one.is_its_own(recorder)
+    {
+        recorder.retire_comm(one.index);
+    }
+}
+
+/// Those of a call's requests that are pending here, with their numbers in its array.
+pub struct Asked {
+    requests: Word,
+    pending: Vec<(usize, Pending)>,
+}
+
+impl Asked {
+    /// None.
+    pub fn nothing() -> Self {
+        Asked { requests: 0, pending: Vec::new() }
+    }
+
+    /// Of an array of `count` requests, before the call.
+    #[inline]
+    pub fn of(requests: Word, count: i32) -> Self {
+        if COUNT.load(Ordering::Relaxed) == 0 { Self::nothing() } else { Self::find(requests, count) }
+    }
+
+    #[cold]
+    fn find(requests: Word, count: i32) -> Self {
+        let mut asked = Asked { requests, pending: Vec::new() };
+        if let (Some(library), Ok(pending)) = (library(), PENDING.try_lock()) {
+            // SAFETY: the caller's array of `count` requests.
+            let handle = |index| unsafe { library.abi.handle_at(requests, index) };
+            let known = |index| {
+                let request = handle(index);
+                Some((index, *pending.iter().find(|one| one.request == request)?))
+            };
+            asked.pending.extend((0..usize::try_from(count).unwrap_or(0)).filter_map(known));
+        }
+        asked
+    }
+
+    /// The call has returned, and has written over the requests that are done.
+    #[inline]
+    pub fn completed(&self, recorder: &'static Recorder) {
+        for (index, one) in &self.pending {
+            self.look_at(recorder, *index, one);
+        }
+    }
+
+    #[cold]
+    fn look_at(&self, recorder: &'static Recorder, index: usize, one: &Pending) {
+        let Some(library) = library() else { return };
+        // SAFETY: the caller's array, which is the library's to write to until it has returned.
+        let now = unsafe { library.abi.handle_at(self.requests, index) };
+        // Another thread may have made a request since that has the same handle.
+        if now == library.abi.request_null && take(|other| (other.request, other.id) == (one.request, one.id)).is_some()
+        {
+            one.is_there(recorder);
+        }
+    }
+}

@@ -1,0 +1,140 @@
+//! Calls that ask whether something has come.
+
+use std::{cell::Cell, ffi::c_int};
+
+use crate::{
+    backends::{
+        host_call::Running,
+        mpi::{
+            library::library,
+            pending_duplicates::Asked,
+            polling::{answered, unanswered},
+            request::{For, Handles, SHOWN, forget_done},
+        },
+    },
+    interpose::hooked::After,
+    runtime::{
+        abi::{SUCCESS, Word},
+        recorder::{Begin, Recorder},
+    },
+};
+
+/// Where a call says whether something has come.
+#[derive(Clone, Copy)]
+pub enum Done {
+    /// A flag.
+    Flag(Word),
+    /// How many.
+    Count(Word),
+}
+
+impl Done {
+    fn is_done(self) -> bool {
+        let (Done::Flag(place) | Done::Count(place)) = self;
+        // SAFETY: null, or the caller's place for an int, which the library has just written.
+        unsafe { (place as *const c_int).as_ref() }.is_none_or(|answer| *answer != 0)
+    }
+}
+
+/// So many of a call's requests are kept beside the call, which is as many as most have; further ones in the thread's [`FURTHER`].
+const KEPT: usize = 8;
+
+thread_local! {
+    /// Requests of the thread's call, from the one after [`KEPT`]. A call within it is not seen.
+    static FURTHER: [Cell<u64>; SHOWN - KEPT] = const { [const { Cell::new(0) }; SHOWN - KEPT] };
+}
+
+/// A call that asks for requests.
+pub struct Testing {
+    requests: Word,
+    count: i32,
+    /// The first requests as they were before the call, which writes over those that are done.
+    before: [u64; KEPT],
+    which: For,
+    done: Done,
+    duplicates: Asked,
+}
+
+/// Before a call that asks for `count` requests.
+#[inline]
+pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
+    let mut before = [0; KEPT];
+    if let Some(library) = library() {
+        for (index, handle) in before.iter_mut().enumerate().take(count.max(0) as usize) {
+            // SAFETY: the caller's array of `count` requests.
+            *handle = unsafe { library.abi.handle_at(requests, index) };
+        }
+        if count as usize > KEPT && count > 0 {
+            FURTHER.with(|further| {
+                for (index, handle) in (KEPT..count as usize).zip(further) {
+                    // SAFETY: as above.
+                    handle.set(unsafe { library.abi.handle_at(requests, index) });
+                }
+            });
+        }
+    }
+    Testing { requests, count, before, which, done, duplicates: Asked::of(requests, count) }
+}
+
+/// Before a call that asks for a request and leaves it as it is, or for a part of what it receives.
+pub fn testing_one(request: Word, flag: Word) -> Testing {
+    let mut before = [0; KEPT];
+    before[0] = library().map_or(0, |library| library.abi.handle(request));
+    Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag), duplicates: Asked::nothing() }
+}
+
+impl Testing {
+    #[cold]
+    fn running(&self, recorder: &'static Recorder) -> Running {
+        // Nothing is done, so they are as they were. The low half of a word is first in memory, where a handle has 32 bits.
+        let requests = if self.requests == 0 { self.before.as_ptr() as Word } else { self.requests };
+        Handles::of(requests, self.count).running(recorder, "MPI_Test")
+    }
+
+    fn forget(&self, recorder: &'static Recorder) {
+        forget_done(self.before.into_iter().enumerate(), self.which);
+        let further = usize::try_from(self.count).unwrap_or(0).saturating_sub(KEPT);
+        if further > 0 {
+            FURTHER.with(|kept| forget_done((KEPT..).zip(kept.iter().take(further).map(Cell::get)), self.which));
+        }
+        self.duplicates.completed(recorder);
+    }
+}
+
+impl After for Testing {
+    #[inline]
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if result != SUCCESS || self.done.is_done() {
+            if result == SUCCESS {
+                self.forget(recorder);
+            }
+            answered(recorder, result == SUCCESS && self.which == For::All);
+        } else {
+            unanswered(recorder, || self.running(recorder));
+        }
+    }
+}
+
+/// A call that asks for something that is no request.
+pub struct Probing<What> {
+    flag: Word,
+    what: What,
+}
+
+/// Before a call that asks for `what`, and says at `flag` whether it has come.
+pub fn probing<What: Fn(&'static Recorder) -> Option<Begin>>(flag: Word, what: What) -> Probing<What> {
+    Probing { flag, what }
+}
+
+impl<What: Fn(&'static Recorder) -> Option<Begin>> After for Probing<What> {
+    fn after(self, recorder: &'static Recorder, result: c_int) {
+        if result != SUCCESS || Done::Flag(self.flag).is_done() {
+            answered(recorder, result == SUCCESS);
+        } else {
+            unanswered(recorder, || {
+                let what = (self.what)(recorder);
+                what.iter().fold(Running::new(recorder), |running, what| running.with(what))
+            });
+        }
+    }
+}

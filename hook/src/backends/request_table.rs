@@ -1,0 +1,236 @@
+//! What a handle stands for that somebody may wait for later: a request of MPI, a send or receive of gloo.
+//!
+//! Starting such a thing cannot hang, and it may rightly stay incomplete for as long as the job runs, such as a receive that is only
+//! there to be told to stop. So it becomes an operation when a thread waits for it. The table is a cache: an entry that
+//! meets another one in its place replaces it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xpu_timer_proto::v1::{DataType, Op, OpKind};
+
+use crate::runtime::{lock_free::hash_slot::place_of, recorder::Begin};
+
+/// Places of the table; a power of two.
+const PLACES: usize = 4096;
+
+/// Key of an entry that is being written.
+const BUSY: u64 = u64::MAX;
+
+/// An entry: the handle, then the words of its [`Meaning`].
+struct Entry {
+    key: AtomicU64,
+    words: [AtomicU64; 7],
+}
+
+static TABLE: [Entry; PLACES] =
+    [const { Entry { key: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; 7] } }; PLACES];
+
+fn place(handle: u64) -> &'static Entry {
+    &TABLE[place_of::<PLACES>(handle)]
+}
+
+/// The operation behind a handle.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Meaning {
+    op: Op,
+    dtype: DataType,
+    comm: usize,
+    communicator: u64,
+    seq: u64,
+    count: u64,
+    peer: i32,
+    tag: Option<i32>,
+    function: u64,
+    /// It can be started again and again.
+    pub persistent: bool,
+    /// It is not started, so that who waits for it waits for nothing.
+    pub idle: bool,
+    /// It is the first of two operations; [`SECOND`] leads to the other one.
+    paired: bool,
+}
+
+/// What a handle has beside its own key for the second of two operations. No address of a process and no number has this bit.
+const SECOND: u64 = 1 << 63;
+
+impl Meaning {
+    /// Of an operation with a communicator.
+    pub fn of(what: &Begin, persistent: bool) -> Option<Self> {
+        Some(Meaning {
+            op: what.op,
+            dtype: what.dtype,
+            comm: what.comm?,
+            communicator: what.communicator,
+            seq: what.seq,
+            count: what.count,
+            peer: what.peer,
+            tag: what.tag,
+            function: what.function,
+            persistent,
+            idle: persistent,
+            paired: false,
+        })
+    }
+
+    /// The same thing, started once more: a collective as the next one of its communicator, `None` when that is not known any longer.
+    pub fn again(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
+        let is_collective = !matches!(self.op, Op::Send | Op::Recv);
+        let seq = if is_collective { next(self.comm, self.communicator)? } else { self.seq };
+        Some(Meaning { seq, idle: false, ..*self })
+    }
+
+    /// The same thing, until it is started once more.
+    pub fn at_rest(&self) -> Self {
+        Meaning { idle: true, ..*self }
+    }
+
+    /// The operation, as it begins.
+    pub fn begin(&self) -> Begin {
+        Begin {
+            dtype: self.dtype,
+            comm: Some(self.comm),
+            communicator: self.communicator,
+            seq: self.seq,
+            count: self.count,
+            peer: self.peer,
+            tag: self.tag,
+            function: self.function,
+            ..Begin::new(OpKind::Collective, self.op)
+        }
+    }
+}
+
+/// Notes what a handle stands for.
+pub fn remember(handle: u64, meaning: &Meaning) {
+    place(handle).write(handle, meaning);
+}
+
+/// The same of one that stands for two operations, of which the first leads.
+pub fn remember_both(handle: u64, first: &Meaning, second: &Meaning) {
+    remember(handle, &Meaning { paired: true, ..*first });
+    remember(handle | SECOND, second);
+}
+
+/// The operations behind a handle that was recalled as `meaning`, as they begin.
+pub fn operations(handle: u64, meaning: &Meaning) -> impl Iterator<Item = Begin> + use<> {
+    let second = meaning.paired.then(|| recall(handle | SECOND)).flatten();
+    std::iter::once(*meaning).chain(second).map(|meaning| meaning.begin())
+}
+
+/// What a handle stands for, if that is known.
+pub fn recall(handle: u64) -> Option<Meaning> {
+    place(handle).read(handle)
+}
+
+/// The handle stands for nothing any more.
+pub fn forget(handle: u64) {
+    place(handle).forget(handle);
+}
+
+impl Entry {
+    fn write(&self, handle: u64, meaning: &Meaning) {
+        let old = self.key.load(Ordering::Relaxed);
+        if old == BUSY || self.key.compare_exchange(old, BUSY, Ordering::Acquire, Ordering::Relaxed).is_err() {
+            return;
+        }
+        let small = meaning.op as u64
+            | (meaning.dtype as u64) << 8
+            | u64::from(meaning.persistent) << 16
+            | u64::from(meaning.tag.is_some()) << 17
+            | u64::from(meaning.idle) << 18
+            | u64::from(meaning.paired) << 19
+            | u64::from(meaning.peer as u32) << 32;
+        let tag = meaning.tag.unwrap_or(0) as u32;
+        let words = [
+            small,
+            meaning.comm as u64,
+            meaning.communicator,
+            meaning.seq,
+            meaning.count,
+            u64::from(tag),
+            meaning.function,
+        ];
+        for (place, word) in self.words.iter().zip(words) {
+            place.store(word, Ordering::Relaxed);
+        }
+        self.key.store(handle, Ordering::Release);
+    }
+
+    fn read(&self, handle: u64) -> Option<Meaning> {
+        if self.key.load(Ordering::Acquire) != handle {
+            return None;
+        }
+        let [small, comm, communicator, seq, count, tag, function] =
+            self.words.each_ref().map(|word| word.load(Ordering::Relaxed));
+        std::sync::atomic::fence(Ordering::Acquire);
+        (self.key.load(Ordering::Relaxed) == handle).then(|| Meaning {
+            op: Op::try_from(i32::from(small as u8)).unwrap_or_default(),
+            dtype: DataType::try_from(i32::from((small >> 8) as u8)).unwrap_or_default(),
+            comm: comm as usize,
+            communicator,
+            seq,
+            count,
+            peer: (small >> 32) as i32,
+            tag: (small & 1 << 17 != 0).then_some(tag as i32),
+            function,
+            persistent: small & 1 << 16 != 0,
+            idle: small & 1 << 18 != 0,
+            paired: small & 1 << 19 != 0,
+        })
+    }
+
+    fn forget(&self, handle: u64) {
+        let _ = self.key.compare_exchange(handle, 0, Ordering::Relaxed, Ordering::Relaxed);
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_handle_is_known_until_it_is_forgotten_or_replaced() {
+        let meaning = Meaning {
+            op: Op::Recv,
+            dtype: DataType::Float64,
+            comm: 3,
+            communicator: 0xfeed,
+            seq: 1 << 40,
+            count: 12,
+            peer: -1,
+            tag: Some(-1),
+            function: 9,
+            persistent: true,
+            idle: true,
+            paired: true,
+        };
+        let entry = place(0x7000);
+        entry.write(0x7000, &meaning);
+        assert_eq!(entry.read(0x7000), Some(meaning));
+        assert_eq!(entry.read(0x7001), None);
+        entry.write(0x8000, &Meaning { persistent: false, ..meaning });
+        assert_eq!(entry.read(0x7000), None);
+        entry.forget(0x7000);
+        assert!(entry.read(0x8000).is_some());
+        entry.forget(0x8000);
+        assert_eq!(entry.read(0x8000), None);
+    }
+
+    #[test]
+    fn a_handle_may_stand_for_two_operations() {
+        let of = |op: Op, peer: i32| {
+            Meaning::of(&Begin { comm: Some(1), communicator: 5, peer, ..Begin::new(OpKind::Collective, op) }, false)
+        };
+        let (receive, send) = (of(Op::Recv, 2).unwrap(), of(Op::Send, 3).unwrap());
+        let shown = |handle: u64| -> Vec<(Op, i32)> {
+            let meaning = recall(handle).expect("it was remembered");
+            operations(handle, &meaning).map(|what| (what.op, what.peer)).collect()
+        };
+        remember_both(0x9000, &receive, &send);
+        assert_eq!(shown(0x9000), [(Op::Recv, 2), (Op::Send, 3)]);
+        // The next request of this handle is one operation.
+        remember(0x9000, &send);
+        assert_eq!(shown(0x9000), [(Op::Send, 3)]);
+        forget(0x9000);
+        assert_eq!(recall(0x9000), None);
+    }
+}

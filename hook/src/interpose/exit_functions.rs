@@ -1,0 +1,75 @@
+//! The exported `_exit` and `quick_exit`.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use crate::runtime::{
+    lifecycle::{
+        exit::{QUICK_SUCCESS, look_and_end, say_goodbye},
+        fork::{is_borrowed, running_here},
+    },
+    os::process::OWN,
+    recorder::running,
+};
+
+/// The C library's functions, or another preloaded library's, looked for when nothing can be in the way yet.
+pub static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// As above.
+pub static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
+    let next = next.load(Ordering::Relaxed);
+    if !next.is_null() {
+        // SAFETY: a function of this type, found when the hook was loaded.
+        unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(c_int)>(next)(status) };
+    }
+    loop {
+        // SAFETY: ends the process, as the C library's function does.
+        unsafe { libc::syscall(libc::SYS_exit_group, status) };
+    }
+}
+
+/// Exported in place of the C library's: an end with success and without handlers (`os._exit(0)`) is no death either. Nothing here
+/// but system calls, because a signal handler or a child of vfork may call it.
+///
+/// # Safety
+/// As _exit(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _exit(status: c_int) -> ! {
+    if let Some(recorder) = running_here() {
+        look_and_end(recorder);
+        if status == 0 {
+            say_goodbye();
+        }
+    }
+    end(&NEXT_EXIT, status)
+}
+
+/// Exported only for the status, of which its handlers are not told.
+///
+/// # Safety
+/// As quick_exit(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
+    if status == 0 && running().is_some() && !is_borrowed() {
+        OWN.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
+    }
+    end(&NEXT_QUICK_EXIT, status)
+}
+
+/// As [`_exit`], by the name of ISO C.
+///
+/// # Safety
+/// As _Exit(3).
+#[allow(non_snake_case)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
+    // SAFETY: the caller's own argument.
+    unsafe { _exit(status) }
+}

@@ -1,0 +1,251 @@
+//! The one way into the hook: a macro that makes a row of the function table, its wrappers and its exported symbol, and the
+//! path that every hooked call takes.
+//!
+//! What a row adds is called before the real function and its answer after it. Whatever happens there, the real function is
+//! called with the caller's arguments, and its result and errno are what the caller gets.
+
+use std::{
+    ffi::{CStr, c_int, c_void},
+    sync::atomic::Ordering,
+};
+
+use crate::runtime::{
+    lifecycle::{config, guard::guarded, start},
+    linker::function::Function,
+    os::{
+        cancellation::Shield,
+        errno,
+        thread_state::{self, IN_HOOK, ThreadState},
+    },
+    overhead::Cost,
+    recorder::{self, Recorder},
+};
+
+/// Where a call came in.
+#[derive(Clone, Copy)]
+pub struct Site {
+    /// The row.
+    pub function: &'static Function,
+    /// The slot of its original that is about to be called.
+    pub slot: usize,
+    /// The `IN_*` bits of the thread before the call.
+    pub inside: u8,
+}
+
+impl Site {
+    /// A function of the library that the original is in, by the first of `names` that it has; see [`Function::companion`].
+    #[inline]
+    pub fn companion(&self, number: usize, names: &'static [&'static CStr]) -> Option<*mut c_void> {
+        self.function.companion(self.slot, number, names)
+    }
+}
+
+/// What a row does when the real function has returned.
+pub trait After {
+    /// `result` is what the real function answered.
+    fn after(self, recorder: &'static Recorder, result: c_int);
+
+    /// Whether there is anything to do. Most launches have nothing.
+    #[inline]
+    fn matters(&self) -> bool {
+        true
+    }
+}
+
+impl After for () {
+    fn after(self, _: &'static Recorder, _: c_int) {}
+
+    #[inline]
+    fn matters(&self) -> bool {
+        false
+    }
+}
+
+/// The state of a hooked call. Every row compiles its own copy of [`around`]; code that does not depend on the row is here.
+struct Passage {
+    thread: &'static ThreadState,
+    /// The thread's marks before the call.
+    inside: u8,
+    /// The mark of the layer.
+    bit: u8,
+    /// The caller's, then the real function's.
+    errno: c_int,
+    cost: Cost,
+    shield: Shield,
+}
+
+impl Passage {
+    #[inline(always)]
+    fn enter(thread: &'static ThreadState, bit: u8) -> Self {
+        let inside = thread.inside.replace(thread.inside.get() | bit | IN_HOOK);
+        let errno = thread.errno().get();
+        let cost = Cost::begin(thread, bit);
+        Passage { thread, inside, bit, errno, cost, shield: Shield::raised() }
+    }
+
+    #[inline(always)]
+    fn before_the_real_call(&mut self) {
+        self.shield.lower();
+        self.thread.inside.set(self.inside | self.bit);
+        self.thread.errno().set(self.errno);
+        self.cost.pause();
+    }
+
+    #[inline(always)]
+    fn after_the_real_call<T: After>(&mut self, token: Option<(&'static Recorder, T)>, result: c_int) {
+        self.cost.resume();
+        if let Some((recorder, token)) = token
+            && (token.matters() || self.cost.is_measured())
+        {
+            self.end(recorder, token, result);
+        }
+    }
+
+    #[inline]
+    fn end<T: After>(&mut self, recorder: &'static Recorder, token: T, result: c_int) {
+        self.errno = self.thread.errno().get();
+        self.thread.inside.set(self.inside | self.bit | IN_HOOK);
+        self.shield = Shield::raised();
+        guarded(|| {
+            // In a child that was forked inside the real call, what was begun belongs to the parent.
+            if recorder::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
+                token.after(recorder, result);
+                self.cost.end(self.thread, recorder, self.bit);
+            }
+        });
+        self.shield.lower();
+        self.thread.errno().set(self.errno);
+    }
+}
+
+/// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
+impl Drop for Passage {
+    #[inline]
+    fn drop(&mut self) {
+        self.thread.inside.set(self.inside);
+    }
+}
+
+/// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
+#[inline(always)]
+pub fn around<T: After>(
+    (function, slot): (&'static Function, usize),
+    (bit, bypass): (u8, u8),
+    before: impl FnOnce(&'static Recorder, Site) -> T,
+    real: impl FnOnce() -> c_int,
+) -> c_int {
+    let thread = thread_state::current();
+    if thread.inside.get() & bypass != 0 {
+        return real();
+    }
+    let mut passage = Passage::enter(thread, bit);
+    let inside = passage.inside;
+    let token = guarded(|| {
+        let recorder = start::recorder()?;
+        called(recorder, thread, function);
+        Some((recorder, before(recorder, Site { function, slot, inside })))
+    })
+    .flatten();
+    passage.before_the_real_call();
+    let result = real();
+    passage.after_the_real_call(token, result);
+    result
+}
+
+/// The path of a look-up such as cuGetProcAddress, which starts nothing.
+pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
+    let result = real();
+    if result == 0 && !config::disabled() {
+        let errno = errno::errno();
+        let saved = errno.get();
+        guarded(|| {
+            if let Some(recorder) = recorder::running() {
+                called(recorder, thread_state::current(), function);
+            }
+            after();
+        });
+        errno.set(saved);
+    }
+    result
+}
+
+#[inline(always)]
+fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static Function) {
+    recorder.called(thread, function.coverage.load(Ordering::Relaxed) as usize);
+    if recorder.inject.load(Ordering::Relaxed) {
+        crate::runtime::lifecycle::panic_injection::maybe_panic(function);
+    }
+}
+
+/// Makes hooked functions from rows:
+///
+/// `name | name of another family(argument: type, …) => |recorder, site| what to do before;`
+///
+/// Names in one row are functions of the same type that mean the same. `missing` is what a caller gets when the original is not
+/// there. The expression after `=>` answers an [`After`]. Every row is a static in the section that [`crate::runtime::linker::function_table`] reads.
+macro_rules! hooked {
+    (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
+     $($name:ident $(| $other:ident)* ($($arguments:tt)*) => $before:expr;)*) => {
+        $(
+            $crate::interpose::hooked::hooked!(@names $library, $bit, $bypass, $missing, [$name $($other)*], ($($arguments)*), $before);
+        )*
+    };
+    (@names $library:ident, $bit:expr, $bypass:expr, $missing:expr, [$($name:ident)*], $arguments:tt, $before:expr) => {
+        $($crate::interpose::hooked::hooked!(@row $library, $bit, $bypass, $missing, $name, $arguments, $before);)*
+    };
+    (@row $library:ident, $bit:expr, $bypass:expr, $missing:expr, $name:ident, ($($arg:ident: $type:ty),* $(,)?),
+     $before:expr) => {
+            #[allow(non_snake_case, missing_docs)]
+            pub mod $name {
+                use super::*;
+
+                #[used]
+                #[unsafe(link_section = "xpu_timer_functions")]
+                pub static FUNCTION: $crate::runtime::linker::function::Function = $crate::runtime::linker::function::Function::new(
+                    match std::ffi::CStr::from_bytes_with_nul(concat!(stringify!($name), "\0").as_bytes()) {
+                        Ok(name) => name,
+                        Err(_) => unreachable!(),
+                    },
+                    xpu_timer_proto::family::Library::$library,
+                    [
+                        $crate::runtime::linker::function::Wrapper($name as *const ()),
+                        $crate::runtime::linker::function::Wrapper(from_slot::<1> as *const ()),
+                        $crate::runtime::linker::function::Wrapper(from_slot::<2> as *const ()),
+                        $crate::runtime::linker::function::Wrapper(from_slot::<3> as *const ()),
+                    ],
+                );
+
+                type Real = unsafe extern "C-unwind" fn($($type),*) -> std::ffi::c_int;
+
+                #[cfg_attr(not(test), unsafe(no_mangle))]
+                pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
+                    FUNCTION.enter_by(SLOT);
+                    // SAFETY: the caller's own arguments.
+                    unsafe { wrapper($($arg),*) }
+                }
+
+                // One for all slots: there are more than a thousand rows.
+                #[inline(never)]
+                unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
+                    let slot = FUNCTION.entered_by();
+                    let real = FUNCTION.real(slot);
+                    if real.is_null() {
+                        return $missing;
+                    }
+                    // SAFETY: the address of the original of this row, whose type is the library's public ABI.
+                    let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
+                    let call = || {
+                        // SAFETY: the caller's own arguments.
+                        unsafe { real($($arg),*) }
+                    };
+                    $crate::interpose::hooked::around((&FUNCTION, slot), ($bit, $bypass), $before, call)
+                }
+            }
+    };
+}
+pub(crate) use hooked;

@@ -1,0 +1,128 @@
+//! Word of every library that is loaded, after it is mapped and before anything of it has run: the linker calls an empty function
+//! for debuggers then, and here that function jumps to [`loaded`].
+//!
+//! It is called with the linker's lock held, so nothing here calls the linker, and nothing waits.
+
+use std::{
+    ffi::c_int,
+    sync::atomic::{AtomicI32, Ordering},
+};
+
+use crate::{
+    interpose::inline::{code_memory::writing, prologue::ENDBR64},
+    runtime::{
+        lifecycle::guard::guarded,
+        linker::{elf::_r_debug, library_events},
+        os::{errno, seccomp, thread_state::in_hook},
+    },
+};
+
+/// The list of objects is complete.
+const CONSISTENT: c_int = 0;
+
+/// Makes the linker call [`loaded`], unless its function is not the empty one that it should be, or the system does not let code be
+/// changed; the answer says so.
+pub fn listen() -> bool {
+    // SAFETY: as above.
+    let call = unsafe { (&raw const _r_debug.call).read_volatile() };
+    if call == 0 {
+        return false;
+    }
+    // SAFETY: the linker's function, and the padding behind it up to the next one, which the linker aligns at 16 bytes.
+    let code = unsafe { std::slice::from_raw_parts(call as *const u8, 16) };
+    if !is_empty_function(code) {
+        return false;
+    }
+    let distance = (loaded as *const () as i64).wrapping_sub(call as i64 + 5);
+    let Ok(distance) = i32::try_from(distance) else { return false };
+    let mut jump = [0xe9, 0, 0, 0, 0];
+    jump[1..].copy_from_slice(&distance.to_le_bytes());
+    // SAFETY: the process is being started and has no second thread; the bytes are an empty function and its padding.
+    unsafe { write_code(call, &jump) }
+}
+
+/// Whether this is a function that only returns, and has room for a jump with the padding behind it.
+fn is_empty_function(code: &[u8]) -> bool {
+    let body = code.strip_prefix(&ENDBR64).unwrap_or(code);
+    // A plain return, or one with a prefix for old processors.
+    let Some(padding) = body.strip_prefix(&[0xf3, 0xc3]).or_else(|| body.strip_prefix(&[0xc3])) else { return false };
+    let mut space = code.len() - padding.len();
+    let mut rest = padding;
+    while space < 5 {
+        let Some(length) = filler(rest) else { return false };
+        space += length;
+        rest = rest.get(length..).unwrap_or_default();
+    }
+    true
+}
+
+/// Bytes of the filler that code begins with, if it is one. A decoder knows this too, but making its tables takes longer than all else
+/// that a program is started with.
+fn filler(code: &[u8]) -> Option<usize> {
+    let prefixes = code.iter().take_while(|byte| [0x66, 0x2e].contains(*byte)).count();
+    match code.get(prefixes..)? {
+        [0x90, ..] => Some(prefixes + 1),
+        [0xcc, ..] if prefixes == 0 => Some(1),
+        // nop with an operand: no displacement, one of a byte, one of four, each also with an index.
+        [0x0f, 0x1f, operand, ..] => {
+            let more = [(0x00, 0), (0x40, 1), (0x44, 2), (0x80, 4), (0x84, 5)];
+            more.iter().find(|(form, _)| form == operand).map(|(_, more)| prefixes + 3 + more)
+        }
+        _ => None,
+    }
+}
+
+/// # Safety
+/// Nobody runs these bytes meanwhile, and they are code.
+unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
+    writing(address, bytes.len(), libc::PROT_READ | libc::PROT_EXEC, || {
+        // SAFETY: writable meanwhile.
+        unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) }
+    })
+}
+
+/// A thread is at work here. In a forked child the mark may be one of a thread that it does not have: then it listens no more.
+static AT_WORK: AtomicI32 = AtomicI32::new(0);
+
+/// Called by the linker before and after each change of its list.
+pub extern "C" fn loaded() {
+    // SAFETY: as above.
+    let state = unsafe { (&raw const _r_debug.state).read_volatile() };
+    if state != CONSISTENT || library_events::is_deaf() || !seccomp::may_call() {
+        return;
+    }
+    if AT_WORK.swap(1, Ordering::Acquire) != 0 {
+        library_events::become_deaf();
+        return;
+    }
+    let errno = errno::errno();
+    let saved = errno.get();
+    guarded(|| in_hook(crate::interpose::inline::scan::look_at_new));
+    errno.set(saved);
+    AT_WORK.store(0, Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::linker::elf::first;
+
+    #[test]
+    fn only_an_empty_function_with_room_is_replaced() {
+        // As in glibc: ret, and a filler of eleven bytes.
+        let real = [0xc3, 0x66, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x0f, 0x1f, 0x40, 0];
+        assert!(is_empty_function(&real));
+        assert!(is_empty_function(&[0xf3, 0x0f, 0x1e, 0xfa, 0xc3, 0x90, 0x90, 0x90]));
+        assert!(is_empty_function(&[0xf3, 0xc3, 0x90, 0x90, 0x90, 0x90]));
+        assert!(!is_empty_function(&[0xcc, 0x90, 0x90, 0x90, 0x90, 0x90]), "a debugger's breakpoint");
+        assert!(!is_empty_function(&[0x55, 0xc3, 0x90, 0x90, 0x90, 0x90]), "it does something");
+        assert!(!is_empty_function(&[0xc3, 0x90, 0x55, 0x90, 0x90, 0x90]), "the next function begins too early");
+    }
+
+    #[test]
+    fn the_linker_of_this_machine_can_be_listened_to() {
+        assert!(!first().is_null());
+        // SAFETY: the linker's structure and its function.
+        assert!(is_empty_function(unsafe { std::slice::from_raw_parts(_r_debug.call as *const u8, 16) }));
+    }
+}

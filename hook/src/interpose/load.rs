@@ -1,0 +1,67 @@
+//! What runs when the library is loaded and taken down.
+
+use std::sync::atomic::Ordering;
+
+use crate::{
+    interpose::{
+        exit_functions::{NEXT_EXIT, NEXT_QUICK_EXIT},
+        prctl, pthread_cancel,
+    },
+    runtime::{
+        lifecycle::{
+            config::disabled,
+            exit::say_goodbye,
+            fork::{self, is_borrowed},
+            guard::guarded,
+            host_process,
+        },
+        linker::dynamic::{self, look_up},
+        os::{errno, ptracer, thread_state::in_hook},
+        recorder::running,
+    },
+};
+
+/// Runs when the library is loaded: only what must be there before anything can go wrong.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn on_load() {
+    // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
+    std::panic::set_hook(Box::new(|_| {}));
+    let errno = errno::errno();
+    let saved = errno.get();
+    NEXT_EXIT.store(look_up(libc::RTLD_NEXT, c"_exit"), Ordering::Relaxed);
+    NEXT_QUICK_EXIT.store(look_up(libc::RTLD_NEXT, c"quick_exit"), Ordering::Relaxed);
+    pthread_cancel::find_next();
+    ptracer::find_first();
+    prctl::find_next();
+    // Before anything else, because a filter may forbid everything else.
+    if !disabled() {
+        guarded(host_process::note);
+    }
+    guarded(|| {
+        if ptracer::allow_from_environment() {
+            fork::watch_forks();
+        }
+    });
+    guarded(|| in_hook(crate::interpose::inline::start));
+    dynamic::forget_linker_error();
+    errno.set(saved);
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".init_array")]
+static ON_LOAD: extern "C" fn() = on_load;
+
+/// Runs when the library is taken down, after all exit handlers: the collector is told at the last moment, because a handler of the
+/// host that hangs is the end of a job like any other.
+#[cfg_attr(test, allow(dead_code))]
+extern "C" fn at_end() {
+    if running().is_some() && !is_borrowed() {
+        say_goodbye();
+    }
+}
+
+#[cfg(not(test))]
+#[used]
+#[unsafe(link_section = ".fini_array")]
+static AT_END: extern "C" fn() = at_end;

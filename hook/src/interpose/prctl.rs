@@ -1,0 +1,315 @@
+//! Filters of system calls (seccomp) that the program puts on itself while it runs. Such a filter may end the process at a call that
+//! the program itself has no need of, and nobody can ask which calls it forbids. So from then on a thread under a filter makes
+//! no system call for the hook.
+//!
+//! The hook learns of a filter in three ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp and
+//! those by an address that was looked up. A program that was executed under more filters than the launched command has them from the
+//! one before. And the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
+//! the only way to learn of one that was installed by a bare instruction.
+//!
+//! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
+//! the watcher by 256 operations, `gettid` at its first launch, and `clock_gettime` of its processor time while it polls MPI. A job in
+//! its steady state launches from threads that have launched before, and the watcher keeps up with it. With `TSYNC` the watcher
+//! makes the `futex` call that it sleeps in, for good: a bare instruction whose filter forbids that ends the process.
+//!
+//! The program's threads go on recording, because that is memory alone. The watcher goes on as well as long as the filter is not its
+//! own. With `SECCOMP_FILTER_FLAG_TSYNC` it is: then the watcher thread ends before the filter is there, because a thread that is
+//! merely asleep would make another call when it is woken.
+
+use std::{
+    ffi::{c_int, c_long, c_ulong, c_void},
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use xpu_timer_proto::ring::header;
+
+use crate::runtime::{
+    lifecycle::{fork, guard::guarded},
+    linker::dynamic::look_up,
+    os::{
+        errno, ptracer,
+        seccomp::{self, watcher_may_call},
+        thread_state::{self, in_hook},
+        tsc,
+    },
+    recorder,
+    watcher::thread,
+};
+
+const SET_MODE_FILTER: c_ulong = 1;
+const TSYNC: c_ulong = 1;
+const NEW_LISTENER: c_ulong = 1 << 3;
+
+/// `SECCOMP_MODE_STRICT`
+const STRICT: c_ulong = 1;
+
+/// `PR_SET_TSC`, and its value that makes reading the processor's counter end the process.
+const SET_TSC: c_int = 26;
+
+const TSC_SIGSEGV: c_ulong = 2;
+
+/// Whether a prctl(2) takes the processor's counter away from the calling thread. The strict mode does, too.
+fn takes_counter(option: c_ulong, value: c_ulong) -> bool {
+    match option as c_int {
+        SET_TSC => value == TSC_SIGSEGV,
+        libc::PR_SET_SECCOMP => value == STRICT,
+        _ => false,
+    }
+}
+
+/// A call that installs a filter.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Install {
+    /// On all threads of the process.
+    synchronizes: bool,
+    /// It answers a descriptor.
+    listens: bool,
+}
+
+impl Install {
+    /// By the arguments of prctl(2). The strict mode is one, too.
+    fn of_prctl(option: c_ulong, mode: c_ulong, filter: c_ulong) -> Option<Self> {
+        let installs = option as c_int == libc::PR_SET_SECCOMP && (mode != 2 || filter != 0);
+        installs.then_some(Install { synchronizes: false, listens: false })
+    }
+
+    /// By the arguments of seccomp(2). Without a filter it only asks which flags the kernel knows, and is answered an error.
+    fn of_seccomp(operation: c_ulong, flags: c_ulong, filter: c_ulong) -> Option<Self> {
+        let installs = operation == 0 || operation == SET_MODE_FILTER && filter != 0;
+        let has = |flag| operation == SET_MODE_FILTER && flags & flag != 0;
+        installs.then_some(Install { synchronizes: has(TSYNC), listens: has(NEW_LISTENER) })
+    }
+
+    fn succeeded(self, result: c_long) -> bool {
+        if self.listens { result >= 0 } else { result == 0 }
+    }
+
+    /// Makes the call, with the hook quiet before the filter is there.
+    fn around(self, real: impl FnOnce() -> c_long) -> c_long {
+        let errno = errno::errno();
+        let saved = errno.get();
+        let expected = guarded(|| in_hook(|| self.expect()));
+        errno.set(saved);
+        let result = real();
+        let saved = errno.get();
+        if expected == Some(true) {
+            guarded(|| in_hook(|| self.settle(self.succeeded(result))));
+        }
+        errno.set(saved);
+        result
+    }
+
+    /// False in a child of vfork: it has borrowed the memory of a process that will have no filter.
+    fn expect(self) -> bool {
+        if fork::is_borrowed() {
+            return false;
+        }
+        if self.synchronizes && watcher_may_call() {
+            thread::stop();
+        }
+        seccomp::begin_install(self.synchronizes);
+        true
+    }
+
+    fn settle(self, succeeded: bool) {
+        seccomp::end_install(self.synchronizes, succeeded);
+        if succeeded {
+            publish();
+        } else if self.synchronizes && watcher_may_call() {
+            thread::resume();
+        }
+    }
+}
+
+/// Publishes which filters this process has seen.
+fn publish() {
+    if let Some(recorder) = recorder::running() {
+        recorder.ring.header(header::FILTERS_SEEN).store(seccomp::seen(), Ordering::Relaxed);
+    }
+}
+
+/// The next `prctl` and `syscall`, which may be another preloaded library's.
+static NEXT_PRCTL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// As above.
+static NEXT_SYSCALL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// What the program gets for the C library's function of this name that a look-up has found: the export that stands before it. Programs
+/// in Python find both by a handle of the C library.
+pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
+    let (next, export) = match name {
+        b"prctl" => (&NEXT_PRCTL, prctl as *const ()),
+        b"syscall" => (&NEXT_SYSCALL, syscall as *const ()),
+        _ => return found,
+    };
+    let is_next = !found.is_null() && found == next.load(Ordering::Relaxed);
+    if is_next { export.cast_mut().cast() } else { found }
+}
+
+/// When the library is loaded.
+pub fn find_next() {
+    NEXT_PRCTL.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
+    NEXT_SYSCALL.store(look_up(libc::RTLD_NEXT, c"syscall"), Ordering::Relaxed);
+}
+
+/// Exported in place of the C library's, to see whom the host names as its tracer and that it installs a filter.
+///
+/// # Safety
+/// As prctl(2).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn prctl(
+    option: c_int,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+) -> c_int {
+    note(option as c_ulong, second);
+    let call = || ptracer::call(&NEXT_PRCTL, [option as c_ulong, second, third, fourth, fifth]);
+    match Install::of_prctl(option as c_ulong, second, third) {
+        Some(install) => install.around(|| c_long::from(call())) as c_int,
+        None => call(),
+    }
+}
+
+/// Notes what the program says of itself by a prctl(2) that is about to be made.
+fn note(option: c_ulong, value: c_ulong) {
+    if takes_counter(option, value) {
+        tsc::stop();
+    }
+    if option as c_int == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
+        ptracer::named_by_host();
+    }
+}
+
+/// Exported in place of the C library's, to see the calls that install a filter. Every other call is jumped on to with the caller's frame
+/// untouched, because some, such as `clone`, return twice.
+///
+/// # Safety
+/// As syscall(2).
+#[unsafe(naked)]
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
+    core::arch::naked_asm!(
+        "cmp rdi, {seccomp}",
+        "je {noted}",
+        "cmp rdi, {prctl}",
+        "je {noted}",
+        "mov rax, qword ptr [rip + {next}]",
+        "test rax, rax",
+        "je {bare}",
+        "jmp rax",
+        seccomp = const libc::SYS_seccomp,
+        prctl = const libc::SYS_prctl,
+        noted = sym noted,
+        next = sym NEXT_SYSCALL,
+        bare = sym bare,
+    )
+}
+
+type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
+
+/// A call of seccomp(2) or prctl(2) by its number.
+unsafe extern "C" fn noted(
+    number: c_long,
+    first: c_ulong,
+    second: c_ulong,
+    third: c_ulong,
+    fourth: c_ulong,
+    fifth: c_ulong,
+    sixth: c_ulong,
+) -> c_long {
+    let next = NEXT_SYSCALL.load(Ordering::Relaxed);
+    // SAFETY: the next function of this name, as far as a caller can see it: it takes as many of these as the call has.
+    let next = if next.is_null() { bare } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
+    // SAFETY: the caller's own arguments, and what lies behind them.
+    let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
+    let install = if number == libc::SYS_prctl {
+        note(first, second);
+        Install::of_prctl(first, second, third)
+    } else {
+        if first == 0 {
+            // SECCOMP_SET_MODE_STRICT
+            tsc::stop();
+        }
+        Install::of_seccomp(first, second, third)
+    };
+    match install {
+        Some(install) => install.around(call),
+        None => call(),
+    }
+}
+
+/// What the C library's syscall does, for callers that come before the hook has looked for it.
+#[unsafe(naked)]
+unsafe extern "C" fn bare(_: c_long, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong) -> c_long {
+    core::arch::naked_asm!(
+        "mov rax, rdi",
+        "mov rdi, rsi",
+        "mov rsi, rdx",
+        "mov rdx, rcx",
+        "mov r10, r8",
+        "mov r8, r9",
+        "mov r9, qword ptr [rsp + 8]",
+        "syscall",
+        "cmp rax, -4095",
+        "jae 2f",
+        "ret",
+        "2:",
+        "mov rdi, rax",
+        "jmp {failed}",
+        failed = sym failed,
+    )
+}
+
+extern "C" fn failed(code: c_long) -> c_long {
+    errno::errno().set(-code as c_int);
+    -1
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn calls_that_install_a_filter_are_told_from_those_that_ask() {
+        let own = Install { synchronizes: false, listens: false };
+        let plain = Some(own);
+        assert_eq!(Install::of_prctl(22, 2, 0x1000), plain);
+        assert_eq!(Install::of_prctl(22, 1, 0), plain, "the strict mode");
+        assert_eq!((Install::of_prctl(22, 2, 0), Install::of_prctl(38, 1, 0)), (None, None));
+        assert_eq!(Install::of_seccomp(0, 0, 0), plain);
+        assert_eq!(Install::of_seccomp(1, 1, 0x1000), Some(Install { synchronizes: true, listens: false }));
+        assert_eq!(Install::of_seccomp(1, 9, 0), None, "libseccomp asks for the flags that the kernel knows");
+        assert_eq!(Install::of_seccomp(2, 0, 0x1000), None, "SECCOMP_GET_ACTION_AVAIL");
+        let listener = Install::of_seccomp(1, 8, 0x1000).unwrap();
+        assert!(listener.succeeded(7) && !listener.succeeded(-1));
+        // With TSYNC the answer may be the id of a thread that could not follow.
+        assert!(own.succeeded(0) && !own.succeeded(4711));
+    }
+
+    #[test]
+    fn calls_that_forbid_the_counter_are_known() {
+        assert!(takes_counter(22, 1) && takes_counter(26, 2), "the strict mode, and PR_SET_TSC");
+        assert!(!takes_counter(22, 2) && !takes_counter(26, 1) && !takes_counter(38, 1));
+    }
+
+    #[test]
+    fn a_bare_call_answers_as_the_c_library() {
+        // SAFETY: getpid and close take no memory.
+        let (own, wrong) =
+            unsafe { (bare(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0)) };
+        assert_eq!((own, wrong, errno::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
+        // SAFETY: as above.
+        let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
+        // SAFETY: as above; the second asks whether the kernel knows an action.
+        let (own, known) = unsafe {
+            let action = libc::SECCOMP_RET_ERRNO;
+            let known = exported(libc::SYS_seccomp, 2, 0, (&raw const action) as c_ulong, 0, 0, 0);
+            (exported(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), known)
+        };
+        assert_eq!((own, known, seccomp::may_call()), (i64::from(std::process::id()), 0, true));
+    }
+}

@@ -1,0 +1,31 @@
+//! The exported pthread_cancel.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicPtr, Ordering},
+};
+
+use crate::runtime::{linker::dynamic::look_up, os::cancellation};
+
+static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
+
+/// When the library is loaded.
+pub fn find_next() {
+    NEXT.store(look_up(libc::RTLD_NEXT, c"pthread_cancel"), Ordering::Relaxed);
+}
+
+/// Exported in place of the C library's, only to see that it is used.
+///
+/// # Safety
+/// As pthread_cancel(3).
+#[cfg_attr(not(test), unsafe(no_mangle))]
+#[cfg_attr(test, allow(dead_code))]
+pub unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
+    cancellation::note_use();
+    let next = NEXT.load(Ordering::Relaxed);
+    if next.is_null() {
+        return libc::ENOSYS;
+    }
+    // SAFETY: the next function of this name, found when the hook was loaded, and the caller's own argument.
+    unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(libc::pthread_t) -> c_int>(next)(thread) }
+}

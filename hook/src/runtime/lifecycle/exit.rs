@@ -1,0 +1,118 @@
+//! The end of the process.
+
+use std::{
+    ffi::{c_int, c_void},
+    sync::atomic::{AtomicBool, Ordering},
+    time::Duration,
+};
+
+use xpu_timer_proto::ring::header;
+
+use crate::runtime::{
+    lifecycle::fork::running_here,
+    os::{
+        clock,
+        process::{CONNECTION, LOOK_WANTED, LOOKED, OWN},
+        seccomp, wakeup,
+    },
+    recorder::{Recorder, running},
+};
+
+/// `HookMessage { goodbye }` on the wire, for the exit handler, which must not allocate.
+pub const GOODBYE: [u8; 2] = [0x2a, 0x00];
+
+static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
+
+/// A process that ends waits no longer than this for the watcher, which normally needs a fraction of a millisecond.
+const LAST_LOOK: Duration = Duration::from_millis(50);
+
+/// Has the hook told of the process's end, once.
+pub fn watch_exits() {
+    unsafe extern "C" {
+        fn __cxa_at_quick_exit(handler: extern "C" fn(*mut c_void), library: *mut c_void) -> c_int;
+    }
+    if !EXIT_HANDLER.swap(true, Ordering::Relaxed) {
+        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what they do.
+        unsafe {
+            libc::atexit(at_exit);
+            __cxa_at_quick_exit(at_quick_exit, std::ptr::null_mut());
+        }
+    }
+}
+
+/// Whether the process is ending.
+pub fn is_ending() -> bool {
+    OWN.is_ending.load(Ordering::SeqCst)
+}
+
+/// Whether the ending process waits for the watcher's last look.
+pub fn wants_last_look() -> bool {
+    OWN.last_look.load(Ordering::Acquire) == LOOK_WANTED
+}
+
+/// The watcher has looked.
+pub fn looked() {
+    OWN.last_look.store(LOOKED, Ordering::Release);
+    wakeup::wake(&OWN.last_look);
+}
+
+/// Has what is complete by now written to the ring, and keeps the watcher out of a driver that is being torn down: handlers run last
+/// in, first out, so the driver's own comes after this one. The connection stays, because a handler that runs later may hang.
+extern "C" fn at_exit() {
+    if seccomp::may_call() {
+        if let Some(recorder) = running_here() {
+            look_and_end(recorder);
+        }
+    } else {
+        // A child of vfork runs no exit handlers. Nobody may be waited for.
+        OWN.is_ending.store(true, Ordering::SeqCst);
+    }
+}
+
+/// Async-signal-safe.
+pub fn look_and_end(recorder: &Recorder) {
+    if OWN.is_ending.load(Ordering::Relaxed) {
+        return;
+    }
+    let deadline = clock::now_ns() + LAST_LOOK.as_nanos() as u64;
+    let left = || Duration::from_nanos(deadline.saturating_sub(clock::now_ns()));
+    if OWN.is_watched.load(Ordering::Relaxed) {
+        OWN.last_look.store(LOOK_WANTED, Ordering::Release);
+        wakeup::ring();
+        while wants_last_look() && !left().is_zero() {
+            wakeup::wait_while(&OWN.last_look, LOOK_WANTED, left());
+        }
+    }
+    OWN.is_ending.store(true, Ordering::SeqCst);
+    // The watcher is normally asleep, or microseconds inside an event query.
+    while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && !left().is_zero() {
+        std::thread::yield_now();
+    }
+}
+
+/// Of quick_exit(3), which runs no other handlers and says how it ends nowhere else.
+extern "C" fn at_quick_exit(_: *mut c_void) {
+    at_exit();
+    if running().is_some() && OWN.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
+        say_goodbye();
+    }
+}
+
+/// In [`Own::quick_exit`]: its status was 0.
+pub const QUICK_SUCCESS: c_int = 1;
+
+/// Tells the collector that this end is meant: in the ring, and, where that is allowed, at once.
+pub fn say_goodbye() {
+    if let Some(recorder) = running() {
+        recorder.ring.header(header::GOODBYE).store(1, Ordering::Release);
+    }
+    if seccomp::may_call()
+        && let Some(fd) = CONNECTION.get()
+    {
+        let goodbye = GOODBYE;
+        // SAFETY: the descriptor is a socket of ours, checked just now; nothing waits and no signal is raised.
+        unsafe {
+            libc::send(fd, goodbye.as_ptr().cast(), goodbye.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
+        }
+    }
+}

@@ -1,0 +1,125 @@
+//! The lazy start at the first device call, and the ends: fork and exit.
+//!
+//! Until that call the process has nothing of the hook but its code: no thread, no descriptor, no memory. A forked child is such a process again.
+
+use std::sync::atomic::Ordering;
+
+use xpu_timer_proto::ring::{coverage, header, offset};
+
+use crate::runtime::{
+    lifecycle::{
+        config::{self, disabled},
+        exit::watch_exits,
+        fork::{forget_parent, watch_forks},
+        guard::guarded,
+        host_process, panic_injection,
+    },
+    linker::dynamic,
+    os::{
+        cancellation::shielded,
+        clock, descriptor,
+        process::{IDLE, OFF, OWN, Own, RING, SET_UP_IN, STARTING, pid, set_watched},
+        seccomp,
+        thread_state::in_hook,
+        tsc,
+    },
+    overhead,
+    recorder::{
+        Recorder,
+        ring::{COVERAGE_NAME_BYTES, store_text},
+        running,
+    },
+    watcher::{
+        coverage::{NOT_LOADED, publish_coverage},
+        thread,
+    },
+};
+
+/// After a start that failed for want of descriptors or memory, the next is tried this much later.
+const RETRY_NS: u64 = 1_000_000_000;
+
+/// The process's recorder, started if this is the first device call. `None` when the hook is off or could not start.
+#[inline]
+pub fn recorder() -> Option<&'static Recorder> {
+    running().or_else(start)
+}
+
+#[cold]
+fn start() -> Option<&'static Recorder> {
+    if !seccomp::may_call() {
+        return None;
+    }
+    let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
+    if set_up_in != 0 && set_up_in != pid() {
+        // A child of the bare system call. Locks of the C library may be held by threads that it does not have, so nothing is set up.
+        forget_parent();
+        OFF.store(true, Ordering::Relaxed);
+    }
+    if OFF.load(Ordering::Relaxed) || clock::coarse_now_ns() < OWN.retry_at_ns.load(Ordering::Relaxed) {
+        return None;
+    }
+    if OWN.stage.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire).is_err() {
+        // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
+        for _ in 0..1000 {
+            std::thread::yield_now();
+            if let Some(recorder) = running() {
+                return Some(recorder);
+            }
+            if OWN.stage.load(Ordering::Acquire) != STARTING {
+                break;
+            }
+        }
+        return running();
+    }
+    let started = shielded(|| in_hook(|| guarded(set_up_if_allowed))).flatten();
+    dynamic::forget_linker_error();
+    if started.is_none() {
+        OWN.retry_at_ns.store(clock::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
+    }
+    OWN.stage.store(IDLE, Ordering::Release);
+    started
+}
+
+fn set_up_if_allowed() -> Option<&'static Recorder> {
+    if disabled() || host_process::forbid() {
+        OFF.store(true, Ordering::Relaxed);
+        return None;
+    }
+    running().or_else(set_up)
+}
+
+/// Beside the ring: the recorder's tables, and the watcher's stack and heap, with as much to spare again.
+const ROOM_BYTES: usize = 16 << 20;
+
+fn set_up() -> Option<&'static Recorder> {
+    if !descriptor::may_map(offset::END + ROOM_BYTES) {
+        return None;
+    }
+    SET_UP_IN.store(pid(), Ordering::Relaxed);
+    // SAFETY: a whole page of this library's zero data, which nothing but `OWN` lies in. Kernels before 4.14 refuse.
+    unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };
+    let recorder = Recorder::boxed(&RING).ok()?;
+    if tsc::forbids_counter() {
+        tsc::stop();
+    }
+    overhead::calibrate();
+    recorder.ring.header(header::FILTERS_AT_LOAD).store(host_process::filters_at_load().into(), Ordering::Relaxed);
+    let environment = config::snapshot();
+    recorder.bracket.store(config::bracket_of(&environment) as u32, Ordering::Relaxed);
+    panic_injection::configure(&recorder, &environment);
+    for (index, function) in crate::runtime::linker::function_table::functions().take(coverage::SLOTS).enumerate() {
+        function.coverage.store(index as u32, Ordering::Relaxed);
+        let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
+        let name = crate::runtime::linker::function::shown(function.name);
+        store_text(&entry[coverage::NAME..], &name[..name.len().min(COVERAGE_NAME_BYTES)]);
+        publish_coverage(&recorder, function, index, NOT_LOADED);
+    }
+    let recorder: &'static Recorder = Box::leak(recorder);
+    watch_forks();
+    watch_exits();
+    OWN.pid.store(pid(), Ordering::Relaxed);
+    OWN.ring_words.store(recorder.ring.words(), Ordering::Release);
+    OWN.recorder.store(std::ptr::from_ref(recorder).cast_mut().cast(), Ordering::Release);
+    set_watched(thread::spawn(recorder, environment));
+    Some(recorder)
+}

@@ -1,0 +1,155 @@
+//! The originals of hooked functions: one row each, and up to four originals a row, each with a wrapper of its own.
+//!
+//! Slot 0 belongs to the exported symbol; its original is what the caller's reference would have been bound to without the
+//! hook. The other slots belong to pointers that dlsym or cuGetProcAddress gave out: a second library, or a form
+//! of the function that is not the exported one, so no caller ever lands in another original than its own.
+
+use std::{
+    ffi::{CStr, c_void},
+    sync::atomic::{AtomicBool, AtomicPtr, AtomicU32, Ordering},
+};
+
+use xpu_timer_proto::family::Library;
+
+use crate::runtime::os::thread_state;
+
+/// Originals a row.
+pub const SLOTS: usize = 4;
+
+const _: () = assert!(SLOTS <= align_of::<Function>(), "a slot fits into the low bits of a row's address");
+
+/// Functions beside an original that a row may ask.
+pub const COMPANIONS: usize = 2;
+
+/// Address of a wrapper.
+#[derive(Clone, Copy)]
+pub struct Wrapper(pub *const ());
+
+// SAFETY: the address of code.
+unsafe impl Sync for Wrapper {}
+
+// SAFETY: as above.
+unsafe impl Send for Wrapper {}
+
+/// One hooked function.
+pub struct Function {
+    /// Its C name.
+    pub name: &'static CStr,
+    /// Where the original is.
+    pub library: Library,
+    /// Its entry in the coverage table, set before anything is recorded.
+    pub coverage: AtomicU32,
+    pub reals: [AtomicPtr<c_void>; SLOTS],
+    pub companions: [[AtomicPtr<c_void>; COMPANIONS]; SLOTS],
+    has_hidden_copy: AtomicBool,
+    pub wrappers: [Wrapper; SLOTS],
+}
+
+impl Function {
+    /// A row of the table.
+    pub const fn new(name: &'static CStr, library: Library, wrappers: [Wrapper; SLOTS]) -> Self {
+        Function {
+            name,
+            library,
+            coverage: AtomicU32::new(0),
+            reals: [const { AtomicPtr::new(std::ptr::null_mut()) }; SLOTS],
+            companions: [const { [const { AtomicPtr::new(std::ptr::null_mut()) }; COMPANIONS] }; SLOTS],
+            has_hidden_copy: AtomicBool::new(false),
+            wrappers,
+        }
+    }
+
+    /// Name as text; the rows' names are ASCII.
+    pub fn text(&self) -> &'static str {
+        self.name.to_str().unwrap_or("?")
+    }
+
+    /// Notes that a call comes in by a slot other than 0. One body serves all slots of a row, and its caller's arguments leave no
+    /// room for the number. Row and slot are one word, so a signal handler sees both or none.
+    #[inline]
+    pub fn enter_by(&self, slot: usize) {
+        thread_state::current().entry.set(std::ptr::from_ref(self) as usize | slot);
+    }
+
+    /// The slot by which the call came in that begins now. A signal handler may call another row between the entry and this: that
+    /// row takes its own slot 0 and leaves the entry alone.
+    #[inline]
+    pub fn entered_by(&self) -> usize {
+        let entry = &thread_state::current().entry;
+        let slot = entry.get() ^ std::ptr::from_ref(self) as usize;
+        if slot < SLOTS {
+            entry.set(0);
+            slot
+        } else {
+            0
+        }
+    }
+
+    /// A slot without original and its wrapper, for a function that is about to be replaced. Slot 0 is never spare.
+    pub fn spare_slot(&self) -> Option<(usize, *const ())> {
+        let slot = (1..SLOTS).rev().find(|slot| self.reals[*slot].load(Ordering::Relaxed).is_null())?;
+        Some((slot, self.wrappers[slot].0))
+    }
+
+    /// Gives a slot its original.
+    pub fn fill_slot(&self, slot: usize, real: *mut c_void) {
+        self.reals[slot].store(real, Ordering::Release);
+    }
+
+    /// Takes the original of a slot away: its library is not loaded any more.
+    pub fn free_slot(&self, slot: usize) {
+        self.reals[slot].store(std::ptr::null_mut(), Ordering::Release);
+        for companion in &self.companions[slot] {
+            companion.store(std::ptr::null_mut(), Ordering::Release);
+        }
+    }
+
+    /// A copy of this function was found whose callers cannot be seen.
+    pub fn out_of_reach(&self) {
+        self.has_hidden_copy.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether there is such a copy.
+    pub fn has_hidden_copy(&self) -> bool {
+        self.has_hidden_copy.load(Ordering::Relaxed)
+    }
+
+    /// Whether any original is known.
+    pub fn is_known(&self) -> bool {
+        self.reals.iter().any(|real| !real.load(Ordering::Relaxed).is_null())
+    }
+}
+
+/// A function's name for people: `c10d::ProcessGroupGloo::barrier` of `_ZN4c10d16ProcessGroupGloo7barrierERKNS_14…`; a name
+/// of C is itself.
+pub fn shown(name: &CStr) -> Vec<u8> {
+    let Some(mut rest) = name.to_bytes().strip_prefix(b"_ZN") else { return name.to_bytes().to_vec() };
+    let mut parts: Vec<&[u8]> = Vec::new();
+    while let digits @ 1.. = rest.iter().take_while(|byte| byte.is_ascii_digit()).count() {
+        let length = rest[..digits].iter().fold(0usize, |length, digit| length * 10 + usize::from(digit - b'0'));
+        let Some(part) = rest.get(digits..digits + length) else { break };
+        parts.push(part);
+        rest = &rest[digits + length..];
+    }
+    // A constructor has the name of its class.
+    if rest.starts_with(b"C") {
+        parts.extend(parts.last().copied());
+    }
+    parts.join(&b"::"[..])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::shown;
+
+    #[test]
+    fn names_for_people() {
+        assert_eq!(shown(c"MPI_Barrier"), b"MPI_Barrier");
+        assert_eq!(
+            shown(c"_ZN4c10d16ProcessGroupGloo7barrierERKNS_14BarrierOptionsE"),
+            b"c10d::ProcessGroupGloo::barrier"
+        );
+        assert_eq!(shown(c"_ZN4c10d8TCPStoreC1ERKi"), b"c10d::TCPStore::TCPStore");
+        assert_eq!(shown(c"_ZN99x"), b"");
+    }
+}

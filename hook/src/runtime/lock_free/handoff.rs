@@ -1,0 +1,188 @@
+//! What passes between a launching thread and the watcher: slots of operations that have begun, and spare events that come back.
+//!
+//! Each lane has a [`Handoff`] of its own, so that two threads that launch at the same time write no cache line in common. Both
+//! directions are without locks and neither side waits.
+
+use super::{
+    atomic::{AtomicU32, AtomicUsize, LANE_EVENTS as SPARE, Ordering},
+    cpu,
+    slot::Slot,
+};
+
+/// Cells in a cache line.
+const CELLS_A_LINE: usize = 8;
+
+/// Of one lane. Processors fetch cache lines in pairs, hence the alignment.
+#[repr(align(128))]
+pub struct Handoff {
+    /// The slot that began last, plus one, 0 for none; those before it follow by [`Slot::begun`].
+    begun: AtomicU32,
+    /// Whose events these are: the first context that the lane's thread launched in, 0 before that.
+    context: AtomicUsize,
+    /// Where the thread takes the next event.
+    taken: AtomicUsize,
+    given: Given,
+}
+
+/// The watcher's side.
+#[repr(align(128))]
+struct Given {
+    /// Where the watcher puts the next event.
+    next: AtomicUsize,
+    /// Events, 0 for an empty cell. In a place of its own, because the first device call may be made on a very small stack.
+    cells: Box<[AtomicUsize]>,
+}
+
+impl Handoff {
+    /// Nothing under way.
+    pub fn new() -> Self {
+        Handoff {
+            begun: AtomicU32::new(0),
+            context: AtomicUsize::new(0),
+            taken: AtomicUsize::new(0),
+            given: Given { next: AtomicUsize::new(0), cells: (0..SPARE).map(|_| AtomicUsize::new(0)).collect() },
+        }
+    }
+
+    /// Hands a slot, which is in no list, to the watcher. Threads without a lane share one list, so any thread may come between.
+    pub fn push(&self, slots: &[Slot], index: usize) {
+        let mut newest = self.begun.load(Ordering::Relaxed);
+        loop {
+            slots[index].begun.store(newest, Ordering::Relaxed);
+            match self.begun.compare_exchange_weak(newest, index as u32 + 1, Ordering::Release, Ordering::Relaxed) {
+                Ok(_) => return,
+                Err(now) => newest = now,
+            }
+        }
+    }
+
+    /// Takes all slots that were handed over, newest first. The watcher only.
+    pub fn take(&self, slots: &[Slot], mut each: impl FnMut(usize)) {
+        if self.begun.load(Ordering::Relaxed) == 0 {
+            return;
+        }
+        let mut link = self.begun.swap(0, Ordering::Acquire);
+        while let Some(index) = link.checked_sub(1) {
+            let index = index as usize;
+            link = slots[index].begun.load(Ordering::Relaxed);
+            each(index);
+        }
+    }
+
+    /// A spare event of a context. The lane's thread only.
+    #[inline]
+    pub fn take_event(&self, context: usize) -> Option<usize> {
+        if self.context.load(Ordering::Relaxed) != context {
+            self.adopt(context)?;
+        }
+        let place = self.taken.load(Ordering::Relaxed);
+        let cell = &self.given.cells[place % SPARE];
+        let event = cell.load(Ordering::Acquire);
+        if event == 0 {
+            return None;
+        }
+        cell.store(0, Ordering::Release);
+        self.taken.store(place.wrapping_add(1), Ordering::Relaxed);
+        // The watcher wrote the next line, on another core, and this thread comes to it some operations later.
+        cpu::prefetch(&self.given.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
+        Some(event)
+    }
+
+    /// The lane belongs to the first context that it sees; a thread that launches in several takes the others' from their pools.
+    #[cold]
+    fn adopt(&self, context: usize) -> Option<()> {
+        self.context.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed).ok().map(|_| ())
+    }
+
+    /// Gives an event back; false when there is no room for it here. The watcher only.
+    pub fn give_event(&self, context: usize, event: usize) -> bool {
+        let place = self.given.next.load(Ordering::Relaxed);
+        let cell = &self.given.cells[place % SPARE];
+        if self.context.load(Ordering::Relaxed) != context || cell.load(Ordering::Acquire) != 0 {
+            return false;
+        }
+        cell.store(event, Ordering::Release);
+        self.given.next.store(place.wrapping_add(1), Ordering::Relaxed);
+        true
+    }
+
+    /// How many spare events there are; a guess while they come and go.
+    pub fn events(&self) -> usize {
+        let given = self.given.next.load(Ordering::Relaxed);
+        given.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::atomic::{AtomicBool, AtomicUsize};
+
+    use super::*;
+
+    fn slots(count: usize) -> Vec<Slot> {
+        (0..count).map(|_| Slot::default()).collect()
+    }
+
+    fn taken(handoff: &Handoff, slots: &[Slot]) -> Vec<usize> {
+        let mut taken = Vec::new();
+        handoff.take(slots, |index| taken.push(index));
+        taken
+    }
+
+    #[test]
+    fn slots_are_taken_once_and_newest_first() {
+        let (handoff, slots) = (Handoff::new(), slots(8));
+        assert_eq!(taken(&handoff, &slots), [0; 0]);
+        for index in [5, 0, 7] {
+            handoff.push(&slots, index);
+        }
+        assert_eq!(taken(&handoff, &slots), [7, 0, 5]);
+        handoff.push(&slots, 5);
+        assert_eq!(taken(&handoff, &slots), [5]);
+    }
+
+    #[test]
+    fn four_threads_of_one_list_lose_no_slot() {
+        const EACH: usize = 5_000;
+        let (handoff, slots) = (Handoff::new(), slots(4 * EACH));
+        let seen: Vec<AtomicBool> = (0..4 * EACH).map(|_| AtomicBool::new(false)).collect();
+        let ended = AtomicUsize::new(0);
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (handoff, slots, ended) = (&handoff, &slots, &ended);
+                scope.spawn(move || {
+                    (0..EACH).for_each(|index| handoff.push(slots, thread * EACH + index));
+                    ended.fetch_add(1, Ordering::Release);
+                });
+            }
+            loop {
+                let all = ended.load(Ordering::Acquire) == 4;
+                handoff.take(&slots, |index| assert!(!seen[index].swap(true, Ordering::Relaxed), "{index} twice"));
+                if all {
+                    break;
+                }
+                std::thread::yield_now();
+            }
+        });
+        assert!(seen.iter().all(|seen| seen.load(Ordering::Relaxed)));
+    }
+
+    #[test]
+    fn events_come_back_to_the_context_that_they_are_of_and_no_more_than_there_is_room() {
+        let handoff = Handoff::new();
+        assert!(!handoff.give_event(0x10, 1), "the lane has no context yet");
+        assert_eq!(handoff.take_event(0x10), None);
+        assert!(!handoff.give_event(0x20, 2), "another context's");
+        for lap in 0..3 {
+            for event in 1..=SPARE {
+                assert!(handoff.give_event(0x10, event + lap));
+            }
+            assert!(!handoff.give_event(0x10, 9));
+            assert_eq!((handoff.events(), handoff.take_event(0x20)), (SPARE, None));
+            for event in 1..=SPARE {
+                assert_eq!(handoff.take_event(0x10), Some(event + lap));
+            }
+            assert_eq!((handoff.take_event(0x10), handoff.events()), (None, 0));
+        }
+    }
+}

@@ -1,0 +1,80 @@
+//! What ends the watcher's sleep before its time: launching threads ring when many operations have come since it looked last, and a
+//! process that ends rings for the last look.
+//!
+//! A futex, because it is no descriptor that a host can close, and because a signal handler may ring. A rank with as many operations as
+//! a training job has never rings it.
+
+use std::{
+    sync::atomic::{AtomicU32, Ordering, fence},
+    time::Duration,
+};
+
+use crate::runtime::os::seccomp;
+
+static RUNG: AtomicU32 = AtomicU32::new(0);
+
+/// Wakes the watcher, if this thread may; while it has not answered the ring before, this is a read of one word.
+#[cold]
+pub fn ring() {
+    if !seccomp::may_call() {
+        return;
+    }
+    // What the ring is for was written before the word is read; the watcher empties the word before it looks.
+    fence(Ordering::SeqCst);
+    if RUNG.load(Ordering::Relaxed) == 0 && RUNG.swap(1, Ordering::AcqRel) == 0 {
+        wake(&RUNG);
+    }
+}
+
+/// Sleeps until somebody rings, at most `pause`. The watcher only.
+pub fn wait(pause: Duration) {
+    wait_while(&RUNG, 0, pause);
+    RUNG.swap(0, Ordering::SeqCst);
+}
+
+/// Sleeps while the word has this value, at most `pause`; may end early for no reason. Async-signal-safe.
+pub fn wait_while(word: &AtomicU32, value: u32, pause: Duration) {
+    let time = libc::timespec {
+        tv_sec: pause.as_secs() as libc::time_t,
+        tv_nsec: libc::c_long::from(pause.subsec_nanos() as i32),
+    };
+    // SAFETY: the word and the time are valid during the call, which changes neither.
+    unsafe {
+        libc::syscall(
+            libc::SYS_futex,
+            word.as_ptr(),
+            libc::FUTEX_WAIT | libc::FUTEX_PRIVATE_FLAG,
+            value,
+            &raw const time,
+        )
+    };
+}
+
+/// Wakes whoever sleeps on the word. Async-signal-safe.
+pub fn wake(word: &AtomicU32) {
+    // SAFETY: only the word's address matters.
+    unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Instant;
+
+    use super::*;
+
+    #[test]
+    fn who_rings_is_heard_before_and_during_the_sleep() {
+        let begun = Instant::now();
+        ring();
+        wait(Duration::from_secs(600));
+        std::thread::scope(|scope| {
+            scope.spawn(|| wait(Duration::from_secs(600)));
+            scope.spawn(|| {
+                std::thread::sleep(Duration::from_millis(20));
+                ring();
+            });
+        });
+        assert!(begun.elapsed() < Duration::from_secs(300));
+        wait(Duration::from_millis(1));
+    }
+}

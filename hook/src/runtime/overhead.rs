@@ -1,0 +1,102 @@
+//! What the hook itself costs the host, measured on a few of its calls and told in every dump.
+//!
+//! The time that a hooked call spends here before and after the real function, without the clock readings that this takes. The few
+//! instructions between the caller and the first reading are not in it.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use xpu_timer_proto::ring::lane;
+
+use crate::runtime::{
+    lock_free::counter::add,
+    os::{
+        clock,
+        thread_state::{IN_COLLECTIVES, IN_DRIVER, IN_RUNTIME, ThreadState},
+    },
+    recorder::Recorder,
+};
+
+/// One of so many launches of a thread is measured, at a cost of four clock readings, and which one: the very first do more than
+/// the others.
+const LAUNCHES: (u32, u32) = (256, 16);
+
+/// The same for calls of the collective library.
+const COLLECTIVES: (u32, u32) = (32, 4);
+
+/// Nanoseconds of one clock reading; 0 until the recorder starts.
+static CLOCK_NS: AtomicU64 = AtomicU64::new(0);
+
+/// Finds out what a clock reading costs.
+pub fn calibrate() {
+    let reading = || {
+        let first = clock::now_ns();
+        clock::now_ns().saturating_sub(first)
+    };
+    let least = (0..32).map(|_| reading()).min().unwrap_or(0);
+    CLOCK_NS.store(least, Ordering::Relaxed);
+}
+
+/// The measurement of one hooked call; of most calls there is none.
+pub struct Cost {
+    since_ns: u64,
+    spent_ns: u64,
+}
+
+impl Cost {
+    /// The hook is entered; `layer` is the mark of the layer.
+    #[inline(always)]
+    pub fn begin(thread: &ThreadState, layer: u8) -> Self {
+        let (calls, (period, which)) = match layer {
+            IN_COLLECTIVES => (&thread.collectives, COLLECTIVES),
+            IN_DRIVER | IN_RUNTIME => (&thread.launches, LAUNCHES),
+            _ => return Cost { since_ns: 0, spent_ns: 0 },
+        };
+        let due = calls.get() % period == which;
+        calls.set(calls.get().wrapping_add(1));
+        Cost { since_ns: if due { clock::now_ns() } else { 0 }, spent_ns: 0 }
+    }
+
+    /// Whether this is one of the few.
+    #[inline]
+    pub fn is_measured(&self) -> bool {
+        self.since_ns != 0
+    }
+
+    /// The real function is called now.
+    #[inline(always)]
+    pub fn pause(&mut self) {
+        if self.is_measured() {
+            self.spent_ns += clock::now_ns().saturating_sub(self.since_ns + CLOCK_NS.load(Ordering::Relaxed));
+        }
+    }
+
+    /// It has returned.
+    #[inline(always)]
+    pub fn resume(&mut self) {
+        if self.is_measured() {
+            self.since_ns = clock::now_ns();
+        }
+    }
+
+    /// The hook is left.
+    pub fn end(&mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+        if self.is_measured() {
+            self.pause();
+            self.keep(thread, recorder, layer);
+        }
+    }
+
+    #[cold]
+    fn keep(&self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
+        let Some(lane) = recorder.lane_of(thread) else { return };
+        let samples = match layer {
+            _ if self.spent_ns > lane::LONG_NS => lane::LONG_SAMPLES,
+            IN_COLLECTIVES => lane::COLLECTIVE_SAMPLES,
+            _ => lane::LAUNCH_SAMPLES,
+        };
+        let words = recorder.lane_words(lane);
+        add(&words[samples], 1);
+        // The nanoseconds are the word behind the number.
+        add(&words[samples + 1], self.spent_ns);
+    }
+}

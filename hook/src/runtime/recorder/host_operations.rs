@@ -1,0 +1,136 @@
+//! Operations that host threads run: begun and ended by the host, watched by the watcher, freed by whoever ends them.
+//!
+//! An MPI program makes many more calls than the watcher has turns, so a slot does not travel to the watcher and back: while it
+//! is open, one cell of a small table points to it, and when it ends it is free at once. Neither waits for the other.
+
+use std::sync::atomic::Ordering;
+
+use xpu_timer_proto::{
+    ring::{comm, header, op},
+    v1::{OpKind, OpStatus},
+};
+
+use crate::runtime::{
+    lock_free::slot::state,
+    os::{clock, thread_state},
+    recorder::{Begin, Recorder, slot_chain::members},
+};
+
+/// Begins an operation that a host thread runs. Its age counts from now.
+pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
+    let slot = queue(recorder, what)?;
+    begun(recorder, slot);
+    Some(slot)
+}
+
+/// Ranks of one job do not start at once: each has to load its libraries first, on a machine where the others do so too. So the patience
+/// with those who have not come to the first meeting of all begins so much later.
+pub const STARTING_NS: u64 = 10_000_000_000;
+
+/// The age of an operation that meets the others for the first time counts later.
+pub fn be_patient(recorder: &'static Recorder, slot: usize) {
+    recorder.slots[slot].since_ns.store(clock::now_ns() + STARTING_NS, Ordering::Relaxed);
+}
+
+/// Begins an operation that another host thread will run. Its age counts from now.
+pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
+    let slot = recorder.begin_unwatched(what)?;
+    let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
+    if cell == 0 {
+        recorder.count(header::OVERFLOWS);
+    }
+    recorder.slots[slot].output.store(cell, Ordering::Relaxed);
+    Some(slot)
+}
+
+/// Begins an operation that the same call runs, and that ends with `leader`.
+pub fn follow(recorder: &'static Recorder, leader: usize, what: &Begin) {
+    let Some(slot) = recorder.begin_unwatched(what) else { return };
+    begun(recorder, slot);
+    let link = &recorder.slots[leader].follower;
+    recorder.slots[slot].follower.store(link.load(Ordering::Relaxed), Ordering::Relaxed);
+    link.store(slot as u32 + 1, Ordering::Relaxed);
+}
+
+/// A host thread runs it now.
+pub fn begun(recorder: &'static Recorder, slot: usize) {
+    recorder.ring.op(slot)[op::STARTED_NS].store(clock::now_ns(), Ordering::Relaxed);
+    recorder.raise(slot, comm::STARTED);
+}
+
+/// Ends an operation and those that follow it.
+pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+    if status == OpStatus::Completed {
+        for slot in members(recorder, leader) {
+            recorder.raise(slot, comm::COMPLETED);
+        }
+    }
+    free(recorder, leader, status, error);
+}
+
+/// The host waits no longer for an operation and those that follow it, which says nothing of them.
+pub fn leave(recorder: &'static Recorder, leader: usize) {
+    free(recorder, leader, OpStatus::Completed, 0);
+}
+
+pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
+    let now = clock::now_ns();
+    for slot in members(recorder, leader) {
+        recorder.returned(slot, now);
+        recorder.settle(slot, status, error, now);
+    }
+    recorder.open_calls.clear(recorder.slots[leader].output.swap(0, Ordering::Relaxed));
+    for slot in members(recorder, leader) {
+        recorder.slots[slot].become_state(state::FREE);
+    }
+}
+
+/// A call whose meaning is not known; only that it may block, and its name.
+pub fn named(recorder: &'static Recorder, name: &'static str) -> Begin {
+    Begin {
+        seq: recorder.next_host_call(),
+        function: recorder.name_key(name),
+        ..Begin::new(OpKind::HostCall, xpu_timer_proto::v1::Op::Unspecified)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::os::descriptor::Descriptor;
+    use crate::runtime::recorder::open_calls::CELLS;
+    use xpu_timer_proto::v1::Op;
+
+    fn recorder() -> &'static Recorder {
+        let descriptor: &'static Descriptor = Box::leak(Box::new(Descriptor::none()));
+        Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
+    }
+
+    fn what(seq: u64) -> Begin {
+        Begin { seq, communicator: 5, ..Begin::new(OpKind::Collective, Op::Barrier) }
+    }
+
+    #[test]
+    fn a_hundred_thousand_calls_need_no_watcher_and_lose_nothing() {
+        let recorder = recorder();
+        for seq in 0..100_000 {
+            let slot = open(recorder, &what(seq)).expect("the slots are free again");
+            assert_eq!(recorder.open_calls.slots().collect::<Vec<_>>(), [slot]);
+            close(recorder, slot, OpStatus::Completed, 0);
+        }
+        assert_eq!(recorder.open_calls.slots().count(), 0);
+        assert_eq!(recorder.ring.header(header::DROPPED).load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn more_open_calls_than_cells_are_recorded_and_counted() {
+        let recorder = recorder();
+        let slots: Vec<usize> = (0..CELLS as u64 + 3).map(|seq| open(recorder, &what(seq)).unwrap()).collect();
+        assert_eq!(recorder.open_calls.slots().count(), CELLS);
+        assert_eq!(recorder.ring.header(header::OVERFLOWS).load(Ordering::Relaxed), 3);
+        for slot in slots {
+            close(recorder, slot, OpStatus::Completed, 0);
+        }
+        assert_eq!(recorder.open_calls.slots().count(), 0);
+    }
+}

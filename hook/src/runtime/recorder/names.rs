@@ -1,0 +1,95 @@
+//! The name table.
+
+use std::{
+    ffi::{CStr, c_char, c_void},
+    sync::atomic::{AtomicU64, Ordering},
+};
+
+use xpu_timer_proto::ring::{header, name, offset};
+
+use crate::runtime::{
+    abi::SUCCESS,
+    device::device,
+    lock_free::hash_slot::place_of,
+    recorder::{Recorder, SEEN, ring::store_text},
+};
+
+impl Recorder {
+    /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
+    /// the watcher came to it, its module might be unloaded.
+    #[inline(always)]
+    pub fn see_function(&self, function: u64) {
+        // Nearly always it is where it is looked for first.
+        if self.seen[place_of::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
+            name_function(self, function);
+        }
+    }
+
+    /// Whether the name of this key has never been asked for; true once for each key.
+    #[inline(never)]
+    fn is_new(&self, key: u64) -> bool {
+        let mut index = place_of::<SEEN>(key);
+        for _ in 0..SEEN {
+            match self.seen[index].load(Ordering::Relaxed) {
+                0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {
+                    return true;
+                }
+                0 => {}
+                found if found == key => return false,
+                _ => index = (index + 1) % SEEN,
+            }
+        }
+        false
+    }
+
+    /// Adds a name for a function key. The caller does so once for each key.
+    pub fn add_name(&self, function: u64, text: &[u8]) {
+        let index = self.shared.names.fetch_add(1, Ordering::Relaxed);
+        if index >= name::SLOTS {
+            self.shared.names.store(name::SLOTS, Ordering::Relaxed);
+            self.count(header::OVERFLOWS);
+            return;
+        }
+        let entry = self.ring.entry(offset::NAMES, index, name::WORDS);
+        store_text(&entry[name::TEXT..], &text[..text.len().min(crate::runtime::recorder::ring::NAME_BYTES)]);
+        entry[name::FUNCTION].store(function, Ordering::Release);
+    }
+
+    /// Makes sure that a function of the host's API has its name; its key is the address of a static string.
+    pub fn name_key(&self, text: &'static str) -> u64 {
+        let key = text.as_ptr() as u64;
+        if self.is_new(key) {
+            self.add_name(key, text.as_bytes());
+        }
+        key
+    }
+
+    pub fn names(&self) -> impl Iterator<Item = &'static [AtomicU64]> {
+        let entries = 0..self.shared.names.load(Ordering::Relaxed).min(name::SLOTS);
+        entries.map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
+    }
+
+    /// Whether a kernel or function of such a name was seen.
+    pub fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
+        self.names().any(|entry| is_it(&name_in(entry)))
+    }
+}
+
+/// The text of an entry of the name table.
+pub fn name_in(entry: &[AtomicU64]) -> String {
+    let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
+    let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
+    String::from_utf8_lossy(&bytes).into_owned()
+}
+
+/// Asks the driver for a kernel's name, on the thread that is just launching it, and keeps it.
+fn name_function(recorder: &Recorder, function: u64) {
+    let Some(ask) = device().and_then(|device| device.function_name) else { return };
+    let mut name: *const c_char = std::ptr::null();
+    // SAFETY: a function that is being launched is valid; `name` is valid for writing.
+    let code = unsafe { ask(&mut name, function as *mut c_void) };
+    if code == SUCCESS && !name.is_null() {
+        // SAFETY: the driver's string lives as long as the function's module, and the caller is using that.
+        recorder.add_name(function, unsafe { CStr::from_ptr(name) }.to_bytes());
+    }
+}

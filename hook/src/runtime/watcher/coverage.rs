@@ -1,0 +1,145 @@
+//! The coverage table: which functions are hooked, and why the others are not.
+
+use std::sync::atomic::Ordering;
+
+use xpu_timer_proto::{
+    family::{FAMILIES, Library},
+    ring::{coverage, offset},
+};
+
+use crate::runtime::{
+    linker::{dynamic::libraries, function::Function},
+    recorder::Recorder,
+};
+
+const HOOKED: u8 = 0;
+
+/// The library is not loaded.
+pub const NOT_LOADED: u8 = 1;
+
+const NOT_THERE: u8 = 2;
+const NOT_ASKED: u8 = 3;
+const HIDDEN_COPY: u8 = 4;
+const UNSEEN: u8 = 5;
+const DEAF: u8 = 6;
+
+/// In the mangled names of a collective library's kernels: NCCL's and RCCL's, and those before 2.19.
+const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
+
+/// When the table is made anew after the start; then every minute, and at a hang.
+const SCHEDULE_NS: [u64; 4] = [100_000_000, 1_000_000_000, 10_000_000_000, 60_000_000_000];
+
+/// Keeps the coverage table true.
+pub struct Survey {
+    next_ns: u64,
+    turns: usize,
+}
+
+impl Survey {
+    /// Due at once.
+    pub fn new() -> Self {
+        Survey { next_ns: 0, turns: 0 }
+    }
+
+    /// Refreshes the table when it is time.
+    pub fn turn(&mut self, recorder: &Recorder, now_ns: u64) {
+        if now_ns >= self.next_ns {
+            self.refresh(recorder, now_ns);
+        }
+    }
+
+    /// Refreshes the table.
+    pub fn refresh(&mut self, recorder: &Recorder, now_ns: u64) {
+        self.next_ns = now_ns + SCHEDULE_NS[self.turns.min(SCHEDULE_NS.len() - 1)];
+        self.turns += 1;
+        let libraries = libraries();
+        let is_collective = |name: &str| COLLECTIVE_KERNELS.iter().any(|part| name.contains(part));
+        let rows = || crate::runtime::linker::function_table::functions().take(coverage::SLOTS).enumerate();
+        // Whoever asks the linker for a communicator may still call the collective itself past it.
+        let unseen = recorder.any_name(is_collective)
+            && !rows().any(|(index, function)| runs_collectives(function) && recorder.calls(index) > 0);
+        let listens = crate::runtime::linker::library_events::listens();
+        for (index, function) in rows() {
+            let calls = recorder.calls(index);
+            let status = match status(function, calls, &libraries) {
+                HOOKED | NOT_LOADED if unseen && calls == 0 && function.library == Library::Collectives => UNSEEN,
+                NOT_LOADED if !listens && matches!(function.library, Library::Collectives | Library::Blas) => DEAF,
+                status => status,
+            };
+            publish_coverage(recorder, function, index, status);
+        }
+    }
+}
+
+/// Whether a call of it is a collective, and not one that makes or groups them.
+fn runs_collectives(function: &Function) -> bool {
+    function.library == Library::Collectives && !["Comm", "Group"].iter().any(|part| function.text().contains(part))
+}
+
+fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
+    if function.has_hidden_copy() {
+        return HIDDEN_COPY;
+    }
+    if calls > 0 || function.is_known() {
+        return HOOKED;
+    }
+    let of_families = FAMILIES.iter().flat_map(|family| family.sonames(function.library));
+    let of_families = of_families.filter_map(|soname| soname.to_str().ok());
+    let loaded = of_families.chain(function.library.host_files().iter().copied()).any(|file| {
+        // Opened by soname, or by a name with more digits: libnccl.so.2.29.7.
+        libraries.iter().any(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with(file)))
+    });
+    match function.library {
+        _ if !loaded => NOT_LOADED,
+        Library::Collectives if function.resolve().is_null() => NOT_THERE,
+        Library::Collectives => HOOKED,
+        // A driver function is handed out when it is asked for. The other libraries' are bound by name: nobody did.
+        _ => NOT_ASKED,
+    }
+}
+
+/// Writes one entry's layer and status.
+pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
+    // A process without such a library hears nothing of it.
+    if status == NOT_LOADED && !function.library.host_files().is_empty() {
+        return;
+    }
+    let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
+    entry[coverage::STATUS].store(u64::from(u16::from_le_bytes([function.library.layer(), status])), Ordering::Release);
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::runtime::linker::function::{SLOTS, Wrapper};
+
+    #[test]
+    fn loaded_objects_are_listed() {
+        assert!(libraries().iter().any(|path| path.contains("libc.so")), "{:?}", libraries());
+    }
+
+    #[test]
+    fn a_communicator_that_was_made_is_no_collective_that_was_seen() {
+        let row = |name| Function::new(name, Library::Collectives, [Wrapper(std::ptr::null()); SLOTS]);
+        let collectives = [c"ncclAllReduce", c"ncclSend", c"HcclReduceScatter", c"cnclBroadcast", c"ncclAlltoAll"];
+        assert!(collectives.iter().all(|name| runs_collectives(&row(name))));
+        let others = [c"ncclCommInitRank", c"HcclCommInitRootInfo", c"ncclGroupEnd", c"ncclCommWindowRegister"];
+        assert!(!others.iter().any(|name| runs_collectives(&row(name))));
+    }
+
+    #[test]
+    fn the_reason_is_the_first_thing_that_is_missing() {
+        let row = |library| Function::new(c"ncclNothing", library, [Wrapper(std::ptr::null()); SLOTS]);
+        let libraries = |path: &str| [path.to_string()];
+        let driver = libraries("/usr/lib/libcuda.so.1");
+        assert_eq!(status(&row(Library::Collectives), 0, &driver), NOT_LOADED);
+        assert_eq!(status(&row(Library::Driver), 0, &driver), NOT_ASKED);
+        assert_eq!(status(&row(Library::Driver), 1, &[]), HOOKED);
+        assert_eq!(status(&row(Library::Collectives), 0, &libraries("/x/libnccl.so.2.29.7")), NOT_THERE);
+        let hidden = row(Library::Collectives);
+        hidden.out_of_reach();
+        assert_eq!(status(&hidden, 7, &[]), HIDDEN_COPY, "also when other calls of it were seen");
+        let all = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED, HIDDEN_COPY, UNSEEN, DEAF];
+        assert!(all.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));
+    }
+}

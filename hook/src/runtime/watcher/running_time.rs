@@ -1,0 +1,90 @@
+//! How long something has been pending as the watcher lived it. When the whole process was stopped, or its machine was suspended,
+//! nothing could complete, and that time does not count.
+
+/// What takes longer than it should by this much was interrupted: the process did not run.
+const STOPPED_NS: u64 = 500_000_000;
+
+/// So many stops are remembered; older ones count as time.
+const STOPS: usize = 16;
+
+/// Remembers when the process did not run.
+#[derive(Debug, Default)]
+pub struct Clock {
+    // The last mark.
+    marked_ns: u64,
+    // From when to when, oldest first.
+    stops: Vec<(u64, u64)>,
+    // The newest one inside the driver.
+    in_driver: Option<(u64, u64)>,
+}
+
+impl Clock {
+    /// The watcher has paused for this long, or done what takes no time, since the last mark.
+    pub fn mark(&mut self, now_ns: u64, asked_ns: u64) {
+        let Some(stop) = self.stop(now_ns, asked_ns) else { return };
+        if self.stops.len() == STOPS {
+            self.stops.remove(0);
+        }
+        self.stops.push(stop);
+    }
+
+    /// The watcher has asked the driver since the last mark, which may have made it wait as well. So only one such stop counts, and a
+    /// driver that is always slow does not keep a hang from being found.
+    pub fn mark_driver(&mut self, now_ns: u64) {
+        self.in_driver = self.stop(now_ns, 0).or(self.in_driver);
+    }
+
+    fn stop(&mut self, now_ns: u64, asked_ns: u64) -> Option<(u64, u64)> {
+        let before_ns = std::mem::replace(&mut self.marked_ns, now_ns);
+        let meant_ns = before_ns.saturating_add(asked_ns);
+        (before_ns > 0 && now_ns > meant_ns.saturating_add(STOPPED_NS)).then_some((meant_ns, now_ns))
+    }
+
+    /// Time that passed for the process between two moments.
+    pub fn between(&self, from_ns: u64, to_ns: u64) -> u64 {
+        let overlap = |(begin, end): &(u64, u64)| (*end).min(to_ns).saturating_sub((*begin).max(from_ns));
+        let stopped: u64 = self.stops.iter().chain(&self.in_driver).map(overlap).sum();
+        to_ns.saturating_sub(from_ns).saturating_sub(stopped)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: u64 = 1_000_000_000;
+
+    #[test]
+    fn only_the_time_in_which_the_process_ran_counts() {
+        let mut clock = Clock::default();
+        clock.mark(10 * SECOND, 0);
+        clock.mark(10 * SECOND + SECOND / 4, SECOND / 10);
+        assert_eq!(clock.between(0, 20 * SECOND), 20 * SECOND, "a late turn is no stop, and neither is the start");
+        clock.mark(20 * SECOND, 10 * SECOND);
+        clock.mark(50 * SECOND, SECOND);
+        assert_eq!(clock.between(10 * SECOND, 60 * SECOND), 50 * SECOND - 29 * SECOND);
+        assert_eq!(clock.between(30 * SECOND, 60 * SECOND), 10 * SECOND, "begun in the middle of it");
+        assert_eq!(clock.between(55 * SECOND, 60 * SECOND), 5 * SECOND);
+        assert_eq!(clock.between(60 * SECOND, 55 * SECOND), 0);
+    }
+
+    #[test]
+    fn a_driver_that_is_always_slow_does_not_stop_the_clock() {
+        let mut clock = Clock::default();
+        for turn in 1..=100 {
+            clock.mark_driver(turn * SECOND);
+        }
+        assert_eq!(clock.between(0, 100 * SECOND), 99 * SECOND);
+    }
+
+    #[test]
+    fn only_the_newest_stops_are_remembered() {
+        let mut clock = Clock::default();
+        for stop in 1..100 {
+            clock.mark(10 * stop * SECOND, 10 * SECOND);
+            clock.mark((10 * stop + 9) * SECOND, 0);
+        }
+        assert_eq!(clock.stops.len(), STOPS);
+        assert_eq!(clock.between(990 * SECOND, 1000 * SECOND), SECOND);
+    }
+}

@@ -1,0 +1,237 @@
+//! The watcher thread: sees operations start and complete, signals a hang, talks to the node collector.
+//!
+//! It calls driver functions only, each stamped before it is entered, because each can block for ever; then the collector sees
+//! the stamp and the heartbeat that stopped. Nothing that the host does waits for this thread.
+
+use std::{sync::atomic::Ordering, time::Duration};
+
+use xpu_timer_proto::{
+    ring::{comm, header},
+    v1::{HangSignal, hook_message::Message},
+};
+
+use crate::runtime::{
+    lifecycle::{
+        config::{Config, Environment},
+        exit,
+        guard::guarded,
+    },
+    lock_free::handoff::Handoff,
+    os::{clock, process, seccomp, sys, thread_state, tsc_clock::Pace, wakeup},
+    recorder::{Recorder, polled_operations},
+    watcher::{
+        connection::Connection,
+        coverage,
+        log::Log,
+        running_time::Clock,
+        tracker::{Tracker, Verdict},
+    },
+};
+
+/// Between two turns while something is pending or was, and while nothing is. Each turn takes a processor away from the host for a
+/// moment; whoever launches more than is good for so long a pause rings the [`crate::runtime::os::wakeup`].
+pub const PAUSE: Duration = Duration::from_millis(100);
+
+const PAUSE_IDLE: Duration = Duration::from_millis(250);
+
+/// How often the spare events are counted. To look at a thread's events takes their cache lines away from it.
+const EVENTS_NS: u64 = 1_000_000_000;
+
+/// A collector that has not looked for longer than this may be gone.
+const COLLECTOR_NS: u64 = 2_500_000_000;
+
+pub struct Watcher {
+    pub recorder: &'static Recorder,
+    pub config: Config,
+    pub tracker: Tracker,
+    connection: Connection,
+    clock: Clock,
+    pace: Pace,
+    pub log: Log,
+    /// The rank comes from a communicator.
+    learned: bool,
+    /// Slot and ticket of the operation that was signalled as hanging.
+    signalled: Option<(usize, u64)>,
+    panics: u64,
+    /// When the spare events are counted next.
+    events_ns: u64,
+    /// When it was last asked whether the program has another thread.
+    asked_ns: u64,
+    coverage: coverage::Survey,
+}
+
+/// Between two questions whether the program has another thread.
+const BETWEEN_QUESTIONS_NS: u64 = 1_000_000_000;
+
+impl Watcher {
+    pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
+        let config = Config::read(environment);
+        recorder.bracket.store(config.bracket as u32, Ordering::Relaxed);
+        Watcher {
+            recorder,
+            tracker: Tracker::new(recorder),
+            connection: Connection::new(config.socket.clone()),
+            clock: Clock::default(),
+            pace: Pace::default(),
+            log: Log::new(config.log.clone(), config.local_log.clone(), config.log_mode),
+            learned: false,
+            signalled: None,
+            panics: 0,
+            events_ns: 0,
+            asked_ns: 0,
+            coverage: coverage::Survey::new(),
+            config,
+        }
+    }
+
+    /// The first thing on a new thread. False when the hook is disabled; then it is off from now on.
+    pub fn begin(&mut self) -> bool {
+        if self.config.disabled {
+            process::turn_off();
+            return false;
+        }
+        self.tracker.new_thread();
+        thread_state::with(|thread| thread.is_watcher.set(true));
+        let tid = thread_state::current().tid();
+        self.recorder.ring.header(header::WATCHER_TID).store(tid.into(), Ordering::Relaxed);
+        for problem in std::mem::take(&mut self.config.problems) {
+            self.log.say(&problem);
+        }
+        true
+    }
+
+    /// The exit status of the program's first thread when no other thread is left. It asks only after a second without a hooked call:
+    /// a thread that calls is there, and a filter that nobody has seen yet may forbid the question.
+    pub fn sees_no_other_thread(&mut self) -> Option<i32> {
+        let now = clock::now_ns();
+        let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
+        let last_ns = called_ns.max(self.asked_ns);
+        if now.saturating_sub(last_ns) < BETWEEN_QUESTIONS_NS || !seccomp::watcher_may_call() {
+            return None;
+        }
+        self.asked_ns = now;
+        sys::first_threads_status_when_alone()
+    }
+
+    /// One turn, and the pause behind it.
+    pub fn go_on(&mut self) {
+        self.beat();
+        self.pace.measure();
+        if exit::is_ending() {
+            // The rest of the process's life belongs to its exit handlers.
+            wakeup::wait(PAUSE_IDLE);
+            return;
+        }
+        let moved = self.turn();
+        let is_quiet = !moved && self.tracker.is_idle();
+        let pause = if is_quiet { PAUSE_IDLE } else { PAUSE };
+        self.clock.mark(clock::now_ns(), 0);
+        self.connection.wait(pause);
+        self.clock.mark(clock::now_ns(), pause.as_nanos() as u64);
+    }
+
+    fn beat(&self) {
+        self.recorder.ring.header(header::HEARTBEAT_NS).store(clock::now_ns(), Ordering::Relaxed);
+    }
+
+    /// One turn; whether any operation came or went.
+    fn turn(&mut self) -> bool {
+        // A panic of one part must not end the others for ever.
+        let is_last = exit::wants_last_look();
+        let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
+        self.clock.mark_driver(clock::now_ns());
+        if is_last {
+            exit::looked();
+        }
+        if !seccomp::watcher_may_call() {
+            // It still says when operations complete, and makes no system call but the one that it sleeps in.
+            return moved;
+        }
+        guarded(|| self.judge());
+        guarded(|| self.talk());
+        guarded(|| self.chores());
+        guarded(|| polled_operations::expire(self.recorder));
+        moved
+    }
+
+    /// Signals the oldest pending operation when it is too old, and what became of it.
+    fn judge(&mut self) {
+        let now = clock::now_ns();
+        if let Some((slot, ticket)) = self.signalled {
+            match self.tracker.verdict(slot, ticket) {
+                Verdict::Pending => return,
+                Verdict::Completed => {
+                    self.connection.send(Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket }));
+                }
+                // The collector reads the failure or the abort in the ring; neither is a recovery.
+                Verdict::Ended => {}
+            }
+            self.signalled = None;
+        }
+        let Some((slot, since_ns)) = self.tracker.oldest() else { return };
+        if u128::from(self.clock.between(since_ns, now)) > self.config.hang_timeout.as_nanos() {
+            let operation = self.recorder.operation(slot);
+            self.signalled = Some((slot, operation.ticket));
+            self.coverage.refresh(self.recorder, now);
+            self.connection.send(self.hang(slot));
+        }
+    }
+
+    fn hang(&self, slot: usize) -> Message {
+        let since_ns = self.recorder.slots[slot].since_ns.load(Ordering::Relaxed);
+        let operation = self.recorder.operation(slot);
+        let pending_ns = self.clock.between(since_ns, clock::now_ns());
+        Message::Hang(HangSignal { operation: Some(operation), pending_ns })
+    }
+
+    fn talk(&mut self) {
+        // A collector that looks into the ring is there, and nobody need ask the socket.
+        let looked_ns = self.recorder.ring.header(header::COLLECTOR_NS).load(Ordering::Relaxed);
+        let is_there = looked_ns != 0 && clock::now_ns().saturating_sub(looked_ns) < COLLECTOR_NS;
+        let connected =
+            self.connection.turn(&self.config.hello, self.recorder.ring.descriptor, &mut self.log, is_there);
+        if connected && let Some((slot, _)) = self.signalled {
+            // A new collector knows nothing of a hang that is still pending.
+            self.connection.send(self.hang(slot));
+        }
+    }
+
+    fn chores(&mut self) {
+        let now = clock::now_ns();
+        self.learn_rank();
+        let panics = self.recorder.ring.header(header::PANICS).load(Ordering::Relaxed);
+        if panics != self.panics {
+            self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
+            self.panics = panics;
+        }
+        if now >= self.events_ns {
+            self.events_ns = now + EVENTS_NS;
+            let pools = self.recorder.pools.contexts().map(|(_, events)| events.len());
+            let spare: usize = pools.chain(self.recorder.handoffs_in_use().map(Handoff::events)).sum();
+            self.recorder.ring.header(header::SPARE_EVENTS).store(spare as u64, Ordering::Relaxed);
+        }
+        self.coverage.turn(self.recorder, now);
+    }
+
+    /// Takes rank and world from the largest communicator so far when no scheduler told them: that of the world may come after smaller ones.
+    fn learn_rank(&mut self) {
+        let known = self.config.hello.rank.get_or_insert_default();
+        if known.rank >= 0 && !self.learned {
+            return;
+        }
+        let place = |index: usize| {
+            let [id, size_rank] =
+                [comm::ID, comm::SIZE_RANK].map(|word| self.recorder.comm_word(index, word).load(Ordering::Acquire));
+            let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
+            (id != 0 && rank >= 0).then_some((size, rank))
+        };
+        let places = (0..self.recorder.comms.used()).filter_map(place);
+        let larger = places.filter(|(size, _)| *size > known.world_size);
+        // Of several the first.
+        if let Some((size, rank)) = larger.reduce(|one, other| if other.0 > one.0 { other } else { one }) {
+            (known.rank, known.world_size) = (rank, size);
+            self.learned = true;
+            self.connection.send(Message::Rank(known.clone()));
+        }
+    }
+}
