@@ -18,7 +18,7 @@ use crate::{
         lock_free::slot::state,
         os::{thread_state, tsc_clock},
         recorder::{
-            Begin, Recorder,
+            NewOperation, Recorder,
             operations::comm_of,
             slot_chain::{chain, close_all, members},
         },
@@ -27,7 +27,7 @@ use crate::{
 
 /// An operation that the host is inside of; an index of a slot.
 #[derive(Clone, Copy)]
-pub struct Open(pub usize);
+pub struct OpenOperation(pub usize);
 
 /// Whether a launch on `stream` is only being captured: nothing happens on the device, and an event there would be an error.
 pub fn is_captured(stream: usize) -> bool {
@@ -35,17 +35,17 @@ pub fn is_captured(stream: usize) -> bool {
 }
 
 /// Begins an operation and records its start event.
-pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<Open> {
+pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let open = open_without_events(recorder, what)?;
     start(recorder, open.0);
     Some(open)
 }
 
 /// Begins an operation that nobody can tell the stream of: it is noted, and ends when its call returns.
-pub fn open_without_events(recorder: &'static Recorder, what: &Begin) -> Option<Open> {
+pub fn open_without_events(recorder: &'static Recorder, what: &NewOperation) -> Option<OpenOperation> {
     let index = recorder.begin(what)?;
     recorder.hand_over(index);
-    Some(Open(index))
+    Some(OpenOperation(index))
 }
 
 /// Records the start event of an operation, unless there is nothing to record it with.
@@ -103,7 +103,7 @@ fn spare_event(recorder: &Recorder, context: usize) -> Option<usize> {
 
 /// A collective's kernel is launched: it tells the algorithm. It is that of the operations on its stream which the thread is
 /// just calling.
-pub fn runs(recorder: &'static Recorder, stream: usize, kernel: u64) {
+pub fn note_kernel(recorder: &'static Recorder, stream: usize, kernel: u64) {
     let first = thread_state::with(|thread| thread.open.get());
     for leader in chain(recorder, first, |recorder, slot| recorder.slots[slot].next.load(Ordering::Relaxed)) {
         if recorder.slots[leader].stream.load(Ordering::Relaxed) != stream {
@@ -152,9 +152,9 @@ pub fn finish(recorder: &'static Recorder, index: usize) {
     }
 }
 
-impl After for Option<Open> {
+impl After for Option<OpenOperation> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
-        if let Some(Open(index)) = self {
+        if let Some(OpenOperation(index)) = self {
             thread_state::with(|thread| thread.open.set(0));
             close(recorder, index, result);
         }

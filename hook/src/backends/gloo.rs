@@ -26,7 +26,7 @@ use crate::{
             tensor::{Tensors, shape},
         },
         host_call::Running,
-        request_table::{Meaning, forget, recall, remember},
+        request_table::{RequestOperation, forget, recall, remember},
     },
     interpose::hooked::{After, around},
     runtime::{
@@ -34,8 +34,8 @@ use crate::{
         linker::function::{Function, Wrapper},
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
         recorder::{
-            self, Begin, Recorder,
-            host_operations::{begun, close, queue},
+            self, NewOperation, Recorder,
+            host_operations::{close, mark_started, queue},
         },
     },
 };
@@ -48,7 +48,7 @@ thread_local! {
     static LAUNCHING: Cell<usize> = const { Cell::new(0) };
 }
 
-fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: Tensors) -> Option<Begin> {
+fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: Tensors) -> Option<NewOperation> {
     let (index, communicator) = known(recorder, group)?;
     let transfer = matches!(op, Op::Send | Op::Recv);
     let counter = if transfer { comm::POINT_TO_POINT } else { comm::LAUNCHED };
@@ -57,7 +57,15 @@ fn begin(recorder: &'static Recorder, group: Word, op: Op, peer: i32, tensors: T
     }
     let seq = recorder.comm_word(index, counter).fetch_add(1, Ordering::Relaxed) + 1;
     let (count, dtype) = shape(allreduce(), tensors);
-    Some(Begin { comm: Some(index), communicator, seq, count, dtype, peer, ..Begin::new(OpKind::Collective, op) })
+    Some(NewOperation {
+        comm: Some(index),
+        communicator,
+        seq,
+        count,
+        dtype,
+        peer,
+        ..NewOperation::new(OpKind::Collective, op)
+    })
 }
 
 /// A method that queues its work and returns.
@@ -123,7 +131,7 @@ fn executing(recorder: &'static Recorder, work: Word) -> Executing {
     let work = pointee(work);
     let slot = slot_of(recorder, work);
     if let Some(slot) = slot {
-        begun(recorder, slot);
+        mark_started(recorder, slot);
     }
     Executing(slot.map(|slot| (slot, work)))
 }
@@ -152,7 +160,7 @@ fn failed(recorder: &'static Recorder, work: usize) {
 
 /// A send or receive: what it does is known by the work that it returns.
 struct Transfer {
-    what: Option<Begin>,
+    what: Option<NewOperation>,
     work: Word,
 }
 
@@ -165,13 +173,13 @@ fn transfer(
     tensors: Word,
 ) -> Transfer {
     let what = begin(recorder, group, op, peer as i32, Tensors::Many(tensors));
-    Transfer { what: what.map(|what| Begin { tag: Some(tag as i32), ..what }), work }
+    Transfer { what: what.map(|what| NewOperation { tag: Some(tag as i32), ..what }), work }
 }
 
 impl After for Transfer {
     fn after(self, _: &'static Recorder, _: c_int) {
         let work = pointee(self.work);
-        if let Some(meaning) = self.what.and_then(|what| Meaning::of(&what, false)).filter(|_| work != 0) {
+        if let Some(meaning) = self.what.and_then(|what| RequestOperation::of(&what, false)).filter(|_| work != 0) {
             remember(work as u64, &meaning);
         }
     }
@@ -272,14 +280,14 @@ macro_rules! symbols {
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: Word),*) -> Word {
-                    FUNCTION.enter_by(SLOT);
+                    FUNCTION.set_entry_slot(SLOT);
                     // SAFETY: the caller's own arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: Word),*) -> Word {
-                    let slot = FUNCTION.entered_by();
+                    let slot = FUNCTION.take_entry_slot();
                     let real = FUNCTION.real(slot);
                     if real.is_null() {
                         // The caller has come here through a table of the very library that has the original.

@@ -12,8 +12,8 @@ use crate::{
     runtime::{
         abi::SUCCESS,
         recorder::{
-            self, Begin, Recorder,
-            host_operations::{be_patient, close, follow, leave, open},
+            self, NewOperation, Recorder,
+            host_operations::{close, follow, grant_startup_grace, leave, open},
         },
     },
 };
@@ -31,7 +31,7 @@ impl Running {
     }
 
     /// Adds an operation that the call runs.
-    pub fn with(mut self, what: &Begin) -> Self {
+    pub fn with(mut self, what: &NewOperation) -> Self {
         match self.leader {
             None => self.leader = open(self.recorder, what),
             Some(leader) => follow(self.recorder, leader, what),
@@ -39,10 +39,10 @@ impl Running {
         self
     }
 
-    /// The patience with what the call waits for begins [`STARTING_NS`] later, when `starting`.
-    pub fn patient(self, recorder: &'static Recorder, starting: bool) -> Self {
+    /// The patience with what the call waits for begins [`STARTUP_GRACE_NS`] later, when `starting`.
+    pub fn with_startup_grace(self, recorder: &'static Recorder, starting: bool) -> Self {
         if let Some(leader) = self.leader.filter(|_| starting) {
-            be_patient(recorder, leader);
+            grant_startup_grace(recorder, leader);
         }
         self
     }
@@ -100,8 +100,8 @@ mod tests {
         Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
     }
 
-    fn what(seq: u64) -> Begin {
-        Begin { seq, communicator: 5, ..Begin::new(OpKind::Collective, Op::Barrier) }
+    fn what(seq: u64) -> NewOperation {
+        NewOperation { seq, communicator: 5, ..NewOperation::new(OpKind::Collective, Op::Barrier) }
     }
 
     #[test]

@@ -8,7 +8,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 use xpu_timer_proto::v1::{DataType, Op, OpKind};
 
-use crate::runtime::{lock_free::hash_slot::place_of, recorder::Begin};
+use crate::runtime::{lock_free::hash_slot::home_slot, recorder::NewOperation};
 
 /// Places of the table; a power of two.
 const PLACES: usize = 4096;
@@ -16,7 +16,7 @@ const PLACES: usize = 4096;
 /// Key of an entry that is being written.
 const BUSY: u64 = u64::MAX;
 
-/// An entry: the handle, then the words of its [`Meaning`].
+/// An entry: the handle, then the words of its [`RequestOperation`].
 struct Entry {
     key: AtomicU64,
     words: [AtomicU64; 7],
@@ -25,13 +25,13 @@ struct Entry {
 static TABLE: [Entry; PLACES] =
     [const { Entry { key: AtomicU64::new(0), words: [const { AtomicU64::new(0) }; 7] } }; PLACES];
 
-fn place(handle: u64) -> &'static Entry {
-    &TABLE[place_of::<PLACES>(handle)]
+fn entry_of(handle: u64) -> &'static Entry {
+    &TABLE[home_slot::<PLACES>(handle)]
 }
 
 /// The operation behind a handle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Meaning {
+pub struct RequestOperation {
     op: Op,
     dtype: DataType,
     comm: usize,
@@ -44,7 +44,7 @@ pub struct Meaning {
     /// It can be started again and again.
     pub persistent: bool,
     /// It is not started, so that who waits for it waits for nothing.
-    pub idle: bool,
+    pub is_inactive: bool,
     /// It is the first of two operations; [`SECOND`] leads to the other one.
     paired: bool,
 }
@@ -52,10 +52,10 @@ pub struct Meaning {
 /// What a handle has beside its own key for the second of two operations. No address of a process and no number has this bit.
 const SECOND: u64 = 1 << 63;
 
-impl Meaning {
+impl RequestOperation {
     /// Of an operation with a communicator.
-    pub fn of(what: &Begin, persistent: bool) -> Option<Self> {
-        Some(Meaning {
+    pub fn of(what: &NewOperation, persistent: bool) -> Option<Self> {
+        Some(RequestOperation {
             op: what.op,
             dtype: what.dtype,
             comm: what.comm?,
@@ -66,26 +66,26 @@ impl Meaning {
             tag: what.tag,
             function: what.function,
             persistent,
-            idle: persistent,
+            is_inactive: persistent,
             paired: false,
         })
     }
 
     /// The same thing, started once more: a collective as the next one of its communicator, `None` when that is not known any longer.
-    pub fn again(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
+    pub fn restarted(&self, next: impl FnOnce(usize, u64) -> Option<u64>) -> Option<Self> {
         let is_collective = !matches!(self.op, Op::Send | Op::Recv);
         let seq = if is_collective { next(self.comm, self.communicator)? } else { self.seq };
-        Some(Meaning { seq, idle: false, ..*self })
+        Some(RequestOperation { seq, is_inactive: false, ..*self })
     }
 
     /// The same thing, until it is started once more.
-    pub fn at_rest(&self) -> Self {
-        Meaning { idle: true, ..*self }
+    pub fn inactive(&self) -> Self {
+        RequestOperation { is_inactive: true, ..*self }
     }
 
     /// The operation, as it begins.
-    pub fn begin(&self) -> Begin {
-        Begin {
+    pub fn begin(&self) -> NewOperation {
+        NewOperation {
             dtype: self.dtype,
             comm: Some(self.comm),
             communicator: self.communicator,
@@ -94,40 +94,40 @@ impl Meaning {
             peer: self.peer,
             tag: self.tag,
             function: self.function,
-            ..Begin::new(OpKind::Collective, self.op)
+            ..NewOperation::new(OpKind::Collective, self.op)
         }
     }
 }
 
 /// Notes what a handle stands for.
-pub fn remember(handle: u64, meaning: &Meaning) {
-    place(handle).write(handle, meaning);
+pub fn remember(handle: u64, meaning: &RequestOperation) {
+    entry_of(handle).write(handle, meaning);
 }
 
 /// The same of one that stands for two operations, of which the first leads.
-pub fn remember_both(handle: u64, first: &Meaning, second: &Meaning) {
-    remember(handle, &Meaning { paired: true, ..*first });
+pub fn remember_both(handle: u64, first: &RequestOperation, second: &RequestOperation) {
+    remember(handle, &RequestOperation { paired: true, ..*first });
     remember(handle | SECOND, second);
 }
 
 /// The operations behind a handle that was recalled as `meaning`, as they begin.
-pub fn operations(handle: u64, meaning: &Meaning) -> impl Iterator<Item = Begin> + use<> {
+pub fn operations(handle: u64, meaning: &RequestOperation) -> impl Iterator<Item = NewOperation> + use<> {
     let second = meaning.paired.then(|| recall(handle | SECOND)).flatten();
     std::iter::once(*meaning).chain(second).map(|meaning| meaning.begin())
 }
 
 /// What a handle stands for, if that is known.
-pub fn recall(handle: u64) -> Option<Meaning> {
-    place(handle).read(handle)
+pub fn recall(handle: u64) -> Option<RequestOperation> {
+    entry_of(handle).read(handle)
 }
 
 /// The handle stands for nothing any more.
 pub fn forget(handle: u64) {
-    place(handle).forget(handle);
+    entry_of(handle).forget(handle);
 }
 
 impl Entry {
-    fn write(&self, handle: u64, meaning: &Meaning) {
+    fn write(&self, handle: u64, meaning: &RequestOperation) {
         let old = self.key.load(Ordering::Relaxed);
         if old == BUSY || self.key.compare_exchange(old, BUSY, Ordering::Acquire, Ordering::Relaxed).is_err() {
             return;
@@ -136,7 +136,7 @@ impl Entry {
             | (meaning.dtype as u64) << 8
             | u64::from(meaning.persistent) << 16
             | u64::from(meaning.tag.is_some()) << 17
-            | u64::from(meaning.idle) << 18
+            | u64::from(meaning.is_inactive) << 18
             | u64::from(meaning.paired) << 19
             | u64::from(meaning.peer as u32) << 32;
         let tag = meaning.tag.unwrap_or(0) as u32;
@@ -155,14 +155,14 @@ impl Entry {
         self.key.store(handle, Ordering::Release);
     }
 
-    fn read(&self, handle: u64) -> Option<Meaning> {
+    fn read(&self, handle: u64) -> Option<RequestOperation> {
         if self.key.load(Ordering::Acquire) != handle {
             return None;
         }
         let [small, comm, communicator, seq, count, tag, function] =
             self.words.each_ref().map(|word| word.load(Ordering::Relaxed));
         std::sync::atomic::fence(Ordering::Acquire);
-        (self.key.load(Ordering::Relaxed) == handle).then(|| Meaning {
+        (self.key.load(Ordering::Relaxed) == handle).then(|| RequestOperation {
             op: Op::try_from(i32::from(small as u8)).unwrap_or_default(),
             dtype: DataType::try_from(i32::from((small >> 8) as u8)).unwrap_or_default(),
             comm: comm as usize,
@@ -173,7 +173,7 @@ impl Entry {
             tag: (small & 1 << 17 != 0).then_some(tag as i32),
             function,
             persistent: small & 1 << 16 != 0,
-            idle: small & 1 << 18 != 0,
+            is_inactive: small & 1 << 18 != 0,
             paired: small & 1 << 19 != 0,
         })
     }
@@ -189,7 +189,7 @@ mod tests {
 
     #[test]
     fn a_handle_is_known_until_it_is_forgotten_or_replaced() {
-        let meaning = Meaning {
+        let meaning = RequestOperation {
             op: Op::Recv,
             dtype: DataType::Float64,
             comm: 3,
@@ -200,14 +200,14 @@ mod tests {
             tag: Some(-1),
             function: 9,
             persistent: true,
-            idle: true,
+            is_inactive: true,
             paired: true,
         };
-        let entry = place(0x7000);
+        let entry = entry_of(0x7000);
         entry.write(0x7000, &meaning);
         assert_eq!(entry.read(0x7000), Some(meaning));
         assert_eq!(entry.read(0x7001), None);
-        entry.write(0x8000, &Meaning { persistent: false, ..meaning });
+        entry.write(0x8000, &RequestOperation { persistent: false, ..meaning });
         assert_eq!(entry.read(0x7000), None);
         entry.forget(0x7000);
         assert!(entry.read(0x8000).is_some());
@@ -218,7 +218,10 @@ mod tests {
     #[test]
     fn a_handle_may_stand_for_two_operations() {
         let of = |op: Op, peer: i32| {
-            Meaning::of(&Begin { comm: Some(1), communicator: 5, peer, ..Begin::new(OpKind::Collective, op) }, false)
+            RequestOperation::of(
+                &NewOperation { comm: Some(1), communicator: 5, peer, ..NewOperation::new(OpKind::Collective, op) },
+                false,
+            )
         };
         let (receive, send) = (of(Op::Recv, 2).unwrap(), of(Op::Send, 3).unwrap());
         let shown = |handle: u64| -> Vec<(Op, i32)> {

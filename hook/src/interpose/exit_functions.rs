@@ -7,10 +7,10 @@ use std::{
 
 use crate::runtime::{
     lifecycle::{
-        exit::{QUICK_SUCCESS, look_and_end, say_goodbye},
-        fork::{is_borrowed, running_here},
+        exit::{QUICK_SUCCESS, finish_watching, say_goodbye},
+        fork::{is_vfork_child, running_in_own_process},
     },
-    os::process::OWN,
+    os::process::PROCESS,
     recorder::running,
 };
 
@@ -40,8 +40,8 @@ pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn _exit(status: c_int) -> ! {
-    if let Some(recorder) = running_here() {
-        look_and_end(recorder);
+    if let Some(recorder) = running_in_own_process() {
+        finish_watching(recorder);
         if status == 0 {
             say_goodbye();
         }
@@ -56,8 +56,8 @@ pub unsafe extern "C" fn _exit(status: c_int) -> ! {
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
-    if status == 0 && running().is_some() && !is_borrowed() {
-        OWN.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
+    if status == 0 && running().is_some() && !is_vfork_child() {
+        PROCESS.quick_exit.store(QUICK_SUCCESS, Ordering::Relaxed);
     }
     end(&NEXT_QUICK_EXIT, status)
 }

@@ -17,7 +17,7 @@ use crate::runtime::{
         errno,
         thread_state::{self, IN_HOOK, ThreadState},
     },
-    overhead::Cost,
+    overhead::OverheadTimer,
     recorder::{self, Recorder},
 };
 
@@ -42,7 +42,7 @@ impl Site {
 
 /// What a row does when the real function has returned.
 pub trait After {
-    /// `result` is what the real function answered.
+    /// `result` is what the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);
 
     /// Whether there is anything to do. Most launches have nothing.
@@ -70,7 +70,7 @@ struct Passage {
     bit: u8,
     /// The caller's, then the real function's.
     errno: c_int,
-    cost: Cost,
+    cost: OverheadTimer,
     shield: Shield,
 }
 
@@ -79,7 +79,7 @@ impl Passage {
     fn enter(thread: &'static ThreadState, bit: u8) -> Self {
         let inside = thread.inside.replace(thread.inside.get() | bit | IN_HOOK);
         let errno = thread.errno().get();
-        let cost = Cost::begin(thread, bit);
+        let cost = OverheadTimer::begin(thread, bit);
         Passage { thread, inside, bit, errno, cost, shield: Shield::raised() }
     }
 
@@ -224,7 +224,7 @@ macro_rules! hooked {
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
-                    FUNCTION.enter_by(SLOT);
+                    FUNCTION.set_entry_slot(SLOT);
                     // SAFETY: the caller's own arguments.
                     unsafe { wrapper($($arg),*) }
                 }
@@ -232,7 +232,7 @@ macro_rules! hooked {
                 // One for all slots: there are more than a thousand rows.
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
-                    let slot = FUNCTION.entered_by();
+                    let slot = FUNCTION.take_entry_slot();
                     let real = FUNCTION.real(slot);
                     if real.is_null() {
                         return $missing;

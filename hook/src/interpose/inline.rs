@@ -28,7 +28,7 @@ use std::sync::atomic::Ordering;
 use crate::{
     interpose::inline::{
         role::{LEVEL, Level},
-        scan::look_at_new,
+        scan::scan_new_objects,
     },
     runtime::{lifecycle::config, linker::library_events, os::sys},
 };
@@ -45,7 +45,7 @@ pub fn start() {
         return;
     }
     LEVEL.store(level as u32, Ordering::Relaxed);
-    look_at_new();
+    scan_new_objects();
     // Under a debugger the linker's function is not empty; then what is loaded later stays as it is.
     library_events::set_listening(loader::listen());
 }

@@ -11,7 +11,7 @@ use crate::{
         lifecycle::{
             config::disabled,
             exit::say_goodbye,
-            fork::{self, is_borrowed},
+            fork::{self, is_vfork_child},
             guard::guarded,
             host_process,
         },
@@ -35,7 +35,7 @@ extern "C" fn on_load() {
     prctl::find_next();
     // Before anything else, because a filter may forbid everything else.
     if !disabled() {
-        guarded(host_process::note);
+        guarded(host_process::record_filters_at_load);
     }
     guarded(|| {
         if ptracer::allow_from_environment() {
@@ -56,7 +56,7 @@ static ON_LOAD: extern "C" fn() = on_load;
 /// host that hangs is the end of a job like any other.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn at_end() {
-    if running().is_some() && !is_borrowed() {
+    if running().is_some() && !is_vfork_child() {
         say_goodbye();
     }
 }

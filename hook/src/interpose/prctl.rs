@@ -73,7 +73,7 @@ impl Install {
         installs.then_some(Install { synchronizes: false, listens: false })
     }
 
-    /// By the arguments of seccomp(2). Without a filter it only asks which flags the kernel knows, and is answered an error.
+    /// By the arguments of seccomp(2). Without a filter it only asks which flags the kernel knows, and gets an error.
     fn of_seccomp(operation: c_ulong, flags: c_ulong, filter: c_ulong) -> Option<Self> {
         let installs = operation == 0 || operation == SET_MODE_FILTER && filter != 0;
         let has = |flag| operation == SET_MODE_FILTER && flags & flag != 0;
@@ -101,7 +101,7 @@ impl Install {
 
     /// False in a child of vfork: it has borrowed the memory of a process that will have no filter.
     fn expect(self) -> bool {
-        if fork::is_borrowed() {
+        if fork::is_vfork_child() {
             return false;
         }
         if self.synchronizes && watcher_may_call() {
@@ -176,7 +176,7 @@ pub unsafe extern "C" fn prctl(
 /// Notes what the program says of itself by a prctl(2) that is about to be made.
 fn note(option: c_ulong, value: c_ulong) {
     if takes_counter(option, value) {
-        tsc::stop();
+        tsc::forbid();
     }
     if option as c_int == libc::PR_SET_PTRACER && thread_state::current().inside.get() & thread_state::IN_HOOK == 0 {
         ptracer::named_by_host();
@@ -232,7 +232,7 @@ unsafe extern "C" fn noted(
     } else {
         if first == 0 {
             // SECCOMP_SET_MODE_STRICT
-            tsc::stop();
+            tsc::forbid();
         }
         Install::of_seccomp(first, second, third)
     };

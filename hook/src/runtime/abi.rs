@@ -1,4 +1,4 @@
-//! Own declarations of the public ABI that the hook sees: handles, and the few structures whose head it reads.
+//! ProcessState declarations of the public ABI that the hook sees: handles, and the few structures whose head it reads.
 
 use std::ffi::{c_int, c_uint, c_void};
 

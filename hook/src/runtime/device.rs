@@ -13,7 +13,7 @@ use crate::runtime::{
         device_family,
         dynamic::{forget_linker_error, loaded, look_up},
     },
-    os::leaked_once::Made,
+    os::leaked_once::LeakedOnce,
 };
 
 /// The functions of the loaded driver.
@@ -51,14 +51,14 @@ enum PlaceFunctions {
 
 /// The driver, once it is loaded. A driver that lacks one of the functions is not used: then nothing is bracketed.
 pub fn device() -> Option<&'static Device> {
-    static DEVICE: Made<Device> = Made::new();
+    static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
     if let Some(device) = DEVICE.get() {
         return Some(device);
     }
     let found = find();
     forget_linker_error();
     let device = found?;
-    Some(DEVICE.get_or_make(|| device))
+    Some(DEVICE.get_or_init(|| device))
 }
 
 #[cold]

@@ -37,23 +37,23 @@ pub fn calibrate() {
 }
 
 /// The measurement of one hooked call; of most calls there is none.
-pub struct Cost {
+pub struct OverheadTimer {
     since_ns: u64,
     spent_ns: u64,
 }
 
-impl Cost {
+impl OverheadTimer {
     /// The hook is entered; `layer` is the mark of the layer.
     #[inline(always)]
     pub fn begin(thread: &ThreadState, layer: u8) -> Self {
         let (calls, (period, which)) = match layer {
             IN_COLLECTIVES => (&thread.collectives, COLLECTIVES),
             IN_DRIVER | IN_RUNTIME => (&thread.launches, LAUNCHES),
-            _ => return Cost { since_ns: 0, spent_ns: 0 },
+            _ => return OverheadTimer { since_ns: 0, spent_ns: 0 },
         };
         let due = calls.get() % period == which;
         calls.set(calls.get().wrapping_add(1));
-        Cost { since_ns: if due { clock::now_ns() } else { 0 }, spent_ns: 0 }
+        OverheadTimer { since_ns: if due { clock::now_ns() } else { 0 }, spent_ns: 0 }
     }
 
     /// Whether this is one of the few.

@@ -31,8 +31,8 @@ use xpu_timer_proto::{
 
 use crate::runtime::{
     lock_free::{event_pools::EventPools, handoff::Handoff, slot::Slot},
-    os::{descriptor::Descriptor, process::OWN},
-    recorder::{communicator_table::Comms, open_calls::OpenCalls, ring::Ring},
+    os::{descriptor::Descriptor, process::PROCESS},
+    recorder::{communicator_table::CommunicatorTable, open_calls::OpenCalls, ring::Ring},
 };
 
 const _: () = assert!(size_of::<Slot>() == 64);
@@ -50,7 +50,7 @@ pub struct MatmulShape {
 }
 
 /// What is known of an operation when it begins.
-pub struct Begin {
+pub struct NewOperation {
     /// Kind.
     pub kind: OpKind,
     /// Operation.
@@ -79,10 +79,10 @@ pub struct Begin {
     pub matmul: Option<MatmulShape>,
 }
 
-impl Begin {
+impl NewOperation {
     /// An operation without communicator.
     pub fn new(kind: OpKind, op: Op) -> Self {
-        Begin {
+        NewOperation {
             kind,
             op,
             dtype: DataType::Unspecified,
@@ -112,7 +112,7 @@ pub struct Recorder {
     /// What passes between each lane's thread and the watcher; the last one is for threads without a lane.
     pub handoffs: Box<[Handoff]>,
     /// Communicators.
-    pub comms: Comms,
+    pub comms: CommunicatorTable,
     /// What host threads are inside of.
     pub open_calls: OpenCalls,
     /// Spare events.
@@ -149,7 +149,7 @@ impl Recorder {
             ring: Ring::create(descriptor)?,
             slots: (0..op::SLOTS).map(|_| Slot::default()).collect(),
             handoffs: (0..=lane::SLOTS).map(|_| Handoff::new()).collect(),
-            comms: Comms::new(),
+            comms: CommunicatorTable::new(),
             open_calls: OpenCalls::new(),
             pools: EventPools::new(),
             inject: AtomicBool::new(false),
@@ -178,7 +178,7 @@ impl Recorder {
 /// The process's recorder if it has started.
 #[inline]
 pub fn running() -> Option<&'static Recorder> {
-    let recorder = OWN.recorder.load(Ordering::Acquire).cast::<Recorder>();
+    let recorder = PROCESS.recorder.load(Ordering::Acquire).cast::<Recorder>();
     // SAFETY: null, or a recorder that is never freed.
     unsafe { recorder.as_ref() }
 }

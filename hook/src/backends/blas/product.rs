@@ -7,7 +7,7 @@ use xpu_timer_proto::v1::{DataType, Op, OpKind};
 use crate::{
     backends::{
         blas::layout::{self, LayoutFunctions},
-        bracket::{self, Open},
+        bracket::{self, OpenOperation},
     },
     interpose::hooked::Site,
     runtime::{
@@ -15,7 +15,7 @@ use crate::{
         lifecycle::config::Bracket,
         linker::function::Function,
         os::clock,
-        recorder::{Begin, MatmulShape, Recorder},
+        recorder::{MatmulShape, NewOperation, Recorder},
     },
 };
 
@@ -100,7 +100,7 @@ pub fn by_handle(
     handle: Data,
     elements: Elements,
     shape: Shape,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     by_groups(recorder, site, handle, elements, || Some(shape))
 }
 
@@ -112,7 +112,7 @@ pub fn by_groups(
     handle: Data,
     elements: Elements,
     shape: impl FnOnce() -> Option<Shape>,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     if !is_timed(recorder) {
         return None;
     }
@@ -133,7 +133,7 @@ pub fn by_layout(
     what: Data,
     [a, d]: [Data; 2],
     stream: Stream,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     if !is_timed(recorder) {
         return None;
     }
@@ -176,14 +176,14 @@ fn open(
     stream: Option<usize>,
     dtype: DataType,
     matmul: Option<MatmulShape>,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     let function = recorder.name_key(function.text());
-    let what = Begin { dtype, function, matmul, ..Begin::new(OpKind::Kernel, Op::Matmul) };
+    let what = NewOperation { dtype, function, matmul, ..NewOperation::new(OpKind::Kernel, Op::Matmul) };
     let Some(stream) = stream else { return bracket::open_without_events(recorder, &what) };
     if bracket::is_captured(stream) {
         return None;
     }
-    bracket::open(recorder, &Begin { stream, ..what })
+    bracket::open(recorder, &NewOperation { stream, ..what })
 }
 
 /// The element type of a cudaDataType, or of hipBLAS's own (from 150), which ended with 3.0; those that no collective has are

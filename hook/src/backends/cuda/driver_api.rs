@@ -4,7 +4,7 @@ use std::ffi::c_uint;
 
 use crate::{
     backends::cuda::{
-        graphs::{Change, ending},
+        graphs::{GraphChange, capture_ending},
         launch::{What, by_driver},
     },
     interpose::hooked::hooked,
@@ -51,16 +51,16 @@ hooked! {
 
     // What a graph holds. Of an instantiation only the first two arguments matter, which all its forms have in common; asked for
     // by a name that stands for another form, the others pass through untouched.
-    cuStreamEndCapture(stream: Stream, graph: *mut Data) => |_, _| ending(stream as usize, graph as usize);
-    cuStreamEndCapture_ptsz(stream: Stream, graph: *mut Data) => |_, _| ending(ptsz(stream), graph as usize);
+    cuStreamEndCapture(stream: Stream, graph: *mut Data) => |_, _| capture_ending(stream as usize, graph as usize);
+    cuStreamEndCapture_ptsz(stream: Stream, graph: *mut Data) => |_, _| capture_ending(ptsz(stream), graph as usize);
     cuGraphInstantiate | cuGraphInstantiate_v2 | cuGraphInstantiateWithFlags | cuGraphInstantiateWithParams
         | cuGraphInstantiateWithParams_ptsz(exec: *mut GraphExec, graph: Data, third: Data, fourth: Data, fifth: usize)
-        => |_, _| Change::Instantiated { graph: graph as usize, exec: exec as usize };
+        => |_, _| GraphChange::Instantiated { graph: graph as usize, exec: exec as usize };
     cuGraphExecUpdate | cuGraphExecUpdate_v2(exec: GraphExec, graph: Data, third: Data, fourth: Data)
-        => |_, _| Change::Updated { exec: exec as usize, graph: graph as usize };
-    cuGraphClone(to: *mut Data, from: Data) => |_, _| Change::Cloned { from: from as usize, to: to as usize };
+        => |_, _| GraphChange::Updated { exec: exec as usize, graph: graph as usize };
+    cuGraphClone(to: *mut Data, from: Data) => |_, _| GraphChange::Cloned { from: from as usize, to: to as usize };
     cuGraphAddChildGraphNode(node: *mut Data, graph: Data, after: Data, count: usize, child: Data)
-        => |_, _| Change::Added { child: child as usize, graph: graph as usize };
-    cuGraphDestroy(graph: Data) => |_, _| Change::GraphGone(graph as usize);
-    cuGraphExecDestroy(exec: GraphExec) => |_, _| Change::ExecGone(exec as usize);
+        => |_, _| GraphChange::Added { child: child as usize, graph: graph as usize };
+    cuGraphDestroy(graph: Data) => |_, _| GraphChange::GraphGone(graph as usize);
+    cuGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
 }

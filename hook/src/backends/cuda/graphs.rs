@@ -15,21 +15,21 @@ use xpu_timer_proto::{
 };
 
 use crate::{
-    backends::bracket::{self, Open},
+    backends::bracket::{self, OpenOperation},
     interpose::hooked::After,
     runtime::{
         abi::SUCCESS,
         device::device,
         lifecycle::config::Bracket,
-        lock_free::hash_slot::place_of,
+        lock_free::hash_slot::home_slot,
         os::sys,
-        recorder::{self, Begin, Recorder},
+        recorder::{self, NewOperation, Recorder},
     },
 };
 
 /// A captured collective.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Held {
+pub struct CapturedCollective {
     /// Operation.
     pub op: Op,
     /// Element type.
@@ -57,15 +57,16 @@ const MOST_HELD: usize = 1 << 16;
 /// Operations that one launch notes; of a graph with more, the last ones.
 const MOST_NOTED: usize = 256;
 
-struct Books {
-    captures: Vec<(u64, Vec<Held>)>,
-    graphs: Vec<(usize, Vec<Held>)>,
+struct GraphRecords {
+    captures: Vec<(u64, Vec<CapturedCollective>)>,
+    graphs: Vec<(usize, Vec<CapturedCollective>)>,
     lists: Vec<&'static List>,
     held: usize,
 }
 
-static BOOKS: Mutex<Books> = Mutex::new(Books { captures: Vec::new(), graphs: Vec::new(), lists: Vec::new(), held: 0 });
-struct List(Vec<Held>);
+static RECORDS: Mutex<GraphRecords> =
+    Mutex::new(GraphRecords { captures: Vec::new(), graphs: Vec::new(), lists: Vec::new(), held: 0 });
+struct List(Vec<CapturedCollective>);
 
 /// Instantiated graphs that hold collectives, by handle.
 const EXECS: usize = 1024;
@@ -76,11 +77,11 @@ static LISTS: [AtomicPtr<List>; EXECS] = [const { AtomicPtr::new(std::ptr::null_
 /// How many there are; most processes have none.
 static USED: AtomicU64 = AtomicU64::new(0);
 
-/// The books, unless another thread has them for longer than a moment; what is lost then is counted.
-fn books() -> Option<MutexGuard<'static, Books>> {
+/// The records, unless another thread has them for longer than a moment; what is lost then is counted.
+fn records() -> Option<MutexGuard<'static, GraphRecords>> {
     for _ in 0..1000 {
-        if let Ok(books) = BOOKS.try_lock() {
-            return Some(books);
+        if let Ok(records) = RECORDS.try_lock() {
+            return Some(records);
         }
         sys::relax();
     }
@@ -91,19 +92,19 @@ fn books() -> Option<MutexGuard<'static, Books>> {
 }
 
 /// A collective was called on a stream that is being captured.
-pub fn hold(stream: usize, held: &[Held]) {
+pub fn capture_collectives(stream: usize, held: &[CapturedCollective]) {
     let capture = device().map_or(0, |device| device.capture_of(stream));
     if capture == 0 || held.is_empty() {
         return;
     }
-    let Some(mut books) = books() else { return };
-    match books.captures.iter_mut().find(|(id, _)| *id == capture) {
+    let Some(mut records) = records() else { return };
+    match records.captures.iter_mut().find(|(id, _)| *id == capture) {
         Some((_, list)) => list.extend(held),
-        None => remember(&mut books.captures, capture, held.to_vec()),
+        None => remember(&mut records.captures, capture, held.to_vec()),
     }
 }
 
-fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<Held>)>, key: K, list: Vec<Held>) {
+fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<CapturedCollective>)>, key: K, list: Vec<CapturedCollective>) {
     known.retain(|(other, _)| *other != key);
     if known.len() == MOST_REMEMBERED {
         known.remove(0);
@@ -113,8 +114,8 @@ fn remember<K: PartialEq>(known: &mut Vec<(K, Vec<Held>)>, key: K, list: Vec<Hel
     }
 }
 
-/// What a call does to the books when it has succeeded.
-pub enum Change {
+/// What a call does to the records when it has succeeded.
+pub enum GraphChange {
     /// A capture becomes the graph at this place.
     Captured {
         /// Its id.
@@ -157,8 +158,8 @@ pub enum Change {
 }
 
 /// Before the end of a capture, which its stream does not know afterwards.
-pub fn ending(stream: usize, graph: usize) -> Change {
-    Change::Captured { capture: device().map_or(0, |device| device.capture_of(stream)), graph }
+pub fn capture_ending(stream: usize, graph: usize) -> GraphChange {
+    GraphChange::Captured { capture: device().map_or(0, |device| device.capture_of(stream)), graph }
 }
 
 /// A handle that a call has written.
@@ -167,49 +168,49 @@ fn handle_at(place: usize) -> usize {
     unsafe { (place as *const usize).as_ref() }.copied().unwrap_or(0)
 }
 
-impl After for Change {
+impl After for GraphChange {
     fn after(self, _: &'static Recorder, result: i32) {
         if result != SUCCESS {
             return;
         }
-        let Some(mut books) = books() else { return };
-        let of_graph = |books: &Books, graph: usize| {
-            books.graphs.iter().find(|(known, _)| *known == graph).map_or_else(Vec::new, |(_, list)| list.clone())
+        let Some(mut records) = records() else { return };
+        let of_graph = |records: &GraphRecords, graph: usize| {
+            records.graphs.iter().find(|(known, _)| *known == graph).map_or_else(Vec::new, |(_, list)| list.clone())
         };
         match self {
-            Change::Captured { capture, graph } => {
-                let at = books.captures.iter().position(|(id, _)| *id == capture && capture != 0);
-                let list = at.map_or_else(Vec::new, |at| books.captures.remove(at).1);
-                remember(&mut books.graphs, handle_at(graph), list);
+            GraphChange::Captured { capture, graph } => {
+                let at = records.captures.iter().position(|(id, _)| *id == capture && capture != 0);
+                let list = at.map_or_else(Vec::new, |at| records.captures.remove(at).1);
+                remember(&mut records.graphs, handle_at(graph), list);
             }
-            Change::Instantiated { graph, exec } => {
-                let list = of_graph(&books, graph);
-                set_exec(&mut books, handle_at(exec), list);
+            GraphChange::Instantiated { graph, exec } => {
+                let list = of_graph(&records, graph);
+                set_exec(&mut records, handle_at(exec), list);
             }
-            Change::Updated { exec, graph } => {
-                let list = of_graph(&books, graph);
-                set_exec(&mut books, exec, list);
+            GraphChange::Updated { exec, graph } => {
+                let list = of_graph(&records, graph);
+                set_exec(&mut records, exec, list);
             }
-            Change::Cloned { from, to } => {
-                let list = of_graph(&books, from);
-                remember(&mut books.graphs, handle_at(to), list);
+            GraphChange::Cloned { from, to } => {
+                let list = of_graph(&records, from);
+                remember(&mut records.graphs, handle_at(to), list);
             }
-            Change::Added { child, graph } => {
-                let list = [of_graph(&books, graph), of_graph(&books, child)].concat();
-                remember(&mut books.graphs, graph, list);
+            GraphChange::Added { child, graph } => {
+                let list = [of_graph(&records, graph), of_graph(&records, child)].concat();
+                remember(&mut records.graphs, graph, list);
             }
-            Change::GraphGone(graph) => remember(&mut books.graphs, graph, Vec::new()),
-            Change::ExecGone(exec) => set_exec(&mut books, exec, Vec::new()),
+            GraphChange::GraphGone(graph) => remember(&mut records.graphs, graph, Vec::new()),
+            GraphChange::ExecGone(exec) => set_exec(&mut records, exec, Vec::new()),
         }
     }
 }
 
 fn slots_of(exec: usize) -> impl Iterator<Item = usize> {
-    let first = place_of::<EXECS>(exec as u64);
+    let first = home_slot::<EXECS>(exec as u64);
     (0..EXECS).map(move |step| (first + step) % EXECS)
 }
 
-fn set_exec(books: &mut Books, exec: usize, list: Vec<Held>) {
+fn set_exec(records: &mut GraphRecords, exec: usize, list: Vec<CapturedCollective>) {
     let known = slots_of(exec)
         .take_while(|slot| HANDLES[*slot].load(Ordering::Relaxed) != 0)
         .find(|slot| HANDLES[*slot].load(Ordering::Relaxed) == exec);
@@ -220,7 +221,7 @@ fn set_exec(books: &mut Books, exec: usize, list: Vec<Held>) {
         }
         return;
     }
-    let Some(list) = books.keep(list) else { return };
+    let Some(list) = records.intern(list) else { return };
     let free = |slot: &usize| LISTS[*slot].load(Ordering::Relaxed).is_null();
     let Some(slot) = known.or_else(|| slots_of(exec).find(free)) else {
         if let Some(recorder) = recorder::running() {
@@ -233,9 +234,9 @@ fn set_exec(books: &mut Books, exec: usize, list: Vec<Held>) {
     USED.fetch_add(1, Ordering::Relaxed);
 }
 
-impl Books {
+impl GraphRecords {
     /// The list as it is kept for ever.
-    fn keep(&mut self, list: Vec<Held>) -> Option<&'static List> {
+    fn intern(&mut self, list: Vec<CapturedCollective>) -> Option<&'static List> {
         if let Some(known) = self.lists.iter().find(|known| known.0 == list) {
             return Some(known);
         }
@@ -253,7 +254,7 @@ impl Books {
 }
 
 /// What an instantiated graph holds.
-fn of_exec(exec: usize) -> &'static [Held] {
+fn collectives_of(exec: usize) -> &'static [CapturedCollective] {
     if USED.load(Ordering::Relaxed) == 0 {
         return &[];
     }
@@ -273,14 +274,14 @@ fn of_exec(exec: usize) -> &'static [Held] {
 
 /// The launch of a graph: one operation for it, and one for each collective in it. The events of the launch bracket them all,
 /// because what happens inside a graph cannot be told from outside.
-pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<Open> {
-    let held = of_exec(exec);
+pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option<OpenOperation> {
+    let held = collectives_of(exec);
     if bracket::is_captured(stream) {
-        hold(stream, held);
+        capture_collectives(stream, held);
         return None;
     }
     let is_bracketed = recorder.bracket.load(Ordering::Relaxed) != Bracket::None as u32;
-    let what = Begin { stream, function: exec as u64, ..Begin::new(OpKind::GraphLaunch, Op::Graph) };
+    let what = NewOperation { stream, function: exec as u64, ..NewOperation::new(OpKind::GraphLaunch, Op::Graph) };
     let leader = if is_bracketed { recorder.begin(&what) } else { None };
     let noted_from = held.len().saturating_sub(MOST_NOTED);
     let mut last = leader;
@@ -294,11 +295,11 @@ pub fn launch(recorder: &'static Recorder, exec: usize, stream: usize) -> Option
     let leader = leader?;
     recorder.hand_over(leader);
     bracket::start(recorder, leader);
-    Some(Open(leader))
+    Some(OpenOperation(leader))
 }
 
 /// Gives a collective its number in its communicator. `None` when that is gone.
-fn count(recorder: &'static Recorder, held: &Held, stream: usize) -> Option<Begin> {
+fn count(recorder: &'static Recorder, held: &CapturedCollective, stream: usize) -> Option<NewOperation> {
     if recorder.comm_id(held.comm) != held.communicator {
         return None;
     }
@@ -308,7 +309,7 @@ fn count(recorder: &'static Recorder, held: &Held, stream: usize) -> Option<Begi
     if !point_to_point {
         recorder.launched_collective();
     }
-    Some(Begin {
+    Some(NewOperation {
         dtype: held.dtype,
         reduce: held.reduce,
         comm: Some(held.comm),
@@ -318,7 +319,7 @@ fn count(recorder: &'static Recorder, held: &Held, stream: usize) -> Option<Begi
         peer: held.peer,
         tag: held.tag,
         stream,
-        ..Begin::new(OpKind::Collective, held.op)
+        ..NewOperation::new(OpKind::Collective, held.op)
     })
 }
 
@@ -327,8 +328,8 @@ mod tests {
     use super::*;
     use crate::runtime::os::descriptor;
 
-    fn held(count: u64) -> Held {
-        Held {
+    fn held(count: u64) -> CapturedCollective {
+        CapturedCollective {
             op: Op::AllReduce,
             dtype: DataType::Float32,
             reduce: 0,
@@ -345,27 +346,27 @@ mod tests {
         let recorder: &'static Recorder =
             Box::leak(Box::new(Recorder::create(Box::leak(Box::new(descriptor::Descriptor::none()))).unwrap()));
         let (mut graph, mut exec) = (0usize, 0usize);
-        BOOKS.lock().unwrap().captures.push((7, vec![held(1), held(2)]));
+        RECORDS.lock().unwrap().captures.push((7, vec![held(1), held(2)]));
         graph += 0x100;
-        Change::Captured { capture: 7, graph: &raw const graph as usize }.after(recorder, SUCCESS);
+        GraphChange::Captured { capture: 7, graph: &raw const graph as usize }.after(recorder, SUCCESS);
         exec += 0x200;
-        Change::Instantiated { graph: 0x100, exec: &raw const exec as usize }.after(recorder, SUCCESS);
-        Change::GraphGone(0x100).after(recorder, SUCCESS);
-        assert_eq!(of_exec(0x200), [held(1), held(2)]);
-        assert_eq!(of_exec(0x300), []);
+        GraphChange::Instantiated { graph: 0x100, exec: &raw const exec as usize }.after(recorder, SUCCESS);
+        GraphChange::GraphGone(0x100).after(recorder, SUCCESS);
+        assert_eq!(collectives_of(0x200), [held(1), held(2)]);
+        assert_eq!(collectives_of(0x300), []);
         // The same again is the same list; another one replaces it; at the end there is none.
-        let lists = BOOKS.lock().unwrap().lists.len();
+        let lists = RECORDS.lock().unwrap().lists.len();
         for _ in 0..3 {
-            BOOKS.lock().unwrap().graphs.push((0x100, vec![held(1), held(2)]));
-            Change::Instantiated { graph: 0x100, exec: &raw const exec as usize }.after(recorder, SUCCESS);
+            RECORDS.lock().unwrap().graphs.push((0x100, vec![held(1), held(2)]));
+            GraphChange::Instantiated { graph: 0x100, exec: &raw const exec as usize }.after(recorder, SUCCESS);
         }
-        assert_eq!(BOOKS.lock().unwrap().lists.len(), lists);
-        remember(&mut BOOKS.lock().unwrap().graphs, 0x100, vec![held(3)]);
-        Change::Updated { exec: 0x200, graph: 0x100 }.after(recorder, SUCCESS);
-        assert_eq!(of_exec(0x200), [held(3)]);
-        Change::ExecGone(0x200).after(recorder, 1);
-        assert_eq!(of_exec(0x200), [held(3)], "a call that failed changes nothing");
-        Change::ExecGone(0x200).after(recorder, SUCCESS);
-        assert_eq!(of_exec(0x200), []);
+        assert_eq!(RECORDS.lock().unwrap().lists.len(), lists);
+        remember(&mut RECORDS.lock().unwrap().graphs, 0x100, vec![held(3)]);
+        GraphChange::Updated { exec: 0x200, graph: 0x100 }.after(recorder, SUCCESS);
+        assert_eq!(collectives_of(0x200), [held(3)]);
+        GraphChange::ExecGone(0x200).after(recorder, 1);
+        assert_eq!(collectives_of(0x200), [held(3)], "a call that failed changes nothing");
+        GraphChange::ExecGone(0x200).after(recorder, SUCCESS);
+        assert_eq!(collectives_of(0x200), []);
     }
 }

@@ -7,7 +7,7 @@ use xpu_timer_proto::ring::header;
 use crate::{
     backends::cuda::{
         driver_api::{self, ptsz},
-        graphs::{Change, ending},
+        graphs::{GraphChange, capture_ending},
         launch::{What, by_driver},
         runtime_api::stream_of,
     },
@@ -70,17 +70,17 @@ hooked! {
         => |recorder, site| by_driver(recorder, site.inside, What::Graph(graph as usize), ptsz(stream));
 
     hipStreamEndCapture | mcStreamEndCapture(stream: Stream, graph: *mut Data)
-        => |_, _| ending(stream as usize, graph as usize);
-    hipStreamEndCapture_spt(stream: Stream, graph: *mut Data) => |_, _| ending(ptsz(stream), graph as usize);
+        => |_, _| capture_ending(stream as usize, graph as usize);
+    hipStreamEndCapture_spt(stream: Stream, graph: *mut Data) => |_, _| capture_ending(ptsz(stream), graph as usize);
     hipGraphInstantiate | hipGraphInstantiateWithFlags | hipGraphInstantiateWithParams | mcGraphInstantiate
         | mcGraphInstantiateWithFlags(exec: *mut GraphExec, graph: Data, third: Data, fourth: Data, fifth: usize)
-        => |_, _| Change::Instantiated { graph: graph as usize, exec: exec as usize };
+        => |_, _| GraphChange::Instantiated { graph: graph as usize, exec: exec as usize };
     hipGraphExecUpdate | mcGraphExecUpdate(exec: GraphExec, graph: Data, third: Data, fourth: Data)
-        => |_, _| Change::Updated { exec: exec as usize, graph: graph as usize };
+        => |_, _| GraphChange::Updated { exec: exec as usize, graph: graph as usize };
     hipGraphClone | mcGraphClone(to: *mut Data, from: Data)
-        => |_, _| Change::Cloned { from: from as usize, to: to as usize };
+        => |_, _| GraphChange::Cloned { from: from as usize, to: to as usize };
     hipGraphAddChildGraphNode | mcGraphAddChildGraphNode(node: *mut Data, graph: Data, after: Data, count: usize, child: Data)
-        => |_, _| Change::Added { child: child as usize, graph: graph as usize };
-    hipGraphDestroy | mcGraphDestroy(graph: Data) => |_, _| Change::GraphGone(graph as usize);
-    hipGraphExecDestroy | mcGraphExecDestroy(exec: GraphExec) => |_, _| Change::ExecGone(exec as usize);
+        => |_, _| GraphChange::Added { child: child as usize, graph: graph as usize };
+    hipGraphDestroy | mcGraphDestroy(graph: Data) => |_, _| GraphChange::GraphGone(graph as usize);
+    hipGraphExecDestroy | mcGraphExecDestroy(exec: GraphExec) => |_, _| GraphChange::ExecGone(exec as usize);
 }

@@ -12,7 +12,7 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        bracket::{self, Open},
+        bracket::{self, OpenOperation},
         cuda::graphs,
     },
     interpose::hooked::After,
@@ -22,7 +22,7 @@ use crate::{
             clock,
             thread_state::{self, IN_BLAS, IN_COLLECTIVES, ThreadState},
         },
-        recorder::{Begin, Recorder},
+        recorder::{NewOperation, Recorder},
     },
 };
 
@@ -38,12 +38,12 @@ pub enum What {
 /// A launch on the driver layer. One function for all wrappers, with everything else inlined into it: of a wrapper's size there
 /// are dozens.
 #[inline(never)]
-pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<Open> {
+pub fn by_driver(recorder: &'static Recorder, inside: u8, what: What, stream: usize) -> Option<OpenOperation> {
     let thread = thread_state::current();
     thread.seen_by_driver.set(true);
     if inside & IN_COLLECTIVES != 0 {
         recorder.on_stream(thread, stream, kernel(what), clock::coarse_now_ns());
-        bracket::runs(recorder, stream, kernel(what));
+        bracket::note_kernel(recorder, stream, kernel(what));
         return None;
     }
     count(recorder, thread, inside, what, stream)
@@ -84,7 +84,13 @@ fn kernel(what: What) -> u64 {
 }
 
 #[inline(always)]
-fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: What, stream: usize) -> Option<Open> {
+fn count(
+    recorder: &'static Recorder,
+    thread: &ThreadState,
+    inside: u8,
+    what: What,
+    stream: usize,
+) -> Option<OpenOperation> {
     let now = clock::coarse_now_ns();
     recorder.on_stream(thread, stream, kernel(what), now);
     let mode = recorder.bracket.load(Ordering::Relaxed);
@@ -95,7 +101,11 @@ fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: Wh
             if mode != Bracket::All as u32 || inside & IN_BLAS != 0 {
                 return None;
             }
-            bracketed(recorder, stream, Begin { function: function as u64, ..Begin::new(OpKind::Kernel, Op::Kernel) })
+            bracketed(
+                recorder,
+                stream,
+                NewOperation { function: function as u64, ..NewOperation::new(OpKind::Kernel, Op::Kernel) },
+            )
         }
         What::Graph(exec) => {
             recorder.launched(thread, header::GRAPHS, now);
@@ -106,9 +116,9 @@ fn count(recorder: &'static Recorder, thread: &ThreadState, inside: u8, what: Wh
 
 /// A captured launch is not one: it has no slot, and the graph that it becomes part of has.
 #[inline(never)]
-fn bracketed(recorder: &'static Recorder, stream: usize, what: Begin) -> Option<Open> {
+fn bracketed(recorder: &'static Recorder, stream: usize, what: NewOperation) -> Option<OpenOperation> {
     if bracket::is_captured(stream) {
         return None;
     }
-    bracket::open(recorder, &Begin { stream, ..what })
+    bracket::open(recorder, &NewOperation { stream, ..what })
 }

@@ -16,17 +16,17 @@ use crate::{
         abi::Word,
         os::clock,
         recorder::{
-            self, Begin, Recorder,
+            self, NewOperation, Recorder,
             communicator_id::{hash, local_id},
-            communicators::NewComm,
-            host_operations::{be_patient, close, named, open},
+            communicators::NewCommunicator,
+            host_operations::{close, grant_startup_grace, named_host_call, open},
         },
     },
 };
 
 /// The group that a thread is creating.
 #[derive(Clone, Copy)]
-struct InWork {
+struct GroupInCreation {
     rank: i32,
     size: u32,
     /// Its entry and its operation, once its identity is known.
@@ -35,7 +35,7 @@ struct InWork {
 }
 
 thread_local! {
-    static IN_WORK: Cell<Option<InWork>> = const { Cell::new(None) };
+    static GROUP_IN_CREATION: Cell<Option<GroupInCreation>> = const { Cell::new(None) };
 }
 
 /// The index of a group's entry and its identity. One that was created unseen has an identity of its own process only.
@@ -46,7 +46,7 @@ pub fn known(recorder: &'static Recorder, group: Word) -> Option<(usize, u64)> {
 
 fn adopt(recorder: &'static Recorder, group: Word, rank: i32, size: u32) -> Option<usize> {
     let created_ns = clock::now_ns();
-    let new = NewComm { id: local_id(), size, rank, device: -1, parent: 0, created_ns };
+    let new = NewCommunicator { id: local_id(), size, rank, device: -1, parent: 0, created_ns };
     let index = recorder.create_comm(&new)?;
     ready(recorder, index, group);
     Some(index)
@@ -68,13 +68,13 @@ pub struct Creating {
 /// Before a constructor.
 pub fn creating(recorder: &'static Recorder, group: Word, rank: Word, size: Word) -> Creating {
     let (rank, size) = (rank as i32, size as u32);
-    IN_WORK.set(Some(InWork { rank, size, comm: None, slot: None }));
+    GROUP_IN_CREATION.set(Some(GroupInCreation { rank, size, comm: None, slot: None }));
     Creating { recorder, group, rank, size }
 }
 
 impl Creating {
     fn end(&self, made: bool) {
-        let Some(in_work) = IN_WORK.take() else { return };
+        let Some(in_work) = GROUP_IN_CREATION.take() else { return };
         let recorder = self.recorder;
         if let Some(slot) = in_work.slot {
             close(recorder, slot, if made { OpStatus::Completed } else { OpStatus::Failed }, 0);
@@ -122,17 +122,17 @@ impl Drop for Creating {
 
 /// Whether the calling thread is creating a group whose identity is not known yet.
 pub fn wants_key() -> bool {
-    IN_WORK.get().is_some_and(|in_work| in_work.comm.is_none())
+    GROUP_IN_CREATION.get().is_some_and(|in_work| in_work.comm.is_none())
 }
 
 /// A key was set in a store while a group is created: the first one tells who the group is.
 pub fn key_set(recorder: &'static Recorder, key: Word) {
-    let Some(in_work) = IN_WORK.get().filter(|_| key != 0) else { return };
+    let Some(in_work) = GROUP_IN_CREATION.get().filter(|_| key != 0) else { return };
     // SAFETY: a std::string of either ABI of libstdc++ begins with a pointer to its terminated characters.
     let key = unsafe { CStr::from_ptr(*(key as *const *const c_char)) }.to_bytes();
     let common = key.iter().rposition(|byte| *byte == b'/').map_or(&key[..0], |slash| &key[..slash]);
     let id = if common.is_empty() { local_id() } else { hash(&[b"gloo", common]) };
-    let comm = recorder.create_comm(&NewComm {
+    let comm = recorder.create_comm(&NewCommunicator {
         id,
         size: in_work.size,
         rank: in_work.rank,
@@ -140,11 +140,11 @@ pub fn key_set(recorder: &'static Recorder, key: Word) {
         parent: 0,
         created_ns: clock::now_ns(),
     });
-    let name = named(recorder, "c10d::ProcessGroupGloo");
-    let what = Begin { kind: OpKind::HostCall, op: Op::CommInit, comm, communicator: id, ..name };
+    let name = named_host_call(recorder, "c10d::ProcessGroupGloo");
+    let what = NewOperation { kind: OpKind::HostCall, op: Op::CommInit, comm, communicator: id, ..name };
     let slot = open(recorder, &what);
     if let Some(slot) = slot.filter(|_| comm == Some(0)) {
-        be_patient(recorder, slot);
+        grant_startup_grace(recorder, slot);
     }
-    IN_WORK.set(Some(InWork { comm, slot, ..in_work }));
+    GROUP_IN_CREATION.set(Some(GroupInCreation { comm, slot, ..in_work }));
 }

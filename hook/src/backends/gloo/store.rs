@@ -6,15 +6,15 @@
 use crate::{
     backends::host_call::Running,
     runtime::{
-        os::{leaked_once::Made, sys, thread_state},
-        recorder::{Recorder, host_operations::named},
+        os::{leaked_once::LeakedOnce, sys, thread_state},
+        recorder::{Recorder, host_operations::named_host_call},
     },
 };
 
 /// Whether this process is one of several ranks, by the variables of torchrun, as of the first time that it is asked.
 pub fn of_a_rank() -> bool {
-    static IS_RANK: Made<bool> = Made::new();
-    *IS_RANK.get_or_make(|| {
+    static IS_RANK: LeakedOnce<bool> = LeakedOnce::new();
+    *IS_RANK.get_or_init(|| {
         let number = |name| String::from_utf8(sys::variable(name)?).ok()?.trim().parse::<u32>().ok();
         number(c"RANK").is_some() && number(c"WORLD_SIZE").is_some_and(|size| size > 1)
     })
@@ -27,5 +27,7 @@ pub fn of_main_thread() -> bool {
 
 /// Before a call that returns when others have come.
 pub fn waiting(recorder: &'static Recorder, name: &'static str) -> Running {
-    Running::new(recorder).with(&named(recorder, name)).patient(recorder, recorder.comms.used() == 0)
+    Running::new(recorder)
+        .with(&named_host_call(recorder, name))
+        .with_startup_grace(recorder, recorder.comms.used() == 0)
 }

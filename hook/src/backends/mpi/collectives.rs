@@ -24,7 +24,7 @@ use crate::{
     runtime::{
         abi::Word,
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
-        recorder::{Begin, Recorder},
+        recorder::{NewOperation, Recorder},
     },
 };
 
@@ -32,7 +32,7 @@ use crate::{
 fn finalizing(recorder: &'static Recorder) -> Running {
     let Some(world) = library().map(|library| library.abi.world as Word) else { return Running::new(recorder) };
     let what = operation(recorder, Op::Barrier, world, NOBODY, VARIES);
-    blocking(recorder, [what.map(|what| Begin { function: recorder.name_key("MPI_Finalize"), ..what })])
+    blocking(recorder, [what.map(|what| NewOperation { function: recorder.name_key("MPI_Finalize"), ..what })])
 }
 
 hooked! {

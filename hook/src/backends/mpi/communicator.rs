@@ -30,34 +30,34 @@ use crate::{
         lifecycle::config,
         os::clock,
         recorder::{
-            Begin, Recorder,
+            NewOperation, Recorder,
             communicator_id::{hash, local_id},
-            communicators::NewComm,
-            host_operations::named,
+            communicators::NewCommunicator,
+            host_operations::named_host_call,
         },
     },
 };
 
 /// A communicator that a call uses.
 #[derive(Debug, Clone, Copy)]
-pub struct Known {
+pub struct KnownCommunicator {
     /// Its entry.
     pub index: usize,
     /// Its identity.
     pub id: u64,
 }
 
-/// For each entry that connects two groups, one more than the number of the other group's first member; else 0.
+/// WaitFor each entry that connects two groups, one more than the number of the other group's first member; else 0.
 static FIRST_REMOTE: [AtomicU32; comm::SLOTS] = [const { AtomicU32::new(0) }; comm::SLOTS];
 
-impl Known {
+impl KnownCommunicator {
     /// Whether it connects two groups.
     pub fn is_inter(self) -> bool {
         FIRST_REMOTE[self.index].load(Ordering::Relaxed) != 0
     }
 
     /// A copy of it connects the same groups.
-    pub fn pass_on(self, copy: usize) {
+    pub fn copy_remote_group_to(self, copy: usize) {
         FIRST_REMOTE[copy].store(FIRST_REMOTE[self.index].load(Ordering::Relaxed), Ordering::Relaxed);
     }
 
@@ -69,16 +69,16 @@ impl Known {
 
 /// The communicator of a handle, made known when it was created where the hook did not see it. `None` for one that has only
 /// this process in it: nobody can keep it waiting there.
-pub fn known(recorder: &'static Recorder, handle: Word) -> Option<Known> {
+pub fn known(recorder: &'static Recorder, handle: Word) -> Option<KnownCommunicator> {
     let library = library()?;
     let handle = library.abi.handle(handle);
     let index = recorder.comms.find(handle as usize).or_else(|| adopt(recorder, library, handle))?;
     with_others(recorder, index)
 }
 
-fn with_others(recorder: &'static Recorder, index: usize) -> Option<Known> {
+fn with_others(recorder: &'static Recorder, index: usize) -> Option<KnownCommunicator> {
     let alone = recorder.comm_word(index, comm::SIZE_RANK).load(Ordering::Relaxed) as u32 == 1;
-    (!alone).then(|| Known { index, id: recorder.comm_id(index) })
+    (!alone).then(|| KnownCommunicator { index, id: recorder.comm_id(index) })
 }
 
 /// Identity of `MPI_COMM_WORLD`.
@@ -160,14 +160,15 @@ fn adopt(recorder: &'static Recorder, library: &Library, handle: u64) -> Option<
         return None;
     }
     let Members { id, size, rank, first_remote } = members(library, handle)?;
-    let index = create(recorder, &NewComm { id, size, rank, device: -1, parent: 0, created_ns: clock::now_ns() })?;
+    let index =
+        create(recorder, &NewCommunicator { id, size, rank, device: -1, parent: 0, created_ns: clock::now_ns() })?;
     FIRST_REMOTE[index].store(first_remote, Ordering::Relaxed);
     ready(recorder, index, handle as usize);
     Some(index)
 }
 
 /// A new entry.
-pub fn create(recorder: &'static Recorder, new: &NewComm) -> Option<usize> {
+pub fn create(recorder: &'static Recorder, new: &NewCommunicator) -> Option<usize> {
     let index = recorder.create_comm(new)?;
     FIRST_REMOTE[index].store(0, Ordering::Relaxed);
     Some(index)
@@ -192,7 +193,7 @@ pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
     polling::interrupt(recorder);
     let comm = create(
         recorder,
-        &NewComm {
+        &NewCommunicator {
             id: world_id(),
             size: info.world_size,
             rank: info.rank,
@@ -201,7 +202,7 @@ pub fn starting(recorder: &'static Recorder, name: &'static str) -> Starting {
             created_ns: clock::now_ns(),
         },
     );
-    let what = Begin { comm, communicator: world_id(), ..making(recorder, Op::CommInit, name) };
+    let what = NewOperation { comm, communicator: world_id(), ..making(recorder, Op::CommInit, name) };
     Starting { running: Running::new(recorder).with(&what), comm }
 }
 
@@ -221,8 +222,8 @@ impl After for Starting {
     }
 }
 
-fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> Begin {
-    Begin { kind: OpKind::HostCall, op, ..named(recorder, name) }
+fn making(recorder: &'static Recorder, op: Op, name: &'static str) -> NewOperation {
+    NewOperation { kind: OpKind::HostCall, op, ..named_host_call(recorder, name) }
 }
 
 /// What stands behind a handle.
@@ -271,10 +272,11 @@ pub fn from_parent(recorder: &'static Recorder, name: &'static str, parent: Word
     Making { running, output, kind: Kind::Comm, comm: None }
 }
 
-fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<Known>) -> Running {
+fn of_parent(recorder: &'static Recorder, name: &'static str, parent: Option<KnownCommunicator>) -> Running {
     let running = Running::new(recorder);
     let Some(parent) = parent else { return running };
-    let what = Begin { comm: Some(parent.index), communicator: parent.id, ..making(recorder, Op::CommSplit, name) };
+    let what =
+        NewOperation { comm: Some(parent.index), communicator: parent.id, ..making(recorder, Op::CommSplit, name) };
     running.with(&what)
 }
 
@@ -298,8 +300,9 @@ pub fn from_group(recorder: &'static Recorder, name: &'static str, group: Word, 
     };
     let id = identity(&members);
     let size = members.len() as u32;
-    let comm = create(recorder, &NewComm { id, size, rank, device: -1, parent: 0, created_ns: clock::now_ns() });
-    let what = Begin { comm, communicator: id, ..making(recorder, Op::CommInit, name) };
+    let comm =
+        create(recorder, &NewCommunicator { id, size, rank, device: -1, parent: 0, created_ns: clock::now_ns() });
+    let what = NewOperation { comm, communicator: id, ..making(recorder, Op::CommInit, name) };
     Making { running: running.with(&what), output, kind: Kind::Comm, comm }
 }
 
@@ -313,7 +316,10 @@ pub fn derived(recorder: &'static Recorder, name: &'static str, parent: Word, ou
         let size_rank = recorder.comm_word(parent.index, comm::SIZE_RANK).load(Ordering::Relaxed);
         let id = hash(&[&parent.id.to_le_bytes(), b"window or file", &number.to_le_bytes()]);
         let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
-        create(recorder, &NewComm { id, size, rank, device: -1, parent: parent.id, created_ns: clock::now_ns() })
+        create(
+            recorder,
+            &NewCommunicator { id, size, rank, device: -1, parent: parent.id, created_ns: clock::now_ns() },
+        )
     });
     Making { running, output, kind, comm }
 }
@@ -339,7 +345,7 @@ impl After for Making {
 }
 
 /// The window or file of a handle. `None` for one that only this process has, and for one that was made unseen.
-pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<Known> {
+pub fn known_object(recorder: &'static Recorder, kind: Kind, handle: Word) -> Option<KnownCommunicator> {
     let index = recorder.comms.find(kind.handle(library()?, handle))?;
     with_others(recorder, index)
 }
@@ -369,7 +375,7 @@ pub fn session_over(recorder: &'static Recorder, place: Word) -> Running {
         // SAFETY: the caller's session.
         library.forget_session(unsafe { library.abi.handle_at(place, 0) });
     }
-    Running::new(recorder).with(&named(recorder, "MPI_Session_finalize"))
+    Running::new(recorder).with(&named_host_call(recorder, "MPI_Session_finalize"))
 }
 
 /// A call that ends a communicator.
@@ -382,7 +388,7 @@ pub fn ending(recorder: &'static Recorder, place: Word) -> Ending {
 }
 
 /// What stands behind the handle in a place, and its end.
-pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<Known>, Ending) {
+pub fn ending_of(recorder: &'static Recorder, kind: Kind, place: Word) -> (Option<KnownCommunicator>, Ending) {
     // SAFETY: the caller's communicator, window or file.
     let handle = library().map(|library| unsafe { kind.handle_at(library, place) });
     let index = handle.and_then(|handle| recorder.comms.find(handle));

@@ -16,7 +16,7 @@ use crate::{
     runtime::{
         abi::{SUCCESS, Word},
         os::clock,
-        recorder::{Recorder, communicator_id::hash, communicators::NewComm},
+        recorder::{Recorder, communicator_id::hash, communicators::NewCommunicator},
     },
 };
 
@@ -41,9 +41,9 @@ pub fn duplicating(
         let size_rank = recorder.comm_word(parent.index, comm::SIZE_RANK).load(Ordering::Relaxed);
         let (size, rank) = (size_rank as u32, (size_rank >> 32) as i32);
         let id = hash(&[&parent.id.to_le_bytes(), b"duplicate", &number.to_le_bytes()]);
-        let new = NewComm { id, size, rank, device: -1, parent: parent.id, created_ns: clock::now_ns() };
+        let new = NewCommunicator { id, size, rank, device: -1, parent: parent.id, created_ns: clock::now_ns() };
         let index = create(recorder, &new)?;
-        parent.pass_on(index);
+        parent.copy_remote_group_to(index);
         Some((index, id))
     });
     let what = named_collective(recorder, name, parent, VARIES);

@@ -18,7 +18,7 @@ use crate::runtime::{
         dynamic::{self, forget_linker_error, look_up},
         originals,
     },
-    os::leaked_once::Made,
+    os::leaked_once::LeakedOnce,
 };
 
 /// What differs between the interfaces.
@@ -101,13 +101,13 @@ const TYPES: [(&CStr, u64, u64, DataType); 23] = [
 /// The process's MPI library. `None` when its interface is none of those that are known; then its calls only count as
 /// host calls that may block.
 pub fn library() -> Option<&'static Library> {
-    static LIBRARY: Made<Option<Library>> = Made::new();
+    static LIBRARY: LeakedOnce<Option<Library>> = LeakedOnce::new();
     let find = || {
         let found = Library::find();
         forget_linker_error();
         found
     };
-    LIBRARY.get_or_make(find).as_ref()
+    LIBRARY.get_or_init(find).as_ref()
 }
 
 /// Whether a function is one of a library of the standard interface, whose file has a name of its own.

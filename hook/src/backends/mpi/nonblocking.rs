@@ -5,18 +5,18 @@ use xpu_timer_proto::v1::Op;
 use crate::{
     backends::mpi::{
         communicator::known,
-        operations::{NOBODY, Size, both_ways, described, operation},
+        operations::{NOBODY, Size, collective_without_seq, operation, receive_and_send},
         request::{Posted, posted, posted_both},
     },
     runtime::{
         abi::Word,
-        recorder::{Begin, Recorder},
+        recorder::{NewOperation, Recorder},
     },
 };
 
 pub fn started(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size, request: Word) -> Posted {
     let what = operation(recorder, op, comm, root, size);
-    posted(what.map(|what| Begin { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
+    posted(what.map(|what| NewOperation { function: recorder.name_key(nonblocking(op)), ..what }), request, false)
 }
 
 /// The function that starts such a collective. The standard does not let it match a blocking one, so the record tells them apart.
@@ -42,7 +42,7 @@ pub fn exchange_posted(
     sends: Size,
     request: Word,
 ) -> Posted {
-    posted_both(both_ways(recorder, comm, ends, sends), request)
+    posted_both(receive_and_send(recorder, comm, ends, sends), request)
 }
 
 /// Before a call that only prepares a collective.
@@ -54,7 +54,7 @@ pub(super) fn prepared(
     size: Size,
     request: Word,
 ) -> Posted {
-    posted(known(recorder, comm).map(|comm| described(op, comm, root, size)), request, true)
+    posted(known(recorder, comm).map(|comm| collective_without_seq(op, comm, root, size)), request, true)
 }
 
 /// The same of one for which there is no [`Op`].
@@ -65,7 +65,9 @@ pub(super) fn prepared_named(
     size: Size,
     request: Word,
 ) -> Posted {
-    let what = known(recorder, comm)
-        .map(|comm| Begin { function: recorder.name_key(name), ..described(Op::Unspecified, comm, NOBODY, size) });
+    let what = known(recorder, comm).map(|comm| NewOperation {
+        function: recorder.name_key(name),
+        ..collective_without_seq(Op::Unspecified, comm, NOBODY, size)
+    });
     posted(what, request, true)
 }

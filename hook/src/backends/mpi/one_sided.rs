@@ -9,8 +9,8 @@ use crate::{
     backends::{
         host_call::Running,
         mpi::{
-            communicator::{Freeing, Kind, Known, derived, ending_of, known_object},
-            operations::{ERROR, NOBODY, VARIES, among, begin, blocking, next},
+            communicator::{Freeing, Kind, KnownCommunicator, derived, ending_of, known_object},
+            operations::{ERROR, NOBODY, VARIES, begin, blocking, host_call_on, next},
             request::{Posted, posted},
             testing::probing,
         },
@@ -19,7 +19,7 @@ use crate::{
     runtime::{
         abi::Word,
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
-        recorder::{Begin, Recorder},
+        recorder::{NewOperation, Recorder},
     },
 };
 
@@ -32,13 +32,13 @@ fn file(recorder: &'static Recorder, name: &'static str, file: Word) -> Running 
 }
 
 /// Before a collective on a window or a file.
-fn on(recorder: &'static Recorder, name: &'static str, object: Option<Known>) -> Running {
+fn on(recorder: &'static Recorder, name: &'static str, object: Option<KnownCommunicator>) -> Running {
     blocking(recorder, [object.map(|object| of(recorder, name, object))])
 }
 
-fn of(recorder: &'static Recorder, name: &'static str, object: Known) -> Begin {
+fn of(recorder: &'static Recorder, name: &'static str, object: KnownCommunicator) -> NewOperation {
     let seq = next(recorder, object.index);
-    Begin { function: recorder.name_key(name), ..begin(Op::Unspecified, object, seq, NOBODY, VARIES) }
+    NewOperation { function: recorder.name_key(name), ..begin(Op::Unspecified, object, seq, NOBODY, VARIES) }
 }
 
 fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, request: Word) -> Posted {
@@ -49,7 +49,7 @@ fn file_posted(recorder: &'static Recorder, name: &'static str, file: Word, requ
 /// Before a call that waits for some members of a window: for `peer`, or for those that only the call knows.
 fn partly(recorder: &'static Recorder, name: &'static str, window: Word, peer: Word) -> Running {
     let object = known_object(recorder, Kind::Window, window);
-    blocking(recorder, [among(recorder, name, object, peer)])
+    blocking(recorder, [host_call_on(recorder, name, object, peer)])
 }
 
 fn freeing(recorder: &'static Recorder, name: &'static str, kind: Kind, place: Word) -> Freeing {
@@ -80,7 +80,7 @@ hooked! {
     MPI_Win_wait | PMPI_Win_wait(win: Word) => |recorder, _| partly(recorder, "MPI_Win_wait", win, NOBODY);
     MPI_Win_test | PMPI_Win_test(win: Word, flag: Word)
         => |_, _| probing(flag, move |recorder| {
-            among(recorder, "MPI_Win_test", known_object(recorder, Kind::Window, win), NOBODY)
+            host_call_on(recorder, "MPI_Win_test", known_object(recorder, Kind::Window, win), NOBODY)
         });
     MPI_Win_lock | PMPI_Win_lock(kind: Word, peer: Word, assert: Word, win: Word)
         => |recorder, _| partly(recorder, "MPI_Win_lock", win, peer);

@@ -18,7 +18,7 @@ use crate::{
     },
     runtime::{
         abi::Word,
-        recorder::{Begin, Recorder, host_operations::named},
+        recorder::{NewOperation, Recorder, host_operations::named_host_call},
     },
 };
 
@@ -46,9 +46,9 @@ pub fn sized(send: Word, sends: Size, receives: Size) -> Size {
 }
 
 /// A collective. `None` when there is nobody to wait for.
-pub fn operation(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> Option<Begin> {
+pub fn operation(recorder: &'static Recorder, op: Op, comm: Word, root: Word, size: Size) -> Option<NewOperation> {
     let comm = known(recorder, comm)?;
-    Some(Begin { seq: next(recorder, comm.index), ..described(op, comm, root, size) })
+    Some(NewOperation { seq: next(recorder, comm.index), ..collective_without_seq(op, comm, root, size) })
 }
 
 /// The number of a collective that begins.
@@ -58,26 +58,32 @@ pub fn next(recorder: &'static Recorder, comm: usize) -> u64 {
 }
 
 /// A collective without its number. Between two groups each has a root and sizes of its own.
-pub fn described(op: Op, comm: communicator::Known, root: Word, size: Size) -> Begin {
+pub fn collective_without_seq(op: Op, comm: communicator::KnownCommunicator, root: Word, size: Size) -> NewOperation {
     match comm.is_inter() {
         true => begin(op, comm, 0, NOBODY, VARIES),
         false => begin(op, comm, 0, root, size),
     }
 }
 
-pub fn begin(op: Op, comm: communicator::Known, seq: u64, peer: Word, Size(count, dtype): Size) -> Begin {
+pub fn begin(
+    op: Op,
+    comm: communicator::KnownCommunicator,
+    seq: u64,
+    peer: Word,
+    Size(count, dtype): Size,
+) -> NewOperation {
     let (count, dtype) = match (dtype, library()) {
         (0, _) | (_, None) => Default::default(),
         (dtype, Some(library)) => library.shape(count, dtype),
     };
-    Begin {
+    NewOperation {
         comm: Some(comm.index),
         communicator: comm.id,
         seq,
         count,
         dtype,
         peer: peer as i32,
-        ..Begin::new(OpKind::Collective, op)
+        ..NewOperation::new(OpKind::Collective, op)
     }
 }
 
@@ -89,7 +95,7 @@ pub fn transfer(
     comm: Word,
     (peer, tag): (Word, Word),
     size: Size,
-) -> Option<Begin> {
+) -> Option<NewOperation> {
     let abi = library()?.abi;
     if peer as i32 == abi.proc_null {
         return None;
@@ -99,11 +105,11 @@ pub fn transfer(
     let peer = if peer as i32 == abi.any_source { NOBODY } else { comm.peer(peer) };
     // As most interfaces have it, -1 is any tag.
     let tag = if tag as i32 == abi.any_tag { -1 } else { tag as i32 };
-    Some(Begin { tag: Some(tag), ..begin(op, comm, seq, peer, size) })
+    Some(NewOperation { tag: Some(tag), ..begin(op, comm, seq, peer, size) })
 }
 
 /// Before a blocking call that runs these operations.
-pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<Begin>; N]) -> Running {
+pub fn blocking<const N: usize>(recorder: &'static Recorder, operations: [Option<NewOperation>; N]) -> Running {
     polling::interrupt(recorder);
     operations.iter().flatten().fold(Running::new(recorder), |running, what| running.with(what))
 }
@@ -113,37 +119,42 @@ pub fn collective(recorder: &'static Recorder, op: Op, comm: Word, root: Word, s
 }
 
 /// A collective for which there is no [`Op`]; its name tells.
-pub fn named_collective(recorder: &'static Recorder, name: &'static str, comm: Word, size: Size) -> Option<Begin> {
+pub fn named_collective(
+    recorder: &'static Recorder,
+    name: &'static str,
+    comm: Word,
+    size: Size,
+) -> Option<NewOperation> {
     let what = operation(recorder, Op::Unspecified, comm, NOBODY, size)?;
-    Some(Begin { function: recorder.name_key(name), ..what })
+    Some(NewOperation { function: recorder.name_key(name), ..what })
 }
 
 /// The receive leads: small messages are sent without the peer, so it is what such a call mostly waits for.
-pub fn both_ways(
+pub fn receive_and_send(
     recorder: &'static Recorder,
     comm: Word,
     [to, from]: [(Word, Word); 2],
     sends: Size,
-) -> [Option<Begin>; 2] {
+) -> [Option<NewOperation>; 2] {
     let send = transfer(recorder, Op::Send, comm, to, sends);
     [transfer(recorder, Op::Recv, comm, from, VARIES), send]
 }
 
 pub fn exchange(recorder: &'static Recorder, comm: Word, ends: [(Word, Word); 2], sends: Size) -> Running {
-    blocking(recorder, both_ways(recorder, comm, ends, sends))
+    blocking(recorder, receive_and_send(recorder, comm, ends, sends))
 }
 
 /// A call that waits for `peer` in a communicator or a window, or for those of its members that only the call knows.
-pub fn among(
+pub fn host_call_on(
     recorder: &'static Recorder,
     name: &'static str,
-    object: Option<communicator::Known>,
+    object: Option<communicator::KnownCommunicator>,
     peer: Word,
-) -> Option<Begin> {
-    object.map(|object| Begin {
+) -> Option<NewOperation> {
+    object.map(|object| NewOperation {
         comm: Some(object.index),
         communicator: object.id,
         peer: peer as i32,
-        ..named(recorder, name)
+        ..named_host_call(recorder, name)
     })
 }

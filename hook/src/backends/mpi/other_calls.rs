@@ -6,7 +6,7 @@ use crate::{
         host_call::Running,
         mpi::{
             communicator::known,
-            operations::{ERROR, NOBODY, among, blocking},
+            operations::{ERROR, NOBODY, blocking, host_call_on},
             request::posted,
         },
     },
@@ -14,16 +14,16 @@ use crate::{
     runtime::{
         abi::Word,
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
-        recorder::{Recorder, host_operations::named},
+        recorder::{Recorder, host_operations::named_host_call},
     },
 };
 
 fn alone(recorder: &'static Recorder, name: &'static str) -> Running {
-    blocking(recorder, [Some(named(recorder, name))])
+    blocking(recorder, [Some(named_host_call(recorder, name))])
 }
 
 fn with(recorder: &'static Recorder, name: &'static str, comm: Word) -> Running {
-    blocking(recorder, [among(recorder, name, known(recorder, comm), NOBODY)])
+    blocking(recorder, [host_call_on(recorder, name, known(recorder, comm), NOBODY)])
 }
 
 hooked! {

@@ -67,15 +67,15 @@ pub fn is_used_again(recorder: &'static Recorder, request: u64) {
 }
 
 /// Those of a call's requests that are pending here, with their numbers in its array.
-pub struct Asked {
+pub struct AwaitedDuplicates {
     requests: Word,
     pending: Vec<(usize, Pending)>,
 }
 
-impl Asked {
+impl AwaitedDuplicates {
     /// None.
     pub fn nothing() -> Self {
-        Asked { requests: 0, pending: Vec::new() }
+        AwaitedDuplicates { requests: 0, pending: Vec::new() }
     }
 
     /// Of an array of `count` requests, before the call.
@@ -86,7 +86,7 @@ impl Asked {
 
     #[cold]
     fn find(requests: Word, count: i32) -> Self {
-        let mut asked = Asked { requests, pending: Vec::new() };
+        let mut asked = AwaitedDuplicates { requests, pending: Vec::new() };
         if let (Some(library), Ok(pending)) = (library(), PENDING.try_lock()) {
             // SAFETY: the caller's array of `count` requests.
             let handle = |index| unsafe { library.abi.handle_at(requests, index) };

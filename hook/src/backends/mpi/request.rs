@@ -15,15 +15,15 @@ use crate::{
         mpi::{
             library::library,
             operations::next,
-            pending_duplicates::{self, Asked},
+            pending_duplicates::{self, AwaitedDuplicates},
             polling,
         },
-        request_table::{Meaning, forget, operations, recall, remember, remember_both},
+        request_table::{RequestOperation, forget, operations, recall, remember, remember_both},
     },
     interpose::hooked::After,
     runtime::{
         abi::{SUCCESS, Word},
-        recorder::{Begin, Recorder, host_operations::named},
+        recorder::{NewOperation, Recorder, host_operations::named_host_call},
     },
 };
 
@@ -32,20 +32,20 @@ pub const SHOWN: usize = 64;
 
 /// A nonblocking call: when it returns, its request is known.
 pub struct Posted {
-    what: Option<Begin>,
-    second: Option<Begin>,
+    what: Option<NewOperation>,
+    second: Option<NewOperation>,
     request: Word,
     persistent: bool,
 }
 
 /// Before a nonblocking call that runs `what` and writes its request to `request`; of a call whose meaning is not known, only that the
 /// request is another one now.
-pub fn posted(what: Option<Begin>, request: Word, persistent: bool) -> Posted {
+pub fn posted(what: Option<NewOperation>, request: Word, persistent: bool) -> Posted {
     Posted { what, second: None, request, persistent }
 }
 
 /// The same for a call that runs two operations, of which the first leads.
-pub fn posted_both([first, second]: [Option<Begin>; 2], request: Word) -> Posted {
+pub fn posted_both([first, second]: [Option<NewOperation>; 2], request: Word) -> Posted {
     let (what, second) = if first.is_some() { (first, second) } else { (second, None) };
     Posted { what, second, request, persistent: false }
 }
@@ -57,7 +57,7 @@ impl After for Posted {
         // SAFETY: the caller's place for the request, which the library has just written.
         let handle = unsafe { library.abi.handle_at(self.request, 0) };
         pending_duplicates::is_used_again(recorder, handle);
-        if let Some(Begin { comm: Some(comm), op, seq, .. }) = &self.what
+        if let Some(NewOperation { comm: Some(comm), op, seq, .. }) = &self.what
             && !self.persistent
             && !matches!(op, Op::Send | Op::Recv)
         {
@@ -67,7 +67,7 @@ impl After for Posted {
         if handle == library.abi.request_null || handle == 0 {
             return;
         }
-        let meaning = |what: &Option<Begin>| Meaning::of(what.as_ref()?, self.persistent);
+        let meaning = |what: &Option<NewOperation>| RequestOperation::of(what.as_ref()?, self.persistent);
         match (meaning(&self.what), meaning(&self.second)) {
             (Some(first), Some(second)) => remember_both(handle, &first, &second),
             (Some(one), None) => remember(handle, &one),
@@ -79,7 +79,7 @@ impl After for Posted {
 
 /// Which of its requests a call waits for.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum For {
+pub enum WaitFor {
     /// All of them.
     All,
     /// One of them; it returns which.
@@ -116,38 +116,38 @@ impl Handles {
         own
     }
 
-    fn known(&self) -> impl Iterator<Item = (usize, u64, Meaning)> {
+    fn known(&self) -> impl Iterator<Item = (usize, u64, RequestOperation)> {
         let handles = self.handles.iter().enumerate().filter(|(_, handle)| **handle != 0);
         handles.filter_map(|(index, handle)| Some((index, *handle, recall(*handle)?)))
     }
 
     /// The operations that are waited for.
     pub fn running(&self, recorder: &'static Recorder, name: &'static str) -> Running {
-        let started = self.known().filter(|(.., meaning)| !meaning.idle);
+        let started = self.known().filter(|(.., meaning)| !meaning.is_inactive);
         let known = started.flat_map(|(_, handle, meaning)| operations(handle, &meaning));
         let known = known.fold(Running::new(recorder), |running, what| running.with(&what));
-        if self.unknown { known.with(&named(recorder, name)) } else { known }
+        if self.unknown { known.with(&named_host_call(recorder, name)) } else { known }
     }
 
     /// The call has returned with those done that it asked for.
-    fn forget(&self, which: For) {
+    fn forget(&self, which: WaitFor) {
         forget_done(self.handles.into_iter().enumerate(), which);
     }
 }
 
-/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done; persistent ones are idle.
-pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: For) {
+/// Of these requests, with their places in the array of a call that has returned, those are forgotten that are done; persistent ones are inactive.
+pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: WaitFor) {
     let done = |index: usize| match which {
-        For::All => true,
+        WaitFor::All => true,
         // SAFETY: the caller's place for a number, which the library has just written.
-        For::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
+        WaitFor::Any { index: place } if place != 0 => unsafe { *(place as *const c_int) == index as c_int },
         // Some of them are done, and which costs more to find out than it is worth: their handles are used again, and
         // an entry is replaced then.
-        For::Any { .. } | For::Some => false,
+        WaitFor::Any { .. } | WaitFor::Some => false,
     };
     for (index, handle) in handles.filter(|(_, handle)| *handle != 0) {
         match recall(handle).filter(|_| done(index)) {
-            Some(meaning) if meaning.persistent => remember(handle, &meaning.at_rest()),
+            Some(meaning) if meaning.persistent => remember(handle, &meaning.inactive()),
             Some(_) => forget(handle),
             None => {}
         }
@@ -158,15 +158,20 @@ pub fn forget_done(handles: impl Iterator<Item = (usize, u64)>, which: For) {
 pub struct Waiting {
     running: Running,
     handles: Handles,
-    which: For,
-    duplicates: Asked,
+    which: WaitFor,
+    duplicates: AwaitedDuplicates,
 }
 
 /// Before a call that waits for `count` requests.
-pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: For) -> Waiting {
+pub fn waiting(recorder: &'static Recorder, name: &'static str, requests: Word, count: i32, which: WaitFor) -> Waiting {
     polling::interrupt(recorder);
     let handles = Handles::of(requests, count);
-    Waiting { running: handles.running(recorder, name), handles, which, duplicates: Asked::of(requests, count) }
+    Waiting {
+        running: handles.running(recorder, name),
+        handles,
+        which,
+        duplicates: AwaitedDuplicates::of(requests, count),
+    }
 }
 
 impl After for Waiting {
@@ -176,7 +181,7 @@ impl After for Waiting {
             self.duplicates.completed(recorder);
         }
         match (result, self.which) {
-            (SUCCESS, For::All) => self.running.end(OpStatus::Completed, 0),
+            (SUCCESS, WaitFor::All) => self.running.end(OpStatus::Completed, 0),
             // The wait is over, which says nothing of the collectives that it was for.
             (SUCCESS, _) => self.running.leave(),
             (error, _) => self.running.end(OpStatus::Failed, error as u32),
@@ -199,8 +204,8 @@ pub fn restart(recorder: &'static Recorder, requests: Word, count: i32) {
             recorder.comm_word(index, comm::STARTED).fetch_max(seq, Ordering::Relaxed);
             Some(seq)
         };
-        if let Some(again) = meaning.again(number) {
-            remember(handle, &again);
+        if let Some(restarted) = meaning.restarted(number) {
+            remember(handle, &restarted);
         }
     }
 }

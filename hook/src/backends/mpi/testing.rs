@@ -7,30 +7,30 @@ use crate::{
         host_call::Running,
         mpi::{
             library::library,
-            pending_duplicates::Asked,
-            polling::{answered, unanswered},
-            request::{For, Handles, SHOWN, forget_done},
+            pending_duplicates::AwaitedDuplicates,
+            polling::{poll_successful, poll_unsuccessful},
+            request::{Handles, SHOWN, WaitFor, forget_done},
         },
     },
     interpose::hooked::After,
     runtime::{
         abi::{SUCCESS, Word},
-        recorder::{Begin, Recorder},
+        recorder::{NewOperation, Recorder},
     },
 };
 
 /// Where a call says whether something has come.
 #[derive(Clone, Copy)]
-pub enum Done {
+pub enum CompletionFlag {
     /// A flag.
     Flag(Word),
     /// How many.
     Count(Word),
 }
 
-impl Done {
+impl CompletionFlag {
     fn is_done(self) -> bool {
-        let (Done::Flag(place) | Done::Count(place)) = self;
+        let (CompletionFlag::Flag(place) | CompletionFlag::Count(place)) = self;
         // SAFETY: null, or the caller's place for an int, which the library has just written.
         unsafe { (place as *const c_int).as_ref() }.is_none_or(|answer| *answer != 0)
     }
@@ -50,14 +50,14 @@ pub struct Testing {
     count: i32,
     /// The first requests as they were before the call, which writes over those that are done.
     before: [u64; KEPT],
-    which: For,
-    done: Done,
-    duplicates: Asked,
+    which: WaitFor,
+    done: CompletionFlag,
+    duplicates: AwaitedDuplicates,
 }
 
 /// Before a call that asks for `count` requests.
 #[inline]
-pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
+pub fn testing(requests: Word, count: i32, which: WaitFor, done: CompletionFlag) -> Testing {
     let mut before = [0; KEPT];
     if let Some(library) = library() {
         for (index, handle) in before.iter_mut().enumerate().take(count.max(0) as usize) {
@@ -73,14 +73,21 @@ pub fn testing(requests: Word, count: i32, which: For, done: Done) -> Testing {
             });
         }
     }
-    Testing { requests, count, before, which, done, duplicates: Asked::of(requests, count) }
+    Testing { requests, count, before, which, done, duplicates: AwaitedDuplicates::of(requests, count) }
 }
 
 /// Before a call that asks for a request and leaves it as it is, or for a part of what it receives.
 pub fn testing_one(request: Word, flag: Word) -> Testing {
     let mut before = [0; KEPT];
     before[0] = library().map_or(0, |library| library.abi.handle(request));
-    Testing { requests: 0, count: 1, before, which: For::Some, done: Done::Flag(flag), duplicates: Asked::nothing() }
+    Testing {
+        requests: 0,
+        count: 1,
+        before,
+        which: WaitFor::Some,
+        done: CompletionFlag::Flag(flag),
+        duplicates: AwaitedDuplicates::nothing(),
+    }
 }
 
 impl Testing {
@@ -108,9 +115,9 @@ impl After for Testing {
             if result == SUCCESS {
                 self.forget(recorder);
             }
-            answered(recorder, result == SUCCESS && self.which == For::All);
+            poll_successful(recorder, result == SUCCESS && self.which == WaitFor::All);
         } else {
-            unanswered(recorder, || self.running(recorder));
+            poll_unsuccessful(recorder, || self.running(recorder));
         }
     }
 }
@@ -122,16 +129,16 @@ pub struct Probing<What> {
 }
 
 /// Before a call that asks for `what`, and says at `flag` whether it has come.
-pub fn probing<What: Fn(&'static Recorder) -> Option<Begin>>(flag: Word, what: What) -> Probing<What> {
+pub fn probing<What: Fn(&'static Recorder) -> Option<NewOperation>>(flag: Word, what: What) -> Probing<What> {
     Probing { flag, what }
 }
 
-impl<What: Fn(&'static Recorder) -> Option<Begin>> After for Probing<What> {
+impl<What: Fn(&'static Recorder) -> Option<NewOperation>> After for Probing<What> {
     fn after(self, recorder: &'static Recorder, result: c_int) {
-        if result != SUCCESS || Done::Flag(self.flag).is_done() {
-            answered(recorder, result == SUCCESS);
+        if result != SUCCESS || CompletionFlag::Flag(self.flag).is_done() {
+            poll_successful(recorder, result == SUCCESS);
         } else {
-            unanswered(recorder, || {
+            poll_unsuccessful(recorder, || {
                 let what = (self.what)(recorder);
                 what.iter().fold(Running::new(recorder), |running, what| running.with(what))
             });

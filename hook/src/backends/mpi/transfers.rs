@@ -6,14 +6,14 @@ use crate::{
     backends::mpi::{
         nonblocking::exchange_posted,
         operations::{ERROR, Size, VARIES, blocking, exchange, int, transfer},
-        request::{For, posted, waiting},
-        testing::{Done, probing, testing, testing_one},
+        request::{WaitFor, posted, waiting},
+        testing::{CompletionFlag, probing, testing, testing_one},
     },
     interpose::hooked::hooked,
     runtime::{
         abi::Word,
         os::thread_state::{IN_COLLECTIVES, IN_HOOK},
-        recorder::host_operations::named,
+        recorder::host_operations::named_host_call,
     },
 };
 
@@ -34,7 +34,7 @@ hooked! {
         => |recorder, _| blocking(recorder, [transfer(recorder, Op::Recv, comm, (peer, tag), VARIES)]);
     // Nobody says whose the message is that was found before.
     MPI_Mrecv | PMPI_Mrecv | MPI_Mrecv_c | PMPI_Mrecv_c(buffer: Word, count: Word, dtype: Word, message: Word, status: Word)
-        => |recorder, _| blocking(recorder, [Some(named(recorder, "MPI_Mrecv"))]);
+        => |recorder, _| blocking(recorder, [Some(named_host_call(recorder, "MPI_Mrecv"))]);
     MPI_Sendrecv | PMPI_Sendrecv(send: Word, sends: Word, stype: Word, to: Word, stag: Word, recv: Word,
         receives: Word, rtype: Word, from: Word, rtag: Word, comm: Word, status: Word)
         => |recorder, _| exchange(recorder, comm, [(to, stag), (from, rtag)], Size(int(sends), stype));
@@ -87,34 +87,34 @@ hooked! {
     MPI_Parrived | PMPI_Parrived(request: Word, part: Word, flag: Word) => |_, _| testing_one(request, flag);
 
     MPI_Wait | PMPI_Wait(request: Word, status: Word)
-        => |recorder, _| waiting(recorder, "MPI_Wait", request, 1, For::All);
+        => |recorder, _| waiting(recorder, "MPI_Wait", request, 1, WaitFor::All);
     MPI_Waitall | PMPI_Waitall(count: Word, requests: Word, statuses: Word)
-        => |recorder, _| waiting(recorder, "MPI_Waitall", requests, count as i32, For::All);
+        => |recorder, _| waiting(recorder, "MPI_Waitall", requests, count as i32, WaitFor::All);
     MPI_Waitany | PMPI_Waitany(count: Word, requests: Word, index: Word, status: Word)
-        => |recorder, _| waiting(recorder, "MPI_Waitany", requests, count as i32, For::Any { index });
+        => |recorder, _| waiting(recorder, "MPI_Waitany", requests, count as i32, WaitFor::Any { index });
     MPI_Waitsome | PMPI_Waitsome(count: Word, requests: Word, finished: Word, indices: Word, statuses: Word)
-        => |recorder, _| waiting(recorder, "MPI_Waitsome", requests, count as i32, For::Some);
+        => |recorder, _| waiting(recorder, "MPI_Waitsome", requests, count as i32, WaitFor::Some);
 
     MPI_Iprobe | PMPI_Iprobe(peer: Word, tag: Word, comm: Word, flag: Word, status: Word)
         => |_, _| probing(flag, move |recorder| transfer(recorder, Op::Recv, comm, (peer, tag), VARIES));
     MPI_Improbe | PMPI_Improbe(peer: Word, tag: Word, comm: Word, flag: Word, message: Word, status: Word)
         => |_, _| probing(flag, move |recorder| transfer(recorder, Op::Recv, comm, (peer, tag), VARIES));
-    MPI_Test | PMPI_Test(request: Word, flag: Word, status: Word) => |_, _| testing(request, 1, For::All, Done::Flag(flag));
+    MPI_Test | PMPI_Test(request: Word, flag: Word, status: Word) => |_, _| testing(request, 1, WaitFor::All, CompletionFlag::Flag(flag));
     MPI_Testall | PMPI_Testall(count: Word, requests: Word, flag: Word, statuses: Word)
-        => |_, _| testing(requests, count as i32, For::All, Done::Flag(flag));
+        => |_, _| testing(requests, count as i32, WaitFor::All, CompletionFlag::Flag(flag));
     MPI_Testany | PMPI_Testany(count: Word, requests: Word, index: Word, flag: Word, status: Word)
-        => |_, _| testing(requests, count as i32, For::Any { index }, Done::Flag(flag));
+        => |_, _| testing(requests, count as i32, WaitFor::Any { index }, CompletionFlag::Flag(flag));
     MPI_Testsome | PMPI_Testsome(count: Word, requests: Word, finished: Word, indices: Word, statuses: Word)
-        => |_, _| testing(requests, count as i32, For::Some, Done::Count(finished));
+        => |_, _| testing(requests, count as i32, WaitFor::Some, CompletionFlag::Count(finished));
     // These leave their requests as they are.
     MPI_Request_get_status | PMPI_Request_get_status(request: Word, flag: Word, status: Word)
         => |_, _| testing_one(request, flag);
     MPI_Request_get_status_all | PMPI_Request_get_status_all(count: Word, requests: Word, flag: Word, statuses: Word)
-        => |_, _| testing(requests, count as i32, For::Some, Done::Flag(flag));
+        => |_, _| testing(requests, count as i32, WaitFor::Some, CompletionFlag::Flag(flag));
     MPI_Request_get_status_any | PMPI_Request_get_status_any(count: Word, requests: Word, index: Word, flag: Word,
         status: Word)
-        => |_, _| testing(requests, count as i32, For::Some, Done::Flag(flag));
+        => |_, _| testing(requests, count as i32, WaitFor::Some, CompletionFlag::Flag(flag));
     MPI_Request_get_status_some | PMPI_Request_get_status_some(count: Word, requests: Word, finished: Word,
         indices: Word, statuses: Word)
-        => |_, _| testing(requests, count as i32, For::Some, Done::Count(finished));
+        => |_, _| testing(requests, count as i32, WaitFor::Some, CompletionFlag::Count(finished));
 }

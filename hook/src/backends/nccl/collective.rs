@@ -9,8 +9,8 @@ use xpu_timer_proto::{
 
 use crate::{
     backends::{
-        bracket::{self, Open},
-        cuda::graphs::{self, Held},
+        bracket::{self, OpenOperation},
+        cuda::graphs::{self, CapturedCollective},
         nccl::{communicator::known, group_queue},
     },
     interpose::hooked::Site,
@@ -18,7 +18,7 @@ use crate::{
         abi::{Comm, Stream},
         lock_free::slot::state,
         os::thread_state,
-        recorder::{Begin, Recorder, operations, slot_chain},
+        recorder::{NewOperation, Recorder, operations, slot_chain},
     },
 };
 
@@ -39,19 +39,25 @@ impl Call {
         if number > LAST { DataType::Unspecified } else { DataType::try_from(number).unwrap_or_default() }
     }
 
-    fn captured(&self, tag: Option<c_int>, comm: usize, communicator: u64) -> Held {
+    fn captured(&self, tag: Option<c_int>, comm: usize, communicator: u64) -> CapturedCollective {
         let (count, reduce) = (self.count as u64, self.reduce as u8);
-        Held { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, tag, comm, communicator }
+        CapturedCollective { op: self.op, dtype: self.dtype(), reduce, count, peer: self.peer, tag, comm, communicator }
     }
 
     /// As it begins, with its number.
-    fn begin(&self, recorder: &'static Recorder, tag: Option<c_int>, comm: Option<usize>, stream: usize) -> Begin {
+    fn begin(
+        &self,
+        recorder: &'static Recorder,
+        tag: Option<c_int>,
+        comm: Option<usize>,
+        stream: usize,
+    ) -> NewOperation {
         let counter = counter_of(self.op);
         let seq = comm.map_or(0, |comm| recorder.comm_word(comm, counter).fetch_add(1, Ordering::Relaxed) + 1);
         if counter == comm::LAUNCHED {
             recorder.launched_collective();
         }
-        Begin {
+        NewOperation {
             dtype: self.dtype(),
             reduce: self.reduce as u8,
             comm,
@@ -61,7 +67,7 @@ impl Call {
             peer: self.peer,
             tag,
             stream,
-            ..Begin::new(OpKind::Collective, self.op)
+            ..NewOperation::new(OpKind::Collective, self.op)
         }
     }
 }
@@ -73,7 +79,13 @@ fn counter_of(op: Op) -> usize {
 
 /// Before a collective. In a group it is only queued; the end of the group brackets it.
 #[inline]
-pub fn collective(recorder: &'static Recorder, site: Site, call: Call, handle: Comm, stream: Stream) -> Option<Open> {
+pub fn collective(
+    recorder: &'static Recorder,
+    site: Site,
+    call: Call,
+    handle: Comm,
+    stream: Stream,
+) -> Option<OpenOperation> {
     tagged(recorder, [(call, None)], known(recorder, site, handle), stream)
 }
 
@@ -84,13 +96,13 @@ pub fn tagged(
     calls: impl IntoIterator<Item = (Call, Option<c_int>)>,
     comm: Option<usize>,
     stream: Stream,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     let stream = stream as usize;
     // A captured collective does not happen now. Each launch of its graph gives it a number.
     if bracket::is_captured(stream) {
         for (call, tag) in calls {
             if let Some(comm) = comm {
-                graphs::hold(stream, &[call.captured(tag, comm, recorder.comm_id(comm))]);
+                graphs::capture_collectives(stream, &[call.captured(tag, comm, recorder.comm_id(comm))]);
             }
         }
         return None;
@@ -109,7 +121,7 @@ pub fn tagged(
     recorder.hand_over(leader);
     bracket::start(recorder, leader);
     thread_state::with(|thread| thread.open.set(leader as u32 + 1));
-    Some(Open(leader))
+    Some(OpenOperation(leader))
 }
 
 /// An operation that was queued in a group which is only tried out has never been one.

@@ -14,7 +14,7 @@ use crate::{
         abi::Comm,
         device::device,
         os::{clock, sys, thread_state},
-        recorder::{Begin, Recorder, communicator_id::local_id, communicators::NewComm},
+        recorder::{NewOperation, Recorder, communicator_id::local_id, communicators::NewCommunicator},
     },
 };
 
@@ -47,7 +47,7 @@ fn adopt(recorder: &'static Recorder, site: Site, handle: Comm) -> Option<usize>
     if handle.is_null() {
         return None;
     }
-    let index = recorder.create_comm(&NewComm {
+    let index = recorder.create_comm(&NewCommunicator {
         id: local_id(),
         size: 0,
         rank: -1,
@@ -88,13 +88,13 @@ pub fn host_call(
     communicator: u64,
     peer: i32,
 ) -> Option<usize> {
-    let what = Begin {
+    let what = NewOperation {
         comm,
         communicator,
         seq: recorder.next_host_call(),
         peer,
         function: recorder.name_key(name),
-        ..Begin::new(OpKind::HostCall, op)
+        ..NewOperation::new(OpKind::HostCall, op)
     };
     recorder.begin(&what)
 }

@@ -20,7 +20,7 @@ use crate::{
         recorder::{
             Recorder,
             communicator_id::{hash, local_id},
-            communicators::NewComm,
+            communicators::NewCommunicator,
             operations::comm_of,
         },
     },
@@ -64,21 +64,27 @@ pub struct Creating {
 
 /// What a communicator has to do with others.
 #[derive(Default)]
-struct Kin {
+struct Relations {
     /// Index of the one that it is made of.
     parent: Option<usize>,
     /// By which other ranks know it, unless that is 0.
     alias: u64,
 }
 
-fn create(recorder: &'static Recorder, site: Site, op: Op, (new, kin): (&NewComm, Kin), output: *mut Comm) -> Creating {
+fn create(
+    recorder: &'static Recorder,
+    site: Site,
+    op: Op,
+    (new, relations): (&NewCommunicator, Relations),
+    output: *mut Comm,
+) -> Creating {
     let comm = recorder.create_comm(new);
     if let Some(comm) = comm {
-        recorder.comm_word(comm, comm_words::ALIAS).store(kin.alias, Ordering::Relaxed);
+        recorder.comm_word(comm, comm_words::ALIAS).store(relations.alias, Ordering::Relaxed);
         // A child of a communicator that the hook does not know has an identity that children elsewhere may have too.
         let unique = op == Op::CommInit || new.parent != 0;
         recorder.comm_word(comm, comm_words::UNIQUE).store(u64::from(unique), Ordering::Relaxed);
-        if let Some(parent) = kin.parent {
+        if let Some(parent) = relations.parent {
             recorder.set_comm_parent(comm, parent);
         }
     }
@@ -178,7 +184,7 @@ pub fn init(
     rank: c_int,
     output: *mut Comm,
 ) -> Creating {
-    let new = NewComm {
+    let new = NewCommunicator {
         id: hash(id),
         size: size as u32,
         rank,
@@ -186,14 +192,14 @@ pub fn init(
         parent: 0,
         created_ns: clock::now_ns(),
     };
-    create(recorder, site, Op::CommInit, (&new, Kin::default()), output)
+    create(recorder, site, Op::CommInit, (&new, Relations::default()), output)
 }
 
 /// A child of a communicator; every rank of the parent calls this in the same order.
-fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color: c_int) -> NewComm {
+fn child(recorder: &'static Recorder, parent: Option<usize>, what: &[u8], color: c_int) -> NewCommunicator {
     let parent_id = parent.map_or(0, |parent| recorder.comm_id(parent));
     let number = parent.map_or(0, |parent| recorder.next_split(parent));
-    NewComm {
+    NewCommunicator {
         id: child_id(parent_id, hash(&[&number.to_le_bytes(), &color.to_le_bytes(), what])),
         size: 0,
         rank: -1,
@@ -208,7 +214,7 @@ pub fn split(recorder: &'static Recorder, site: Site, parent: Comm, color: c_int
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, b"split", color);
     if color != NCCL_SPLIT_NOCOLOR {
-        return create(recorder, site, Op::CommSplit, (&new, Kin { parent, alias: 0 }), output);
+        return create(recorder, site, Op::CommSplit, (&new, Relations { parent, alias: 0 }), output);
     }
     without_communicator(recorder, site, new.parent)
 }
@@ -250,7 +256,7 @@ pub fn subset(
 pub fn shrink(recorder: &'static Recorder, site: Site, parent: Comm, excluded: &[u8], output: *mut Comm) -> Creating {
     let parent = known(recorder, site, parent);
     let new = child(recorder, parent, excluded, 0);
-    create(recorder, site, Op::CommSplit, (&new, Kin { parent, alias: 0 }), output)
+    create(recorder, site, Op::CommSplit, (&new, Relations { parent, alias: 0 }), output)
 }
 
 /// Before ncclCommGrow. The ranks that were there know their parent, and only the one that made the id knows it; those that join know
@@ -269,9 +275,9 @@ pub fn grow(
     // They keep their numbers.
     let parent = known(recorder, site, parent);
     let rank = parent.map_or(-1, |parent| recorder.comm_rank(parent));
-    let new = NewComm { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
+    let new = NewCommunicator { size: size as u32, rank, ..child(recorder, parent, b"grow", size) };
     let alias = if id.is_empty() { 0 } else { hash(&[id]) };
-    create(recorder, site, Op::CommInit, (&new, Kin { parent, alias }), output)
+    create(recorder, site, Op::CommInit, (&new, Relations { parent, alias }), output)
 }
 
 /// A call that makes the communicators of several devices of this process.
@@ -305,7 +311,7 @@ impl After for CreatingAll {
             return;
         }
         for rank in 0..self.count {
-            let comm = recorder.create_comm(&NewComm {
+            let comm = recorder.create_comm(&NewCommunicator {
                 id: self.id,
                 size: self.count as u32,
                 rank: rank as i32,

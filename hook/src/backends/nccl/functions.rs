@@ -10,7 +10,7 @@ use crate::{
         collective::{Call, NOBODY, collective},
         creation::{self, grow, init, init_all, shrink, split},
         group::{group_end, group_start},
-        teardown::{Made, aborted, destroyed, finalized},
+        teardown::{HandleAfter, aborted, destroyed, finalized},
     },
     interpose::hooked::hooked,
     runtime::{
@@ -68,7 +68,7 @@ hooked! {
         => |recorder, site| grow(recorder, site, (comm, size), (creation::bytes_of(id, 1), rank), new);
     ncclCommFinalize | mcclCommFinalize(comm: Comm) => |recorder, site| finalized(recorder, site.function.text(), comm);
     ncclCommDestroy | mcclCommDestroy(comm: Comm) => |recorder, site| destroyed(recorder, site.function.text(), comm);
-    ncclCommAbort | mcclCommAbort(comm: Comm) => |recorder, site| aborted(recorder, site.function.text(), comm, Made::Gone);
-    ncclCommRevoke | mcclCommRevoke(comm: Comm, flags: c_int) => |recorder, site| aborted(recorder, site.function.text(), comm, Made::Kept);
+    ncclCommAbort | mcclCommAbort(comm: Comm) => |recorder, site| aborted(recorder, site.function.text(), comm, HandleAfter::Invalid);
+    ncclCommRevoke | mcclCommRevoke(comm: Comm, flags: c_int) => |recorder, site| aborted(recorder, site.function.text(), comm, HandleAfter::Valid);
     ncclCommGetAsyncError | mcclCommGetAsyncError(comm: Comm, error: *mut c_int) => |_, site| async_error(site, comm, error);
 }

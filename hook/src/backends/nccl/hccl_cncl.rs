@@ -11,7 +11,7 @@ use crate::{
     backends::nccl::{
         collective::{Call, NOBODY, collective},
         creation::{bytes_of_words, init, subset},
-        teardown::{Made, aborted, destroyed},
+        teardown::{HandleAfter, aborted, destroyed},
     },
     interpose::hooked::hooked,
     runtime::{
@@ -123,5 +123,5 @@ hooked! {
             init(recorder, site, &[clique], size, first(ranks), comms)
         };
     cnclFreeComm(comm: Comm) => |recorder, site| destroyed(recorder, site.function.text(), comm);
-    cnclAbortComm(comm: Comm) => |recorder, site| aborted(recorder, site.function.text(), comm, Made::Gone);
+    cnclAbortComm(comm: Comm) => |recorder, site| aborted(recorder, site.function.text(), comm, HandleAfter::Invalid);
 }

@@ -9,7 +9,7 @@ use xpu_timer_proto::v1::Op;
 
 use crate::{
     backends::{
-        bracket::Open,
+        bracket::OpenOperation,
         nccl::{
             collective::{Call, NOBODY, collective, tagged},
             creation::{init, together},
@@ -69,7 +69,7 @@ fn signals<C: IntoIterator<Item = (Call, Option<c_int>)>>(
     site: Site,
     (comm, stream): (Word, Word),
     calls: impl FnOnce() -> C,
-) -> Option<Open> {
+) -> Option<OpenOperation> {
     let version = version_number(site.companion(0, &[c"ncclGetVersion"])?)?;
     if version < FIRST_WITH_SIGNALS {
         return None;

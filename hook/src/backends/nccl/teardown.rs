@@ -19,22 +19,22 @@ use crate::{
 
 /// What becomes of a communicator after the call.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub enum Made {
+pub enum HandleAfter {
     /// The handle is invalid.
-    Gone,
+    Invalid,
     /// The handle can still be used.
-    Kept,
+    Valid,
 }
 
 /// A call that ends a communicator.
 pub struct Ending {
     slot: Option<usize>,
     comm: Option<usize>,
-    made: Made,
+    handle_after: HandleAfter,
     state: CommunicatorState,
 }
 
-fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, made: Made) -> Ending {
+fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, handle_after: HandleAfter) -> Ending {
     let index = recorder.comms.find(comm as usize);
     let id = index.map_or(0, |index| recorder.comm_id(index));
     let slot = host_call(recorder, op, name, index, id, -1);
@@ -45,22 +45,22 @@ fn ending(recorder: &'static Recorder, op: Op, name: &'static str, comm: Comm, m
         Op::CommAbort => CommunicatorState::Aborted,
         _ => CommunicatorState::Finalized,
     };
-    Ending { slot, comm: index, made, state }
+    Ending { slot, comm: index, handle_after, state }
 }
 
 /// Before ncclCommFinalize.
 pub fn finalized(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
-    ending(recorder, Op::CommFinalize, name, comm, Made::Kept)
+    ending(recorder, Op::CommFinalize, name, comm, HandleAfter::Valid)
 }
 
 /// Before ncclCommDestroy.
 pub fn destroyed(recorder: &'static Recorder, name: &'static str, comm: Comm) -> Ending {
-    ending(recorder, Op::CommDestroy, name, comm, Made::Gone)
+    ending(recorder, Op::CommDestroy, name, comm, HandleAfter::Invalid)
 }
 
 /// Before ncclCommAbort or ncclCommRevoke. From now on what completes did so because its kernel left.
-pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, made: Made) -> Ending {
-    let ending = ending(recorder, Op::CommAbort, name, comm, made);
+pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, handle_after: HandleAfter) -> Ending {
+    let ending = ending(recorder, Op::CommAbort, name, comm, handle_after);
     if let Some(index) = ending.comm {
         recorder.set_comm_state(index, CommunicatorState::Aborted);
     }
@@ -70,7 +70,7 @@ pub fn aborted(recorder: &'static Recorder, name: &'static str, comm: Comm, made
 impl After for Ending {
     fn after(self, recorder: &'static Recorder, result: c_int) {
         let now = clock::now_ns();
-        let waits = result == NCCL_IN_PROGRESS && self.made == Made::Kept;
+        let waits = result == NCCL_IN_PROGRESS && self.handle_after == HandleAfter::Valid;
         if let Some(slot) = self.slot {
             recorder.returned(slot, now);
             match (self.comm, result) {
@@ -86,7 +86,7 @@ impl After for Ending {
         if recorder.comm_state(comm) != CommunicatorState::Aborted {
             recorder.set_comm_state(comm, self.state);
         }
-        if self.made == Made::Gone {
+        if self.handle_after == HandleAfter::Invalid {
             // What still waited for the library to get ready never will.
             let next = |recorder: &Recorder, slot: usize| recorder.slots[slot].next.load(Ordering::Relaxed);
             for slot in chain(recorder, recorder.take_waiting(comm), next) {

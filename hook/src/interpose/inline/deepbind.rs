@@ -41,7 +41,7 @@ pub unsafe fn bind(map: *const LinkMap) {
         };
         if let Some(wrapper) = wrapper {
             // SAFETY: a symbol of an object that is not bound yet.
-            unsafe { make_own(&object, symbol.cast_mut(), wrapper as usize) };
+            unsafe { define_locally(&object, symbol.cast_mut(), wrapper as usize) };
         }
     }
 }
@@ -77,7 +77,7 @@ fn dependencies(object: &Object) -> Vec<Object> {
 ///
 /// # Safety
 /// The symbol is one of the object's table, which nobody reads meanwhile.
-pub unsafe fn make_own(object: &Object, symbol: *mut libc::Elf64_Sym, address: usize) {
+pub unsafe fn define_locally(object: &Object, symbol: *mut libc::Elf64_Sym, address: usize) {
     const LOCAL_FUNCTION: u8 = 2;
     const HIDDEN: u8 = 2;
     const SOME_SECTION: u16 = 1;

@@ -82,24 +82,24 @@ unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
 }
 
 /// A thread is at work here. In a forked child the mark may be one of a thread that it does not have: then it listens no more.
-static AT_WORK: AtomicI32 = AtomicI32::new(0);
+static SCANNING: AtomicI32 = AtomicI32::new(0);
 
 /// Called by the linker before and after each change of its list.
 pub extern "C" fn loaded() {
     // SAFETY: as above.
     let state = unsafe { (&raw const _r_debug.state).read_volatile() };
-    if state != CONSISTENT || library_events::is_deaf() || !seccomp::may_call() {
+    if state != CONSISTENT || library_events::has_stopped_listening() || !seccomp::may_call() {
         return;
     }
-    if AT_WORK.swap(1, Ordering::Acquire) != 0 {
-        library_events::become_deaf();
+    if SCANNING.swap(1, Ordering::Acquire) != 0 {
+        library_events::stop_listening();
         return;
     }
     let errno = errno::errno();
     let saved = errno.get();
-    guarded(|| in_hook(crate::interpose::inline::scan::look_at_new));
+    guarded(|| in_hook(crate::interpose::inline::scan::scan_new_objects));
     errno.set(saved);
-    AT_WORK.store(0, Ordering::Release);
+    SCANNING.store(0, Ordering::Release);
 }
 
 #[cfg(test)]

@@ -18,9 +18,9 @@ use crate::{
 };
 
 /// Objects that have been looked at, in the order of the linker's list, and what was replaced in them.
-static KNOWN: Mutex<Known> = Mutex::new(Known { objects: Vec::new(), hooks: Vec::new() });
+static STATE: Mutex<ScanState> = Mutex::new(ScanState { objects: Vec::new(), hooks: Vec::new() });
 
-struct Known {
+struct ScanState {
     objects: Vec<Place>,
     hooks: Vec<Hook>,
 }
@@ -36,8 +36,8 @@ struct Hook {
 }
 
 /// Looks at every object that is new in the linker's list. Called while the list cannot change.
-pub fn look_at_new() {
-    let Ok(mut known) = KNOWN.try_lock() else { return };
+pub fn scan_new_objects() {
+    let Ok(mut known) = STATE.try_lock() else { return };
     let known = &mut *known;
     let mut at = 0;
     let mut map = elf::first();
@@ -48,7 +48,7 @@ pub fn look_at_new() {
             known.forget_gone();
             if known.objects.get(at) != Some(&place) {
                 known.objects.insert(at, place);
-                look_at(known, place, map, at == 0);
+                scan_object(known, place, map, at == 0);
                 // SAFETY: as above; this is the moment before the linker binds it.
                 unsafe { deepbind::bind(map) };
                 // SAFETY: as above; nothing of it runs yet, or it is what the program is started with.
@@ -64,7 +64,7 @@ pub fn look_at_new() {
     }
 }
 
-impl Known {
+impl ScanState {
     /// Forgets the objects that are not in the list any more; the slots of their functions are free again.
     fn forget_gone(&mut self) {
         let mut present = Vec::with_capacity(self.objects.len());
@@ -87,7 +87,7 @@ impl Known {
     }
 }
 
-fn look_at(known: &mut Known, place: Place, map: *const LinkMap, is_program: bool) {
+fn scan_object(known: &mut ScanState, place: Place, map: *const LinkMap, is_program: bool) {
     // SAFETY: an object of the list, which does not change now.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
     if object.base == own_base() || object.moves_code {
@@ -109,7 +109,7 @@ fn look_at(known: &mut Known, place: Place, map: *const LinkMap, is_program: boo
         };
         match replace(&object, function, symbol) {
             Ok(slot) => known.hooks.push(Hook { object: place, function, slot }),
-            Err(_) => function.out_of_reach(),
+            Err(_) => function.mark_hidden_copy(),
         }
     }
 }

@@ -11,7 +11,7 @@
 use std::ffi::CStr;
 
 use crate::{
-    interpose::inline::{code_memory, deepbind::make_own},
+    interpose::inline::{code_memory, deepbind::define_locally},
     runtime::linker::{
         elf::{self, LinkMap, Object, own_base},
         function_table::{self, is_ours},
@@ -36,7 +36,7 @@ pub unsafe fn unbind(map: *const LinkMap) {
         let held = |place: *const u64| unsafe { place.read_unaligned() };
         if object.places_of(symbol).any(|place| held(place) == 0) {
             // SAFETY: a symbol of an object that is not bound yet, because the hook would be what it is bound to.
-            unsafe { make_own(&object, symbol.cast_mut(), 0) };
+            unsafe { define_locally(&object, symbol.cast_mut(), 0) };
         }
         for place in object.places_of(symbol).filter(|place| is_ours(held(*place) as *mut _)) {
             // SAFETY: the caller's word.

@@ -9,10 +9,10 @@ use std::{
 use xpu_timer_proto::ring::header;
 
 use crate::runtime::{
-    lifecycle::fork::running_here,
+    lifecycle::fork::running_in_own_process,
     os::{
         clock,
-        process::{CONNECTION, LOOK_WANTED, LOOKED, OWN},
+        process::{CONNECTION, FINAL_TURN_DONE, FINAL_TURN_WANTED, PROCESS},
         seccomp, wakeup,
     },
     recorder::{Recorder, running},
@@ -24,7 +24,7 @@ pub const GOODBYE: [u8; 2] = [0x2a, 0x00];
 static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
 
 /// A process that ends waits no longer than this for the watcher, which normally needs a fraction of a millisecond.
-const LAST_LOOK: Duration = Duration::from_millis(50);
+const FINAL_TURN_TIMEOUT: Duration = Duration::from_millis(50);
 
 /// Has the hook told of the process's end, once.
 pub fn watch_exits() {
@@ -42,48 +42,48 @@ pub fn watch_exits() {
 
 /// Whether the process is ending.
 pub fn is_ending() -> bool {
-    OWN.is_ending.load(Ordering::SeqCst)
+    PROCESS.is_ending.load(Ordering::SeqCst)
 }
 
 /// Whether the ending process waits for the watcher's last look.
-pub fn wants_last_look() -> bool {
-    OWN.last_look.load(Ordering::Acquire) == LOOK_WANTED
+pub fn wants_final_turn() -> bool {
+    PROCESS.final_turn.load(Ordering::Acquire) == FINAL_TURN_WANTED
 }
 
 /// The watcher has looked.
-pub fn looked() {
-    OWN.last_look.store(LOOKED, Ordering::Release);
-    wakeup::wake(&OWN.last_look);
+pub fn final_turn_done() {
+    PROCESS.final_turn.store(FINAL_TURN_DONE, Ordering::Release);
+    wakeup::futex_wake(&PROCESS.final_turn);
 }
 
 /// Has what is complete by now written to the ring, and keeps the watcher out of a driver that is being torn down: handlers run last
 /// in, first out, so the driver's own comes after this one. The connection stays, because a handler that runs later may hang.
 extern "C" fn at_exit() {
     if seccomp::may_call() {
-        if let Some(recorder) = running_here() {
-            look_and_end(recorder);
+        if let Some(recorder) = running_in_own_process() {
+            finish_watching(recorder);
         }
     } else {
         // A child of vfork runs no exit handlers. Nobody may be waited for.
-        OWN.is_ending.store(true, Ordering::SeqCst);
+        PROCESS.is_ending.store(true, Ordering::SeqCst);
     }
 }
 
 /// Async-signal-safe.
-pub fn look_and_end(recorder: &Recorder) {
-    if OWN.is_ending.load(Ordering::Relaxed) {
+pub fn finish_watching(recorder: &Recorder) {
+    if PROCESS.is_ending.load(Ordering::Relaxed) {
         return;
     }
-    let deadline = clock::now_ns() + LAST_LOOK.as_nanos() as u64;
+    let deadline = clock::now_ns() + FINAL_TURN_TIMEOUT.as_nanos() as u64;
     let left = || Duration::from_nanos(deadline.saturating_sub(clock::now_ns()));
-    if OWN.is_watched.load(Ordering::Relaxed) {
-        OWN.last_look.store(LOOK_WANTED, Ordering::Release);
-        wakeup::ring();
-        while wants_last_look() && !left().is_zero() {
-            wakeup::wait_while(&OWN.last_look, LOOK_WANTED, left());
+    if PROCESS.is_watched.load(Ordering::Relaxed) {
+        PROCESS.final_turn.store(FINAL_TURN_WANTED, Ordering::Release);
+        wakeup::wake_watcher();
+        while wants_final_turn() && !left().is_zero() {
+            wakeup::futex_wait(&PROCESS.final_turn, FINAL_TURN_WANTED, left());
         }
     }
-    OWN.is_ending.store(true, Ordering::SeqCst);
+    PROCESS.is_ending.store(true, Ordering::SeqCst);
     // The watcher is normally asleep, or microseconds inside an event query.
     while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && !left().is_zero() {
         std::thread::yield_now();
@@ -93,12 +93,12 @@ pub fn look_and_end(recorder: &Recorder) {
 /// Of quick_exit(3), which runs no other handlers and says how it ends nowhere else.
 extern "C" fn at_quick_exit(_: *mut c_void) {
     at_exit();
-    if running().is_some() && OWN.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
+    if running().is_some() && PROCESS.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
         say_goodbye();
     }
 }
 
-/// In [`Own::quick_exit`]: its status was 0.
+/// In [`ProcessState::quick_exit`]: its status was 0.
 pub const QUICK_SUCCESS: c_int = 1;
 
 /// Tells the collector that this end is meant: in the ring, and, where that is allowed, at once.

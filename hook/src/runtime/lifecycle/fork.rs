@@ -5,7 +5,7 @@ use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use crate::runtime::{
     os::{
         errno,
-        process::{CONNECTION, IDLE, LOOK_UNWANTED, OWN, RING, SET_UP_IN, pid},
+        process::{CONNECTION, FINAL_TURN_UNWANTED, IDLE, PROCESS, RING, SET_UP_IN, pid},
         ptracer, seccomp, sys, thread_state,
     },
     recorder::{Recorder, running},
@@ -19,13 +19,13 @@ static FORKING: AtomicU32 = AtomicU32::new(0);
 static OPENING: AtomicBool = AtomicBool::new(false);
 
 /// The same, unless this is a child of vfork, which has borrowed the memory, or nobody can tell under a filter. Async-signal-safe.
-pub fn running_here() -> Option<&'static Recorder> {
-    running().filter(|_| seccomp::may_call() && !is_borrowed())
+pub fn running_in_own_process() -> Option<&'static Recorder> {
+    running().filter(|_| seccomp::may_call() && !is_vfork_child())
 }
 
 /// Whether this is a child of vfork of a process that has set something up. Async-signal-safe.
-pub fn is_borrowed() -> bool {
-    let own = OWN.pid.load(Ordering::Relaxed);
+pub fn is_vfork_child() -> bool {
+    let own = PROCESS.pid.load(Ordering::Relaxed);
     own != 0 && seccomp::may_call() && own != pid()
 }
 
@@ -47,7 +47,7 @@ pub fn open_outside_fork<R>(open: impl FnOnce() -> R) -> Option<R> {
 }
 
 extern "C" fn before_fork() {
-    seccomp::remember();
+    seccomp::remember_for_child();
     FORKING.fetch_add(1, Ordering::SeqCst);
     // Two system calls of the watcher, if at all; a child with a stray descriptor is better than a host that waits.
     for _ in 0..100 {
@@ -80,13 +80,13 @@ pub fn forget_parent() {
     if SET_UP_IN.swap(0, Ordering::Relaxed) == 0 {
         return;
     }
-    // For kernels that do not empty the page.
-    OWN.forget_recorder();
-    OWN.retry_at_ns.store(0, Ordering::Relaxed);
-    OWN.last_look.store(LOOK_UNWANTED, Ordering::Relaxed);
-    OWN.is_watched.store(false, Ordering::Relaxed);
-    OWN.is_ending.store(false, Ordering::Relaxed);
-    OWN.stage.store(IDLE, Ordering::Release);
+    // WaitFor kernels that do not empty the page.
+    PROCESS.forget_recorder();
+    PROCESS.retry_at_ns.store(0, Ordering::Relaxed);
+    PROCESS.final_turn.store(FINAL_TURN_UNWANTED, Ordering::Relaxed);
+    PROCESS.is_watched.store(false, Ordering::Relaxed);
+    PROCESS.is_ending.store(false, Ordering::Relaxed);
+    PROCESS.stage.store(IDLE, Ordering::Release);
     thread_state::with(thread_state::ThreadState::after_fork);
     if seccomp::may_call() {
         CONNECTION.close();

@@ -20,7 +20,7 @@ use crate::runtime::{
 static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 
 /// When the library is loaded, by calls that the linker has just made to load it.
-pub fn note() {
+pub fn record_filters_at_load() {
     let filters = filters();
     FILTERS_AT_LOAD.store(filters, Ordering::Relaxed);
     // SAFETY: a C string; while libraries are loaded no thread changes the environment.
@@ -33,7 +33,7 @@ pub fn note() {
     let mut boot = [0; 64];
     let length = sys::read_file(c"/proc/sys/kernel/random/boot_id", &mut boot);
     if has_more(filters, launched, &boot[..length]) {
-        seccomp::inherited();
+        seccomp::set_inherited();
     }
 }
 
@@ -51,14 +51,14 @@ pub fn filters_at_load() -> u32 {
 }
 
 /// Whether the hook must keep out of this process.
-pub fn forbid() -> bool {
-    is_shut_in() || has_no_room_for_a_thread()
+pub fn must_stay_out() -> bool {
+    has_installed_filter() || runs_under_sanitizer()
 }
 
 /// Whether the process has put a filter of system calls on itself. Such a filter often kills who calls what the program itself has no
 /// need of, and what it kills for cannot be asked for. A filter that was there from the start is another matter: those of container
 /// runtimes refuse with an error, and those of service managers allow what every program does.
-fn is_shut_in() -> bool {
+fn has_installed_filter() -> bool {
     // To ask is a system call as well, so what the hook has seen of the program's calls comes first.
     !may_call() || filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
@@ -66,7 +66,7 @@ fn is_shut_in() -> bool {
 /// Whether a sanitizer is at work that takes the watcher for a thread of the program. The locks of their allocators do not survive a
 /// fork beside a thread that allocates: the child waits for ever. And a child in which a thread is started, or that does not have the
 /// threads whose memory it has, fails by their judgement.
-fn has_no_room_for_a_thread() -> bool {
+fn runs_under_sanitizer() -> bool {
     let marks = [c"__asan_init", c"__hwasan_init", c"__lsan_do_leak_check", c"__msan_init", c"__tsan_init"];
     marks.iter().any(|mark| !look_up(libc::RTLD_DEFAULT, mark).is_null())
 }
@@ -95,7 +95,7 @@ mod tests {
 
     #[test]
     fn this_process_is_neither() {
-        note();
-        assert!(!forbid());
+        record_filters_at_load();
+        assert!(!must_stay_out());
     }
 }

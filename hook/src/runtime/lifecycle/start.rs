@@ -18,7 +18,7 @@ use crate::runtime::{
     os::{
         cancellation::shielded,
         clock, descriptor,
-        process::{IDLE, OFF, OWN, Own, RING, SET_UP_IN, STARTING, pid, set_watched},
+        process::{IDLE, OFF, PROCESS, ProcessState, RING, SET_UP_IN, STARTING, pid, set_watched},
         seccomp,
         thread_state::in_hook,
         tsc,
@@ -55,17 +55,17 @@ fn start() -> Option<&'static Recorder> {
         forget_parent();
         OFF.store(true, Ordering::Relaxed);
     }
-    if OFF.load(Ordering::Relaxed) || clock::coarse_now_ns() < OWN.retry_at_ns.load(Ordering::Relaxed) {
+    if OFF.load(Ordering::Relaxed) || clock::coarse_now_ns() < PROCESS.retry_at_ns.load(Ordering::Relaxed) {
         return None;
     }
-    if OWN.stage.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire).is_err() {
+    if PROCESS.stage.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire).is_err() {
         // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
         for _ in 0..1000 {
             std::thread::yield_now();
             if let Some(recorder) = running() {
                 return Some(recorder);
             }
-            if OWN.stage.load(Ordering::Acquire) != STARTING {
+            if PROCESS.stage.load(Ordering::Acquire) != STARTING {
                 break;
             }
         }
@@ -74,14 +74,14 @@ fn start() -> Option<&'static Recorder> {
     let started = shielded(|| in_hook(|| guarded(set_up_if_allowed))).flatten();
     dynamic::forget_linker_error();
     if started.is_none() {
-        OWN.retry_at_ns.store(clock::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
+        PROCESS.retry_at_ns.store(clock::coarse_now_ns() + RETRY_NS, Ordering::Relaxed);
     }
-    OWN.stage.store(IDLE, Ordering::Release);
+    PROCESS.stage.store(IDLE, Ordering::Release);
     started
 }
 
 fn set_up_if_allowed() -> Option<&'static Recorder> {
-    if disabled() || host_process::forbid() {
+    if disabled() || host_process::must_stay_out() {
         OFF.store(true, Ordering::Relaxed);
         return None;
     }
@@ -96,11 +96,11 @@ fn set_up() -> Option<&'static Recorder> {
         return None;
     }
     SET_UP_IN.store(pid(), Ordering::Relaxed);
-    // SAFETY: a whole page of this library's zero data, which nothing but `OWN` lies in. Kernels before 4.14 refuse.
-    unsafe { libc::madvise((&raw const OWN).cast_mut().cast(), size_of::<Own>(), libc::MADV_WIPEONFORK) };
+    // SAFETY: a whole page of this library's zero data, which nothing but `PROCESS` lies in. Kernels before 4.14 refuse.
+    unsafe { libc::madvise((&raw const PROCESS).cast_mut().cast(), size_of::<ProcessState>(), libc::MADV_WIPEONFORK) };
     let recorder = Recorder::boxed(&RING).ok()?;
-    if tsc::forbids_counter() {
-        tsc::stop();
+    if tsc::kernel_forbids() {
+        tsc::forbid();
     }
     overhead::calibrate();
     recorder.ring.header(header::FILTERS_AT_LOAD).store(host_process::filters_at_load().into(), Ordering::Relaxed);
@@ -110,16 +110,16 @@ fn set_up() -> Option<&'static Recorder> {
     for (index, function) in crate::runtime::linker::function_table::functions().take(coverage::SLOTS).enumerate() {
         function.coverage.store(index as u32, Ordering::Relaxed);
         let entry = recorder.ring.entry(offset::COVERAGE, index, coverage::WORDS);
-        let name = crate::runtime::linker::function::shown(function.name);
+        let name = crate::runtime::linker::function::display_name(function.name);
         store_text(&entry[coverage::NAME..], &name[..name.len().min(COVERAGE_NAME_BYTES)]);
         publish_coverage(&recorder, function, index, NOT_LOADED);
     }
     let recorder: &'static Recorder = Box::leak(recorder);
     watch_forks();
     watch_exits();
-    OWN.pid.store(pid(), Ordering::Relaxed);
-    OWN.ring_words.store(recorder.ring.words(), Ordering::Release);
-    OWN.recorder.store(std::ptr::from_ref(recorder).cast_mut().cast(), Ordering::Release);
+    PROCESS.pid.store(pid(), Ordering::Relaxed);
+    PROCESS.ring_words.store(recorder.ring.words(), Ordering::Release);
+    PROCESS.recorder.store(std::ptr::from_ref(recorder).cast_mut().cast(), Ordering::Release);
     set_watched(thread::spawn(recorder, environment));
     Some(recorder)
 }

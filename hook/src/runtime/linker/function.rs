@@ -67,14 +67,14 @@ impl Function {
     /// Notes that a call comes in by a slot other than 0. One body serves all slots of a row, and its caller's arguments leave no
     /// room for the number. Row and slot are one word, so a signal handler sees both or none.
     #[inline]
-    pub fn enter_by(&self, slot: usize) {
+    pub fn set_entry_slot(&self, slot: usize) {
         thread_state::current().entry.set(std::ptr::from_ref(self) as usize | slot);
     }
 
     /// The slot by which the call came in that begins now. A signal handler may call another row between the entry and this: that
     /// row takes its own slot 0 and leaves the entry alone.
     #[inline]
-    pub fn entered_by(&self) -> usize {
+    pub fn take_entry_slot(&self) -> usize {
         let entry = &thread_state::current().entry;
         let slot = entry.get() ^ std::ptr::from_ref(self) as usize;
         if slot < SLOTS {
@@ -105,7 +105,7 @@ impl Function {
     }
 
     /// A copy of this function was found whose callers cannot be seen.
-    pub fn out_of_reach(&self) {
+    pub fn mark_hidden_copy(&self) {
         self.has_hidden_copy.store(true, Ordering::Relaxed);
     }
 
@@ -122,7 +122,7 @@ impl Function {
 
 /// A function's name for people: `c10d::ProcessGroupGloo::barrier` of `_ZN4c10d16ProcessGroupGloo7barrierERKNS_14…`; a name
 /// of C is itself.
-pub fn shown(name: &CStr) -> Vec<u8> {
+pub fn display_name(name: &CStr) -> Vec<u8> {
     let Some(mut rest) = name.to_bytes().strip_prefix(b"_ZN") else { return name.to_bytes().to_vec() };
     let mut parts: Vec<&[u8]> = Vec::new();
     while let digits @ 1.. = rest.iter().take_while(|byte| byte.is_ascii_digit()).count() {
@@ -140,16 +140,16 @@ pub fn shown(name: &CStr) -> Vec<u8> {
 
 #[cfg(test)]
 mod tests {
-    use super::shown;
+    use super::display_name;
 
     #[test]
     fn names_for_people() {
-        assert_eq!(shown(c"MPI_Barrier"), b"MPI_Barrier");
+        assert_eq!(display_name(c"MPI_Barrier"), b"MPI_Barrier");
         assert_eq!(
-            shown(c"_ZN4c10d16ProcessGroupGloo7barrierERKNS_14BarrierOptionsE"),
+            display_name(c"_ZN4c10d16ProcessGroupGloo7barrierERKNS_14BarrierOptionsE"),
             b"c10d::ProcessGroupGloo::barrier"
         );
-        assert_eq!(shown(c"_ZN4c10d8TCPStoreC1ERKi"), b"c10d::TCPStore::TCPStore");
-        assert_eq!(shown(c"_ZN99x"), b"");
+        assert_eq!(display_name(c"_ZN4c10d8TCPStoreC1ERKi"), b"c10d::TCPStore::TCPStore");
+        assert_eq!(display_name(c"_ZN99x"), b"");
     }
 }

@@ -4,19 +4,24 @@ use std::ffi::c_void;
 
 use crate::runtime::linker::function::Function;
 
-/// The section in which the rows lie; see [`crate::interpose::hooked`]. The linker makes the symbols of its two ends.
-mod section {
-    unsafe extern "C" {
-        #[link_name = "__start_xpu_timer_functions"]
-        pub static START: u8;
-        #[link_name = "__stop_xpu_timer_functions"]
-        pub static STOP: u8;
-    }
-}
-
 /// Every hooked function. The order is that of the coverage table.
+///
+/// The rows lie in one section of the library, where the macros of the tables put them. The static linker defines the symbols of its
+/// two ends. They are hidden, so that the library does not export them.
 pub fn functions() -> impl Iterator<Item = &'static Function> {
-    let (start, stop) = ((&raw const section::START).cast::<Function>(), (&raw const section::STOP).cast::<Function>());
+    let (start, stop): (*const Function, *const Function);
+    // SAFETY: computes two addresses and changes nothing.
+    unsafe {
+        core::arch::asm!(
+            ".hidden __start_xpu_timer_functions",
+            ".hidden __stop_xpu_timer_functions",
+            "lea {start}, [rip + __start_xpu_timer_functions]",
+            "lea {stop}, [rip + __stop_xpu_timer_functions]",
+            start = out(reg) start,
+            stop = out(reg) stop,
+            options(pure, nomem, nostack, preserves_flags),
+        );
+    }
     // SAFETY: the section holds rows and nothing else: every static in it has this type, whose size is a multiple of its alignment,
     // so the linker puts no gap between them.
     unsafe { std::slice::from_raw_parts(start, stop.offset_from_unsigned(start)) }.iter()

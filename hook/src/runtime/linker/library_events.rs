@@ -7,7 +7,7 @@ static LISTENS: AtomicBool = AtomicBool::new(false);
 /// Whether the hook hears of libraries that are loaded later. Not so when that is turned off, when the system does not let code be
 /// changed, under a debugger, and in some forked children.
 pub fn listens() -> bool {
-    LISTENS.load(Ordering::Relaxed) && !is_deaf()
+    LISTENS.load(Ordering::Relaxed) && !has_stopped_listening()
 }
 
 /// From now on the hook hears of them, or it does not.
@@ -18,11 +18,11 @@ pub fn set_listening(listens: bool) {
 static DEAF: AtomicBool = AtomicBool::new(false);
 
 /// Whether it has stopped listening.
-pub fn is_deaf() -> bool {
+pub fn has_stopped_listening() -> bool {
     DEAF.load(Ordering::Relaxed)
 }
 
 /// It stops listening, for good.
-pub fn become_deaf() {
+pub fn stop_listening() {
     DEAF.store(true, Ordering::Relaxed);
 }

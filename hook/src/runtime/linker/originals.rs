@@ -36,7 +36,7 @@ impl Function {
         let place = &self.companions[slot][number];
         let mut found = place.load(Ordering::Acquire);
         if found.is_null() {
-            found = names.iter().find_map(|name| beside(self.real(slot), name)).unwrap_or(ABSENT);
+            found = names.iter().find_map(|name| in_same_object(self.real(slot), name)).unwrap_or(ABSENT);
             place.store(found, Ordering::Release);
         }
         (found != ABSENT).then_some(found)
@@ -163,7 +163,7 @@ const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
 
 /// The function `name` of the object that `address` lies in.
 #[cold]
-pub fn beside(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
+pub fn in_same_object(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     in_hook(|| {
         let found = look_up(object_of(address)?, name);
         dynamic::forget_linker_error();
@@ -207,9 +207,9 @@ mod tests {
     #[test]
     fn a_call_of_another_row_leaves_the_entry_alone() {
         let (row, other) = (row(), row());
-        row.enter_by(2);
-        assert_eq!(other.entered_by(), 0, "as in a signal handler");
-        assert_eq!([row.entered_by(), row.entered_by()], [2, 0]);
+        row.set_entry_slot(2);
+        assert_eq!(other.take_entry_slot(), 0, "as in a signal handler");
+        assert_eq!([row.take_entry_slot(), row.take_entry_slot()], [2, 0]);
     }
 
     #[test]

@@ -5,7 +5,7 @@ const FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
 
 /// The place of a key in a table of so many places, a power of two: the highest bits of the product, which every bit of the key moves.
 #[inline(always)]
-pub fn place_of<const PLACES: usize>(key: u64) -> usize {
+pub fn home_slot<const PLACES: usize>(key: u64) -> usize {
     const { assert!(PLACES.is_power_of_two() && PLACES > 1) };
     (key.wrapping_mul(FACTOR) >> (64 - PLACES.trailing_zeros())) as usize % PLACES
 }
@@ -16,8 +16,8 @@ mod tests {
 
     #[test]
     fn aligned_handles_spread_over_the_whole_table() {
-        let used: std::collections::BTreeSet<usize> = (1..=1024).map(|handle| place_of::<256>(handle * 64)).collect();
+        let used: std::collections::BTreeSet<usize> = (1..=1024).map(|handle| home_slot::<256>(handle * 64)).collect();
         assert!(used.len() > 240, "{}", used.len());
-        assert_ne!(place_of::<4096>(7), place_of::<4096>(7 | 1 << 63), "also the highest bit counts");
+        assert_ne!(home_slot::<4096>(7), home_slot::<4096>(7 | 1 << 63), "also the highest bit counts");
     }
 }

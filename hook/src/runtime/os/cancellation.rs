@@ -28,7 +28,7 @@ pub struct Shield {
 }
 
 impl Shield {
-    /// For short code that does not panic. The call of the C library takes longer than a whole launch, so it is made only in processes
+    /// WaitFor short code that does not panic. The call of the C library takes longer than a whole launch, so it is made only in processes
     /// that cancel threads.
     #[inline(always)]
     pub fn raised() -> Self {

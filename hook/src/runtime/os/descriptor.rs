@@ -106,7 +106,7 @@ pub fn may_map(bytes: usize) -> bool {
 /// A shared memory file of `bytes` zero bytes, all of it allocated, and its mapping.
 ///
 /// # Errors
-/// What the system answered; nothing is left open then.
+/// The system's error; no descriptor stays open then.
 pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
     if bytes as u64 > largest_file() {
         // Trying would raise SIGXFSZ, which ends the host.

@@ -4,12 +4,12 @@ use std::sync::atomic::{AtomicPtr, Ordering};
 
 /// A value that is made once and kept for ever. Threads that need it at the same time make it each, and one is kept: nobody waits for
 /// another thread, which a forked child may not have.
-pub struct Made<T: 'static>(AtomicPtr<T>);
+pub struct LeakedOnce<T: 'static>(AtomicPtr<T>);
 
-impl<T: Sync> Made<T> {
+impl<T: Sync> LeakedOnce<T> {
     /// Not made yet.
     pub const fn new() -> Self {
-        Made(AtomicPtr::new(std::ptr::null_mut()))
+        LeakedOnce(AtomicPtr::new(std::ptr::null_mut()))
     }
 
     /// The value, if it is made.
@@ -21,12 +21,12 @@ impl<T: Sync> Made<T> {
 
     /// The value, made if need be.
     #[inline]
-    pub fn get_or_make(&self, make: impl FnOnce() -> T) -> &'static T {
-        self.get().unwrap_or_else(|| self.keep(make()))
+    pub fn get_or_init(&self, make: impl FnOnce() -> T) -> &'static T {
+        self.get().unwrap_or_else(|| self.init(make()))
     }
 
     #[cold]
-    fn keep(&self, made: T) -> &'static T {
+    fn init(&self, made: T) -> &'static T {
         let made = Box::into_raw(Box::new(made));
         match self.0.compare_exchange(std::ptr::null_mut(), made, Ordering::AcqRel, Ordering::Acquire) {
             // SAFETY: just made, and never freed.
@@ -48,11 +48,11 @@ mod tests {
 
     #[test]
     fn a_value_is_made_once_and_nobody_waits_for_who_makes_it() {
-        static MADE: Made<u32> = Made::new();
+        static MADE: LeakedOnce<u32> = LeakedOnce::new();
         assert_eq!(MADE.get(), None);
         // As a thread that never comes back from making it.
-        let first = MADE.get_or_make(|| {
-            assert_eq!(MADE.get_or_make(|| 1), &1);
+        let first = MADE.get_or_init(|| {
+            assert_eq!(MADE.get_or_init(|| 1), &1);
             2
         });
         assert_eq!((first, MADE.get()), (&1, Some(&1)));

@@ -10,7 +10,7 @@ use super::descriptor::Descriptor;
 /// What belongs to one process alone. The kernel empties this page in every forked child, also in one of the bare system call, which
 /// runs no fork handler; a child of vfork shares it.
 #[repr(C, align(4096))]
-pub struct Own {
+pub struct ProcessState {
     /// The recorder, once it has started; see [`crate::runtime::recorder::running`]. It has no type here, because this file lies
     /// below the recorder.
     pub recorder: AtomicPtr<c_void>,
@@ -25,26 +25,26 @@ pub struct Own {
     /// Something turns and can be waited for.
     pub is_watched: AtomicBool,
     /// One of `LOOK_…`.
-    pub last_look: AtomicU32,
+    pub final_turn: AtomicU32,
     /// The process is ending: no driver call from the watcher any more.
     pub is_ending: AtomicBool,
     /// [`crate::runtime::lifecycle::exit::QUICK_SUCCESS`] once quick_exit(3) was called with that status.
     pub quick_exit: AtomicI32,
 }
 
-pub static OWN: Own = Own {
+pub static PROCESS: ProcessState = ProcessState {
     recorder: AtomicPtr::new(std::ptr::null_mut()),
     ring_words: AtomicPtr::new(std::ptr::null_mut()),
     stage: AtomicU32::new(IDLE),
     retry_at_ns: AtomicU64::new(0),
     pid: AtomicI32::new(0),
     is_watched: AtomicBool::new(false),
-    last_look: AtomicU32::new(LOOK_UNWANTED),
+    final_turn: AtomicU32::new(FINAL_TURN_UNWANTED),
     is_ending: AtomicBool::new(false),
     quick_exit: AtomicI32::new(0),
 };
 
-impl Own {
+impl ProcessState {
     /// From now on the process has no recorder.
     pub fn forget_recorder(&self) {
         self.recorder.store(std::ptr::null_mut(), Ordering::Release);
@@ -65,13 +65,13 @@ pub static CONNECTION: Descriptor = Descriptor::none();
 
 pub const IDLE: u32 = 0;
 pub const STARTING: u32 = 1;
-pub const LOOK_UNWANTED: u32 = 0;
-pub const LOOK_WANTED: u32 = 1;
-pub const LOOKED: u32 = 2;
+pub const FINAL_TURN_UNWANTED: u32 = 0;
+pub const FINAL_TURN_WANTED: u32 = 1;
+pub const FINAL_TURN_DONE: u32 = 2;
 
 /// This process's id, for numbers that need only differ.
-pub fn known_pid() -> i32 {
-    OWN.pid.load(Ordering::Relaxed)
+pub fn recorder_pid() -> i32 {
+    PROCESS.pid.load(Ordering::Relaxed)
 }
 
 pub fn pid() -> c_int {
@@ -81,18 +81,18 @@ pub fn pid() -> c_int {
 
 /// Whether something turns and can be waited for.
 pub fn set_watched(watched: bool) {
-    OWN.is_watched.store(watched, Ordering::Relaxed);
+    PROCESS.is_watched.store(watched, Ordering::Relaxed);
 }
 
 /// As above.
 pub fn is_watched() -> bool {
-    OWN.is_watched.load(Ordering::Relaxed)
+    PROCESS.is_watched.load(Ordering::Relaxed)
 }
 
 /// Turns the hook off for the rest of this process.
 pub fn turn_off() {
     OFF.store(true, Ordering::Release);
-    OWN.forget_recorder();
+    PROCESS.forget_recorder();
     CONNECTION.close();
     RING.close();
 }

@@ -20,13 +20,13 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use xpu_timer_proto::ring::{filtered, header};
 
-use super::{process::OWN, thread_state, tsc};
+use super::{process::PROCESS, thread_state, tsc};
 
-static SEEN: Seen = Seen::new();
+static SEEN: SeenFilters = SeenFilters::new();
 
 /// Bits of [`filtered`], as far as this process has seen them, and how many threads are inside a call that installs a filter: the hook
 /// is quiet before the filter is there, and one call that fails must not undo what another has installed meanwhile.
-struct Seen(AtomicU32);
+struct SeenFilters(AtomicU32);
 
 /// A call that installs a filter on its own thread.
 const ONE_OWN: u32 = 1 << 8;
@@ -34,9 +34,9 @@ const ONE_OWN: u32 = 1 << 8;
 /// One that does so on all threads.
 const ONE_TSYNC: u32 = 1 << 20;
 
-impl Seen {
+impl SeenFilters {
     const fn new() -> Self {
-        Seen(AtomicU32::new(0))
+        SeenFilters(AtomicU32::new(0))
     }
 
     /// What holds, or is about to.
@@ -73,12 +73,12 @@ impl Seen {
 /// Whether a thread of the program may make a system call for the hook.
 #[inline]
 pub fn may_call() -> bool {
-    told() & filtered::PROGRAM == 0
+    known_filters() & filtered::PROGRAM == 0
 }
 
 /// The same for the watcher.
 pub fn watcher_may_call() -> bool {
-    told() & filtered::WATCHER == 0
+    known_filters() & filtered::WATCHER == 0
 }
 
 /// Whether the calling thread may read the exact clock, which is a system call on machines whose time does not come from the
@@ -86,7 +86,7 @@ pub fn watcher_may_call() -> bool {
 #[inline(always)]
 pub fn may_read_clock() -> bool {
     let seen = SEEN.bits();
-    (seen == 0 || is_watchers_own(seen)) && !tsc::is_stopped()
+    (seen == 0 || is_watchers_own(seen)) && !tsc::is_forbidden()
 }
 
 /// Whether only the program's threads are under these filters, and the calling thread is the watcher.
@@ -96,14 +96,14 @@ fn is_watchers_own(seen: u32) -> bool {
 }
 
 /// What this process has seen and what the collector has said, which stays true: no filter is ever taken away.
-fn told() -> u32 {
+fn known_filters() -> u32 {
     let seen = SEEN.bits();
-    let words = OWN.ring_words.load(Ordering::Acquire);
+    let words = PROCESS.ring_words.load(Ordering::Acquire);
     if words.is_null() {
         return seen;
     }
     // SAFETY: the words of the ring, which are never unmapped; the header is the first of them.
-    let said = Seen::certain(unsafe { &*words.add(header::FILTERED) }.load(Ordering::Relaxed) as u32);
+    let said = SeenFilters::certain(unsafe { &*words.add(header::FILTERED) }.load(Ordering::Relaxed) as u32);
     if said & !seen != 0 {
         SEEN.add(said);
     }
@@ -111,12 +111,12 @@ fn told() -> u32 {
 }
 
 /// Keeps what the collector has said for a child that is about to be forked. It has the same filters and not the ring.
-pub fn remember() {
-    told();
+pub fn remember_for_child() {
+    known_filters();
 }
 
 /// The program that executed this one has put filters on itself, which it has now: no thread of this process makes a call.
-pub fn inherited() {
+pub fn set_inherited() {
     SEEN.add(filtered::PROGRAM | filtered::WATCHER);
 }
 
@@ -132,7 +132,7 @@ pub fn end_install(on_all_threads: bool, succeeded: bool) {
 
 /// What this process has seen, as [`header::FILTERS_SEEN`] has it.
 pub fn seen() -> u64 {
-    u64::from(Seen::certain(SEEN.0.load(Ordering::Relaxed)))
+    u64::from(SeenFilters::certain(SEEN.0.load(Ordering::Relaxed)))
 }
 
 #[cfg(test)]
@@ -143,7 +143,7 @@ mod tests {
     fn a_call_that_fails_undoes_nothing_that_others_have_installed() {
         let (own, all) = (false, true);
         let both = filtered::PROGRAM | filtered::WATCHER;
-        let seen = Seen::new();
+        let seen = SeenFilters::new();
         seen.begin(all);
         assert_eq!(seen.bits(), both, "the hook is quiet before the filter is there");
         seen.begin(own);
@@ -153,7 +153,7 @@ mod tests {
         seen.begin(own);
         seen.end(own, false);
         assert_eq!(seen.bits(), filtered::PROGRAM);
-        let seen = Seen::new();
+        let seen = SeenFilters::new();
         seen.begin(own);
         seen.begin(own);
         seen.end(own, false);

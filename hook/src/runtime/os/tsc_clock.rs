@@ -1,36 +1,36 @@
 //! The monotonic clock for threads that ask it again and again, at the cost of the processor's counter.
 //!
 //! What a thread reads from the clock holds for a tenth of a millisecond, in which the counter tells how much time has passed since, at
-//! the pace that the watcher has measured. Where counters differ between processors, or jump when a machine moves to another host, that
-//! misleads for no longer than this. Until the pace is known, the clock is read.
+//! the rate that the watcher has measured. Where counters differ between processors, or jump when a machine moves to another host, that
+//! misleads for no longer than this. Until the rate is known, the clock is read.
 
 use std::sync::atomic::Ordering;
 
 use crate::runtime::os::{
     clock, seccomp,
     thread_state::ThreadState,
-    tsc::{self, PACE, STOPPED, is_stopped},
+    tsc::{self, FORBIDDEN, RATE, is_forbidden},
 };
 
-/// Whether this is a pace. It says so of what [`PACE`] holds by one comparison.
+/// Whether this is a rate. It says so of what [`RATE`] holds by one comparison.
 #[inline]
-fn is_known(pace: u64) -> bool {
-    pace.cast_signed() > 0
+fn is_known(rate: u64) -> bool {
+    rate.cast_signed() > 0
 }
 
-/// What goes on at an even pace that nobody says.
+/// What goes on at an even rate that nobody says.
 #[inline]
-pub fn steps() -> u64 {
-    if is_stopped() { clock::coarse_now_ns() } else { tsc::counter() }
+pub fn ticks() -> u64 {
+    if is_forbidden() { clock::coarse_now_ns() } else { tsc::counter() }
 }
 
-/// So many steps a reading of the clock holds: 0.05 to 0.15 ms.
-const STEPS: u64 = 1 << 18;
+/// So many ticks a reading of the clock holds: 0.05 to 0.15 ms.
+const CACHE_TICKS: u64 = 1 << 18;
 
-/// A clock that was read within so many steps of the counter was not interrupted.
-const AT_ONCE_STEPS: u64 = 2000;
+/// A clock that was read within so many ticks of the counter was not interrupted.
+const UNINTERRUPTED_TICKS: u64 = 2000;
 
-/// The pace is measured over this time: counter and clock are then known to a few millionths of it.
+/// The rate is measured over this time: counter and clock are then known to a few millionths of it.
 const MEASURED_NS: u64 = 100_000_000;
 
 /// Of real processors a step takes 0.1 to 2 ns.
@@ -39,17 +39,17 @@ const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 /// Nanoseconds of `CLOCK_MONOTONIC`, less than a microsecond behind it. They never go back for a thread.
 #[inline]
 pub fn now_ns(thread: &ThreadState) -> u64 {
-    let pace = PACE.load(Ordering::Relaxed);
+    let rate = RATE.load(Ordering::Relaxed);
     let mut passed = 0;
-    // Without a pace the counter may be forbidden.
-    if is_known(pace) {
+    // Without a rate the counter may be forbidden.
+    if is_known(rate) {
         passed = tsc::counter().wrapping_sub(thread.clock_counter.get());
-        if passed < STEPS {
-            return thread.clock_ns.get() + ((passed * pace) >> 32);
+        if passed < CACHE_TICKS {
+            return thread.clock_ns.get() + ((passed * rate) >> 32);
         }
     }
     if !seccomp::may_read_clock() {
-        return without_clock(thread, pace, passed);
+        return now_without_clock(thread, rate, passed);
     }
     let (now, counter) = reading();
     thread.clock_ns.set(now);
@@ -63,19 +63,19 @@ const TICK_NS: u64 = 10_000_000;
 
 /// Under a filter of system calls: the counter goes on from the last reading, between the bounds that the coarse clock gives.
 #[cold]
-fn without_clock(thread: &ThreadState, pace: u64, passed: u64) -> u64 {
-    let since = (is_known(pace) && thread.clock_counter.get() != 0).then_some((pace, passed));
-    let now = carried_on(thread.clock_ns.get(), since, clock::coarse_now_ns());
+fn now_without_clock(thread: &ThreadState, rate: u64, passed: u64) -> u64 {
+    let since = (is_known(rate) && thread.clock_counter.get() != 0).then_some((rate, passed));
+    let now = extrapolate(thread.clock_ns.get(), since, clock::coarse_now_ns());
     thread.clock_ns.set(now);
-    thread.clock_counter.set(if is_known(pace) { tsc::counter() } else { 0 });
+    thread.clock_counter.set(if is_known(rate) { tsc::counter() } else { 0 });
     now
 }
 
-/// The time so many steps after `last`, and never before a time that the thread was answered since then.
-fn carried_on(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
-    let Some((pace, passed)) = since else { return last.max(coarse) };
-    let after = |steps: u64| last.saturating_add(((u128::from(steps) * u128::from(pace)) >> 32) as u64);
-    after(passed).clamp(coarse, coarse + TICK_NS).max(after(STEPS.min(passed)))
+/// The time so many ticks after `last`, and never before a time that the thread was given since then.
+fn extrapolate(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
+    let Some((rate, passed)) = since else { return last.max(coarse) };
+    let after = |ticks: u64| last.saturating_add(((u128::from(ticks) * u128::from(rate)) >> 32) as u64);
+    after(passed).clamp(coarse, coarse + TICK_NS).max(after(CACHE_TICKS.min(passed)))
 }
 
 /// The clock, and the counter just after it, unless the thread was interrupted between the two.
@@ -83,23 +83,23 @@ fn reading() -> (u64, Option<u64>) {
     let before = tsc::counter();
     let now = clock::now_ns();
     let after = tsc::counter();
-    (now, Some(after).filter(|after| after.wrapping_sub(before) < AT_ONCE_STEPS))
+    (now, Some(after).filter(|after| after.wrapping_sub(before) < UNINTERRUPTED_TICKS))
 }
 
-/// Measures the pace of the counter, again and again.
+/// Measures the rate of the counter, again and again.
 #[derive(Debug, Default)]
-pub struct Pace {
+pub struct RateMeasurement {
     since: Option<(u64, u64)>,
 }
 
-impl Pace {
+impl RateMeasurement {
     /// To be called every so often, by one thread.
     pub fn measure(&mut self) {
         if !seccomp::may_read_clock() {
             return;
         }
         let (now, Some(counter)) = reading() else { return };
-        let Some((ns, steps)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
+        let Some((ns, ticks)) = self.since.map(|(ns, from)| (now.saturating_sub(ns), counter.wrapping_sub(from)))
         else {
             self.since = Some((now, counter));
             return;
@@ -107,17 +107,17 @@ impl Pace {
         if ns >= MEASURED_NS {
             self.since = Some((now, counter));
             // What has stopped meanwhile stays so.
-            let new = of(ns, steps);
-            let unless_stopped = |pace| (pace != STOPPED).then_some(new);
-            let _ = PACE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, unless_stopped);
+            let new = rate_of(ns, ticks);
+            let unless_forbidden = |rate| (rate != FORBIDDEN).then_some(new);
+            let _ = RATE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, unless_forbidden);
         }
     }
 }
 
-/// The pace when so many steps took so long; 0 when that cannot be.
-pub fn of(ns: u64, steps: u64) -> u64 {
-    let pace = (u128::from(ns) << 32).checked_div(u128::from(steps)).unwrap_or(0);
-    u64::try_from(pace).ok().filter(|pace| PLAUSIBLE.contains(pace)).unwrap_or(0)
+/// The rate when so many ticks took so long; 0 when that cannot be.
+pub fn rate_of(ns: u64, ticks: u64) -> u64 {
+    let rate = (u128::from(ns) << 32).checked_div(u128::from(ticks)).unwrap_or(0);
+    u64::try_from(rate).ok().filter(|rate| PLAUSIBLE.contains(rate)).unwrap_or(0)
 }
 
 #[cfg(test)]
@@ -127,17 +127,17 @@ mod tests {
 
     #[test]
     fn it_is_the_clock_and_never_goes_back() {
-        let mut pace = Pace::default();
+        let mut rate = RateMeasurement::default();
         // A busy machine interrupts some of the readings.
         for _ in 0..100 {
-            pace.measure();
+            rate.measure();
             std::thread::sleep(std::time::Duration::from_millis(110));
-            pace.measure();
-            if PACE.load(Ordering::Relaxed) != 0 {
+            rate.measure();
+            if RATE.load(Ordering::Relaxed) != 0 {
                 break;
             }
         }
-        assert_ne!(PACE.load(Ordering::Relaxed), 0);
+        assert_ne!(RATE.load(Ordering::Relaxed), 0);
         let thread = thread_state::current();
         let (mut last, mut from_counter) = (0, 0);
         for _ in 0..1_000_000 {
@@ -156,26 +156,30 @@ mod tests {
     fn without_the_clock_the_counter_goes_on_within_a_tick_and_never_back() {
         const HALF: u64 = 1 << 31;
         let last = 1_000_000_000;
-        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
-        assert_eq!(carried_on(last, Some((HALF, 2_000_000)), last + 5_000_000), last + 5_000_000, "behind the clock");
+        assert_eq!(extrapolate(last, Some((HALF, 2_000_000)), last - 3_000_000), last + 1_000_000);
+        assert_eq!(extrapolate(last, Some((HALF, 2_000_000)), last + 5_000_000), last + 5_000_000, "behind the clock");
         let passed = 100 * TICK_NS;
-        assert_eq!(carried_on(last, Some((HALF, passed)), last), last + TICK_NS, "ahead of it");
-        let answered = (STEPS * HALF) >> 32;
-        assert_eq!(carried_on(last, Some((HALF, passed)), last - 2 * TICK_NS), last + answered, "and never back");
-        assert_eq!(carried_on(last, None, last - 1), last);
-        assert_eq!(carried_on(last, None, last + 1), last + 1);
+        assert_eq!(extrapolate(last, Some((HALF, passed)), last), last + TICK_NS, "ahead of it");
+        let poll_successful = (CACHE_TICKS * HALF) >> 32;
+        assert_eq!(
+            extrapolate(last, Some((HALF, passed)), last - 2 * TICK_NS),
+            last + poll_successful,
+            "and never back"
+        );
+        assert_eq!(extrapolate(last, None, last - 1), last);
+        assert_eq!(extrapolate(last, None, last + 1), last + 1);
     }
 
     #[test]
     fn what_stands_in_place_of_a_pace_is_none() {
-        assert!(!is_known(0) && !is_known(STOPPED));
+        assert!(!is_known(0) && !is_known(FORBIDDEN));
         assert!(is_known(PLAUSIBLE.start) && is_known(PLAUSIBLE.end));
     }
 
     #[test]
     fn a_pace_that_cannot_be_is_none() {
-        assert_eq!(of(1000, 2000), 1 << 31);
-        assert_eq!(of(1000, 1000), 1 << 32);
-        assert_eq!((of(1000, 0), of(1000, 1), of(0, 1000), of(1000, u64::MAX - 5)), (0, 0, 0, 0));
+        assert_eq!(rate_of(1000, 2000), 1 << 31);
+        assert_eq!(rate_of(1000, 1000), 1 << 32);
+        assert_eq!((rate_of(1000, 0), rate_of(1000, 1), rate_of(0, 1000), rate_of(1000, u64::MAX - 5)), (0, 0, 0, 0));
     }
 }

@@ -11,29 +11,29 @@ use std::{
 
 use crate::runtime::os::seccomp;
 
-static RUNG: AtomicU32 = AtomicU32::new(0);
+static REQUESTED: AtomicU32 = AtomicU32::new(0);
 
-/// Wakes the watcher, if this thread may; while it has not answered the ring before, this is a read of one word.
+/// Wakes the watcher, if this thread may; while it has not answered an earlier request, this is a read of one word.
 #[cold]
-pub fn ring() {
+pub fn wake_watcher() {
     if !seccomp::may_call() {
         return;
     }
     // What the ring is for was written before the word is read; the watcher empties the word before it looks.
     fence(Ordering::SeqCst);
-    if RUNG.load(Ordering::Relaxed) == 0 && RUNG.swap(1, Ordering::AcqRel) == 0 {
-        wake(&RUNG);
+    if REQUESTED.load(Ordering::Relaxed) == 0 && REQUESTED.swap(1, Ordering::AcqRel) == 0 {
+        futex_wake(&REQUESTED);
     }
 }
 
 /// Sleeps until somebody rings, at most `pause`. The watcher only.
 pub fn wait(pause: Duration) {
-    wait_while(&RUNG, 0, pause);
-    RUNG.swap(0, Ordering::SeqCst);
+    futex_wait(&REQUESTED, 0, pause);
+    REQUESTED.swap(0, Ordering::SeqCst);
 }
 
 /// Sleeps while the word has this value, at most `pause`; may end early for no reason. Async-signal-safe.
-pub fn wait_while(word: &AtomicU32, value: u32, pause: Duration) {
+pub fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
     let time = libc::timespec {
         tv_sec: pause.as_secs() as libc::time_t,
         tv_nsec: libc::c_long::from(pause.subsec_nanos() as i32),
@@ -51,7 +51,7 @@ pub fn wait_while(word: &AtomicU32, value: u32, pause: Duration) {
 }
 
 /// Wakes whoever sleeps on the word. Async-signal-safe.
-pub fn wake(word: &AtomicU32) {
+pub fn futex_wake(word: &AtomicU32) {
     // SAFETY: only the word's address matters.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
 }
@@ -65,13 +65,13 @@ mod tests {
     #[test]
     fn who_rings_is_heard_before_and_during_the_sleep() {
         let begun = Instant::now();
-        ring();
+        wake_watcher();
         wait(Duration::from_secs(600));
         std::thread::scope(|scope| {
             scope.spawn(|| wait(Duration::from_secs(600)));
             scope.spawn(|| {
                 std::thread::sleep(Duration::from_millis(20));
-                ring();
+                wake_watcher();
             });
         });
         assert!(begun.elapsed() < Duration::from_secs(300));

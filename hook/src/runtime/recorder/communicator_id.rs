@@ -21,5 +21,5 @@ pub fn hash(parts: &[&[u8]]) -> u64 {
 pub fn local_id() -> u64 {
     static COUNT: AtomicU32 = AtomicU32::new(0);
     let count = COUNT.fetch_add(1, Ordering::Relaxed);
-    hash(&[b"local", &clock::now_ns().to_le_bytes(), &process::known_pid().to_le_bytes(), &count.to_le_bytes()])
+    hash(&[b"local", &clock::now_ns().to_le_bytes(), &process::recorder_pid().to_le_bytes(), &count.to_le_bytes()])
 }

@@ -4,7 +4,7 @@ use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
 use xpu_timer_proto::ring::comm;
 
-use crate::runtime::{lock_free::hash_slot::place_of, os::thread_state};
+use crate::runtime::{lock_free::hash_slot::home_slot, os::thread_state};
 
 /// Private side of an entry.
 #[derive(Default)]
@@ -27,16 +27,16 @@ const TAKEN: u32 = 1;
 pub const DEAD: u32 = 2;
 
 /// All communicators of the process.
-pub struct Comms {
+pub struct CommunicatorTable {
     pub entries: Box<[Entry]>,
     /// Entries from here on have never been used.
     used: AtomicUsize,
 }
 
-impl Comms {
+impl CommunicatorTable {
     /// An empty table.
     pub fn new() -> Self {
-        Comms { entries: (0..comm::SLOTS).map(|_| Entry::default()).collect(), used: AtomicUsize::new(0) }
+        CommunicatorTable { entries: (0..comm::SLOTS).map(|_| Entry::default()).collect(), used: AtomicUsize::new(0) }
     }
 
     /// How many entries have ever been used.
@@ -51,7 +51,7 @@ impl Comms {
         if handle == 0 {
             return None;
         }
-        let known = &thread_state::current().comms[place_of::<{ thread_state::COMMS }>(handle as u64)];
+        let known = &thread_state::current().comms[home_slot::<{ thread_state::COMMS }>(handle as u64)];
         let index = usize::from(known.get());
         if self.is_at(index, handle) {
             return Some(index);

@@ -13,7 +13,7 @@ use crate::runtime::recorder::{Recorder, communicator_table::DEAD, operations::c
 
 /// What is known of a communicator when it is created.
 #[derive(Debug, Clone, Copy)]
-pub struct NewComm {
+pub struct NewCommunicator {
     /// Identity, equal on all ranks.
     pub id: u64,
     /// Ranks, 0 while unknown.
@@ -39,7 +39,7 @@ impl Recorder {
     }
 
     /// Publishes a communicator that is being created. `None` when the table is full of live ones; that is counted.
-    pub fn create_comm(&self, new: &NewComm) -> Option<usize> {
+    pub fn create_comm(&self, new: &NewCommunicator) -> Option<usize> {
         let Some(index) = self.comms.take() else {
             self.count(header::OVERFLOWS);
             return None;
@@ -103,7 +103,7 @@ impl Recorder {
     }
 
     /// Raises a counter of an operation's communicator to the operation's number. Sends and receives have numbers of their own.
-    pub fn raise(&self, slot: usize, counter: usize) {
+    pub fn raise_counter(&self, slot: usize, counter: usize) {
         let words = self.ring.op(slot);
         let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
         let counts = self.kind(slot) == OpKind::Collective
@@ -175,8 +175,8 @@ mod tests {
         Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()
     }
 
-    fn new(id: u64) -> NewComm {
-        NewComm { id, size: 4, rank: 2, device: 0, parent: 0, created_ns: 1 }
+    fn new(id: u64) -> NewCommunicator {
+        NewCommunicator { id, size: 4, rank: 2, device: 0, parent: 0, created_ns: 1 }
     }
 
     #[test]

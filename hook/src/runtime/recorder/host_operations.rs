@@ -13,27 +13,27 @@ use xpu_timer_proto::{
 use crate::runtime::{
     lock_free::slot::state,
     os::{clock, thread_state},
-    recorder::{Begin, Recorder, slot_chain::members},
+    recorder::{NewOperation, Recorder, slot_chain::members},
 };
 
 /// Begins an operation that a host thread runs. Its age counts from now.
-pub fn open(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
+pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = queue(recorder, what)?;
-    begun(recorder, slot);
+    mark_started(recorder, slot);
     Some(slot)
 }
 
 /// Ranks of one job do not start at once: each has to load its libraries first, on a machine where the others do so too. So the patience
 /// with those who have not come to the first meeting of all begins so much later.
-pub const STARTING_NS: u64 = 10_000_000_000;
+pub const STARTUP_GRACE_NS: u64 = 10_000_000_000;
 
 /// The age of an operation that meets the others for the first time counts later.
-pub fn be_patient(recorder: &'static Recorder, slot: usize) {
-    recorder.slots[slot].since_ns.store(clock::now_ns() + STARTING_NS, Ordering::Relaxed);
+pub fn grant_startup_grace(recorder: &'static Recorder, slot: usize) {
+    recorder.slots[slot].since_ns.store(clock::now_ns() + STARTUP_GRACE_NS, Ordering::Relaxed);
 }
 
 /// Begins an operation that another host thread will run. Its age counts from now.
-pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
+pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = recorder.begin_unwatched(what)?;
     let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
     if cell == 0 {
@@ -44,25 +44,25 @@ pub fn queue(recorder: &'static Recorder, what: &Begin) -> Option<usize> {
 }
 
 /// Begins an operation that the same call runs, and that ends with `leader`.
-pub fn follow(recorder: &'static Recorder, leader: usize, what: &Begin) {
+pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
     let Some(slot) = recorder.begin_unwatched(what) else { return };
-    begun(recorder, slot);
+    mark_started(recorder, slot);
     let link = &recorder.slots[leader].follower;
     recorder.slots[slot].follower.store(link.load(Ordering::Relaxed), Ordering::Relaxed);
     link.store(slot as u32 + 1, Ordering::Relaxed);
 }
 
 /// A host thread runs it now.
-pub fn begun(recorder: &'static Recorder, slot: usize) {
+pub fn mark_started(recorder: &'static Recorder, slot: usize) {
     recorder.ring.op(slot)[op::STARTED_NS].store(clock::now_ns(), Ordering::Relaxed);
-    recorder.raise(slot, comm::STARTED);
+    recorder.raise_counter(slot, comm::STARTED);
 }
 
 /// Ends an operation and those that follow it.
 pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
     if status == OpStatus::Completed {
         for slot in members(recorder, leader) {
-            recorder.raise(slot, comm::COMPLETED);
+            recorder.raise_counter(slot, comm::COMPLETED);
         }
     }
     free(recorder, leader, status, error);
@@ -86,11 +86,11 @@ pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error:
 }
 
 /// A call whose meaning is not known; only that it may block, and its name.
-pub fn named(recorder: &'static Recorder, name: &'static str) -> Begin {
-    Begin {
+pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOperation {
+    NewOperation {
         seq: recorder.next_host_call(),
         function: recorder.name_key(name),
-        ..Begin::new(OpKind::HostCall, xpu_timer_proto::v1::Op::Unspecified)
+        ..NewOperation::new(OpKind::HostCall, xpu_timer_proto::v1::Op::Unspecified)
     }
 }
 
@@ -106,8 +106,8 @@ mod tests {
         Box::leak(Box::new(Recorder::create(descriptor).unwrap()))
     }
 
-    fn what(seq: u64) -> Begin {
-        Begin { seq, communicator: 5, ..Begin::new(OpKind::Collective, Op::Barrier) }
+    fn what(seq: u64) -> NewOperation {
+        NewOperation { seq, communicator: 5, ..NewOperation::new(OpKind::Collective, Op::Barrier) }
     }
 
     #[test]

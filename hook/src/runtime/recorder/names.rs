@@ -10,7 +10,7 @@ use xpu_timer_proto::ring::{header, name, offset};
 use crate::runtime::{
     abi::SUCCESS,
     device::device,
-    lock_free::hash_slot::place_of,
+    lock_free::hash_slot::home_slot,
     recorder::{Recorder, SEEN, ring::store_text},
 };
 
@@ -20,7 +20,7 @@ impl Recorder {
     #[inline(always)]
     pub fn see_function(&self, function: u64) {
         // Nearly always it is where it is looked for first.
-        if self.seen[place_of::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
+        if self.seen[home_slot::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
             name_function(self, function);
         }
     }
@@ -28,7 +28,7 @@ impl Recorder {
     /// Whether the name of this key has never been asked for; true once for each key.
     #[inline(never)]
     fn is_new(&self, key: u64) -> bool {
-        let mut index = place_of::<SEEN>(key);
+        let mut index = home_slot::<SEEN>(key);
         for _ in 0..SEEN {
             match self.seen[index].load(Ordering::Relaxed) {
                 0 if self.seen[index].compare_exchange(0, key, Ordering::Relaxed, Ordering::Relaxed).is_ok() => {

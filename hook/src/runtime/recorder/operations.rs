@@ -17,12 +17,12 @@ use crate::runtime::{
         thread_state::{self, ThreadState},
         tsc_clock, wakeup,
     },
-    recorder::{Begin, Recorder, names::name_in},
+    recorder::{NewOperation, Recorder, names::name_in},
 };
 
 /// When the watcher does not turn within so many slots it is called, long before there are none, and before a lane has none of its spare
 /// events.
-const SLOTS_A_RING: usize = 256;
+const SLOTS_PER_WAKEUP: usize = 256;
 
 /// Most tickets that a thread takes at once.
 const MOST_TICKETS: u64 = 64;
@@ -89,25 +89,25 @@ impl Recorder {
 
     /// Takes a slot and publishes the operation in it as pending. `None` when the slot's operation of the lap before is still
     /// pending; that is counted. Its age counts from now. The watcher frees the slot, and comes early when many are in use.
-    pub fn begin(&self, what: &Begin) -> Option<usize> {
+    pub fn begin(&self, what: &NewOperation) -> Option<usize> {
         let slot = self.begin_unwatched(what);
-        if slot.is_none_or(|slot| slot % SLOTS_A_RING == 0) {
-            self.ring_if_late();
+        if slot.is_none_or(|slot| slot % SLOTS_PER_WAKEUP == 0) {
+            self.wake_watcher_if_late();
         }
         slot
     }
 
     /// Calls the watcher unless it has turned since so many slots ago. A job with the collectives of training makes no call here.
     #[cold]
-    fn ring_if_late(&self) {
+    fn wake_watcher_if_late(&self) {
         let heartbeat = self.ring.header(header::HEARTBEAT_NS).load(Ordering::Relaxed);
         if self.shared.heartbeat.swap(heartbeat, Ordering::Relaxed) == heartbeat {
-            wakeup::ring();
+            wakeup::wake_watcher();
         }
     }
 
     /// The same for an operation whose slot a host thread frees.
-    pub fn begin_unwatched(&self, what: &Begin) -> Option<usize> {
+    pub fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
         let thread = thread_state::current();
         let now = tsc_clock::now_ns(thread);
         let lane = self.lane_of(thread);
@@ -247,7 +247,8 @@ mod tests {
     #[test]
     fn an_operation_is_readable_from_outside_at_every_step() {
         let recorder = recorder();
-        let what = Begin { seq: 3, count: 10, stream: 0x70, ..Begin::new(OpKind::Collective, Op::AllReduce) };
+        let what =
+            NewOperation { seq: 3, count: 10, stream: 0x70, ..NewOperation::new(OpKind::Collective, Op::AllReduce) };
         let slot = recorder.begin(&what).unwrap();
         let [operation] = &read(&recorder).operations[..] else { panic!("one operation") };
         assert_eq!((operation.ticket, operation.op(), operation.seq, operation.count), (0, Op::AllReduce, 3, 10));
@@ -263,7 +264,7 @@ mod tests {
     #[test]
     fn a_pending_slot_is_never_overwritten_and_the_loss_is_counted() {
         let recorder = recorder();
-        let begin = || recorder.begin(&Begin { seq: 1, ..Begin::new(OpKind::Collective, Op::Send) });
+        let begin = || recorder.begin(&NewOperation { seq: 1, ..NewOperation::new(OpKind::Collective, Op::Send) });
         for lap in 0..op::SLOTS {
             let slot = begin().unwrap();
             if lap != 5 {
@@ -281,7 +282,7 @@ mod tests {
     #[test]
     fn who_launches_alone_uses_every_ticket() {
         let recorder = recorder();
-        let begin = || recorder.begin(&Begin::new(OpKind::Collective, Op::AllReduce)).unwrap();
+        let begin = || recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).unwrap();
         assert_eq!((0..500).map(|_| begin()).collect::<Vec<_>>(), (0..500).collect::<Vec<_>>());
         assert_eq!(recorder.ring.header(header::OPS).load(Ordering::Relaxed), 500);
     }
@@ -296,7 +297,7 @@ mod tests {
                 scope.spawn(|| {
                     all_up.wait();
                     for _ in 0..EACH {
-                        assert!(recorder.begin(&Begin::new(OpKind::Collective, Op::AllReduce)).is_some());
+                        assert!(recorder.begin(&NewOperation::new(OpKind::Collective, Op::AllReduce)).is_some());
                     }
                 });
             }
@@ -335,7 +336,8 @@ mod tests {
         let key = recorder.name_key("ncclCommInitRank");
         assert_eq!(recorder.name_key("ncclCommInitRank"), key);
         recorder.add_name(7, &[b'k'; 1000]);
-        let slot = recorder.begin(&Begin { function: 7, ..Begin::new(OpKind::Kernel, Op::Kernel) }).unwrap();
+        let slot =
+            recorder.begin(&NewOperation { function: 7, ..NewOperation::new(OpKind::Kernel, Op::Kernel) }).unwrap();
         assert_eq!(recorder.operation(slot).function.len(), crate::runtime::recorder::ring::NAME_BYTES);
         assert_eq!(read(&recorder).operations[0].function.len(), crate::runtime::recorder::ring::NAME_BYTES);
     }

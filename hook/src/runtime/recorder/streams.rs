@@ -4,14 +4,14 @@ use std::sync::atomic::Ordering;
 
 use xpu_timer_proto::ring::{header, offset, stream};
 
-use crate::runtime::{lock_free::hash_slot::place_of, recorder::Recorder};
+use crate::runtime::{lock_free::hash_slot::home_slot, recorder::Recorder};
 
 impl Recorder {
     /// A kernel or graph on a stream, by a thread that has no room for it in its lane.
     #[cold]
     pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
         let key = stream_handle as u64 + 1;
-        let mut index = place_of::<{ stream::SLOTS }>(key);
+        let mut index = home_slot::<{ stream::SLOTS }>(key);
         for _ in 0..stream::SLOTS {
             let entry = self.ring.entry(offset::STREAMS, index, stream::WORDS);
             let found = entry[stream::HANDLE].load(Ordering::Relaxed);

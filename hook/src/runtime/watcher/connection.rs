@@ -40,11 +40,11 @@ pub struct Connection {
     stage: Stage,
     retry: Duration,
     waiting: VecDeque<Vec<u8>>,
-    complained: bool,
+    is_reported: bool,
 }
 
 enum Stage {
-    Apart { next: Instant },
+    Disconnected { next: Instant },
     Greeting { since: Instant },
     Connected,
 }
@@ -54,10 +54,10 @@ impl Connection {
     pub fn new(path: PathBuf) -> Self {
         Connection {
             path,
-            stage: Stage::Apart { next: Instant::now() },
+            stage: Stage::Disconnected { next: Instant::now() },
             retry: FIRST_RETRY,
             waiting: VecDeque::new(),
-            complained: false,
+            is_reported: false,
         }
     }
 
@@ -74,12 +74,12 @@ impl Connection {
     pub fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log, is_there: bool) -> bool {
         let mut greeted = false;
         let result = match self.stage {
-            Stage::Apart { next } if Instant::now() < next => Ok(()),
-            Stage::Apart { .. } => self.connect(),
+            Stage::Disconnected { next } if Instant::now() < next => Ok(()),
+            Stage::Disconnected { .. } => self.connect(),
             Stage::Greeting { .. } | Stage::Connected => Ok(()),
         };
         let result = result.and_then(|()| match self.stage {
-            Stage::Apart { .. } => Ok(()),
+            Stage::Disconnected { .. } => Ok(()),
             Stage::Greeting { since } => {
                 greeted = self.greet(since, hello, ring)?;
                 Ok(())
@@ -89,7 +89,7 @@ impl Connection {
         });
         let result = result.and_then(|()| self.flush());
         if let Err(error) = result {
-            self.part(&error, log);
+            self.disconnect(&error, log);
             greeted = false;
         }
         greeted
@@ -146,7 +146,7 @@ impl Connection {
         }
         self.stage = Stage::Connected;
         self.retry = FIRST_RETRY;
-        self.complained = false;
+        self.is_reported = false;
         self.waiting.clear();
         Ok(true)
     }
@@ -178,14 +178,14 @@ impl Connection {
         Ok(())
     }
 
-    fn part(&mut self, error: &io::Error, log: &mut Log) {
+    fn disconnect(&mut self, error: &io::Error, log: &mut Log) {
         CONNECTION.close();
         self.waiting.clear();
-        if !self.complained {
-            log.say(&format!("no node collector at {}: {error}; trying again", self.path.display()));
-            self.complained = true;
+        if !self.is_reported {
+            log.write_line(&format!("no node collector at {}: {error}; trying again", self.path.display()));
+            self.is_reported = true;
         }
-        self.stage = Stage::Apart { next: Instant::now() + self.retry };
+        self.stage = Stage::Disconnected { next: Instant::now() + self.retry };
         self.retry = (self.retry * 2).min(LAST_RETRY);
     }
 }
@@ -327,6 +327,6 @@ mod tests {
         crate::runtime::os::descriptor::close(theirs);
         connection.wait(Duration::ZERO);
         connection.turn(&Hello::default(), &Descriptor::none(), &mut log, false);
-        assert!(matches!(connection.stage, Stage::Apart { .. }));
+        assert!(matches!(connection.stage, Stage::Disconnected { .. }));
     }
 }

@@ -137,7 +137,7 @@ mod tests {
         assert_eq!(status(&row(Library::Driver), 1, &[]), HOOKED);
         assert_eq!(status(&row(Library::Collectives), 0, &libraries("/x/libnccl.so.2.29.7")), NOT_THERE);
         let hidden = row(Library::Collectives);
-        hidden.out_of_reach();
+        hidden.mark_hidden_copy();
         assert_eq!(status(&hidden, 7, &[]), HIDDEN_COPY, "also when other calls of it were seen");
         let all = [HOOKED, NOT_LOADED, NOT_THERE, NOT_ASKED, HIDDEN_COPY, UNSEEN, DEAF];
         assert!(all.iter().all(|status| usize::from(*status) < coverage::STATUSES.len()));

@@ -49,7 +49,7 @@ impl Log {
 
     /// Appends a line. Where the file cannot be written there is no log. A file system that does not answer keeps one thread, which
     /// is not the watcher.
-    pub fn say(&mut self, text: &str) {
+    pub fn write_line(&mut self, text: &str) {
         self.lines += 1;
         if self.lines > MOST_LINES || self.hangs {
             return;
@@ -105,7 +105,7 @@ mod tests {
         let (precious, path) = (folder.path().join("precious"), folder.path().join("log"));
         fs::write(&precious, "precious").unwrap();
         fs::hard_link(&precious, &path).unwrap();
-        log(&path, 0o600).say("something");
+        log(&path, 0o600).write_line("something");
         assert_eq!(fs::read_to_string(&precious).unwrap(), "precious");
     }
 
@@ -114,18 +114,18 @@ mod tests {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("log");
         for mode in [0o600, 0o644, 0o640] {
-            log(&path, mode).say("something");
+            log(&path, mode).write_line("something");
             assert_eq!(fs::metadata(&path).unwrap().mode() & 0o777, mode);
         }
         let mut talkative = log(&path, 0o600);
         let long = "\u{e4}".repeat(MOST_BYTES);
-        (0..2 * MOST_LINES).for_each(|_| talkative.say(&long));
+        (0..2 * MOST_LINES).for_each(|_| talkative.write_line(&long));
         let text = fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), 3 + MOST_LINES as usize);
         assert!(text.lines().all(|line| line.len() < MOST_BYTES + 50));
         // Earlier processes of this id.
         File::options().write(true).open(&path).unwrap().set_len(MOST_FILE_BYTES + 1).unwrap();
-        log(&path, 0o600).say("one more");
+        log(&path, 0o600).write_line("one more");
         assert_eq!(fs::metadata(&path).unwrap().len(), MOST_FILE_BYTES + 1);
     }
 
@@ -135,7 +135,7 @@ mod tests {
         let (path, link) = (folder.path().join("log"), folder.path().join("link"));
         fs::write(&path, "precious").unwrap();
         std::os::unix::fs::symlink(&path, &link).unwrap();
-        log(&link, 0o600).say("something");
+        log(&link, 0o600).write_line("something");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
         // SAFETY: geteuid takes nothing and cannot fail.
         if unsafe { libc::geteuid() } != 0 {
@@ -143,7 +143,7 @@ mod tests {
             return;
         }
         chown(&path, Some(12345), None).unwrap();
-        log(&path, 0o600).say("something");
+        log(&path, 0o600).write_line("something");
         assert_eq!(fs::read_to_string(&path).unwrap(), "precious");
     }
 }

@@ -9,7 +9,7 @@ const STOPS: usize = 16;
 
 /// Remembers when the process did not run.
 #[derive(Debug, Default)]
-pub struct Clock {
+pub struct RunningTime {
     // The last mark.
     marked_ns: u64,
     // From when to when, oldest first.
@@ -18,7 +18,7 @@ pub struct Clock {
     in_driver: Option<(u64, u64)>,
 }
 
-impl Clock {
+impl RunningTime {
     /// The watcher has paused for this long, or done what takes no time, since the last mark.
     pub fn mark(&mut self, now_ns: u64, asked_ns: u64) {
         let Some(stop) = self.stop(now_ns, asked_ns) else { return };
@@ -56,7 +56,7 @@ mod tests {
 
     #[test]
     fn only_the_time_in_which_the_process_ran_counts() {
-        let mut clock = Clock::default();
+        let mut clock = RunningTime::default();
         clock.mark(10 * SECOND, 0);
         clock.mark(10 * SECOND + SECOND / 4, SECOND / 10);
         assert_eq!(clock.between(0, 20 * SECOND), 20 * SECOND, "a late turn is no stop, and neither is the start");
@@ -70,7 +70,7 @@ mod tests {
 
     #[test]
     fn a_driver_that_is_always_slow_does_not_stop_the_clock() {
-        let mut clock = Clock::default();
+        let mut clock = RunningTime::default();
         for turn in 1..=100 {
             clock.mark_driver(turn * SECOND);
         }
@@ -79,7 +79,7 @@ mod tests {
 
     #[test]
     fn only_the_newest_stops_are_remembered() {
-        let mut clock = Clock::default();
+        let mut clock = RunningTime::default();
         for stop in 1..100 {
             clock.mark(10 * stop * SECOND, 10 * SECOND);
             clock.mark((10 * stop + 9) * SECOND, 0);

@@ -39,7 +39,7 @@ const END: u32 = 1;
 const REST: u32 = 2;
 
 /// How long an end is waited for. The watcher turns in microseconds, unless the driver holds it.
-const PATIENCE: Duration = Duration::from_millis(500);
+const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 
 const PAUSE: Duration = Duration::from_millis(1);
 
@@ -92,7 +92,7 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
 }
 
 /// Whether the thread is to end; then `watcher` is left for [`resume`].
-pub fn is_over(watcher: &mut Option<Box<Watcher>>) -> bool {
+pub fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
     loop {
         match WANTED.load(Ordering::Acquire) {
             TURN => return false,
@@ -101,7 +101,7 @@ pub fn is_over(watcher: &mut Option<Box<Watcher>>) -> bool {
                 return true;
             }
             // The call that it has always made.
-            _ => wakeup::wait_while(&NEVER, 0, crate::runtime::watcher::watch::PAUSE),
+            _ => wakeup::futex_wait(&NEVER, 0, crate::runtime::watcher::watch::PAUSE),
         }
     }
 }
@@ -114,12 +114,12 @@ pub fn stop() {
     let Some(thread) = THREAD.try_lock().ok().and_then(|mut thread| thread.take()) else { return };
     process::set_watched(false);
     WANTED.store(END, Ordering::Release);
-    let until = clock::now_ns() + PATIENCE.as_nanos() as u64;
+    let until = clock::now_ns() + STOP_TIMEOUT.as_nanos() as u64;
     // Under an earlier filter this thread may neither wake nor sleep. The watcher wakes by itself.
     let may_call = seccomp::may_call();
-    let pause = || if may_call { wakeup::wait_while(&NEVER, 0, PAUSE) } else { std::hint::spin_loop() };
+    let pause = || if may_call { wakeup::futex_wait(&NEVER, 0, PAUSE) } else { std::hint::spin_loop() };
     while !thread.is_finished() && clock::now_ns() < until {
-        wakeup::ring();
+        wakeup::wake_watcher();
         pause();
     }
     if !thread.is_finished() {
@@ -159,8 +159,8 @@ fn run(mut watcher: Box<Watcher>) -> bool {
     }
     let mut own = Some(watcher);
     while let Some(watcher) = own.as_mut() {
-        watcher.go_on();
-        if is_over(&mut own) {
+        watcher.turn_and_wait();
+        if should_end(&mut own) {
             return false;
         }
         if let Some(status) = own.as_mut().and_then(|watcher| watcher.sees_no_other_thread()) {

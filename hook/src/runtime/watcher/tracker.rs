@@ -210,7 +210,7 @@ impl Tracker {
                 let entered = words[op::ENTERED_NS].load(Ordering::Relaxed);
                 self.started(member, now.saturating_sub(elapsed.unwrap_or(0)).max(entered));
                 words[op::DEVICE_NS].store(elapsed.unwrap_or(0), Ordering::Relaxed);
-                self.recorder.raise(member, comm::COMPLETED);
+                self.recorder.raise_counter(member, comm::COMPLETED);
             }
             words[op::COMPLETED_NS].store(now, Ordering::Relaxed);
             words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
@@ -223,7 +223,7 @@ impl Tracker {
     fn started(&self, slot: usize, now: u64) {
         let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
         let _ = started.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
-        self.recorder.raise(slot, comm::STARTED);
+        self.recorder.raise_counter(slot, comm::STARTED);
     }
 
     /// Gives the events back and frees the slots.
@@ -311,14 +311,14 @@ mod tests {
     use xpu_timer_proto::v1::Op;
 
     use super::*;
-    use crate::runtime::{os::descriptor::Descriptor, recorder::Begin};
+    use crate::runtime::{os::descriptor::Descriptor, recorder::NewOperation};
 
     #[test]
     fn operations_of_one_stream_are_in_the_order_of_their_begin_whatever_threads_they_come_from() {
         let recorder: &'static Recorder =
             Box::leak(Box::new(Recorder::create(Box::leak(Box::new(Descriptor::none()))).unwrap()));
         let begin = |since_ns: u64, stream: usize| {
-            let slot = recorder.begin(&Begin { stream, ..Begin::new(OpKind::Collective, Op::Send) });
+            let slot = recorder.begin(&NewOperation { stream, ..NewOperation::new(OpKind::Collective, Op::Send) });
             let slot = slot.unwrap();
             recorder.slots[slot].since_ns.store(since_ns, Ordering::Relaxed);
             recorder.hand_over(slot);

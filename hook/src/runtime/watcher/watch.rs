@@ -17,13 +17,13 @@ use crate::runtime::{
         guard::guarded,
     },
     lock_free::handoff::Handoff,
-    os::{clock, process, seccomp, sys, thread_state, tsc_clock::Pace, wakeup},
+    os::{clock, process, seccomp, sys, thread_state, tsc_clock::RateMeasurement, wakeup},
     recorder::{Recorder, polled_operations},
     watcher::{
         connection::Connection,
         coverage,
         log::Log,
-        running_time::Clock,
+        running_time::RunningTime,
         tracker::{Tracker, Verdict},
     },
 };
@@ -45,23 +45,23 @@ pub struct Watcher {
     pub config: Config,
     pub tracker: Tracker,
     connection: Connection,
-    clock: Clock,
-    pace: Pace,
+    running_time: RunningTime,
+    rate: RateMeasurement,
     pub log: Log,
     /// The rank comes from a communicator.
-    learned: bool,
+    rank_is_learned: bool,
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
     panics: u64,
     /// When the spare events are counted next.
     events_ns: u64,
     /// When it was last asked whether the program has another thread.
-    asked_ns: u64,
+    thread_check_ns: u64,
     coverage: coverage::Survey,
 }
 
 /// Between two questions whether the program has another thread.
-const BETWEEN_QUESTIONS_NS: u64 = 1_000_000_000;
+const THREAD_CHECK_INTERVAL_NS: u64 = 1_000_000_000;
 
 impl Watcher {
     pub fn new(recorder: &'static Recorder, environment: Environment) -> Self {
@@ -71,14 +71,14 @@ impl Watcher {
             recorder,
             tracker: Tracker::new(recorder),
             connection: Connection::new(config.socket.clone()),
-            clock: Clock::default(),
-            pace: Pace::default(),
+            running_time: RunningTime::default(),
+            rate: RateMeasurement::default(),
             log: Log::new(config.log.clone(), config.local_log.clone(), config.log_mode),
-            learned: false,
+            rank_is_learned: false,
             signalled: None,
             panics: 0,
             events_ns: 0,
-            asked_ns: 0,
+            thread_check_ns: 0,
             coverage: coverage::Survey::new(),
             config,
         }
@@ -95,7 +95,7 @@ impl Watcher {
         let tid = thread_state::current().tid();
         self.recorder.ring.header(header::WATCHER_TID).store(tid.into(), Ordering::Relaxed);
         for problem in std::mem::take(&mut self.config.problems) {
-            self.log.say(&problem);
+            self.log.write_line(&problem);
         }
         true
     }
@@ -105,18 +105,18 @@ impl Watcher {
     pub fn sees_no_other_thread(&mut self) -> Option<i32> {
         let now = clock::now_ns();
         let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
-        let last_ns = called_ns.max(self.asked_ns);
-        if now.saturating_sub(last_ns) < BETWEEN_QUESTIONS_NS || !seccomp::watcher_may_call() {
+        let last_ns = called_ns.max(self.thread_check_ns);
+        if now.saturating_sub(last_ns) < THREAD_CHECK_INTERVAL_NS || !seccomp::watcher_may_call() {
             return None;
         }
-        self.asked_ns = now;
+        self.thread_check_ns = now;
         sys::first_threads_status_when_alone()
     }
 
     /// One turn, and the pause behind it.
-    pub fn go_on(&mut self) {
-        self.beat();
-        self.pace.measure();
+    pub fn turn_and_wait(&mut self) {
+        self.update_heartbeat();
+        self.rate.measure();
         if exit::is_ending() {
             // The rest of the process's life belongs to its exit handlers.
             wakeup::wait(PAUSE_IDLE);
@@ -125,37 +125,37 @@ impl Watcher {
         let moved = self.turn();
         let is_quiet = !moved && self.tracker.is_idle();
         let pause = if is_quiet { PAUSE_IDLE } else { PAUSE };
-        self.clock.mark(clock::now_ns(), 0);
+        self.running_time.mark(clock::now_ns(), 0);
         self.connection.wait(pause);
-        self.clock.mark(clock::now_ns(), pause.as_nanos() as u64);
+        self.running_time.mark(clock::now_ns(), pause.as_nanos() as u64);
     }
 
-    fn beat(&self) {
+    fn update_heartbeat(&self) {
         self.recorder.ring.header(header::HEARTBEAT_NS).store(clock::now_ns(), Ordering::Relaxed);
     }
 
     /// One turn; whether any operation came or went.
     fn turn(&mut self) -> bool {
         // A panic of one part must not end the others for ever.
-        let is_last = exit::wants_last_look();
+        let is_last = exit::wants_final_turn();
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
-        self.clock.mark_driver(clock::now_ns());
+        self.running_time.mark_driver(clock::now_ns());
         if is_last {
-            exit::looked();
+            exit::final_turn_done();
         }
         if !seccomp::watcher_may_call() {
             // It still says when operations complete, and makes no system call but the one that it sleeps in.
             return moved;
         }
-        guarded(|| self.judge());
-        guarded(|| self.talk());
-        guarded(|| self.chores());
+        guarded(|| self.check_for_hang());
+        guarded(|| self.exchange_messages());
+        guarded(|| self.do_housekeeping());
         guarded(|| polled_operations::expire(self.recorder));
         moved
     }
 
     /// Signals the oldest pending operation when it is too old, and what became of it.
-    fn judge(&mut self) {
+    fn check_for_hang(&mut self) {
         let now = clock::now_ns();
         if let Some((slot, ticket)) = self.signalled {
             match self.tracker.verdict(slot, ticket) {
@@ -169,7 +169,7 @@ impl Watcher {
             self.signalled = None;
         }
         let Some((slot, since_ns)) = self.tracker.oldest() else { return };
-        if u128::from(self.clock.between(since_ns, now)) > self.config.hang_timeout.as_nanos() {
+        if u128::from(self.running_time.between(since_ns, now)) > self.config.hang_timeout.as_nanos() {
             let operation = self.recorder.operation(slot);
             self.signalled = Some((slot, operation.ticket));
             self.coverage.refresh(self.recorder, now);
@@ -180,11 +180,11 @@ impl Watcher {
     fn hang(&self, slot: usize) -> Message {
         let since_ns = self.recorder.slots[slot].since_ns.load(Ordering::Relaxed);
         let operation = self.recorder.operation(slot);
-        let pending_ns = self.clock.between(since_ns, clock::now_ns());
+        let pending_ns = self.running_time.between(since_ns, clock::now_ns());
         Message::Hang(HangSignal { operation: Some(operation), pending_ns })
     }
 
-    fn talk(&mut self) {
+    fn exchange_messages(&mut self) {
         // A collector that looks into the ring is there, and nobody need ask the socket.
         let looked_ns = self.recorder.ring.header(header::COLLECTOR_NS).load(Ordering::Relaxed);
         let is_there = looked_ns != 0 && clock::now_ns().saturating_sub(looked_ns) < COLLECTOR_NS;
@@ -196,12 +196,12 @@ impl Watcher {
         }
     }
 
-    fn chores(&mut self) {
+    fn do_housekeeping(&mut self) {
         let now = clock::now_ns();
         self.learn_rank();
         let panics = self.recorder.ring.header(header::PANICS).load(Ordering::Relaxed);
         if panics != self.panics {
-            self.log.say(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
+            self.log.write_line(&format!("{panics} panics were caught inside hooked calls; the calls went through"));
             self.panics = panics;
         }
         if now >= self.events_ns {
@@ -216,7 +216,7 @@ impl Watcher {
     /// Takes rank and world from the largest communicator so far when no scheduler told them: that of the world may come after smaller ones.
     fn learn_rank(&mut self) {
         let known = self.config.hello.rank.get_or_insert_default();
-        if known.rank >= 0 && !self.learned {
+        if known.rank >= 0 && !self.rank_is_learned {
             return;
         }
         let place = |index: usize| {
@@ -230,7 +230,7 @@ impl Watcher {
         // Of several the first.
         if let Some((size, rank)) = larger.reduce(|one, other| if other.0 > one.0 { other } else { one }) {
             (known.rank, known.world_size) = (rank, size);
-            self.learned = true;
+            self.rank_is_learned = true;
             self.connection.send(Message::Rank(known.clone()));
         }
     }
