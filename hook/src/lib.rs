@@ -1,8 +1,12 @@
-//! `libxpu_timer_hook.so`, preloaded into the training process: records launches and collectives, signals a hang.
+//! `libxpu_timer_hook.so`, preloaded into the training process. It records launches and
+//! collectives, and signals a hang.
 //!
-//! Architecture Invariant: nothing here can make a hooked call fail, wait, or return something else than the original; a process that
-//! makes no device call gets no thread, no socket and no memory. The way in is [`hooked`]; the data goes to [`recorder`];
-//! [`watcher`] does the rest on a thread of its own. A hooked function is a row in [`nccl`], [`driver`] or [`runtime`].
+//! Architecture Invariant: a hooked call never fails, waits or returns a different result because
+//! of this library. A process that makes no device call gets no thread, no socket and no memory.
+//!
+//! Calls enter through [`interpose::hooked`] and write to [`runtime::recorder`].
+//! [`runtime::watcher`] does the rest on a thread of its own. The tables of hooked functions are in
+//! [`backends`].
 #![deny(unsafe_code)]
 
 mod backends;

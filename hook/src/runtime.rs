@@ -1,6 +1,6 @@
-//! What the hook does inside the process whatever library is called: it records operations in the ring, and watches them.
+//! Records operations in the ring and watches them, whatever library is called.
 //!
-//! Nothing here imports [`crate::interpose`] or [`crate::backends`].
+//! Architecture Invariant: nothing here imports `interpose` or `backends`.
 
 pub(crate) mod abi;
 #[allow(unsafe_code)]

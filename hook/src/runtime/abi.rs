@@ -1,4 +1,5 @@
-//! ProcessState declarations of the public ABI that the hook sees: handles, and the few structures whose head it reads.
+//! Declarations of the public ABI that the hook sees: handles, and the head of the few structures
+//! that it reads.
 
 use std::ffi::{c_int, c_uint, c_void};
 
@@ -20,7 +21,7 @@ pub type Event = *mut c_void;
 /// A communicator.
 pub type Comm = *mut c_void;
 
-/// Anything that is only passed on.
+/// Data that is only passed on.
 pub type Data = *mut c_void;
 
 /// `ncclUniqueId`, passed by value.
@@ -63,10 +64,10 @@ pub const SUCCESS: c_int = 0;
 /// `ncclInProgress`: a nonblocking communicator has not finished the call.
 pub const NCCL_IN_PROGRESS: c_int = 7;
 
-/// `ncclInvalidUsage`, for a call whose original is not there.
+/// `ncclInvalidUsage`, returned by a call that has no original.
 pub const NCCL_INVALID_USAGE: c_int = 5;
 
-/// `CUBLAS_STATUS_NOT_INITIALIZED`; hipBLAS and mcBLAS have the same.
+/// `CUBLAS_STATUS_NOT_INITIALIZED`, also in hipBLAS and mcBLAS.
 pub const BLAS_NOT_INITIALIZED: c_int = 1;
 
 /// `CUDA_ERROR_NOT_FOUND`.
@@ -75,10 +76,10 @@ pub const DRIVER_NOT_FOUND: c_int = 500;
 /// `cudaErrorSymbolNotFound`.
 pub const RUNTIME_NOT_FOUND: c_int = 500;
 
-/// `CUDA_ERROR_NOT_READY`, the only answer that means pending.
+/// `CUDA_ERROR_NOT_READY`, the only code that means pending.
 pub const NOT_READY: c_int = 600;
 
-/// `CU_STREAM_PER_THREAD`: what NULL means to the `_ptsz` form of a function.
+/// `CU_STREAM_PER_THREAD`, the meaning of NULL for the `_ptsz` form of a function.
 pub const STREAM_PER_THREAD: usize = 2;
 
 /// `CU_STREAM_CAPTURE_MODE_RELAXED`.
@@ -87,5 +88,5 @@ pub const CAPTURE_MODE_RELAXED: c_int = 2;
 /// Color of a rank that gets no communicator from a split.
 pub const NCCL_SPLIT_NOCOLOR: c_int = -1;
 
-/// An argument as it travels.
+/// An argument of unknown type, as wide as a register.
 pub type Word = usize;

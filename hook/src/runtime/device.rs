@@ -1,7 +1,7 @@
-//! The driver functions that the hook calls itself, and its spare events.
+//! The driver functions that the hook calls itself.
 //!
-//! Called on launching threads (capture check, context, two event records) and on the watcher; never a runtime function,
-//! because that would create a context of its own.
+//! Launching threads call them for the capture check, the context and two event records; the
+//! watcher calls the rest. No runtime function is called, because it would create a context.
 
 use std::ffi::{CStr, c_char, c_int, c_uint, c_void};
 
@@ -32,8 +32,9 @@ pub struct Device {
 
 type CaptureInfo = unsafe extern "C" fn(Stream, *mut c_int, *mut u64, *mut c_void, *mut c_void, *mut c_void) -> c_int;
 
-/// What a thread is bound to. Elsewhere in the hook both are called a context and are a number that is not 0: the address of
-/// the driver's context, or the number of the device plus one.
+/// What a thread is bound to: a context or a device. The rest of the hook calls both a context and
+/// represents it as a number other than 0: the address of the driver's context, or the device
+/// number plus one.
 enum PlaceFunctions {
     Context {
         of_stream: unsafe extern "C" fn(Stream, *mut Context) -> c_int,
@@ -49,7 +50,8 @@ enum PlaceFunctions {
     },
 }
 
-/// The driver, once it is loaded. A driver that lacks one of the functions is not used: then nothing is bracketed.
+/// The driver, once it is loaded. A driver that lacks one of the functions is not used, and nothing
+/// is bracketed.
 pub fn device() -> Option<&'static Device> {
     static DEVICE: LeakedOnce<Device> = LeakedOnce::new();
     if let Some(device) = DEVICE.get() {
@@ -66,7 +68,8 @@ fn find() -> Option<Device> {
     let names = device_family::current()?.device.as_ref()?;
     let sonames = device_family::current()?.sonames(names.library);
     let library = sonames.iter().find_map(|soname| loaded(soname))?;
-    // SAFETY: each function is asked for by the name whose type the field has in the family's public ABI.
+    // SAFETY: each function is looked up by a name whose type in the family's public ABI is the
+    // type of its field.
     unsafe {
         Some(Device {
             event_create: typed(library, names.event_create)?,
@@ -99,25 +102,26 @@ fn find() -> Option<Device> {
 /// A function of a library as a function pointer of type `F`.
 ///
 /// # Safety
-/// `F` is the type of the function of that name.
+/// `F` is the type of the function `name`.
 unsafe fn typed<F: Copy>(library: *mut c_void, name: &CStr) -> Option<F> {
     const { assert!(size_of::<F>() == size_of::<*mut c_void>()) };
     let address = look_up(library, name);
-    // SAFETY: a function pointer has the size of an address, asserted above, and the caller vouches for its type.
+    // SAFETY: a function pointer has the size of an address, asserted above, and the caller
+    // guarantees its type.
     (!address.is_null()).then(|| unsafe { std::mem::transmute_copy(&address) })
 }
 
-/// Whether a handle means another stream in another context.
+/// Whether a handle denotes a different stream in each context.
 pub fn is_default(stream: usize) -> bool {
     stream <= STREAM_PER_THREAD
 }
 
-/// A device as a context.
+/// A device number as a context.
 fn numbered(device: c_int) -> usize {
     (device + 1).max(0) as usize
 }
 
-/// A driver's answer other than success.
+/// A code that the driver returned.
 pub type Code = c_int;
 
 fn check(code: c_int) -> Result<(), Code> {
@@ -125,27 +129,29 @@ fn check(code: c_int) -> Result<(), Code> {
 }
 
 impl Device {
-    /// Whether a stream is being captured. An error counts as yes: the driver gives one for a stream that cannot be asked
-    /// because another one captures.
+    /// Whether a stream is being captured. An error counts as yes: the driver returns one for a
+    /// stream that cannot be queried while another stream captures.
     pub fn is_capturing(&self, stream: usize) -> bool {
         let mut status = 0;
-        // SAFETY: the stream is the one that the host is launching on; `status` is valid.
+        // SAFETY: the host is launching on this stream; `status` is valid.
         let code = unsafe { (self.stream_is_capturing)(stream as Stream, &mut status) };
         code != SUCCESS || status != 0
     }
 
-    /// The capture that a stream takes part in, and 0 when there is none or nobody can tell.
+    /// The id of the capture that a stream takes part in. 0 when there is none or the driver cannot
+    /// say.
     pub fn capture_of(&self, stream: usize) -> u64 {
         let Some(info) = self.capture_info else { return 0 };
         let (mut status, mut id) = (0, 0);
         let null = std::ptr::null_mut();
-        // SAFETY: as above; what nobody wants to know may be null.
+        // SAFETY: as above; outputs that are not wanted may be null.
         let code = unsafe { info(stream as Stream, &mut status, &mut id, null, null, null) };
         if code == SUCCESS && status != 0 { id } else { 0 }
     }
 
-    /// The context that the events of a launch on `stream` are of: the stream's own, or the thread's for the default streams. A green
-    /// context may be current to one thread only, which is the host's, and events are those of the primary one.
+    /// The context for the events of a launch on `stream`: that of the stream, or that of the
+    /// thread for a default stream. For a stream of a green context it is the primary context,
+    /// because a green context may be current to one thread only.
     pub fn context_of(&self, stream: usize) -> Option<usize> {
         let own = stream as Stream;
         let context = match &self.place {
@@ -170,7 +176,7 @@ impl Device {
         (context != 0).then_some(context)
     }
 
-    /// The thread's context, 0 for none.
+    /// The thread's current context, 0 for none.
     pub fn current(&self) -> usize {
         match &self.place {
             PlaceFunctions::Context { current, .. } => {
@@ -182,21 +188,22 @@ impl Device {
         }
     }
 
-    /// Makes a context the thread's.
+    /// Makes a context current on this thread.
     ///
     /// # Errors
     /// The driver's code.
     pub fn make_current(&self, context: usize) -> Result<(), Code> {
         match &self.place {
-            // SAFETY: a context that a launch was seen in; the driver answers an error for one that is gone.
+            // SAFETY: a launch was seen in this context; the driver returns an error if it no
+            // longer exists.
             PlaceFunctions::Context { set, .. } => check(unsafe { set(context as Context) }),
             PlaceFunctions::Device { .. } if context == 0 => Ok(()),
-            // SAFETY: a plain number.
+            // SAFETY: the argument is an integer.
             PlaceFunctions::Device { set, .. } => check(unsafe { set(context as c_int - 1) }),
         }
     }
 
-    /// The thread's device, -1 for none.
+    /// The thread's current device, -1 for none.
     pub fn device_number(&self) -> i32 {
         let mut number = -1;
         let (PlaceFunctions::Context { device: ask, .. } | PlaceFunctions::Device { current: ask, .. }) = &self.place;
@@ -204,7 +211,7 @@ impl Device {
         if unsafe { ask(&mut number) } == SUCCESS { number } else { -1 }
     }
 
-    /// A new event in the thread's context, with timing.
+    /// Creates an event with timing in the thread's context.
     ///
     /// # Errors
     /// The driver's code.
@@ -220,31 +227,32 @@ impl Device {
     /// # Errors
     /// The driver's code.
     pub fn record_event(&self, event: usize, stream: usize) -> Result<(), Code> {
-        // SAFETY: an event of ours that is in nobody else's hands, and the stream of a launch.
+        // SAFETY: an event of the hook that no other thread uses, and the stream of a launch.
         check(unsafe { (self.event_record)(event as Event, stream as Stream) })
     }
 
-    /// 0 for complete, 600 for not yet, else an error.
+    /// 0 when the event is complete, 600 when it is not, else an error.
     pub fn query_event(&self, event: usize) -> Code {
-        // SAFETY: an event of ours.
+        // SAFETY: an event of the hook.
         unsafe { (self.event_query)(event as Event) }
     }
 
     /// Time between two complete events.
     pub fn elapsed_ns(&self, start: usize, end: usize) -> Option<u64> {
         let mut milliseconds = 0.0f32;
-        // SAFETY: events of ours, both complete.
+        // SAFETY: two complete events of the hook.
         let code = unsafe { (self.event_elapsed)(&mut milliseconds, start as Event, end as Event) };
         (code == SUCCESS).then_some((f64::from(milliseconds) * 1e6) as u64)
     }
 
     /// Destroys an event.
     pub fn destroy_event(&self, event: usize) {
-        // SAFETY: an event of ours that nothing refers to any more.
+        // SAFETY: an event of the hook without further references.
         unsafe { (self.event_destroy)(event as Event) };
     }
 
-    /// Switches the thread to relaxed capture mode, so that its queries break no other thread's capture.
+    /// Switches the thread to relaxed capture mode, so that its queries do not break another
+    /// thread's capture.
     ///
     /// # Errors
     /// The driver's code.

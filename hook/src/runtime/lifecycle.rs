@@ -1,4 +1,4 @@
-//! The life of the hook in a process: configuration, the lazy start, fork and exit.
+//! The life of the hook in a process: configuration, lazy start, fork and exit.
 
 #[allow(unsafe_code)]
 pub(crate) mod config;

@@ -1,4 +1,4 @@
-//! The dynamic linker: loaded objects, hooked functions and their originals.
+//! The dynamic linker: loaded objects, hooked functions, and the original functions.
 
 pub(crate) mod device_family;
 #[allow(unsafe_code)]

@@ -1,4 +1,4 @@
-//! Data structures without locks. `tests/models` compiles the same files with the atomics of loom.
+//! Lock-free data structures. `tests/models` compiles these files with the atomics of loom.
 
 #[allow(unsafe_code)]
 pub(crate) mod atomic;

@@ -1,7 +1,7 @@
-//! What the hook itself costs the host, measured on a few of its calls and told in every dump.
+//! Measures the time that the hook adds to a call. Every dump contains the result.
 //!
-//! The time that a hooked call spends here before and after the real function, without the clock readings that this takes. The few
-//! instructions between the caller and the first reading are not in it.
+//! The measured time is spent before and after the real function, minus the clock readings of the
+//! measurement. It does not include the few instructions between the caller and the first reading.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -16,17 +16,17 @@ use crate::runtime::{
     recorder::Recorder,
 };
 
-/// One of so many launches of a thread is measured, at a cost of four clock readings, and which one: the very first do more than
-/// the others.
+/// Period, and the index in it, of the launches of a thread that are measured. A measurement costs
+/// four clock readings. The first launches are skipped, because they do more than later ones.
 const LAUNCHES: (u32, u32) = (256, 16);
 
 /// The same for calls of the collective library.
 const COLLECTIVES: (u32, u32) = (32, 4);
 
-/// Nanoseconds of one clock reading; 0 until the recorder starts.
+/// Duration of one clock reading in nanoseconds. 0 until the recorder starts.
 static CLOCK_NS: AtomicU64 = AtomicU64::new(0);
 
-/// Finds out what a clock reading costs.
+/// Measures the duration of a clock reading.
 pub fn calibrate() {
     let reading = || {
         let first = clock::now_ns();
@@ -36,14 +36,14 @@ pub fn calibrate() {
     CLOCK_NS.store(least, Ordering::Relaxed);
 }
 
-/// The measurement of one hooked call; of most calls there is none.
+/// Measures one hooked call. Most calls are not measured.
 pub struct OverheadTimer {
     since_ns: u64,
     spent_ns: u64,
 }
 
 impl OverheadTimer {
-    /// The hook is entered; `layer` is the mark of the layer.
+    /// Begins at the entry of the hook. `layer` is the mark of the layer.
     #[inline(always)]
     pub fn begin(thread: &ThreadState, layer: u8) -> Self {
         let (calls, (period, which)) = match layer {
@@ -56,13 +56,13 @@ impl OverheadTimer {
         OverheadTimer { since_ns: if due { clock::now_ns() } else { 0 }, spent_ns: 0 }
     }
 
-    /// Whether this is one of the few.
+    /// Whether this call is measured.
     #[inline]
     pub fn is_measured(&self) -> bool {
         self.since_ns != 0
     }
 
-    /// The real function is called now.
+    /// Stops before the real function is called.
     #[inline(always)]
     pub fn pause(&mut self) {
         if self.is_measured() {
@@ -70,7 +70,7 @@ impl OverheadTimer {
         }
     }
 
-    /// It has returned.
+    /// Continues after the real function has returned.
     #[inline(always)]
     pub fn resume(&mut self) {
         if self.is_measured() {
@@ -78,7 +78,7 @@ impl OverheadTimer {
         }
     }
 
-    /// The hook is left.
+    /// Ends when the call leaves the hook.
     pub fn end(&mut self, thread: &ThreadState, recorder: &Recorder, layer: u8) {
         if self.is_measured() {
             self.pause();
@@ -96,7 +96,7 @@ impl OverheadTimer {
         };
         let words = recorder.lane_words(lane);
         add(&words[samples], 1);
-        // The nanoseconds are the word behind the number.
+        // The sum of nanoseconds is the word after the number of samples.
         add(&words[samples + 1], self.spent_ns);
     }
 }

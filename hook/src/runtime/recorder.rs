@@ -1,8 +1,9 @@
-//! The flight recorder: the only writer of the ring.
+//! The flight recorder, the only writer of the ring.
 //!
-//! Everything here is called from launching threads and takes no lock, allocates nothing and makes no system call; what does
-//! not fit is counted. A slot is written by the thread that launched, then handed to the watcher; only the watcher frees it, so a
-//! pending operation is never overwritten. Threads that launch in different communicators write no cache line in common.
+//! Launching threads call everything here, so nothing takes a lock, allocates or makes a system
+//! call. What does not fit is counted. The launching thread writes a slot and hands it to the
+//! watcher. Only the watcher frees it, so a pending operation is never overwritten. Threads that
+//! launch in different communicators write to different cache lines.
 
 pub(crate) mod communicator_id;
 pub(crate) mod communicator_table;
@@ -37,7 +38,7 @@ use crate::runtime::{
 
 const _: () = assert!(size_of::<Slot>() == 64);
 
-/// The shape of a matrix product, as [`xpu_timer_proto::v1::Matmul`] has it.
+/// The shape of a matrix product; see [`xpu_timer_proto::v1::Matmul`].
 #[derive(Debug, Clone, Copy)]
 #[allow(missing_docs)]
 pub struct MatmulShape {
@@ -49,7 +50,7 @@ pub struct MatmulShape {
     pub trans_b: u32,
 }
 
-/// What is known of an operation when it begins.
+/// An operation as it begins.
 pub struct NewOperation {
     /// Kind.
     pub kind: OpKind,
@@ -65,22 +66,22 @@ pub struct NewOperation {
     pub communicator: u64,
     /// Sequence number.
     pub seq: u64,
-    /// Elements.
+    /// Number of elements.
     pub count: u64,
     /// Root or peer, -1 for none.
     pub peer: i32,
-    /// Tag of a send or receive, -1 for any; `None` where there are no tags.
+    /// Tag of a send or receive, -1 for any. `None` if the operation has no tag.
     pub tag: Option<i32>,
-    /// Stream as the library was given it.
+    /// Stream, as the caller passed it.
     pub stream: usize,
     /// Key into the name table.
     pub function: u64,
-    /// Of a matrix product, which has no communicator, number and count.
+    /// Only for a matrix product, which has no communicator, sequence number or count.
     pub matmul: Option<MatmulShape>,
 }
 
 impl NewOperation {
-    /// An operation without communicator.
+    /// An operation without a communicator.
     pub fn new(kind: OpKind, op: Op) -> Self {
         NewOperation {
             kind,
@@ -100,7 +101,8 @@ impl NewOperation {
     }
 }
 
-/// Kernels whose name has been asked for; twice the name table, so that a look-up ends soon.
+/// Size of the table of kernels whose name was requested: twice the name table, so that a lookup
+/// ends soon.
 const SEEN: usize = name::SLOTS * 2;
 
 /// The recorder of this process.
@@ -109,40 +111,43 @@ pub struct Recorder {
     pub ring: Ring,
     /// Private side of the operation slots.
     pub slots: Box<[Slot]>,
-    /// What passes between each lane's thread and the watcher; the last one is for threads without a lane.
+    /// The exchange between each lane's thread and the watcher. The last one is shared by threads
+    /// without a lane.
     pub handoffs: Box<[Handoff]>,
     /// Communicators.
     pub comms: CommunicatorTable,
-    /// What host threads are inside of.
+    /// Operations that host threads are executing.
     pub open_calls: OpenCalls,
     /// Spare events.
     pub pools: EventPools,
-    /// A test asked for panics; see [`crate::runtime::lifecycle::panic_injection`].
+    /// A test injects panics; see `panic_injection`.
     pub inject: AtomicBool,
-    /// What is bracketed; see [`crate::runtime::lifecycle::config::Bracket`].
+    /// Which calls get events, a [`Bracket`](crate::runtime::lifecycle::config::Bracket).
     pub bracket: AtomicU32,
     seen: Box<[AtomicU64]>,
     shared: Shared,
 }
 
-/// Numbers that all threads write, each seldom, apart from what they read at every launch.
+/// Counters that every thread writes, but rarely. They are apart from the data that every launch
+/// reads.
 #[derive(Default)]
 #[repr(align(128))]
 struct Shared {
     names: AtomicUsize,
     groups: AtomicU64,
     host_calls: AtomicU64,
-    /// No lane from here on was ever taken.
+    /// Lanes from this index on were never taken.
     lanes: AtomicUsize,
-    /// The watcher's heartbeat when its lateness was looked at last.
+    /// The watcher's heartbeat at the last check whether it is late.
     heartbeat: AtomicU64,
 }
 
 impl Recorder {
-    /// A recorder with an empty ring. On the heap at once: the first device call may be made on the smallest stack.
+    /// A recorder with an empty ring. It is created on the heap, because the thread of the first
+    /// device call may have a very small stack.
     ///
     /// # Errors
-    /// When there is no memory or descriptor for the ring.
+    /// When the system has no memory or descriptor for the ring.
     #[inline(never)]
     pub fn boxed(descriptor: &'static Descriptor) -> io::Result<Box<Self>> {
         Ok(Box::new(Recorder {
@@ -159,23 +164,23 @@ impl Recorder {
         }))
     }
 
-    /// The same, not on the heap.
+    /// A recorder that is not boxed.
     ///
     /// # Errors
-    /// As above.
+    /// See [`Recorder::boxed`].
     #[cfg(test)]
     pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
         Self::boxed(descriptor).map(|recorder| *recorder)
     }
 
-    /// Adds one to a word of the header.
+    /// Increments a word of the header.
     #[inline]
     pub fn count(&self, header: usize) {
         self.ring.header(header).fetch_add(1, Ordering::Relaxed);
     }
 }
 
-/// The process's recorder if it has started.
+/// The process's recorder, if it has started.
 #[inline]
 pub fn running() -> Option<&'static Recorder> {
     let recorder = PROCESS.recorder.load(Ordering::Acquire).cast::<Recorder>();

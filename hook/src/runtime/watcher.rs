@@ -1,4 +1,4 @@
-//! TODO
+//! The watcher thread: it detects hangs, and keeps the ring and the collector up to date.
 
 #[allow(unsafe_code)]
 pub(crate) mod connection;

@@ -1,4 +1,4 @@
-//! The dynamic linker: what is loaded, and look-ups past the hook's own exports.
+//! Queries of the dynamic linker: loaded objects, and lookups that bypass the hook's own exports.
 
 use std::{
     ffi::{CStr, CString, c_char, c_int, c_void},
@@ -11,30 +11,32 @@ use crate::runtime::{
     os::{seccomp, sys, thread_state},
 };
 
-/// The dynamic linker's own look-up, with the hook's library as the caller.
+/// dlsym, with the hook's library as the caller.
 pub type Dlsym = unsafe extern "C" fn(*mut c_void, *const c_char) -> *mut c_void;
 
-/// The object that `address` lies in, which stays loaded from now on.
+/// The object that contains `address`. It stays loaded from now on.
 pub fn object_of(address: *mut c_void) -> Option<*mut c_void> {
     loaded(path_of(address)?)
 }
 
-/// Path of the object that `address` lies in.
+/// Path of the object that contains `address`.
 pub fn path_of<'a>(address: *mut c_void) -> Option<&'a CStr> {
-    // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any address.
+    // SAFETY: an all-zero Dl_info is a valid value of that plain structure, and dladdr takes any
+    // address.
     let mut object: libc::Dl_info = unsafe { std::mem::zeroed() };
     // SAFETY: as above.
     if unsafe { libc::dladdr(address, &mut object) } == 0 || object.dli_fname.is_null() {
         return None;
     }
-    // SAFETY: the linker's own string, which stays as long as the object.
+    // SAFETY: the linker's string, which lives as long as the object.
     Some(unsafe { CStr::from_ptr(object.dli_fname) })
 }
 
-/// A library that the process has loaded, by soname. The reference that this takes keeps it loaded, on purpose: an
-/// original must not vanish under its wrapper.
+/// A loaded library by soname. The reference keeps it loaded on purpose: an original must not
+/// vanish while its wrapper exists.
 pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
-    // The linker looks into folders for what it does not know. The watcher may be under a filter that nobody has seen yet.
+    // For an unknown name, the linker searches directories. The watcher may be under a filter that
+    // is not known yet.
     let must_not_look = !seccomp::may_call() || thread_state::current().is_watcher.get();
     if must_not_look && !objects().iter().any(|object| file_name(object).starts_with(file_name(soname))) {
         return None;
@@ -44,8 +46,9 @@ pub fn loaded(soname: &CStr) -> Option<*mut c_void> {
     (!handle.is_null()).then_some(handle)
 }
 
-/// A loaded library by a path that the user has given. The linker opens a path that it does not know, which waits for ever where it
-/// names a FIFO, so it is asked by the path under which it has the library. Only another name of a regular file is left to it.
+/// A loaded library by a path that the user has given. The linker opens a path that it does not
+/// know, and blocks if that is a FIFO. So it gets the path under which the library is loaded. Only
+/// another name of a regular file is left to it.
 pub fn loaded_from(path: &CStr) -> Option<*mut c_void> {
     let objects = objects();
     let known = objects.iter().find(|object| object.as_c_str() == path);
@@ -64,8 +67,9 @@ fn file_name(path: &CStr) -> &[u8] {
     path.to_bytes().rsplit(|byte| *byte == b'/').next().unwrap_or_default()
 }
 
-/// Paths of all loaded objects, as they were opened; empty for the program. Asked of dl_iterate_phdr: dlopen would block behind
-/// another library's constructor, and /proc/self/maps shows what a soname's link points to.
+/// Paths of all loaded objects, as they were opened. The program's path is empty. dl_iterate_phdr
+/// is used because dlopen would block behind another library's constructor, and /proc/self/maps
+/// shows the target of a soname's link.
 pub fn objects() -> Vec<CString> {
     unsafe extern "C" fn add(info: *mut libc::dl_phdr_info, _: usize, paths: *mut c_void) -> c_int {
         // SAFETY: the linker's own structure and string, and the vector that was passed below.
@@ -73,37 +77,38 @@ pub fn objects() -> Vec<CString> {
         0
     }
     let mut paths = Vec::new();
-    // SAFETY: the callback gets the vector that it expects, and does not keep it.
+    // SAFETY: the callback receives the vector that it expects, and does not keep it.
     unsafe { libc::dl_iterate_phdr(Some(add), (&raw mut paths).cast()) };
     paths
 }
 
-/// The C library's dlsym, called from the hook.
+/// Calls the C library's dlsym.
 pub fn look_up(handle: *mut c_void, name: &CStr) -> *mut c_void {
-    // SAFETY: the handle is one of the linker's, the name a C string.
+    // SAFETY: the handle comes from the linker, and the name is a C string.
     unsafe { libc_dlsym()(handle, name.as_ptr()) }
 }
 
-/// The C library's own dlsym. Read from its symbol table, because every name by which the linker could be asked is interposed.
+/// The C library's own dlsym. It is read from the symbol table, because every name by which the
+/// linker could be asked is interposed.
 fn libc_dlsym() -> Dlsym {
     static REAL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&REAL, || exported_by_libc(c"dlsym"))
 }
 
-/// The dlopen that a host's call would have reached without the hook.
+/// The dlopen that the host's call would have reached without the hook.
 pub fn next_dlopen() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlopen"))
 }
 
-/// The same for a look-up by version.
+/// The dlvsym that the host's call would have reached without the hook.
 pub fn next_dlvsym() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
     cached(&NEXT, || look_up(libc::RTLD_NEXT, c"dlvsym"))
 }
 
-/// What a host's look-up would have reached without the hook: the C library's dlsym, or that of another preloaded library
-/// which wraps it too and comes later.
+/// The dlsym that the host's call would have reached without the hook: the C library's, or that of
+/// another preloaded library that comes later.
 #[inline]
 pub fn next_dlsym() -> Dlsym {
     static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
@@ -124,18 +129,19 @@ fn cached(place: &AtomicPtr<c_void>, find: impl FnOnce() -> *mut c_void) -> Dlsy
     unsafe { std::mem::transmute::<*mut c_void, Dlsym>(found) }
 }
 
-/// Stands in on a system whose C library has no dlsym that we know: every look-up fails, nothing crashes.
+/// Replaces dlsym on a system whose C library has none that is known. Every lookup fails.
 unsafe extern "C" fn nothing(_: *mut c_void, _: *const c_char) -> *mut c_void {
     std::ptr::null_mut()
 }
 
-/// Drops what the dynamic linker would tell the host of a look-up of the hook's that found nothing.
+/// Discards the error message that a failed lookup of the hook would leave for the host.
 pub fn forget_linker_error() {
-    // SAFETY: it has no arguments; the answer is the linker's and is not used.
+    // SAFETY: it takes no arguments; the returned string is not used.
     unsafe { libc::dlerror() };
 }
 
-/// A function of the C library, or of the part of it that it had apart until 2.34; null when there is none.
+/// A function of the C library, or of libdl, which was separate until glibc 2.34. Null if there is
+/// none.
 pub fn exported_by_libc(name: &CStr) -> *mut c_void {
     let in_file = |file: &[u8]| {
         let mut map = elf::first();

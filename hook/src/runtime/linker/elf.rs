@@ -1,18 +1,19 @@
-//! A loaded object as the dynamic linker knows it: its symbols, and which of them it binds to itself.
+//! A loaded object as the dynamic linker sees it: its symbols, and which of them it binds to
+//! itself.
 //!
-//! Read at a moment when the linker may hold its lock, so nothing here calls the linker.
+//! The linker may hold its lock while this runs, so nothing here calls the linker.
 
 use std::ffi::{CStr, c_char, c_int, c_void};
 
-/// Bytes that have one access.
+/// Size of a page, the unit of memory protection.
 pub const PAGE: usize = 4096;
 
-/// The linker's `r_debug`, which is public.
+/// The linker's public `r_debug`.
 #[repr(C)]
 pub struct Debug {
     version: c_int,
     first: *const LinkMap,
-    /// The function that is called.
+    /// The function that the linker calls for debuggers.
     pub call: usize,
     pub state: c_int,
     linker_base: usize,
@@ -22,16 +23,17 @@ unsafe extern "C" {
     pub static _r_debug: Debug;
 }
 
-/// The first object of the linker's list: the program.
+/// The first object of the linker's list, which is the program.
 pub fn first() -> *const LinkMap {
-    // SAFETY: the linker's own structure, there from the start; another thread may be adding to the end of the list.
+    // SAFETY: the linker's own structure, which always exists. Another thread may be appending to
+    // the list.
     unsafe { (&raw const _r_debug.first).read_volatile() }
 }
 
-/// Head of the linker's `link_map`, which is public.
+/// Head of the linker's public `link_map`.
 #[repr(C)]
 pub struct LinkMap {
-    /// Added to all addresses in the object.
+    /// Load address: added to all addresses in the object.
     pub base: usize,
     name: *const c_char,
     dynamic: *const Entry,
@@ -61,17 +63,18 @@ const DT_TEXTREL: i64 = 22;
 const DT_FLAGS: i64 = 30;
 const DT_GNU_HASH: i64 = 0x6fff_fef5;
 
-/// Entries that are addresses of tables which may lie behind the symbols: relocations, hash tables, versions, strings.
+/// Entries that are addresses of tables which may follow the symbols: relocations, hash tables,
+/// versions, strings.
 const TABLES: [i64; 8] = [DT_HASH, DT_STRTAB, DT_RELA, 23, DT_GNU_HASH, 0x6fff_fff0, 0x6fff_fffe, 0x6fff_fffc];
 
-/// A program that exports nothing imports no more than this.
+/// Upper limit for the symbols of a program that exports nothing.
 const MOST_SYMBOL_BYTES: usize = 1 << 20;
 
 const DF_SYMBOLIC: usize = 2;
 const DF_TEXTREL: usize = 4;
 
-/// Kinds of relocations that put a symbol's address into a place when the object is bound: into an entry of the table of addresses,
-/// and into data. Those of the table of jumps are left until the first call.
+/// Relocations that store a symbol's address when the object is bound: in the global offset table,
+/// and in data. The procedure linkage table is bound at the first call.
 const R_X86_64_64: u64 = 1;
 
 const R_X86_64_GLOB_DAT: u64 = 6;
@@ -79,15 +82,15 @@ const R_X86_64_GLOB_DAT: u64 = 6;
 /// A function symbol of an object.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Symbol {
-    /// Where its code is.
+    /// Address of its code.
     pub address: usize,
-    /// Bytes of code, 0 when nobody says.
+    /// Bytes of code, 0 if unknown.
     pub size: usize,
 }
 
 /// A loaded object.
 pub struct Object {
-    /// Added to all addresses in it.
+    /// Load address: added to all addresses in it.
     pub base: usize,
     name: *const c_char,
     dynamic: *const Entry,
@@ -95,26 +98,26 @@ pub struct Object {
     strings: *const c_char,
     string_bytes: usize,
     hash: *const u32,
-    /// The older form of the hash table, which few objects have alone.
+    /// The older hash table. Few objects have only this one.
     old_hash: *const u32,
     relocations: *const libc::Elf64_Rela,
     relocation_bytes: usize,
-    /// The first table behind the symbols.
+    /// The first table after the symbols.
     next_table: usize,
     soname: Option<usize>,
-    /// Its own references go to its own definitions, whatever was preloaded.
+    /// It binds references to its own symbols, past everything preloaded.
     pub is_symbolic: bool,
-    /// The linker changes its code after it was mapped.
+    /// The linker modifies its code after mapping it.
     pub moves_code: bool,
 }
 
 impl Object {
-    /// The object of a link map; `None` for one without symbols.
+    /// The object of a link map. `None` for an object without symbols.
     ///
     /// # Safety
-    /// `map` is in the linker's list, and stays there while the object is used.
+    /// `map` is in the linker's list and stays there while the object is used.
     pub unsafe fn of(map: *const LinkMap) -> Option<Self> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         let map = unsafe { &*map };
         let mut object = Object {
             base: map.base,
@@ -132,7 +135,7 @@ impl Object {
             is_symbolic: false,
             moves_code: false,
         };
-        // The linker adds the base to the addresses of the section where it can write to it, and not elsewhere.
+        // The linker adds the base to the addresses in a writable section only.
         let address = |value: usize| if value < map.base { value + map.base } else { value };
         for (tag, value) in entries(map.dynamic) {
             match tag {
@@ -158,7 +161,7 @@ impl Object {
         (!object.symbols.is_null() && !object.strings.is_null()).then_some(object)
     }
 
-    /// The path that it was loaded from; empty for the program itself.
+    /// The path that it was loaded from, empty for the program itself.
     pub fn path(&self) -> &CStr {
         if self.name.is_null() {
             return c"";
@@ -167,7 +170,7 @@ impl Object {
         unsafe { CStr::from_ptr(self.name) }
     }
 
-    /// Its soname, else the last part of its path.
+    /// Its soname, or the file name of its path.
     pub fn soname(&self) -> &[u8] {
         match self.soname {
             // SAFETY: an offset into the object's own strings.
@@ -176,20 +179,21 @@ impl Object {
         }
     }
 
-    /// Sonames of the objects that it needs.
+    /// Sonames of the objects that it depends on.
     pub fn needed(&self) -> impl Iterator<Item = &CStr> {
         // SAFETY: an offset into the object's strings.
         let name = |offset| unsafe { CStr::from_ptr(self.strings.add(offset)) };
         entries(self.dynamic).filter(|(tag, _)| *tag == DT_NEEDED).map(move |(_, offset)| name(offset))
     }
 
-    /// The function that it defines and exports under `name`.
+    /// The function that it exports under `name`.
     pub fn exported(&self, name: &CStr) -> Option<Symbol> {
         if self.hash.is_null() {
             return self.exported_by_old_hash(name);
         }
         let hash = gnu_hash(name.to_bytes());
-        // SAFETY: the table of DT_GNU_HASH: four words, the filter, the buckets, the chains; all indices come from it.
+        // SAFETY: the table of DT_GNU_HASH: four words, the filter, the buckets, the chains; all
+        // indices come from it.
         unsafe {
             let (buckets, first) = (*self.hash, *self.hash.add(1));
             let (filter_words, shift) = (*self.hash.add(2), *self.hash.add(3));
@@ -219,7 +223,7 @@ impl Object {
         None
     }
 
-    /// The same in the older table, which says how many symbols there are.
+    /// The same lookup in the older table, which contains the number of symbols.
     fn exported_by_old_hash(&self, name: &CStr) -> Option<Symbol> {
         // SAFETY: null, or the table of DT_HASH: how many buckets, how many symbols.
         let count = unsafe { self.old_hash.as_ref().map_or(0, |_| *self.old_hash.add(1)) };
@@ -234,7 +238,8 @@ impl Object {
         })
     }
 
-    /// Where the object holds the address of this imported symbol from when it is bound. A call through the table of jumps is not one.
+    /// Where the object stores the address of this imported symbol when it is bound. A call through
+    /// the procedure linkage table has no such place.
     pub fn places_of(&self, symbol: *const libc::Elf64_Sym) -> impl Iterator<Item = *const u64> {
         // SAFETY: a symbol of the table.
         let index = unsafe { symbol.offset_from(self.symbols) } as u64;
@@ -249,7 +254,7 @@ impl Object {
         own.map(|relocation| self.base.wrapping_add(relocation.r_offset as usize) as *const u64)
     }
 
-    /// A symbol of this object as a function with code of its own.
+    /// The symbol as a function that this object defines.
     pub fn function(&self, symbol: &libc::Elf64_Sym) -> Option<Symbol> {
         const FUNCTION: u8 = 2;
         let is_code = symbol.st_info & 0xf == FUNCTION && symbol.st_shndx != 0 && symbol.st_value != 0;
@@ -257,7 +262,7 @@ impl Object {
         is_code.then_some(Symbol { address, size: symbol.st_size as usize })
     }
 
-    /// Symbols that it takes from other objects.
+    /// The symbols that it imports from other objects.
     pub fn imported(&self) -> impl Iterator<Item = (&CStr, *const libc::Elf64_Sym)> {
         (1..self.imports_end()).filter_map(|index| {
             // SAFETY: an index of the table.
@@ -272,8 +277,8 @@ impl Object {
         })
     }
 
-    /// Where the search for them may end. They stand in front of those that the hash table holds. A table that holds none does not say where they end; then it is
-    /// where the next table begins.
+    /// Upper bound of the imported symbols, which precede those in the hash table. A hash table
+    /// without symbols has no such index; then the bound is the start of the next table.
     fn imports_end(&self) -> usize {
         if self.hash.is_null() {
             // SAFETY: null, or the table of DT_HASH, which counts all symbols.
@@ -291,12 +296,12 @@ impl Object {
         if bytes < MOST_SYMBOL_BYTES { bytes / size_of::<libc::Elf64_Sym>() } else { 0 }
     }
 
-    /// Whether the bytes at `address` are code of this object.
+    /// Whether `address` is code of this object.
     pub fn holds_code(&self, address: usize) -> bool {
         self.access_of(address).is_some_and(|access| access & libc::PROT_EXEC != 0)
     }
 
-    /// What may be done with the bytes at `address` of this object; `None` when they are not of it.
+    /// The access rights of `address` in this object. `None` if it is outside of it.
     pub fn access_of(&self, address: usize) -> Option<c_int> {
         let flags = self.segment(|segment| {
             let start = self.base.wrapping_add(segment.p_vaddr as usize);
@@ -306,7 +311,8 @@ impl Object {
         Some(access.iter().filter(|(flag, _)| flags & flag != 0).fold(0, |all, (_, access)| all | access))
     }
 
-    /// Whether the linker lets nobody write to the bytes at `address` once the object is bound: whole pages only.
+    /// Whether the linker makes `address` read-only once the object is bound. This applies to full
+    /// pages only.
     pub fn is_sealed(&self, address: usize) -> bool {
         let sealed = self.segment(|segment| {
             let start = self.base.wrapping_add(segment.p_vaddr as usize);
@@ -316,7 +322,7 @@ impl Object {
         sealed.is_some()
     }
 
-    /// Flags of the first of its segments that is wanted.
+    /// Flags of the first segment that matches.
     fn segment(&self, wanted: impl Fn(&libc::Elf64_Phdr) -> bool) -> Option<u32> {
         struct Question<'a> {
             base: usize,
@@ -324,7 +330,7 @@ impl Object {
             flags: Option<u32>,
         }
         unsafe extern "C" fn look(info: *mut libc::dl_phdr_info, _: usize, question: *mut c_void) -> c_int {
-            // SAFETY: the linker's own structure and array, and the question that was passed below.
+            // SAFETY: the linker's structure and array, and the question that was passed below.
             let (info, question) = unsafe { (&*info, &mut *question.cast::<Question<'_>>()) };
             if info.dlpi_addr as usize != question.base {
                 return 0;
@@ -335,18 +341,18 @@ impl Object {
             1
         }
         let mut question = Question { base: self.base, wanted: &wanted, flags: None };
-        // SAFETY: the callback gets the question that it expects, and does not keep it.
+        // SAFETY: the callback receives the type that it expects, and does not keep the pointer.
         unsafe { libc::dl_iterate_phdr(Some(look), (&raw mut question).cast()) };
         question.flags
     }
 }
 
-/// Entries of a dynamic section, which ends with DT_NULL.
+/// Entries of a dynamic section up to DT_NULL.
 fn entries(mut entry: *const Entry) -> impl Iterator<Item = (i64, usize)> {
     std::iter::from_fn(move || {
         // SAFETY: null, or an entry of the linker's table.
         let Entry { tag, value } = *unsafe { entry.as_ref() }?;
-        // SAFETY: the last one is not passed.
+        // SAFETY: the last entry is not passed.
         entry = unsafe { entry.add(1) };
         (tag != DT_NULL).then_some((tag, value))
     })
@@ -356,18 +362,18 @@ fn gnu_hash(name: &[u8]) -> u32 {
     name.iter().fold(5381u32, |hash, byte| hash.wrapping_mul(33).wrapping_add(u32::from(*byte)))
 }
 
-/// Whether the program, and no library, has the code at `address`.
+/// Whether `address` is code of the program, and not of a library.
 pub fn is_in_program(address: usize) -> bool {
     // SAFETY: the first object of the linker's list, which is never unloaded.
     unsafe { Object::of(first()) }.is_some_and(|program| program.holds_code(address))
 }
 
-/// Base of the hook's own object.
+/// Load address of the hook's own object.
 pub fn own_base() -> usize {
     unsafe extern "C" {
         static __ehdr_start: u8;
     }
-    // Only its address is taken; the static linker makes this symbol in every object.
+    // Only its address is used. The static linker defines this symbol in every object.
     &raw const __ehdr_start as usize
 }
 
@@ -375,7 +381,7 @@ pub fn own_base() -> usize {
 mod tests {
     use super::*;
 
-    /// The C library as the linker knows it.
+    /// The C library's object.
     fn libc_object() -> Object {
         let mut map = first();
         while !map.is_null() {
@@ -413,7 +419,8 @@ mod tests {
         let mut object = libc_object();
         let found = object.exported(c"qsort").unwrap();
         if object.old_hash.is_null() {
-            // The C library has no older table; one that only says how many symbols there are is as good.
+            // The C library has no older table. A table that only contains the number of symbols is
+            // sufficient.
             let end = object.next_table.wrapping_sub(object.symbols as usize) / size_of::<libc::Elf64_Sym>();
             object.old_hash = Box::leak(Box::new([1, end as u32])).as_ptr();
         }
@@ -431,7 +438,7 @@ mod tests {
         let places: Vec<_> = object.imported().flat_map(|(_, symbol)| object.places_of(symbol)).collect();
         // SAFETY: the places of relocations.
         assert!(places.iter().all(|place| unsafe { place.read_unaligned() } != 0));
-        // Its table of addresses is sealed; data that it writes to itself is not.
+        // Its global offset table is sealed. Data that the library writes is not.
         let (sealed, open): (Vec<_>, Vec<_>) = places.iter().partition(|place| object.is_sealed(**place as usize));
         let is_written =
             |place: &&*const u64| object.access_of(**place as usize) == Some(libc::PROT_READ | libc::PROT_WRITE);

@@ -1,8 +1,10 @@
-//! The originals of hooked functions: one row each, and up to four originals a row, each with a wrapper of its own.
+//! A hooked function: one row of a table, with up to four originals, each with a wrapper of its
+//! own.
 //!
-//! Slot 0 belongs to the exported symbol; its original is what the caller's reference would have been bound to without the
-//! hook. The other slots belong to pointers that dlsym or cuGetProcAddress gave out: a second library, or a form
-//! of the function that is not the exported one, so no caller ever lands in another original than its own.
+//! Slot 0 belongs to the exported symbol. Its original is the function to which the caller's
+//! reference would have been bound without the hook. The other slots belong to pointers that dlsym
+//! or cuGetProcAddress returned, such as those of a second library, or of another form of the
+//! function. So no caller reaches an original other than its own.
 
 use std::{
     ffi::{CStr, c_void},
@@ -13,12 +15,12 @@ use xpu_timer_proto::family::Library;
 
 use crate::runtime::os::thread_state;
 
-/// Originals a row.
+/// Originals per row.
 pub const SLOTS: usize = 4;
 
 const _: () = assert!(SLOTS <= align_of::<Function>(), "a slot fits into the low bits of a row's address");
 
-/// Functions beside an original that a row may ask.
+/// Number of further functions in an original's object that a row may call.
 pub const COMPANIONS: usize = 2;
 
 /// Address of a wrapper.
@@ -35,9 +37,9 @@ unsafe impl Send for Wrapper {}
 pub struct Function {
     /// Its C name.
     pub name: &'static CStr,
-    /// Where the original is.
+    /// The kind of library that has the original.
     pub library: Library,
-    /// Its entry in the coverage table, set before anything is recorded.
+    /// Index of its entry in the coverage table. Set before anything is recorded.
     pub coverage: AtomicU32,
     pub reals: [AtomicPtr<c_void>; SLOTS],
     pub companions: [[AtomicPtr<c_void>; COMPANIONS]; SLOTS],
@@ -59,20 +61,21 @@ impl Function {
         }
     }
 
-    /// Name as text; the rows' names are ASCII.
+    /// Name as text. All names are ASCII.
     pub fn text(&self) -> &'static str {
         self.name.to_str().unwrap_or("?")
     }
 
-    /// Notes that a call comes in by a slot other than 0. One body serves all slots of a row, and its caller's arguments leave no
-    /// room for the number. Row and slot are one word, so a signal handler sees both or none.
+    /// Records that a call enters through a slot other than 0. All slots of a row share one body,
+    /// and the caller's arguments leave no room for the number. Row and slot are one word, so a
+    /// signal handler sees both or none.
     #[inline]
     pub fn set_entry_slot(&self, slot: usize) {
         thread_state::current().entry.set(std::ptr::from_ref(self) as usize | slot);
     }
 
-    /// The slot by which the call came in that begins now. A signal handler may call another row between the entry and this: that
-    /// row takes its own slot 0 and leaves the entry alone.
+    /// The slot of the call that begins now. A signal handler may call another row between the
+    /// entry and this; that row uses its own slot 0 and does not change the entry.
     #[inline]
     pub fn take_entry_slot(&self) -> usize {
         let entry = &thread_state::current().entry;
@@ -85,18 +88,19 @@ impl Function {
         }
     }
 
-    /// A slot without original and its wrapper, for a function that is about to be replaced. Slot 0 is never spare.
+    /// An empty slot and its wrapper, for a function whose code is about to be replaced. Never slot
+    /// 0.
     pub fn spare_slot(&self) -> Option<(usize, *const ())> {
         let slot = (1..SLOTS).rev().find(|slot| self.reals[*slot].load(Ordering::Relaxed).is_null())?;
         Some((slot, self.wrappers[slot].0))
     }
 
-    /// Gives a slot its original.
+    /// Sets the original of a slot.
     pub fn fill_slot(&self, slot: usize, real: *mut c_void) {
         self.reals[slot].store(real, Ordering::Release);
     }
 
-    /// Takes the original of a slot away: its library is not loaded any more.
+    /// Empties a slot whose library was unloaded.
     pub fn free_slot(&self, slot: usize) {
         self.reals[slot].store(std::ptr::null_mut(), Ordering::Release);
         for companion in &self.companions[slot] {
@@ -104,7 +108,7 @@ impl Function {
         }
     }
 
-    /// A copy of this function was found whose callers cannot be seen.
+    /// Records that there is a copy of this function whose callers the hook cannot see.
     pub fn mark_hidden_copy(&self) {
         self.has_hidden_copy.store(true, Ordering::Relaxed);
     }
@@ -120,8 +124,8 @@ impl Function {
     }
 }
 
-/// A function's name for people: `c10d::ProcessGroupGloo::barrier` of `_ZN4c10d16ProcessGroupGloo7barrierERKNS_14…`; a name
-/// of C is itself.
+/// A function's name for people: `c10d::ProcessGroupGloo::barrier` for
+/// `_ZN4c10d16ProcessGroupGloo7barrierERKNS_14…`. The name of a C function does not change.
 pub fn display_name(name: &CStr) -> Vec<u8> {
     let Some(mut rest) = name.to_bytes().strip_prefix(b"_ZN") else { return name.to_bytes().to_vec() };
     let mut parts: Vec<&[u8]> = Vec::new();

@@ -1,13 +1,14 @@
-//! The table of all hooked functions.
+//! The table of all hooked functions. Each row is a static in one section of the library, so this
+//! file depends on none of the tables.
 
 use std::ffi::c_void;
 
 use crate::runtime::linker::function::Function;
 
-/// Every hooked function. The order is that of the coverage table.
+/// All hooked functions, in the order of the coverage table.
 ///
-/// The rows lie in one section of the library, where the macros of the tables put them. The static linker defines the symbols of its
-/// two ends. They are hidden, so that the library does not export them.
+/// The macros of the tables place each row in the section `xpu_timer_functions`. The static linker
+/// defines the symbols of its two ends. They are hidden, so the library does not export them.
 pub fn functions() -> impl Iterator<Item = &'static Function> {
     let (start, stop): (*const Function, *const Function);
     // SAFETY: computes two addresses and changes nothing.
@@ -22,19 +23,19 @@ pub fn functions() -> impl Iterator<Item = &'static Function> {
             options(pure, nomem, nostack, preserves_flags),
         );
     }
-    // SAFETY: the section holds rows and nothing else: every static in it has this type, whose size is a multiple of its alignment,
-    // so the linker puts no gap between them.
+    // SAFETY: the section contains rows only. Every static in it has this type, whose size is a
+    // multiple of its alignment, so the linker leaves no gap between them.
     unsafe { std::slice::from_raw_parts(start, stop.offset_from_unsigned(start)) }.iter()
 }
 
-/// Whether an address is one of the hook's wrappers.
+/// Whether an address is a wrapper of the hook.
 pub fn is_ours(address: *mut c_void) -> bool {
     functions().any(|function| function.wrappers.iter().any(|wrapper| wrapper.0 == address.cast_const().cast()))
 }
 
-/// The row of a name.
+/// The row with this name.
 pub fn find(name: &[u8]) -> Option<&'static Function> {
-    // Nearly all look-ups of a process end at the first letters.
+    // Most lookups of a process end at the first letters.
     if ![&b"nccl"[..], b"cu", b"__cu", b"hip", b"mc", b"MPI_", b"Hccl", b"cncl", b"PMPI_", b"MPIX_"]
         .iter()
         .any(|prefix| name.starts_with(prefix))

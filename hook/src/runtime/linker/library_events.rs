@@ -1,28 +1,28 @@
-//! Whether the hook hears of libraries that are loaded later.
+//! Whether the hook learns of libraries that are loaded later.
 
 use std::sync::atomic::{AtomicBool, Ordering};
 
 static LISTENS: AtomicBool = AtomicBool::new(false);
 
-/// Whether the hook hears of libraries that are loaded later. Not so when that is turned off, when the system does not let code be
-/// changed, under a debugger, and in some forked children.
+/// Whether the hook learns of libraries that are loaded later. It does not when that is turned off,
+/// when the system forbids a change of code, under a debugger, and in some forked children.
 pub fn listens() -> bool {
     LISTENS.load(Ordering::Relaxed) && !has_stopped_listening()
 }
 
-/// From now on the hook hears of them, or it does not.
+/// Sets whether the hook learns of them.
 pub fn set_listening(listens: bool) {
     LISTENS.store(listens, Ordering::Relaxed);
 }
 
 static DEAF: AtomicBool = AtomicBool::new(false);
 
-/// Whether it has stopped listening.
+/// Whether it has stopped for good.
 pub fn has_stopped_listening() -> bool {
     DEAF.load(Ordering::Relaxed)
 }
 
-/// It stops listening, for good.
+/// Stops it for good.
 pub fn stop_listening() {
     DEAF.store(true, Ordering::Relaxed);
 }

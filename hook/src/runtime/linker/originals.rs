@@ -1,8 +1,4 @@
-//! The originals of hooked functions: one row each, and up to four originals a row, each with a wrapper of its own.
-//!
-//! Slot 0 belongs to the exported symbol; its original is what the caller's reference would have been bound to without the
-//! hook. The other slots belong to pointers that dlsym or cuGetProcAddress gave out: a second library, or a form
-//! of the function that is not the exported one, so no caller ever lands in another original than its own.
+//! Finds the original behind a slot of a hooked function.
 
 use std::{
     ffi::{CStr, CString, c_void},
@@ -22,15 +18,16 @@ use crate::runtime::{
 };
 
 impl Function {
-    /// The original of a slot, or null when there is none.
+    /// The original of a slot. Null if there is none.
     #[inline]
     pub fn real(&self, slot: usize) -> *mut c_void {
         let real = self.reals[slot].load(Ordering::Acquire);
         if real.is_null() && slot == 0 { self.resolve_for_call() } else { real }
     }
 
-    /// A function of the very object that holds an original, because a handle of one version of a library must never meet the
-    /// functions of another. Looked for once; `None` when the object does not have it.
+    /// A function of the object that holds an original. A handle of one version of a library must
+    /// never reach the functions of another version. The lookup is cached. `None` if the object
+    /// does not have the function.
     #[inline]
     pub fn companion(&self, slot: usize, number: usize, names: &[&CStr]) -> Option<*mut c_void> {
         let place = &self.companions[slot][number];
@@ -42,14 +39,16 @@ impl Function {
         (found != ABSENT).then_some(found)
     }
 
-    /// Looks for the exported symbol's original: the next definition in the global scope, else the one in a library of a known soname.
+    /// Finds the original of the exported symbol: the next definition in the global scope, else the
+    /// one in a library with a known soname.
     #[cold]
     pub fn resolve(&self) -> *mut c_void {
         let known = self.reals[0].load(Ordering::Acquire);
         if !known.is_null() {
             return known;
         }
-        // An errno of ours must not show in the host, and a hooked function that the loader calls must not be recorded.
+        // The host must not see the hook's errno, and a hooked function that the loader calls must
+        // not be recorded.
         let errno = errno::errno();
         let saved = errno.get();
         let found = in_hook(|| self.search());
@@ -68,7 +67,8 @@ impl Function {
         }
         let next = look_up(libc::RTLD_NEXT, self.name);
         if usable(next) {
-            // Who finds a function in the default scope keeps its library; here the hook stands between the two.
+            // A program that finds a function in the default scope depends on its library, which
+            // keeps that loaded. Here the hook is in between, so it keeps the library loaded.
             object_of(next);
             return next;
         }
@@ -80,8 +80,8 @@ impl Function {
         host.into_iter().find(|real| usable(*real)).unwrap_or(std::ptr::null_mut())
     }
 
-    /// The original in a library: of a collective by the name that its profiling interface has for it, which the library does not
-    /// call by itself.
+    /// The original in a library. For a collective it is the name of the profiling interface, which
+    /// the library does not call itself.
     fn find_in(&self, library: *mut c_void) -> Option<*mut c_void> {
         let mut name = [0; 64];
         let profiled = (self.library == Library::Collectives).then(|| prefixed(c"p", self.name, &mut name)).flatten();
@@ -89,7 +89,8 @@ impl Function {
         names.map(|name| look_up(library, name)).find(|real| usable(*real))
     }
 
-    /// The variable that names the library of this function, for one whose name nobody knows.
+    /// The variable in which the user names the library of this function, for a library with an
+    /// unknown name.
     fn library_variable(&self) -> Option<&'static CStr> {
         match self.library {
             Library::Collectives => Some(c"XPU_TIMER_NCCL_LIB_PATH"),
@@ -99,8 +100,9 @@ impl Function {
         }
     }
 
-    /// The original for a caller who was bound to the exported symbol although no original is to be found: it is in a library of
-    /// another name, opened so that only its users see it. Without the hook the call would work, so it must with it.
+    /// The original for a caller that was bound to the exported symbol when no original could be
+    /// found. It is in a library with another name that was opened with local scope. Without the
+    /// hook the call would work, so it must work with it.
     #[cold]
     fn resolve_for_call(&self) -> *mut c_void {
         let found = self.resolve();
@@ -114,7 +116,8 @@ impl Function {
                 let library = loaded(&path)?;
                 let found = self.find_in(library);
                 if found.is_none() {
-                    // SAFETY: the reference that was just taken, of a library that is none of ours.
+                    // SAFETY: releases the reference that was just taken. The library is not one of
+                    // the hook's.
                     unsafe { libc::dlclose(library) };
                 }
                 found
@@ -129,20 +132,22 @@ impl Function {
         found
     }
 
-    /// The wrapper for an original that the host looked up by itself. The original as it is when it is ours already, or
-    /// when all slots are taken.
+    /// The wrapper of an original that the host looked up. Returns `real` when it is a wrapper
+    /// already, or when all slots are used.
     pub fn wrap(&self, real: *mut c_void) -> *mut c_void {
         if !usable(real) {
             return real;
         }
-        // The exported symbol's original first, so that a function has one address whichever way it is asked for.
+        // Check the exported symbol's original first, so that a function has one address however it
+        // is looked up.
         if self.resolve() == real {
             return self.wrappers[0].0.cast_mut().cast();
         }
         self.wrapper_of(real).map_or(real, |wrapper| wrapper.cast_mut().cast())
     }
 
-    /// The wrapper of a slot that has this original or now gets it; `None` when all are taken.
+    /// The wrapper of the slot that has this original, or of a free slot that gets it. `None` when
+    /// all slots are used.
     pub fn wrapper_of(&self, real: *mut c_void) -> Option<*const ()> {
         for (slot, wrapper) in self.reals.iter().zip(&self.wrappers).skip(1) {
             let empty = std::ptr::null_mut();
@@ -158,10 +163,10 @@ impl Function {
     }
 }
 
-/// In the place of a companion that is not there.
+/// Marks a companion that does not exist.
 const ABSENT: *mut c_void = std::ptr::dangling_mut::<u8>().cast();
 
-/// The function `name` of the object that `address` lies in.
+/// The function `name` of the object that contains `address`.
 #[cold]
 pub fn in_same_object(address: *mut c_void, name: &CStr) -> Option<*mut c_void> {
     in_hook(|| {

@@ -1,4 +1,4 @@
-//! Clocks.
+//! The clocks. Under a seccomp filter only those are read that need no system call.
 
 use crate::runtime::os::seccomp;
 
@@ -8,14 +8,15 @@ pub fn now_ns() -> u64 {
     clock_ns(if seccomp::may_read_clock() { libc::CLOCK_MONOTONIC } else { libc::CLOCK_MONOTONIC_COARSE })
 }
 
-/// The same clock as of the last timer tick, a few milliseconds old and several times cheaper to read.
+/// `CLOCK_MONOTONIC` at the last timer tick: a few milliseconds old, and several times cheaper to
+/// read.
 #[inline]
 pub fn coarse_now_ns() -> u64 {
     clock_ns(libc::CLOCK_MONOTONIC_COARSE)
 }
 
-/// Nanoseconds that the calling thread has been on a processor. A system call, unlike the others: where that is not allowed, a thread counts
-/// as one that computes all the time.
+/// CPU time of the calling thread in nanoseconds. This is a system call, unlike the other clocks. A
+/// thread that may not make it appears to compute all the time.
 pub fn thread_cpu_ns() -> u64 {
     if seccomp::may_call() { clock_ns(libc::CLOCK_THREAD_CPUTIME_ID) } else { coarse_now_ns() }
 }

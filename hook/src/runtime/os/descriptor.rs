@@ -1,4 +1,5 @@
-//! Descriptors and shared memory.
+//! The hook's descriptors and shared memory. Descriptors have high numbers that the host does not
+//! expect, and a descriptor that the host has closed is noticed.
 
 use std::{
     ffi::{c_int, c_void},
@@ -6,11 +7,11 @@ use std::{
     sync::atomic::{AtomicI32, AtomicU64, Ordering},
 };
 
-/// Descriptors of the hook start here, where no program expects its own.
+/// Lowest number of the hook's descriptors. Programs do not expect their own descriptors here.
 pub const FIRST_DESCRIPTOR: c_int = 200;
 
-/// A descriptor that is ours until somebody else closes it: hosts do close every descriptor they do not know, and the
-/// number then belongs to one of their files.
+/// A descriptor of the hook. Some hosts close every descriptor that they did not open; the number
+/// may then belong to a file of the host.
 #[derive(Debug)]
 pub struct Descriptor {
     fd: AtomicI32,
@@ -24,12 +25,12 @@ impl Descriptor {
         Descriptor { fd: AtomicI32::new(-1), device: AtomicU64::new(0), inode: AtomicU64::new(0) }
     }
 
-    /// Takes over `fd`, under a high number when there is one.
+    /// Takes ownership of `fd`, under a high number if one is available.
     ///
     /// # Errors
-    /// When it is not a descriptor; it is closed then.
+    /// When `fd` is not a valid descriptor; it is closed then.
     pub fn set(&self, fd: c_int) -> io::Result<()> {
-        // SAFETY: the caller just opened `fd`; a failure leaves it as it is.
+        // SAFETY: the caller has just opened `fd`; a failure does not change it.
         let high = unsafe { libc::fcntl(fd, libc::F_DUPFD_CLOEXEC, FIRST_DESCRIPTOR) };
         let fd = if high >= 0 {
             close(fd);
@@ -50,7 +51,7 @@ impl Descriptor {
         Ok(())
     }
 
-    /// The number, if it still is what it was.
+    /// The number, if it still refers to the same file.
     pub fn get(&self) -> Option<c_int> {
         let fd = self.fd.load(Ordering::Acquire);
         if fd < 0 {
@@ -60,7 +61,8 @@ impl Descriptor {
         (identity(fd).ok() == Some(known)).then_some(fd)
     }
 
-    /// Closes it, unless it is somebody else's by now. Async-signal-safe, so a forked child can call it.
+    /// Closes the descriptor, unless the number belongs to another file now. Async-signal-safe, so
+    /// a forked child may call it.
     pub fn close(&self) {
         if let Some(fd) = self.get() {
             close(fd);
@@ -79,13 +81,13 @@ pub fn identity(fd: c_int) -> io::Result<(u64, u64)> {
     }
 }
 
-/// Closes a descriptor that this module's caller opened.
+/// Closes a descriptor that the caller owns.
 pub fn close(fd: c_int) {
     // SAFETY: the callers pass descriptors that they own.
     unsafe { libc::close(fd) };
 }
 
-/// The limit of the size of a file, which holds for shared memory as well.
+/// The maximum size of a file, which also applies to shared memory.
 fn largest_file() -> u64 {
     let mut limit = libc::rlimit { rlim_cur: libc::RLIM_INFINITY, rlim_max: libc::RLIM_INFINITY };
     // SAFETY: `limit` is valid for writing; on a failure it stays infinite.
@@ -93,23 +95,25 @@ fn largest_file() -> u64 {
     limit.rlim_cur
 }
 
-/// Whether the process may still map so many bytes. An allocation that fails ends the process, so who is going to allocate asks first.
+/// Whether the process may map this many more bytes. Check it before an allocation, because an
+/// allocation that fails ends the process.
 pub fn may_map(bytes: usize) -> bool {
     let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
-    // SAFETY: a new mapping at an address of the kernel's choice, which nothing refers to and which is taken away again.
+    // SAFETY: a new mapping at an address that the kernel chooses. Nothing refers to it, and it is
+    // removed.
     unsafe {
         let memory = libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0);
         memory != libc::MAP_FAILED && libc::munmap(memory, bytes) == 0
     }
 }
 
-/// A shared memory file of `bytes` zero bytes, all of it allocated, and its mapping.
+/// A fully allocated shared memory file of `bytes` zero bytes, and its mapping.
 ///
 /// # Errors
-/// The system's error; no descriptor stays open then.
+/// The system's error. No descriptor stays open then.
 pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
     if bytes as u64 > largest_file() {
-        // Trying would raise SIGXFSZ, which ends the host.
+        // The attempt would raise SIGXFSZ, which ends the host.
         return Err(io::Error::from_raw_os_error(libc::EFBIG));
     }
     // SAFETY: the name is a C string; the flags are valid.
@@ -117,18 +121,19 @@ pub fn shared_memory(bytes: usize) -> io::Result<(c_int, *mut c_void)> {
     if fd < 0 {
         return Err(io::Error::last_os_error());
     }
-    // Allocated now: a page that cannot be had later would be a SIGBUS in the host.
-    // SAFETY: `fd` is ours.
+    // Allocate now: a page that is not available later would raise SIGBUS in the host.
+    // SAFETY: `fd` is owned by this function.
     let allocated = match unsafe { libc::fallocate(fd, 0, 0, bytes as libc::off_t) } {
         0 => Ok(()),
         _ => Err(io::Error::last_os_error()),
     };
-    // Whoever has the descriptor, the collector too, could take the pages away below the host. Where sealing is refused it goes without.
-    // SAFETY: `fd` is ours.
+    // Everyone with the descriptor, including the collector, could truncate the file under the
+    // host. Where sealing is refused, the hook continues without it.
+    // SAFETY: `fd` is owned by this function.
     unsafe { libc::fcntl(fd, libc::F_ADD_SEALS, libc::F_SEAL_SHRINK | libc::F_SEAL_GROW | libc::F_SEAL_SEAL) };
     let mapped = allocated.and_then(|()| {
         let access = libc::PROT_READ | libc::PROT_WRITE;
-        // The pages are there; now also their place in the page table, or each is a fault in some launch.
+        // Populate the page table now. Otherwise each page is a fault in some launch.
         let flags = libc::MAP_SHARED | libc::MAP_POPULATE;
         // SAFETY: a new mapping at an address of the kernel's choice.
         let memory = unsafe { libc::mmap(std::ptr::null_mut(), bytes, access, flags, fd, 0) };
@@ -155,7 +160,8 @@ mod tests {
             assert_eq!(unsafe { libc::ftruncate(fd, size) }, -1, "{size}");
         }
         let hole = libc::FALLOC_FL_PUNCH_HOLE | libc::FALLOC_FL_KEEP_SIZE;
-        // SAFETY: as above, and the mapping is 8192 bytes long. A hole reads as zeros and faults in again.
+        // SAFETY: as above, and the mapping is 8192 bytes long. A hole reads as zeros and faults in
+        // again.
         unsafe {
             libc::fallocate(fd, hole, 0, 8192);
             memory.cast::<u8>().add(8191).write(7);

@@ -1,11 +1,11 @@
-//! The calling thread's errno.
+//! Access to errno.
 
 use std::{cell::Cell, ffi::c_int};
 
-/// The calling thread's errno, to be put back before the host looks at it.
+/// The calling thread's errno. The hook restores it before the host reads it.
 #[inline]
 pub fn errno() -> &'static Cell<c_int> {
-    // SAFETY: the location is valid for as long as the thread lives and only this thread touches it; the reference does not
-    // leave the calling function, so it does not outlive the thread.
+    // SAFETY: the location is valid while the thread lives, and only this thread uses it. The
+    // reference does not leave the calling function, so it does not outlive the thread.
     unsafe { Cell::from_mut(&mut *libc::__errno_location()) }
 }

@@ -7,28 +7,28 @@ use std::{
 
 use super::descriptor::Descriptor;
 
-/// What belongs to one process alone. The kernel empties this page in every forked child, also in one of the bare system call, which
-/// runs no fork handler; a child of vfork shares it.
+/// State that belongs to one process alone. The kernel clears this page in every forked child, even
+/// in a child of the bare system call, which runs no fork handler. A child of vfork shares it.
 #[repr(C, align(4096))]
 pub struct ProcessState {
-    /// The recorder, once it has started; see [`crate::runtime::recorder::running`]. It has no type here, because this file lies
-    /// below the recorder.
+    /// The recorder, once it has started; see `recorder::running`. It is untyped, because this file
+    /// is below the recorder.
     pub recorder: AtomicPtr<c_void>,
-    /// The words of the recorder's ring, null as long as there is no recorder.
+    /// The words of the recorder's ring, null without a recorder.
     pub ring_words: AtomicPtr<AtomicU64>,
     /// [`IDLE`] or [`STARTING`].
     pub stage: AtomicU32,
-    /// A start that failed is tried again at this time.
+    /// Time at which a start that failed is tried again.
     pub retry_at_ns: AtomicU64,
-    /// The process that the recorder is of.
+    /// The process to which the recorder belongs.
     pub pid: AtomicI32,
-    /// Something turns and can be waited for.
+    /// The watcher runs, so other threads can wait for it.
     pub is_watched: AtomicBool,
-    /// One of `LOOK_…`.
+    /// One of `FINAL_TURN_…`.
     pub final_turn: AtomicU32,
-    /// The process is ending: no driver call from the watcher any more.
+    /// The process is ending. The watcher must not call the driver any more.
     pub is_ending: AtomicBool,
-    /// [`crate::runtime::lifecycle::exit::QUICK_SUCCESS`] once quick_exit(3) was called with that status.
+    /// `exit::QUICK_SUCCESS` once quick_exit(3) was called with status 0.
     pub quick_exit: AtomicI32,
 }
 
@@ -45,14 +45,14 @@ pub static PROCESS: ProcessState = ProcessState {
 };
 
 impl ProcessState {
-    /// From now on the process has no recorder.
+    /// The process has no recorder from now on.
     pub fn forget_recorder(&self) {
         self.recorder.store(std::ptr::null_mut(), Ordering::Release);
         self.ring_words.store(std::ptr::null_mut(), Ordering::Release);
     }
 }
 
-/// The process that last set anything up, known also in its forked children.
+/// The process that set the hook up last. A forked child inherits the value.
 pub static SET_UP_IN: AtomicI32 = AtomicI32::new(0);
 
 pub static OFF: AtomicBool = AtomicBool::new(false);
@@ -69,7 +69,7 @@ pub const FINAL_TURN_UNWANTED: u32 = 0;
 pub const FINAL_TURN_WANTED: u32 = 1;
 pub const FINAL_TURN_DONE: u32 = 2;
 
-/// This process's id, for numbers that need only differ.
+/// The pid of the process with the recorder, as a number that differs between processes.
 pub fn recorder_pid() -> i32 {
     PROCESS.pid.load(Ordering::Relaxed)
 }
@@ -79,12 +79,12 @@ pub fn pid() -> c_int {
     unsafe { libc::getpid() }
 }
 
-/// Whether something turns and can be waited for.
+/// Sets whether the watcher runs, so that other threads can wait for it.
 pub fn set_watched(watched: bool) {
     PROCESS.is_watched.store(watched, Ordering::Relaxed);
 }
 
-/// As above.
+/// Whether the watcher runs.
 pub fn is_watched() -> bool {
     PROCESS.is_watched.load(Ordering::Relaxed)
 }

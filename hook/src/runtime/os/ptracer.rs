@@ -1,14 +1,16 @@
-//! Who may look into this process where Yama restricts that (`/proc/sys/kernel/yama/ptrace_scope` is 1): the node collector,
-//! which is no ancestor of a rank, reads memory and stacks only of processes that have named it.
+//! Permits the node collector to read this process where Yama restricts ptrace
+//! (`/proc/sys/kernel/yama/ptrace_scope` is 1). The collector is not an ancestor of a rank, so it
+//! can read the memory and stacks only of processes that name it.
 //!
-//! One process is named, never all of them (`PR_SET_PTRACER_ANY`): then no other program of the same user gains anything.
-//! A process that makes no device call does not connect and so does not learn who the collector is, but its stacks
-//! may be what matters - a spawned data loader worker is such a process. The launcher tells it by an environment variable, and
-//! the one system call that it takes is made when the library is loaded. A collector that was started anew since then is
-//! known only to processes that are connected. Where Yama is not at work nothing of this has any effect.
+//! The hook names one process, not all of them (`PR_SET_PTRACER_ANY`), so no other program of the
+//! same user gains access. A process without device calls does not connect to the collector, but
+//! its stacks may matter, for example those of a spawned data loader worker. So the launcher passes
+//! the collector's pid in an environment variable, and the hook makes the system call when the
+//! library is loaded. Only connected processes learn of a collector that was restarted since then.
+//! Without Yama, nothing of this has any effect.
 //!
-//! A process has room for one name. What the host names by itself stays: the transports of Open MPI and UCX let everybody in and then
-//! read each other's memory, which would fail.
+//! A process has only one such permission. The hook does not replace the host's: the transports of
+//! Open MPI and UCX permit all processes and then read each other's memory.
 
 use std::{
     ffi::{c_int, c_ulong, c_void},
@@ -21,28 +23,28 @@ use crate::runtime::{
     os::{seccomp, thread_state},
 };
 
-/// Process id of the node collector; 0 while unknown.
+/// Pid of the node collector, 0 while unknown.
 static COLLECTOR_PID: AtomicI32 = AtomicI32::new(0);
 
-/// The host has named somebody.
+/// The host has set its own permission.
 static NAMED_BY_HOST: AtomicBool = AtomicBool::new(false);
 
-/// The first prctl of the process, which may be another preloaded library's.
+/// The first prctl of the process, which may belong to another preloaded library.
 static FIRST: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 type Prctl = unsafe extern "C" fn(c_int, c_ulong, c_ulong, c_ulong, c_ulong) -> c_int;
 
-/// When the library is loaded.
+/// Called when the library is loaded.
 pub fn find_first() {
     FIRST.store(look_up(libc::RTLD_DEFAULT, c"prctl"), Ordering::Relaxed);
 }
 
-/// The host has named somebody.
+/// Records that the host sets its own permission.
 pub fn named_by_host() {
     NAMED_BY_HOST.store(true, Ordering::Relaxed);
 }
 
-/// Lets the node collector look into this process, and into the children that it forks.
+/// Permits the node collector to read this process and the children that it forks.
 pub fn allow(collector: i32) {
     if collector > 0 {
         COLLECTOR_PID.store(collector, Ordering::Relaxed);
@@ -50,7 +52,7 @@ pub fn allow(collector: i32) {
     }
 }
 
-/// In a forked child, which does not inherit the permission. Async-signal-safe.
+/// Renews the permission in a forked child, which does not inherit it. Async-signal-safe.
 pub fn allow_in_child() {
     NAMED_BY_HOST.store(false, Ordering::Relaxed);
     let collector = COLLECTOR_PID.load(Ordering::Relaxed);
@@ -59,7 +61,7 @@ pub fn allow_in_child() {
     }
 }
 
-/// When the library is loaded: what the launcher knows.
+/// Called when the library is loaded. Returns whether the launcher has named a collector.
 pub fn allow_from_environment() -> bool {
     // SAFETY: a C string; while libraries are loaded no thread changes the environment.
     let value = unsafe { libc::getenv(c"XPU_TIMER_COLLECTOR_PID".as_ptr()) };
@@ -80,18 +82,18 @@ fn set(collector: i32) {
     if NAMED_BY_HOST.load(Ordering::Relaxed) || !seccomp::may_call() {
         return;
     }
-    // PR_SET_PTRACER takes an integer and changes nothing but the permission. Without Yama, or for a process that is gone, it fails and
-    // nothing happens.
+    // `PR_SET_PTRACER` takes an integer and changes only the permission. It fails without effect
+    // when there is no Yama or the collector has ended.
     thread_state::in_hook(|| call(&FIRST, [libc::PR_SET_PTRACER as c_ulong, collector as c_ulong, 0, 0, 0]));
 }
 
-/// Calls a prctl that was found, or the system itself. Async-signal-safe.
+/// Calls prctl through `function`, or by the bare system call. Async-signal-safe.
 pub fn call(function: &AtomicPtr<c_void>, [option, second, third, fourth, fifth]: [c_ulong; 5]) -> c_int {
     let function = function.load(Ordering::Relaxed);
     if function.is_null() {
-        // SAFETY: the arguments of the caller, which are those of prctl(2).
+        // SAFETY: the caller's arguments for prctl(2).
         return unsafe { libc::syscall(libc::SYS_prctl, option, second, third, fourth, fifth) } as c_int;
     }
-    // SAFETY: a function of this type, as far as a caller can see it: it takes as many of these as the option has.
+    // SAFETY: the function accepts as many of these arguments as its option uses.
     unsafe { std::mem::transmute::<*mut c_void, Prctl>(function)(option as c_int, second, third, fourth, fifth) }
 }

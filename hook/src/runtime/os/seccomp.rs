@@ -1,20 +1,27 @@
-//! Filters of system calls (seccomp) that the program puts on itself while it runs. Such a filter may end the process at a call that
-//! the program itself has no need of, and nobody can ask which calls it forbids. So from then on a thread under a filter makes
-//! no system call for the hook.
+//! Seccomp filters that the program installs while it runs. A filter may end the process at a
+//! system call that the program itself never makes, and the kernel does not say which calls it
+//! forbids. So from then on, a thread under a filter makes no system call for the hook.
 //!
-//! The hook learns of a filter in three ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp and
-//! those by an address that was looked up. A program that was executed under more filters than the launched command has them from the
-//! one before. And the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
-//! the only way to learn of one that was installed by a bare instruction.
+//! The hook learns of a filter in three ways:
 //!
-//! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
-//! the watcher by 256 operations, `gettid` at its first launch, and `clock_gettime` of its processor time while it polls MPI. A job in
-//! its steady state launches from threads that have launched before, and the watcher keeps up with it. With `TSYNC` the watcher
-//! makes the `futex` call that it sleeps in, for good: a bare instruction whose filter forbids that ends the process.
+//! - It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp and
+//!   those through a looked-up address.
+//! - A program that was executed under more filters than the launched command inherited them from
+//!   the program that executed it.
+//! - The node collector reads `/proc/PID/status` once a second, and reports in the ring which
+//!   threads are under a filter. This is the only way to learn of a filter that a bare instruction
+//!   installs.
 //!
-//! The program's threads go on recording, because that is memory alone. The watcher goes on as well as long as the filter is not its
-//! own. With `SECCOMP_FILTER_FLAG_TSYNC` it is: then the watcher thread ends before the filter is there, because a thread that is
-//! merely asleep would make another call when it is woken.
+//! Until the collector has looked, a thread under such a filter makes three calls: `futex` when it
+//! is 256 operations ahead of the watcher, `gettid` at its first launch, and `clock_gettime` for
+//! its CPU time while it polls MPI. In its steady state, a job launches from threads that have
+//! launched before, and the watcher keeps up. With `TSYNC` the watcher still makes the `futex` call
+//! in which it sleeps. A bare instruction whose filter forbids that call ends the process.
+//!
+//! The program's threads continue to record, because that only writes memory. The watcher continues
+//! as long as the filter does not apply to it. With `SECCOMP_FILTER_FLAG_TSYNC` it does; then the
+//! watcher thread ends before the filter is installed, because a sleeping thread would make another
+//! call when it wakes up.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
@@ -24,14 +31,15 @@ use super::{process::PROCESS, thread_state, tsc};
 
 static SEEN: SeenFilters = SeenFilters::new();
 
-/// Bits of [`filtered`], as far as this process has seen them, and how many threads are inside a call that installs a filter: the hook
-/// is quiet before the filter is there, and one call that fails must not undo what another has installed meanwhile.
+/// Bits of [`filtered`] that this process has seen, and the number of threads that are inside a
+/// call that installs a filter. The count keeps the hook quiet before the filter takes effect, and
+/// a call that fails does not undo what another call has installed meanwhile.
 struct SeenFilters(AtomicU32);
 
-/// A call that installs a filter on its own thread.
+/// One call that installs a filter on its own thread.
 const ONE_OWN: u32 = 1 << 8;
 
-/// One that does so on all threads.
+/// One call that installs a filter on all threads.
 const ONE_TSYNC: u32 = 1 << 20;
 
 impl SeenFilters {
@@ -39,7 +47,7 @@ impl SeenFilters {
         SeenFilters(AtomicU32::new(0))
     }
 
-    /// What holds, or is about to.
+    /// The bits that hold or are about to hold.
     fn bits(&self) -> u32 {
         let word = self.0.load(Ordering::Relaxed);
         let about_to = if word >= ONE_OWN { filtered::PROGRAM } else { 0 };
@@ -76,33 +84,37 @@ pub fn may_call() -> bool {
     known_filters() & filtered::PROGRAM == 0
 }
 
-/// The same for the watcher.
+/// Whether the watcher may make a system call.
 pub fn watcher_may_call() -> bool {
     known_filters() & filtered::WATCHER == 0
 }
 
-/// Whether the calling thread may read the exact clock, which is a system call on machines whose time does not come from the
-/// processor's counter, and ends the process on others when the program has forbidden itself that counter. The coarse clock is neither. Asks this process's memory alone, because the ring takes its times here.
+/// Whether the calling thread may read the exact clock. Where the clock is not based on the
+/// processor's counter, a reading is a system call. Where it is, a reading ends the process if the
+/// program has forbidden itself the counter. Neither holds for the coarse clock. This function
+/// reads process memory only, because it is on the hot path.
 #[inline(always)]
 pub fn may_read_clock() -> bool {
     let seen = SEEN.bits();
     (seen == 0 || is_watchers_own(seen)) && !tsc::is_forbidden()
 }
 
-/// Whether only the program's threads are under these filters, and the calling thread is the watcher.
+/// Whether only the program's threads are under these filters, and the calling thread is the
+/// watcher.
 #[cold]
 fn is_watchers_own(seen: u32) -> bool {
     seen & filtered::WATCHER == 0 && thread_state::current().is_watcher.get()
 }
 
-/// What this process has seen and what the collector has said, which stays true: no filter is ever taken away.
+/// The filters that this process has seen and those that the collector has reported. Bits are never
+/// cleared, because a filter cannot be removed.
 fn known_filters() -> u32 {
     let seen = SEEN.bits();
     let words = PROCESS.ring_words.load(Ordering::Acquire);
     if words.is_null() {
         return seen;
     }
-    // SAFETY: the words of the ring, which are never unmapped; the header is the first of them.
+    // SAFETY: the words of the ring, which is never unmapped; the header comes first.
     let said = SeenFilters::certain(unsafe { &*words.add(header::FILTERED) }.load(Ordering::Relaxed) as u32);
     if said & !seen != 0 {
         SEEN.add(said);
@@ -110,17 +122,20 @@ fn known_filters() -> u32 {
     seen | said
 }
 
-/// Keeps what the collector has said for a child that is about to be forked. It has the same filters and not the ring.
+/// Stores the collector's report for a child that is about to be forked. The child inherits the
+/// filters but not the ring.
 pub fn remember_for_child() {
     known_filters();
 }
 
-/// The program that executed this one has put filters on itself, which it has now: no thread of this process makes a call.
+/// The program that executed this one has installed filters, which this process inherits. No thread
+/// makes a system call from now on.
 pub fn set_inherited() {
     SEEN.add(filtered::PROGRAM | filtered::WATCHER);
 }
 
-/// A call begins that installs a filter, on all threads or on the calling one. The hook is quiet from now on.
+/// A call begins that installs a filter on all threads or on the calling one. The hook makes no
+/// system calls from now on.
 pub fn begin_install(on_all_threads: bool) {
     SEEN.begin(on_all_threads);
 }
@@ -130,7 +145,7 @@ pub fn end_install(on_all_threads: bool, succeeded: bool) {
     SEEN.end(on_all_threads, succeeded);
 }
 
-/// What this process has seen, as [`header::FILTERS_SEEN`] has it.
+/// The filters that this process has seen, in the form of [`header::FILTERS_SEEN`].
 pub fn seen() -> u64 {
     u64::from(SeenFilters::certain(SEEN.0.load(Ordering::Relaxed)))
 }

@@ -1,5 +1,5 @@
-//! The few system facilities that the hook uses, in the form that a guest in a foreign process needs: no failure ends
-//! anything, descriptors stay out of the host's way, and a descriptor that the host closed behind our back is noticed.
+//! System calls and files, in a form that is safe inside a foreign process: no failure ends the
+//! process.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -8,12 +8,12 @@ use std::{
 
 use crate::runtime::os::{descriptor::close, seccomp};
 
-/// Lets another thread run, if this one may say so.
+/// Lets another thread run, if this one may make the system call.
 pub fn relax() {
     if seccomp::may_call() { std::thread::yield_now() } else { std::hint::spin_loop() }
 }
 
-/// A variable of the environment, copied before anything else can change it.
+/// Copies an environment variable.
 pub fn variable(name: &CStr) -> Option<Vec<u8>> {
     // SAFETY: a C string.
     let value = unsafe { libc::getenv(name.as_ptr()) };
@@ -21,7 +21,8 @@ pub fn variable(name: &CStr) -> Option<Vec<u8>> {
     (!value.is_null()).then(|| unsafe { CStr::from_ptr(value) }.to_bytes().to_vec())
 }
 
-/// The beginning of a file; its bytes in `buffer`. Nothing of one that cannot be read.
+/// Reads the beginning of a file into `buffer` and returns its length. 0 if the file cannot be
+/// read.
 pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     // SAFETY: a C string.
     let fd = unsafe { libc::open(path.as_ptr(), libc::O_RDONLY | libc::O_CLOEXEC) };
@@ -34,15 +35,16 @@ pub fn read_file(path: &CStr, buffer: &mut [u8]) -> usize {
     usize::try_from(length).unwrap_or(0)
 }
 
-/// The exit status of a process's first thread when that has ended and the calling thread is the only one that is left.
+/// The exit status of the process's first thread, if that has ended and the calling thread is the
+/// only one left.
 pub fn first_threads_status_when_alone() -> Option<c_int> {
-    /// Links of a folder without another one in it; `/proc/PID/task` has one more for each thread.
+    /// Links of a directory without subdirectories. `/proc/PID/task` has one more for each thread.
     const LINKS: u64 = 2;
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: a C string and a valid place.
     let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
-    // A first thread that has ended stays one of them until all have.
+    // A first thread that has ended is listed until all threads have ended.
     if !known || stat.st_nlink != LINKS + 2 {
         return None;
     }
@@ -51,9 +53,10 @@ pub fn first_threads_status_when_alone() -> Option<c_int> {
     status_of_zombie(&text[..length])
 }
 
-/// The exit status of a zombie by its `/proc/PID/stat`.
+/// The exit status in the `/proc/PID/stat` of a zombie.
 fn status_of_zombie(stat: &[u8]) -> Option<c_int> {
-    // The name stands in parentheses and may hold any character. The last of 52 fields is the status as wait(2) gives it.
+    // The name in parentheses may contain any character. The last of the 52 fields is the status as
+    // wait(2) returns it.
     let name_end = stat.iter().rposition(|byte| *byte == b')')?;
     let fields = std::str::from_utf8(&stat[name_end + 1..]).ok()?;
     let mut fields = fields.split_ascii_whitespace();
@@ -62,16 +65,17 @@ fn status_of_zombie(stat: &[u8]) -> Option<c_int> {
     (state == "Z").then_some((waited >> 8) & 0xff)
 }
 
-/// Ends the calling thread with a status, unless that is 0. The status of a process whose first thread has ended by the bare system
-/// call is that of its last thread (since Linux 5.18), so the hook's has to end with that of the program's.
+/// Ends the calling thread with a status, unless that is 0. When the first thread ended by the bare
+/// system call, the process's exit status is that of its last thread (since Linux 5.18). So the
+/// hook's thread must end with the program's status.
 pub fn end_thread_unless_success(status: c_int) {
     if status != 0 {
-        // SAFETY: no other thread is left that could see what this one leaves behind.
+        // SAFETY: no other thread is left that could notice what this one does not clean up.
         unsafe { libc::syscall(libc::SYS_exit, status) };
     }
 }
 
-/// Whether a path is that of a regular file.
+/// Whether a path names a regular file.
 pub fn is_regular(path: &CStr) -> bool {
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
@@ -80,10 +84,11 @@ pub fn is_regular(path: &CStr) -> bool {
     known && stat.st_mode & libc::S_IFMT == libc::S_IFREG
 }
 
-/// A word of this process's memory that may not be there any more.
+/// Reads a word of this process's memory that may be unmapped.
 ///
 /// # Errors
-/// `EFAULT` when it is not there; another error when the system, or a filter, does not let it be read in this way.
+/// `EFAULT` when it is unmapped. Another error when the system or a filter forbids this kind of
+/// read.
 pub fn word_at(address: usize) -> io::Result<usize> {
     if !seccomp::may_call() {
         return Err(io::ErrorKind::PermissionDenied.into());
@@ -91,18 +96,18 @@ pub fn word_at(address: usize) -> io::Result<usize> {
     let mut word = 0usize;
     let here = libc::iovec { iov_base: (&raw mut word).cast(), iov_len: size_of::<usize>() };
     let there = libc::iovec { iov_base: address as *mut c_void, iov_len: size_of::<usize>() };
-    // SAFETY: `here` is a valid place; the kernel looks whether `there` is one.
+    // SAFETY: `here` is a valid place; the kernel checks `there`.
     let read = unsafe { libc::process_vm_readv(libc::getpid(), &here, 1, &there, 1, 0) };
     if read == size_of::<usize>() as isize { Ok(word) } else { Err(io::Error::last_os_error()) }
 }
 
-/// Whether the process has one thread only. False when nobody can tell.
+/// Whether the process has exactly one thread. False when that cannot be determined.
 pub fn is_alone() -> bool {
     // SAFETY: an all-zero stat is a valid value of that plain structure.
     let mut stat: libc::stat = unsafe { std::mem::zeroed() };
     // SAFETY: a C string and a valid place.
     let known = unsafe { libc::stat(c"/proc/self/task".as_ptr(), &mut stat) } == 0;
-    // A folder has a link for itself, one from above, and one from each folder in it.
+    // A directory has a link to itself, one from its parent, and one from each subdirectory.
     known && stat.st_nlink == 3
 }
 

@@ -1,9 +1,9 @@
-//! Ids of threads.
+//! Thread ids.
 
 use crate::runtime::os::{errno::errno, seccomp, thread_state::ThreadState};
 
 impl ThreadState {
-    /// The thread's id, asked for once; 0 of a thread that may not ask.
+    /// The thread's id, cached. 0 if the thread may not make the system call.
     pub fn tid(&self) -> u32 {
         if self.tid.get() == 0 && seccomp::may_call() {
             self.tid.set(gettid());
@@ -12,18 +12,18 @@ impl ThreadState {
     }
 }
 
-/// The kernel's id of the calling thread.
+/// The id of the calling thread.
 pub fn gettid() -> u32 {
     // SAFETY: gettid takes nothing and cannot fail.
     unsafe { libc::gettid() as u32 }
 }
 
-/// Whether this process has a thread of that id. True when nobody can tell.
+/// Whether this process has a thread with this id. True when that cannot be determined.
 pub fn is_thread(tid: u32) -> bool {
     if !seccomp::may_call() {
         return true;
     }
-    // SAFETY: signal 0 is only checked and never sent; both numbers are plain.
+    // SAFETY: signal 0 is checked and never sent; the arguments are integers.
     let answer = unsafe { libc::syscall(libc::SYS_tgkill, libc::getpid(), tid, 0) };
     answer == 0 || errno().get() != libc::ESRCH
 }

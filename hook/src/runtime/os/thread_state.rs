@@ -1,75 +1,79 @@
-//! What the hook knows of the calling thread: which hooked calls it is inside of, and its NCCL group.
+//! The hook's state of the calling thread: which hooked calls it is executing, and its NCCL group.
 //!
-//! A few words of thread-local memory without destructor: it is there from the first to the last instruction of a thread,
-//! and small, because it is part of the stack that the host sized for its threads. `thread_local!` would reach it through
-//! `__tls_get_addr`, which a preloaded sanitizer replaces and which crashes as long as the sanitizer is not set up; and it is
-//! the dearer way. A preloaded library is there when the first thread's memory is laid out, so its place is at a fixed distance
-//! from the thread pointer (the initial-exec model), which the compiler cannot be asked for and the assembler can.
+//! The state is a few words of thread-local memory without a destructor, so it exists from the
+//! first to the last instruction of a thread. It is small, because it takes part of the stack that
+//! the host sized for its threads.
+//!
+//! `thread_local!` would use `__tls_get_addr`, which is slower, and which crashes in a preloaded
+//! sanitizer that is not set up yet. A preloaded library is loaded before the memory of the first
+//! thread is laid out, so its data has a fixed distance from the thread pointer (the initial-exec
+//! model). Rust cannot request this model, but assembly can.
 
 use std::{cell::Cell, ffi::c_int};
 
 use crate::runtime::os::errno;
 
-/// Inside a collective library's function.
+/// Executing a function of a collective library.
 pub const IN_COLLECTIVES: u8 = 1;
 
-/// Inside a function of the runtime API.
+/// Executing a function of the runtime API.
 pub const IN_RUNTIME: u8 = 2;
 
-/// Inside a function of the driver API.
+/// Executing a function of the driver API.
 pub const IN_DRIVER: u8 = 4;
 
-/// Inside a function that multiplies matrices.
+/// Executing a matrix product.
 pub const IN_BLAS: u8 = 16;
 
-/// Inside the hook's own code; nothing that it calls is recorded.
+/// Executing the hook's own code. Calls from it are not recorded.
 pub const IN_HOOK: u8 = 8;
 
 /// State of one thread.
 pub struct ThreadState {
     /// The `IN_*` bits.
     pub inside: Cell<u8>,
-    /// The driver has seen a launch since the runtime call began.
+    /// The driver layer has seen a launch since the runtime call began.
     pub seen_by_driver: Cell<bool>,
     /// Depth of ncclGroupStart.
     pub group_depth: Cell<u32>,
     /// Number of the open group.
     pub group: Cell<u64>,
-    /// First and last slot of the open group's operations, plus one; 0 for none.
+    /// First and last slot of the open group, plus one. 0 for none.
     pub group_first: Cell<u32>,
     /// As above.
     pub group_last: Cell<u32>,
-    /// The row and the slot by which the next wrapper on this thread is entered; see [`crate::runtime::linker::function::Function`].
+    /// Row and slot by which the next wrapper is entered; see `Function::set_entry_slot`.
     pub entry: Cell<usize>,
-    /// Index of the thread's lane plus one; see [`crate::runtime::recorder::lanes`].
+    /// Index of the thread's lane plus one; see `recorder::lanes`.
     pub lane: Cell<u32>,
-    /// Slot, plus one, of the first operation whose call the thread is inside of; 0 for none.
+    /// First slot of the call that the thread is executing, plus one. 0 for none.
     pub open: Cell<u32>,
-    /// Launches so far, for [`crate::runtime::overhead`].
+    /// Number of launches, for the overhead measurement.
     pub launches: Cell<u32>,
-    /// Calls of the collective library so far, for the same.
+    /// Number of collective calls, for the overhead measurement.
     pub collectives: Cell<u32>,
-    /// This is the watcher.
+    /// This thread is the watcher.
     pub is_watcher: Cell<bool>,
-    /// The last dlopen asked for `RTLD_DEEPBIND`.
+    /// The last dlopen used `RTLD_DEEPBIND`.
     pub asked_for_deepbind: Cell<bool>,
-    /// Tickets that the thread has taken and not used: from, to, and when they were taken; see [`crate::runtime::recorder`].
+    /// Tickets that the thread holds in reserve: the next one, the end, and the time when they were
+    /// taken; see `recorder::operations`.
     pub next_ticket: Cell<u64>,
     /// As above.
     pub end_of_tickets: Cell<u64>,
     /// As above.
     pub tickets_ns: Cell<u64>,
-    /// How many it took the last time.
+    /// How many tickets the thread took last.
     pub tickets: Cell<u32>,
-    /// Another thread took tickets between the last two times that this one did.
+    /// Another thread took tickets since this thread took its last ones.
     pub is_not_alone: Cell<bool>,
-    /// Numbers of groups that the thread has taken and not used: the first, and how many.
+    /// Group numbers that the thread holds in reserve: the first one, and how many.
     pub next_group: Cell<u64>,
     /// As above.
     pub groups_left: Cell<u32>,
-    /// Where communicators were found last; see [`crate::runtime::recorder::communicators`].
+    /// Cache of indices in the communicator table.
     pub comms: [Cell<u16>; COMMS],
-    /// The clock when it was read last, and the processor's counter then; see [`crate::runtime::os::tsc_clock`].
+    /// The last clock reading, and the counter at that time; see `tsc_clock`.
     pub clock_ns: Cell<u64>,
     /// As above.
     pub clock_counter: Cell<u64>,
@@ -77,10 +81,10 @@ pub struct ThreadState {
     errno: Cell<Option<&'static Cell<c_int>>>,
 }
 
-/// Places in [`ThreadState::comms`].
+/// Size of [`ThreadState::comms`].
 pub const COMMS: usize = 16;
 
-// All zero: a state that a thread may begin with.
+// A new thread's state is all zero.
 core::arch::global_asm!(
     ".pushsection .tbss.xpu_timer_thread_state,\"awT\",@nobits",
     ".globl xpu_timer_thread_state",
@@ -100,7 +104,8 @@ const _: () = assert!(align_of::<ThreadState>() <= 64);
 #[inline(always)]
 pub fn current() -> &'static ThreadState {
     let state: *const ThreadState;
-    // SAFETY: reads the thread pointer and the distance in the table of offsets; neither ever changes in a running thread.
+    // SAFETY: reads the thread pointer and an entry of the offset table, which never change in a
+    // running thread.
     unsafe {
         core::arch::asm!(
             "mov {state}, qword ptr fs:[0]",
@@ -109,19 +114,20 @@ pub fn current() -> &'static ThreadState {
             options(pure, nomem, nostack),
         );
     }
-    // SAFETY: memory of that size and alignment, in which all zero is a valid value; thread-local memory without a destructor lives
-    // as long as its thread, and the reference cannot leave the thread, because cells cannot be shared.
+    // SAFETY: the memory has this size and alignment, and all zero is a valid value. Thread-local
+    // memory without a destructor lives as long as its thread. The reference cannot leave the
+    // thread, because cells are not `Sync`.
     unsafe { &*state }
 }
 
-/// The same for a closure.
+/// Calls a closure with the calling thread's state.
 #[inline]
 pub fn with<R>(use_it: impl FnOnce(&ThreadState) -> R) -> R {
     use_it(current())
 }
 
 impl ThreadState {
-    /// The thread's errno, whose place is asked for once.
+    /// The thread's errno. Its location is cached.
     #[inline(always)]
     pub fn errno(&self) -> &'static Cell<c_int> {
         match self.errno.get() {
@@ -134,7 +140,7 @@ impl ThreadState {
         }
     }
 
-    /// Forgets what belongs to the parent process, in the only thread that a forked child has.
+    /// Resets what belongs to the parent process. Called on the only thread of a forked child.
     pub fn after_fork(&self) {
         self.tid.set(0);
         self.lane.set(0);
@@ -148,7 +154,7 @@ impl ThreadState {
     }
 }
 
-/// Runs the hook's own code: whatever hooked function it reaches goes straight through.
+/// Runs the hook's own code. Hooked functions that it calls go straight to their originals.
 pub fn in_hook<R>(code: impl FnOnce() -> R) -> R {
     struct Restore(u8);
     impl Drop for Restore {

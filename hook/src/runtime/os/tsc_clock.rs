@@ -1,8 +1,10 @@
-//! The monotonic clock for threads that ask it again and again, at the cost of the processor's counter.
+//! The monotonic clock for threads that read it often, at the cost of reading the time stamp
+//! counter.
 //!
-//! What a thread reads from the clock holds for a tenth of a millisecond, in which the counter tells how much time has passed since, at
-//! the rate that the watcher has measured. Where counters differ between processors, or jump when a machine moves to another host, that
-//! misleads for no longer than this. Until the rate is known, the clock is read.
+//! A clock reading is reused for about 0.1 ms. Within that time, the counter tells how much time
+//! has passed, at the rate that the watcher measures. If the counters of two processors differ, or
+//! a counter jumps when a virtual machine migrates, the time is wrong for no longer than that.
+//! While the rate is unknown, every call reads the clock.
 
 use std::sync::atomic::Ordering;
 
@@ -12,36 +14,37 @@ use crate::runtime::os::{
     tsc::{self, FORBIDDEN, RATE, is_forbidden},
 };
 
-/// Whether this is a rate. It says so of what [`RATE`] holds by one comparison.
+/// Whether a value of [`RATE`] is a rate. One comparison excludes both 0 and [`FORBIDDEN`].
 #[inline]
 fn is_known(rate: u64) -> bool {
     rate.cast_signed() > 0
 }
 
-/// What goes on at an even rate that nobody says.
+/// A value that advances at a constant, unknown rate.
 #[inline]
 pub fn ticks() -> u64 {
     if is_forbidden() { clock::coarse_now_ns() } else { tsc::counter() }
 }
 
-/// So many ticks a reading of the clock holds: 0.05 to 0.15 ms.
+/// Ticks for which a clock reading is reused: 0.05 to 0.15 ms.
 const CACHE_TICKS: u64 = 1 << 18;
 
-/// A clock that was read within so many ticks of the counter was not interrupted.
+/// A clock reading that took fewer ticks was not interrupted.
 const UNINTERRUPTED_TICKS: u64 = 2000;
 
-/// The rate is measured over this time: counter and clock are then known to a few millionths of it.
+/// Duration of a measurement. The error of the rate is then a few millionths.
 const MEASURED_NS: u64 = 100_000_000;
 
-/// Of real processors a step takes 0.1 to 2 ns.
+/// A tick of a real processor takes 0.1 to 2 ns.
 const PLAUSIBLE: std::ops::Range<u64> = (1 << 32) / 16..(1 << 32) * 4;
 
-/// Nanoseconds of `CLOCK_MONOTONIC`, less than a microsecond behind it. They never go back for a thread.
+/// `CLOCK_MONOTONIC` in nanoseconds, late by less than a microsecond. It never goes back on one
+/// thread.
 #[inline]
 pub fn now_ns(thread: &ThreadState) -> u64 {
     let rate = RATE.load(Ordering::Relaxed);
     let mut passed = 0;
-    // Without a rate the counter may be forbidden.
+    // Without a rate, the counter may be forbidden.
     if is_known(rate) {
         passed = tsc::counter().wrapping_sub(thread.clock_counter.get());
         if passed < CACHE_TICKS {
@@ -53,15 +56,16 @@ pub fn now_ns(thread: &ThreadState) -> u64 {
     }
     let (now, counter) = reading();
     thread.clock_ns.set(now);
-    // Nothing is near 0, so the next reading is one of the clock.
+    // No counter value is near 0, so the next call reads the clock.
     thread.clock_counter.set(counter.unwrap_or(0));
     now
 }
 
-/// The coarse clock is behind the exact one by a tick of the kernel, which takes 1 to 10 ms.
+/// The coarse clock lags behind the exact one by one kernel tick, which is 1 to 10 ms.
 const TICK_NS: u64 = 10_000_000;
 
-/// Under a filter of system calls: the counter goes on from the last reading, between the bounds that the coarse clock gives.
+/// Under a seccomp filter: extrapolates the last reading with the counter, within the bounds of the
+/// coarse clock.
 #[cold]
 fn now_without_clock(thread: &ThreadState, rate: u64, passed: u64) -> u64 {
     let since = (is_known(rate) && thread.clock_counter.get() != 0).then_some((rate, passed));
@@ -71,14 +75,15 @@ fn now_without_clock(thread: &ThreadState, rate: u64, passed: u64) -> u64 {
     now
 }
 
-/// The time so many ticks after `last`, and never before a time that the thread was given since then.
+/// The time after `last` by the given number of ticks, never before a time that the thread was
+/// given since.
 fn extrapolate(last: u64, since: Option<(u64, u64)>, coarse: u64) -> u64 {
     let Some((rate, passed)) = since else { return last.max(coarse) };
     let after = |ticks: u64| last.saturating_add(((u128::from(ticks) * u128::from(rate)) >> 32) as u64);
     after(passed).clamp(coarse, coarse + TICK_NS).max(after(CACHE_TICKS.min(passed)))
 }
 
-/// The clock, and the counter just after it, unless the thread was interrupted between the two.
+/// Reads the clock, and the counter just after it unless the thread was interrupted in between.
 fn reading() -> (u64, Option<u64>) {
     let before = tsc::counter();
     let now = clock::now_ns();
@@ -86,14 +91,14 @@ fn reading() -> (u64, Option<u64>) {
     (now, Some(after).filter(|after| after.wrapping_sub(before) < UNINTERRUPTED_TICKS))
 }
 
-/// Measures the rate of the counter, again and again.
+/// Measures the rate of the counter repeatedly.
 #[derive(Debug, Default)]
 pub struct RateMeasurement {
     since: Option<(u64, u64)>,
 }
 
 impl RateMeasurement {
-    /// To be called every so often, by one thread.
+    /// Called regularly by one thread.
     pub fn measure(&mut self) {
         if !seccomp::may_read_clock() {
             return;
@@ -106,7 +111,7 @@ impl RateMeasurement {
         };
         if ns >= MEASURED_NS {
             self.since = Some((now, counter));
-            // What has stopped meanwhile stays so.
+            // A counter that was forbidden meanwhile stays forbidden.
             let new = rate_of(ns, ticks);
             let unless_forbidden = |rate| (rate != FORBIDDEN).then_some(new);
             let _ = RATE.fetch_update(Ordering::Relaxed, Ordering::Relaxed, unless_forbidden);
@@ -114,7 +119,7 @@ impl RateMeasurement {
     }
 }
 
-/// The rate when so many ticks took so long; 0 when that cannot be.
+/// The rate of `ticks` in `ns`, 0 when the result is not plausible.
 pub fn rate_of(ns: u64, ticks: u64) -> u64 {
     let rate = (u128::from(ns) << 32).checked_div(u128::from(ticks)).unwrap_or(0);
     u64::try_from(rate).ok().filter(|rate| PLAUSIBLE.contains(rate)).unwrap_or(0)

@@ -1,8 +1,8 @@
-//! What ends the watcher's sleep before its time: launching threads ring when many operations have come since it looked last, and a
-//! process that ends rings for the last look.
+//! Wakes the watcher before its pause ends. A launching thread does so after many operations, and
+//! an ending process does so for the final turn.
 //!
-//! A futex, because it is no descriptor that a host can close, and because a signal handler may ring. A rank with as many operations as
-//! a training job has never rings it.
+//! This is a futex: the host cannot close it as it could close a descriptor, and a signal handler
+//! may use it. A rank with as many operations as a training job never wakes the watcher.
 
 use std::{
     sync::atomic::{AtomicU32, Ordering, fence},
@@ -13,26 +13,29 @@ use crate::runtime::os::seccomp;
 
 static REQUESTED: AtomicU32 = AtomicU32::new(0);
 
-/// Wakes the watcher, if this thread may; while it has not answered an earlier request, this is a read of one word.
+/// Wakes the watcher, if this thread may make the system call. While an earlier request is
+/// unanswered, this only reads one word.
 #[cold]
 pub fn wake_watcher() {
     if !seccomp::may_call() {
         return;
     }
-    // What the ring is for was written before the word is read; the watcher empties the word before it looks.
+    // The reason for the request was written before the word is read. The watcher clears the word
+    // before it looks for reasons.
     fence(Ordering::SeqCst);
     if REQUESTED.load(Ordering::Relaxed) == 0 && REQUESTED.swap(1, Ordering::AcqRel) == 0 {
         futex_wake(&REQUESTED);
     }
 }
 
-/// Sleeps until somebody rings, at most `pause`. The watcher only.
+/// Sleeps until a request comes, at most for `pause`. Only the watcher calls it.
 pub fn wait(pause: Duration) {
     futex_wait(&REQUESTED, 0, pause);
     REQUESTED.swap(0, Ordering::SeqCst);
 }
 
-/// Sleeps while the word has this value, at most `pause`; may end early for no reason. Async-signal-safe.
+/// Sleeps while the word has this value, at most for `pause`. May return early without a reason.
+/// Async-signal-safe.
 pub fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
     let time = libc::timespec {
         tv_sec: pause.as_secs() as libc::time_t,
@@ -50,9 +53,9 @@ pub fn futex_wait(word: &AtomicU32, value: u32, pause: Duration) {
     };
 }
 
-/// Wakes whoever sleeps on the word. Async-signal-safe.
+/// Wakes all threads that sleep on the word. Async-signal-safe.
 pub fn futex_wake(word: &AtomicU32) {
-    // SAFETY: only the word's address matters.
+    // SAFETY: the kernel uses only the address of the word.
     unsafe { libc::syscall(libc::SYS_futex, word.as_ptr(), libc::FUTEX_WAKE | libc::FUTEX_PRIVATE_FLAG, i32::MAX) };
 }
 

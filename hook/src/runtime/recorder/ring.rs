@@ -1,4 +1,4 @@
-//! The memory of the flight ring: words behind a memfd, laid out by `xpu_timer_proto::ring`.
+//! The shared memory of the ring: words in a memfd, laid out by `xpu_timer_proto::ring`.
 
 use std::{
     io,
@@ -9,11 +9,11 @@ use xpu_timer_proto::ring::{MAGIC, VERSION, coverage, header, name, offset, op};
 
 use crate::runtime::os::descriptor::{self, Descriptor};
 
-/// The words, mapped for the rest of the process's life: another thread may be writing at any time, and after a fork the
-/// child may still hold a reference, so nothing is ever unmapped.
+/// The words of the ring. They are mapped for the rest of the process's life, because another
+/// thread may be writing at any time, and a forked child may still hold a reference.
 pub struct Ring {
     words: &'static [AtomicU64],
-    /// What the collector gets.
+    /// The descriptor that the collector receives.
     pub descriptor: &'static Descriptor,
 }
 
@@ -24,14 +24,15 @@ pub const COVERAGE_NAME_BYTES: usize = (coverage::WORDS - coverage::NAME) * 8;
 pub const NAME_BYTES: usize = (name::WORDS - name::TEXT) * 8;
 
 impl Ring {
-    /// A ring in shared memory; its descriptor goes to `descriptor`.
+    /// Creates a ring in shared memory, and stores its descriptor in `descriptor`.
     ///
     /// # Errors
     /// When the system has no descriptor or no memory for it.
     pub fn create(descriptor: &'static Descriptor) -> io::Result<Self> {
         let (fd, memory) = descriptor::shared_memory(offset::END)?;
         descriptor.set(fd)?;
-        // SAFETY: the mapping is END bytes, page-aligned, zero, and never unmapped; AtomicU64 has the layout of u64.
+        // SAFETY: the mapping is END bytes, page-aligned, zero, and never unmapped; AtomicU64 has
+        // the layout of u64.
         let words = unsafe { std::slice::from_raw_parts(memory.cast::<AtomicU64>(), offset::END / 8) };
         let ring = Ring { words, descriptor };
         ring.header(header::VERSION).store(u64::from(VERSION), Ordering::Relaxed);
@@ -64,7 +65,7 @@ impl Ring {
     }
 }
 
-/// Stores text as zero-filled words, cut to what fits.
+/// Stores text as words, truncated or padded with zeros.
 pub fn store_text(words: &[AtomicU64], text: &[u8]) {
     let chunks = text.chunks(8).map(|chunk| {
         let mut bytes = [0; 8];

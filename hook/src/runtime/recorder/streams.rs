@@ -1,4 +1,4 @@
-//! The shared stream table.
+//! The stream table that all threads share.
 
 use std::sync::atomic::Ordering;
 
@@ -7,7 +7,8 @@ use xpu_timer_proto::ring::{header, offset, stream};
 use crate::runtime::{lock_free::hash_slot::home_slot, recorder::Recorder};
 
 impl Recorder {
-    /// A kernel or graph on a stream, by a thread that has no room for it in its lane.
+    /// Counts a kernel or graph on a stream, for a thread that has no room for the stream in its
+    /// lane.
     #[cold]
     pub fn on_shared_stream(&self, stream_handle: usize, function: u64, now_ns: u64) {
         let key = stream_handle as u64 + 1;

@@ -1,4 +1,5 @@
-//! The connection to the node collector. Nothing here waits: a collector that is absent, slow or gone costs a retry.
+//! The connection to the node collector. Nothing here blocks: an absent, slow or ended collector
+//! costs a retry.
 
 use std::{
     collections::VecDeque,
@@ -25,16 +26,16 @@ const FIRST_RETRY: Duration = Duration::from_millis(100);
 
 const LAST_RETRY: Duration = Duration::from_secs(5);
 
-/// A collector that has not said Welcome by then is not one.
+/// Time limit for the collector's Welcome.
 const WELCOME_DEADLINE: Duration = Duration::from_secs(10);
 
-/// In that time nobody hears a ring.
+/// Length of a pause in which no wakeup can be received.
 const GREETING_PAUSE: Duration = Duration::from_millis(20);
 
-/// Messages that wait while the socket is full.
+/// Messages that are queued while the socket is full.
 const MOST_WAITING: usize = 64;
 
-/// The connection, in whatever state it is.
+/// The connection in any state.
 pub struct Connection {
     path: PathBuf,
     stage: Stage,
@@ -50,7 +51,7 @@ enum Stage {
 }
 
 impl Connection {
-    /// No connection yet.
+    /// Not connected yet.
     pub fn new(path: PathBuf) -> Self {
         Connection {
             path,
@@ -61,7 +62,8 @@ impl Connection {
         }
     }
 
-    /// Sends a message as soon as it can; forgotten when the connection ends before, because a new Hello says it anew.
+    /// Queues a message. It is dropped when the connection ends, because the next Hello repeats the
+    /// information.
     pub fn send(&mut self, message: Message) {
         if !matches!(self.stage, Stage::Connected) || self.waiting.len() == MOST_WAITING {
             return;
@@ -69,8 +71,9 @@ impl Connection {
         self.waiting.push_back(HookMessage { message: Some(message) }.encode_to_vec());
     }
 
-    /// Connects, greets, sends what waits. True when the collector has just been told Hello. A collector that `is_there` is not listened
-    /// to.
+    /// Connects, exchanges greetings, and sends queued messages. Returns true when Hello has just
+    /// been sent. If the collector is known to be alive (`is_there`), nothing is received from the
+    /// socket.
     pub fn turn(&mut self, hello: &Hello, ring: &Descriptor, log: &mut Log, is_there: bool) -> bool {
         let mut greeted = false;
         let result = match self.stage {
@@ -95,7 +98,8 @@ impl Connection {
         greeted
     }
 
-    /// Sleeps until somebody rings, at most `pause`. While the collector has not said Welcome, its word ends the sleep too.
+    /// Sleeps until a wakeup, at most for `pause`. Before Welcome, a packet of the collector ends
+    /// the sleep too.
     pub fn wait(&mut self, pause: Duration) {
         let greeting = matches!(self.stage, Stage::Greeting { .. });
         let Some(fd) = greeting.then(|| CONNECTION.get()).flatten() else { return wakeup::wait(pause) };
@@ -123,7 +127,7 @@ impl Connection {
         Ok(())
     }
 
-    /// Waits for Welcome and answers it; true when Hello is out.
+    /// Receives Welcome and answers with Hello. True once Hello is sent.
     fn greet(&mut self, since: Instant, hello: &Hello, ring: &Descriptor) -> io::Result<bool> {
         let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
         let mut packet = [0; MAX_PACKET_BYTES];
@@ -137,7 +141,7 @@ impl Connection {
         let Some(node_reply::Message::Welcome(_)) = reply.message else {
             return Err(io::Error::new(io::ErrorKind::InvalidData, "the first packet is not Welcome"));
         };
-        // The kernel's word for the peer, which also holds between PID namespaces.
+        // The peer's pid from the kernel is also correct across PID namespaces.
         ptracer::allow(peer(fd)?.pid);
         let ring = ring.get().ok_or_else(|| io::Error::other("the host closed the ring's descriptor"))?;
         let message = HookMessage { message: Some(Message::Hello(hello.clone())) }.encode_to_vec();
@@ -151,7 +155,7 @@ impl Connection {
         Ok(true)
     }
 
-    /// Reads what the collector says, which is nothing yet, and so notices that it is gone.
+    /// Receives packets, of which there are none yet, in order to notice the end of the collector.
     fn listen(&mut self) -> io::Result<()> {
         let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
         let mut packet = [0; MAX_PACKET_BYTES];
@@ -165,7 +169,7 @@ impl Connection {
         }
         while let Some(message) = self.waiting.front() {
             let fd = CONNECTION.get().ok_or(io::ErrorKind::NotConnected)?;
-            // SAFETY: a socket of ours and a valid buffer.
+            // SAFETY: a socket of the hook and a valid buffer.
             let sent = unsafe {
                 libc::send(fd, message.as_ptr().cast(), message.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL)
             };
@@ -207,12 +211,12 @@ fn address(path: &Path) -> io::Result<libc::sockaddr_un> {
 
 fn open() -> io::Result<i32> {
     let kind = libc::SOCK_SEQPACKET | libc::SOCK_NONBLOCK | libc::SOCK_CLOEXEC;
-    // SAFETY: plain integers.
+    // SAFETY: the arguments are integers.
     let fd = unsafe { libc::socket(libc::AF_UNIX, kind, 0) };
     if fd < 0 { Err(io::Error::last_os_error()) } else { Ok(fd) }
 }
 
-/// A collector of this user or of root: nobody else gets the ring.
+/// Checks that the collector belongs to this user or to root. Others must not get the ring.
 fn trusted(fd: i32) -> io::Result<()> {
     // SAFETY: geteuid takes nothing and cannot fail.
     let me = unsafe { libc::geteuid() };
@@ -233,7 +237,10 @@ fn peer(fd: i32) -> io::Result<libc::ucred> {
     if result == 0 { Ok(credentials) } else { Err(io::Error::last_os_error()) }
 }
 
-/// One packet, `None` when there is none yet, an error when the collector is gone.
+/// Receives one packet. `None` when there is none yet.
+///
+/// # Errors
+/// When the collector has ended.
 fn receive(fd: i32, packet: &mut [u8]) -> io::Result<Option<&[u8]>> {
     // SAFETY: a valid buffer.
     let read = unsafe { libc::recv(fd, packet.as_mut_ptr().cast(), packet.len(), libc::MSG_DONTWAIT) };
@@ -247,9 +254,9 @@ fn receive(fd: i32, packet: &mut [u8]) -> io::Result<Option<&[u8]>> {
     }
 }
 
-/// Sends a packet with a descriptor; false when the socket is full.
+/// Sends a packet with a descriptor. False when the socket is full.
 fn send_with_descriptor(fd: i32, message: &[u8], descriptor: i32) -> io::Result<bool> {
-    // Room for one header and one descriptor, aligned as a header must be.
+    // Room for one header and one descriptor, with the alignment of a header.
     let mut control = [0u64; 4];
     let mut part = libc::iovec { iov_base: message.as_ptr().cast_mut().cast(), iov_len: message.len() };
     // SAFETY: an all-zero msghdr is a valid value of that plain structure.
@@ -257,7 +264,8 @@ fn send_with_descriptor(fd: i32, message: &[u8], descriptor: i32) -> io::Result<
     header.msg_iov = &mut part;
     header.msg_iovlen = 1;
     header.msg_control = control.as_mut_ptr().cast();
-    // SAFETY: these only compute; the first header lies in `control`, which is large enough for one descriptor.
+    // SAFETY: the macros only compute. The first header lies in `control`, which is large enough
+    // for one descriptor.
     let sent = unsafe {
         header.msg_controllen = libc::CMSG_SPACE(size_of::<i32>() as u32) as usize;
         let first = libc::CMSG_FIRSTHDR(&header);
@@ -274,7 +282,7 @@ fn send_with_descriptor(fd: i32, message: &[u8], descriptor: i32) -> io::Result<
     if error.kind() == io::ErrorKind::WouldBlock { Ok(false) } else { Err(error) }
 }
 
-/// The connection is one for the whole process, so tests that touch it take turns.
+/// The process has only one connection, so tests that use it must not run in parallel.
 #[cfg(test)]
 pub static ALONE: std::sync::Mutex<()> = std::sync::Mutex::new(());
 

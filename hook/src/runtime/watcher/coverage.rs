@@ -23,25 +23,26 @@ const HIDDEN_COPY: u8 = 4;
 const UNSEEN: u8 = 5;
 const DEAF: u8 = 6;
 
-/// In the mangled names of a collective library's kernels: NCCL's and RCCL's, and those before 2.19.
+/// Parts of the mangled names of collective kernels: of NCCL and RCCL, and of versions before 2.19.
 const COLLECTIVE_KERNELS: [&str; 2] = ["ncclDevKernel", "ncclKernel"];
 
-/// When the table is made anew after the start; then every minute, and at a hang.
+/// Intervals at which the table is refreshed after the start. The last one repeats. A hang
+/// refreshes it too.
 const SCHEDULE_NS: [u64; 4] = [100_000_000, 1_000_000_000, 10_000_000_000, 60_000_000_000];
 
-/// Keeps the coverage table true.
+/// Keeps the coverage table up to date.
 pub struct Survey {
     next_ns: u64,
     turns: usize,
 }
 
 impl Survey {
-    /// Due at once.
+    /// Due immediately.
     pub fn new() -> Self {
         Survey { next_ns: 0, turns: 0 }
     }
 
-    /// Refreshes the table when it is time.
+    /// Refreshes the table when it is due.
     pub fn turn(&mut self, recorder: &Recorder, now_ns: u64) {
         if now_ns >= self.next_ns {
             self.refresh(recorder, now_ns);
@@ -55,7 +56,8 @@ impl Survey {
         let libraries = libraries();
         let is_collective = |name: &str| COLLECTIVE_KERNELS.iter().any(|part| name.contains(part));
         let rows = || crate::runtime::linker::function_table::functions().take(coverage::SLOTS).enumerate();
-        // Whoever asks the linker for a communicator may still call the collective itself past it.
+        // A program that looked up the communicator functions may still call the collectives past
+        // the hook.
         let unseen = recorder.any_name(is_collective)
             && !rows().any(|(index, function)| runs_collectives(function) && recorder.calls(index) > 0);
         let listens = crate::runtime::linker::library_events::listens();
@@ -71,7 +73,7 @@ impl Survey {
     }
 }
 
-/// Whether a call of it is a collective, and not one that makes or groups them.
+/// Whether a call of it is a collective, rather than the creation of a communicator or group.
 fn runs_collectives(function: &Function) -> bool {
     function.library == Library::Collectives && !["Comm", "Group"].iter().any(|part| function.text().contains(part))
 }
@@ -86,21 +88,23 @@ fn status(function: &Function, calls: u64, libraries: &[String]) -> u8 {
     let of_families = FAMILIES.iter().flat_map(|family| family.sonames(function.library));
     let of_families = of_families.filter_map(|soname| soname.to_str().ok());
     let loaded = of_families.chain(function.library.host_files().iter().copied()).any(|file| {
-        // Opened by soname, or by a name with more digits: libnccl.so.2.29.7.
+        // The library may have been opened by soname or by a name with more digits, such as
+        // libnccl.so.2.29.7.
         libraries.iter().any(|path| path.rsplit('/').next().is_some_and(|name| name.starts_with(file)))
     });
     match function.library {
         _ if !loaded => NOT_LOADED,
         Library::Collectives if function.resolve().is_null() => NOT_THERE,
         Library::Collectives => HOOKED,
-        // A driver function is handed out when it is asked for. The other libraries' are bound by name: nobody did.
+        // A driver function is returned by a lookup. The functions of the other libraries are bound
+        // by name. Neither has happened.
         _ => NOT_ASKED,
     }
 }
 
-/// Writes one entry's layer and status.
+/// Writes the layer and status of one entry.
 pub fn publish_coverage(recorder: &Recorder, function: &Function, index: usize, status: u8) {
-    // A process without such a library hears nothing of it.
+    // A process without such a library does not list these functions.
     if status == NOT_LOADED && !function.library.host_files().is_empty() {
         return;
     }

@@ -1,7 +1,8 @@
-//! The hook's log: one line for each thing that is wrong, and no file when nothing is.
+//! The hook's log: one line per problem, and no file if there is none.
 //!
-//! No file of the network is opened. While such a file system is gone, a process with a thread in it cannot end: the kernel waits for that
-//! thread, even after SIGKILL.
+//! The log never opens a file on a network file system. If such a file system does not answer, the
+//! process cannot end, not even by SIGKILL, because the kernel waits for the thread that is inside
+//! it.
 
 use std::{
     fs::{File, OpenOptions, Permissions},
@@ -12,26 +13,27 @@ use std::{
 
 use xpu_timer_proto::{file, printable, socket::is_remote};
 
-/// More lines than this help nobody.
+/// Maximum number of lines.
 const MOST_LINES: u32 = 200;
 
-/// A longer line says nothing more.
+/// Maximum length of a line.
 const MOST_BYTES: usize = 4096;
 
-/// A file that has grown to this size is left alone.
+/// A file that has reached this size is not extended.
 const MOST_FILE_BYTES: u64 = 2_000_000;
 
-/// A log file that is opened when there is something to say, and closed again: a descriptor is not kept in a foreign process.
+/// A log file that is opened for each line and closed again, so that no descriptor stays open in
+/// the host process.
 pub struct Log {
     place: Place,
-    /// Where it goes when the wanted folder is on a file system of the network.
+    /// Used when the configured folder is on a network file system.
     local: PathBuf,
     lines: u32,
-    /// Its file system has left a line waiting. Another thread must not wait there, too.
+    /// A line is stuck in its file system. No further thread must block there.
     hangs: bool,
 }
 
-/// Where the log is, and whose it has to be.
+/// Path, mode and owner of the log file.
 #[derive(Clone)]
 struct Place {
     path: PathBuf,
@@ -40,15 +42,15 @@ struct Place {
 }
 
 impl Log {
-    /// A log at `path` of this mode, or at `local` when `path` is on a file system of the network.
+    /// A log at `path` with this mode, or at `local` when `path` is on a network file system.
     pub fn new(path: PathBuf, local: PathBuf, mode: u32) -> Self {
         // SAFETY: geteuid takes nothing and cannot fail.
         let owner = unsafe { libc::geteuid() };
         Log { place: Place { path, mode, owner }, local, lines: 0, hangs: false }
     }
 
-    /// Appends a line. Where the file cannot be written there is no log. A file system that does not answer keeps one thread, which
-    /// is not the watcher.
+    /// Appends a line. Does nothing if the file cannot be written. A file system that does not
+    /// answer blocks one thread, which is not the watcher.
     pub fn write_line(&mut self, text: &str) {
         self.lines += 1;
         if self.lines > MOST_LINES || self.hangs {
@@ -58,7 +60,7 @@ impl Log {
         let text = &text[..text.floor_char_boundary(MOST_BYTES)];
         let line = format!("{}.{:03} {}\n", seconds.as_secs(), seconds.subsec_millis(), printable::line(text));
         let mut place = self.place.clone();
-        // Looked at each time: another file system may have been mounted.
+        // Checked for each line, because another file system may have been mounted.
         if is_remote(&place.path) {
             place.path.clone_from(&self.local);
         }
@@ -72,9 +74,11 @@ impl Log {
 }
 
 impl Place {
-    /// The file, when it is this user's own and not as long already as what earlier processes of this id may have left.
+    /// Opens the file if it belongs to this user and has not reached the size limit; earlier
+    /// processes with this pid may have written to it.
     fn open(&self) -> io::Result<File> {
-        // The folder may be /tmp, where a link, a file of somebody else's, or a second name of a file of this user could wait under this name.
+        // In a folder such as /tmp, this name may be a link, a file of another user, or a second
+        // name of a file of this user.
         let flags = libc::O_NOFOLLOW | libc::O_NONBLOCK | libc::O_NOCTTY;
         let file = OpenOptions::new().create(true).append(true).mode(self.mode).custom_flags(flags).open(&self.path)?;
         let status = file.metadata()?;
@@ -82,7 +86,7 @@ impl Place {
             return Err(io::ErrorKind::PermissionDenied.into());
         }
         if status.mode() & 0o777 != self.mode {
-            // The umask has taken from it what the group is to have, or it was there with another mode.
+            // The umask may have removed the group's access, or the file existed with another mode.
             file.set_permissions(Permissions::from_mode(self.mode))?;
         }
         Ok(file)
@@ -123,7 +127,7 @@ mod tests {
         let text = fs::read_to_string(&path).unwrap();
         assert_eq!(text.lines().count(), 3 + MOST_LINES as usize);
         assert!(text.lines().all(|line| line.len() < MOST_BYTES + 50));
-        // Earlier processes of this id.
+        // Written by earlier processes with this pid.
         File::options().write(true).open(&path).unwrap().set_len(MOST_FILE_BYTES + 1).unwrap();
         log(&path, 0o600).write_line("one more");
         assert_eq!(fs::metadata(&path).unwrap().len(), MOST_FILE_BYTES + 1);

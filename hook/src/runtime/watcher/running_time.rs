@@ -1,25 +1,26 @@
-//! How long something has been pending as the watcher lived it. When the whole process was stopped, or its machine was suspended,
-//! nothing could complete, and that time does not count.
+//! Measures how long an operation has been pending while the process ran. While the process is
+//! stopped or its machine is suspended, nothing can complete, so that time does not count.
 
-/// What takes longer than it should by this much was interrupted: the process did not run.
+/// A turn that takes this much longer than expected was interrupted: the process did not run.
 const STOPPED_NS: u64 = 500_000_000;
 
-/// So many stops are remembered; older ones count as time.
+/// Number of stops that are kept. Older ones count as running time.
 const STOPS: usize = 16;
 
-/// Remembers when the process did not run.
+/// Records when the process did not run.
 #[derive(Debug, Default)]
 pub struct RunningTime {
-    // The last mark.
+    // Time of the last mark.
     marked_ns: u64,
-    // From when to when, oldest first.
+    // Begin and end of each stop, oldest first.
     stops: Vec<(u64, u64)>,
-    // The newest one inside the driver.
+    // The newest stop during a driver call.
     in_driver: Option<(u64, u64)>,
 }
 
 impl RunningTime {
-    /// The watcher has paused for this long, or done what takes no time, since the last mark.
+    /// The watcher has slept for `asked_ns` since the last mark, or has done work that takes no
+    /// time.
     pub fn mark(&mut self, now_ns: u64, asked_ns: u64) {
         let Some(stop) = self.stop(now_ns, asked_ns) else { return };
         if self.stops.len() == STOPS {
@@ -28,8 +29,8 @@ impl RunningTime {
         self.stops.push(stop);
     }
 
-    /// The watcher has asked the driver since the last mark, which may have made it wait as well. So only one such stop counts, and a
-    /// driver that is always slow does not keep a hang from being found.
+    /// The watcher has called the driver since the last mark, which may have blocked. Only the
+    /// newest such stop counts, so that a driver that is always slow does not hide a hang.
     pub fn mark_driver(&mut self, now_ns: u64) {
         self.in_driver = self.stop(now_ns, 0).or(self.in_driver);
     }
@@ -40,7 +41,7 @@ impl RunningTime {
         (before_ns > 0 && now_ns > meant_ns.saturating_add(STOPPED_NS)).then_some((meant_ns, now_ns))
     }
 
-    /// Time that passed for the process between two moments.
+    /// Running time between two moments.
     pub fn between(&self, from_ns: u64, to_ns: u64) -> u64 {
         let overlap = |(begin, end): &(u64, u64)| (*end).min(to_ns).saturating_sub((*begin).max(from_ns));
         let stopped: u64 = self.stops.iter().chain(&self.in_driver).map(overlap).sum();
