@@ -1,7 +1,8 @@
-//! Settings of the hook, from a copy of the environment that the launching thread took.
+//! The hook's settings, read from a copy of the environment.
 //!
-//! A copy, because the host may change its environment at any time while the watcher reads; and taken at the first device call, not
-//! at load, because launchers such as torch.multiprocessing set RANK after the process has started.
+//! The launching thread copies the environment, because the host may change it while the watcher
+//! reads. It does so at the first device call rather than at load, because launchers such as
+//! torch.multiprocessing set RANK after the process has started.
 
 use std::{
     ffi::CStr,
@@ -23,7 +24,7 @@ use crate::runtime::os::sys;
 /// The environment as `NAME=value` strings.
 pub type Environment = Vec<String>;
 
-/// What gets a start and an end event.
+/// Which operations get a start and an end event.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Bracket {
@@ -44,19 +45,19 @@ pub struct Config {
     pub hang_timeout: Duration,
     /// The node collector's socket.
     pub socket: PathBuf,
-    /// Where to log.
+    /// Path of the log.
     pub log: PathBuf,
-    /// Where to log when that is on a file system of the network.
+    /// Path of the log when the first one is on a network file system.
     pub local_log: PathBuf,
-    /// Its mode.
+    /// Mode of the log file.
     pub log_mode: u32,
-    /// What gets events.
+    /// Which operations get events.
     pub bracket: Bracket,
-    /// Load and do nothing.
+    /// The hook must do nothing.
     pub disabled: bool,
-    /// What the collector is told.
+    /// The first message to the collector.
     pub hello: Hello,
-    /// Values that could not be used, and variables that change nothing.
+    /// Values that cannot be used, and variables without effect.
     pub problems: Vec<String>,
 }
 
@@ -66,8 +67,8 @@ pub fn snapshot() -> Environment {
         static environ: *const *const std::ffi::c_char;
     }
     let mut copy = Vec::new();
-    // SAFETY: `environ` is a null-terminated array of C strings, or null. The host may change it at this moment in another
-    // thread; every getenv of every library has that race, and this one is run once, right away.
+    // SAFETY: `environ` is null or a null-terminated array of C strings. Another thread of the host
+    // may change it at this moment. Every getenv has that race, and this function runs once.
     unsafe {
         let mut entry = environ;
         while !entry.is_null() && !(*entry).is_null() {
@@ -78,12 +79,12 @@ pub fn snapshot() -> Environment {
     copy
 }
 
-/// The value of a variable in a copied environment.
+/// The value of a variable in the copied environment.
 pub fn value<'a>(environment: &'a Environment, name: &str) -> Option<&'a str> {
     environment.iter().find_map(|entry| entry.strip_prefix(name)?.strip_prefix('='))
 }
 
-/// XPU_TIMER_BRACKET of the environment alone, for the launches before the watcher has read the INI file.
+/// `XPU_TIMER_BRACKET` of the environment, for launches before the watcher has read the INI file.
 pub fn bracket_of(environment: &Environment) -> Bracket {
     value(environment, "XPU_TIMER_BRACKET").and_then(parse_bracket).unwrap_or(Bracket::Collectives)
 }
@@ -99,8 +100,9 @@ fn parse_bracket(text: &str) -> Option<Bracket> {
 }
 
 impl Config {
-    /// Reads everything from the copied environment, where the launcher has put what the INI file says. Without a launcher the file
-    /// is read here, on the watcher, by a thread that is left behind when the file system does not answer.
+    /// Reads the settings from the copied environment, in which the launcher has put the content of
+    /// the INI file. Without a launcher, the watcher reads the file here, on a thread that is
+    /// abandoned if the file system does not answer.
     pub fn read(environment: Environment) -> Self {
         let lookup = |environment: Environment| move |name: &str| value(&environment, name).map(str::to_string);
         let source = Source::with_ini(lookup(environment), |path| file::read_within(Path::new(path)));
@@ -128,7 +130,7 @@ impl Config {
         };
         let bracket = source.parsed("XPU_TIMER_BRACKET", parse_bracket).unwrap_or(Bracket::Collectives);
         let disabled = source.flag("XPU_TIMER_DISABLE");
-        // It was read before there was a log.
+        // The inline hooks read this variable before there was a log.
         source.check("XPU_TIMER_INLINE");
         problems.extend(source.problems().iter().map(ToString::to_string));
         problems.extend(source.without_effect());
@@ -136,7 +138,8 @@ impl Config {
     }
 }
 
-/// The folder of the incidents. A path that no file can have is not sent: the collector uses its own folder.
+/// The folder for incidents. A path that is too long is not sent; then the collector uses its own
+/// folder.
 fn timeline_path(source: &Source, problems: &mut Vec<String>) -> String {
     let path = source.text("XPU_TIMER_TIMELINE_PATH").unwrap_or_default();
     if path.len() <= MOST_PATH_BYTES {
@@ -150,7 +153,7 @@ fn timeline_path(source: &Source, problems: &mut Vec<String>) -> String {
     String::new()
 }
 
-/// Adds what is not in the environment.
+/// Adds what the environment does not contain.
 fn complete(mut info: RankInfo) -> RankInfo {
     info.pid = std::process::id() as i32;
     let command = fs::read("/proc/self/cmdline").unwrap_or_default();
@@ -207,7 +210,7 @@ mod tests {
         let names = ["XPU_TIMER_JOB", "POD_NAME", "POD_IP", "MASTER_ADDR", "MASTER_PORT", "XPU_TIMER_TIMELINE_PATH"];
         let variables: Vec<String> = names.iter().map(|name| format!("{name}={long}")).collect();
         let config = config(&variables.iter().map(String::as_str).collect::<Vec<_>>());
-        // The command of a test is short.
+        // The command line of a test is short.
         let bytes = xpu_timer_proto::Message::encoded_len(&config.hello) + MOST_COMMAND_BYTES;
         assert!(bytes < socket::MAX_PACKET_BYTES, "{bytes}");
         assert_eq!(config.hello.timeline_path, "");

@@ -1,4 +1,4 @@
-//! The end of the process.
+//! The end of the process: a final turn of the watcher, and the farewell to the collector.
 
 use std::{
     ffi::{c_int, c_void},
@@ -18,21 +18,23 @@ use crate::runtime::{
     recorder::{Recorder, running},
 };
 
-/// `HookMessage { goodbye }` on the wire, for the exit handler, which must not allocate.
+/// The encoding of `HookMessage { goodbye }`, for the exit handler, which must not allocate.
 pub const GOODBYE: [u8; 2] = [0x2a, 0x00];
 
 static EXIT_HANDLER: AtomicBool = AtomicBool::new(false);
 
-/// A process that ends waits no longer than this for the watcher, which normally needs a fraction of a millisecond.
+/// How long an ending process waits for the watcher, which normally needs a fraction of a
+/// millisecond.
 const FINAL_TURN_TIMEOUT: Duration = Duration::from_millis(50);
 
-/// Has the hook told of the process's end, once.
+/// Registers the exit handlers once.
 pub fn watch_exits() {
     unsafe extern "C" {
         fn __cxa_at_quick_exit(handler: extern "C" fn(*mut c_void), library: *mut c_void) -> c_int;
     }
     if !EXIT_HANDLER.swap(true, Ordering::Relaxed) {
-        // SAFETY: handlers of the right type, in a library that is never unloaded. A failure costs what they do.
+        // SAFETY: handlers of the right type, in a library that is never unloaded. If the
+        // registration fails, the handlers do not run.
         unsafe {
             libc::atexit(at_exit);
             __cxa_at_quick_exit(at_quick_exit, std::ptr::null_mut());
@@ -45,26 +47,28 @@ pub fn is_ending() -> bool {
     PROCESS.is_ending.load(Ordering::SeqCst)
 }
 
-/// Whether the ending process waits for the watcher's last look.
+/// Whether the ending process waits for the watcher's final turn.
 pub fn wants_final_turn() -> bool {
     PROCESS.final_turn.load(Ordering::Acquire) == FINAL_TURN_WANTED
 }
 
-/// The watcher has looked.
+/// Called by the watcher after the final turn.
 pub fn final_turn_done() {
     PROCESS.final_turn.store(FINAL_TURN_DONE, Ordering::Release);
     wakeup::futex_wake(&PROCESS.final_turn);
 }
 
-/// Has what is complete by now written to the ring, and keeps the watcher out of a driver that is being torn down: handlers run last
-/// in, first out, so the driver's own comes after this one. The connection stays, because a handler that runs later may hang.
+/// Lets the watcher record what is complete by now, and then keeps it out of the driver, which is
+/// about to be torn down. Exit handlers run in reverse order, so the driver's handler runs after
+/// this one. The connection stays open, because a later handler may hang.
 extern "C" fn at_exit() {
     if seccomp::may_call() {
         if let Some(recorder) = running_in_own_process() {
             finish_watching(recorder);
         }
     } else {
-        // A child of vfork runs no exit handlers. Nobody may be waited for.
+        // A child of vfork runs no exit handlers, so this is the process itself. Nothing can be
+        // waited for.
         PROCESS.is_ending.store(true, Ordering::SeqCst);
     }
 }
@@ -84,13 +88,13 @@ pub fn finish_watching(recorder: &Recorder) {
         }
     }
     PROCESS.is_ending.store(true, Ordering::SeqCst);
-    // The watcher is normally asleep, or microseconds inside an event query.
+    // The watcher is usually asleep, or inside an event query for microseconds.
     while recorder.ring.header(header::WATCHER_CALL).load(Ordering::SeqCst) != 0 && !left().is_zero() {
         std::thread::yield_now();
     }
 }
 
-/// Of quick_exit(3), which runs no other handlers and says how it ends nowhere else.
+/// Handler for quick_exit(3), which runs no other handlers and does not pass its status on.
 extern "C" fn at_quick_exit(_: *mut c_void) {
     at_exit();
     if running().is_some() && PROCESS.quick_exit.load(Ordering::Relaxed) == QUICK_SUCCESS {
@@ -98,10 +102,12 @@ extern "C" fn at_quick_exit(_: *mut c_void) {
     }
 }
 
-/// In [`ProcessState::quick_exit`]: its status was 0.
+/// Value of [`ProcessState::quick_exit`](crate::runtime::os::process::ProcessState::quick_exit) for
+/// status 0.
 pub const QUICK_SUCCESS: c_int = 1;
 
-/// Tells the collector that this end is meant: in the ring, and, where that is allowed, at once.
+/// Tells the collector that the process ends on purpose: in the ring, and by a message if the
+/// thread may send one.
 pub fn say_goodbye() {
     if let Some(recorder) = running() {
         recorder.ring.header(header::GOODBYE).store(1, Ordering::Release);
@@ -110,7 +116,8 @@ pub fn say_goodbye() {
         && let Some(fd) = CONNECTION.get()
     {
         let goodbye = GOODBYE;
-        // SAFETY: the descriptor is a socket of ours, checked just now; nothing waits and no signal is raised.
+        // SAFETY: the descriptor is a socket of the hook that was just checked. The call does not
+        // block and raises no signal.
         unsafe {
             libc::send(fd, goodbye.as_ptr().cast(), goodbye.len(), libc::MSG_DONTWAIT | libc::MSG_NOSIGNAL);
         }

@@ -1,5 +1,6 @@
-//! What the process is besides a training job, where that decides whether the hook may work in it at all: a program that shut itself
-//! in, or one that is run under a sanitizer. Asked at the first device call; a program of which the hook keeps out runs as without it.
+//! Decides whether the hook may work in this process. It must not when the program has installed a
+//! seccomp filter or runs under a sanitizer. The check is made at the first device call; the
+//! program then runs as without the hook.
 
 use std::{
     ffi::CStr,
@@ -16,10 +17,11 @@ use crate::runtime::{
     },
 };
 
-/// Filters of system calls that were there when the library was loaded.
+/// Number of seccomp filters when the library was loaded.
 static FILTERS_AT_LOAD: AtomicU32 = AtomicU32::new(0);
 
-/// When the library is loaded, by calls that the linker has just made to load it.
+/// Called when the library is loaded. It makes only system calls that the linker has just made to
+/// load it.
 pub fn record_filters_at_load() {
     let filters = filters();
     FILTERS_AT_LOAD.store(filters, Ordering::Relaxed);
@@ -37,44 +39,47 @@ pub fn record_filters_at_load() {
     }
 }
 
-/// Whether the process is under more filters than the launched command was. Then a program of the job has put them on itself and has
-/// executed this one. On another machine the variable says nothing: a daemon that passes the environment on has filters of its own.
+/// Whether the process has more filters than the launched command had. If so, a program of the job
+/// installed them and executed this one. On another machine the variable does not count: a daemon
+/// that passes the environment on has filters of its own.
 fn has_more(filters: u32, launched: &[u8], boot: &[u8]) -> bool {
     let mut parts = launched.split(|byte| *byte == b':');
     let count = parts.next().and_then(|count| std::str::from_utf8(count).ok()?.parse::<u32>().ok());
     count.is_some_and(|count| filters > count) && parts.next() == Some(boot.trim_ascii())
 }
 
-/// How many there were.
+/// The number of filters when the library was loaded.
 pub fn filters_at_load() -> u32 {
     FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
-/// Whether the hook must keep out of this process.
+/// Whether the hook must not work in this process.
 pub fn must_stay_out() -> bool {
     has_installed_filter() || runs_under_sanitizer()
 }
 
-/// Whether the process has put a filter of system calls on itself. Such a filter often kills who calls what the program itself has no
-/// need of, and what it kills for cannot be asked for. A filter that was there from the start is another matter: those of container
-/// runtimes refuse with an error, and those of service managers allow what every program does.
+/// Whether the program has installed a seccomp filter. Such a filter often ends the process at
+/// calls that the program does not need, and the kernel does not say which calls those are. Filters
+/// from before the start are harmless: those of container runtimes return an error, and those of
+/// service managers permit what every program does.
 fn has_installed_filter() -> bool {
-    // To ask is a system call as well, so what the hook has seen of the program's calls comes first.
+    // Counting the filters is a system call too, so what the hook has seen comes first.
     !may_call() || filters() > FILTERS_AT_LOAD.load(Ordering::Relaxed)
 }
 
-/// Whether a sanitizer is at work that takes the watcher for a thread of the program. The locks of their allocators do not survive a
-/// fork beside a thread that allocates: the child waits for ever. And a child in which a thread is started, or that does not have the
-/// threads whose memory it has, fails by their judgement.
+/// Whether the process runs under a sanitizer, which treats the watcher as a thread of the program.
+/// The locks of sanitizers' allocators do not survive a fork while another thread allocates: the
+/// child deadlocks. Sanitizers also report an error in a child that starts a thread, or that lacks
+/// threads whose memory it has.
 fn runs_under_sanitizer() -> bool {
     let marks = [c"__asan_init", c"__hwasan_init", c"__lsan_do_leak_check", c"__msan_init", c"__tsan_init"];
     marks.iter().any(|mark| !look_up(libc::RTLD_DEFAULT, mark).is_null())
 }
 
-/// Filters of system calls that are in force for the calling thread, by a call that every program makes: it opens and reads a file.
-/// The one of the process is that of its first thread; kernels before 3.17 have no other.
+/// Number of filters of the calling thread. Opening and reading a file are calls that every program
+/// makes. Kernels before 3.17 have only the file of the process, which describes its first thread.
 fn filters() -> u32 {
-    // Before them stands the list of the user's groups, of which a directory service gives thousands.
+    // The list of the user's groups comes first. Directory services may define thousands.
     let mut text = vec![0; 64 << 10];
     let paths = [c"/proc/thread-self/status", c"/proc/self/status"];
     let length = paths.iter().map(|path| sys::read_file(path, &mut text)).find(|length| *length != 0).unwrap_or(0);

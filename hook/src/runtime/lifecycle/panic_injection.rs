@@ -1,5 +1,6 @@
-//! Faults that the tests put into the hook's own code: `XPU_TIMER_TEST_PANIC=ncclAllReduce:3` panics inside the hook at the
-//! third call of that function, `*:1` at the first of each. Costs one load of a flag while nobody asks for it.
+//! Panics inside the hook, for tests. `XPU_TIMER_TEST_PANIC=ncclAllReduce:3` panics at the third
+//! call of that function, `*:1` at the first call of each. Without the variable this costs one load
+//! of a flag per call.
 
 use std::sync::{Mutex, atomic::Ordering};
 
@@ -11,7 +12,7 @@ use crate::runtime::{
 
 static WANTED: Mutex<Option<(String, u64)>> = Mutex::new(None);
 
-/// Reads the variable once, at the start.
+/// Reads the variable at the start.
 pub fn configure(recorder: &Recorder, environment: &Environment) {
     let wanted = config::value(environment, "XPU_TIMER_TEST_PANIC").and_then(parse);
     recorder.inject.store(wanted.is_some(), Ordering::Relaxed);
@@ -25,7 +26,7 @@ fn parse(text: &str) -> Option<(String, u64)> {
     Some((name.to_string(), call.parse().ok()?))
 }
 
-/// Panics if this is the call that the test named.
+/// Panics if the variable names this call.
 #[cold]
 pub fn maybe_panic(function: &'static Function) {
     let Some(recorder) = recorder::running() else { return };

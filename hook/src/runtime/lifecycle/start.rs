@@ -1,6 +1,7 @@
-//! The lazy start at the first device call, and the ends: fork and exit.
+//! Starts the hook at the first device call.
 //!
-//! Until that call the process has nothing of the hook but its code: no thread, no descriptor, no memory. A forked child is such a process again.
+//! Before that, the process has nothing of the hook but its code: no thread, no descriptor, no
+//! memory. The same is true for a forked child.
 
 use std::sync::atomic::Ordering;
 
@@ -35,10 +36,11 @@ use crate::runtime::{
     },
 };
 
-/// After a start that failed for want of descriptors or memory, the next is tried this much later.
+/// Delay after a start that failed because of missing descriptors or memory.
 const RETRY_NS: u64 = 1_000_000_000;
 
-/// The process's recorder, started if this is the first device call. `None` when the hook is off or could not start.
+/// The process's recorder, which is started at the first device call. `None` when the hook is off
+/// or could not start.
 #[inline]
 pub fn recorder() -> Option<&'static Recorder> {
     running().or_else(start)
@@ -51,7 +53,8 @@ fn start() -> Option<&'static Recorder> {
     }
     let set_up_in = SET_UP_IN.load(Ordering::Relaxed);
     if set_up_in != 0 && set_up_in != pid() {
-        // A child of the bare system call. Locks of the C library may be held by threads that it does not have, so nothing is set up.
+        // A child of the bare system call. Locks of the C library may be held by threads that the
+        // child does not have, so the hook stays off.
         forget_parent();
         OFF.store(true, Ordering::Relaxed);
     }
@@ -59,7 +62,8 @@ fn start() -> Option<&'static Recorder> {
         return None;
     }
     if PROCESS.stage.compare_exchange(IDLE, STARTING, Ordering::Acquire, Ordering::Acquire).is_err() {
-        // Another thread is at it, which takes well under a millisecond. It is not waited for any longer than that.
+        // Another thread is starting the hook, which takes well under a millisecond. Do not wait
+        // longer than that.
         for _ in 0..1000 {
             std::thread::yield_now();
             if let Some(recorder) = running() {
@@ -88,7 +92,8 @@ fn set_up_if_allowed() -> Option<&'static Recorder> {
     running().or_else(set_up)
 }
 
-/// Beside the ring: the recorder's tables, and the watcher's stack and heap, with as much to spare again.
+/// Memory beside the ring: the recorder's tables, the watcher's stack and heap, and as much again
+/// in reserve.
 const ROOM_BYTES: usize = 16 << 20;
 
 fn set_up() -> Option<&'static Recorder> {
@@ -96,7 +101,8 @@ fn set_up() -> Option<&'static Recorder> {
         return None;
     }
     SET_UP_IN.store(pid(), Ordering::Relaxed);
-    // SAFETY: a whole page of this library's zero data, which nothing but `PROCESS` lies in. Kernels before 4.14 refuse.
+    // SAFETY: a full page of this library's zero data that contains only `PROCESS`. Kernels before
+    // 4.14 return an error.
     unsafe { libc::madvise((&raw const PROCESS).cast_mut().cast(), size_of::<ProcessState>(), libc::MADV_WIPEONFORK) };
     let recorder = Recorder::boxed(&RING).ok()?;
     if tsc::kernel_forbids() {

@@ -1,22 +1,23 @@
-//! What the parts without locks are made of. `tests/models` compiles the same files ([`super::slot`], [`super::handoff`],
-//! [`super::queue`], [`super::event_pools`], [`super::counter`]) with the atomics of loom and smaller sizes in place of these.
+//! The atomics and sizes of the lock-free data structures. `tests/models` compiles the other files
+//! of this folder with the atomics of loom and smaller sizes in place of this file.
 
 use std::cell::UnsafeCell;
 pub use std::sync::atomic::{AtomicU8, AtomicU16, AtomicU32, AtomicU64, AtomicUsize, Ordering, fence};
 
-/// Spare events a lane keeps; more go to the pool of their context.
+/// Spare events per lane. Further events go to the pool of their context.
 pub const LANE_EVENTS: usize = 1024;
 
-/// Contexts whose events are kept for reuse; those of further ones are made and destroyed each time.
+/// Contexts whose events are reused. The events of further contexts are created and destroyed each
+/// time.
 pub const CONTEXTS: usize = 16;
 
-/// Spare events a context keeps; more are destroyed.
+/// Spare events per context. Further events are destroyed.
 pub const POOL_EVENTS: usize = 512;
 
-/// A word that one thread at a time may touch.
+/// A word that only one thread at a time may access.
 pub struct Word(UnsafeCell<usize>);
 
-// SAFETY: the callers of its functions promise that no two threads are in them at once.
+// SAFETY: the callers guarantee that no two threads access a word at the same time.
 unsafe impl Sync for Word {}
 
 impl Word {
@@ -25,21 +26,21 @@ impl Word {
         Word(UnsafeCell::new(0))
     }
 
-    /// The word.
+    /// Reads the word.
     ///
     /// # Safety
-    /// No other thread writes it meanwhile.
+    /// No other thread writes the word at the same time.
     pub unsafe fn get(&self) -> usize {
-        // SAFETY: as above.
+        // SAFETY: the caller's promise.
         unsafe { *self.0.get() }
     }
 
     /// Replaces the word.
     ///
     /// # Safety
-    /// No other thread reads or writes it meanwhile.
+    /// No other thread reads or writes the word at the same time.
     pub unsafe fn set(&self, word: usize) {
-        // SAFETY: as above.
+        // SAFETY: the caller's promise.
         unsafe { *self.0.get() = word }
     }
 }

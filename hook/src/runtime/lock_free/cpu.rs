@@ -1,12 +1,13 @@
 //! Hints to the processor.
 
-/// Asks the processor for the cache line of a word that is written soon. A word of the ring was last written by the watcher, often
-/// on another core.
+/// Prefetches the cache line of a word that is written soon. The watcher wrote the words of the
+/// ring last, often on another core.
 #[inline(always)]
 pub fn prefetch<T>(word: &T) {
     #[cfg(target_arch = "x86_64")]
-    // SAFETY: a hint without effect but on the cache; a processor that does not know it takes it for no operation. The compiler's
-    // own function emits the instruction for words that are only read, because the first processors of this kind lacked this one.
+    // SAFETY: this hint only affects the cache; a processor without the instruction executes it as
+    // a no-op. The compiler's intrinsic emits the prefetch for reading, because the first x86-64
+    // processors lacked this one.
     unsafe {
         std::arch::asm!("prefetchw [{}]", in(reg) std::ptr::from_ref(word), options(nostack, preserves_flags));
     }

@@ -1,14 +1,14 @@
-//! Spare events by context.
+//! Spare events, by context.
 
 use super::{
     atomic::{AtomicUsize, CONTEXTS, Ordering, POOL_EVENTS},
     queue::Queue,
 };
 
-/// The watcher keeps at least this many.
+/// The watcher keeps at least this many per context.
 pub const LOW: usize = 32;
 
-/// Spare events by context.
+/// Spare events, by context.
 pub struct EventPools {
     contexts: [AtomicUsize; CONTEXTS],
     events: [Queue<POOL_EVENTS>; CONTEXTS],
@@ -23,7 +23,7 @@ impl EventPools {
         }
     }
 
-    /// The spare events of a context, which gets its pool when it is first seen.
+    /// The spare events of a context. A new context gets a pool, if one is left.
     pub fn of(&self, context: usize) -> Option<&Queue<POOL_EVENTS>> {
         for (known, events) in self.contexts.iter().zip(&self.events) {
             let found = known.load(Ordering::Relaxed);
@@ -40,7 +40,7 @@ impl EventPools {
         None
     }
 
-    /// Contexts with a pool.
+    /// Contexts that have a pool.
     pub fn contexts(&self) -> impl Iterator<Item = (usize, &Queue<POOL_EVENTS>)> {
         let known = self.contexts.iter().map(|context| context.load(Ordering::Relaxed));
         known.zip(&self.events).take_while(|(context, _)| *context != 0)

@@ -1,7 +1,8 @@
-//! What passes between a launching thread and the watcher: slots of operations that have begun, and spare events that come back.
+//! The exchange between a launching thread and the watcher: slots of new operations go to the
+//! watcher, spare events come back.
 //!
-//! Each lane has a [`Handoff`] of its own, so that two threads that launch at the same time write no cache line in common. Both
-//! directions are without locks and neither side waits.
+//! Each lane has a [`Handoff`] of its own, so that two threads that launch at the same time write
+//! to different cache lines. Both directions are lock-free, and neither side waits.
 
 use super::{
     atomic::{AtomicU32, AtomicUsize, LANE_EVENTS as SPARE, Ordering},
@@ -9,15 +10,17 @@ use super::{
     slot::Slot,
 };
 
-/// Cells in a cache line.
+/// Cells per cache line.
 const CELLS_A_LINE: usize = 8;
 
-/// Of one lane. Processors fetch cache lines in pairs, hence the alignment.
+/// The exchange of one lane. It is aligned to two cache lines, because processors fetch them in
+/// pairs.
 #[repr(align(128))]
 pub struct Handoff {
-    /// The slot that began last, plus one, 0 for none; those before it follow by [`Slot::begun`].
+    /// The newest slot plus one, 0 for none. The earlier ones are linked by [`Slot::begun`].
     begun: AtomicU32,
-    /// Whose events these are: the first context that the lane's thread launched in, 0 before that.
+    /// The context of the events: the first context in which the lane's thread launched, 0 before
+    /// that.
     context: AtomicUsize,
     /// Where the thread takes the next event.
     taken: AtomicUsize,
@@ -29,12 +32,13 @@ pub struct Handoff {
 struct Given {
     /// Where the watcher puts the next event.
     next: AtomicUsize,
-    /// Events, 0 for an empty cell. In a place of its own, because the first device call may be made on a very small stack.
+    /// Events, 0 for an empty cell. On the heap, because the thread of the first device call may
+    /// have a very small stack.
     cells: Box<[AtomicUsize]>,
 }
 
 impl Handoff {
-    /// Nothing under way.
+    /// An empty exchange.
     pub fn new() -> Self {
         Handoff {
             begun: AtomicU32::new(0),
@@ -44,7 +48,8 @@ impl Handoff {
         }
     }
 
-    /// Hands a slot, which is in no list, to the watcher. Threads without a lane share one list, so any thread may come between.
+    /// Hands a slot, which is in no list, to the watcher. Threads without a lane share one list, so
+    /// they may compete.
     pub fn push(&self, slots: &[Slot], index: usize) {
         let mut newest = self.begun.load(Ordering::Relaxed);
         loop {
@@ -56,7 +61,7 @@ impl Handoff {
         }
     }
 
-    /// Takes all slots that were handed over, newest first. The watcher only.
+    /// Takes all slots of the list, newest first. Called by the watcher only.
     pub fn take(&self, slots: &[Slot], mut each: impl FnMut(usize)) {
         if self.begun.load(Ordering::Relaxed) == 0 {
             return;
@@ -69,7 +74,7 @@ impl Handoff {
         }
     }
 
-    /// A spare event of a context. The lane's thread only.
+    /// Takes a spare event of a context. Called by the lane's thread only.
     #[inline]
     pub fn take_event(&self, context: usize) -> Option<usize> {
         if self.context.load(Ordering::Relaxed) != context {
@@ -83,18 +88,20 @@ impl Handoff {
         }
         cell.store(0, Ordering::Release);
         self.taken.store(place.wrapping_add(1), Ordering::Relaxed);
-        // The watcher wrote the next line, on another core, and this thread comes to it some operations later.
+        // The watcher wrote the next cache line on another core, and this thread reaches it a few
+        // operations later.
         cpu::prefetch(&self.given.cells[place.wrapping_add(CELLS_A_LINE) % SPARE]);
         Some(event)
     }
 
-    /// The lane belongs to the first context that it sees; a thread that launches in several takes the others' from their pools.
+    /// Binds the lane to the first context. A thread that launches in several contexts takes the
+    /// events of the others from their pools.
     #[cold]
     fn adopt(&self, context: usize) -> Option<()> {
         self.context.compare_exchange(0, context, Ordering::Relaxed, Ordering::Relaxed).ok().map(|_| ())
     }
 
-    /// Gives an event back; false when there is no room for it here. The watcher only.
+    /// Gives an event back. False when there is no room. Called by the watcher only.
     pub fn give_event(&self, context: usize, event: usize) -> bool {
         let place = self.given.next.load(Ordering::Relaxed);
         let cell = &self.given.cells[place % SPARE];
@@ -106,7 +113,7 @@ impl Handoff {
         true
     }
 
-    /// How many spare events there are; a guess while they come and go.
+    /// The number of spare events, approximate while they are exchanged.
     pub fn events(&self) -> usize {
         let given = self.given.next.load(Ordering::Relaxed);
         given.wrapping_sub(self.taken.load(Ordering::Relaxed)).min(SPARE)

@@ -1,9 +1,11 @@
-//! Where a table looks for a key first.
+//! The hash function of the open-addressing tables.
 
-/// Knuth's multiplicative hash: 2^64 divided by the golden ratio. Neighbouring keys, such as handles, come to lie far apart.
+/// Knuth's multiplicative hash: 2^64 divided by the golden ratio. It spreads neighbouring keys such
+/// as handles.
 const FACTOR: u64 = 0x9E37_79B9_7F4A_7C15;
 
-/// The place of a key in a table of so many places, a power of two: the highest bits of the product, which every bit of the key moves.
+/// Where the search for a key begins in a table of `PLACES` entries, a power of two. The highest
+/// bits of the product depend on every bit of the key.
 #[inline(always)]
 pub fn home_slot<const PLACES: usize>(key: u64) -> usize {
     const { assert!(PLACES.is_power_of_two() && PLACES > 1) };

@@ -1,7 +1,8 @@
-//! A bounded queue of words without locks, for several writers and readers: the spare events of a context, for threads that have
-//! none of their own in [`super::handoff`].
+//! A bounded lock-free queue with several readers and writers. It contains the spare events of a
+//! context, for threads that have none of their own in [`super::handoff`].
 //!
-//! Every cell carries a lap counter that says whose turn it is, so a full queue refuses and an empty one answers nothing; neither waits.
+//! Each cell has a lap counter that tells whose turn it is. A full queue refuses an element and an
+//! empty one returns none; neither waits.
 
 use super::atomic::{AtomicUsize, Ordering, Word};
 
@@ -18,14 +19,17 @@ pub struct Queue<const SLOTS: usize> {
 }
 
 impl<const SLOTS: usize> Queue<SLOTS> {
-    /// An empty queue. The only allocation.
+    /// An empty queue. This is the only allocation.
     pub fn new() -> Self {
         const { assert!(SLOTS.is_power_of_two()) };
         let cells = (0..SLOTS).map(|turn| Cell { turn: AtomicUsize::new(turn), word: Word::new() }).collect();
         Queue { cells, head: AtomicUsize::new(0), tail: AtomicUsize::new(0) }
     }
 
-    /// Appends a word, or gives it back when the queue is full.
+    /// Appends a word.
+    ///
+    /// # Errors
+    /// Returns the word when the queue is full.
     pub fn push(&self, word: usize) -> Result<(), usize> {
         let mut position = self.tail.load(Ordering::Relaxed);
         loop {
@@ -39,7 +43,8 @@ impl<const SLOTS: usize> Queue<SLOTS> {
                     Ordering::Relaxed,
                 ) {
                     Ok(_) => {
-                        // SAFETY: the exchange made this position ours until the turn is stored.
+                        // SAFETY: the exchange reserved this position for the thread until `turn`
+                        // is stored.
                         unsafe { cell.word.set(word) };
                         cell.turn.store(position.wrapping_add(1), Ordering::Release);
                         return Ok(());
@@ -64,7 +69,8 @@ impl<const SLOTS: usize> Queue<SLOTS> {
             if turn == due {
                 match self.head.compare_exchange_weak(position, due, Ordering::Relaxed, Ordering::Relaxed) {
                     Ok(_) => {
-                        // SAFETY: the exchange made this position ours until the turn is stored.
+                        // SAFETY: the exchange reserved this position for the thread until `turn`
+                        // is stored.
                         let word = unsafe { cell.word.get() };
                         cell.turn.store(position.wrapping_add(SLOTS), Ordering::Release);
                         return Some(word);
@@ -79,7 +85,7 @@ impl<const SLOTS: usize> Queue<SLOTS> {
         }
     }
 
-    /// How many words are in it; a guess while others push and pop.
+    /// The number of words, approximate while other threads push and pop.
     pub fn len(&self) -> usize {
         self.tail.load(Ordering::Relaxed).wrapping_sub(self.head.load(Ordering::Relaxed)).min(SLOTS)
     }

@@ -1,11 +1,11 @@
-//! Identities of communicators.
+//! Identities of communicators that are equal on all ranks.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
 use crate::runtime::os::{clock, process};
 
-/// A 64-bit hash that is the same on every machine and never 0. FNV-1a, finished by the mixer of MurmurHash3, because
-/// FNV's high bits are weak for short input.
+/// A 64-bit hash that is the same on every machine and never 0: FNV-1a with the finalizer of
+/// MurmurHash3, because the high bits of FNV are weak for short input.
 pub fn hash(parts: &[&[u8]]) -> u64 {
     let mut hash = 0xcbf2_9ce4_8422_2325u64;
     for byte in parts.iter().flat_map(|part| part.iter()) {

@@ -9,16 +9,16 @@ use crate::runtime::{lock_free::hash_slot::home_slot, os::thread_state};
 /// Private side of an entry.
 #[derive(Default)]
 pub struct Entry {
-    /// Library handle while the communicator lives, else 0.
+    /// The library's handle while the communicator exists, else 0.
     pub handle: AtomicU64,
-    /// 0 free, 1 taken, 2 dead and reusable.
+    /// [`FREE`], [`TAKEN`] or [`DEAD`].
     pub life: AtomicU32,
-    /// Splits so far: the number that makes the children's identities differ.
+    /// Number of splits, which distinguishes the identities of the children.
     pub splits: AtomicU32,
-    /// Operations that wait for a nonblocking call to finish; slot plus one.
+    /// Operations that wait for a nonblocking call; slot plus one.
     pub waiting: AtomicU32,
     pub state: AtomicU32,
-    /// Index of the one that it is made of plus one: that tells when this one is there.
+    /// Index of the parent plus one. The parent tells when this communicator is ready.
     pub parent: AtomicU32,
 }
 
@@ -29,7 +29,7 @@ pub const DEAD: u32 = 2;
 /// All communicators of the process.
 pub struct CommunicatorTable {
     pub entries: Box<[Entry]>,
-    /// Entries from here on have never been used.
+    /// Entries from here on were never used.
     used: AtomicUsize,
 }
 
@@ -39,13 +39,14 @@ impl CommunicatorTable {
         CommunicatorTable { entries: (0..comm::SLOTS).map(|_| Entry::default()).collect(), used: AtomicUsize::new(0) }
     }
 
-    /// How many entries have ever been used.
+    /// Number of entries that were ever used.
     pub fn used(&self) -> usize {
         self.used.load(Ordering::Acquire).min(comm::SLOTS)
     }
 
-    /// The live communicator of a handle. Each thread remembers where it found those that it uses; a job of tensor, pipeline
-    /// and data parallelism has dozens, and some programs hundreds.
+    /// The communicator with this handle. Each thread caches the indices that it uses. A job with
+    /// tensor, pipeline and data parallelism has dozens of communicators, some programs have
+    /// hundreds.
     #[inline]
     pub fn find(&self, handle: usize) -> Option<usize> {
         if handle == 0 {

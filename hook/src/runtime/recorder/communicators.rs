@@ -1,6 +1,8 @@
-//! The communicator table: identities that are equal on all ranks without reading any library's internals.
+//! The communicator table. Identities are equal on all ranks, without reading a library's internal
+//! state.
 //!
-//! An entry belongs to the thread that created the communicator until its handle is published; the counters are shared.
+//! An entry belongs to the thread that created the communicator until its handle is published. The
+//! counters are shared.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -11,12 +13,12 @@ use xpu_timer_proto::{
 
 use crate::runtime::recorder::{Recorder, communicator_table::DEAD, operations::comm_of};
 
-/// What is known of a communicator when it is created.
+/// A communicator as it is created.
 #[derive(Debug, Clone, Copy)]
 pub struct NewCommunicator {
     /// Identity, equal on all ranks.
     pub id: u64,
-    /// Ranks, 0 while unknown.
+    /// Number of ranks, 0 while unknown.
     pub size: u32,
     /// This process's rank, -1 while unknown.
     pub rank: i32,
@@ -24,7 +26,7 @@ pub struct NewCommunicator {
     pub device: i32,
     /// Identity of the parent, 0 for none.
     pub parent: u64,
-    /// When the call was entered.
+    /// Time at which the call began.
     pub created_ns: u64,
 }
 
@@ -38,7 +40,8 @@ impl Recorder {
         &self.comm_entry(index)[word]
     }
 
-    /// Publishes a communicator that is being created. `None` when the table is full of live ones; that is counted.
+    /// Publishes a communicator that is being created. `None` when the table is full, which is
+    /// counted.
     pub fn create_comm(&self, new: &NewCommunicator) -> Option<usize> {
         let Some(index) = self.comms.take() else {
             self.count(header::OVERFLOWS);
@@ -65,7 +68,8 @@ impl Recorder {
         Some(index)
     }
 
-    /// The library has given a communicator its handle. Another one of that handle must have ended unseen.
+    /// Sets the handle that the library returned. Another communicator with this handle must have
+    /// ended unseen.
     pub fn set_comm_handle(&self, index: usize, handle: usize) {
         if let Some(gone) = self.comms.find(handle).filter(|found| *found != index) {
             self.retire_comm(gone);
@@ -79,22 +83,22 @@ impl Recorder {
         self.comms.entries[index].handle.load(Ordering::Acquire) != 0
     }
 
-    /// The communicator of this process that one is being made of.
+    /// Sets the communicator of this process from which this one is created.
     pub fn set_comm_parent(&self, index: usize, parent: usize) {
         self.comms.entries[index].parent.store(parent as u32 + 1, Ordering::Relaxed);
     }
 
-    /// As above.
+    /// The communicator set by [`Recorder::set_comm_parent`].
     pub fn comm_parent(&self, index: usize) -> Option<usize> {
         self.comms.entries[index].parent.load(Ordering::Relaxed).checked_sub(1).map(|parent| parent as usize)
     }
 
-    /// Size and rank, once they are known.
+    /// Sets size and rank once they are known.
     pub fn set_comm_size_rank(&self, index: usize, size: u32, rank: i32) {
         self.comm_word(index, comm::SIZE_RANK).store(pack_halves(size, rank as u32), Ordering::Relaxed);
     }
 
-    /// Moves a communicator to another state.
+    /// Changes the state.
     pub fn set_comm_state(&self, index: usize, state: CommunicatorState) {
         self.comms.entries[index].state.store(state as u32, Ordering::Release);
         let word = self.comm_word(index, comm::STATE_DEVICE);
@@ -102,7 +106,8 @@ impl Recorder {
         word.store(u64::from(state as u32) | device << 32, Ordering::Release);
     }
 
-    /// Raises a counter of an operation's communicator to the operation's number. Sends and receives have numbers of their own.
+    /// Raises a counter of an operation's communicator to the operation's sequence number. Sends
+    /// and receives have separate numbers.
     pub fn raise_counter(&self, slot: usize, counter: usize) {
         let words = self.ring.op(slot);
         let code = (words[op::WHAT].load(Ordering::Relaxed) >> 8) as u8;
@@ -110,7 +115,7 @@ impl Recorder {
             && ![Op::Send, Op::Recv].iter().any(|op| *op as i32 == i32::from(code));
         if let Some(index) = comm_of(self, slot).filter(|_| counts) {
             let seq = words[op::SEQ].load(Ordering::Relaxed);
-            // Only while the entry is still this communicator's: dead ones are reused.
+            // Entries are reused, so the entry must still belong to this communicator.
             if self.comm_id(index) == words[op::COMMUNICATOR].load(Ordering::Relaxed) {
                 self.comm_word(index, counter).fetch_max(seq, Ordering::Relaxed);
             }
@@ -123,7 +128,7 @@ impl Recorder {
         CommunicatorState::try_from(state as i32).unwrap_or_default()
     }
 
-    /// The handle is not valid any more; the entry stays readable until its place is needed.
+    /// The handle is no longer valid. The entry stays readable until it is reused.
     pub fn retire_comm(&self, index: usize) {
         let entry = &self.comms.entries[index];
         entry.handle.store(0, Ordering::Release);
@@ -140,12 +145,12 @@ impl Recorder {
         self.comm_word(index, comm::ID).load(Ordering::Relaxed)
     }
 
-    /// Number of the next split of a communicator, from 0. Every rank of it splits in the same order.
+    /// Number of the communicator's next split, from 0. Every rank splits it in the same order.
     pub fn next_split(&self, index: usize) -> u32 {
         self.comms.entries[index].splits.fetch_add(1, Ordering::Relaxed)
     }
 
-    /// Puts an operation on the list of those that wait until a nonblocking call of this communicator is through.
+    /// Adds an operation to those that wait for a nonblocking call of this communicator.
     pub fn wait_for_comm(&self, index: usize, slot: usize) {
         let head = &self.comms.entries[index].waiting;
         let mut first = head.load(Ordering::Acquire);
@@ -158,7 +163,7 @@ impl Recorder {
         }
     }
 
-    /// Takes that list; it is the caller's alone.
+    /// Takes the list of waiting operations.
     pub fn take_waiting(&self, index: usize) -> u32 {
         let head = &self.comms.entries[index].waiting;
         if head.load(Ordering::Relaxed) == 0 { 0 } else { head.swap(0, Ordering::AcqRel) }
@@ -198,7 +203,7 @@ mod tests {
         let second = recorder.create_comm(&new(11)).unwrap();
         recorder.set_comm_handle(second, 0x50);
         assert_eq!(recorder.comms.find(0x50).map(|index| recorder.comm_id(index)), Some(11));
-        // One that ended unseen does not hide its successor.
+        // A communicator that ended unseen does not hide its successor.
         let third = recorder.create_comm(&new(12)).unwrap();
         recorder.set_comm_handle(third, 0x50);
         assert_eq!(recorder.comms.find(0x50), Some(third));

@@ -1,7 +1,9 @@
-//! Operations that host threads run: begun and ended by the host, watched by the watcher, freed by whoever ends them.
+//! Operations that host threads execute. The host begins and ends them, the watcher observes them,
+//! and the thread that ends an operation frees its slot.
 //!
-//! An MPI program makes many more calls than the watcher has turns, so a slot does not travel to the watcher and back: while it
-//! is open, one cell of a small table points to it, and when it ends it is free at once. Neither waits for the other.
+//! An MPI program makes many more calls than the watcher has turns, so a slot does not travel to
+//! the watcher and back. While an operation is open, a cell of a small table refers to it; when it
+//! ends, its slot is free at once. Neither side waits for the other.
 
 use std::sync::atomic::Ordering;
 
@@ -16,23 +18,24 @@ use crate::runtime::{
     recorder::{NewOperation, Recorder, slot_chain::members},
 };
 
-/// Begins an operation that a host thread runs. Its age counts from now.
+/// Begins an operation that a host thread executes. Its age counts from now.
 pub fn open(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = queue(recorder, what)?;
     mark_started(recorder, slot);
     Some(slot)
 }
 
-/// Ranks of one job do not start at once: each has to load its libraries first, on a machine where the others do so too. So the patience
-/// with those who have not come to the first meeting of all begins so much later.
+/// The ranks of a job do not start at the same time: each must load its libraries, on a machine
+/// where the others do so too. So the timeout of the first collective call of all ranks begins this
+/// much later.
 pub const STARTUP_GRACE_NS: u64 = 10_000_000_000;
 
-/// The age of an operation that meets the others for the first time counts later.
+/// Adds the startup grace to an operation that is the first rendezvous with the other ranks.
 pub fn grant_startup_grace(recorder: &'static Recorder, slot: usize) {
     recorder.slots[slot].since_ns.store(clock::now_ns() + STARTUP_GRACE_NS, Ordering::Relaxed);
 }
 
-/// Begins an operation that another host thread will run. Its age counts from now.
+/// Begins an operation that another host thread will execute. Its age counts from now.
 pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> {
     let slot = recorder.begin_unwatched(what)?;
     let cell = recorder.open_calls.put(slot, thread_state::with(|thread| thread.tid()));
@@ -43,7 +46,7 @@ pub fn queue(recorder: &'static Recorder, what: &NewOperation) -> Option<usize> 
     Some(slot)
 }
 
-/// Begins an operation that the same call runs, and that ends with `leader`.
+/// Begins an operation that the same call executes, and that ends with `leader`.
 pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
     let Some(slot) = recorder.begin_unwatched(what) else { return };
     mark_started(recorder, slot);
@@ -52,13 +55,13 @@ pub fn follow(recorder: &'static Recorder, leader: usize, what: &NewOperation) {
     link.store(slot as u32 + 1, Ordering::Relaxed);
 }
 
-/// A host thread runs it now.
+/// Records that a host thread executes the operation now.
 pub fn mark_started(recorder: &'static Recorder, slot: usize) {
     recorder.ring.op(slot)[op::STARTED_NS].store(clock::now_ns(), Ordering::Relaxed);
     recorder.raise_counter(slot, comm::STARTED);
 }
 
-/// Ends an operation and those that follow it.
+/// Ends an operation and its followers.
 pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error: u32) {
     if status == OpStatus::Completed {
         for slot in members(recorder, leader) {
@@ -68,7 +71,7 @@ pub fn close(recorder: &'static Recorder, leader: usize, status: OpStatus, error
     free(recorder, leader, status, error);
 }
 
-/// The host waits no longer for an operation and those that follow it, which says nothing of them.
+/// The host stops waiting for an operation and its followers, whose outcome is unknown.
 pub fn leave(recorder: &'static Recorder, leader: usize) {
     free(recorder, leader, OpStatus::Completed, 0);
 }
@@ -85,7 +88,7 @@ pub fn free(recorder: &'static Recorder, leader: usize, status: OpStatus, error:
     }
 }
 
-/// A call whose meaning is not known; only that it may block, and its name.
+/// A call that may block and whose meaning is unknown. Only its name is recorded.
 pub fn named_host_call(recorder: &'static Recorder, name: &'static str) -> NewOperation {
     NewOperation {
         seq: recorder.next_host_call(),

@@ -1,8 +1,9 @@
-//! The lane of the calling thread: counters that only this thread writes, so that a launch needs no atomic read-modify-write
-//! and no cache line that another thread writes too.
+//! The lane of a thread: counters that only this thread writes. So a launch needs no atomic
+//! read-modify-write, and writes no cache line that another thread writes.
 //!
-//! A thread takes a lane at its first launch and never gives it back, because thread-local memory here has no destructor; the lane
-//! of a thread that ended is found by asking the kernel, when no other is left. Threads beyond that share the header's words.
+//! A thread takes a lane at its first launch and never returns it, because the thread-local memory
+//! has no destructor. When no free lane is left, the kernel is asked which owners have ended.
+//! Further threads share the words of the header.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 
@@ -17,7 +18,7 @@ use crate::runtime::{
     recorder::Recorder,
 };
 
-/// In [`ThreadState::lane`]: there was none left.
+/// Value of [`ThreadState::lane`] when no lane was left.
 const NONE: u32 = u32::MAX;
 
 impl Recorder {
@@ -37,7 +38,7 @@ impl Recorder {
         self.ring.entry(offset::LANES, lane, lane::WORDS)
     }
 
-    /// A thread has taken a lane.
+    /// Records that a lane is in use.
     fn use_lane(&self, lane: usize) {
         self.shared.lanes.fetch_max(lane + 1, Ordering::AcqRel);
     }
@@ -51,7 +52,7 @@ impl Recorder {
         let claim = |index: &usize, from: u64| counter::claim(&self.lane_words(*index)[lane::OWNER], from, me);
         let ended = |index: &usize| {
             let owner = self.lane_words(*index)[lane::OWNER].load(Ordering::Relaxed);
-            // A thread with this one's number and without its memory was another thread.
+            // An owner with this thread's id and other thread-local memory was an earlier thread.
             (owner == me || !thread_id::is_thread(owner as u32)) && claim(index, owner)
         };
         let index = (0..lane::SLOTS).find(|index| claim(index, 0)).or_else(|| (0..lane::SLOTS).find(ended));
@@ -62,7 +63,7 @@ impl Recorder {
         index
     }
 
-    /// A call of a hooked function, by the index of its coverage entry.
+    /// Counts a call of a hooked function, by the index of its coverage entry.
     #[inline(always)]
     pub fn called(&self, thread: &ThreadState, function: usize) {
         match self.lane_of(thread) {
@@ -74,7 +75,7 @@ impl Recorder {
         }
     }
 
-    /// Calls of a hooked function so far, by all threads.
+    /// Number of calls of a hooked function by all threads.
     pub fn calls(&self, function: usize) -> u64 {
         let shared =
             self.ring.entry(offset::COVERAGE, function, coverage::WORDS)[coverage::CALLS].load(Ordering::Relaxed);
@@ -83,7 +84,7 @@ impl Recorder {
         shared + lanes.sum::<u64>()
     }
 
-    /// A launch that counts: one of [`header::KERNELS`] and [`header::GRAPHS`].
+    /// Counts a launch: [`header::KERNELS`] or [`header::GRAPHS`].
     #[inline(always)]
     pub fn launched(&self, thread: &ThreadState, counter: usize, now_ns: u64) {
         match self.lane_of(thread) {
@@ -99,7 +100,7 @@ impl Recorder {
         }
     }
 
-    /// A collective that a device runs.
+    /// Counts a collective that a device executes.
     #[inline]
     pub fn launched_collective(&self) {
         match self.lane_of(thread_state::current()) {
@@ -108,7 +109,7 @@ impl Recorder {
         }
     }
 
-    /// A collective of this thread that was counted did not happen after all.
+    /// Takes back a count of [`Recorder::launched_collective`].
     #[cold]
     pub fn withdrew_collective(&self) {
         match self.lane_of(thread_state::current()) {
@@ -119,7 +120,7 @@ impl Recorder {
         }
     }
 
-    /// A kernel or graph on a stream. Returns nothing: the stream table is all that is kept of most launches.
+    /// Counts a kernel or graph on a stream. Nothing else is kept of most launches.
     #[inline(always)]
     pub fn on_stream(&self, thread: &ThreadState, stream_handle: usize, function: u64, now_ns: u64) {
         let Some(lane) = self.lane_of(thread) else { return self.on_shared_stream(stream_handle, function, now_ns) };
@@ -143,7 +144,7 @@ impl Recorder {
         self.on_shared_stream(stream_handle, function, now_ns);
     }
 
-    /// A copy of memory in one of the directions of [`lane::COPY_KINDS`].
+    /// Counts a copy in one of the directions of [`lane::COPY_KINDS`].
     pub fn copied(&self, kind: usize, bytes: u64) {
         let lane = self.lane_of(thread_state::current());
         if let Some(lane) = lane {
@@ -155,14 +156,14 @@ impl Recorder {
         self.last_launch(lane).store(clock::coarse_now_ns(), Ordering::Relaxed);
     }
 
-    /// The program goes on with its device: a copy, a memset, or the return from a synchronization.
+    /// Records activity on the device: a copy, a memset, or the end of a synchronization.
     #[inline]
     pub fn active(&self) {
         let lane = self.lane_of(thread_state::current());
         self.last_launch(lane).store(clock::coarse_now_ns(), Ordering::Relaxed);
     }
 
-    /// Where the last launch of a thread with this lane, or without one, is noted.
+    /// The word with the time of the last launch, for a thread with or without a lane.
     #[inline(always)]
     pub fn last_launch(&self, lane: Option<usize>) -> &AtomicU64 {
         match lane {
@@ -171,7 +172,7 @@ impl Recorder {
         }
     }
 
-    /// Memory was asked for.
+    /// Counts allocated memory.
     pub fn allocated(&self, bytes: u64) {
         if let Some(lane) = self.lane_of(thread_state::current()) {
             add(&self.lane_words(lane)[lane::ALLOCATED_BYTES], bytes);

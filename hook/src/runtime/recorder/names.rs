@@ -1,4 +1,4 @@
-//! The name table.
+//! The table of kernel and function names.
 
 use std::{
     ffi::{CStr, c_char, c_void},
@@ -15,17 +15,17 @@ use crate::runtime::{
 };
 
 impl Recorder {
-    /// Makes sure that a kernel has its name. Asked on the launching thread, where the handle is certainly valid: by the time
-    /// the watcher came to it, its module might be unloaded.
+    /// Makes sure that the table contains a kernel's name. It is requested on the launching thread,
+    /// while the handle is certainly valid: the module may be unloaded before the watcher runs.
     #[inline(always)]
     pub fn see_function(&self, function: u64) {
-        // Nearly always it is where it is looked for first.
+        // The first probe finds it almost always.
         if self.seen[home_slot::<SEEN>(function)].load(Ordering::Relaxed) != function && self.is_new(function) {
             name_function(self, function);
         }
     }
 
-    /// Whether the name of this key has never been asked for; true once for each key.
+    /// Whether the name of this key has never been requested. True once per key.
     #[inline(never)]
     fn is_new(&self, key: u64) -> bool {
         let mut index = home_slot::<SEEN>(key);
@@ -42,7 +42,7 @@ impl Recorder {
         false
     }
 
-    /// Adds a name for a function key. The caller does so once for each key.
+    /// Adds the name of a key. Called once per key.
     pub fn add_name(&self, function: u64, text: &[u8]) {
         let index = self.shared.names.fetch_add(1, Ordering::Relaxed);
         if index >= name::SLOTS {
@@ -55,7 +55,7 @@ impl Recorder {
         entry[name::FUNCTION].store(function, Ordering::Release);
     }
 
-    /// Makes sure that a function of the host's API has its name; its key is the address of a static string.
+    /// The key of a function of the host's API, which is the address of its static name.
     pub fn name_key(&self, text: &'static str) -> u64 {
         let key = text.as_ptr() as u64;
         if self.is_new(key) {
@@ -69,27 +69,28 @@ impl Recorder {
         entries.map(|index| self.ring.entry(offset::NAMES, index, name::WORDS))
     }
 
-    /// Whether a kernel or function of such a name was seen.
+    /// Whether the table contains a matching name.
     pub fn any_name(&self, is_it: impl Fn(&str) -> bool) -> bool {
         self.names().any(|entry| is_it(&name_in(entry)))
     }
 }
 
-/// The text of an entry of the name table.
+/// The text of an entry.
 pub fn name_in(entry: &[AtomicU64]) -> String {
     let words = entry[name::TEXT..].iter().map(|word| word.load(Ordering::Relaxed));
     let bytes: Vec<u8> = words.flat_map(u64::to_le_bytes).take_while(|byte| *byte != 0).collect();
     String::from_utf8_lossy(&bytes).into_owned()
 }
 
-/// Asks the driver for a kernel's name, on the thread that is just launching it, and keeps it.
+/// Requests a kernel's name from the driver, on the thread that is launching it.
 fn name_function(recorder: &Recorder, function: u64) {
     let Some(ask) = device().and_then(|device| device.function_name) else { return };
     let mut name: *const c_char = std::ptr::null();
-    // SAFETY: a function that is being launched is valid; `name` is valid for writing.
+    // SAFETY: a function that is being launched is valid, and `name` is valid for writing.
     let code = unsafe { ask(&mut name, function as *mut c_void) };
     if code == SUCCESS && !name.is_null() {
-        // SAFETY: the driver's string lives as long as the function's module, and the caller is using that.
+        // SAFETY: the driver's string lives as long as the function's module, which the caller is
+        // using.
         recorder.add_name(function, unsafe { CStr::from_ptr(name) }.to_bytes());
     }
 }

@@ -1,17 +1,17 @@
-//! The operations that host threads are inside of.
+//! The table of operations that host threads are executing.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 
-/// So many operations can be open at once and watched; further ones are only recorded.
+/// Operations that can be open and watched at the same time. Further ones are only recorded.
 pub const CELLS: usize = 256;
 
-/// The open operations of a process. A cell holds a slot plus one, 0 for none.
+/// The open operations of the process. A cell contains a slot plus one, 0 for none.
 pub struct OpenCalls {
     cells: [AtomicU32; CELLS],
 }
 
 impl OpenCalls {
-    /// None.
+    /// An empty table.
     pub fn new() -> Self {
         OpenCalls { cells: [const { AtomicU32::new(0) }; CELLS] }
     }
@@ -22,7 +22,8 @@ impl OpenCalls {
         held.filter_map(|link| Some(link.checked_sub(1)? as usize))
     }
 
-    /// Takes a cell for a slot; its number plus one, 0 when there is none. Each thread begins at a place of its own.
+    /// Takes a cell for a slot and returns its number plus one, 0 when there is none. Each thread
+    /// begins the search at a different cell.
     pub fn put(&self, slot: usize, tid: u32) -> usize {
         let link = slot as u32 + 1;
         let order = (0..CELLS).map(|step| (tid as usize + step) % CELLS);
@@ -34,7 +35,7 @@ impl OpenCalls {
         order.into_iter().find(free).map_or(0, |cell| cell + 1)
     }
 
-    /// Gives a cell back, by its number plus one.
+    /// Frees a cell, by its number plus one.
     pub fn clear(&self, cell: usize) {
         if let Some(cell) = cell.checked_sub(1).and_then(|cell| self.cells.get(cell)) {
             cell.store(0, Ordering::Release);

@@ -1,4 +1,4 @@
-//! Operations: their slots, from the begin of a call to the hand-over to the watcher.
+//! Operations and their slots, from the begin of a call until the watcher takes over.
 
 use std::sync::atomic::Ordering;
 
@@ -20,21 +20,22 @@ use crate::runtime::{
     recorder::{NewOperation, Recorder, names::name_in},
 };
 
-/// When the watcher does not turn within so many slots it is called, long before there are none, and before a lane has none of its spare
-/// events.
+/// When the watcher has not run for this many slots, it is woken. That is long before no slot is
+/// left, and before a lane runs out of spare events.
 const SLOTS_PER_WAKEUP: usize = 256;
 
-/// Most tickets that a thread takes at once.
+/// Maximum number of tickets that a thread takes at once.
 const MOST_TICKETS: u64 = 64;
 
-/// So long they are good for; older ones would stand among the operations of a later time.
+/// How long tickets in reserve are valid. Older ones would appear among the operations of a later
+/// time.
 const TICKETS_NS: u64 = 5_000_000;
 
-/// Numbers of groups that a thread takes at once.
+/// Group numbers that a thread takes at once.
 const GROUPS: u64 = 64;
 
 impl Recorder {
-    /// Number of a new group, not 0, that no other group of this process has.
+    /// The number of a new group, which is unique in this process and not 0.
     pub fn next_group(&self, thread: &ThreadState) -> u64 {
         if thread.groups_left.get() == 0 {
             thread.next_group.set(self.shared.groups.fetch_add(GROUPS, Ordering::Relaxed) + 1);
@@ -46,7 +47,7 @@ impl Recorder {
         number
     }
 
-    /// The next ticket of this thread, and whether the one behind it is this thread's, too.
+    /// The next ticket of this thread, and whether the following ticket is this thread's too.
     #[inline]
     fn next_ticket(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
         let (next, end) = (thread.next_ticket.get(), thread.end_of_tickets.get());
@@ -57,8 +58,9 @@ impl Recorder {
         self.take_tickets(thread, now_ns)
     }
 
-    /// Who launches alone takes tickets one by one, so that every one is used. Who finds that others took some meanwhile takes twice
-    /// as many as the last time: no more are left unused than were used.
+    /// A thread that launches alone takes single tickets, so that all are used. A thread that finds
+    /// that others took tickets meanwhile takes twice as many as last time, so no more tickets are
+    /// wasted than used.
     fn take_tickets(&self, thread: &ThreadState, now_ns: u64) -> (u64, bool) {
         let recent = now_ns.saturating_sub(thread.tickets_ns.get()) < TICKETS_NS;
         let last = u64::from(thread.tickets.get());
@@ -73,7 +75,7 @@ impl Recorder {
         (first, alone || count > 1)
     }
 
-    /// Fetches a slot that this thread is about to use.
+    /// Prefetches a slot that this thread is about to use.
     #[inline]
     fn prefetch(&self, index: usize) {
         let words = self.ring.op(index);
@@ -82,13 +84,14 @@ impl Recorder {
         cpu::prefetch(&words[8]);
     }
 
-    /// Number of a new host call, from 1.
+    /// The number of a new host call, from 1.
     pub fn next_host_call(&self) -> u64 {
         self.shared.host_calls.fetch_add(1, Ordering::Relaxed) + 1
     }
 
-    /// Takes a slot and publishes the operation in it as pending. `None` when the slot's operation of the lap before is still
-    /// pending; that is counted. Its age counts from now. The watcher frees the slot, and comes early when many are in use.
+    /// Claims a slot and publishes the operation as pending. `None` when the slot's previous
+    /// operation is still pending, which is counted. The age counts from now. The watcher frees the
+    /// slot, and is woken when many slots are in use.
     pub fn begin(&self, what: &NewOperation) -> Option<usize> {
         let slot = self.begin_unwatched(what);
         if slot.is_none_or(|slot| slot % SLOTS_PER_WAKEUP == 0) {
@@ -97,7 +100,8 @@ impl Recorder {
         slot
     }
 
-    /// Calls the watcher unless it has turned since so many slots ago. A job with the collectives of training makes no call here.
+    /// Wakes the watcher if it has not run since the last check. A job with the collectives of
+    /// training makes no system call here.
     #[cold]
     fn wake_watcher_if_late(&self) {
         let heartbeat = self.ring.header(header::HEARTBEAT_NS).load(Ordering::Relaxed);
@@ -106,7 +110,7 @@ impl Recorder {
         }
     }
 
-    /// The same for an operation whose slot a host thread frees.
+    /// Like [`Recorder::begin`], for an operation whose slot a host thread frees.
     pub fn begin_unwatched(&self, what: &NewOperation) -> Option<usize> {
         let thread = thread_state::current();
         let now = tsc_clock::now_ns(thread);
@@ -160,43 +164,44 @@ impl Recorder {
         Some(index)
     }
 
-    /// Hands a slot to the watcher, open.
+    /// Hands an open slot to the watcher.
     pub fn hand_over(&self, index: usize) {
         let slot = &self.slots[index];
         slot.become_state(state::OPEN);
         self.handoff_of(index).push(&self.slots, index);
     }
 
-    /// What passes between the watcher and the threads that have launched anything, those without a lane included.
+    /// The exchanges with all threads that have launched anything, including those without a lane.
     pub fn handoffs_in_use(&self) -> impl Iterator<Item = &Handoff> {
         let (without, lanes) = self.handoffs.split_last().expect("there is one more than lanes");
         lanes[..self.shared.lanes.load(Ordering::Acquire)].iter().chain([without])
     }
 
-    /// What passes between the watcher and the thread that launched a slot's operation.
+    /// The exchange with the thread that launched a slot's operation.
     pub fn handoff_of(&self, index: usize) -> &Handoff {
         &self.handoffs[usize::from(self.slots[index].lane.load(Ordering::Relaxed))]
     }
 
-    /// The host has left the call.
+    /// Records that the host has left the call.
     pub fn returned(&self, index: usize, now_ns: u64) {
         self.ring.op(index)[op::RETURNED_NS].store(now_ns, Ordering::Relaxed);
     }
 
-    /// The host knows how the operation ended. `completed_ns` 0: it ended, but nobody saw when. The watcher frees the slot.
+    /// Ends an operation with a status that the host determined. `completed_ns` is 0 when the time
+    /// is unknown. The watcher frees the slot.
     pub fn close(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
         self.settle(index, status, error, completed_ns);
         self.slots[index].become_state(state::CLOSED);
     }
 
-    /// Writes how an operation ended, and what that says of its communicator.
+    /// Writes the status of an operation that has ended.
     pub fn settle(&self, index: usize, status: OpStatus, error: u32, completed_ns: u64) {
         let words = self.ring.op(index);
         words[op::COMPLETED_NS].store(completed_ns, Ordering::Relaxed);
         words[op::STATUS].store(pack_halves(status as u32, error), Ordering::Release);
     }
 
-    /// The message of an operation, for a signal.
+    /// The operation as a message.
     pub fn operation(&self, index: usize) -> xpu_timer_proto::v1::Operation {
         let words = std::array::from_fn(|word| self.ring.op(index)[word].load(Ordering::Acquire));
         let function: u64 = words[op::FUNCTION];
@@ -209,14 +214,14 @@ impl Recorder {
 }
 
 impl Recorder {
-    /// Kind of a begun operation.
+    /// The kind of an operation.
     pub fn kind(&self, slot: usize) -> OpKind {
         let what = self.ring.op(slot)[op::WHAT].load(Ordering::Relaxed);
         OpKind::try_from((what & 0xff) as i32).unwrap_or_default()
     }
 }
 
-/// Communicator of an operation.
+/// The communicator of an operation.
 pub fn comm_of(recorder: &Recorder, index: usize) -> Option<usize> {
     recorder.slots[index].comm.load(Ordering::Relaxed).checked_sub(1).map(usize::from)
 }
@@ -302,7 +307,7 @@ mod tests {
                 });
             }
         });
-        // A slot whose ticket two threads had would have been refused.
+        // A second operation with the same ticket would have been refused.
         let used = (0..op::SLOTS).filter(|slot| recorder.ring.op(*slot)[op::TICKET].load(Ordering::Relaxed) != 0);
         assert_eq!(used.count(), 8 * EACH);
         let taken = recorder.ring.header(header::OPS).load(Ordering::Relaxed) as usize;

@@ -1,4 +1,4 @@
-//! Operations that a thread polls for.
+//! Operations that a thread polls for instead of blocking.
 
 use std::sync::atomic::{AtomicU32, AtomicU64, AtomicUsize, Ordering};
 
@@ -7,37 +7,38 @@ use crate::runtime::{
     recorder::{Recorder, host_operations::leave},
 };
 
-/// Who has not asked for so long has stopped asking.
+/// A thread that has not polled for this long has stopped polling.
 pub const STOPPED_NS: u64 = 3_000_000_000;
 
-/// An operation that a thread asks for. Whoever takes the slot out of it, its thread or the watcher, ends the operation.
+/// An operation that a thread polls for. Either its thread or the watcher takes the slot out and
+/// ends the operation.
 pub struct PolledOperation {
     pub recorder: AtomicUsize,
-    /// Slot plus one; 0 for a free place.
+    /// Slot plus one, 0 for a free entry.
     pub link: AtomicU32,
     pub polled_ns: AtomicU64,
 }
 
-/// So many threads can be seen waiting in this way at once.
+/// Number of polling threads that can be observed at the same time.
 pub static POLLED: [PolledOperation; 64] = [const {
     PolledOperation { recorder: AtomicUsize::new(0), link: AtomicU32::new(0), polled_ns: AtomicU64::new(0) }
 }; 64];
 
 impl PolledOperation {
-    /// Takes the slot out, when it is still this one.
+    /// Takes the slot out, if the entry still contains it.
     pub fn take(&self, slot: usize) -> bool {
         self.link.compare_exchange(slot as u32 + 1, 0, Ordering::AcqRel, Ordering::Relaxed).is_ok()
     }
 }
 
-/// What tells this process's recorder from the one of the process that it was forked from.
+/// Distinguishes this process's recorder from that of the process that forked it.
 pub fn recorder_address(recorder: &'static Recorder) -> usize {
     std::ptr::from_ref(recorder) as usize
 }
 
 pub fn publish(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(usize, usize)> {
     for (place, open) in POLLED.iter().enumerate() {
-        // A place that is being filled belongs to nobody's recorder.
+        // An entry that is being filled has no recorder yet.
         if open.link.compare_exchange(0, slot as u32 + 1, Ordering::AcqRel, Ordering::Relaxed).is_ok() {
             open.polled_ns.store(now, Ordering::Relaxed);
             open.recorder.store(recorder_address(recorder), Ordering::Release);
@@ -48,13 +49,13 @@ pub fn publish(recorder: &'static Recorder, slot: usize, now: u64) -> Option<(us
     None
 }
 
-/// Ends what no thread has asked for lately; for the watcher.
+/// Ends operations that no thread has polled for lately. Called by the watcher.
 pub fn expire(recorder: &'static Recorder) {
     let now = clock::now_ns();
     for open in &POLLED {
         let Some(slot) = open.link.load(Ordering::Acquire).checked_sub(1).map(|slot| slot as usize) else { continue };
         if open.recorder.load(Ordering::Acquire) != recorder_address(recorder) {
-            // Of the process that this one was forked from, unless it is just being filled.
+            // The entry belongs to the process that forked this one, unless it is being filled.
             if now.saturating_sub(open.polled_ns.load(Ordering::Relaxed)) > STOPPED_NS {
                 open.take(slot);
             }

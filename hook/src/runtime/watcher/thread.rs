@@ -1,4 +1,4 @@
-//! The watcher's thread: its start, and its end before the program puts a filter of system calls on all its threads.
+//! The watcher's thread. It ends before the program installs a seccomp filter on all threads.
 
 use std::{
     ffi::c_void,
@@ -23,48 +23,48 @@ use crate::runtime::{
 /// Name of the thread.
 const NAME: &str = "xpu_timer_watch";
 
-/// Enough for the messages and the log; the host's limits count it. The C library takes the thread-local variables of the host from it,
-/// so their size is added.
+/// Enough for the messages and the log. The host's limits include the stack. The C library stores
+/// the host's thread-local variables in it, so their size is added.
 const STACK_BYTES: usize = 256 * 1024;
 
-/// What the thread is to do.
+/// What the thread should do.
 static WANTED: AtomicU32 = AtomicU32::new(TURN);
 
 const TURN: u32 = 0;
 
-/// Leave its watcher in [`RESTING`] and end.
+/// Leave the watcher in [`RESTING`] and end.
 const END: u32 = 1;
 
-/// Do nothing. It was too late for an end, which takes system calls.
+/// Do nothing. It was too late to end, which takes system calls.
 const REST: u32 = 2;
 
-/// How long an end is waited for. The watcher turns in microseconds, unless the driver holds it.
+/// How long to wait for the thread to end. A turn takes microseconds, unless the driver blocks.
 const STOP_TIMEOUT: Duration = Duration::from_millis(500);
 
 const PAUSE: Duration = Duration::from_millis(1);
 
-/// So long the system calls of a thread's end take at most, where nobody can wait for them.
+/// Upper bound for the system calls of a thread that ends, where the end cannot be awaited.
 const LAST_CALLS: Duration = Duration::from_millis(20);
 
 static THREAD: Mutex<Option<JoinHandle<()>>> = Mutex::new(None);
 static RESTING: Mutex<Option<Box<Watcher>>> = Mutex::new(None);
 
-/// Nobody wakes who sleeps on it.
+/// A word that is never woken.
 static NEVER: AtomicU32 = AtomicU32::new(0);
 
 fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Starts the thread. Without it, which the answer tells, operations are still recorded; the heartbeat of 0 says that nobody watches
-/// them.
+/// Starts the thread and returns whether that succeeded. Without it, operations are still recorded,
+/// and a heartbeat of 0 shows that they are not watched.
 pub fn spawn(recorder: &'static Recorder, environment: Environment) -> bool {
     begin(move || Box::new(Watcher::new(recorder, environment)))
 }
 
-/// All signals are blocked, so that none of the host's is delivered to it.
+/// Blocks all signals, so that the thread receives none of the host's.
 fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
-    // SAFETY: both sets are valid for writing before they are read, and the mask is put back.
+    // SAFETY: both sets are written before they are read, and the mask is restored.
     unsafe {
         let mut all: libc::sigset_t = std::mem::zeroed();
         let mut before: libc::sigset_t = std::mem::zeroed();
@@ -76,14 +76,15 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
         let spawned = thread.spawn(move || {
             let is_last = thread_state::in_hook(|| guarded(|| run(make())));
             if is_last == Some(true) {
-                // The exit handlers of the program run on this thread.
-                // SAFETY: the mask of the thread that has started this one.
+                // The program's exit handlers run on this thread.
+                // SAFETY: the mask of the thread that started this one.
                 libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
             }
         });
         libc::pthread_sigmask(libc::SIG_SETMASK, &before, std::ptr::null_mut());
         let watched = spawned.is_ok();
-        // In a forked child the mutex may be held by a thread that it does not have, and hold one.
+        // In a forked child, a thread that does not exist may hold the mutex, and the mutex may
+        // contain a handle.
         if let Ok(mut thread) = THREAD.try_lock() {
             std::mem::forget(std::mem::replace(&mut *thread, spawned.ok()));
         }
@@ -91,7 +92,7 @@ fn begin(make: impl FnOnce() -> Box<Watcher> + Send + 'static) -> bool {
     }
 }
 
-/// Whether the thread is to end; then `watcher` is left for [`resume`].
+/// Whether the thread must end. If so, `watcher` is stored for [`resume`].
 pub fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
     loop {
         match WANTED.load(Ordering::Acquire) {
@@ -100,13 +101,13 @@ pub fn should_end(watcher: &mut Option<Box<Watcher>>) -> bool {
                 *locked(&RESTING) = watcher.take();
                 return true;
             }
-            // The call that it has always made.
+            // The system call that the thread makes anyway.
             _ => wakeup::futex_wait(&NEVER, 0, crate::runtime::watcher::watch::PAUSE),
         }
     }
 }
 
-/// Ends the thread and waits until it is gone, at most for a while.
+/// Ends the thread and waits for that, up to a time limit.
 pub fn stop() {
     if !process::is_watched() {
         return;
@@ -115,7 +116,8 @@ pub fn stop() {
     process::set_watched(false);
     WANTED.store(END, Ordering::Release);
     let until = clock::now_ns() + STOP_TIMEOUT.as_nanos() as u64;
-    // Under an earlier filter this thread may neither wake nor sleep. The watcher wakes by itself.
+    // Under an earlier filter, this thread may neither wake nor sleep. The watcher wakes up by
+    // itself.
     let may_call = seccomp::may_call();
     let pause = || if may_call { wakeup::futex_wait(&NEVER, 0, PAUSE) } else { std::hint::spin_loop() };
     while !thread.is_finished() && clock::now_ns() < until {
@@ -126,7 +128,7 @@ pub fn stop() {
         WANTED.store(REST, Ordering::Release);
         *locked(&THREAD) = Some(thread);
     } else if may_call {
-        // What is left of it are the system calls of its end.
+        // Only the system calls of the thread's end remain.
         let _ = thread.join();
     } else {
         let until = clock::now_ns() + LAST_CALLS.as_nanos() as u64;
@@ -137,7 +139,7 @@ pub fn stop() {
     }
 }
 
-/// Lets the watcher go on: there is no filter after all.
+/// Lets the watcher continue, because the filter was not installed.
 pub fn resume() {
     if WANTED.load(Ordering::Acquire) == TURN {
         return;
@@ -151,8 +153,9 @@ pub fn resume() {
     process::set_watched(watched);
 }
 
-/// Runs the watcher. Whether it has ended because the program has no other thread any more. Then the C library ends the process, as it
-/// does after the last thread of a program whose main function has ended by pthread_exit(3).
+/// Runs the watcher. Returns true when it ended because the program has no other thread any more.
+/// Then the C library ends the process, as it does after the last thread of a program whose main
+/// function called pthread_exit(3).
 fn run(mut watcher: Box<Watcher>) -> bool {
     if !watcher.begin() {
         return false;
@@ -173,21 +176,21 @@ fn run(mut watcher: Box<Watcher>) -> bool {
     false
 }
 
-/// What the C library takes from the stack of each new thread: the thread-local variables of the program and its libraries, which may be
-/// megabytes, and some kilobytes for itself.
+/// The part of each new thread's stack that the C library uses: the thread-local variables of the
+/// program and its libraries, which may take megabytes, and some kilobytes.
 pub fn thread_local_bytes() -> usize {
     type MinStack = unsafe extern "C" fn(*const libc::pthread_attr_t) -> usize;
     let function = look_up(libc::RTLD_DEFAULT, c"__pthread_get_minstack");
     if function.is_null() {
         return 0;
     }
-    // SAFETY: an all-zero value is written by `pthread_attr_init` before it is read.
+    // SAFETY: `pthread_attr_init` writes the all-zero value before it is read.
     unsafe {
         let mut attributes: libc::pthread_attr_t = std::mem::zeroed();
         if libc::pthread_attr_init(&mut attributes) != 0 {
             return 0;
         }
-        // SAFETY: glibc's function of this name, which std calls in the same way.
+        // SAFETY: the glibc function of this name; std calls it in the same way.
         let bytes = std::mem::transmute::<*mut c_void, MinStack>(function)(&attributes);
         libc::pthread_attr_destroy(&mut attributes);
         bytes

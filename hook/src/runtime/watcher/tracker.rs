@@ -1,4 +1,5 @@
-//! Which operations have started and completed. A stream works in order, so only its oldest operation is asked for.
+//! Tracks which operations have started and completed. A stream executes in order, so only its
+//! oldest operation is queried.
 
 use std::{
     collections::{HashMap, VecDeque},
@@ -29,60 +30,60 @@ mod call {
     pub const EVENT_DESTROY: u64 = 8;
 }
 
-/// What became of an operation.
+/// The outcome of an operation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Verdict {
     /// Still pending.
     Pending,
-    /// It has done its work.
+    /// Completed.
     Completed,
-    /// It failed or was aborted.
+    /// Failed or aborted.
     Ended,
 }
 
-/// The watcher's own books.
+/// The watcher's own state of the operations.
 pub struct Tracker {
     recorder: &'static Recorder,
     /// Operations by stream and, for host calls, by thread; oldest first.
     lanes: HashMap<Lane, VecDeque<usize>>,
-    /// What has just been taken from the launching threads; empty between the turns.
+    /// New operations of the launching threads. Empty between turns.
     arrived: Vec<usize>,
     context: usize,
     relaxed: bool,
     pending: usize,
 }
 
-/// Where operations complete in order.
+/// A sequence in which operations complete in order.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 enum Lane {
     Stream {
         context: usize,
         stream: usize,
-        /// Of a stream that belongs to a thread.
+        /// The thread, for a per-thread stream.
         thread: u64,
     },
-    /// A host call has a lane of its own: others of its thread may be nonblocking and overtake it.
+    /// A host call has a lane of its own, because a nonblocking call of its thread may overtake it.
     Host(usize),
 }
 
 impl Tracker {
-    /// Nothing pending.
+    /// Without pending operations.
     pub fn new(recorder: &'static Recorder) -> Self {
         Tracker { recorder, lanes: HashMap::new(), arrived: Vec::new(), context: 0, relaxed: false, pending: 0 }
     }
 
-    /// Another thread goes on with it: what the driver knows of the thread is not known.
+    /// Another thread continues: the driver's state of the thread is unknown.
     pub fn new_thread(&mut self) {
         self.context = 0;
         self.relaxed = false;
     }
 
-    /// Whether nothing is pending.
+    /// Whether no operation is pending.
     pub fn is_idle(&self) -> bool {
         self.pending == 0 && self.recorder.open_calls.slots().next().is_none()
     }
 
-    /// Looks at everything once; whether any operation came or went.
+    /// Checks all operations once. Returns whether any began or ended.
     pub fn turn(&mut self) -> bool {
         for handoff in self.recorder.handoffs_in_use() {
             handoff.take(&self.recorder.slots, |slot| self.arrived.push(slot));
@@ -110,7 +111,8 @@ impl Tracker {
         moved
     }
 
-    /// Adds an operation that has begun. Those of one stream are in the order in which they began, whatever threads they came from.
+    /// Adds an operation that has begun. The operations of a stream are ordered by their begin,
+    /// from whatever thread they come.
     fn add(&mut self, slot: usize) {
         let lane = match self.recorder.kind(slot) {
             OpKind::HostCall => Lane::Host(slot),
@@ -125,14 +127,14 @@ impl Tracker {
     fn stream_of(&self, slot: usize) -> Lane {
         let entry = &self.recorder.slots[slot];
         let (context, stream) = (entry.context.load(Ordering::Relaxed), entry.stream.load(Ordering::Relaxed));
-        // One handle stands for as many streams as there are threads.
+        // This handle denotes a different stream on each thread.
         let is_per_thread = stream == STREAM_PER_THREAD;
         let thread =
             if is_per_thread { self.recorder.ring.op(slot)[op::WHAT].load(Ordering::Relaxed) >> 32 } else { 0 };
         Lane::Stream { context, stream, thread }
     }
 
-    /// The operation that is pending for the longest time, and since when.
+    /// The operation that has been pending longest, and since when.
     pub fn oldest(&self) -> Option<(usize, u64)> {
         self.lanes
             .values()
@@ -142,12 +144,12 @@ impl Tracker {
             .min_by_key(|(_, since_ns)| *since_ns)
     }
 
-    /// What became of an operation that was pending.
+    /// The outcome of an operation that was pending.
     pub fn verdict(&self, slot: usize, ticket: u64) -> Verdict {
         let words = self.recorder.ring.op(slot);
         let status = words[op::STATUS].load(Ordering::Acquire) as u32 as i32;
         if words[op::TICKET].load(Ordering::Acquire) != ticket + 1 {
-            // The slot is another operation's already, which happens only after this one ended.
+            // The slot belongs to another operation, which happens only after this one has ended.
             return Verdict::Completed;
         }
         match OpStatus::try_from(status) {
@@ -157,7 +159,8 @@ impl Tracker {
         }
     }
 
-    /// Whether a slot's operation has ended; then its slot and those of its followers are free.
+    /// Whether a slot's operation has ended. If so, its slot and those of its followers have been
+    /// freed.
     fn is_over(&mut self, slot: usize) -> bool {
         let entry = &self.recorder.slots[slot];
         match entry.state() {
@@ -171,7 +174,7 @@ impl Tracker {
                 self.free(slot);
                 true
             }
-            // Not handed over: cannot be here.
+            // Not handed over, which cannot happen here.
             _ => true,
         }
     }
@@ -193,7 +196,7 @@ impl Tracker {
         let entry = &self.recorder.slots[slot];
         let (start, end) = (entry.start.load(Ordering::Relaxed), entry.end.load(Ordering::Relaxed));
         let (status, error) = match self.query(slot, end) {
-            // No driver call is allowed now.
+            // Driver calls are not allowed now.
             None => return false,
             Some(NOT_READY) => {
                 self.look_at_start(slot, start);
@@ -219,14 +222,14 @@ impl Tracker {
         true
     }
 
-    /// Stamps the start, unless it was seen before.
+    /// Records the start, unless it was recorded before.
     fn started(&self, slot: usize, now: u64) {
         let started = &self.recorder.ring.op(slot)[op::STARTED_NS];
         let _ = started.compare_exchange(0, now, Ordering::Relaxed, Ordering::Relaxed);
         self.recorder.raise_counter(slot, comm::STARTED);
     }
 
-    /// Gives the events back and frees the slots.
+    /// Returns the events and frees the slots.
     fn free(&mut self, slot: usize) {
         let entry = &self.recorder.slots[slot];
         let context = entry.context.load(Ordering::Relaxed);
@@ -241,13 +244,13 @@ impl Tracker {
                 self.call(context, call::EVENT_DESTROY, |device| device.destroy_event(event));
             }
         }
-        // Followers are in no queue; their links are read before they are given away.
+        // Followers are in no queue. Their links are read before the slots are freed.
         for member in slot_chain::members(self.recorder, slot) {
             self.recorder.slots[member].become_state(state::FREE);
         }
     }
 
-    /// Keeps spare events ready in every context that launches were seen in.
+    /// Keeps spare events ready in every context in which launches were seen.
     fn fill_pools(&mut self) {
         for (context, pool) in self.recorder.pools.contexts() {
             while pool.len() < LOW {
@@ -261,7 +264,8 @@ impl Tracker {
         }
     }
 
-    /// The driver's answer for an event; an error on the way to it is one, too: a context that is gone completes nothing.
+    /// The driver's code for an event, or the code of a failed context switch: in a context that no
+    /// longer exists, nothing completes.
     fn query(&mut self, slot: usize, event: usize) -> Option<Code> {
         let context = self.recorder.slots[slot].context.load(Ordering::Relaxed);
         match self.call(context, call::EVENT_QUERY, |device| device.query_event(event))? {
@@ -273,12 +277,12 @@ impl Tracker {
         self.call(self.context, call::EVENT_ELAPSED, |device| device.elapsed_ns(start, end))?.ok().flatten()
     }
 
-    /// A driver call in a context, stamped before it is entered. `None` when none may be made now, an error when the context cannot
-    /// be had.
+    /// Makes a driver call in a context, stamped before it begins. `None` when no call may be made
+    /// now; an error when the context cannot be made current.
     fn call<R>(&mut self, context: usize, what: u64, function: impl FnOnce(&Device) -> R) -> Option<Result<R, Code>> {
         let device = device()?;
         if !self.relaxed {
-            // Without it a query would break a capture of another thread.
+            // Otherwise a query would break another thread's capture.
             if let Err(code) = self.stamped(call::EXCHANGE_CAPTURE_MODE, || device.relax_capture())? {
                 return Some(Err(code));
             }
@@ -297,7 +301,8 @@ impl Tracker {
         let [call, since] =
             [header::WATCHER_CALL, header::WATCHER_SINCE_NS].map(|word| self.recorder.ring.header(word));
         since.store(clock::now_ns(), Ordering::Relaxed);
-        // The exit handler sets its flag and then looks at the stamp; this stamps and then looks at the flag. One sees the other.
+        // The exit handler sets its flag and then reads the stamp; this stamps and then reads the
+        // flag. At least one of them sees the other.
         call.store(what, Ordering::SeqCst);
         let result = (!exit::is_ending()).then(function);
         call.store(0, Ordering::SeqCst);
@@ -327,7 +332,7 @@ mod tests {
         let mut tracker = Tracker::new(recorder);
         let first = [begin(10, 0x40), begin(30, 0x40)];
         tracker.turn();
-        // Another thread's were begun before, and come later.
+        // Those of another thread began earlier, and arrive later.
         let second = std::thread::scope(|scope| {
             scope.spawn(|| [begin(20, 0x40), begin(40, 0x40), begin(5, 0x80)]).join().unwrap()
         });

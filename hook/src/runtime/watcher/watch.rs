@@ -1,7 +1,9 @@
-//! The watcher thread: sees operations start and complete, signals a hang, talks to the node collector.
+//! The watcher: sees operations start and complete, signals a hang, and talks to the node
+//! collector.
 //!
-//! It calls driver functions only, each stamped before it is entered, because each can block for ever; then the collector sees
-//! the stamp and the heartbeat that stopped. Nothing that the host does waits for this thread.
+//! It calls only driver functions. Each call is stamped before it begins, because it may block for
+//! ever; then the collector sees the stamp and the stopped heartbeat. The host never waits for this
+//! thread, except for a bounded time at its exit.
 
 use std::{sync::atomic::Ordering, time::Duration};
 
@@ -28,16 +30,18 @@ use crate::runtime::{
     },
 };
 
-/// Between two turns while something is pending or was, and while nothing is. Each turn takes a processor away from the host for a
-/// moment; whoever launches more than is good for so long a pause rings the [`crate::runtime::os::wakeup`].
+/// Pause between two turns while operations are pending, and while none are. Each turn takes a
+/// processor away from the host for a moment. A thread that launches too much for such a pause
+/// wakes the watcher early; see `wakeup`.
 pub const PAUSE: Duration = Duration::from_millis(100);
 
 const PAUSE_IDLE: Duration = Duration::from_millis(250);
 
-/// How often the spare events are counted. To look at a thread's events takes their cache lines away from it.
+/// Interval at which the spare events are counted. Counting a thread's events takes their cache
+/// lines away from the thread.
 const EVENTS_NS: u64 = 1_000_000_000;
 
-/// A collector that has not looked for longer than this may be gone.
+/// A collector that has not read the ring for this long may have ended.
 const COLLECTOR_NS: u64 = 2_500_000_000;
 
 pub struct Watcher {
@@ -53,14 +57,14 @@ pub struct Watcher {
     /// Slot and ticket of the operation that was signalled as hanging.
     signalled: Option<(usize, u64)>,
     panics: u64,
-    /// When the spare events are counted next.
+    /// Time of the next count of spare events.
     events_ns: u64,
-    /// When it was last asked whether the program has another thread.
+    /// Time of the last check for other threads.
     thread_check_ns: u64,
     coverage: coverage::Survey,
 }
 
-/// Between two questions whether the program has another thread.
+/// Interval of the check for other threads.
 const THREAD_CHECK_INTERVAL_NS: u64 = 1_000_000_000;
 
 impl Watcher {
@@ -84,7 +88,7 @@ impl Watcher {
         }
     }
 
-    /// The first thing on a new thread. False when the hook is disabled; then it is off from now on.
+    /// Runs first on a new thread. Returns false when the hook is disabled, and turns it off.
     pub fn begin(&mut self) -> bool {
         if self.config.disabled {
             process::turn_off();
@@ -100,8 +104,9 @@ impl Watcher {
         true
     }
 
-    /// The exit status of the program's first thread when no other thread is left. It asks only after a second without a hooked call:
-    /// a thread that calls is there, and a filter that nobody has seen yet may forbid the question.
+    /// The exit status of the program's first thread when no other thread is left. It is checked
+    /// only after a second without a hooked call: a thread that calls exists, and an unknown filter
+    /// may forbid the check.
     pub fn sees_no_other_thread(&mut self) -> Option<i32> {
         let now = clock::now_ns();
         let called_ns = self.recorder.ring.header(header::LAST_LAUNCH_NS).load(Ordering::Relaxed);
@@ -113,12 +118,12 @@ impl Watcher {
         sys::first_threads_status_when_alone()
     }
 
-    /// One turn, and the pause behind it.
+    /// One turn and the following pause.
     pub fn turn_and_wait(&mut self) {
         self.update_heartbeat();
         self.rate.measure();
         if exit::is_ending() {
-            // The rest of the process's life belongs to its exit handlers.
+            // The remaining time belongs to the exit handlers.
             wakeup::wait(PAUSE_IDLE);
             return;
         }
@@ -134,9 +139,9 @@ impl Watcher {
         self.recorder.ring.header(header::HEARTBEAT_NS).store(clock::now_ns(), Ordering::Relaxed);
     }
 
-    /// One turn; whether any operation came or went.
+    /// One turn. Returns whether any operation began or ended.
     fn turn(&mut self) -> bool {
-        // A panic of one part must not end the others for ever.
+        // A panic in one part must not stop the other parts.
         let is_last = exit::wants_final_turn();
         let moved = guarded(|| self.tracker.turn()).unwrap_or(false);
         self.running_time.mark_driver(clock::now_ns());
@@ -144,7 +149,8 @@ impl Watcher {
             exit::final_turn_done();
         }
         if !seccomp::watcher_may_call() {
-            // It still says when operations complete, and makes no system call but the one that it sleeps in.
+            // The watcher continues to record completions, and makes no system call but the one in
+            // which it sleeps.
             return moved;
         }
         guarded(|| self.check_for_hang());
@@ -154,7 +160,7 @@ impl Watcher {
         moved
     }
 
-    /// Signals the oldest pending operation when it is too old, and what became of it.
+    /// Signals the oldest pending operation when its timeout has expired, and later its recovery.
     fn check_for_hang(&mut self) {
         let now = clock::now_ns();
         if let Some((slot, ticket)) = self.signalled {
@@ -163,7 +169,7 @@ impl Watcher {
                 Verdict::Completed => {
                     self.connection.send(Message::Resolved(xpu_timer_proto::v1::HangResolved { ticket }));
                 }
-                // The collector reads the failure or the abort in the ring; neither is a recovery.
+                // The collector reads a failure or an abort in the ring. Neither is a recovery.
                 Verdict::Ended => {}
             }
             self.signalled = None;
@@ -185,13 +191,13 @@ impl Watcher {
     }
 
     fn exchange_messages(&mut self) {
-        // A collector that looks into the ring is there, and nobody need ask the socket.
+        // A collector that reads the ring is alive, so the socket need not be checked.
         let looked_ns = self.recorder.ring.header(header::COLLECTOR_NS).load(Ordering::Relaxed);
         let is_there = looked_ns != 0 && clock::now_ns().saturating_sub(looked_ns) < COLLECTOR_NS;
         let connected =
             self.connection.turn(&self.config.hello, self.recorder.ring.descriptor, &mut self.log, is_there);
         if connected && let Some((slot, _)) = self.signalled {
-            // A new collector knows nothing of a hang that is still pending.
+            // A new collector does not know of a hang that is still pending.
             self.connection.send(self.hang(slot));
         }
     }
@@ -213,7 +219,8 @@ impl Watcher {
         self.coverage.turn(self.recorder, now);
     }
 
-    /// Takes rank and world from the largest communicator so far when no scheduler told them: that of the world may come after smaller ones.
+    /// Takes rank and world size from the largest communicator so far when no scheduler has set
+    /// them. The world's communicator may come after smaller ones.
     fn learn_rank(&mut self) {
         let known = self.config.hello.rank.get_or_insert_default();
         if known.rank >= 0 && !self.rank_is_learned {
@@ -227,7 +234,7 @@ impl Watcher {
         };
         let places = (0..self.recorder.comms.used()).filter_map(place);
         let larger = places.filter(|(size, _)| *size > known.world_size);
-        // Of several the first.
+        // The first of several equally large ones.
         if let Some((size, rank)) = larger.reduce(|one, other| if other.0 > one.0 { other } else { one }) {
             (known.rank, known.world_size) = (rank, size);
             self.rank_is_learned = true;
