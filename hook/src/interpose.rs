@@ -1,4 +1,7 @@
-//! How calls reach the hook: exported symbols, look-ups by name, inline hooks, and the path of a hooked call.
+//! How calls reach the hook: exported symbols, lookups by name, inline hooks, and the path of a
+//! hooked call.
+//!
+//! Architecture Invariant: nothing here imports `backends`.
 
 #[allow(unsafe_code)]
 pub(crate) mod dlsym;

@@ -1,7 +1,8 @@
-//! The interposed dlsym and dlvsym, and what is done with the addresses that it and cuGetProcAddress give out.
+//! The interposed dlsym, dlvsym and dlopen.
 //!
-//! RTLD_NEXT and RTLD_DEFAULT depend on who calls, so the real dlsym is jumped to with the caller's frame untouched; and so is
-//! every look-up of a name that is not in the table. What dlerror says afterwards is what the real one left.
+//! The result of RTLD_NEXT and RTLD_DEFAULT depends on the caller. So these functions jump to the
+//! real dlsym with the caller's frame intact, and do the same for every name that is not in the
+//! table. dlerror then returns what the real dlsym left.
 
 use std::{
     ffi::{CStr, c_char, c_int, c_void},
@@ -23,14 +24,15 @@ use crate::{
 #[cfg(not(target_arch = "x86_64"))]
 compile_error!("dlsym has to be tail-called; write the few instructions of `dlsym` for this architecture");
 
-/// Exported in place of the C library's dlsym.
+/// Interposes dlsym.
 ///
 /// # Safety
-/// As dlsym(3).
+/// See dlsym(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // Both arguments are kept on the stack over the call, which also aligns it; then the stack is the caller's again.
+    // The stack preserves both arguments across the call, which also aligns it. Afterwards it is
+    // the caller's stack again.
     core::arch::naked_asm!(
         "push rdi",
         "push rsi",
@@ -44,14 +46,14 @@ pub unsafe extern "C" fn dlsym(handle: *mut c_void, name: *const c_char) -> *mut
     )
 }
 
-/// Exported in place of the C library's dlvsym.
+/// Interposes dlvsym.
 ///
 /// # Safety
-/// As dlvsym(3).
+/// See dlvsym(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, version: *const c_char) -> *mut c_void {
-    // Three arguments on the stack align it; the place that is returned to is above them.
+    // The three arguments align the stack. The return address is above them.
     core::arch::naked_asm!(
         "push rdi",
         "push rsi",
@@ -66,11 +68,11 @@ pub unsafe extern "C" fn dlvsym(handle: *mut c_void, name: *const c_char, versio
     )
 }
 
-/// Exported in place of the C library's dlopen, only to see how it is asked. The linker looks at the caller's place for its
-/// RUNPATH, so the real one is jumped to with the caller's frame untouched.
+/// Interposes dlopen, only to see its mode. The linker uses the caller's address to find its
+/// RUNPATH, so this jumps to the real dlopen with the caller's frame intact.
 ///
 /// # Safety
-/// As dlopen(3).
+/// See dlopen(3).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 pub unsafe extern "C" fn dlopen(path: *const c_char, mode: c_int) -> *mut c_void {
@@ -87,13 +89,13 @@ pub unsafe extern "C" fn dlopen(path: *const c_char, mode: c_int) -> *mut c_void
     )
 }
 
-/// Notes the mode; which function opens.
+/// Records the mode, and returns the function that opens the library.
 unsafe extern "C" fn opening(_: *const c_char, mode: c_int) -> *const () {
     thread_state::current().asked_for_deepbind.set(mode & libc::RTLD_DEEPBIND != 0);
     next_dlopen() as *const ()
 }
 
-/// Which function answers a look-up.
+/// Returns the function that performs a lookup.
 unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *const () {
     if handle == libc::RTLD_NEXT {
         return next_dlsym() as *const ();
@@ -101,19 +103,21 @@ unsafe extern "C" fn choose(handle: *mut c_void, name: *const c_char) -> *const 
     chosen(name, answer as *const (), || next_dlsym() as *const ())
 }
 
-/// Which function answers a look-up by version from `caller`. What comes next after the program is the hook, but its exports have no
-/// version and would not be found; what comes after a library is not the hook.
+/// Returns the function that performs a lookup by version from `caller`. After the program, the
+/// next object is the hook, but its exports have no version and would not be found. After a
+/// library, the next object is not the hook.
 unsafe extern "C" fn choose_by_version(handle: *mut c_void, name: *const c_char, caller: usize) -> *const () {
     let ours = answer_by_version as *const ();
     let chosen = chosen(name, ours, || next_dlvsym() as *const ());
-    // Asked for names of ours alone: a sanitizer looks its functions up before it can be called, and it would be by this.
+    // Checked only for the hook's names: a sanitizer looks up its functions before it can be
+    // called, and this code would call it.
     if chosen == ours && handle == libc::RTLD_NEXT && !crate::runtime::linker::elf::is_in_program(caller) {
         return next_dlvsym() as *const ();
     }
     chosen
 }
 
-/// `ours` for the name of a hooked function.
+/// Returns `ours` for the name of a hooked function.
 fn chosen(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *const () {
     if name.is_null() {
         return real();
@@ -134,16 +138,18 @@ fn chosen(name: *const c_char, ours: *const (), real: fn() -> *const ()) -> *con
     }
 }
 
-/// Answers a look-up of a hooked function by a handle or in the default scope.
+/// Looks up a hooked function by a handle or in the default scope.
 unsafe extern "C" fn answer(handle: *mut c_void, name: *const c_char) -> *mut c_void {
-    // SAFETY: the caller's arguments; neither of the handles that depend on the caller's place matters for a name of ours.
+    // SAFETY: the caller's arguments. Handles that depend on the caller are not used for these
+    // names.
     let found = unsafe { next_dlsym()(handle, name) };
     // SAFETY: the caller's C string; `choose` has found it in the table.
     wrapped(found, unsafe { CStr::from_ptr(name) })
 }
 
-/// The same by version. The hook's own exports have none, so they are never what is found; RTLD_NEXT is asked from the hook's place,
-/// which follows the program's.
+/// Looks up a hooked function by version. The result is never an export of the hook, because those
+/// have no version. RTLD_NEXT is resolved from the hook's position, which follows that of the
+/// program.
 unsafe extern "C" fn answer_by_version(
     handle: *mut c_void,
     name: *const c_char,
@@ -158,14 +164,15 @@ unsafe extern "C" fn answer_by_version(
     wrapped(found, unsafe { CStr::from_ptr(name) })
 }
 
-/// What the host gets for the function that a look-up has found.
+/// Replaces the function that a lookup has found.
 fn wrapped(found: *mut c_void, name: &CStr) -> *mut c_void {
     let wrap = || {
         let Some(function) = find(name.to_bytes()) else { return prctl::before(found, name.to_bytes()) };
         if !is_ours(found) {
             return function.wrap(found);
         }
-        // The hook's own export was found: without the hook the answer would be the original, or nothing at all.
+        // The lookup found the hook's own export. Without the hook it would have found the original
+        // or nothing.
         if function.resolve().is_null() { look_up(libc::RTLD_NEXT, name) } else { found }
     };
     let given = catch_unwind(AssertUnwindSafe(wrap)).unwrap_or_else(|payload| {
@@ -173,8 +180,9 @@ fn wrapped(found: *mut c_void, name: &CStr) -> *mut c_void {
         found
     });
     if !given.is_null() {
-        // A look-up of ours may have failed meanwhile; after one that succeeds there is no error.
-        // SAFETY: it has no arguments.
+        // A lookup of the hook may have failed meanwhile. After a successful lookup there must be
+        // no error.
+        // SAFETY: it takes no arguments.
         unsafe { libc::dlerror() };
     }
     given
@@ -187,11 +195,11 @@ mod tests {
     #[test]
     fn look_ups_of_other_names_are_the_real_ones() {
         let malloc = look_up(libc::RTLD_DEFAULT, c"malloc");
-        // SAFETY: as dlsym(3).
+        // SAFETY: see dlsym(3).
         assert_eq!(unsafe { dlsym(libc::RTLD_DEFAULT, c"malloc".as_ptr()) }, malloc);
-        // SAFETY: as dlsym(3).
+        // SAFETY: see dlsym(3).
         assert!(unsafe { dlsym(libc::RTLD_DEFAULT, c"ncclAllReduce".as_ptr()) }.is_null());
-        // SAFETY: as dlvsym(3).
+        // SAFETY: see dlvsym(3).
         let by_version = |name: &CStr| unsafe { dlvsym(libc::RTLD_DEFAULT, name.as_ptr(), c"GLIBC_2.2.5".as_ptr()) };
         assert_eq!(by_version(c"malloc"), malloc);
         assert!(by_version(c"ncclAllReduce").is_null());

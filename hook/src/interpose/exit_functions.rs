@@ -1,4 +1,4 @@
-//! The exported `_exit` and `quick_exit`.
+//! The interposed `_exit`, `_Exit` and `quick_exit`.
 
 use std::{
     ffi::{c_int, c_void},
@@ -14,10 +14,11 @@ use crate::runtime::{
     recorder::running,
 };
 
-/// The C library's functions, or another preloaded library's, looked for when nothing can be in the way yet.
+/// The next functions of these names: the C library's, or another preloaded library's. Found when
+/// the library is loaded.
 pub static NEXT_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// As above.
+/// See [`NEXT_EXIT`].
 pub static NEXT_QUICK_EXIT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
 pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
@@ -32,11 +33,12 @@ pub fn end(next: &AtomicPtr<c_void>, status: c_int) -> ! {
     }
 }
 
-/// Exported in place of the C library's: an end with success and without handlers (`os._exit(0)`) is no death either. Nothing here
-/// but system calls, because a signal handler or a child of vfork may call it.
+/// Interposes `_exit`, so that an end with status 0 and without handlers (`os._exit(0)`) does not
+/// count as a death. Makes only system calls, because a signal handler or a child of vfork may call
+/// it.
 ///
 /// # Safety
-/// As _exit(2).
+/// See _exit(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn _exit(status: c_int) -> ! {
@@ -49,10 +51,10 @@ pub unsafe extern "C" fn _exit(status: c_int) -> ! {
     end(&NEXT_EXIT, status)
 }
 
-/// Exported only for the status, of which its handlers are not told.
+/// Interposes `quick_exit` to see the status, which its handlers do not receive.
 ///
 /// # Safety
-/// As quick_exit(3).
+/// See quick_exit(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
@@ -62,14 +64,14 @@ pub unsafe extern "C" fn quick_exit(status: c_int) -> ! {
     end(&NEXT_QUICK_EXIT, status)
 }
 
-/// As [`_exit`], by the name of ISO C.
+/// The ISO C name of [`_exit`].
 ///
 /// # Safety
-/// As _Exit(3).
+/// See _Exit(3).
 #[allow(non_snake_case)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn _Exit(status: c_int) -> ! {
-    // SAFETY: the caller's own argument.
+    // SAFETY: the caller's argument.
     unsafe { _exit(status) }
 }

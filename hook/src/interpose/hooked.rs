@@ -1,8 +1,9 @@
-//! The one way into the hook: a macro that makes a row of the function table, its wrappers and its exported symbol, and the
-//! path that every hooked call takes.
+//! The entry into the hook: the macro that turns a row of a table into a hooked function with its
+//! wrappers and its exported symbol, and the path that every hooked call takes.
 //!
-//! What a row adds is called before the real function and its answer after it. Whatever happens there, the real function is
-//! called with the caller's arguments, and its result and errno are what the caller gets.
+//! A row supplies code that runs before the real function, and returns a token for the code that
+//! runs after it. Whatever happens in that code, the real function is called with the caller's
+//! arguments, and the caller gets its result and errno.
 
 use std::{
     ffi::{CStr, c_int, c_void},
@@ -21,31 +22,32 @@ use crate::runtime::{
     recorder::{self, Recorder},
 };
 
-/// Where a call came in.
+/// Where a call entered.
 #[derive(Clone, Copy)]
 pub struct Site {
     /// The row.
     pub function: &'static Function,
-    /// The slot of its original that is about to be called.
+    /// The slot of the original that will be called.
     pub slot: usize,
     /// The `IN_*` bits of the thread before the call.
     pub inside: u8,
 }
 
 impl Site {
-    /// A function of the library that the original is in, by the first of `names` that it has; see [`Function::companion`].
+    /// A function of the original's library: the first of `names` that the library has; see
+    /// [`Function::companion`].
     #[inline]
     pub fn companion(&self, number: usize, names: &'static [&'static CStr]) -> Option<*mut c_void> {
         self.function.companion(self.slot, number, names)
     }
 }
 
-/// What a row does when the real function has returned.
+/// What a row does after the real function has returned.
 pub trait After {
-    /// `result` is what the real function returned.
+    /// `result` is the value that the real function returned.
     fn after(self, recorder: &'static Recorder, result: c_int);
 
-    /// Whether there is anything to do. Most launches have nothing.
+    /// Whether there is anything to do. For most launches there is not.
     #[inline]
     fn matters(&self) -> bool {
         true
@@ -61,14 +63,15 @@ impl After for () {
     }
 }
 
-/// The state of a hooked call. Every row compiles its own copy of [`around`]; code that does not depend on the row is here.
+/// The state of a hooked call. Each row compiles its own copy of [`around`], so code that does not
+/// depend on the row is here.
 struct Passage {
     thread: &'static ThreadState,
     /// The thread's marks before the call.
     inside: u8,
     /// The mark of the layer.
     bit: u8,
-    /// The caller's, then the real function's.
+    /// The caller's errno, later that of the real function.
     errno: c_int,
     cost: OverheadTimer,
     shield: Shield,
@@ -107,7 +110,7 @@ impl Passage {
         self.thread.inside.set(self.inside | self.bit | IN_HOOK);
         self.shield = Shield::raised();
         guarded(|| {
-            // In a child that was forked inside the real call, what was begun belongs to the parent.
+            // In a child that was forked inside the real call, the operation belongs to the parent.
             if recorder::running().is_some_and(|now| std::ptr::eq(now, recorder)) {
                 token.after(recorder, result);
                 self.cost.end(self.thread, recorder, self.bit);
@@ -118,7 +121,8 @@ impl Passage {
     }
 }
 
-/// Restores the thread's marks also when the host's thread is cancelled inside the real call and unwinds through here.
+/// Restores the thread's marks, even if the host cancels the thread inside the real call and
+/// unwinds through this frame.
 impl Drop for Passage {
     #[inline]
     fn drop(&mut self) {
@@ -126,7 +130,8 @@ impl Drop for Passage {
     }
 }
 
-/// The path of a hooked call. `bit` marks the layer; a thread that is inside one of the layers in `bypass` goes straight through.
+/// The path of a hooked call. `bit` marks the layer. A thread that is inside a layer of `bypass`
+/// goes straight to the real function.
 #[inline(always)]
 pub fn around<T: After>(
     (function, slot): (&'static Function, usize),
@@ -152,7 +157,7 @@ pub fn around<T: After>(
     result
 }
 
-/// The path of a look-up such as cuGetProcAddress, which starts nothing.
+/// The path of a lookup such as cuGetProcAddress, which does not start the hook.
 pub fn around_lookup(function: &'static Function, after: impl FnOnce(), real: impl FnOnce() -> c_int) -> c_int {
     let result = real();
     if result == 0 && !config::disabled() {
@@ -177,12 +182,13 @@ fn called(recorder: &'static Recorder, thread: &ThreadState, function: &'static 
     }
 }
 
-/// Makes hooked functions from rows:
+/// Defines hooked functions from rows:
 ///
-/// `name | name of another family(argument: type, …) => |recorder, site| what to do before;`
+/// `name | name of another family(argument: type, …) => |recorder, site| code that runs before;`
 ///
-/// Names in one row are functions of the same type that mean the same. `missing` is what a caller gets when the original is not
-/// there. The expression after `=>` answers an [`After`]. Every row is a static in the section that [`crate::runtime::linker::function_table`] reads.
+/// The names of a row are functions with the same type and meaning. `missing` is the result when
+/// there is no original. The expression after `=>` returns an [`After`]. Each row is a static in
+/// the section that [`crate::runtime::linker::function_table`] reads.
 macro_rules! hooked {
     (library $library:ident, mark $bit:expr, bypass $bypass:expr, missing $missing:expr;
      $($name:ident $(| $other:ident)* ($($arguments:tt)*) => $before:expr;)*) => {
@@ -219,17 +225,17 @@ macro_rules! hooked {
 
                 #[cfg_attr(not(test), unsafe(no_mangle))]
                 pub unsafe extern "C-unwind" fn $name($($arg: $type),*) -> std::ffi::c_int {
-                    // SAFETY: the caller's own arguments.
+                    // SAFETY: the caller's arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
                 unsafe extern "C-unwind" fn from_slot<const SLOT: usize>($($arg: $type),*) -> std::ffi::c_int {
                     FUNCTION.set_entry_slot(SLOT);
-                    // SAFETY: the caller's own arguments.
+                    // SAFETY: the caller's arguments.
                     unsafe { wrapper($($arg),*) }
                 }
 
-                // One for all slots: there are more than a thousand rows.
+                // One function for all slots, because there are more than a thousand rows.
                 #[inline(never)]
                 unsafe extern "C-unwind" fn wrapper($($arg: $type),*) -> std::ffi::c_int {
                     let slot = FUNCTION.take_entry_slot();
@@ -237,10 +243,11 @@ macro_rules! hooked {
                     if real.is_null() {
                         return $missing;
                     }
-                    // SAFETY: the address of the original of this row, whose type is the library's public ABI.
+                    // SAFETY: the address of this row's original, whose type is the library's
+                    // public ABI.
                     let real = unsafe { std::mem::transmute::<*mut std::ffi::c_void, Real>(real) };
                     let call = || {
-                        // SAFETY: the caller's own arguments.
+                        // SAFETY: the caller's arguments.
                         unsafe { real($($arg),*) }
                     };
                     $crate::interpose::hooked::around((&FUNCTION, slot), ($bit, $bypass), $before, call)

@@ -1,12 +1,14 @@
-//! Inline hooks: where no symbol can be interposed, the first instructions of the function itself are replaced.
+//! Inline hooks: where no symbol can be interposed, the first instructions of the function itself
+//! are replaced.
 //!
-//! That is the case for a collective or BLAS library that is linked statically into the program or into another library, for one
-//! that binds its symbols to itself (`-Bsymbolic`), and for gloo, which lies inside PyTorch. Everything else is reached without a
-//! change of code, and is left alone: a uprobe that somebody puts on a replaced function later breaks it, because the kernel
-//! runs the instruction of the file in its place. Only where the function begins with an `endbr64` does it not matter.
+//! This is needed for a collective or BLAS library that is linked statically into the program or
+//! another library, for one that binds its symbols to itself (`-Bsymbolic`), and for gloo inside
+//! PyTorch. All other code stays unchanged, because a uprobe that is set later on a replaced
+//! function breaks it: the kernel executes the instruction of the file instead. Only functions that
+//! begin with `endbr64` do not have this problem.
 //!
-//! Code is replaced at two moments only: when the process starts and has one thread, and when the linker has just mapped a library of
-//! which nothing has run yet. It is never put back.
+//! Code is replaced only when the process starts and has one thread, and when the linker has just
+//! mapped a library that has not run yet. It is never restored.
 
 #[allow(unsafe_code)]
 pub(crate) mod code_memory;
@@ -33,19 +35,20 @@ use crate::{
     runtime::{lifecycle::config, linker::library_events, os::sys},
 };
 
-/// Called once when the hook is loaded, before the program runs.
+/// Called when the hook is loaded, before the program runs.
 pub fn start() {
     let level = match sys::variable(c"XPU_TIMER_INLINE").as_deref() {
         Some(b"off" | b"0") => Level::Off,
         Some(b"all") => Level::All,
         _ => Level::Auto,
     };
-    // With a second thread somebody may be running what would be replaced.
+    // A second thread might be executing the code that would be replaced.
     if level == Level::Off || config::disabled() || !sys::is_alone() {
         return;
     }
     LEVEL.store(level as u32, Ordering::Relaxed);
     scan_new_objects();
-    // Under a debugger the linker's function is not empty; then what is loaded later stays as it is.
+    // Under a debugger the linker's function is not empty. Then libraries that are loaded later
+    // stay unchanged.
     library_events::set_listening(loader::listen());
 }

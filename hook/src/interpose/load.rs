@@ -1,4 +1,4 @@
-//! What runs when the library is loaded and taken down.
+//! Runs when the library is loaded and when it is unloaded.
 
 use std::sync::atomic::Ordering;
 
@@ -21,10 +21,11 @@ use crate::{
     },
 };
 
-/// Runs when the library is loaded: only what must be there before anything can go wrong.
+/// Runs when the library is loaded. Does only what must exist before anything else can happen.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn on_load() {
-    // This standard library is the hook's own copy; the host's panics, if it is a Rust program, are not touched.
+    // The hook has its own copy of the standard library, so this does not affect the panics of a
+    // host in Rust.
     std::panic::set_hook(Box::new(|_| {}));
     let errno = errno::errno();
     let saved = errno.get();
@@ -33,7 +34,7 @@ extern "C" fn on_load() {
     pthread_cancel::find_next();
     ptracer::find_first();
     prctl::find_next();
-    // Before anything else, because a filter may forbid everything else.
+    // First, because a filter may forbid everything else.
     if !disabled() {
         guarded(host_process::record_filters_at_load);
     }
@@ -52,8 +53,8 @@ extern "C" fn on_load() {
 #[unsafe(link_section = ".init_array")]
 static ON_LOAD: extern "C" fn() = on_load;
 
-/// Runs when the library is taken down, after all exit handlers: the collector is told at the last moment, because a handler of the
-/// host that hangs is the end of a job like any other.
+/// Runs when the library is unloaded, after all exit handlers. The collector is told as late as
+/// possible, because an exit handler of the host that hangs is a hang of the job.
 #[cfg_attr(test, allow(dead_code))]
 extern "C" fn at_end() {
     if running().is_some() && !is_vfork_child() {

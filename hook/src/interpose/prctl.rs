@@ -1,20 +1,6 @@
-//! Filters of system calls (seccomp) that the program puts on itself while it runs. Such a filter may end the process at a call that
-//! the program itself has no need of, and nobody can ask which calls it forbids. So from then on a thread under a filter makes
-//! no system call for the hook.
-//!
-//! The hook learns of a filter in three ways. It sees the calls of `prctl` and `syscall` that install one, also those of libseccomp and
-//! those by an address that was looked up. A program that was executed under more filters than the launched command has them from the
-//! one before. And the node collector, which looks at `/proc/PID/status` once a second, says in the ring which threads are under a filter: that is
-//! the only way to learn of one that was installed by a bare instruction.
-//!
-//! Until the collector has looked, which takes up to a second, a thread under such a filter makes three calls: `futex` when it overtakes
-//! the watcher by 256 operations, `gettid` at its first launch, and `clock_gettime` of its processor time while it polls MPI. A job in
-//! its steady state launches from threads that have launched before, and the watcher keeps up with it. With `TSYNC` the watcher
-//! makes the `futex` call that it sleeps in, for good: a bare instruction whose filter forbids that ends the process.
-//!
-//! The program's threads go on recording, because that is memory alone. The watcher goes on as well as long as the filter is not its
-//! own. With `SECCOMP_FILTER_FLAG_TSYNC` it is: then the watcher thread ends before the filter is there, because a thread that is
-//! merely asleep would make another call when it is woken.
+//! The interposed `prctl` and `syscall`. They see the program install a seccomp filter, set its own
+//! ptrace permission, or forbid itself the time stamp counter. [`seccomp`] describes what the hook
+//! does then.
 
 use std::{
     ffi::{c_int, c_long, c_ulong, c_void},
@@ -43,12 +29,12 @@ const NEW_LISTENER: c_ulong = 1 << 3;
 /// `SECCOMP_MODE_STRICT`
 const STRICT: c_ulong = 1;
 
-/// `PR_SET_TSC`, and its value that makes reading the processor's counter end the process.
+/// `PR_SET_TSC`, and the value that makes a read of the counter end the process.
 const SET_TSC: c_int = 26;
 
 const TSC_SIGSEGV: c_ulong = 2;
 
-/// Whether a prctl(2) takes the processor's counter away from the calling thread. The strict mode does, too.
+/// Whether a prctl(2) forbids the calling thread to read the counter. Strict mode does so too.
 fn takes_counter(option: c_ulong, value: c_ulong) -> bool {
     match option as c_int {
         SET_TSC => value == TSC_SIGSEGV,
@@ -60,20 +46,21 @@ fn takes_counter(option: c_ulong, value: c_ulong) -> bool {
 /// A call that installs a filter.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Install {
-    /// On all threads of the process.
+    /// It applies to all threads of the process.
     synchronizes: bool,
-    /// It answers a descriptor.
+    /// It returns a descriptor.
     listens: bool,
 }
 
 impl Install {
-    /// By the arguments of prctl(2). The strict mode is one, too.
+    /// From the arguments of prctl(2). Strict mode counts as a filter.
     fn of_prctl(option: c_ulong, mode: c_ulong, filter: c_ulong) -> Option<Self> {
         let installs = option as c_int == libc::PR_SET_SECCOMP && (mode != 2 || filter != 0);
         installs.then_some(Install { synchronizes: false, listens: false })
     }
 
-    /// By the arguments of seccomp(2). Without a filter it only asks which flags the kernel knows, and gets an error.
+    /// From the arguments of seccomp(2). A call without a filter only queries which flags the
+    /// kernel supports, and gets an error.
     fn of_seccomp(operation: c_ulong, flags: c_ulong, filter: c_ulong) -> Option<Self> {
         let installs = operation == 0 || operation == SET_MODE_FILTER && filter != 0;
         let has = |flag| operation == SET_MODE_FILTER && flags & flag != 0;
@@ -84,7 +71,7 @@ impl Install {
         if self.listens { result >= 0 } else { result == 0 }
     }
 
-    /// Makes the call, with the hook quiet before the filter is there.
+    /// Makes the call. The hook makes no system calls from before the filter takes effect.
     fn around(self, real: impl FnOnce() -> c_long) -> c_long {
         let errno = errno::errno();
         let saved = errno.get();
@@ -99,7 +86,8 @@ impl Install {
         result
     }
 
-    /// False in a child of vfork: it has borrowed the memory of a process that will have no filter.
+    /// False in a child of vfork, which shares the memory of a process that will not have the
+    /// filter.
     fn expect(self) -> bool {
         if fork::is_vfork_child() {
             return false;
@@ -121,21 +109,21 @@ impl Install {
     }
 }
 
-/// Publishes which filters this process has seen.
+/// Publishes the filters that this process has seen.
 fn publish() {
     if let Some(recorder) = recorder::running() {
         recorder.ring.header(header::FILTERS_SEEN).store(seccomp::seen(), Ordering::Relaxed);
     }
 }
 
-/// The next `prctl` and `syscall`, which may be another preloaded library's.
+/// The next `prctl` and `syscall`, which may belong to another preloaded library.
 static NEXT_PRCTL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// As above.
+/// See [`NEXT_PRCTL`].
 static NEXT_SYSCALL: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// What the program gets for the C library's function of this name that a look-up has found: the export that stands before it. Programs
-/// in Python find both by a handle of the C library.
+/// Replaces the C library's function that a lookup has found by the hook's export. Python programs
+/// look both names up in the C library.
 pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
     let (next, export) = match name {
         b"prctl" => (&NEXT_PRCTL, prctl as *const ()),
@@ -146,16 +134,16 @@ pub fn before(found: *mut c_void, name: &[u8]) -> *mut c_void {
     if is_next { export.cast_mut().cast() } else { found }
 }
 
-/// When the library is loaded.
+/// Called when the library is loaded.
 pub fn find_next() {
     NEXT_PRCTL.store(look_up(libc::RTLD_NEXT, c"prctl"), Ordering::Relaxed);
     NEXT_SYSCALL.store(look_up(libc::RTLD_NEXT, c"syscall"), Ordering::Relaxed);
 }
 
-/// Exported in place of the C library's, to see whom the host names as its tracer and that it installs a filter.
+/// Interposes `prctl` to see the program's ptrace permission and its filters.
 ///
 /// # Safety
-/// As prctl(2).
+/// See prctl(2).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn prctl(
@@ -173,7 +161,7 @@ pub unsafe extern "C" fn prctl(
     }
 }
 
-/// Notes what the program says of itself by a prctl(2) that is about to be made.
+/// Records what a prctl(2) that is about to be made reveals about the program.
 fn note(option: c_ulong, value: c_ulong) {
     if takes_counter(option, value) {
         tsc::forbid();
@@ -183,11 +171,11 @@ fn note(option: c_ulong, value: c_ulong) {
     }
 }
 
-/// Exported in place of the C library's, to see the calls that install a filter. Every other call is jumped on to with the caller's frame
-/// untouched, because some, such as `clone`, return twice.
+/// Interposes `syscall` to see calls that install a filter. For every other call it jumps to the
+/// next function with the caller's frame intact, because some calls, such as `clone`, return twice.
 ///
 /// # Safety
-/// As syscall(2).
+/// See syscall(2).
 #[unsafe(naked)]
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
@@ -211,7 +199,7 @@ pub unsafe extern "C" fn syscall(number: c_long) -> c_long {
 
 type Syscall = unsafe extern "C" fn(c_long, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong, c_ulong) -> c_long;
 
-/// A call of seccomp(2) or prctl(2) by its number.
+/// A call of seccomp(2) or prctl(2) by number.
 unsafe extern "C" fn noted(
     number: c_long,
     first: c_ulong,
@@ -222,9 +210,9 @@ unsafe extern "C" fn noted(
     sixth: c_ulong,
 ) -> c_long {
     let next = NEXT_SYSCALL.load(Ordering::Relaxed);
-    // SAFETY: the next function of this name, as far as a caller can see it: it takes as many of these as the call has.
+    // SAFETY: the next function of this name, which accepts as many arguments as the call has.
     let next = if next.is_null() { bare } else { unsafe { std::mem::transmute::<*mut c_void, Syscall>(next) } };
-    // SAFETY: the caller's own arguments, and what lies behind them.
+    // SAFETY: the caller's arguments, and the registers that follow them.
     let call = || unsafe { next(number, first, second, third, fourth, fifth, sixth) };
     let install = if number == libc::SYS_prctl {
         note(first, second);
@@ -242,7 +230,7 @@ unsafe extern "C" fn noted(
     }
 }
 
-/// What the C library's syscall does, for callers that come before the hook has looked for it.
+/// Does what the C library's `syscall` does, for calls before the next function is known.
 #[unsafe(naked)]
 unsafe extern "C" fn bare(_: c_long, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong, _: c_ulong) -> c_long {
     core::arch::naked_asm!(
@@ -286,7 +274,7 @@ mod tests {
         assert_eq!(Install::of_seccomp(2, 0, 0x1000), None, "SECCOMP_GET_ACTION_AVAIL");
         let listener = Install::of_seccomp(1, 8, 0x1000).unwrap();
         assert!(listener.succeeded(7) && !listener.succeeded(-1));
-        // With TSYNC the answer may be the id of a thread that could not follow.
+        // With TSYNC, the result may be the id of a thread that could not be synchronized.
         assert!(own.succeeded(0) && !own.succeeded(4711));
     }
 
@@ -298,13 +286,13 @@ mod tests {
 
     #[test]
     fn a_bare_call_answers_as_the_c_library() {
-        // SAFETY: getpid and close take no memory.
+        // SAFETY: getpid and close use no memory.
         let (own, wrong) =
             unsafe { (bare(libc::SYS_getpid, 0, 0, 0, 0, 0, 0), bare(libc::SYS_close, u64::MAX, 0, 0, 0, 0, 0)) };
         assert_eq!((own, wrong, errno::errno().get()), (i64::from(std::process::id()), -1, libc::EBADF));
         // SAFETY: as above.
         let exported: Syscall = unsafe { std::mem::transmute(syscall as *const ()) };
-        // SAFETY: as above; the second asks whether the kernel knows an action.
+        // SAFETY: as above; the second call asks whether the kernel knows an action.
         let (own, known) = unsafe {
             let action = libc::SECCOMP_RET_ERRNO;
             let known = exported(libc::SYS_seccomp, 2, 0, (&raw const action) as c_ulong, 0, 0, 0);

@@ -1,4 +1,4 @@
-//! The exported pthread_cancel.
+//! The interposed pthread_cancel.
 
 use std::{
     ffi::{c_int, c_void},
@@ -9,15 +9,15 @@ use crate::runtime::{linker::dynamic::look_up, os::cancellation};
 
 static NEXT: AtomicPtr<c_void> = AtomicPtr::new(std::ptr::null_mut());
 
-/// When the library is loaded.
+/// Called when the library is loaded.
 pub fn find_next() {
     NEXT.store(look_up(libc::RTLD_NEXT, c"pthread_cancel"), Ordering::Relaxed);
 }
 
-/// Exported in place of the C library's, only to see that it is used.
+/// Interposes pthread_cancel, only to see that the program uses it.
 ///
 /// # Safety
-/// As pthread_cancel(3).
+/// See pthread_cancel(3).
 #[cfg_attr(not(test), unsafe(no_mangle))]
 #[cfg_attr(test, allow(dead_code))]
 pub unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
@@ -26,6 +26,6 @@ pub unsafe extern "C" fn pthread_cancel(thread: libc::pthread_t) -> c_int {
     if next.is_null() {
         return libc::ENOSYS;
     }
-    // SAFETY: the next function of this name, found when the hook was loaded, and the caller's own argument.
+    // SAFETY: the next function of this name, and the caller's argument.
     unsafe { std::mem::transmute::<*mut c_void, unsafe extern "C" fn(libc::pthread_t) -> c_int>(next)(thread) }
 }

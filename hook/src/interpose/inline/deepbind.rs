@@ -1,7 +1,9 @@
-//! Libraries that the host loads with `RTLD_DEEPBIND`: they look into their own dependencies first, past everything preloaded.
+//! Libraries that the host loads with `RTLD_DEEPBIND`. They search their own dependencies before
+//! everything preloaded.
 //!
-//! Before the linker binds such a library, the symbols that it imports and that are hooked are made its own, with the address of
-//! the wrapper; the wrapper's original is the function that the library would have been bound to. No code is changed.
+//! Before the linker binds such a library, its imported symbols that are hooked become definitions
+//! of the library itself, with the address of a wrapper. The wrapper's original is the function
+//! that the library would have been bound to. No code is changed.
 
 use std::ffi::{CStr, c_void};
 
@@ -16,15 +18,15 @@ use crate::{
     },
 };
 
-/// Binds the imports of a new object, if it was asked for with that flag.
+/// Binds the imports of a new object if the host used this flag.
 ///
 /// # Safety
-/// `map` is in the linker's list and was not bound yet.
+/// `map` is in the linker's list and not bound yet.
 pub unsafe fn bind(map: *const LinkMap) {
     if !thread_state::current().asked_for_deepbind.get() {
         return;
     }
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     let Some(object) = (unsafe { Object::of(map) }) else { return };
     let dependencies = dependencies(&object);
     for (name, symbol) in object.imported() {
@@ -46,7 +48,7 @@ pub unsafe fn bind(map: *const LinkMap) {
     }
 }
 
-/// An object's dependencies and theirs, nearest first, as the linker would look into them.
+/// All dependencies of an object, in the order in which the linker searches them.
 fn dependencies(object: &Object) -> Vec<Object> {
     let mut loaded = Vec::new();
     let mut map = elf::first();
@@ -73,17 +75,18 @@ fn dependencies(object: &Object) -> Vec<Object> {
     found
 }
 
-/// Makes an imported symbol one that the object defines at `address`, and that the linker looks for nowhere else.
+/// Turns an imported symbol into a definition at `address`, so that the linker does not search for
+/// it.
 ///
 /// # Safety
-/// The symbol is one of the object's table, which nobody reads meanwhile.
+/// The symbol is in the object's table, and no thread reads it at the same time.
 pub unsafe fn define_locally(object: &Object, symbol: *mut libc::Elf64_Sym, address: usize) {
     const LOCAL_FUNCTION: u8 = 2;
     const HIDDEN: u8 = 2;
     const SOME_SECTION: u16 = 1;
     let Some(access) = object.access_of(symbol as usize) else { return };
     let write = || {
-        // SAFETY: writable meanwhile.
+        // SAFETY: `writing` has made it writable.
         unsafe {
             (*symbol).st_info = LOCAL_FUNCTION;
             (*symbol).st_other = HIDDEN;

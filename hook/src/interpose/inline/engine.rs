@@ -1,7 +1,7 @@
-//! What replaces the code of a function: one small trait, so that the engine can be exchanged.
+//! The engine that replaces a function's code.
 //!
-//! `detour` is built in: it builds from crates.io alone and costs about a nanosecond a call. With the cargo feature `frida` it is
-//! `frida-gum`, for which a devkit of Frida must be given; CONTRIBUTING.md says how.
+//! `detour` is the default. It builds from crates.io alone and costs about a nanosecond per call.
+//! The cargo feature `frida` selects `frida-gum`, which needs a Frida devkit; see CONTRIBUTING.md.
 
 #[cfg(not(feature = "frida"))]
 #[allow(unsafe_code)]

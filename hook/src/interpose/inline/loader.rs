@@ -1,7 +1,7 @@
-//! Word of every library that is loaded, after it is mapped and before anything of it has run: the linker calls an empty function
-//! for debuggers then, and here that function jumps to [`loaded`].
+//! Notices every library after it is mapped and before any of its code has run. At that time the
+//! linker calls an empty function for debuggers; the hook makes that function jump to [`loaded`].
 //!
-//! It is called with the linker's lock held, so nothing here calls the linker, and nothing waits.
+//! The linker holds its lock during the call, so nothing here calls the linker, and nothing waits.
 
 use std::{
     ffi::c_int,
@@ -17,18 +17,19 @@ use crate::{
     },
 };
 
-/// The list of objects is complete.
+/// State of `r_debug` when the list of objects is complete.
 const CONSISTENT: c_int = 0;
 
-/// Makes the linker call [`loaded`], unless its function is not the empty one that it should be, or the system does not let code be
-/// changed; the answer says so.
+/// Makes the linker call [`loaded`]. False when the linker's function is not empty as expected, or
+/// the system forbids the change.
 pub fn listen() -> bool {
-    // SAFETY: as above.
+    // SAFETY: the linker's own structure, which always exists.
     let call = unsafe { (&raw const _r_debug.call).read_volatile() };
     if call == 0 {
         return false;
     }
-    // SAFETY: the linker's function, and the padding behind it up to the next one, which the linker aligns at 16 bytes.
+    // SAFETY: the linker's function and the padding up to the next one, which is aligned to 16
+    // bytes.
     let code = unsafe { std::slice::from_raw_parts(call as *const u8, 16) };
     if !is_empty_function(code) {
         return false;
@@ -37,14 +38,15 @@ pub fn listen() -> bool {
     let Ok(distance) = i32::try_from(distance) else { return false };
     let mut jump = [0xe9, 0, 0, 0, 0];
     jump[1..].copy_from_slice(&distance.to_le_bytes());
-    // SAFETY: the process is being started and has no second thread; the bytes are an empty function and its padding.
+    // SAFETY: the process is starting and has one thread; the bytes are an empty function and its
+    // padding.
     unsafe { write_code(call, &jump) }
 }
 
-/// Whether this is a function that only returns, and has room for a jump with the padding behind it.
+/// Whether this is a function that only returns, with room for a jump in the padding after it.
 fn is_empty_function(code: &[u8]) -> bool {
     let body = code.strip_prefix(&ENDBR64).unwrap_or(code);
-    // A plain return, or one with a prefix for old processors.
+    // A return, possibly with a prefix for old processors.
     let Some(padding) = body.strip_prefix(&[0xf3, 0xc3]).or_else(|| body.strip_prefix(&[0xc3])) else { return false };
     let mut space = code.len() - padding.len();
     let mut rest = padding;
@@ -56,14 +58,15 @@ fn is_empty_function(code: &[u8]) -> bool {
     true
 }
 
-/// Bytes of the filler that code begins with, if it is one. A decoder knows this too, but making its tables takes longer than all else
-/// that a program is started with.
+/// Length of the padding instruction at the start of `code`, if it is one. The instruction decoder
+/// knows these too, but building its tables takes longer than the rest of the program's start.
 fn filler(code: &[u8]) -> Option<usize> {
     let prefixes = code.iter().take_while(|byte| [0x66, 0x2e].contains(*byte)).count();
     match code.get(prefixes..)? {
         [0x90, ..] => Some(prefixes + 1),
         [0xcc, ..] if prefixes == 0 => Some(1),
-        // nop with an operand: no displacement, one of a byte, one of four, each also with an index.
+        // nop with an operand: without displacement, or with one of one or four bytes, each also
+        // with an index.
         [0x0f, 0x1f, operand, ..] => {
             let more = [(0x00, 0), (0x40, 1), (0x44, 2), (0x80, 4), (0x84, 5)];
             more.iter().find(|(form, _)| form == operand).map(|(_, more)| prefixes + 3 + more)
@@ -73,20 +76,21 @@ fn filler(code: &[u8]) -> Option<usize> {
 }
 
 /// # Safety
-/// Nobody runs these bytes meanwhile, and they are code.
+/// The bytes are code, and no thread executes them at the same time.
 unsafe fn write_code(address: usize, bytes: &[u8]) -> bool {
     writing(address, bytes.len(), libc::PROT_READ | libc::PROT_EXEC, || {
-        // SAFETY: writable meanwhile.
+        // SAFETY: `writing` has made them writable.
         unsafe { std::ptr::copy_nonoverlapping(bytes.as_ptr(), address as *mut u8, bytes.len()) }
     })
 }
 
-/// A thread is at work here. In a forked child the mark may be one of a thread that it does not have: then it listens no more.
+/// A thread is scanning. In a forked child, the mark may be that of a thread that does not exist;
+/// then the hook stops listening.
 static SCANNING: AtomicI32 = AtomicI32::new(0);
 
-/// Called by the linker before and after each change of its list.
+/// The linker calls this before and after each change of its list.
 pub extern "C" fn loaded() {
-    // SAFETY: as above.
+    // SAFETY: the linker's own structure, which always exists.
     let state = unsafe { (&raw const _r_debug.state).read_volatile() };
     if state != CONSISTENT || library_events::has_stopped_listening() || !seccomp::may_call() {
         return;
@@ -109,7 +113,7 @@ mod tests {
 
     #[test]
     fn only_an_empty_function_with_room_is_replaced() {
-        // As in glibc: ret, and a filler of eleven bytes.
+        // As in glibc: ret, and eleven bytes of padding.
         let real = [0xc3, 0x66, 0x66, 0x2e, 0x0f, 0x1f, 0x84, 0, 0, 0, 0, 0, 0x0f, 0x1f, 0x40, 0];
         assert!(is_empty_function(&real));
         assert!(is_empty_function(&[0xf3, 0x0f, 0x1e, 0xfa, 0xc3, 0x90, 0x90, 0x90]));

@@ -1,34 +1,35 @@
-//! Whether the first instructions of a function may be moved: the question before any code is replaced. Whoever is not sure says
-//! no, because a function that is not seen is a gap in a report, and a wrong byte is the end of the host.
+//! Decides whether the first instructions of a function may be moved. In doubt it refuses: a
+//! function that is not hooked is a gap in a report, but a wrong byte crashes the host.
 
 use iced_x86::{Decoder, DecoderOptions, FlowControl, Instruction, Mnemonic, OpKind};
 
-/// Bytes that a jump takes.
+/// Size of a jump in bytes.
 const JUMP: usize = 5;
 
-/// A function is looked through up to here; a longer one's tail is taken to be harmless only when all of it was seen.
+/// Functions larger than this are refused, because all of their code must be checked.
 const MOST: usize = 1 << 20;
 
-/// The instruction that marks a function as a target of indirect branches, and does nothing.
+/// Marks a target of indirect branches, and does nothing else.
 pub const ENDBR64: [u8; 4] = [0xf3, 0x0f, 0x1e, 0xfa];
 
-/// Why a function's code cannot be replaced.
+/// Why the code of a function cannot be replaced.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Refusal {
-    /// Its size is not known, or it is smaller than a jump, or larger than anything that is looked through.
+    /// The size is unknown, smaller than a jump, or too large to check.
     Size,
-    /// Its first instructions are not code that can be moved: a call, a breakpoint of a debugger or of a probe, a return.
+    /// The first instructions cannot be moved: a call, a return, or the breakpoint of a debugger or
+    /// probe.
     Start,
-    /// Something inside jumps back to its first instructions.
+    /// The function jumps back to its first instructions.
     JumpBack,
     /// The system or the engine refused.
     Engine,
 }
 
-/// Looks at the code of a whole function at `address`.
+/// Checks the complete code of a function at `address`.
 ///
 /// # Errors
-/// Why it must be left alone.
+/// Why the function must stay unchanged.
 pub fn check(code: &[u8], address: u64) -> Result<(), Refusal> {
     if !(JUMP..=MOST).contains(&code.len()) {
         return Err(Refusal::Size);
@@ -50,7 +51,7 @@ pub fn check(code: &[u8], address: u64) -> Result<(), Refusal> {
         if near && start.contains(&instruction.near_branch_target()) {
             return Err(Refusal::JumpBack);
         }
-        // A table of jumps may lie in the code; behind it the decoder finds its step again.
+        // The code may contain a jump table. The decoder synchronizes again after it.
     }
     Ok(())
 }
@@ -61,9 +62,10 @@ fn can_move(instruction: &Instruction) -> bool {
     }
     match instruction.flow_control() {
         FlowControl::Next => true,
-        // A jump at the very start is a function that is only a door to another, or another tool's hook.
+        // A jump at the very start belongs to a stub, or to another tool's hook.
         FlowControl::UnconditionalBranch | FlowControl::IndirectBranch => true,
-        // A conditional branch in the first bytes is moved right by the engine, but such code is rare and may loop.
+        // The engine would move a conditional branch correctly, but such code is rare and may be a
+        // loop.
         _ => false,
     }
 }
@@ -111,7 +113,7 @@ mod tests {
         let back = |to: i8, nops: usize| [vec![0x90; nops], vec![0x75, (to - 8 - nops as i8) as u8, 0xc3]].concat();
         assert_eq!(judge(&start, &back(1, 0)), Err(Refusal::JumpBack));
         assert_eq!(judge(&start, &back(1, 40)), Err(Refusal::JumpBack));
-        // To its very first byte the jump goes through the hook again, which is a call like any other.
+        // A jump to the very first byte enters the hook again, like any other call.
         assert_eq!(judge(&start, &back(0, 0)), Ok(()));
         assert_eq!(judge(&start, &back(6, 1)), Ok(()));
     }

@@ -1,4 +1,4 @@
-//! What an object is to the hook.
+//! What a loaded object means for the inline hooks.
 
 use std::{
     ffi::CStr,
@@ -9,26 +9,27 @@ use xpu_timer_proto::family::{FAMILIES, Library};
 
 use crate::runtime::linker::elf::Object;
 
-/// How much is replaced: `XPU_TIMER_INLINE`.
+/// Which functions are replaced (`XPU_TIMER_INLINE`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[repr(u32)]
 pub enum Level {
     /// Nothing.
     Off = 1,
-    /// What cannot be reached otherwise.
+    /// Functions that cannot be reached otherwise.
     Auto = 2,
-    /// Also the driver's and the runtime's functions where these libraries bind to themselves. What the driver launches on its
-    /// own is part of a launch that is seen, so this is for the curious.
+    /// Also functions of the driver and the runtime where these libraries bind to themselves. What
+    /// the driver launches internally belongs to a launch that is seen anyway, so this is for
+    /// investigations.
     All = 3,
 }
 
 pub static LEVEL: AtomicU32 = AtomicU32::new(Level::Off as u32);
 
-/// What an object is to the hook.
+/// What a loaded object means for the inline hooks.
 pub(crate) struct Role {
     pub is_program: bool,
     pub is_symbolic: bool,
-    /// One of a family's libraries.
+    /// It is a library of a device family.
     is_family: bool,
 }
 
@@ -41,10 +42,10 @@ impl Role {
         Role { is_program, is_symbolic: object.is_symbolic, is_family }
     }
 
-    /// Whether calls of an exported function of this library can go past every preloaded symbol.
+    /// Whether calls of an exported function of this library can bypass every preloaded symbol.
     pub fn hides_exported(&self, library: Library) -> bool {
         match library {
-            // The program comes before what is preloaded.
+            // The program is searched before preloaded libraries.
             Library::Collectives | Library::Blas => self.is_program || self.is_symbolic,
             Library::Driver | Library::Runtime => {
                 self.is_symbolic && self.is_family && LEVEL.load(Ordering::Relaxed) == Level::All as u32
@@ -53,7 +54,7 @@ impl Role {
         }
     }
 
-    /// Whether functions that this object does not export are of interest.
+    /// Whether the object may contain copies of functions that it does not export.
     pub(crate) fn may_hide_copies(&self) -> bool {
         !self.is_family
     }

@@ -1,4 +1,4 @@
-//! Looks at every object that is loaded.
+//! Scans loaded objects, and replaces the functions that need an inline hook.
 
 use std::sync::Mutex;
 
@@ -17,7 +17,8 @@ use crate::{
     },
 };
 
-/// Objects that have been looked at, in the order of the linker's list, and what was replaced in them.
+/// The objects that were scanned, in the order of the linker's list, and the functions that were
+/// replaced in them.
 static STATE: Mutex<ScanState> = Mutex::new(ScanState { objects: Vec::new(), hooks: Vec::new() });
 
 struct ScanState {
@@ -25,7 +26,7 @@ struct ScanState {
     hooks: Vec<Hook>,
 }
 
-/// An object, by its link map and its base.
+/// An object: its link map and its load address.
 type Place = (usize, usize);
 
 /// A function that was replaced.
@@ -35,7 +36,7 @@ struct Hook {
     slot: usize,
 }
 
-/// Looks at every object that is new in the linker's list. Called while the list cannot change.
+/// Scans the objects that are new in the linker's list. Called while the list cannot change.
 pub fn scan_new_objects() {
     let Ok(mut known) = STATE.try_lock() else { return };
     let known = &mut *known;
@@ -49,9 +50,9 @@ pub fn scan_new_objects() {
             if known.objects.get(at) != Some(&place) {
                 known.objects.insert(at, place);
                 scan_object(known, place, map, at == 0);
-                // SAFETY: as above; this is the moment before the linker binds it.
+                // SAFETY: as above; the linker has not bound the object yet.
                 unsafe { deepbind::bind(map) };
-                // SAFETY: as above; nothing of it runs yet, or it is what the program is started with.
+                // SAFETY: as above; none of its code runs yet, or the process is starting.
                 unsafe { weak::unbind(map) };
             }
         }
@@ -65,7 +66,7 @@ pub fn scan_new_objects() {
 }
 
 impl ScanState {
-    /// Forgets the objects that are not in the list any more; the slots of their functions are free again.
+    /// Removes unloaded objects, and frees the slots of their functions.
     fn forget_gone(&mut self) {
         let mut present = Vec::with_capacity(self.objects.len());
         let mut map = elf::first();
@@ -114,7 +115,7 @@ fn scan_object(known: &mut ScanState, place: Place, map: *const LinkMap, is_prog
     }
 }
 
-/// Replaces a function; the slot that its original is in.
+/// Replaces a function, and returns the slot of its original.
 fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Result<usize, Refusal> {
     if !object.holds_code(symbol.address) || !object.holds_code(symbol.address + symbol.size.max(1) - 1) {
         return Err(Refusal::Start);
@@ -122,16 +123,17 @@ fn replace(object: &Object, function: &'static Function, symbol: Symbol) -> Resu
     if is_ours(symbol.address as *mut _) {
         return Err(Refusal::Start);
     }
-    // SAFETY: code of a loaded object, as just seen.
+    // SAFETY: code of a loaded object, as checked above.
     let code = unsafe { std::slice::from_raw_parts(symbol.address as *const u8, symbol.size) };
-    // The mark of an indirect branch's target stays, which does nothing else: a uprobe on it may come and go later.
+    // The mark for indirect branches stays, which does nothing else. A uprobe on it may come and
+    // go.
     let kept = if code.starts_with(&prologue::ENDBR64) { prologue::ENDBR64.len() } else { 0 };
     let (code, entry) = (&code[kept..], symbol.address + kept);
     prologue::check(code, entry as u64)?;
     let (slot, wrapper) = function.spare_slot().ok_or(Refusal::Engine)?;
     let mut publish = |original: *const ()| function.fill_slot(slot, original.cast_mut().cast());
-    // SAFETY: the object has just been mapped, or the process has one thread; the code was checked; the wrapper is that of a function
-    // of this name.
+    // SAFETY: the object has just been mapped, or the process has one thread. The code was checked,
+    // and the wrapper belongs to a function of this name.
     let replaced = unsafe { ENGINE.replace(entry, wrapper, &mut publish) };
     match replaced {
         Ok(()) => Ok(slot),

@@ -1,5 +1,5 @@
-//! Functions that an object does not export: those of a library that was linked into it statically. Their names are only in the
-//! symbol table of its file, if it was not stripped.
+//! Finds functions of a library that is linked statically into an object. Their names are only in
+//! the symbol table of the object's file, if that was not stripped.
 
 use std::{
     collections::{HashMap, HashSet},
@@ -21,17 +21,17 @@ use crate::{
     },
 };
 
-/// Symbols and names that are read of one file; one with more is not looked at.
+/// Files with more bytes of symbols and names are not read.
 const MOST_BYTES: u64 = 64 << 20;
 
-/// Reading more than this takes longer than the start of a process may, so it is only done for an object with code for a device, which
-/// every library of collectives or matrix products brings with it.
+/// Reading more than this would delay the start of a process too much. It is done only for an
+/// object with device code, which every collective or BLAS library contains.
 const MOST_BYTES_OF_ANY: u64 = 256 << 10;
 
-/// Names of sections.
+/// Maximum size of the section names.
 const MOST_BYTES_OF_SECTIONS: u64 = 64 << 10;
 
-/// Names of the functions that are looked for.
+/// Names of the wanted functions.
 fn wanted() -> &'static HashSet<&'static [u8]> {
     static WANTED: OnceLock<HashSet<&'static [u8]>> = OnceLock::new();
     WANTED.get_or_init(|| {
@@ -43,12 +43,12 @@ fn wanted() -> &'static HashSet<&'static [u8]> {
     })
 }
 
-/// The functions of interest in an object's own symbol table.
+/// The wanted functions in an object's symbol table.
 pub struct Symbols(HashMap<&'static [u8], Symbol>);
 
 impl Symbols {
-    /// `None` when there can be none: a library that was linked in statically loads the driver by itself, so who holds one asks
-    /// the linker for dlopen.
+    /// `None` when the object cannot contain any: a statically linked library loads the driver
+    /// itself, so its object imports dlopen.
     pub fn of(object: &Object, is_program: bool, role: &Role) -> Option<Self> {
         if !role.may_hide_copies() || !object.imported().any(|(name, _)| name == c"dlopen") {
             return None;
@@ -58,13 +58,13 @@ impl Symbols {
         (!found.is_empty()).then_some(Symbols(found))
     }
 
-    /// The function of this name.
+    /// The function with this name.
     pub fn find(&self, function: &Function) -> Option<Symbol> {
         self.0.get(function.name.to_bytes()).copied()
     }
 }
 
-/// A section of an ELF file, as far as it matters here.
+/// The used fields of an ELF section header.
 struct Section {
     name: u32,
     kind: u32,
@@ -76,7 +76,8 @@ struct Section {
 const SYMBOL_TABLE: u32 = 2;
 const SYMBOL_BYTES: usize = size_of::<libc::Elf64_Sym>();
 
-/// Read with pread, never mapped: a file that somebody cuts short must not be a SIGBUS in the host.
+/// Reads with pread instead of mapping the file: a mapped file that is truncated would raise SIGBUS
+/// in the host.
 fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbol>> {
     let file = File::open(path)?;
     let mut header = [0; 64];
@@ -116,7 +117,7 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
     let (symbols, names) = (contents(table)?, contents(names)?);
     for symbol in symbols.chunks_exact(SYMBOL_BYTES) {
         let name = names.get(word(symbol, 0) as u32 as usize..).unwrap_or_default();
-        // Nearly all names end at their first letters.
+        // Most names are excluded by their first letters.
         let may_be =
             [&b"nccl"[..], b"mccl", b"cublas", b"hipblas", b"mcblas"].iter().any(|start| name.starts_with(start));
         if !may_be {
@@ -139,7 +140,8 @@ fn read(path: &Path, object: &Object) -> io::Result<HashMap<&'static [u8], Symbo
     Ok(found)
 }
 
-/// Whether a section holds code for a device, by its name at the beginning of these bytes: `.nv_fatbin`, `.hip_fatbin`.
+/// Whether a section contains device code, by the name at the start of `names`: `.nv_fatbin`,
+/// `.hip_fatbin`.
 fn is_of_device(names: &[u8]) -> bool {
     let name = names.split(|byte| *byte == 0).next().unwrap_or_default();
     name.to_ascii_lowercase().windows(6).any(|part| part == b"fatbin")

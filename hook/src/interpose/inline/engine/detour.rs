@@ -12,12 +12,12 @@ impl Engine for Detour {
         wrapper: *const (),
         publish: &mut dyn FnMut(*const ()),
     ) -> Result<(), Refusal> {
-        // SAFETY: the caller's word.
+        // SAFETY: the caller's promise.
         let hook = unsafe { detour::RawDetour::new(entry as *const (), wrapper) }.map_err(|_| Refusal::Engine)?;
         publish(hook.trampoline());
         // SAFETY: as above.
         let enabled = unsafe { hook.enable() };
-        // Whoever has the trampoline keeps it, so it is never freed, also when it is of no use.
+        // Never freed, even if it is unused, because other code may hold the trampoline.
         std::mem::forget(hook);
         enabled.map_err(|_| Refusal::Engine)
     }

@@ -1,6 +1,7 @@
-//! The engine of Frida: the interceptor of `frida-gum`, in its fast form, which jumps to the wrapper without a listener in between.
+//! The engine of the crate `frida-gum`. It uses the fast form of the interceptor, which jumps to
+//! the wrapper without a listener.
 //!
-//! Gum is set up when the first function is replaced, because most processes replace none.
+//! Gum is initialized when the first function is replaced, because most processes replace none.
 
 use frida_gum::{Gum, NativePointer, interceptor::Interceptor};
 use std::{ffi::c_void, sync::OnceLock};
@@ -10,11 +11,12 @@ use crate::interpose::inline::{engine::interface::Engine, prologue::Refusal};
 /// The crate `frida-gum`.
 pub struct Frida;
 
-/// Gum's interceptor, kept for ever: dropping the last handle of Gum takes down what the jumps lead through.
+/// Gum's interceptor. Never dropped, because dropping the last handle of Gum removes the code that
+/// the jumps use.
 struct Kept(Interceptor);
 
-// SAFETY: the interceptor has a lock of its own, and the hook replaces code under its own lock only; moving the handle to another
-// thread moves a counted pointer.
+// SAFETY: the interceptor has its own lock, and the hook replaces code only under a lock of its
+// own. Moving the handle to another thread moves a counted pointer.
 unsafe impl Send for Kept {}
 
 // SAFETY: as above.
@@ -25,9 +27,9 @@ fn interceptor() -> Interceptor {
     KEPT.get_or_init(|| Kept(Interceptor::obtain(&Gum::obtain()))).0.clone()
 }
 
-/// As many bytes as the shortest jump has.
+/// As many bytes as the shortest jump.
 fn start_of(entry: usize) -> [u8; 5] {
-    // SAFETY: the caller of `replace` vouches for the function, which is not shorter than a jump.
+    // SAFETY: the caller of `replace` guarantees the function, which is not shorter than a jump.
     unsafe { (entry as *const [u8; 5]).read_volatile() }
 }
 
@@ -40,7 +42,7 @@ impl Engine for Frida {
     ) -> Result<(), Refusal> {
         let before = start_of(entry);
         let mut interceptor = interceptor();
-        // Within a transaction the jump is written at its end, so the original is known before.
+        // A transaction writes the jump at its end, so the original is known before.
         interceptor.begin_transaction();
         let function = NativePointer(entry as *mut c_void);
         let replaced = interceptor.replace_fast(function, NativePointer(wrapper.cast_mut().cast()));
@@ -48,7 +50,8 @@ impl Engine for Frida {
             publish(original.0.cast_const().cast());
         }
         interceptor.end_transaction();
-        // The end of a transaction has no answer; a system that refuses to have code changed leaves the bytes as they were.
+        // The end of a transaction reports no result. If the system refuses the change, the bytes
+        // are the same as before.
         match replaced {
             Ok(_) if start_of(entry) != before => Ok(()),
             _ => Err(Refusal::Engine),

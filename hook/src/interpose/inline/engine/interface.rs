@@ -1,18 +1,20 @@
-//! What an engine does.
+//! The interface of the engines.
 
 use crate::interpose::inline::prologue::Refusal;
 
-/// An engine.
+/// An engine that replaces code.
 pub trait Engine {
-    /// Makes the function at `entry` jump to `wrapper`. The address of code that does what the function did goes to `publish`
-    /// before the jump is there. It stays so for the rest of the process's life.
+    /// Makes the function at `entry` jump to `wrapper`. Before the jump is written, `publish`
+    /// receives the address of code that does what the function did. The change lasts for the rest
+    /// of the process's life.
     ///
     /// # Errors
-    /// When the engine or the system refuses; then nothing has changed.
+    /// When the engine or the system refuses. Nothing has changed then.
     ///
     /// # Safety
-    /// Nobody runs the first instructions of the function meanwhile, [`crate::interpose::inline::prologue::check`] has found them movable, and the
-    /// wrapper is a function of the same type.
+    /// No thread runs the first instructions of the function at the same time,
+    /// [`check`](crate::interpose::inline::prologue::check) accepts them, and the wrapper has the
+    /// type of the function.
     unsafe fn replace(
         &self,
         entry: usize,
